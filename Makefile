@@ -1,0 +1,70 @@
+# make demo    train a small language model with cuflash, about a minute
+# make test    all tests that this machine can run
+# make bench   time cuflash on this machine's GPU
+# make lint    style of the Python files
+# make clean   remove .venv and all else that make made
+#
+# Each makes .venv and installs what it needs, CuPy too where there is a GPU.
+#   make test PYTHON=python3.12          another Python for a new .venv
+#   make test ARGS="-k causal"           options for pytest or for the script
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+
+# The extras of setup.cfg that each target needs; a GPU adds its own.
+EXTRAS_demo := scripts
+EXTRAS_test := test,scripts
+EXTRAS_bench := scripts
+EXTRAS_lint := lint
+
+.PHONY: demo test bench lint clean
+.DELETE_ON_ERROR:
+# make would take the stamps for intermediate files.
+.PRECIOUS: .venv/installed-%
+
+# One thread for a matrix product: those of the demo are small, and threads
+# that wait for each other cost them more than they gain.
+ONE_THREAD := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
+
+demo: .venv/installed-demo
+	$(ONE_THREAD) $(BIN)/python scripts/demo.py $(ARGS)
+
+# One process a core, at most four, so that they share a GPU's memory well.
+test: .venv/installed-test
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+
+bench: .venv/installed-bench
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+# Modules that ruff would take for installed ones when it sorts imports.
+OURS := "cuflash", "cuda_extra", "demo", "demo_parts", "helpers", \
+	"reference_strategies", "strategies"
+
+lint: .venv/installed-lint
+	$(BIN)/ruff check --line-length 79 --select E,F,W,I,UP,B \
+	--config 'lint.isort.known-first-party = [$(OURS)]' $(ARGS) .
+
+.venv/installed-%: setup.cfg pyproject.toml scripts/cuda_extra.py \
+		| $(BIN)/python
+	@cuda=$$($(BIN)/python scripts/cuda_extra.py) && \
+	extras="$(EXTRAS_$*)$${cuda:+,$$cuda}" && \
+	echo "Installing cuflash[$$extras] into .venv" && \
+	$(BIN)/python -m pip install -qq --editable ".[$$extras]"
+	@touch $@
+
+# pip is renewed because the one of early Pythons 3.10 knows no editable
+# installs from pyproject.toml.
+$(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || \
+	{ echo "$(PYTHON) is too old: cuflash needs Python 3.10 or newer." \
+	"Try make PYTHON=python3.12"; exit 1; }
+	@echo "Making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear .venv && \
+	$(BIN)/python -m pip install -qq --upgrade pip || \
+	{ rm -rf .venv; exit 1; }
+
+clean:
+	rm -rf .venv build dist cuflash.egg-info demo_output
+	rm -rf .pytest_cache .hypothesis .ruff_cache .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

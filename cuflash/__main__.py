@@ -1,0 +1,293 @@
+"""``python -m cuflash info | compile | warmup``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import metadata
+from typing import Any
+
+from cuflash import compiler
+from cuflash.errors import CuflashError, UnsupportedError
+from cuflash.plan import (
+    Device,
+    KernelPlan,
+    default_plans,
+    device_of_arch,
+    family_of,
+)
+from cuflash.problem import Problem
+
+ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+VARIABLES = (
+    "CUFLASH_COMPILE", "CUFLASH_LOG", "CUPY_CACHE_DIR", "CUDA_VISIBLE_DEVICES"
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m cuflash")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "info", help="versions, devices, folders and settings"
+    )
+    compiling = commands.add_parser(
+        "compile",
+        help="compile every default plan, needing no GPU, and print"
+        " registers, shared memory, spilled bytes and time of each kernel",
+    )
+    compiling.add_argument(
+        "--arch",
+        default=ARCHS,
+        help="architectures, separated by commas (default: %(default)s)",
+    )
+    for command in (
+        compiling,
+        commands.add_parser(
+            "warmup", help="compile every default plan for this machine's GPUs"
+        ),
+    ):
+        command.add_argument(
+            "--jobs",
+            type=int,
+            default=_num_cpus(),
+            help="kernels compiled at a time (default: the CPUs there are)",
+        )
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "info":
+            return info()
+        if given.command == "compile":
+            return compile_for(given.arch.split(","), given.jobs)
+        return warmup(given.jobs)
+    except CuflashError as error:
+        print(f"cuflash: {error}", file=sys.stderr)
+        return 1
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _kernels(device: Device) -> list[KernelPlan]:
+    """The kernels of the default plans, each once."""
+    plans = default_plans(device)
+    return list(dict.fromkeys(k for plan in plans for k in plan.kernels))
+
+
+def _in_threads(
+    work: Callable[[KernelPlan, str], Any],
+    tasks: Iterable[tuple[KernelPlan, str]],
+    jobs: int,
+) -> Iterator[tuple[KernelPlan, str, Any]]:
+    """Do work(kernel, arch) for all tasks; each result as it is there.
+
+    A CompileError is a result too.
+    """
+    with ThreadPoolExecutor(max_workers=max(jobs, 1)) as pool:
+        tasks_of = {pool.submit(work, *task): task for task in tasks}
+        for done in as_completed(tasks_of):
+            error = done.exception()
+            if error and not isinstance(error, CuflashError):
+                raise error
+            yield *tasks_of[done], error or done.result()
+
+
+def _describe(kernel: KernelPlan) -> str:
+    """A kernel's name and constants in a few words."""
+    known = dict(kernel.constants)
+    words = [kernel.entry, str(known.get("Element", ""))]
+    if "HEAD_DIM" in known:
+        words.append(f"d {known['HEAD_DIM']}")
+    if "BLOCK_K" in known:
+        words.append(f"{known['BLOCK_Q']}x{known['BLOCK_K']}")
+    words += [n.lower() for n, v in known.items() if v is True]
+    return " ".join(words)
+
+
+# ---- compile ----
+
+
+def compile_for(archs: list[str], jobs: int) -> int:
+    """Compile every default plan and print a line a kernel.
+
+    Returns
+    -------
+    int
+        1 if a kernel does not compile, which is also what becomes of one
+        that needs other shared memory than its plan says, or if a
+        tensor-core kernel spills registers.
+    """
+    compiler.nvrtc_version()  # a clear error, once, if there is no NVRTC
+    tasks = [(k, arch) for arch in archs for k in _kernels_of_arch(arch)]
+    width = max(len(_describe(kernel)) for kernel, _ in tasks)
+    line = f"{{:8}} {{:{width}}} {{:>9}} {{:>8}} {{:>6}} {{:>8}}  {{}}".format
+    heads = ("arch", "kernel", "registers", "shared", "spill", "seconds", "")
+    print(line(*heads).rstrip())
+    faults, start = [], time.perf_counter()
+    for kernel, arch, report in _in_threads(compiler.report, tasks, jobs):
+        fault = _fault(kernel, report)
+        if fault:
+            faults.append(f"{arch} {_describe(kernel)}: {fault}")
+        numbers = ("-", "-", "-", "-")
+        if isinstance(report, compiler.Report):
+            r = report
+            numbers = (
+                r.registers, r.shared_bytes, r.spill_bytes, f"{r.seconds:.1f}"
+            )  # fmt: skip
+        mark = "FAILED" if fault else ""
+        text = line(arch, _describe(kernel), *numbers, mark)
+        print(text.rstrip(), flush=True)
+    print(
+        f"{len(tasks)} kernels in {time.perf_counter() - start:.1f} s,"
+        f" NVRTC {compiler.nvrtc_version()}, {len(faults)} failed"
+    )
+    for fault in faults:
+        print(f"\n{fault}")
+    return 1 if faults else 0
+
+
+def _kernels_of_arch(arch: str) -> list[KernelPlan]:
+    name = arch.removeprefix("sm_")
+    if name == arch or not name.rstrip("af").isdigit():
+        raise UnsupportedError(
+            f"--arch got {arch!r}, expected architectures as in {ARCHS}"
+        )
+    kernels = _kernels(device_of_arch(arch))
+    if not kernels:
+        raise UnsupportedError(
+            f"--arch got {arch!r}, expected sm_80 or newer: the default"
+            " plans are those for float16 and bfloat16"
+        )
+    return kernels
+
+
+def _fault(kernel: KernelPlan, report: Any) -> str:
+    """What is wrong with a kernel, or nothing."""
+    if not isinstance(report, compiler.Report):
+        return str(report)
+    if report.shared_bytes != kernel.shared_bytes:
+        return (
+            f"takes {report.shared_bytes} bytes of shared memory, its plan"
+            f" says {kernel.shared_bytes}"
+        )
+    if "mma" in kernel.file and report.spill_bytes:
+        return f"spills {report.spill_bytes} bytes a thread"
+    return ""
+
+
+# ---- warmup ----
+
+
+def warmup(jobs: int) -> int:
+    """Compile the default plans of the GPUs at hand into the cache.
+
+    Returns
+    -------
+    int
+        1 if a kernel does not compile.
+    """
+    devices = _devices()
+    compiler.nvrtc_version()
+    tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
+    tasks = list(dict.fromkeys(tasks))  # GPUs may be alike
+    failed, start = 0, time.perf_counter()
+    for kernel, arch, result in _in_threads(
+        compiler.cubin_file, tasks, jobs
+    ):
+        if isinstance(result, Exception):
+            failed += 1
+            print(f"{arch} {_describe(kernel)}: {result}", flush=True)
+        else:
+            print(f"{arch} {_describe(kernel)}", flush=True)
+    print(
+        f"{len(tasks)} kernels in {time.perf_counter() - start:.1f} s,"
+        f" {failed} failed; they are in {compiler.cache_folder()}"
+    )
+    if not failed:
+        compiler.remember_default_compiles()
+    return 1 if failed else 0
+
+
+def _devices() -> list[Device]:
+    """The GPUs at hand; UnsupportedError says why there is none."""
+    names = compiler.gpus()
+    from cuflash import launch  # imports CuPy, which gpus() has found
+
+    return [launch.device(index) for index in range(len(names))]
+
+
+# ---- info ----
+
+
+def info() -> int:
+    """Print what is installed, found and set."""
+    for name, text in _facts():
+        print(f"{name:22} {text}")
+    return 0
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "cuflash", _version("cuflash")
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    for package in ("numpy", "scipy", "ml_dtypes"):
+        yield package, _version(package)
+    cupys = [f"cupy-cuda{n}x" for n in (13, 12)] + ["cupy"]
+    versions = [f"{_version(c)} ({c})" for c in cupys if _version(c)]
+    yield "CuPy", ", ".join(versions) or "not installed"
+    yield "cuda-bindings", _version("cuda-bindings") or "not installed"
+    try:
+        yield "NVRTC", compiler.nvrtc_version()
+    except CuflashError as error:
+        yield "NVRTC", str(error)
+    yield "NumPy arrays", "run on the CPU: " + ", ".join(DTYPES)
+    try:
+        names = compiler.gpus()
+        if not names:
+            yield "GPU", "none"
+        for index, name in enumerate(names):
+            yield f"GPU {index}", f"{name}: {_abilities(index)}"
+    except CuflashError as error:
+        yield "GPU", f"none: {error}"
+    folder = compiler.cache_folder()
+    count = sum(1 for _ in folder.glob("cuflash_*.cubin"))
+    yield "cache folder", f"{folder} ({count} compiled kernels)"
+    for name in VARIABLES:
+        yield name, os.environ.get(name, "(not set)")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _abilities(index: int) -> str:
+    """What runs on a GPU, and by which kernels."""
+    from cuflash import launch
+
+    try:
+        device = launch.device(index)
+    except UnsupportedError as error:
+        return str(error)
+    words = [f"{device.arch}, {device.num_sms} multiprocessors"]
+    for dtype in DTYPES:
+        problem = Problem("forward", dtype, 1, 1, 1, 1, 1, 64, 64, 1.0)
+        try:
+            words.append(f"{dtype} by {family_of(problem, device)}")
+        except UnsupportedError:
+            words.append(f"no {dtype}")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""The public calls: check, then run on the device that holds the arrays."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import validate
+from .errors import CuflashError, DTypeError, UnsupportedError
+
+__all__ = ["backward", "forward", "merge_states"]
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Exact attention, softmax(scale * Q K^T) V, without the score matrix.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_heads_q, head_dim)
+        Queries: float16, bfloat16 (ml_dtypes), float32 or float64. A NumPy
+        array, or one on a CUDA device: CuPy, or any with DLPack or
+        ``__cuda_array_interface__``. Any strides. Also without batch (3-D)
+        or without batch and heads (2-D).
+    k : array, (batch, seqlen_k, num_heads_kv, head_dim)
+        Keys. `num_heads_q` is a multiple of `num_heads_kv`; query head h
+        reads key head ``h // (num_heads_q // num_heads_kv)``.
+    v : array, (batch, seqlen_k, num_heads_kv, head_dim_v)
+        Values. `head_dim` and `head_dim_v` are 1 to 256.
+    scale : float, optional
+        Multiplies Q K^T; ``head_dim ** -0.5`` by default.
+    causal : bool, optional
+        Whether query i sees only the keys
+        ``j <= i + seqlen_k - seqlen_q``: the last query sees every key.
+    block_q, block_k : int, optional
+        Queries and keys of a tile, in tokens; tuned by default. They change
+        rounding and speed, not the meaning.
+    return_lse : bool, optional
+        Whether to return `lse` too, which `backward` and `merge_states`
+        need.
+    out : array, optional
+        Receives the result. Shape and dtype as below, on the device of the
+        inputs, sharing no memory with them.
+
+    Returns
+    -------
+    out : array, (batch, seqlen_q, num_heads_q, head_dim_v)
+        In the dtype of `q`; CuPy for arrays on a CUDA device, NumPy for
+        NumPy; `out` itself where it was given. Axes that `q` leaves out are
+        left out here.
+    lse : array, (batch, num_heads_q, seqlen_q)
+        Only with `return_lse`. The natural logarithm of the sum of
+        exp(scaled, visible scores), float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    ShapeError
+        If ranks or sizes do not fit each other.
+    DTypeError
+        If an argument has the wrong type or dtype, or NumPy and CUDA arrays
+        are mixed.
+    ValueRangeError
+        If `scale`, `block_q` or `block_k` cannot be used, `out` is
+        read-only or shares memory with an input, or the arrays are on
+        several CUDA devices.
+    UnsupportedError
+        If head_dim or head_dim_v is above 256, the GPU is too old, or CUDA
+        arrays come without CuPy installed.
+
+    See Also
+    --------
+    backward : the gradients.
+    merge_states : attention over the union of two sets of keys.
+
+    Notes
+    -----
+    A query that sees no key has out 0 and lse -inf. NaN or inf in an input
+    spreads only to rows that see it. Bitwise reproducible from run to run.
+
+    On a CUDA device the call is queued on CuPy's current stream and does
+    not wait for it.
+
+    References
+    ----------
+    .. [1] T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Re, "FlashAttention",
+       arXiv:2205.14135.
+    .. [2] T. Dao, "FlashAttention-2", arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 16, 4, 8), dtype=np.float32)
+    >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((2, 16, 4, 8), (2, 4, 16))
+    """
+    given = {"q": q, "k": k, "v": v}
+    if out is not None:
+        given["out"] = out
+    backend, arrays = _open(given)
+    call = validate.forward(
+        **arrays,
+        scale=scale,
+        causal=causal,
+        block_q=block_q,
+        block_k=block_k,
+        return_lse=return_lse,
+    )
+    result, lse = backend.forward(call)
+    result = _strip(result, call.rank) if out is None else out
+    return (result, _strip_lse(lse, call.rank)) if return_lse else result
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    deterministic: bool = False,
+) -> tuple[Any, Any, Any]:
+    """The gradients of `forward` with respect to `q`, `k` and `v`.
+
+    Parameters
+    ----------
+    dout : array, (batch, seqlen_q, num_heads_q, head_dim_v)
+        The gradient of the loss with respect to `out`, in the dtype of `q`.
+    q, k, v : array
+        As given to `forward`.
+    out, lse : array
+        As `forward` returned them, with ``return_lse=True``.
+    scale, causal
+        As given to `forward`.
+    block_q, block_k : int, optional
+        Queries and keys of a tile, in tokens; tuned by default.
+    deterministic : bool, optional
+        Whether `dq` is summed in a fixed order too, and so is bitwise
+        reproducible. `dk` and `dv` always are.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Of the shapes and the dtype of `q`, `k` and `v`; CuPy for arrays on
+        a CUDA device, NumPy for NumPy. `dk` and `dv` are summed over the
+        query heads that share a key head.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueRangeError, UnsupportedError
+        As `forward` does.
+
+    See Also
+    --------
+    forward
+
+    Notes
+    -----
+    P is recomputed tile by tile as exp(S - lse), and the rows' sums
+    D = rowsum(dO * O) stand for rowsum(P * dP) [1]_. A query that sees no
+    key contributes exactly 0 to every gradient.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 16, 8))
+    >>> out, lse = cuflash.forward(q, k, v, return_lse=True)
+    >>> dout = np.ones_like(out)
+    >>> dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse)
+    >>> dq.shape, dk.shape, dv.shape
+    ((16, 8), (16, 8), (16, 8))
+    """
+    backend, arrays = _open(
+        {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    )
+    call = validate.backward(
+        **arrays,
+        scale=scale,
+        causal=causal,
+        block_q=block_q,
+        block_k=block_k,
+        deterministic=deterministic,
+    )
+    dq, dk, dv = (_strip(x, call.rank) for x in backend.backward(call))
+    return dq, dk, dv
+
+
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
+) -> tuple[Any, Any]:
+    """Attention over two sets of keys from attention over each.
+
+    Parameters
+    ----------
+    out_a, out_b : array, (batch, seqlen_q, num_heads_q, head_dim_v)
+        What `forward` returned for the same queries over each set of keys;
+        also 3-D or 2-D, as there.
+    lse_a, lse_b : array, (batch, num_heads_q, seqlen_q)
+        Their lse, float32 (float64 for float64 `out_a`).
+
+    Returns
+    -------
+    out, lse : array
+        As `forward` would return them over all the keys: CuPy for arrays on
+        a CUDA device, NumPy for NumPy.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueRangeError, UnsupportedError
+        As `forward` does.
+
+    See Also
+    --------
+    forward
+
+    Notes
+    -----
+    lse = log(exp(lse_a) + exp(lse_b)), and out is the mean of the two with
+    weights exp(lse_a - lse) and exp(lse_b - lse) [1]_. A row with lse -inf
+    has seen no key and leaves the other as it is; two such rows make one.
+
+    References
+    ----------
+    .. [1] M. Milakov, N. Gimelshein, "Online normalizer calculation for
+       softmax", arXiv:1805.02867, section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 16, 8))
+    >>> a = cuflash.forward(q, k[:10], v[:10], return_lse=True)
+    >>> b = cuflash.forward(q, k[10:], v[10:], return_lse=True)
+    >>> out, lse = cuflash.merge_states(*a, *b)
+    >>> np.allclose(out, cuflash.forward(q, k, v))
+    True
+    """
+    backend, arrays = _open(
+        {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    )
+    call = validate.merge_states(**arrays)
+    out, lse = backend.merge_states(call)
+    return _strip(out, call.rank), _strip_lse(lse, call.rank)
+
+
+def _open(given: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+    """The module that runs the call, and the arrays as it takes them."""
+    device = validate.device_of(**given)
+    if "out" in given and "lse" not in given:  # forward's, to be written
+        validate.writable(given["out"])
+    if device == "cpu":
+        from . import cpu
+
+        return cpu, {name: np.asarray(x) for name, x in given.items()}
+    try:
+        from . import launch
+    except ImportError as error:
+        if (error.name or "").startswith("cuflash"):
+            raise
+        raise UnsupportedError(
+            "arrays on a CUDA device need CuPy, which could not be "
+            'imported: pip install "cuflash[cuda13]", or "cuflash[cuda12]" '
+            "for a driver of CUDA 12"
+        ) from error
+    return launch, {
+        name: _to_cupy(launch, name, given[name]) for name in given
+    }
+
+
+def _to_cupy(launch: ModuleType, name: str, array: Any) -> Any:
+    try:
+        return launch.to_cupy(array)
+    except CuflashError:
+        raise
+    except (BufferError, TypeError, ValueError) as error:
+        kind = type(array)
+        raise DTypeError(
+            f"{name} is of type {kind.__module__}.{kind.__qualname__}, "
+            f"which CuPy cannot read: {error}"
+        ) from error
+
+
+def _strip(array: Any, rank: int) -> Any:
+    """Take away the axes of (batch, seqlen, heads, d) that q lacks."""
+    if rank == 4:
+        return array
+    return array[0] if rank == 3 else array[0, :, 0]
+
+
+def _strip_lse(lse: Any, rank: int) -> Any:
+    """Take away the axes of (batch, heads, seqlen) that q lacks."""
+    if rank == 4:
+        return lse
+    return lse[0] if rank == 3 else lse[0, 0]

@@ -1,0 +1,36 @@
+"""The errors that cuflash raises: one root, and built-in parents besides."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CompileError",
+    "CuflashError",
+    "DTypeError",
+    "ShapeError",
+    "UnsupportedError",
+    "ValueRangeError",
+]
+
+
+class CuflashError(Exception):
+    """The root of every error that cuflash raises on purpose."""
+
+
+class ShapeError(CuflashError, ValueError):
+    """An array has a rank or a size that does not fit the others."""
+
+
+class ValueRangeError(CuflashError, ValueError):
+    """An argument of the right type has a value that cannot be used."""
+
+
+class DTypeError(CuflashError, TypeError):
+    """An argument has the wrong type, or an array the wrong dtype."""
+
+
+class UnsupportedError(CuflashError, NotImplementedError):
+    """A meaningful request that this version or this machine cannot run."""
+
+
+class CompileError(CuflashError, RuntimeError):
+    """A kernel did not compile; the message shows the source at the fault."""

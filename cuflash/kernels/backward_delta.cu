@@ -1,0 +1,77 @@
+// Before the backward kernels: delta = rowsum(dO * O) (FlashAttention-2, arXiv:2307.08691, Alg. 2,
+// line 4), in float, or in double for double elements. It also zeroes what backward_mma.cu adds to:
+// the sums of dQ (DQ_COLUMNS floats a row of every query tile) and, if wanted, the turns.
+//
+// Block: NUM_THREADS threads, LANES of a warp a row of out, each with chunks of up to 16 bytes. Grid:
+// blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as they lie in a contiguous array:
+//     row = (batch * seqlen_q + query) * num_heads_q + head
+// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums). No shared memory.
+//
+// Bound by memory: O and dO read once, the sums written once.
+#include "elements.cuh"
+#include "types.cuh"
+
+using Real = Accumulator<Element>;
+
+// 16-bit rows are 16-byte aligned (launch.py sees to it), others only as their elements are.
+constexpr int CHUNK = sizeof(Element) == 2 ? 8 : 1;
+struct alignas(CHUNK * sizeof(Element)) Chunk { Element x[CHUNK]; };
+
+static_assert(32 % LANES == 0 && NUM_THREADS % 32 == 0, "a row's lanes are of one warp");
+
+// The sum over a row's lanes, in each of them, always added in the same order.
+inline Real row_sum(Real x) {
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
+    return x;
+}
+
+// The lane's share of sum_d dout[d] * out[d].
+inline Real partial_product(const Element* dout, const Element* out, int lane, int columns) {
+    Real sum = 0;
+    for (int d = lane * CHUNK; d < columns; d += LANES * CHUNK) {
+        if (d + CHUNK <= columns) {
+            const Chunk a = *reinterpret_cast<const Chunk*>(dout + d);
+            const Chunk b = *reinterpret_cast<const Chunk*>(out + d);
+            for (int i = 0; i < CHUNK; ++i) sum = fma(to_accumulator(a.x[i]), to_accumulator(b.x[i]), sum);
+        } else {
+            for (int i = d; i < columns; ++i) sum = fma(to_accumulator(dout[i]), to_accumulator(out[i]), sum);
+        }
+    }
+    return sum;
+}
+
+// Zeroes the grid's share of what backward_mma.cu adds to.
+inline void clear_sums(const BackwardArguments& arguments) {
+    const Shape& shape = arguments.shape;
+    const i64 num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const i64 tiles = num_q_tiles * shape.batch * shape.num_heads_q;
+    const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x, threads = i64(gridDim.x) * NUM_THREADS;
+    float4* sums = static_cast<float4*>(arguments.dq_sum);
+    for (i64 i = thread; i < tiles * (BLOCK_Q * DQ_COLUMNS / 4); i += threads)
+        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (arguments.turns == nullptr) return;
+    for (i64 i = thread; i < tiles; i += threads) static_cast<int*>(arguments.turns)[i] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+backward_delta(const __grid_constant__ BackwardArguments arguments) {
+    if constexpr (DQ_COLUMNS > 0) clear_sums(arguments);
+
+    const Shape& shape = arguments.shape;
+    const int lane = threadIdx.x % LANES;
+    const i64 row = i64(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES;
+    const i64 head = row % shape.num_heads_q;
+    const i64 query = row / shape.num_heads_q % shape.seqlen_q;
+    const i64 batch = row / shape.num_heads_q / shape.seqlen_q;
+    const bool exists = batch < shape.batch;                // all lanes stay for the sum
+
+    const Strides &dos = arguments.dout_stride, &os = arguments.out_stride;
+    const Element* dout = static_cast<const Element*>(arguments.dout)
+                        + batch * dos.batch + query * dos.token + head * dos.head;
+    const Element* out = static_cast<const Element*>(arguments.out)
+                       + batch * os.batch + query * os.token + head * os.head;
+    const Real sum = row_sum(partial_product(dout, out, lane, exists ? shape.head_dim_v : 0));
+    Real* delta = static_cast<Real*>(arguments.delta);
+    if (exists && lane == 0) delta[(batch * shape.num_heads_q + head) * shape.seqlen_q + query] = sum;
+}

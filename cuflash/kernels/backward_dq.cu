@@ -1,0 +1,47 @@
+// dQ from its sums: scales by the softmax scale, rounds, and puts every element in its place.
+//
+// The last step of backward_mma.cu, which adds to the sums in the order of its fragments
+// (backward_layout.cuh). One block a tile of BLOCK_Q queries of one head; blockIdx.x counts tiles
+// within a head, heads within a batch.
+//
+// Shared memory: the tile of dQ. Bound by memory: 4 bytes read and 2 written an element.
+#include "backward_layout.cuh"
+
+struct SharedPlan {
+    Tile<BLOCK_Q, HEAD_DIM> dq;
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "plan.py and the kernel disagree on shared memory");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+backward_dq(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    const u32 dq_tile = shared_address(&reinterpret_cast<SharedPlan*>(shared_bytes)->dq);
+
+    const Shape& shape = arguments.shape;
+    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const int tile = blockIdx.x % num_q_tiles, pair = blockIdx.x / num_q_tiles;
+    const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
+    const float* sums = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, tile);
+    const float scale = static_cast<float>(arguments.scale);
+
+    QueryGrid::Fragments dq;
+    #pragma unroll
+    for (int m = 0; m < QueryGrid::M_TILES; ++m)
+        #pragma unroll
+        for (int n = 0; n < QueryGrid::N_TILES; ++n) {
+            const float4 sum = *reinterpret_cast<const float4*>(sums + dq_sum_offset(m, n));
+            dq[m][n][0] = sum.x * scale;
+            dq[m][n][1] = sum.y * scale;
+            dq[m][n][2] = sum.z * scale;
+            dq[m][n][3] = sum.w * scale;
+        }
+    store_fragments<Element, BLOCK_Q>(dq_tile, dq, QueryGrid::first_row(), QueryGrid::first_column());
+    __syncthreads();
+
+    const Strides stride = arguments.dq_stride;
+    const i64 first_row = static_cast<i64>(tile) * BLOCK_Q;
+    u16* rows = static_cast<u16*>(arguments.dq) + batch * stride.batch + head * stride.head + first_row * stride.token;
+    store_tile<BLOCK_Q, HEAD_DIM, THREADS, BLOCK_Q>(
+        dq_tile, 0, rows, stride.token, shape.seqlen_q - tile * BLOCK_Q, shape.head_dim,
+        rows_aligned(arguments.dq, stride), threadIdx.x);
+}

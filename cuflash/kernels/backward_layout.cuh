@@ -1,0 +1,36 @@
+// How the warps of backward_mma.cu share its products, and the order in which dq's sums lie in memory.
+// backward_dq.cu reads that order back.
+#pragma once
+#include "mma.cuh"
+
+constexpr int THREADS = NUM_WARPS * 32;
+
+// A grid of warps over a ROWS x COLUMNS product, WARPS_DOWN of them along the rows.
+template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
+    static constexpr int WARPS_ACROSS = NUM_WARPS / WARPS_DOWN;
+    static constexpr int WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
+    static constexpr int M_TILES = WARP_ROWS / 16, N_TILES = WARP_COLUMNS / 8;
+    static_assert(NUM_WARPS % WARPS_DOWN == 0, "the warps form a rectangle");
+    static_assert(ROWS % (WARPS_DOWN * 16) == 0, "a warp's rows are whole 16-row tiles");
+    static_assert(COLUMNS % (WARPS_ACROSS * 16) == 0, "a warp's columns are whole 16-column blocks");
+    using Fragments = float[M_TILES][N_TILES][4];
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS; }
+    static __device__ __forceinline__ int first_column() { return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS; }
+};
+
+using ScoreGrid = WarpGrid<BLOCK_Q, BLOCK_K, SCORE_WARPS_Q>;      // S, dP
+using KeyGrid = WarpGrid<BLOCK_K, HEAD_DIM, GRADIENT_WARPS_K>;    // dK
+using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;// dV
+using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;     // dQ
+
+// The sums of a tile of dQ lie in the order in which threads hold them, a C fragment's four floats side
+// by side: a warp adds 512 bytes in a row. The offset of the lane's fragment (m, n).
+__device__ __forceinline__ int dq_sum_offset(int m, int n) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return (((warp * QueryGrid::M_TILES + m) * QueryGrid::N_TILES + n) * 32 + lane) * 4;
+}
+
+// The start of a tile's sums: tiles of one (batch, head) follow one another, then the next head's.
+__device__ __forceinline__ float* dq_sum_tile(void* dq_sum, i64 pair, int num_q_tiles, int tile) {
+    return static_cast<float*>(dq_sum) + (pair * num_q_tiles + tile) * (BLOCK_Q * HEAD_DIM);
+}

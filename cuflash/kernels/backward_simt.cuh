@@ -1,0 +1,55 @@
+// What the two plain backward kernels have in common: the weight of a pair and its gradient.
+//
+//     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  D = rowsum(dO O),  dS = P (dP - D)
+//
+// (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) P comes from lse alone; S is computed in the
+// order of forward_simt.cu. A query with lse = -inf has seen no key and takes part in nothing,
+// whatever its q and dO are: Query::sees_keys says so.
+#pragma once
+#include "types.cuh"
+#include "mask.cuh"
+#include "simt.cuh"
+
+constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+
+struct Query {
+    Real lse, delta;
+    bool sees_keys() const { return lse != -infinity(); }
+};
+
+struct Weight { Real p, ds; };
+
+// P and dS of a pair of S = products of q and k, dP = products of dO and v.
+inline Weight weight_of(Real s, Real dp, const Query& query, Real scale) {
+    const Real p = exp(rounded_product(s, scale) - query.lse);
+    return {p, p * (dp - query.delta)};
+}
+
+// One head's pieces of all arrays.
+struct Head {
+    const Element *dout, *q, *k, *v;
+    const Real *lse, *delta;
+
+    Head(const BackwardArguments& a, int batch, int head) {
+        const int kv_head = head / (a.shape.num_heads_q / a.shape.num_heads_kv);
+        dout = head_start(a.dout, a.dout_stride, batch, head);
+        q = head_start(a.q, a.q_stride, batch, head);
+        k = head_start(a.k, a.k_stride, batch, kv_head);
+        v = head_start(a.v, a.v_stride, batch, kv_head);
+        const i64 row = (i64(batch) * a.shape.num_heads_q + head) * a.shape.seqlen_q;
+        lse = static_cast<const Real*>(a.lse) + row;
+        delta = static_cast<const Real*>(a.delta) + row;
+    }
+
+    Query query(int i) const { return {lse[i], delta[i]}; }
+};
+
+// A row of a gradient: scale times this thread's columns of the sum.
+template <int N>
+inline void store_row(
+    Element* row, const Real (&sum)[N], Real scale, int thread_of_row, int step, int columns) {
+    for (int n = 0; n < N; ++n) {
+        const int column = thread_of_row + n * step;
+        if (column < columns) row[column] = sum[n] * scale;
+    }
+}

@@ -1,0 +1,106 @@
+// Backward, plainly, the second of two passes: dQ in float or double without tensor cores.
+//
+//     dQ = scale dS K                              with dS from backward_simt.cuh
+//
+// A block owns a tile of queries and walks the key tiles that they see. delta comes from
+// backward_delta.cu, dK and dV from backward_simt_dkdv.cu.
+//
+// Grid: one block a tile of BLOCK_Q queries of one head,
+//     blockIdx.x = (order * batch + batch_index) * num_heads_q + head
+// with order = q_tile, or num_q_tiles - 1 - q_tile if CAUSAL: the longest tiles start first.
+// Block: NUM_THREADS threads, NUM_THREADS / BLOCK_Q of them a query (simt.cuh).
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
+// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q.
+// Shared memory, in elements:
+//     q   BLOCK_Q * (HEAD_DIM + 1)             dout   BLOCK_Q * (HEAD_DIM_V + 1)
+//     k   BLOCK_K * (HEAD_DIM + 1)             v      BLOCK_K * (HEAD_DIM_V + 1)
+//     ds  BLOCK_Q * (BLOCK_K + 1)
+//
+// Bad at speed, as forward_simt.cu.
+#include "backward_simt.cuh"
+
+constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
+constexpr int KEYS_PER_THREAD = (BLOCK_K + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
+constexpr int COLUMNS_PER_THREAD = HEAD_DIM / THREADS_PER_ROW;
+
+static_assert(NUM_THREADS % BLOCK_Q == 0, "every query has as many threads");
+static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "every thread has as many columns of dQ");
+
+struct SharedPlan {
+    Element q[BLOCK_Q][HEAD_DIM + 1];
+    Element dout[BLOCK_Q][HEAD_DIM_V + 1];
+    Element k[BLOCK_K][HEAD_DIM + 1];
+    Element v[BLOCK_K][HEAD_DIM_V + 1];
+    Real ds[BLOCK_Q][BLOCK_K + 1];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// dS of the tile, to shared memory: a thread has its query's pairs with its own keys.
+inline void score_gradients(
+    SharedPlan& shared, int row, int thread_of_row, const Query& query, Real scale) {
+    Real s[KEYS_PER_THREAD], dp[KEYS_PER_THREAD];
+    products<KEYS_PER_THREAD, HEAD_DIM>(
+        s, shared.q[row], shared.k, thread_of_row, THREADS_PER_ROW);
+    products<KEYS_PER_THREAD, HEAD_DIM_V>(
+        dp, shared.dout[row], shared.v, thread_of_row, THREADS_PER_ROW);
+    for (int n = 0; n < KEYS_PER_THREAD; ++n) {
+        const int j = thread_of_row + n * THREADS_PER_ROW;
+        if (j < BLOCK_K) shared.ds[row][j] = weight_of(s[n], dp[n], query, scale).ds;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+backward_simt_dq(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(16) unsigned char shared_memory[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_memory);
+
+    // Which tile of which head.
+    const Shape& shape = arguments.shape;
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const int head_index = blockIdx.x % shape.num_heads_q;
+    const int batch = blockIdx.x / shape.num_heads_q % shape.batch;
+    const int order = blockIdx.x / shape.num_heads_q / shape.batch;
+    const int num_q_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
+    const int q_start = (CAUSAL ? num_q_tiles - 1 - order : order) * BLOCK_Q;
+    const Head head(arguments, batch, head_index);
+
+    // Which query of the tile, and which of its threads.
+    const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;
+    const int i = q_start + row;
+    const Query query = i < shape.seqlen_q ? head.query(i) : Query{-infinity(), 0};
+    const int num_keys = query.sees_keys() ? mask.num_keys(i) : 0;
+    const Real scale = arguments.scale;
+
+    const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
+    const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
+    load_tile<BLOCK_Q, HEAD_DIM>(
+        shared.q, head.q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
+    load_tile<BLOCK_Q, HEAD_DIM_V>(
+        shared.dout, head.dout, dos.token, q_start, shape.seqlen_q, shape.head_dim_v);
+    Real dq[COLUMNS_PER_THREAD] = {};                           // this thread's columns
+
+    const int num_k_tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K).num_visited;
+    for (int k_start = 0; k_start < num_k_tiles * BLOCK_K; k_start += BLOCK_K) {
+        load_tile<BLOCK_K, HEAD_DIM>(
+            shared.k, head.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
+        load_tile<BLOCK_K, HEAD_DIM_V>(
+            shared.v, head.v, vs.token, k_start, shape.seqlen_k, shape.head_dim_v);
+        __syncthreads();                                        // the tile and Q, dO are there
+        score_gradients(shared, row, thread_of_row, query, scale);
+        __syncthreads();                                        // dS is there
+        // dQ += dS K, over the visible keys only: 0 * NaN is NaN
+        const int num_visible = mask.clamp(num_keys - k_start, 0, BLOCK_K);
+        for (int j = 0; j < num_visible; ++j)
+            for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
+                dq[n] = fma(
+                    shared.ds[row][j], shared.k[j][thread_of_row + n * THREADS_PER_ROW], dq[n]);
+        __syncthreads();                                        // all that is done with
+    }
+
+    if (i >= shape.seqlen_q) return;
+    const Strides& dqs = arguments.dq_stride;
+    Element* out = static_cast<Element*>(arguments.dq)
+        + batch * dqs.batch + i * dqs.token + head_index * dqs.head;
+    store_row(out, dq, scale, thread_of_row, THREADS_PER_ROW, shape.head_dim);
+}

@@ -1,0 +1,17 @@
+// Elements as numbers to compute with, and back.
+#pragma once
+#include "types.cuh"
+#include "ptx.cuh"
+
+// An element as an Accumulator, exactly.
+inline float to_accumulator(float16 x) { return to_float(x); }
+inline float to_accumulator(bfloat16 x) { return to_float(x); }
+inline float to_accumulator(float x) { return x; }
+inline double to_accumulator(double x) { return x; }
+
+// An Accumulator as an element, rounded to nearest even.
+template <typename Element> inline Element from_accumulator(Accumulator<Element> x) {
+    return {static_cast<u16>(pack<Element>(x, 0.0f))};
+}
+template <> inline float from_accumulator<float>(float x) { return x; }
+template <> inline double from_accumulator<double>(double x) { return x; }

@@ -1,0 +1,276 @@
+// Forward attention for 16-bit types by mma.sync, sm_80 and newer.
+//
+//     S = scale * Q K^T,   O = softmax(S) V,   lse = log(rowsum(exp(S)))
+//
+// FlashAttention-2, Alg. 1 (arXiv:2307.08691): one block computes BLOCK_Q queries of one head. It
+// walks the key tiles from the last to the first, keeping for each row the running maximum m, the sum
+// l of exp(S - m) and the unnormalised output acc. The tiles that the mask cuts come first, the loop
+// over the others has no mask code.
+//
+// Block: NUM_WARPS warps, each WARP_ROWS queries. Grid: tiles of all (batch, head) pairs, longest
+// first (scheduler.cuh).
+//
+// Shared memory: Q and O (the same bytes, one after the other), one tile of K, one of V. K of the next
+// step is under way while V of this one is used, and the other way round: two barriers a step.
+//
+// Bad at: Hopper and newer, whose wgmma does twice the products; few long rows (one block a query tile,
+// keys are not split).
+#include "mask.cuh"
+#include "mma.cuh"
+#include "scheduler.cuh"
+#include "softmax.cuh"
+
+constexpr int THREADS = NUM_WARPS * 32, WARP_ROWS = BLOCK_Q / NUM_WARPS;
+constexpr int M_TILES = WARP_ROWS / 16;                     // of the warp's rows
+constexpr int S_TILES = BLOCK_K / 8, O_TILES = HEAD_DIM_V / 8;
+
+static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles of queries");
+static_assert(BLOCK_K % 16 == 0, "P V takes 16 keys at a time");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
+
+struct SharedPlan {
+    Tile<BLOCK_Q, (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> q_then_out;
+    Tile<BLOCK_K, HEAD_DIM> k;
+    Tile<BLOCK_K, HEAD_DIM_V> v;
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "plan.py and the kernel disagree on shared memory");
+
+// What a load may find missing: PADDED where the array's head_dim is less than the kernel's.
+constexpr Missing missing(bool ragged) {
+    return ragged ? Missing::ROWS_AND_COLUMNS : PADDED ? Missing::COLUMNS : Missing::NOTHING;
+}
+
+struct Rows { float m[M_TILES][2], l[M_TILES][2]; };        // l: this lane's share of the row's sum
+using Scores = float[M_TILES][S_TILES][4];
+using Output = float[M_TILES][O_TILES][4];
+
+struct Problem {
+    Mask<CAUSAL> mask;
+    float c;                                                // |scale| * log2(e): exp(scale * s) = 2^(c * s)
+    int first_row;                                          // the lane's first query
+};
+
+// S = Q K^T, or its negative: the softmax below takes a positive scale.
+__device__ __forceinline__ void scores(Scores& s, u32 q, u32 k) {
+    set_zero(s);
+    const int warp = threadIdx.x / 32;
+    product<Element, HEAD_DIM / 16>(s, OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES>(q, warp * WARP_ROWS),
+                                    OperandB<BLOCK_K, Stored::TRANSPOSED, S_TILES / 2>(k, 0));
+    if (NEGATE_SCORES)
+        for (auto& tile : s) for (auto& fragment : tile) for (float& x : fragment) x = -x;
+}
+
+// S = -inf where the query does not see the key.
+__device__ __forceinline__ void apply_mask(Scores& s, const Problem& problem, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int num_keys = problem.mask.num_keys(problem.first_row + i * 16 + half * 8);
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 2; ++x)
+                    if (first_key + j * 8 + x >= num_keys) s[i][j][half * 2 + x] = -infinity();
+        }
+}
+
+// S becomes P = 2^(c S - reference), and l grows by its row sums.
+template <float (*EXP2)(float, float, float)>
+__device__ __forceinline__ void exponentials(Scores& s, Rows& rows, const float (&reference)[M_TILES][2], float c) {
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < S_TILES; ++j)
+            #pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                s[i][j][x] = EXP2(s[i][j][x], c, reference[i][x / 2]);
+                rows.l[i][x / 2] += s[i][j][x];
+            }
+}
+
+// m = max(m_old, rowmax(S)), P = 2^(c (S - m)), l = l 2^(c (m_old - m)) + rowsum(P), and acc by the
+// same factor (FlashAttention-2, Alg. 1, lines 9 and 10). S becomes P. No barrier inside.
+__device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc, float c) {
+    float reference[M_TILES][2];
+    bool far = false;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float m = s[i][0][half * 2];
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j) m = fmaxf(fmaxf(m, s[i][j][half * 2]), s[i][j][half * 2 + 1]);
+            const float m_old = rows.m[i][half];
+            m = fmaxf(m_old, quad_max(m));
+            reference[i][half] = m == -infinity() ? 0.0f : m * c;          // no key seen yet: 2^(-inf - 0) = 0
+            const float rescale = m_old == -infinity() ? 0.0f : exp2_approx(m_old * c - reference[i][half]);
+            rows.m[i][half] = m;
+            rows.l[i][half] *= rescale;
+            #pragma unroll
+            for (int j = 0; j < O_TILES; ++j) { acc[i][j][half * 2] *= rescale; acc[i][j][half * 2 + 1] *= rescale; }
+            far |= fabsf(reference[i][half]) > FAR;
+        }
+    if (__any_sync(WHOLE_WARP, far)) exponentials<exp2_far>(s, rows, reference, c);
+    else exponentials<exp2_near>(s, rows, reference, c);
+}
+
+// acc += P V.
+__device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v) {
+    product<Element, BLOCK_K / 16>(acc, RegisterA<Element, M_TILES, S_TILES>(p),
+                                   OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>(v, 0));
+}
+
+// acc += P V for a tile that the mask cuts and whose V holds a NaN or an infinity: a product would
+// spread it, as 0 * NaN, to queries that do not see its key. Finite values go through the product,
+// the others are added one by one where they are seen (a visible weight is positive). Slow and rare.
+__device__ __forceinline__ void accumulate_nonfinite(
+    Output& acc, const Scores& p, u32 v, const Problem& problem, int k_start) {
+    const OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2> values(v, 0);
+    product<Element, BLOCK_K / 16>(acc, RegisterA<Element, M_TILES, S_TILES>(p),
+                                   Sanitized<Element, OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>>{values});
+    #pragma unroll 1
+    for (int key = 0; key < BLOCK_K; ++key)
+        #pragma unroll
+        for (int j = 0; j < O_TILES; ++j) {
+            const u32 pair = load_shared(v + tile_offset<BLOCK_K>(key, j * 8 + threadIdx.x % 4 * 2));
+            const u32 bad = nonfinite_bits<Element>(pair);
+            if (bad == 0) continue;
+            #pragma unroll
+            for (int i = 0; i < M_TILES; ++i)
+                #pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if (!problem.mask.visible(problem.first_row + i * 16 + half * 8, k_start + key)) continue;
+                    if (bad & 0x00008000u) acc[i][j][half * 2] += to_float(low_half<Element>(pair));
+                    if (bad & 0x80000000u) acc[i][j][half * 2 + 1] += to_float(high_half<Element>(pair));
+                }
+        }
+}
+
+// O = acc / l and lse = scale * m + log(l); rows that saw no key: 0 and -inf. Each warp stores its own
+// rows: O goes through the place of Q, of which no other warp reads these rows.
+__device__ __forceinline__ void store(
+    const ForwardArguments& arguments, TileOfHead where, u32 out_tile, Output& acc, Rows& rows) {
+    const Shape& shape = arguments.shape;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp_row = where.tile * BLOCK_Q + warp * WARP_ROWS;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_row + i * 16 + half * 8 + lane / 4;
+            const float m = rows.m[i][half], l = quad_sum(rows.l[i][half]);
+            const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+            #pragma unroll
+            for (int j = 0; j < O_TILES; ++j) { acc[i][j][half * 2] *= inverse; acc[i][j][half * 2 + 1] *= inverse; }
+            if (arguments.lse != nullptr && lane % 4 == 0 && row < shape.seqlen_q) {
+                const float scale = fabsf(static_cast<float>(arguments.scale));
+                const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
+                static_cast<float*>(arguments.lse)[head * shape.seqlen_q + row] =
+                    l == 0.0f ? -infinity() : m * scale + logf(l);
+            }
+        }
+    store_fragments<Element, BLOCK_Q>(out_tile, acc, warp * WARP_ROWS, 0);
+    __syncwarp();
+    const Strides stride = arguments.out_stride;
+    u16* out = static_cast<u16*>(arguments.out)
+             + where.batch * stride.batch + where.head * stride.head + warp_row * stride.token;
+    store_tile<WARP_ROWS, HEAD_DIM_V, 32, BLOCK_Q>(
+        out_tile, warp * WARP_ROWS, out, stride.token, shape.seqlen_q - warp_row, shape.head_dim_v,
+        rows_aligned(arguments.out, stride), lane);
+}
+
+// The block's tile: the last tiles, which see the most keys, first. Asked at the start and at the end,
+// which costs a few divisions and saves registers in between.
+__device__ __forceinline__ TileOfHead tile_of_this_block(const ForwardArguments& arguments) {
+    const Shape& shape = arguments.shape;
+    const int num_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    TileOfHead where = tile_of_block(
+        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
+    where.tile = num_tiles - 1 - where.tile;
+    return where;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+forward_mma(const __grid_constant__ ForwardArguments arguments) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    const u32 q_tile = shared_address(&shared.q_then_out);
+    const u32 k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
+
+    // Prologue: which tile; the first Q and K are on their way.
+    const Shape& shape = arguments.shape;
+    const TileOfHead where = tile_of_this_block(arguments);
+    const int q_start = where.tile * BLOCK_Q;
+    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
+    const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
+
+    const int lane_row = q_start + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    const Problem problem{{shape.seqlen_q, shape.seqlen_k},
+                          fmaxf(fabsf(static_cast<float>(arguments.scale)) * LOG2_E, 1.2e-38f),  // 0 * inf is no number
+                          lane_row};
+    const KeyTiles tiles = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+
+    Rows rows;
+    Output acc;
+    set_zero(acc);
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) { rows.m[i][half] = -infinity(); rows.l[i][half] = 0.0f; }
+
+    // Loads of K and V go down from the last tile, one tile a call; each is one group.
+    const i64 last_key = static_cast<i64>(tiles.num_visited - 1) * BLOCK_K;
+    const u16* k = thread_source(
+        arguments.k, where.batch * ks.batch + kv_head * ks.head + last_key * ks.token, ks.token);
+    const u16* v = thread_source(
+        arguments.v, where.batch * vs.batch + kv_head * vs.head + last_key * vs.token, vs.token);
+    const auto load_k = [&](int tile, auto ragged) {
+        load_tile<BLOCK_K, HEAD_DIM, THREADS, missing(ragged.value)>(
+            k_tile, k, ks.token, shape.seqlen_k - tile * BLOCK_K, shape.head_dim);
+        cp_async_commit();
+        k -= BLOCK_K * ks.token;
+    };
+    const auto load_v = [&](int tile, auto ragged) {
+        load_tile<BLOCK_K, HEAD_DIM_V, THREADS, missing(ragged.value)>(
+            v_tile, v, vs.token, shape.seqlen_k - tile * BLOCK_K, shape.head_dim_v);
+        cp_async_commit();
+        v -= BLOCK_K * vs.token;
+    };
+
+    int tile = tiles.num_visited - 1;
+    if (tile >= 0) {
+        const u16* q = thread_source(
+            arguments.q, where.batch * qs.batch + where.head * qs.head + q_start * qs.token, qs.token);
+        load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing(true)>(
+            q_tile, q, qs.token, shape.seqlen_q - q_start, shape.head_dim);
+        load_k(tile, Bool<true>{});
+    }
+
+    // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is free
+    // once all warps are past the first barrier; K's place is free past the second.
+    const auto step = [&](auto masked) {
+        Scores s;
+        cp_async_wait<0>();
+        __syncthreads();
+        load_v(tile, masked);
+        scores(s, q_tile, k_tile);
+        if constexpr (masked.value) apply_mask(s, problem, tile * BLOCK_K);
+        cp_async_wait<0>();
+        bool nonfinite = false;
+        if constexpr (masked.value)
+            nonfinite = __syncthreads_or(loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_tile));
+        else
+            __syncthreads();
+        if (tile > 0) load_k(tile - 1, Bool<false>{});
+        softmax_step(s, rows, acc, problem.c);
+        if (masked.value && nonfinite) accumulate_nonfinite(acc, s, v_tile, problem, tile * BLOCK_K);
+        else accumulate(acc, s, v_tile);
+    };
+
+    for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
+    for (; tile >= 0; --tile) step(Bool<false>{});
+
+    store(arguments, tile_of_this_block(arguments), q_tile, acc, rows);
+}

@@ -1,0 +1,624 @@
+"""What is decided: which kernel runs a problem, with which tiles, how often.
+
+The only dispatcher, and the only place with shared-memory and register
+arithmetic: `plan` turns a `Problem` and a `Device` into a `Plan`. Pure
+Python, no array library, no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cuflash import tiles
+from cuflash.errors import UnsupportedError, ValueRangeError
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+# ---- What a plan is made for, and of ----
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, as far as plans depend on it.
+
+    Attributes
+    ----------
+    arch : str
+        As ``sm_90a``.
+    num_sms : int
+        Streaming multiprocessors.
+    shared_bytes : int
+        Shared memory that one block may ask for.
+    l2_bytes : int
+        Second-level cache.
+    """
+
+    arch: str
+    num_sms: int = 108
+    shared_bytes: int = 99 * 1024
+    l2_bytes: int = 40 << 20
+
+    @property
+    def capability(self) -> int:
+        """Compute capability without the dot: 90 of ``sm_90a``."""
+        return int("".join(c for c in self.arch if c.isdigit()))
+
+
+# Shared memory that a block may have, by compute capability (CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability").
+_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227,
+               103: 227, 110: 227, 120: 99, 121: 99}
+
+
+def device_of_arch(arch: str) -> Device:
+    """A device of an architecture that is not at hand, for compiling."""
+    device = Device(arch)
+    shared = _SHARED_KIB.get(device.capability, 99)
+    return replace(device, shared_bytes=shared * 1024)
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel with all its compile-time constants.
+
+    Attributes
+    ----------
+    file, entry : str
+        The file in ``kernels/`` and its ``__global__`` function.
+    constants : tuple of (str, bool | int | str)
+        The generated block at the top of its text.
+    threads : int
+        Of a block.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    file: str
+    entry: str
+    constants: tuple[tuple[str, bool | int | str], ...]
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and the number of its blocks."""
+
+    kernel: KernelPlan
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided about a problem.
+
+    Attributes
+    ----------
+    problem : Problem
+    family : str
+        ``"mma"`` (tensor cores, 16-bit types) or ``"simt"``.
+    tile : Tile or None
+        None for "merge", which has no tiles.
+    launches : tuple of Launch
+        In order.
+    heads_per_section : int
+        How many heads walk their tiles side by side (scheduler.cuh).
+    sum_elements : int
+        float32 elements of the sums of dq, 0 if there are none.
+    num_turns : int
+        Counters of a deterministic dq, 0 if there are none.
+    """
+
+    problem: Problem
+    family: Literal["mma", "simt"]
+    tile: Tile | None
+    launches: tuple[Launch, ...]
+    heads_per_section: int = 1
+    sum_elements: int = 0
+    num_turns: int = 0
+
+    @property
+    def kernels(self) -> tuple[KernelPlan, ...]:
+        """The kernels of its launches."""
+        return tuple(launch.kernel for launch in self.launches)
+
+    def __str__(self) -> str:
+        p = self.problem
+        shape = (
+            f"batch {p.batch} seqlen {p.seqlen_q} x {p.seqlen_k} heads"
+            f" {p.num_heads_q}/{p.num_heads_kv} head_dim"
+            f" {p.head_dim}/{p.head_dim_v} {p.dtype}"
+        )
+        kernels = " + ".join(
+            f"{x.kernel.entry} ({x.blocks} blocks of {x.kernel.threads}"
+            f" threads, {x.kernel.shared_bytes} bytes)"
+            for x in self.launches
+        )
+        causal = " causal" if p.causal else ""
+        tile = f" [{self.tile}]" if self.tile else ""
+        return f"{p.direction} {shape}{causal}: {kernels}{tile}"
+
+
+# ---- Planning ----
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(problem: Problem, device: Device) -> Plan:
+    """Decide how a device runs a problem.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device is too old for the problem's dtype.
+    ValueRangeError
+        If no kernel can run the block sizes that were asked for; the
+        message lists those that can.
+    """
+    if problem.direction == "merge":
+        made = _merge_plan(problem)
+    else:
+        family = family_of(problem, device)
+        tile = _choose_tile(problem, device, family)
+        made = _PLANNERS[family, problem.direction](problem, device, tile)
+    if os.environ.get("CUFLASH_LOG") == "plan":
+        print(f"cuflash: {made}", file=sys.stderr)
+    return made
+
+
+def family_of(problem: Problem, device: Device) -> Literal["mma", "simt"]:
+    """The kernel family for a problem's dtype on a device."""
+    sixteen_bits = problem.dtype in ("float16", "bfloat16")
+    needed = 80 if sixteen_bits else 75
+    if device.capability < needed:
+        raise UnsupportedError(
+            f"{problem.dtype} needs a GPU of compute capability"
+            f" {needed / 10} or newer, this one has"
+            f" {device.capability / 10} ({device.arch})"
+            + (
+                "; float32 and float64 run from 7.5 on"
+                if device.capability >= 75
+                else ""
+            )
+        )
+    return "mma" if sixteen_bits else "simt"
+
+
+def legal_tiles(
+    problem: Problem, device: Device, family: str
+) -> Iterator[Tile]:
+    """Every tile with which a family's kernel can run a problem.
+
+    The larger, and so usually the faster, come first.
+    """
+    for tile in tiles.candidates(family, problem.direction):
+        if _fits(problem, device, family, tile):
+            yield tile
+
+
+def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
+    which = family, problem.direction
+    shared = tile.blocks_per_sm * _SHARED[which](problem, tile)
+    return shared <= device.shared_bytes and _REGISTERS[which](problem, tile)
+
+
+def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
+    """The tuned tile, or the first legal one of the sizes asked for."""
+    legal = list(legal_tiles(problem, device, family))
+    tuned = tiles.tuned(
+        device.capability,
+        family,
+        problem.direction,
+        max(problem.head_dim, problem.head_dim_v),
+        problem.causal,
+    )
+    if tuned and _fits(problem, device, family, tuned):
+        legal.insert(0, tuned)
+    asked_q, asked_k = problem.block_q, problem.block_k
+    for tile in legal:
+        if asked_q in (None, tile.block_q) and asked_k in (None, tile.block_k):
+            return tile
+    sizes = sorted({(tile.block_q, tile.block_k) for tile in legal})
+    raise ValueRangeError(
+        f"block_q {asked_q}, block_k {asked_k} cannot be run by the"
+        f" {family} {problem.direction} kernel for head_dim"
+        f" {problem.head_dim}, head_dim_v {problem.head_dim_v},"
+        f" {problem.dtype} on {device.arch}; these (block_q, block_k) can: "
+        + ", ".join(map(str, sizes))
+    )
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil_div(a, b) * b
+
+
+def _heads_per_section(
+    problem: Problem, device: Device, num_heads: int, bytes_of_head: int
+) -> int:
+    """As many heads as keep what their blocks share in half of L2."""
+    fitting = device.l2_bytes // 2 // max(bytes_of_head, 1)
+    return max(1, min(fitting, problem.batch * num_heads))
+
+
+# ---- 16-bit types by mma.sync ----
+
+# kernels/smem.cuh: rows of 128 bytes, a panel of 64 columns each.
+_PANEL_COLUMNS, _PANEL_ROW_BYTES = 64, 128
+# kernels/mma.cuh: head_dim in steps that every grid of warps can share.
+_HEAD_DIM_STEP = 32
+# A thread has 255 registers. Accumulators may fill this many: the rest hold
+# fragments, addresses and the rows' statistics (seen: 224 still fit).
+_ACCUMULATOR_REGISTERS = 224
+
+
+def _mma_head_dims(problem: Problem) -> tuple[int, int]:
+    return (
+        _round_up(problem.head_dim, _HEAD_DIM_STEP),
+        _round_up(problem.head_dim_v, _HEAD_DIM_STEP),
+    )
+
+
+def _tile_bytes(rows: int, columns: int) -> int:
+    """Size of smem.cuh's Tile<rows, columns>, aligned to 1024 bytes."""
+    panels = _ceil_div(columns, _PANEL_COLUMNS)
+    return _round_up(panels * rows * _PANEL_ROW_BYTES, 1024)
+
+
+def _forward_mma_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _mma_head_dims(problem)
+    return (
+        _tile_bytes(tile.block_q, max(d, dv))
+        + _tile_bytes(tile.block_k, d)
+        + _tile_bytes(tile.block_k, dv)
+    )
+
+
+def _forward_mma_fits(problem: Problem, tile: Tile) -> bool:
+    _, dv = _mma_head_dims(problem)
+    rows = tile.block_q // tile.num_warps
+    if tile.block_q % (tile.num_warps * 16):
+        return False
+    return rows * (tile.block_k + dv) // 32 <= _ACCUMULATOR_REGISTERS
+
+
+def _padded(problem: Problem, d: int, dv: int) -> bool:
+    return (problem.head_dim, problem.head_dim_v) != (d, dv)
+
+
+def _forward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _mma_head_dims(problem)
+    shared = _forward_mma_shared(problem, tile)
+    kernel = KernelPlan(
+        file="forward_mma.cu",
+        entry="forward_mma",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("PADDED", _padded(problem, d, dv)),
+            ("CAUSAL", problem.causal),
+            ("NEGATE_SCORES", problem.scale < 0),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+    )
+    num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    pairs = problem.batch * problem.num_heads_q
+    shared_by_head = problem.seqlen_k * (d + dv) * 2 // problem.group_size
+    return Plan(
+        problem,
+        "mma",
+        tile,
+        (Launch(kernel, num_tiles * pairs),),
+        heads_per_section=_heads_per_section(
+            problem, device, problem.num_heads_q, shared_by_head
+        ),
+    )
+
+
+def _backward_mma_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _mma_head_dims(problem)
+    keys = _tile_bytes(tile.block_k, d) + _tile_bytes(tile.block_k, dv)
+    queries = _tile_bytes(tile.block_q, d) + _tile_bytes(tile.block_q, dv)
+    scores = 2 * _tile_bytes(tile.block_q, tile.block_k)
+    statistics = 2 * 4 * tile.block_q  # lse and delta
+    total = keys + scores + tile.num_stages * (queries + statistics)
+    return _round_up(total, 1024)
+
+
+def _backward_mma_fits(problem: Problem, tile: Tile) -> bool:
+    d, dv = _mma_head_dims(problem)
+    across = tile.num_warps // tile.score_warps_q
+    gradient_across = tile.num_warps // tile.gradient_warps_k
+    shares = (
+        tile.block_q % (tile.score_warps_q * 16),
+        tile.block_k % (across * 16),
+        d % (across * 16),
+        tile.block_k % (tile.gradient_warps_k * 16),
+        d % (gradient_across * 16),
+        dv % (gradient_across * 16),
+    )
+    if any(shares):
+        return False
+    threads = tile.num_warps * 32
+    kept = tile.block_k * (d + dv) // threads
+    scores = 2 * tile.block_q * tile.block_k // threads
+    dq = tile.block_q * d // threads
+    return kept + max(scores, dq) <= _ACCUMULATOR_REGISTERS
+
+
+def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _mma_head_dims(problem)
+    shared = _backward_mma_shared(problem, tile)
+    layout = (
+        ("Element", problem.dtype),
+        ("HEAD_DIM", d),
+        ("HEAD_DIM_V", dv),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("NUM_WARPS", tile.num_warps),
+        ("SCORE_WARPS_Q", tile.score_warps_q),
+        ("GRADIENT_WARPS_K", tile.gradient_warps_k),
+    )
+    main = KernelPlan(
+        file="backward_mma.cu",
+        entry="backward_mma",
+        constants=(
+            *layout,
+            ("PADDED", _padded(problem, d, dv)),
+            ("CAUSAL", problem.causal),
+            ("DETERMINISTIC", problem.deterministic),
+            ("NUM_STAGES", tile.num_stages),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+    )
+    dq_shared = _tile_bytes(tile.block_q, d)
+    round_dq = KernelPlan(
+        file="backward_dq.cu",
+        entry="backward_dq",
+        constants=(*layout, ("SHARED_BYTES", dq_shared)),
+        threads=tile.num_warps * 32,
+        shared_bytes=dq_shared,
+    )
+    q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
+    q_pairs = problem.batch * problem.num_heads_q
+    kv_pairs = problem.batch * problem.num_heads_kv
+    shared_by_head = (
+        problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
+    )  # q, dout: 2 bytes an element; the sums of dq: 4
+    return Plan(
+        problem,
+        "mma",
+        tile,
+        (
+            _delta_launch(problem, tile.block_q, d),
+            Launch(main, k_tiles * kv_pairs),
+            Launch(round_dq, q_tiles * q_pairs),
+        ),
+        heads_per_section=_heads_per_section(
+            problem, device, problem.num_heads_kv, shared_by_head
+        ),
+        sum_elements=q_tiles * tile.block_q * d * q_pairs,
+        num_turns=q_tiles * q_pairs if problem.deterministic else 0,
+    )
+
+
+# ---- float32 and float64, plainly ----
+
+
+def _simt_sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
+    """Bytes of an element; head_dim and head_dim_v as the kernels pad them.
+
+    `rows` is the side of the tile that owns the threads (simt.cuh).
+    """
+    step = tile.num_warps * 32 // rows
+    return (
+        8 if problem.dtype == "float64" else 4,
+        _round_up(problem.head_dim, step),
+        _round_up(problem.head_dim_v, step),
+    )
+
+
+def _forward_simt_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = _simt_sizes(problem, tile, tile.block_q)
+    return size * (
+        tile.block_q * (d + 1)
+        + tile.block_k * (max(d, dv) + 1)
+        + tile.block_q * (tile.block_k + 1)
+    )
+
+
+def _dkdv_simt_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = _simt_sizes(problem, tile, tile.block_k)
+    return size * (
+        (tile.block_q + tile.block_k) * (d + dv + 2)
+        + 2 * tile.block_k * (tile.block_q + 1)
+        + 2 * tile.block_q
+    )
+
+
+def _dq_simt_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = _simt_sizes(problem, tile, tile.block_q)
+    return size * (
+        (tile.block_q + tile.block_k) * (d + dv + 2)
+        + tile.block_q * (tile.block_k + 1)
+    )
+
+
+def _backward_simt_shared(problem: Problem, tile: Tile) -> int:
+    return max(
+        _dkdv_simt_shared(problem, tile), _dq_simt_shared(problem, tile)
+    )
+
+
+def _simt_fits(problem: Problem, tile: Tile) -> bool:
+    """Whether a thread's sums stay in its registers."""
+    rows = max(tile.block_q, tile.block_k)
+    if tile.num_warps * 32 % rows:
+        return False
+    size, d, dv = _simt_sizes(problem, tile, rows)
+    columns = (d + dv) * rows // (tile.num_warps * 32)
+    return columns * size // 4 <= _SIMT_REGISTERS
+
+
+# Half of a thread's 255: the rest hold scores and addresses.
+_SIMT_REGISTERS = 128
+
+
+def _simt_kernel(
+    file: str, problem: Problem, tile: Tile, rows: int, shared: int
+) -> KernelPlan:
+    _, d, dv = _simt_sizes(problem, tile, rows)
+    return KernelPlan(
+        file=f"{file}.cu",
+        entry=file,
+        constants=(
+            ("Element", _element(problem)),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_THREADS", tile.num_warps * 32),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+    )
+
+
+def _forward_simt(problem: Problem, device: Device, tile: Tile) -> Plan:
+    kernel = _simt_kernel(
+        "forward_simt", problem, tile, tile.block_q,
+        _forward_simt_shared(problem, tile),
+    )
+    blocks = _ceil_div(problem.seqlen_q, tile.block_q)
+    blocks *= problem.batch * problem.num_heads_q
+    return Plan(problem, "simt", tile, (Launch(kernel, blocks),))
+
+
+def _backward_simt(problem: Problem, device: Device, tile: Tile) -> Plan:
+    dkdv = _simt_kernel(
+        "backward_simt_dkdv", problem, tile, tile.block_k,
+        _dkdv_simt_shared(problem, tile),
+    )
+    dq = _simt_kernel(
+        "backward_simt_dq", problem, tile, tile.block_q,
+        _dq_simt_shared(problem, tile),
+    )
+    k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
+    q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    return Plan(
+        problem,
+        "simt",
+        tile,
+        (
+            _delta_launch(problem, tile.block_q, 0),
+            Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
+            Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
+        ),
+    )
+
+
+# ---- Steps that families share ----
+
+_ROW_THREADS = 256  # of the kernels that take rows one by one
+
+
+def _element(problem: Problem) -> str:
+    names = {"float32": "float", "float64": "double"}
+    return names.get(problem.dtype, problem.dtype)
+
+
+def _num_rows(problem: Problem) -> int:
+    return problem.batch * problem.seqlen_q * problem.num_heads_q
+
+
+def _delta_launch(problem: Problem, block_q: int, dq_columns: int) -> Launch:
+    """rowsum(dO * O), and zeroes for what the main kernel adds to."""
+    in_chunk = 1 if problem.dtype in ("float32", "float64") else 8
+    chunks = _ceil_div(problem.head_dim_v, in_chunk)
+    lanes = min(1 << (chunks - 1).bit_length(), 32)
+    kernel = KernelPlan(
+        file="backward_delta.cu",
+        entry="backward_delta",
+        constants=(
+            ("Element", _element(problem)),
+            ("NUM_THREADS", _ROW_THREADS),
+            ("LANES", lanes),
+            ("BLOCK_Q", block_q),
+            ("DQ_COLUMNS", dq_columns),
+        ),
+        threads=_ROW_THREADS,
+        shared_bytes=0,
+    )
+    return Launch(kernel, _ceil_div(_num_rows(problem) * lanes, _ROW_THREADS))
+
+
+def _merge_plan(problem: Problem) -> Plan:
+    kernel = KernelPlan(
+        file="merge.cu",
+        entry="merge",
+        constants=(
+            ("Element", _element(problem)),
+            ("NUM_THREADS", _ROW_THREADS),
+        ),
+        threads=_ROW_THREADS,
+        shared_bytes=0,
+    )
+    blocks = _ceil_div(_num_rows(problem) * 32, _ROW_THREADS)  # a warp a row
+    family = "mma" if _element(problem) == problem.dtype else "simt"
+    return Plan(problem, family, None, (Launch(kernel, blocks),))
+
+
+_PLANNERS = {
+    ("mma", "forward"): _forward_mma,
+    ("mma", "backward"): _backward_mma,
+    ("simt", "forward"): _forward_simt,
+    ("simt", "backward"): _backward_simt,
+}
+_SHARED = {
+    ("mma", "forward"): _forward_mma_shared,
+    ("mma", "backward"): _backward_mma_shared,
+    ("simt", "forward"): _forward_simt_shared,
+    ("simt", "backward"): _backward_simt_shared,
+}
+_REGISTERS = {
+    ("mma", "forward"): _forward_mma_fits,
+    ("mma", "backward"): _backward_mma_fits,
+    ("simt", "forward"): _simt_fits,
+    ("simt", "backward"): _simt_fits,
+}
+
+
+def default_plans(device: Device) -> list[Plan]:
+    """The plans that are compiled at import: what most calls need."""
+    plans = []
+    for direction in ("forward", "backward"):
+        for dtype in ("float16", "bfloat16"):
+            for head_dim in (64, 128):
+                for causal in (False, True):
+                    problem = Problem(
+                        direction, dtype, 1, 1024, 1024, 1, 1, head_dim,
+                        head_dim, head_dim**-0.5, causal,
+                    )
+                    if device.capability >= 80:
+                        plans.append(plan(problem, device))
+    return plans

@@ -1,0 +1,107 @@
+"""From a planned kernel to the one string that the compiler gets.
+
+The string holds, in this order: ``types.cuh`` (the element types must have
+been declared), the generated constants, the kernel's file. Every
+``#include "x.cuh"`` is replaced by that file of ``kernels/``, the first time
+it is met; ``#line`` directives keep the true file and line in messages.
+Nothing outside ``kernels/`` can be included, so the string is all that the
+binary depends on.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Protocol
+
+from cuflash.errors import CompileError
+
+KERNELS = Path(__file__).parent / "kernels"
+
+_INCLUDE = re.compile(r'\s*#\s*include\s*(["<])([^">]*)[">]')
+_PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
+
+
+class Kernel(Protocol):
+    """What this module reads of a `plan.KernelPlan`."""
+
+    file: str
+    constants: tuple[tuple[str, bool | int | str], ...]
+
+
+def build(kernel: Kernel, folder: Path = KERNELS) -> str:
+    """The self-contained source text of a planned kernel.
+
+    Parameters
+    ----------
+    kernel : plan.KernelPlan
+        ``file`` is the name of a file in ``kernels/``; ``constants`` are
+        pairs of a name and a bool, an int or (a type's name) a str.
+    folder : Path, optional
+        Where the files are.
+
+    Raises
+    ------
+    CompileError
+        If a file is included that is not in the folder.
+    """
+    done: set[str] = set()
+    return "\n".join([
+        *_splice("types.cuh", folder, done),
+        '#line 1 "constants"',
+        *map(_constant, kernel.constants),
+        *_splice(kernel.file, folder, done),
+        "",
+    ])  # fmt: skip
+
+
+def _constant(constant: tuple[str, bool | int | str]) -> str:
+    name, value = constant
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, int):
+        return f"constexpr int {name} = {value};"
+    if isinstance(value, str):
+        return f"using {name} = {value};"
+    raise TypeError(
+        f"constant {name} is {value!r}, expected a bool, an int or the name"
+        " of a type"
+    )
+
+
+def _splice(file: str, folder: Path, done: set[str]) -> list[str]:
+    """The lines of a file with its includes in their places."""
+    done.add(file)
+    lines = [f'#line 1 "{file}"']
+    text = (folder / file).read_text(encoding="ascii")
+    for number, line in enumerate(text.splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include:
+            quote, name = include.groups()
+            if quote != '"' or not (folder / name).is_file():
+                raise CompileError(
+                    f"{file}({number}) includes {name}, which is not a file"
+                    f" of {folder}: a kernel has only those"
+                )
+            if name not in done:
+                lines += _splice(name, folder, done)
+            lines.append(f'#line {number + 1} "{file}"')
+        elif _PRAGMA_ONCE.match(line):
+            lines.append("")  # a file is spliced once as it is
+        else:
+            lines.append(line)
+    return lines
+
+
+def lines_by_place(text: str) -> dict[tuple[str, int], str]:
+    """The lines of a built text by (file, line), as messages name them."""
+    lines = {}
+    file, number = "", 1
+    for line in text.splitlines():
+        directive = re.match(r'#line (\d+) "([^"]*)"', line)
+        if directive:
+            number, file = int(directive[1]), directive[2]
+        else:
+            lines[file, number] = line
+            number += 1
+    return lines

@@ -1,0 +1,584 @@
+"""The only place that looks at user arguments and raises.
+
+Arrays are known by ``.shape``, ``.dtype``, ``.ndim``, ``.strides`` and
+indexing, so the same checks serve NumPy and CuPy, and CuPy is not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import sys
+from typing import Any, Literal
+
+import numpy as np
+
+from .errors import (
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    ValueRangeError,
+)
+from .problem import Call, Problem
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAX_HEAD_DIM = 256
+
+# Kernels below float64 keep scale * log2(e) in float32 (largest 3.4e38).
+MAX_SCALE = 1e38
+
+# DLPack's device types (DLDeviceType in dlpack.h).
+_DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+_AXES = ("batch", "seqlen", "heads", "head_dim")
+_AXES_LSE = ("batch", "heads", "seqlen")
+_LAYOUTS = {
+    4: "(batch, seqlen, heads, head_dim)",
+    3: "(seqlen, heads, head_dim)",
+    2: "(seqlen, head_dim)",
+}
+_LAYOUTS_LSE = {
+    4: "(batch, heads, seqlen)",
+    3: "(heads, seqlen)",
+    2: "(seqlen,)",
+}
+
+# Indices that insert the axes that the user left out.
+_TO_FULL = {3: (None,), 2: (None, slice(None), None, slice(None))}
+_TO_FULL_LSE = {3: (None,), 2: (None, None)}
+
+
+# Which device ------------------------------------------------------------
+
+
+def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
+    """Say where the arrays are, which must be one place for all.
+
+    Parameters
+    ----------
+    **arrays
+        The arguments by name, as the user passed them.
+
+    Returns
+    -------
+    str
+        ``"cpu"`` if all are NumPy arrays, ``"cuda"`` if all are on a CUDA
+        device.
+
+    Raises
+    ------
+    DTypeError
+        If an argument is no array, or some are NumPy's and some on CUDA.
+    UnsupportedError
+        If an array lives elsewhere, or takes part in automatic
+        differentiation.
+    """
+    places = {name: _place(name, array) for name, array in arrays.items()}
+    first, expected = next(iter(places.items()))
+    for name, place in places.items():
+        if place != expected:
+            where = {"cpu": "NumPy array", "cuda": "CUDA array"}
+            each = ", ".join(
+                f"{other} {_type_name(array)}"
+                for other, array in arrays.items()
+            )
+            raise DTypeError(
+                f"{name} is a {where[place]}, expected a {where[expected]} "
+                f"as {first} is: a call runs on one device and moves no "
+                f"array ({each})"
+            )
+    return expected
+
+
+def writable(out: Any) -> None:
+    """Raise ValueRangeError if `out`, as the user passed it, is read-only."""
+    if isinstance(out, np.ndarray):
+        read_only = not out.flags.writeable
+    else:
+        try:
+            read_only = out.__cuda_array_interface__["data"][1]
+        except Exception:  # not there, or not for its dtype: taken on trust
+            read_only = False
+    if read_only:
+        raise ValueRangeError(
+            f"out is read-only ({_type_name(out)} {tuple(out.shape)}), "
+            "expected an array that can be written to: it receives the "
+            "result"
+        )
+
+
+def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
+    if isinstance(array, np.ndarray):
+        if isinstance(array, np.ma.MaskedArray):
+            raise UnsupportedError(
+                f"{name} is a {_type_name(array)}, expected a plain array: "
+                "its mask would be ignored"
+            )
+        return "cpu"
+    cupy = sys.modules.get("cupy")  # who has its arrays has imported it
+    if isinstance(array, getattr(cupy, "ndarray", ())):
+        return "cuda"
+    if getattr(array, "requires_grad", False):
+        raise UnsupportedError(
+            f"{name} is a {_type_name(array)} that requires grad, expected "
+            "one that does not: cuflash takes no part in automatic "
+            f"differentiation (pass {name}.detach() and call "
+            "cuflash.backward)"
+        )
+    # The type is asked first: on an instance the attribute may be computed.
+    if hasattr(type(array), "__dlpack_device__"):
+        device_type = int(array.__dlpack_device__()[0])
+        if device_type in _DLPACK_CUDA:
+            return "cuda"
+        on_cpu = device_type == _DLPACK_CPU
+        where = (
+            "on the CPU" if on_cpu else f"on DLPack device type {device_type}"
+        )
+        advice = f" (pass np.from_dlpack({name}))" if on_cpu else ""
+        raise UnsupportedError(
+            f"{name} is a {_type_name(array)} {where}, expected a NumPy "
+            f"array or an array on a CUDA device{advice}"
+        )
+    if getattr(array, "__cuda_array_interface__", None) is not None:
+        return "cuda"
+    raise DTypeError(
+        f"{name} is of type {_type_name(array)}, expected an array: NumPy, "
+        "CuPy, or any with DLPack or __cuda_array_interface__ on a CUDA "
+        "device"
+    )
+
+
+def _check_one_device(arrays: dict[str, Any]) -> None:
+    """CuPy arrays carry ``.device.id``; NumPy arrays have no such thing."""
+    first, *others = arrays
+    expected = _device_id(arrays[first])
+    for name in others:
+        got = _device_id(arrays[name])
+        if got != expected:
+            raise ValueRangeError(
+                f"{name} is on CUDA device {got}, expected device "
+                f"{expected} as {first} is: a call runs on one device and "
+                "moves no array"
+            )
+
+
+def _device_id(array: Any) -> int | None:
+    return getattr(getattr(array, "device", None), "id", None)
+
+
+# The three calls ---------------------------------------------------------
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: Any = None,
+    causal: Any = False,
+    block_q: Any = None,
+    block_k: Any = None,
+    return_lse: Any = False,
+    out: Any = None,
+) -> Call:
+    """Check the arguments of `cuflash.forward`; see there."""
+    arrays = {"q": q, "k": k, "v": v}
+    if out is not None:
+        arrays["out"] = out
+    _check_one_device(arrays)
+    problem, rank = _problem(
+        "forward",
+        _signature(arrays),
+        _scale(scale),
+        _flag("causal", causal),
+        _block("block_q", block_q),
+        _block("block_k", block_k),
+    )
+    return_lse = _flag("return_lse", return_lse)
+    if out is not None:
+        _check_apart(arrays)
+    full = _full_rank(arrays, rank)
+    out = full.pop("out", None)
+    return Call(problem, full, rank, return_lse=return_lse, out=out)
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    scale: Any = None,
+    causal: Any = False,
+    block_q: Any = None,
+    block_k: Any = None,
+    deterministic: Any = False,
+) -> Call:
+    """Check the arguments of `cuflash.backward`; see there."""
+    # q leads: the others are compared with it.
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    _check_one_device(arrays)
+    problem, rank = _problem(
+        "backward",
+        _signature(arrays),
+        _scale(scale),
+        _flag("causal", causal),
+        _block("block_q", block_q),
+        _block("block_k", block_k),
+        _flag("deterministic", deterministic),
+    )
+    return Call(problem, _full_rank(arrays, rank), rank)
+
+
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
+    """Check the arguments of `cuflash.merge_states`; see there."""
+    arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    _check_one_device(arrays)
+    problem, rank = _merge_problem(_signature(arrays))
+    return Call(problem, _full_rank(arrays, rank), rank)
+
+
+def _signature(arrays: dict[str, Any]) -> tuple:
+    """Everything but the data: (name, shape, dtype) of each array."""
+    return tuple((name, x.shape, x.dtype) for name, x in arrays.items())
+
+
+def _full_rank(arrays: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The arrays as views with the axes that the user left out."""
+    if rank == 4:
+        return arrays
+    return {
+        name: x[(_TO_FULL_LSE if _is_lse(name) else _TO_FULL)[rank]]
+        for name, x in arrays.items()
+    }
+
+
+# Shapes and dtypes -------------------------------------------------------
+
+# Checked once for each signature: a call that was seen costs a look-up.
+# Typed, since 1 == 1.0 == True.
+_remembered = functools.lru_cache(maxsize=4096, typed=True)
+
+
+@_remembered
+def _problem(
+    direction: Literal["forward", "backward"],
+    signature: tuple,
+    scale: float | None,
+    causal: bool,
+    block_q: int | None,
+    block_k: int | None,
+    deterministic: bool = False,
+) -> tuple[Problem, int]:
+    """The problem of a forward or backward call, and its arrays' rank."""
+    arrays = _Arrays(signature)
+    arrays.check_same("k", ("batch", "head_dim"), "q")
+    arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
+    arrays.check_groups()
+    arrays.check_head_dim("q")
+    arrays.check_head_dim("v")
+    for name in ("out", "dout"):
+        if name in arrays.shapes:
+            arrays.check_same(name, ("batch", "seqlen", "heads"), "q")
+            arrays.check_same(name, ("head_dim",), "v")
+    if "lse" in arrays.shapes:
+        arrays.check_same("lse", _AXES_LSE, "q")
+    batch, seqlen_q, num_heads_q, head_dim = arrays.full["q"]
+    _, seqlen_k, num_heads_kv, head_dim_v = arrays.full["v"]
+    if scale is None:
+        scale = head_dim**-0.5
+    elif arrays.dtype != "float64" and abs(scale) > MAX_SCALE:
+        raise ValueRangeError(
+            f"scale is {scale}, expected at most {MAX_SCALE} in magnitude: "
+            f"scores of {arrays.dtype} arrays are float32"
+        )
+    problem = Problem(
+        direction=direction,
+        dtype=arrays.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=scale,
+        causal=causal,
+        block_q=block_q,
+        block_k=block_k,
+        deterministic=deterministic,
+    )
+    return problem, arrays.rank
+
+
+@_remembered
+def _merge_problem(signature: tuple) -> tuple[Problem, int]:
+    """The problem of a merge_states call, and its arrays' rank."""
+    arrays = _Arrays(signature)
+    arrays.check_same("out_b", _AXES, "out_a")
+    arrays.check_same("lse_a", _AXES_LSE, "out_a")
+    arrays.check_same("lse_b", _AXES_LSE, "out_a")
+    arrays.check_head_dim("out_a")
+    batch, seqlen_q, num_heads, head_dim_v = arrays.full["out_a"]
+    problem = Problem(
+        direction="merge",
+        dtype=arrays.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=0,
+        num_heads_q=num_heads,
+        num_heads_kv=num_heads,
+        head_dim=head_dim_v,
+        head_dim_v=head_dim_v,
+        scale=1.0,
+    )
+    return problem, arrays.rank
+
+
+class _Arrays:
+    """A call's arrays without their data, and what can be wrong with them.
+
+    Attributes
+    ----------
+    dtype : str
+    rank : int
+        Of all but lse, which has an axis less.
+    shapes, full : dict
+        The shape of each array, as it is and in full rank.
+    """
+
+    def __init__(self, signature: tuple) -> None:
+        self.shapes = {name: tuple(shape) for name, shape, _ in signature}
+        dtypes = {name: np.dtype(dtype).name for name, _, dtype in signature}
+        self.first = first = next(iter(self.shapes))
+        self.dtype = dtypes[first]
+        self.rank = len(self.shapes[first])
+        self._check_first()
+        self.full = {}
+        for name, shape in self.shapes.items():
+            self._check_dtype(name, dtypes[name])
+            self._check_rank(name)
+            self.full[name] = self._full(name, shape)
+
+    def _check_first(self) -> None:
+        if self.dtype not in DTYPES:
+            raise DTypeError(
+                f"{self.first} has dtype {self.dtype}, expected "
+                f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+            )
+        if self.rank not in _LAYOUTS:
+            raise ShapeError(
+                f"{self.first} has {_axes(self.rank)}, expected 2, 3 or 4 "
+                f"({self.first} {self.shapes[self.first]}; layout is "
+                f"{_LAYOUTS[2]}, {_LAYOUTS[3]} or {_LAYOUTS[4]})"
+            )
+
+    def _check_dtype(self, name: str, got: str) -> None:
+        if not _is_lse(name):
+            if got != self.dtype:
+                raise DTypeError(
+                    f"{name} has dtype {got}, expected {self.dtype} as in "
+                    f"{self.first}: arrays of one call have one dtype"
+                )
+            return
+        expected = "float64" if self.dtype == "float64" else "float32"
+        if got != expected:
+            raise DTypeError(
+                f"{name} has dtype {got}, expected {expected} as "
+                f"{self.first} has dtype {self.dtype}: lse is float32, and "
+                "float64 for float64 arrays"
+            )
+
+    def _check_rank(self, name: str) -> None:
+        got = len(self.shapes[name])
+        expected = self.rank - 1 if _is_lse(name) else self.rank
+        if got != expected:
+            raise ShapeError(
+                f"{name} has {_axes(got)}, expected {expected} as "
+                f"{self.first} has {self.rank} "
+                f"{self._words(self.first, name)}"
+            )
+
+    def _full(self, name: str, shape: tuple) -> tuple:
+        if self.rank == 4:
+            return shape
+        if self.rank == 3:
+            return (1, *shape)
+        return (1, 1, *shape) if _is_lse(name) else (1, shape[0], 1, shape[1])
+
+    def check_same(self, name: str, axes: tuple[str, ...], other: str) -> None:
+        """Check that `name` agrees with `other` in the size of each axis."""
+        names = _AXES_LSE if _is_lse(name) else _AXES
+        for axis in axes:
+            got = self.full[name][names.index(axis)]
+            expected = self.full[other][_AXES.index(axis)]
+            if got != expected:
+                raise ShapeError(
+                    f"{name} has {axis} {got}, expected {expected} as in "
+                    f"{other} {self._words(other, name)}"
+                )
+
+    def check_groups(self) -> None:
+        """Check that the query heads can be shared out to the key heads."""
+        num_heads_q, num_heads_kv = self.full["q"][2], self.full["k"][2]
+        if num_heads_q % num_heads_kv if num_heads_kv else num_heads_q:
+            raise ShapeError(
+                f"q has heads {num_heads_q}, expected a multiple of k's "
+                f"{num_heads_kv}: each key head serves a group of query "
+                f"heads of the same size {self._words('q', 'k')}"
+            )
+
+    def check_head_dim(self, name: str) -> None:
+        """Check that a kernel could hold a row."""
+        head_dim = self.shapes[name][-1]
+        if head_dim < 1:
+            raise ShapeError(
+                f"{name} has head_dim 0, expected at least 1 "
+                f"{self._words(name)}"
+            )
+        if head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{name} has head_dim {head_dim}, expected at most "
+                f"{MAX_HEAD_DIM}: no kernel holds wider rows "
+                f"{self._words(name)}"
+            )
+
+    def _words(self, *names: str) -> str:
+        """The shapes of some arrays and what their axes mean."""
+        names = sorted(names, key=list(self.shapes).index)
+        shapes = ", ".join(f"{name} {self.shapes[name]}" for name in names)
+        layouts = [f"layout is {_LAYOUTS[self.rank]}"]
+        layouts += [
+            f"of {name} {_LAYOUTS_LSE[self.rank]}"
+            for name in names
+            if _is_lse(name)
+        ]
+        return f"({shapes}; {', '.join(layouts)})"
+
+
+def _is_lse(name: str) -> bool:
+    return name.startswith("lse")
+
+
+# Memory that is written to -----------------------------------------------
+
+
+def _check_apart(arrays: dict[str, Any]) -> None:
+    """Out must not share memory with an input, nor its rows with each other.
+
+    An input would be overwritten while other rows still read it.
+    """
+    out = _addresses(arrays["out"])
+    for name in ("q", "k", "v"):
+        if np.shares_memory(out, _addresses(arrays[name])):
+            raise ValueRangeError(
+                f"out shares memory with {name}, expected memory of its "
+                f"own: {name} is read while out is written"
+            )
+    # No overlap if each axis steps over all that the smaller steps span.
+    span = out.itemsize
+    steps = sorted(
+        (abs(stride), size)
+        for stride, size in zip(out.strides, out.shape, strict=True)
+        if size > 1
+    )
+    for stride, size in steps:
+        if stride < span and out.size:
+            raise ValueRangeError(
+                "out has elements that share memory with each other (shape "
+                f"{out.shape}, strides {out.strides} bytes), expected each "
+                "in a place of its own"
+            )
+        span += stride * (size - 1)
+
+
+class _Addresses:
+    """Where an array's elements are, for NumPy to reason about, not read."""
+
+    def __init__(self, array: Any) -> None:
+        if isinstance(array, np.ndarray):
+            address = array.__array_interface__["data"][0]
+        else:
+            address = array.data.ptr  # CuPy's
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "typestr": f"|V{array.dtype.itemsize}",
+            "shape": tuple(array.shape),
+            "strides": tuple(array.strides),
+        }
+
+
+def _addresses(array: Any) -> np.ndarray:
+    return np.asarray(_Addresses(array))
+
+
+# Options -----------------------------------------------------------------
+
+
+def _scale(scale: Any) -> float | None:
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise DTypeError(
+            f"scale is {_value(scale)}, expected a real number, or None for "
+            "head_dim ** -0.5"
+        )
+    try:
+        value = float(scale)
+    except OverflowError:  # an int beyond float64
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueRangeError(
+            f"scale is {scale}, expected a finite number: it multiplies "
+            "every score"
+        )
+    return value
+
+
+def _block(name: str, block: Any) -> int | None:
+    if block is None:
+        return None
+    if isinstance(block, bool) or not isinstance(block, numbers.Integral):
+        raise DTypeError(
+            f"{name} is {_value(block)}, expected an int, or None for the "
+            "tuned size"
+        )
+    value = int(block)
+    if value < 1:
+        raise ValueRangeError(
+            f"{name} is {value}, expected at least 1: it counts the tokens "
+            "of a tile"
+        )
+    return value
+
+
+def _flag(name: str, flag: Any) -> bool:
+    if not isinstance(flag, (bool, np.bool_)):
+        raise DTypeError(f"{name} is {_value(flag)}, expected True or False")
+    return bool(flag)
+
+
+# Words -------------------------------------------------------------------
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _value(value: Any) -> str:
+    """A wrong value and its type; an array only by its type."""
+    if isinstance(value, (bool, int, float, complex, str)):
+        return f"{value!r} of type {_type_name(value)}"
+    return f"of type {_type_name(value)}"
+
+
+def _axes(count: int) -> str:
+    return f"{count} axis" if count == 1 else f"{count} axes"

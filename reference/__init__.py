@@ -1,0 +1,36 @@
+"""Every equation of cuflash in NumPy, written to be read.
+
+float64 throughout; arrays have any leading axes, then tokens, then a head's
+columns. Read `softmax` and `tile_state` first, then `attention` (every
+matrix in the open), then `forward` and `backward` (the tiled algorithms).
+`machine`, `traffic` and `roofline` count what these cost, `multihead` puts
+the projections around them, and `running` is the same idea elsewhere.
+"""
+
+from . import (
+    attention,
+    backward,
+    forward,
+    machine,
+    masks,
+    multihead,
+    roofline,
+    running,
+    softmax,
+    tile_state,
+    traffic,
+)
+
+__all__ = [
+    "attention",
+    "backward",
+    "forward",
+    "machine",
+    "masks",
+    "multihead",
+    "roofline",
+    "running",
+    "softmax",
+    "tile_state",
+    "traffic",
+]

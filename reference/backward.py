@@ -1,0 +1,278 @@
+r"""The backward pass without the (seqlen_q, seqlen_k) matrices.
+
+Four schedules of one computation, all equal to `attention.attention_vjp`.
+P comes from lse alone, a tile at a time:
+
+.. math::
+    P &= e^{S - lse},\quad dP = dO V^T,\quad dS = P (dP - D) \\
+    dV_j &\mathrel{+}= P^T dO_i,\quad
+    dK_j \mathrel{+}= scale \cdot dS^T Q_i,\quad
+    dQ_i \mathrel{+}= scale \cdot dS K_j
+
+([001], "Blockwise equations"). Shapes: dout and out
+(..., seqlen_q, head_dim_v), q (..., seqlen_q, head_dim), k
+(..., seqlen_k, head_dim), v (..., seqlen_k, head_dim_v), lse
+(..., seqlen_q), with the same leading axes; dq, dk, dv are float64 and
+like q, k, v. A row that saw no key (lse -inf) gives to no gradient, even
+where its q or dout is NaN. Sources: [001] seed document 001, [003] Chu, Liu
+and Lin, "An Introduction to FlashAttention" (003), [FA2] Dao 2023,
+arXiv:2307.08691, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import masks
+from .attention import default_scale, rows_with_rows, scores_of
+from .masks import Visibility, masked_product, tiles
+from .softmax import score_gradient
+from .tile_state import probabilities_from_lse
+
+Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
+    r"""Return :math:`D_i = \sum_c dO_{ic} O_{ic}`.
+
+    [003], eq. 24; [001]. It equals rowsum(P * dP), with head_dim_v terms a
+    row in place of seqlen_k.
+
+    Parameters
+    ----------
+    dout, out : array_like, (..., seqlen_q, head_dim_v)
+
+    Returns
+    -------
+    ndarray of float64, (..., seqlen_q)
+    """
+    dout, out = np.asarray(dout, np.float64), np.asarray(out, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (dout * out).sum(axis=-1)
+
+
+def row_by_row(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Gradients:
+    """Take one query row at a time, with k, v, dk and dv at hand.
+
+    [003], Algorithm 5, with P from lse.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse : array_like
+    scale : float, optional
+    causal : bool, optional
+
+    Returns
+    -------
+    dq, dk, dv : ndarray
+    """
+    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    for i in range(p.seqlen_q):
+        tile = p.tile(i, i + 1, 0, p.seqlen_k)
+        if tile is not None:
+            tile.add_dv()
+            tile.add_dq()
+            tile.add_dk()
+    return p.dq, p.dk, p.dv
+
+
+def query_outer(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 64,
+    block_k: int = 64,
+) -> Gradients:
+    """Keep a query tile and its dq; dk and dv are updated tile by tile.
+
+    [003], Algorithm 6.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse : array_like
+    scale : float, optional
+    causal : bool, optional
+    block_q, block_k : int, optional
+        Tile sizes; they need not divide the lengths.
+
+    Returns
+    -------
+    dq, dk, dv : ndarray
+    """
+    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    for q_start, q_stop in tiles(p.seqlen_q, block_q):
+        for k_start, k_stop in tiles(p.seqlen_k, block_k):
+            tile = p.tile(q_start, q_stop, k_start, k_stop)
+            if tile is not None:
+                tile.add_dv()
+                tile.add_dk()
+                tile.add_dq()
+    return p.dq, p.dk, p.dv
+
+
+def key_outer(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 64,
+    block_k: int = 64,
+) -> Gradients:
+    """Keep a key tile with its dk and dv; dq is updated tile by tile.
+
+    [003], Algorithm 8; [FA2], Algorithm 2.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, scale, causal, block_q, block_k
+        As in `query_outer`.
+
+    Returns
+    -------
+    dq, dk, dv : ndarray
+    """
+    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    for k_start, k_stop in tiles(p.seqlen_k, block_k):
+        for q_start, q_stop in tiles(p.seqlen_q, block_q):
+            tile = p.tile(q_start, q_stop, k_start, k_stop)
+            if tile is not None:
+                tile.add_dv()
+                tile.add_dk()
+                tile.add_dq()
+    return p.dq, p.dk, p.dv
+
+
+def two_pass(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 64,
+    block_k: int = 64,
+) -> Gradients:
+    """Make dk and dv in a loop over key tiles, dq in one over query tiles.
+
+    [001], "Blockwise backward algorithm". S and P are computed twice; in
+    return each gradient tile is finished in one place and stored once.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, scale, causal, block_q, block_k
+        As in `query_outer`.
+
+    Returns
+    -------
+    dq, dk, dv : ndarray
+    """
+    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    for k_start, k_stop in tiles(p.seqlen_k, block_k):
+        for q_start, q_stop in tiles(p.seqlen_q, block_q):
+            tile = p.tile(q_start, q_stop, k_start, k_stop)
+            if tile is not None:
+                tile.add_dv()
+                tile.add_dk()
+    for q_start, q_stop in tiles(p.seqlen_q, block_q):
+        for k_start, k_stop in tiles(p.seqlen_k, block_k):
+            tile = p.tile(q_start, q_stop, k_start, k_stop)
+            if tile is not None:
+                tile.add_dq()
+    return p.dq, p.dk, p.dv
+
+
+class _Pass:
+    """Operands in float64, D, and the gradients, zero at first."""
+
+    def __init__(self, dout, q, k, v, out, lse, scale, causal):
+        dout, q, k, v, lse = (
+            np.asarray(x, np.float64) for x in (dout, q, k, v, lse)
+        )
+        self.dout, self.q, self.k, self.v, self.lse = dout, q, k, v, lse
+        self.scale = default_scale(q.shape[-1]) if scale is None else scale
+        self.causal = causal
+        self.seqlen_q, self.seqlen_k = q.shape[-2], k.shape[-2]
+        self.delta = delta(dout, out)
+        self.dq, self.dk, self.dv = (np.zeros(x.shape) for x in (q, k, v))
+
+    def tile(self, q_start, q_stop, k_start, k_stop):
+        """Return the tile's P and dS, or None if nothing is visible."""
+        bounds = (q_start, q_stop, k_start, k_stop)
+        where = (*bounds, self.seqlen_q, self.seqlen_k, self.causal)
+        if masks.tile_visibility(*where) is Visibility.NONE:
+            return None
+        return _Tile(self, *bounds, masks.tile_mask(*where))
+
+
+class _Tile:
+    """P and dS of one tile, and what each gradient takes from them."""
+
+    def __init__(self, p, q_start, q_stop, k_start, k_stop, visible):
+        self.whole = p
+        self.rows = rows = (..., slice(q_start, q_stop), slice(None))
+        self.keys = keys = (..., slice(k_start, k_stop), slice(None))
+        lse = p.lse[..., q_start:q_stop]
+        # A row that saw no key sees none here: it is left out of all sums.
+        if (lse == -np.inf).any():
+            saw = (lse != -np.inf)[..., None]
+            visible = saw if visible is None else saw & visible
+            visible = np.broadcast_to(visible, (*lse.shape, k_stop - k_start))
+        self.visible = visible
+
+        s = scores_of(p.q[rows], p.k[keys], p.scale, visible)
+        self.p = probabilities_from_lse(s, lse, visible)
+        dp = rows_with_rows(p.dout[rows], p.v[keys])
+        delta_rows = p.delta[..., q_start:q_stop]
+        self.ds = score_gradient(self.p, dp, delta_rows, visible)
+
+    def add_dv(self):
+        """dV_j += P^T dO_i."""
+        product = self._transposed(self.p, self.whole.dout[self.rows])
+        _add(self.whole.dv[self.keys], product)
+
+    def add_dk(self):
+        """dK_j += scale * dS^T Q_i."""
+        product = self._transposed(self.ds, self.whole.q[self.rows])
+        _add(self.whole.dk[self.keys], product, self.whole.scale)
+
+    def add_dq(self):
+        """dQ_i += scale * dS K_j."""
+        keys = self.whole.k[self.keys]
+        product = masked_product(self.ds, keys, self.visible)
+        _add(self.whole.dq[self.rows], product, self.whole.scale)
+
+    def _transposed(self, weights, values):
+        seen_by = self.visible
+        if seen_by is not None:
+            seen_by = np.swapaxes(seen_by, -1, -2)
+        return masked_product(np.swapaxes(weights, -1, -2), values, seen_by)
+
+
+def _add(gradient, product, scale=1.0):
+    """gradient += scale * product, in place; inf - inf is NaN, as meant."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        gradient += scale * product

@@ -1,0 +1,419 @@
+r"""A machine of a few registers, and what locality saves on it.
+
+Numbers lie in DRAM, arithmetic works on registers, and LOAD and STORE go
+between them. A trace is a list of instructions: `run` executes it on real
+numbers and counts. The register file stands for a GPU's fast memory and
+DRAM for its slow one ([000], "The tile abstraction"): what saves a LOAD here
+saves a tile's journey there.
+
+    2 x 2 matrix product                 registers   LOADs   cycles
+    `matmul`                                     3      16       28
+    `inner_product_matmul`                       3      13       25
+    `outer_product_matmul`                       6      10       22
+    `wide_inner_product_matmul`                  6       8       20
+
+    softmax of n numbers                 registers   LOADs   STOREs
+    `safe_softmax`                               3      3n        n
+    `online_softmax`                             4      2n        n
+
+Source: [000] "Flash attention" (seed document 000), problems 1 to 5. It
+gives one cycle to LOAD, STORE, MAC and MAC_Z and is silent on the others;
+here every instruction takes one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+# ---------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True)
+class Address:
+    """An element in DRAM: a[0][1] is ``Address("a", (0, 1))``."""
+
+    array: str
+    index: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.array + "".join(f"[{i}]" for i in self.index)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An operation, the registers it reads, and where its result goes.
+
+    LOAD reads an address and writes a register, STORE the reverse; every
+    other operation stays among registers, which are given by number.
+    """
+
+    name: str
+    sources: tuple[int | Address, ...]
+    target: int | Address
+
+    def __str__(self) -> str:
+        operands = [
+            f"R{x}" if isinstance(x, int) else str(x)
+            for x in (*self.sources, self.target)
+        ]
+        return f"{self.name} " + ", ".join(operands)
+
+
+Trace = list[Instruction]
+
+# The instruction sets of [000]: the first two for the matrix product, the
+# others for softmax. Rd is the last operand of each. [000] multiplies R0 by
+# R1 always; here, as in its softmax set, the operands may be anywhere.
+OPERATIONS: Mapping[str, Callable[..., float]] = {
+    "MAC_Z": lambda a, b: a * b,  # MAC_Z Ra, Rb, Rd: Rd = Ra * Rb
+    "MAC": lambda a, b, c: a * b + c,  # MAC Ra, Rb, Rc, Rd
+    "MAX": max,
+    "SUB": lambda a, b: a - b,
+    "EXP": math.exp,
+    "ADD": lambda a, b: a + b,
+    "MUL": lambda a, b: a * b,
+    "DIV": lambda a, b: a / b,
+    "MOV": lambda a: a,
+}
+
+
+def load(array: str, *index: int, to: int) -> Instruction:
+    """LOAD src, Rd: Rd = DRAM[src]."""
+    return Instruction("LOAD", (Address(array, index),), to)
+
+
+def store(register: int, array: str, *index: int) -> Instruction:
+    """STORE Rs, dst: DRAM[dst] = Rs."""
+    return Instruction("STORE", (register,), Address(array, index))
+
+
+def op(name: str, *registers: int) -> Instruction:
+    """Return an instruction of `OPERATIONS`; the last register is Rd."""
+    return Instruction(name, registers[:-1], registers[-1])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a trace did.
+
+    Attributes
+    ----------
+    dram : dict of str to ndarray
+        The arrays as the trace left them.
+    counts : Counter
+        How often each operation was executed, by name.
+    registers : int
+        How many registers the trace touched.
+    """
+
+    dram: dict[str, np.ndarray]
+    counts: Counter[str]
+    registers: int
+
+    @property
+    def cycles(self) -> int:
+        """One an instruction."""
+        return self.counts.total()
+
+    @property
+    def loads(self) -> int:
+        """Elements read from DRAM."""
+        return self.counts["LOAD"]
+
+    @property
+    def stores(self) -> int:
+        """Elements written to DRAM."""
+        return self.counts["STORE"]
+
+
+def run(
+    trace: Iterable[Instruction],
+    dram: Mapping[str, np.ndarray],
+    registers: int,
+) -> Run:
+    """Execute a trace on real numbers and count.
+
+    Parameters
+    ----------
+    trace : iterable of Instruction
+    dram : mapping of str to array_like
+        The arrays that the trace names. They are copied, not changed.
+    registers : int
+        Size of the register file.
+
+    Returns
+    -------
+    Run
+
+    Raises
+    ------
+    ValueError
+        If an instruction names a register that the machine lacks, or reads
+        one that was never written.
+    """
+    dram = {name: np.array(x, np.float64) for name, x in dram.items()}
+    file: dict[int, float] = {}
+    counts: Counter[str] = Counter()
+    for instruction in trace:
+        _check(instruction, file, registers)
+        sources = [_read(x, file, dram) for x in instruction.sources]
+        if instruction.name in ("LOAD", "STORE"):
+            (result,) = sources
+        else:
+            result = OPERATIONS[instruction.name](*sources)
+        target = instruction.target
+        if isinstance(target, Address):
+            dram[target.array][target.index] = result
+        else:
+            file[target] = result
+        counts[instruction.name] += 1
+    return Run(dram, counts, len(file))
+
+
+def _check(
+    instruction: Instruction, file: Mapping[int, float], registers: int
+) -> None:
+    """Raise ValueError for a register that is absent or still unwritten."""
+    for x in (*instruction.sources, instruction.target):
+        if isinstance(x, int) and not 0 <= x < registers:
+            raise ValueError(
+                f"{instruction}: there is no R{x} among {registers} registers"
+            )
+    for x in instruction.sources:
+        if isinstance(x, int) and x not in file:
+            raise ValueError(f"{instruction}: R{x} was never written")
+
+
+def _read(
+    source: int | Address,
+    file: Mapping[int, float],
+    dram: Mapping[str, np.ndarray],
+) -> float:
+    """Return the number in a register or in DRAM."""
+    if isinstance(source, Address):
+        return float(dram[source.array][source.index])
+    return file[source]
+
+
+# ------------------------------------------- C = A B of 2 x 2 matrices
+#
+# R0 and R1 hold the operands of the MAC, the other registers sums.
+
+
+def dot_product(i: int, j: int, order: Iterable[int] = (0, 1)) -> Trace:
+    r"""Compute :math:`c_{ij} = \sum_k a_{ik} b_{kj}` in 7 cycles.
+
+    [000], problem 1: 4 LOADs, 2 MACs, 1 STORE, 3 registers. The sum stays
+    in R2 while R0 and R1 take the next pair.
+
+    Parameters
+    ----------
+    i, j : int
+        Row and column.
+    order : iterable of int, optional
+        The values of k in the order of their addition.
+    """
+    trace: Trace = []
+    for step, k in enumerate(order):
+        trace += [load("a", i, k, to=0), load("b", k, j, to=1)]
+        trace += [op("MAC", 0, 1, 2, 2) if step else op("MAC_Z", 0, 1, 2)]
+    return [*trace, store(2, "c", i, j)]
+
+
+def matmul() -> Trace:
+    """Compute the four elements one by one: 28 cycles, 3 registers.
+
+    [000], problem 2: 4 * 7 cycles, nothing reused.
+    """
+    return [
+        instruction
+        for i in range(2)
+        for j in range(2)
+        for instruction in dot_product(i, j)
+    ]
+
+
+def inner_product_matmul() -> Trace:
+    """Do the same in an order that reuses operands: 25 cycles.
+
+    [000], problem 2: 13 LOADs, 3 registers. Each element begins with the
+    operand that the last one left behind: a01 serves c00 and c01, b01
+    serves c01 and c11, a11 serves c11 and c10.
+    """
+    return without_repeated_loads(
+        [
+            *dot_product(0, 0, order=(0, 1)),
+            *dot_product(0, 1, order=(1, 0)),
+            *dot_product(1, 1, order=(0, 1)),
+            *dot_product(1, 0, order=(1, 0)),
+        ]
+    )
+
+
+def outer_product_matmul() -> Trace:
+    r"""Add two outer products: 22 cycles with 6 registers.
+
+    .. math:: C = \sum_k A_{:k} B_{k:}
+
+    [000], problem 3: 10 LOADs, 8 MACs, 4 STOREs. All four sums stay in
+    registers, and walking round them changes one operand at a time.
+    """
+    sums = {(0, 0): 2, (0, 1): 3, (1, 1): 5, (1, 0): 4}
+    trace: Trace = []
+    for k in range(2):
+        for (i, j), c in sums.items():
+            trace += [load("a", i, k, to=0), load("b", k, j, to=1)]
+            trace += [op("MAC", 0, 1, c, c) if k else op("MAC_Z", 0, 1, c)]
+    trace += [store(sums[i, j], "c", i, j) for i in (0, 1) for j in (0, 1)]
+    return without_repeated_loads(trace)
+
+
+def wide_inner_product_matmul() -> Trace:
+    """Give the inner product 6 registers too: 20 cycles.
+
+    [000] leaves this as a quiz. All of B and a row of A fill the registers
+    (the MAC takes its operands from any of them), and each sum takes the
+    place of an operand that has had its last use. So every element is
+    loaded once, 8 LOADs, and fewer there cannot be.
+    """
+    a0, a1, b00, b10, b01, b11 = range(6)
+    c00 = b11  # b11 is not there yet
+    c01 = a0  # a00 and a01 have done their work
+    c11 = b01
+    c10 = b00
+    return [
+        load("a", 0, 0, to=a0),
+        load("b", 0, 0, to=b00),
+        op("MAC_Z", a0, b00, c00),
+        load("a", 0, 1, to=a1),
+        load("b", 1, 0, to=b10),
+        op("MAC", a1, b10, c00, c00),
+        store(c00, "c", 0, 0),
+        load("b", 0, 1, to=b01),
+        load("b", 1, 1, to=b11),
+        op("MAC_Z", a0, b01, c01),
+        op("MAC", a1, b11, c01, c01),
+        store(c01, "c", 0, 1),
+        load("a", 1, 0, to=a0),
+        load("a", 1, 1, to=a1),
+        op("MAC_Z", a0, b01, c11),
+        op("MAC", a1, b11, c11, c11),
+        store(c11, "c", 1, 1),
+        op("MAC_Z", a0, b00, c10),
+        op("MAC", a1, b10, c10, c10),
+        store(c10, "c", 1, 0),
+    ]
+
+
+def without_repeated_loads(trace: Iterable[Instruction]) -> Trace:
+    """Leave out each LOAD of what its register holds already.
+
+    For traces that write no address which they load again.
+    """
+    held: dict[int | Address, Address | None] = {}
+    kept: Trace = []
+    for instruction in trace:
+        source = None
+        if instruction.name == "LOAD":
+            (source,) = instruction.sources
+            if held.get(instruction.target) == source:
+                continue
+        held[instruction.target] = source
+        kept.append(instruction)
+    return kept
+
+
+# ------------------------------------------------------- out = softmax(x)
+#
+# R0 is for work. Between passes R1 holds the maximum m, R2 the sum s.
+
+
+def safe_softmax(n: int) -> Trace:
+    """Softmax in three passes: 3n reads, n writes, 3 registers.
+
+    [000], problem 4.
+
+    Parameters
+    ----------
+    n : int
+        Length of x, 1 or more.
+    """
+    return [*max_pass(n), *sum_pass(n), *normalise_pass(n)]
+
+
+def online_softmax(n: int) -> Trace:
+    """Softmax in two passes: 2n reads, n writes, 4 registers.
+
+    [000], problem 5. The fourth register saves a pass over x.
+
+    Parameters
+    ----------
+    n : int
+        Length of x, 1 or more.
+    """
+    return [*online_pass(n), *normalise_pass(n)]
+
+
+def max_pass(n: int) -> Trace:
+    r"""Leave :math:`m = \max_j x_j` in R1: n reads ([000], pass 1)."""
+    trace = [load("x", 0, to=1)]
+    for i in range(1, n):
+        trace += [load("x", i, to=0), op("MAX", 0, 1, 1)]
+    return trace
+
+
+def sum_pass(n: int) -> Trace:
+    r"""Leave :math:`s = \sum_j e^{x_j - m}` in R2: n reads ([000], pass 2).
+
+    The exponentials are used where they arise and never stored.
+    """
+    trace: Trace = []
+    for i in range(n):
+        trace += [load("x", i, to=0), op("SUB", 0, 1, 0), op("EXP", 0, 0)]
+        trace += [op("ADD", 2, 0, 2) if i else op("MOV", 0, 2)]
+    return trace
+
+
+def normalise_pass(n: int) -> Trace:
+    r"""Store :math:`e^{x_j - m} / s`: n reads, n writes ([000], pass 3)."""
+    trace: Trace = []
+    for i in range(n):
+        trace += [load("x", i, to=0), op("SUB", 0, 1, 0), op("EXP", 0, 0)]
+        trace += [op("DIV", 0, 2, 0), store(0, "out", i)]
+    return trace
+
+
+def online_pass(n: int) -> Trace:
+    r"""Leave m in R1 and s in R2 after one pass: n reads.
+
+    .. math::
+        m' &= \max(m, x) \\
+        s' &= s e^{m - m'} + e^{x - m'}
+
+    [000], problem 5. R3 keeps the old m, for the factor needs both.
+    """
+    trace = [
+        load("x", 0, to=0),
+        op("MOV", 0, 1),  # m = x0
+        op("SUB", 0, 1, 0),
+        op("EXP", 0, 0),
+        op("MOV", 0, 2),  # s = e^0
+    ]
+    for i in range(1, n):
+        trace += [
+            load("x", i, to=0),
+            op("MOV", 1, 3),
+            op("MAX", 0, 1, 1),  # m'
+            op("SUB", 3, 1, 3),
+            op("SUB", 0, 1, 0),
+            op("EXP", 3, 3),  # e^(m - m')
+            op("EXP", 0, 0),  # e^(x - m')
+            op("MUL", 2, 3, 2),
+            op("ADD", 2, 0, 2),  # s'
+        ]
+    return trace

@@ -1,0 +1,399 @@
+r"""Attention in its layer: projections, heads, and their gradients.
+
+.. math::
+    Q = X W_Q,\quad K = X W_K,\quad V = X W_V,\quad
+    O_h = attention(Q_h, K_h, V_h),\quad
+    Y = concat(O_1, \dots, O_H) W_O
+
+X is (..., seqlen, width); W_Q (width, num_heads * head_dim), W_K
+(width, num_heads_kv * head_dim), W_V (width, num_heads_kv * head_dim_v),
+W_O (num_heads * head_dim_v, width_out), a head's columns side by side.
+num_heads is a multiple of num_heads_kv, and query head h reads key head
+h // group_size. The scale is head_dim ** -0.5, of one head, as in Vaswani
+et al. 2017, arXiv:1706.03762; [003]'s eq. 3 has the root of the whole width
+there. Sources: [000] "Flash attention" (seed document 000), "Through the
+QKV projections"; [003] Chu, Liu and Lin, "An Introduction to
+FlashAttention" (003), eq. 3 to 10 and the appendix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .attention import attention, attention_vjp, default_scale, scores_of
+from .backward import delta as delta_of
+from .softmax import score_gradient
+from .tile_state import probabilities_from_lse
+
+# inf and NaN in the operands have their ordinary results, without a warning.
+quiet = np.errstate(over="ignore", invalid="ignore")
+
+# ------------------------------------------------------- projections and heads
+
+
+@quiet
+def project(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return X W ([003], eq. 6).
+
+    Parameters
+    ----------
+    x : ndarray, (..., seqlen, width)
+    w : ndarray, (width, columns)
+
+    Returns
+    -------
+    ndarray, (..., seqlen, columns)
+    """
+    return x @ w
+
+
+@quiet
+def project_vjp(
+    dy: np.ndarray, x: np.ndarray, w: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Pull a gradient back through a projection.
+
+    .. math:: dX = dY W^T,\quad dW = X^T dY
+
+    [003], appendix. W serves every sequence, so dW is summed over the
+    leading axes.
+
+    Parameters
+    ----------
+    dy : ndarray, (..., seqlen, columns)
+    x : ndarray, (..., seqlen, width)
+    w : ndarray, (width, columns)
+
+    Returns
+    -------
+    dx : ndarray, (..., seqlen, width)
+    dw : ndarray, (width, columns)
+    """
+    all_x = x.reshape(-1, x.shape[-1])
+    all_dy = dy.reshape(-1, dy.shape[-1])
+    return dy @ w.T, all_x.T @ all_dy
+
+
+def split_heads(y: np.ndarray, num_heads: int) -> np.ndarray:
+    """Return each head's columns apart.
+
+    Parameters
+    ----------
+    y : ndarray, (..., seqlen, num_heads * columns)
+    num_heads : int
+
+    Returns
+    -------
+    ndarray, (..., num_heads, seqlen, columns)
+    """
+    columns = y.shape[-1] // num_heads
+    heads = y.reshape(*y.shape[:-1], num_heads, columns)
+    return np.swapaxes(heads, -2, -3)
+
+
+def join_heads(heads: np.ndarray) -> np.ndarray:
+    """Undo `split_heads`; [003] calls it Concat (eq. 3).
+
+    Parameters
+    ----------
+    heads : ndarray, (..., num_heads, seqlen, columns)
+
+    Returns
+    -------
+    ndarray, (..., seqlen, num_heads * columns)
+    """
+    num_heads, seqlen, columns = heads.shape[-3:]
+    tokens = np.swapaxes(heads, -2, -3)
+    return tokens.reshape(*heads.shape[:-3], seqlen, num_heads * columns)
+
+
+def share_heads(heads: np.ndarray, group_size: int) -> np.ndarray:
+    """Give every key head to the group of query heads that reads it.
+
+    Parameters
+    ----------
+    heads : ndarray, (..., num_heads_kv, seqlen, columns)
+    group_size : int
+
+    Returns
+    -------
+    ndarray, (..., num_heads_kv * group_size, seqlen, columns)
+        Head h is head h // group_size of the argument.
+    """
+    return np.repeat(heads, group_size, axis=-3)
+
+
+@quiet
+def share_heads_vjp(dheads: np.ndarray, group_size: int) -> np.ndarray:
+    """Add up what the heads of each group give to their key head.
+
+    Parameters
+    ----------
+    dheads : ndarray, (..., num_heads_kv * group_size, seqlen, columns)
+    group_size : int
+
+    Returns
+    -------
+    ndarray, (..., num_heads_kv, seqlen, columns)
+    """
+    *leading, num_heads, seqlen, columns = dheads.shape
+    groups = (*leading, num_heads // group_size, group_size, seqlen, columns)
+    return dheads.reshape(groups).sum(axis=-3)
+
+
+# ------------------------------------------------------------------ the layer
+
+
+class Weights(NamedTuple):
+    """The four matrices of a layer, or their gradients.
+
+    w_q (width, num_heads * head_dim), w_k (width, num_heads_kv * head_dim),
+    w_v (width, num_heads_kv * head_dim_v), w_o (num_heads * head_dim_v,
+    width_out).
+    """
+
+    w_q: np.ndarray
+    w_k: np.ndarray
+    w_v: np.ndarray
+    w_o: np.ndarray
+
+
+def heads_of(
+    x: np.ndarray, weights: Weights, num_heads: int, num_heads_kv: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return Q, K and V of every query head ([003], eq. 6).
+
+    Returns
+    -------
+    q, k : ndarray, (..., num_heads, seqlen, head_dim)
+    v : ndarray, (..., num_heads, seqlen, head_dim_v)
+    """
+    group_size = num_heads // num_heads_kv
+    q = split_heads(project(x, weights.w_q), num_heads)
+    k = split_heads(project(x, weights.w_k), num_heads_kv)
+    v = split_heads(project(x, weights.w_v), num_heads_kv)
+    return q, share_heads(k, group_size), share_heads(v, group_size)
+
+
+def multi_head_attention(
+    x: np.ndarray,
+    weights: Weights,
+    *,
+    num_heads: int,
+    num_heads_kv: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> np.ndarray:
+    """Compute multi-head self-attention ([003], eq. 3, 4 and 6 to 10).
+
+    Parameters
+    ----------
+    x : array_like, (..., seqlen, width)
+    weights : Weights
+    num_heads : int
+    num_heads_kv : int, optional
+        Default num_heads.
+    scale : float, optional
+        Default head_dim ** -0.5.
+    causal : bool, optional
+
+    Returns
+    -------
+    ndarray, (..., seqlen, width_out)
+    """
+    x, weights = _as_float64(x, weights)
+    num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+    q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
+    out, _ = attention(q, k, v, scale=scale, causal=causal)
+    return project(join_heads(out), weights.w_o)
+
+
+class LayerGradients(NamedTuple):
+    """dX, like x, and the gradients of the four matrices."""
+
+    dx: np.ndarray
+    dw_q: np.ndarray
+    dw_k: np.ndarray
+    dw_v: np.ndarray
+    dw_o: np.ndarray
+
+
+@quiet
+def multi_head_attention_vjp(
+    dy: np.ndarray,
+    x: np.ndarray,
+    weights: Weights,
+    *,
+    num_heads: int,
+    num_heads_kv: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> LayerGradients:
+    r"""Pull a gradient back through `multi_head_attention`.
+
+    .. math::
+        dW_O &= O^T dY,\quad dO = dY W_O^T \\
+        dW_Q &= X^T dQ,\quad dW_K = X^T dK,\quad dW_V = X^T dV \\
+        dX &= dQ W_Q^T + dK W_K^T + dV W_V^T
+
+    [003], appendix, eq. 84; [000], "Through the QKV projections".
+
+    Parameters
+    ----------
+    dy : array_like, (..., seqlen, width_out)
+    x, weights, num_heads, num_heads_kv, scale, causal
+        As in `multi_head_attention`.
+
+    Returns
+    -------
+    LayerGradients
+    """
+    x, weights = _as_float64(x, weights)
+    num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+    group_size = num_heads // num_heads_kv
+    q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
+    out, _ = attention(q, k, v, scale=scale, causal=causal)
+
+    dy = np.asarray(dy, np.float64)
+    dout, dw_o = project_vjp(dy, join_heads(out), weights.w_o)
+    dout = split_heads(dout, num_heads)
+    dq, dk, dv = attention_vjp(dout, q, k, v, scale=scale, causal=causal)
+    dk, dv = share_heads_vjp(dk, group_size), share_heads_vjp(dv, group_size)
+
+    dx_q, dw_q = project_vjp(join_heads(dq), x, weights.w_q)
+    dx_k, dw_k = project_vjp(join_heads(dk), x, weights.w_k)
+    dx_v, dw_v = project_vjp(join_heads(dv), x, weights.w_v)
+    return LayerGradients(dx_q + dx_k + dx_v, dw_q, dw_k, dw_v, dw_o)
+
+
+# ------------------------------------------- without dQ, dK and dV in memory
+
+
+class GradientRow(NamedTuple):
+    """One token's row of dQ, dK or dV, all heads side by side.
+
+    of is "q", "k" or "v", token the row's number, row (columns,).
+    """
+
+    of: str
+    token: int
+    row: np.ndarray
+
+
+@quiet
+def streamed_projection_vjp(
+    rows: Iterable[GradientRow],
+    x: np.ndarray,
+    w_q: np.ndarray,
+    w_k: np.ndarray,
+    w_v: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    r"""Consume each row of dQ, dK and dV twice, and keep none of them.
+
+    .. math::
+        dX_i \mathrel{+}= dQ_i W_Q^T,\quad
+        dW_Q \mathrel{+}= X_i^T dQ_i
+
+    and so for K and V. [000], "Through the QKV projections": a row goes
+    into dX and, as a product of rank 1, into dW, and is discarded. Both
+    are sums, so rows may come in any order, and in parts.
+
+    Parameters
+    ----------
+    rows : iterable of GradientRow
+        Each is read before the next is asked for, so they may all share
+        one buffer.
+    x : array_like, (seqlen, width)
+    w_q, w_k, w_v : array_like, (width, columns)
+
+    Returns
+    -------
+    dx : ndarray, (seqlen, width)
+    dw_q, dw_k, dw_v : ndarray, (width, columns)
+    """
+    x = np.asarray(x, np.float64)
+    w = {
+        name: np.asarray(matrix, np.float64)
+        for name, matrix in (("q", w_q), ("k", w_k), ("v", w_v))
+    }
+    dx = np.zeros(x.shape)
+    dw = {name: np.zeros(matrix.shape) for name, matrix in w.items()}
+    for of, token, row in rows:
+        dx[token] += row @ w[of].T
+        dw[of] += np.outer(x[token], row)
+    return dx, dw["q"], dw["k"], dw["v"]
+
+
+def gradient_rows(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    group_size: int = 1,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Iterator[GradientRow]:
+    r"""Make the rows of dQ, then of dK and dV, one at a time.
+
+    .. math::
+        dQ_i = scale \sum_j dS_{ij} K_j,\quad
+        dK_j = scale \sum_i dS_{ij} Q_i,\quad
+        dV_j = \sum_i P_{ij} dO_i
+
+    [000], "Execution schedule": row i of dS completes a row of dQ, column j
+    of P and dS one of dK and dV. With lse and delta for each row, a column
+    can be computed as well as a row.
+
+    Parameters
+    ----------
+    dout : ndarray, (num_heads, seqlen, head_dim_v)
+    q, k : ndarray, (num_heads, seqlen, head_dim)
+    v : ndarray, (num_heads, seqlen, head_dim_v)
+    group_size : int, optional
+        Number of heads that share their k and v, which then share dk, dv.
+    scale : float, optional
+    causal : bool, optional
+
+    Yields
+    ------
+    GradientRow
+    """
+    seqlen = q.shape[-2]
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    out, lse = attention(q, k, v, scale=scale, causal=causal)
+    delta = delta_of(dout, out)
+
+    def weights(i: slice, j: slice) -> tuple[np.ndarray, np.ndarray]:
+        s = scores_of(q[:, i], k[:, j], scale)
+        p = probabilities_from_lse(s, lse[:, i])
+        dp = dout[:, i] @ np.swapaxes(v[:, j], -1, -2)
+        return p, score_gradient(p, dp, delta[:, i])
+
+    def joined(heads: np.ndarray) -> np.ndarray:
+        return join_heads(heads)[0]
+
+    for token in range(seqlen):
+        i = slice(token, token + 1)
+        j = slice(0, token + 1) if causal else slice(0, seqlen)
+        _, ds = weights(i, j)
+        yield GradientRow("q", token, joined(scale * ds @ k[:, j]))
+
+    for token in range(seqlen):
+        i = slice(token, seqlen) if causal else slice(0, seqlen)
+        j = slice(token, token + 1)
+        p, ds = (np.swapaxes(x, -1, -2) for x in weights(i, j))
+        dk = share_heads_vjp(scale * ds @ q[:, i], group_size)
+        dv = share_heads_vjp(p @ dout[:, i], group_size)
+        yield GradientRow("k", token, joined(dk))
+        yield GradientRow("v", token, joined(dv))
+
+
+def _as_float64(
+    x: np.ndarray, weights: Weights
+) -> tuple[np.ndarray, Weights]:
+    w = Weights(*(np.asarray(matrix, np.float64) for matrix in weights))
+    return np.asarray(x, np.float64), w

@@ -1,0 +1,222 @@
+r"""Softmax in three passes, softmax in two, and its gradient.
+
+Sources: [000] "Flash attention" (seed document 000), [003] Chu, Liu and
+Lin, "An Introduction to FlashAttention" (003), [MG] Milakov and Gimelshein
+2018, arXiv:1805.02867.
+
+Two rules hold here and in every other module. A score of -inf has weight
+0, and a row that holds nothing else has no weights at all (all 0, where
+the bare formula says 0 / 0). NaN does not take part in a maximum, but the
+exponential of a NaN score makes the sum, and with it the row, NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+
+def row_max(scores: np.ndarray) -> np.ndarray:
+    """Return the largest score of every row, NaN aside; -inf if none.
+
+    Parameters
+    ----------
+    scores : ndarray, (..., keys)
+
+    Returns
+    -------
+    ndarray, (...)
+    """
+    return np.fmax.reduce(scores, axis=-1, initial=-np.inf)
+
+
+def shift_of(m: np.ndarray) -> np.ndarray:
+    """Return what to subtract for a row maximum m: m, but 0 for -inf.
+
+    -inf - (-inf) would be NaN; -inf - 0 has the right exponential, 0.
+    """
+    return np.where(m == -np.inf, 0.0, m)
+
+
+def exp_shifted(scores: np.ndarray, m: np.ndarray) -> np.ndarray:
+    """Return exp(scores - m): at most 1, exactly 1 at the maximum.
+
+    Parameters
+    ----------
+    scores : ndarray, (..., keys)
+    m : ndarray, (...)
+        Their row maximum, or a larger number.
+
+    Returns
+    -------
+    ndarray, (..., keys)
+    """
+    # -1e308 - 1e308 is -inf, which is as good; inf - inf is NaN, as meant.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.exp(scores - shift_of(m)[..., None])
+
+
+def normalise(weights: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Divide every row by its total; a row of total 0 becomes 0.
+
+    A total of 0 says that the row saw no key: where it saw one, the
+    maximum alone adds 1.
+
+    Parameters
+    ----------
+    weights : ndarray, (..., columns)
+    total : ndarray, (...)
+
+    Returns
+    -------
+    ndarray, (..., columns)
+    """
+    empty = (total == 0)[..., None]
+    with np.errstate(invalid="ignore"):
+        return np.where(
+            empty, 0.0, weights / np.where(empty, 1.0, total[..., None])
+        )
+
+
+def safe_softmax(scores: np.ndarray) -> np.ndarray:
+    r"""Softmax in three passes over each row.
+
+    .. math:: P_j = e^{x_j - m} / \sum_k e^{x_k - m},\quad m = \max_k x_k
+
+    [000], "Safe softmax"; [003], eq. 2.
+
+    Parameters
+    ----------
+    scores : ndarray, (..., keys)
+
+    Returns
+    -------
+    ndarray, (..., keys)
+    """
+    scores = np.asarray(scores, np.float64)
+    m = row_max(scores)
+    total = exp_shifted(scores, m).sum(axis=-1)
+    return normalise(exp_shifted(scores, m), total)
+
+
+def online_states(
+    scores: np.ndarray,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    r"""Walk along each row and yield the running state (m_k, s_k).
+
+    .. math::
+        m_k &= \max(m_{k-1}, x_{k-1}) \\
+        s_k &= s_{k-1} e^{m_{k-1} - m_k} + e^{x_{k-1} - m_k}
+
+    [000], "Two paths to the same sum", path 2; [MG], Algorithm 3.
+
+    Parameters
+    ----------
+    scores : ndarray, (..., keys)
+
+    Yields
+    ------
+    m, s : ndarray, (...)
+        After 0, 1, ..., keys elements: keys + 1 states. The first is
+        (-inf, 0).
+    """
+    scores = np.asarray(scores, np.float64)
+    m = np.full(scores.shape[:-1], -np.inf)
+    s = np.zeros(scores.shape[:-1])
+    yield m, s
+    for k in range(scores.shape[-1]):
+        x = scores[..., k]
+        m_old, m = m, np.fmax(m, x)
+        with np.errstate(over="ignore", invalid="ignore"):
+            s = s * np.exp(m_old - shift_of(m)) + np.exp(x - shift_of(m))
+        yield m, s
+
+
+def online_softmax(scores: np.ndarray) -> np.ndarray:
+    """Softmax in two passes: the running state, then the division.
+
+    [000], "Online softmax with four registers"; [MG], Algorithm 3.
+
+    Parameters
+    ----------
+    scores : ndarray, (..., keys)
+
+    Returns
+    -------
+    ndarray, (..., keys)
+    """
+    scores = np.asarray(scores, np.float64)
+    *_, (m, s) = online_states(scores)
+    return normalise(exp_shifted(scores, m), s)
+
+
+def softmax_vjp(
+    dp: np.ndarray, p: np.ndarray, visible: np.ndarray | None = None
+) -> np.ndarray:
+    r"""Pull a gradient back through the softmax.
+
+    .. math:: dS_{ij} = P_{ij} (dP_{ij} - \sum_k P_{ik} dP_{ik})
+
+    [003], eq. 21.
+
+    Parameters
+    ----------
+    dp : ndarray, (..., keys)
+        Gradient with respect to the weights.
+    p : ndarray, (..., keys)
+        The weights that softmax returned.
+    visible : ndarray of bool, broadcastable to (..., keys), optional
+        The pairs that exist. dS is 0 elsewhere, whatever dP holds there.
+
+    Returns
+    -------
+    ndarray, (..., keys)
+    """
+    return score_gradient(p, dp, weighted_sum(p, dp, visible), visible)
+
+
+def weighted_sum(
+    p: np.ndarray, dp: np.ndarray, visible: np.ndarray | None = None
+) -> np.ndarray:
+    r"""Return :math:`D_i = \sum_j P_{ij} dP_{ij}` ([003], eq. 22).
+
+    Parameters
+    ----------
+    p, dp : ndarray, (..., keys)
+    visible : ndarray of bool, broadcastable to (..., keys), optional
+
+    Returns
+    -------
+    ndarray, (...)
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        terms = np.multiply(p, dp)
+        if visible is not None:
+            terms = np.where(visible, terms, 0.0)
+        return terms.sum(axis=-1)
+
+
+def score_gradient(
+    p: np.ndarray,
+    dp: np.ndarray,
+    delta: np.ndarray,
+    visible: np.ndarray | None = None,
+) -> np.ndarray:
+    r"""Return :math:`dS_{ij} = P_{ij} (dP_{ij} - D_i)` ([003], eq. 21).
+
+    Parameters
+    ----------
+    p, dp : ndarray, (..., keys)
+    delta : ndarray, (...)
+        D_i, from `weighted_sum` or from rowsum(dO * O).
+    visible : ndarray of bool, broadcastable to (..., keys), optional
+
+    Returns
+    -------
+    ndarray, (..., keys)
+        0 where a pair is not visible.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        ds = p * (dp - np.asarray(delta)[..., None])
+    return ds if visible is None else np.where(visible, ds, 0.0)

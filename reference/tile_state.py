@@ -1,0 +1,216 @@
+r"""The state (m, l, acc) of a part of the keys, and how parts merge.
+
+For a set J of keys, a row's state is
+
+.. math::
+    m = \max_{j \in J} S_j,\quad l = \sum_{j \in J} e^{S_j - m},\quad
+    acc = \sum_{j \in J} e^{S_j - m} V_j .
+
+Merging the states of two sets gives the state of their union; the empty
+set is the identity. So the keys may be cut and bracketed in any way, and an
+element is a tile of size 1. Sources: [000] "Element is tile" (seed document
+000), [001] "Putting it all together" (001), [FA2] Dao 2023,
+arXiv:2307.08691, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .masks import masked_product
+from .softmax import exp_shifted, normalise, row_max, shift_of
+
+
+@dataclass(frozen=True)
+class TileState:
+    """What is known of some rows after some of their keys.
+
+    Attributes
+    ----------
+    m : ndarray, (..., rows)
+        Running maximum, -inf before any key.
+    l : ndarray, (..., rows)
+        Sum of exp(score - m).
+    acc : ndarray, (..., rows, head_dim_v)
+        Sum of exp(score - m) * value, not yet divided by l.
+    """
+
+    m: np.ndarray
+    l: np.ndarray  # noqa: E741 (the papers' name)
+    acc: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: tuple[int, ...], head_dim_v: int) -> TileState:
+        """Return the state of no keys, the identity of `merge`.
+
+        Parameters
+        ----------
+        rows : tuple of int
+            Shape of m, the leading axes and the number of rows.
+        head_dim_v : int
+        """
+        return cls(
+            np.full(rows, -np.inf),
+            np.zeros(rows),
+            np.zeros((*rows, head_dim_v)),
+        )
+
+    @classmethod
+    def of_tile(
+        cls,
+        scores: np.ndarray,
+        values: np.ndarray,
+        visible: np.ndarray | None = None,
+    ) -> TileState:
+        """Return the state of one tile of keys.
+
+        Parameters
+        ----------
+        scores : ndarray, (..., rows, keys)
+            Scaled scores, -inf where a pair is not visible.
+        values : ndarray, (..., keys, head_dim_v)
+        visible : ndarray of bool, broadcastable to scores, optional
+            Keeps NaN and inf in values out of rows that do not see them.
+        """
+        scores = np.asarray(scores, np.float64)
+        values = np.asarray(values, np.float64)
+        nothing = cls.empty(scores.shape[:-1], values.shape[-1])
+        return nothing.update(scores, values, visible)
+
+    @classmethod
+    def of_result(cls, out: np.ndarray, lse: np.ndarray) -> TileState:
+        """Return a state that finalizes to a given (out, lse).
+
+        It has m = lse, l = 1 and acc = out: the division was done already.
+
+        Parameters
+        ----------
+        out : ndarray, (..., rows, head_dim_v)
+        lse : ndarray, (..., rows)
+        """
+        lse = np.asarray(lse, np.float64)
+        empty = lse == -np.inf
+        acc = np.where(empty[..., None], 0.0, np.asarray(out, np.float64))
+        return cls(lse, np.where(empty, 0.0, 1.0), acc)
+
+    def update(
+        self,
+        scores: np.ndarray,
+        values: np.ndarray,
+        visible: np.ndarray | None = None,
+    ) -> TileState:
+        r"""Return the state after one more tile of keys.
+
+        .. math::
+            m' &= \max(m, \mathrm{rowmax}(S)) \\
+            P &= e^{S - m'} \\
+            l' &= l e^{m - m'} + \mathrm{rowsum}(P) \\
+            acc' &= acc\, e^{m - m'} + P V
+
+        [FA2], Algorithm 1, lines 9 and 10; [001]. It is the merge with the
+        tile's state, without forming that state.
+
+        Parameters
+        ----------
+        scores, values, visible
+            As in `of_tile`.
+        """
+        m = np.fmax(self.m, row_max(scores))
+        p = exp_shifted(scores, m)
+        product = masked_product(p, values, visible)
+        with np.errstate(over="ignore", invalid="ignore"):
+            correction = np.exp(self.m - shift_of(m))
+            return TileState(
+                m,
+                self.l * correction + p.sum(axis=-1),
+                self.acc * correction[..., None] + product,
+            )
+
+    def merge(self, other: TileState) -> TileState:
+        r"""Return the state of both sets of keys together.
+
+        .. math::
+            m' &= \max(m_a, m_b) \\
+            l' &= l_a e^{m_a - m'} + l_b e^{m_b - m'} \\
+            acc' &= acc_a e^{m_a - m'} + acc_b e^{m_b - m'}
+
+        [000], "The tile abstraction".
+        """
+        m = np.fmax(self.m, other.m)
+        with np.errstate(over="ignore", invalid="ignore"):
+            a = np.exp(self.m - shift_of(m))
+            b = np.exp(other.m - shift_of(m))
+            return TileState(
+                m,
+                self.l * a + other.l * b,
+                self.acc * a[..., None] + other.acc * b[..., None],
+            )
+
+    def finalize(self) -> tuple[np.ndarray, np.ndarray]:
+        """Divide once: out = acc / l, lse = m + log(l).
+
+        [FA2], Algorithm 1, lines 12 and 13.
+
+        Returns
+        -------
+        out : ndarray, (..., rows, head_dim_v)
+            0 for a row that saw no key.
+        lse : ndarray, (..., rows)
+            -inf for a row that saw no key.
+        """
+        return normalise(self.acc, self.l), logsumexp_of(self.m, self.l)
+
+
+def logsumexp_of(m: np.ndarray, l: np.ndarray) -> np.ndarray:  # noqa: E741
+    """Return lse = m + log(l), -inf where l is 0.
+
+    [001], "The log-sum-exp trick": lse = log(sum_j exp(S_j)).
+
+    Parameters
+    ----------
+    m, l : ndarray, (..., rows)
+
+    Returns
+    -------
+    ndarray, (..., rows)
+    """
+    empty = l == 0
+    with np.errstate(invalid="ignore"):
+        return np.where(empty, -np.inf, m + np.log(np.where(empty, 1.0, l)))
+
+
+def probabilities_from_lse(
+    scores: np.ndarray, lse: np.ndarray, visible: np.ndarray | None = None
+) -> np.ndarray:
+    """Recompute the weights: P = exp(S - lse).
+
+    [001], "The log-sum-exp trick". A row whose lse is -inf saw no key: its
+    weights are 0.
+
+    Parameters
+    ----------
+    scores : ndarray, (..., rows, keys)
+    lse : ndarray, (..., rows)
+    visible : ndarray of bool, broadcastable to scores, optional
+
+    Returns
+    -------
+    ndarray, (..., rows, keys)
+    """
+    lse = np.asarray(lse, np.float64)
+    p = np.where(lse[..., None] == -np.inf, 0.0, exp_shifted(scores, lse))
+    return p if visible is None else np.where(visible, p, 0.0)
+
+
+def merge_tree(states: Sequence[TileState]) -> TileState:
+    """Merge one or more states by a balanced tree, neighbours first."""
+    states = list(states)
+    while len(states) > 1:
+        pairs = [
+            a.merge(b) for a, b in zip(states[::2], states[1::2], strict=False)
+        ]
+        states = pairs + states[2 * len(pairs) :]
+    return states[0]

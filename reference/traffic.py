@@ -1,0 +1,800 @@
+r"""What each schedule loads from slow memory and stores there.
+
+The model is [003]'s: a small fast memory in which all arithmetic happens,
+and a slow one in which the arrays lie. The schedules below do their
+arithmetic for real and reach slow memory through `Memory` alone, which
+counts. Beside each stands its closed form, ``..._counts``; both count
+elements of one head without a mask, and agree exactly.
+
+In elements, with n = T / B tiles each way and T x d matrices, the leading
+terms are
+
+    forward                        backward
+    materialised   4 T^2           materialised   7 T^2
+    row by row     4 T d           row by row     8 T d
+    query-outer    2 n T d         query-outer    6 n T d
+    key-outer      3 n T d         key-outer      4 n T d
+    split keys     2 n T d         two-pass       4 n T d
+
+Where this differs from the documents:
+
+- [000] counts n loads of O for query-outer, "initialize once per query".
+  The state begins as zeros in fast memory; nothing is loaded.
+- [003] says that key-outer's inner loop, forward, loads two matrices and
+  saves a matrix and a vector. Its algorithm also loads the vector. With the
+  maximum, which [003] leaves out, there are two vectors, each way.
+- [003] counts 4 matrices a step of backward query-outer and 3 of key-outer:
+  what is loaded, and what is saved. But dK += ... needs the old dK, so the
+  accumulators are also reloaded: dK and dV in the one, dQ in the other. That
+  makes 6 and 4 (`inner_loop_query_outer`, `inner_loop_key_outer`).
+- [003] writes these as 4 T_r |J| d and 3 T_c |I| d, where a factor is
+  missing, T_c in the first and T_r in the second: the loops together make
+  4 T_r T d and 3 T_c T d.
+
+Filling arrays with their first values (0, or -inf for m) is not counted.
+Arrays are of finite numbers here; `forward` and `backward` take any.
+
+Sources: [000] "Flash attention" (seed document 000), "Cost comparison";
+[001] "Flash Attention" (001); [003] Chu, Liu and Lin, "An Introduction to
+FlashAttention" (003), "Memory accesses" and Algorithms 1 to 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from . import masks
+from .attention import default_scale, scores_of
+from .backward import delta as delta_of
+from .softmax import safe_softmax, score_gradient
+from .tile_state import TileState, merge_tree, probabilities_from_lse
+
+ALL = slice(None)
+
+
+class Count(NamedTuple):
+    """Elements that went to and fro."""
+
+    loads: int
+    stores: int
+
+
+Counts = dict[str, Count]
+
+
+class Memory:
+    """An array in slow memory that counts element loads and stores.
+
+    Parameters
+    ----------
+    array : array_like
+        Its first content, copied.
+
+    Attributes
+    ----------
+    array : ndarray of float64
+        The content. To look at it costs nothing: for results, not for use
+        in a schedule.
+    loads, stores : int
+        Elements so far.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = np.array(array, np.float64)
+        self.loads = 0
+        self.stores = 0
+
+    def load(self, index: slice | tuple = ALL) -> np.ndarray:
+        """Return a copy of the elements at index, in fast memory."""
+        values = self.array[index].copy()
+        self.loads += values.size
+        return values
+
+    def store(self, index: slice | tuple, values: np.ndarray) -> None:
+        """Write values to the elements at index."""
+        self.stores += self.array[index].size
+        self.array[index] = values
+
+
+Memories = dict[str, Memory]
+
+
+def counts_of(memories: Memories) -> Counts:
+    """Return what each array of a schedule's slow memory has counted."""
+    return {name: Count(x.loads, x.stores) for name, x in memories.items()}
+
+
+def total(counts: Counts) -> int:
+    """Return all accesses: loads and stores of every array."""
+    return sum(count.loads + count.stores for count in counts.values())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes on which traffic depends.
+
+    q, k, v and out are numbers of elements of those matrices; q_tiles and
+    k_tiles are T_r and T_c of [003].
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    block_q: int = 1
+    block_k: int = 1
+    num_splits: int = 1
+
+    @property
+    def q(self) -> int:
+        return self.seqlen_q * self.head_dim
+
+    @property
+    def k(self) -> int:
+        return self.seqlen_k * self.head_dim
+
+    @property
+    def v(self) -> int:
+        return self.seqlen_k * self.head_dim_v
+
+    @property
+    def out(self) -> int:
+        return self.seqlen_q * self.head_dim_v
+
+    @property
+    def scores(self) -> int:
+        return self.seqlen_q * self.seqlen_k
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.seqlen_q // self.block_q)
+
+    @property
+    def k_tiles(self) -> int:
+        return -(-self.seqlen_k // self.block_k)
+
+
+# -------------------------------------------------------------------- forward
+#
+# Each schedule takes q (seqlen_q, head_dim), k (seqlen_k, head_dim) and
+# v (seqlen_k, head_dim_v), and returns its slow memory, in which "out" is
+# (seqlen_q, head_dim_v) and "lse", where there is one, (seqlen_q,).
+
+
+def forward_materialised(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float | None = None,
+) -> Memories:
+    """Run S, P and O as three operations on whole matrices.
+
+    [003], eq. 25 to 30: S is stored, loaded, P stored, loaded: 4 T^2. A
+    T x T matrix passes through fast memory by rows; [003] supposes that
+    "the computer has a way". The T x d operands stay there during an
+    operation.
+
+    Returns
+    -------
+    dict of str to Memory
+        q, k, v, s, p, out.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    square = np.zeros((len(q), len(k)))
+    out = np.zeros((len(q), v.shape[-1]))
+    slow = _memories(q=q, k=k, v=v, s=square, p=square, out=out)
+
+    k_all = slow["k"].load()
+    for row in _tiles(len(q), 1):
+        slow["s"].store(row, scores_of(slow["q"].load(row), k_all, scale))
+    for row in _tiles(len(q), 1):
+        slow["p"].store(row, safe_softmax(slow["s"].load(row)))
+    v_all = slow["v"].load()
+    for row in _tiles(len(q), 1):
+        slow["out"].store(row, slow["p"].load(row) @ v_all)
+    return slow
+
+
+def forward_materialised_counts(z: Sizes) -> Counts:
+    """Return 4 T^2 accesses of S and P, and the T x d matrices once."""
+    return {
+        "q": Count(z.q, 0),
+        "k": Count(z.k, 0),
+        "v": Count(z.v, 0),
+        "s": Count(z.scores, z.scores),
+        "p": Count(z.scores, z.scores),
+        "out": Count(0, z.out),
+    }
+
+
+def forward_row_by_row(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float | None = None,
+) -> Memories:
+    """Keep q, k and v in fast memory; store out by rows.
+
+    [003], Algorithm 1: 4 T d, where fast memory holds T x d matrices.
+
+    Returns
+    -------
+    dict of str to Memory
+        q, k, v, out.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    out = np.zeros((len(q), v.shape[-1]))
+    slow = _memories(q=q, k=k, v=v, out=out)
+    q_all, k_all, v_all = (slow[name].load() for name in "qkv")
+    for row in _tiles(len(q), 1):
+        p = safe_softmax(scores_of(q_all[row], k_all, scale))
+        slow["out"].store(row, p @ v_all)
+    return slow
+
+
+def forward_row_by_row_counts(z: Sizes) -> Counts:
+    """Return everything once: the least that any schedule can do."""
+    return {
+        "q": Count(z.q, 0),
+        "k": Count(z.k, 0),
+        "v": Count(z.v, 0),
+        "out": Count(0, z.out),
+    }
+
+
+def forward_query_outer(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int,
+    block_k: int,
+) -> Memories:
+    """Keep a query tile and its state; stream k and v past them.
+
+    [003], Algorithm 3 (FlashAttention-2); [000], "inner product style".
+
+    Returns
+    -------
+    dict of str to Memory
+        q, k, v, out, lse.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    out = np.zeros((len(q), v.shape[-1]))
+    slow = _memories(q=q, k=k, v=v, out=out, lse=np.zeros(len(q)))
+    for rows in _tiles(len(q), block_q):
+        q_i = slow["q"].load(rows)
+        state = TileState.empty(q_i.shape[:1], v.shape[-1])
+        for keys in _tiles(len(k), block_k):
+            s = scores_of(q_i, slow["k"].load(keys), scale)
+            state = state.update(s, slow["v"].load(keys))
+        out_i, lse_i = state.finalize()
+        slow["out"].store(rows, out_i)
+        slow["lse"].store(rows, lse_i)
+    return slow
+
+
+def forward_query_outer_counts(z: Sizes) -> Counts:
+    """Return Q once, K and V once a query tile, O stored once."""
+    return {
+        "q": Count(z.q, 0),
+        "k": Count(z.q_tiles * z.k, 0),
+        "v": Count(z.q_tiles * z.v, 0),
+        "out": Count(0, z.out),
+        "lse": Count(0, z.seqlen_q),
+    }
+
+
+def forward_key_outer(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int,
+    block_k: int,
+) -> Memories:
+    """Keep a key tile; q and the state of every query tile pass by.
+
+    [003], Algorithm 4 (FlashAttention), with the maximum that it leaves
+    out; [000], "outer product style". What is stored as out is divided by
+    l every time, so the last store is the result. lse = m + log(l) is not
+    stored by itself.
+
+    Returns
+    -------
+    dict of str to Memory
+        q, k, v, out, m, l.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    nothing = TileState.empty((len(q),), v.shape[-1])
+    state = {"out": nothing.acc, "m": nothing.m, "l": nothing.l}
+    slow = _memories(q=q, k=k, v=v, **state)
+    for keys in _tiles(len(k), block_k):
+        k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
+        for rows in _tiles(len(q), block_q):
+            m_i, l_i = slow["m"].load(rows), slow["l"].load(rows)
+            s = scores_of(slow["q"].load(rows), k_j, scale)
+            acc_i = slow["out"].load(rows) * l_i[:, None]
+            new = TileState(m_i, l_i, acc_i).update(s, v_j)
+            slow["out"].store(rows, new.finalize()[0])
+            slow["m"].store(rows, new.m)
+            slow["l"].store(rows, new.l)
+    return slow
+
+
+def forward_key_outer_counts(z: Sizes) -> Counts:
+    """Return K and V once; Q and the state, both ways, once a key tile."""
+    n = z.k_tiles
+    return {
+        "q": Count(n * z.q, 0),
+        "k": Count(z.k, 0),
+        "v": Count(z.v, 0),
+        "out": Count(n * z.out, n * z.out),
+        "m": Count(n * z.seqlen_q, n * z.seqlen_q),
+        "l": Count(n * z.seqlen_q, n * z.seqlen_q),
+    }
+
+
+def forward_split_keys(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int,
+    block_k: int,
+    num_splits: int,
+) -> Memories:
+    """Give each run of keys its own (out, lse), and merge them after.
+
+    [000], "The tile abstraction": the merge is associative. The partial
+    results go to slow memory and come back.
+
+    Returns
+    -------
+    dict of str to Memory
+        q, k, v, partial_out, partial_lse, out, lse.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    out, lse = np.zeros((len(q), v.shape[-1])), np.zeros(len(q))
+    partial = {
+        "partial_out": np.zeros((num_splits, *out.shape)),
+        "partial_lse": np.zeros((num_splits, *lse.shape)),
+    }
+    slow = _memories(q=q, k=k, v=v, **partial, out=out, lse=lse)
+    key_tiles = list(_tiles(len(k), block_k))
+    run = -(-len(key_tiles) // num_splits)
+    for split in range(num_splits):
+        for rows in _tiles(len(q), block_q):
+            q_i = slow["q"].load(rows)
+            state = TileState.empty(q_i.shape[:1], v.shape[-1])
+            for keys in key_tiles[split * run : (split + 1) * run]:
+                s = scores_of(q_i, slow["k"].load(keys), scale)
+                state = state.update(s, slow["v"].load(keys))
+            out_i, lse_i = state.finalize()
+            slow["partial_out"].store((split, rows), out_i)
+            slow["partial_lse"].store((split, rows), lse_i)
+    for rows in _tiles(len(q), block_q):
+        outs = slow["partial_out"].load((ALL, rows))
+        lses = slow["partial_lse"].load((ALL, rows))
+        states = [
+            TileState.of_result(*part) for part in zip(outs, lses, strict=True)
+        ]
+        out_i, lse_i = merge_tree(states).finalize()
+        slow["out"].store(rows, out_i)
+        slow["lse"].store(rows, lse_i)
+    return slow
+
+
+def forward_split_keys_counts(z: Sizes) -> Counts:
+    """Return query-outer's, Q once a split, and the partial results."""
+    n = z.num_splits
+    return {
+        "q": Count(n * z.q, 0),
+        "k": Count(z.q_tiles * z.k, 0),
+        "v": Count(z.q_tiles * z.v, 0),
+        "partial_out": Count(n * z.out, n * z.out),
+        "partial_lse": Count(n * z.seqlen_q, n * z.seqlen_q),
+        "out": Count(0, z.out),
+        "lse": Count(0, z.seqlen_q),
+    }
+
+
+# ------------------------------------------------------------------- backward
+#
+# dout and out are (seqlen_q, head_dim_v), lse is (seqlen_q,). The returned
+# slow memory holds the gradients as "dq", "dk" and "dv".
+
+
+def backward_materialised(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    p: np.ndarray,
+    *,
+    scale: float | None = None,
+) -> Memories:
+    """Run dV, dP, dS, dQ and dK as operations on whole matrices.
+
+    [003], eq. 31 and 32: P is loaded; dP stored; P and dP loaded and dS
+    stored; dS loaded twice: 7 T^2. T x d operands and results stay in fast
+    memory during an operation.
+
+    Parameters
+    ----------
+    dout, q, k, v, out : ndarray
+    p : ndarray, (seqlen_q, seqlen_k)
+        The weights, which a materialised forward pass has stored.
+    scale : float, optional
+
+    Returns
+    -------
+    dict of str to Memory
+        dout, q, k, v, out, p, dp, ds, dq, dk, dv.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    square = np.zeros(p.shape)
+    slow = _memories(dout=dout, q=q, k=k, v=v, out=out, p=p)
+    slow |= _memories(dp=square, ds=square)
+    slow |= _memories(dq=np.zeros(q.shape), dk=np.zeros(k.shape))
+    slow |= _memories(dv=np.zeros(v.shape))
+
+    dv = np.zeros(v.shape)
+    for row in _tiles(len(q), 1):
+        dv += slow["p"].load(row).T @ slow["dout"].load(row)
+    slow["dv"].store(ALL, dv)
+
+    v_all = slow["v"].load()
+    for row in _tiles(len(q), 1):
+        slow["dp"].store(row, slow["dout"].load(row) @ v_all.T)
+
+    for row in _tiles(len(q), 1):
+        gamma = delta_of(slow["dout"].load(row), slow["out"].load(row))
+        p_i, dp_i = slow["p"].load(row), slow["dp"].load(row)
+        slow["ds"].store(row, score_gradient(p_i, dp_i, gamma))
+
+    k_all = slow["k"].load()
+    for row in _tiles(len(q), 1):
+        slow["dq"].store(row, scale * slow["ds"].load(row) @ k_all)
+
+    dk = np.zeros(k.shape)
+    for row in _tiles(len(q), 1):
+        dk += scale * slow["ds"].load(row).T @ slow["q"].load(row)
+    slow["dk"].store(ALL, dk)
+    return slow
+
+
+def backward_materialised_counts(z: Sizes) -> Counts:
+    """Return 7 T^2 accesses of P, dP and dS; dO is read three times."""
+    return {
+        "dout": Count(3 * z.out, 0),
+        "q": Count(z.q, 0),
+        "k": Count(z.k, 0),
+        "v": Count(z.v, 0),
+        "out": Count(z.out, 0),
+        "p": Count(2 * z.scores, 0),
+        "dp": Count(z.scores, z.scores),
+        "ds": Count(2 * z.scores, z.scores),
+        "dq": Count(0, z.q),
+        "dk": Count(0, z.k),
+        "dv": Count(0, z.v),
+    }
+
+
+def backward_row_by_row(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    *,
+    scale: float | None = None,
+) -> Memories:
+    """Keep all T x d matrices in fast memory; a row of P at a time.
+
+    [003], Algorithm 5: 8 T d. P comes from the softmax of its row.
+
+    Returns
+    -------
+    dict of str to Memory
+        dout, q, k, v, out, dq, dk, dv.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    slow = _memories(dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
+    q, k, v = (slow[name].load() for name in "qkv")
+    dout, out = slow["dout"].load(), slow["out"].load()
+    for row in _tiles(len(q), 1):
+        p_i = safe_softmax(scores_of(q[row], k, scale))
+        dv += p_i.T @ dout[row]
+        gamma = delta_of(dout[row], out[row])
+        ds_i = score_gradient(p_i, dout[row] @ v.T, gamma)
+        dq[row] = scale * ds_i @ k
+        dk += scale * ds_i.T @ q[row]
+    for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
+        slow[name].store(ALL, gradient)
+    return slow
+
+
+def backward_row_by_row_counts(z: Sizes) -> Counts:
+    """Return everything once: the least that any schedule can do."""
+    return {
+        "dout": Count(z.out, 0),
+        "q": Count(z.q, 0),
+        "k": Count(z.k, 0),
+        "v": Count(z.v, 0),
+        "out": Count(z.out, 0),
+        "dq": Count(0, z.q),
+        "dk": Count(0, z.k),
+        "dv": Count(0, z.v),
+    }
+
+
+def backward_query_outer(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int,
+    block_k: int,
+) -> Memories:
+    """Keep a query tile and its dq; dk and dv come and go with k and v.
+
+    [003], Algorithm 6. delta is made on the way and never stored.
+
+    Returns
+    -------
+    dict of str to Memory
+        dout, q, k, v, out, lse, dq, dk, dv.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    slow = _backward_memories(dout, q, k, v, out, lse)
+    for rows in _tiles(len(q), block_q):
+        dout_i, lse_i = slow["dout"].load(rows), slow["lse"].load(rows)
+        delta_i = delta_of(dout_i, slow["out"].load(rows))
+        q_i = slow["q"].load(rows)
+        dq_i = np.zeros(q_i.shape)
+        for keys in _tiles(len(k), block_k):
+            k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
+            p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
+            dv_j = slow["dv"].load(keys) + p.T @ dout_i
+            slow["dv"].store(keys, dv_j)
+            dk_j = slow["dk"].load(keys) + scale * ds.T @ q_i
+            slow["dk"].store(keys, dk_j)
+            dq_i += scale * ds @ k_j
+        slow["dq"].store(rows, dq_i)
+    return slow
+
+
+def backward_query_outer_counts(z: Sizes) -> Counts:
+    """Return K, V, and dK and dV both ways, once a query tile."""
+    n = z.q_tiles
+    return {
+        "dout": Count(z.out, 0),
+        "q": Count(z.q, 0),
+        "k": Count(n * z.k, 0),
+        "v": Count(n * z.v, 0),
+        "out": Count(z.out, 0),
+        "lse": Count(z.seqlen_q, 0),
+        "dq": Count(0, z.q),
+        "dk": Count(n * z.k, n * z.k),
+        "dv": Count(n * z.v, n * z.v),
+    }
+
+
+def backward_key_outer(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int,
+    block_k: int,
+) -> Memories:
+    """Keep a key tile with its dk and dv; dq comes and goes with q.
+
+    [003], Algorithm 8. delta is made first and stored, so that out is not
+    read for every key tile.
+
+    Returns
+    -------
+    dict of str to Memory
+        dout, q, k, v, out, lse, dq, dk, dv, delta.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    slow = _backward_memories(dout, q, k, v, out, lse)
+    slow |= _memories(delta=np.zeros(len(q)))
+    _store_delta(slow, block_q)
+    for keys in _tiles(len(k), block_k):
+        k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
+        dk_j, dv_j = np.zeros(k_j.shape), np.zeros(v_j.shape)
+        for rows in _tiles(len(q), block_q):
+            q_i, dout_i, lse_i, delta_i = _load_rows(slow, rows)
+            p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
+            dv_j += p.T @ dout_i
+            dk_j += scale * ds.T @ q_i
+            dq_i = slow["dq"].load(rows) + scale * ds @ k_j
+            slow["dq"].store(rows, dq_i)
+        slow["dk"].store(keys, dk_j)
+        slow["dv"].store(keys, dv_j)
+    return slow
+
+
+def backward_key_outer_counts(z: Sizes) -> Counts:
+    """Return Q, dO, and dQ both ways, once a key tile."""
+    n = z.k_tiles
+    return {
+        "dout": Count((n + 1) * z.out, 0),
+        "q": Count(n * z.q, 0),
+        "k": Count(z.k, 0),
+        "v": Count(z.v, 0),
+        "out": Count(z.out, 0),
+        "lse": Count(n * z.seqlen_q, 0),
+        "dq": Count(n * z.q, n * z.q),
+        "dk": Count(0, z.k),
+        "dv": Count(0, z.v),
+        "delta": Count(n * z.seqlen_q, z.seqlen_q),
+    }
+
+
+def backward_two_pass(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int,
+    block_k: int,
+) -> Memories:
+    """Make dk and dv in one loop and dq in another.
+
+    [001], "Blockwise backward algorithm". S and dP are computed twice, but
+    every accumulator stays in fast memory and is stored once.
+
+    Returns
+    -------
+    dict of str to Memory
+        dout, q, k, v, out, lse, dq, dk, dv, delta.
+    """
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    slow = _backward_memories(dout, q, k, v, out, lse)
+    slow |= _memories(delta=np.zeros(len(q)))
+    _store_delta(slow, block_q)
+    for keys in _tiles(len(k), block_k):
+        k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
+        dk_j, dv_j = np.zeros(k_j.shape), np.zeros(v_j.shape)
+        for rows in _tiles(len(q), block_q):
+            q_i, dout_i, lse_i, delta_i = _load_rows(slow, rows)
+            p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
+            dv_j += p.T @ dout_i
+            dk_j += scale * ds.T @ q_i
+        slow["dk"].store(keys, dk_j)
+        slow["dv"].store(keys, dv_j)
+    for rows in _tiles(len(q), block_q):
+        q_i, dout_i, lse_i, delta_i = _load_rows(slow, rows)
+        dq_i = np.zeros(q_i.shape)
+        for keys in _tiles(len(k), block_k):
+            k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
+            p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
+            dq_i += scale * ds @ k_j
+        slow["dq"].store(rows, dq_i)
+    return slow
+
+
+def backward_two_pass_counts(z: Sizes) -> Counts:
+    """Return Q and dO once a key tile, K and V once a query tile."""
+    over_keys, over_queries = z.k_tiles, z.q_tiles
+    return {
+        "dout": Count((over_keys + 2) * z.out, 0),
+        "q": Count((over_keys + 1) * z.q, 0),
+        "k": Count((over_queries + 1) * z.k, 0),
+        "v": Count((over_queries + 1) * z.v, 0),
+        "out": Count(z.out, 0),
+        "lse": Count((over_keys + 1) * z.seqlen_q, 0),
+        "dq": Count(0, z.q),
+        "dk": Count(0, z.k),
+        "dv": Count(0, z.v),
+        "delta": Count((over_keys + 1) * z.seqlen_q, z.seqlen_q),
+    }
+
+
+def inner_loop_query_outer(z: Sizes, *, reload: bool = True) -> int:
+    """Return the matrix accesses of query-outer's inner loop, backward.
+
+    Each of T_r T_c steps loads K_j and V_j and stores dK_j and dV_j: 4 T_r
+    T d where head_dim_v is head_dim ([003], "(i, j) versus (j, i)").
+
+    Parameters
+    ----------
+    z : Sizes
+    reload : bool, optional
+        Count the reload of dK_j and dV_j, which [003] leaves out: 6 T_r T d.
+    """
+    return z.q_tiles * (3 if reload else 2) * (z.k + z.v)
+
+
+def inner_loop_key_outer(z: Sizes, *, reload: bool = True) -> int:
+    """Return the matrix accesses of key-outer's inner loop, backward.
+
+    Each of T_c T_r steps loads Q_i and dO_i and stores dQ_i: 3 T_c T d where
+    head_dim_v is head_dim. Cheaper than query-outer where T_r = T_c. The
+    vectors lse and delta come on top, 2 T_c T loads.
+
+    Parameters
+    ----------
+    z : Sizes
+    reload : bool, optional
+        Count the reload of dQ_i, which [003] leaves out: 4 T_c T d.
+    """
+    return z.k_tiles * ((3 if reload else 2) * z.q + z.out)
+
+
+def tile_weights(
+    q_i: np.ndarray,
+    k_j: np.ndarray,
+    v_j: np.ndarray,
+    dout_i: np.ndarray,
+    lse_i: np.ndarray,
+    delta_i: np.ndarray,
+    scale: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Return P and dS of a tile from what is in fast memory.
+
+    .. math:: P = e^{S - lse},\quad dS = P (dO V^T - D)
+
+    [001], "Blockwise equations".
+
+    Returns
+    -------
+    p, ds : ndarray, (rows, keys)
+    """
+    p = probabilities_from_lse(scores_of(q_i, k_j, scale), lse_i)
+    return p, score_gradient(p, dout_i @ v_j.T, delta_i)
+
+
+def _memories(**arrays: np.ndarray) -> Memories:
+    return {name: Memory(array) for name, array in arrays.items()}
+
+
+def _backward_memories(dout, q, k, v, out, lse) -> Memories:
+    """Put the arguments and empty gradients in slow memory."""
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    slow = _memories(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    return slow | _memories(dq=dq, dk=dk, dv=dv)
+
+
+def _tiles(length: int, block: int) -> Iterator[slice]:
+    for start, stop in masks.tiles(length, block):
+        yield slice(start, stop)
+
+
+def _store_delta(slow: Memories, block_q: int) -> None:
+    """Compute delta tile by tile: dO and O loaded once, delta stored."""
+    for rows in _tiles(len(slow["out"].array), block_q):
+        dout_i, out_i = slow["dout"].load(rows), slow["out"].load(rows)
+        slow["delta"].store(rows, delta_of(dout_i, out_i))
+
+
+def _load_rows(slow: Memories, rows: slice) -> tuple[np.ndarray, ...]:
+    """Load what the backward pass needs of a query tile."""
+    return tuple(slow[x].load(rows) for x in ("q", "dout", "lse", "delta"))

@@ -1,0 +1,191 @@
+"""Time cuflash on this machine's GPU, beside the peers that it has.
+
+    python scripts/bench.py                      # the grid, both directions
+    python scripts/bench.py --head-dim 128 --causal yes --peer fa2
+    python scripts/bench.py --memory             # peak extra memory
+    python scripts/bench.py --import-time        # import and first call
+
+Every cell is checked against float64 before it is timed. How the figures
+come about: docs/benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench_parts import cells, imports, machine
+from bench_parts.report import heading, line, save, say, show, show_summary
+from bench_parts.report import summary as summary_of
+
+MIB = 1 << 20
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--direction", nargs="+", choices=cells.DIRECTIONS,
+        default=list(cells.DIRECTIONS))  # fmt: skip
+    add("--head-dim", nargs="+", type=size, default=list(cells.HEAD_DIMS))
+    add("--seqlen", nargs="+", type=size, default=list(cells.SEQLENS))
+    add("--causal", choices=("yes", "no", "both"), default="both")
+    add("--dtype", choices=("bfloat16", "float16", "float32"),
+        default="bfloat16")  # fmt: skip
+    add("--tokens", type=size, default=cells.TOKENS,
+        help="batch * seqlen")  # fmt: skip
+    add("--width", type=size, default=cells.WIDTH, help="heads * head_dim")
+    add("--peer", nargs="*", choices=("fa2", "cudnn"), default=None,
+        help="all that are installed if not given; none: --peer")  # fmt: skip
+    add("--seconds", type=float, default=0.08,
+        help="timed seconds for each cell and runner")  # fmt: skip
+    add("--family", default="", help="a label that goes into the JSON")
+    add("--output", type=Path, default=None, help="JSON file to write")
+    add("--memory", action="store_true", help="peak extra memory instead")
+    add("--import-time", action="store_true", help="import times instead")
+    options = parser.parse_args(arguments)
+    for d in options.head_dim:
+        if d > min(256, options.width):
+            parser.error(f"--head-dim {d}: at most 256, and at most --width")
+    if max(options.seqlen) > options.tokens:
+        parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")
+    if not options.seconds > 0:
+        parser.error(f"--seconds {options.seconds}: more than 0")
+    return options
+
+
+def size(text: str) -> int:
+    """Read a number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what was asked for; return the exit status."""
+    options = parse(arguments)
+    reason = machine.find_gpu()
+    if reason is not None:
+        print(
+            f"bench.py times cuflash on an NVIDIA GPU and found none "
+            f"({reason}). Nothing was measured.",
+            file=sys.stderr,
+        )
+        return 1
+    record = {**machine.describe(), "family": options.family}
+    say(", ".join(f"{k} {v}" for k, v in record.items() if v))
+    try:
+        if options.import_time:
+            measure_imports(record)
+        elif options.memory:
+            measure_memory(options, record)
+        else:
+            measure_speed(options, record)
+    except KeyboardInterrupt:
+        say("stopped; what is measured is kept")
+        record["complete"] = False
+    finally:
+        if options.output:
+            save(options.output, record)
+            say(f"written to {options.output}")
+    return 1 if record.get("faults") else 0
+
+
+def measure_imports(record: dict) -> None:
+    """Fill in and show `import_seconds`."""
+    record["import_seconds"] = found = imports.measure()
+    show(
+        "Seconds, in a fresh process (filled cache: medians)",
+        ["CUFLASH_COMPILE, cache", *next(iter(found.values()))],
+        [
+            [name, *(f"{s:.2f}" for s in steps.values())]
+            for name, steps in found.items()
+        ],
+    )
+
+
+def measure_memory(options: argparse.Namespace, record: dict) -> None:
+    """Fill in and show `memory`."""
+    from bench_parts import memory
+    from bench_parts.runners import find_peers
+
+    peers, words = find_peers(options.peer)
+    record["memory"] = rows = []
+    for head_dim in options.head_dim:
+        rows += memory.peaks(options.dtype, head_dim, peers)
+    names = ["cuflash", *(peer.name for peer in peers)]
+    show(
+        f"MiB above the inputs at their peak, results among them: "
+        f"{options.dtype}, seqlen {memory.SEQLEN}, causal",
+        ["", "heads", "q", "a matrix of pairs", *names],
+        [
+            [
+                f"{row['direction']} d {row['head_dim']}",
+                str(row["heads"]),
+                *(
+                    "-" if n is None else f"{n / MIB:,.0f}"
+                    for n in (
+                        row["q_bytes"],
+                        row["pairs_bytes"],
+                        *(row["peak_bytes"][name] for name in names),
+                    )
+                ),
+            ]
+            for row in rows
+        ],
+    )
+    for word in words:
+        say(word)
+
+
+def measure_speed(options: argparse.Namespace, record: dict) -> None:
+    """Fill in `rows`, `ceilings`, `summary`; show each row as it comes."""
+    from bench_parts import speed, timing
+    from bench_parts.runners import OURS, find_peers
+
+    peers, words = find_peers(options.peer)
+    runners = [OURS, *peers]
+    names = [runner.name for runner in runners]
+    for word in words:
+        say(word)
+    record["runners"] = {runner.name: runner.label for runner in runners}
+    record["workload"] = (
+        f"{options.tokens} tokens, heads * head_dim = {options.width}, "
+        f"(batch, seqlen, heads, head_dim), {options.dtype}"
+    )
+    record["ceilings"] = timing.ceilings(options.seconds)
+    say(", ".join(f"{k} {v:.0f}" for k, v in record["ceilings"].items()))
+
+    masks = {"yes": [True], "no": [False], "both": [False, True]}
+    grid = cells.grid(
+        options.direction,
+        options.dtype,
+        options.head_dim,
+        masks[options.causal],
+        options.seqlen,
+        options.tokens,
+        options.width,
+    )
+    record["rows"], record["faults"] = [], []
+    say(heading(names))
+    for cell in grid:
+        row = speed.measure(cell, runners, options.seconds)
+        record["rows"].append(row)
+        record["faults"] += row["faults"]
+        say(line(row, names))
+        for word in row["faults"] + row["left_out"]:
+            say(f"    {word}")
+    record["summary"] = summary_of(record["rows"], names[1:])
+    if record["summary"]:
+        show_summary(record["summary"])
+    if record["faults"]:
+        say(f"{len(record['faults'])} results are wrong and not timed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

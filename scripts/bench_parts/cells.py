@@ -1,0 +1,79 @@
+"""The grid: what is timed, and the arithmetic it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+# The public grid of attention benchmarks: a fixed number of tokens and of
+# columns, so that every cell reads and writes the same arrays.
+TOKENS = 16384
+WIDTH = 2048  # heads * head_dim
+HEAD_DIMS = (64, 128, 256)
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape in one direction."""
+
+    direction: str
+    dtype: str
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    heads: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of q, k, v and out."""
+        return self.batch, self.seqlen, self.heads, self.head_dim
+
+    @property
+    def flops(self) -> float:
+        """Of two products of all pairs forward, five backward.
+
+        The usual count: half under a causal mask, and 2.5 times for a
+        backward pass, though it recomputes the scores.
+        """
+        pairs = self.batch * self.heads * self.seqlen**2
+        forward = 4 * pairs * self.head_dim / (2 if self.causal else 1)
+        return forward * (2.5 if self.direction == "backward" else 1)
+
+    def tflops(self, ms: float) -> float:
+        """Arithmetic per time, in TFLOP/s."""
+        return self.flops / ms / 1e9
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return (
+            f"{self.direction} d {self.head_dim} {mask} seqlen {self.seqlen}"
+        )
+
+
+def grid(
+    directions, dtype, head_dims, masks, seqlens, tokens=TOKENS, width=WIDTH
+) -> list[Cell]:
+    """Return every combination; batch and heads follow from the totals."""
+    return [
+        Cell(
+            direction,
+            dtype,
+            head_dim,
+            causal,
+            seqlen,
+            batch=max(tokens // seqlen, 1),
+            heads=max(width // head_dim, 1),
+        )
+        for direction, head_dim, causal, seqlen in product(
+            directions, head_dims, masks, seqlens
+        )
+    ]
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    """Return the mean that treats twice and half as fast alike."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))

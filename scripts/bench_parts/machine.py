@@ -1,0 +1,67 @@
+"""Where and when: what a figure is worth nothing without."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def find_gpu() -> str | None:
+    """Return why there is no GPU to time on, None if there is one."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+        cupy.zeros(1)
+    except Exception as error:  # each way of having none raises its own
+        return str(error).partition("\n")[0]
+    return None
+
+
+def describe() -> dict:
+    """Return device, driver, versions, date and commit."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(0)
+    cuda = runtime.driverGetVersion()
+    return {
+        "device": properties["name"].decode(),
+        "num_sms": properties["multiProcessorCount"],
+        "driver": _first_line(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _first_line("git", "rev-parse", "HEAD"),
+        "python": platform.python_version(),
+        "versions": {
+            name: _version(name)
+            for name in ("cuflash", "cupy-cuda13x", "cupy-cuda12x", "torch")
+            if _version(name)
+        },
+    }
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.partition("\n")[0].strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,68 @@
+"""Peak extra memory at a length where a matrix of pairs would show."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import cupy
+
+from .cells import Cell
+from .runners import OURS, Inputs, Runner, make_inputs
+
+SEQLEN = 65536
+
+
+def peaks(dtype: str, head_dim: int, peers: list[Runner]) -> list[dict]:
+    """Return a row for each direction: bytes above what stood before.
+
+    The results are part of it: out and lse, or dq, dk and dv.
+    """
+    rows = []
+    heads = 2048 // head_dim
+    for direction in ("forward", "backward"):
+        cell = Cell(direction, dtype, head_dim, True, SEQLEN, 1, heads)
+        inputs = make_inputs(cell, 0)
+        row: dict[str, Any] = {
+            "direction": direction,
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "heads": heads,
+            "seqlen": SEQLEN,
+            "q_bytes": inputs.q.nbytes,
+            "row_of_float32_bytes": 4 * heads * SEQLEN,
+            "pairs_bytes": inputs.q.itemsize * heads * SEQLEN**2,
+            "peak_bytes": {OURS.name: _our_peak(cell, inputs)},
+        }
+        for peer in peers:
+            row["peak_bytes"][peer.name] = _torch_peak(peer, cell, inputs)
+        rows.append(row)
+    return rows
+
+
+def _our_peak(cell: Cell, inputs: Inputs) -> int:
+    call = OURS.prepare(cell, inputs)
+    call()
+    pool = cupy.get_default_memory_pool()
+    gc.collect()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    call()
+    # What the pool has taken from the driver, it took for this call.
+    return pool.total_bytes() - before
+
+
+def _torch_peak(peer: Runner, cell: Cell, inputs: Inputs) -> int | None:
+    import torch
+
+    try:
+        with peer.context():
+            call = peer.prepare(cell, inputs)
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            return torch.cuda.max_memory_allocated() - before
+    except RuntimeError:
+        return None

@@ -1,0 +1,138 @@
+"""Figures on the terminal, by rich if it is installed, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from .cells import Cell, geometric_mean
+
+try:
+    from rich.console import Console
+    from rich.table import Table
+except ImportError:
+    Console = Table = None
+
+
+def say(text: str = "") -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def heading(names: list[str]) -> str:
+    """Return the line above the rows that come in one by one."""
+    columns = "".join(f"{name:>10} {'+-':>5}" for name in names)
+    ratios = "".join(f"{'/ ' + name:>9}" for name in names[1:])
+    return (
+        f"{'':8} {'d':>3} {'mask':6} {'seqlen':>6} {columns}{ratios}   TFLOP/s"
+    )
+
+
+def line(row: dict, names: list[str]) -> str:
+    """Return one cell's figures."""
+    columns = "".join(
+        f"{row['tflops'][n]:10.1f} {row['spread'][n]:5.1%}"
+        if n in row["tflops"]
+        else f"{'-':>10} {'':5}"
+        for n in names
+    )
+    ratios = "".join(f"{_ratio_text(row, n):>9}" for n in names[1:])
+    mask = "causal" if row["causal"] else "full"
+    return (
+        f"{row['direction']:8} {row['head_dim']:3} {mask:6} "
+        f"{row['seqlen']:6} {columns}{ratios}"
+    )
+
+
+def _ratio_text(row: dict, name: str) -> str:
+    ratio = ratio_to(row, name)
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def ratio_to(row: dict, peer: str) -> float | None:
+    """Return our speed over a peer's."""
+    figures = row["tflops"]
+    if peer not in figures or "cuflash" not in figures:
+        return None
+    return figures["cuflash"] / figures[peer]
+
+
+def summary(rows: list[dict], peers: list[str]) -> list[dict]:
+    """Return the geometric mean and the worst cell, by direction and peer."""
+    found = []
+    for direction in dict.fromkeys(row["direction"] for row in rows):
+        for peer in peers:
+            ratios = [
+                (ratio_to(row, peer), row)
+                for row in rows
+                if row["direction"] == direction and ratio_to(row, peer)
+            ]
+            if ratios:
+                worst, row = min(ratios, key=lambda pair: pair[0])
+                found.append(
+                    {
+                        "direction": direction,
+                        "peer": peer,
+                        "cells": len(ratios),
+                        "geometric_mean": geometric_mean(
+                            [ratio for ratio, _ in ratios]
+                        ),
+                        "worst": worst,
+                        "worst_cell": str(cell_of(row)),
+                    }
+                )
+    return found
+
+
+def cell_of(row: dict) -> Cell:
+    """Return the cell that a row was made of."""
+    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+
+
+def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table; words to the left, figures to the right."""
+    if Table is not None:
+        table = Table(title=title, title_justify="left")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [
+        max(map(len, column)) for column in zip(columns, *rows, strict=True)
+    ]
+    say(title)
+    for row in [columns, *rows]:
+        first, *others = (
+            text.ljust(w) if i == 0 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
+        say("  ".join([first, *others]))
+
+
+def show_summary(found: list[dict]) -> None:
+    """Print what `summary` found."""
+    show(
+        "Our speed over the peer's",
+        ["", "cells", "geometric mean", "worst", "where"],
+        [
+            [
+                f"{x['direction']} / {x['peer']}",
+                str(x["cells"]),
+                f"{x['geometric_mean']:.3f}",
+                f"{x['worst']:.2f}",
+                x["worst_cell"],
+            ]
+            for x in found
+        ],
+    )
+
+
+def save(path: Path, content: dict) -> None:
+    """Write JSON; what stood there stays until the new text is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(draft, path)

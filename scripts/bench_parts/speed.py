@@ -1,0 +1,112 @@
+"""One cell: inputs, check, times."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from dataclasses import asdict
+
+import cupy
+
+from . import checks
+from .cells import Cell
+from .runners import OURS, Inputs, Runner, make_inputs
+from .timing import Contender, alternate
+
+MOST_SETS = 16
+
+
+def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
+    """Return a row of figures.
+
+    A runner that cannot run the cell is left out with a word. A wrong
+    result of ours is a fault; a peer's is a word too: it is not our claim.
+    """
+    sets = _input_sets(cell)
+    row = {
+        **asdict(cell),
+        "tflops": {},
+        "ms": {},
+        "spread": {},
+        "count": {},
+        "error": {},
+        "faults": [],
+        "left_out": [],
+        "plan": _plan_text(cell),
+    }
+    checker = checks.Checker(cell, sets[0])
+    contenders = {}
+    for runner in runners:
+        try:
+            contenders[runner.name] = _prepare(cell, sets, runner)
+            row["error"][runner.name] = _check(
+                contenders[runner.name], checker, runner.name
+            )
+        except (checks.WrongResult, RuntimeError, MemoryError) as error:
+            contenders.pop(runner.name, None)
+            kind = "faults" if runner is OURS else "left_out"
+            row[kind].append(f"{runner.name}: {first_line(error)}")
+    del checker
+    timings = alternate(contenders, seconds) if contenders else {}
+    for name, timing in timings.items():
+        row["ms"][name] = timing.ms
+        row["tflops"][name] = cell.tflops(timing.ms)
+        row["spread"][name] = timing.spread
+        row["count"][name] = timing.count
+    contenders.clear()
+    del sets
+    _free()
+    return row
+
+
+def _input_sets(cell: Cell) -> list[Inputs]:
+    """More sets than L2 can hold, so that every call reads memory."""
+    first = make_inputs(cell, 0)
+    nbytes = sum(x.nbytes for x in first)
+    l2 = cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"]
+    count = 1 if nbytes > 2 * l2 else 1 + math.ceil(2 * l2 / nbytes)
+    count = min(count, MOST_SETS)
+    return [first, *(make_inputs(cell, seed) for seed in range(1, count))]
+
+
+def _prepare(cell: Cell, sets: list[Inputs], runner: Runner) -> Contender:
+    with runner.context():
+        calls = [runner.prepare(cell, inputs) for inputs in sets]
+    return Contender(calls, runner.context)
+
+
+def _check(contender: Contender, checker: checks.Checker, name: str) -> float:
+    with contender.context():
+        checks.poison(_result_bytes(checker.cell))
+        return checker.check(name, contender.calls[0]())
+
+
+def _result_bytes(cell: Cell) -> int:
+    return math.prod(cell.shape) * (4 if cell.dtype == "float32" else 2)
+
+
+def _plan_text(cell: Cell) -> str:
+    from cuflash import launch
+    from cuflash.plan import plan
+    from cuflash.problem import Problem
+
+    batch, seqlen, heads, d = cell.shape
+    problem = Problem(
+        cell.direction, cell.dtype, batch, seqlen, seqlen, heads, heads,
+        d, d, d**-0.5, cell.causal,
+    )  # fmt: skip
+    return str(plan(problem, launch.device(0)))
+
+
+def _free() -> None:
+    """Give memory back, CuPy's and PyTorch's: the next cell may need it."""
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's first line: PyTorch's go on for pages."""
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,120 @@
+"""Times of calls, by CUDA events on the null stream that all runners use."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cupy
+
+WARM_MS = 100  # before the first time counts: clocks rise, caches fill
+ROUND_MS = 10  # of one runner, before the next has its turn
+FEWEST = 7  # times for a median
+
+
+class Timing(NamedTuple):
+    """Median milliseconds, and the interquartile range relative to it."""
+
+    ms: float
+    spread: float
+    count: int
+
+
+class Contender(NamedTuple):
+    """A runner's calls on one cell: one for each set of inputs."""
+
+    calls: list[Callable[[], Any]]
+    context: Callable[[], Any] = contextlib.nullcontext
+
+
+def elapsed_ms(call: Callable[[], Any], repeats: int = 1) -> float:
+    """Return the time of a call, roughly: for planning."""
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    for _ in range(repeats):
+        call()
+    stop.record()
+    stop.synchronize()
+    return cupy.cuda.get_elapsed_time(start, stop) / repeats
+
+
+def alternate(
+    contenders: dict[str, Contender], seconds: float
+) -> dict[str, Timing]:
+    """Time contenders in turns, so that clock drift hits all alike.
+
+    Everything is queued and nothing waited for before the end: while the
+    GPU is behind, the time between two events holds no work of the host.
+
+    Parameters
+    ----------
+    contenders : dict
+        By name.
+    seconds : float
+        Of timed calls for each; no fewer than `FEWEST` calls.
+    """
+    sizes = {}
+    for name, contender in contenders.items():
+        with contender.context():
+            contender.calls[0]()
+            once = max(elapsed_ms(contender.calls[0], 2), 1e-3)
+        count = max(FEWEST, math.ceil(seconds * 1e3 / once))
+        share = WARM_MS / len(contenders)
+        sizes[name] = count, max(1, round(ROUND_MS / once)), share / once
+    rounds = max(math.ceil(c / size) for c, size, _ in sizes.values())
+
+    for name, contender in contenders.items():
+        with contender.context():
+            for i in range(math.ceil(sizes[name][2])):
+                contender.calls[i % len(contender.calls)]()
+    events = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            with contender.context():
+                for _ in range(sizes[name][1]):
+                    _timed_call(contender.calls, events[name])
+    cupy.cuda.get_current_stream().synchronize()
+    return {name: _summary(pairs) for name, pairs in events.items()}
+
+
+def _timed_call(calls: list, pairs: list) -> None:
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    call = calls[len(pairs) % len(calls)]
+    start.record()
+    call()
+    stop.record()
+    pairs.append((start, stop))
+
+
+def _summary(pairs: list) -> Timing:
+    times = [cupy.cuda.get_elapsed_time(*pair) for pair in pairs]
+    low, median, high = statistics.quantiles(times, n=4)
+    return Timing(median, (high - low) / median, len(times))
+
+
+def ceilings(seconds: float) -> dict[str, float]:
+    """Measure what this GPU can do: a matrix product and a copy."""
+    n = 8192
+    random = cupy.random.default_rng(0)
+    a, b = (
+        random.standard_normal((n, n), cupy.float32).astype(cupy.float16)
+        for _ in range(2)
+    )
+    source = random.standard_normal(1 << 28, cupy.float32)  # 1 GiB
+    target = cupy.empty_like(source)
+
+    def copy():
+        target.data.copy_from_device_async(source.data, source.nbytes)
+
+    contenders = {
+        "matmul": Contender([lambda: cupy.matmul(a, b)]),
+        "copy": Contender([copy]),
+    }
+    times = alternate(contenders, seconds)
+    return {
+        "matmul_float16_8192_tflops": 2 * n**3 / times["matmul"].ms / 1e9,
+        "copy_gb_s": 2 * source.nbytes / times["copy"].ms / 1e6,
+    }

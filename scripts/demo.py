@@ -1,0 +1,229 @@
+"""Train a small language model whose attention is cuflash's.
+
+A transformer learns to write the documentation of Python, character by
+character. Its forward and backward passes are written out by hand in array
+code (demo_parts/model.py), on the GPU through CuPy or on the CPU through
+NumPy; attention and its gradients are calls of cuflash.
+
+    python scripts/demo.py            # under a minute on two CPU cores
+    python scripts/demo.py --quick    # under ten seconds
+
+After training it checks cuflash on the model's own queries, keys and values
+against attention with the whole matrix of scores, shows what both cost, lets
+the model write, and saves three pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+import cuflash
+from demo_parts import pictures
+from demo_parts.comparison import compare, costs, random_inputs
+from demo_parts.model import Config, Transformer
+from demo_parts.text import Corpus, load_text
+from demo_parts.training import train, write
+
+PROMPT = "The "
+
+
+def choose_device():
+    """The array library and the sizes that suit this machine."""
+    try:
+        import cupy
+    except ImportError:
+        return np, Config(), "the CPU, by NumPy"
+    if not cupy.is_available():
+        return np, Config(), "the CPU, by NumPy"
+    device = cupy.cuda.Device()
+    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+    # Tensor cores know bfloat16 since sm_80. It has the range of float32, so
+    # that small gradients do not vanish as they would in float16.
+    tensor_cores = int(device.compute_capability) >= 80
+    config = Config(
+        num_layers=4,
+        head_dim=64,
+        seqlen=256,
+        batch=32,
+        steps=1000,
+        peak_rate=2e-3,
+        attention_dtype=ml_dtypes.bfloat16 if tensor_cores else np.float32,
+        long_seqlens=(1024, 2048, 4096, 8192),
+    )
+    return cupy, config, f"{name}, by CuPy"
+
+
+def inputs_of(model, corpus, seed):
+    """dout, q, k, v of the last layer on unseen text; dout is random."""
+    config, xp = model.config, model.xp
+    rng = np.random.default_rng(seed)
+    tokens, _ = corpus.batch(corpus.validation, config, rng)
+    _, saved = model.forward(xp.asarray(tokens))
+    _, q, k, v, _, _ = saved[f"{config.num_layers - 1}.attention"]
+    dout = xp.asarray(rng.standard_normal(v.shape, dtype=np.float32))
+    return dout.astype(v.dtype, copy=False), q, k, v
+
+
+def show_start(model, corpus, device, console):
+    config = model.config
+    console.print(
+        f"[bold]cuflash {cuflash.__version__}[/] on {device}\n"
+        f"  text: {len(corpus.train) + len(corpus.validation):,} characters "
+        f"of Python's documentation, {len(corpus.vocabulary)} different\n"
+        f"  model: {config.num_layers} layers, {config.num_heads} heads of "
+        f"{config.head_dim}, {len(model.values):,} parameters\n"
+        f"  batch: {config.batch} pieces of {config.seqlen} characters\n"
+    )
+
+
+def show_losses(training, validation, options, config, console):
+    if training[-1][0] < config.steps:
+        console.print(f"  stopped by --seconds {options.seconds:g}")
+    console.print(
+        f"  on unseen text the loss fell from {validation[0][1]:.2f} to "
+        f"{validation[-1][1]:.2f} nats a character"
+    )
+
+
+def plain_table(*headings):
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left")
+    return table
+
+
+def show_check(dout, q, k, v, xp, console):
+    """Print the comparison; True if every error is within its bound."""
+    dtype = q.dtype.name
+    console.print(
+        f"\n[bold]Check[/] on the model's own attention {q.shape}, {dtype}\n"
+        "  Largest error against attention in float64 that writes the whole\n"
+        "  matrix down. The bound is what such attention itself loses in\n"
+        f"  {dtype}, times 2 for out and 3 for gradients, plus one rounding.\n"
+    )
+    table = plain_table(
+        "", "largest value", "materialised", "cuflash", "bound", ""
+    )
+    fine = True
+    for name, *numbers, error, bound in compare(dout, q, k, v, xp):
+        fine &= error <= bound
+        cells = [f"{x:.2e}" for x in (*numbers, error, bound)]
+        mark = "[green]ok[/]" if error <= bound else "[red]too large[/]"
+        table.add_row(name, *cells, mark)
+    console.print(Padding(table, (0, 2)))
+    return fine
+
+
+def show_costs(table, config, console):
+    console.print(
+        "\n[bold]Cost[/] of one forward and backward pass "
+        f"({config.num_heads} heads of {config.head_dim})\n"
+    )
+    dtype = np.dtype(config.attention_dtype).name
+    view = plain_table(
+        "tokens",
+        f"cuflash\n{dtype}",
+        "materialised\nfloat32",
+        "cuflash\nmemory",
+        "materialised\nmemory",
+    )
+    for name, (ours, theirs) in table:
+        view.add_row(
+            name,
+            f"{ours[0] * 1e3:,.2f} ms",
+            f"{theirs[0] * 1e3:,.2f} ms",
+            f"{ours[1] / 2**20:,.1f} MiB",
+            f"{theirs[1] / 2**20:,.1f} MiB",
+        )
+    console.print(Padding(view, (0, 2)))
+
+
+def parse_arguments(arguments=None):
+    parser = argparse.ArgumentParser(
+        description="Train a small language model whose attention is "
+        "cuflash's."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo_output"),
+        help="folder for the pictures (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, help="how many training steps")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=45,
+        help="end training after this time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the shortest run: 40 steps"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    options = parse_arguments(arguments)
+    console = Console(highlight=False)
+    xp, config, device = choose_device()
+    if options.quick:
+        config = replace(
+            config, steps=40, long_seqlens=config.long_seqlens[:-1]
+        )
+    if options.steps is not None:
+        config = replace(config, steps=options.steps)
+    corpus = Corpus(load_text())
+    model = Transformer(config, len(corpus.vocabulary), xp, options.seed)
+    show_start(model, corpus, device, console)
+
+    training, validation = train(
+        model,
+        corpus,
+        seconds=options.seconds,
+        seed=options.seed,
+        console=console,
+    )
+    show_losses(training, validation, options, config, console)
+
+    inputs = inputs_of(model, corpus, options.seed)
+    fine = show_check(*inputs, xp, console)
+
+    long = [
+        (seqlen, costs(random_inputs(seqlen, config, xp, seqlen), xp))
+        for seqlen in config.long_seqlens
+    ]
+    batch = [(f"{config.batch} x {config.seqlen}", costs(inputs, xp))]
+    batch += [(f"1 x {seqlen:,}", cost) for seqlen, cost in long]
+    show_costs(batch, config, console)
+
+    count = 120 if options.quick else 320
+    written = write(model, corpus, PROMPT, count, options.seed)
+    console.print("\n[bold]What the model writes[/]\n")
+    sample = Text(PROMPT, style="dim").append(written, style="default")
+    console.print(Padding(sample, (0, 2, 0, 4)))
+
+    folder = options.output
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures.draw_loss(
+        folder / "loss.png", training, validation, len(corpus.vocabulary)
+    )
+    pictures.picture_attention(folder / "attention.png", model, corpus)
+    pictures.draw_memory(folder / "memory.png", long)
+    console.print(
+        f"\n[bold]Pictures[/] in {folder}: loss.png, attention.png, memory.png"
+    )
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

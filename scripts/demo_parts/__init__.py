@@ -1,0 +1,1 @@
+"""What scripts/demo.py is made of."""

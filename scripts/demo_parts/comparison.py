@@ -1,0 +1,142 @@
+"""cuflash beside attention that writes the whole matrix of scores down."""
+
+from __future__ import annotations
+
+import math
+import time
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+
+import cuflash
+
+
+def materialised(dout, q, k, v, compute, xp):
+    """Attention and its gradients through all of P, seqlen_q by seqlen_k.
+
+    Arithmetic in `compute`; P and dS are rounded to the dtype of q between
+    two products, as tensor cores need them.
+    """
+
+    def heads_first(x):
+        return x.swapaxes(1, 2).astype(compute, copy=False)
+
+    def rounded(x):
+        return x.astype(dtype, copy=False).astype(compute, copy=False)
+
+    def result(x):
+        return x.swapaxes(1, 2).astype(dtype, copy=False)
+
+    dtype, scale = q.dtype, q.shape[-1] ** -0.5
+    dout, q, k, v = (heads_first(x) for x in (dout, q, k, v))
+    p = scale * (q @ k.swapaxes(-1, -2))
+    seqlen_q, seqlen_k = p.shape[-2:]
+    hidden = xp.arange(seqlen_k) > (
+        xp.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    )
+    p += xp.where(hidden, -math.inf, 0.0).astype(compute)
+    p -= p.max(axis=-1, keepdims=True)
+    xp.exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
+    p = rounded(p)
+    out = p @ v
+    dv = p.swapaxes(-1, -2) @ dout
+    ds = dout @ v.swapaxes(-1, -2)
+    ds -= (dout * out).sum(axis=-1, keepdims=True)
+    ds *= p
+    ds = rounded(ds)
+    dq, dk = scale * (ds @ k), scale * (ds.swapaxes(-1, -2) @ q)
+    return tuple(result(x) for x in (out, dq, dk, dv))
+
+
+def tiled(dout, q, k, v):
+    """The same four arrays from cuflash."""
+    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    return out, *cuflash.backward(dout, q, k, v, out, lse, causal=True)
+
+
+def compare(dout, q, k, v, xp):
+    """Errors of cuflash and of materialised attention, both against float64.
+
+    Yields name, largest exact value, error of materialised, error of
+    cuflash, and the bound: `factor` times what materialised attention loses
+    in the same dtype, and one rounding more, eps times the largest value,
+    for the case that it was lucky.
+    """
+    wide = [x.astype(np.float64) for x in (dout, q, k, v)]
+    exact = materialised(*wide, np.float64, xp)
+    low = materialised(dout, q, k, v, np.float32, xp)
+    got = tiled(dout, q, k, v)
+    eps = float(ml_dtypes.finfo(q.dtype).eps)
+    for i, (name, factor) in enumerate(
+        {"out": 2, "dq": 3, "dk": 3, "dv": 3}.items()
+    ):
+        largest = float(abs(exact[i]).max())
+        error_low, error = (
+            float(abs(x[i].astype(np.float64) - exact[i]).max())
+            for x in (low, got)
+        )
+        bound = factor * error_low + eps * largest
+        yield name, largest, error_low, error, bound
+
+
+# ---- What both cost ----
+
+
+def seconds_of(call, xp, repeats=5, at_most=2.0):
+    """The fastest of a few runs."""
+
+    def wait():
+        if xp is not np:
+            xp.cuda.get_current_stream().synchronize()
+
+    times = []
+    call()
+    wait()
+    while len(times) < repeats and sum(times) < at_most:
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def bytes_of(call, xp):
+    """How much memory the call needs beyond its inputs, results included."""
+    if xp is np:
+        tracemalloc.start()
+        call()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+    # What the pool had to take from the device while it was empty.
+    pool = xp.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    call()
+    peak = pool.total_bytes() - before
+    pool.free_all_blocks()
+    return peak
+
+
+def costs(inputs, xp):
+    """(seconds, bytes) of cuflash and of materialised attention."""
+
+    def ours():
+        tiled(*inputs)
+
+    def theirs():
+        materialised(*inputs, np.float32, xp)
+
+    return [
+        (seconds_of(call, xp), bytes_of(call, xp)) for call in (ours, theirs)
+    ]
+
+
+def random_inputs(seqlen, config, xp, seed):
+    """dout, q, k, v of one long text: (1, seqlen, num_heads, head_dim)."""
+    rng = np.random.default_rng(seed)
+    shape = (4, 1, seqlen, config.num_heads, config.head_dim)
+    x = xp.asarray(rng.standard_normal(shape, dtype=np.float32))
+    return x.astype(config.attention_dtype, copy=False)

@@ -1,0 +1,169 @@
+"""The pictures of the demo."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .model import to_numpy
+
+INK, GREY, BLUE, RED = "#222222", "#8a8a8a", "#2166ac", "#c8553d"
+
+
+def new_figure(width, height, title):
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
+    axes.tick_params(labelsize=8, colors=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def draw_loss(path, training, validation, vocabulary_size):
+    """Loss by step, on the batches learnt from and on unseen text."""
+    figure, axes = new_figure(6.4, 3.8, "Loss while training")
+    steps, losses = np.array(training).T
+    axes.plot(steps, losses, color=BLUE, alpha=0.35, linewidth=1)
+    axes.plot(
+        steps,
+        smoothed(losses),
+        color=BLUE,
+        linewidth=2,
+        label="training (and its running mean)",
+    )
+    steps, losses = np.array(validation).T
+    axes.plot(
+        steps,
+        losses,
+        color=RED,
+        marker="o",
+        markersize=4,
+        linewidth=1.2,
+        label="validation",
+    )
+    guess = math.log(vocabulary_size)
+    axes.axhline(guess, color=GREY, linewidth=1, linestyle="--")
+    axes.annotate(
+        f"guessing among {vocabulary_size} characters: "
+        f"ln {vocabulary_size} = {guess:.2f}",
+        (1, guess),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8,
+        color=GREY,
+    )
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    axes.set_ylabel("loss (nats a character)", fontsize=9, color=INK)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, fontsize=8, loc="center right")
+    figure.savefig(path)
+
+
+def smoothed(losses, keep=0.9):
+    """Running mean in which a step's weight falls by `keep` a step."""
+    total = weight = 0.0
+    means = []
+    for loss in losses:
+        total, weight = keep * total + loss, keep * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def weights_of(q, k, lse):
+    """P of all heads, (num_heads, seqlen, seqlen).
+
+    cuflash never writes P down, but lse gives it back: P = exp(S - lse).
+    """
+    scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    visible = np.tri(scores.shape[-1], dtype=bool)
+    return np.where(visible, np.exp(scores - lse[..., None]), 0)
+
+
+def liveliness(p):
+    """How sharply a head looks at other characters, and at ever new ones.
+
+    The first rows see so few that every head looks sharp there.
+    """
+    elsewhere = (p * (1 - np.eye(len(p))))[8:]
+    return elsewhere.max(axis=1).mean() - 2 * elsewhere.mean(axis=0).max()
+
+
+def picture_attention(path, model, corpus, seqlen=48):
+    """Draw the liveliest head, on text that the model never learnt."""
+    text = corpus.decode(corpus.validation)
+    prose = (t for t in text.split("\n\n") if t[:1].isalpha())
+    text = next(t for t in prose if len(t) > seqlen)[:seqlen]
+    tokens = model.xp.asarray(corpus.encode(text))[None]
+    _, saved = model.forward(tokens)
+    heads = []
+    for layer in range(model.config.num_layers):
+        _, q, k, _, _, lse = saved[f"{layer}.attention"]
+        q, k, lse = (to_numpy(x)[0].astype(np.float32) for x in (q, k, lse))
+        for head, p in enumerate(weights_of(q, k, lse)):
+            title = f"Attention of layer {layer + 1}, head {head + 1}"
+            heads.append((liveliness(p), title, p))
+    _, title, p = max(heads, key=lambda head: head[0])
+    draw_attention(path, p, text, title)
+
+
+def draw_attention(path, p, text, title):
+    """One head's weights, the characters along both sides."""
+    figure, axes = new_figure(7.2, 7.2, title)
+    image = axes.imshow(p, cmap="Blues", vmin=0, vmax=1)
+    # A line break and a space would be invisible.
+    labels = [{"\n": "\u21b5", " ": "\u00b7"}.get(c, c) for c in text]
+    ticks = range(len(text))
+    font = {"fontfamily": "DejaVu Sans Mono", "fontsize": 8}
+    axes.set_xticks(ticks, labels, **font)
+    axes.set_yticks(ticks, labels, **font)
+    axes.tick_params(length=0, pad=2)
+    axes.set_xlabel("key: the character looked at", fontsize=9, color=INK)
+    axes.set_ylabel(
+        "query: the character before the one to guess", fontsize=9, color=INK
+    )
+    bar = figure.colorbar(image, ax=axes, shrink=0.5, aspect=30, pad=0.02)
+    bar.set_label("weight", fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)
+    figure.savefig(path)
+
+
+def draw_memory(path, table):
+    """Memory by seqlen, both axes logarithmic."""
+    figure, axes = new_figure(
+        6.4, 3.8, "Memory of one forward and backward pass"
+    )
+    seqlens = [seqlen for seqlen, _ in table]
+    for i, (name, colour) in enumerate(
+        {"cuflash": BLUE, "materialised": RED}.items()
+    ):
+        sizes = [cost[i][1] / 2**20 for _, cost in table]
+        axes.plot(seqlens, sizes, color=colour, marker="o", markersize=5)
+        axes.annotate(
+            name,
+            (seqlens[-1], sizes[-1]),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colour,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(seqlens, [f"{s:,}" for s in seqlens])
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.minorticks_off()
+    axes.margins(x=0.18)
+    axes.set_xlabel("tokens (batch 1)", fontsize=9, color=INK)
+    axes.set_ylabel("MiB beyond the inputs", fontsize=9, color=INK)
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    figure.savefig(path)

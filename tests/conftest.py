@@ -1,0 +1,90 @@
+"""What every test run needs: Hypothesis profiles and the `gpu` marker.
+
+Profiles, chosen by HYPOTHESIS_PROFILE; `ci` where CI is set, else `dev`:
+
+ci       the same examples every time (derandomize), so that a red run is
+         the fault of the change at hand and not of the day's luck.
+dev      new examples every run: this is where new faults are found. A
+         failing example is printed as one line to paste into a test.
+nightly  many of them.
+
+None has a deadline: the first call of a shape may compile a kernel, which
+takes seconds, and the second takes microseconds.
+"""
+
+import os
+
+# Before NumPy is imported: pytest-xdist runs one process a core, and BLAS
+# threads on top of those get in each other's way (seen: ten times slower).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Nor should each of those processes compile all default kernels at once.
+os.environ.setdefault("CUFLASH_COMPILE", "lazy")
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Drawing a case is cheap, but running one may include a compilation.
+SLOW = [HealthCheck.too_slow]
+
+settings.register_profile(
+    "ci",
+    max_examples=30,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=SLOW,
+)
+settings.register_profile(
+    "dev", max_examples=30, deadline=None, suppress_health_check=SLOW
+)
+settings.register_profile(
+    "nightly",
+    max_examples=1000,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=SLOW,
+)
+settings.load_profile(
+    os.environ.get(
+        "HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"
+    )
+)
+
+
+def find_gpu():
+    """Return (name of the GPU or None, why there is none)."""
+    try:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        runtime.getDeviceCount()
+        name = runtime.getDeviceProperties(0)["name"].decode()
+        return name, ""
+    except Exception as error:  # no CuPy, no driver, no device: all mean none
+        return None, str(error).partition("\n")[0]
+
+
+GPU, WHY_NO_GPU = find_gpu()
+
+
+def pytest_report_header(config):
+    if GPU:
+        return f"gpu: {GPU}"
+    return f"gpu: none ({WHY_NO_GPU}); tests marked gpu are deselected"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what needs a GPU, and count it as deselected."""
+    if GPU:
+        return
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [i for i in items if not i.get_closest_marker("gpu")]
+
+
+@pytest.fixture(scope="session")
+def cp():
+    """CuPy, for tests marked gpu."""
+    return pytest.importorskip("cupy")

@@ -1,0 +1,34 @@
+"""Public calls on host arrays: place, call, fetch."""
+
+import cuflash
+
+
+def forward(backend, case, q, k, v, **options):
+    """Return (out, lse) of a case as NumPy arrays."""
+    backend.poison()
+    placed = [backend.place(x) for x in (q, k, v)]
+    results = cuflash.forward(
+        *placed, **case.call(), return_lse=True, **options
+    )
+    return tuple(backend.fetch(x) for x in results)
+
+
+def backward(backend, case, dout, q, k, v, out, lse, **options):
+    """Return (dq, dk, dv) of a case as NumPy arrays."""
+    placed = [backend.place(x) for x in (dout, q, k, v, out, lse)]
+    backend.poison()
+    results = cuflash.backward(*placed, **case.call(), **options)
+    return tuple(backend.fetch(x) for x in results)
+
+
+def both(backend, case, q, k, v, dout, **options):
+    """Return (dq, dk, dv), with out and lse from our own forward."""
+    out, lse = forward(backend, case, q, k, v)
+    return backward(backend, case, dout, q, k, v, out, lse, **options)
+
+
+def merge_states(backend, *states):
+    """Return (out, lse) of (out_a, lse_a, out_b, lse_b)."""
+    backend.poison()
+    merged = cuflash.merge_states(*(backend.place(x) for x in states))
+    return tuple(backend.fetch(x) for x in merged)

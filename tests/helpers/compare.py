@@ -1,0 +1,94 @@
+"""Comparing a result with the reference, as conventions.md ("Error") says.
+
+First where the NaN and inf are, then the size of the error:
+
+    max|got - ref| <= max(factor * max|low - ref|, tiny)
+
+over the finite elements, with `low` from low.py and `tiny` from rounding.py.
+Conventions add the two. Each is enough alone here, as our `tiny` is derived
+for the whole error and not for its last digits, so the larger one will do.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+OUT_FACTOR = 2  # conventions.md: twice the error of plain code for out,
+GRADIENT_FACTOR = 3  # three times for gradients
+
+
+class Expected(NamedTuple):
+    """What a result should be, and how far off it may be."""
+
+    ref: np.ndarray
+    low: np.ndarray
+    tiny: float | np.ndarray
+    factor: float
+
+    def of_low(self):
+        """Return the largest error of `low` among finite elements."""
+        with np.errstate(invalid="ignore"):  # inf - inf
+            error = np.abs(np.asarray(self.low, np.float64) - self.ref)
+        return float(np.max(error, where=np.isfinite(error), initial=0))
+
+    def bound(self):
+        """Return the largest error allowed, of all or of each element."""
+        return np.maximum(self.factor * self.of_low(), self.tiny)
+
+
+def assert_matches(got, expected, name, case="", kinds=True):
+    """Assert that `got` is the expected array; report the worst element.
+
+    kinds : False where NaN may stand for inf: in sums of inf that a
+        rounding's sign turns from one into the other.
+    """
+    ref = expected.ref
+    assert got.shape == ref.shape, f"{name} is {got.shape}, not {ref.shape}"
+    assert_same_nonfinite(got, ref, name, case, kinds)
+    finite = np.isfinite(ref)
+    if not finite.any():
+        return
+    error = np.zeros(ref.shape)
+    error[finite] = np.abs(np.asarray(got, np.float64)[finite] - ref[finite])
+    excess = error - expected.bound()
+    worst = np.unravel_index(np.argmax(excess), error.shape)
+    tiny = np.broadcast_to(expected.tiny, ref.shape)[worst]
+    assert excess[worst] <= 0, (
+        f"{name}{indices(worst)}: got {got[worst]!r}, reference "
+        f"{ref[worst]!r}, error {error[worst]:.3g} > both "
+        f"{expected.factor} * {expected.of_low():.3g} and {tiny:.3g} ({case})"
+    )
+
+
+def assert_same_nonfinite(got, ref, name, case="", kinds=True):
+    """Assert NaN, +inf and -inf (or just: not finite) at the same places."""
+    tests = {"NaN": np.isnan, "inf": np.isposinf, "-inf": np.isneginf}
+    if not kinds:
+        tests = {"finite": np.isfinite}
+    wide = np.asarray(got, np.float64)  # bfloat16 lacks some of the tests
+    for what, test in tests.items():
+        wrong = np.argwhere(test(wide) != test(ref))
+        if len(wrong):
+            first = tuple(wrong[0])
+            raise AssertionError(
+                f"{name}: {len(wrong)} of {ref.size} elements differ in being "
+                f"{what}; the first is {indices(first)}: got {got[first]}, "
+                f"reference {ref[first]} ({case})"
+            )
+
+
+def assert_bitwise(got, other, name):
+    """Assert the same bits in every element, NaN included."""
+    assert got.shape == other.shape and got.dtype == other.dtype
+    bits = f"u{got.dtype.itemsize}"
+    a, b = (np.ascontiguousarray(x).view(bits) for x in (got, other))
+    wrong = np.argwhere(a != b)
+    assert not len(wrong), (
+        f"{name}: {len(wrong)} of {a.size} elements differ in bits; the first "
+        f"is {indices(wrong[0])}: {got[tuple(wrong[0])]!r} and "
+        f"{other[tuple(wrong[0])]!r}"
+    )
+
+
+def indices(index):
+    return "[" + ", ".join(str(int(i)) for i in index) + "]"

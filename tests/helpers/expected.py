@@ -1,0 +1,92 @@
+"""The reference, `low` and `tiny` of a call, put together."""
+
+import numpy as np
+from cuflash.reference.attention import attention, attention_vjp
+
+from . import low
+from .compare import GRADIENT_FACTOR, OUT_FACTOR, Expected
+from .heads import heads_first, heads_last, sum_groups
+from .rounding import Rounding, finite
+
+
+def _scale(scale, q):
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _reference_forward(q, k, v, scale, causal):
+    heads = q.shape[2]
+    with np.errstate(all="ignore"):
+        return attention(
+            *(heads_first(x, heads) for x in (q, k, v)),
+            scale=scale,
+            causal=causal,
+        )
+
+
+def forward(q, k, v, *, scale=None, causal=False, exact_scores=False):
+    """Return what out and lse of a call should be.
+
+    Parameters
+    ----------
+    q, k, v : ndarray
+        4-D, in the public layout.
+    exact_scores : bool
+        See `Rounding`.
+
+    Returns
+    -------
+    out, lse : Expected
+    """
+    scale = _scale(scale, q)
+    out, lse = _reference_forward(q, k, v, scale, causal)
+    tame = (_tame(x) for x in (q, k, v))
+    with np.errstate(all="ignore"):
+        plain = low.forward(*tame, scale=scale, causal=causal)
+        rounding = Rounding(
+            None, q, k, v, lse,
+            scale=scale, causal=causal, exact_scores=exact_scores,
+        )  # fmt: skip
+        out_error, lse_error = rounding.out(), rounding.lse()
+    return (
+        Expected(heads_last(out), plain, largest(out_error), OUT_FACTOR),
+        # lse has no `low`: its bound is derived, row by row.
+        Expected(lse, lse, lse_error, 0),
+    )
+
+
+def backward(dout, q, k, v, *, scale=None, causal=False, exact_scores=False):
+    """Return what dq, dk and dv of a call should be.
+
+    Returns
+    -------
+    dq, dk, dv : Expected
+    """
+    scale = _scale(scale, q)
+    heads, heads_kv = q.shape[2], k.shape[2]
+    with np.errstate(all="ignore"):
+        dq, dk, dv = attention_vjp(
+            *(heads_first(x, heads) for x in (dout, q, k, v)),
+            scale=scale,
+            causal=causal,
+        )
+        refs = dq, sum_groups(dk, heads_kv), sum_groups(dv, heads_kv)
+        _, lse = _reference_forward(q, k, v, scale, causal)
+        tame = (_tame(x) for x in (dout, q, k, v))
+        plain = low.backward(*tame, scale=scale, causal=causal)
+        errors = Rounding(
+            dout, q, k, v, lse,
+            scale=scale, causal=causal, exact_scores=exact_scores,
+        ).gradients()  # fmt: skip
+    return tuple(
+        Expected(heads_last(r), p, largest(e), GRADIENT_FACTOR)
+        for r, p, e in zip(refs, plain, errors, strict=True)
+    )
+
+
+def largest(errors):
+    return float(errors.max(initial=0))
+
+
+def _tame(array):
+    """Replace what is not finite by 0; see `Rounding`."""
+    return finite(array).astype(array.dtype)

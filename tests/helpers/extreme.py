@@ -1,0 +1,97 @@
+"""Logits at the ends of the range, made so that every score is exact.
+
+k is a multiple of the identity, so a score is one product and zeros: no
+rounding. With scale 1 an exact algorithm then has the row's maximum less
+itself exactly 0, however large it is, and the tolerances of rounding.py
+stay small where scores are 1e30.
+"""
+
+import numpy as np
+
+from .dtypes import DTYPES
+
+# Largest |score|: 1e30, or in float16 the largest that its products reach.
+LARGEST = {
+    "float16": 2.0**29,
+    "bfloat16": 2.0**100,
+    "float32": 2.0**100,
+    "float64": 2.0**400,  # its square is a number too
+}
+
+
+def from_scores(scores, dtype, rng, head_dim_v=16):
+    """Return q, k, v, dout whose scores (seqlen_q, seqlen_k) are these.
+
+    Up to the rounding of one element to the dtype. Call with scale=1.
+    """
+    dtype = DTYPES[dtype]
+    seqlen_q, seqlen_k = scores.shape
+    # Half of a large exponent goes to k, for dtypes with a small range.
+    factor = 2.0**14 if np.abs(scores).max(initial=0) > 2.0**15 else 1.0
+    q = (scores / factor)[None, :, None, :]
+    k = (factor * np.eye(seqlen_k))[None, :, None, :]
+    v = rng.standard_normal((1, seqlen_k, 1, head_dim_v))
+    # k is up to 2^14: an ordinary dout would take dq past float16's range.
+    dout = rng.standard_normal((1, seqlen_q, 1, head_dim_v)) / 16
+    return tuple(x.astype(dtype) for x in (q, k, v, dout))
+
+
+def powers_of_two(rng, shape, dtype):
+    """Scores +-2^n, all n alike likely: neighbours are equal or far off."""
+    top = int(np.log2(LARGEST[dtype]))
+    exponent = rng.integers(-min(top, 100), top + 1, shape)
+    return rng.choice([-1.0, 1.0], shape) * 2.0**exponent
+
+
+def distinct_powers_of_two(rng, shape, dtype):
+    """The same, no exponent twice in a row: one maximum."""
+    top = int(np.log2(LARGEST[dtype]))
+    exponents = np.arange(-min(top, 100), top + 1)
+    rows, keys = shape
+    exponent = rng.permuted(np.tile(exponents, (rows, 1)), axis=1)[:, :keys]
+    return rng.choice([-1.0, 1.0], shape) * 2.0**exponent
+
+
+def one_huge(rng, shape, dtype):
+    """Ordinary scores, and in each row one that is huge."""
+    scores = np.round(rng.standard_normal(shape) * 8) / 8
+    rows, keys = shape
+    scores[np.arange(rows), rng.integers(0, keys, rows)] = LARGEST[dtype]
+    return scores
+
+
+def one_hugely_negative(rng, shape, dtype):
+    scores = one_huge(rng, shape, dtype)
+    return np.where(scores == LARGEST[dtype], -scores, scores)
+
+
+def all_huge(rng, shape, dtype):
+    return np.full(shape, LARGEST[dtype])
+
+
+def all_hugely_negative(rng, shape, dtype):
+    return np.full(shape, -LARGEST[dtype])
+
+
+def all_zero(rng, shape, dtype):
+    return np.zeros(shape)
+
+
+def near_float16_limit(rng, shape, dtype):
+    """Scores that float16 can just hold, or just not: +-65504, +-65536."""
+    return rng.choice([-65536.0, -65504.0, 65504.0, 65536.0], shape)
+
+
+FAMILIES = (
+    powers_of_two,
+    one_huge,
+    one_hugely_negative,
+    all_huge,
+    all_hugely_negative,
+    all_zero,
+    near_float16_limit,
+)
+
+# A maximum that stands alone: else lse = m + log(2) = m where m is huge, and
+# no gradient can be had from lse.
+WITH_ONE_MAXIMUM = (distinct_powers_of_two, one_huge, one_hugely_negative)

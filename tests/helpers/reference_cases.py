@@ -1,0 +1,121 @@
+"""Inputs of the reference, its schedules, and how far they may differ."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cuflash.reference import backward, forward
+
+EPS = 2.0**-53  # largest relative error of one float64 rounding
+
+
+@dataclass(frozen=True)
+class ReferenceCase:
+    """One call with any leading axes; arrays come from the seed."""
+
+    lead: tuple[int, ...] = ()
+    seqlen_q: int = 7
+    seqlen_k: int = 7
+    head_dim: int = 4
+    head_dim_v: int = 4
+    causal: bool = False
+    scale: float | None = None
+    block_q: int = 3
+    block_k: int = 2
+    seed: int = 0
+
+    def meaning(self):
+        return {"scale": self.scale, "causal": self.causal}
+
+    def blocks(self):
+        return {"block_q": self.block_q, "block_k": self.block_k}
+
+    def arrays(self):
+        """Return q, k, v and dout, standard normal."""
+        rng = np.random.default_rng(self.seed)
+        shapes = (
+            (self.seqlen_q, self.head_dim),
+            (self.seqlen_k, self.head_dim),
+            (self.seqlen_k, self.head_dim_v),
+            (self.seqlen_q, self.head_dim_v),
+        )
+        return [rng.standard_normal((*self.lead, *shape)) for shape in shapes]
+
+
+def forward_results(case, q, k, v):
+    """Yield (name, (out, lse)) of every schedule of the forward pass."""
+    yield "row_by_row", forward.row_by_row(q, k, v, **case.meaning())
+    for schedule in (
+        forward.query_outer,
+        forward.key_outer,
+        forward.split_keys,
+    ):
+        result = schedule(q, k, v, **case.meaning(), **case.blocks())
+        yield schedule.__name__, result
+
+
+def backward_results(case, *operands):
+    """Yield (name, (dq, dk, dv)) of every schedule of the backward pass."""
+    yield "row_by_row", backward.row_by_row(*operands, **case.meaning())
+    for schedule in (
+        backward.query_outer,
+        backward.key_outer,
+        backward.two_pass,
+    ):
+        result = schedule(*operands, **case.meaning(), **case.blocks())
+        yield schedule.__name__, result
+
+
+class Bounds(NamedTuple):
+    """Largest difference of two right float64 results, for each."""
+
+    out: float
+    lse: float
+    delta: float
+    dq: float
+    dk: float
+    dv: float
+
+
+def bounds(case, q, k, v, dout):
+    """Derive how far two orders of summation may lie apart.
+
+    A sum of n products is off by at most n EPS times the sum of their
+    absolute values. So a score is off by (head_dim + 2) EPS S, with S the
+    largest scale * |q| |k|^T; each subtraction of a maximum, and the
+    rescalings of all tiles together, whose exponents add up to at most the
+    range of scores, add 2 * 2 EPS S. P and l carry that twice (numerator
+    and denominator) and one EPS for each of at most seqlen_k additions, as
+    many rescalings and products, and 8 for exp, division and the rest:
+    `rel`. A weight below 1e-308 loses its digits: less than EPS in all.
+    dP and D are at most G = max |dout| |v|^T, relative error of both below
+    rel + 2 head_dim_v EPS; rows of P sum to 1, columns to seqlen_q. Two
+    results differ by twice the error of one.
+    """
+    scale = q.shape[-1] ** -0.5 if case.scale is None else abs(case.scale)
+    s = scale * _largest(abs(q) @ abs(k).swapaxes(-1, -2))
+    g = _largest(abs(dout) @ abs(v).swapaxes(-1, -2))
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    rel = (2 * (q.shape[-1] + 6) * s + 3 * n_k + 8) * EPS
+    rel_ds = 2 * (2 * rel + (2 * v.shape[-1] + 4) * EPS)
+    many_q = n_q * (1 + n_q * EPS)
+    return Bounds(
+        out=2 * rel * _largest(v),
+        lse=2 * (rel + EPS * (s + np.log(n_k + 1))),
+        delta=2 * rel_ds * g,
+        dq=2 * (rel_ds + n_k * EPS) * g * scale * _largest(k),
+        dk=2 * (rel_ds + n_q * EPS) * g * scale * _largest(q) * many_q,
+        dv=2 * (rel + n_q * EPS) * _largest(dout) * many_q,
+    )
+
+
+def _largest(array):
+    return abs(array).max(initial=0.0)
+
+
+def assert_close(got, expected, bound, name=""):
+    """Demand equal shapes, NaN and inf in the same places, then the bound."""
+    np.testing.assert_allclose(
+        got, expected, rtol=0, atol=bound, err_msg=name, strict=True
+    )

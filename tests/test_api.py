@@ -1,0 +1,124 @@
+"""From public calls to the module that runs them, and back.
+
+The CUDA side is played by a module that computes on the CPU, so that the way
+there is tested without a GPU.
+"""
+
+import doctest
+import sys
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import api, cpu, validate
+from cuflash.errors import DTypeError, UnsupportedError
+from helpers.data import Case, inputs
+
+RANKS = {4: (), 3: (0,), 2: (0, slice(None), 0)}
+
+
+class Tensor:
+    """Another library's array on a CUDA device."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+def forward_without_lse(call):
+    out, lse = cpu.forward(call)
+    return out, lse if call.return_lse else None
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    fake = SimpleNamespace(
+        to_cupy=lambda tensor: tensor.array,
+        forward=forward_without_lse,
+        backward=cpu.backward,
+        merge_states=cpu.merge_states,
+    )
+    monkeypatch.setattr(cuflash, "launch", fake, raising=False)
+    return fake
+
+
+def same(results, others):
+    return all(
+        np.array_equal(a, b) for a, b in zip(results, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_cuda_arrays_go_through_launch(launch, rank):
+    q, k, v, dout = (x[RANKS[rank]] for x in inputs(Case()))
+    forward = cuflash.forward(q, k, v, return_lse=True)
+    backward = cuflash.backward(dout, q, k, v, *forward)
+    merged = cuflash.merge_states(*forward, *forward)
+    on_gpu = [Tensor(x) for x in (dout, q, k, v, *forward)]
+    dout, q, k, v, out, lse = on_gpu
+    assert same(cuflash.forward(q, k, v, return_lse=True), forward)
+    assert same([cuflash.forward(q, k, v)], forward[:1])
+    assert same(cuflash.backward(*on_gpu), backward)
+    assert same(cuflash.merge_states(out, lse, out, lse), merged)
+
+
+def test_out_comes_back_as_it_was_given(launch):
+    q, k, v, out = (Tensor(x) for x in inputs(Case()))
+    plain = cuflash.forward(q, k, v)
+    assert cuflash.forward(q, k, v, out=out) is out
+    assert (out.array == plain).all()
+
+
+@pytest.mark.parametrize("error", [TypeError, BufferError, ValueError])
+def test_an_array_that_cupy_cannot_read(launch, error):
+    def to_cupy(tensor):
+        raise error("float8 is not supported")
+
+    launch.to_cupy = to_cupy
+    q, k, v, _ = (Tensor(x) for x in inputs(Case()))
+    with pytest.raises(DTypeError) as caught:
+        cuflash.forward(q, k, v)
+    assert str(caught.value) == (
+        "q is of type test_api.Tensor, which CuPy cannot read: float8 is not "
+        "supported"
+    )
+
+
+def test_an_error_of_ours_passes(launch):
+    def forward(call):
+        raise UnsupportedError("too old")
+
+    launch.forward = forward
+    q, k, v, _ = (Tensor(x) for x in inputs(Case()))
+    with pytest.raises(UnsupportedError, match="^too old$"):
+        cuflash.forward(q, k, v)
+
+
+def test_cupy_arrays_are_known_by_their_type(monkeypatch):
+    """Without a question to the driver, of which a call has up to six."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Plain))
+    assert validate.device_of(q=Plain()) == "cuda"
+
+
+class Plain:
+    """Nothing tells where it is."""
+
+
+def test_examples():
+    failed, attempted = doctest.testmod(api)
+    assert attempted and not failed
+
+
+def test_version_is_the_packages():
+    assert cuflash.__version__ == version("cuflash")
+
+
+def test_public_names():
+    assert all(hasattr(cuflash, name) for name in cuflash.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        cuflash.absent  # noqa: B018

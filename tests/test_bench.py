@@ -1,0 +1,116 @@
+"""scripts/bench.py without a GPU: its grid, its sums, its refusals."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module("bench")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "bench"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def report(bench):
+    return importlib.import_module("bench_parts.report")
+
+
+def row(direction, seqlen, **tflops):
+    cell = {"direction": direction, "dtype": "bfloat16", "head_dim": 64,
+            "causal": False, "seqlen": seqlen, "batch": 1,
+            "heads": 1}  # fmt: skip
+    return {**cell, "tflops": tflops, "spread": dict.fromkeys(tflops, 0.01)}
+
+
+def test_the_default_grid(bench):
+    grid = bench.cells.grid(
+        ["forward"], "bfloat16", bench.cells.HEAD_DIMS, [False, True],
+        bench.cells.SEQLENS,
+    )  # fmt: skip
+    assert len(set(grid)) == 36
+    for cell in grid:
+        assert cell.batch * cell.seqlen == 16384
+        assert cell.heads * cell.head_dim == 2048
+
+
+def test_flops(bench):
+    cell = bench.cells.Cell("forward", "float16", 64, False, 10, 2, 3)
+    assert cell.flops == 4 * 2 * 3 * 10 * 10 * 64
+    assert cell.tflops(1.0) == cell.flops / 1e9
+    backward = bench.cells.Cell("backward", "float16", 64, True, 10, 2, 3)
+    assert backward.flops == cell.flops / 2 * 2.5
+
+
+def test_summary(report):
+    rows = [
+        row("forward", 512, cuflash=100.0, fa2=200.0),
+        row("forward", 1024, cuflash=400.0, fa2=200.0),
+        row("forward", 2048, fa2=200.0),
+        row("backward", 512, cuflash=30.0, fa2=20.0),
+    ]
+    forward, backward = report.summary(rows, ["fa2", "cudnn"])
+    assert forward["cells"] == 2
+    assert forward["geometric_mean"] == pytest.approx(1.0)
+    assert forward["worst"] == 0.5 and "seqlen 512" in forward["worst_cell"]
+    assert backward["geometric_mean"] == pytest.approx(1.5)
+
+
+def test_a_peer_that_is_missing_is_a_dash(report):
+    text = report.line(row("forward", 512, cuflash=1.0), ["cuflash", "fa2"])
+    assert text.split() == [
+        "forward", "64", "full", "512", "1.0", "1.0%", "-", "-"
+    ]  # fmt: skip
+
+
+def test_a_saved_file_is_whole_or_the_old_one(report, tmp_path):
+    path = tmp_path / "folder" / "out.json"
+    report.save(path, {"a": 1})
+    with pytest.raises(TypeError):
+        report.save(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_no_gpu(bench, monkeypatch, capsys):
+    monkeypatch.setattr(bench.machine, "find_gpu", lambda: "no driver")
+    assert bench.main([]) == 1
+    assert "found none (no driver). Nothing was measured" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--head-dim", "512"], "--head-dim 512: at most 256"),
+        (["--head-dim", "0"], "0 is less than 1"),
+        (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
+        (["--seconds", "0"], "--seconds 0.0: more than 0"),
+        (["--peer", "fa9"], "invalid choice: 'fa9'"),
+    ],
+)
+def test_wrong_options(bench, arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_one_cell(bench, tmp_path):
+    path = tmp_path / "bench.json"
+    options = ["--head-dim", "64", "--seqlen", "512", "--tokens", "1024",
+               "--causal", "yes", "--seconds", "0.01", "--peer"]  # fmt: skip
+    assert bench.main([*options, "--output", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    assert all(row["tflops"]["cuflash"] > 0 for row in rows)
+    assert all(row["error"]["cuflash"] <= 1 for row in rows)

@@ -1,0 +1,123 @@
+"""The default kernels at import: who starts a child, and how it ends."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cuflash import compiler
+from cuflash.errors import ValueRangeError
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """The children started from now on, on a machine said to have a GPU."""
+    children = []
+
+    def start_and_note():
+        children.append(original())
+        return children[-1]
+
+    original = compiler._start_child
+    (tmp_path / "site").mkdir()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUFLASH_COMPILE", raising=False)
+    monkeypatch.setattr(compiler, "_may_have_gpu", lambda: True)
+    monkeypatch.setattr(compiler, "_cupy", lambda: tmp_path / "site" / "cupy")
+    monkeypatch.setattr(compiler, "_start_child", start_and_note)
+    monkeypatch.setattr(compiler, "_CHILD", "pass")
+    yield children
+    for child in children:
+        child.wait()
+
+
+def test_a_child_is_started_and_not_waited_for(started, monkeypatch):
+    monkeypatch.setattr(compiler, "_CHILD", "import time; time.sleep(60)")
+    compiler.start_default_compiles()
+    (child,) = started
+    assert child.poll() is None
+    child.kill()
+
+
+def test_the_child_is_lazy_itself(started, monkeypatch):
+    # Else it would start a child, which would start a child.
+    text = "import os; os.environ['CUFLASH_COMPILE'] == 'lazy' or 1 / 0"
+    monkeypatch.setattr(compiler, "_CHILD", text)
+    compiler.start_default_compiles()
+    assert started[0].wait() == 0
+
+
+def test_lazy_starts_nothing(started, monkeypatch):
+    monkeypatch.setenv("CUFLASH_COMPILE", "lazy")
+    compiler.start_default_compiles()
+    assert not started
+
+
+def test_without_a_gpu_nothing_is_started(started, monkeypatch):
+    monkeypatch.setattr(compiler, "_may_have_gpu", lambda: False)
+    compiler.start_default_compiles()
+    assert not started
+
+
+def test_eager_waits(started, monkeypatch):
+    monkeypatch.setenv("CUFLASH_COMPILE", "eager")
+    compiler.start_default_compiles()
+    assert started[0].poll() == 0
+
+
+def test_eager_warns_if_a_kernel_did_not_compile(started, monkeypatch):
+    monkeypatch.setenv("CUFLASH_COMPILE", "eager")
+    monkeypatch.setattr(compiler, "_CHILD", "1 / 0")
+    with pytest.warns(RuntimeWarning, match="python -m cuflash warmup"):
+        compiler.start_default_compiles()
+
+
+def test_another_setting_is_an_error(started, monkeypatch):
+    monkeypatch.setenv("CUFLASH_COMPILE", "never")
+    with pytest.raises(ValueRangeError, match="CUFLASH_COMPILE is 'never'"):
+        compiler.start_default_compiles()
+
+
+def test_what_is_all_compiled_is_not_started_again(started):
+    compiler.remember_default_compiles()
+    compiler.start_default_compiles()
+    assert not started
+
+
+def test_what_was_compiled_for_other_devices_does_not_count(
+    started, monkeypatch
+):
+    compiler.remember_default_compiles()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    compiler.start_default_compiles()
+    assert len(started) == 1
+
+
+def test_hidden_devices_are_none(monkeypatch):
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not compiler._may_have_gpu()
+
+
+SHORT_LIFE = """
+import os
+os.environ["CUFLASH_COMPILE"] = "lazy"
+from cuflash import compiler
+compiler._CHILD = "import time; time.sleep(600)"
+print(compiler._start_child().pid)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="looks for a POSIX process")
+def test_a_process_that_ends_early_is_not_held_up():
+    start = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", SHORT_LIFE],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert time.monotonic() - start < 300  # the child would take 600 s
+    assert ended.stderr == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ended.stdout), 0)

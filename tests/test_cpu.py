@@ -1,0 +1,260 @@
+"""What holds for NumPy arrays alone: the reference's numbers, rounded.
+
+The meaning of the calls is tested on both backends elsewhere.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+import strategies
+from cuflash.reference.attention import attention, attention_vjp
+from cuflash.reference.backward import key_outer
+from helpers.backends import NumpyBackend
+from helpers.data import Case, inputs
+from helpers.dtypes import DTYPES, PRECISION, lse_dtype
+from helpers.heads import heads_first, heads_last, sum_groups
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+GROUPED = {
+    "batch": 2,
+    "seqlen_q": 37,
+    "seqlen_k": 51,
+    "num_heads_q": 6,
+    "num_heads_kv": 2,
+    "head_dim": 24,
+    "head_dim_v": 12,
+    "causal": True,
+}
+
+
+def assert_rounded(got, exact, dtype):
+    """Assert that `got` is `exact`, rounded to the dtype once.
+
+    Its float64 sums may run in another order than ours. They have up to
+    256 terms of standard normals, whose magnitudes add up to less than 256:
+    256 * 256 * 2^-53 = 2^-37 at most. bfloat16 is rounded by way of float32,
+    which adds 2^-24 to its unit of 2^-8, less than a thousandth.
+    """
+    unit, floor, _ = PRECISION[dtype.name]
+    slack = 2.0**-37 * np.abs(exact).max(initial=1)
+    assert got.dtype == dtype and got.shape == exact.shape
+    error = np.abs(got.astype(np.float64) - exact)
+    assert (error <= 1.001 * unit * np.abs(exact) + floor + slack).all()
+
+
+def by_heads(case, *arrays):
+    """In float64, as the reference takes them."""
+    return [
+        heads_first(x, case.num_heads_q).astype(np.float64) for x in arrays
+    ]
+
+
+def reference(case, q, k, v):
+    out, lse = attention(*by_heads(case, q, k, v), **case.meaning())
+    return heads_last(out), lse
+
+
+def call(case, **options):
+    """Return inputs, out and lse of a case."""
+    q, k, v, dout = inputs(case)
+    out, lse = cuflash.forward(
+        q, k, v, **case.call(), return_lse=True, **options
+    )
+    return q, k, v, dout, out, lse
+
+
+@given(data=st.data())
+def test_forward_is_the_reference_rounded_once(data):
+    case = data.draw(strategies.cases(NumpyBackend()))
+    q, k, v, _, out, lse = call(case)
+    exact_out, exact_lse = reference(case, q, k, v)
+    assert_rounded(out, exact_out, q.dtype)
+    seen = exact_lse != -np.inf
+    assert ((lse == -np.inf) == ~seen).all()
+    assert_rounded(lse[seen], exact_lse[seen], lse_dtype(q.dtype))
+
+
+@dtypes
+def test_backward_is_the_reference_rounded_once(dtype):
+    """Given the same out; and lse as if it had not been rounded."""
+    case = Case(dtype, **GROUPED)
+    q, k, v, dout, out, lse = call(case)
+    grads = cuflash.backward(dout, q, k, v, out, lse, **case.call())
+    _, exact_lse = reference(case, q, k, v)
+    arrays = by_heads(case, dout, q, k, v, out)
+    dq, dk, dv = key_outer(*arrays, exact_lse, **case.meaning())
+    exact = dq, sum_groups(dk, 2), sum_groups(dv, 2)
+    for got, want in zip(grads, exact, strict=True):
+        assert_rounded(got, heads_last(want), q.dtype)
+
+
+@pytest.mark.parametrize("block_q", [1, 5, 1000])
+@pytest.mark.parametrize("block_k", [1, 7, 1000])
+def test_block_sizes_change_rounding_only(block_q, block_k):
+    case = Case("float64", block_q=block_q, block_k=block_k, **GROUPED)
+    q, k, v, dout, out, lse = call(case)
+    assert_rounded(out, reference(case, q, k, v)[0], q.dtype)
+    grads = cuflash.backward(dout, q, k, v, out, lse, **case.call())
+    arrays = by_heads(case, dout, q, k, v)
+    dq, dk, dv = attention_vjp(*arrays, **case.meaning())
+    exact = dq, sum_groups(dk, 2), sum_groups(dv, 2)
+    for got, want in zip(grads, exact, strict=True):
+        assert_rounded(got, heads_last(want), q.dtype)
+
+
+# lse, which loses the digits that gradients need -----------------------------
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1e2, 3), (1e7, 3), (1e30, 2)])
+def test_gradients_of_large_scores(size, rows):
+    """exp(S - lse) with lse rounded to float32 would be off by |lse| 2^-24.
+
+    dV = P^T dO, and P is what softmax gives: 1, 0 and, in the third row, a
+    half, as far as float64 can tell m + log(2) from m: 1e7 * 2^-53 < 2^-29.
+    """
+    q = np.array([[1, 0], [0, 1], [1, 1]], np.float32) * np.float32(size)
+    k = np.array([[3, 1], [1, 3]], np.float32) / np.float32(7)
+    dout, v = np.eye(3, dtype=np.float32), np.eye(2, 3, dtype=np.float32)
+    q, dout = q[:rows], dout[:rows]
+    out, lse = cuflash.forward(q, k, v, scale=1, return_lse=True)
+    _, _, dv = cuflash.backward(dout, q, k, v, out, lse, scale=1)
+    exact = np.array([[1, 0, 0.5], [0, 1, 0.5]])[:, :rows] @ np.eye(rows, 3)
+    assert np.abs(dv - exact).max() <= 2.0**-29 + 2.0**-25
+
+
+def test_lse_of_more_keys_than_these_is_used():
+    """Gradients over two sets of keys, each with the lse of both."""
+    case = Case("float64", seqlen_k=40, num_heads_q=2)
+    q, k, v, dout, out, lse = call(case)
+    dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse)
+    parts = [
+        cuflash.backward(dout, q, k[:, i], v[:, i], out, lse)
+        for i in (np.s_[:25], np.s_[25:])
+    ]
+    assert_rounded(parts[0][0] + parts[1][0], dq, q.dtype)
+    for whole, i in ((dk, 1), (dv, 2)):
+        both = np.concatenate([part[i] for part in parts], axis=1)
+        assert_rounded(both, whole, q.dtype)
+
+
+def test_lse_of_more_keys_is_used_in_float32_too():
+    """A row's other keys took half of its weight: P, and so dV, halve."""
+    q, k, v, dout, out, lse = call(Case("float32"))
+    *_, dv = cuflash.backward(dout, q, k, v, out, lse)
+    more = lse + np.log(np.float32(2))
+    *_, half = cuflash.backward(dout, q, k, v, out, more)
+    # lse is below 8 and rounded twice: 2 * 2^-22 of P, a sum of 16 rows
+    size = 16 * np.abs(dout).max()
+    assert np.abs(half - dv / 2).max() <= size * 2.0**-20
+
+
+# Shapes with nothing in them -------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"batch": 0},
+        {"num_heads_q": 0},
+        {"num_heads_q": 0, "num_heads_kv": 0},
+        {"seqlen_q": 0},
+        {"seqlen_k": 0},
+        {"seqlen_q": 0, "seqlen_k": 0},
+    ],
+)
+def test_empty(dtype, empty):
+    case = Case(dtype, **(GROUPED | empty))
+    q, k, v, dout, out, lse = call(case)
+    assert out.shape == dout.shape and not out.any()
+    assert lse.shape == (case.batch, case.num_heads_q, case.seqlen_q)
+    assert (lse == -np.inf).all()
+    grads = cuflash.backward(dout, q, k, v, out, lse, **case.call())
+    for got, like in zip(grads, (q, k, v), strict=True):
+        assert got.shape == like.shape and got.dtype == like.dtype
+        assert not got.any()
+    merged, lse_of_both = cuflash.merge_states(out, lse, out, lse)
+    assert merged.shape == out.shape and lse_of_both.shape == lse.shape
+
+
+# Results ---------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_out_is_written_and_returned(dtype, rank):
+    index = {4: (), 3: (0,), 2: (0, slice(None), 0)}[rank]
+    q, k, v, dout = (x[index] for x in inputs(Case(dtype, num_heads_q=2)))
+    k, v = (k, v) if rank == 2 else (k[..., :1, :], v[..., :1, :])
+    plain = cuflash.forward(q, k, v)
+    assert cuflash.forward(q, k, v, out=dout) is dout
+    assert (dout == plain).all()
+
+
+@dtypes
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_two_states_merge_at_any_rank(dtype, rank):
+    """A state of lse 0 and one of log 3 weigh one to three."""
+    out_shape = (2, 5, 3, 8)[4 - rank :] if rank != 2 else (5, 8)
+    lse_shape = (2, 3, 5)[4 - rank :] if rank != 2 else (5,)
+    kind = lse_dtype(DTYPES[dtype])
+    out_a, lse_a = np.ones(out_shape, DTYPES[dtype]), np.zeros(lse_shape, kind)
+    out_b, lse_b = out_a * out_a.dtype.type(5), lse_a + np.log(kind.type(3))
+    out, lse = cuflash.merge_states(out_a, lse_a, out_b, lse_b)
+    # A power of two, so what is off in the weights rounds to it in out; in
+    # lse the two roundings of log 3 and log 4, in double precision one each.
+    unit = PRECISION[dtype].unit if dtype == "float64" else 2.0**-24
+    assert np.abs(out.astype(float) - 4).max() <= 4 * 2 * unit
+    assert np.abs(lse - np.log(4)).max() <= 4 * unit
+    assert out.dtype == out_a.dtype and lse.dtype == kind
+
+
+def test_results_are_new_arrays_in_c_order():
+    q, k, v, dout, out, lse = call(Case(**GROUPED, layout="axes_reversed"))
+    grads = cuflash.backward(dout, q, k, v, out, lse, causal=True)
+    for result in (out, lse, *grads):
+        assert result.flags.c_contiguous and result.flags.writeable
+        assert result.base is None or result.base.flags.c_contiguous
+
+
+def test_inputs_are_only_read():
+    q, k, v, dout, out, lse = call(Case(**GROUPED))
+    for array in (q, k, v, dout, out, lse):
+        array.flags.writeable = False
+    cuflash.backward(dout, q, k, v, out, lse, causal=True)
+    cuflash.merge_states(out, lse, out, lse)
+
+
+def test_bytes_in_the_other_order():
+    case = Case(**GROUPED)
+    q, k, v, _, out, _ = call(case)
+    swapped = (x.astype(x.dtype.newbyteorder()) for x in (q, k, v))
+    result = cuflash.forward(*swapped, causal=True)
+    assert result.dtype == q.dtype and (result == out).all()
+
+
+@dtypes
+def test_a_caller_that_has_numpy_raise(dtype):
+    """Infinity and NaN are results, not accidents; nor is exp(-1000)."""
+    q, k, v, dout = inputs(Case(dtype, seqlen_q=9, seqlen_k=5, causal=True))
+    q[:, 8], k[:, 4], v[:, 3, :, 0] = 200, 200, np.inf
+    with np.errstate(all="raise"):
+        out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+        cuflash.backward(dout, q, k, v, out, lse, causal=True)
+        cuflash.merge_states(out, lse, out, lse)
+    assert not np.isfinite(out[:, 7, :, 0].astype(float)).any()
+
+
+def test_rounding_to_float16_overflows_to_infinity():
+    v = np.full((1, 4), 65504, np.float16)
+    ones = np.ones((1, 4), np.float16)
+    out, lse = cuflash.forward(ones, ones, v, return_lse=True)
+    assert (out == 65504).all()
+    with np.errstate(all="raise"):
+        *_, dv = cuflash.backward(
+            v, np.ones((2, 4), np.float16)[:1], ones, v, out, lse - 1
+        )
+    assert (dv == np.inf).all()

@@ -1,0 +1,156 @@
+"""scripts/demo.py: its gradients, its text, its comparison, its pictures."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich", reason="the demo needs the extra `scripts`")
+pytest.importorskip("matplotlib", reason="the demo needs the extra `scripts`")
+
+import demo
+from demo_parts.comparison import compare, costs, random_inputs
+from demo_parts.model import Config, Transformer
+from demo_parts.text import Corpus, load_text
+from demo_parts.training import Adam
+
+TINY = Config(
+    num_layers=2,
+    num_heads=2,
+    head_dim=4,
+    seqlen=6,
+    batch=2,
+    dtype=np.float64,
+    attention_dtype=np.float64,
+)
+
+
+def tiny_model(seed=0):
+    """A model in float64, none of whose gradients is 0, and a batch."""
+    model = Transformer(TINY, 5, np)
+    rng = np.random.default_rng(seed)
+    model.values[:] += 0.3 * rng.standard_normal(len(model.values))
+    tokens, targets = rng.integers(5, size=(2, TINY.batch, TINY.seqlen))
+    return model, tokens, targets
+
+
+@pytest.mark.parametrize("name", Transformer(TINY, 5, np).p)
+def test_gradient_is_that_of_finite_differences(name):
+    model, tokens, targets = tiny_model()
+    loss = model.loss(tokens, targets, with_gradient=True)
+    value, start = model.p[name], model.p[name].copy()
+    direction = np.random.default_rng(1).standard_normal(value.shape)
+
+    def slope(step):
+        value[:] = start + step * direction
+        above = model.loss(tokens, targets)
+        value[:] = start - step * direction
+        return (above - model.loss(tokens, targets)) / (2 * step)
+
+    # A central difference errs by c step^2, so the one of twice the step by
+    # 4 c step^2: a third of what lies between them, and as much again for
+    # the next order. Rounding of the losses, of about 100 additions each,
+    # is divided by the step.
+    step = 1e-4
+    near, far = slope(step), slope(2 * step)
+    truncation = 2 * abs(far - near) / 3
+    rounding = 100 * np.finfo(np.float64).eps * loss / step
+    got = np.sum(model.g[name] * direction)
+    assert got != 0
+    assert abs(got - near) <= truncation + rounding
+
+
+def test_adam_steps_by_the_rate_at_first():
+    model, tokens, targets = tiny_model()
+    model.loss(tokens, targets, with_gradient=True)
+    before = model.values.copy()
+    Adam(model, tiny=1e-8).step(0.01)
+    size = abs(model.gradient)
+    # Values are below 4: half an ulp of 4, and as much for `before` minus
+    # them, is 9e-16; steps of 0.01 are rounded far below that.
+    np.testing.assert_allclose(
+        before - model.values,
+        0.01 * np.sign(model.gradient) * size / (size + 1e-8),
+        rtol=0,
+        atol=2e-15,
+    )
+
+
+def test_first_loss_is_a_uniform_guess():
+    model = Transformer(TINY, 5, np)
+    tokens = np.zeros((2, 6), dtype=int)
+    # Logits are exactly 0, so only log and the mean of 12 are rounded.
+    assert model.loss(tokens, tokens) == pytest.approx(np.log(5), rel=1e-14)
+
+
+def test_text_is_encoded_and_split_without_loss():
+    text = load_text()
+    corpus = Corpus(text)
+    both = corpus.decode(corpus.train), corpus.decode(corpus.validation)
+    paragraphs = [part.split("\n\n") for part in both]
+    assert sorted(sum(paragraphs, [])) == sorted(text.split("\n\n"))
+
+
+def test_targets_are_the_next_characters():
+    corpus = Corpus(load_text())
+    rng = np.random.default_rng(0)
+    tokens, targets = corpus.batch(corpus.train, TINY, rng)
+    assert tokens.shape == targets.shape == (TINY.batch, TINY.seqlen)
+    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_python_without_the_text_gets_a_clear_message(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(SystemExit, match="pydoc_data.topics"):
+        load_text()
+
+
+def test_comparison_is_within_its_bound():
+    config = replace(TINY, attention_dtype=np.float32)
+    inputs = random_inputs(40, config, np, seed=0)
+    found = list(compare(*inputs, np))
+    assert [row[0] for row in found] == ["out", "dq", "dk", "dv"]
+    assert all(error <= bound for *_, error, bound in found)
+
+
+def test_comparison_sees_a_wrong_result(monkeypatch):
+    from demo_parts import comparison
+
+    def wrong(*inputs):
+        return [
+            1.001 * x for x in comparison.materialised(*inputs, np.float32, np)
+        ]
+
+    monkeypatch.setattr(comparison, "tiled", wrong)
+    config = replace(TINY, attention_dtype=np.float32)
+    inputs = random_inputs(40, config, np, seed=0)
+    found = comparison.compare(*inputs, np)
+    assert all(error > bound for *_, error, bound in found)
+
+
+def test_long_contexts_need_less_memory_than_the_matrix():
+    config = replace(TINY, attention_dtype=np.float32)
+    (_, ours), (_, theirs) = costs(random_inputs(1024, config, np, 0), np)
+    assert theirs > 1024 * 1024 * 4 * config.num_heads > ours
+
+
+def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
+    small = Config(
+        num_layers=1,
+        num_heads=2,
+        head_dim=16,
+        seqlen=48,
+        batch=4,
+        steps=30,
+        long_seqlens=(64, 128),
+    )
+    monkeypatch.setattr(demo, "choose_device", lambda: (np, small, "a test"))
+    assert demo.main(["--output", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    first, last = shown.split("fell from ")[1].split(" nats")[0].split(" to ")
+    assert float(last) < 3.6 < 4.6 < float(first)
+    for name in ("loss.png", "attention.png", "memory.png"):
+        picture = (tmp_path / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert name in shown

@@ -1,0 +1,121 @@
+"""The current stream and nothing else: order, capture in a CUDA graph."""
+
+import numpy as np
+import pytest
+from helpers.backends import CupyBackend
+from helpers.compare import assert_bitwise
+from helpers.data import Case, inputs
+
+import cuflash
+
+pytestmark = pytest.mark.gpu
+
+GPU = CupyBackend()
+each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+
+
+@pytest.fixture
+def stream(cp):
+    """A stream that the null stream does not wait for."""
+    stream = cp.cuda.Stream(non_blocking=True)
+    yield stream
+    stream.synchronize()
+
+
+def placed(dtype, seed=0):
+    case = Case(dtype, 2, 200, 230, 4, 2, 64, 64, seed=seed)
+    return [GPU.place(x) for x in inputs(case)]
+
+
+def both(q, k, v, dout):
+    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    grads = cuflash.backward(
+        dout, q, k, v, out, lse, causal=True, deterministic=True
+    )
+    return out, lse, *grads
+
+
+def hosts(arrays):
+    return [np.asarray(x.get()) for x in arrays]
+
+
+def keep_busy(cp):
+    """Queue some 100 ms of work on the current stream."""
+    a = cp.ones((4096, 4096), cp.float32)
+    for _ in range(30):
+        a = a @ a * cp.float32(0)
+
+
+@each_dtype
+def test_runs_on_the_current_stream(cp, stream, dtype):
+    """Inputs arrive late on that stream; another would read zeros."""
+    arrays = placed(dtype)
+    want = hosts(both(*arrays))
+    late = [cp.zeros_like(x) for x in arrays]
+    cp.cuda.Device().synchronize()
+    with stream:
+        keep_busy(cp)
+        for target, source in zip(late, arrays, strict=True):
+            target[...] = source
+        got = both(*late)
+        got = hosts(got)
+    for a, b in zip(got, want, strict=True):
+        assert_bitwise(a, b, "result")
+
+
+@each_dtype
+def test_does_not_wait_for_the_device(cp, stream, dtype):
+    """A call returns while its stream is still busy with what came before."""
+    arrays = placed(dtype)
+    with stream:
+        both(*arrays)
+        keep_busy(cp)  # allocates now, so that the next time it does not
+        stream.synchronize()
+        keep_busy(cp)
+        both(*arrays)
+        assert not stream.done
+        stream.synchronize()
+
+
+@each_dtype
+def test_graph_capture(cp, stream, dtype):
+    """Replays read what stands in the inputs then.
+
+    A graph keeps the addresses of the temporaries, which go back to CuPy's
+    pool after the capture. Nothing else is allocated on this stream here
+    before the results are out.
+    """
+    arrays, others = placed(dtype), placed(dtype, seed=1)
+    want = hosts(both(*others))
+    cp.cuda.Device().synchronize()
+    with stream:
+        both(*arrays)  # compiles, and fills the pool of this stream
+        stream.begin_capture()
+        results = both(*arrays)
+        graph = stream.end_capture()
+        for target, source in zip(arrays, others, strict=True):
+            target.data.copy_from_device_async(
+                source.data, source.nbytes, stream
+            )
+        for result in results:
+            result.data.memset_async(0xFF, result.nbytes, stream)
+        graph.launch(stream)
+        stream.synchronize()
+        got = hosts(results)
+    for a, b in zip(got, want, strict=True):
+        assert_bitwise(a, b, "result")
+
+
+def test_threads_with_streams_of_their_own(cp):
+    """Calls from many threads at once, also the first of a kernel."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def work(seed):
+        with cp.cuda.Stream(non_blocking=True):
+            return hosts(both(*placed("float16", seed)))
+
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(work, range(16)))
+    for seed, results in enumerate(got):
+        for a, b in zip(results, work(seed), strict=True):
+            assert_bitwise(a, b, f"result of seed {seed}")

@@ -1,0 +1,195 @@
+"""Who imports whom (the house's law), and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import cuflash
+import cuflash.reference
+
+PACKAGE = Path(cuflash.__file__).parent
+REFERENCE = Path(cuflash.reference.__file__).parent
+
+# Module: the modules of cuflash that it may import. `errors` and `problem`
+# know nothing and may be known by all.
+LAW = {
+    "errors": "",
+    "problem": "",
+    "validate": "errors problem",
+    "tiles": "errors",
+    "plan": "errors problem tiles",
+    "source": "errors",
+    "compiler": "errors source plan",
+    "launch": "errors problem plan compiler",
+    "cpu": "errors problem reference",
+    "api": "errors problem validate plan launch cpu",
+    "__init__": "errors api compiler",
+    "__main__": "errors problem plan source compiler launch __init__",
+}
+MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
+
+
+class Imports(ast.NodeVisitor):
+    """The dotted names that a module imports: at its top, and later."""
+
+    def __init__(self, text, package):
+        self.package, self.top, self.later = package, set(), set()
+        self.found = self.top
+        self.visit(ast.parse(text))
+
+    def visit_FunctionDef(self, node):
+        before, self.found = self.found, self.later
+        self.generic_visit(node)
+        self.found = before
+
+    def visit_If(self, node):
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+    def visit_Import(self, node):
+        self.found.update(alias.name for alias in node.names)
+
+    def visit_ImportFrom(self, node):
+        parts = self.package.split(".")[: -node.level + 1 or None]
+        base = [*parts] if node.level else []
+        base = ".".join(base + ([node.module] if node.module else []))
+        if base == self.package or base == "cuflash":
+            self.found.update(f"{base}.{a.name}" for a in node.names)
+        else:
+            self.found.add(base)
+
+
+def modules(folder, package):
+    return {
+        path.stem: Imports(path.read_text(), package)
+        for path in folder.glob("*.py")
+    }
+
+
+CUFLASH = modules(PACKAGE, "cuflash")
+OF_REFERENCE = modules(REFERENCE, "cuflash.reference")
+
+
+def of_cuflash(imports):
+    """Names of cuflash's own modules among the imports."""
+    names = set()
+    for name in imports.top | imports.later:
+        first, _, rest = name.partition(".")
+        if first == "cuflash":
+            own = rest.partition(".")[0]
+            known = own in LAW or own == "reference"
+            names.add(own if known else "__init__")
+    return names
+
+
+def test_the_visitor_sees_every_form():
+    text = """
+from . import plan
+from .errors import ShapeError
+from cuflash import source
+import cuflash.tiles
+import numpy as np
+def f():
+    from .reference.attention import attention
+    import cupy.cuda
+if TYPE_CHECKING:
+    from .validate import x
+"""
+    imports = Imports(text, "cuflash")
+    assert of_cuflash(imports) == {
+        "plan", "errors", "source", "tiles", "reference",
+    }  # fmt: skip
+    assert "numpy" in imports.top
+    assert imports.later == {"cuflash.reference.attention", "cupy.cuda"}
+
+
+@pytest.mark.parametrize("module", sorted(CUFLASH))
+def test_a_module_imports_what_the_law_allows(module):
+    assert of_cuflash(CUFLASH[module]) <= set(LAW[module].split())
+
+
+def test_the_law_has_no_cycle():
+    graph = {module: law.split() for module, law in LAW.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_the_reference_has_no_cycle():
+    graph = {
+        module: {
+            name.split(".")[2]
+            for name in imports.top | imports.later
+            if name.startswith("cuflash.reference.")
+        }
+        for module, imports in OF_REFERENCE.items()
+    }
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("module", sorted(OF_REFERENCE))
+def test_the_reference_imports_nothing_of_cuflash(module):
+    imports = OF_REFERENCE[module]
+    names = imports.top | imports.later
+    own = {name for name in names if name.startswith("cuflash.reference")}
+    foreign = {name.partition(".")[0] for name in names - own}
+    assert foreign <= {*sys.stdlib_module_names, "numpy", "scipy"}
+
+
+@pytest.mark.parametrize("module", sorted(CUFLASH))
+def test_cupy_is_imported_where_the_law_says(module):
+    imports = CUFLASH[module]
+    top, all_of_it = imports.top, imports.top | imports.later
+    cupy = {"cupy", "cupyx", "cupy_backends"}
+    if module not in MAY_IMPORT_CUPY:
+        assert not {name.partition(".")[0] for name in all_of_it} & cupy
+    if module != "launch":  # launch itself is imported by the first call
+        assert not {name.partition(".")[0] for name in top} & cupy
+
+
+def run_without(blocked, text):
+    """Run Python text in a process where some modules cannot be imported."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", block + text],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_import_and_numpy_calls_work_without_cupy_and_cuda():
+    text = """
+import numpy as np, cuflash
+q = np.ones((3, 4), np.float32)
+out, lse = cuflash.forward(q, q, q, return_lse=True)
+cuflash.backward(out, q, q, q, out, lse)
+cuflash.merge_states(out, lse, out, lse)
+"""
+    done = run_without(["cupy", "cuda"], text)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cuda_array_without_cupy_says_what_to_install():
+    text = """
+import cuflash
+class Array:
+    __cuda_array_interface__ = {"data": (0, False)}
+cuflash.forward(Array(), Array(), Array())
+"""
+    done = run_without(["cupy"], text)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "cuflash.errors.UnsupportedError: arrays on a CUDA device need CuPy, "
+        'which could not be imported: pip install "cuflash[cuda13]", or '
+        '"cuflash[cuda12]" for a driver of CUDA 12'
+    )
+
+
+def test_import_is_light():
+    """Neither CuPy, nor SciPy, nor the reference: a call asks for them."""
+    text = "import cuflash; print(*sys.modules)"
+    loaded = set(run_without([], text).stdout.split())
+    assert "cuflash.api" in loaded
+    assert not loaded & {"cupy", "scipy", "cuda", "cuflash.reference"}

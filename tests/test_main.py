@@ -1,0 +1,135 @@
+"""``python -m cuflash``: what it prints and how it ends."""
+
+from dataclasses import replace
+
+import pytest
+
+from conftest import GPU
+from cuflash import __main__, compiler
+from cuflash.errors import CompileError
+from helpers.kernels import small_kernel
+
+
+@pytest.fixture
+def default_kernels(monkeypatch):
+    """Sets the default kernels to others, which compile faster."""
+
+    def use(*kernels):
+        monkeypatch.setattr(__main__, "_kernels", lambda device: kernels)
+
+    return use
+
+
+def report_of(kernel, **numbers):
+    of_all = dict(registers=99, shared_bytes=kernel.shared_bytes,
+                  spill_bytes=0, seconds=1.25, warnings=())  # fmt: skip
+    return compiler.Report(**{**of_all, **numbers})
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_default_plan_compiles_without_spills(arch, capsys):
+    status = __main__.main(["compile", "--arch", arch])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert " 0 failed" in printed and "forward_mma" in printed
+
+
+def test_compile_prints_a_line_a_kernel(default_kernels, monkeypatch, capsys):
+    kernel = small_kernel()
+    default_kernels(kernel)
+    monkeypatch.setattr(compiler, "report", lambda k, arch: report_of(k))
+    assert __main__.main(["compile", "--arch", "sm_80,sm_86"]) == 0
+    head, *lines, total = capsys.readouterr().out.splitlines()
+    assert head.split() == [
+        "arch", "kernel", "registers", "shared", "spill", "seconds"
+    ]  # fmt: skip
+    assert sorted(line.split()[0] for line in lines) == ["sm_80", "sm_86"]
+    numbers = ["99", str(kernel.shared_bytes), "0", "1.2"]
+    assert all(line.split()[-4:] == numbers for line in lines)
+    assert total.startswith("2 kernels in ")
+
+
+def test_a_tensor_core_kernel_that_spills_fails(
+    default_kernels, monkeypatch, capsys
+):
+    default_kernels(replace(small_kernel(), file="forward_wgmma.cu"))
+    monkeypatch.setattr(
+        compiler, "report", lambda k, arch: report_of(k, spill_bytes=8)
+    )
+    assert __main__.main(["compile", "--arch", "sm_80"]) == 1
+    assert "spills 8 bytes a thread" in capsys.readouterr().out
+
+
+def test_a_plain_kernel_may_spill(default_kernels, monkeypatch):
+    default_kernels(small_kernel())
+    monkeypatch.setattr(
+        compiler, "report", lambda k, arch: report_of(k, spill_bytes=8)
+    )
+    assert __main__.main(["compile", "--arch", "sm_80"]) == 0
+
+
+def test_wrong_shared_memory_fails_and_the_others_go_on(
+    default_kernels, capsys
+):
+    wrong = small_kernel(SHARED_BYTES=123)
+    default_kernels(wrong, small_kernel())
+    assert __main__.main(["compile", "--arch", "sm_80", "--jobs", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed and "2 kernels in" in printed
+    assert "the plan and the kernel disagree" in printed
+
+
+def test_shared_memory_that_the_plan_does_not_know_fails(
+    default_kernels, monkeypatch, capsys
+):
+    default_kernels(small_kernel())
+    monkeypatch.setattr(
+        compiler, "report", lambda k, arch: report_of(k, shared_bytes=7)
+    )
+    assert __main__.main(["compile", "--arch", "sm_80"]) == 1
+    assert "takes 7 bytes of shared memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arch", ["90a", "sm_", "sm_80;sm_90a", "sm_75"])
+def test_an_architecture_without_default_plans_is_an_error(arch, capsys):
+    assert __main__.main(["compile", "--arch", arch]) == 1
+    assert f"--arch got '{arch}', expected " in capsys.readouterr().err
+
+
+def test_no_nvrtc_is_said_once(monkeypatch, capsys):
+    def none():
+        raise CompileError("NVRTC was not found; install cuflash[cuda13]")
+
+    monkeypatch.setattr(compiler, "_nvrtc", none)
+    assert __main__.main(["compile"]) == 1
+    assert capsys.readouterr().err.count("NVRTC was not found") == 1
+
+
+def test_info_names_what_is_installed_and_set(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUFLASH_LOG", "plan")
+    assert __main__.main(["info"]) == 0
+    lines = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()
+    )
+    assert lines["NVRTC"] == compiler.nvrtc_version()
+    assert lines["CUFLASH_LOG"] == "plan"
+    assert str(tmp_path) in lines["cache"]
+    assert "GPU" in lines
+
+
+@pytest.mark.skipif(bool(GPU), reason="says what is said without a GPU")
+def test_warmup_without_a_gpu_says_so(capsys):
+    assert __main__.main(["warmup"]) == 1
+    assert capsys.readouterr().err.startswith("cuflash: ")
+
+
+@pytest.mark.gpu
+def test_warmup_fills_the_cache_and_is_remembered(
+    default_kernels, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    default_kernels(small_kernel())
+    assert __main__.main(["warmup"]) == 0
+    assert len(list(tmp_path.glob("cuflash_*.cubin"))) == 1
+    assert len(list(tmp_path.glob("cuflash_*.compiled"))) == 1

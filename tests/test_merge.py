@@ -1,0 +1,126 @@
+"""merge_states: two states of softmax into the state of both."""
+
+import numpy as np
+import pytest
+import strategies
+from helpers import calls, expected
+from helpers.backends import on_backends
+from helpers.compare import Expected, assert_bitwise, assert_matches
+from helpers.data import inputs
+from helpers.dtypes import DTYPES, PRECISION, lse_dtype
+from helpers.rounding import finite
+from hypothesis import given
+from hypothesis import strategies as st
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def states(dtype, seed, size=1.0, tokens=19):
+    """Return two random states; some rows of each have seen nothing."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(2):
+        out = rng.standard_normal((2, tokens, 3, 20))
+        lse = rng.standard_normal((2, 3, tokens)) * size
+        blind = rng.random(lse.shape) < 0.2
+        lse[blind] = -np.inf
+        out[blind.swapaxes(1, 2)] = 0
+        made.append(out.astype(DTYPES[dtype]))
+        made.append(lse.astype(lse_dtype(DTYPES[dtype])))
+    return made
+
+
+def merged(out_a, lse_a, out_b, lse_b):
+    """Merge in float64; expected values with their bounds.
+
+    A weight exp(lse_a - lse) has the error of its argument, e (|lse_a| +
+    |lse| + 4), relative to itself; the sum of two adds 2 e, the result is
+    rounded once. lse: log and two additions.
+    """
+    u, f, e = PRECISION[out_a.dtype.name]
+    out_a, lse_a, out_b, lse_b = (
+        x.astype(np.float64) for x in (out_a, lse_a, out_b, lse_b)
+    )
+    lse = np.logaddexp(lse_a, lse_b)
+    shift = np.where(lse == -np.inf, 0, lse)
+    a, b = (
+        np.exp(x - shift).swapaxes(1, 2)[..., None] for x in (lse_a, lse_b)
+    )
+    out = a * out_a + b * out_b
+    size = finite(lse_a), finite(lse_b), finite(lse)
+    size = np.max(np.abs(size), axis=0)
+    weight = e * (2 * size + 6).swapaxes(1, 2)[..., None]
+    terms = a * np.abs(out_a) + b * np.abs(out_b)
+    return (
+        Expected(out, out, weight * terms + u * np.abs(out) + f, 0),
+        Expected(lse, lse, e * (2 * size + 6), 0),
+    )
+
+
+@on_backends
+@dtypes
+@given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([1.0, 30.0, 1e4]))
+def test_against_float64(backend, dtype, seed, size):
+    given_states = states(dtype, seed, size)
+    out, lse = calls.merge_states(backend, *given_states)
+    want_out, want_lse = merged(*given_states)
+    assert_matches(out, want_out, "out", f"seed {seed}")
+    assert_matches(lse, want_lse, "lse", f"seed {seed}")
+
+
+@on_backends
+@dtypes
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_minus_infinity_is_the_identity(backend, dtype, side):
+    out, lse, empty_out, empty_lse = states(dtype, 1)
+    empty_out[...], empty_lse[...] = 0, -np.inf
+    pair = [out, lse], [empty_out, empty_lse]
+    first, second = pair if side == "right" else pair[::-1]
+    got_out, got_lse = calls.merge_states(backend, *first, *second)
+    assert_bitwise(got_out, out, "out")
+    assert_bitwise(got_lse, lse, "lse")
+
+
+@on_backends
+@dtypes
+@pytest.mark.parametrize("huge", [1e30, -1e30])
+def test_far_apart_the_larger_one_stays(backend, dtype, huge):
+    out_a, lse_a, out_b, lse_b = states(dtype, 2)
+    lse_a[...], lse_b[...] = np.maximum(huge, 0), np.minimum(huge, 0)
+    out, lse = calls.merge_states(backend, out_a, lse_a, out_b, lse_b)
+    assert_bitwise(out, out_a, "out")
+    assert_bitwise(lse, lse_a, "lse")
+
+
+@on_backends
+@given(data=st.data())
+def test_two_halves_of_the_keys_make_the_whole(backend, data):
+    case = data.draw(strategies.cases(backend, causal=False))
+    q, k, v, _ = inputs(case)
+    cut = data.draw(st.integers(0, case.seqlen_k))
+    halves = [(k[:, :cut], v[:, :cut]), (k[:, cut:], v[:, cut:])]
+    a, b = (calls.forward(backend, case, q, *half) for half in halves)
+    out, lse = calls.merge_states(backend, *a, *b)
+    want = expected.forward(q, k, v, **case.meaning())
+    parts = [expected.forward(q, *half, **case.meaning()) for half in halves]
+    tiny = propagated(merged(*a, *b), parts)
+    assert_matches(out, exactly(want[0], tiny[0]), "out", case)
+    assert_matches(lse, exactly(want[1], tiny[1]), "lse", case)
+
+
+def propagated(merge, parts):
+    """Bounds of (out, lse) from those of merging and of both halves.
+
+    Weights sum to 1, so an average is off by no more than its worst part;
+    an error of a half's lse is one of its weight relative to itself.
+    """
+    out, lse = (
+        np.maximum(*(np.max(part[i].bound(), initial=0) for part in parts))
+        for i in range(2)
+    )
+    largest = max(np.abs(part[0].ref).max(initial=0) for part in parts)
+    return merge[0].tiny + out + 2 * lse * largest, merge[1].tiny + lse
+
+
+def exactly(want, tiny):
+    return want._replace(low=want.ref, tiny=tiny)

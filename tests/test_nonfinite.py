@@ -1,0 +1,100 @@
+"""NaN and inf reach what reads them, and nothing else.
+
+Scores are ordinary here (head_dim 16 or more, normal inputs), so that no
+weight is rounded to 0, where the reference has inf and a kernel 0 * inf.
+"""
+
+import numpy as np
+import pytest
+from helpers import calls, expected
+from helpers.backends import on_backends
+from helpers.compare import assert_matches
+from helpers.data import Case, inputs
+from helpers.dtypes import DTYPES
+from hypothesis import given
+from hypothesis import strategies as st
+
+NAMES = ("q", "k", "v", "dout")
+GRADIENTS = ("dq", "dk", "dv")
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@st.composite
+def spoiled(draw, dtype, names):
+    """Draw a case, its inputs with up to 3 elements spoiled."""
+    case = Case(
+        dtype,
+        seqlen_q=draw(st.integers(1, 150)),
+        seqlen_k=draw(st.integers(1, 150)),
+        num_heads_q=2,
+        head_dim=draw(st.sampled_from([16, 40, 64])),
+        causal=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+    arrays = dict(zip(NAMES, inputs(case), strict=True))
+    for _ in range(draw(st.integers(1, 3))):
+        array = arrays[draw(st.sampled_from(names))]
+        place = tuple(draw(st.integers(0, n - 1)) for n in array.shape)
+        array[place] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    return case, arrays
+
+
+@on_backends
+@dtypes
+@given(data=st.data())
+def test_forward(backend, dtype, data):
+    case, arrays = data.draw(spoiled(dtype, NAMES[:3]))
+    q, k, v, _ = arrays.values()
+    out, lse = calls.forward(backend, case, q, k, v)
+    want_out, want_lse = expected.forward(q, k, v, **case.meaning())
+    assert_matches(out, want_out, "out", case)
+    assert_matches(lse, want_lse, "lse", case)
+
+
+@on_backends
+@dtypes
+@given(data=st.data())
+def test_backward(backend, dtype, data):
+    case, arrays = data.draw(spoiled(dtype, NAMES))
+    q, k, v, dout = arrays.values()
+    grads = calls.both(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
+        # dP - delta of an inf less an inf hangs on how delta is summed.
+        assert_matches(got, expect, name, case, kinds=False)
+
+
+@on_backends
+@dtypes
+@given(seqlen_q=st.integers(2, 150), share=st.floats(0, 0.99))
+def test_rows_that_see_nothing_give_nothing(backend, dtype, seqlen_q, share):
+    """Their q and dout may be anything."""
+    seqlen_k = int(share * seqlen_q)
+    blind = np.s_[:, : seqlen_q - seqlen_k]
+    case = Case(dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True)
+    q, k, v, dout = inputs(case)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    q[blind], dout[blind] = np.nan, np.inf
+    out, lse = calls.forward(backend, case, q, k, v)
+    assert not out[blind].any()
+    assert (lse[..., : seqlen_q - seqlen_k] == -np.inf).all()
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
+        assert_matches(got, expect, name, case)
+
+
+@on_backends
+@dtypes
+@pytest.mark.parametrize("seqlen_k", [1, 100])
+def test_scores_of_minus_infinity_are_not_seen(backend, dtype, seqlen_k):
+    """A row of -inf alone is a row that sees no key."""
+    case = Case(dtype, seqlen_q=80, seqlen_k=seqlen_k, head_dim=1)
+    q, k, v, dout = inputs(case)
+    k = np.abs(k) + k.dtype.type(1)
+    q[:, 7] = -np.inf
+    out, lse = calls.forward(backend, case, q, k, v)
+    assert not out[:, 7].any() and (lse[..., 7] == -np.inf).all()
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
+        assert_matches(got, expect, name, case)

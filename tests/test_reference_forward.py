@@ -1,0 +1,109 @@
+"""Four schedules of the forward pass, all equal to the materialised one."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash.reference import forward
+from cuflash.reference.attention import attention
+from helpers.reference_cases import (
+    ReferenceCase,
+    assert_close,
+    bounds,
+    forward_results,
+)
+from reference_strategies import reference_cases
+
+
+def assert_all_equal_attention(case, q, k, v, dout):
+    expected, expected_lse = attention(q, k, v, **case.meaning())
+    finite = (np.nan_to_num(x, posinf=0, neginf=0) for x in (q, k, v, dout))
+    bound = bounds(case, *finite)
+    for name, (out, lse) in forward_results(case, q, k, v):
+        assert_close(out, expected, bound.out, name)
+        assert_close(lse, expected_lse, bound.lse, name)
+
+
+@given(reference_cases())
+def test_every_schedule_equals_attention(case):
+    assert_all_equal_attention(case, *case.arrays())
+
+
+@given(reference_cases(smallest=1), st.data())
+def test_nan_comes_out_in_the_same_places(case, data):
+    arrays = case.arrays()
+    for x in arrays[:3]:
+        at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
+        x[at] = data.draw(st.sampled_from([0.0, np.nan]))
+    assert_all_equal_attention(case, *arrays)
+
+
+@given(reference_cases(), st.integers(1, 9))
+def test_any_number_of_splits(case, num_splits):
+    q, k, v, dout = case.arrays()
+    expected, _ = attention(q, k, v, **case.meaning())
+    out, _ = forward.split_keys(
+        q, k, v, num_splits=num_splits, **case.meaning(), **case.blocks()
+    )
+    assert_close(out, expected, bounds(case, q, k, v, dout).out)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e100, 1e150])
+def test_extreme_logits_pick_the_winner_exactly(size):
+    # Keys are unit vectors, so that S is exact; row i wants key i.
+    case = ReferenceCase(scale=1.0, block_q=2, block_k=3)
+    q, v = size * np.eye(7), np.arange(7.0)[:, None]
+    for name, (out, lse) in forward_results(case, q, size * np.eye(7), v):
+        np.testing.assert_array_equal(out, v, name)
+        np.testing.assert_array_equal(lse, np.full(7, size * size), name)
+
+
+def test_later_tile_with_a_far_larger_score_replaces_all():
+    case = ReferenceCase(scale=1.0, block_k=1)
+    q, v = np.ones((1, 1)), np.array([[1.0], [2.0], [4.0]])
+    k = np.array([[-1e300], [1e300], [1e300]])
+    for name, (out, lse) in forward_results(case, q, k, v):
+        assert (out.item(), lse.item()) == (3, 1e300), name
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_invisible_tokens_spread_nowhere(bad):
+    case = ReferenceCase(seqlen_q=7, seqlen_k=7, causal=True)
+    q, k, v, dout = case.arrays()
+    expected, _ = attention(q, k, v, causal=True)
+    bound = bounds(case, q, k, v, dout).out
+    k[4:], v[4:] = bad, bad
+    for name, (out, _) in forward_results(case, q, k, v):
+        assert_close(out[:4], expected[:4], bound, name)
+        assert np.isnan(out[4:]).all(), name
+
+
+def test_inf_in_v_beside_a_score_of_minus_infinity():
+    # Weight 0 times inf is NaN, whichever tile it stands in.
+    case = ReferenceCase(scale=1.0, block_k=1)
+    q, k = np.ones((1, 1)), np.array([[-np.inf], [0.0]])
+    v = np.array([[np.inf, 1.0], [2.0, 3.0]])
+    for name, (out, _) in forward_results(case, q, k, v):
+        np.testing.assert_array_equal(out, [[np.nan, 3]], name)
+
+
+def test_row_of_minus_infinity_counts_as_seeing_no_key():
+    case = ReferenceCase(scale=1.0, block_k=1)
+    q, k, v = (
+        np.ones((2, 1)),
+        np.full((3, 1), -np.inf),
+        np.full((3, 2), np.inf),
+    )
+    for name, (out, lse) in forward_results(case, q, k, v):
+        np.testing.assert_array_equal(out, np.zeros((2, 2)), name)
+        np.testing.assert_array_equal(lse, [-np.inf, -np.inf], name)
+
+
+def test_inputs_are_left_as_they_are():
+    case = ReferenceCase(causal=True)
+    q, k, v, _ = case.arrays()
+    before = [x.copy() for x in (q, k, v)]
+    list(forward_results(case, q, k, v))
+    for x, old in zip((q, k, v), before, strict=True):
+        np.testing.assert_array_equal(x, old)

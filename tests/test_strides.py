@@ -1,0 +1,72 @@
+"""Any strides: what a kernel cannot read in place is copied, not refused."""
+
+import numpy as np
+import pytest
+import strategies
+from helpers import calls, expected
+from helpers.backends import on_backends
+from helpers.compare import assert_bitwise, assert_matches
+from helpers.data import LAYOUTS, Case, axes_reversed, inputs
+from hypothesis import given
+from hypothesis import strategies as st
+
+DTYPES = ("float16", "bfloat16", "float32")
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+writable_layout = pytest.mark.parametrize(
+    "layout", [name for name in LAYOUTS if name != "broadcast"]
+)
+
+
+@on_backends
+@each_layout
+@given(data=st.data())
+def test_forward(backend, layout, data):
+    case = data.draw(strategies.cases(backend, DTYPES, layout, longest=70))
+    q, k, v, _ = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    want_out, want_lse = expected.forward(q, k, v, **case.meaning())
+    assert_matches(out, want_out, "out", case)
+    assert_matches(lse, want_lse, "lse", case)
+
+
+@on_backends
+@each_layout
+@given(data=st.data())
+def test_backward(backend, layout, data):
+    case = data.draw(strategies.cases(backend, DTYPES, layout, longest=70))
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    if layout != "broadcast":  # which would change the values of out
+        out = LAYOUTS[layout](out)
+    lse = axes_reversed(lse)
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    for name, got, expect in zip(("dq", "dk", "dv"), grads, want, strict=True):
+        assert_matches(got, expect, name, case)
+
+
+@on_backends
+@writable_layout
+@given(data=st.data())
+def test_out_argument(backend, layout, data):
+    case = data.draw(strategies.cases(backend, DTYPES, layout, longest=70))
+    q, k, v, dout = inputs(case)
+    plain, _ = calls.forward(backend, case, q, k, v)
+    target = backend.place(dout)
+    result, _ = calls.forward(backend, case, q, k, v, out=target)
+    assert_bitwise(backend.fetch(target), plain, "out")
+    assert_bitwise(result, plain, "result")
+
+
+@on_backends
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_argument_leaves_the_gaps_alone(backend, dtype):
+    case = Case(dtype, seqlen_q=70, num_heads_q=2)
+    q, k, v, dout = inputs(case)
+    batch, tokens, heads, d = dout.shape
+    store = np.full((batch, 2 * tokens, heads, 2 * d), np.nan, dout.dtype)
+    gaps = np.ones(store.shape, bool)
+    gaps[:, ::2, :, :d] = False
+    store = backend.place(store)
+    calls.forward(backend, case, q, k, v, out=store[:, ::2, :, :d])
+    assert np.array_equal(np.isnan(backend.fetch(store).astype(float)), gaps)
