@@ -218,11 +218,21 @@ def warmup(jobs: int) -> int:
 
 
 def _devices() -> list[Device]:
-    """The GPUs at hand; UnsupportedError says why there is none."""
+    """The GPUs at hand that kernels run on; UnsupportedError if none."""
     names = compiler.gpus()
     from cuflash import launch  # imports CuPy, which gpus() has found
 
-    return [launch.device(index) for index in range(len(names))]
+    devices, reasons = [], []
+    for index, name in enumerate(names):
+        try:
+            devices.append(launch.device(index))
+        except UnsupportedError as error:  # too old
+            reasons.append(f"GPU {index} ({name}): {error}")
+    if not devices:
+        raise UnsupportedError("\n".join(["no GPU to compile for", *reasons]))
+    for reason in reasons:
+        print(f"left out: {reason}", flush=True)
+    return devices
 
 
 # ---- info ----

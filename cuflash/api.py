@@ -76,8 +76,9 @@ def forward(
         read-only or shares memory with an input, or the arrays are on
         several CUDA devices.
     UnsupportedError
-        If head_dim or head_dim_v is above 256, the GPU is too old, or CUDA
-        arrays come without CuPy installed.
+        If head_dim or head_dim_v is above 256, another size does not fit
+        32 bits, the GPU is too old, or CUDA arrays come without CuPy
+        installed.
 
     See Also
     --------
@@ -86,8 +87,10 @@ def forward(
 
     Notes
     -----
-    A query that sees no key has out 0 and lse -inf. NaN or inf in an input
-    spreads only to rows that see it. Bitwise reproducible from run to run.
+    A query that sees no key has out 0 and lse -inf; only the mask decides
+    what is seen, so a key of score -inf is, with weight 0. NaN or inf in an
+    input spreads only to rows that see it. Bitwise reproducible from run to
+    run.
 
     On a CUDA device the call is queued on CuPy's current stream and does
     not wait for it.

@@ -50,15 +50,22 @@ except ImportError:  # Windows
 # ---- Compiling: text to cubin, by NVRTC ----
 
 
-def options(arch: str) -> tuple[str, ...]:
-    """The options that every kernel is compiled with.
+def options(kernel: KernelPlan, arch: str) -> tuple[str, ...]:
+    """The options that a kernel is compiled with.
 
     Parameters
     ----------
+    kernel : plan.KernelPlan
+        ``ptxas_level`` is read.
     arch : str
         As ``sm_90a``: the suffix gives access to wgmma and setmaxnreg.
     """
-    return ("-std=c++17", "-default-device", f"-arch={arch}")
+    return (
+        "-std=c++17",
+        "-default-device",
+        f"-arch={arch}",
+        f"--ptxas-options=-O{kernel.ptxas_level}",
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def report(kernel: KernelPlan, arch: str) -> Report:
         If the kernel does not compile.
     """
     start = time.perf_counter()
-    _, log = _compile(kernel, arch, "--ptxas-options=-v")
+    _, log = _compile(kernel, arch, "--ptxas-options=-v", *_afresh())
     return Report(
         registers=max(_numbers(r"Used (\d+) registers", log)),
         shared_bytes=kernel.shared_bytes
@@ -107,6 +114,16 @@ def report(kernel: KernelPlan, arch: str) -> Report:
             line for line in log.splitlines() if "warning" in line
         ),
     )
+
+
+def _afresh() -> tuple[str, ...]:
+    """The option against NVRTC's own cache, if it has one.
+
+    From 12.9 on NVRTC keeps what it compiled in the driver's cache, and
+    then there is no log of what a compilation would say.
+    """
+    version = tuple(map(int, nvrtc_version().split(".")))
+    return ("--no-cache",) if version >= (12, 9) else ()
 
 
 def _numbers(pattern: str, log: str) -> list[int]:
@@ -142,7 +159,7 @@ def _compile(kernel: KernelPlan, arch: str, *more: str) -> tuple[bytes, str]:
         text.encode(), kernel.file.encode(), 0, [], []
     )
     try:
-        flags = [flag.encode() for flag in (*options(arch), *more)]
+        flags = [flag.encode() for flag in (*options(kernel, arch), *more)]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
         log = bytes(size)
@@ -197,7 +214,7 @@ def cubin_file(kernel: KernelPlan, arch: str) -> Path:
     CompileError
         If the kernel does not compile.
     """
-    key = repr((source.build(kernel), options(arch), nvrtc_version()))
+    key = repr((source.build(kernel), options(kernel, arch), nvrtc_version()))
     name = f"cuflash_{hashlib.sha256(key.encode()).hexdigest()[:40]}"
     path = cache_folder() / f"{name}.cubin"
     if not path.exists():

@@ -76,6 +76,8 @@ class KernelPlan:
         Of a block.
     shared_bytes : int
         Dynamic shared memory of a block.
+    ptxas_level : int
+        The assembler's optimisation level, 3 by default: see `tiles.Tile`.
     """
 
     file: str
@@ -83,6 +85,7 @@ class KernelPlan:
     constants: tuple[tuple[str, bool | int | str], ...]
     threads: int
     shared_bytes: int
+    ptxas_level: int = 3
 
 
 @dataclass(frozen=True)
@@ -281,11 +284,26 @@ def _forward_mma_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
+def _shares_rows(tile: Tile) -> bool:
+    """Whether a warp has whole 16-row tiles, a thread whole columns.
+
+    smem.cuh's load_tile: eight threads take a row, and a thread's rows are
+    multiples of 8 apart.
+    """
+    rows_at_once = tile.num_warps * 4
+    return not (
+        tile.block_q % (tile.num_warps * 16)
+        or rows_at_once % 8
+        or tile.block_q % rows_at_once
+        or tile.block_k % rows_at_once
+    )
+
+
 def _forward_mma_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _mma_head_dims(problem)
-    rows = tile.block_q // tile.num_warps
-    if tile.block_q % (tile.num_warps * 16):
+    if not _shares_rows(tile):
         return False
+    rows = tile.block_q // tile.num_warps
     return rows * (tile.block_k + dv) // 32 <= _ACCUMULATOR_REGISTERS
 
 
@@ -314,6 +332,7 @@ def _forward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
     )
     num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
     pairs = problem.batch * problem.num_heads_q
@@ -344,6 +363,8 @@ def _backward_mma_fits(problem: Problem, tile: Tile) -> bool:
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
     shares = (
+        tile.block_q % (tile.num_warps * 4),  # rows that are loaded at once
+        tile.block_k % (tile.num_warps * 4),
         tile.block_q % (tile.score_warps_q * 16),
         tile.block_k % (across * 16),
         d % (across * 16),
@@ -387,6 +408,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
     )
     dq_shared = _tile_bytes(tile.block_q, d)
     round_dq = KernelPlan(

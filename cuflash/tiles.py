@@ -34,6 +34,9 @@ class Tile:
     score_warps_q, gradient_warps_k : int
         Backward: warps along the queries of S, dP and dQ; along the keys of
         dK and dV.
+    ptxas_level : int
+        The assembler's optimisation level. At 3 it may load so far ahead
+        that it runs out of registers and spills; at 1 it does not.
     """
 
     block_q: int
@@ -43,6 +46,7 @@ class Tile:
     num_stages: int = 1
     score_warps_q: int = 1
     gradient_warps_k: int = 1
+    ptxas_level: int = 1
 
     def __str__(self) -> str:
         return f"{self.block_q} x {self.block_k}, {self.num_warps} warps"
@@ -51,10 +55,8 @@ class Tile:
 def candidates(family: str, direction: str) -> Iterator[Tile]:
     """Every tile that a family's kernel is written for, large ones first."""
     if (family, direction) == ("mma", "forward"):
-        for q, k, warps in product((128, 64, 32, 16), (128, 64, 32, 16),
-                                   (4, 8, 2, 1)):
-            if warps * 16 <= q:
-                yield Tile(q, k, warps)
+        for q, k, warps in product((128, 64, 32), (128, 64, 32, 16), (4, 8, 2)):
+            yield Tile(q, k, warps)
     elif (family, direction) == ("mma", "backward"):
         for q, k, warps, stages in product((128, 64, 32), (128, 64, 32),
                                            (8, 4), (2, 1)):

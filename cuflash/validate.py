@@ -25,6 +25,10 @@ from .problem import Call, Problem
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
 
+# Kernels count tokens, heads and batches in int32, and round lengths up to
+# whole tiles; no tile has more than 1024 tokens.
+MAX_LENGTH = 2**31 - 1 - 1024
+
 # Kernels below float64 keep scale * log2(e) in float32 (largest 3.4e38).
 MAX_SCALE = 1e38
 
@@ -95,17 +99,17 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
 def writable(out: Any) -> None:
     """Raise ValueRangeError if `out`, as the user passed it, is read-only."""
     if isinstance(out, np.ndarray):
-        read_only = not out.flags.writeable
+        read_only, shape = not out.flags.writeable, out.shape
     else:
         try:
-            read_only = out.__cuda_array_interface__["data"][1]
+            interface = out.__cuda_array_interface__
+            read_only, shape = interface["data"][1], interface["shape"]
         except Exception:  # not there, or not for its dtype: taken on trust
-            read_only = False
+            return
     if read_only:
         raise ValueRangeError(
-            f"out is read-only ({_type_name(out)} {tuple(out.shape)}), "
-            "expected an array that can be written to: it receives the "
-            "result"
+            f"out is read-only ({_type_name(out)} {tuple(shape)}), expected "
+            "an array that can be written to: it receives the result"
         )
 
 
@@ -279,6 +283,8 @@ def _problem(
     arrays.check_same("k", ("batch", "head_dim"), "q")
     arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
     arrays.check_groups()
+    arrays.check_lengths("q")
+    arrays.check_lengths("k")
     arrays.check_head_dim("q")
     arrays.check_head_dim("v")
     for name in ("out", "dout"):
@@ -322,6 +328,7 @@ def _merge_problem(signature: tuple) -> tuple[Problem, int]:
     arrays.check_same("out_b", _AXES, "out_a")
     arrays.check_same("lse_a", _AXES_LSE, "out_a")
     arrays.check_same("lse_b", _AXES_LSE, "out_a")
+    arrays.check_lengths("out_a")
     arrays.check_head_dim("out_a")
     batch, seqlen_q, num_heads, head_dim_v = arrays.full["out_a"]
     problem = Problem(
@@ -431,6 +438,20 @@ class _Arrays:
                 f"{num_heads_kv}: each key head serves a group of query "
                 f"heads of the same size {self._words('q', 'k')}"
             )
+
+    def check_lengths(self, name: str) -> None:
+        """Check that a kernel could count tokens, heads and batches."""
+        batch, seqlen, heads, _ = self.full[name]
+        sizes = {"batch": batch, "seqlen": seqlen, "heads": heads}
+        sizes["batch * heads"] = batch * heads
+        for what, size in sizes.items():
+            if size > MAX_LENGTH:
+                raise UnsupportedError(
+                    f"{name} has {what} {size}, expected at most "
+                    f"{MAX_LENGTH}: kernels count in 32-bit integers, up to "
+                    "the end of the last tile, which may be 1024 past the "
+                    f"array's {self._words(name)}"
+                )
 
     def check_head_dim(self, name: str) -> None:
         """Check that a kernel could hold a row."""

@@ -110,8 +110,7 @@ def attention(
     m = row_max(s)
     l = exp_shifted(s, m).sum(axis=-1)  # noqa: E741
     lse = logsumexp_of(m, l)
-    sees = visible & (lse != -np.inf)[..., None]
-    out = masks.masked_product(safe_softmax(s), v, sees)
+    out = masks.masked_product(safe_softmax(s), v, visible)
     return out, lse
 
 
@@ -152,7 +151,8 @@ def gradient_steps(
         dK &= scale \cdot dS^T Q
 
     [002], "Gradient formulas"; [003], "Summary of backward calculation".
-    Pairs that are not visible are no part of any sum.
+    Pairs that are not visible are no part of any sum; those that are stay
+    so where P is 0.
 
     Parameters
     ----------
@@ -169,16 +169,14 @@ def gradient_steps(
     scale = default_scale(q.shape[-1]) if scale is None else scale
     visible = masks.visible(q.shape[-2], k.shape[-2], causal=causal)
     s = scores_of(q, k, scale, visible)
-    # A row of nothing but -inf sees no key, and gives to no gradient.
-    sees = visible & ~(s == -np.inf).all(axis=-1, keepdims=True)
-    seen_by = np.swapaxes(sees, -1, -2)
+    seen_by = np.swapaxes(visible, -1, -2)
 
-    p = np.where(sees, safe_softmax(s), 0.0)
+    p = np.where(visible, safe_softmax(s), 0.0)
     dv = masks.masked_product(np.swapaxes(p, -1, -2), dout, seen_by)
     dp = rows_with_rows(dout, v)
-    delta = weighted_sum(p, dp, sees)
-    ds = score_gradient(p, dp, delta, sees)
-    dq = scale * masks.masked_product(ds, k, sees)
+    delta = weighted_sum(p, dp, visible)
+    ds = score_gradient(p, dp, delta, visible)
+    dq = scale * masks.masked_product(ds, k, visible)
     dk = scale * masks.masked_product(np.swapaxes(ds, -1, -2), q, seen_by)
     return GradientSteps(p, dv, dp, delta, ds, dq, dk)
 

@@ -13,10 +13,11 @@ P comes from lse alone, a tile at a time:
 (..., seqlen_q, head_dim_v), q (..., seqlen_q, head_dim), k
 (..., seqlen_k, head_dim), v (..., seqlen_k, head_dim_v), lse
 (..., seqlen_q), with the same leading axes; dq, dk, dv are float64 and
-like q, k, v. A row that saw no key (lse -inf) gives to no gradient, even
-where its q or dout is NaN. Sources: [001] seed document 001, [003] Chu, Liu
-and Lin, "An Introduction to FlashAttention" (003), [FA2] Dao 2023,
-arXiv:2307.08691, Algorithm 2.
+like q, k, v. A row to which the mask shows no key gives to no gradient, even
+where its q or dout is NaN. A row of visible scores of -inf has lse -inf and
+P 0 alike, but its pairs are in every sum, and 0 * inf and 0 * NaN are NaN.
+Sources: [001] seed document 001, [003] Chu, Liu and Lin, "An Introduction to
+FlashAttention" (003), [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
 """
 
 from __future__ import annotations
@@ -235,15 +236,10 @@ class _Tile:
         self.whole = p
         self.rows = rows = (..., slice(q_start, q_stop), slice(None))
         self.keys = keys = (..., slice(k_start, k_stop), slice(None))
-        lse = p.lse[..., q_start:q_stop]
-        # A row that saw no key sees none here: it is left out of all sums.
-        if (lse == -np.inf).any():
-            saw = (lse != -np.inf)[..., None]
-            visible = saw if visible is None else saw & visible
-            visible = np.broadcast_to(visible, (*lse.shape, k_stop - k_start))
         self.visible = visible
 
         s = scores_of(p.q[rows], p.k[keys], p.scale, visible)
+        lse = p.lse[..., q_start:q_stop]
         self.p = probabilities_from_lse(s, lse, visible)
         dp = rows_with_rows(p.dout[rows], p.v[keys])
         delta_rows = p.delta[..., q_start:q_stop]

@@ -17,7 +17,13 @@ import numpy as np
 from . import masks
 from .attention import default_scale, scores_of
 from .masks import Visibility, masked_product, tiles
-from .softmax import exp_shifted, row_max, safe_softmax, shift_of
+from .softmax import (
+    exp_shifted,
+    normalise,
+    row_max,
+    safe_softmax,
+    shift_of,
+)
 from .tile_state import TileState, logsumexp_of, merge_tree
 
 Result = tuple[np.ndarray, np.ndarray]
@@ -56,8 +62,7 @@ def row_by_row(
         m = row_max(s)
         l = exp_shifted(s, m).sum(axis=-1)  # noqa: E741
         lse[..., row] = logsumexp_of(m, l)
-        sees = visible & (lse[..., row] != -np.inf)[..., None]
-        out[..., row, :] = masked_product(safe_softmax(s), v, sees)
+        out[..., row, :] = masked_product(safe_softmax(s), v, visible)
     return out, lse
 
 
@@ -148,10 +153,8 @@ def key_outer(
                 l_kept = l_old * np.exp(m_old - shift_of(m))
                 l = l_kept + p.sum(axis=-1)  # noqa: E741
                 o = l_kept[..., None] * out[..., rows, :] + product
-                out[..., rows, :] = o / np.where(l == 0, 1.0, l)[..., None]
+                out[..., rows, :] = normalise(o, l)
             m_all[..., rows], l_all[..., rows] = m, l
-    # A row that saw no key: 0, also where weight 0 met an infinite value.
-    out = np.where((l_all == 0)[..., None], 0.0, out)
     return out, logsumexp_of(m_all, l_all)
 
 

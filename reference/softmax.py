@@ -4,10 +4,11 @@ Sources: [000] "Flash attention" (seed document 000), [003] Chu, Liu and
 Lin, "An Introduction to FlashAttention" (003), [MG] Milakov and Gimelshein
 2018, arXiv:1805.02867.
 
-Two rules hold here and in every other module. A score of -inf has weight
-0, and a row that holds nothing else has no weights at all (all 0, where
-the bare formula says 0 / 0). NaN does not take part in a maximum, but the
-exponential of a NaN score makes the sum, and with it the row, NaN.
+Three rules hold here and in every other module. A score of -inf has weight
+0, also in a row that holds nothing else (where the bare formula says 0 / 0).
+NaN does not take part in a maximum, but the exponential of a NaN score makes
+the sum, and with it the row, NaN. The mask alone says which pairs a sum has:
+a visible pair of weight 0 is one of them, and 0 * inf and 0 * NaN are NaN.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def exp_shifted(scores: np.ndarray, m: np.ndarray) -> np.ndarray:
 
 
 def normalise(weights: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Divide every row by its total; a row of total 0 becomes 0.
+    """Divide every row by its total, or by 1 where that is 0.
 
-    A total of 0 says that the row saw no key: where it saw one, the
-    maximum alone adds 1.
+    A total of 0 says that the row has no weight but 0: no key, or no score
+    but -inf. What such weights add up to is 0, or NaN if inf or NaN was
+    among the values, and stays that.
 
     Parameters
     ----------
@@ -72,11 +74,9 @@ def normalise(weights: np.ndarray, total: np.ndarray) -> np.ndarray:
     -------
     ndarray, (..., columns)
     """
-    empty = (total == 0)[..., None]
+    divisor = np.where(total == 0, 1.0, total)[..., None]
     with np.errstate(invalid="ignore"):
-        return np.where(
-            empty, 0.0, weights / np.where(empty, 1.0, total[..., None])
-        )
+        return weights / divisor
 
 
 def safe_softmax(scores: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ class TileState:
     Attributes
     ----------
     m : ndarray, (..., rows)
-        Running maximum, -inf before any key.
+        Running maximum, -inf before any score above it.
     l : ndarray, (..., rows)
         Sum of exp(score - m).
     acc : ndarray, (..., rows, head_dim_v)
@@ -157,9 +157,10 @@ class TileState:
         Returns
         -------
         out : ndarray, (..., rows, head_dim_v)
-            0 for a row that saw no key.
+            0 for a row that saw no key, or only scores of -inf beside
+            finite values.
         lse : ndarray, (..., rows)
-            -inf for a row that saw no key.
+            -inf for such a row.
         """
         return normalise(self.acc, self.l), logsumexp_of(self.m, self.l)
 
@@ -187,8 +188,8 @@ def probabilities_from_lse(
 ) -> np.ndarray:
     """Recompute the weights: P = exp(S - lse).
 
-    [001], "The log-sum-exp trick". A row whose lse is -inf saw no key: its
-    weights are 0.
+    [001], "The log-sum-exp trick". A row whose lse is -inf saw no key, or
+    only scores of -inf: its weights are 0.
 
     Parameters
     ----------

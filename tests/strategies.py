@@ -5,9 +5,10 @@ from that (helpers/data.py), so examples are small, quick to draw, shrink by
 their shapes and print as one line.
 """
 
+from hypothesis import strategies as st
+
 from helpers.data import Case
 from helpers.dtypes import DTYPES
-from hypothesis import strategies as st
 
 # Around tile sizes and vector widths is where kernels go wrong.
 EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 200]

@@ -1,16 +1,16 @@
 """backward against the float64 reference, whatever the shape."""
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
 import strategies
 from helpers import calls, expected
 from helpers.backends import on_backends
 from helpers.compare import assert_bitwise, assert_matches
 from helpers.data import inputs
 from helpers.heads import visible
-from hypothesis import given
-from hypothesis import strategies as st
-
-import cuflash
 
 
 @on_backends

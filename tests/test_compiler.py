@@ -29,7 +29,7 @@ def compiled(tmp_path, monkeypatch):
 
 
 def test_the_architecture_is_among_the_options():
-    assert "-arch=sm_90a" in compiler.options("sm_90a")
+    assert "-arch=sm_90a" in compiler.options(small_kernel(), "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -54,6 +54,35 @@ def test_a_report_has_all_its_numbers():
     assert report.spill_bytes == 0
     assert report.seconds > 0
 
+
+def test_a_second_report_has_them_too():
+    """NVRTC's own cache, where a driver gives it one, knows no numbers."""
+    first, again = (compiler.report(small_kernel(), "sm_80") for _ in "12")
+    assert first.registers > 0
+    assert again.registers == first.registers
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        ("12.8", ()),
+        ("12.9", ("--no-cache",)),
+        ("12.10", ("--no-cache",)),
+        ("13.0", ("--no-cache",)),
+    ],
+)
+def test_a_report_asks_nvrtc_not_to_use_its_cache(
+    monkeypatch, version, flags
+):
+    def note(kernel, arch, *more):
+        asked.append(more)
+        return b"", ""
+
+    asked = []
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: version)
+    monkeypatch.setattr(compiler, "_compile", note)
+    compiler.report(small_kernel(), "sm_80")
+    assert asked == [("--ptxas-options=-v", *flags)]
 
 
 def test_a_wrong_shared_memory_plan_does_not_compile():

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from helpers import calls, expected, extreme
 from helpers.backends import on_backends
 from helpers.compare import assert_matches
 from helpers.data import Case, inputs
 from helpers.dtypes import DTYPES
-from hypothesis import given
-from hypothesis import strategies as st
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 seeds = st.integers(0, 2**32 - 1)

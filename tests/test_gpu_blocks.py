@@ -3,13 +3,13 @@
 import re
 
 import pytest
+
+import cuflash
+from cuflash import ValueRangeError
 from helpers import calls, expected
 from helpers.backends import CupyBackend
 from helpers.compare import assert_matches
 from helpers.data import Case, inputs
-
-import cuflash
-from cuflash import ValueRangeError
 
 pytestmark = pytest.mark.gpu
 

@@ -1,13 +1,13 @@
 """Every dtype and head_dim on the GPU, masked or not, ragged and grouped."""
 
 import pytest
+
+import cuflash
 from helpers import calls, expected
 from helpers.backends import CupyBackend
 from helpers.compare import assert_matches
 from helpers.data import Case, inputs
 from helpers.dtypes import DTYPES
-
-import cuflash
 
 pytestmark = pytest.mark.gpu
 

@@ -5,11 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
+
+import cuflash
 from helpers.backends import CupyBackend
 from helpers.compare import assert_bitwise
 from helpers.data import Case, inputs
-
-import cuflash
 
 pytestmark = pytest.mark.gpu
 

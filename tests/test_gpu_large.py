@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+
+import cuflash
 from helpers import expected
 from helpers.backends import CupyBackend
 from helpers.compare import assert_matches
 from helpers.data import Case, inputs
-
-import cuflash
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ CUFLASH_REPEATS sets how often (200).
 import os
 
 import pytest
-from helpers.backends import CupyBackend
-from helpers.data import Case, inputs
 
 import cuflash
+from helpers.backends import CupyBackend
+from helpers.data import Case, inputs
 
 pytestmark = pytest.mark.gpu
 

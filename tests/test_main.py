@@ -1,12 +1,16 @@
 """``python -m cuflash``: what it prints and how it ends."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-
 from conftest import GPU
+
+import cuflash
 from cuflash import __main__, compiler
-from cuflash.errors import CompileError
+from cuflash.errors import CompileError, UnsupportedError
+from cuflash.plan import device_of_arch
 from helpers.kernels import small_kernel
 
 
@@ -122,6 +126,44 @@ def test_info_names_what_is_installed_and_set(capsys, monkeypatch, tmp_path):
 def test_warmup_without_a_gpu_says_so(capsys):
     assert __main__.main(["warmup"]) == 1
     assert capsys.readouterr().err.startswith("cuflash: ")
+
+
+def gpus_of_capability(monkeypatch, *capabilities):
+    """Let there be these GPUs, of which those below 7.5 are too old."""
+
+    def device(index):
+        if capabilities[index] < 75:
+            raise UnsupportedError(f"CUDA device {index} is too old")
+        return device_of_arch(f"sm_{capabilities[index]}")
+
+    fake = SimpleNamespace(device=device)
+    names = [f"GPU of {c}" for c in capabilities]
+    monkeypatch.setattr(compiler, "gpus", lambda: names)
+    monkeypatch.setitem(sys.modules, "cuflash.launch", fake)
+    monkeypatch.setattr(cuflash, "launch", fake, raising=False)
+
+
+def test_warmup_leaves_out_a_gpu_that_is_too_old(
+    default_kernels, monkeypatch, capsys
+):
+    gpus_of_capability(monkeypatch, 70, 80)
+    default_kernels(small_kernel())
+    compiled = []
+    monkeypatch.setattr(
+        compiler, "cubin_file", lambda kernel, arch: compiled.append(arch)
+    )
+    monkeypatch.setattr(compiler, "remember_default_compiles", lambda: None)
+    assert __main__.main(["warmup"]) == 0
+    assert compiled == ["sm_80"]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "left out: GPU 0 (GPU of 70): CUDA device 0 is too old"
+
+
+def test_warmup_with_old_gpus_alone_fails(monkeypatch, capsys):
+    gpus_of_capability(monkeypatch, 70, 61)
+    assert __main__.main(["warmup"]) == 1
+    said = capsys.readouterr().err
+    assert "device 0 is too old" in said and "device 1 is too old" in said
 
 
 @pytest.mark.gpu

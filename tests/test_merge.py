@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 import strategies
 from helpers import calls, expected
 from helpers.backends import on_backends
@@ -9,8 +12,6 @@ from helpers.compare import Expected, assert_bitwise, assert_matches
 from helpers.data import inputs
 from helpers.dtypes import DTYPES, PRECISION, lse_dtype
 from helpers.rounding import finite
-from hypothesis import given
-from hypothesis import strategies as st
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 

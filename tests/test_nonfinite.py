@@ -6,13 +6,14 @@ weight is rounded to 0, where the reference has inf and a kernel 0 * inf.
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from helpers import calls, expected
 from helpers.backends import on_backends
 from helpers.compare import assert_matches
 from helpers.data import Case, inputs
 from helpers.dtypes import DTYPES
-from hypothesis import given
-from hypothesis import strategies as st
 
 NAMES = ("q", "k", "v", "dout")
 GRADIENTS = ("dq", "dk", "dv")
@@ -83,18 +84,39 @@ def test_rows_that_see_nothing_give_nothing(backend, dtype, seqlen_q, share):
         assert_matches(got, expect, name, case)
 
 
+def with_row_of_minus_infinity(dtype, seqlen_k):
+    """Return a case and its inputs: query 7 scores -inf everywhere."""
+    case = Case(dtype, seqlen_q=80, seqlen_k=seqlen_k, head_dim=1)
+    q, k, v, dout = inputs(case)
+    q[:, 7] = -np.inf
+    return case, (q, np.abs(k) + k.dtype.type(1), v, dout)
+
+
 @on_backends
 @dtypes
 @pytest.mark.parametrize("seqlen_k", [1, 100])
-def test_scores_of_minus_infinity_are_not_seen(backend, dtype, seqlen_k):
-    """A row of -inf alone is a row that sees no key."""
-    case = Case(dtype, seqlen_q=80, seqlen_k=seqlen_k, head_dim=1)
-    q, k, v, dout = inputs(case)
-    k = np.abs(k) + k.dtype.type(1)
-    q[:, 7] = -np.inf
+def test_scores_of_minus_infinity_have_no_weight(backend, dtype, seqlen_k):
+    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, seqlen_k)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out[:, 7].any() and (lse[..., 7] == -np.inf).all()
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    assert np.isnan(grads[1]).all()  # dS is 0, and 0 * -inf is in every dk
     want = expected.backward(dout, q, k, v, **case.meaning())
     for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
         assert_matches(got, expect, name, case)
+
+
+@on_backends
+@dtypes
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_scores_of_minus_infinity_are_read(backend, dtype, bad):
+    """A weight of 0 is a weight: 0 * NaN and 0 * inf are NaN."""
+    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, 100)
+    v[:, 90, :, 3], dout[:, 7, :, 5] = bad, bad
+    out, lse = calls.forward(backend, case, q, k, v)
+    np.testing.assert_array_equal(np.isnan(out[0, 7, 0]), np.arange(16) == 3)
+    assert (lse[..., 7] == -np.inf).all()
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
+        assert_matches(got, expect, name, case, kinds=False)

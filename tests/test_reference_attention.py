@@ -212,16 +212,24 @@ def test_score_of_minus_infinity_has_weight_zero():
     np.testing.assert_array_equal(lse, [2])
 
 
-def test_row_of_minus_infinity_counts_as_seeing_no_key():
-    q, k, v = (
-        np.ones((1, 1)),
-        np.full((2, 1), -np.inf),
-        np.full((2, 1), np.inf),
-    )
+def test_row_of_minus_infinity_has_weights_of_zero():
+    q, k = np.ones((1, 1)), np.full((2, 1), -np.inf)
+    v, dout = np.ones((2, 1)), np.ones((1, 1))
     out, lse = attention(q, k, v)
     assert (out.item(), lse.item()) == (0, -np.inf)
-    for gradient in attention_vjp(np.ones((1, 1)), q, k, v):
-        np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
+    dq, dk, dv = attention_vjp(dout, q, k, v)
+    assert np.isnan(dq).all()  # 0 * -inf, from k
+    np.testing.assert_array_equal([dk, dv], np.zeros((2, 2, 1)))
+
+
+def test_row_of_minus_infinity_reads_its_values():
+    q, k = np.ones((1, 1)), np.full((2, 1), -np.inf)
+    v, dout = np.array([[1.0, np.inf]] * 2), np.ones((1, 2))
+    out, lse = attention(q, k, v)
+    np.testing.assert_array_equal(out, [[0, np.nan]])
+    assert lse.item() == -np.inf
+    _, dk, dv = attention_vjp(dout, q, k, v)
+    assert np.isnan(dk).all() and not dv.any()
 
 
 def test_largest_logit_wins_exactly():

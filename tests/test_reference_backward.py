@@ -11,7 +11,9 @@ from cuflash.reference.attention import (
     attention_vjp,
     gradient_steps,
 )
+from helpers.compare import assert_same_nonfinite
 from helpers.reference_cases import (
+    EPS,
     ReferenceCase,
     assert_close,
     backward_results,
@@ -48,6 +50,19 @@ def test_nan_comes_out_in_the_same_places(case, data):
         at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
         x[at] = data.draw(st.sampled_from([0.0, np.nan]))
     assert_all_equal_vjp(case, *arrays)
+
+
+@given(reference_cases(smallest=1), st.data())
+def test_what_is_not_finite_comes_out_in_the_same_places(case, data):
+    q, k, v, dout = arrays = case.arrays()
+    for x in arrays:
+        at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
+        x[at] = data.draw(st.sampled_from([np.inf, -np.inf, 1.0]))
+    expected = attention_vjp(dout, q, k, v, **case.meaning())
+    operands = dout, q, k, v, *attention(q, k, v, **case.meaning())
+    for name, gradients in backward_results(case, *operands):
+        for got, expect in zip(gradients, expected, strict=True):
+            assert_same_nonfinite(got, expect, name, case, kinds=False)
 
 
 @given(reference_cases())
@@ -122,16 +137,34 @@ def test_extreme_logits_send_all_gradient_to_the_winner(size):
         np.testing.assert_array_equal(dk, np.zeros((7, 7)), name)
 
 
-def test_row_of_minus_infinity_counts_as_seeing_no_key():
+def minus_infinity_and_zero():
+    """Row 0 scores -inf everywhere, row 1 scores 1."""
+    q, k = np.array([[-np.inf, 0], [0, 1]]), np.ones((3, 2))
+    return q, k, np.ones((3, 1)), np.ones((2, 1))
+
+
+def test_row_of_minus_infinity_is_in_every_sum_with_weight_zero():
     case = ReferenceCase(scale=1.0, block_q=1, block_k=1)
-    q, v, dout = np.ones((2, 1)), np.ones((3, 1)), np.array([[np.nan], [1]])
-    k = np.full((3, 1), -np.inf)
+    q, k, v, dout = minus_infinity_and_zero()
+    q[0, 1] = 1
     operands = (dout, q, k, v, *attention(q, k, v, scale=1.0))
-    for name, gradients in backward_results(case, *operands):
-        for gradient in gradients:
-            np.testing.assert_array_equal(
-                gradient, np.zeros(gradient.shape), name
-            )
+    for name, (dq, dk, dv) in backward_results(case, *operands):
+        np.testing.assert_array_equal(dq[0], [0, 0], name)
+        assert np.isnan(dk[:, 0]).all(), name  # 0 * -inf, from q
+        assert np.isfinite(dk[:, 1]).all(), name
+        # P of row 1, in EPS: log 2.2, lse 2.1, S - lse 1.1, exp 2.
+        np.testing.assert_allclose(dv, 1 / 3, 8 * EPS, err_msg=name)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_gradient_of_a_row_of_minus_infinity_is_read(bad):
+    case = ReferenceCase(scale=1.0, block_q=1, block_k=1)
+    q, k, v, dout = minus_infinity_and_zero()
+    dout[0] = bad
+    operands = (dout, q, k, v, *attention(q, k, v, scale=1.0))
+    for name, (dq, dk, dv) in backward_results(case, *operands):
+        assert np.isnan(dq[0]).all() and np.isfinite(dq[1]).all(), name
+        assert np.isnan(dk).all() and np.isnan(dv).all(), name
 
 
 def test_inputs_are_left_as_they_are():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cuflash.reference import forward
 from cuflash.reference.attention import attention
+from helpers.compare import assert_same_nonfinite
 from helpers.reference_cases import (
     ReferenceCase,
     assert_close,
@@ -37,6 +38,18 @@ def test_nan_comes_out_in_the_same_places(case, data):
         at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
         x[at] = data.draw(st.sampled_from([0.0, np.nan]))
     assert_all_equal_attention(case, *arrays)
+
+
+@given(reference_cases(smallest=1), st.data())
+def test_what_is_not_finite_comes_out_in_the_same_places(case, data):
+    arrays = case.arrays()
+    for x in arrays[:3]:
+        at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
+        x[at] = data.draw(st.sampled_from([np.inf, -np.inf, 1.0]))
+    expected = attention(*arrays[:3], **case.meaning())
+    for name, results in forward_results(case, *arrays[:3]):
+        for got, expect in zip(results, expected, strict=True):
+            assert_same_nonfinite(got, expect, name, case, kinds=False)
 
 
 @given(reference_cases(), st.integers(1, 9))
@@ -88,15 +101,14 @@ def test_inf_in_v_beside_a_score_of_minus_infinity():
         np.testing.assert_array_equal(out, [[np.nan, 3]], name)
 
 
-def test_row_of_minus_infinity_counts_as_seeing_no_key():
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_row_of_minus_infinity_has_weights_of_zero(place):
+    # Its values are read all the same: 0 * inf is NaN.
     case = ReferenceCase(scale=1.0, block_k=1)
-    q, k, v = (
-        np.ones((2, 1)),
-        np.full((3, 1), -np.inf),
-        np.full((3, 2), np.inf),
-    )
+    q, k, v = np.ones((2, 1)), np.full((3, 1), -np.inf), np.ones((3, 2))
+    v[place, 1] = np.inf
     for name, (out, lse) in forward_results(case, q, k, v):
-        np.testing.assert_array_equal(out, np.zeros((2, 2)), name)
+        np.testing.assert_array_equal(out, [[0, np.nan]] * 2, name)
         np.testing.assert_array_equal(lse, [-np.inf, -np.inf], name)
 
 

@@ -109,10 +109,14 @@ def test_no_key_finalizes_to_zero_and_minus_infinity():
     np.testing.assert_array_equal(lse, [-np.inf, -np.inf])
 
 
-def test_visible_scores_of_minus_infinity_are_no_keys():
-    state = TileState.of_tile(np.full((1, 2), -np.inf), np.ones((2, 1)))
+@pytest.mark.parametrize(("bad", "result"), [(1, 0), (np.inf, np.nan)])
+def test_visible_scores_of_minus_infinity_have_no_weight(bad, result):
+    # Their values are read all the same: 0 * inf is NaN.
+    values = np.array([[1.0, 1.0], [1.0, bad]])
+    state = TileState.of_tile(np.full((1, 2), -np.inf), values)
     out, lse = state.finalize()
-    assert (out.item(), lse.item()) == (0, -np.inf)
+    np.testing.assert_array_equal(out, [[0, result]])
+    assert lse.item() == -np.inf
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 import strategies
 from helpers import calls, expected
 from helpers.backends import on_backends
 from helpers.compare import assert_bitwise, assert_matches
 from helpers.data import LAYOUTS, Case, axes_reversed, inputs
-from hypothesis import given
-from hypothesis import strategies as st
 
 DTYPES = ("float16", "bfloat16", "float32")
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)

@@ -432,6 +432,64 @@ def test_head_dim_v_out_of_range(width, error, said):
     )
 
 
+# Counted in int32 ------------------------------------------------------------
+
+MAX_LENGTH = 2_147_482_623
+
+
+def without_memory(shape, dtype=np.float32):
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def calls_with(**sizes):
+    """Each call's arrays, some sizes changed, that share one element."""
+    s = {"batch": 1, "seqlen_q": 1, "seqlen_k": 1, "heads": 1, **sizes}
+    q, k = (
+        without_memory((s["batch"], s[f"seqlen_{x}"], s["heads"], 1))
+        for x in "qk"
+    )
+    lse = without_memory((s["batch"], s["heads"], s["seqlen_q"]))
+    return {
+        "forward": (q, k, k),
+        "backward": (q, q, k, k, q, lse),
+        "merge_states": (q, lse, q, lse),
+    }
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+@pytest.mark.parametrize("name", ["batch", "seqlen_q", "heads"])
+def test_size_that_a_kernel_cannot_count(call, name):
+    arrays = calls_with(**{name: MAX_LENGTH + 1})[call]
+    first = "out_a" if call == "merge_states" else "q"
+    with pytest.raises(UnsupportedError) as caught:
+        getattr(cuflash, call)(*arrays)
+    assert str(caught.value) == (
+        f"{first} has {name.partition('_')[0]} 2147482624, expected at most "
+        "2147482623: kernels count in 32-bit integers, up to the end of the "
+        f"last tile, which may be 1024 past the array's ({first} "
+        f"{arrays[0].shape}; layout is (batch, seqlen, heads, head_dim))"
+    )
+
+
+@pytest.mark.parametrize("call", ["forward", "backward"])
+def test_keys_that_a_kernel_cannot_count(call):
+    with pytest.raises(UnsupportedError, match="^k has seqlen 2147482624, "):
+        getattr(cuflash, call)(*calls_with(seqlen_k=MAX_LENGTH + 1)[call])
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+def test_heads_of_all_batches_that_a_kernel_cannot_count(call):
+    with pytest.raises(UnsupportedError, match=r"batch \* heads 4294967296,"):
+        getattr(cuflash, call)(*calls_with(batch=2**16, heads=2**16)[call])
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+@pytest.mark.parametrize("name", ["batch", "seqlen_q", "seqlen_k", "heads"])
+def test_the_largest_size_that_a_kernel_can_count(call, name):
+    arrays = calls_with(**{name: MAX_LENGTH})[call]
+    getattr(validate, call)(*arrays)
+
+
 # Options ---------------------------------------------------------------------
 
 both_directions = pytest.mark.parametrize("call", ["forward", "backward"])
@@ -559,12 +617,14 @@ def test_out_that_is_read_only():
 
 def test_out_that_is_read_only_on_a_cuda_device():
     class Constant:
-        shape = (5, 8)
-        __cuda_array_interface__ = {"data": (256, True)}
+        """All that the protocol asks for, and no shape of its own."""
 
+        __cuda_array_interface__ = {"data": (256, True), "shape": (5, 8)}
+
+    out = Constant()
     with pytest.raises(ValueRangeError, match="^out is read-only") as caught:
-        validate.writable(Constant())
-    assert "(5, 8)" in str(caught.value)
+        cuflash.forward(CudaArray(), CudaArray(), CudaArray(), out=out)
+    assert "Constant (5, 8))" in str(caught.value)
 
 
 def test_out_that_does_not_say_whether_it_is_read_only():

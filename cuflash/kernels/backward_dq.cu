@@ -21,7 +21,7 @@ backward_dq(const __grid_constant__ BackwardArguments arguments) {
     const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
     const int tile = blockIdx.x % num_q_tiles, pair = blockIdx.x / num_q_tiles;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
-    const float* sums = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, tile);
+    const float* sums = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, tile) + dq_sum_first();
     const float scale = static_cast<float>(arguments.scale);
 
     QueryGrid::Fragments dq;
@@ -29,13 +29,15 @@ backward_dq(const __grid_constant__ BackwardArguments arguments) {
     for (int m = 0; m < QueryGrid::M_TILES; ++m)
         #pragma unroll
         for (int n = 0; n < QueryGrid::N_TILES; ++n) {
-            const float4 sum = *reinterpret_cast<const float4*>(sums + dq_sum_offset(m, n));
+            const float4 sum = *reinterpret_cast<const float4*>(sums + dq_sum_step(m, n));
             dq[m][n][0] = sum.x * scale;
             dq[m][n][1] = sum.y * scale;
             dq[m][n][2] = sum.z * scale;
             dq[m][n][3] = sum.w * scale;
         }
-    store_fragments<Element, BLOCK_Q>(dq_tile, dq, QueryGrid::first_row(), QueryGrid::first_column());
+    Packed<QueryGrid::M_TILES, QueryGrid::N_TILES> packed;
+    pack_fragments<Element>(packed, dq);
+    store_fragments<BLOCK_Q>(dq_tile, packed, QueryGrid::first_row(), QueryGrid::first_column());
     __syncthreads();
 
     const Strides stride = arguments.dq_stride;

@@ -24,10 +24,20 @@ using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;// dV
 using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;     // dQ
 
 // The sums of a tile of dQ lie in the order in which threads hold them, a C fragment's four floats side
-// by side: a warp adds 512 bytes in a row. The offset of the lane's fragment (m, n).
-__device__ __forceinline__ int dq_sum_offset(int m, int n) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    return (((warp * QueryGrid::M_TILES + m) * QueryGrid::N_TILES + n) * 32 + lane) * 4;
+// by side: a warp adds 512 bytes in a row. Where the lane's first fragment stands, and how much further
+// fragment (m, n).
+__device__ __forceinline__ int dq_sum_first() {
+    return (threadIdx.x / 32 * (QueryGrid::M_TILES * QueryGrid::N_TILES) * 32 + threadIdx.x % 32) * 4;
+}
+constexpr int dq_sum_step(int m, int n) { return (m * QueryGrid::N_TILES + n) * 32 * 4; }
+
+// Where element (row, column) of the tile stands: the same order, from the other side.
+__device__ __forceinline__ int dq_sum_place(int row, int column) {
+    const int warp = row / QueryGrid::WARP_ROWS + column / QueryGrid::WARP_COLUMNS * SCORE_WARPS_Q;
+    const int m = row % QueryGrid::WARP_ROWS / 16, n = column % QueryGrid::WARP_COLUMNS / 8;
+    const int lane = row % 8 * 4 + column % 8 / 2;
+    return warp * (QueryGrid::M_TILES * QueryGrid::N_TILES * 128) + dq_sum_step(m, n)
+         + lane * 4 + row % 16 / 8 * 2 + column % 2;
 }
 
 // The start of a tile's sums: tiles of one (batch, head) follow one another, then the next head's.

@@ -33,18 +33,25 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "plan.py and the kernel disagree on shared memory");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the loop below knows one or two stages");
 
+// Columns of dQ that a warp computes at once, in tiles of 8: all, or half where that keeps it to 32 floats.
+constexpr int DQ_SLICE = QueryGrid::M_TILES * QueryGrid::N_TILES > 8 && QueryGrid::N_TILES % 4 == 0
+                       ? QueryGrid::N_TILES / 2 : QueryGrid::N_TILES;
+
 // What a load may find missing: PADDED where the array's head_dim is less than the kernel's.
 constexpr Missing missing(bool ragged) {
     return ragged ? Missing::ROWS_AND_COLUMNS : PADDED ? Missing::COLUMNS : Missing::NOTHING;
 }
 
 using Scores = ScoreGrid::Fragments;
+using ScoreRows = OperandA<BLOCK_Q, Stored::AS_NAMED, ScoreGrid::M_TILES>;
+using ScoreColumns = OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>;
+using PackedScores = Packed<ScoreGrid::M_TILES, ScoreGrid::N_TILES>;
 
-// Where a tile of pairs lies, and what its exponentials need.
+// Where a tile of pairs lies, and the scale of its scores.
 struct TilePair {
     Mask<CAUSAL> mask;
     int q_start, k_start;
-    float scale, c;                                         // c = scale * log2(e)
+    float scale;
 };
 
 // A query's lse as the exponentials want it: rows that see no key, or do not exist, get P = 0.
@@ -52,37 +59,21 @@ __device__ __forceinline__ float effective_lse(float lse, bool exists) {
     return exists && lse != -infinity() ? lse : infinity();
 }
 
-// S becomes P = exp(scale S - lse): 2^(c S - lse log2(e)) or, FAR, from the very product that the
-// forward pass rounded, so that a row's winner gets the weight that it had there.
-template <bool IS_FAR>
-__device__ __forceinline__ void exponentials(Scores& s, const float (&lse)[ScoreGrid::M_TILES][2], const TilePair& at) {
-    #pragma unroll
-    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float lse_log2 = lse[i][half] * LOG2_E;
-            #pragma unroll
-            for (int j = 0; j < ScoreGrid::N_TILES; ++j)
-                #pragma unroll
-                for (int x = half * 2; x < half * 2 + 2; ++x)
-                    s[i][j][x] = IS_FAR ? exp2_approx((__fmul_rn(s[i][j][x], at.scale) - lse[i][half]) * LOG2_E)
-                                        : exp2_near(s[i][j][x], at.c, lse_log2);
-        }
-}
-
+// S becomes P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded it:
+// however large the scores, a row's winner has the weight that it had there.
 __device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const TilePair& at, int num_queries) {
-    float lse[ScoreGrid::M_TILES][2];
-    bool far = false;
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = ScoreGrid::first_row() + i * 16 + half * 8 + threadIdx.x % 32 / 4;
-            lse[i][half] = effective_lse(load_shared_float(lse_rows + row * 4), row < num_queries);
-            far |= fabsf(lse[i][half]) > FAR_LSE && lse[i][half] < infinity();
+            const float lse = effective_lse(load_shared_float(lse_rows + row * 4), row < num_queries);
+            #pragma unroll
+            for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+                #pragma unroll
+                for (int x = half * 2; x < half * 2 + 2; ++x)
+                    s[i][j][x] = exp2_approx((__fmul_rn(s[i][j][x], at.scale) - lse) * LOG2_E);
         }
-    if (__any_sync(WHOLE_WARP, far)) exponentials<true>(s, lse, at);
-    else exponentials<false>(s, lse, at);
 }
 
 // P = dS = 0 where the query does not see the key, whatever stood there.
@@ -102,8 +93,8 @@ __device__ __forceinline__ void apply_mask(Scores& x, const TilePair& at) {
         }
 }
 
-// dS = P (dP - delta). dP becomes dS.
-__device__ __forceinline__ void score_gradients(Scores& dp, const Scores& p, u32 delta_rows) {
+// dS = P (dP - delta), from P as it was rounded. dP becomes dS.
+__device__ __forceinline__ void score_gradients(Scores& dp, const PackedScores& p, u32 delta_rows) {
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
         #pragma unroll
@@ -111,69 +102,37 @@ __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& p, u32
             const int row = ScoreGrid::first_row() + i * 16 + half * 8 + threadIdx.x % 32 / 4;
             const float delta = load_shared_float(delta_rows + row * 4);
             #pragma unroll
-            for (int j = 0; j < ScoreGrid::N_TILES; ++j)
-                #pragma unroll
-                for (int x = half * 2; x < half * 2 + 2; ++x) dp[i][j][x] = p[i][j][x] * (dp[i][j][x] - delta);
+            for (int j = 0; j < ScoreGrid::N_TILES; ++j) {
+                float &low = dp[i][j][half * 2], &high = dp[i][j][half * 2 + 1];
+                low = to_float(low_half<Element>(p[i][j][half])) * (low - delta);
+                high = to_float(high_half<Element>(p[i][j][half])) * (high - delta);
+            }
         }
 }
 
-// D += A B where B's NaNs and infinities must reach only the rows of D whose pair with them is visible
-// (0 * NaN is NaN): finite values go through the product, the others are added one by one. A is P or
-// dS, [query][key] in a tile; QUERY_ROWS: the rows of D are queries (dQ), else keys (dK, dV). Rare.
-template <class Grid, bool QUERY_ROWS, int B_ROWS, int M_TILES, int N_TILES>
-__device__ __forceinline__ void add_nonfinite(float (&d)[M_TILES][N_TILES][4], u32 a, u32 b, const TilePair& at) {
-    #pragma unroll 1
-    for (int k = 0; k < B_ROWS; ++k)
-        #pragma unroll
-        for (int n = 0; n < N_TILES; ++n) {
-            const u32 pair = load_shared(b + tile_offset<B_ROWS>(k, Grid::first_column() + n * 8 + threadIdx.x % 4 * 2));
-            const u32 bad = nonfinite_bits<Element>(pair);
-            if (bad == 0) continue;
-            #pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
-                #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = Grid::first_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
-                    const int query = QUERY_ROWS ? row : k, key = QUERY_ROWS ? k : row;
-                    if (!at.mask.visible(at.q_start + query, at.k_start + key)) continue;
-                    const u32 weights = load_shared(a + tile_offset<BLOCK_Q>(query, key & ~1));
-                    const float weight = to_float(key & 1 ? high_half<Element>(weights) : low_half<Element>(weights));
-                    if (bad & 0x00008000u) d[m][n][half * 2] += weight * to_float(low_half<Element>(pair));
-                    if (bad & 0x80000000u) d[m][n][half * 2 + 1] += weight * to_float(high_half<Element>(pair));
-                }
-        }
-}
-
-// D += A B over the K_STEPS * 16 queries or keys of a tile; `nonfinite`: as add_nonfinite says.
-template <class Grid, bool QUERY_ROWS, int K_STEPS, int B_ROWS, bool MASKED, int M_TILES, int N_TILES>
+// D += A B over the queries or keys of a tile, for the warp's rows and columns of D. A is P or dS, B is
+// dO, Q or K. With a NaN or an infinity in B the product would spread it, as 0 * NaN, to rows whose pair
+// with it is invisible: then finite values only; repair() sees to the others.
+template <bool QUERY_ROWS, int B_ROWS, bool MASKED, int M_TILES, int N_TILES>
 __device__ __forceinline__ void gradient_product(
-    float (&d)[M_TILES][N_TILES][4], u32 a_tile, u32 b_tile, const TilePair& at, bool nonfinite) {
-    const OperandA<BLOCK_Q, QUERY_ROWS ? Stored::AS_NAMED : Stored::TRANSPOSED, M_TILES> a(a_tile, Grid::first_row());
-    const OperandB<B_ROWS, Stored::AS_NAMED, N_TILES / 2> b(b_tile, Grid::first_column());
-    if (MASKED && nonfinite) {
-        product<Element, K_STEPS>(d, a, Sanitized<Element, OperandB<B_ROWS, Stored::AS_NAMED, N_TILES / 2>>{b});
-        add_nonfinite<Grid, QUERY_ROWS, B_ROWS>(d, a_tile, b_tile, at);
-    } else {
-        product<Element, K_STEPS>(d, a, b);
-    }
+    float (&d)[M_TILES][N_TILES][4], u32 a_tile, u32 b_tile, int first_row, int first_column, bool nonfinite) {
+    using B = OperandB<B_ROWS, Stored::AS_NAMED, N_TILES / 2>;
+    const OperandA<BLOCK_Q, QUERY_ROWS ? Stored::AS_NAMED : Stored::TRANSPOSED, M_TILES> a(a_tile, first_row);
+    const B b(b_tile, first_column);
+    if (MASKED && nonfinite) product<Element, B_ROWS / 16>(d, a, Sanitized<Element, B>{b});
+    else product<Element, B_ROWS / 16>(d, a, b);
 }
 
-// Adds the tile's dQ to its sum. DETERMINISTIC: after the key tiles before this one, before those behind;
-// they were launched before it, so the wait ends.
-__device__ __forceinline__ void add_dq(const QueryGrid::Fragments& dq, float* sum, int* turn, int k_tile) {
-    if (DETERMINISTIC) {
-        if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
-        __syncthreads();
-    }
-    #pragma unroll
-    for (int m = 0; m < QueryGrid::M_TILES; ++m)
-        #pragma unroll
-        for (int n = 0; n < QueryGrid::N_TILES; ++n) reduce_add_4(sum + dq_sum_offset(m, n), dq[m][n]);
-    if (DETERMINISTIC) {
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) store_release(turn, k_tile + 1);
-    }
+// Has the key tiles before this one added to the tile of dQ? They were launched before it, so the wait ends.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int k_tile) {
+    if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
+    __syncthreads();
+}
+
+__device__ __forceinline__ void pass_turn(int* turn, int k_tile) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(turn, k_tile + 1);
 }
 
 // Scales a gradient, rounds it and stores it through the shared tile. By the whole block.
@@ -187,13 +146,80 @@ __device__ __forceinline__ void store_gradient(
         for (int n = 0; n < N_TILES; ++n)
             #pragma unroll
             for (int x = 0; x < 4; ++x) gradient[m][n][x] *= scale;
-    store_fragments<Element, BLOCK_K>(tile, gradient, Grid::first_row(), Grid::first_column());
+    Packed<M_TILES, N_TILES> packed;
+    pack_fragments<Element>(packed, gradient);
+    store_fragments<BLOCK_K>(tile, packed, Grid::first_row(), Grid::first_column());
     __syncthreads();
     const i64 first_row = static_cast<i64>(where.tile) * BLOCK_K;
     u16* rows = static_cast<u16*>(target)
               + where.batch * stride.batch + where.head * stride.head + first_row * stride.token;
     store_tile<BLOCK_K, COLUMNS, THREADS, BLOCK_K>(
         tile, 0, rows, stride.token, num_rows, num_columns, rows_aligned(target, stride), threadIdx.x);
+}
+
+// A head's rows of one array, by token.
+struct HeadRows {
+    const Element* first;
+    i64 stride;
+    __device__ __forceinline__ HeadRows(const void* array, Strides stride, int batch, int head)
+        : first(static_cast<const Element*>(array) + batch * stride.batch + head * stride.head), stride(stride.token) {}
+    __device__ __forceinline__ float at(int token, int column) const { return to_float(first[token * stride + column]); }
+};
+
+__device__ __forceinline__ bool is_nonfinite(float x) { return !(fabsf(x) < infinity()); }
+
+// The product of two rows, in every lane of the warp.
+__device__ __forceinline__ float row_product(const HeadRows& a, int i, const HeadRows& b, int j, int columns) {
+    float sum = 0.0f;
+    for (int d = threadIdx.x % 32; d < columns; d += 32) sum += a.at(i, d) * b.at(j, d);
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(WHOLE_WARP, sum, distance);
+    return sum;
+}
+
+// x += weight * value where the value is NaN or infinite.
+__device__ __forceinline__ void add_nonfinite(Element& x, float weight, float value) {
+    if (is_nonfinite(value)) x = low_half<Element>(pack<Element>(to_float(x) + weight * value, 0.0f));
+}
+
+// Adds to dV, dK and the sums of dQ what gradient_product() left out: the NaNs and infinities of dO, Q
+// and K, in query tiles that the mask cuts, for visible pairs. A warp takes a key at a time and the
+// queries one after the other, so no two write one row of dV or dK. Slow, rare.
+__device__ __forceinline__ void repair(
+    const BackwardArguments& arguments, TileOfHead where, const Mask<CAUSAL>& mask, QueryTiles tiles) {
+    const Shape& shape = arguments.shape;
+    const int lane = threadIdx.x % 32, group_size = shape.num_heads_q / shape.num_heads_kv;
+    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const float scale = static_cast<float>(arguments.scale);
+    const HeadRows k(arguments.k, arguments.k_stride, where.batch, where.head);
+    const HeadRows v(arguments.v, arguments.v_stride, where.batch, where.head);
+    const Strides dks = arguments.dk_stride, dvs = arguments.dv_stride;
+    __syncthreads();                                        // the block has stored dK and dV
+    for (int j = threadIdx.x / 32; j < BLOCK_K; j += NUM_WARPS) {
+        const int key = where.tile * BLOCK_K + j;
+        if (key >= shape.seqlen_k) return;
+        Element* dk = static_cast<Element*>(arguments.dk) + where.batch * dks.batch + where.head * dks.head + key * dks.token;
+        Element* dv = static_cast<Element*>(arguments.dv) + where.batch * dvs.batch + where.head * dvs.head + key * dvs.token;
+        for (int head = where.head * group_size; head < (where.head + 1) * group_size; ++head) {
+            const HeadRows q(arguments.q, arguments.q_stride, where.batch, head);
+            const HeadRows dout(arguments.dout, arguments.dout_stride, where.batch, head);
+            const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
+            const int end = min(tiles.first_full * BLOCK_Q, shape.seqlen_q);
+            for (int query = max(tiles.first * BLOCK_Q, mask.first_query(key)); query < end; ++query) {
+                const float lse = static_cast<const float*>(arguments.lse)[pair * shape.seqlen_q + query];
+                const float delta = static_cast<const float*>(arguments.delta)[pair * shape.seqlen_q + query];
+                const float s = row_product(q, query, k, key, shape.head_dim);
+                const float p = exp2_approx((__fmul_rn(s, scale) - effective_lse(lse, true)) * LOG2_E);
+                const float ds = p * (row_product(dout, query, v, key, shape.head_dim_v) - delta);
+                for (int d = lane; d < shape.head_dim_v; d += 32) add_nonfinite(dv[d], p, dout.at(query, d));
+                for (int d = lane; d < shape.head_dim; d += 32) {
+                    add_nonfinite(dk[d], ds * scale, q.at(query, d));
+                    const float value = k.at(key, d);
+                    float* sum = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, query / BLOCK_Q);
+                    if (is_nonfinite(value)) atomicAdd(sum + dq_sum_place(query % BLOCK_Q, d), ds * value);
+                }
+            }
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -212,7 +238,7 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
     const int k_start = where.tile * BLOCK_K;
     const float scale = static_cast<float>(arguments.scale);
-    TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, k_start, scale, scale * LOG2_E};
+    TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, k_start, scale};
     const QueryTiles tiles = at.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     const Strides qs = arguments.q_stride, dos = arguments.dout_stride;
 
@@ -268,9 +294,30 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
     cp_async_wait<0>();
     const bool k_nonfinite = __syncthreads_or(loaded_nonfinite<Element, BLOCK_K, HEAD_DIM, THREADS>(k_tile));
 
+    // dQ = dS K of a tile, added to its sum; a slice of its columns at a time where registers are few.
+    const auto add_dq = [&](auto masked, int head, int tile) {
+        const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
+        int* turn = static_cast<int*>(arguments.turns) + pair * num_q_tiles + tile;
+        float* sum = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, tile) + dq_sum_first();
+        if (DETERMINISTIC) wait_for_turn(turn, where.tile);
+        #pragma unroll
+        for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
+            float dq[QueryGrid::M_TILES][DQ_SLICE][4];
+            set_zero(dq);
+            gradient_product<true, BLOCK_K, masked.value>(
+                dq, ds_tile, k_tile, QueryGrid::first_row(), QueryGrid::first_column() + first * 8, k_nonfinite);
+            #pragma unroll
+            for (int m = 0; m < QueryGrid::M_TILES; ++m)
+                #pragma unroll
+                for (int n = 0; n < DQ_SLICE; ++n) reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
+        }
+        if (DETERMINISTIC) pass_turn(turn, where.tile);
+    };
+
     // One query tile: its Q and dO are on their way to `stage`, the other stage's place is free once all
     // warps are past the first barrier.
     int stage = 0;
+    bool needs_repair = false;                              // the same in all threads
     const auto step = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
         const u32 q_tile = shared_address(&shared.q[stage]), dout_tile = shared_address(&shared.dout[stage]);
@@ -282,34 +329,34 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
                                          || loaded_nonfinite<Element, BLOCK_Q, HEAD_DIM_V, THREADS>(dout_tile));
         else
             __syncthreads();
+        if constexpr (MASKED) needs_repair |= nonfinite || k_nonfinite;
         if (NUM_STAGES == 2) load_queries(stage ^ 1);
 
-        Scores p, ds;
-        set_zero(p);
-        product<Element, HEAD_DIM / 16>(
-            p, OperandA<BLOCK_Q, Stored::AS_NAMED, ScoreGrid::M_TILES>(q_tile, ScoreGrid::first_row()),
-            OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>(k_tile, ScoreGrid::first_column()));
-        probabilities(p, shared_address(&shared.lse[stage]), at, shape.seqlen_q - at.q_start);
-        if constexpr (MASKED) apply_mask(p, at);
-        store_fragments<Element, BLOCK_Q>(p_tile, p, ScoreGrid::first_row(), ScoreGrid::first_column());
+        Scores s;                                           // S, then P
+        set_zero(s);
+        product<Element, HEAD_DIM / 16>(s, ScoreRows(q_tile, ScoreGrid::first_row()),
+                                        ScoreColumns(k_tile, ScoreGrid::first_column()));
+        probabilities(s, shared_address(&shared.lse[stage]), at, shape.seqlen_q - at.q_start);
+        if constexpr (MASKED) apply_mask(s, at);
+        PackedScores p;
+        pack_fragments<Element>(p, s);
+        store_fragments<BLOCK_Q>(p_tile, p, ScoreGrid::first_row(), ScoreGrid::first_column());
 
+        Scores ds;                                          // dP, then dS
         set_zero(ds);
-        product<Element, HEAD_DIM_V / 16>(
-            ds, OperandA<BLOCK_Q, Stored::AS_NAMED, ScoreGrid::M_TILES>(dout_tile, ScoreGrid::first_row()),
-            OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>(v_tile, ScoreGrid::first_column()));
+        product<Element, HEAD_DIM_V / 16>(ds, ScoreRows(dout_tile, ScoreGrid::first_row()),
+                                          ScoreColumns(v_tile, ScoreGrid::first_column()));
         score_gradients(ds, p, shared_address(&shared.delta[stage]));
         if constexpr (MASKED) apply_mask(ds, at);
-        store_fragments<Element, BLOCK_Q>(ds_tile, ds, ScoreGrid::first_row(), ScoreGrid::first_column());
+        pack_fragments<Element>(p, ds);
+        store_fragments<BLOCK_Q>(ds_tile, p, ScoreGrid::first_row(), ScoreGrid::first_column());
         __syncthreads();
 
-        gradient_product<ValueGrid, false, BLOCK_Q / 16, BLOCK_Q, MASKED>(dv, p_tile, dout_tile, at, nonfinite);
-        QueryGrid::Fragments dq;
-        set_zero(dq);
-        gradient_product<QueryGrid, true, BLOCK_K / 16, BLOCK_K, MASKED>(dq, ds_tile, k_tile, at, k_nonfinite);
-        const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
-        add_dq(dq, dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, tile),
-               static_cast<int*>(arguments.turns) + pair * num_q_tiles + tile, where.tile);
-        gradient_product<KeyGrid, false, BLOCK_Q / 16, BLOCK_Q, MASKED>(dk, ds_tile, q_tile, at, nonfinite);
+        gradient_product<false, BLOCK_Q, MASKED>(
+            dv, p_tile, dout_tile, ValueGrid::first_row(), ValueGrid::first_column(), nonfinite);
+        add_dq(masked, head, tile);
+        gradient_product<false, BLOCK_Q, MASKED>(
+            dk, ds_tile, q_tile, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
 
         if (NUM_STAGES == 1) {
             __syncthreads();
@@ -331,4 +378,5 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
                                       num_rows, shape.head_dim);
     store_gradient<ValueGrid, HEAD_DIM_V>(dv, 1.0f, v_tile, arguments.dv, arguments.dv_stride, where,
                                           num_rows, shape.head_dim_v);
+    if (needs_repair) repair(arguments, where, at.mask, tiles);
 }

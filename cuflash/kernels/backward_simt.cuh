@@ -3,8 +3,8 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  D = rowsum(dO O),  dS = P (dP - D)
 //
 // (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) P comes from lse alone; S is computed in the
-// order of forward_simt.cu. A query with lse = -inf has seen no key and takes part in nothing,
-// whatever its q and dO are: Query::sees_keys says so.
+// order of forward_simt.cu. The mask alone says which pairs take part: one that is visible does so
+// where P = 0 too, and 0 * inf and 0 * NaN are NaN.
 #pragma once
 #include "types.cuh"
 #include "mask.cuh"
@@ -12,16 +12,15 @@
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
-struct Query {
-    Real lse, delta;
-    bool sees_keys() const { return lse != -infinity(); }
-};
+struct Query { Real lse, delta; };
 
 struct Weight { Real p, ds; };
 
-// P and dS of a pair of S = products of q and k, dP = products of dO and v.
+// P and dS of a pair of S = products of q and k, dP = products of dO and v. lse = -inf says that all
+// of the query's scores are -inf: P is 0.
 inline Weight weight_of(Real s, Real dp, const Query& query, Real scale) {
-    const Real p = exp(rounded_product(s, scale) - query.lse);
+    const Real p =
+        query.lse == -infinity() ? Real(0) : exp(rounded_product(s, scale) - query.lse);
     return {p, p * (dp - query.delta)};
 }
 

@@ -61,11 +61,11 @@ inline void weights(SharedPlan& shared, int row, int thread_of_row, Real scale) 
     }
 }
 
-// dV += P^T dO, dK += dS^T Q over the tile's queries from first to end, those that see the key
+// dV += P^T dO, dK += dS^T Q over the tile's queries from first to end, those that see the key only:
+// 0 * NaN is NaN
 inline void accumulate(
     Gradients& sums, const SharedPlan& shared, int row, int thread_of_row, int first, int end) {
     for (int i = first; i < end; ++i) {
-        if (!shared.queries[i].sees_keys()) continue;           // nothing times NaN must not happen
         const Real p = shared.p[row][i], ds = shared.ds[row][i];
         for (int n = 0; n < V_COLUMNS; ++n)
             sums.dv[n] = fma(p, shared.dout[i][thread_of_row + n * THREADS_PER_ROW], sums.dv[n]);

@@ -68,8 +68,8 @@ backward_simt_dq(const __grid_constant__ BackwardArguments arguments) {
     // Which query of the tile, and which of its threads.
     const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;
     const int i = q_start + row;
-    const Query query = i < shape.seqlen_q ? head.query(i) : Query{-infinity(), 0};
-    const int num_keys = query.sees_keys() ? mask.num_keys(i) : 0;
+    const Query query = i < shape.seqlen_q ? head.query(i) : Query{0, 0};
+    const int num_keys = i < shape.seqlen_q ? mask.num_keys(i) : 0;
     const Real scale = arguments.scale;
 
     const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;

@@ -76,25 +76,10 @@ __device__ __forceinline__ void apply_mask(Scores& s, const Problem& problem, in
         }
 }
 
-// S becomes P = 2^(c S - reference), and l grows by its row sums.
-template <float (*EXP2)(float, float, float)>
-__device__ __forceinline__ void exponentials(Scores& s, Rows& rows, const float (&reference)[M_TILES][2], float c) {
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int j = 0; j < S_TILES; ++j)
-            #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                s[i][j][x] = EXP2(s[i][j][x], c, reference[i][x / 2]);
-                rows.l[i][x / 2] += s[i][j][x];
-            }
-}
-
 // m = max(m_old, rowmax(S)), P = 2^(c (S - m)), l = l 2^(c (m_old - m)) + rowsum(P), and acc by the
 // same factor (FlashAttention-2, Alg. 1, lines 9 and 10). S becomes P. No barrier inside.
 __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc, float c) {
     float reference[M_TILES][2];
-    bool far = false;
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
@@ -110,48 +95,36 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
             rows.l[i][half] *= rescale;
             #pragma unroll
             for (int j = 0; j < O_TILES; ++j) { acc[i][j][half * 2] *= rescale; acc[i][j][half * 2 + 1] *= rescale; }
-            far |= fabsf(reference[i][half]) > FAR;
         }
-    if (__any_sync(WHOLE_WARP, far)) exponentials<exp2_far>(s, rows, reference, c);
-    else exponentials<exp2_near>(s, rows, reference, c);
-}
-
-// acc += P V.
-__device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v) {
-    product<Element, BLOCK_K / 16>(acc, RegisterA<Element, M_TILES, S_TILES>(p),
-                                   OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>(v, 0));
-}
-
-// acc += P V for a tile that the mask cuts and whose V holds a NaN or an infinity: a product would
-// spread it, as 0 * NaN, to queries that do not see its key. Finite values go through the product,
-// the others are added one by one where they are seen (a visible weight is positive). Slow and rare.
-__device__ __forceinline__ void accumulate_nonfinite(
-    Output& acc, const Scores& p, u32 v, const Problem& problem, int k_start) {
-    const OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2> values(v, 0);
-    product<Element, BLOCK_K / 16>(acc, RegisterA<Element, M_TILES, S_TILES>(p),
-                                   Sanitized<Element, OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>>{values});
-    #pragma unroll 1
-    for (int key = 0; key < BLOCK_K; ++key)
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
-        for (int j = 0; j < O_TILES; ++j) {
-            const u32 pair = load_shared(v + tile_offset<BLOCK_K>(key, j * 8 + threadIdx.x % 4 * 2));
-            const u32 bad = nonfinite_bits<Element>(pair);
-            if (bad == 0) continue;
+        for (int j = 0; j < S_TILES; ++j)
             #pragma unroll
-            for (int i = 0; i < M_TILES; ++i)
-                #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    if (!problem.mask.visible(problem.first_row + i * 16 + half * 8, k_start + key)) continue;
-                    if (bad & 0x00008000u) acc[i][j][half * 2] += to_float(low_half<Element>(pair));
-                    if (bad & 0x80000000u) acc[i][j][half * 2 + 1] += to_float(high_half<Element>(pair));
-                }
-        }
+            for (int x = 0; x < 4; ++x) {
+                s[i][j][x] = exp2_of_product(s[i][j][x], c, reference[i][x / 2]);
+                rows.l[i][x / 2] += s[i][j][x];
+            }
+}
+
+// acc += P V. With a NaN or an infinity in V's tile the product would spread it, as 0 * NaN, to queries
+// that do not see its key: then finite values only; repair() sees to the others.
+template <bool MASKED>
+__device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v, bool nonfinite) {
+    using Values = OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>;
+    constexpr int KEY_STEPS = BLOCK_K / 16;
+    const RegisterA<Element, M_TILES, S_TILES> weights(p);
+    const Values values(v, 0);
+    if (MASKED && nonfinite)
+        product<Element, KEY_STEPS, KEY_STEPS>(acc, weights, Sanitized<Element, Values>{values});
+    else
+        product<Element, KEY_STEPS, KEY_STEPS>(acc, weights, values);
 }
 
 // O = acc / l and lse = scale * m + log(l); rows that saw no key: 0 and -inf. Each warp stores its own
 // rows: O goes through the place of Q, of which no other warp reads these rows.
 __device__ __forceinline__ void store(
-    const ForwardArguments& arguments, TileOfHead where, u32 out_tile, Output& acc, Rows& rows) {
+    const ForwardArguments& arguments, TileOfHead where, u32 out_tile, Output& acc, Rows& state) {
     const Shape& shape = arguments.shape;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_row = where.tile * BLOCK_Q + warp * WARP_ROWS;
@@ -160,7 +133,7 @@ __device__ __forceinline__ void store(
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = warp_row + i * 16 + half * 8 + lane / 4;
-            const float m = rows.m[i][half], l = quad_sum(rows.l[i][half]);
+            const float m = state.m[i][half], l = quad_sum(state.l[i][half]);
             const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
             #pragma unroll
             for (int j = 0; j < O_TILES; ++j) { acc[i][j][half * 2] *= inverse; acc[i][j][half * 2 + 1] *= inverse; }
@@ -171,14 +144,45 @@ __device__ __forceinline__ void store(
                     l == 0.0f ? -infinity() : m * scale + logf(l);
             }
         }
-    store_fragments<Element, BLOCK_Q>(out_tile, acc, warp * WARP_ROWS, 0);
+    Packed<M_TILES, O_TILES> out;
+    pack_fragments<Element>(out, acc);
+    store_fragments<BLOCK_Q>(out_tile, out, warp * WARP_ROWS, 0);
     __syncwarp();
     const Strides stride = arguments.out_stride;
-    u16* out = static_cast<u16*>(arguments.out)
-             + where.batch * stride.batch + where.head * stride.head + warp_row * stride.token;
+    u16* rows = static_cast<u16*>(arguments.out)
+              + where.batch * stride.batch + where.head * stride.head + warp_row * stride.token;
     store_tile<WARP_ROWS, HEAD_DIM_V, 32, BLOCK_Q>(
-        out_tile, warp * WARP_ROWS, out, stride.token, shape.seqlen_q - warp_row, shape.head_dim_v,
+        out_tile, warp * WARP_ROWS, rows, stride.token, shape.seqlen_q - warp_row, shape.head_dim_v,
         rows_aligned(arguments.out, stride), lane);
+}
+
+// Adds to O what accumulate() left out: the NaNs and infinities of V in tiles that the mask cuts, each to
+// the queries that see its key, times the sign of its weight (0 * inf is NaN). m: the rows' maxima, in
+// shared memory. By the whole block; slow, rare.
+__device__ __forceinline__ void repair(
+    const ForwardArguments& arguments, TileOfHead where, const Problem& problem, const float* m) {
+    const Shape& shape = arguments.shape;
+    const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride, os = arguments.out_stride;
+    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv), q_start = where.tile * BLOCK_Q;
+    const Element* q = static_cast<const Element*>(arguments.q) + where.batch * qs.batch + where.head * qs.head;
+    const Element* k = static_cast<const Element*>(arguments.k) + where.batch * ks.batch + kv_head * ks.head;
+    const Element* v = static_cast<const Element*>(arguments.v) + where.batch * vs.batch + kv_head * vs.head;
+    Element* out = static_cast<Element*>(arguments.out) + where.batch * os.batch + where.head * os.head;
+    const int first_key = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K).num_full * BLOCK_K;
+    for (int i = threadIdx.x; i < BLOCK_Q * shape.head_dim_v; i += THREADS) {
+        const int row = i / shape.head_dim_v, column = i % shape.head_dim_v, query = q_start + row;
+        if (query >= shape.seqlen_q) return;
+        Element& x = out[query * os.token + column];
+        for (int key = first_key; key < problem.mask.num_keys(query); ++key) {
+            const float value = to_float(v[key * vs.token + column]);
+            if (fabsf(value) < infinity()) continue;
+            float score = 0.0f;
+            for (int d = 0; d < shape.head_dim; ++d) score += to_float(q[query * qs.token + d]) * to_float(k[key * ks.token + d]);
+            const float weight = m[row] == -infinity() ? 0.0f
+                               : exp2_of_product(NEGATE_SCORES ? -score : score, problem.c, m[row] * problem.c);
+            x = low_half<Element>(pack<Element>(to_float(x) + weight * value, 0.0f));
+        }
+    }
 }
 
 // The block's tile: the last tiles, which see the most keys, first. Asked at the start and at the end,
@@ -201,7 +205,7 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
 
     // Prologue: which tile; the first Q and K are on their way.
     const Shape& shape = arguments.shape;
-    const TileOfHead where = tile_of_this_block(arguments);
+    TileOfHead where = tile_of_this_block(arguments);
     const int q_start = where.tile * BLOCK_Q;
     const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
@@ -248,6 +252,8 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
         load_k(tile, Bool<true>{});
     }
 
+    bool needs_repair = false;                              // the same in all threads
+
     // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is free
     // once all warps are past the first barrier; K's place is free past the second.
     const auto step = [&](auto masked) {
@@ -265,12 +271,21 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
             __syncthreads();
         if (tile > 0) load_k(tile - 1, Bool<false>{});
         softmax_step(s, rows, acc, problem.c);
-        if (masked.value && nonfinite) accumulate_nonfinite(acc, s, v_tile, problem, tile * BLOCK_K);
-        else accumulate(acc, s, v_tile);
+        accumulate<masked.value>(acc, s, v_tile, nonfinite);
+        if constexpr (masked.value) needs_repair |= nonfinite;
     };
 
     for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
     for (; tile >= 0; --tile) step(Bool<false>{});
 
-    store(arguments, tile_of_this_block(arguments), q_tile, acc, rows);
+    where = tile_of_this_block(arguments);
+    store(arguments, where, q_tile, acc, rows);
+    if (needs_repair) {
+        __syncthreads();                                    // all warps have stored O and are done with K
+        float* m = reinterpret_cast<float*>(&shared.k);
+        for (int i = 0; i < M_TILES; ++i)
+            for (int half = 0; half < 2; ++half) m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
+        __syncthreads();
+        repair(arguments, where, problem, m);
+    }
 }

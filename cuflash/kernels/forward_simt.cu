@@ -137,13 +137,14 @@ forward_simt(const __grid_constant__ ForwardArguments arguments) {
     for (int t = 0; t < THREADS_PER_ROW; ++t) l += shared.q[row][t];
     if (query >= shape.seqlen_q) return;
 
-    // O = acc / l, lse = m + log(l); without a key (l = 0) they are 0 and -inf
+    // O = acc / l, lse = m + log(l). Without a key, or with scores of -inf alone, l and lse are 0 and
+    // -inf, and acc is 0, or NaN where a weight of 0 met an infinite value or NaN: O is that.
     const Strides& os = arguments.out_stride;
     Element* out = static_cast<Element*>(arguments.out)
         + batch * os.batch + query * os.token + head * os.head;
     for (int n = 0; n < COLUMNS_PER_THREAD; ++n) {
         const int column = thread_of_row + n * THREADS_PER_ROW;
-        if (column < shape.head_dim_v) out[column] = l == 0 ? Real(0) : state.acc[n] / l;
+        if (column < shape.head_dim_v) out[column] = state.acc[n] / (l == 0 ? Real(1) : l);
     }
     if (arguments.lse && thread_of_row == 0) {
         Real* lse = static_cast<Real*>(arguments.lse);

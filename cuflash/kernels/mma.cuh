@@ -71,11 +71,13 @@ template <int ROWS, Stored STORED, int COUNT> struct OperandB {
     }
 };
 
-// D += A B over K_STEPS * 16. D: mma C fragments.
-template <class Element, int K_STEPS, int M_TILES, int N_TILES, class A, class B>
+// D += A B over K_STEPS * 16. D: mma C fragments. The loop is unrolled panel by panel: unrolled whole,
+// the assembler loads fragments so far ahead that it spills. An A in registers needs it whole: register
+// arrays have no run-time index.
+template <class Element, int K_STEPS, int UNROLL = 4, int M_TILES, int N_TILES, class A, class B>
 __device__ __forceinline__ void product(float (&d)[M_TILES][N_TILES][4], const A& a, const B& b) {
     static_assert(N_TILES % 2 == 0, "a block of B is 16 columns");
-    #pragma unroll
+    #pragma unroll UNROLL
     for (int k = 0; k < K_STEPS; ++k) {
         u32 a_fragment[M_TILES][4];
         #pragma unroll
@@ -134,18 +136,32 @@ template <int M_TILES, int N_TILES> __device__ __forceinline__ void set_zero(flo
             for (int i = 0; i < 4; ++i) d[m][n][i] = 0.0f;
 }
 
-// Writes C fragments, rounded to Element, to a tile of ROWS rows. 4 bytes a thread; a warp's eight
-// rows of 16 bytes lie in different banks by the swizzle.
-template <class Element, int ROWS, int M_TILES, int N_TILES>
+// C fragments rounded to Element, two neighbours to a register: [..][..][0] the upper row, [1] the lower.
+template <int M_TILES, int N_TILES> using Packed = u32[M_TILES][N_TILES][2];
+
+template <class Element, int M_TILES, int N_TILES>
+__device__ __forceinline__ void pack_fragments(Packed<M_TILES, N_TILES>& packed, const float (&c)[M_TILES][N_TILES][4]) {
+    #pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+        #pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+            packed[m][n][0] = pack<Element>(c[m][n][0], c[m][n][1]);
+            packed[m][n][1] = pack<Element>(c[m][n][2], c[m][n][3]);
+        }
+}
+
+// Writes packed fragments to a tile of ROWS rows. 4 bytes a thread; a warp's eight rows of 16 bytes lie
+// in different banks by the swizzle.
+template <int ROWS, int M_TILES, int N_TILES>
 __device__ __forceinline__ void store_fragments(
-    u32 tile, const float (&c)[M_TILES][N_TILES][4], int first_row, int first_column) {
+    u32 tile, const Packed<M_TILES, N_TILES>& packed, int first_row, int first_column) {
     const int lane = opaque(threadIdx.x % 32);
     const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
     #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
         #pragma unroll
-        for (int n = 0; n < N_TILES; ++n) {
-            store_shared(tile + tile_offset<ROWS>(row + m * 16, column + n * 8), pack<Element>(c[m][n][0], c[m][n][1]));
-            store_shared(tile + tile_offset<ROWS>(row + m * 16 + 8, column + n * 8), pack<Element>(c[m][n][2], c[m][n][3]));
-        }
+        for (int n = 0; n < N_TILES; ++n)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                store_shared(tile + tile_offset<ROWS>(row + m * 16 + half * 8, column + n * 8), packed[m][n][half]);
 }

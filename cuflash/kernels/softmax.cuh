@@ -18,22 +18,10 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
 }
 
-// 2^(score * c - reference) as one fused multiply-add and one exponential. Exact at score * c =
-// reference only while rounding the product costs less than it weighs: see exp2_far.
-__device__ __forceinline__ float exp2_near(float score, float c, float reference) {
-    return exp2_approx(fmaf(score, c, -reference));
-}
-
-// The same where |reference| may be so large that one rounding of score * c is a factor 2^many: both
-// products are rounded alike, so that the row's maximum has weight 1 exactly.
-__device__ __forceinline__ float exp2_far(float score, float c, float reference) {
+// 2^(score * c - reference) with the product rounded by itself, as the reference was. A fused
+// multiply-add would save an instruction, but where |score * c| is large its unrounded product differs
+// from the reference by more than the exponent can bear: half an ulp of 2^30 is a factor 2^64. So the
+// row's maximum has weight 1 exactly, and every other at most 1.
+__device__ __forceinline__ float exp2_of_product(float score, float c, float reference) {
     return exp2_approx(__fmul_rn(score, c) - reference);
 }
-
-// From this |reference| on exp2_far is needed. Half an ulp of 2^20 is 2^-4: below it exp2_near is off
-// by at most a common factor 2^(1/16) in a row, which the row's sum shares and the division removes.
-constexpr float FAR = 1048576.0f;
-
-// The same for the backward pass, whose reference is a given lse: there lse * log2(e) is off by half an
-// ulp, 2^-12 of P at 2^12, which is under the rounding of P to 16 bits.
-constexpr float FAR_LSE = 4096.0f;

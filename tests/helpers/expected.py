@@ -1,6 +1,7 @@
 """The reference, `low` and `tiny` of a call, put together."""
 
 import numpy as np
+
 from cuflash.reference.attention import attention, attention_vjp
 
 from . import low
