@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -301,14 +302,24 @@ def function(kernel: KernelPlan, device: Device) -> Any:
 
 
 def _load(kernel: KernelPlan, arch: str) -> Any:
-    from cupy.cuda import driver
-
     path = cubin_file(kernel, arch)
-    try:
-        return _load_file(path, kernel)
-    except driver.CUDADriverError:  # a damaged file, as after a loss of power
+    if not _is_whole(path.read_bytes()):  # as after a loss of power
         path.unlink(missing_ok=True)
-        return _load_file(cubin_file(kernel, arch), kernel)
+        path = cubin_file(kernel, arch)
+    return _load_file(path, kernel)
+
+
+def _is_whole(cubin: bytes) -> bool:
+    """Whether an ELF file reaches to the end of its two tables.
+
+    The driver does not look, and crashes on one that does not.
+    """
+    if len(cubin) < 64 or cubin[:4] != b"\x7fELF":
+        return False
+    ph_start, sh_start = struct.unpack_from("<QQ", cubin, 32)
+    ph_size, ph_num, sh_size, sh_num = struct.unpack_from("<HHHH", cubin, 54)
+    end = max(ph_start + ph_size * ph_num, sh_start + sh_size * sh_num)
+    return end <= len(cubin)
 
 
 def _load_file(path: Path, kernel: KernelPlan) -> Any:

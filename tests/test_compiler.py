@@ -156,3 +156,10 @@ def test_a_failed_compilation_leaves_nothing_behind(compiled):
             compiler.cubin_file(wrong, "sm_80")
     assert len(compiled) == 2
     assert not list(compiler.cache_folder().glob("*.cubin"))
+
+
+def test_a_cubin_without_its_end_is_known(compiled):
+    whole = compiler.cubin_file(small_kernel(), "sm_80").read_bytes()
+    assert compiler._is_whole(whole)
+    assert not compiler._is_whole(whole[:-1])
+    assert not compiler._is_whole(b"")
