@@ -54,20 +54,18 @@ struct TilePair {
     float scale;
 };
 
-// A query's lse as the exponentials want it: rows that see no key, or do not exist, get P = 0.
-__device__ __forceinline__ float effective_lse(float lse, bool exists) {
-    return exists && lse != -infinity() ? lse : infinity();
-}
+// A query's lse as the exponentials want it: with -inf, P = 0.
+__device__ __forceinline__ float effective_lse(float lse) { return lse == -infinity() ? infinity() : lse; }
 
 // S becomes P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded it:
 // however large the scores, a row's winner has the weight that it had there.
-__device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const TilePair& at, int num_queries) {
+__device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const TilePair& at) {
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = ScoreGrid::first_row() + i * 16 + half * 8 + threadIdx.x % 32 / 4;
-            const float lse = effective_lse(load_shared_float(lse_rows + row * 4), row < num_queries);
+            const float lse = effective_lse(load_shared_float(lse_rows + row * 4));
             #pragma unroll
             for (int j = 0; j < ScoreGrid::N_TILES; ++j)
                 #pragma unroll
@@ -76,7 +74,7 @@ __device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const Til
         }
 }
 
-// P = dS = 0 where the query does not see the key, whatever stood there.
+// P = dS = 0 where the query does not see the key or is none, whatever stood there.
 __device__ __forceinline__ void apply_mask(Scores& x, const TilePair& at) {
     const int first_query = at.q_start + ScoreGrid::first_row() + threadIdx.x % 32 / 4;
     const int first_key = at.k_start + ScoreGrid::first_column() + threadIdx.x % 4 * 2;
@@ -84,7 +82,8 @@ __device__ __forceinline__ void apply_mask(Scores& x, const TilePair& at) {
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int num_keys = at.mask.num_keys(first_query + i * 16 + half * 8);
+            const int query = first_query + i * 16 + half * 8;
+            const int num_keys = query < at.mask.seqlen_q ? at.mask.num_keys(query) : 0;
             #pragma unroll
             for (int j = 0; j < ScoreGrid::N_TILES; ++j)
                 #pragma unroll
@@ -203,12 +202,12 @@ __device__ __forceinline__ void repair(
             const HeadRows q(arguments.q, arguments.q_stride, where.batch, head);
             const HeadRows dout(arguments.dout, arguments.dout_stride, where.batch, head);
             const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
-            const int end = min(tiles.first_full * BLOCK_Q, shape.seqlen_q);
-            for (int query = max(tiles.first * BLOCK_Q, mask.first_query(key)); query < end; ++query) {
+            for (int query = mask.first_query(key); query < shape.seqlen_q; ++query) {
+                if (tiles.full(query / BLOCK_Q)) continue;
                 const float lse = static_cast<const float*>(arguments.lse)[pair * shape.seqlen_q + query];
                 const float delta = static_cast<const float*>(arguments.delta)[pair * shape.seqlen_q + query];
                 const float s = row_product(q, query, k, key, shape.head_dim);
-                const float p = exp2_approx((__fmul_rn(s, scale) - effective_lse(lse, true)) * LOG2_E);
+                const float p = exp2_approx((__fmul_rn(s, scale) - effective_lse(lse)) * LOG2_E);
                 const float ds = p * (row_product(dout, query, v, key, shape.head_dim_v) - delta);
                 for (int d = lane; d < shape.head_dim_v; d += 32) add_nonfinite(dv[d], p, dout.at(query, d));
                 for (int d = lane; d < shape.head_dim; d += 32) {
@@ -336,7 +335,7 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         set_zero(s);
         product<Element, HEAD_DIM / 16>(s, ScoreRows(q_tile, ScoreGrid::first_row()),
                                         ScoreColumns(k_tile, ScoreGrid::first_column()));
-        probabilities(s, shared_address(&shared.lse[stage]), at, shape.seqlen_q - at.q_start);
+        probabilities(s, shared_address(&shared.lse[stage]), at);
         if constexpr (MASKED) apply_mask(s, at);
         PackedScores p;
         pack_fragments<Element>(p, s);
@@ -366,11 +365,10 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         }
     };
 
-    for (int head = first_head; head < first_head + group_size; ++head) {
-        int tile = tiles.first;
-        for (; tile < tiles.first_full; ++tile) step(Bool<true>{}, head, tile);
-        for (; tile < tiles.end; ++tile) step(Bool<false>{}, head, tile);
-    }
+    for (int head = first_head; head < first_head + group_size; ++head)
+        for (int tile = tiles.first; tile < tiles.end; ++tile)
+            if (tiles.full(tile)) step(Bool<false>{}, head, tile);
+            else step(Bool<true>{}, head, tile);
 
     // Epilogue: dK and dV leave through the places of K and V, once nobody reads those any more.
     __syncthreads();

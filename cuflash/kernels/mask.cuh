@@ -15,9 +15,12 @@ enum class Visibility { NONE, PARTLY, ALL };
 // the others not at all.
 struct KeyTiles { int num_full, num_visited; };
 
-// Query tiles of a key tile: [first, first_full) partly visible, [first_full, end) all visible,
-// those before first not at all.
-struct QueryTiles { int first, first_full, end; };
+// Query tiles of a key tile: those before `first` see nothing of it, [first_full, end_full) all of it.
+// The others, up to `end`, see part of it or (the last one) have rows past seqlen_q.
+struct QueryTiles {
+    int first, first_full, end_full, end;
+    bool full(int tile) const { return tile >= first_full && tile < end_full; }
+};
 
 template <bool CAUSAL>
 struct Mask {
@@ -63,6 +66,7 @@ struct Mask {
         const int first_any = first_query(k_start);                  // sees the tile's first key
         const int first_all = first_query(k_start + block_k - 1);    // sees its last key, hence all
         return {first_any < seqlen_q ? first_any / block_q : end,
-                first_all < seqlen_q ? num_tiles(first_all, block_q) : end, end};
+                first_all < seqlen_q ? num_tiles(first_all, block_q) : end,
+                seqlen_q / block_q, end};
     }
 };

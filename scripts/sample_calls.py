@@ -1,0 +1,74 @@
+"""A few calls of every kernel, for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python scripts/sample_calls.py
+    compute-sanitizer --tool racecheck python scripts/sample_calls.py
+
+Small and awkward shapes: lengths that no tile divides, grouped heads,
+head_dim that is padded, unequal lengths, rows that see no key, NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+import cuflash
+
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+
+# (seqlen_q, seqlen_k, heads, key heads, head_dim, head_dim_v, causal)
+SHAPES = [
+    (200, 200, 2, 2, 64, 64, True),
+    (70, 300, 4, 2, 128, 128, False),
+    (300, 70, 2, 1, 128, 64, True),
+    (65, 129, 2, 2, 40, 72, True),
+    (33, 97, 1, 1, 256, 256, False),
+    (129, 64, 2, 1, 33, 7, True),
+]
+
+
+def draw(random: np.random.Generator, dtype: type, *shape: int):
+    """Standard normal numbers on the GPU."""
+    return cupy.asarray(random.standard_normal(shape).astype(dtype))
+
+
+def run(dtype: type, shape: tuple, seed: int) -> None:
+    """Forward, backward of both kinds, and a merge, of one shape."""
+    seqlen_q, seqlen_k, heads, kv_heads, d, dv, causal = shape
+    random = np.random.default_rng(seed)
+    q = draw(random, dtype, 2, seqlen_q, heads, d)
+    k = draw(random, dtype, 2, seqlen_k, kv_heads, d)
+    v = draw(random, dtype, 2, seqlen_k, kv_heads, dv)
+    dout = draw(random, dtype, 2, seqlen_q, heads, dv)
+    k[0, seqlen_k - 1, 0, 0] = np.nan
+    v[0, seqlen_k - 1, 0, 0] = np.inf
+    out, lse = cuflash.forward(q, k, v, causal=causal, return_lse=True)
+    for deterministic in (False, True):
+        cuflash.backward(
+            dout, q, k, v, out, lse, causal=causal, deterministic=deterministic
+        )
+    cuflash.merge_states(out, lse, out, lse)
+
+
+def main() -> None:
+    """Run every shape in every dtype asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES])
+    arguments = parser.parse_args()
+    for name in arguments.dtype:
+        for seed, shape in enumerate(SHAPES):
+            run(DTYPES[name], shape, seed)
+    cupy.cuda.runtime.deviceSynchronize()
+    print(f"ran {len(SHAPES)} shapes in {', '.join(arguments.dtype)}")
+
+
+if __name__ == "__main__":
+    main()
