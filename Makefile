@@ -38,11 +38,12 @@ bench: .venv/installed-bench
 	$(BIN)/python scripts/bench.py $(ARGS)
 
 # Modules that ruff would take for installed ones when it sorts imports.
-OURS := "cuflash", "cuda_extra", "demo", "demo_parts", "helpers", \
-	"reference_strategies", "strategies"
+OURS := "bench", "bench_parts", "cuflash", "cuda_extra", "demo", \
+	"demo_parts", "helpers", "reference_strategies", "strategies"
 
 lint: .venv/installed-lint
-	$(BIN)/ruff check --line-length 79 --select E,F,W,I,UP,B \
+	$(BIN)/ruff check --line-length 79 --target-version py310 \
+	--select E,F,W,I,UP,B \
 	--config 'lint.isort.known-first-party = [$(OURS)]' $(ARGS) .
 
 .venv/installed-%: setup.cfg pyproject.toml scripts/cuda_extra.py \

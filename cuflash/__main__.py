@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.command == "info":
             return info()
         if given.command == "compile":
-            return compile_for(given.arch.split(","), given.jobs)
+            archs = [arch.strip() for arch in given.arch.split(",")]
+            return compile_for(archs, given.jobs)
         return warmup(given.jobs)
     except CuflashError as error:
         print(f"cuflash: {error}", file=sys.stderr)
@@ -105,8 +106,9 @@ def _describe(kernel: KernelPlan) -> str:
     """A kernel's name and constants in a few words."""
     known = dict(kernel.constants)
     words = [kernel.entry, str(known.get("Element", ""))]
-    if "HEAD_DIM" in known:
-        words.append(f"d {known['HEAD_DIM']}")
+    columns = known.get("HEAD_DIM") or known.get("DQ_COLUMNS")
+    if columns:
+        words.append(f"d {columns}")
     if "BLOCK_K" in known:
         words.append(f"{known['BLOCK_Q']}x{known['BLOCK_K']}")
     words += [n.lower() for n, v in known.items() if v is True]
@@ -160,6 +162,13 @@ def _kernels_of_arch(arch: str) -> list[KernelPlan]:
     if name == arch or not name.rstrip("af").isdigit():
         raise UnsupportedError(
             f"--arch got {arch!r}, expected architectures as in {ARCHS}"
+        )
+    known = compiler.nvrtc_capabilities()
+    if int(name.rstrip("af")) not in known:
+        raise UnsupportedError(
+            f"--arch got {arch!r}, expected one that NVRTC"
+            f" {compiler.nvrtc_version()} compiles for:"
+            f" {', '.join(f'sm_{capability}' for capability in known)}"
         )
     kernels = _kernels(device_of_arch(arch))
     if not kernels:

@@ -77,8 +77,11 @@ def forward(
         several CUDA devices.
     UnsupportedError
         If head_dim or head_dim_v is above 256, another size does not fit
-        32 bits, the GPU is too old, or CUDA arrays come without CuPy
-        installed.
+        32 bits, an array is masked, takes part in automatic differentiation
+        or is another library's on the CPU, the GPU is too old, or CUDA
+        arrays come without CuPy installed.
+    CompileError
+        If a kernel does not compile, or NVRTC is not installed.
 
     See Also
     --------
@@ -114,7 +117,7 @@ def forward(
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
-    backend, arrays = _open(given)
+    backend, arrays = _open(given, written=out)
     call = validate.forward(
         **arrays,
         scale=scale,
@@ -169,8 +172,8 @@ def backward(
 
     Raises
     ------
-    ShapeError, DTypeError, ValueRangeError, UnsupportedError
-        As `forward` does.
+    CuflashError
+        In the same cases as `forward`.
 
     See Also
     --------
@@ -234,8 +237,8 @@ def merge_states(
 
     Raises
     ------
-    ShapeError, DTypeError, ValueRangeError, UnsupportedError
-        As `forward` does.
+    CuflashError
+        In the same cases as `forward`.
 
     See Also
     --------
@@ -272,11 +275,13 @@ def merge_states(
     return _strip(out, call.rank), _strip_lse(lse, call.rank)
 
 
-def _open(given: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+def _open(
+    given: dict[str, Any], written: Any = None
+) -> tuple[ModuleType, dict[str, Any]]:
     """The module that runs the call, and the arrays as it takes them."""
     device = validate.device_of(**given)
-    if "out" in given and "lse" not in given:  # forward's, to be written
-        validate.writable(given["out"])
+    if written is not None:
+        validate.writable(written)
     if device == "cpu":
         from . import cpu
 

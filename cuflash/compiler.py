@@ -8,12 +8,8 @@ that another thread or process that needs the same kernel waits for this one
 kernel and then reads it.
 
 At import the default kernels are compiled in a child process, started at
-once and not waited for. It is a process and not a thread because a process
-that ends while NVRTC is at work in one of its threads may crash in exit()
-(tried: 2 of 20 exits ended in SIGSEGV or SIGABRT), because a child can be
-stopped in the middle of a kernel, and because the importing process then
-does not touch CUDA before its user does: no context on the first GPU of
-many, fork still possible, CUDA_VISIBLE_DEVICES still open.
+once and not waited for. It is a process and not a thread for the reasons in
+CONTRIBUTING.md, "Compiling at import".
 """
 
 from __future__ import annotations
@@ -150,6 +146,12 @@ def nvrtc_version() -> str:
     """Version of NVRTC, as ``13.0``; CompileError if there is none."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
+
+
+def nvrtc_capabilities() -> list[int]:
+    """Compute capabilities that NVRTC compiles for, 90 meaning 9.0."""
+    _, capabilities = _nvrtc().nvrtcGetSupportedArchs()
+    return list(capabilities)
 
 
 def _compile(kernel: KernelPlan, arch: str, *more: str) -> tuple[bytes, str]:
@@ -416,8 +418,9 @@ def start_default_compiles() -> None:
 def remember_default_compiles() -> None:
     """Note that this machine's default kernels are all compiled.
 
-    Until the package, its neighbours, the driver or the GPUs change, an
-    import has then nothing to start.
+    An import has then no child to start, until the package, its neighbours
+    or the GPUs change. A note that is out of date costs time alone: what it
+    takes for compiled is compiled on first use.
     """
     stamp = _stamp()
     stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -456,8 +459,6 @@ def _stamp() -> Path:
         os.environ.get("CUDA_VISIBLE_DEVICES"),
         sorted(map(str, Path("/proc/driver/nvidia/gpus").glob("*"))),
     ]
-    with contextlib.suppress(OSError):
-        known.append(Path("/proc/driver/nvidia/version").read_text())
     digest = hashlib.sha256(repr(known).encode()).hexdigest()[:40]
     return cache_folder() / f"cuflash_{digest}.compiled"
 

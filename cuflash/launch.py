@@ -1,4 +1,4 @@
-"""Runs planned kernels on CuPy arrays: arguments, outputs, launches.
+"""Runs planned kernels on CuPy arrays: inputs, outputs, launches.
 
 Every call is queued on CuPy's current stream and reads nothing back.
 """
@@ -13,54 +13,14 @@ import cupy
 import numpy as np
 
 from cuflash import compiler
+from cuflash.arguments import (
+    BackwardArguments,
+    ForwardArguments,
+    MergeArguments,
+)
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Plan, plan
 from cuflash.problem import Call, Problem
-
-# ---- The structs of kernels/types.cuh, field by field ----
-
-_STRIDES = [(name, np.int64) for name in ("batch", "token", "head")]
-_SHAPE = [
-    (name, np.int32)
-    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q",
-                 "num_heads_kv", "head_dim", "head_dim_v")
-]
-_SCHEDULE = [("heads_per_section", np.int32)]
-
-
-def _struct(*fields: tuple[str, Any]) -> np.dtype:
-    return np.dtype(list(fields), align=True)
-
-
-def _pointers(names: str) -> list[tuple[str, Any]]:
-    return [(name, np.uint64) for name in names.split()]
-
-
-def _strides_of(names: str) -> list[tuple[str, Any]]:
-    return [(f"{name}_stride", _struct(*_STRIDES)) for name in names.split()]
-
-
-_COMMON = [
-    ("shape", _struct(*_SHAPE)),
-    ("schedule", _struct(*_SCHEDULE)),
-    ("scale", np.float64),
-]
-ForwardArguments = _struct(
-    *_pointers("q k v out lse"), *_strides_of("q k v out"), *_COMMON
-)
-BackwardArguments = _struct(
-    *_pointers("dout q k v out lse delta dq_sum turns dq dk dv"),
-    *_strides_of("dout q k v out dq dk dv"),
-    *_COMMON,
-)
-MergeArguments = _struct(
-    *_pointers("out_a lse_a out_b lse_b out lse"),
-    *[
-        (name, np.int32)
-        for name in ("batch", "seqlen_q", "num_heads_q", "head_dim_v")
-    ],
-)
-
 
 # ---- Arrays ----
 
@@ -78,7 +38,8 @@ def _in_place(array: cupy.ndarray, alignment: int) -> bool:
     """Whether a kernel can read rows of `alignment` bytes where they are."""
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         return False
-    moves = [s for s, n in zip(array.strides[:-1], array.shape) if n > 1]
+    sizes = zip(array.strides[:-1], array.shape[:-1], strict=True)
+    moves = [stride for stride, length in sizes if length > 1]
     return not any(x % alignment for x in (array.data.ptr, *moves))
 
 
@@ -132,8 +93,10 @@ def device(index: int) -> Device:
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(decided: Plan, index: int) -> tuple[tuple[Any, int, int, int], ...]:
-    """(function, blocks, threads, shared bytes) of each of a plan's launches."""
+def _loaded(
+    decided: Plan, index: int
+) -> tuple[tuple[Any, int, int, int], ...]:
+    """(function, blocks, threads, shared bytes) of each launch of a plan."""
     return tuple(
         (compiler.function(x.kernel, device(index)), x.blocks,
          x.kernel.threads, x.kernel.shared_bytes)
@@ -186,9 +149,11 @@ def backward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
     p = call.problem
     q, dtype = call.arrays["q"], call.arrays["q"].dtype
     with q.device:
-        dq = cupy.empty(_heads(p, p.seqlen_q, p.num_heads_q, p.head_dim), dtype)
-        dk = cupy.empty(_heads(p, p.seqlen_k, p.num_heads_kv, p.head_dim), dtype)
-        dv = cupy.empty(_heads(p, p.seqlen_k, p.num_heads_kv, p.head_dim_v), dtype)
+        of_queries = (p.seqlen_q, p.num_heads_q)
+        of_keys = (p.seqlen_k, p.num_heads_kv)
+        dq = cupy.empty(_heads(p, *of_queries, p.head_dim), dtype)
+        dk = cupy.empty(_heads(p, *of_keys, p.head_dim), dtype)
+        dv = cupy.empty(_heads(p, *of_keys, p.head_dim_v), dtype)
         if not (dq.size and dk.size):  # no pair of a query and a key
             for gradient in (dq, dk, dv):
                 gradient.fill(0)

@@ -55,7 +55,9 @@ class Tile:
 def candidates(family: str, direction: str) -> Iterator[Tile]:
     """Every tile that a family's kernel is written for, large ones first."""
     if (family, direction) == ("mma", "forward"):
-        for q, k, warps in product((128, 64, 32), (128, 64, 32, 16), (4, 8, 2)):
+        for q, k, warps in product(
+            (128, 64, 32), (128, 64, 32, 16), (4, 8, 2)
+        ):
             yield Tile(q, k, warps)
     elif (family, direction) == ("mma", "backward"):
         for q, k, warps, stages in product((128, 64, 32), (128, 64, 32),

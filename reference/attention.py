@@ -4,10 +4,8 @@ r"""Attention and its gradient with every matrix in the open.
 
 Nothing here is saved: S, P, dP and dS are whole (seqlen_q, seqlen_k)
 matrices. Every other algorithm of this package is measured against these
-functions. Sources: [002] "From Attention Basics to Memory-Efficient
-Implementation" (seed document 002), [003] Chu, Liu and Lin, "An
-Introduction to FlashAttention" (003), [FA] Dao et al. 2022,
-arXiv:2205.14135, Algorithm 0.
+functions. Sources: [002], [003], [FA] Dao et al. 2022, arXiv:2205.14135,
+Algorithm 0.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ P comes from lse alone, a tile at a time:
 like q, k, v. A row to which the mask shows no key gives to no gradient, even
 where its q or dout is NaN. A row of visible scores of -inf has lse -inf and
 P 0 alike, but its pairs are in every sum, and 0 * inf and 0 * NaN are NaN.
-Sources: [001] seed document 001, [003] Chu, Liu and Lin, "An Introduction to
-FlashAttention" (003), [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
+Sources: [001], [003], [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ each, q is (..., seqlen_q, head_dim), k (..., seqlen_k, head_dim) and
 v (..., seqlen_k, head_dim_v), with the same leading axes; out is
 (..., seqlen_q, head_dim_v) and lse (..., seqlen_q), both float64. Tiles
 that see nothing are skipped and tiles that see all need no mask. Sources:
-[003] Chu, Liu and Lin, "An Introduction to FlashAttention" (seed document
-003), [FA] Dao et al. 2022, arXiv:2205.14135, [FA2] Dao 2023,
+[003], [FA] Dao et al. 2022, arXiv:2205.14135, [FA2] Dao 2023,
 arXiv:2307.08691.
 """
 

@@ -16,9 +16,8 @@ saves a tile's journey there.
     `safe_softmax`                               3      3n        n
     `online_softmax`                             4      2n        n
 
-Source: [000] "Flash attention" (seed document 000), problems 1 to 5. It
-gives one cycle to LOAD, STORE, MAC and MAC_Z and is silent on the others;
-here every instruction takes one.
+Source: [000], problems 1 to 5. It gives one cycle to LOAD, STORE, MAC and
+MAC_Z and is silent on the others; here every instruction takes one.
 """
 
 from __future__ import annotations

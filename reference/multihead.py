@@ -11,9 +11,8 @@ W_O (num_heads * head_dim_v, width_out), a head's columns side by side.
 num_heads is a multiple of num_heads_kv, and query head h reads key head
 h // group_size. The scale is head_dim ** -0.5, of one head, as in Vaswani
 et al. 2017, arXiv:1706.03762; [003]'s eq. 3 has the root of the whole width
-there. Sources: [000] "Flash attention" (seed document 000), "Through the
-QKV projections"; [003] Chu, Liu and Lin, "An Introduction to
-FlashAttention" (003), eq. 3 to 10 and the appendix.
+there. Sources: [000], "Through the QKV projections"; [003], eq. 3 to 10 and
+the appendix.
 """
 
 from __future__ import annotations

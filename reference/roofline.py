@@ -6,10 +6,9 @@ with the fields direction ("forward" or "backward"), dtype, batch,
 seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v and
 causal, as cuflash's own Problem has them.
 
-Sources: [003] Chu, Liu and Lin, "An Introduction to FlashAttention" (seed
-document 003), "Memory versus computation" and eq. 43, 44, 78 and 79;
-[FA] Dao et al. 2022, arXiv:2205.14135, Algorithm 1; [R] Williams, Waterman
-and Patterson 2009, doi:10.1145/1498765.1498785.
+Sources: [003], "Memory versus computation" and eq. 43, 44, 78 and 79; [FA]
+Dao et al. 2022, arXiv:2205.14135, Algorithm 1; [R] Williams, Waterman and
+Patterson 2009, doi:10.1145/1498765.1498785.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class Device:
     bandwidth: float
 
 
-# Half-precision matrix products without sparsity, from the data sheets.
+# Half-precision matrix products without sparsity, from the data sheet.
 A100 = Device(peak_flops=312e12, bandwidth=2.04e12)  # 80 GB SXM; [003]
-H200 = Device(peak_flops=989e12, bandwidth=4.8e12)  # SXM
 
 
 def is_forward(problem: Problem) -> bool:

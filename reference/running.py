@@ -8,9 +8,9 @@ that the data may be cut anywhere (compare `tile_state`):
     softmax     (m, l, acc)       corrected by the factor e^(m - m')
     variance    (n, mean, M2)     corrected by the term (x - mean)(x - mean')
 
-Sources: [000] "Flash attention" (seed document 000), "Quiz: Online
-variance"; [W] Welford 1962, doi:10.1080/00401706.1962.10490022; [CGL] Chan,
-Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
+Sources: [000], "Quiz: Online variance"; [W] Welford 1962,
+doi:10.1080/00401706.1962.10490022; [CGL] Chan, Golub and LeVeque 1983,
+doi:10.1080/00031305.1983.10483115.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 r"""Softmax in three passes, softmax in two, and its gradient.
 
-Sources: [000] "Flash attention" (seed document 000), [003] Chu, Liu and
-Lin, "An Introduction to FlashAttention" (003), [MG] Milakov and Gimelshein
-2018, arXiv:1805.02867.
+Sources: [000], [003], [MG] Milakov and Gimelshein 2018, arXiv:1805.02867.
 
 Three rules hold here and in every other module. A score of -inf has weight
 0, also in a row that holds nothing else (where the bare formula says 0 / 0).

@@ -8,9 +8,8 @@ For a set J of keys, a row's state is
 
 Merging the states of two sets gives the state of their union; the empty
 set is the identity. So the keys may be cut and bracketed in any way, and an
-element is a tile of size 1. Sources: [000] "Element is tile" (seed document
-000), [001] "Putting it all together" (001), [FA2] Dao 2023,
-arXiv:2307.08691, Algorithm 1.
+element is a tile of size 1. Sources: [000], "Element is tile"; [001],
+"Putting it all together"; [FA2] Dao 2023, arXiv:2307.08691, Algorithm 1.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ Where this differs from the documents:
 Filling arrays with their first values (0, or -inf for m) is not counted.
 Arrays are of finite numbers here; `forward` and `backward` take any.
 
-Sources: [000] "Flash attention" (seed document 000), "Cost comparison";
-[001] "Flash Attention" (001); [003] Chu, Liu and Lin, "An Introduction to
-FlashAttention" (003), "Memory accesses" and Algorithms 1 to 8.
+Sources: [000], "Cost comparison"; [001]; [003], "Memory accesses" and
+Algorithms 1 to 8.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ def run(dtype: type, shape: tuple, seed: int) -> None:
 def main() -> None:
     """Run every shape in every dtype asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES])
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=[*DTYPES]
+    )
     arguments = parser.parse_args()
     for name in arguments.dtype:
         for seed, shape in enumerate(SHAPES):

@@ -1,26 +1,11 @@
 """scripts/bench.py without a GPU: its grid, its sums, its refusals."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    yield importlib.import_module("bench")
-    for name in [n for n in sys.modules if n.partition(".")[0] == "bench"]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def report(bench):
-    return importlib.import_module("bench_parts.report")
+import bench
+from bench_parts import report
 
 
 def row(direction, seqlen, **tflops):
@@ -30,7 +15,7 @@ def row(direction, seqlen, **tflops):
     return {**cell, "tflops": tflops, "spread": dict.fromkeys(tflops, 0.01)}
 
 
-def test_the_default_grid(bench):
+def test_the_default_grid():
     grid = bench.cells.grid(
         ["forward"], "bfloat16", bench.cells.HEAD_DIMS, [False, True],
         bench.cells.SEQLENS,
@@ -41,7 +26,7 @@ def test_the_default_grid(bench):
         assert cell.heads * cell.head_dim == 2048
 
 
-def test_flops(bench):
+def test_flops():
     cell = bench.cells.Cell("forward", "float16", 64, False, 10, 2, 3)
     assert cell.flops == 4 * 2 * 3 * 10 * 10 * 64
     assert cell.tflops(1.0) == cell.flops / 1e9
@@ -49,7 +34,7 @@ def test_flops(bench):
     assert backward.flops == cell.flops / 2 * 2.5
 
 
-def test_summary(report):
+def test_summary():
     rows = [
         row("forward", 512, cuflash=100.0, fa2=200.0),
         row("forward", 1024, cuflash=400.0, fa2=200.0),
@@ -63,14 +48,14 @@ def test_summary(report):
     assert backward["geometric_mean"] == pytest.approx(1.5)
 
 
-def test_a_peer_that_is_missing_is_a_dash(report):
+def test_a_peer_that_is_missing_is_a_dash():
     text = report.line(row("forward", 512, cuflash=1.0), ["cuflash", "fa2"])
     assert text.split() == [
         "forward", "64", "full", "512", "1.0", "1.0%", "-", "-"
     ]  # fmt: skip
 
 
-def test_a_saved_file_is_whole_or_the_old_one(report, tmp_path):
+def test_a_saved_file_is_whole_or_the_old_one(tmp_path):
     path = tmp_path / "folder" / "out.json"
     report.save(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -79,7 +64,7 @@ def test_a_saved_file_is_whole_or_the_old_one(report, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_no_gpu(bench, monkeypatch, capsys):
+def test_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(bench.machine, "find_gpu", lambda: "no driver")
     assert bench.main([]) == 1
     assert "found none (no driver). Nothing was measured" in (
@@ -97,7 +82,7 @@ def test_no_gpu(bench, monkeypatch, capsys):
         (["--peer", "fa9"], "invalid choice: 'fa9'"),
     ],
 )
-def test_wrong_options(bench, arguments, message, capsys):
+def test_wrong_options(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(arguments)
     assert stopped.value.code == 2
@@ -105,7 +90,7 @@ def test_wrong_options(bench, arguments, message, capsys):
 
 
 @pytest.mark.gpu
-def test_one_cell(bench, tmp_path):
+def test_one_cell(tmp_path):
     path = tmp_path / "bench.json"
     options = ["--head-dim", "64", "--seqlen", "512", "--tokens", "1024",
                "--causal", "yes", "--seconds", "0.01", "--peer"]  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 
 from cuflash import compiler
 from cuflash.errors import CompileError
+from helpers.dtypes import DTYPES
 from helpers.kernels import kernels, small_kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
@@ -46,6 +47,24 @@ def test_every_plain_kernel_compiles(arch, dtype, head_dim):
         report = compiler.report(kernel, arch)
         assert report.shared_bytes == kernel.shared_bytes
         assert not report.warnings
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_compiles(dtype):
+    (kernel,) = kernels("merge", dtype, "sm_80")
+    report = compiler.report(kernel, "sm_80")
+    assert kernel.file == "merge.cu"
+    assert report.spill_bytes == 0 and not report.warnings
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_padded_tensor_core_kernel_compiles(direction):
+    """What no default plan has: padded, deterministic, a scale below 0."""
+    options = {"scale": -1.0, "deterministic": direction == "backward"}
+    for kernel in kernels(direction, "float16", "sm_80", 40, **options):
+        report = compiler.report(kernel, "sm_80")
+        assert report.shared_bytes == kernel.shared_bytes
+        assert report.spill_bytes == 0 and not report.warnings
 
 
 def test_a_report_has_all_its_numbers():

@@ -5,7 +5,7 @@ import pytest
 import cuflash
 from helpers import calls, expected
 from helpers.backends import CupyBackend
-from helpers.compare import assert_matches
+from helpers.compare import assert_forward_matches, assert_gradients_match
 from helpers.data import Case, inputs
 from helpers.dtypes import DTYPES
 
@@ -25,13 +25,11 @@ def check(case, **options):
     """Compare a whole forward and backward with the reference."""
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(GPU, case, q, k, v)
-    want_out, want_lse = expected.forward(q, k, v, **case.meaning())
-    assert_matches(out, want_out, "out", case)
-    assert_matches(lse, want_lse, "lse", case)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches((out, lse), want, case)
     grads = calls.backward(GPU, case, dout, q, k, v, out, lse, **options)
     want = expected.backward(dout, q, k, v, **case.meaning())
-    for name, got, expect in zip(("dq", "dk", "dv"), grads, want, strict=True):
-        assert_matches(got, expect, name, case)
+    assert_gradients_match(grads, want, case)
 
 
 def case_of(dtype, lengths=(113, 203), **changes):

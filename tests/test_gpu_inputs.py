@@ -8,6 +8,7 @@ import pytest
 
 import cuflash
 from helpers.backends import CupyBackend
+from helpers.calls import all_results
 from helpers.compare import assert_bitwise
 from helpers.data import Case, inputs
 
@@ -56,17 +57,8 @@ def placed(dtype, layout="contiguous"):
     return [GPU.place(x) for x in inputs(case)]
 
 
-def both(q, k, v, dout):
-    """Return all five results of forward and backward."""
-    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
-    # CuPy's out and lse among foreign arrays: libraries may be mixed.
-    grads = cuflash.backward(
-        dout, q, k, v, out, lse, causal=True, deterministic=True
-    )
-    return out, lse, *grads
-
-
 def assert_same_results(cp, got, want):
+    """Backward had CuPy's out and lse too: libraries may be mixed."""
     for a, b in zip(got, want, strict=True):
         assert isinstance(a, cp.ndarray)
         assert_bitwise(cp.asnumpy(a), cp.asnumpy(b), "result")
@@ -78,7 +70,7 @@ def test_torch_tensors(cp, torch, dtype, layout):
     arrays = placed(dtype, layout)
     tensors = [torch.from_dlpack(x) for x in arrays]
     assert tensors[0].dtype == getattr(torch, dtype)
-    assert_same_results(cp, both(*tensors), both(*arrays))
+    assert_same_results(cp, all_results(*tensors), all_results(*arrays))
 
 
 def test_torch_out_argument(cp, torch):
@@ -116,7 +108,7 @@ def test_jax_arrays(cp, jax, dtype):
     arrays = placed(dtype)
     theirs = [jax.numpy.asarray(cp.asnumpy(x)) for x in arrays]
     assert theirs[0].dtype == dtype
-    assert_same_results(cp, both(*theirs), both(*arrays))
+    assert_same_results(cp, all_results(*theirs), all_results(*arrays))
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -124,7 +116,7 @@ def test_jax_arrays(cp, jax, dtype):
 def test_cuda_array_interface(cp, layout, read_only):
     arrays = placed("float16", layout)
     foreign = [Foreign(x, read_only) for x in arrays]
-    assert_same_results(cp, both(*foreign), both(*arrays))
+    assert_same_results(cp, all_results(*foreign), all_results(*arrays))
 
 
 def test_read_only_out_is_refused(cp):
@@ -142,7 +134,7 @@ def test_numpy_among_cupy_is_refused(cp):
 def test_inputs_are_not_written(cp):
     arrays = placed("bfloat16", "misaligned")
     before = [cp.asnumpy(x) for x in arrays]
-    both(*arrays)
+    all_results(*arrays)
     for array, old in zip(arrays, before, strict=True):
         assert_bitwise(cp.asnumpy(array), old, "input")
 
@@ -150,10 +142,10 @@ def test_inputs_are_not_written(cp):
 def test_another_device_than_the_current_one(cp):
     if cp.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    want = [cp.asnumpy(x) for x in both(*placed("bfloat16"))]
+    want = [cp.asnumpy(x) for x in all_results(*placed("bfloat16"))]
     with cp.cuda.Device(1):
         arrays = placed("bfloat16")
-    got = both(*arrays)  # device 0 is current here
+    got = all_results(*arrays)  # device 0 is current here
     for a, b in zip(got, want, strict=True):
         assert a.device.id == 1
         assert_bitwise(np.asarray(a.get()), b, "result")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-import cuflash
 from helpers.backends import CupyBackend
+from helpers.calls import all_results
 from helpers.compare import assert_bitwise
 from helpers.data import Case, inputs
 
@@ -27,14 +27,6 @@ def placed(dtype, seed=0):
     return [GPU.place(x) for x in inputs(case)]
 
 
-def both(q, k, v, dout):
-    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
-    grads = cuflash.backward(
-        dout, q, k, v, out, lse, causal=True, deterministic=True
-    )
-    return out, lse, *grads
-
-
 def hosts(arrays):
     return [np.asarray(x.get()) for x in arrays]
 
@@ -50,14 +42,14 @@ def keep_busy(cp):
 def test_runs_on_the_current_stream(cp, stream, dtype):
     """Inputs arrive late on that stream; another would read zeros."""
     arrays = placed(dtype)
-    want = hosts(both(*arrays))
+    want = hosts(all_results(*arrays))
     late = [cp.zeros_like(x) for x in arrays]
     cp.cuda.Device().synchronize()
     with stream:
         keep_busy(cp)
         for target, source in zip(late, arrays, strict=True):
             target[...] = source
-        got = both(*late)
+        got = all_results(*late)
         got = hosts(got)
     for a, b in zip(got, want, strict=True):
         assert_bitwise(a, b, "result")
@@ -68,11 +60,11 @@ def test_does_not_wait_for_the_device(cp, stream, dtype):
     """A call returns while its stream is still busy with what came before."""
     arrays = placed(dtype)
     with stream:
-        both(*arrays)
+        all_results(*arrays)
         keep_busy(cp)  # allocates now, so that the next time it does not
         stream.synchronize()
         keep_busy(cp)
-        both(*arrays)
+        all_results(*arrays)
         assert not stream.done
         stream.synchronize()
 
@@ -86,12 +78,12 @@ def test_graph_capture(cp, stream, dtype):
     before the results are out.
     """
     arrays, others = placed(dtype), placed(dtype, seed=1)
-    want = hosts(both(*others))
+    want = hosts(all_results(*others))
     cp.cuda.Device().synchronize()
     with stream:
-        both(*arrays)  # compiles, and fills the pool of this stream
+        all_results(*arrays)  # compiles, and fills the pool of this stream
         stream.begin_capture()
-        results = both(*arrays)
+        results = all_results(*arrays)
         graph = stream.end_capture()
         for target, source in zip(arrays, others, strict=True):
             target.data.copy_from_device_async(
@@ -112,7 +104,7 @@ def test_threads_with_streams_of_their_own(cp):
 
     def work(seed):
         with cp.cuda.Stream(non_blocking=True):
-            return hosts(both(*placed("float16", seed)))
+            return hosts(all_results(*placed("float16", seed)))
 
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(work, range(16)))

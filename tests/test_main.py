@@ -38,11 +38,17 @@ def test_every_default_plan_compiles_without_spills(arch, capsys):
     assert " 0 failed" in printed and "forward_mma" in printed
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_no_two_default_kernels_print_alike(arch):
+    found = __main__._kernels(device_of_arch(arch))
+    assert len({__main__._describe(k) for k in found}) == len(found)
+
+
 def test_compile_prints_a_line_a_kernel(default_kernels, monkeypatch, capsys):
     kernel = small_kernel()
     default_kernels(kernel)
     monkeypatch.setattr(compiler, "report", lambda k, arch: report_of(k))
-    assert __main__.main(["compile", "--arch", "sm_80,sm_86"]) == 0
+    assert __main__.main(["compile", "--arch", "sm_80, sm_86"]) == 0
     head, *lines, total = capsys.readouterr().out.splitlines()
     assert head.split() == [
         "arch", "kernel", "registers", "shared", "spill", "seconds"
@@ -94,7 +100,9 @@ def test_shared_memory_that_the_plan_does_not_know_fails(
     assert "takes 7 bytes of shared memory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arch", ["90a", "sm_", "sm_80;sm_90a", "sm_75"])
+@pytest.mark.parametrize(
+    "arch", ["90a", "sm_", "", "sm_80;sm_90a", "sm_75", "sm_999", "sm_9"]
+)
 def test_an_architecture_without_default_plans_is_an_error(arch, capsys):
     assert __main__.main(["compile", "--arch", arch]) == 1
     assert f"--arch got '{arch}', expected " in capsys.readouterr().err

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from helpers import calls, expected
 from helpers.backends import on_backends
-from helpers.compare import assert_matches
+from helpers.compare import assert_forward_matches, assert_gradients_match
 from helpers.data import Case, inputs
 from helpers.dtypes import DTYPES
 
 NAMES = ("q", "k", "v", "dout")
-GRADIENTS = ("dq", "dk", "dv")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -46,10 +45,9 @@ def spoiled(draw, dtype, names):
 def test_forward(backend, dtype, data):
     case, arrays = data.draw(spoiled(dtype, NAMES[:3]))
     q, k, v, _ = arrays.values()
-    out, lse = calls.forward(backend, case, q, k, v)
-    want_out, want_lse = expected.forward(q, k, v, **case.meaning())
-    assert_matches(out, want_out, "out", case)
-    assert_matches(lse, want_lse, "lse", case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
 
 
 @on_backends
@@ -60,9 +58,8 @@ def test_backward(backend, dtype, data):
     q, k, v, dout = arrays.values()
     grads = calls.both(backend, case, q, k, v, dout)
     want = expected.backward(dout, q, k, v, **case.meaning())
-    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
-        # dP - delta of an inf less an inf hangs on how delta is summed.
-        assert_matches(got, expect, name, case, kinds=False)
+    # dP - delta of an inf less an inf hangs on how delta is summed.
+    assert_gradients_match(grads, want, case, kinds=False)
 
 
 @on_backends
@@ -80,8 +77,7 @@ def test_rows_that_see_nothing_give_nothing(backend, dtype, seqlen_q, share):
     assert not out[blind].any()
     assert (lse[..., : seqlen_q - seqlen_k] == -np.inf).all()
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
-    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
-        assert_matches(got, expect, name, case)
+    assert_gradients_match(grads, want, case)
 
 
 def with_row_of_minus_infinity(dtype, seqlen_k):
@@ -102,8 +98,7 @@ def test_scores_of_minus_infinity_have_no_weight(backend, dtype, seqlen_k):
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     assert np.isnan(grads[1]).all()  # dS is 0, and 0 * -inf is in every dk
     want = expected.backward(dout, q, k, v, **case.meaning())
-    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
-        assert_matches(got, expect, name, case)
+    assert_gradients_match(grads, want, case)
 
 
 @on_backends
@@ -118,5 +113,4 @@ def test_scores_of_minus_infinity_are_read(backend, dtype, bad):
     assert (lse[..., 7] == -np.inf).all()
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
-    for name, got, expect in zip(GRADIENTS, grads, want, strict=True):
-        assert_matches(got, expect, name, case, kinds=False)
+    assert_gradients_match(grads, want, case, kinds=False)

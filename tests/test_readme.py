@@ -1,11 +1,13 @@
 """The README's examples run, and what it names exists."""
 
 import re
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
 
 import cuflash
+from cuflash import __main__
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,6 +33,24 @@ def test_links_to_files_lead_somewhere(name):
 def test_make_targets_exist(target):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_commands_are_those_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["--help"])
+    assert stopped.value.code == 0
+    (known,) = re.findall(r"\{([\w,]+)\}", capsys.readouterr().out)[:1]
+    named = re.findall(r"^python -m cuflash (\w+)", README, re.M)
+    assert sorted(named) == sorted(known.split(","))
+
+
+def test_extras_exist():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    named = re.findall(r"'\.\[([\w,]+)\]'", README)
+    assert named
+    extras = set(config["options.extras_require"])
+    assert {e for names in named for e in names.split(",")} <= extras
 
 
 def test_public_calls_are_named():

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 import strategies
 from helpers import calls, expected
 from helpers.backends import on_backends
-from helpers.compare import assert_bitwise, assert_matches
+from helpers.compare import (
+    assert_bitwise,
+    assert_forward_matches,
+    assert_gradients_match,
+)
 from helpers.data import LAYOUTS, Case, axes_reversed, inputs
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -24,10 +28,9 @@ writable_layout = pytest.mark.parametrize(
 def test_forward(backend, layout, data):
     case = data.draw(strategies.cases(backend, DTYPES, layout, longest=70))
     q, k, v, _ = inputs(case)
-    out, lse = calls.forward(backend, case, q, k, v)
-    want_out, want_lse = expected.forward(q, k, v, **case.meaning())
-    assert_matches(out, want_out, "out", case)
-    assert_matches(lse, want_lse, "lse", case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
 
 
 @on_backends
@@ -42,8 +45,7 @@ def test_backward(backend, layout, data):
     lse = axes_reversed(lse)
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
-    for name, got, expect in zip(("dq", "dk", "dv"), grads, want, strict=True):
-        assert_matches(got, expect, name, case)
+    assert_gradients_match(grads, want, case)
 
 
 @on_backends

@@ -355,7 +355,7 @@ def test_size_of_lse(call, name, other, shape, said):
     )
 
 
-def test_the_message_that_the_conventions_show():
+def test_a_message_names_the_axis_and_the_shapes():
     q, k = np.zeros((2, 512, 8, 128)), np.zeros((2, 512, 2, 64))
     with pytest.raises(ShapeError) as caught:
         cuflash.forward(q, k, k)

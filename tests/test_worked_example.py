@@ -1,4 +1,4 @@
-"""The example that "From Attention Basics" (002) works by hand, scale 1.
+"""The example that [002] of cuflash.reference works by hand, scale 1.
 
 Expected numbers have three decimals, so they may be off by half a unit of
 the third. The document rounds at every step and so differs in the last

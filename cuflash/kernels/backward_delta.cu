@@ -2,14 +2,14 @@
 // line 4), in float, or in double for double elements. It also zeroes what backward_mma.cu adds to:
 // the sums of dQ (DQ_COLUMNS floats a row of every query tile) and, if wanted, the turns.
 //
-// Block: NUM_THREADS threads, LANES of a warp a row of out, each with chunks of up to 16 bytes. Grid:
-// blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as they lie in a contiguous array:
+// Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of up to 16 bytes.
+// Grid: blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as in a contiguous array:
 //     row = (batch * seqlen_q + query) * num_heads_q + head
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
-#include "elements.cuh"
 #include "types.cuh"
+#include "elements.cuh"
 
 using Real = Accumulator<Element>;
 
@@ -33,9 +33,11 @@ inline Real partial_product(const Element* dout, const Element* out, int lane, i
         if (d + CHUNK <= columns) {
             const Chunk a = *reinterpret_cast<const Chunk*>(dout + d);
             const Chunk b = *reinterpret_cast<const Chunk*>(out + d);
-            for (int i = 0; i < CHUNK; ++i) sum = fma(to_accumulator(a.x[i]), to_accumulator(b.x[i]), sum);
+            for (int i = 0; i < CHUNK; ++i)
+                sum = fma(to_accumulator(a.x[i]), to_accumulator(b.x[i]), sum);
         } else {
-            for (int i = d; i < columns; ++i) sum = fma(to_accumulator(dout[i]), to_accumulator(out[i]), sum);
+            for (int i = d; i < columns; ++i)
+                sum = fma(to_accumulator(dout[i]), to_accumulator(out[i]), sum);
         }
     }
     return sum;
@@ -46,7 +48,8 @@ inline void clear_sums(const BackwardArguments& arguments) {
     const Shape& shape = arguments.shape;
     const i64 num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
     const i64 tiles = num_q_tiles * shape.batch * shape.num_heads_q;
-    const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x, threads = i64(gridDim.x) * NUM_THREADS;
+    const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    const i64 threads = i64(gridDim.x) * NUM_THREADS;
     float4* sums = static_cast<float4*>(arguments.dq_sum);
     for (i64 i = thread; i < tiles * (BLOCK_Q * DQ_COLUMNS / 4); i += threads)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -73,5 +76,6 @@ backward_delta(const __grid_constant__ BackwardArguments arguments) {
                        + batch * os.batch + query * os.token + head * os.head;
     const Real sum = row_sum(partial_product(dout, out, lane, exists ? shape.head_dim_v : 0));
     Real* delta = static_cast<Real*>(arguments.delta);
-    if (exists && lane == 0) delta[(batch * shape.num_heads_q + head) * shape.seqlen_q + query] = sum;
+    if (exists && lane == 0)
+        delta[(batch * shape.num_heads_q + head) * shape.seqlen_q + query] = sum;
 }

@@ -1,16 +1,24 @@
 // dQ from its sums: scales by the softmax scale, rounds, and puts every element in its place.
 //
-// The last step of backward_mma.cu, which adds to the sums in the order of its fragments
-// (backward_layout.cuh). One block a tile of BLOCK_Q queries of one head; blockIdx.x counts tiles
-// within a head, heads within a batch.
+// Runs after backward_mma.cu, which adds to the sums in the order of its fragments
+// (backward_layout.cuh).
 //
-// Shared memory: the tile of dQ. Bound by memory: 4 bytes read and 2 written an element.
+// Grid: one block a tile of BLOCK_Q queries of one head,
+//     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
+// Block: NUM_WARPS warps, which hold dQ as they do in backward_mma.cu.
+//
+// Constants: Element, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q and
+// GRADIENT_WARPS_K as in backward_mma.cu; SHARED_BYTES.
+// Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
+// multiple of 64 (smem.cuh).
+//
+// Bound by memory: 4 bytes read and 2 written an element.
 #include "backward_layout.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_Q, HEAD_DIM> dq;
 };
-static_assert(sizeof(SharedPlan) == SHARED_BYTES, "plan.py and the kernel disagree on shared memory");
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 backward_dq(const __grid_constant__ BackwardArguments arguments) {
@@ -42,7 +50,8 @@ backward_dq(const __grid_constant__ BackwardArguments arguments) {
 
     const Strides stride = arguments.dq_stride;
     const i64 first_row = static_cast<i64>(tile) * BLOCK_Q;
-    u16* rows = static_cast<u16*>(arguments.dq) + batch * stride.batch + head * stride.head + first_row * stride.token;
+    u16* rows = static_cast<u16*>(arguments.dq)
+              + batch * stride.batch + head * stride.head + first_row * stride.token;
     store_tile<BLOCK_Q, HEAD_DIM, THREADS, BLOCK_Q>(
         dq_tile, 0, rows, stride.token, shape.seqlen_q - tile * BLOCK_Q, shape.head_dim,
         rows_aligned(arguments.dq, stride), threadIdx.x);

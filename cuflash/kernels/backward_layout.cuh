@@ -1,5 +1,5 @@
-// How the warps of backward_mma.cu share its products, and the order in which dq's sums lie in memory.
-// backward_dq.cu reads that order back.
+// How the warps of backward_mma.cu share its products, and the order in which the sums of dQ lie in
+// global memory: backward_mma.cu adds to them, backward_dq.cu reads them.
 #pragma once
 #include "mma.cuh"
 
@@ -11,23 +11,28 @@ template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
     static constexpr int WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
     static constexpr int M_TILES = WARP_ROWS / 16, N_TILES = WARP_COLUMNS / 8;
     static_assert(NUM_WARPS % WARPS_DOWN == 0, "the warps form a rectangle");
-    static_assert(ROWS % (WARPS_DOWN * 16) == 0, "a warp's rows are whole 16-row tiles");
-    static_assert(COLUMNS % (WARPS_ACROSS * 16) == 0, "a warp's columns are whole 16-column blocks");
+    static_assert(ROWS % (WARPS_DOWN * 16) == 0, "a warp's rows are 16-row tiles");
+    static_assert(COLUMNS % (WARPS_ACROSS * 16) == 0, "a warp's columns are 16-column blocks");
     using Fragments = float[M_TILES][N_TILES][4];
-    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS; }
-    static __device__ __forceinline__ int first_column() { return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS; }
+    static __device__ __forceinline__ int first_row() {
+        return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS;
+    }
+    static __device__ __forceinline__ int first_column() {
+        return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS;
+    }
 };
 
-using ScoreGrid = WarpGrid<BLOCK_Q, BLOCK_K, SCORE_WARPS_Q>;      // S, dP
-using KeyGrid = WarpGrid<BLOCK_K, HEAD_DIM, GRADIENT_WARPS_K>;    // dK
-using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;// dV
-using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;     // dQ
+using ScoreGrid = WarpGrid<BLOCK_Q, BLOCK_K, SCORE_WARPS_Q>;            // S, dP
+using KeyGrid = WarpGrid<BLOCK_K, HEAD_DIM, GRADIENT_WARPS_K>;          // dK
+using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;      // dV
+using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;           // dQ
 
-// The sums of a tile of dQ lie in the order in which threads hold them, a C fragment's four floats side
-// by side: a warp adds 512 bytes in a row. Where the lane's first fragment stands, and how much further
-// fragment (m, n).
+// The sums of a tile of dQ lie in the order in which threads hold them, a C fragment's four floats
+// side by side: a warp adds 512 bytes in a row. The lane's first fragment stands at dq_sum_first(),
+// its fragment (m, n) dq_sum_step(m, n) floats further on.
 __device__ __forceinline__ int dq_sum_first() {
-    return (threadIdx.x / 32 * (QueryGrid::M_TILES * QueryGrid::N_TILES) * 32 + threadIdx.x % 32) * 4;
+    return (threadIdx.x / 32 * (QueryGrid::M_TILES * QueryGrid::N_TILES) * 32
+            + threadIdx.x % 32) * 4;
 }
 constexpr int dq_sum_step(int m, int n) { return (m * QueryGrid::N_TILES + n) * 32 * 4; }
 

@@ -3,19 +3,31 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 //
-// FlashAttention-2, Alg. 2 (arXiv:2307.08691): one block computes BLOCK_K keys of one key head. It walks
-// the query tiles of every query head of the group and keeps dK and dV in registers. Its share of dQ it
-// adds in float32 to a sum in global memory, that backward_dq.cu scales and rounds. DETERMINISTIC: the
-// blocks of one head add to a query tile in the order of their key tiles.
+// FlashAttention-2, Alg. 2 (arXiv:2307.08691): one block computes BLOCK_K keys of one key head. It
+// walks the query tiles that see them, of every query head of the group, and keeps dK and dV in
+// registers. Its share of dQ it adds in float to a sum in global memory, which backward_dq.cu
+// scales and rounds. delta = rowsum(dO * O) comes from backward_delta.cu.
 //
-// Block: NUM_WARPS warps; how they share each product: backward_layout.cuh. Grid: key tiles of all
-// (batch, key head) pairs, the first tiles, which most queries see, first (scheduler.cuh).
+// Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), the first tiles
+// first: if CAUSAL, most queries see those.
+// Block: NUM_WARPS warps; backward_layout.cuh says how they share each product.
 //
-// Shared memory: K and V of the tile; NUM_STAGES of Q, dO, lse and delta; P and dS, which change hands
-// between warps. Barriers a step: one when Q and dO have come, one when P and dS are written, and with
-// one stage a third before the next load.
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
+// NUM_STAGES, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up
+// to multiples of 32; PADDED, whether that changed one of them; DETERMINISTIC: the blocks of one
+// head add to a query tile's dQ in the order of their key tiles.
+// Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
+//     k           BLOCK_K * HEAD_DIM * 2                      in the end dK
+//     v           BLOCK_K * HEAD_DIM_V * 2                    in the end dV
+//     q           NUM_STAGES * BLOCK_Q * HEAD_DIM * 2
+//     dout        NUM_STAGES * BLOCK_Q * HEAD_DIM_V * 2
+//     p, ds       BLOCK_Q * BLOCK_K * 2 each                  they change hands between warps
+//     lse, delta  NUM_STAGES * BLOCK_Q * 4 each
+// Barriers a step: one when Q and dO have come, one when P and dS are written, and with one stage a
+// third before the next load.
 //
-// Bad at: Hopper and newer, whose wgmma does twice the products; few long key tiles.
+// Bad at: Hopper, whose wgmma multiplies about twice as fast; few keys with many queries (one block
+// a key tile, queries are not split).
 #include "backward_layout.cuh"
 #include "mask.cuh"
 #include "scheduler.cuh"
@@ -30,17 +42,13 @@ struct SharedPlan {
     alignas(1024) float lse[NUM_STAGES][BLOCK_Q];
     float delta[NUM_STAGES][BLOCK_Q];
 };
-static_assert(sizeof(SharedPlan) == SHARED_BYTES, "plan.py and the kernel disagree on shared memory");
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the loop below knows one or two stages");
 
-// Columns of dQ that a warp computes at once, in tiles of 8: all, or half where that keeps it to 32 floats.
+// Columns of dQ that a warp computes at once, in tiles of 8: all of its share, or half where the
+// share is more than 32 floats a thread.
 constexpr int DQ_SLICE = QueryGrid::M_TILES * QueryGrid::N_TILES > 8 && QueryGrid::N_TILES % 4 == 0
                        ? QueryGrid::N_TILES / 2 : QueryGrid::N_TILES;
-
-// What a load may find missing: PADDED where the array's head_dim is less than the kernel's.
-constexpr Missing missing(bool ragged) {
-    return ragged ? Missing::ROWS_AND_COLUMNS : PADDED ? Missing::COLUMNS : Missing::NOTHING;
-}
 
 using Scores = ScoreGrid::Fragments;
 using ScoreRows = OperandA<BLOCK_Q, Stored::AS_NAMED, ScoreGrid::M_TILES>;
@@ -55,10 +63,12 @@ struct TilePair {
 };
 
 // A query's lse as the exponentials want it: with -inf, P = 0.
-__device__ __forceinline__ float effective_lse(float lse) { return lse == -infinity() ? infinity() : lse; }
+__device__ __forceinline__ float effective_lse(float lse) {
+    return lse == -infinity() ? infinity() : lse;
+}
 
-// S becomes P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded it:
-// however large the scores, a row's winner has the weight that it had there.
+// S becomes P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded
+// it: however large the scores, a row's winner has the weight that it had there.
 __device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const TilePair& at) {
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
@@ -109,20 +119,24 @@ __device__ __forceinline__ void score_gradients(Scores& dp, const PackedScores& 
         }
 }
 
-// D += A B over the queries or keys of a tile, for the warp's rows and columns of D. A is P or dS, B is
-// dO, Q or K. With a NaN or an infinity in B the product would spread it, as 0 * NaN, to rows whose pair
-// with it is invisible: then finite values only; repair() sees to the others.
+// D += A B over the queries or keys of a tile, for the warp's rows and columns of D. A is P^T or
+// dS^T and B is dO or Q or, with QUERY_ROWS, A is dS and B is K. A NaN or an infinity in B would
+// spread to rows of D that do not see B's row, as 0 * NaN: if there is one, only finite values are
+// multiplied, and repair() adds the others.
 template <bool QUERY_ROWS, int B_ROWS, bool MASKED, int M_TILES, int N_TILES>
 __device__ __forceinline__ void gradient_product(
-    float (&d)[M_TILES][N_TILES][4], u32 a_tile, u32 b_tile, int first_row, int first_column, bool nonfinite) {
+    float (&d)[M_TILES][N_TILES][4], u32 a_tile, u32 b_tile, int first_row, int first_column,
+    bool nonfinite) {
+    using A = OperandA<BLOCK_Q, QUERY_ROWS ? Stored::AS_NAMED : Stored::TRANSPOSED, M_TILES>;
     using B = OperandB<B_ROWS, Stored::AS_NAMED, N_TILES / 2>;
-    const OperandA<BLOCK_Q, QUERY_ROWS ? Stored::AS_NAMED : Stored::TRANSPOSED, M_TILES> a(a_tile, first_row);
+    const A a(a_tile, first_row);
     const B b(b_tile, first_column);
     if (MASKED && nonfinite) product<Element, B_ROWS / 16>(d, a, Sanitized<Element, B>{b});
     else product<Element, B_ROWS / 16>(d, a, b);
 }
 
-// Has the key tiles before this one added to the tile of dQ? They were launched before it, so the wait ends.
+// Waits until the key tiles before this one have added to the tile of dQ. Their blocks have smaller
+// numbers and were started earlier, so the wait ends.
 __device__ __forceinline__ void wait_for_turn(const int* turn, int k_tile) {
     if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
     __syncthreads();
@@ -153,7 +167,8 @@ __device__ __forceinline__ void store_gradient(
     u16* rows = static_cast<u16*>(target)
               + where.batch * stride.batch + where.head * stride.head + first_row * stride.token;
     store_tile<BLOCK_K, COLUMNS, THREADS, BLOCK_K>(
-        tile, 0, rows, stride.token, num_rows, num_columns, rows_aligned(target, stride), threadIdx.x);
+        tile, 0, rows, stride.token, num_rows, num_columns, rows_aligned(target, stride),
+        threadIdx.x);
 }
 
 // A head's rows of one array, by token.
@@ -161,30 +176,37 @@ struct HeadRows {
     const Element* first;
     i64 stride;
     __device__ __forceinline__ HeadRows(const void* array, Strides stride, int batch, int head)
-        : first(static_cast<const Element*>(array) + batch * stride.batch + head * stride.head), stride(stride.token) {}
-    __device__ __forceinline__ float at(int token, int column) const { return to_float(first[token * stride + column]); }
+        : first(static_cast<const Element*>(array) + batch * stride.batch + head * stride.head),
+          stride(stride.token) {}
+    __device__ __forceinline__ float at(int token, int column) const {
+        return to_float(first[token * stride + column]);
+    }
 };
 
 __device__ __forceinline__ bool is_nonfinite(float x) { return !(fabsf(x) < infinity()); }
 
 // The product of two rows, in every lane of the warp.
-__device__ __forceinline__ float row_product(const HeadRows& a, int i, const HeadRows& b, int j, int columns) {
+__device__ __forceinline__ float row_product(
+    const HeadRows& a, int i, const HeadRows& b, int j, int columns) {
     float sum = 0.0f;
     for (int d = threadIdx.x % 32; d < columns; d += 32) sum += a.at(i, d) * b.at(j, d);
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(WHOLE_WARP, sum, distance);
+    for (int distance = 16; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(WHOLE_WARP, sum, distance);
     return sum;
 }
 
 // x += weight * value where the value is NaN or infinite.
 __device__ __forceinline__ void add_nonfinite(Element& x, float weight, float value) {
-    if (is_nonfinite(value)) x = low_half<Element>(pack<Element>(to_float(x) + weight * value, 0.0f));
+    if (is_nonfinite(value))
+        x = low_half<Element>(pack<Element>(to_float(x) + weight * value, 0.0f));
 }
 
-// Adds to dV, dK and the sums of dQ what gradient_product() left out: the NaNs and infinities of dO, Q
-// and K, in query tiles that the mask cuts, for visible pairs. A warp takes a key at a time and the
-// queries one after the other, so no two write one row of dV or dK. Slow, rare.
+// Adds to dV, dK and the sums of dQ what gradient_product() left out: the NaNs and infinities of
+// dO, Q and K, in query tiles that the mask cuts, for visible pairs. A warp takes a key at a time
+// and the queries one after the other, so no two write one row of dV or dK. Slow, rare.
 __device__ __forceinline__ void repair(
-    const BackwardArguments& arguments, TileOfHead where, const Mask<CAUSAL>& mask, QueryTiles tiles) {
+    const BackwardArguments& arguments, TileOfHead where, const Mask<CAUSAL>& mask,
+    QueryTiles tiles) {
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32, group_size = shape.num_heads_q / shape.num_heads_kv;
     const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
@@ -196,25 +218,31 @@ __device__ __forceinline__ void repair(
     for (int j = threadIdx.x / 32; j < BLOCK_K; j += NUM_WARPS) {
         const int key = where.tile * BLOCK_K + j;
         if (key >= shape.seqlen_k) return;
-        Element* dk = static_cast<Element*>(arguments.dk) + where.batch * dks.batch + where.head * dks.head + key * dks.token;
-        Element* dv = static_cast<Element*>(arguments.dv) + where.batch * dvs.batch + where.head * dvs.head + key * dvs.token;
+        Element* dk = static_cast<Element*>(arguments.dk)
+                    + where.batch * dks.batch + where.head * dks.head + key * dks.token;
+        Element* dv = static_cast<Element*>(arguments.dv)
+                    + where.batch * dvs.batch + where.head * dvs.head + key * dvs.token;
         for (int head = where.head * group_size; head < (where.head + 1) * group_size; ++head) {
             const HeadRows q(arguments.q, arguments.q_stride, where.batch, head);
             const HeadRows dout(arguments.dout, arguments.dout_stride, where.batch, head);
             const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
             for (int query = mask.first_query(key); query < shape.seqlen_q; ++query) {
                 if (tiles.full(query / BLOCK_Q)) continue;
-                const float lse = static_cast<const float*>(arguments.lse)[pair * shape.seqlen_q + query];
-                const float delta = static_cast<const float*>(arguments.delta)[pair * shape.seqlen_q + query];
+                const float lse =
+                    static_cast<const float*>(arguments.lse)[pair * shape.seqlen_q + query];
+                const float delta =
+                    static_cast<const float*>(arguments.delta)[pair * shape.seqlen_q + query];
                 const float s = row_product(q, query, k, key, shape.head_dim);
                 const float p = exp2_approx((__fmul_rn(s, scale) - effective_lse(lse)) * LOG2_E);
                 const float ds = p * (row_product(dout, query, v, key, shape.head_dim_v) - delta);
-                for (int d = lane; d < shape.head_dim_v; d += 32) add_nonfinite(dv[d], p, dout.at(query, d));
+                for (int d = lane; d < shape.head_dim_v; d += 32)
+                    add_nonfinite(dv[d], p, dout.at(query, d));
                 for (int d = lane; d < shape.head_dim; d += 32) {
                     add_nonfinite(dk[d], ds * scale, q.at(query, d));
                     const float value = k.at(key, d);
                     float* sum = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, query / BLOCK_Q);
-                    if (is_nonfinite(value)) atomicAdd(sum + dq_sum_place(query % BLOCK_Q, d), ds * value);
+                    if (is_nonfinite(value))
+                        atomicAdd(sum + dq_sum_place(query % BLOCK_Q, d), ds * value);
                 }
             }
         }
@@ -241,22 +269,25 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
     const QueryTiles tiles = at.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     const Strides qs = arguments.q_stride, dos = arguments.dout_stride;
 
-    // Starts the copies of the next query tile, one group: the tiles [first, end) of the group's first
-    // head, then of its second, and so on. `row`: where its lse and delta stand.
+    // Starts the copies of the next query tile, one group: the tiles [first, end) of the group's
+    // first head, then of its second, and so on. `row`: where its lse and delta stand.
     const int first_head = where.head * group_size, tiles_of_head = tiles.end - tiles.first;
     const i64 first_row = static_cast<i64>(tiles.first) * BLOCK_Q;
     const u16* q = thread_source(
-        arguments.q, where.batch * qs.batch + first_head * qs.head + first_row * qs.token, qs.token);
+        arguments.q, where.batch * qs.batch + first_head * qs.head + first_row * qs.token,
+        qs.token);
     const u16* dout = thread_source(
-        arguments.dout, where.batch * dos.batch + first_head * dos.head + first_row * dos.token, dos.token);
-    i64 row = (static_cast<i64>(where.batch) * shape.num_heads_q + first_head) * shape.seqlen_q + first_row;
+        arguments.dout, where.batch * dos.batch + first_head * dos.head + first_row * dos.token,
+        dos.token);
+    i64 row = (static_cast<i64>(where.batch) * shape.num_heads_q + first_head) * shape.seqlen_q
+            + first_row;
     int loads_left = tiles_of_head * group_size, next_tile = tiles.first;
     const auto load_queries = [&](int stage) {
         if (loads_left-- <= 0) return;
         const int num_rows = shape.seqlen_q - next_tile * BLOCK_Q;
-        load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing(true)>(
+        load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing<PADDED>(true)>(
             shared_address(&shared.q[stage]), q, qs.token, num_rows, shape.head_dim);
-        load_tile<BLOCK_Q, HEAD_DIM_V, THREADS, missing(true)>(
+        load_tile<BLOCK_Q, HEAD_DIM_V, THREADS, missing<PADDED>(true)>(
             shared_address(&shared.dout[stage]), dout, dos.token, num_rows, shape.head_dim_v);
         for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
             const int bytes = i < num_rows ? 4 : 0;
@@ -267,7 +298,11 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         }
         cp_async_commit();
         int tiles_on = 1, heads_on = 0;
-        if (++next_tile == tiles.end) { next_tile = tiles.first; tiles_on -= tiles_of_head; heads_on = 1; }
+        if (++next_tile == tiles.end) {
+            next_tile = tiles.first;
+            tiles_on -= tiles_of_head;
+            heads_on = 1;
+        }
         q += tiles_on * (BLOCK_Q * qs.token) + heads_on * qs.head;
         dout += tiles_on * (BLOCK_Q * dos.token) + heads_on * dos.head;
         row += tiles_on * BLOCK_Q + heads_on * shape.seqlen_q;
@@ -282,18 +317,23 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
     {
         const Strides ks = arguments.k_stride, vs = arguments.v_stride;
         const u16* k = thread_source(
-            arguments.k, where.batch * ks.batch + where.head * ks.head + k_start * ks.token, ks.token);
+            arguments.k, where.batch * ks.batch + where.head * ks.head + k_start * ks.token,
+            ks.token);
         const u16* v = thread_source(
-            arguments.v, where.batch * vs.batch + where.head * vs.head + k_start * vs.token, vs.token);
-        load_tile<BLOCK_K, HEAD_DIM, THREADS, missing(true)>(k_tile, k, ks.token, num_rows, shape.head_dim);
-        load_tile<BLOCK_K, HEAD_DIM_V, THREADS, missing(true)>(v_tile, v, vs.token, num_rows, shape.head_dim_v);
+            arguments.v, where.batch * vs.batch + where.head * vs.head + k_start * vs.token,
+            vs.token);
+        load_tile<BLOCK_K, HEAD_DIM, THREADS, missing<PADDED>(true)>(
+            k_tile, k, ks.token, num_rows, shape.head_dim);
+        load_tile<BLOCK_K, HEAD_DIM_V, THREADS, missing<PADDED>(true)>(
+            v_tile, v, vs.token, num_rows, shape.head_dim_v);
     }
 
     load_queries(0);
     cp_async_wait<0>();
-    const bool k_nonfinite = __syncthreads_or(loaded_nonfinite<Element, BLOCK_K, HEAD_DIM, THREADS>(k_tile));
+    const bool k_nonfinite = __syncthreads_or(
+        loaded_nonfinite<Element, BLOCK_K, HEAD_DIM, THREADS>(k_tile));
 
-    // dQ = dS K of a tile, added to its sum; a slice of its columns at a time where registers are few.
+    // dQ = dS K of a tile, added to its sum, DQ_SLICE columns of 8 at a time.
     const auto add_dq = [&](auto masked, int head, int tile) {
         const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
         int* turn = static_cast<int*>(arguments.turns) + pair * num_q_tiles + tile;
@@ -304,28 +344,32 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
             float dq[QueryGrid::M_TILES][DQ_SLICE][4];
             set_zero(dq);
             gradient_product<true, BLOCK_K, masked.value>(
-                dq, ds_tile, k_tile, QueryGrid::first_row(), QueryGrid::first_column() + first * 8, k_nonfinite);
+                dq, ds_tile, k_tile, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
+                k_nonfinite);
             #pragma unroll
             for (int m = 0; m < QueryGrid::M_TILES; ++m)
                 #pragma unroll
-                for (int n = 0; n < DQ_SLICE; ++n) reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
+                for (int n = 0; n < DQ_SLICE; ++n)
+                    reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
         }
         if (DETERMINISTIC) pass_turn(turn, where.tile);
     };
 
-    // One query tile: its Q and dO are on their way to `stage`, the other stage's place is free once all
-    // warps are past the first barrier.
+    // One query tile: its Q and dO are on their way to `stage`, the other stage's place is free
+    // once all warps are past the first barrier.
     int stage = 0;
     bool needs_repair = false;                              // the same in all threads
     const auto step = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
-        const u32 q_tile = shared_address(&shared.q[stage]), dout_tile = shared_address(&shared.dout[stage]);
+        const u32 q_tile = shared_address(&shared.q[stage]);
+        const u32 dout_tile = shared_address(&shared.dout[stage]);
         at.q_start = tile * BLOCK_Q;
         cp_async_wait<0>();
         bool nonfinite = false;                             // in Q or dO
         if constexpr (MASKED)
-            nonfinite = __syncthreads_or(loaded_nonfinite<Element, BLOCK_Q, HEAD_DIM, THREADS>(q_tile)
-                                         || loaded_nonfinite<Element, BLOCK_Q, HEAD_DIM_V, THREADS>(dout_tile));
+            nonfinite = __syncthreads_or(
+                loaded_nonfinite<Element, BLOCK_Q, HEAD_DIM, THREADS>(q_tile)
+                || loaded_nonfinite<Element, BLOCK_Q, HEAD_DIM_V, THREADS>(dout_tile));
         else
             __syncthreads();
         if constexpr (MASKED) needs_repair |= nonfinite || k_nonfinite;
@@ -372,9 +416,9 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
 
     // Epilogue: dK and dV leave through the places of K and V, once nobody reads those any more.
     __syncthreads();
-    store_gradient<KeyGrid, HEAD_DIM>(dk, scale, k_tile, arguments.dk, arguments.dk_stride, where,
-                                      num_rows, shape.head_dim);
-    store_gradient<ValueGrid, HEAD_DIM_V>(dv, 1.0f, v_tile, arguments.dv, arguments.dv_stride, where,
-                                          num_rows, shape.head_dim_v);
+    store_gradient<KeyGrid, HEAD_DIM>(
+        dk, scale, k_tile, arguments.dk, arguments.dk_stride, where, num_rows, shape.head_dim);
+    store_gradient<ValueGrid, HEAD_DIM_V>(
+        dv, 1.0f, v_tile, arguments.dv, arguments.dv_stride, where, num_rows, shape.head_dim_v);
     if (needs_repair) repair(arguments, where, at.mask, tiles);
 }

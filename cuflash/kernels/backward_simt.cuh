@@ -16,8 +16,8 @@ struct Query { Real lse, delta; };
 
 struct Weight { Real p, ds; };
 
-// P and dS of a pair of S = products of q and k, dP = products of dO and v. lse = -inf says that all
-// of the query's scores are -inf: P is 0.
+// P and dS of a pair of S = products of q and k, dP = products of dO and v. lse = -inf says that
+// all of the query's scores are -inf: P is 0.
 inline Weight weight_of(Real s, Real dp, const Query& query, Real scale) {
     const Real p =
         query.lse == -infinity() ? Real(0) : exp(rounded_product(s, scale) - query.lse);

@@ -61,8 +61,8 @@ inline void weights(SharedPlan& shared, int row, int thread_of_row, Real scale) 
     }
 }
 
-// dV += P^T dO, dK += dS^T Q over the tile's queries from first to end, those that see the key only:
-// 0 * NaN is NaN
+// dV += P^T dO, dK += dS^T Q over the tile's queries from first to end, those that see the key
+// only: 0 * NaN is NaN.
 inline void accumulate(
     Gradients& sums, const SharedPlan& shared, int row, int thread_of_row, int first, int end) {
     for (int i = first; i < end; ++i) {

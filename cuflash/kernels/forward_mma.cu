@@ -1,20 +1,27 @@
 // Forward attention for 16-bit types by mma.sync, sm_80 and newer.
 //
-//     S = scale * Q K^T,   O = softmax(S) V,   lse = log(rowsum(exp(S)))
+//     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691): one block computes BLOCK_Q queries of one head. It
-// walks the key tiles from the last to the first, keeping for each row the running maximum m, the sum
-// l of exp(S - m) and the unnormalised output acc. The tiles that the mask cuts come first, the loop
-// over the others has no mask code.
+// walks the key tiles that they see from the last to the first, keeping for each row the running
+// maximum m of S, the sum l of P = exp(scale (S - m)) and the unnormalised output acc = P V. The
+// tiles that the mask cuts come first; the loop over the others has no mask code.
 //
-// Block: NUM_WARPS warps, each WARP_ROWS queries. Grid: tiles of all (batch, head) pairs, longest
-// first (scheduler.cuh).
+// Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
+// Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
-// Shared memory: Q and O (the same bytes, one after the other), one tile of K, one of V. K of the next
-// step is under way while V of this one is used, and the other way round: two barriers a step.
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
+// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; PADDED, whether that changed
+// one of them; NEGATE_SCORES, whether scale < 0.
+// Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
+//     q_then_out  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2     Q, in the end O
+//     k           BLOCK_K * HEAD_DIM * 2
+//     v           BLOCK_K * HEAD_DIM_V * 2
+// K of the next step is under way while V of this one is used, and V while K is: two barriers a
+// step.
 //
-// Bad at: Hopper and newer, whose wgmma does twice the products; few long rows (one block a query tile,
-// keys are not split).
+// Bad at: Hopper, whose wgmma multiplies about twice as fast; few queries with many keys (one block
+// a query tile, keys are not split).
 #include "mask.cuh"
 #include "mma.cuh"
 #include "scheduler.cuh"
@@ -33,31 +40,30 @@ struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;
     Tile<BLOCK_K, HEAD_DIM_V> v;
 };
-static_assert(sizeof(SharedPlan) == SHARED_BYTES, "plan.py and the kernel disagree on shared memory");
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// What a load may find missing: PADDED where the array's head_dim is less than the kernel's.
-constexpr Missing missing(bool ragged) {
-    return ragged ? Missing::ROWS_AND_COLUMNS : PADDED ? Missing::COLUMNS : Missing::NOTHING;
-}
-
-struct Rows { float m[M_TILES][2], l[M_TILES][2]; };        // l: this lane's share of the row's sum
+// m: the row's maximum of S. l: this lane's share of the row's sum of P.
+struct Rows { float m[M_TILES][2], l[M_TILES][2]; };
 using Scores = float[M_TILES][S_TILES][4];
 using Output = float[M_TILES][O_TILES][4];
 
 struct Problem {
     Mask<CAUSAL> mask;
-    float c;                                                // |scale| * log2(e): exp(scale * s) = 2^(c * s)
+    float c;                                                // |scale| log2(e)
     int first_row;                                          // the lane's first query
 };
 
-// S = Q K^T, or its negative: the softmax below takes a positive scale.
+// S = Q K^T, or its negative if scale < 0: the softmax below takes |scale|.
 __device__ __forceinline__ void scores(Scores& s, u32 q, u32 k) {
     set_zero(s);
     const int warp = threadIdx.x / 32;
-    product<Element, HEAD_DIM / 16>(s, OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES>(q, warp * WARP_ROWS),
-                                    OperandB<BLOCK_K, Stored::TRANSPOSED, S_TILES / 2>(k, 0));
+    const OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES> queries(q, warp * WARP_ROWS);
+    const OperandB<BLOCK_K, Stored::TRANSPOSED, S_TILES / 2> keys(k, 0);
+    product<Element, HEAD_DIM / 16>(s, queries, keys);
     if (NEGATE_SCORES)
-        for (auto& tile : s) for (auto& fragment : tile) for (float& x : fragment) x = -x;
+        for (auto& tile : s)
+            for (auto& fragment : tile)
+                for (float& x : fragment) x = -x;
 }
 
 // S = -inf where the query does not see the key.
@@ -76,8 +82,8 @@ __device__ __forceinline__ void apply_mask(Scores& s, const Problem& problem, in
         }
 }
 
-// m = max(m_old, rowmax(S)), P = 2^(c (S - m)), l = l 2^(c (m_old - m)) + rowsum(P), and acc by the
-// same factor (FlashAttention-2, Alg. 1, lines 9 and 10). S becomes P. No barrier inside.
+// m = max(m_old, rowmax(S)),  P = 2^(c S - c m),  l = l 2^(c m_old - c m) + rowsum(P),  and acc by
+// the same factor (FlashAttention-2, Alg. 1, lines 9 and 10). S becomes P. No barrier inside.
 __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc, float c) {
     float reference[M_TILES][2];
     #pragma unroll
@@ -86,15 +92,21 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
         for (int half = 0; half < 2; ++half) {
             float m = s[i][0][half * 2];
             #pragma unroll
-            for (int j = 0; j < S_TILES; ++j) m = fmaxf(fmaxf(m, s[i][j][half * 2]), s[i][j][half * 2 + 1]);
+            for (int j = 0; j < S_TILES; ++j)
+                m = fmaxf(fmaxf(m, s[i][j][half * 2]), s[i][j][half * 2 + 1]);
             const float m_old = rows.m[i][half];
             m = fmaxf(m_old, quad_max(m));
-            reference[i][half] = m == -infinity() ? 0.0f : m * c;          // no key seen yet: 2^(-inf - 0) = 0
-            const float rescale = m_old == -infinity() ? 0.0f : exp2_approx(m_old * c - reference[i][half]);
+            // m = -inf: all scores so far are -inf, and 2^(-inf - 0) = 0.
+            reference[i][half] = m == -infinity() ? 0.0f : m * c;
+            const float rescale =
+                m_old == -infinity() ? 0.0f : exp2_approx(m_old * c - reference[i][half]);
             rows.m[i][half] = m;
             rows.l[i][half] *= rescale;
             #pragma unroll
-            for (int j = 0; j < O_TILES; ++j) { acc[i][j][half * 2] *= rescale; acc[i][j][half * 2 + 1] *= rescale; }
+            for (int j = 0; j < O_TILES; ++j) {
+                acc[i][j][half * 2] *= rescale;
+                acc[i][j][half * 2 + 1] *= rescale;
+            }
         }
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
@@ -107,8 +119,8 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
             }
 }
 
-// acc += P V. With a NaN or an infinity in V's tile the product would spread it, as 0 * NaN, to queries
-// that do not see its key: then finite values only; repair() sees to the others.
+// acc += P V. A NaN or an infinity in V's tile would spread to queries that do not see its key, as
+// 0 * NaN: if there is one, only finite values are multiplied, and repair() adds the others.
 template <bool MASKED>
 __device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v, bool nonfinite) {
     using Values = OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>;
@@ -121,8 +133,8 @@ __device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v, 
         product<Element, KEY_STEPS, KEY_STEPS>(acc, weights, values);
 }
 
-// O = acc / l and lse = scale * m + log(l); rows that saw no key: 0 and -inf. Each warp stores its own
-// rows: O goes through the place of Q, of which no other warp reads these rows.
+// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. Each warp stores its
+// own rows: O goes through the place of Q, of which no other warp reads these rows.
 __device__ __forceinline__ void store(
     const ForwardArguments& arguments, TileOfHead where, u32 out_tile, Output& acc, Rows& state) {
     const Shape& shape = arguments.shape;
@@ -136,7 +148,10 @@ __device__ __forceinline__ void store(
             const float m = state.m[i][half], l = quad_sum(state.l[i][half]);
             const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
             #pragma unroll
-            for (int j = 0; j < O_TILES; ++j) { acc[i][j][half * 2] *= inverse; acc[i][j][half * 2 + 1] *= inverse; }
+            for (int j = 0; j < O_TILES; ++j) {
+                acc[i][j][half * 2] *= inverse;
+                acc[i][j][half * 2 + 1] *= inverse;
+            }
             if (arguments.lse != nullptr && lane % 4 == 0 && row < shape.seqlen_q) {
                 const float scale = fabsf(static_cast<float>(arguments.scale));
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
@@ -156,37 +171,46 @@ __device__ __forceinline__ void store(
         rows_aligned(arguments.out, stride), lane);
 }
 
-// Adds to O what accumulate() left out: the NaNs and infinities of V in tiles that the mask cuts, each to
-// the queries that see its key, times the sign of its weight (0 * inf is NaN). m: the rows' maxima, in
-// shared memory. By the whole block; slow, rare.
+// Adds to O what accumulate() left out: the NaNs and infinities of V in tiles that the mask cuts,
+// each to the queries that see its key, times its weight, of which it matters only whether it is 0
+// (0 * inf is NaN). m: the rows' maxima, in shared memory. By the whole block; slow, rare.
 __device__ __forceinline__ void repair(
     const ForwardArguments& arguments, TileOfHead where, const Problem& problem, const float* m) {
     const Shape& shape = arguments.shape;
-    const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride, os = arguments.out_stride;
-    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv), q_start = where.tile * BLOCK_Q;
-    const Element* q = static_cast<const Element*>(arguments.q) + where.batch * qs.batch + where.head * qs.head;
-    const Element* k = static_cast<const Element*>(arguments.k) + where.batch * ks.batch + kv_head * ks.head;
-    const Element* v = static_cast<const Element*>(arguments.v) + where.batch * vs.batch + kv_head * vs.head;
-    Element* out = static_cast<Element*>(arguments.out) + where.batch * os.batch + where.head * os.head;
+    const Strides qs = arguments.q_stride, ks = arguments.k_stride;
+    const Strides vs = arguments.v_stride, os = arguments.out_stride;
+    const int q_start = where.tile * BLOCK_Q;
+    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
+    const Element* q = static_cast<const Element*>(arguments.q)
+                     + where.batch * qs.batch + where.head * qs.head;
+    const Element* k = static_cast<const Element*>(arguments.k)
+                     + where.batch * ks.batch + kv_head * ks.head;
+    const Element* v = static_cast<const Element*>(arguments.v)
+                     + where.batch * vs.batch + kv_head * vs.head;
+    Element* out = static_cast<Element*>(arguments.out)
+                 + where.batch * os.batch + where.head * os.head;
     const int first_key = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K).num_full * BLOCK_K;
     for (int i = threadIdx.x; i < BLOCK_Q * shape.head_dim_v; i += THREADS) {
-        const int row = i / shape.head_dim_v, column = i % shape.head_dim_v, query = q_start + row;
+        const int row = i / shape.head_dim_v, column = i % shape.head_dim_v;
+        const int query = q_start + row;
         if (query >= shape.seqlen_q) return;
         Element& x = out[query * os.token + column];
         for (int key = first_key; key < problem.mask.num_keys(query); ++key) {
             const float value = to_float(v[key * vs.token + column]);
             if (fabsf(value) < infinity()) continue;
             float score = 0.0f;
-            for (int d = 0; d < shape.head_dim; ++d) score += to_float(q[query * qs.token + d]) * to_float(k[key * ks.token + d]);
-            const float weight = m[row] == -infinity() ? 0.0f
-                               : exp2_of_product(NEGATE_SCORES ? -score : score, problem.c, m[row] * problem.c);
+            for (int d = 0; d < shape.head_dim; ++d)
+                score += to_float(q[query * qs.token + d]) * to_float(k[key * ks.token + d]);
+            if (NEGATE_SCORES) score = -score;
+            const float weight = m[row] == -infinity()
+                ? 0.0f : exp2_of_product(score, problem.c, m[row] * problem.c);
             x = low_half<Element>(pack<Element>(to_float(x) + weight * value, 0.0f));
         }
     }
 }
 
-// The block's tile: the last tiles, which see the most keys, first. Asked at the start and at the end,
-// which costs a few divisions and saves registers in between.
+// The block's tile; the last tiles, which see the most keys, come first. Computed at the start and
+// again at the end: that costs a few divisions and saves registers in between.
 __device__ __forceinline__ TileOfHead tile_of_this_block(const ForwardArguments& arguments) {
     const Shape& shape = arguments.shape;
     const int num_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
@@ -211,9 +235,9 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
 
     const int lane_row = q_start + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
-    const Problem problem{{shape.seqlen_q, shape.seqlen_k},
-                          fmaxf(fabsf(static_cast<float>(arguments.scale)) * LOG2_E, 1.2e-38f),  // 0 * inf is no number
-                          lane_row};
+    const float scale = fabsf(static_cast<float>(arguments.scale));
+    const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
+    const Problem problem{{shape.seqlen_q, shape.seqlen_k}, c, lane_row};
     const KeyTiles tiles = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 
     Rows rows;
@@ -222,7 +246,10 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
-        for (int half = 0; half < 2; ++half) { rows.m[i][half] = -infinity(); rows.l[i][half] = 0.0f; }
+        for (int half = 0; half < 2; ++half) {
+            rows.m[i][half] = -infinity();
+            rows.l[i][half] = 0.0f;
+        }
 
     // Loads of K and V go down from the last tile, one tile a call; each is one group.
     const i64 last_key = static_cast<i64>(tiles.num_visited - 1) * BLOCK_K;
@@ -231,13 +258,13 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
     const u16* v = thread_source(
         arguments.v, where.batch * vs.batch + kv_head * vs.head + last_key * vs.token, vs.token);
     const auto load_k = [&](int tile, auto ragged) {
-        load_tile<BLOCK_K, HEAD_DIM, THREADS, missing(ragged.value)>(
+        load_tile<BLOCK_K, HEAD_DIM, THREADS, missing<PADDED>(ragged.value)>(
             k_tile, k, ks.token, shape.seqlen_k - tile * BLOCK_K, shape.head_dim);
         cp_async_commit();
         k -= BLOCK_K * ks.token;
     };
     const auto load_v = [&](int tile, auto ragged) {
-        load_tile<BLOCK_K, HEAD_DIM_V, THREADS, missing(ragged.value)>(
+        load_tile<BLOCK_K, HEAD_DIM_V, THREADS, missing<PADDED>(ragged.value)>(
             v_tile, v, vs.token, shape.seqlen_k - tile * BLOCK_K, shape.head_dim_v);
         cp_async_commit();
         v -= BLOCK_K * vs.token;
@@ -246,16 +273,17 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
     int tile = tiles.num_visited - 1;
     if (tile >= 0) {
         const u16* q = thread_source(
-            arguments.q, where.batch * qs.batch + where.head * qs.head + q_start * qs.token, qs.token);
-        load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing(true)>(
+            arguments.q, where.batch * qs.batch + where.head * qs.head + q_start * qs.token,
+            qs.token);
+        load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing<PADDED>(true)>(
             q_tile, q, qs.token, shape.seqlen_q - q_start, shape.head_dim);
         load_k(tile, Bool<true>{});
     }
 
     bool needs_repair = false;                              // the same in all threads
 
-    // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is free
-    // once all warps are past the first barrier; K's place is free past the second.
+    // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is
+    // free once all warps are past the first barrier; K's place is free past the second.
     const auto step = [&](auto masked) {
         Scores s;
         cp_async_wait<0>();
@@ -266,7 +294,8 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (masked.value)
-            nonfinite = __syncthreads_or(loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_tile));
+            nonfinite = __syncthreads_or(
+                loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_tile));
         else
             __syncthreads();
         if (tile > 0) load_k(tile - 1, Bool<false>{});
@@ -281,10 +310,11 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
     where = tile_of_this_block(arguments);
     store(arguments, where, q_tile, acc, rows);
     if (needs_repair) {
-        __syncthreads();                                    // all warps have stored O and are done with K
+        __syncthreads();                                    // O is stored, K is done with
         float* m = reinterpret_cast<float*>(&shared.k);
         for (int i = 0; i < M_TILES; ++i)
-            for (int half = 0; half < 2; ++half) m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
+            for (int half = 0; half < 2; ++half)
+                m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
         __syncthreads();
         repair(arguments, where, problem, m);
     }

@@ -137,8 +137,8 @@ forward_simt(const __grid_constant__ ForwardArguments arguments) {
     for (int t = 0; t < THREADS_PER_ROW; ++t) l += shared.q[row][t];
     if (query >= shape.seqlen_q) return;
 
-    // O = acc / l, lse = m + log(l). Without a key, or with scores of -inf alone, l and lse are 0 and
-    // -inf, and acc is 0, or NaN where a weight of 0 met an infinite value or NaN: O is that.
+    // O = acc / l, lse = m + log(l). Without a key, or with scores of -inf alone, l and lse are 0
+    // and -inf, and acc is 0, or NaN where a weight of 0 met an infinite value or NaN: O is that.
     const Strides& os = arguments.out_stride;
     Element* out = static_cast<Element*>(arguments.out)
         + batch * os.batch + query * os.token + head * os.head;

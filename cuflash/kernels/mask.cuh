@@ -15,8 +15,8 @@ enum class Visibility { NONE, PARTLY, ALL };
 // the others not at all.
 struct KeyTiles { int num_full, num_visited; };
 
-// Query tiles of a key tile: those before `first` see nothing of it, [first_full, end_full) all of it.
-// The others, up to `end`, see part of it or (the last one) have rows past seqlen_q.
+// Query tiles of a key tile: those before `first` see nothing of it, [first_full, end_full) all of
+// it. The others before `end` see part of it or (the last one) have rows past seqlen_q.
 struct QueryTiles {
     int first, first_full, end_full, end;
     bool full(int tile) const { return tile >= first_full && tile < end_full; }

@@ -1,17 +1,19 @@
 // Products of tiles by mma.sync: a warp multiplies M_TILES * 16 rows by N_TILES * 8 columns.
 //
-// Tiles stand in shared memory as smem.cuh says. Either operand may stand there as it is named (A as
-// m x k, B as k x n) or transposed; ldmatrix hands out the right fragments in all four cases, from
-// 16 x 16 blocks of the tile.
+// Operands stand in shared memory in the layout of smem.cuh, as they are named (A as m x k, B as
+// k x n) or transposed; ldmatrix hands out the right fragments in all four cases, from 16 x 16
+// blocks of the tile. A may also be held in registers. Sums are float, in C fragments: ptx.cuh says
+// which lane holds which element of a fragment.
 #pragma once
 #include "smem.cuh"
 
 // How an operand stands in its tile: rows of the tile are its first or its second index.
 enum class Stored { AS_NAMED, TRANSPOSED };
 
-// The lane's address within a 16 x 16 block at the tile's origin. ldmatrix loads four 8 x 8 matrices,
-// matrix i by the addresses of lanes 8i to 8i + 7. ROWS_FIRST: matrices 0 and 1 are the block's two
-// left quarters (A as m x k and, transposed on the way, B as k x n); otherwise its two upper ones.
+// The lane's address within a 16 x 16 block at the tile's origin. ldmatrix loads four 8 x 8
+// matrices, matrix i by the addresses of lanes 8i to 8i + 7. ROWS_FIRST: matrices 0 and 1 are the
+// block's two left quarters (A as m x k and, transposed on the way, B as k x n); otherwise its two
+// upper ones.
 template <bool ROWS_FIRST> __device__ __forceinline__ u32 lane_offset() {
     const int lane = threadIdx.x % 32;
     const int row = lane % 8 + (ROWS_FIRST ? lane / 8 % 2 : lane / 16) * 8;
@@ -27,20 +29,23 @@ __device__ __forceinline__ u32 block_address(u32 lane_address, int block_row, in
          + block_row * 16 * PANEL_ROW_BYTES + block_column / 4 * (ROWS * PANEL_ROW_BYTES);
 }
 
-// A warp's share of an operand: COUNT blocks from block `first` on, along rows or columns of the tile.
-// The first block goes into the lane's address where that leaves the others a constant away: along
-// rows always, along columns if COUNT is a power of two, of which `first` is a multiple.
+// A warp's share of an operand: COUNT blocks from block `first` on, along rows or columns of the
+// tile. The first block goes into the lane's address where that leaves the others a constant away:
+// along rows always, along columns if COUNT is a power of two, of which `first` is a multiple.
 template <int ROWS, int COUNT, bool ALONG_ROWS> struct Share {
     static constexpr bool FOLDED = ALONG_ROWS || (COUNT & (COUNT - 1)) == 0;
     u32 lane_address;
     int first;
     __device__ __forceinline__ Share(u32 lane, int first_block)
-        : lane_address(opaque(!FOLDED ? lane : ALONG_ROWS ? block_address<ROWS>(lane, first_block, 0)
-                                                          : block_address<ROWS>(lane, 0, first_block))),
+        : lane_address(opaque(
+              !FOLDED      ? lane
+              : ALONG_ROWS ? block_address<ROWS>(lane, first_block, 0)
+                           : block_address<ROWS>(lane, 0, first_block))),
           first(FOLDED ? 0 : first_block) {}
     // Block i of the share, block k in the other direction.
     __device__ __forceinline__ u32 address(int i, int k) const {
-        return ALONG_ROWS ? block_address<ROWS>(lane_address, i, k) : block_address<ROWS>(lane_address, k, first + i);
+        return ALONG_ROWS ? block_address<ROWS>(lane_address, i, k)
+                          : block_address<ROWS>(lane_address, k, first + i);
     }
 };
 
@@ -63,17 +68,17 @@ template <int ROWS, Stored STORED, int COUNT> struct OperandB {
     Share<ROWS, COUNT, !AS_NAMED> share;
     __device__ __forceinline__ OperandB(u32 tile, int first_column)
         : share(tile + lane_offset<AS_NAMED>(), first_column / 16) {}
-    // Rows 16 k.., columns 16 n.. of the share: fragments b[0] b[1] of the first eight columns, b[2] b[3]
-    // of the others.
+    // Rows 16 k.., columns 16 n.. of the share: fragments b[0] b[1] of the first eight columns,
+    // b[2] b[3] of the others.
     __device__ __forceinline__ void load(u32 (&b)[4], int k, int n) const {
         if (AS_NAMED) ldmatrix_x4_transposed(b, share.address(n, k));
         else ldmatrix_x4(b, share.address(n, k));
     }
 };
 
-// D += A B over K_STEPS * 16. D: mma C fragments. The loop is unrolled panel by panel: unrolled whole,
-// the assembler loads fragments so far ahead that it spills. An A in registers needs it whole: register
-// arrays have no run-time index.
+// D += A B, their common dimension being K_STEPS * 16; D in C fragments. The loop is unrolled by
+// one panel, 4 steps: unrolled whole, the assembler loads fragments so far ahead that it spills. An
+// A in registers needs it whole (UNROLL = K_STEPS): register arrays have no run-time index.
 template <class Element, int K_STEPS, int UNROLL = 4, int M_TILES, int N_TILES, class A, class B>
 __device__ __forceinline__ void product(float (&d)[M_TILES][N_TILES][4], const A& a, const B& b) {
     static_assert(N_TILES % 2 == 0, "a block of B is 16 columns");
@@ -95,8 +100,8 @@ __device__ __forceinline__ void product(float (&d)[M_TILES][N_TILES][4], const A
     }
 }
 
-// An operand A that a thread holds as C fragments (of P, say), rounded to Element: the layout of two
-// neighbouring C fragments is that of one A fragment.
+// An operand A that a thread holds as C fragments (of P, say), rounded to Element: the layout of
+// two neighbouring C fragments is that of one A fragment.
 template <class Element, int M_TILES, int N_TILES> struct RegisterA {
     u32 fragment[M_TILES][N_TILES / 2][4];
     __device__ __forceinline__ explicit RegisterA(const float (&c)[M_TILES][N_TILES][4]) {
@@ -106,7 +111,8 @@ template <class Element, int M_TILES, int N_TILES> struct RegisterA {
             for (int n = 0; n < N_TILES; n += 2)
                 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    fragment[m][n / 2][i] = pack<Element>(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]);
+                    fragment[m][n / 2][i] = pack<Element>(c[m][n + i / 2][i % 2 * 2],
+                                                          c[m][n + i / 2][i % 2 * 2 + 1]);
     }
     __device__ __forceinline__ void load(u32 (&a)[4], int m, int k) const {
         #pragma unroll
@@ -114,7 +120,7 @@ template <class Element, int M_TILES, int N_TILES> struct RegisterA {
     }
 };
 
-// The same operand B with every NaN and infinity replaced by zero.
+// An operand B with every NaN and infinity replaced by zero.
 template <class Element, class B> struct Sanitized {
     B b;
     __device__ __forceinline__ void load(u32 (&fragment)[4], int k, int n) const {
@@ -127,7 +133,8 @@ template <class Element, class B> struct Sanitized {
     }
 };
 
-template <int M_TILES, int N_TILES> __device__ __forceinline__ void set_zero(float (&d)[M_TILES][N_TILES][4]) {
+template <int M_TILES, int N_TILES>
+__device__ __forceinline__ void set_zero(float (&d)[M_TILES][N_TILES][4]) {
     #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
         #pragma unroll
@@ -136,11 +143,13 @@ template <int M_TILES, int N_TILES> __device__ __forceinline__ void set_zero(flo
             for (int i = 0; i < 4; ++i) d[m][n][i] = 0.0f;
 }
 
-// C fragments rounded to Element, two neighbours to a register: [..][..][0] the upper row, [1] the lower.
+// C fragments rounded to Element, two neighbours to a register: [m][n][0] are of the upper of the
+// lane's two rows, [m][n][1] of the lower.
 template <int M_TILES, int N_TILES> using Packed = u32[M_TILES][N_TILES][2];
 
 template <class Element, int M_TILES, int N_TILES>
-__device__ __forceinline__ void pack_fragments(Packed<M_TILES, N_TILES>& packed, const float (&c)[M_TILES][N_TILES][4]) {
+__device__ __forceinline__ void pack_fragments(
+    Packed<M_TILES, N_TILES>& packed, const float (&c)[M_TILES][N_TILES][4]) {
     #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
         #pragma unroll
@@ -150,8 +159,8 @@ __device__ __forceinline__ void pack_fragments(Packed<M_TILES, N_TILES>& packed,
         }
 }
 
-// Writes packed fragments to a tile of ROWS rows. 4 bytes a thread; a warp's eight rows of 16 bytes lie
-// in different banks by the swizzle.
+// Writes a warp's packed fragments to a tile of ROWS rows, from (first_row, first_column) on. 4
+// bytes a thread; by the swizzle the eight rows of 16 bytes of a store lie in different banks.
 template <int ROWS, int M_TILES, int N_TILES>
 __device__ __forceinline__ void store_fragments(
     u32 tile, const Packed<M_TILES, N_TILES>& packed, int first_row, int first_column) {
@@ -163,5 +172,6 @@ __device__ __forceinline__ void store_fragments(
         for (int n = 0; n < N_TILES; ++n)
             #pragma unroll
             for (int half = 0; half < 2; ++half)
-                store_shared(tile + tile_offset<ROWS>(row + m * 16 + half * 8, column + n * 8), packed[m][n][half]);
+                store_shared(tile + tile_offset<ROWS>(row + m * 16 + half * 8, column + n * 8),
+                             packed[m][n][half]);
 }

@@ -1,5 +1,5 @@
-// Element types, and the arguments that a kernel gets from the host (launch.py mirrors these structs
-// field by field; tests/test_launch.py holds the two together). Strides count elements.
+// Element types, and the arguments that a kernel gets from the host. arguments.py mirrors those
+// structs field by field; tests/test_arguments.py holds the two together. Strides count elements.
 #pragma once
 
 using u16 = unsigned short;
@@ -7,7 +7,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// 16-bit floating-point numbers as they stand in memory. Arithmetic happens in float: ptx.cuh converts.
+// 16-bit floating-point numbers as they stand in memory. ptx.cuh converts them to float and back.
 struct alignas(2) float16 { u16 bits; };
 struct alignas(2) bfloat16 { u16 bits; };
 
@@ -16,12 +16,12 @@ template <typename Element> struct AccumulatorOf { using type = float; };
 template <> struct AccumulatorOf<double> { using type = double; };
 template <typename Element> using Accumulator = typename AccumulatorOf<Element>::type;
 
-// (batch, token, head) strides of an array (batch, seqlen, heads, head_dim); the last axis has stride 1.
+// Strides of an array (batch, seqlen, heads, head_dim), whose last axis has stride 1.
 struct Strides { i64 batch, token, head; };
 
 struct Shape { int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v; };
 
-// How many heads (of all batches) walk their tiles side by side, so that what they share fits L2: scheduler.cuh.
+// How many (batch, head) pairs work through their tiles side by side: scheduler.cuh.
 struct Schedule { int heads_per_section; };
 
 // lse and delta are contiguous (batch, num_heads_q, seqlen_q) arrays of Accumulator<Element>.
@@ -39,8 +39,8 @@ struct BackwardArguments {
     const void* dout; const void* q; const void* k; const void* v; const void* out;
     const void* lse;
     void* delta;                                // rowsum(dO * O), written by backward_delta.cu
-    void* dq_sum;                               // float32 sums of dq in the order of the main kernel's fragments
-    void* turns;                                // deterministic dq: int32, how many key tiles a query tile has had
+    void* dq_sum;                               // float sums of dQ, ordered by backward_layout.cuh
+    void* turns;                                // int, a query tile: key tiles added to dQ; or null
     void* dq; void* dk; void* dv;
     Strides dout_stride, q_stride, k_stride, v_stride, out_stride, dq_stride, dk_stride, dv_stride;
     Shape shape;
@@ -48,8 +48,8 @@ struct BackwardArguments {
     double scale;
 };
 
-// out = merge of two partial results of num_rows = batch * seqlen_q * num_heads_q rows each. All arrays contiguous:
-// out (batch, seqlen_q, num_heads_q, head_dim_v), lse (batch, num_heads_q, seqlen_q).
+// All arrays are contiguous: out, out_a and out_b (batch, seqlen_q, num_heads_q, head_dim_v); lse,
+// lse_a and lse_b (batch, num_heads_q, seqlen_q).
 struct MergeArguments {
     const void* out_a; const void* lse_a; const void* out_b; const void* lse_b;
     void* out; void* lse;

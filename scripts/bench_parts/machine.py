@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 import subprocess
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def describe() -> dict:
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         ),
         "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": _first_line("git", "rev-parse", "HEAD"),
         "python": platform.python_version(),
         "versions": {

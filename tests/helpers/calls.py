@@ -1,4 +1,4 @@
-"""Public calls on host arrays: place, call, fetch."""
+"""Public calls in one: on host arrays (place, call, fetch), or in place."""
 
 import cuflash
 
@@ -25,6 +25,15 @@ def both(backend, case, q, k, v, dout, **options):
     """Return (dq, dk, dv), with out and lse from our own forward."""
     out, lse = forward(backend, case, q, k, v)
     return backward(backend, case, dout, q, k, v, out, lse, **options)
+
+
+def all_results(q, k, v, dout):
+    """Return (out, lse, dq, dk, dv) of arrays where they are, causal."""
+    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    grads = cuflash.backward(
+        dout, q, k, v, out, lse, causal=True, deterministic=True
+    )
+    return out, lse, *grads
 
 
 def merge_states(backend, *states):

@@ -1,19 +1,19 @@
-"""Comparing a result with the reference, as conventions.md ("Error") says.
+"""Comparing a result with the reference, as CONTRIBUTING ("Error") says.
 
 First where the NaN and inf are, then the size of the error:
 
     max|got - ref| <= max(factor * max|low - ref|, tiny)
 
 over the finite elements, with `low` from low.py and `tiny` from rounding.py.
-Conventions add the two. Each is enough alone here, as our `tiny` is derived
-for the whole error and not for its last digits, so the larger one will do.
+The two are not added: `tiny` is derived for the whole error and not for its
+last digits, so the larger one will do.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-OUT_FACTOR = 2  # conventions.md: twice the error of plain code for out,
+OUT_FACTOR = 2  # CONTRIBUTING: twice the error of plain code for out,
 GRADIENT_FACTOR = 3  # three times for gradients
 
 
@@ -58,6 +58,18 @@ def assert_matches(got, expected, name, case="", kinds=True):
         f"{ref[worst]!r}, error {error[worst]:.3g} > both "
         f"{expected.factor} * {expected.of_low():.3g} and {tiny:.3g} ({case})"
     )
+
+
+def assert_forward_matches(got, expected, case="", kinds=True):
+    """Assert that (out, lse) are the expected ones."""
+    for name, *pair in zip(("out", "lse"), got, expected, strict=True):
+        assert_matches(*pair, name, case, kinds)
+
+
+def assert_gradients_match(got, expected, case="", kinds=True):
+    """Assert that (dq, dk, dv) are the expected ones."""
+    for name, *pair in zip(("dq", "dk", "dv"), got, expected, strict=True):
+        assert_matches(*pair, name, case, kinds)
 
 
 def assert_same_nonfinite(got, ref, name, case="", kinds=True):

@@ -6,11 +6,25 @@ from cuflash.plan import device_of_arch, plan
 from cuflash.problem import Problem
 
 
-def kernels(direction, dtype, arch, head_dim=64, causal=True):
+def small_problem(direction, dtype, head_dim=64, **changes):
+    """A causal problem of 128 tokens and two query heads."""
+    fields = {
+        "batch": 1,
+        "seqlen_q": 128,
+        "seqlen_k": 128,
+        "num_heads_q": 2,
+        "num_heads_kv": 1,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+        "scale": 0.125,
+        "causal": True,
+    }
+    return Problem(direction, dtype, **{**fields, **changes})
+
+
+def kernels(direction, dtype, arch, head_dim=64, **changes):
     """The kernels of a small problem on an architecture."""
-    problem = Problem(
-        direction, dtype, 1, 128, 128, 2, 1, head_dim, head_dim, 0.125, causal
-    )
+    problem = small_problem(direction, dtype, head_dim, **changes)
     return plan(problem, device_of_arch(arch)).kernels
 
 

@@ -1,0 +1,53 @@
+"""The argument structs of the kernels, as NumPy dtypes.
+
+They mirror the structs of ``kernels/types.cuh`` by name and field by field:
+an array without axes of such a dtype is passed to a kernel by value.
+Pointers are addresses, strides count elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def _struct(*fields: tuple[str, Any]) -> np.dtype:
+    return np.dtype(list(fields), align=True)
+
+
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+def _pointers(names: str) -> list[tuple[str, Any]]:
+    return _fields(names, np.uint64)
+
+
+def _strides_of(names: str) -> list[tuple[str, Any]]:
+    return [(f"{name}_stride", Strides) for name in names.split()]
+
+
+Strides = _struct(*_fields("batch token head", np.int64))
+Shape = _struct(
+    *_fields(
+        "batch seqlen_q seqlen_k num_heads_q num_heads_kv head_dim head_dim_v",
+        np.int32,
+    )
+)
+Schedule = _struct(("heads_per_section", np.int32))
+
+_COMMON = [("shape", Shape), ("schedule", Schedule), ("scale", np.float64)]
+
+ForwardArguments = _struct(
+    *_pointers("q k v out lse"), *_strides_of("q k v out"), *_COMMON
+)
+BackwardArguments = _struct(
+    *_pointers("dout q k v out lse delta dq_sum turns dq dk dv"),
+    *_strides_of("dout q k v out dq dk dv"),
+    *_COMMON,
+)
+MergeArguments = _struct(
+    *_pointers("out_a lse_a out_b lse_b out lse"),
+    *_fields("batch seqlen_q num_heads_q head_dim_v", np.int32),
+)

@@ -1,0 +1,54 @@
+"""The structs that a launch passes: types.cuh and arguments.py agree."""
+
+import re
+
+import numpy as np
+import pytest
+
+from cuflash import arguments, compiler, source
+from helpers.kernels import small_kernel
+
+TEXT = (source.KERNELS / "types.cuh").read_text()
+BODIES = dict(re.findall(r"^struct (\w+) \{(.*?)\};", TEXT, re.M | re.S))
+TYPES = {
+    "void*": np.uint64,
+    "int": np.int32,
+    "i64": np.int64,
+    "double": np.float64,
+    **vars(arguments),  # structs in structs
+}
+
+
+def declared(body):
+    """(name, dtype) of the fields of a struct's body, in order."""
+    code = re.sub(r"//.*", "", body)
+    for kind, names in re.findall(r"(?:const )?([\w*]+) ([\w, ]+);", code):
+        for name in names.split(", "):
+            yield name, TYPES[kind]
+
+
+def test_each_has_the_other_s_structs():
+    dtypes = {x for x, y in vars(arguments).items() if isinstance(y, np.dtype)}
+    assert dtypes == set(BODIES)
+
+
+@pytest.mark.parametrize("struct", BODIES)
+def test_fields_have_the_names_types_and_order_of_types_cuh(struct):
+    expected = np.dtype(list(declared(BODIES[struct])), align=True)
+    assert getattr(arguments, struct) == expected
+
+
+def test_the_compiler_lays_the_structs_out_like_numpy(monkeypatch):
+    checks = [TEXT, "#define offsetof(s, m) __INTADDR__(&((s*)0)->m)"]
+    for struct in BODIES:
+        dtype = getattr(arguments, struct)
+        checks.append(f"static_assert(sizeof({struct}) == {dtype.itemsize});")
+        checks += [
+            f"static_assert(offsetof({struct}, {name}) == {offset});"
+            for name, (_, offset) in dtype.fields.items()
+        ]
+    assert len(checks) > 60
+    monkeypatch.setattr(source, "build", lambda kernel: "\n".join(checks))
+    compiler._compile(small_kernel(), "sm_80")  # raises CompileError
+
+

@@ -1,0 +1,43 @@
+"""The house's laws for the text of the kernels."""
+
+import re
+
+import pytest
+
+from cuflash.source import KERNELS
+
+FILES = {path.name: path.read_text() for path in KERNELS.glob("*.cu*")}
+
+
+def code_of(name):
+    return re.sub(r"//.*", "", FILES[name])
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_lines_are_at_most_100_columns_of_ascii(name):
+    assert FILES[name].isascii() and "\t" not in FILES[name]
+    assert max(map(len, FILES[name].splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_only_files_of_the_folder_are_included(name):
+    included = re.findall(r"#\s*include\s+(.*)", code_of(name))
+    assert set(included) <= {f'"{file}"' for file in FILES}
+
+
+def test_inline_ptx_stands_in_one_file():
+    inline = {name for name in FILES if re.search(r"\basm\b", code_of(name))}
+    assert inline == {"ptx.cuh"}
+
+
+def test_every_function_of_ptx_is_used():
+    defined = re.findall(r"__forceinline__ [\w ]+? (\w+)\(", FILES["ptx.cuh"])
+    others = " ".join(code_of(name) for name in FILES if name != "ptx.cuh")
+    assert "ldmatrix_x4" in defined
+    assert set(defined) <= set(re.findall(r"\w+", others))
+
+
+def test_sections_of_the_ptx_manual_go_by_title():
+    """Their numbers change between its versions."""
+    assert "PTX ISA: " in FILES["ptx.cuh"]
+    assert not re.search(r"PTX ISA[ :]+\d", " ".join(FILES.values()))

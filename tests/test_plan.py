@@ -1,0 +1,168 @@
+"""What is decided about a problem: family, tiles, launches, words."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash import tiles
+from cuflash.errors import UnsupportedError, ValueRangeError
+from cuflash.plan import default_plans, device_of_arch, legal_tiles, plan
+from helpers.dtypes import DTYPES
+from helpers.kernels import small_problem
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+DIRECTIONS = ("forward", "backward")
+SIXTEEN_BITS = ("float16", "bfloat16")
+
+both_directions = pytest.mark.parametrize("direction", DIRECTIONS)
+
+
+def planned(direction, dtype="float16", head_dim=64, arch="sm_80", **changes):
+    problem = small_problem(direction, dtype, head_dim, **changes)
+    return plan(problem, device_of_arch(arch))
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_family_follows_the_dtype(direction, dtype):
+    family = "mma" if dtype in SIXTEEN_BITS else "simt"
+    decided = planned(direction, dtype)
+    assert decided.family == family
+    assert any(family in kernel.file for kernel in decided.kernels)
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_sixteen_bits_need_sm_80(direction, dtype):
+    with pytest.raises(UnsupportedError) as raised:
+        planned(direction, dtype, arch="sm_75")
+    assert str(raised.value) == (
+        f"{dtype} needs a GPU of compute capability 8.0 or newer, this one "
+        "has 7.5 (sm_75); float32 and float64 run from 7.5 on"
+    )
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_plain_kernels_need_sm_75(direction, dtype):
+    assert planned(direction, dtype, arch="sm_75").kernels
+    with pytest.raises(UnsupportedError, match=r"7\.5 or newer.*has 7\.0"):
+        planned(direction, dtype, arch="sm_70")
+
+
+@given(
+    direction=st.sampled_from(DIRECTIONS),
+    dtype=st.sampled_from(list(DTYPES)),
+    arch=st.sampled_from(ARCHS),
+    d=st.integers(1, 256),
+    dv=st.integers(1, 256),
+)
+def test_every_head_dim_has_a_plan_that_fits(direction, dtype, arch, d, dv):
+    decided = planned(direction, dtype, d, arch, head_dim_v=dv)
+    for kernel in decided.kernels:
+        known = dict(kernel.constants)
+        assert kernel.shared_bytes <= device_of_arch(arch).shared_bytes
+        assert kernel.threads <= 1024
+        assert known.get("HEAD_DIM", d) >= d
+        assert known.get("HEAD_DIM_V", dv) >= dv
+        assert known.get("SHARED_BYTES", 0) == kernel.shared_bytes
+
+
+@given(
+    dtype=st.sampled_from(list(DTYPES)),
+    seqlen_q=st.integers(1, 1000),
+    seqlen_k=st.integers(1, 1000),
+    heads=st.integers(1, 3),
+)
+def test_blocks_cover_every_token_once(dtype, seqlen_q, seqlen_k, heads):
+    sizes = {"batch": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
+             "num_heads_q": 2 * heads, "num_heads_kv": heads}  # fmt: skip
+    forward = planned("forward", dtype, **sizes)
+    q_tiles = -(-seqlen_q // forward.tile.block_q)
+    assert [x.blocks for x in forward.launches] == [q_tiles * 4 * heads]
+    backward = planned("backward", dtype, **sizes)
+    k_tiles = -(-seqlen_k // backward.tile.block_k)
+    _, by_keys, by_queries = (x.blocks for x in backward.launches)
+    assert by_keys == k_tiles * 2 * heads
+    assert by_queries == -(-seqlen_q // backward.tile.block_q) * 4 * heads
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_error_lists_the_blocks_that_can_be_run(direction, dtype):
+    with pytest.raises(ValueRangeError, match="^block_q 7, block_k 9 ") as e:
+        planned(direction, dtype, block_q=7, block_k=9)
+    listed = re.findall(r"\((\d+), (\d+)\)", str(e.value))
+    assert listed
+    for block_q, block_k in (tuple(map(int, pair)) for pair in listed):
+        tile = planned(
+            direction, dtype, block_q=block_q, block_k=block_k
+        ).tile
+        assert (tile.block_q, tile.block_k) == (block_q, block_k)
+
+
+@both_directions
+@pytest.mark.parametrize("name", ["block_q", "block_k"])
+def test_one_block_may_be_asked_for_alone(direction, name):
+    assert getattr(planned(direction, **{name: 32}).tile, name) == 32
+
+
+@both_directions
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_tuned_tile_is_taken(direction, arch, head_dim):
+    """A table's tile that did not fit would be passed over in silence."""
+    device = device_of_arch(arch)
+    tuned = tiles.tuned(device.capability, "mma", direction, head_dim, True)
+    assert tuned is not None
+    assert planned(direction, head_dim=head_dim, arch=arch).tile == tuned
+
+
+def test_large_tiles_are_legal_only_where_they_fit():
+    problem = small_problem("forward", "float16", 256)
+    small, large = (
+        set(legal_tiles(problem, device_of_arch(arch), "mma"))
+        for arch in ("sm_86", "sm_90a")
+    )
+    assert small < large
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_only_a_deterministic_dq_takes_turns(deterministic):
+    decided = planned("backward", deterministic=deterministic)
+    assert (decided.num_turns > 0) == deterministic
+    assert decided.sum_elements >= 128 * 2 * 64
+    assert planned("backward", "float32").sum_elements == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_default_plans_are_what_the_readme_says(arch):
+    problems = {p.problem for p in default_plans(device_of_arch(arch))}
+    found = {
+        (p.direction, p.dtype, p.head_dim, p.causal) for p in problems
+    }
+    assert len(found) == len(problems) == 16
+    assert {head_dim for _, _, head_dim, _ in found} == {64, 128}
+    assert {dtype for _, dtype, _, _ in found} == set(SIXTEEN_BITS)
+
+
+def test_a_call_of_a_default_shape_uses_a_default_kernel():
+    defaults = {k for p in default_plans(device_of_arch("sm_80"))
+                for k in p.kernels}  # fmt: skip
+    for direction in DIRECTIONS:
+        decided = planned(direction, "bfloat16", seqlen_q=77, batch=3)
+        assert set(decided.kernels) <= defaults
+
+
+def test_a_new_plan_is_printed_once(monkeypatch, capsys):
+    monkeypatch.setenv("CUFLASH_LOG", "plan")
+    for _ in range(2):
+        planned("forward", seqlen_q=123, scale=0.0625)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cuflash: forward batch 1 seqlen 123 x 128 ")
+    assert "forward_mma (" in line and "bytes)" in line
+    monkeypatch.delenv("CUFLASH_LOG")
+    planned("forward", seqlen_q=124, scale=0.0625)
+    assert not capsys.readouterr().err
