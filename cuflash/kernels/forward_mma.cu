@@ -98,8 +98,7 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
             m = fmaxf(m_old, quad_max(m));
             // m = -inf: all scores so far are -inf, and 2^(-inf - 0) = 0.
             reference[i][half] = m == -infinity() ? 0.0f : m * c;
-            const float rescale =
-                m_old == -infinity() ? 0.0f : exp2_approx(m_old * c - reference[i][half]);
+            const float rescale = exp2_of_product(m_old, c, reference[i][half]);
             rows.m[i][half] = m;
             rows.l[i][half] *= rescale;
             #pragma unroll

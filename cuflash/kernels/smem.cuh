@@ -101,12 +101,12 @@ template <typename Element> __device__ __forceinline__ u32 nonfinite_bits(u32 pa
 }
 
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
-// infinity. Needs the thread's own cp_async_wait, no barrier. One chunk at a time: the callers have
+// infinity. Needs the thread's own cp_async_wait, no barrier. Two chunks at a time: the callers have
 // few registers left.
 template <typename Element, int ROWS, int COLUMNS, int THREADS>
 __device__ __forceinline__ bool loaded_nonfinite(u32 tile) {
     u32 found = 0;
-    #pragma unroll 1
+    #pragma unroll 2
     for (int i = threadIdx.x; i < num_panels(COLUMNS) * ROWS * 8; i += THREADS) {
         const int row = i / 8 % ROWS;
         const int column = i / 8 / ROWS * PANEL_COLUMNS + i % 8 * CHUNK_ELEMENTS;

@@ -53,16 +53,20 @@ def distinct_powers_of_two(rng, shape, dtype):
 
 
 def one_huge(rng, shape, dtype):
-    """Ordinary scores, and in each row one that is huge."""
+    """Ordinary scores, and in each row one that is huge.
+
+    Not a power of two: times log2(e) it has to be rounded, twice alike.
+    """
     scores = np.round(rng.standard_normal(shape) * 8) / 8
     rows, keys = shape
-    scores[np.arange(rows), rng.integers(0, keys, rows)] = LARGEST[dtype]
+    huge = LARGEST[dtype] * rng.choice([0.625, 0.75, 0.875], rows)
+    scores[np.arange(rows), rng.integers(0, keys, rows)] = huge
     return scores
 
 
 def one_hugely_negative(rng, shape, dtype):
     scores = one_huge(rng, shape, dtype)
-    return np.where(scores == LARGEST[dtype], -scores, scores)
+    return np.where(scores > LARGEST[dtype] / 2, -scores, scores)
 
 
 def all_huge(rng, shape, dtype):
