@@ -39,7 +39,8 @@ bench: .venv/installed-bench
 
 # Modules that ruff would take for installed ones when it sorts imports.
 OURS := "bench", "bench_parts", "cuflash", "cuda_extra", "demo", \
-	"demo_parts", "helpers", "reference_strategies", "strategies"
+	"demo_parts", "device_memory", "helpers", "reference_strategies", \
+	"strategies"
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check --line-length 79 --target-version py310 \

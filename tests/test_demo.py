@@ -14,6 +14,7 @@ from demo_parts.comparison import compare, costs, random_inputs
 from demo_parts.model import Config, Transformer
 from demo_parts.text import Corpus, load_text
 from demo_parts.training import Adam
+from device_memory import peak_bytes
 
 TINY = Config(
     num_layers=2,
@@ -154,3 +155,10 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
         picture = (tmp_path / name).read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert name in shown
+
+
+@pytest.mark.gpu
+def test_memory_of_a_call_on_a_gpu(cp):
+    kept = [cp.ones(1 << 20, np.uint8) for _ in range(8)]
+    del kept[::2]  # room in the default pool
+    assert peak_bytes(lambda: cp.empty(1 << 20, np.uint8)) == 1 << 20

@@ -101,8 +101,8 @@ template <typename Element> __device__ __forceinline__ u32 nonfinite_bits(u32 pa
 }
 
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
-// infinity. Needs the thread's own cp_async_wait, no barrier. Two chunks at a time: the callers have
-// few registers left.
+// infinity. Needs the thread's own cp_async_wait, no barrier. Two chunks at a time: the callers
+// have few registers left.
 template <typename Element, int ROWS, int COLUMNS, int THREADS>
 __device__ __forceinline__ bool loaded_nonfinite(u32 tile) {
     u32 found = 0;

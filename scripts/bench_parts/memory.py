@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
-import cupy
+from device_memory import peak_bytes
 
 from .cells import Cell
 from .runners import OURS, Inputs, Runner, make_inputs
@@ -42,14 +41,8 @@ def peaks(dtype: str, head_dim: int, peers: list[Runner]) -> list[dict]:
 
 def _our_peak(cell: Cell, inputs: Inputs) -> int:
     call = OURS.prepare(cell, inputs)
-    call()
-    pool = cupy.get_default_memory_pool()
-    gc.collect()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    call()
-    # What the pool has taken from the driver, it took for this call.
-    return pool.total_bytes() - before
+    call()  # compiles
+    return peak_bytes(call)
 
 
 def _torch_peak(peer: Runner, cell: Cell, inputs: Inputs) -> int | None:

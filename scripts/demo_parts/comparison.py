@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import cuflash
+from device_memory import peak_bytes
 
 
 def materialised(dout, q, k, v, compute, xp):
@@ -110,14 +111,7 @@ def bytes_of(call, xp):
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return peak
-    # What the pool had to take from the device while it was empty.
-    pool = xp.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    call()
-    peak = pool.total_bytes() - before
-    pool.free_all_blocks()
-    return peak
+    return peak_bytes(call)
 
 
 def costs(inputs, xp):
