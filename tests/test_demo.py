@@ -150,7 +150,8 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
     assert demo.main(["--output", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     first, last = shown.split("fell from ")[1].split(" nats")[0].split(" to ")
-    assert float(last) < 3.6 < 4.6 < float(first)
+    # How often letters occur is worth more than a nat; 30 steps learn most.
+    assert float(last) < float(first) - 0.7
     for name in ("loss.png", "attention.png", "memory.png"):
         picture = (tmp_path / name).read_bytes()
         assert picture.startswith(b"\x89PNG")
