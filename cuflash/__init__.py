@@ -11,11 +11,13 @@ reference, `cuflash.reference`.
 from __future__ import annotations
 
 from . import compiler
+from . import emulator as emulator  # public, and no call
 from .api import backward, forward, merge_states
 from .errors import (
     CompileError,
     CuflashError,
     DTypeError,
+    KernelFault,
     ShapeError,
     UnsupportedError,
     ValueRangeError,
@@ -25,6 +27,7 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "DTypeError",
+    "KernelFault",
     "ShapeError",
     "UnsupportedError",
     "ValueRangeError",

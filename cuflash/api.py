@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import validate
+from . import emulator, validate
 from .errors import CuflashError, DTypeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .emulator.machine import Emulator
 
 __all__ = ["backward", "forward", "merge_states"]
 
@@ -277,15 +280,19 @@ def merge_states(
 
 def _open(
     given: dict[str, Any], written: Any = None
-) -> tuple[ModuleType, dict[str, Any]]:
-    """The module that runs the call, and the arrays as it takes them."""
+) -> tuple[ModuleType | Emulator, dict[str, Any]]:
+    """What runs the call, and the arrays as it takes them."""
     device = validate.device_of(**given)
     if written is not None:
         validate.writable(written)
     if device == "cpu":
+        arrays = {name: np.asarray(x) for name, x in given.items()}
+        emulated = emulator.current()
+        if emulated:
+            return emulated, arrays
         from . import cpu
 
-        return cpu, {name: np.asarray(x) for name, x in given.items()}
+        return cpu, arrays
     try:
         from . import launch
     except ImportError as error:

@@ -16,6 +16,17 @@ def _struct(*fields: tuple[str, Any]) -> np.dtype:
     return np.dtype(list(fields), align=True)
 
 
+def _padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
+    """A struct whose size is a multiple of its alignment, as in C++."""
+    struct = _struct(*fields)
+    return np.dtype({
+        "names": struct.names,
+        "formats": [struct[name] for name in struct.names],
+        "offsets": [struct.fields[name][1] for name in struct.names],
+        "itemsize": -(-struct.itemsize // alignment) * alignment,
+    })
+
+
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
@@ -41,6 +52,13 @@ _COMMON = [("shape", Shape), ("schedule", Schedule), ("scale", np.float64)]
 
 ForwardArguments = _struct(
     *_pointers("q k v out lse"), *_strides_of("q k v out"), *_COMMON
+)
+# 128 bytes that are the driver's own affair, at multiples of 64.
+TensorMap = _struct(("opaque", (np.uint64, (16,))))
+ForwardWgmmaArguments = _padded(
+    64,
+    *_fields("q_map k_map v_map out_map", TensorMap),
+    ("arrays", ForwardArguments),
 )
 BackwardArguments = _struct(
     *_pointers("dout q k v out lse delta dq_sum turns dq dk dv"),

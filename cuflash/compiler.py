@@ -189,14 +189,7 @@ def _explain(
     ]
     fault = re.search(r"^(\S+)\((\d+)\): (?:catastrophic )?error", log, re.M)
     if fault:
-        file, at = fault[1], int(fault[2])
-        lines = source.lines_by_place(text)
-        words += ["", file]
-        words += [
-            f"{'>' if n == at else ' '} {n:4d} | {lines[file, n]}"
-            for n in range(at - 4, at + 4)
-            if (file, n) in lines
-        ]
+        words += source.excerpt(text, fault[1], int(fault[2]))
     return "\n".join(words)
 
 
@@ -222,7 +215,7 @@ def cubin_file(kernel: KernelPlan, arch: str) -> Path:
     path = cache_folder() / f"{name}.cubin"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(path.with_suffix(".lock")):
+        with only_one(path.with_suffix(".lock")):
             if not path.exists():  # still: it may have been waited for
                 _write(path, _compile(kernel, arch)[0])
     return path
@@ -241,7 +234,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def only_one(path: Path) -> Iterator[None]:
     """Hold a file's lock, among the threads of all processes.
 
     The system takes the lock back when its holder ends, however it ends.

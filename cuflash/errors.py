@@ -6,6 +6,7 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "DTypeError",
+    "KernelFault",
     "ShapeError",
     "UnsupportedError",
     "ValueRangeError",
@@ -34,3 +35,22 @@ class UnsupportedError(CuflashError, NotImplementedError):
 
 class CompileError(CuflashError, RuntimeError):
     """A kernel did not compile; the message shows the source at the fault."""
+
+
+class KernelFault(CuflashError, RuntimeError):
+    """A kernel that the emulator ran did what no kernel may.
+
+    Attributes
+    ----------
+    kernel : str
+        Its entry.
+    message : str
+        Which block and thread did what, and where.
+    """
+
+    def __init__(self, kernel: str, message: str) -> None:
+        super().__init__(kernel, message)
+        self.kernel, self.message = kernel, message
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.message}"

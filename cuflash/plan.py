@@ -12,12 +12,14 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from cuflash import tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
+
+Family = Literal["wgmma", "mma", "simt"]
 
 # ---- What a plan is made for, and of ----
 
@@ -104,7 +106,8 @@ class Plan:
     ----------
     problem : Problem
     family : str
-        ``"mma"`` (tensor cores, 16-bit types) or ``"simt"``.
+        ``"wgmma"`` (16-bit types, Hopper's warpgroups), ``"mma"`` (16-bit
+        types, any tensor cores) or ``"simt"``.
     tile : Tile or None
         None for "merge", which has no tiles.
     launches : tuple of Launch
@@ -118,7 +121,7 @@ class Plan:
     """
 
     problem: Problem
-    family: Literal["mma", "simt"]
+    family: Family
     tile: Tile | None
     launches: tuple[Launch, ...]
     heads_per_section: int = 1
@@ -151,8 +154,18 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device) -> Plan:
+def plan(
+    problem: Problem, device: Device, family: Family | None = None
+) -> Plan:
     """Decide how a device runs a problem.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : Device
+    family : str, optional
+        Kernels of that family if it has some for the problem, else those
+        that are best.
 
     Raises
     ------
@@ -165,7 +178,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     if problem.direction == "merge":
         made = _merge_plan(problem)
     else:
-        family = family_of(problem, device)
+        family = family_of(problem, device, family)
         tile = _choose_tile(problem, device, family)
         made = _PLANNERS[family, problem.direction](problem, device, tile)
     if os.environ.get("CUFLASH_LOG") == "plan":
@@ -173,8 +186,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     return made
 
 
-def family_of(problem: Problem, device: Device) -> Literal["mma", "simt"]:
-    """The kernel family for a problem's dtype on a device."""
+def family_of(
+    problem: Problem, device: Device, wanted: Family | None = None
+) -> Family:
+    """The kernel family for a problem on a device."""
     sixteen_bits = problem.dtype in ("float16", "bfloat16")
     needed = 80 if sixteen_bits else 75
     if device.capability < needed:
@@ -188,7 +203,22 @@ def family_of(problem: Problem, device: Device) -> Literal["mma", "simt"]:
                 else ""
             )
         )
-    return "mma" if sixteen_bits else "simt"
+    if not sixteen_bits:
+        return "simt"
+    if wanted == "wgmma" and _wgmma_runs(problem, device):
+        return "wgmma"
+    return "mma"
+
+
+def wanted_family() -> Family | None:
+    """What the environment variable ``CUFLASH_FAMILY`` asks for."""
+    family = os.environ.get("CUFLASH_FAMILY") or None
+    if family not in (None, *get_args(Family)):
+        raise ValueRangeError(
+            f"the environment variable CUFLASH_FAMILY is {family!r}, expected"
+            f" one of {', '.join(get_args(Family))}"
+        )
+    return family
 
 
 def legal_tiles(
@@ -442,6 +472,99 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
+# ---- 16-bit types by wgmma ----
+
+# What kernels/ptx.cuh has products for, and shared memory room.
+_WGMMA_HEAD_DIMS = (64, 128)
+# A thread's registers: 240 with two math warpgroups, 160 with three. S and P
+# take 3/4 of block_k; acc takes half of head_dim_v, and as much again while
+# it is rounded and stored. Sums up to these were seen not to spill.
+_WGMMA_REGISTERS = {2: 260, 3: 176}
+_MBARRIER_BYTES, _WORK_BYTES = 8, 20
+
+
+def _wgmma_head_dims(problem: Problem) -> tuple[int, int] | None:
+    """Rounded up to those that there are kernels for, None if too large."""
+    rounded = [
+        next((x for x in _WGMMA_HEAD_DIMS if x >= d), None)
+        for d in (problem.head_dim, problem.head_dim_v)
+    ]
+    return None if None in rounded else tuple(rounded)
+
+
+def _wgmma_runs(problem: Problem, device: Device) -> bool:
+    return (
+        device.arch == "sm_90a"
+        and problem.direction == "forward"
+        and problem.seqlen_k > 0
+        and _wgmma_head_dims(problem) is not None
+    )
+
+
+def _wgmma_shared(problem: Problem, tile: Tile, q_stages: int) -> int:
+    d, dv = _wgmma_head_dims(problem)
+    queries = _tile_bytes(tile.block_q, max(d, dv))
+    keys = _tile_bytes(tile.block_k, d) + _tile_bytes(tile.block_k, dv)
+    barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
+    return _round_up(
+        q_stages * (queries + _WORK_BYTES)
+        + tile.num_stages * keys
+        + barriers * _MBARRIER_BYTES,
+        1024,
+    )
+
+
+def _forward_wgmma_shared(problem: Problem, tile: Tile) -> int:
+    """With two tiles of queries; a third is taken if there is room."""
+    return _wgmma_shared(problem, tile, 2)
+
+
+def _forward_wgmma_fits(problem: Problem, tile: Tile) -> bool:
+    _, dv = _wgmma_head_dims(problem)
+    used = tile.block_k * 3 // 4 + dv
+    return used <= _WGMMA_REGISTERS[tile.block_q // 64]
+
+
+def _forward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _wgmma_head_dims(problem)
+    q_stages = 3
+    shared = _wgmma_shared(problem, tile, q_stages)
+    if shared > device.shared_bytes:
+        q_stages = 2
+        shared = _wgmma_shared(problem, tile, q_stages)
+    kernel = KernelPlan(
+        file="forward_wgmma.cu",
+        entry="forward_wgmma",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("NEGATE_SCORES", problem.scale < 0),
+            ("BLOCK_K", tile.block_k),
+            ("MATH_WARPGROUPS", tile.block_q // 64),
+            ("Q_STAGES", q_stages),
+            ("KV_STAGES", tile.num_stages),
+            ("TAKE_TURNS", True),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+    )
+    num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    pairs = problem.batch * problem.num_heads_q
+    shared_by_head = problem.seqlen_k * (d + dv) * 2 // problem.group_size
+    return Plan(
+        problem,
+        "wgmma",
+        tile,
+        (Launch(kernel, min(num_tiles * pairs, device.num_sms)),),
+        heads_per_section=_heads_per_section(
+            problem, device, pairs, shared_by_head
+        ),
+    )
+
+
 # ---- float32 and float64, plainly ----
 
 
@@ -611,18 +734,21 @@ def _merge_plan(problem: Problem) -> Plan:
 
 
 _PLANNERS = {
+    ("wgmma", "forward"): _forward_wgmma,
     ("mma", "forward"): _forward_mma,
     ("mma", "backward"): _backward_mma,
     ("simt", "forward"): _forward_simt,
     ("simt", "backward"): _backward_simt,
 }
 _SHARED = {
+    ("wgmma", "forward"): _forward_wgmma_shared,
     ("mma", "forward"): _forward_mma_shared,
     ("mma", "backward"): _backward_mma_shared,
     ("simt", "forward"): _forward_simt_shared,
     ("simt", "backward"): _backward_simt_shared,
 }
 _REGISTERS = {
+    ("wgmma", "forward"): _forward_wgmma_fits,
     ("mma", "forward"): _forward_mma_fits,
     ("mma", "backward"): _backward_mma_fits,
     ("simt", "forward"): _simt_fits,

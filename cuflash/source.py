@@ -11,6 +11,7 @@ binary depends on.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -29,28 +30,36 @@ class Kernel(Protocol):
     constants: tuple[tuple[str, bool | int | str], ...]
 
 
-def build(kernel: Kernel, folder: Path = KERNELS) -> str:
+def build(
+    kernel: Kernel,
+    folder: Path = KERNELS,
+    twins: Mapping[str, Path] | None = None,
+) -> str:
     """The self-contained source text of a planned kernel.
 
     Parameters
     ----------
     kernel : plan.KernelPlan
-        ``file`` is the name of a file in ``kernels/``; ``constants`` are
-        pairs of a name and a bool, an int or (a type's name) a str.
+        ``file`` is the name of a file in ``kernels/``, or an absolute path;
+        ``constants`` are pairs of a name and a bool, an int or (a type's
+        name) a str.
     folder : Path, optional
         Where the files are.
+    twins : mapping of str to Path, optional
+        Files that are spliced in place of some of the folder, by the name
+        of those.
 
     Raises
     ------
     CompileError
         If a file is included that is not in the folder.
     """
-    done: set[str] = set()
+    twins, done = twins or {}, set()
     return "\n".join([
-        *_splice("types.cuh", folder, done),
+        *_splice("types.cuh", folder, twins, done),
         '#line 1 "constants"',
         *map(_constant, kernel.constants),
-        *_splice(kernel.file, folder, done),
+        *_splice(kernel.file, folder, twins, done),
         "",
     ])  # fmt: skip
 
@@ -69,11 +78,16 @@ def _constant(constant: tuple[str, bool | int | str]) -> str:
     )
 
 
-def _splice(file: str, folder: Path, done: set[str]) -> list[str]:
+def _splice(
+    file: str, folder: Path, twins: Mapping[str, Path], done: set[str]
+) -> list[str]:
     """The lines of a file with its includes in their places."""
     done.add(file)
+    path = twins.get(file, folder / file)
+    if file in twins:
+        file = path.name
     lines = [f'#line 1 "{file}"']
-    text = (folder / file).read_text(encoding="ascii")
+    text = path.read_text(encoding="ascii")
     for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)
         if include:
@@ -84,7 +98,7 @@ def _splice(file: str, folder: Path, done: set[str]) -> list[str]:
                     f" of {folder}: a kernel has only those"
                 )
             if name not in done:
-                lines += _splice(name, folder, done)
+                lines += _splice(name, folder, twins, done)
             lines.append(f'#line {number + 1} "{file}"')
         elif _PRAGMA_ONCE.match(line):
             lines.append("")  # a file is spliced once as it is
@@ -105,3 +119,15 @@ def lines_by_place(text: str) -> dict[tuple[str, int], str]:
             lines[file, number] = line
             number += 1
     return lines
+
+
+def excerpt(text: str, file: str, at: int) -> list[str]:
+    """The numbered lines of a built text around a fault, for a message."""
+    lines = lines_by_place(text)
+    if (file, at) not in lines:
+        return []
+    return ["", file] + [
+        f"{'>' if n == at else ' '} {n:4d} | {lines[file, n]}"
+        for n in range(at - 4, at + 4)
+        if (file, n) in lines
+    ]

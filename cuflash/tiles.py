@@ -30,7 +30,8 @@ class Tile:
     blocks_per_sm : int
         Blocks that must fit a multiprocessor at once: bounds registers.
     num_stages : int
-        Backward: tiles of queries in shared memory.
+        Tiles that are loaded in turns: of keys in wgmma's forward pass, of
+        queries in backward passes.
     score_warps_q, gradient_warps_k : int
         Backward: warps along the queries of S, dP and dQ; along the keys of
         dK and dV.
@@ -54,7 +55,13 @@ class Tile:
 
 def candidates(family: str, direction: str) -> Iterator[Tile]:
     """Every tile that a family's kernel is written for, large ones first."""
-    if (family, direction) == ("mma", "forward"):
+    if (family, direction) == ("wgmma", "forward"):
+        # A warpgroup has 64 queries; one more loads.
+        for q, k, stages in product(
+            (128, 192), (128, 176, 112, 96, 80, 64), (4, 3, 2)
+        ):
+            yield Tile(q, k, (q // 64 + 1) * 4, num_stages=stages)
+    elif (family, direction) == ("mma", "forward"):
         for q, k, warps in product(
             (128, 64, 32), (128, 64, 32, 16), (4, 8, 2)
         ):

@@ -25,10 +25,16 @@ LAW = {
     "plan": "errors problem tiles",
     "source": "errors",
     "compiler": "errors source plan",
-    "launch": "errors problem plan compiler arguments",
+    "calls": "errors problem plan arguments",
+    "launch": "errors problem plan compiler calls arguments",
     "cpu": "errors problem reference",
-    "api": "errors problem validate plan launch cpu",
-    "__init__": "errors api compiler",
+    "emulator": "emulator.machine",
+    "emulator.machine": "errors problem plan compiler calls arguments"
+    " emulator.memory emulator.runtime",
+    "emulator.memory": "",
+    "emulator.runtime": "errors plan source compiler",
+    "api": "errors problem validate plan launch cpu emulator",
+    "__init__": "errors api compiler emulator",
     "__main__": "errors problem plan source compiler launch __init__",
 }
 MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
@@ -58,7 +64,7 @@ class Imports(ast.NodeVisitor):
         parts = self.package.split(".")[: -node.level + 1 or None]
         base = [*parts] if node.level else []
         base = ".".join(base + ([node.module] if node.module else []))
-        if base == self.package or base == "cuflash":
+        if base in (self.package, "cuflash", "cuflash.emulator"):
             self.found.update(f"{base}.{a.name}" for a in node.names)
         else:
             self.found.add(base)
@@ -71,7 +77,17 @@ def modules(folder, package):
     }
 
 
-CUFLASH = modules(PACKAGE, "cuflash")
+def all_modules():
+    """The package's and the emulator's, by their names in LAW."""
+    emulator = modules(PACKAGE / "emulator", "cuflash.emulator")
+    return {
+        **modules(PACKAGE, "cuflash"),
+        "emulator": emulator.pop("__init__"),
+        **{f"emulator.{name}": module for name, module in emulator.items()},
+    }
+
+
+CUFLASH = all_modules()
 OF_REFERENCE = modules(REFERENCE, "cuflash.reference")
 
 
@@ -79,11 +95,11 @@ def of_cuflash(imports):
     """Names of cuflash's own modules among the imports."""
     names = set()
     for name in imports.top | imports.later:
-        first, _, rest = name.partition(".")
+        first, *rest = name.split(".")
         if first == "cuflash":
-            own = rest.partition(".")[0]
-            known = own in LAW or own == "reference"
-            names.add(own if known else "__init__")
+            own = [".".join(rest[:2]), *rest[:1]]
+            known = (x for x in own if x in LAW or x == "reference")
+            names.add(next(known, "__init__"))
     return names
 
 
@@ -92,6 +108,8 @@ def test_the_visitor_sees_every_form():
 from . import plan
 from .errors import ShapeError
 from cuflash import source
+from cuflash.emulator import runtime
+from cuflash.emulator.machine import Machine
 import cuflash.tiles
 import numpy as np
 def f():
@@ -103,6 +121,7 @@ if TYPE_CHECKING:
     imports = Imports(text, "cuflash")
     assert of_cuflash(imports) == {
         "plan", "errors", "source", "tiles", "reference",
+        "emulator.runtime", "emulator.machine",
     }  # fmt: skip
     assert "numpy" in imports.top
     assert imports.later == {"cuflash.reference.attention", "cupy.cuda"}
@@ -189,8 +208,9 @@ cuflash.forward(Array(), Array(), Array())
 
 
 def test_import_is_light():
-    """Neither CuPy, nor SciPy, nor the reference: a call asks for them."""
+    """No CuPy, no SciPy, neither reference nor emulator: calls want them."""
     text = "import cuflash; print(*sys.modules)"
     loaded = set(run_without([], text).stdout.split())
     assert "cuflash.api" in loaded
     assert not loaded & {"cupy", "scipy", "cuda", "cuflash.reference"}
+    assert "cuflash.emulator.machine" not in loaded

@@ -66,6 +66,7 @@ def named(folder, pattern, prefix):
         ("cuflash", "*.py", "cuflash"),
         ("cuflash", "kernels/*.cu*", "cuflash"),
         ("cuflash", "tile_tables/*.json", "cuflash"),
+        ("cuflash", "emulator/*.*", "cuflash"),
         ("reference", "*.py", "cuflash/reference"),
     ],
 )

@@ -80,3 +80,37 @@ def test_only_files_of_the_folder_can_be_included(folder, include):
     path = folder(kernel=f"\n#include {include}\n")
     with pytest.raises(CompileError, match=r"kernel.cu\(2\) includes"):
         source.build(kernel(), path)
+
+
+def test_a_kernel_from_another_folder_includes_files_of_this_one(
+    folder, tmp_path_factory
+):
+    own = tmp_path_factory.mktemp("own") / "small.cu"
+    own.write_text('#include "a.cuh"\nint in_small;\n')
+    small = SimpleNamespace(file=str(own), constants=())
+    lines = source.lines_by_place(source.build(small, folder(a="int in_a;")))
+    assert lines["a.cuh", 1] == "int in_a;"
+    assert lines[str(own), 2] == "int in_small;"
+
+
+def test_a_twin_stands_in_for_a_file_under_its_own_name(
+    folder, tmp_path_factory
+):
+    twin = tmp_path_factory.mktemp("twins") / "a_host.h"
+    twin.write_text('#pragma once\n#include "b.cuh"\nint in_twin;\n')
+    path = folder(
+        kernel='#include "a.cuh"\n#include "a.cuh"\n', a="asm;", b="int in_b;"
+    )
+    text = source.build(kernel(), path, twins={"a.cuh": twin})
+    assert "asm" not in text and text.count("int in_twin;") == 1
+    lines = source.lines_by_place(text)
+    assert lines["b.cuh", 1] == "int in_b;"
+    assert lines["a_host.h", 3] == "int in_twin;"
+
+
+def test_an_excerpt_shows_what_stands_around_a_line():
+    text = '#line 1 "a.cuh"\n' + "\n".join("abcdefghijkl")
+    shown = source.excerpt(text, "a.cuh", 6)
+    assert shown[:3] == ["", "a.cuh", "     2 | b"]
+    assert shown[6:8] == [">    6 | f", "     7 | g"]
+    assert source.excerpt(text, "b.cuh", 6) == []

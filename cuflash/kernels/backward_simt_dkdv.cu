@@ -76,8 +76,8 @@ inline void accumulate(
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_simt_dkdv(const __grid_constant__ BackwardArguments arguments) {
-    extern __shared__ __align__(16) unsigned char shared_memory[];
-    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_memory);
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which key head.
     const Shape& shape = arguments.shape;

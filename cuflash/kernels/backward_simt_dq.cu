@@ -52,8 +52,8 @@ inline void score_gradients(
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_simt_dq(const __grid_constant__ BackwardArguments arguments) {
-    extern __shared__ __align__(16) unsigned char shared_memory[];
-    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_memory);
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which head.
     const Shape& shape = arguments.shape;

@@ -311,9 +311,10 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
     if (needs_repair) {
         __syncthreads();                                    // O is stored, K is done with
         float* m = reinterpret_cast<float*>(&shared.k);
-        for (int i = 0; i < M_TILES; ++i)
-            for (int half = 0; half < 2; ++half)
-                m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
+        if (threadIdx.x % 4 == 0)                           // a quad's lanes have the same m
+            for (int i = 0; i < M_TILES; ++i)
+                for (int half = 0; half < 2; ++half)
+                    m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
         __syncthreads();
         repair(arguments, where, problem, m);
     }

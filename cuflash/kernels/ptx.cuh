@@ -107,6 +107,11 @@ __device__ __forceinline__ void store_shared(u32 address, u32 word) {
     asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(word) : "memory");
 }
 
+// 2 bytes. PTX ISA: st.
+__device__ __forceinline__ void store_shared(u32 address, u16 x) {
+    asm volatile("st.shared.b16 [%0], %1;" :: "r"(address), "h"(x) : "memory");
+}
+
 // 16 bytes, 16-byte aligned. PTX ISA: ld.
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
     uint4 x;
@@ -181,3 +186,203 @@ __device__ __forceinline__ int load_acquire(const int* source) {
 __device__ __forceinline__ void store_release(int* target, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(target), "r"(x) : "memory");
 }
+
+// ======== Hopper (sm_90a) ========
+
+// ---- Barriers in shared memory (mbarrier) ----
+//
+// A barrier's phase ends when all its arrivals have come and all bytes that they announced have
+// been copied. Then the next begins, with as many arrivals; phases are told apart by their parity.
+
+// PTX ISA: mbarrier.init.
+__device__ __forceinline__ void mbarrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+// Makes initialised barriers known to the TMA unit. PTX ISA: fence.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// The same, and announces bytes. PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of that parity has ended; waits for it a while. PTX ISA: mbarrier.try_wait.
+__device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
+    u32 ended;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+                 " selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return ended != 0;
+}
+
+// ---- Barriers of some of a block's threads ----
+
+// Waits until `threads` threads have come to barrier `id`, by this or by barrier_arrive. PTX ISA:
+// bar.sync.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Comes there and goes on. PTX ISA: bar.arrive.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// ---- Registers ----
+
+// The warpgroup's threads get more registers, or give some back. PTX ISA: setmaxnreg.
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// ---- Bulk copies ----
+
+// What this thread wrote to shared memory is seen by later bulk copies and warpgroup products.
+// PTX ISA: fence.proxy.
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts the copy of a box of a 4-D tensor to shared memory; its bytes count for `barrier`. What of
+// the box lies outside the tensor becomes zero, and counts too. PTX ISA: cp.async.bulk.tensor.
+__device__ __forceinline__ void tma_load(
+    u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(target), "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+                 : "memory");
+}
+
+// The other way; what lies outside the tensor is not written. PTX ISA: cp.async.bulk.tensor.
+__device__ __forceinline__ void tma_store(
+    const TensorMap& map, u32 source, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
+                 " [%0, {%2, %3, %4, %5}], [%1];"
+                 :: "l"(&map), "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
+
+// This thread's stores since its last commit become one group. PTX ISA: cp.async.bulk.commit_group.
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all groups but the newest PENDING have read their source. PTX ISA:
+// cp.async.bulk.wait_group.
+template <int PENDING> __device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices to shared memory, as ldmatrix_x4 reads them. PTX ISA: stmatrix.
+__device__ __forceinline__ void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// ---- Products of a warpgroup: four warps, the first of an index that 4 divides ----
+
+// Registers and shared memory that the thread wrote are seen by the products that follow. PTX ISA:
+// wgmma.fence.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// The products since the last commit become one group. PTX ISA: wgmma.commit_group.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits for all groups but the newest PENDING. PTX ISA: wgmma.wait_group.
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+// To the compiler: d is read and written here. Stands where a product that it thinks done is still
+// writing d, so that nothing that concerns d moves across.
+template <int N> __device__ __forceinline__ void keep_here(float (&d)[N]) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+// The accumulators of an asm statement: "%0, %1, ..." and their constraints.
+#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+              "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+#define D40(i) D32(i), D8(i + 32)
+#define D48(i) D32(i), D8(i + 32), D8(i + 40)
+#define D56(i) D48(i), D8(i + 48)
+#define D64(i) D32(i), D32(i + 32)
+#define D88(i) D64(i), D8(i + 64), D8(i + 72), D8(i + 80)
+#define D96(i) D64(i), D32(i + 64)
+#define D128(i) D64(i), D64(i + 64)
+#define NAMES32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+                "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES40 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES48 NAMES40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES56 NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define NAMES64 NAMES56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES88 NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, " \
+                "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
+#define NAMES96 NAMES88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES128 NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
+                 "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
+                 "%121, %122, %123, %124, %125, %126, %127"
+
+// D = A B, or D += A B if `accumulate`: A 64 x 16 and B 16 x N elements, D 64 x N floats, N / 2 of
+// them in each thread. Warp w of the warpgroup holds rows 16w to 16w + 15 of D, as the C fragments
+// of mma_16x8x16, tile after tile of 8 columns: d[4j .. 4j + 3] are tile j's. SIGN is that of A.
+//
+// wgmma_shared: A and B in shared memory, by descriptors (wgmma.cuh), rows of A and columns of B
+// contiguous. wgmma_registers: A as fragments of mma_16x8x16 in registers, rows of B contiguous.
+// The last argument only names the element type. Asynchronous: d, and A in registers, may not be
+// touched before the wait. PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.
+template <int SIGN, int COUNT, typename Element>
+__device__ __forceinline__ void wgmma_shared(
+    float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element);
+
+template <int COUNT, typename Element>
+__device__ __forceinline__ void wgmma_registers(
+    float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element);
+
+#define WGMMA(N, COUNT, ELEMENT, TYPE, A0, A1, A2, A3, A4, A5)                                     \
+    template <int SIGN> __device__ __forceinline__ void wgmma_shared(                              \
+        float (&d)[COUNT], u64 a, u64 b, bool accumulate, ELEMENT) {                               \
+        asm volatile(                                                                              \
+            "{ .reg .pred p; setp.ne.b32 p, " A2 ", 0;"                                            \
+            " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                       \
+            " {" NAMES##COUNT "}, " A0 ", " A1 ", p, " A3 ", 1, 0, 0; }"                           \
+            : D##COUNT(0) : "l"(a), "l"(b), "r"(static_cast<u32>(accumulate)), "n"(SIGN));         \
+    }                                                                                              \
+    __device__ __forceinline__ void wgmma_registers(                                               \
+        float (&d)[COUNT], const u32* a, u64 b, bool accumulate, ELEMENT) {                        \
+        asm volatile(                                                                              \
+            "{ .reg .pred p; setp.ne.b32 p, " A5 ", 0;"                                            \
+            " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                       \
+            " {" NAMES##COUNT "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4 ", p, 1, 1, 1; }"         \
+            : D##COUNT(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                    \
+              "r"(static_cast<u32>(accumulate)));                                                  \
+    }
+#define WGMMA_OF_BOTH(N, COUNT, ...)                                                               \
+    WGMMA(N, COUNT, float16, "f16", __VA_ARGS__)                                                   \
+    WGMMA(N, COUNT, bfloat16, "bf16", __VA_ARGS__)
+
+WGMMA_OF_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA_OF_BOTH(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
+WGMMA_OF_BOTH(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+WGMMA_OF_BOTH(112, 56, "%56", "%57", "%58", "%59", "%60", "%61")
+WGMMA_OF_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+WGMMA_OF_BOTH(176, 88, "%88", "%89", "%90", "%91", "%92", "%93")
+WGMMA_OF_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
+WGMMA_OF_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")

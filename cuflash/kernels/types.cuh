@@ -56,5 +56,14 @@ struct MergeArguments {
     int batch, seqlen_q, num_heads_q, head_dim_v;
 };
 
+// A 4-D tensor in global memory as the TMA unit sees it. The driver encodes it: opaque.
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+// Maps are of (head_dim, token, head, batch), boxes of 64 columns and a tile's rows.
+struct ForwardWgmmaArguments {
+    TensorMap q_map, k_map, v_map, out_map;
+    ForwardArguments arrays;
+};
+
 // A compile-time truth as a function argument: `if constexpr (masked.value)`.
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };

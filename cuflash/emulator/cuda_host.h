@@ -1,0 +1,160 @@
+// CUDA C++ for a host compiler: the words and built-in functions that the kernels use.
+#pragma once
+#include <math.h>
+
+#include <type_traits>
+
+#include "engine.h"
+
+#define __global__
+#define __device__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+// 16 bytes that are read and written at once: the compiler would split the accesses, and leave out
+// parts that are not used.
+template <class T> struct alignas(16) FourOf {
+    T x, y, z, w;
+    FourOf() = default;
+    FourOf(T x, T y, T z, T w) : x(x), y(y), z(z), w(w) {}
+    FourOf(const FourOf& other) { *this = other; }
+    FourOf& operator=(const FourOf& other) {
+        typedef int Whole __attribute__((vector_size(16), may_alias));
+        *reinterpret_cast<volatile Whole*>(this) = *reinterpret_cast<const volatile Whole*>(&other);
+        return *this;
+    }
+};
+using uint4 = FourOf<unsigned>;
+using float4 = FourOf<float>;
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+// ---- Arithmetic ----
+
+// Of integers. CUDA's min and max of floats skip NaN.
+template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
+    static_assert(std::is_integral_v<A> && std::is_integral_v<B>, "fminf takes floats");
+    return b < a ? b : a;
+}
+template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) {
+    static_assert(std::is_integral_v<A> && std::is_integral_v<B>, "fmaxf takes floats");
+    return a < b ? b : a;
+}
+
+inline float __int_as_float(int bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
+inline int __float_as_int(float x) {
+    int bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+}
+inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(__float_as_int(x)); }
+
+// A product that is not fused with an addition: the compiler may fuse others, as NVRTC does.
+inline float __fmul_rn(float a, float b) {
+    float product = a * b;
+    asm("" : "+m"(product));
+    return product;
+}
+inline double __dmul_rn(double a, double b) {
+    double product = a * b;
+    asm("" : "+m"(product));
+    return product;
+}
+
+// ---- Threads that wait for one another ----
+
+inline void __syncthreads(EMULATOR_SITE) {
+    emulator::wait_for_block("__syncthreads", false, {file, line});
+}
+inline int __syncthreads_or(int predicate, EMULATOR_SITE) {
+    return emulator::wait_for_block("__syncthreads_or", predicate != 0, {file, line});
+}
+inline void __syncwarp(unsigned mask = emulator::WHOLE_WARP, EMULATOR_SITE) {
+    emulator::meet_and_order(mask, {file, line});
+}
+
+namespace emulator {
+
+template <class T> struct Shuffle { T value; int partner; T result; };
+
+// Every lane gets its partner's value. A partner outside the mask has none to give.
+template <class T> void shuffle(void* const (&lanes)[32]) {
+    for (void* lane : lanes) {
+        if (lane == nullptr) continue;
+        Shuffle<T>& own = *static_cast<Shuffle<T>*>(lane);
+        const auto* partner = static_cast<const Shuffle<T>*>(lanes[own.partner]);
+        if (partner == nullptr) __builtin_memset(&own.result, 0xFF, sizeof(T));
+        else own.result = partner->value;
+    }
+}
+
+}  // namespace emulator
+
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, EMULATOR_SITE) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    emulator::Shuffle<T> own{value, (lane ^ lane_mask) & 31, value};
+    emulator::meet("__shfl_xor_sync", mask, &own, emulator::shuffle<T>, {file, line});
+    return own.result;
+}
+
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int source, EMULATOR_SITE) {
+    emulator::Shuffle<T> own{value, source & 31, value};
+    emulator::meet("__shfl_sync", mask, &own, emulator::shuffle<T>, {file, line});
+    return own.result;
+}
+
+namespace emulator {
+
+struct Ballot { bool predicate; unsigned result; };
+
+inline void ballot(void* const (&lanes)[32]) {
+    unsigned result = 0;
+    for (int i = 0; i < 32; ++i)
+        if (lanes[i] != nullptr && static_cast<const Ballot*>(lanes[i])->predicate)
+            result |= 1u << i;
+    for (void* lane : lanes)
+        if (lane != nullptr) static_cast<Ballot*>(lane)->result = result;
+}
+
+}  // namespace emulator
+
+inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
+    emulator::Ballot own{predicate != 0, 0};
+    emulator::meet("__ballot_sync", mask, &own, emulator::ballot, {file, line});
+    return own.result;
+}
+
+// ---- Global memory ----
+
+inline void __threadfence() {}          // stores are seen in program order anyway
+
+inline float atomicAdd(float* target, float x, EMULATOR_SITE) {
+    emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
+    const float old = *target;
+    *target = old + x;
+    return old;
+}
+
+// ---- The launch ----
+
+namespace emulator {
+
+// Calls a kernel with its one argument, a struct that stands at `argument`.
+template <class Argument> void call(void (*kernel)(Argument), const void* argument) {
+    kernel(*static_cast<const Argument*>(argument));
+}
+
+}  // namespace emulator
+
+// The last line of a kernel's text: what engine.cpp starts in every thread.
+#define EMULATOR_ENTRY(kernel) \
+    extern "C" void emulator_entry(const void* argument) { emulator::call(kernel, argument); }

@@ -1,0 +1,60 @@
+// Runs one launch of one kernel on a CPU: `<executable> <folder>`, where runtime.py has written
+// what to run (launch.txt) and all memory that it may touch (memory.bin). Ends with status 0, or
+// with 70 and a message when a thread did what it must not.
+//
+// The kernel's text is compiled with calls to __tsan_read4 and the like at every access to memory
+// that is not provably a thread's own: engine_hooks.h has them check it.
+#include "engine.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <random>
+#include <signal.h>
+#include <sstream>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
+
+uint3 threadIdx, blockIdx, blockDim, gridDim;
+constexpr int MOST_SHARED_BYTES = 256 << 10;
+// Shared memory, with nothing of the program's own near it.
+constexpr int NEAR_SHARED_BYTES = 64 << 10;
+extern "C" {
+alignas(1024) unsigned char emulator_shared[NEAR_SHARED_BYTES + MOST_SHARED_BYTES];
+}
+asm(".globl shared_bytes\n.set shared_bytes, emulator_shared + 65536");
+
+extern "C" void emulator_entry(const void* argument);
+
+#include "engine_launch.h"
+#include "engine_state.h"
+#include "engine_fibers.h"
+#include "engine_faults.h"
+#include "engine_memory.h"
+#include "engine_scheduler.h"
+#include "engine_waiting.h"
+#include "engine_copies.h"
+#include "engine_hopper.h"
+#include "engine_hooks.h"
+
+int main(int count, char** arguments) {
+    if (count != 2) {
+        fprintf(stderr, "usage: %s folder\n", arguments[0]);
+        return 2;
+    }
+    emulator::read_launch(arguments[1]);
+    emulator::catch_signals();
+    emulator::random_bits.seed(emulator::launch.seed);
+    blockDim = {static_cast<unsigned>(emulator::launch.threads), 1, 1};
+    gridDim = {static_cast<unsigned>(emulator::launch.blocks), 1, 1};
+    emulator::run_all();
+    return 0;
+}

@@ -1,0 +1,94 @@
+// What the emulator's built-ins (cuda_host.h) and instructions (ptx_host.h) are made of. Every CUDA
+// thread is a fiber. It runs until it has to wait for others; engine.cpp then picks, by a seed, the
+// warp that goes on.
+#pragma once
+#include <cstdint>
+
+namespace emulator {
+
+// Where in the kernel's text an operation stands. The built-in functions take it as their last
+// parameters, whose defaults are the caller's file and line.
+struct Site { const char* file; int line; };
+#define EMULATOR_SITE const char* file = __builtin_FILE(), int line = __builtin_LINE()
+
+constexpr uint32_t WHOLE_WARP = 0xFFFFFFFFu;
+
+// Ends the process: the running thread did what `format` says, at `site`.
+[[noreturn]] void fault(Site site, const char* format, ...);
+
+// The calling lane waits until all lanes of `mask` have come to this operation. The last one runs
+// `meaning` with the operands of all lanes, null for those outside the mask.
+using Meaning = void (*)(void* const (&lanes)[32]);
+void meet(const char* operation, uint32_t mask, void* operands, Meaning meaning, Site site);
+
+// As meet; afterwards all memory operations of these lanes are ordered.
+void meet_and_order(uint32_t mask, Site site);
+
+// The calling thread waits until all threads of the block have come here: whether any of them came
+// with a true predicate.
+bool wait_for_block(const char* operation, bool predicate, Site site);
+
+// Lets other threads run, other blocks' too: for loops that wait for a value in global memory.
+void give_way(Site site);
+// What such loops wait for may have come.
+void progress();
+
+// Shared memory, by its address there. READ_BY_WARP: the lane gives the address, all lanes read.
+enum class Access { READ, WRITE, READ_BY_WARP };
+void* shared_memory(uint32_t address, int bytes, int alignment, Access access, Site site);
+// Global memory.
+void check_global(const void* address, int bytes, int alignment, Access access, Site site);
+
+// A copy global to shared of which the first `read` bytes are read and the others zero. It lands
+// at the thread's wait for its group, and until then nobody may touch the target.
+void copy_later(uint32_t target, const void* source, int bytes, int read, Site site);
+void commit_copies();
+void wait_for_copies(int pending);
+
+// ---- Hopper: what the instructions of the same names in ptx.cuh do ----
+
+// A tensor's map, as machine.py writes it into the 128 bytes that are a GPU's own affair.
+struct TensorMap {
+    unsigned char* address;
+    uint64_t sizes[4];                                      // elements, the fastest axis first
+    uint64_t strides[3];                                    // bytes, of axes 1 to 3
+    uint32_t box[4];
+    uint64_t reserved[6];
+};
+
+void mbarrier_init(uint32_t barrier, int arrivals, Site site);
+void fence_mbarrier_init();
+void mbarrier_arrive(uint32_t barrier, int bytes, Site site);
+bool mbarrier_try_wait(uint32_t barrier, uint32_t parity, Site site);
+void named_barrier(int id, int threads, bool wait, Site site);
+void fence_async_proxy();
+void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at)[4], Site site);
+void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);
+void commit_stores();
+void wait_for_stores(int pending);
+void fence_products(Site site);
+void commit_products(Site site);
+void wait_for_products(int pending, Site site);
+
+// A lane's part in a product: `count` registers of D, A by descriptor or its four registers.
+struct ProductOperands {
+    float* d;
+    int count;
+    uint64_t a, b;
+    const uint32_t* a_registers;
+    bool accumulate, b_rows_contiguous;
+    int sign;
+    float (*to_float)(uint16_t);
+};
+void start_product(ProductOperands& operands, Site site);
+
+// d += a b, rounded to float once an element.
+void multiply_add(float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]);
+
+}  // namespace emulator
+
+// Of the running thread.
+struct uint3 { unsigned x, y, z; };
+extern uint3 threadIdx, blockIdx, blockDim, gridDim;
+// The running block's shared memory, under the name that kernels declare.
+extern unsigned char shared_bytes[];

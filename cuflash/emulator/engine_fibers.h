@@ -1,0 +1,123 @@
+// A CUDA thread is a fiber with a stack of its own: how one leaves and another goes on. A part of
+// engine.cpp.
+#pragma once
+
+namespace emulator {
+namespace {
+
+constexpr size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 4096;
+
+// Saves what a call preserves on the stack, stores its pointer, goes on from the other one.
+extern "C" void emulator_switch(void** save, void* load);
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size emulator_switch, . - emulator_switch
+)");
+constexpr int SAVED_WORDS = 6, RETURN_WORD = 6;
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, %function
+emulator_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x2, sp
+    str x2, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+.size emulator_switch, . - emulator_switch
+)");
+constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
+#else
+#error "The emulator's fibers are written for x86-64 and AArch64"
+#endif
+
+[[noreturn]] void run_thread();
+void check_end();
+
+// A stack on which emulator_switch goes on in run_thread.
+void prepare_stack(Thread& t) {
+    auto* top = reinterpret_cast<void**>(t.stack + STACK_BYTES) - 4;    // 32-byte aligned
+#if defined(__x86_64__)
+    void** frame = top - SAVED_WORDS - 2;                   // as if called: rsp % 16 is 8 within
+#else
+    void** frame = top - SAVED_WORDS;
+#endif
+    memset(frame, 0, sizeof(void*) * SAVED_WORDS);
+    frame[RETURN_WORD] = reinterpret_cast<void*>(&run_thread);
+    t.stack_pointer = frame;
+}
+
+// To the scheduler. The thread goes on when it is READY and chosen.
+void leave() {
+    in_engine = true;
+    emulator_switch(&thread->stack_pointer, scheduler_stack);
+    in_engine = false;
+}
+
+void run_thread() {
+    in_engine = false;
+    emulator_entry(launch.arguments);
+    check_end();
+    thread->state = State::ENDED;
+    --block->living;
+    leave();
+    abort();
+}
+
+void make_ready(Thread& t) {
+    if (t.state == State::READY) return;
+    t.state = State::READY;
+    block->warps[t.index / LANES].ready |= 1u << t.index % LANES;
+    ++block->ready;
+}
+
+void wait_in(const char* operation, Site site) {
+    thread->state = State::WAITS;
+    thread->operation = operation;
+    thread->site = site;
+    leave();
+}
+
+}  // namespace
+}  // namespace emulator

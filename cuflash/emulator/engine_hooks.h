@@ -1,0 +1,93 @@
+// What the compiler calls: before each access of the kernel's text to memory that is not provably a
+// thread's own (ThreadSanitizer's interface), and where an index leaves its array
+// (UndefinedBehaviorSanitizer's). A part of engine.cpp.
+#pragma once
+
+namespace emulator {
+namespace {
+
+extern "C" char __executable_start, end;
+
+// Every access of the kernel's text to memory that may not be the thread's own, by the address from
+// which it returns.
+inline void check(
+    const void* pointer, int bytes, int alignment, Access access, void* caller) {
+    if (in_engine) return;
+    const auto* p = static_cast<const unsigned char*>(pointer);
+    if (p >= thread->stack && p + bytes <= thread->stack + STACK_BYTES) return;
+    const auto where = [caller] {
+        char number[32];
+        snprintf(number, sizeof number, "pc:%p", caller);
+        return std::string(number);
+    };
+    const auto address = reinterpret_cast<uint64_t>(p);
+    if (p >= emulator_shared && p < shared_bytes + MOST_SHARED_BYTES) {
+        check_alignment(address, alignment, where);
+        return check_shared(p - shared_bytes, bytes, access, where);
+    }
+    if (p >= reinterpret_cast<unsigned char*>(&__executable_start)
+        && p < reinterpret_cast<unsigned char*>(&end)) return;      // constants, threadIdx
+    if (p >= launch.arguments && p < launch.arguments + 4096) return;
+    check_alignment(address, alignment, where);
+    check_array(address, bytes, access, where);
+}
+
+}  // namespace
+
+}  // namespace emulator
+
+// ---- What the compiler calls (ThreadSanitizer's interface) ----
+
+#define EMULATOR_CHECK(name, bytes, alignment, access)                               \
+    extern "C" void name(void* p) {                                                  \
+        emulator::check(p, bytes, alignment, emulator::Access::access,               \
+                        __builtin_return_address(0));                                \
+    }
+#define EMULATOR_CHECKS(bytes)                                            \
+    EMULATOR_CHECK(__tsan_read##bytes, bytes, bytes, READ)                \
+    EMULATOR_CHECK(__tsan_write##bytes, bytes, bytes, WRITE)              \
+    EMULATOR_CHECK(__tsan_volatile_read##bytes, bytes, bytes, READ)       \
+    EMULATOR_CHECK(__tsan_volatile_write##bytes, bytes, bytes, WRITE)     \
+    EMULATOR_CHECK(__tsan_unaligned_read##bytes, bytes, 1, READ)          \
+    EMULATOR_CHECK(__tsan_unaligned_write##bytes, bytes, 1, WRITE)
+EMULATOR_CHECKS(1)
+EMULATOR_CHECKS(2)
+EMULATOR_CHECKS(4)
+EMULATOR_CHECKS(8)
+EMULATOR_CHECKS(16)
+
+extern "C" void __tsan_read_range(void* p, long bytes) {
+    emulator::check(p, static_cast<int>(bytes), 1, emulator::Access::READ,
+                    __builtin_return_address(0));
+}
+extern "C" void __tsan_write_range(void* p, long bytes) {
+    emulator::check(p, static_cast<int>(bytes), 1, emulator::Access::WRITE,
+                    __builtin_return_address(0));
+}
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+
+// ---- What the compiler calls (UndefinedBehaviorSanitizer's interface) ----
+
+namespace {
+
+struct Place { const char* file; uint32_t line, column; };
+struct Type { uint16_t kind, information; char name[1]; };
+struct Bounds { Place place; const Type* array; const Type* index; };
+struct Mismatch { Place place; const Type* type; unsigned char log_alignment, kind; };
+
+}  // namespace
+
+extern "C" void __ubsan_handle_out_of_bounds(const Bounds* about, void* index) {
+    emulator::fault({about->place.file, static_cast<int>(about->place.line)},
+                    "index %lld is out of the bounds of an array %s",
+                    static_cast<long long>(reinterpret_cast<intptr_t>(index)), about->array->name);
+}
+extern "C" void __ubsan_handle_type_mismatch_v1(const Mismatch* about, void* pointer) {
+    const int alignment = 1 << about->log_alignment;
+    if (reinterpret_cast<uintptr_t>(pointer) % alignment == 0) return;      // null: found when used
+    emulator::fault({about->place.file, static_cast<int>(about->place.line)},
+                    "address %p is not aligned to %d bytes, as %s are", pointer, alignment,
+                    about->type->name);
+}

@@ -1,0 +1,441 @@
+// What Hopper's instructions do: barriers that count bytes, bulk copies that land at the wait for
+// them, products of warpgroups that run at theirs. A part of engine.cpp.
+#pragma once
+
+namespace emulator {
+
+namespace {
+
+constexpr int SWIZZLED_ROW_BYTES = 128;
+
+// 128-byte swizzle: the 16-byte chunk of an address is mixed with the row that it is in.
+uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+// ---- Who has heard of whom ----
+
+// The running thread's warp tells `told` all that it knows, and begins a new epoch.
+void tell(std::vector<uint32_t>& told) {
+    const int w = thread->index / LANES, n = block->num_warps();
+    told.resize(n);
+    for (int v = 0; v < n; ++v) told[v] = std::max(told[v], block->heard[w * n + v]);
+    told[w] = std::max(told[w], block->epoch[w]);
+    ++block->epoch[w];
+}
+
+void hear(const std::vector<uint32_t>& told, int warp) {
+    const int n = block->num_warps();
+    for (size_t v = 0; v < told.size(); ++v)
+        block->heard[warp * n + v] = std::max(block->heard[warp * n + v], told[v]);
+}
+
+// ---- mbarriers ----
+
+Mbarrier& mbarrier_at(uint32_t address, Site site) {
+    const auto found = block->mbarriers.find(address);
+    if (found == block->mbarriers.end())
+        fault(site, "no mbarrier has been initialised at byte %u of shared memory", address);
+    // Its first state was written like other shared memory: is that ordered before?
+    const Granule& g = block->granules[address / GRANULE];
+    if (!write_is_ordered(g))
+        fault(site, "uses the mbarrier at byte %u of shared memory, which thread %d has "
+              "initialised without a barrier in between", address, g.writer);
+    return found->second;
+}
+
+template <class F> void for_each_byte_row(const TensorMap& map, const int (&at)[4], const F& f) {
+    const int rows = static_cast<int>(map.box[1]);
+    const int row_bytes = static_cast<int>(map.box[0]) * 2;
+    for (int row = 0; row < rows; ++row) {
+        const int64_t token = int64_t{at[1]} + row;
+        const bool inside = token >= 0 && token < static_cast<int64_t>(map.sizes[1]) && at[2] >= 0
+            && at[2] < static_cast<int>(map.sizes[2]) && at[3] >= 0
+            && at[3] < static_cast<int>(map.sizes[3]);
+        const int64_t columns = static_cast<int64_t>(map.sizes[0]) - at[0];
+        const int bytes = !inside ? 0 : static_cast<int>(
+            std::max<int64_t>(0, std::min<int64_t>(columns, map.box[0]))) * 2;
+        unsigned char* array = map.address + int64_t{at[0]} * 2
+            + token * static_cast<int64_t>(map.strides[0])
+            + at[2] * static_cast<int64_t>(map.strides[1])
+            + at[3] * static_cast<int64_t>(map.strides[2]);
+        f(row * row_bytes, row_bytes, array, bytes);
+    }
+}
+
+int box_bytes(const TensorMap& map) { return static_cast<int>(map.box[0] * map.box[1]) * 2; }
+
+const TensorMap& checked_map(const void* pointer, uint32_t shared, Site site) {
+    const auto& map = *static_cast<const TensorMap*>(pointer);
+    if (map.box[0] * 2 != SWIZZLED_ROW_BYTES || map.box[2] != 1 || map.box[3] != 1)
+        fault(site, "a box of %u x %u x %u x %u elements, expected rows of 64 of one head",
+              map.box[0], map.box[1], map.box[2], map.box[3]);
+    if (shared % 1024 != 0)
+        fault(site, "byte %u of shared memory is not aligned to 1024 bytes, which the pattern of "
+              "128-byte swizzle repeats after", shared);
+    return map;
+}
+
+void land(Mbarrier& barrier) {
+    for (const BulkLoad& load : barrier.loads) {
+        const int warp = load.thread / LANES;
+        for_each_byte_row(*load.map, load.at, [&](int from, int row_bytes, auto* array, int bytes) {
+            for (int i = 0; i < row_bytes; i += 2) {
+                const uint32_t to = swizzled(load.target + from + i);
+                if (i < bytes) memcpy(shared_bytes + to, array + i, 2);
+                else memset(shared_bytes + to, 0, 2);
+                Granule& g = block->granules[to / GRANULE];
+                g.landing = g.unfenced = 0;
+                g.written_in = block->run;
+                g.writer = static_cast<uint16_t>(load.thread);
+                g.write_epoch = block->epoch[warp];
+                g.write_syncs = block->syncs[warp];
+            }
+        });
+        barrier.bytes -= box_bytes(*load.map);
+        barrier.told.resize(block->num_warps());
+        barrier.told[warp] = std::max(barrier.told[warp], block->epoch[warp]);
+        ++block->epoch[warp];
+    }
+    barrier.loads.clear();
+}
+
+// Ends the phase if nothing is missing. Copies land when someone waits for them and for no arrival.
+void end_phase(Mbarrier& barrier) {
+    if (barrier.missing > 0 || barrier.waiting.empty()) return;
+    int64_t bytes = 0;
+    for (const BulkLoad& load : barrier.loads) bytes += box_bytes(*load.map);
+    if (bytes != barrier.bytes) return;
+    land(barrier);
+    ++barrier.phase;
+    barrier.missing = barrier.expected;
+    barrier.heard.swap(barrier.told);
+    barrier.told.assign(block->num_warps(), 0);
+    for (int waiting : barrier.waiting) make_ready(block->threads[waiting]);
+    barrier.waiting.clear();
+    idle_turns = 0;
+}
+
+}  // namespace
+
+void mbarrier_init(uint32_t address, int arrivals, Site site) {
+    shared_memory(address, 8, 8, Access::WRITE, site);
+    if (arrivals < 1) fault(site, "an mbarrier of %d arrivals", arrivals);
+    Mbarrier barrier{};
+    barrier.expected = barrier.missing = arrivals;
+    barrier.told.assign(block->num_warps(), 0);
+    barrier.heard = barrier.told;
+    block->mbarriers[address] = barrier;
+}
+
+void fence_mbarrier_init() {
+    for (auto& [address, barrier] : block->mbarriers)
+        if (block->granules[address / GRANULE].writer == thread->index) barrier.fenced = true;
+}
+
+void mbarrier_arrive(uint32_t address, int bytes, Site site) {
+    Mbarrier& barrier = mbarrier_at(address, site);
+    if (barrier.missing == 0) {
+        // The phase has all its arrivals, only bytes are on their way: they land now.
+        barrier.waiting.push_back(thread->index);
+        end_phase(barrier);
+        barrier.waiting.clear();
+        if (barrier.missing == 0)
+            fault(site, "arrives at the mbarrier at byte %u, which has all %d arrivals of its "
+                  "phase and waits for %lld bytes", address, barrier.expected,
+                  static_cast<long long>(barrier.bytes));
+    }
+    barrier.bytes += bytes;
+    --barrier.missing;
+    tell(barrier.told);
+    end_phase(barrier);
+}
+
+bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
+    Mbarrier* barrier = &mbarrier_at(address, site);
+    if (barrier->phase % 2 == parity) {
+        barrier->waiting.push_back(thread->index);
+        thread->state = State::WAITS;                       // end_phase makes it ready
+        thread->operation = "mbarrier.try_wait";
+        thread->site = site;
+        end_phase(*barrier);
+        leave();
+        barrier = &mbarrier_at(address, site);
+    }
+    if (barrier->phase % 2 == parity) return false;
+    hear(barrier->heard, thread->index / LANES);
+    return true;
+}
+
+// ---- Barriers of some threads ----
+
+void named_barrier(int id, int threads, bool wait, Site site) {
+    if (id < 1 || id > 15) fault(site, "barrier %d, expected 1 to 15", id);
+    if (threads % LANES != 0) fault(site, "a barrier of %d threads, no multiple of 32", threads);
+    NamedBarrier& barrier = block->named_barriers[id];
+    if (barrier.arrived > 0 && barrier.threads != threads)
+        fault(site, "comes to barrier %d for %d threads, others for %d", id, threads,
+              barrier.threads);
+    barrier.threads = threads;
+    tell(barrier.told);
+    if (wait) barrier.waiting.push_back(thread->index);
+    if (++barrier.arrived < threads) {
+        if (wait) wait_in("bar.sync", site);
+        return;
+    }
+    in_engine = true;
+    idle_turns = 0;
+    std::vector<bool> warps(block->num_warps());
+    for (int waiting : barrier.waiting) {
+        warps[waiting / LANES] = true;
+        make_ready(block->threads[waiting]);
+    }
+    for (int w = 0; w < block->num_warps(); ++w)
+        if (warps[w]) {
+            hear(barrier.told, w);
+            ++block->syncs[w];
+        }
+    barrier = {};
+    if (wait) {
+        // The last to come waits for its turn as the others do.
+        make_ready((thread->state = State::WAITS, *thread));
+        leave();
+    }
+    in_engine = false;
+}
+
+// ---- Bulk copies ----
+
+void fence_async_proxy() { ++thread->proxy_fences; }
+
+void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
+              Site site) {
+    const TensorMap& map = checked_map(pointer, target, site);
+    Mbarrier& barrier = mbarrier_at(address, site);
+    if (!barrier.fenced)
+        fault(site, "the TMA unit may not know the mbarrier at byte %u yet: its initialisation "
+              "was not fenced", address);
+    const auto where = [&] { return text(site); };
+    for_each_byte_row(map, at, [&](int from, int row_bytes, auto* array, int bytes) {
+        if (bytes > 0) check_global(array, bytes, 1, Access::READ, site);
+        for (int i = 0; i < row_bytes; i += 16) {
+            const uint32_t to = swizzled(target + from + i);
+            check_shared(to, 16, Access::WRITE, where);
+            memset(shared_bytes + to, 0xFF, 16);
+            for (uint32_t g = to / GRANULE; g < (to + 16) / GRANULE; ++g)
+                block->granules[g].landing = static_cast<uint16_t>(thread->index + 1);
+        }
+    });
+    barrier.loads.push_back({target, &map, {at[0], at[1], at[2], at[3]}, thread->index, site});
+    end_phase(barrier);
+}
+
+void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site site) {
+    const TensorMap& map = checked_map(pointer, source, site);
+    const auto where = [&] { return text(site); };
+    for_each_byte_row(map, at, [&](int from, int row_bytes, auto* array, int bytes) {
+        if (bytes > 0) check_global(array, bytes, 1, Access::WRITE, site);
+        for (int i = 0; i < row_bytes; i += 2) {
+            const uint32_t at_byte = swizzled(source + from + i);
+            if (i < bytes) check_shared(at_byte, 2, Access::READ, where, true);
+            block->granules[at_byte / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
+        }
+    });
+    thread->stores.push_back({source, &map, {at[0], at[1], at[2], at[3]}, site});
+}
+
+void commit_stores() {
+    thread->store_groups.push_back(std::move(thread->stores));
+    thread->stores.clear();
+}
+
+void wait_for_stores(int pending) {
+    while (static_cast<int>(thread->store_groups.size()) > pending) {
+        for (const BulkStore& store : thread->store_groups.front())
+            for_each_byte_row(*store.map, store.at,
+                              [&](int from, int row_bytes, auto* array, int bytes) {
+                for (int i = 0; i < row_bytes; i += 2) {
+                    const uint32_t at_byte = swizzled(store.source + from + i);
+                    if (i < bytes) memcpy(array + i, shared_bytes + at_byte, 2);
+                    block->granules[at_byte / GRANULE].leaving = 0;
+                    note_read(block->reads[at_byte / GRANULE]);
+                }
+            });
+        thread->store_groups.erase(thread->store_groups.begin());
+    }
+}
+
+namespace {
+
+// A block's shared memory may be gone once its threads have ended.
+void check_end() {
+    if (thread->stores.empty() && thread->store_groups.empty()) return;
+    const auto& stores = thread->stores.empty() ? thread->store_groups.front() : thread->stores;
+    fault(stores.front().site, "the thread ends while this bulk store may still read shared "
+          "memory");
+}
+
+// ---- Products of warpgroups ----
+
+struct Descriptor {
+    uint32_t start, panel, group;                           // bytes
+    explicit Descriptor(uint64_t bits)
+        : start(static_cast<uint32_t>(bits & 0x3FFF) << 4),
+          panel(static_cast<uint32_t>(bits >> 16 & 0x3FFF) << 4),
+          group(static_cast<uint32_t>(bits >> 32 & 0x3FFF) << 4) {}
+    // K-major: `line` counts rows of A or columns of B, `step` runs along the sum.
+    uint32_t contiguous_sum(int line, int step) const {
+        return swizzled(start + line / 8 * group + line % 8 * 128 + step * 2);
+    }
+    // MN-major: `line` is contiguous, in panels of 64.
+    uint32_t contiguous_lines(int line, int step) const {
+        return swizzled(start + line / 64 * panel + step / 8 * group + step % 8 * 128
+                        + line % 64 * 2);
+    }
+};
+
+uint32_t place_of_b(const Product& p, const Descriptor& b, int step, int column) {
+    return p.b_rows_contiguous ? b.contiguous_lines(column, step) : b.contiguous_sum(column, step);
+}
+
+uint32_t place_of_a(const Descriptor& a, int row, int step) {
+    return a.contiguous_sum(thread->index / LANES % 4 * 16 + row, step);
+}
+
+void check_operands(const Product& p) {
+    const auto check = [&](uint32_t address) {              // 16 bytes, as they lie in a row
+        check_shared(address, 16, Access::READ_BY_WARP, [&] { return text(p.site); }, true);
+    };
+    const Descriptor a(p.a), b(p.b);
+    const int columns = p.d->count * 2;
+    if (p.b_rows_contiguous) {
+        for (int step = 0; step < 16; ++step)
+            for (int column = 0; column < columns; column += 8)
+                check(b.contiguous_lines(column, step));
+    } else {
+        for (int column = 0; column < columns; ++column)
+            for (int step = 0; step < 16; step += 8) check(b.contiguous_sum(column, step));
+    }
+    if (p.a_registers[0] == nullptr)
+        for (int row = 0; row < 16; ++row)
+            for (int step = 0; step < 16; step += 8) check(place_of_a(a, row, step));
+}
+
+void run_product(const Product& p) {
+    check_operands(p);
+    const Descriptor a(p.a), b(p.b);
+    const auto element = [&](uint32_t address) {
+        uint16_t bits;
+        memcpy(&bits, shared_bytes + address, 2);
+        return p.to_float(bits);
+    };
+    float rows[16][16];
+    for (int lane = 0; lane < LANES; ++lane)
+        for (int i = 0; i < 8; ++i) {                       // as the A fragments of mma_16x8x16
+            const int row = lane / 4 + i / 2 % 2 * 8, step = lane % 4 * 2 + i % 2 + i / 4 * 8;
+            const uint32_t* own = p.a_registers[lane];
+            rows[row][step] = own == nullptr
+                ? element(place_of_a(a, row, step))
+                : p.to_float(static_cast<uint16_t>(own[i / 2] >> i % 2 * 16));
+            rows[row][step] *= static_cast<float>(p.sign);
+        }
+    for (int tile = 0; tile < p.d->count / 4; ++tile) {
+        float d[16][8], columns[16][8];
+        const auto at = [&](int lane, int i) -> float& {
+            return p.d->values[lane * p.d->count + tile * 4 + i];
+        };
+        for (int step = 0; step < 16; ++step)
+            for (int column = 0; column < 8; ++column)
+                columns[step][column] = element(place_of_b(p, b, step, tile * 8 + column));
+        for (int lane = 0; lane < LANES; ++lane)
+            for (int i = 0; i < 4; ++i)
+                d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = p.accumulate ? at(lane, i) : 0.0f;
+        multiply_add(d, rows, columns);
+        for (int lane = 0; lane < LANES; ++lane)
+            for (int i = 0; i < 4; ++i)
+                at(lane, i) = d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+    }
+}
+
+Warp& own_warp() { return block->warps[thread->index / LANES]; }
+
+void issue(void* const (&lanes)[32]) {
+    const auto operands = [&](int lane) -> const ProductOperands& {
+        return *static_cast<const ProductOperands*>(lanes[lane]);
+    };
+    const ProductOperands& first = operands(0);
+    Warp& warp = own_warp();
+    Product p{};
+    const auto same = [&](const Product& other) { return other.d->registers[0] == first.d; };
+    for (const auto& group : warp.product_groups)
+        for (const Product& other : group)
+            if (same(other)) p.d = other.d;
+    for (const Product& other : warp.products)
+        if (same(other)) p.d = other.d;
+    if (p.d == nullptr) {
+        p.d = std::make_shared<Accumulator>();
+        p.d->count = first.count;
+        p.d->pending = 0;
+        p.d->values.resize(LANES * first.count);
+        for (int lane = 0; lane < LANES; ++lane) {
+            p.d->registers[lane] = operands(lane).d;
+            memcpy(&p.d->values[lane * first.count], operands(lane).d, first.count * sizeof(float));
+        }
+    }
+    ++p.d->pending;
+    for (int lane = 0; lane < LANES; ++lane) {
+        memset(operands(lane).d, 0xFF, first.count * sizeof(float));
+        p.a_registers[lane] = operands(lane).a_registers;
+    }
+    p.a = first.a;
+    p.b = first.b;
+    p.accumulate = first.accumulate;
+    p.b_rows_contiguous = first.b_rows_contiguous;
+    p.sign = first.sign;
+    p.to_float = first.to_float;
+    p.site = thread->site;
+    check_operands(p);
+    warp.products.push_back(p);
+}
+
+}  // namespace
+
+void fence_products(Site site) {
+    meet("wgmma.fence", WHOLE_WARP, nullptr,
+         [](void* const (&)[32]) { own_warp().fenced = true; }, site);
+}
+
+void start_product(ProductOperands& operands, Site site) {
+    if (!own_warp().fenced)
+        fault(site, "wgmma without wgmma.fence since the last wait: registers may not be there "
+              "yet");
+    thread->site = site;
+    meet("wgmma.mma_async", WHOLE_WARP, &operands, issue, site);
+}
+
+void commit_products(Site site) {
+    meet("wgmma.commit_group", WHOLE_WARP, nullptr, [](void* const (&)[32]) {
+        Warp& warp = own_warp();
+        warp.product_groups.push_back(std::move(warp.products));
+        warp.products.clear();
+    }, site);
+}
+
+void wait_for_products(int pending, Site site) {
+    struct Wait { int pending; } wait{pending};
+    meet("wgmma.wait_group", WHOLE_WARP, &wait, [](void* const (&lanes)[32]) {
+        Warp& warp = own_warp();
+        warp.fenced = false;
+        const auto most = static_cast<size_t>(static_cast<const Wait*>(lanes[0])->pending);
+        while (warp.product_groups.size() > most) {
+            for (const Product& p : warp.product_groups.front()) {
+                run_product(p);
+                if (--p.d->pending > 0) continue;
+                for (int lane = 0; lane < LANES; ++lane)
+                    memcpy(p.d->registers[lane], &p.d->values[lane * p.d->count],
+                           p.d->count * sizeof(float));
+            }
+            warp.product_groups.erase(warp.product_groups.begin());
+        }
+    }, site);
+}
+
+}  // namespace emulator

@@ -1,0 +1,79 @@
+// What is launched: read from the folder that runtime.py has filled. A part of engine.cpp.
+#pragma once
+
+namespace emulator {
+namespace {
+
+// An array of the launch, mapped at the address that the argument struct holds. Array i lies in the
+// i-th span of addresses; between arrays nothing is mapped.
+struct Array {
+    std::string name;
+    unsigned char* bytes;
+    uint64_t size;
+    const unsigned char* mask;          // of each byte: 0 is a gap between strided rows; or null
+    bool writable;
+};
+constexpr uint64_t FIRST_ADDRESS = 0x510000000000, ADDRESS_SPAN = uint64_t{1} << 36;
+
+struct Launch {
+    int blocks = 0, threads = 0, shared = 0, resident = 0;
+    uint64_t seed = 0;
+    bool flush_denormals = false;
+    const unsigned char* arguments = nullptr;
+    std::vector<Array> arrays;
+};
+Launch launch;
+
+[[noreturn]] void fail(const char* what) {
+    perror(what);
+    exit(2);
+}
+
+unsigned char* map_file(int file, uint64_t offset, uint64_t bytes, void* address, int protection) {
+    const uint64_t skip = offset % 4096;
+    void* at = address == nullptr ? nullptr : static_cast<unsigned char*>(address) - skip;
+    const int fixed = address == nullptr ? 0 : MAP_FIXED;
+    void* start = mmap(at, bytes + skip, protection, MAP_SHARED | fixed, file,
+                       static_cast<off_t>(offset - skip));
+    if (start == MAP_FAILED) fail("mmap");
+    return static_cast<unsigned char*>(start) + skip;
+}
+
+void read_launch(const std::string& folder) {
+    const int file = open((folder + "/memory.bin").c_str(), O_RDWR);
+    if (file < 0) fail("memory.bin");
+    std::ifstream text(folder + "/launch.txt");
+    if (!text) fail("launch.txt");
+    for (std::string line; std::getline(text, line);) {
+        std::istringstream words(line);
+        std::string item;
+        words >> item;
+        if (item == "blocks") words >> launch.blocks;
+        else if (item == "threads") words >> launch.threads;
+        else if (item == "shared") words >> launch.shared;
+        else if (item == "seed") words >> launch.seed;
+        else if (item == "resident") words >> launch.resident;
+        else if (item == "ftz") words >> launch.flush_denormals;
+        else if (item == "arguments") {
+            uint64_t offset, size;
+            words >> offset >> size;
+            launch.arguments = map_file(file, offset, size, nullptr, PROT_READ);
+        } else if (item == "array") {
+            Array array;
+            uint64_t address, offset;
+            int64_t mask;
+            words >> array.name >> std::hex >> address >> std::dec >> array.size >> offset >> mask
+                  >> array.writable;
+            const int protection = PROT_READ | (array.writable ? PROT_WRITE : 0);
+            array.bytes = map_file(
+                file, offset, array.size, reinterpret_cast<void*>(address), protection);
+            array.mask = mask < 0 ? nullptr : map_file(file, static_cast<uint64_t>(mask),
+                                                       array.size, nullptr, PROT_READ);
+            launch.arrays.push_back(array);
+        }
+    }
+    if (launch.shared > MOST_SHARED_BYTES) fail("shared memory");
+}
+
+}  // namespace
+}  // namespace emulator

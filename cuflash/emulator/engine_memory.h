@@ -1,0 +1,132 @@
+// Is this access allowed? Bounds, alignment, what has been written, and whether a barrier stands
+// between two that meet. A part of engine.cpp.
+#pragma once
+
+namespace emulator {
+namespace {
+
+// The warps of the block, all of them: each has now heard of the others' epochs, and begins one.
+void order_block() {
+    Block& b = *block;
+    const int n = b.num_warps();
+    for (int w = 0; w < n; ++w)
+        for (int v = 0; v < n; ++v) b.heard[w * n + v] = b.epoch[v];
+    for (int w = 0; w < n; ++w) ++b.epoch[w], ++b.syncs[w];
+}
+
+bool write_is_ordered(const Granule& g, Access access = Access::READ) {
+    const int w = thread->index / LANES, v = g.writer / LANES;
+    if (v == w)
+        return g.write_syncs < block->syncs[w]
+            || (g.writer == thread->index && access != Access::READ_BY_WARP);
+    return g.write_epoch <= block->heard[w * block->num_warps() + v];
+}
+
+// The first warp whose last read is not ordered before the running thread's access, or -1.
+int unordered_reader(const Reads& r) {
+    const int w = thread->index / LANES, n = block->num_warps();
+    for (int v = 0; v < n; ++v) {
+        if (r.epoch[v] == 0) continue;
+        if (v != w) {
+            if (r.epoch[v] > block->heard[w * n + v]) return v;
+        } else if (r.syncs[v] == block->syncs[w] && r.lane[v] != thread->index % LANES) {
+            return v;
+        }
+    }
+    return -1;
+}
+
+void note_read(Reads& r, Access access = Access::READ) {
+    const int w = thread->index / LANES;
+    const auto lane = static_cast<uint8_t>(thread->index % LANES);
+    const bool again = r.epoch[w] != 0 && r.syncs[w] == block->syncs[w] && r.lane[w] != lane;
+    r.lane[w] = again || access == Access::READ_BY_WARP ? SEVERAL : lane;
+    r.epoch[w] = block->epoch[w];
+    r.syncs[w] = block->syncs[w];
+}
+
+void note_write(Granule& g) {
+    g.written_in = block->run;
+    g.write_epoch = block->epoch[thread->index / LANES];
+    g.write_syncs = block->syncs[thread->index / LANES];
+    g.unfenced = static_cast<uint16_t>(1 + thread->proxy_fences);
+    g.writer = static_cast<uint16_t>(thread->index);
+}
+
+std::string bytes_at(Access access, int bytes, int64_t offset) {
+    return std::string(access == Access::WRITE ? "writes " : "reads ") + std::to_string(bytes)
+         + (bytes == 1 ? " byte" : " bytes") + " at byte " + std::to_string(offset);
+}
+
+// `by_proxy`: the access is the TMA unit's or a warpgroup product's, which sees what threads wrote
+// only after their fence.
+template <class Where>
+void check_shared(
+    int64_t offset, int bytes, Access access, const Where& where, bool by_proxy = false) {
+    const auto what = [&] { return bytes_at(access, bytes, offset) + " of shared memory"; };
+    if (offset < 0 || offset + bytes > launch.shared)
+        fault_at(where(), what() + ", which has " + std::to_string(launch.shared));
+    const int64_t end = (offset + bytes - 1) / GRANULE;
+    for (int64_t i = offset / GRANULE; i <= end; ++i) {
+        Granule& g = block->granules[i];
+        Reads& r = block->reads[i];
+        if (g.landing != 0)
+            fault_at(where(), what() + ", where a copy of thread " + std::to_string(g.landing - 1)
+                     + " is under way that it has not waited for");
+        const bool written = g.written_in == block->run;
+        if (access != Access::WRITE && !written)
+            fault_at(where(), what() + ", which no thread of the block has written");
+        if (written && !write_is_ordered(g, access))
+            fault_at(where(), what() + ", which thread " + std::to_string(g.writer)
+                     + " has written without a barrier in between");
+        if (by_proxy && access != Access::WRITE && g.unfenced != 0
+            && g.unfenced == 1 + block->threads[g.writer].proxy_fences)
+            fault_at(where(), what() + ", which thread " + std::to_string(g.writer)
+                     + " has written without fence.proxy.async");
+        if (access == Access::WRITE && g.leaving != 0)
+            fault_at(where(), what() + ", which a bulk store of thread "
+                     + std::to_string(g.leaving - 1) + " may still read");
+        if (access != Access::WRITE) {
+            note_read(r, access);
+        } else {
+            const int reader = unordered_reader(r);
+            if (reader >= 0)
+                fault_at(where(), what() + ", which warp " + std::to_string(reader)
+                         + " has read without a barrier in between");
+            note_write(g);
+        }
+    }
+}
+
+template <class Where>
+void check_array(uint64_t address, int bytes, Access access, const Where& where) {
+    const uint64_t i = (address - FIRST_ADDRESS + ADDRESS_SPAN / 2) / ADDRESS_SPAN;   // the nearest
+    if (address < FIRST_ADDRESS - ADDRESS_SPAN / 2 || i >= launch.arrays.size()) {
+        char number[32];
+        snprintf(number, sizeof number, "%#llx", static_cast<unsigned long long>(address));
+        fault_at(where(), std::string(access == Access::READ ? "reads" : "writes") + " at address "
+                 + number + ", where no array is");
+    }
+    const Array& array = launch.arrays[i];
+    const auto offset = static_cast<int64_t>(
+        address - reinterpret_cast<uint64_t>(array.bytes));
+    const auto what = [&] { return bytes_at(access, bytes, offset) + " of " + array.name; };
+    if (offset < 0 || static_cast<uint64_t>(offset) + bytes > array.size)
+        fault_at(where(), what() + ", which has " + std::to_string(array.size));
+    if (access == Access::WRITE && !array.writable)
+        fault_at(where(), what() + ", which is an input");
+    if (array.mask != nullptr && memchr(array.mask + offset, 0, bytes) != nullptr)
+        fault_at(where(), what() + ", in a gap between its rows");
+}
+
+template <class Where>
+void check_alignment(uint64_t address, int alignment, const Where& where) {
+    if (address % alignment == 0) return;
+    char number[32];
+    snprintf(number, sizeof number, "%#llx", static_cast<unsigned long long>(address));
+    fault_at(where(), std::string("address ") + number + " is not aligned to "
+             + std::to_string(alignment) + " bytes");
+}
+
+}  // namespace
+}  // namespace emulator

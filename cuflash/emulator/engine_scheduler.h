@@ -1,0 +1,151 @@
+// Which warp runs next, and who lives. A part of engine.cpp.
+#pragma once
+
+namespace emulator {
+namespace {
+
+void start_block(Block& b, int index) {
+    static uint32_t runs = 0;
+    const int num_warps = (launch.threads + LANES - 1) / LANES;
+    b.index = index;
+    b.run = ++runs;
+    b.living = b.ready = launch.threads;
+    b.at_barrier = 0;
+    b.predicate = false;
+    b.warps.assign(num_warps, {});
+    b.mbarriers.clear();
+    for (NamedBarrier& barrier : b.named_barriers) barrier = {};
+    if (b.threads.empty()) {
+        b.threads.resize(launch.threads);
+        b.granules.resize(launch.shared / GRANULE + 1);
+        b.reads.resize(launch.shared / GRANULE + 1);
+        b.epoch.assign(num_warps, 1);
+        b.syncs.assign(num_warps, 1);
+        b.heard.assign(num_warps * num_warps, 0);
+        const size_t one = STACK_BYTES + GUARD_BYTES;
+        void* stacks = mmap(nullptr, one * launch.threads, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stacks == MAP_FAILED) fail("mmap of stacks");
+        for (int i = 0; i < launch.threads; ++i) {
+            unsigned char* low = static_cast<unsigned char*>(stacks) + one * i;
+            mprotect(low, GUARD_BYTES, PROT_NONE);
+            b.threads[i].stack = low + GUARD_BYTES;
+        }
+    } else {                                                // what the former block did is over
+        for (auto& g : b.granules) g.landing = g.leaving = 0;
+        Block* running = block;
+        block = &b;
+        order_block();
+        block = running;
+    }
+    b.shared.assign(launch.shared, 0xFF);                   // NaN, should a check let it through
+    for (int i = 0; i < launch.threads; ++i) {
+        Thread& t = b.threads[i];
+        t.index = i;
+        t.state = State::READY;
+        t.copies.clear();
+        t.groups.clear();
+        t.stores.clear();
+        t.store_groups.clear();
+        t.proxy_fences = 0;
+        prepare_stack(t);
+        b.warps[i / LANES].ready |= 1u << i % LANES;
+    }
+}
+
+void switch_block(Block* to) {
+    if (block == to) return;
+    if (block != nullptr) memcpy(block->shared.data(), shared_bytes, launch.shared);
+    block = to;
+    memcpy(shared_bytes, block->shared.data(), launch.shared);
+    blockIdx = {static_cast<unsigned>(block->index), 0, 0};
+}
+
+void run_lane(int index) {
+    thread = &block->threads[index];
+    block->warps[index / LANES].ready &= ~(1u << index % LANES);
+    --block->ready;
+    threadIdx = {static_cast<unsigned>(index), 0, 0};
+    emulator_switch(&scheduler_stack, thread->stack_pointer);
+    thread = nullptr;
+}
+
+// Runs the lanes of a warp that are ready, in any order, until each waits or has ended.
+void run_warp(int w) {
+    const uint32_t ready = block->warps[w].ready;
+    const int first = draw(LANES), step = draw(2) == 0 ? 1 : LANES - 1;
+    for (int i = 0; i < LANES; ++i) {
+        const int lane = (first + i * step) % LANES;
+        if (ready >> lane & 1) run_lane(w * LANES + lane);
+    }
+}
+
+// How warps take turns: any that is ready; or the same one as long as it is; or the first in an
+// order of their own.
+enum class Order { ANY, SAME, RANKED };
+
+void run_all() {
+    const int most = launch.resident > 0 ? launch.resident : 1 + draw(4);
+    const Order order = static_cast<Order>(draw(3));
+    int next = 0;
+    while (static_cast<int>(resident.size()) < most && next < launch.blocks) {
+        resident.push_back(std::make_unique<Block>());
+        start_block(*resident.back(), next++);
+    }
+    if (resident.empty()) return;
+    const int num_warps = resident[0]->num_warps();
+    std::vector<int> ranks(num_warps);
+    for (int i = 0; i < num_warps; ++i) ranks[i] = i;
+    std::shuffle(ranks.begin(), ranks.end(), random_bits);
+    int warp = 0;
+    switch_block(resident[0].get());
+    for (;;) {
+        if (block->living == 0 && next < launch.blocks) {
+            Block* ended = block;
+            block = nullptr;
+            start_block(*ended, next++);
+            switch_block(ended);
+        }
+        if (block->ready == 0 || block_may_change) {
+            block_may_change = false;
+            std::vector<Block*> able;
+            for (const auto& b : resident)
+                if (b->ready > 0) able.push_back(b.get());
+            if (able.empty()) break;
+            switch_block(able[draw(static_cast<int>(able.size()))]);
+        }
+        const auto ready = [&](int w) { return block->warps[w].ready != 0; };
+        if (order == Order::RANKED)
+            for (warp = 0; !ready(ranks[warp]);) ++warp;
+        else if (order == Order::ANY || !ready(warp))
+            for (warp = draw(num_warps); !ready(warp);) warp = (warp + 1) % num_warps;
+        run_warp(order == Order::RANKED ? ranks[warp] : warp);
+    }
+    for (const auto& b : resident)
+        if (b->living > 0) report_standstill();
+}
+
+void handle_signal(int number, siginfo_t* info, void*) {
+    char message[200];
+    const int length = snprintf(
+        message, sizeof message, "block %d, thread %d: signal %d at address %p (a stack overflow, "
+        "or an access that no check saw)\n", block == nullptr ? -1 : block->index,
+        thread == nullptr ? -1 : thread->index, number, info->si_addr);
+    if (write(2, message, static_cast<size_t>(length)) < 0) _exit(71);
+    _exit(70);
+}
+
+void catch_signals() {
+    static unsigned char own_stack[64 << 10];
+    stack_t stack{};
+    stack.ss_sp = own_stack;
+    stack.ss_size = sizeof own_stack;
+    sigaltstack(&stack, nullptr);
+    struct sigaction action{};
+    action.sa_sigaction = handle_signal;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(number, &action, nullptr);
+}
+
+}  // namespace
+}  // namespace emulator

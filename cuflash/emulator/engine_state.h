@@ -1,0 +1,137 @@
+// Threads, warps, blocks, and what is known of each byte of shared memory. A part of engine.cpp.
+#pragma once
+
+namespace emulator {
+namespace {
+
+constexpr int LANES = 32;
+
+struct Copy { uint32_t target; const unsigned char* source; int bytes, read; };
+
+// Boxes of tensors on their way, to shared memory and from there.
+struct BulkLoad { uint32_t target; const TensorMap* map; int at[4]; int thread; Site site; };
+struct BulkStore { uint32_t source; const TensorMap* map; int at[4]; Site site; };
+
+enum class State { READY, WAITS, ENDED };
+
+struct Thread {
+    int index = 0;
+    void* stack_pointer = nullptr;
+    unsigned char* stack = nullptr;                         // its lowest address
+    State state = State::READY;
+    const char* operation = "";                             // that it waits in
+    Site site = {"", 0};
+    std::vector<Copy> copies;                               // not committed yet
+    std::vector<std::vector<Copy>> groups;                  // committed, oldest first
+    uint16_t proxy_fences = 0;
+    std::vector<BulkStore> stores;                          // not committed yet
+    std::vector<std::vector<BulkStore>> store_groups;
+};
+
+// Lanes of a warp that have come to one operation and wait for the others of its mask.
+struct Meeting {
+    const char* operation;
+    uint32_t mask, arrived;
+    Site site;
+    void* operands[LANES];
+};
+
+// An accumulator whose products are under way: what it really holds, and whose registers it is.
+struct Accumulator {
+    std::vector<float> values;                              // [lane][count]
+    float* registers[LANES];
+    int count, pending;
+};
+
+// A warp's part of a warpgroup product: 16 rows of A, all of B.
+struct Product {
+    std::shared_ptr<Accumulator> d;
+    uint64_t a, b;                                          // descriptors
+    const uint32_t* a_registers[LANES];                     // null: a
+    bool accumulate, b_rows_contiguous;
+    int sign;
+    float (*to_float)(uint16_t);
+    Site site;
+};
+
+struct Warp {
+    uint32_t ready = 0;                                     // a bit a lane
+    std::vector<Meeting> meetings;
+    std::vector<Product> products;                          // not committed yet
+    std::vector<std::vector<Product>> product_groups;
+    bool fenced = false;                                    // since the last wait
+};
+
+// An mbarrier. `told` and `heard`: the epochs of those who have arrived in this phase, in the last.
+struct Mbarrier {
+    int expected, missing;                                  // arrivals
+    int64_t bytes = 0;                                      // announced and not copied
+    uint32_t phase = 0;
+    bool fenced = false;
+    std::vector<BulkLoad> loads;
+    std::vector<uint32_t> told, heard;
+    std::vector<int> waiting;
+};
+
+// One of barriers 1 to 15.
+struct NamedBarrier {
+    int arrived = 0, threads = 0;
+    std::vector<uint32_t> told;
+    std::vector<int> waiting;
+};
+
+// Who wrote and who read two bytes of shared memory last. A warp's epoch is over when it has told
+// others of it, at a barrier: a write is ordered before an access of another warp if that warp has
+// heard of the writer's epoch. Before an access of another lane of its warp it is ordered if the
+// lanes have synchronised since, which `syncs` counts.
+constexpr int GRANULE = 2;
+constexpr int MOST_WARPS = 32;
+struct Granule {
+    uint32_t written_in = 0;                                // run of a block, 0: never
+    uint32_t write_epoch = 0, write_syncs = 0;
+    uint16_t writer = 0;
+    uint16_t landing = 0;                                   // thread + 1 whose copy is under way
+    uint16_t leaving = 0;                                   // thread + 1 whose bulk store reads it
+    uint16_t unfenced = 0;                                  // 1 + fences of the writer, 0: none due
+};
+struct Reads {
+    uint32_t epoch[MOST_WARPS];                             // of each warp's last read
+    uint32_t syncs[MOST_WARPS];
+    uint8_t lane[MOST_WARPS];                               // its lane, SEVERAL if more than one
+};
+constexpr uint8_t SEVERAL = 255;
+
+// A block that is alive. Its shared memory stands in shared_bytes while it runs, else in `shared`.
+struct Block {
+    int index = -1;
+    uint32_t run = 0;                                       // counts blocks of all launches
+    int living = 0, ready = 0;                              // threads
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    std::vector<unsigned char> shared;
+    std::vector<Granule> granules;
+    std::vector<Reads> reads;
+    std::vector<uint32_t> epoch, syncs;                     // of each warp
+    std::vector<uint32_t> heard;                            // [warp * num_warps + other]
+    int at_barrier = 0;
+    bool predicate = false, outcome = false;               // so far; of the last barrier
+    const char* barrier = "";
+    Site barrier_site = {"", 0};
+    std::map<uint32_t, Mbarrier> mbarriers;                 // by address
+    NamedBarrier named_barriers[16];
+    int num_warps() const { return static_cast<int>(warps.size()); }
+};
+
+std::vector<std::unique_ptr<Block>> resident;
+Block* block = nullptr;                                     // that runs, its thread
+Thread* thread = nullptr;
+bool block_may_change = false;                              // at the next choice
+bool in_engine = true;                                      // accesses are not checked
+void* scheduler_stack = nullptr;
+std::mt19937_64 random_bits;
+uint64_t idle_turns = 0;                                    // of waiting loops, in a row
+
+int draw(int below) { return static_cast<int>(random_bits() % static_cast<uint64_t>(below)); }
+
+}  // namespace
+}  // namespace emulator

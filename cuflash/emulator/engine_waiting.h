@@ -1,0 +1,101 @@
+// Threads that wait for one another: warps that meet, barriers of a block, loops. A part of
+// engine.cpp.
+#pragma once
+
+namespace emulator {
+
+void fault(Site site, const char* format, ...) {
+    char message[400];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(message, sizeof message, format, values);
+    va_end(values);
+    fault_at(text(site), message);
+}
+
+void meet(const char* operation, uint32_t mask, void* operands, Meaning meaning, Site site) {
+    const int lane = thread->index % LANES;
+    if ((mask >> lane & 1) == 0)
+        fault(site, "%s with mask %#x, in which its own lane is not", operation, mask);
+    auto& meetings = block->warps[thread->index / LANES].meetings;
+    size_t i = 0;
+    while (i < meetings.size()
+           && (meetings[i].operation != operation || meetings[i].mask != mask
+               || meetings[i].site.line != site.line
+               || strcmp(meetings[i].site.file, site.file) != 0)) ++i;
+    if (i == meetings.size()) meetings.push_back({operation, mask, 0, site, {}});
+    meetings[i].arrived |= 1u << lane;
+    meetings[i].operands[lane] = operands;
+    if (meetings[i].arrived != mask) {
+        wait_in(operation, site);
+        return;
+    }
+    const Meeting complete = meetings[i];
+    meetings.erase(meetings.begin() + static_cast<std::ptrdiff_t>(i));
+    in_engine = true;
+    if (meaning != nullptr) meaning(complete.operands);
+    idle_turns = 0;
+    const int first = thread->index - lane;
+    for (int other = 0; other < LANES; ++other)
+        if (mask >> other & 1 && other != lane) make_ready(block->threads[first + other]);
+    in_engine = false;
+}
+
+void meet_and_order(uint32_t mask, Site site) {
+    meet("__syncwarp", mask, nullptr, [](void* const (&)[32]) {
+        ++block->syncs[thread->index / LANES];
+    }, site);
+}
+
+bool wait_for_block(const char* operation, bool predicate, Site site) {
+    Block& b = *block;
+    if (b.at_barrier == 0) {
+        b.predicate = false;
+        b.barrier = operation;
+        b.barrier_site = site;
+    } else if (b.barrier_site.line != site.line || strcmp(b.barrier_site.file, site.file) != 0) {
+        fault(site, "waits in %s while other threads of the block wait in %s at %s", operation,
+              b.barrier, text(b.barrier_site).c_str());
+    }
+    b.predicate |= predicate;
+    if (++b.at_barrier < launch.threads) {
+        wait_in(operation, site);
+        return b.outcome;       // not b.predicate: others may have come to the next barrier already
+    }
+    in_engine = true;
+    b.at_barrier = 0;
+    b.outcome = b.predicate;
+    idle_turns = 0;
+    order_block();
+    for (Thread& t : b.threads) make_ready(t);
+    block_may_change = draw(4) == 0;
+    // The last to come waits for its turn as the others do.
+    make_ready((thread->state = State::WAITS, *thread));
+    leave();
+    return b.outcome;
+}
+
+void give_way(Site site) {
+    // No turn of a loop changes what it waits for: if all threads only take such turns, for long,
+    // it will never come.
+    if (++idle_turns > 1000u * resident.size() * launch.threads) {
+        thread->state = State::WAITS;
+        thread->operation = "a loop";
+        thread->site = site;
+        report_standstill();
+    }
+    in_engine = true;
+    thread->operation = "a loop";
+    thread->site = site;
+    thread->state = State::WAITS;
+    make_ready(*thread);
+    block_may_change = true;
+    leave();
+}
+
+void progress() {
+    idle_turns = 0;
+    block_may_change = true;
+}
+
+}  // namespace emulator

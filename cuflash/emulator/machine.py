@@ -1,0 +1,196 @@
+"""An emulated GPU: what runs calls on NumPy arrays by the kernels.
+
+To run a kernel of one's own::
+
+    kernel = KernelPlan("/path/add.cu", "add", (("SIZE", 32),), threads=32,
+                        shared_bytes=0)
+    with cuflash.emulator.active() as emulated:
+        emulated.launch(kernel, 1, x=x, y=y, count=32)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuflash import calls, compiler
+from cuflash import plan as planning
+from cuflash.arguments import TensorMap
+from cuflash.emulator import memory, runtime
+from cuflash.errors import UnsupportedError
+from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
+from cuflash.problem import Call
+
+ALIGNMENT = 256  # of CUDA's allocator, in bytes
+
+
+@dataclass(frozen=True)
+class Emulator:
+    """A GPU of an architecture: see `cuflash.emulator.active`."""
+
+    arch: str
+    seed: int = 0
+    resident: int = 0
+    timeout: float = 120.0
+    flags: tuple[str, ...] = ()
+    family: Family | None = None
+
+    def __post_init__(self) -> None:
+        known = [str(capability) for capability in planning._SHARED_KIB]
+        named = re.fullmatch(r"sm_(\d+)[af]?", str(self.arch))
+        if not named or named[1] not in known:
+            raise UnsupportedError(
+                f"arch is {self.arch!r}, expected one that kernels are"
+                f" planned for: sm_{', sm_'.join(known)} (on sm_75 float32"
+                " and float64 alone), also with a suffix, as sm_90a"
+            )
+        if not sys.platform.startswith("linux"):
+            raise UnsupportedError(
+                f"the emulator runs on Linux alone, this is {sys.platform}"
+            )
+
+    def forward(self, call: Call) -> tuple[np.ndarray, np.ndarray | None]:
+        """As `calls.forward`."""
+        return calls.forward(call, Machine(self))
+
+    def backward(self, call: Call) -> tuple[np.ndarray, ...]:
+        """As `calls.backward`."""
+        return calls.backward(call, Machine(self))
+
+    def merge_states(self, call: Call) -> tuple[np.ndarray, np.ndarray]:
+        """As `calls.merge_states`."""
+        return calls.merge_states(call, Machine(self))
+
+    def launch(
+        self, kernel: KernelPlan, blocks: int, /, **fields: Any
+    ) -> None:
+        """Run one kernel.
+
+        Parameters
+        ----------
+        kernel : plan.KernelPlan
+            ``file`` may be an absolute path.
+        blocks : int
+        **fields
+            The fields of its argument struct, in order. An array becomes a
+            pointer to its first element, and the kernel may write to it if
+            NumPy may; an int becomes an int, a float a double, a NumPy
+            scalar what it is.
+        """
+        machine = Machine(self)
+        values = [machine.field(value) for value in fields.values()]
+        kinds = [value.dtype for value in values]
+        names = zip(fields, kinds, strict=True)
+        struct = np.dtype(list(names), align=True)
+        machine.run((Launch(kernel, blocks),), np.array(tuple(values), struct))
+
+
+class Machine:
+    """The memory of one call, and its launches: a `calls.Machine`."""
+
+    def __init__(self, emulator: Emulator) -> None:
+        self.emulator = emulator
+        self._placed: dict[int, memory.Placed] = {}
+
+    def device(self) -> Device:
+        return planning.device_of_arch(self.emulator.arch)
+
+    def family(self) -> Family | None:
+        return self.emulator.family
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        dtype = np.dtype(dtype).newbyteorder("=")
+        nbytes = dtype.itemsize * math.prod(np.atleast_1d(shape).tolist())
+        # All ones are NaN in every dtype: what nobody has written shows.
+        room = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+        skip = -memory.pointer(room) % ALIGNMENT
+        return room[skip : skip + nbytes].view(dtype).reshape(shape)
+
+    def contiguous(self, array: np.ndarray) -> np.ndarray:
+        return np.require(array, array.dtype.newbyteorder("="), "CA")
+
+    def aligned(self, array: np.ndarray, alignment: int) -> bool:
+        return memory.pointer(array) % alignment == 0
+
+    def address(self, array: np.ndarray, written: bool = False) -> int:
+        if array.size == 0:
+            return 0
+        placed = self._placed.get(id(array))
+        if placed is None:
+            placed = memory.Placed(array, span=len(self._placed))
+            self._placed[id(array)] = placed
+        placed.written |= written
+        return placed.address + placed.start
+
+    def tensor_map(self, array: np.ndarray, rows: int) -> np.ndarray:
+        """As engine.h's TensorMap has it."""
+        batch, tokens, heads, columns = array.shape
+        by_batch, by_token, by_head, _ = array.strides
+        address = self.address(array)
+        return np.array([(np.array([
+            address, columns, tokens, heads, batch, by_token, by_head,
+            by_batch, 64 | rows << 32, 1 | 1 << 32, *[0] * 6,
+        ], np.uint64),)], TensorMap)[0]  # fmt: skip
+
+    def field(self, value: Any) -> Any:
+        """What stands for a value in an argument struct."""
+        if isinstance(value, np.ndarray):
+            return np.uint64(self.address(value, value.flags.writeable))
+        if isinstance(value, np.generic):
+            return value
+        return np.int32(value) if type(value) is int else np.array(value)[()]
+
+    def launch(self, decided: Plan, arguments: np.ndarray) -> None:
+        self.run(decided.launches, arguments)
+
+    def run(self, launches: tuple[Launch, ...], arguments: np.ndarray) -> None:
+        """Run kernels, each in a process of its own, on the same memory."""
+        emulator = self.emulator
+        programs = [
+            runtime.executable(x.kernel, emulator.arch, emulator.flags)
+            for x in launches
+        ]
+        self._name_arrays(arguments)
+        arrays = list(self._placed.values())
+        with memory.shared(arrays, arguments) as (folder, lines):
+            for program, launch in zip(programs, launches, strict=True):
+                text = "\n".join([*self._items(launch), *lines, ""])
+                (folder / "launch.txt").write_text(text)
+                entry = launch.kernel.entry
+                runtime.run(program, folder, entry, emulator.timeout)
+
+    def _items(self, launch: Launch) -> list[str]:
+        """What launch.txt says besides of the memory."""
+        kernel, emulator = launch.kernel, self.emulator
+        flush = "-ftz=true" in compiler.options(kernel, emulator.arch)
+        return [
+            f"kernel {kernel.entry}",
+            f"blocks {launch.blocks}",
+            f"threads {kernel.threads}",
+            f"shared {kernel.shared_bytes}",
+            f"seed {emulator.seed}",
+            f"resident {emulator.resident}",
+            f"ftz {flush:d}",
+        ]
+
+    def _name_arrays(self, arguments: np.ndarray) -> None:
+        """Name arrays as the fields of the struct that hold their address."""
+        arrays = {x.address + x.start: x for x in self._placed.values()}
+        for name, address in _pointers(arguments):
+            if address in arrays:
+                arrays[address].name = name
+
+
+def _pointers(struct: np.ndarray) -> Iterator[tuple[str, int]]:
+    """(name, value) of a struct's pointers, last ones first."""
+    for name in reversed(struct.dtype.names):
+        if struct.dtype[name] == np.uint64:
+            yield name, int(struct[name])
+        elif struct.dtype[name].names:
+            yield from _pointers(struct[name])

@@ -1,0 +1,316 @@
+// The twin of ptx.cuh for the emulator: the same functions, in C++. What an instruction does is
+// described there. Functions that only some lanes' operands decide meet first (engine.h).
+#pragma once
+#include "types.cuh"
+
+// ---- Conversions ----
+
+inline float to_float(float16 x) {
+    const u32 sign = static_cast<u32>(x.bits & 0x8000) << 16;
+    const u32 exponent = x.bits >> 10 & 31, fraction = x.bits & 0x3FF;
+    if (exponent == 31)                                     // NaN or infinite
+        return __uint_as_float(sign | 0x7F800000u | fraction << 13);
+    if (exponent == 0) {                                    // zero or denormal: fraction 2^-24
+        const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
+        return __uint_as_float(sign | __float_as_uint(magnitude));
+    }
+    return __uint_as_float(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+inline float to_float(bfloat16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+
+template <typename Element> u32 pack(float low, float high);
+
+namespace emulator {
+
+// x / 2^bits, rounded to nearest even.
+inline u32 shift_rounded(u32 x, int bits) {
+    if (bits > 31) return 0;
+    const u32 half = 1u << (bits - 1), kept = x >> bits, rest = x & ((1u << bits) - 1);
+    return kept + (rest > half || (rest == half && kept % 2 == 1));
+}
+
+inline u32 float16_bits(float x) {
+    const u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
+    if (magnitude > 0x7F800000u) return 0x7FFF;             // NaN
+    if (magnitude >= 0x47800000u) return sign | 0x7C00;     // 2^16 and more
+    if (magnitude >= 0x38800000u)                           // normal: rebias, round the fraction
+        return sign | (shift_rounded(magnitude, 13) - (112 << 10));
+    const u32 fraction = (magnitude & 0x7FFFFF) | (magnitude >> 23 ? 0x800000 : 0);
+    return sign | shift_rounded(fraction, 126 - static_cast<int>(magnitude >> 23));
+}
+
+inline u32 bfloat16_bits(float x) {
+    const u32 bits = __float_as_uint(x);
+    return (bits & 0x7FFFFFFF) > 0x7F800000u ? 0x7FFF : shift_rounded(bits, 16);
+}
+
+}  // namespace emulator
+
+template <> inline u32 pack<float16>(float low, float high) {
+    return emulator::float16_bits(low) | emulator::float16_bits(high) << 16;
+}
+
+template <> inline u32 pack<bfloat16>(float low, float high) {
+    return emulator::bfloat16_bits(low) | emulator::bfloat16_bits(high) << 16;
+}
+
+template <typename Element> inline Element low_half(u32 pair) {
+    return {static_cast<u16>(pair)};
+}
+
+template <typename Element> inline Element high_half(u32 pair) {
+    return {static_cast<u16>(pair >> 16)};
+}
+
+// ---- Arithmetic ----
+
+inline float exp2_approx(float x) {
+    const float y = exp2f(x);
+    return y < 0x1p-126f ? 0.0f : y;                        // flushed; NaN stays
+}
+
+namespace emulator {
+
+struct MmaOperands { float* d; const u32* a; u32 b[2]; };
+
+template <typename Element> void mma_16x8x16(void* const (&lanes)[32]) {
+    float a[16][16], b[16][8], d[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const MmaOperands& own = *static_cast<const MmaOperands*>(lanes[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) {
+            const int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
+            a[row][column] = to_float(low_half<Element>(own.a[i]));
+            a[row][column + 1] = to_float(high_half<Element>(own.a[i]));
+            d[g + i / 2 * 8][2 * t + i % 2] = own.d[i];
+        }
+        for (int i = 0; i < 2; ++i) {
+            b[2 * t + i * 8][g] = to_float(low_half<Element>(own.b[i]));
+            b[2 * t + i * 8 + 1][g] = to_float(high_half<Element>(own.b[i]));
+        }
+    }
+    multiply_add(d, a, b);
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i)
+            static_cast<const MmaOperands*>(lanes[lane])->d[i] =
+                d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+}
+
+}  // namespace emulator
+
+template <typename Element>
+inline void mma_16x8x16(
+    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Element, EMULATOR_SITE) {
+    emulator::MmaOperands own{d, a, {b0, b1}};
+    emulator::meet("mma.sync", emulator::WHOLE_WARP, &own, emulator::mma_16x8x16<Element>,
+                   {file, line});
+}
+
+// ---- Shared memory ----
+
+inline u32 shared_address(const void* pointer) {
+    return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
+}
+
+inline u32 opaque(u32 x) { return x; }
+
+namespace emulator {
+
+struct LdmatrixOperands { const u32* row; u32* r; };
+
+// Of matrix i, lane l gets elements 2(l % 4) and 2(l % 4) + 1 of row l / 4; transposed: of column.
+template <bool TRANSPOSED> void ldmatrix(void* const (&lanes)[32]) {
+    const auto operands = [&](int lane) -> const LdmatrixOperands& {
+        return *static_cast<const LdmatrixOperands*>(lanes[lane]);
+    };
+    for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < 32; ++lane) {
+            const int line = lane / 4, pair = lane % 4;
+            const auto element = [&](int row, int column) {
+                return operands(i * 8 + row).row[column / 2] >> (column % 2 * 16) & 0xFFFF;
+            };
+            operands(lane).r[i] = TRANSPOSED
+                ? element(2 * pair, line) | element(2 * pair + 1, line) << 16
+                : element(line, 2 * pair) | element(line, 2 * pair + 1) << 16;
+        }
+}
+
+template <bool TRANSPOSED> inline void ldmatrix_of(u32 (&r)[4], u32 address, Site site) {
+    const LdmatrixOperands own{
+        static_cast<const u32*>(shared_memory(address, 16, 16, Access::READ_BY_WARP, site)), r};
+    meet("ldmatrix", WHOLE_WARP, const_cast<LdmatrixOperands*>(&own), ldmatrix<TRANSPOSED>, site);
+}
+
+}  // namespace emulator
+
+inline void ldmatrix_x4(u32 (&r)[4], u32 address, EMULATOR_SITE) {
+    emulator::ldmatrix_of<false>(r, address, {file, line});
+}
+
+inline void ldmatrix_x4_transposed(u32 (&r)[4], u32 address, EMULATOR_SITE) {
+    emulator::ldmatrix_of<true>(r, address, {file, line});
+}
+
+inline void store_shared(u32 address, u32 word, EMULATOR_SITE) {
+    *static_cast<u32*>(
+        emulator::shared_memory(address, 4, 4, emulator::Access::WRITE, {file, line})) = word;
+}
+
+inline void store_shared(u32 address, u16 x, EMULATOR_SITE) {
+    *static_cast<u16*>(
+        emulator::shared_memory(address, 2, 2, emulator::Access::WRITE, {file, line})) = x;
+}
+
+inline uint4 load_shared_16(u32 address, EMULATOR_SITE) {
+    return *static_cast<const uint4*>(
+        emulator::shared_memory(address, 16, 16, emulator::Access::READ, {file, line}));
+}
+
+inline float load_shared_float(u32 address, EMULATOR_SITE) {
+    return *static_cast<const float*>(
+        emulator::shared_memory(address, 4, 4, emulator::Access::READ, {file, line}));
+}
+
+// ---- Asynchronous copies, global to shared ----
+
+inline void cp_async_16(u32 target, const void* source, EMULATOR_SITE) {
+    emulator::copy_later(target, source, 16, 16, {file, line});
+}
+
+inline void cp_async_16_partly(u32 target, const void* source, int bytes, EMULATOR_SITE) {
+    emulator::copy_later(target, source, 16, bytes, {file, line});
+}
+
+inline void cp_async_4(u32 target, const void* source, int bytes, EMULATOR_SITE) {
+    emulator::copy_later(target, source, 4, bytes, {file, line});
+}
+
+inline void cp_async_commit() { emulator::commit_copies(); }
+
+template <int PENDING> inline void cp_async_wait() { emulator::wait_for_copies(PENDING); }
+
+// ---- Global memory ----
+
+inline void reduce_add_4(float* target, const float (&x)[4], EMULATOR_SITE) {
+    emulator::check_global(target, 16, 16, emulator::Access::WRITE, {file, line});
+    for (int i = 0; i < 4; ++i) target[i] += x[i];
+}
+
+inline int load_acquire(const int* source, EMULATOR_SITE) {
+    emulator::give_way({file, line});
+    return *source;
+}
+
+inline void store_release(int* target, int x, EMULATOR_SITE) {
+    emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
+    *target = x;
+    emulator::progress();
+}
+
+// ======== Hopper (sm_90a) ========
+
+inline void mbarrier_init(u32 barrier, int arrivals, EMULATOR_SITE) {
+    emulator::mbarrier_init(barrier, arrivals, {file, line});
+}
+
+inline void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
+
+inline void mbarrier_arrive(u32 barrier, EMULATOR_SITE) {
+    emulator::mbarrier_arrive(barrier, 0, {file, line});
+}
+
+inline void mbarrier_arrive_expect(u32 barrier, int bytes, EMULATOR_SITE) {
+    emulator::mbarrier_arrive(barrier, bytes, {file, line});
+}
+
+inline bool mbarrier_try_wait(u32 barrier, u32 parity, EMULATOR_SITE) {
+    return emulator::mbarrier_try_wait(barrier, parity, {file, line});
+}
+
+inline void barrier_sync(int id, int threads, EMULATOR_SITE) {
+    emulator::named_barrier(id, threads, true, {file, line});
+}
+
+inline void barrier_arrive(int id, int threads, EMULATOR_SITE) {
+    emulator::named_barrier(id, threads, false, {file, line});
+}
+
+template <int COUNT> inline void take_registers(EMULATOR_SITE) {
+    static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
+    emulator::meet("setmaxnreg", emulator::WHOLE_WARP, nullptr, nullptr, {file, line});
+}
+
+template <int COUNT> inline void give_registers(EMULATOR_SITE) {
+    take_registers<COUNT>(file, line);
+}
+
+inline void fence_async_proxy() { emulator::fence_async_proxy(); }
+
+inline void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
+                     EMULATOR_SITE) {
+    emulator::load_box(target, &map, barrier, {x0, x1, x2, x3}, {file, line});
+}
+
+inline void tma_store(const TensorMap& map, u32 source, int x0, int x1, int x2, int x3,
+                      EMULATOR_SITE) {
+    emulator::store_box(&map, source, {x0, x1, x2, x3}, {file, line});
+}
+
+inline void tma_store_commit() { emulator::commit_stores(); }
+
+template <int PENDING> inline void tma_store_wait_read() { emulator::wait_for_stores(PENDING); }
+
+// Lane l gives the address of row l % 8 of matrix l / 8: its own 16 bytes are checked as its own.
+namespace emulator {
+
+struct StmatrixOperands { u32* row; u32 r[4]; };
+
+inline void stmatrix(void* const (&lanes)[32]) {
+    for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < 32; ++lane) {
+            const auto& target = *static_cast<const StmatrixOperands*>(lanes[i * 8 + lane / 4]);
+            target.row[lane % 4] = static_cast<const StmatrixOperands*>(lanes[lane])->r[i];
+        }
+}
+
+}  // namespace emulator
+
+inline void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3, EMULATOR_SITE) {
+    emulator::StmatrixOperands own{
+        static_cast<u32*>(emulator::shared_memory(
+            address, 16, 16, emulator::Access::WRITE, {file, line})), {r0, r1, r2, r3}};
+    emulator::meet("stmatrix", emulator::WHOLE_WARP, &own, emulator::stmatrix, {file, line});
+}
+
+inline void wgmma_fence(EMULATOR_SITE) { emulator::fence_products({file, line}); }
+
+inline void wgmma_commit(EMULATOR_SITE) { emulator::commit_products({file, line}); }
+
+template <int PENDING> inline void wgmma_wait(EMULATOR_SITE) {
+    emulator::wait_for_products(PENDING, {file, line});
+}
+
+template <int N> inline void keep_here(float (&)[N]) {}
+
+namespace emulator {
+
+template <class Element> float bits_to_float(uint16_t bits) { return to_float(Element{bits}); }
+
+}  // namespace emulator
+
+template <int SIGN, int COUNT, class Element>
+inline void wgmma_shared(
+    float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
+    emulator::ProductOperands own{
+        d, COUNT, a, b, nullptr, accumulate, false, SIGN, emulator::bits_to_float<Element>};
+    emulator::start_product(own, {file, line});
+}
+
+template <int COUNT, class Element>
+inline void wgmma_registers(
+    float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
+    emulator::ProductOperands own{
+        d, COUNT, 0, b, a, accumulate, true, 1, emulator::bits_to_float<Element>};
+    emulator::start_product(own, {file, line});
+}

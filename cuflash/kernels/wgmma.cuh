@@ -1,0 +1,62 @@
+// Tiles of smem.cuh as operands of warpgroup products. A tile's panel of 64 columns is what the TMA
+// unit copies with 128-byte swizzle, and what a descriptor calls so.
+#pragma once
+#include "smem.cuh"
+
+constexpr int WARPGROUP = 128;                              // threads
+constexpr int K_STEP = 16;                                  // columns of A, rows of B in a product
+
+// A matrix descriptor (PTX ISA: Matrix Descriptor Format): addresses and offsets in 16 bytes. Rows
+// are 128 bytes, eight of them repeat the swizzle's pattern. `panel_bytes` leads to the next 64
+// columns where a product's N or M runs along the columns.
+__device__ __forceinline__ u64 descriptor(u32 address, int panel_bytes) {
+    constexpr u64 PATTERN_BYTES = 8 * PANEL_ROW_BYTES, SWIZZLE_128 = u64{1} << 62;
+    return static_cast<u64>(address >> 4) | static_cast<u64>(panel_bytes >> 4) << 16
+         | (PATTERN_BYTES >> 4) << 32 | SWIZZLE_128;
+}
+
+// The same with the address so many bytes further on.
+__device__ __forceinline__ u64 advance(u64 descriptor, int bytes) {
+    return descriptor + (bytes >> 4);
+}
+
+// Where 16 columns that a product sums over begin in a tile of ROWS rows: bytes from its start.
+template <int ROWS> constexpr int column_step(int step) {
+    constexpr int STEPS = PANEL_COLUMNS / K_STEP;
+    return step / STEPS * ROWS * PANEL_ROW_BYTES + step % STEPS * K_STEP * 2;
+}
+
+// D = SIGN A B^T, 64 rows of A from the one on at which `a` points, over COLUMNS columns of both.
+template <typename Element, int SIGN, int A_ROWS, int B_ROWS, int COLUMNS, int COUNT>
+__device__ __forceinline__ void multiply_transposed(float (&d)[COUNT], u64 a, u64 b) {
+    #pragma unroll
+    for (int step = 0; step < COLUMNS / K_STEP; ++step)
+        wgmma_shared<SIGN>(d, advance(a, column_step<A_ROWS>(step)),
+                           advance(b, column_step<B_ROWS>(step)), step > 0, Element{});
+}
+
+// D = A B, or D += A B if `accumulate`: A in registers, ROWS rows of B.
+template <typename Element, int ROWS, int COUNT, int FRAGMENTS>
+__device__ __forceinline__ void multiply(
+    float (&d)[COUNT], const u32 (&a)[FRAGMENTS], u64 b, bool accumulate) {
+    static_assert(FRAGMENTS == ROWS / 4, "16 rows take four registers");
+    #pragma unroll
+    for (int step = 0; step < ROWS / K_STEP; ++step)
+        wgmma_registers(d, a + 4 * step, advance(b, step * K_STEP * PANEL_ROW_BYTES),
+                        step > 0 || accumulate, Element{});
+}
+
+// ---- Rings of tiles between a thread that loads and warpgroups that use ----
+
+// Which of STAGES places is next, and the parity of the phase that ends when it is full.
+template <int STAGES> struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    }
+};
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    while (!mbarrier_try_wait(barrier, parity)) {}
+}

@@ -1,0 +1,14 @@
+// Waits for all groups of copies, but the copy is in none.
+#include "ptx.cuh"
+
+struct Arguments { const float* x; float* out; };
+
+extern "C" __global__ void cp_async_not_committed(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    float* tile = reinterpret_cast<float*>(shared_bytes);
+    const int thread = threadIdx.x;
+    cp_async_4(shared_address(tile + thread), a.x + thread, 4);
+    if constexpr (!BROKEN) cp_async_commit();
+    cp_async_wait<0>();
+    a.out[thread] = tile[thread];                               // caught here
+}

@@ -1,0 +1,17 @@
+// Gives ldmatrix the address of a row past the end of shared memory.
+#include "ptx.cuh"
+
+struct Arguments { const float* x; float* out; };
+
+extern "C" __global__ void ldmatrix_past_the_end(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    float* tile = reinterpret_cast<float*>(shared_bytes);
+    const int lane = threadIdx.x;
+    for (int i = 0; i < 4; ++i) tile[4 * lane + i] = a.x[4 * lane + i];
+    __syncwarp();
+
+    u32 r[4];
+    ldmatrix_x4(r, shared_address(tile + 4 * (lane + (BROKEN ? 1 : 0))));       // caught here
+
+    for (int i = 0; i < 4; ++i) reinterpret_cast<u32*>(a.out)[32 * i + lane] = r[i];
+}

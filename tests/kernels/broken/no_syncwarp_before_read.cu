@@ -1,0 +1,12 @@
+// Reads what another lane writes, with nothing in between that orders the two.
+
+struct Arguments { const float* x; float* out; };
+
+extern "C" __global__ void no_syncwarp_before_read(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    float* tile = reinterpret_cast<float*>(shared_bytes);
+    const int thread = threadIdx.x, other = thread ^ 1;
+    tile[thread] = a.x[thread];                                 // caught here
+    if constexpr (!BROKEN) __syncwarp();
+    a.out[other] = tile[other];                                 // caught here
+}

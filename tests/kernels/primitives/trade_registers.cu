@@ -1,0 +1,13 @@
+// give_registers and take_registers, on sm_90a: the first of three warpgroups gives registers to
+// the others, and each thread goes on with its number. 384 threads.
+#include "ptx.cuh"
+
+struct Arguments { const u32* x; u32* y; };
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+trade_registers(const __grid_constant__ Arguments a) {
+    const u32 x = a.x[threadIdx.x];
+    if (threadIdx.x < 128) give_registers<24>();
+    else take_registers<240>();
+    a.y[threadIdx.x] = x;
+}

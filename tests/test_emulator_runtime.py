@@ -1,0 +1,246 @@
+"""The emulator's compiler, cache and child processes, and its `active`."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import emulator
+from cuflash.emulator import runtime
+from cuflash.errors import CompileError, KernelFault, UnsupportedError
+from cuflash.plan import KernelPlan
+from helpers.host_compiler import needs_compiler
+
+pytestmark = needs_compiler
+
+TEXT = """\
+#include "types.cuh"
+struct Arguments { const float* x; float* out; int size; };
+extern "C" __global__ void small(const __grid_constant__ Arguments a) {
+    const int i = blockIdx.x * 32 + threadIdx.x;
+    %s
+}
+"""
+DOUBLE = "if (i < a.size) a.out[i] = FACTOR * a.x[i];"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Emulate a kernel of 32 threads that has this body."""
+
+    def run(body=DOUBLE, arch="sm_90a", **options):
+        file = tmp_path / "small.cu"
+        file.write_text(TEXT % body)
+        kernel = KernelPlan(str(file), "small", (("FACTOR", 2),), 32, 0)
+        x, out = np.arange(40, dtype=np.float32), np.zeros(40, np.float32)
+        with emulator.active(arch, **options) as emulated:
+            emulated.launch(kernel, 2, x=x, out=out, size=40)
+        assert (out == 2 * x).all()
+        return kernel
+
+    return run
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "cuflash_emulator"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The files that a C++ compiler is asked to compile."""
+    files = []
+    call = runtime._call
+
+    def note(*words):
+        if "-c" in words:
+            files.append(words[words.index("-c") + 1].name)
+        return call(*words)
+
+    monkeypatch.setattr(runtime, "_call", note)
+    return files
+
+
+# Compiling ---------------------------------------------------------------
+
+
+def test_without_a_compiler_it_says_what_to_install(
+    launch, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompileError) as caught:
+        launch()
+    assert "neither g++ nor clang++ was found; install one" in str(
+        caught.value
+    )
+
+
+def test_another_compiler_that_is_not_there(launch, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CompileError, match="CXX is 'no-such-compiler', which"):
+        launch()
+
+
+def test_a_compiler_that_fails_without_a_word(
+    launch, cache, monkeypatch, tmp_path
+):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(CompileError, match=r"by .*c\+\+.*\n.*status 3"):
+        launch()
+    assert {path.suffix for path in cache.iterdir()} == {".lock"}
+
+
+def test_a_fault_in_the_text_is_shown_with_its_lines(launch):
+    with pytest.raises(CompileError) as caught:
+        launch("a.out[i] = y;")
+    message = str(caught.value)
+    assert "small.cu does not compile on the CPU" in message
+    assert "(FACTOR=2)" in message
+    assert "small.cu:5:" in message and "'y'" in message
+    assert "\n>    5 |     a.out[i] = y;\n     6 | }\n" in message
+
+
+def test_a_kernel_is_compiled_once_and_then_kept(launch, cache, compiled):
+    launch()
+    assert compiled == ["engine.cpp", "kernel.cpp"]
+    launch(seed=1)
+    assert len(compiled) == 2
+    launch("// another text\n" + DOUBLE)
+    launch(arch="sm_80")
+    assert compiled[2:] == ["kernel.cpp", "kernel.cpp"]
+
+
+def test_a_changed_emulator_is_compiled_again(launch, monkeypatch, tmp_path):
+    kernel = launch()
+    before = runtime.executable(kernel, "sm_90a")
+    for path in runtime.FOLDER.glob("*.[hc]*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    with open(tmp_path / "engine.h", "a") as file:
+        file.write("// changed\n")
+    monkeypatch.setattr(runtime, "FOLDER", tmp_path)
+    assert runtime.executable(kernel, "sm_90a") != before
+
+
+def test_further_flags_keep_what_the_compiler_wrote(launch, cache):
+    launch(flags=("--coverage",))
+    (folder,) = cache.glob("small_*.build")
+    written = {path.name for path in folder.iterdir()}
+    assert {"kernel.cpp", "kernel.gcno", "kernel.gcda"} <= written
+
+
+# Running -----------------------------------------------------------------
+
+
+def test_a_child_that_dies(launch):
+    with pytest.raises(KernelFault, match="^small: died of SIGABRT$") as e:
+        launch("__builtin_abort();")
+    assert e.value.kernel == "small"
+    assert e.value.message == "died of SIGABRT"
+
+
+def test_a_child_that_hangs(launch):
+    with pytest.raises(KernelFault, match=r"^small: did not end within 0.3 s"):
+        launch("for (volatile int i = 0; i == 0;) {}", timeout=0.3)
+
+
+def test_a_child_that_ends_otherwise(tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho no memory >&2\nexit 2\n")
+    program.chmod(0o755)
+    with pytest.raises(KernelFault, match="^f: ended with status 2: no mem"):
+        runtime.run(program, tmp_path, "f", 60)
+
+
+def test_a_fault_tells_the_line_and_whence_it_was_inlined(launch):
+    last = "[](float* p) __attribute__((always_inline)) { *p = 1; }"
+    with pytest.raises(KernelFault) as caught:
+        launch(f"{last}\n(a.out + 40);")
+    assert "thread" in caught.value.message
+    assert "small.cu:5 (in small.cu:6): writes 4 bytes at byte 160 of out" in (
+        caught.value.message
+    )
+
+
+def test_without_addr2line_a_fault_tells_the_address(launch, monkeypatch):
+    monkeypatch.setenv("CXX", runtime.host_compiler()[0])
+    monkeypatch.setattr(runtime, "ADDR2LINE", "no-such-program")
+    with pytest.raises(KernelFault, match=r"pc:0x[0-9a-f]+: writes 4 bytes"):
+        launch("a.out[40] = 1;")
+
+
+def test_nothing_is_left_of_a_launch(launch, monkeypatch, tmp_path):
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setattr(emulator.memory, "_held_in_memory", lambda: folder)
+    launch()
+    with pytest.raises(KernelFault):
+        launch("a.out[40] = 1;")
+    assert not list(folder.iterdir())
+
+
+# active ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["hopper", "sm_70", "sm_91", "90", 90])
+def test_an_architecture_that_no_kernel_has(arch):
+    with pytest.raises(UnsupportedError) as caught:
+        with emulator.active(arch):
+            pass
+    expected = f"arch is {arch!r}, expected one that kernels are planned for"
+    assert str(caught.value).startswith(f"{expected}: sm_75, sm_80, ")
+    assert emulator.current() is None
+
+
+def test_a_dtype_that_an_architecture_has_not():
+    q = np.zeros((4, 8), np.float16)
+    with emulator.active("sm_75"):
+        with pytest.raises(UnsupportedError, match="float16 needs a GPU"):
+            cuflash.forward(q, q, q)
+
+
+def test_another_system(monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(UnsupportedError, match="Linux alone, this is darwin"):
+        with emulator.active():
+            pass
+
+
+def test_active_nests_and_ends():
+    assert emulator.current() is None
+    with emulator.active("sm_80") as outer:
+        with emulator.active("sm_90a", seed=3) as inner:
+            assert emulator.current() is inner
+            assert (inner.arch, inner.seed) == ("sm_90a", 3)
+        assert emulator.current() is outer
+    assert emulator.current() is None
+
+
+def test_an_error_ends_it_too():
+    with pytest.raises(KeyError), emulator.active():
+        raise KeyError
+    assert emulator.current() is None
+
+
+def test_another_thread_is_not_concerned():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(os.getpid).result()  # the thread is there now
+        with emulator.active():
+            assert pool.submit(emulator.current).result() is None
+
+
+def test_numpy_arrays_go_to_the_emulator(compiled, cache):
+    q = np.ones((3, 8), np.float32)
+    with emulator.active("sm_86"):
+        out = cuflash.forward(q, q, q)
+    assert compiled == ["engine.cpp", "kernel.cpp"]
+    assert (out == 1).all()
+    cuflash.forward(q, q, q)
+    assert len(compiled) == 2

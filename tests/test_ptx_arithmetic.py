@@ -1,0 +1,184 @@
+"""exp2_approx and mma_16x8x16: exact where they must be, else bounded."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.bits import (
+    SEEDS,
+    any_floats,
+    assert_same_floats,
+    bits_of,
+    denormals,
+    finite_elements,
+)
+from helpers.dtypes import DTYPES
+from helpers.small_kernels import on_both, read_only, run
+
+SMALLEST_NORMAL = 2.0**-126
+# PTX ISA, "ex2": the largest relative error of ex2.approx.ftz.f32.
+EXP2_ERROR = 2.0**-22
+
+of_each_type = pytest.mark.parametrize("name", ["float16", "bfloat16"])
+
+
+def powers_of_two(x, backend):
+    y = np.empty(x.shape, np.float32)
+    run(
+        "primitives/powers_of_two",
+        {"x": read_only(x), "y": y},
+        backend,
+        threads=32,
+        blocks=x.size // 32,
+    )
+    return y
+
+
+def multiplied(a, b, c, backend):
+    """Return a @ b + c of (n, 16, 16), (n, 16, 8) and (n, 16, 8) arrays."""
+    d = np.empty(c.shape, np.float32)
+    run(
+        "primitives/multiply_tiles",
+        {"a": read_only(bits_of(a)), "b": read_only(bits_of(b)),
+         "c": read_only(c), "d": d},
+        backend,
+        constants={"Element": a.dtype.name},
+        blocks=len(c),
+    )  # fmt: skip
+    return d
+
+
+def random_tiles(rng, dtype, draw, n=4):
+    """Draw a and b, rounded to a dtype, and a float32 c by draw(shape)."""
+    shapes = (n, 16, 16), (n, 16, 8), (n, 16, 8)
+    dtypes = dtype, dtype, np.float32
+    return (draw(x).astype(t) for x, t in zip(shapes, dtypes, strict=True))
+
+
+@on_both
+def test_exp2_of_special_numbers(backend):
+    """The table of PTX ISA, "ex2"; the softmax needs 2^0 = 1 exactly."""
+    denormals = [2.0**-149, 2.0**-127, -(2.0**-149), -(2.0**-127)]
+    x = np.array([0, -0.0, *denormals, -np.inf, np.inf, np.nan], np.float32)
+    x = np.resize(x, 32)
+    expected = np.resize(
+        np.array([1] * 6 + [0, np.inf, np.nan], np.float32), 32
+    )
+    assert_same_floats(powers_of_two(x, backend), expected)
+
+
+@on_both
+@given(seed=SEEDS)
+@np.errstate(all="ignore")
+def test_exp2_is_right_to_its_bound(backend, seed):
+    """Results below the normal numbers, or within the bound of that, are 0.
+
+    Likewise infinity from the bound below 2^128 on.
+    """
+    drawn = np.random.default_rng(seed).uniform(-160, 140, 480)
+    x = np.append(drawn.astype(np.float32), any_floats(seed, 32))
+    x[:4] = [-126, np.nextafter(np.float32(-126), np.float32(-127)), 127, 128]
+    y = powers_of_two(x, backend).astype(np.float64)
+    expected = np.exp2(x.astype(np.float64))
+    close = np.abs(y - expected) <= EXP2_ERROR * expected
+    close &= y >= SMALLEST_NORMAL
+    flushed = (y == 0) & (expected < SMALLEST_NORMAL * (1 + EXP2_ERROR))
+    infinite = (y == np.inf) & (expected > 2.0**128 * (1 - EXP2_ERROR))
+    right = close | flushed | infinite | (np.isnan(x) & np.isnan(y))
+    np.testing.assert_array_equal(x[~right], [])
+
+
+@on_both
+@of_each_type
+@given(seed=SEEDS)
+def test_mma_of_small_integers_is_exact(name, backend, seed):
+    """Every partial sum is an integer below 2^24, so any order is exact."""
+    rng = np.random.default_rng(seed)
+    a, b, c = random_tiles(
+        rng, DTYPES[name], lambda shape: rng.integers(-128, 129, shape)
+    )
+    d = multiplied(a, b, c, backend)
+    expected = a.astype(np.float32) @ b.astype(np.float32) + c
+    np.testing.assert_array_equal(d, expected)
+
+
+@on_both
+@of_each_type
+@given(seed=SEEDS, spread=st.integers(0, 12))
+def test_mma_is_right_to_its_bound(name, backend, seed, spread):
+    """The manual leaves the order and the rounding of the sums open.
+
+    Each of 16 products is added to the sum, one after the other at worst,
+    or is aligned with others: one truncation of the product and one of the
+    sum, each of a number below S = sum |a b| + |c|, to 24 bits at least.
+    So 2^-23 S is lost at most 32 times. What is less than 2^-126 may be
+    flushed, likewise.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(shape):
+        exponents = rng.integers(-spread, spread + 1, shape)
+        return rng.standard_normal(shape) * 2.0**exponents
+
+    a, b, c = random_tiles(rng, DTYPES[name], draw)
+    d = multiplied(a, b, c, backend)
+    a, b, c = (x.astype(np.float64) for x in (a, b, c))
+    size = np.abs(a) @ np.abs(b) + np.abs(c)
+    error = np.abs(d - (a @ b + c))
+    assert (error <= 32 * (2.0**-23 * size + SMALLEST_NORMAL)).all()
+
+
+@on_both
+@of_each_type
+@given(seed=SEEDS)
+@np.errstate(over="ignore")
+def test_mma_with_one_product_a_sum_is_exact(name, backend, seed):
+    """Elements of every kind, denormals too, times 2^8.
+
+    The manual leaves denormal elements open; tensor cores have taken them
+    in full wherever it was measured (Fasi et al. 2021,
+    doi:10.7717/peerj-cs.330).
+    """
+    rng = np.random.default_rng(seed)
+    a, b, c = random_tiles(rng, DTYPES[name], np.zeros, n=2)
+    a[:] = rng.choice(finite_elements(DTYPES[name]), a.shape)
+    a[:, :4] = rng.choice(denormals(DTYPES[name]), (2, 4, 16))
+    steps = rng.integers(0, 16, 8)
+    b[:, steps, np.arange(8)] = 2.0**8
+    d = multiplied(a, b, c, backend)
+    expected = a[:, :, steps].astype(np.float32) * np.float32(2.0**8)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(d[finite], expected[finite])
+
+
+@on_both
+@of_each_type
+@given(seed=SEEDS)
+def test_mma_with_products_of_zero_leaves_the_sum(name, backend, seed):
+    """A sum that is not denormal, that is: such may be flushed."""
+    a, b, c = random_tiles(None, DTYPES[name], np.zeros, n=2)
+    c[:] = any_floats(seed, c.shape)
+    c[np.abs(c) < SMALLEST_NORMAL] = 0
+    np.testing.assert_array_equal(multiplied(a, b, c, backend), c)
+
+
+@on_both
+@of_each_type
+@given(seed=SEEDS, share=st.sampled_from([0.01, 0.1, 0.5]))
+def test_mma_with_infinities_and_nan(name, backend, seed, share):
+    """inf 0 and inf - inf are NaN, all else follows; no sum overflows."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape):
+        strange = rng.choice([np.inf, -np.inf, np.nan, 0], shape)
+        ordinary = rng.integers(-4, 5, shape)
+        return np.where(rng.random(shape) < share, strange, ordinary)
+
+    a, b, c = random_tiles(rng, DTYPES[name], draw)
+    d = multiplied(a, b, c, backend)
+    with np.errstate(invalid="ignore"):
+        a, b = a.astype(np.float32), b.astype(np.float32)
+        products = a[..., None] * b[:, None]  # n, rows, 16, columns
+        expected = products.sum(axis=2) + c
+    np.testing.assert_array_equal(d, expected)

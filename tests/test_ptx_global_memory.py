@@ -1,0 +1,94 @@
+"""Global memory that several threads or blocks write: sums, turns."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.bits import SEEDS, any_floats, assert_same_floats
+from helpers.small_kernels import on_both, read_only, run
+
+SMALLEST_NORMAL = 2.0**-126
+
+
+def add_fours(x, to, sums, backend):
+    run(
+        "primitives/add_fours",
+        {"x": read_only(x), "to": read_only(to), "sums": sums},
+        backend,
+        blocks=len(x) // 32,
+    )
+
+
+def flushed(x):
+    """Denormals as zeros of their sign."""
+    return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(0, x), x)
+
+
+@on_both
+@given(seed=SEEDS, places=st.integers(1, 40))
+def test_sums_of_many_threads_are_complete(backend, seed, places):
+    """Small integers: every order of the additions is exact."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-99, 100, (128, 4)).astype(np.float32)
+    sums = rng.integers(-99, 100, (places, 4)).astype(np.float32)
+    to = rng.integers(0, places, 128, np.int32)
+    expected = sums.copy()
+    np.add.at(expected, to, x)
+    add_fours(x, to, sums, backend)
+    np.testing.assert_array_equal(sums, expected)
+
+
+@on_both
+@given(seed=SEEDS)
+@np.errstate(all="ignore")
+def test_one_addition_is_rounded_to_nearest_even(backend, seed):
+    """PTX ISA, "red": denormals are flushed, "current implementation"."""
+    x, sums = any_floats(seed, (2, 64, 4))
+    to = np.random.default_rng(seed).permutation(64).astype(np.int32)
+    exact = sums[to] + x
+    of_zeros = flushed(flushed(sums[to]) + flushed(x)).astype(np.float32)
+    add_fours(x, to, sums, backend)
+    got = sums[to]
+    kept = got.view(np.uint32) == exact.view(np.uint32)
+    assert_same_floats(got, np.where(kept, exact, of_zeros))
+
+
+@on_both
+@given(seed=SEEDS, places=st.integers(1, 40))
+def test_atomic_additions_see_one_another(backend, seed, places):
+    """Ones: what the n-th finds there is n - 1, as a place starts at 0."""
+    to = np.random.default_rng(seed).integers(0, places, 96, np.int32)
+    ones, sums = np.ones(96, np.float32), np.zeros(places, np.float32)
+    before = np.empty(96, np.float32)
+    run(
+        "primitives/add_atomically",
+        {"x": read_only(ones), "to": read_only(to), "sums": sums,
+         "before": before},
+        backend,
+        blocks=3,
+    )  # fmt: skip
+    np.testing.assert_array_equal(sums, np.bincount(to, minlength=places))
+    for place in range(places):
+        found = np.sort(before[to == place])
+        np.testing.assert_array_equal(found, np.arange(len(found)))
+
+
+@on_both
+@given(blocks=st.integers(1, 9), seed=SEEDS)
+def test_a_block_sees_what_the_one_before_it_wrote(backend, blocks, seed):
+    """The threads of one block wait; its other threads' values are seen."""
+    values = np.arange(64, dtype=np.uint32)
+    turn = np.zeros(1, np.int32)
+    expected = values.copy()
+    for block in range(blocks):
+        expected = expected * 3 + block
+    run(
+        "primitives/take_turns",
+        {"turn": turn, "values": values},
+        backend,
+        threads=64,
+        blocks=blocks,
+        seed=seed,
+    )
+    assert turn[0] == blocks
+    np.testing.assert_array_equal(values, expected)

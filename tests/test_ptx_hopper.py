@@ -1,0 +1,137 @@
+"""Instructions of ptx.cuh that came with Hopper, to the bit.
+
+Not those that need a tensor map: what the TMA unit does.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.bits import SEEDS, bits_of
+from helpers.dtypes import DTYPES
+from helpers.host_compiler import needs_compiler
+from helpers.small_kernels import read_only, run
+
+
+def is_hopper():
+    try:
+        import cupy
+
+        return cupy.cuda.Device().compute_capability == "90"
+    except Exception:  # no CuPy, no driver, no device: all mean no
+        return False
+
+
+on_hopper = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("emulated", marks=needs_compiler),
+        pytest.param(
+            "gpu",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not is_hopper(), reason="no Hopper GPU"),
+            ],
+        ),
+    ],
+)
+
+
+def drawn_words(seed, shape):
+    return np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32)
+
+
+@on_hopper
+@given(seed=SEEDS, rounds=st.integers(1, 5))
+def test_warps_wait_for_the_phases_of_barriers(backend, seed, rounds):
+    x = drawn_words(seed, 32)
+    y, expected = np.empty_like(x), x
+    run(
+        "primitives/pass_on",
+        {"x": read_only(x), "y": y, "rounds": rounds},
+        backend,
+        threads=128,
+        shared_bytes=256,
+        seed=seed,
+    )
+    for step in range(rounds * 4):
+        expected = expected * 3 + step % 4
+    np.testing.assert_array_equal(y, expected)
+
+
+@on_hopper
+@given(seed=SEEDS)
+def test_pairs_of_warps_meet(backend, seed):
+    x = drawn_words(seed, (2, 2, 32))
+    y = np.empty_like(x)
+    run(
+        "primitives/meet_in_pairs",
+        {"x": read_only(x), "y": y},
+        backend,
+        threads=128,
+        shared_bytes=512,
+        seed=seed,
+    )
+    np.testing.assert_array_equal(y, x[:, ::-1])
+
+
+@on_hopper
+def test_threads_keep_what_they_have_when_registers_move(backend):
+    x = drawn_words(0, 384)
+    y = np.empty_like(x)
+    arguments = {"x": read_only(x), "y": y}
+    run("primitives/trade_registers", arguments, backend, threads=384)
+    np.testing.assert_array_equal(y, x)
+
+
+@on_hopper
+@given(seed=SEEDS)
+def test_stmatrix_stores_the_elements(backend, seed):
+    """As ldmatrix loads them: lane l has pair l of each matrix."""
+    rng = np.random.default_rng(seed)
+    matrices = drawn_words(seed, (4, 8, 4))
+    rows = rng.permutation(32).astype(np.int32)
+    elements = rng.integers(0, 2**16, 32, np.uint16)
+    out = np.empty(144, np.uint32)
+    run(
+        "primitives/store_matrices",
+        {"r": read_only(matrices.reshape(4, 32).T.copy()),
+         "rows": read_only(rows), "elements": read_only(elements),
+         "out": out},
+        backend,
+        shared_bytes=576,
+    )  # fmt: skip
+    stored = out[:128].reshape(32, 4)[rows]
+    np.testing.assert_array_equal(stored, matrices.reshape(32, 4))
+    np.testing.assert_array_equal(out[128:].view(np.uint16), elements)
+
+
+@on_hopper
+@pytest.mark.parametrize("columns", [64, 80, 96, 112, 128, 176, 192, 256])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("registers", "sign"), [(True, 1), (False, 1), (False, -1)]
+)
+def test_wgmma_of_small_integers_is_exact(
+    registers, sign, name, columns, backend
+):
+    """Every partial sum is an integer below 2^24, so any order is exact."""
+    rng = np.random.default_rng(columns)
+    a = rng.integers(-128, 129, (64, 16)).astype(DTYPES[name])
+    b = rng.integers(-128, 129, (16, columns)).astype(DTYPES[name])
+    c = rng.integers(-128, 129, (64, columns)).astype(np.float32)
+    product = sign * (a.astype(np.float32) @ b.astype(np.float32))
+    for accumulate in (0, 1):
+        d = np.empty_like(c)
+        run(
+            "primitives/multiply_warpgroup",
+            {"a": read_only(bits_of(a)), "b": read_only(bits_of(b)),
+             "c": read_only(c), "d": d, "accumulate": accumulate},
+            backend,
+            constants={"Element": name, "COLUMNS": columns,
+                       "REGISTERS": registers, "SIGN": sign},
+            threads=128,
+            shared_bytes=8192 + columns * 128,
+        )  # fmt: skip
+        np.testing.assert_array_equal(d, product + accumulate * c)

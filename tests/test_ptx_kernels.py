@@ -1,0 +1,66 @@
+"""The kernels that test primitives: all compile, all of ptx.cuh is used."""
+
+import itertools
+import re
+
+import pytest
+
+from cuflash import compiler
+from cuflash.plan import KernelPlan
+from cuflash.source import KERNELS
+from helpers.small_kernels import KERNELS as FOLDER
+
+FILES = {x.stem: x for x in sorted((FOLDER / "primitives").glob("*.cu"))}
+TEXTS = {name: path.read_text() for name, path in FILES.items()}
+# Values of what a kernel's header calls its constants.
+VALUES = {
+    "Element": ("float16", "bfloat16"),
+    "T": ("float", "double"),
+    "PARTLY": (False, True),
+    "TRANSPOSED": (False, True),
+    "WARP": (False, True),
+    "COLUMNS": (64, 256),
+    "REGISTERS": (False, True),
+    "SIGN": (1,),
+}
+# What the TMA unit does takes a tensor map, which a small kernel has not.
+OF_TENSOR_MAPS = {
+    "mbarrier_arrive_expect",
+    "tma_load",
+    "tma_store",
+    "tma_store_commit",
+    "tma_store_wait_read",
+}
+
+
+def kernels(name):
+    """A file's kernel with each choice of its constants."""
+    named = re.search(r"Constants: ([\w, ]+)\.", TEXTS[name])
+    names = named[1].split(", ") if named else []
+    for values in itertools.product(*(VALUES[x] for x in names)):
+        constants = tuple(zip(names, values, strict=True))
+        yield KernelPlan(str(FILES[name]), name, constants, 32, 0)
+
+
+CASES = [
+    (name, arch)
+    for name in FILES
+    for arch in ("sm_80", "sm_90a", "sm_120")
+    if arch == "sm_90a" or "on sm_90a" not in TEXTS[name]
+]
+
+
+@pytest.mark.parametrize(("name", "arch"), CASES)
+def test_a_kernel_of_a_primitive_compiles(name, arch):
+    for kernel in kernels(name):
+        report = compiler.report(kernel, arch)
+        assert report.spill_bytes == 0 and not report.warnings
+
+
+def test_every_function_of_ptx_is_tested():
+    ptx = (KERNELS / "ptx.cuh").read_text()
+    defined = re.findall(r"__forceinline__ [\w ]+?(\w+)[(<]", ptx)
+    code = re.sub(r"//.*", "", " ".join(TEXTS.values()))
+    used = set(re.findall(r"\w+", code))
+    assert {"pack", "cp_async_wait", "wgmma_shared"} <= set(defined)
+    assert set(defined) - used == OF_TENSOR_MAPS
