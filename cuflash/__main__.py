@@ -126,7 +126,8 @@ def compile_for(archs: list[str], jobs: int) -> int:
     int
         1 if a kernel does not compile, which is also what becomes of one
         that needs other shared memory than its plan says, or if a
-        tensor-core kernel spills registers.
+        tensor-core kernel spills registers or has the assembler put its
+        wgmma products one after another.
     """
     compiler.nvrtc_version()  # a clear error, once, if there is no NVRTC
     tasks = [(k, arch) for arch in archs for k in _kernels_of_arch(arch)]
@@ -190,6 +191,8 @@ def _fault(kernel: KernelPlan, report: Any) -> str:
         )
     if "mma" in kernel.file and report.spill_bytes:
         return f"spills {report.spill_bytes} bytes a thread"
+    if any("serialized" in warning for warning in report.warnings):
+        return "its wgmma products wait for one another"
     return ""
 
 

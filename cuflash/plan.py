@@ -205,7 +205,7 @@ def family_of(
         )
     if not sixteen_bits:
         return "simt"
-    if wanted == "wgmma" and _wgmma_runs(problem, device):
+    if wanted != "mma" and _wgmma_runs(problem, device):
         return "wgmma"
     return "mma"
 
@@ -541,11 +541,10 @@ def _forward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("HEAD_DIM_V", dv),
             ("CAUSAL", problem.causal),
             ("NEGATE_SCORES", problem.scale < 0),
+            ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
-            ("MATH_WARPGROUPS", tile.block_q // 64),
             ("Q_STAGES", q_stages),
             ("KV_STAGES", tile.num_stages),
-            ("TAKE_TURNS", True),
             ("SHARED_BYTES", shared),
         ),
         threads=tile.num_warps * 32,

@@ -11,7 +11,7 @@ import cuflash
 from cuflash import __main__, compiler
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.plan import device_of_arch
-from helpers.kernels import small_kernel
+from helpers.kernels import kernels, small_kernel
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_every_default_plan_compiles_without_spills(arch, capsys):
     status = __main__.main(["compile", "--arch", arch])
     printed = capsys.readouterr().out
     assert status == 0, printed
-    assert " 0 failed" in printed and "forward_mma" in printed
+    assert " 0 failed" in printed and "forward_" in printed
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -68,6 +68,20 @@ def test_a_tensor_core_kernel_that_spills_fails(
     )
     assert __main__.main(["compile", "--arch", "sm_80"]) == 1
     assert "spills 8 bytes a thread" in capsys.readouterr().out
+
+
+def test_products_that_wait_for_one_another_fail(
+    default_kernels, monkeypatch, capsys
+):
+    (kernel,) = kernels("forward", "float16", "sm_90a")
+    assert kernel.file == "forward_wgmma.cu"
+    default_kernels(kernel)
+    said = ("(C7514) wgmma.mma_async instructions are serialized",)
+    monkeypatch.setattr(
+        compiler, "report", lambda k, arch: report_of(k, warnings=said)
+    )
+    assert __main__.main(["compile", "--arch", "sm_90a"]) == 1
+    assert "its wgmma products wait for one another" in capsys.readouterr().out
 
 
 def test_a_plain_kernel_may_spill(default_kernels, monkeypatch):

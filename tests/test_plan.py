@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from cuflash import tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plan import default_plans, device_of_arch, legal_tiles, plan
+from cuflash.plan import (
+    default_plans,
+    device_of_arch,
+    legal_tiles,
+    plan,
+    wanted_family,
+)
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
 
@@ -114,10 +120,38 @@ def test_one_block_may_be_asked_for_alone(direction, name):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_tuned_tile_is_taken(direction, arch, head_dim):
     """A table's tile that did not fit would be passed over in silence."""
-    device = device_of_arch(arch)
-    tuned = tiles.tuned(device.capability, "mma", direction, head_dim, True)
+    decided = planned(direction, head_dim=head_dim, arch=arch)
+    tuned = tiles.tuned(
+        device_of_arch(arch).capability,
+        decided.family,
+        direction,
+        head_dim,
+        True,
+    )
     assert tuned is not None
-    assert planned(direction, head_dim=head_dim, arch=arch).tile == tuned
+    assert decided.tile == tuned
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "wanted", "family"),
+    [
+        ("sm_90a", 64, None, "wgmma"),
+        ("sm_90a", 128, None, "wgmma"),
+        ("sm_90a", 129, None, "mma"),
+        ("sm_90a", 64, "mma", "mma"),
+        ("sm_90", 64, "wgmma", "mma"),
+        ("sm_100", 64, None, "mma"),
+    ],
+)
+def test_warpgroup_products_are_hopper_s(arch, head_dim, wanted, family):
+    problem = small_problem("forward", "float16", head_dim)
+    assert plan(problem, device_of_arch(arch), wanted).family == family
+
+
+def test_an_unknown_family_is_an_error(monkeypatch):
+    monkeypatch.setenv("CUFLASH_FAMILY", "cuda")
+    with pytest.raises(ValueRangeError, match="'cuda', expected one of wg"):
+        wanted_family()
 
 
 def test_large_tiles_are_legal_only_where_they_fit():

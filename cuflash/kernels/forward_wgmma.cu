@@ -17,8 +17,8 @@
 // Block: 1 + MATH_WARPGROUPS warpgroups.
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0), HEAD_DIM and HEAD_DIM_V (multiples of 16
-// and one of those that wgmma_registers is written for), BLOCK_K, MATH_WARPGROUPS, Q_STAGES,
-// KV_STAGES, TAKE_TURNS, SHARED_BYTES.
+// and one of those that wgmma_registers is written for), BLOCK_Q, BLOCK_K, Q_STAGES, KV_STAGES,
+// SHARED_BYTES.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
@@ -31,11 +31,12 @@
 #include "softmax.cuh"
 #include "wgmma.cuh"
 
-constexpr int MATH_WARPS = MATH_WARPGROUPS * 4, THREADS = (1 + MATH_WARPGROUPS) * WARPGROUP;
-constexpr int BLOCK_Q = MATH_WARPGROUPS * 64;
+constexpr int MATH_WARPGROUPS = BLOCK_Q / 64, MATH_WARPS = MATH_WARPGROUPS * 4;
+constexpr int THREADS = (1 + MATH_WARPGROUPS) * WARPGROUP;
 constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
+static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
 static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 elements");
 
 // A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
@@ -316,10 +317,10 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     Ring<KV_STAGES> v, k;                                   // k: one step ahead
 
     const auto await_turn = [&] {
-        if (TAKE_TURNS) barrier_sync(FIRST_TURN + group, TURN_THREADS);
+        barrier_sync(FIRST_TURN + group, TURN_THREADS);
     };
     const auto pass_turn = [&] {
-        if (TAKE_TURNS) barrier_arrive(FIRST_TURN + (group + 1) % MATH_WARPGROUPS, TURN_THREADS);
+        barrier_arrive(FIRST_TURN + (group + 1) % MATH_WARPGROUPS, TURN_THREADS);
     };
     const auto issue_scores = [&] {
         multiply_transposed<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
