@@ -16,7 +16,7 @@ def _struct(*fields: tuple[str, Any]) -> np.dtype:
     return np.dtype(list(fields), align=True)
 
 
-def _padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
+def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
     """A struct whose size is a multiple of its alignment, as in C++."""
     struct = _struct(*fields)
     return np.dtype({
@@ -55,7 +55,7 @@ ForwardArguments = _struct(
 )
 # 128 bytes that are the driver's own affair, at multiples of 64.
 TensorMap = _struct(("opaque", (np.uint64, (16,))))
-ForwardWgmmaArguments = _padded(
+ForwardWgmmaArguments = padded(
     64,
     *_fields("q_map k_map v_map out_map", TensorMap),
     ("arrays", ForwardArguments),

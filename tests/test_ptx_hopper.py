@@ -1,6 +1,6 @@
 """Instructions of ptx.cuh that came with Hopper, to the bit.
 
-Not those that need a tensor map: what the TMA unit does.
+What the TMA unit does is in test_ptx_boxes.py.
 """
 
 import numpy as np
@@ -10,32 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.bits import SEEDS, bits_of
 from helpers.dtypes import DTYPES
-from helpers.host_compiler import needs_compiler
-from helpers.small_kernels import read_only, run
-
-
-def is_hopper():
-    try:
-        import cupy
-
-        return cupy.cuda.Device().compute_capability == "90"
-    except Exception:  # no CuPy, no driver, no device: all mean no
-        return False
-
-
-on_hopper = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("emulated", marks=needs_compiler),
-        pytest.param(
-            "gpu",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not is_hopper(), reason="no Hopper GPU"),
-            ],
-        ),
-    ],
-)
+from helpers.small_kernels import on_hopper, read_only, run
 
 
 def drawn_words(seed, shape):

@@ -42,22 +42,32 @@ Mbarrier& mbarrier_at(uint32_t address, Site site) {
     return found->second;
 }
 
-template <class F> void for_each_byte_row(const TensorMap& map, const int (&at)[4], const F& f) {
-    const int rows = static_cast<int>(map.box[1]);
-    const int row_bytes = static_cast<int>(map.box[0]) * 2;
-    for (int row = 0; row < rows; ++row) {
+// A row of a box: where it stands in the box, where its first column stands (or would) in the
+// array, and which of its bytes are in the array.
+struct BoxRow {
+    int from;
+    unsigned char* array;
+    int begin, end;
+    bool has(int byte) const { return byte >= begin && byte < end; }
+};
+
+template <class F> void for_each_row(const TensorMap& map, const int (&at)[4], const F& f) {
+    const auto inside = [&](int axis, int64_t index) {
+        return index >= 0 && index < static_cast<int64_t>(map.sizes[axis]);
+    };
+    const int64_t width = map.box[0];
+    for (int row = 0; row < static_cast<int>(map.box[1]); ++row) {
         const int64_t token = int64_t{at[1]} + row;
-        const bool inside = token >= 0 && token < static_cast<int64_t>(map.sizes[1]) && at[2] >= 0
-            && at[2] < static_cast<int>(map.sizes[2]) && at[3] >= 0
-            && at[3] < static_cast<int>(map.sizes[3]);
         const int64_t columns = static_cast<int64_t>(map.sizes[0]) - at[0];
-        const int bytes = !inside ? 0 : static_cast<int>(
-            std::max<int64_t>(0, std::min<int64_t>(columns, map.box[0]))) * 2;
-        unsigned char* array = map.address + int64_t{at[0]} * 2
-            + token * static_cast<int64_t>(map.strides[0])
-            + at[2] * static_cast<int64_t>(map.strides[1])
-            + at[3] * static_cast<int64_t>(map.strides[2]);
-        f(row * row_bytes, row_bytes, array, bytes);
+        int64_t begin = std::min<int64_t>(std::max(-at[0], 0), width);
+        int64_t end = std::min(std::max(columns, begin), width);
+        if (!inside(1, token) || !inside(2, at[2]) || !inside(3, at[3])) begin = end = 0;
+        f(BoxRow{row * static_cast<int>(width) * 2,
+                 map.address + int64_t{at[0]} * 2
+                     + token * static_cast<int64_t>(map.strides[0])
+                     + at[2] * static_cast<int64_t>(map.strides[1])
+                     + at[3] * static_cast<int64_t>(map.strides[2]),
+                 static_cast<int>(begin) * 2, static_cast<int>(end) * 2});
     }
 }
 
@@ -77,17 +87,17 @@ const TensorMap& checked_map(const void* pointer, uint32_t shared, Site site) {
 void land(Mbarrier& barrier) {
     for (const BulkLoad& load : barrier.loads) {
         const int warp = load.thread / LANES;
-        for_each_byte_row(*load.map, load.at, [&](int from, int row_bytes, auto* array, int bytes) {
-            for (int i = 0; i < row_bytes; i += 2) {
-                const uint32_t to = swizzled(load.target + from + i);
-                if (i < bytes) memcpy(shared_bytes + to, array + i, 2);
+        for_each_row(*load.map, load.at, [&](const BoxRow& row) {
+            for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
+                const uint32_t to = swizzled(load.target + row.from + i);
+                if (row.has(i)) memcpy(shared_bytes + to, row.array + i, 2);
                 else memset(shared_bytes + to, 0, 2);
                 Granule& g = block->granules[to / GRANULE];
                 g.landing = g.unfenced = 0;
                 g.written_in = block->run;
                 g.writer = static_cast<uint16_t>(load.thread);
                 g.write_epoch = block->epoch[warp];
-                g.write_syncs = block->syncs[warp];
+                g.write_syncs = 0;                          // the barrier orders lanes, too
             }
         });
         barrier.bytes -= box_bytes(*load.map);
@@ -214,10 +224,11 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
         fault(site, "the TMA unit may not know the mbarrier at byte %u yet: its initialisation "
               "was not fenced", address);
     const auto where = [&] { return text(site); };
-    for_each_byte_row(map, at, [&](int from, int row_bytes, auto* array, int bytes) {
-        if (bytes > 0) check_global(array, bytes, 1, Access::READ, site);
-        for (int i = 0; i < row_bytes; i += 16) {
-            const uint32_t to = swizzled(target + from + i);
+    for_each_row(map, at, [&](const BoxRow& row) {
+        if (row.end > row.begin)
+            check_global(row.array + row.begin, row.end - row.begin, 1, Access::READ, site);
+        for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 16) {
+            const uint32_t to = swizzled(target + row.from + i);
             check_shared(to, 16, Access::WRITE, where);
             memset(shared_bytes + to, 0xFF, 16);
             for (uint32_t g = to / GRANULE; g < (to + 16) / GRANULE; ++g)
@@ -231,11 +242,12 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
 void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site site) {
     const TensorMap& map = checked_map(pointer, source, site);
     const auto where = [&] { return text(site); };
-    for_each_byte_row(map, at, [&](int from, int row_bytes, auto* array, int bytes) {
-        if (bytes > 0) check_global(array, bytes, 1, Access::WRITE, site);
-        for (int i = 0; i < row_bytes; i += 2) {
-            const uint32_t at_byte = swizzled(source + from + i);
-            if (i < bytes) check_shared(at_byte, 2, Access::READ, where, true);
+    for_each_row(map, at, [&](const BoxRow& row) {
+        if (row.end > row.begin)
+            check_global(row.array + row.begin, row.end - row.begin, 1, Access::WRITE, site);
+        for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
+            const uint32_t at_byte = swizzled(source + row.from + i);
+            if (row.has(i)) check_shared(at_byte, 2, Access::READ, where, true);
             block->granules[at_byte / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
         }
     });
@@ -250,11 +262,10 @@ void commit_stores() {
 void wait_for_stores(int pending) {
     while (static_cast<int>(thread->store_groups.size()) > pending) {
         for (const BulkStore& store : thread->store_groups.front())
-            for_each_byte_row(*store.map, store.at,
-                              [&](int from, int row_bytes, auto* array, int bytes) {
-                for (int i = 0; i < row_bytes; i += 2) {
-                    const uint32_t at_byte = swizzled(store.source + from + i);
-                    if (i < bytes) memcpy(array + i, shared_bytes + at_byte, 2);
+            for_each_row(*store.map, store.at, [&](const BoxRow& row) {
+                for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
+                    const uint32_t at_byte = swizzled(store.source + row.from + i);
+                    if (row.has(i)) memcpy(row.array + i, shared_bytes + at_byte, 2);
                     block->granules[at_byte / GRANULE].leaving = 0;
                     note_read(block->reads[at_byte / GRANULE]);
                 }

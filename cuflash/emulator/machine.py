@@ -21,13 +21,21 @@ import numpy as np
 
 from cuflash import calls, compiler
 from cuflash import plan as planning
-from cuflash.arguments import TensorMap
+from cuflash.arguments import TensorMap, padded
 from cuflash.emulator import memory, runtime
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
 from cuflash.problem import Call
 
 ALIGNMENT = 256  # of CUDA's allocator, in bytes
+
+
+@dataclass(frozen=True)
+class BoxesOf:
+    """Stands for a TensorMap of a 4-D array: boxes of `rows` tokens."""
+
+    array: np.ndarray
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -80,14 +88,14 @@ class Emulator:
         **fields
             The fields of its argument struct, in order. An array becomes a
             pointer to its first element, and the kernel may write to it if
-            NumPy may; an int becomes an int, a float a double, a NumPy
-            scalar what it is.
+            NumPy may; `BoxesOf` an array becomes a TensorMap; an int
+            becomes an int, a float a double, a NumPy scalar what it is.
         """
         machine = Machine(self)
         values = [machine.field(value) for value in fields.values()]
         kinds = [value.dtype for value in values]
         names = zip(fields, kinds, strict=True)
-        struct = np.dtype(list(names), align=True)
+        struct = padded(64 if TensorMap in kinds else 8, *names)
         machine.run((Launch(kernel, blocks),), np.array(tuple(values), struct))
 
 
@@ -142,6 +150,9 @@ class Machine:
         """What stands for a value in an argument struct."""
         if isinstance(value, np.ndarray):
             return np.uint64(self.address(value, value.flags.writeable))
+        if isinstance(value, BoxesOf):
+            self.address(value.array, value.array.flags.writeable)
+            return self.tensor_map(value.array, value.rows)
         if isinstance(value, np.generic):
             return value
         return np.int32(value) if type(value) is int else np.array(value)[()]

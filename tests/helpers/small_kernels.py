@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from cuflash import compiler, emulator
+from cuflash.arguments import TensorMap, padded
+from cuflash.emulator.machine import BoxesOf
 from cuflash.plan import KernelPlan
 from helpers.backends import CupyBackend
 from helpers.host_compiler import needs_compiler
@@ -23,6 +25,30 @@ on_both = pytest.mark.parametrize(
     [
         pytest.param("emulated", marks=needs_compiler),
         pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
+)
+
+
+def is_hopper():
+    try:
+        import cupy
+
+        return cupy.cuda.Device().compute_capability == "90"
+    except Exception:  # no CuPy, no driver, no device: all mean no
+        return False
+
+
+on_hopper = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("emulated", marks=needs_compiler),
+        pytest.param(
+            "gpu",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not is_hopper(), reason="no Hopper GPU"),
+            ],
+        ),
     ],
 )
 
@@ -47,8 +73,9 @@ def run(
         In ``tests/kernels/``, without its ``.cu``.
     arguments : dict
         The fields of the argument struct, in its order: ints, and arrays,
-        of which the kernel gets a pointer (null, if there are no elements).
-        It may write to an array if NumPy may (`read_only`).
+        of which the kernel gets a pointer (null, if there are no elements)
+        or, as `BoxesOf`, a TensorMap. It may write to an array if NumPy may
+        (`read_only`).
     backend : str
         "emulated", or "gpu": the current device.
     constants : dict, optional
@@ -83,29 +110,33 @@ def read_only(array):
 def _run_on_gpu(kernel, blocks, arguments):
     import cupy
 
-    from cuflash.launch import device
+    from cuflash.launch import CupyMachine
 
     gpu = CupyBackend()
-    placed = {
-        name: gpu.place(value)
-        for name, value in arguments.items()
-        if isinstance(value, np.ndarray)
-    }
-    values = {
-        name: np.uint64(placed[name].data.ptr)
-        if name in placed
-        else np.int32(value)
-        for name, value in arguments.items()
-    }
-    struct = np.dtype([(n, x.dtype) for n, x in values.items()], align=True)
-    argument = np.array(tuple(values.values()), struct)
-    function = compiler.function(kernel, device(cupy.cuda.Device().id))
+    machine = CupyMachine(cupy.cuda.Device().id)
+    placed, values = {}, {}
+    for name, value in arguments.items():
+        if isinstance(value, BoxesOf):
+            placed[name] = gpu.place(value.array), value.array
+            values[name] = machine.tensor_map(placed[name][0], value.rows)
+        elif isinstance(value, np.ndarray):
+            placed[name] = gpu.place(value), value
+            values[name] = np.uint64(placed[name][0].data.ptr)
+        else:
+            values[name] = np.int32(value)
+    kinds = [(name, value.dtype) for name, value in values.items()]
+    aligned = 64 if TensorMap in dict(kinds).values() else 8
+    struct = padded(aligned, *kinds)
+    argument = np.zeros((), struct)
+    for name, value in values.items():
+        argument[name] = value
+    function = compiler.function(kernel, machine.device())
     function(
         (blocks,),
         (kernel.threads,),
         (argument,),
         shared_mem=kernel.shared_bytes,
     )
-    for name, value in placed.items():
-        if arguments[name].flags.writeable:
-            arguments[name][...] = gpu.fetch(value)
+    for on_gpu, array in placed.values():
+        if array.flags.writeable:
+            array[...] = gpu.fetch(on_gpu)
