@@ -1,10 +1,12 @@
 """What the TMA unit copies, to the bit: boxes of tensors."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.emulator.machine import BoxesOf
+from cuflash.errors import KernelFault
 from helpers.bits import SEEDS
 from helpers.small_kernels import on_hopper, read_only, run
 
@@ -16,20 +18,19 @@ def random_halves(seed, shape):
 
 
 def whole_box(array, column, token, head, batch):
-    """The box, with zeros where it reaches out of the array."""
+    """The box, with zeros where it reaches past the array's end."""
     _, tokens, _, columns = array.shape
-    whole = np.zeros((tokens + 2 * ROWS, columns + 4 * COLUMNS), array.dtype)
-    whole[ROWS:-ROWS, 2 * COLUMNS : -2 * COLUMNS] = array[batch, :, head]
-    first, left = token + ROWS, column + 2 * COLUMNS
-    return whole[first : first + ROWS, left : left + COLUMNS]
+    whole = np.zeros((tokens + 2 * ROWS, columns + 2 * COLUMNS), array.dtype)
+    whole[:tokens, :columns] = array[batch, :, head]
+    return whole[token : token + ROWS, column : column + COLUMNS]
 
 
 @on_hopper
 @given(
     tokens=st.integers(1, 40),
     columns=st.sampled_from([1, 8, 40, 64, 100, 128]),
-    token=st.integers(-ROWS, 39),
-    column=st.sampled_from([-64, -8, 0, 64]),
+    token=st.integers(0, 40),
+    column=st.sampled_from([0, 8, 64]),
     seed=SEEDS,
 )
 def test_a_box_and_its_way_back(backend, tokens, columns, token, column, seed):
@@ -45,6 +46,14 @@ def test_a_box_and_its_way_back(backend, tokens, columns, token, column, seed):
         constants={"ROWS": ROWS}, shared_bytes=ROWS * 128 + 8)  # fmt: skip
     np.testing.assert_array_equal(seen, whole_box(x, **at))
     inside = np.zeros(y.shape, bool)
-    inside[1, max(token, 0) : max(token + ROWS, 0), 2,
-           max(column, 0) : max(column + COLUMNS, 0)] = True  # fmt: skip
+    inside[1, token : token + ROWS, 2, column : column + COLUMNS] = True
     np.testing.assert_array_equal(y, np.where(inside, x, 7))
+
+
+def test_a_box_before_the_start_is_a_fault():
+    x, seen = np.zeros((1, 16, 1, 64), np.float16), np.zeros((16, 64))
+    at = {"column": 0, "token": -1, "head": 0, "batch": 0}
+    arguments = {"x": BoxesOf(x, ROWS), "y": BoxesOf(x.copy(), ROWS)}
+    with pytest.raises(KernelFault, match=r"from \(0, -1, 0, 0\) on, before"):
+        run("primitives/copy_boxes", {**arguments, "seen": seen, **at},
+            constants={"ROWS": ROWS}, shared_bytes=ROWS * 128 + 8)  # fmt: skip

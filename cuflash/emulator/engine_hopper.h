@@ -42,38 +42,29 @@ Mbarrier& mbarrier_at(uint32_t address, Site site) {
     return found->second;
 }
 
-// A row of a box: where it stands in the box, where its first column stands (or would) in the
-// array, and which of its bytes are in the array.
-struct BoxRow {
-    int from;
-    unsigned char* array;
-    int begin, end;
-    bool has(int byte) const { return byte >= begin && byte < end; }
-};
+// A row of a box: where it stands in the box, where in the array, and how much of it is there.
+struct BoxRow { int from; unsigned char* array; int bytes; };
 
 template <class F> void for_each_row(const TensorMap& map, const int (&at)[4], const F& f) {
-    const auto inside = [&](int axis, int64_t index) {
-        return index >= 0 && index < static_cast<int64_t>(map.sizes[axis]);
+    const auto left = [&](int axis, int64_t index) {        // elements from there to the end
+        return std::max<int64_t>(static_cast<int64_t>(map.sizes[axis]) - index, 0);
     };
-    const int64_t width = map.box[0];
     for (int row = 0; row < static_cast<int>(map.box[1]); ++row) {
         const int64_t token = int64_t{at[1]} + row;
-        const int64_t columns = static_cast<int64_t>(map.sizes[0]) - at[0];
-        int64_t begin = std::min<int64_t>(std::max(-at[0], 0), width);
-        int64_t end = std::min(std::max(columns, begin), width);
-        if (!inside(1, token) || !inside(2, at[2]) || !inside(3, at[3])) begin = end = 0;
-        f(BoxRow{row * static_cast<int>(width) * 2,
+        const bool inside = left(1, token) > 0 && left(2, at[2]) > 0 && left(3, at[3]) > 0;
+        const int64_t columns = inside ? std::min<int64_t>(left(0, at[0]), map.box[0]) : 0;
+        f(BoxRow{row * static_cast<int>(map.box[0]) * 2,
                  map.address + int64_t{at[0]} * 2
                      + token * static_cast<int64_t>(map.strides[0])
                      + at[2] * static_cast<int64_t>(map.strides[1])
                      + at[3] * static_cast<int64_t>(map.strides[2]),
-                 static_cast<int>(begin) * 2, static_cast<int>(end) * 2});
+                 static_cast<int>(columns) * 2});
     }
 }
 
 int box_bytes(const TensorMap& map) { return static_cast<int>(map.box[0] * map.box[1]) * 2; }
 
-const TensorMap& checked_map(const void* pointer, uint32_t shared, Site site) {
+const TensorMap& checked_map(const void* pointer, const int (&at)[4], uint32_t shared, Site site) {
     const auto& map = *static_cast<const TensorMap*>(pointer);
     if (map.box[0] * 2 != SWIZZLED_ROW_BYTES || map.box[2] != 1 || map.box[3] != 1)
         fault(site, "a box of %u x %u x %u x %u elements, expected rows of 64 of one head",
@@ -81,6 +72,10 @@ const TensorMap& checked_map(const void* pointer, uint32_t shared, Site site) {
     if (shared % 1024 != 0)
         fault(site, "byte %u of shared memory is not aligned to 1024 bytes, which the pattern of "
               "128-byte swizzle repeats after", shared);
+    for (int index : at)
+        if (index < 0)                                      // seen on an H200: illegal instruction
+            fault(site, "a box from (%d, %d, %d, %d) on, before the tensor's start", at[0], at[1],
+                  at[2], at[3]);
     return map;
 }
 
@@ -90,7 +85,7 @@ void land(Mbarrier& barrier) {
         for_each_row(*load.map, load.at, [&](const BoxRow& row) {
             for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
                 const uint32_t to = swizzled(load.target + row.from + i);
-                if (row.has(i)) memcpy(shared_bytes + to, row.array + i, 2);
+                if (i < row.bytes) memcpy(shared_bytes + to, row.array + i, 2);
                 else memset(shared_bytes + to, 0, 2);
                 Granule& g = block->granules[to / GRANULE];
                 g.landing = g.unfenced = 0;
@@ -218,15 +213,14 @@ void fence_async_proxy() { ++thread->proxy_fences; }
 
 void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
               Site site) {
-    const TensorMap& map = checked_map(pointer, target, site);
+    const TensorMap& map = checked_map(pointer, at, target, site);
     Mbarrier& barrier = mbarrier_at(address, site);
     if (!barrier.fenced)
         fault(site, "the TMA unit may not know the mbarrier at byte %u yet: its initialisation "
               "was not fenced", address);
     const auto where = [&] { return text(site); };
     for_each_row(map, at, [&](const BoxRow& row) {
-        if (row.end > row.begin)
-            check_global(row.array + row.begin, row.end - row.begin, 1, Access::READ, site);
+        if (row.bytes > 0) check_global(row.array, row.bytes, 1, Access::READ, site);
         for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 16) {
             const uint32_t to = swizzled(target + row.from + i);
             check_shared(to, 16, Access::WRITE, where);
@@ -240,14 +234,13 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
 }
 
 void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site site) {
-    const TensorMap& map = checked_map(pointer, source, site);
+    const TensorMap& map = checked_map(pointer, at, source, site);
     const auto where = [&] { return text(site); };
     for_each_row(map, at, [&](const BoxRow& row) {
-        if (row.end > row.begin)
-            check_global(row.array + row.begin, row.end - row.begin, 1, Access::WRITE, site);
+        if (row.bytes > 0) check_global(row.array, row.bytes, 1, Access::WRITE, site);
         for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
             const uint32_t at_byte = swizzled(source + row.from + i);
-            if (row.has(i)) check_shared(at_byte, 2, Access::READ, where, true);
+            if (i < row.bytes) check_shared(at_byte, 2, Access::READ, where, true);
             block->granules[at_byte / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
         }
     });
@@ -265,7 +258,7 @@ void wait_for_stores(int pending) {
             for_each_row(*store.map, store.at, [&](const BoxRow& row) {
                 for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
                     const uint32_t at_byte = swizzled(store.source + row.from + i);
-                    if (row.has(i)) memcpy(row.array + i, shared_bytes + at_byte, 2);
+                    if (i < row.bytes) memcpy(row.array + i, shared_bytes + at_byte, 2);
                     block->granules[at_byte / GRANULE].leaving = 0;
                     note_read(block->reads[at_byte / GRANULE]);
                 }
