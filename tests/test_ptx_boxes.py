@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cuflash.emulator.machine import BoxesOf
 from cuflash.errors import KernelFault
 from helpers.bits import SEEDS
+from helpers.host_compiler import needs_compiler
 from helpers.small_kernels import on_hopper, read_only, run
 
 COLUMNS, ROWS = 64, 16
@@ -50,6 +51,7 @@ def test_a_box_and_its_way_back(backend, tokens, columns, token, column, seed):
     np.testing.assert_array_equal(y, np.where(inside, x, 7))
 
 
+@needs_compiler
 def test_a_box_before_the_start_is_a_fault():
     x, seen = np.zeros((1, 16, 1, 64), np.float16), np.zeros((16, 64))
     at = {"column": 0, "token": -1, "head": 0, "batch": 0}
