@@ -1,5 +1,8 @@
 # make demo    train a small language model with cuflash, about a minute
 # make test    all tests that this machine can run
+# make fuzz    the tests that draw calls at random, for hours
+# make mutate  plant faults in the kernels: which do the tests catch? an hour
+# make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
 # make lint    style of the Python files
 # make clean   remove .venv and all else that make made
@@ -7,6 +10,7 @@
 # Each makes .venv and installs what it needs, CuPy too where there is a GPU.
 #   make test PYTHON=python3.12          another Python for a new .venv
 #   make test ARGS="-k causal"           options for pytest or for the script
+#   make fuzz ARGS="-k test_is_attention"
 
 PYTHON ?= python3
 ARGS ?=
@@ -15,10 +19,13 @@ BIN := .venv/bin
 # The extras of setup.cfg that each target needs; a GPU adds its own.
 EXTRAS_demo := scripts
 EXTRAS_test := test,scripts
+EXTRAS_fuzz := test,scripts
+EXTRAS_mutate := test,scripts
+EXTRAS_coverage := test,scripts
 EXTRAS_bench := scripts
 EXTRAS_lint := lint
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test fuzz mutate coverage bench lint clean
 .DELETE_ON_ERROR:
 # make would take the stamps for intermediate files.
 .PRECIOUS: .venv/installed-%
@@ -31,16 +38,30 @@ demo: .venv/installed-demo
 	$(ONE_THREAD) $(BIN)/python scripts/demo.py $(ARGS)
 
 # One process a core, at most four, so that they share a GPU's memory well.
+# Some tests take a minute, most no time: who is through takes from others.
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --dist worksteal
+
 test: .venv/installed-test
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	$(PYTEST) -n auto --maxprocesses 4 $(ARGS)
+
+# Prints each failing example as one line, to be kept in the test.
+fuzz: .venv/installed-fuzz
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) -n auto -m drawn $(ARGS)
+
+# docs/emulator.md says what came out, and why.
+mutate: .venv/installed-mutate
+	$(ONE_THREAD) $(BIN)/python scripts/mutate.py $(ARGS)
+
+coverage: .venv/installed-coverage
+	$(ONE_THREAD) $(BIN)/python scripts/kernel_coverage.py $(ARGS)
 
 bench: .venv/installed-bench
 	$(BIN)/python scripts/bench.py $(ARGS)
 
 # Modules that ruff would take for installed ones when it sorts imports.
 OURS := "bench", "bench_parts", "cuflash", "cuda_extra", "demo", \
-	"demo_parts", "device_memory", "helpers", "reference_strategies", \
-	"strategies"
+	"demo_parts", "device_memory", "helpers", "kernel_coverage", \
+	"mutate", "mutation_parts", "reference_strategies", "strategies"
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check --line-length 79 --target-version py310 \

@@ -206,6 +206,18 @@ def _strides(array: Any) -> tuple[int, int, int]:
     return batch, token, head
 
 
+def tensor_strides(array: Any) -> tuple[int, int, int]:
+    """(token, head, batch) strides of a 4-D array in bytes, for a TensorMap.
+
+    An axis of one element may have any stride, and here gets a legal one.
+    """
+    by_batch, by_token, by_head, _ = (
+        stride if length > 1 else 16
+        for stride, length in zip(array.strides, array.shape, strict=True)
+    )
+    return by_token, by_head, by_batch
+
+
 def _heads(problem: Problem, seqlen: int, heads: int, d: int) -> tuple:
     return problem.batch, seqlen, heads, d
 

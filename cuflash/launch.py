@@ -63,7 +63,7 @@ def _loaded(
 def _tensor_map(
     pointer: int,
     shape: tuple[int, ...],
-    strides: tuple[int, ...],
+    strides: tuple[int, int, int],
     dtype: str,
     rows: int,
 ) -> np.ndarray:
@@ -71,18 +71,13 @@ def _tensor_map(
     from cuda.bindings import driver
 
     batch, tokens, heads, columns = shape
-    # An axis of one element has any stride in CuPy, and here a legal one.
-    steps = [
-        step if length > 1 else 16
-        for step, length in zip(strides, shape, strict=True)
-    ]
     kinds = driver.CUtensorMapDataType
     error, encoded = driver.cuTensorMapEncodeTiled(
         getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
         4,
         pointer,
         [driver.cuuint64_t(x) for x in (columns, tokens, heads, batch)],
-        [driver.cuuint64_t(steps[axis]) for axis in (1, 2, 0)],
+        [driver.cuuint64_t(x) for x in strides],
         [driver.cuuint32_t(x) for x in (64, rows, 1, 1)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -125,7 +120,11 @@ class CupyMachine:
 
     def tensor_map(self, array: cupy.ndarray, rows: int) -> np.ndarray:
         return _tensor_map(
-            array.data.ptr, array.shape, array.strides, array.dtype.name, rows
+            array.data.ptr,
+            array.shape,
+            calls.tensor_strides(array),
+            array.dtype.name,
+            rows,
         )
 
     def launch(self, decided: Plan, arguments: np.ndarray) -> None:

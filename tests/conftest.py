@@ -3,16 +3,22 @@
 Profiles, chosen by HYPOTHESIS_PROFILE; `ci` where CI is set, else `dev`:
 
 ci       the same examples every time (derandomize), so that a red run is
-         the fault of the change at hand and not of the day's luck.
+         the fault of the change at hand and not of the day's luck, and the
+         kernels that they need are compiled once.
 dev      new examples every run: this is where new faults are found. A
          failing example is printed as one line to paste into a test.
-nightly  many of them.
+nightly  many of them, of all kernels that there are (strategies.py): hours.
+         `make fuzz` runs it.
 
 None has a deadline: the first call of a shape may compile a kernel, which
 takes seconds, and the second takes microseconds.
 """
 
+import contextlib
 import os
+import shutil
+import tempfile
+import time
 
 # Before NumPy is imported: pytest-xdist runs one process a core, and BLAS
 # threads on top of those get in each other's way (seen: ten times slower).
@@ -45,11 +51,10 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=SLOW,
 )
-settings.load_profile(
-    os.environ.get(
-        "HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"
-    )
+PROFILE = os.environ.get(
+    "HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"
 )
+settings.load_profile(PROFILE)
 
 
 def find_gpu():
@@ -82,6 +87,40 @@ def pytest_collection_modifyitems(config, items):
     if on_gpu:
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [i for i in items if not i.get_closest_marker("gpu")]
+
+
+# What the emulator compiles for new examples, nobody needs again. The nightly
+# profile keeps nothing; of other runs, what has not been used for a day goes.
+NIGHTLY = PROFILE == "nightly"
+DAY = 24 * 60 * 60
+if NIGHTLY:
+    os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cuflash_fuzz_")
+
+
+def remove_programs(unused_for):
+    """Delete emulated kernels that were not run for so many seconds."""
+    from cuflash import compiler
+
+    folder = compiler.cache_folder() / "cuflash_emulator"
+    with contextlib.suppress(FileNotFoundError):  # another run was faster
+        for path in folder.glob("*_*"):
+            if path.is_dir() or path.name.startswith("engine_"):
+                continue
+            used = max(path.stat().st_atime, path.stat().st_mtime)
+            if time.time() - used >= unused_for:
+                path.unlink()
+
+
+def pytest_runtest_teardown():
+    if NIGHTLY:
+        remove_programs(unused_for=0)
+
+
+def pytest_sessionfinish(session):
+    if NIGHTLY:
+        shutil.rmtree(os.environ["CUPY_CACHE_DIR"], ignore_errors=True)
+    elif not hasattr(session.config, "workerinput"):  # xdist's workers
+        remove_programs(unused_for=DAY)
 
 
 @pytest.fixture(scope="session")

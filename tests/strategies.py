@@ -3,20 +3,45 @@
 Numbers are not drawn one by one. A case carries a seed; its arrays follow
 from that (helpers/data.py), so examples are small, quick to draw, shrink by
 their shapes and print as one line.
+
+Kernels have to be compiled: a second each for the emulator, several for a
+GPU. What a kernel is compiled for (dtype, padded head dimensions, tile, mask,
+sign of scale, architecture) is drawn from all that there is where `wide`, and
+in every test of the nightly profile; from a few choices else, which the tests
+then share.
 """
 
+from dataclasses import replace
+
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from helpers.data import Case
+from cuflash.plan import device_of_arch, family_of, legal_tiles
+from helpers.data import Case, Emulation
 from helpers.dtypes import DTYPES
+from helpers.kernels import small_problem
 
 # Around tile sizes and vector widths is where kernels go wrong.
 EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 200]
 HEAD_DIMS = [1, 2, 7, 8, 16, 31, 32, 64, 65, 96, 128, 192, 255, 256]
 
-# A kernel is compiled for each pair: on a GPU a few, padded and not, alike
-# for q and v and not.
-GPU_HEAD_DIMS = [(7, 7), (40, 40), (64, 64), (128, 128), (160, 80), (256, 256)]
+# Padded and not, alike for q and v and not.
+FEW_HEAD_DIMS = {
+    "emulated": [(16, 16), (32, 64), (40, 72)],
+    "cupy": [(7, 7), (40, 40), (64, 64), (128, 128), (160, 80), (256, 256)],
+}
+
+# What plans look at: whether there is wgmma, shared memory, tuned tiles.
+ARCHS = ["sm_80", "sm_90a", "sm_86", "sm_100", "sm_120"]
+ARCHS_WITHOUT_MMA = ["sm_75", "sm_80", "sm_86", "sm_90a"]
+FAMILIES = ["sm_80", "sm_90a"]  # one of each kind that forward has
+
+# Multiply-adds of a case, forward, that the emulator is given at most: they
+# take the backward kernels a second. That is one head of 200 tokens with
+# head_dim 128; with more heads or columns there are fewer keys.
+LARGEST_WORK = 200 * 200 * 256
+
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 def lengths(longest):
@@ -24,17 +49,25 @@ def lengths(longest):
     return st.integers(0, longest) | st.sampled_from(edges)
 
 
-def head_dims(backend):
+def is_wide(backend, wide):
+    """Whether to draw from all kernels that there are."""
+    nightly = settings.get_current_profile_name() == "nightly"
+    return wide or (nightly and backend.name != "cupy")
+
+
+def head_dims(backend, wide=False, smallest=1):
     """Draw (head_dim, head_dim_v), often alike."""
-    if backend.name != "numpy":
-        return st.sampled_from(GPU_HEAD_DIMS)
-    one = st.integers(1, 256) | st.sampled_from(HEAD_DIMS)
+    if backend.name != "numpy" and not is_wide(backend, wide):
+        few = FEW_HEAD_DIMS[backend.name]
+        return st.sampled_from([d for d in few if min(d) >= smallest])
+    known = [d for d in HEAD_DIMS if d >= smallest]
+    one = st.integers(smallest, 256) | st.sampled_from(known)
     return one.map(lambda d: (d, d)) | st.tuples(one, one)
 
 
 @st.composite
 def block_sizes(draw, seqlen, backend):
-    """Draw any tile size on the CPU; a GPU's legal ones are tested apart.
+    """Draw any tile size on the CPU; what kernels allow is tested apart.
 
     The CPU path loops over tiles in Python: at most 16 along a sequence.
     """
@@ -43,32 +76,104 @@ def block_sizes(draw, seqlen, backend):
     return draw(st.integers(max(1, -(-seqlen // 16)), 256))
 
 
+def scales(backend, wide):
+    """Of either sign where that is not another kernel."""
+    few = st.sampled_from([None, 0.25])
+    if backend.name == "cupy" or not is_wide(backend, wide):
+        return few
+    return few | st.floats(-1, 1)
+
+
+def tiles(case, direction, arch):
+    """All tiles with which the kernels can run a case."""
+    problem = small_problem(
+        direction, case.dtype, case.head_dim, head_dim_v=case.head_dim_v
+    )
+    device = device_of_arch(arch)
+    return list(legal_tiles(problem, device, family_of(problem, device)))
+
+
+def archs_of(case, archs, wide):
+    """Draw an architecture, half of the time one of the first two."""
+    if case.dtype in ("float32", "float64"):
+        return st.sampled_from(ARCHS_WITHOUT_MMA if wide else archs[:1])
+    if not wide:
+        return st.sampled_from(archs)
+    return st.sampled_from(FAMILIES) | st.sampled_from(ARCHS)
+
+
+@st.composite
+def emulations(draw, case, archs, wide=False):
+    """Draw what a case is run on: the machine, its tiles, its order."""
+    arch = draw(archs_of(case, archs, wide))
+    chosen = {}
+    for direction in ("forward", "backward"):
+        legal = tiles(case, direction, arch)
+        if not wide:  # one besides of the tuned one, of some 512 pairs
+            legal = [
+                min(legal, key=lambda x: abs(x.block_q * x.block_k - 512))
+            ]
+        chosen[f"{direction}_tile"] = draw(st.sampled_from([None, *legal]))
+    return Emulation(
+        arch=arch,
+        seed=draw(SEEDS),
+        resident=draw(st.integers(1, 5)),
+        # Few, so that a block of a persistent kernel takes several tiles.
+        num_sms=draw(st.sampled_from([None, 1, 3])),
+        # Little, so that heads are taken in several sections.
+        l2_bytes=draw(st.sampled_from([None, 1, 1 << 18])),
+        **chosen,
+    )
+
+
+def on_backend(case, backend, archs=("sm_80",), wide=False):
+    """Draw the rest of a case: what it is emulated on, if it is."""
+    if backend.name != "emulated":
+        return st.just(case)
+    emulated = emulations(case, archs, is_wide(backend, wide))
+    return emulated.map(lambda on: replace(case, on=on))
+
+
 @st.composite
 def cases(
     draw,
     backend,
+    dtype=None,
     dtypes=tuple(DTYPES),
     layout="contiguous",
     causal=True,
     longest=200,
+    archs=("sm_80",),
+    wide=False,
 ):
-    """Draw a whole call; causal=False for calls that never are."""
-    seqlen_q, seqlen_k = draw(lengths(longest)), draw(lengths(longest))
-    num_heads_kv = draw(st.integers(1, 2))
-    head_dim, head_dim_v = draw(head_dims(backend))
-    return Case(
-        dtype=draw(st.sampled_from(dtypes)),
-        batch=draw(st.integers(1, 2)),
+    """Draw a whole call; causal=False for calls that never are.
+
+    archs : where kernels are emulated, if not wide.
+    """
+    batch, num_heads_kv = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    num_heads_q = num_heads_kv * draw(st.integers(1, 3))
+    head_dim, head_dim_v = draw(head_dims(backend, wide))
+    work = batch * num_heads_q * (head_dim + head_dim_v)
+    seqlen_q = draw(lengths(longest))
+    fitting = longest
+    if backend.name == "emulated":
+        fitting = min(longest, LARGEST_WORK // (work * max(seqlen_q, 1)))
+    seqlen_k = draw(lengths(fitting))
+    case = Case(
+        dtype=dtype or draw(st.sampled_from(dtypes)),
+        batch=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        num_heads_q=num_heads_kv * draw(st.integers(1, 3)),
+        num_heads_q=num_heads_q,
         num_heads_kv=num_heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=causal and draw(st.booleans()),
-        scale=draw(st.sampled_from([None, 0.25])),
+        scale=draw(scales(backend, wide)),
         block_q=draw(block_sizes(seqlen_q, backend)),
         block_k=draw(block_sizes(seqlen_k, backend)),
+        deterministic=draw(st.booleans()),
         layout=layout,
-        seed=draw(st.integers(0, 2**32 - 1)),
+        seed=draw(SEEDS),
     )
+    return draw(on_backend(case, backend, archs, wide))

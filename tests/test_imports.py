@@ -28,7 +28,7 @@ LAW = {
     "calls": "errors problem plan arguments",
     "launch": "errors problem plan compiler calls arguments",
     "cpu": "errors problem reference",
-    "emulator": "emulator.machine",
+    "emulator": "emulator.machine plan",
     "emulator.machine": "errors problem plan compiler calls arguments"
     " emulator.memory emulator.runtime",
     "emulator.memory": "",

@@ -2,32 +2,35 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import strategies
 from helpers import calls, expected
 from helpers.backends import on_backends
 from helpers.compare import Expected, assert_bitwise, assert_matches
-from helpers.data import inputs
+from helpers.data import Case, inputs
+from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES, PRECISION, lse_dtype
 from helpers.rounding import finite
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def states(dtype, seed, size=1.0, tokens=19):
+def states(case):
     """Return two random states; some rows of each have seen nothing."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(case.seed)
+    size = rng.choice([1.0, 30.0, 1e4])  # of lse
+    c, dtype = case, DTYPES[case.dtype]
     made = []
     for _ in range(2):
-        out = rng.standard_normal((2, tokens, 3, 20))
-        lse = rng.standard_normal((2, 3, tokens)) * size
+        out = rng.standard_normal(
+            (c.batch, c.seqlen_q, c.num_heads_q, c.head_dim_v)
+        )
+        lse = rng.standard_normal((c.batch, c.num_heads_q, c.seqlen_q)) * size
         blind = rng.random(lse.shape) < 0.2
         lse[blind] = -np.inf
         out[blind.swapaxes(1, 2)] = 0
-        made.append(out.astype(DTYPES[dtype]))
-        made.append(lse.astype(lse_dtype(DTYPES[dtype])))
+        made.append(out.astype(dtype))
+        made.append(lse.astype(lse_dtype(dtype)))
     return made
 
 
@@ -58,26 +61,29 @@ def merged(out_a, lse_a, out_b, lse_b):
     )
 
 
-@on_backends
-@dtypes
-@given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([1.0, 30.0, 1e4]))
-def test_against_float64(backend, dtype, seed, size):
-    given_states = states(dtype, seed, size)
-    out, lse = calls.merge_states(backend, *given_states)
+@on_each_backend(strategies.cases, each={"dtype": DTYPES})
+def test_against_float64(backend, case):
+    given_states = states(case)
+    out, lse = calls.merge_states(backend, case, *given_states)
     want_out, want_lse = merged(*given_states)
-    assert_matches(out, want_out, "out", f"seed {seed}")
-    assert_matches(lse, want_lse, "lse", f"seed {seed}")
+    assert_matches(out, want_out, "out", case)
+    assert_matches(lse, want_lse, "lse", case)
+
+
+def case_of(dtype, seed):
+    return Case(dtype, 2, 19, num_heads_q=3, head_dim_v=20, seed=seed)
 
 
 @on_backends
 @dtypes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_minus_infinity_is_the_identity(backend, dtype, side):
-    out, lse, empty_out, empty_lse = states(dtype, 1)
+    case = case_of(dtype, 1)
+    out, lse, empty_out, empty_lse = states(case)
     empty_out[...], empty_lse[...] = 0, -np.inf
     pair = [out, lse], [empty_out, empty_lse]
     first, second = pair if side == "right" else pair[::-1]
-    got_out, got_lse = calls.merge_states(backend, *first, *second)
+    got_out, got_lse = calls.merge_states(backend, case, *first, *second)
     assert_bitwise(got_out, out, "out")
     assert_bitwise(got_lse, lse, "lse")
 
@@ -86,22 +92,21 @@ def test_minus_infinity_is_the_identity(backend, dtype, side):
 @dtypes
 @pytest.mark.parametrize("huge", [1e30, -1e30])
 def test_far_apart_the_larger_one_stays(backend, dtype, huge):
-    out_a, lse_a, out_b, lse_b = states(dtype, 2)
+    case = case_of(dtype, 2)
+    out_a, lse_a, out_b, lse_b = states(case)
     lse_a[...], lse_b[...] = np.maximum(huge, 0), np.minimum(huge, 0)
-    out, lse = calls.merge_states(backend, out_a, lse_a, out_b, lse_b)
+    out, lse = calls.merge_states(backend, case, out_a, lse_a, out_b, lse_b)
     assert_bitwise(out, out_a, "out")
     assert_bitwise(lse, lse_a, "lse")
 
 
-@on_backends
-@given(data=st.data())
-def test_two_halves_of_the_keys_make_the_whole(backend, data):
-    case = data.draw(strategies.cases(backend, causal=False))
+@on_each_backend(strategies.cases, causal=False)
+def test_two_halves_of_the_keys_make_the_whole(backend, case):
     q, k, v, _ = inputs(case)
-    cut = data.draw(st.integers(0, case.seqlen_k))
+    cut = case.seed % (case.seqlen_k + 1)
     halves = [(k[:, :cut], v[:, :cut]), (k[:, cut:], v[:, cut:])]
     a, b = (calls.forward(backend, case, q, *half) for half in halves)
-    out, lse = calls.merge_states(backend, *a, *b)
+    out, lse = calls.merge_states(backend, case, *a, *b)
     want = expected.forward(q, k, v, **case.meaning())
     parts = [expected.forward(q, *half, **case.meaning()) for half in halves]
     tiny = propagated(merged(*a, *b), parts)

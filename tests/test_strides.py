@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import strategies
 from helpers import calls, expected
@@ -14,45 +12,48 @@ from helpers.compare import (
     assert_gradients_match,
 )
 from helpers.data import LAYOUTS, Case, axes_reversed, inputs
+from helpers.drawn import on_each_backend
 
 DTYPES = ("float16", "bfloat16", "float32")
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-writable_layout = pytest.mark.parametrize(
-    "layout", [name for name in LAYOUTS if name != "broadcast"]
+WRITABLE_LAYOUTS = [name for name in LAYOUTS if name != "broadcast"]
+
+
+@on_each_backend(
+    strategies.cases,
+    each={"layout": LAYOUTS},
+    dtypes=DTYPES,
+    longest=70,
+    archs=strategies.FAMILIES,
 )
-
-
-@on_backends
-@each_layout
-@given(data=st.data())
-def test_forward(backend, layout, data):
-    case = data.draw(strategies.cases(backend, DTYPES, layout, longest=70))
+def test_forward(backend, case):
     q, k, v, _ = inputs(case)
     got = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
     assert_forward_matches(got, want, case)
 
 
-@on_backends
-@each_layout
-@given(data=st.data())
-def test_backward(backend, layout, data):
-    case = data.draw(strategies.cases(backend, DTYPES, layout, longest=70))
+@on_each_backend(
+    strategies.cases, each={"layout": LAYOUTS}, dtypes=DTYPES, longest=70
+)
+def test_backward(backend, case):
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
-    if layout != "broadcast":  # which would change the values of out
-        out = LAYOUTS[layout](out)
+    if case.layout != "broadcast":  # which would change the values of out
+        out = LAYOUTS[case.layout](out)
     lse = axes_reversed(lse)
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case)
 
 
-@on_backends
-@writable_layout
-@given(data=st.data())
-def test_out_argument(backend, layout, data):
-    case = data.draw(strategies.cases(backend, DTYPES, layout, longest=70))
+@on_each_backend(
+    strategies.cases,
+    each={"layout": WRITABLE_LAYOUTS},
+    dtypes=DTYPES,
+    longest=70,
+    archs=strategies.FAMILIES,
+)
+def test_out_argument(backend, case):
     q, k, v, dout = inputs(case)
     plain, _ = calls.forward(backend, case, q, k, v)
     target = backend.place(dout)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported by `active`: few need it
     from cuflash.emulator.machine import Emulator
+    from cuflash.plan import Family
 
 __all__ = ["active", "current"]
 

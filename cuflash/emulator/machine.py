@@ -139,11 +139,11 @@ class Machine:
     def tensor_map(self, array: np.ndarray, rows: int) -> np.ndarray:
         """As engine.h's TensorMap has it."""
         batch, tokens, heads, columns = array.shape
-        by_batch, by_token, by_head, _ = array.strides
         address = self.address(array)
         return np.array([(np.array([
-            address, columns, tokens, heads, batch, by_token, by_head,
-            by_batch, 64 | rows << 32, 1 | 1 << 32, *[0] * 6,
+            address, columns, tokens, heads, batch,
+            *calls.tensor_strides(array), 64 | rows << 32, 1 | 1 << 32,
+            *[0] * 6,
         ], np.uint64),)], TensorMap)[0]  # fmt: skip
 
     def field(self, value: Any) -> Any:

@@ -1,12 +1,22 @@
-"""The arrays that tests call cuflash with: NumPy's, and CuPy's on a GPU.
+"""What cuflash runs on: NumPy's reference, emulated kernels, a GPU.
 
 A test is written on NumPy arrays. `place` puts one on the device with the
 very strides and alignment it has on the host, `fetch` brings a result back.
+Calls are made within `running`.
 """
+
+import contextlib
+from dataclasses import replace
+from itertools import cycle, islice, product
+from unittest import mock
 
 import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
+
+from cuflash import calls, emulator, plan, tiles
+
+from .host_compiler import needs_compiler
 
 
 class NumpyBackend:
@@ -21,14 +31,59 @@ class NumpyBackend:
     def fetch(self, array):
         return array
 
+    def running(self, case):
+        """Have calls run as the case says: one way only."""
+        return contextlib.nullcontext()
+
     def poison(self):
         """Nothing to do: NumPy memory is not pooled."""
+
+
+class EmulatedBackend(NumpyBackend):
+    """The kernels, run on NumPy arrays by the emulator."""
+
+    name = "emulated"
+
+    @contextlib.contextmanager
+    def running(self, case):
+        """Emulate the case's machine, on which its tiles are the tuned ones.
+
+        No argument of a call could ask for them: there are many tiles of the
+        same block sizes.
+        """
+        on = case.on
+        chosen = {"forward": on.forward_tile, "backward": on.backward_tile}
+        device = plan.device_of_arch(on.arch)
+        device = replace(
+            device,
+            num_sms=on.num_sms or device.num_sms,
+            l2_bytes=on.l2_bytes or device.l2_bytes,
+        )
+
+        def tuned(capability, family, direction, *rest):
+            if chosen[direction] in tiles.candidates(family, direction):
+                return chosen[direction]
+            return known(capability, family, direction, *rest)
+
+        known = tiles.tuned
+        with (
+            mock.patch.object(tiles, "tuned", tuned),
+            mock.patch.object(plan, "device_of_arch", lambda arch: device),
+            # Plans are kept by problem, and these are not for keeps.
+            mock.patch.object(calls, "plan", plan.plan.__wrapped__),
+            emulator.active(on.arch, seed=on.seed, resident=on.resident),
+        ):
+            yield
 
 
 class CupyBackend:
     """The GPU path."""
 
     name = "cupy"
+
+    def running(self, case):
+        """One way only: on the current device."""
+        return contextlib.nullcontext()
 
     @property
     def array_type(self):
@@ -94,9 +149,44 @@ class _Memory:
         }
 
 
-BACKENDS = [
-    pytest.param(NumpyBackend(), id="numpy"),
-    pytest.param(CupyBackend(), id="cupy", marks=pytest.mark.gpu),
-]
+NUMPY = pytest.param(NumpyBackend(), id="numpy")
+EMULATED = pytest.param(EmulatedBackend(), id="emulated", marks=needs_compiler)
+CUPY = pytest.param(CupyBackend(), id="cupy", marks=pytest.mark.gpu)
+
+BACKENDS = [NUMPY, EMULATED, CUPY]
 
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
+on_kernels = pytest.mark.parametrize("backend", [EMULATED, CUPY])
+
+
+def on_kernels_of(**values):
+    """Run a test on kernels, with values of several arguments.
+
+    On a GPU with all combinations. Emulated, where a kernel takes longer to
+    compile than to run, as often as the longest list asks for: all values
+    are there, side by side.
+    """
+    longest = max(len(x) for x in values.values())
+    beside = zip(
+        *(islice(cycle(x), longest) for x in values.values()), strict=True
+    )
+    choices = [(EMULATED, beside), (CUPY, product(*values.values()))]
+    return pytest.mark.parametrize(
+        ("backend", *values),
+        [
+            pytest.param(
+                *backend.values,
+                *chosen,
+                marks=backend.marks,
+                id="-".join(map(_id_of, (backend.id, *chosen))),
+            )
+            for backend, all_chosen in choices
+            for chosen in all_chosen
+        ],
+    )
+
+
+def _id_of(value):
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return str(value)

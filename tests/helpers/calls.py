@@ -1,5 +1,7 @@
 """Public calls in one: on host arrays (place, call, fetch), or in place."""
 
+from dataclasses import replace
+
 import cuflash
 
 
@@ -7,24 +9,30 @@ def forward(backend, case, q, k, v, **options):
     """Return (out, lse) of a case as NumPy arrays."""
     backend.poison()
     placed = [backend.place(x) for x in (q, k, v)]
-    results = cuflash.forward(
-        *placed, **case.call(), return_lse=True, **options
-    )
+    with backend.running(case):
+        results = cuflash.forward(
+            *placed, **case.call(), return_lse=True, **options
+        )
     return tuple(backend.fetch(x) for x in results)
 
 
-def backward(backend, case, dout, q, k, v, out, lse, **options):
+def backward(backend, case, dout, q, k, v, out, lse):
     """Return (dq, dk, dv) of a case as NumPy arrays."""
     placed = [backend.place(x) for x in (dout, q, k, v, out, lse)]
     backend.poison()
-    results = cuflash.backward(*placed, **case.call(), **options)
+    with backend.running(case):
+        results = cuflash.backward(
+            *placed, **case.call(), deterministic=case.deterministic
+        )
     return tuple(backend.fetch(x) for x in results)
 
 
-def both(backend, case, q, k, v, dout, **options):
+def both(backend, case, q, k, v, dout):
     """Return (dq, dk, dv), with out and lse from our own forward."""
-    out, lse = forward(backend, case, q, k, v)
-    return backward(backend, case, dout, q, k, v, out, lse, **options)
+    # Block sizes are those of the gradients' kernels.
+    first = replace(case, block_q=None, block_k=None)
+    out, lse = forward(backend, first, q, k, v)
+    return backward(backend, case, dout, q, k, v, out, lse)
 
 
 def all_results(q, k, v, dout):
@@ -36,8 +44,10 @@ def all_results(q, k, v, dout):
     return out, lse, *grads
 
 
-def merge_states(backend, *states):
+def merge_states(backend, case, *states):
     """Return (out, lse) of (out_a, lse_a, out_b, lse_b)."""
     backend.poison()
-    merged = cuflash.merge_states(*(backend.place(x) for x in states))
+    placed = [backend.place(x) for x in states]
+    with backend.running(case):
+        merged = cuflash.merge_states(*placed)
     return tuple(backend.fetch(x) for x in merged)

@@ -1,17 +1,58 @@
-"""Inputs: ordinary ones of a drawn case, in any strides."""
+"""Inputs of a drawn case, in any strides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from cuflash.tiles import Tile
+
+from . import extreme
 from .dtypes import DTYPES
 
 
-@dataclass(frozen=True)
+def short_repr(value):
+    """Write a dataclass as the call that makes it, without its defaults."""
+    if not hasattr(value, "__dataclass_fields__"):
+        return repr(value)
+    said = [
+        f"{field.name}={short_repr(got)}"
+        for field in fields(value)
+        if (got := getattr(value, field.name)) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Emulation:
+    """The emulated GPU that a case runs on.
+
+    seed : draws the order of its warps.
+    resident : how many blocks are alive at once; 0: the seed draws it.
+    num_sms, l2_bytes : what plans look at besides; None: an A100's.
+    forward_tile, backward_tile : in place of the tuned ones.
+    """
+
+    arch: str = "sm_80"
+    seed: int = 0
+    resident: int = 0
+    num_sms: int | None = None
+    l2_bytes: int | None = None
+    forward_tile: Tile | None = None
+    backward_tile: Tile | None = None
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, repr=False)
 class Case:
     """One call, small enough to print as one line.
 
-    Arrays come from `seed`, so a failing example is this line alone.
+    Arrays come from `seed`, so a failing example is this line alone: it can
+    be pasted into a test, as `examples` of `helpers.drawn.on_each_backend`.
+
+    values : how the numbers are chosen: "normal", or one of `VALUES`.
+    spoiled : (array, index, value), put into the arrays after that.
+    on : where kernels are emulated.
     """
 
     dtype: str = "float32"
@@ -26,8 +67,14 @@ class Case:
     scale: float | None = None
     block_q: int | None = None
     block_k: int | None = None
+    deterministic: bool = False
     layout: str = "contiguous"
+    values: str = "normal"
+    spoiled: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     seed: int = 0
+    on: Emulation = Emulation()
+
+    __repr__ = short_repr
 
     def _repr_pretty_(self, printer, cycle):
         """Print on one line, also in Hypothesis's reports."""
@@ -59,13 +106,48 @@ def shapes(case):
 
 
 def inputs(case):
-    """Return q, k, v and dout of a case: standard normal, laid out."""
+    """Return q, k, v and dout of a case, laid out."""
     rng = np.random.default_rng(case.seed)
-    dtype = DTYPES[case.dtype]
-    return tuple(
-        LAYOUTS[case.layout](rng.standard_normal(shape).astype(dtype))
-        for shape in shapes(case).values()
-    )
+    arrays = VALUES[case.values](rng, case)
+    layout = LAYOUTS[case.layout]
+    arrays = {
+        name: layout(array.astype(DTYPES[case.dtype]))
+        for name, array in zip(shapes(case), arrays, strict=True)
+    }
+    for name, index, value in case.spoiled:
+        arrays[name][index] = float(value)
+    return tuple(arrays.values())
+
+
+# Values: q, k, v and dout of a case from random numbers.
+
+
+def normal(rng, case):
+    return [rng.standard_normal(shape) for shape in shapes(case).values()]
+
+
+def subnormal(rng, case):
+    """All below the smallest normal number of the dtype."""
+    small = extreme.SUBNORMAL[case.dtype]
+    # Rounded first, so that a product of two is what it is in other dtypes.
+    return [
+        x.astype(DTYPES[case.dtype]).astype(np.float64) * small
+        for x in normal(rng, case)
+    ]
+
+
+def with_scores_of(family):
+    def values(rng, case):
+        scores = family(rng, (case.seqlen_q, case.seqlen_k), case.dtype)
+        return extreme.from_scores(scores, rng, case.head_dim_v)
+
+    return values
+
+
+VALUES = {"normal": normal, "subnormal": subnormal} | {
+    family.__name__: with_scores_of(family)
+    for family in (*extreme.FAMILIES, *extreme.WITH_ONE_MAXIMUM)
+}
 
 
 # Layouts: the same values, other strides. What lies between the elements is

@@ -8,8 +8,6 @@ stay small where scores are 1e30.
 
 import numpy as np
 
-from .dtypes import DTYPES
-
 # Largest |score|: 1e30, or in float16 the largest that its products reach.
 LARGEST = {
     "float16": 2.0**29,
@@ -19,12 +17,20 @@ LARGEST = {
 }
 
 
-def from_scores(scores, dtype, rng, head_dim_v=16):
+# An eighth of the smallest normal number.
+SUBNORMAL = {
+    "float16": 2.0**-17,
+    "bfloat16": 2.0**-129,
+    "float32": 2.0**-129,
+    "float64": 2.0**-1025,
+}
+
+
+def from_scores(scores, rng, head_dim_v=16):
     """Return q, k, v, dout whose scores (seqlen_q, seqlen_k) are these.
 
     Up to the rounding of one element to the dtype. Call with scale=1.
     """
-    dtype = DTYPES[dtype]
     seqlen_q, seqlen_k = scores.shape
     # Half of a large exponent goes to k, for dtypes with a small range.
     factor = 2.0**14 if np.abs(scores).max(initial=0) > 2.0**15 else 1.0
@@ -33,7 +39,7 @@ def from_scores(scores, dtype, rng, head_dim_v=16):
     v = rng.standard_normal((1, seqlen_k, 1, head_dim_v))
     # k is up to 2^14: an ordinary dout would take dq past float16's range.
     dout = rng.standard_normal((1, seqlen_q, 1, head_dim_v)) / 16
-    return tuple(x.astype(dtype) for x in (q, k, v, dout))
+    return q, k, v, dout
 
 
 def powers_of_two(rng, shape, dtype):

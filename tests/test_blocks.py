@@ -2,26 +2,26 @@
 
 import re
 
+import numpy as np
 import pytest
 
 import cuflash
 from cuflash import ValueRangeError
 from helpers import calls, expected
-from helpers.backends import CupyBackend
+from helpers.backends import on_kernels
 from helpers.compare import assert_gradients_match, assert_matches
 from helpers.data import Case, inputs
 
-pytestmark = pytest.mark.gpu
-
-GPU = CupyBackend()
 SIZES = (16, 32, 64, 128)
+LENGTHS = {"emulated": (140, 150), "cupy": (300, 333)}
 
 
-def case_of(dtype, block_q, block_k, head_dim=64):
+def case_of(backend, dtype, block_q, block_k, head_dim=64):
+    seqlen_q, seqlen_k = LENGTHS[backend.name]
     return Case(
         dtype,
-        seqlen_q=300,
-        seqlen_k=333,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=head_dim,
         causal=True,
@@ -36,14 +36,15 @@ def listed(error):
     return {tuple(map(int, p)) for p in re.findall(r"\((\d+), (\d+)\)", pairs)}
 
 
+@on_kernels
 @pytest.mark.parametrize("block_k", SIZES)
 @pytest.mark.parametrize("block_q", SIZES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_forward_runs_or_refuses(dtype, block_q, block_k):
-    case = case_of(dtype, block_q, block_k)
+def test_forward_runs_or_refuses(backend, dtype, block_q, block_k):
+    case = case_of(backend, dtype, block_q, block_k)
     q, k, v, _ = inputs(case)
     try:
-        out, _ = calls.forward(GPU, case, q, k, v)
+        out, _ = calls.forward(backend, case, q, k, v)
     except ValueRangeError as error:
         assert listed(error) and (block_q, block_k) not in listed(error)
     else:
@@ -51,15 +52,15 @@ def test_forward_runs_or_refuses(dtype, block_q, block_k):
         assert_matches(out, want, "out", case)
 
 
+@on_kernels
 @pytest.mark.parametrize("block_k", SIZES)
 @pytest.mark.parametrize("block_q", SIZES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_backward_runs_or_refuses(dtype, block_q, block_k):
-    q, k, v, dout = inputs(case_of(dtype, None, None))
-    out, lse = calls.forward(GPU, case_of(dtype, None, None), q, k, v)
-    case = case_of(dtype, block_q, block_k)
+def test_backward_runs_or_refuses(backend, dtype, block_q, block_k):
+    case = case_of(backend, dtype, block_q, block_k)
+    q, k, v, dout = inputs(case)
     try:
-        grads = calls.backward(GPU, case, dout, q, k, v, out, lse)
+        grads = calls.both(backend, case, q, k, v, dout)
     except ValueRangeError as error:
         assert listed(error) and (block_q, block_k) not in listed(error)
     else:
@@ -67,25 +68,28 @@ def test_backward_runs_or_refuses(dtype, block_q, block_k):
         assert_gradients_match(grads, want, case)
 
 
+@on_kernels
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_what_the_error_lists_can_be_run(dtype, head_dim):
+def test_what_the_error_lists_can_be_run(backend, dtype, head_dim):
     """The first and the last pair of the list, one call each."""
-    case = case_of(dtype, 7, 7, head_dim)
+    case = case_of(backend, dtype, 7, 7, head_dim)
     q, k, v, _ = inputs(case)
     with pytest.raises(ValueRangeError, match="block_q 7") as raised:
-        calls.forward(GPU, case, q, k, v)
+        calls.forward(backend, case, q, k, v)
     pairs = sorted(listed(raised.value))
     for pair in (pairs[0], pairs[-1]):
-        case = case_of(dtype, *pair, head_dim)
-        out, _ = calls.forward(GPU, case, q, k, v)
+        case = case_of(backend, dtype, *pair, head_dim)
+        out, _ = calls.forward(backend, case, q, k, v)
         want, _ = expected.forward(q, k, v, **case.meaning())
         assert_matches(out, want, "out", case)
 
 
-def test_refused_blocks_write_nothing(cp):
-    q, k, v, _ = (GPU.place(x) for x in inputs(Case("float16")))
-    out = cp.full_like(q, 5)
-    with pytest.raises(ValueRangeError):
+@on_kernels
+def test_refused_blocks_write_nothing(backend):
+    case = Case("float16")
+    q, k, v, _ = (backend.place(x) for x in inputs(case))
+    out = backend.place(np.full((1, 16, 1, 16), 5, np.float16))
+    with backend.running(case), pytest.raises(ValueRangeError):
         cuflash.forward(q, k, v, block_q=7, out=out)
     assert (out == 5).all()

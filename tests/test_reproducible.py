@@ -1,22 +1,59 @@
 """The same bits every time: out, lse, dk, dv; dq if deterministic.
 
-CUFLASH_REPEATS sets how often (200).
+Emulated, the order of warps and blocks is drawn; a GPU has its own, which
+differs from run to run. CUFLASH_REPEATS sets how often it runs (200).
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 
 import cuflash
-from helpers.backends import CupyBackend
+import strategies
+from helpers import calls
+from helpers.backends import EMULATED, CupyBackend
+from helpers.compare import assert_bitwise
 from helpers.data import Case, inputs
-
-pytestmark = pytest.mark.gpu
+from helpers.drawn import on_each_backend
 
 GPU = CupyBackend()
 REPEATS = int(os.environ.get("CUFLASH_REPEATS", "200"))
 # Long enough that blocks on all multiprocessors race for the same dq.
 LENGTH = 1500
+
+
+def in_other_orders(case):
+    """The case with other orders of warps, and blocks alive at once."""
+    for resident in (1, 3):
+        seed = case.on.seed + resident
+        yield replace(case, on=replace(case.on, seed=seed, resident=resident))
+
+
+@on_each_backend(
+    strategies.cases, backends=[EMULATED], archs=strategies.FAMILIES
+)
+def test_forward_in_any_order(backend, case):
+    q, k, v, _ = inputs(case)
+    first = calls.forward(backend, case, q, k, v)
+    for other in in_other_orders(case):
+        again = calls.forward(backend, other, q, k, v)
+        for name, a, b in zip(("out", "lse"), again, first, strict=True):
+            assert_bitwise(a, b, f"{name} ({other})")
+
+
+@on_each_backend(strategies.cases, backends=[EMULATED])
+def test_backward_in_any_order(backend, case):
+    """dk and dv always, dq where that is asked for."""
+    q, k, v, dout = inputs(case)
+    arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    dq, *first = calls.backward(backend, case, *arrays)
+    for other in in_other_orders(case):
+        dq_again, *again = calls.backward(backend, other, *arrays)
+        for name, a, b in zip(("dk", "dv"), again, first, strict=True):
+            assert_bitwise(a, b, f"{name} ({other})")
+        if case.deterministic:
+            assert_bitwise(dq_again, dq, f"dq ({other})")
 
 
 def placed(dtype, head_dim):
@@ -39,10 +76,11 @@ def bits(array):
     return array.view(f"u{array.dtype.itemsize}")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_forward(cp, dtype, head_dim, causal):
+def test_forward_on_a_gpu(cp, dtype, head_dim, causal):
     q, k, v, _ = placed(dtype, head_dim)
 
     def compute():
@@ -52,11 +90,12 @@ def test_forward(cp, dtype, head_dim, causal):
     assert count_changes(cp, compute, repeats) == [0, 0]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_backward(cp, dtype, head_dim, causal, deterministic):
+def test_backward_on_a_gpu(cp, dtype, head_dim, causal, deterministic):
     q, k, v, dout = placed(dtype, head_dim)
     out, lse = cuflash.forward(q, k, v, causal=causal, return_lse=True)
 

@@ -1,0 +1,222 @@
+"""Which lines of the kernels no emulated test runs.
+
+    python scripts/kernel_coverage.py           # with the tests of `make test`
+    python scripts/kernel_coverage.py -k merge  # options for pytest
+
+The emulated tests are run on kernels compiled with --coverage, and gcov's
+counts are added up over all kernels that were compiled: a line counts as run
+if it ran in one of them. Functions that none of them has are reported as
+well: a template that nobody instantiates is compiled nowhere.
+
+Ends with status 1 if a line did not run that is not among EXCEPTIONS, or if
+one did that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ROOT / "cuflash" / "kernels"
+
+Line = tuple[str, int]  # a file of kernels/ and a number from 1 on
+
+
+@dataclass(frozen=True)
+class Excepted:
+    """Lines that cannot run, by what the first of them begins with."""
+
+    file: str
+    text: str
+    why: str
+    lines: int = 1
+
+
+# Of all lines of a file if the text is empty.
+EXCEPTIONS = (
+    Excepted("ptx.cuh", "", "in its place stands its twin of the emulator"),
+    Excepted(
+        "mask.cuh",
+        "bool visible(int query, int key) const",
+        "no kernel asks for one pair",
+    ),
+)
+
+
+# ---- Counting ----
+
+
+def run_tests(cache: Path, options: list[str]) -> int:
+    """Run the emulated tests on instrumented kernels; pytest's status."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "emulated",
+         "-n", str(os.cpu_count()), "--dist", "worksteal", *options],
+        cwd=ROOT,
+        env={"HYPOTHESIS_PROFILE": "ci", **os.environ, "CI": "1",
+             "CUPY_CACHE_DIR": str(cache),
+             "CUFLASH_EMULATOR_FLAGS": "--coverage"},
+        stdin=subprocess.DEVNULL,
+    ).returncode  # fmt: skip
+
+
+def gcov(notes: Path) -> dict:
+    """What gcov says of one compiled kernel: run or not, by file."""
+    done = subprocess.run(
+        ["gcov", "--json-format", "--stdout", notes.name],
+        cwd=notes.parent,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return json.loads(done.stdout)
+
+
+def counts(reports: Iterable[dict], names: set[str]) -> Counter[Line]:
+    """How often each line with code ran, in all kernels together."""
+    total: Counter[Line] = Counter()
+    for report in reports:
+        for file in report["files"]:
+            if file["file"] not in names:
+                continue  # the emulator's own
+            for line in file["lines"]:
+                total[file["file"], line["line_number"]] += line["count"]
+    return total
+
+
+# ---- What did not run ----
+
+_HEAD = re.compile(r"(?!\s*(?:if|for|while|switch|else|do|//)\b)[^/]*\) ")
+_OPENS = re.compile(_HEAD.pattern + r"(const )?\{$")
+_WHOLE = re.compile(_HEAD.pattern + r"(const )?\{ .*; \}$")
+_NAME = re.compile(r"(\w+)(?:<\w+>)?\(")
+
+
+def functions(text: str) -> list[tuple[int, int]]:
+    """First and last line of each function, by the layout of the house.
+
+    A body opens at a line's end and closes where a line begins with a brace
+    of the same indentation as the head or less, or stands on one line whole.
+    """
+    found, lines = [], text.splitlines()
+    for first, line in enumerate(lines, start=1):
+        if _WHOLE.match(line):
+            found.append((first, first))
+        elif _OPENS.match(line):
+            # The head may have begun on a line before, less indented.
+            depth = 1
+            for last in range(first + 1, len(lines) + 1):
+                depth += lines[last - 1].count("{")
+                depth -= lines[last - 1].count("}")
+                if depth <= 0:
+                    break
+            found.append((first, last))
+    return found
+
+
+def never_compiled(
+    text: str, with_code: set[int], called: set[str]
+) -> list[int]:
+    """First lines of functions of which no kernel has a line with code.
+
+    One of a single line, as a constant, may be folded into those that call
+    it: it counts as compiled if its name is among `called`.
+    """
+    found, end = [], 0
+    lines = text.splitlines()
+    for first, last in functions(text):
+        if first <= end or with_code.intersection(range(first, last + 1)):
+            continue
+        name = _NAME.search(lines[first - 1])
+        if first == last and name and name[1] in called:
+            continue
+        found.append(first)
+        end = last
+    return found
+
+
+def names_called(texts: Iterable[str]) -> set[str]:
+    """Names that are followed by a parenthesis at least twice.
+
+    Once is where the function stands itself.
+    """
+    code = (re.sub("//.*", "", text) for text in texts)
+    names = Counter(name for x in code for name in _NAME.findall(x))
+    return {name for name, count in names.items() if count > 1}
+
+
+def missed(
+    name: str, text: str, total: Counter[Line], called: set[str]
+) -> dict[int, str]:
+    """The lines of a file that did not run, and in which way."""
+    of_file = {n: total[file, n] for file, n in total if file == name}
+    found = {n: "not run" for n, count in of_file.items() if count == 0}
+    for n in never_compiled(text, set(of_file), called):
+        found[n] = "not compiled"
+    return dict(sorted(found.items()))
+
+
+def excepted(one: Excepted, text: str) -> list[int]:
+    """The lines that an exception names; none if its text is not there."""
+    lines = [line.strip() for line in text.splitlines()]
+    if not one.text:
+        return list(range(1, len(lines) + 1))
+    found = [n for n, x in enumerate(lines, 1) if x.startswith(one.text)]
+    if len(found) != 1:
+        return []
+    return list(range(found[0], found[0] + one.lines))
+
+
+def report(
+    total: Counter[Line],
+    texts: dict[str, str],
+    exceptions: tuple[Excepted, ...] = EXCEPTIONS,
+) -> list[str]:
+    """What is wrong: lines that did not run, exceptions that are stale."""
+    wrong = []
+    called = names_called(texts.values())
+    for name, text in sorted(texts.items()):
+        lines = missed(name, text, total, called)
+        for one in (x for x in exceptions if x.file == name):
+            named = set(excepted(one, text)).intersection(lines)
+            if not named:
+                wrong.append(f"{name}: stale exception: {one.text}")
+            for n in named:
+                del lines[n]
+        code = text.splitlines()
+        wrong += [
+            f"{name}:{n}: {why}: {code[n - 1].strip()}"
+            for n, why in lines.items()
+        ]
+    return wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tests, add up, report."""
+    if shutil.which("gcov") is None:
+        print("gcov was not found: it comes with g++", file=sys.stderr)
+        return 1
+    options = sys.argv[1:] if arguments is None else arguments
+    with tempfile.TemporaryDirectory(prefix="cuflash_coverage_") as cache:
+        status = run_tests(Path(cache), options)
+        notes = Path(cache).rglob("*.gcno")
+        texts = {x.name: x.read_text("ascii") for x in KERNELS.iterdir()}
+        total = counts(map(gcov, notes), set(texts))
+    wrong = report(total, texts)
+    print("\n".join(wrong))
+    run = sum(count > 0 for count in total.values())
+    print(f"{run} of {len(total)} lines with code ran")
+    return 1 if status or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

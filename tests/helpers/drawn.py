@@ -1,0 +1,63 @@
+"""Tests of what Hypothesis draws, on every backend."""
+
+import inspect
+
+import pytest
+from hypothesis import example, given
+
+from .backends import BACKENDS
+
+
+def on_each_backend(
+    make, *, backends=BACKENDS, each=None, examples=(), **options
+):
+    """Run a test on drawn cases, which differ by backend.
+
+    The test is called as ``test(backend, case)``. When it fails, what is
+    printed has the line ``case=Case(...)``; that case among `examples` runs
+    it again, and keeps it.
+
+    Parameters
+    ----------
+    make : function
+        From a backend and options to a strategy for `case`.
+    backends : list of pytest.param, optional
+    each : dict of str to list, optional
+        Options that have a test for each of their values.
+    examples : list of Case
+        Found once, and run in every test that they fit.
+    **options
+        Of `make`, the same in all tests.
+    """
+    each = each or {}
+
+    def decorate(check):
+        def test(backend, **chosen):
+            def on_case(case):
+                check(backend, case)
+
+            on_case.__name__ = check.__name__
+            # Tells these functions apart, which have one text, as the plugin
+            # of Hypothesis does with pytest's parameters.
+            which = check.__module__, check.__name__, backend.name, chosen
+            on_case._hypothesis_internal_add_digest = repr(which).encode()
+            run = given(case=make(backend, **options, **chosen))(on_case)
+            for kept in examples:
+                fits = (getattr(kept, k) == v for k, v in chosen.items())
+                if all(fits):
+                    run = example(case=kept)(run)
+            run()
+
+        names = ["backend", *each]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, kind) for name in names]
+        )
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(test, name, getattr(check, name))
+        for name, values in each.items():
+            test = pytest.mark.parametrize(name, values)(test)
+        test = pytest.mark.parametrize("backend", backends)(test)
+        return pytest.mark.drawn(test)
+
+    return decorate

@@ -1,0 +1,83 @@
+"""What calls allocate, without a GPU: a machine that only counts.
+
+On a GPU test_gpu_large.py measures it.
+"""
+
+import numpy as np
+import pytest
+
+from cuflash import calls, validate
+from cuflash.plan import device_of_arch
+from helpers.data import Case, shapes
+from helpers.dtypes import DTYPES, lse_dtype
+
+TOKENS, HEADS, HEAD_DIM = 65536, 2, 64
+CASE = {
+    "seqlen_q": TOKENS,
+    "seqlen_k": TOKENS,
+    "num_heads_q": HEADS,
+    "num_heads_kv": HEADS,
+    "head_dim": HEAD_DIM,
+    "head_dim_v": HEAD_DIM,
+}
+
+
+class Counting:
+    """A machine that runs nothing, with arrays that nobody writes to."""
+
+    def __init__(self, arch, family=None):
+        self.arch, self.wanted, self.nbytes = arch, family, 0
+
+    def device(self):
+        return device_of_arch(self.arch)
+
+    def family(self):
+        return self.wanted
+
+    def empty(self, shape, dtype):
+        array = np.zeros(shape, dtype)
+        self.nbytes += array.nbytes
+        return array
+
+    def contiguous(self, array):
+        return array
+
+    def aligned(self, array, alignment):
+        return True
+
+    def address(self, array, written=False):
+        return 0
+
+    def launch(self, decided, arguments):
+        pass
+
+
+def arrays(dtype):
+    case = Case(dtype, **CASE)
+    made = {
+        name: np.zeros(shape, DTYPES[dtype])
+        for name, shape in shapes(case).items()
+    }
+    return made.pop("dout"), made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_forward_grows_with_rows(dtype):
+    """A matrix of pairs would be 8 GiB a head."""
+    _, qkv = arrays(dtype)
+    machine = Counting("sm_80")
+    calls.forward(validate.forward(**qkv, return_lse=True), machine)
+    out, row = qkv["q"].nbytes, 4 * HEADS * TOKENS
+    assert machine.nbytes == out + row
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_backward_adds_sums_of_dq_and_rows(dtype):
+    dout, qkv = arrays(dtype)
+    lse = np.zeros((1, HEADS, TOKENS), lse_dtype(DTYPES[dtype]))
+    machine = Counting("sm_80")
+    call = validate.backward(dout, **qkv, out=dout, lse=lse)
+    calls.backward(call, machine)
+    gradients, row = 3 * qkv["q"].nbytes, 4 * HEADS * TOKENS
+    sums = row * HEAD_DIM if dtype == "bfloat16" else 0
+    assert machine.nbytes == gradients + sums + row

@@ -1,0 +1,69 @@
+"""The cases that Hypothesis draws: their line, and what is made of it."""
+
+import os
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import strategies
+from cuflash.tiles import Tile
+from helpers import calls
+from helpers.backends import EmulatedBackend, NumpyBackend
+from helpers.compare import assert_bitwise
+from helpers.data import Case, Emulation, inputs
+from helpers.drawn import on_each_backend
+from helpers.host_compiler import needs_compiler
+
+EMULATED = EmulatedBackend()
+NAMES = {"Case": Case, "Emulation": Emulation, "Tile": Tile}
+
+
+@given(case=strategies.cases(EMULATED, wide=True))
+def test_a_case_prints_as_the_line_that_makes_it(case):
+    assert "\n" not in repr(case)
+    assert eval(repr(case), NAMES) == case
+
+
+@given(case=strategies.cases(NumpyBackend()))
+def test_arrays_follow_from_the_case(case):
+    again = eval(repr(case), NAMES)
+    for a, b in zip(inputs(case), inputs(again), strict=True):
+        assert_bitwise(a, b, "input")
+
+
+def numbers_of_keys(backend):
+    return st.integers(0, 9).map(lambda n: Case(seqlen_k=n))
+
+
+def run_until_it_fails(**options):
+    """Return the cases of a test that fails from four keys on."""
+    seen = []
+
+    @on_each_backend(numbers_of_keys, **options)
+    def fails(backend, case):
+        seen.append(case)
+        assert case.seqlen_k < 4
+
+    with pytest.raises(AssertionError):
+        fails(NumpyBackend())
+    return seen
+
+
+def test_a_failure_shrinks():
+    assert run_until_it_fails()[-1] == Case(seqlen_k=4)
+
+
+def test_examples_run_first():
+    kept = Case(seqlen_k=1234)
+    assert run_until_it_fails(examples=[kept])[0] == kept
+
+
+@needs_compiler
+@pytest.mark.parametrize("tile", [Tile(32, 16, 2), Tile(64, 128, 2)])
+def test_the_emulated_tile_is_that_of_the_case(capfd, tile):
+    case = Case("float16", on=Emulation(forward_tile=tile))
+    with mock.patch.dict(os.environ, CUFLASH_LOG="plan"):
+        calls.forward(EMULATED, case, *inputs(case)[:3])
+    assert f"[{tile}]" in capfd.readouterr().err

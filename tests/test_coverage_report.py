@@ -1,0 +1,112 @@
+"""scripts/kernel_coverage.py: lines counted, and what is said of them."""
+
+import os
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import kernel_coverage
+from cuflash import emulator
+from cuflash.plan import KernelPlan
+from kernel_coverage import Excepted
+
+needs_gcov = pytest.mark.skipif(
+    not (shutil.which("g++") and shutil.which("gcov"))
+    and not os.environ.get("CI"),
+    reason="g++ and gcov were not found",
+)
+
+TEXT = """\
+// f(x) { is no function.
+inline int one() { return 1; }
+inline int two() { return 2; }
+template <class T> inline T used(
+    T x) {
+    if (x > 0) {
+        return x + one();
+    }
+    return 0;
+}
+inline int unused(int x) {
+    for (;;) { x += used(x); }
+}
+"""
+RUN = Counter({("a.cu", n): 1 for n in (5, 6, 7, 9)})
+
+KERNEL = """\
+struct Arguments { float* out; int count; };
+extern "C" __global__ void half(const __grid_constant__ Arguments a) {
+    const int i = threadIdx.x;
+    if (i < a.count)
+        a.out[i] = 1.0f;
+    else
+        a.out[i] = 2.0f;
+}
+"""
+
+
+def test_functions():
+    found = kernel_coverage.functions(TEXT)
+    assert found == [(2, 2), (3, 3), (5, 10), (11, 13)]
+
+
+def test_functions_without_code():
+    """One line may be folded into what calls it: `one`, but not `two`."""
+    called = kernel_coverage.names_called([TEXT])
+    found = kernel_coverage.never_compiled(TEXT, {5, 6, 7, 9}, called)
+    assert found == [3, 11]
+
+
+def test_report():
+    total = Counter({**RUN, ("a.cu", 7): 0})
+    exceptions = (
+        Excepted("a.cu", "inline int two() { return 2; }", "for the test"),
+    )
+    assert kernel_coverage.report(total, {"a.cu": TEXT}, exceptions) == [
+        "a.cu:7: not run: return x + one();",
+        "a.cu:11: not compiled: inline int unused(int x) {",
+    ]
+
+
+def test_an_exception_of_several_lines():
+    exceptions = (
+        Excepted("a.cu", "inline int two() { return 2; }", ""),
+        Excepted("a.cu", "inline int unused(int x) {", "", lines=3),
+    )
+    total = Counter({**RUN, ("a.cu", 12): 0})
+    assert not kernel_coverage.report(total, {"a.cu": TEXT}, exceptions)
+
+
+@pytest.mark.parametrize("text", ["return 0;", "no such text"])
+def test_an_exception_that_ran_or_is_gone_is_stale(text):
+    exceptions = (Excepted("a.cu", text, "for the test"),)
+    wrong = kernel_coverage.report(RUN, {"a.cu": TEXT}, exceptions)
+    assert f"a.cu: stale exception: {text}" in wrong
+
+
+def test_exceptions_name_lines_of_the_kernels():
+    for one in kernel_coverage.EXCEPTIONS:
+        text = (kernel_coverage.KERNELS / one.file).read_text("ascii")
+        assert kernel_coverage.excepted(one, text), one
+        assert one.why, one
+
+
+@needs_gcov
+def test_counts_of_two_kernels_are_added(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "g++")
+    monkeypatch.setenv("CUFLASH_EMULATOR_FLAGS", "--coverage")
+    file = tmp_path / "half.cu"
+    file.write_text(KERNEL)
+    for name, count in (("A", 32), ("B", 20)):
+        kernel = KernelPlan(str(file), "half", ((name, 1),), 32, 0)
+        with emulator.active() as emulated:
+            emulated.launch(kernel, 1, out=np.zeros(32, "f"), count=count)
+    notes = [*tmp_path.rglob("*.gcno")]
+    total = kernel_coverage.counts(
+        map(kernel_coverage.gcov, notes), {str(file)}
+    )
+    assert len(notes) == 2
+    assert total[str(file), 5] == 52 and total[str(file), 7] == 12

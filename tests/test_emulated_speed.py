@@ -1,0 +1,58 @@
+"""What the emulator takes, in seconds of one core.
+
+Time on a processor, ours and our children's: other work on the machine does
+not count.
+"""
+
+import os
+
+import pytest
+
+import cuflash
+from cuflash.emulator import runtime
+from helpers.data import Case, inputs
+from helpers.host_compiler import needs_compiler
+from helpers.kernels import kernels, small_kernel
+
+pytestmark = needs_compiler
+
+CASE = Case(
+    "float16",
+    seqlen_q=256,
+    seqlen_k=256,
+    head_dim=64,
+    head_dim_v=64,
+    causal=True,
+)
+
+
+def seconds(call, *arguments, **options):
+    """Return what a call takes, and what it returns."""
+    before = os.times()
+    result = call(*arguments, **options)
+    after = os.times()
+    return sum(after[:4]) - sum(before[:4]), result
+
+
+def test_forward_and_backward():
+    q, k, v, dout = inputs(CASE)
+    with cuflash.emulator.active("sm_80"):
+        for _ in range(2):  # the first time compiles
+            forward, (out, lse) = seconds(
+                cuflash.forward, q, k, v, causal=True, return_lse=True
+            )
+            backward, _ = seconds(
+                cuflash.backward, dout, q, k, v, out, lse, causal=True
+            )
+    assert forward <= 0.5
+    assert backward <= 1.5
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_compiling_a_kernel(monkeypatch, tmp_path, direction):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    # First one that is small: with it comes the engine, which all share.
+    runtime.executable(small_kernel(), "sm_80")
+    for kernel in kernels(direction, "float16", "sm_80", 256):
+        taken, _ = seconds(runtime.executable, kernel, "sm_80")
+        assert taken <= 10, kernel.entry

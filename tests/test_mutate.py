@@ -1,0 +1,118 @@
+"""scripts/mutate.py: its faults fit the kernels, and are planted and found."""
+
+import json
+
+import pytest
+
+import mutate
+from helpers.host_compiler import needs_compiler
+from mutation_parts import faults
+from mutation_parts.faults import Fault, StaleFault
+
+TEXT = "a = b;\nif (a) f();\nif (a) g();\n"
+
+
+def result(how="wrong result", **fault):
+    said = {"stopped": "cuflash.errors.KernelFault: far out",
+            "does not compile": "cuflash.errors.CompileError: no",
+            "wrong result": "AssertionError: out"}  # fmt: skip
+    planted = Fault("a.cu", "wrong", "a", "b", **fault)
+    test = "" if how == "survived" else "tests/test_a.py::test[emulated]"
+    return mutate.Result(planted, 1.0, test, said.get(how, ""))
+
+
+@pytest.mark.parametrize(
+    "fault", faults.read(), ids=lambda fault: str(fault).replace(" ", "-")
+)
+def test_every_fault_can_be_planted(fault):
+    text = (mutate.KERNELS / fault.file).read_text("ascii")
+    assert fault.planted(text) != text
+
+
+def test_there_are_faults_in_every_kernel_of_the_emulator():
+    files = {x.file for x in faults.read()}
+    kernels = {x.name for x in mutate.KERNELS.iterdir()}
+    assert kernels - files == {
+        "ptx.cuh",  # the emulator has a twin in its place
+        "types.cuh",  # declarations
+        "forward_wgmma.cu",  # not emulated yet
+        "wgmma.cuh",
+    }
+
+
+def test_one_of_several_places():
+    fault = Fault("a.cu", "always", "if (a) ", "", which=2, of=2)
+    assert fault.planted(TEXT) == "a = b;\nif (a) f();\ng();\n"
+
+
+def test_a_text_that_is_gone_or_elsewhere_too_is_an_error():
+    with pytest.raises(StaleFault, match="a.cu: wrong: found 0 times"):
+        Fault("a.cu", "wrong", "c = d;", "").planted(TEXT)
+    with pytest.raises(StaleFault, match="found 2 times, expected 1"):
+        Fault("a.cu", "wrong", "if (a)", "").planted(TEXT)
+
+
+def test_what_a_text_says():
+    first, second = faults.parsed(
+        "a.cu",
+        "# one\n- a = b;\n-   c\n+ a = c;\n"
+        "~ nonfinite float16\n! not seen,\n! as it is\n\n"
+        "# two\n- d\n@ 2 of 3\n",
+    )
+    assert first == Fault(
+        "a.cu", "one", "a = b;\n  c", "a = c;",
+        first="nonfinite float16", survives="not seen, as it is",
+    )  # fmt: skip
+    assert second == Fault("a.cu", "two", "d", "", 2, 3, second.first)
+
+
+def test_a_fault_needs_a_name_and_a_text():
+    with pytest.raises(ValueError, match="a.cu: a fault needs # and -"):
+        faults.parsed("a.cu", "# one\n+ a\n")
+
+
+@needs_compiler
+def test_a_fault_reaches_the_tests(tmp_path):
+    what = "merge.cu: lse without the logarithm"
+    (fault,) = (x for x in faults.read() if str(x) == what)
+    fault.plant(mutate.KERNELS, tmp_path / "kernels")
+    options = "-x", "tests/test_merge.py", "-k", "emulated and far_apart"
+    done = mutate.run_tests(tmp_path, tmp_path / "cache", "merge", *options)
+    assert done.returncode == mutate.FAILED, done.stdout
+    failed = json.loads((tmp_path / "failed.json").read_text())
+    assert failed["test"].startswith("tests/test_merge.py::test_far_apart")
+    assert failed["said"].startswith("AssertionError: lse:")
+
+
+@pytest.mark.parametrize(
+    "how", ["stopped", "wrong result", "survived", "does not compile"]
+)
+def test_what_became_of_a_fault(how):
+    assert result(how).how == how
+    assert result(how).as_expected == (how in ("stopped", "wrong result"))
+    explained = result(how, survives="no memory model")
+    assert explained.as_expected == (how == "survived")
+
+
+def test_enough_must_be_caught(capsys):
+    explained = result("survived", survives="no memory model")
+    assert mutate.verdict([result()] * 19 + [explained])
+    assert not mutate.verdict([result()] * 18 + [explained])
+    assert not mutate.verdict([result()] * 99 + [result("survived")])
+    said = capsys.readouterr().out
+    assert "caught 18 of 19: 94.7%" in said
+    assert "not as expected: survived: a.cu: wrong" in said
+
+
+def test_summary():
+    table = mutate.summary([result(), result("stopped"), result("survived")])
+    assert table.splitlines()[2:] == [
+        "| a.cu | 3 | 1 | 1 | 1 |",
+        "| all | 3 | 1 | 1 | 1 |",
+    ]
+
+
+def test_nothing_by_that_name(capsys):
+    with pytest.raises(SystemExit):
+        mutate.main(["--only", "no such file"])
+    assert "no fault has that in its name" in capsys.readouterr().err
