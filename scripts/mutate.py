@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,12 +175,11 @@ def main(arguments: list[str] | None = None) -> int:
             run_sound(room, cache, options.jobs)
         results = []
         with ThreadPoolExecutor(options.jobs) as pool:
+            waited = [pool.submit(check, x, room, cache) for x in chosen]
             try:
-                for result in pool.map(
-                    lambda fault: check(fault, room, cache), chosen
-                ):
-                    print(result, flush=True)
-                    results.append(result)
+                for done in as_completed(waited):
+                    results.append(done.result())
+                    print(results[-1], flush=True)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

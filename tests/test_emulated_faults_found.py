@@ -82,3 +82,21 @@ def test_nonfinite_numbers_with_several_heads(backend, dtype):
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case, kinds=False)
+
+
+@emulated
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_huge_scores_that_scale_rounds(backend, dtype):
+    """Forward and backward have to round scale * S alike.
+
+    In the other tests of huge scores scale is 1, and nothing is rounded.
+    """
+    case = Case(dtype, 1, 20, 40, head_dim=40, scale=0.7, values="one_huge")
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    exact = {**case.meaning(), "exact_scores": True}
+    want = expected.forward(q, k, v, **exact)
+    assert_forward_matches((out, lse), want, case)
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **exact)
+    assert_gradients_match(grads, want, case)
