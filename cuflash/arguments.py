@@ -55,10 +55,12 @@ ForwardArguments = _struct(
 )
 # 128 bytes that are the driver's own affair, at multiples of 64.
 TensorMap = _struct(("opaque", (np.uint64, (16,))))
+Deal = _struct(*_fields("pairs singles paired_items items", np.int32))
 ForwardWgmmaArguments = padded(
     64,
     *_fields("q_map k_map v_map out_map", TensorMap),
     ("arrays", ForwardArguments),
+    ("deal", Deal),
 )
 BackwardArguments = _struct(
     *_pointers("dout q k v out lse delta dq_sum turns dq dk dv"),

@@ -82,7 +82,9 @@ def forward(call: Call, machine: Machine) -> tuple[Any, Any]:
                      (v, decided.tile.block_k), (target, 16))  # fmt: skip
             maps = (machine.tensor_map(array, rows) for array, rows in boxes)
             machine.launch(
-                decided, np.array((*maps, arguments), ForwardWgmmaArguments)
+                decided, np.array(
+                    (*maps, arguments, decided.deal), ForwardWgmmaArguments
+                ),
             )
         else:
             machine.launch(decided, np.array(arguments, ForwardArguments))

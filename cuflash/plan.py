@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from cuflash import tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
@@ -98,6 +98,23 @@ class Launch:
     blocks: int
 
 
+class Deal(NamedTuple):
+    """How tiles are dealt to blocks that take one after another.
+
+    Attributes
+    ----------
+    pairs, singles : int
+        Of a head: pairs of a long and a short tile, and single tiles.
+    paired_items, items : int
+        Of all heads: pairs; pairs and single tiles.
+    """
+
+    pairs: int
+    singles: int
+    paired_items: int
+    items: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that is decided about a problem.
@@ -114,6 +131,8 @@ class Plan:
         In order.
     heads_per_section : int
         How many heads walk their tiles side by side (scheduler.cuh).
+    deal : Deal or None
+        Of a kernel whose blocks take one tile after another.
     sum_elements : int
         float32 elements of the sums of dq, 0 if there are none.
     num_turns : int
@@ -125,6 +144,7 @@ class Plan:
     tile: Tile | None
     launches: tuple[Launch, ...]
     heads_per_section: int = 1
+    deal: Deal | None = None
     sum_elements: int = 0
     num_turns: int = 0
 
@@ -475,12 +495,12 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
 # ---- 16-bit types by wgmma ----
 
 # What kernels/ptx.cuh has products for, and shared memory room.
-_WGMMA_HEAD_DIMS = (64, 128)
+_WGMMA_HEAD_DIMS = (64, 96, 128, 192, 256)
 # A thread's registers: 240 with two math warpgroups, 160 with three. S and P
-# take 3/4 of block_k; acc takes half of head_dim_v, and as much again while
-# it is rounded and stored. Sums up to these were seen not to spill.
-_WGMMA_REGISTERS = {2: 260, 3: 176}
-_MBARRIER_BYTES, _WORK_BYTES = 8, 20
+# take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
+# to spill, 132 with three was.
+_WGMMA_REGISTERS = {2: 196, 3: 128}
+_MBARRIER_BYTES, _WORK_BYTES = 8, 16
 
 
 def _wgmma_head_dims(problem: Problem) -> tuple[int, int] | None:
@@ -507,7 +527,8 @@ def _wgmma_shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     keys = _tile_bytes(tile.block_k, d) + _tile_bytes(tile.block_k, dv)
     barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
     return _round_up(
-        q_stages * (queries + _WORK_BYTES)
+        q_stages * queries
+        + max(q_stages, 2) * _WORK_BYTES
         + tile.num_stages * keys
         + barriers * _MBARRIER_BYTES,
         1024,
@@ -515,23 +536,24 @@ def _wgmma_shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 
 def _forward_wgmma_shared(problem: Problem, tile: Tile) -> int:
-    """With two tiles of queries; a third is taken if there is room."""
-    return _wgmma_shared(problem, tile, 2)
+    """With one tile of queries; more are taken if there is room."""
+    return _wgmma_shared(problem, tile, 1)
 
 
 def _forward_wgmma_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _wgmma_head_dims(problem)
-    used = tile.block_k * 3 // 4 + dv
+    used = tile.block_k * 3 // 4 + dv // 2
     return used <= _WGMMA_REGISTERS[tile.block_q // 64]
 
 
 def _forward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _wgmma_head_dims(problem)
-    q_stages = 3
-    shared = _wgmma_shared(problem, tile, q_stages)
-    if shared > device.shared_bytes:
-        q_stages = 2
-        shared = _wgmma_shared(problem, tile, q_stages)
+    q_stages, shared = next(
+        (stages, room)
+        for stages in (3, 2, 1)
+        if (room := _wgmma_shared(problem, tile, stages))
+        <= device.shared_bytes
+    )
     kernel = KernelPlan(
         file="forward_wgmma.cu",
         entry="forward_wgmma",
@@ -551,17 +573,26 @@ def _forward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared_bytes=shared,
     )
     num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q
-    shared_by_head = problem.seqlen_k * (d + dv) * 2 // problem.group_size
+    heads = problem.batch * problem.num_heads_q
+    deal = _deal(num_tiles, heads, problem.causal, device)
     return Plan(
         problem,
         "wgmma",
         tile,
-        (Launch(kernel, min(num_tiles * pairs, device.num_sms)),),
-        heads_per_section=_heads_per_section(
-            problem, device, pairs, shared_by_head
-        ),
+        (Launch(kernel, min(deal.items, device.num_sms)),),
+        deal=deal,
     )
+
+
+def _deal(
+    num_tiles: int, heads: int, by_length: bool, device: Device
+) -> Deal:
+    """In pairs where tiles differ in length and there are many."""
+    pairs = num_tiles // 2 if by_length else 0
+    if heads * (num_tiles - pairs) < device.num_sms:
+        pairs = 0
+    singles = num_tiles - 2 * pairs
+    return Deal(pairs, singles, heads * pairs, heads * (pairs + singles))
 
 
 # ---- float32 and float64, plainly ----

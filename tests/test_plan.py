@@ -137,7 +137,7 @@ def test_the_tuned_tile_is_taken(direction, arch, head_dim):
     [
         ("sm_90a", 64, None, "wgmma"),
         ("sm_90a", 128, None, "wgmma"),
-        ("sm_90a", 129, None, "mma"),
+        ("sm_90a", 256, None, "wgmma"),
         ("sm_90a", 64, "mma", "mma"),
         ("sm_90", 64, "wgmma", "mma"),
         ("sm_100", 64, None, "mma"),

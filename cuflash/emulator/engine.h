@@ -34,7 +34,8 @@ void give_way(Site site);
 void progress();
 
 // Shared memory, by its address there. READ_BY_WARP: the lane gives the address, all lanes read.
-enum class Access { READ, WRITE, READ_BY_WARP };
+// READ_BY_PRODUCT: so does a warpgroup's product.
+enum class Access { READ, WRITE, READ_BY_WARP, READ_BY_PRODUCT };
 void* shared_memory(uint32_t address, int bytes, int alignment, Access access, Site site);
 // Global memory.
 void check_global(const void* address, int bytes, int alignment, Access access, Site site);
@@ -65,7 +66,8 @@ void fence_async_proxy();
 void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at)[4], Site site);
 void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);
 void commit_stores();
-void wait_for_stores(int pending);
+void read_stores(int pending);
+void write_stores(int pending);
 void fence_products(Site site);
 void commit_products(Site site);
 void wait_for_products(int pending, Site site);

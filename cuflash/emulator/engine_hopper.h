@@ -252,17 +252,45 @@ void commit_stores() {
     thread->stores.clear();
 }
 
-void wait_for_stores(int pending) {
+namespace {
+
+void read_source(BulkStore& store) {
+    if (store.read) return;
+    store.read = true;
+    for_each_row(*store.map, store.at, [&](const BoxRow& row) {
+        for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
+            const uint32_t at_byte = swizzled(store.source + row.from + i);
+            if (i < row.bytes)
+                store.bytes.insert(store.bytes.end(), shared_bytes + at_byte,
+                                   shared_bytes + at_byte + 2);
+            block->granules[at_byte / GRANULE].leaving = 0;
+            note_read(block->reads[at_byte / GRANULE]);
+        }
+    });
+}
+
+void write_target(const BulkStore& store) {
+    const unsigned char* from = store.bytes.data();
+    for_each_row(*store.map, store.at, [&](const BoxRow& row) {
+        if (row.bytes <= 0) return;
+        memcpy(row.array, from, row.bytes);
+        from += row.bytes;
+    });
+}
+
+}  // namespace
+
+// A store is read no earlier than somebody waits for that, and so it is with its writing.
+void read_stores(int pending) {
+    const int count = static_cast<int>(thread->store_groups.size()) - pending;
+    for (int i = 0; i < count; ++i)
+        for (BulkStore& store : thread->store_groups[i]) read_source(store);
+}
+
+void write_stores(int pending) {
+    read_stores(pending);
     while (static_cast<int>(thread->store_groups.size()) > pending) {
-        for (const BulkStore& store : thread->store_groups.front())
-            for_each_row(*store.map, store.at, [&](const BoxRow& row) {
-                for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
-                    const uint32_t at_byte = swizzled(store.source + row.from + i);
-                    if (i < row.bytes) memcpy(row.array + i, shared_bytes + at_byte, 2);
-                    block->granules[at_byte / GRANULE].leaving = 0;
-                    note_read(block->reads[at_byte / GRANULE]);
-                }
-            });
+        for (const BulkStore& store : thread->store_groups.front()) write_target(store);
         thread->store_groups.erase(thread->store_groups.begin());
     }
 }
@@ -271,10 +299,13 @@ namespace {
 
 // A block's shared memory may be gone once its threads have ended.
 void check_end() {
-    if (thread->stores.empty() && thread->store_groups.empty()) return;
-    const auto& stores = thread->stores.empty() ? thread->store_groups.front() : thread->stores;
-    fault(stores.front().site, "the thread ends while this bulk store may still read shared "
-          "memory");
+    const BulkStore* unread = thread->stores.empty() ? nullptr : &thread->stores.front();
+    for (const auto& group : thread->store_groups)
+        for (const BulkStore& store : group)
+            if (!store.read) unread = &store;
+    if (unread != nullptr)
+        fault(unread->site, "the thread ends while this bulk store may still read shared memory");
+    write_stores(0);
 }
 
 // ---- Products of warpgroups ----
@@ -306,7 +337,7 @@ uint32_t place_of_a(const Descriptor& a, int row, int step) {
 
 void check_operands(const Product& p) {
     const auto check = [&](uint32_t address) {              // 16 bytes, as they lie in a row
-        check_shared(address, 16, Access::READ_BY_WARP, [&] { return text(p.site); }, true);
+        check_shared(address, 16, Access::READ_BY_PRODUCT, [&] { return text(p.site); }, true);
     };
     const Descriptor a(p.a), b(p.b);
     const int columns = p.d->count * 2;

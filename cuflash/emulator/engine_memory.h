@@ -18,7 +18,7 @@ bool write_is_ordered(const Granule& g, Access access = Access::READ) {
     const int w = thread->index / LANES, v = g.writer / LANES;
     if (v == w)
         return g.write_syncs < block->syncs[w]
-            || (g.writer == thread->index && access != Access::READ_BY_WARP);
+            || (g.writer == thread->index && (access == Access::READ || access == Access::WRITE));
     return g.write_epoch <= block->heard[w * block->num_warps() + v];
 }
 
@@ -39,9 +39,15 @@ int unordered_reader(const Reads& r) {
 void note_read(Reads& r, Access access = Access::READ) {
     const int w = thread->index / LANES;
     const auto lane = static_cast<uint8_t>(thread->index % LANES);
-    const bool again = r.epoch[w] != 0 && r.syncs[w] == block->syncs[w] && r.lane[w] != lane;
-    r.lane[w] = again || access == Access::READ_BY_WARP ? SEVERAL : lane;
+    const bool now = r.epoch[w] != 0 && r.syncs[w] == block->syncs[w];
     r.epoch[w] = block->epoch[w];
+    // A product's reads are noted where the whole warp has waited for it: all lanes are past them.
+    if (access == Access::READ_BY_PRODUCT) {
+        if (!now) r.syncs[w] = block->syncs[w] - 1;
+        return;
+    }
+    const bool again = now && r.lane[w] != lane;
+    r.lane[w] = again || access == Access::READ_BY_WARP ? SEVERAL : lane;
     r.syncs[w] = block->syncs[w];
 }
 

@@ -10,7 +10,14 @@ struct Copy { uint32_t target; const unsigned char* source; int bytes, read; };
 
 // Boxes of tensors on their way, to shared memory and from there.
 struct BulkLoad { uint32_t target; const TensorMap* map; int at[4]; int thread; Site site; };
-struct BulkStore { uint32_t source; const TensorMap* map; int at[4]; Site site; };
+struct BulkStore {
+    uint32_t source;
+    const TensorMap* map;
+    int at[4];
+    Site site;
+    bool read = false;
+    std::vector<unsigned char> bytes;                       // that were read and are not written yet
+};
 
 enum class State { READY, WAITS, ENDED };
 

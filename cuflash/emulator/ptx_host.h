@@ -259,7 +259,8 @@ inline void tma_store(const TensorMap& map, u32 source, int x0, int x1, int x2, 
 
 inline void tma_store_commit() { emulator::commit_stores(); }
 
-template <int PENDING> inline void tma_store_wait_read() { emulator::wait_for_stores(PENDING); }
+template <int PENDING> inline void tma_store_wait_read() { emulator::read_stores(PENDING); }
+template <int PENDING> inline void tma_store_wait() { emulator::write_stores(PENDING); }
 
 // Lane l gives the address of row l % 8 of matrix l / 8: its own 16 bytes are checked as its own.
 namespace emulator {

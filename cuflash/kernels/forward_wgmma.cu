@@ -34,14 +34,21 @@
 constexpr int MATH_WARPGROUPS = BLOCK_Q / 64, MATH_WARPS = MATH_WARPGROUPS * 4;
 constexpr int THREADS = (1 + MATH_WARPGROUPS) * WARPGROUP;
 constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4;
+constexpr bool TAKE_TURNS = true;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+
+// Work goes with its Q, and is read until the rows are out.
+constexpr int WORK_PLACES = Q_STAGES > 1 ? Q_STAGES : 2;
+__device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
+    return Q_STAGES > 1 ? q.stage : static_cast<int>(q.parity);
+}
 
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
 static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 elements");
 
 // A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
 // There is none after a tile of -1.
-struct Work { TileOfHead where; int num_full, num_visited; };
+struct Work { TileOfHead where; int num_visited; };
 
 struct SharedPlan {
     Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
@@ -49,25 +56,30 @@ struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM_V> v[KV_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
-    Work work[Q_STAGES];
+    Work work[WORK_PLACES];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Barrier 0 is __syncthreads. Barrier 1 + w: warpgroup w may issue its products.
+constexpr int NAN_BITS = 0x7FC00000;
+
+// Barrier 0 is __syncthreads. FIRST_TURN + w: warpgroup w may issue its products. FIRST_ROWS_OUT +
+// w: its products have read Q, whose place its rows may take. (Else a turn has seen to that.)
 constexpr int FIRST_TURN = 1, TURN_THREADS = 2 * WARPGROUP;
+constexpr int FIRST_ROWS_OUT = FIRST_TURN + MATH_WARPGROUPS;
 
 // ---- The warpgroup that loads ----
 
-__device__ __forceinline__ Work work(const ForwardArguments& arguments, int index) {
-    const Shape& shape = arguments.shape;
-    const int tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    if (index >= tiles * shape.num_heads_q * shape.batch) return {{-1, 0, 0}, 0, 0};
-    TileOfHead where =
-        tile_of_block(index, tiles, shape.num_heads_q, shape.batch, arguments.schedule);
-    if (CAUSAL) where.tile = tiles - 1 - where.tile;
+// Of ROWS queries from first_row on. At least one tile is visited.
+template <int ROWS>
+__device__ __forceinline__ KeyTiles key_tiles(const Mask<CAUSAL>& mask, int first_row) {
+    const KeyTiles tiles = mask.key_tiles(first_row, ROWS, BLOCK_K);
+    return {tiles.num_full, max(tiles.num_visited, 1)};
+}
+
+__device__ __forceinline__ Work next_work(TileWalk& walk, const Shape& shape) {
+    const TileOfHead where = walk.next();
     const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    const KeyTiles keys = mask.key_tiles(where.tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
-    return {where, keys.num_full, max(keys.num_visited, 1)};
+    return {where, key_tiles<BLOCK_Q>(mask, max(where.tile, 0) * BLOCK_Q).num_visited};
 }
 
 // One tile, a panel of 64 columns at a time.
@@ -85,12 +97,13 @@ __device__ __forceinline__ void load(
 // what to do: the work goes with its Q.
 __device__ __forceinline__ void load_queries(const ForwardWgmmaArguments& arguments,
                                              SharedPlan& shared) {
-    Ring<Q_STAGES> ring;
-    for (int index = blockIdx.x;; index += gridDim.x, ring.next()) {
-        const Work now = work(arguments.arrays, index);
+    const Shape& shape = arguments.arrays.shape;
+    TileWalk tiles{arguments.deal, shape.num_heads_q};
+    for (Ring<Q_STAGES> ring;; ring.next()) {
+        const Work now = next_work(tiles, shape);
         const u32 full = shared_address(&shared.q_full[ring.stage]);
         wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
-        shared.work[ring.stage] = now;
+        shared.work[work_place(ring)] = now;
         if (now.where.tile < 0) {
             mbarrier_arrive(full);
             return;
@@ -105,9 +118,10 @@ __device__ __forceinline__ void load_keys(const ForwardWgmmaArguments& arguments
                                           SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
+    TileWalk tiles{arguments.deal, shape.num_heads_q};
     Ring<KV_STAGES> ring;
-    for (int index = blockIdx.x;; index += gridDim.x) {
-        const Work now = work(arguments.arrays, index);
+    for (;;) {
+        const Work now = next_work(tiles, shape);
         if (now.where.tile < 0) return;
         const int batch = now.where.batch, head = now.where.head / group_size;
         for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
@@ -139,12 +153,17 @@ __device__ __forceinline__ void apply_mask(
     const int first_key = k_start + threadIdx.x % 4 * 2;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int seen = mask.num_keys(first_row + half * 8) - first_key;
+        const int seen = max(mask.num_keys(first_row + half * 8) - first_key, 0);
+        const int count = seen / 8 * 2 + min(seen % 8, 2);  // of the lane's columns
         #pragma unroll
-        for (int j = 0; j < S_COUNT / 4; ++j)
+        for (int word = 0; word < (S_COUNT + 63) / 64; ++word) {
+            const int bits = count - word * 32;
+            const u32 visible = bits >= 32 ? ~0u : (1u << max(bits, 0)) - 1;
             #pragma unroll
-            for (int x = 0; x < 2; ++x)
-                if (j * 8 + x >= seen) s[j * 4 + half * 2 + x] = -infinity();
+            for (int i = word * 32; i < min(word * 32 + 32, S_COUNT / 2); ++i)
+                if ((visible >> i % 32 & 1) == 0)
+                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+        }
     }
 }
 
@@ -182,9 +201,112 @@ __device__ __forceinline__ void pack_scores(u32 (&p)[P_COUNT], const float (&s)[
     for (int i = 0; i < P_COUNT; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
 }
 
-// One row of the tile from the definition, by one warp: out to shared memory, lse to `lse`.
+// acc becomes O = acc / l, lse = |scale| m + log(l); rows that saw no key: 0 and -inf. Says whether
+// that is the result for both rows of all the warp's lanes. If not, such rows begin with a NaN.
+__device__ __forceinline__ bool normalise(
+    const ForwardArguments& arguments, float (&acc)[O_COUNT], const Rows& rows, float c, int row,
+    int num_rows, float* lse) {
+    constexpr float LN_2 = 0.6931471805599453f;
+    bool exact = true;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float m = rows.m[half], l = quad_sum(rows.l[half]);
+        const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
+        #pragma unroll
+        for (int j = 0; j < O_COUNT / 4; ++j)
+            #pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                float& o = acc[j * 4 + half * 2 + x];
+                o *= inverse;
+                // A NaN or an infinity of V spreads to rows that do not see it too, as 0 * NaN.
+                if (CAUSAL) exact &= fabsf(o) < infinity();
+            }
+        const float subtracted = reference(m, c);
+        exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
+        if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < num_rows) {
+            const float scale = fabsf(static_cast<float>(arguments.scale));
+            const float rest = l == 0.0f ? 0.0f : fmaf(m, c, -subtracted) * LN_2;
+            lse[row + half * 8] = l == 0.0f ? -infinity() : m * scale + (__logf(l) - rest);
+        }
+    }
+    const u32 inexact = __ballot_sync(WHOLE_WARP, !exact);
+    if ((inexact >> threadIdx.x % 32 / 4 * 4 & 0xF) != 0) acc[0] = acc[2] = __int_as_float(NAN_BITS);
+    return inexact == 0;
+}
+
+// The array of a tile's lse, null if there is none.
+__device__ __forceinline__ float* lse_of(const ForwardArguments& arguments, TileOfHead where) {
+    const Shape& shape = arguments.shape;
+    if (arguments.lse == nullptr) return nullptr;
+    const i64 rows = (i64{where.batch} * shape.num_heads_q + where.head) * shape.seqlen_q;
+    return static_cast<float*>(arguments.lse) + rows + where.tile * BLOCK_Q;
+}
+
+// The first row of a tile of O.
+__device__ __forceinline__ Element* out_of(const ForwardArguments& arguments, TileOfHead where) {
+    const Strides stride = arguments.out_stride;
+    return static_cast<Element*>(arguments.out) + where.batch * stride.batch
+         + where.head * stride.head + i64{where.tile} * BLOCK_Q * stride.token;
+}
+
+// The warp's 16 rows of O as a tile of BLOCK_Q rows, from the row on at which `rows` points.
+__device__ __forceinline__ void store_to_tile(u32 rows, const float (&o)[O_COUNT]) {
+    const int lane = threadIdx.x % 32;
+    const u32 chunk_of_lane = rows + tile_offset<BLOCK_Q>(lane % 16, lane / 16 * 8);
+    #pragma unroll
+    for (int j = 0; j < O_COUNT / 8; ++j) {                 // 16 rows, 16 columns
+        const u32 panel = j / 4 * (BLOCK_Q * PANEL_ROW_BYTES);
+        stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + panel,
+                    pack<Element>(o[j * 8], o[j * 8 + 1]),
+                    pack<Element>(o[j * 8 + 2], o[j * 8 + 3]),
+                    pack<Element>(o[j * 8 + 4], o[j * 8 + 5]),
+                    pack<Element>(o[j * 8 + 6], o[j * 8 + 7]));
+    }
+}
+
+// The four lanes of a quad hold row q of a 4 x 4 matrix of words each; after this, column q.
+__device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
+    #pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = (threadIdx.x & distance) != 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & distance) != 0) continue;
+            const u32 low = words[i], high = words[i + distance];
+            const u32 received = __shfl_xor_sync(WHOLE_WARP, upper ? low : high, distance);
+            words[i] = upper ? received : low;
+            words[i + distance] = upper ? high : received;
+        }
+    }
+}
+
+// The lane's two rows of O to `out`, the first of them, if they are less than num_rows.
+__device__ __forceinline__ void store_to_array(
+    Element* out, i64 stride, const float (&o)[O_COUNT], int row, int num_rows, int num_columns) {
+    static_assert(O_COUNT % 16 == 0, "a quad has four tiles of 8 columns at a time");
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        #pragma unroll
+        for (int j = 0; j < O_COUNT / 16; ++j) {
+            u32 words[4];
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = o + (j * 4 + i) * 4 + half * 2;
+                words[i] = pack<Element>(pair[0], pair[1]);
+            }
+            transpose_in_quad(words);
+            const int column = (j * 4 + threadIdx.x % 4) * CHUNK_ELEMENTS;
+            if (row + half * 8 < num_rows)
+                store_chunk(reinterpret_cast<u16*>(out) + half * 8 * stride + column,
+                            {words[0], words[1], words[2], words[3]}, num_columns - column, true);
+        }
+}
+
+// ---- Rows that need more than that ----
+
+// One row from the definition, by one warp.
 __device__ __forceinline__ void exact_row(
-    const ForwardArguments& arguments, TileOfHead where, u32 out_tile, int row, float c,
+    const ForwardArguments& arguments, TileOfHead where, int row, float c, Element* out,
     float* lse) {
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32, query = where.tile * BLOCK_Q + row;
@@ -203,7 +325,8 @@ __device__ __forceinline__ void exact_row(
             s += to_float(q[d]) * to_float(k[key * ks.token + d]);
         return NEGATE_SCORES ? -s : s;
     };
-    float m = -infinity(), l = 0.0f, acc[(HEAD_DIM_V + 31) / 32] = {};
+    constexpr int COLUMNS = (HEAD_DIM_V + 31) / 32;         // of a lane
+    float m = -infinity(), l = 0.0f, acc[COLUMNS] = {};
     for (int key = lane; key < seen; key += 32) m = fmaxf(m, score(key));
     for (int i = 1; i < 32; i *= 2) m = fmaxf(m, __shfl_xor_sync(WHOLE_WARP, m, i));
     const float subtracted = reference(m, c);
@@ -214,89 +337,51 @@ __device__ __forceinline__ void exact_row(
             const float p = __shfl_sync(WHOLE_WARP, mine, i);
             l += p;
             #pragma unroll
-            for (int j = 0; j < (HEAD_DIM_V + 31) / 32; ++j)
+            for (int j = 0; j < COLUMNS; ++j)
                 if (lane + j * 32 < shape.head_dim_v)
                     acc[j] += p * to_float(v[(start + i) * vs.token + lane + j * 32]);
         }
     }
     const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
     #pragma unroll
-    for (int j = 0; j < (HEAD_DIM_V + 31) / 32; ++j)
+    for (int j = 0; j < COLUMNS; ++j)
         if (lane + j * 32 < shape.head_dim_v)
-            store_shared(out_tile + tile_offset<BLOCK_Q>(row, lane + j * 32),
-                         static_cast<u16>(pack<Element>(acc[j] * inverse, 0.0f)));
+            out[lane + j * 32].bits = static_cast<u16>(pack<Element>(acc[j] * inverse, 0.0f));
     if (lse != nullptr && lane == 0) {
         const float scale = fabsf(static_cast<float>(arguments.scale));
         *lse = l == 0.0f ? -infinity() : m * scale + logf(l);
     }
 }
 
-// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. O goes to the warp's
-// rows in the place of Q. cut: the mask cuts some of the key tiles.
-__device__ __forceinline__ void store(
-    const ForwardArguments& arguments, TileOfHead where, u32 out_tile, float (&acc)[O_COUNT],
-    const Rows& rows, float c, bool cut) {
-    constexpr float LN_2 = 0.6931471805599453f;
-    const Shape& shape = arguments.shape;
-    const int lane = threadIdx.x % 32, warp_row = (threadIdx.x / 32 - 4) * 16;
-    const int tile_start = where.tile * BLOCK_Q;
-    float* lse = static_cast<float*>(arguments.lse);
-    if (lse != nullptr)
-        lse += (static_cast<i64>(where.batch) * shape.num_heads_q + where.head) * shape.seqlen_q
-             + tile_start;
-
-    // Of both rows. A NaN or an infinity in V spreads where it is seen. In a tile that the mask
-    // cuts it spreads to all rows, as 0 * NaN.
-    bool exact = true;
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = warp_row + lane / 4 + half * 8;
-        const float m = rows.m[half], l = quad_sum(rows.l[half]);
-        const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-        #pragma unroll
-        for (int j = 0; j < O_COUNT / 4; ++j)
-            #pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                float& o = acc[j * 4 + half * 2 + x];
-                o *= inverse;
-                if (cut) exact &= fabsf(o) < infinity();
-            }
-        const float subtracted = reference(m, c);
-        exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
-        if (lse != nullptr && lane % 4 == 0 && tile_start + row < shape.seqlen_q) {
-            const float scale = fabsf(static_cast<float>(arguments.scale));
-            const float rest = l == 0.0f ? 0.0f : fmaf(m, c, -subtracted) * LN_2;
-            lse[row] = l == 0.0f ? -infinity() : m * scale + (logf(l) - rest);
-        }
-    }
-
-    const u32 chunk_of_lane = out_tile + tile_offset<BLOCK_Q>(warp_row + lane % 16, lane / 16 * 8);
-    #pragma unroll
-    for (int j = 0; j < O_COUNT / 8; ++j) {                 // 16 rows, 16 columns
-        const u32 panel = j / 4 * (BLOCK_Q * PANEL_ROW_BYTES);
-        stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + panel,
-                    pack<Element>(acc[j * 8], acc[j * 8 + 1]),
-                    pack<Element>(acc[j * 8 + 2], acc[j * 8 + 3]),
-                    pack<Element>(acc[j * 8 + 4], acc[j * 8 + 5]),
-                    pack<Element>(acc[j * 8 + 6], acc[j * 8 + 7]));
-    }
-    u32 inexact = __ballot_sync(WHOLE_WARP, !exact);
-    if (inexact != 0) {
-        __syncwarp();
-        for (int i = 0; i < 16; ++i) {
-            const int row = warp_row + i;
-            if ((inexact >> i % 8 * 4 & 0xF) == 0 || tile_start + row >= shape.seqlen_q) continue;
-            exact_row(arguments, where, out_tile, row, c, lse == nullptr ? nullptr : lse + row);
+// Computes again what begins with a NaN, in the warp's rows of all the block's tiles. That may be
+// the result, too.
+__device__ __forceinline__ void compute_inexact(
+    const ForwardWgmmaArguments& arguments, int warp_row, float c) {
+    const ForwardArguments& arrays = arguments.arrays;
+    TileWalk tiles{arguments.deal, arrays.shape.num_heads_q};
+    __syncwarp();                                           // the warp's stores are done
+    for (;;) {
+        const TileOfHead where = tiles.next();
+        if (where.tile < 0) return;
+        const int num_rows = arrays.shape.seqlen_q - where.tile * BLOCK_Q;
+        for (int row = warp_row; row < min(warp_row + 16, num_rows); ++row) {
+            Element* out = out_of(arrays, where) + row * arrays.out_stride.token;
+            float* lse = lse_of(arrays, where);
+            const bool marked = !(fabsf(to_float(out[0])) <= infinity());
+            __syncwarp();                                   // before exact_row writes there
+            if (marked) exact_row(arrays, where, row, c, out, lse == nullptr ? lse : lse + row);
         }
     }
 }
+
+// ---- All of it ----
 
 __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& arguments,
                                             SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group = threadIdx.x / WARPGROUP - 1;
     const int lane = threadIdx.x % 32, group_row = group * 64;
-    const int lane_row = (threadIdx.x / 32 - 4) * 16 + lane / 4;
+    const int warp_row = (threadIdx.x / 32 - 4) * 16, lane_row = warp_row + lane / 4;
     const float scale = fabsf(static_cast<float>(arguments.arrays.scale));
     const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
     const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
@@ -311,16 +396,17 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
 
     float s[S_COUNT], acc[O_COUNT], rescale[2];
     bool started = false;                                   // acc holds something
+    bool exact = true;                                      // all rows so far
     u32 p[P_COUNT];
     Rows rows = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
     Ring<Q_STAGES> q;
-    Ring<KV_STAGES> v, k;                                   // k: one step ahead
+    Ring<KV_STAGES> k, v{KV_STAGES - 1, 1};                 // v: of P, the last key tile; k: the next
 
     const auto await_turn = [&] {
-        barrier_sync(FIRST_TURN + group, TURN_THREADS);
+        if (TAKE_TURNS) barrier_sync(FIRST_TURN + group, TURN_THREADS);
     };
     const auto pass_turn = [&] {
-        barrier_arrive(FIRST_TURN + (group + 1) % MATH_WARPGROUPS, TURN_THREADS);
+        if (TAKE_TURNS) barrier_arrive(FIRST_TURN + (group + 1) % MATH_WARPGROUPS, TURN_THREADS);
     };
     const auto issue_scores = [&] {
         multiply_transposed<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
@@ -334,22 +420,50 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         wgmma_commit();
         started = true;
     };
+    const auto await_output = [&] {
+        wgmma_wait<0>();
+        keep_here(acc);
+        if (lane == 0) mbarrier_arrive(v_empty + 8 * v.stage);
+    };
 
-    // The first S, alone. There are no more blocks than tiles.
-    if (group == MATH_WARPGROUPS - 1) pass_turn();
-    wait(q_full, 0);
-    Work now = shared.work[0];
-    wait(k_full, 0);
-    await_turn();
-    wgmma_fence();
-    issue_scores();
-    pass_turn();
-    wgmma_wait<0>();
-    keep_here(s);
-    if (lane == 0) mbarrier_arrive(k_empty);
-    apply_mask(s, mask, now.where.tile * BLOCK_Q + lane_row, (now.num_visited - 1) * BLOCK_K);
-    softmax<true>(s, rows, c, rescale);
-    pack_scores(p, s);
+    // Of the query tile at hand: the lane's first row, and the key tiles that the warpgroup visits.
+    // Of those that are loaded it may have no use for the last few. To leave them out it must have
+    // waited for them, but without giving back the one that P waits for: KV_STAGES - 1 at most.
+    int first_row, num_skipped;
+    KeyTiles visited;
+    const auto begin_tile = [&] {
+        wait(q_full + 8 * q.stage, q.parity);
+        const Work& work = shared.work[work_place(q)];
+        if (work.where.tile < 0) return false;
+        first_row = work.where.tile * BLOCK_Q + lane_row;
+        visited = key_tiles<64>(mask, work.where.tile * BLOCK_Q + group_row);
+        if (work.where.tile * BLOCK_Q + group_row >= shape.seqlen_q) visited.num_visited = 1;
+        num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
+        visited.num_visited = work.num_visited - num_skipped;
+        return true;
+    };
+    const auto skip_tiles = [&] {
+        for (int i = 0; i < num_skipped; ++i) {
+            wait(k_full + 8 * k.stage, k.parity);
+            await_turn();
+            pass_turn();
+            if (lane == 0) mbarrier_arrive(k_empty + 8 * k.stage);
+            wait(v_full + 8 * k.stage, k.parity);
+            if (lane == 0) mbarrier_arrive(v_empty + 8 * k.stage);
+            k.next();
+        }
+    };
+
+    // Of key tile `tile`. A single place of Q is given back after its last S.
+    const auto scores_done = [&](int tile) {
+        keep_here(s);
+        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.stage);
+        if (Q_STAGES == 1 && tile == 0 && lane == 0) mbarrier_arrive(q_empty);
+    };
+    const auto mask_scores = [&](int tile) {
+        if (tile < visited.num_full) return;
+        apply_mask(s, mask, first_row, tile * BLOCK_K);
+    };
 
     // The place of Q from which the warp's rows are on their way out, -1 if none: it is given back
     // a step later, when they surely have been read.
@@ -362,34 +476,65 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         unread = -1;
     };
 
-    // The tile of queries at a place of Q is done: its rows to shared memory, and from there out.
+    // The rows of the query tile whose work is at `place`: out through the place of its Q, or from
+    // the registers if there is only one, which is taken again.
     const auto finish = [&](int place) {
-        const Work of = shared.work[place];
-        const TileOfHead where = of.where;
-        const u32 out_tile = shared_address(&shared.q_then_out)
+        const TileOfHead where = shared.work[place].where;
+        const ForwardArguments& arrays = arguments.arrays;
+        const int num_rows = shape.seqlen_q - where.tile * BLOCK_Q;
+        exact &= normalise(arrays, acc, rows, c, lane_row, num_rows, lse_of(arrays, where));
+        if constexpr (Q_STAGES > 1) {
+            const u32 tile = shared_address(&shared.q_then_out)
                            + place * static_cast<int>(sizeof(shared.q_then_out[0]));
-        store(arguments.arrays, where, out_tile, acc, rows, c, of.num_full < of.num_visited);
-        fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) {
-            const int row = lane_row;                       // the warp's first, as lane is 0
-            #pragma unroll
-            for (int panel = 0; panel < num_panels(HEAD_DIM_V); ++panel)
-                tma_store(arguments.out_map, out_tile + (panel * BLOCK_Q + row) * PANEL_ROW_BYTES,
-                          panel * PANEL_COLUMNS, where.tile * BLOCK_Q + row, where.head,
-                          where.batch);
-            tma_store_commit();
+            store_to_tile(tile + warp_row * PANEL_ROW_BYTES, acc);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) {
+                #pragma unroll
+                for (int panel = 0; panel < num_panels(HEAD_DIM_V); ++panel)
+                    tma_store(arguments.out_map,
+                              tile + (panel * BLOCK_Q + warp_row) * PANEL_ROW_BYTES,
+                              panel * PANEL_COLUMNS, where.tile * BLOCK_Q + warp_row, where.head,
+                              where.batch);
+                tma_store_commit();
+            }
+            unread = place;
+        } else {
+            const i64 stride = arrays.out_stride.token;
+            store_to_array(out_of(arrays, where) + lane_row * stride, stride, acc, lane_row,
+                           num_rows, shape.head_dim_v);
         }
-        unread = place;
         started = false;
+        rows = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
     };
 
-    // One step: S of key tile `tile` of `now`, acc += P V of the one before. P becomes that of
-    // `tile`. new_rows: the one before was the last of another query tile, whose Q is at the place
-    // `done`.
+    // The first S of a query tile, alone; the rows of the one before go out meanwhile.
+    const auto first_step = [&](auto meanwhile) {
+        k = v;
+        k.next();
+        skip_tiles();
+        const int tile = visited.num_visited - 1;
+        wait(k_full + 8 * k.stage, k.parity);
+        await_turn();
+        keep_here(s);
+        wgmma_fence();
+        issue_scores();
+        pass_turn();
+        meanwhile();
+        wgmma_wait<0>();
+        scores_done(tile);
+        mask_scores(tile);
+        softmax<true>(s, rows, c, rescale);
+        v = k;
+        pack_scores(p, s);
+    };
+
+    // One step: S of key tile `tile`, acc += P V of the one before. P becomes that of `tile`.
+    // new_rows: the one before was the last of another query tile, whose work is at place `done`.
     const auto step = [&](int tile, auto masked, auto new_rows, int done) {
         k = v;
         k.next();
+        if constexpr (new_rows.value) skip_tiles();
         wait(k_full + 8 * k.stage, k.parity);
         await_turn();
         keep_here(acc);
@@ -401,22 +546,15 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         issue_output();
         pass_turn();
         wgmma_wait<1>();
-        keep_here(s);
-        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.stage);
+        scores_done(tile);
         if constexpr (new_rows.value) {
-            wgmma_wait<0>();
-            keep_here(acc);
-            if (lane == 0) mbarrier_arrive(v_empty + 8 * v.stage);
+            await_output();
             finish(done);
-            rows = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
         }
-        if (masked.value && tile >= now.num_full)
-            apply_mask(s, mask, now.where.tile * BLOCK_Q + lane_row, tile * BLOCK_K);
+        if constexpr (masked.value) mask_scores(tile);
         softmax<masked.value>(s, rows, c, rescale);
         if constexpr (!new_rows.value) {
-            wgmma_wait<0>();
-            keep_here(acc);
-            if (lane == 0) mbarrier_arrive(v_empty + 8 * v.stage);
+            await_output();
             #pragma unroll
             for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
             release_place();
@@ -425,34 +563,44 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         pack_scores(p, s);
     };
 
+    // The last P V, alone.
+    const auto last_step = [&] {
+        wait(v_full + 8 * v.stage, v.parity);
+        keep_here(acc);
+        wgmma_fence();
+        issue_output();
+        await_output();
+    };
+
+    // There are no more blocks than tiles.
+    if (group == MATH_WARPGROUPS - 1) pass_turn();
+    begin_tile();
+    first_step([] {});
     for (;;) {
-        int tile = now.num_visited - 2;
-        for (; tile >= now.num_full; --tile) step(tile, Bool<true>{}, Bool<false>{}, -1);
+        int tile = visited.num_visited - 2;
+        for (; tile >= visited.num_full; --tile) step(tile, Bool<true>{}, Bool<false>{}, -1);
         for (; tile >= 0; --tile) step(tile, Bool<false>{}, Bool<false>{}, -1);
         release_place();
-        const int place = q.stage;
+        const int done = work_place(q);
+        if constexpr (Q_STAGES == 1) last_step();
         q.next();
-        wait(q_full + 8 * q.stage, q.parity);
-        now = shared.work[q.stage];
-        if (now.where.tile < 0) {
-            q.stage = place;
+        const bool more = begin_tile();
+        if (!more) {
+            if constexpr (Q_STAGES > 1) {
+                last_step();
+                barrier_sync(FIRST_ROWS_OUT + group, WARPGROUP);
+            }
+            finish(done);
             break;
         }
-        step(now.num_visited - 1, Bool<true>{}, Bool<true>{}, place);
+        if constexpr (Q_STAGES == 1)
+            first_step([&] { finish(done); });
+        else
+            step(visited.num_visited - 1, Bool<true>{}, Bool<true>{}, done);
     }
-
-    // The last P V, alone.
-    wait(v_full + 8 * v.stage, v.parity);
-    await_turn();
-    keep_here(acc);
-    wgmma_fence();
-    issue_output();
-    pass_turn();
-    wgmma_wait<0>();
-    keep_here(acc);
-    finish(q.stage);
-    release_place();                                        // shared memory ends with the block
     if (group == 0) await_turn();                           // takes back the first turn
+    if (Q_STAGES > 1 && lane == 0) tma_store_wait<0>();
+    if (!exact) compute_inexact(arguments, warp_row, c);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

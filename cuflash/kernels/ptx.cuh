@@ -285,6 +285,11 @@ template <int PENDING> __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
 }
 
+// The same until they have written what all threads then see.
+template <int PENDING> __device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
 // Four 8 x 8 matrices to shared memory, as ldmatrix_x4 reads them. PTX ISA: stmatrix.
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"

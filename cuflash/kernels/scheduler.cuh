@@ -16,3 +16,35 @@ inline TileOfHead tile_of_block(
     const int pair = first_pair + rest % pairs;
     return {rest / pairs, pair % num_heads, pair / num_heads};
 }
+
+// The tiles of a block that takes one after another: items i, i + gridDim.x, ... of all. All blocks
+// go through the heads together, so that few of them are at work at once and their keys stay in L2.
+//
+// A pair is a head's longest tile and its shortest, its second longest and its second shortest, and
+// so on: where tile i is longer than tile i - 1 by always as much, all pairs take as long. Then come
+// the single tiles, as those of odd numbers' middles.
+struct TileWalk {
+    const Deal& deal;
+    int num_heads;
+    int half_item = 2 * blockIdx.x;     // 2 i, then 2 i + 1, of pairs i; then 2 i of single tiles i
+
+    // The next tile, or a tile of -1 after the last.
+    __device__ __forceinline__ TileOfHead next() {
+        int item = half_item / 2, tile, head;
+        if (item < deal.paired_items) {
+            const bool second = half_item % 2 != 0;
+            head = item / deal.pairs;
+            tile = item % deal.pairs;
+            if (!second) tile = 2 * deal.pairs + deal.singles - 1 - tile;
+            half_item += second ? 2 * gridDim.x - 1 : 1;
+        } else if (item < deal.items) {
+            item -= deal.paired_items;
+            head = item / deal.singles;
+            tile = deal.pairs + deal.singles - 1 - item % deal.singles;
+            half_item += 2 * gridDim.x;
+        } else {
+            return {-1, 0, 0};
+        }
+        return {tile, head % num_heads, head / num_heads};
+    }
+};

@@ -118,6 +118,18 @@ __device__ __forceinline__ bool loaded_nonfinite(u32 tile) {
     return found != 0;
 }
 
+// Writes the first num_columns elements of a chunk, all at once where that is `aligned`.
+__device__ __forceinline__ void store_chunk(u16* to, uint4 chunk, int num_columns, bool aligned) {
+    if (aligned && CHUNK_ELEMENTS <= num_columns) {
+        *reinterpret_cast<uint4*>(to) = chunk;
+    } else {
+        const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+        #pragma unroll
+        for (int i = 0; i < CHUNK_ELEMENTS; ++i)
+            if (i < num_columns) to[i] = static_cast<u16>(words[i / 2] >> (i % 2 * 16));
+    }
+}
+
 // Copies ROWS rows of a tile of TILE_ROWS rows, from row first_row on, to `target`, whose rows are
 // `stride` elements apart: num_columns columns of the first num_rows of them. `aligned`: 16 bytes
 // at a time, which rows_aligned allows. By THREADS threads, numbered by `thread`.
@@ -128,16 +140,7 @@ __device__ __forceinline__ void store_tile(
     for_each_chunk<ROWS, COLUMNS, THREADS>(thread, [&](int row, int column) {
         if (row >= num_rows) return;
         const uint4 chunk = load_shared_16(tile + tile_offset<TILE_ROWS>(first_row + row, column));
-        u16* to = target + row * stride + column;
-        if (aligned && column + CHUNK_ELEMENTS <= num_columns) {
-            *reinterpret_cast<uint4*>(to) = chunk;
-        } else {
-            const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-            #pragma unroll
-            for (int i = 0; i < CHUNK_ELEMENTS; ++i)
-                if (column + i < num_columns)
-                    to[i] = static_cast<u16>(words[i / 2] >> (i % 2 * 16));
-        }
+        store_chunk(target + row * stride + column, chunk, num_columns - column, aligned);
     });
 }
 

@@ -24,6 +24,10 @@ struct Shape { int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_di
 // How many (batch, head) pairs work through their tiles side by side: scheduler.cuh.
 struct Schedule { int heads_per_section; };
 
+// How tiles are dealt to blocks that take one after another: scheduler.cuh. A head has so many pairs
+// of tiles and single tiles, all heads together so many items, pairs and single tiles.
+struct Deal { int pairs, singles, paired_items, items; };
+
 // lse and delta are contiguous (batch, num_heads_q, seqlen_q) arrays of Accumulator<Element>.
 struct ForwardArguments {
     const void* q; const void* k; const void* v;
@@ -63,6 +67,7 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 struct ForwardWgmmaArguments {
     TensorMap q_map, k_map, v_map, out_map;
     ForwardArguments arrays;
+    Deal deal;
 };
 
 // A compile-time truth as a function argument: `if constexpr (masked.value)`.

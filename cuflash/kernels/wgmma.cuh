@@ -15,9 +15,10 @@ __device__ __forceinline__ u64 descriptor(u32 address, int panel_bytes) {
          | (PATTERN_BYTES >> 4) << 32 | SWIZZLE_128;
 }
 
-// The same with the address so many bytes further on.
+// The same with the address so many bytes further on: the sum stays in the lower half.
 __device__ __forceinline__ u64 advance(u64 descriptor, int bytes) {
-    return descriptor + (bytes >> 4);
+    const u32 low = static_cast<u32>(descriptor) + (bytes >> 4);
+    return descriptor >> 32 << 32 | low;
 }
 
 // Where 16 columns that a product sums over begin in a tile of ROWS rows: bytes from its start.
