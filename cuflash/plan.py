@@ -500,7 +500,7 @@ _WGMMA_HEAD_DIMS = (64, 96, 128, 192, 256)
 # take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
 # to spill, 132 with three was.
 _WGMMA_REGISTERS = {2: 196, 3: 128}
-_MBARRIER_BYTES, _WORK_BYTES = 8, 16
+_MBARRIER_BYTES, _WORK_BYTES = 8, 20
 
 
 def _wgmma_head_dims(problem: Problem) -> tuple[int, int] | None:

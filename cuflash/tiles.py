@@ -58,7 +58,7 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
     if (family, direction) == ("wgmma", "forward"):
         # A warpgroup has 64 queries; one more loads.
         for q, k, stages in product(
-            (128, 192), (128, 176, 112, 96, 80, 64), (4, 3, 2)
+            (128, 192), (128, 176, 160, 144, 112, 96, 80, 64), (4, 3, 2)
         ):
             yield Tile(q, k, (q // 64 + 1) * 4, num_stages=stages)
     elif (family, direction) == ("mma", "forward"):

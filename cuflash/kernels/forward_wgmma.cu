@@ -31,10 +31,10 @@
 #include "softmax.cuh"
 #include "wgmma.cuh"
 
-constexpr int MATH_WARPGROUPS = BLOCK_Q / 64, MATH_WARPS = MATH_WARPGROUPS * 4;
+constexpr int GROUP_ROWS = 64;                              // queries of a math warpgroup
+constexpr int MATH_WARPGROUPS = BLOCK_Q / GROUP_ROWS, MATH_WARPS = MATH_WARPGROUPS * 4;
 constexpr int THREADS = (1 + MATH_WARPGROUPS) * WARPGROUP;
 constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4;
-constexpr bool TAKE_TURNS = true;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 // Work goes with its Q, and is read until the rows are out.
@@ -46,9 +46,11 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
 static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 elements");
 
+// Queries of a head from the first one on, num_rows of them. None are left if that is 0.
+struct Queries { int first, num_rows, head, batch; };
+
 // A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
-// There is none after a tile of -1.
-struct Work { TileOfHead where; int num_visited; };
+struct Work { Queries queries; int num_visited; };
 
 struct SharedPlan {
     Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
@@ -69,17 +71,28 @@ constexpr int FIRST_ROWS_OUT = FIRST_TURN + MATH_WARPGROUPS;
 
 // ---- The warpgroup that loads ----
 
-// Of ROWS queries from first_row on. At least one tile is visited.
-template <int ROWS>
-__device__ __forceinline__ KeyTiles key_tiles(const Mask<CAUSAL>& mask, int first_row) {
-    const KeyTiles tiles = mask.key_tiles(first_row, ROWS, BLOCK_K);
+// The key tiles of num_rows queries. At least one is visited.
+__device__ __forceinline__ KeyTiles key_tiles(
+    const Mask<CAUSAL>& mask, int first_row, int num_rows) {
+    const KeyTiles tiles = mask.key_tiles(first_row, num_rows, BLOCK_K);
     return {tiles.num_full, max(tiles.num_visited, 1)};
 }
 
+// A tile that is not full, but of whole warpgroups' queries, comes where queries see least: under
+// the causal mask first, else last.
+__device__ __forceinline__ Queries queries_of_tile(TileOfHead where, const Shape& shape) {
+    if (where.tile < 0) return {0, 0, 0, 0};
+    const int length = shape.seqlen_q, groups = (length + GROUP_ROWS - 1) / GROUP_ROWS;
+    const int lacking = CAUSAL
+        ? (MATH_WARPGROUPS - 1 - (groups - 1) % MATH_WARPGROUPS) * GROUP_ROWS : 0;
+    const int first = where.tile * BLOCK_Q - lacking, end = min(first + BLOCK_Q, length);
+    return {max(first, 0), end - max(first, 0), where.head, where.batch};
+}
+
 __device__ __forceinline__ Work next_work(TileWalk& walk, const Shape& shape) {
-    const TileOfHead where = walk.next();
+    const Queries queries = queries_of_tile(walk.next(), shape);
     const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    return {where, key_tiles<BLOCK_Q>(mask, max(where.tile, 0) * BLOCK_Q).num_visited};
+    return {queries, key_tiles(mask, queries.first, queries.num_rows).num_visited};
 }
 
 // One tile, a panel of 64 columns at a time.
@@ -104,13 +117,13 @@ __device__ __forceinline__ void load_queries(const ForwardWgmmaArguments& argume
         const u32 full = shared_address(&shared.q_full[ring.stage]);
         wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
         shared.work[work_place(ring)] = now;
-        if (now.where.tile < 0) {
+        if (now.queries.num_rows == 0) {
             mbarrier_arrive(full);
             return;
         }
         load<BLOCK_Q, HEAD_DIM>(
             shared_address(&shared.q_then_out[ring.stage]), arguments.q_map, full,
-            now.where.tile * BLOCK_Q, now.where.head, now.where.batch);
+            now.queries.first, now.queries.head, now.queries.batch);
     }
 }
 
@@ -122,8 +135,8 @@ __device__ __forceinline__ void load_keys(const ForwardWgmmaArguments& arguments
     Ring<KV_STAGES> ring;
     for (;;) {
         const Work now = next_work(tiles, shape);
-        if (now.where.tile < 0) return;
-        const int batch = now.where.batch, head = now.where.head / group_size;
+        if (now.queries.num_rows == 0) return;
+        const int batch = now.queries.batch, head = now.queries.head / group_size;
         for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_K, HEAD_DIM>(
@@ -234,19 +247,19 @@ __device__ __forceinline__ bool normalise(
     return inexact == 0;
 }
 
-// The array of a tile's lse, null if there is none.
-__device__ __forceinline__ float* lse_of(const ForwardArguments& arguments, TileOfHead where) {
+// Where lse of the first of the queries belongs, null if it is not wanted.
+__device__ __forceinline__ float* lse_of(const ForwardArguments& arguments, Queries queries) {
     const Shape& shape = arguments.shape;
     if (arguments.lse == nullptr) return nullptr;
-    const i64 rows = (i64{where.batch} * shape.num_heads_q + where.head) * shape.seqlen_q;
-    return static_cast<float*>(arguments.lse) + rows + where.tile * BLOCK_Q;
+    const i64 rows = (i64{queries.batch} * shape.num_heads_q + queries.head) * shape.seqlen_q;
+    return static_cast<float*>(arguments.lse) + rows + queries.first;
 }
 
-// The first row of a tile of O.
-__device__ __forceinline__ Element* out_of(const ForwardArguments& arguments, TileOfHead where) {
+// The row of O of the first of the queries.
+__device__ __forceinline__ Element* out_of(const ForwardArguments& arguments, Queries queries) {
     const Strides stride = arguments.out_stride;
-    return static_cast<Element*>(arguments.out) + where.batch * stride.batch
-         + where.head * stride.head + i64{where.tile} * BLOCK_Q * stride.token;
+    return static_cast<Element*>(arguments.out) + queries.batch * stride.batch
+         + queries.head * stride.head + queries.first * stride.token;
 }
 
 // The warp's 16 rows of O as a tile of BLOCK_Q rows, from the row on at which `rows` points.
@@ -306,19 +319,19 @@ __device__ __forceinline__ void store_to_array(
 
 // One row from the definition, by one warp.
 __device__ __forceinline__ void exact_row(
-    const ForwardArguments& arguments, TileOfHead where, int row, float c, Element* out,
+    const ForwardArguments& arguments, int query, int head, int batch, float c, Element* out,
     float* lse) {
     const Shape& shape = arguments.shape;
-    const int lane = threadIdx.x % 32, query = where.tile * BLOCK_Q + row;
-    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
+    const int lane = threadIdx.x % 32;
+    const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
     const int seen = Mask<CAUSAL>{shape.seqlen_q, shape.seqlen_k}.num_keys(query);
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
     const Element* q = static_cast<const Element*>(arguments.q)
-                     + where.batch * qs.batch + where.head * qs.head + query * qs.token;
+                     + batch * qs.batch + head * qs.head + query * qs.token;
     const Element* k = static_cast<const Element*>(arguments.k)
-                     + where.batch * ks.batch + kv_head * ks.head;
+                     + batch * ks.batch + kv_head * ks.head;
     const Element* v = static_cast<const Element*>(arguments.v)
-                     + where.batch * vs.batch + kv_head * vs.head;
+                     + batch * vs.batch + kv_head * vs.head;
     const auto score = [&](int key) {
         float s = 0.0f;
         for (int d = 0; d < shape.head_dim; ++d)
@@ -361,15 +374,16 @@ __device__ __forceinline__ void compute_inexact(
     TileWalk tiles{arguments.deal, arrays.shape.num_heads_q};
     __syncwarp();                                           // the warp's stores are done
     for (;;) {
-        const TileOfHead where = tiles.next();
-        if (where.tile < 0) return;
-        const int num_rows = arrays.shape.seqlen_q - where.tile * BLOCK_Q;
-        for (int row = warp_row; row < min(warp_row + 16, num_rows); ++row) {
-            Element* out = out_of(arrays, where) + row * arrays.out_stride.token;
-            float* lse = lse_of(arrays, where);
+        const Queries queries = queries_of_tile(tiles.next(), arrays.shape);
+        if (queries.num_rows == 0) return;
+        for (int row = warp_row; row < min(warp_row + 16, queries.num_rows); ++row) {
+            Element* out = out_of(arrays, queries) + row * arrays.out_stride.token;
+            float* lse = lse_of(arrays, queries);
             const bool marked = !(fabsf(to_float(out[0])) <= infinity());
             __syncwarp();                                   // before exact_row writes there
-            if (marked) exact_row(arrays, where, row, c, out, lse == nullptr ? lse : lse + row);
+            if (marked)
+                exact_row(arrays, queries.first + row, queries.head, queries.batch, c, out,
+                          lse == nullptr ? lse : lse + row);
         }
     }
 }
@@ -380,7 +394,7 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
                                             SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group = threadIdx.x / WARPGROUP - 1;
-    const int lane = threadIdx.x % 32, group_row = group * 64;
+    const int lane = threadIdx.x % 32, group_row = group * GROUP_ROWS;
     const int warp_row = (threadIdx.x / 32 - 4) * 16, lane_row = warp_row + lane / 4;
     const float scale = fabsf(static_cast<float>(arguments.arrays.scale));
     const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
@@ -403,10 +417,10 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     Ring<KV_STAGES> k, v{KV_STAGES - 1, 1};                 // v: of P, the last key tile; k: the next
 
     const auto await_turn = [&] {
-        if (TAKE_TURNS) barrier_sync(FIRST_TURN + group, TURN_THREADS);
+        barrier_sync(FIRST_TURN + group, TURN_THREADS);
     };
     const auto pass_turn = [&] {
-        if (TAKE_TURNS) barrier_arrive(FIRST_TURN + (group + 1) % MATH_WARPGROUPS, TURN_THREADS);
+        barrier_arrive(FIRST_TURN + (group + 1) % MATH_WARPGROUPS, TURN_THREADS);
     };
     const auto issue_scores = [&] {
         multiply_transposed<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
@@ -434,10 +448,10 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     const auto begin_tile = [&] {
         wait(q_full + 8 * q.stage, q.parity);
         const Work& work = shared.work[work_place(q)];
-        if (work.where.tile < 0) return false;
-        first_row = work.where.tile * BLOCK_Q + lane_row;
-        visited = key_tiles<64>(mask, work.where.tile * BLOCK_Q + group_row);
-        if (work.where.tile * BLOCK_Q + group_row >= shape.seqlen_q) visited.num_visited = 1;
+        if (work.queries.num_rows == 0) return false;
+        first_row = work.queries.first + lane_row;
+        visited = key_tiles(mask, work.queries.first + group_row, GROUP_ROWS);
+        if (group_row >= work.queries.num_rows) visited.num_visited = 1;
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
         return true;
@@ -479,30 +493,30 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     // The rows of the query tile whose work is at `place`: out through the place of its Q, or from
     // the registers if there is only one, which is taken again.
     const auto finish = [&](int place) {
-        const TileOfHead where = shared.work[place].where;
+        const Queries queries = shared.work[place].queries;
         const ForwardArguments& arrays = arguments.arrays;
-        const int num_rows = shape.seqlen_q - where.tile * BLOCK_Q;
-        exact &= normalise(arrays, acc, rows, c, lane_row, num_rows, lse_of(arrays, where));
+        exact &= normalise(
+            arrays, acc, rows, c, lane_row, queries.num_rows, lse_of(arrays, queries));
         if constexpr (Q_STAGES > 1) {
             const u32 tile = shared_address(&shared.q_then_out)
                            + place * static_cast<int>(sizeof(shared.q_then_out[0]));
             store_to_tile(tile + warp_row * PANEL_ROW_BYTES, acc);
             fence_async_proxy();
             __syncwarp();
-            if (lane == 0) {
+            if (lane == 0 && warp_row < queries.num_rows) {
                 #pragma unroll
                 for (int panel = 0; panel < num_panels(HEAD_DIM_V); ++panel)
                     tma_store(arguments.out_map,
                               tile + (panel * BLOCK_Q + warp_row) * PANEL_ROW_BYTES,
-                              panel * PANEL_COLUMNS, where.tile * BLOCK_Q + warp_row, where.head,
-                              where.batch);
+                              panel * PANEL_COLUMNS, queries.first + warp_row, queries.head,
+                              queries.batch);
                 tma_store_commit();
             }
             unread = place;
         } else {
             const i64 stride = arrays.out_stride.token;
-            store_to_array(out_of(arrays, where) + lane_row * stride, stride, acc, lane_row,
-                           num_rows, shape.head_dim_v);
+            store_to_array(out_of(arrays, queries) + lane_row * stride, stride, acc, lane_row,
+                           queries.num_rows, shape.head_dim_v);
         }
         started = false;
         rows = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
