@@ -268,6 +268,7 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         problem.direction,
         max(problem.head_dim, problem.head_dim_v),
         problem.causal,
+        problem.seqlen_k,
     )
     if tuned and _fits(problem, device, family, tuned):
         legal.insert(0, tuned)

@@ -79,12 +79,18 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
 
 @functools.cache
 def tuned(
-    capability: int, family: str, direction: str, head_dim: int, causal: bool
+    capability: int,
+    family: str,
+    direction: str,
+    head_dim: int,
+    causal: bool,
+    seqlen_k: int,
 ) -> Tile | None:
     """The tuned tile of the newest architecture up to `capability`.
 
-    Its entry for the smallest head_dim that is at least the one asked for;
-    None if there is none.
+    Its entry for the smallest head_dim that is at least the one asked for,
+    and of those the last that begins with so many keys (`from_seqlen`, 0 if
+    it is not said). None if there is none.
     """
     known = sorted(int(file.stem[3:]) for file in TABLES.glob("sm_*.json"))
     for arch in reversed([x for x in known if x <= capability]):
@@ -95,8 +101,12 @@ def tuned(
             if (entry["family"], entry["direction"]) == (family, direction)
             and entry["head_dim"] >= head_dim
             and entry["causal"] in (causal, None)
+            and entry.get("from_seqlen", 0) <= seqlen_k
         ]
         if fitting:
-            best = min(fitting, key=lambda entry: entry["head_dim"])
+            best = min(
+                fitting,
+                key=lambda x: (x["head_dim"], -x.get("from_seqlen", 0)),
+            )
             return Tile(**best["tile"])
     return None

@@ -118,18 +118,30 @@ def test_one_block_may_be_asked_for_alone(direction, name):
 @both_directions
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_tuned_tile_is_taken(direction, arch, head_dim):
+@pytest.mark.parametrize("seqlen", [512, 8192])
+def test_the_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
     """A table's tile that did not fit would be passed over in silence."""
-    decided = planned(direction, head_dim=head_dim, arch=arch)
+    decided = planned(
+        direction, head_dim=head_dim, arch=arch, seqlen_k=seqlen
+    )
     tuned = tiles.tuned(
         device_of_arch(arch).capability,
         decided.family,
         direction,
         head_dim,
         True,
+        seqlen,
     )
     assert tuned is not None
     assert decided.tile == tuned
+
+
+def test_long_rows_have_tiles_of_their_own():
+    short, long = (
+        planned("forward", head_dim=128, arch="sm_90a", seqlen_k=n).tile
+        for n in (4095, 4096)
+    )
+    assert short.block_k < long.block_k
 
 
 @pytest.mark.parametrize(
