@@ -2,11 +2,14 @@
 
 They mirror the structs of ``kernels/types.cuh`` by name and field by field:
 an array without axes of such a dtype is passed to a kernel by value.
-Pointers are addresses, strides count elements.
+Pointers are addresses, strides count elements. What differs between calls
+that are alike, maps and pointers, comes first: see `Template`.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,45 @@ import numpy as np
 
 def _struct(*fields: tuple[str, Any]) -> np.dtype:
     return np.dtype(list(fields), align=True)
+
+
+class Template:
+    """An argument struct that lacks its TensorMaps and pointers alone.
+
+    Parameters
+    ----------
+    kind : dtype
+        One of the structs below.
+    **constants
+        Its other fields, and those of its field ``arrays``.
+    """
+
+    def __init__(self, kind: np.dtype, **constants: Any) -> None:
+        filled = np.zeros((), kind)
+        for name, value in constants.items():
+            fields = filled if name in kind.names else filled["arrays"]
+            fields[name] = value
+        leaves = [*_leaves(kind)]
+        maps, pointers = leaves.count(TensorMap), leaves.count(np.uint64)
+        self._kind = kind
+        self._first = struct.Struct(
+            "=" + f"{TensorMap.itemsize}s" * maps + f"{pointers}Q"
+        )
+        self._rest = filled.tobytes()[self._first.size :]
+
+    def fill(self, maps: Iterable[bytes], pointers: Iterable[int]) -> Any:
+        """The struct as an array without axes."""
+        first = self._first.pack(*maps, *pointers)
+        return np.ndarray((), self._kind, first + self._rest)
+
+
+def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
+    """The dtypes of a struct's fields, and of theirs, in order."""
+    if kind.names is None or kind == TensorMap:
+        yield kind
+        return
+    for name in kind.names:
+        yield from _leaves(kind[name])
 
 
 def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:

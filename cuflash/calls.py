@@ -1,12 +1,19 @@
 """From a checked call to launches: outputs, aligned copies, arguments.
 
+All that follows from a call's signature is decided once and kept, as its
+`Recipe`: the plan, which inputs have to be copied, every constant of the
+argument struct. What is left for a call like one before are its addresses.
+
 What a call needs of its arrays' library and of a device is a `Machine`:
 `launch` has CuPy's, the emulator NumPy's.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,37 +23,104 @@ from cuflash.arguments import (
     ForwardArguments,
     ForwardWgmmaArguments,
     MergeArguments,
+    Template,
 )
 from cuflash.plan import Device, Family, Plan, plan
-from cuflash.problem import Call, Problem
+from cuflash.problem import Call, Layout, Problem, Signature
+
+
+class Target(Protocol):
+    """What recipes are made for and remembered by."""
+
+    @property
+    def family(self) -> Family | None:
+        """The kernel family that is asked for."""
+
+    def device(self) -> Device:
+        """The device as plans see it."""
+
+    def load(self, decided: Plan) -> Any:
+        """A plan's kernels, as `Machine.launch` takes them."""
 
 
 class Machine(Protocol):
     """Where the kernels of a call run."""
 
-    def device(self) -> Device:
-        """The device as plans see it."""
-
-    def family(self) -> Family | None:
-        """The kernel family that is asked for."""
+    target: Target
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """A new array in C order, aligned as CUDA's allocator does it."""
 
-    def contiguous(self, array: Any) -> Any:
-        """The array, or a copy in C order where it is not."""
-
-    def aligned(self, array: Any, alignment: int) -> bool:
-        """Whether the first element is at a multiple of so many bytes."""
-
     def address(self, array: Any, written: bool = False) -> int:
         """Where kernels find the first element; whether they write to it."""
 
-    def tensor_map(self, array: Any, rows: int) -> np.ndarray:
-        """A TensorMap for boxes of 64 columns and so many tokens."""
+    def tensor_map(self, array: Any, boxes: Boxes) -> bytes:
+        """A TensorMap of an array whose layout the boxes were made for."""
 
-    def launch(self, decided: Plan, arguments: np.ndarray) -> None:
-        """Run the kernels of a plan, in order, with one argument struct."""
+    def launch(self, loaded: Any, arguments: np.ndarray) -> None:
+        """Run loaded kernels, in order, with one argument struct."""
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """What a TensorMap says of a 4-D array, but for its address.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        (batch, token, head, column).
+    strides : tuple of int
+        (token, head, batch) in bytes.
+    dtype : str
+    rows : int
+        Tokens of a box, which has 64 columns.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, int, int]
+    dtype: str
+    rows: int
+
+    @classmethod
+    def of(cls, array: Any, rows: int) -> Boxes:
+        """Boxes of an array, or of a `Layout`."""
+        # An axis of one element may have any stride, and here gets a legal
+        # one.
+        batch, token, head, _ = (
+            stride if length > 1 else 16
+            for stride, length in zip(array.strides, array.shape, strict=True)
+        )
+        return cls(array.shape, (token, head, batch), array.dtype.name, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What is decided about all calls of one signature.
+
+    Attributes
+    ----------
+    decided : Plan
+    loaded
+        Its kernels, as the machine launches them.
+    template : Template
+        Of their argument struct.
+    inputs : tuple of str
+        What kernels read, in the order of the struct.
+    copies : mapping of str to Layout
+        What kernels cannot read, or write, in place; and as what they can.
+    boxes : tuple of (int, Boxes)
+        Which of the struct's pointers have a TensorMap too.
+    """
+
+    decided: Plan
+    loaded: Any
+    template: Template
+    inputs: tuple[str, ...]
+    copies: Mapping[str, Layout]
+    boxes: tuple[tuple[int, Boxes], ...] = ()
+
+
+_remembered = functools.lru_cache(maxsize=4096)
 
 
 # ---- The calls ----
@@ -55,176 +129,287 @@ class Machine(Protocol):
 def forward(call: Call, machine: Machine) -> tuple[Any, Any]:
     """Run a forward call: out in full rank and, if wanted, lse."""
     p = call.problem
-    dtype = call.arrays["q"].dtype
-    shape = _heads(p, p.seqlen_q, p.num_heads_q, p.head_dim_v)
-    out = call.out if call.out is not None else machine.empty(shape, dtype)
-    lse = None
+    out, lse = call.out, None
+    if out is None:
+        out = machine.empty(_out_shape(p), call.given["q"].dtype)
     if call.return_lse:
-        lse = machine.empty((p.batch, p.num_heads_q, p.seqlen_q), p.lse_dtype)
-    if math.prod(shape[:3]):
-        decided = plan(p, machine.device(), machine.family())
-        by_tma = decided.family == "wgmma"
-        q, k, v = (_readable(call.arrays[x], machine, by_tma) for x in "qkv")
-        target = out
-        if out.size and not _in_place(
-            out, 16 if by_tma else out.itemsize, machine, by_tma
-        ):
-            target = _room(out, machine)
-        read, written = _addresses(machine)
-        arguments = (
-            read(q), read(k), read(v), written(target),
-            0 if lse is None else written(lse),
-            _strides(q), _strides(k), _strides(v), _strides(target),
-            _shape_arguments(p), (decided.heads_per_section,), p.scale,
-        )  # fmt: skip
-        if by_tma:
-            boxes = ((q, decided.tile.block_q), (k, decided.tile.block_k),
-                     (v, decided.tile.block_k), (target, 16))  # fmt: skip
-            maps = (machine.tensor_map(array, rows) for array, rows in boxes)
-            machine.launch(
-                decided, np.array(
-                    (*maps, arguments, decided.deal), ForwardWgmmaArguments
-                ),
-            )
-        else:
-            machine.launch(decided, np.array(arguments, ForwardArguments))
-        if target is not out:
-            out[...] = target
+        lse = machine.empty(_lse_shape(p), p.lse_dtype)
+    if math.prod(_lse_shape(p)):
+        target = machine.target
+        recipe = _forward_recipe(call.signature, target, target.family)
+        room = recipe.copies.get("out")
+        written = out if room is None else _empty_like(room, machine)
+        _launch(recipe, call, machine, written, lse)
+        if room is not None:
+            out[...] = written
     return out, lse
+
+
+@_remembered
+def _forward_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> Recipe:
+    p = signature.problem
+    decided = plan(p, target.device(), family)
+    by_tma = decided.family == "wgmma"
+    given = dict(signature.layouts)
+    given.setdefault("out", _new(_out_shape(p), given["q"].dtype))
+    taken = {x: _readable(given[x], by_tma) for x in "qkv"}
+    taken["out"] = _writable(given["out"], by_tma)
+    constants = {**_strides(taken), **_common(p, decided)}
+    boxes = ()
+    if by_tma:
+        tile = decided.tile
+        rows = tile.block_q, tile.block_k, tile.block_k, 16
+        boxes = enumerate(map(Boxes.of, taken.values(), rows))
+        constants["deal"] = decided.deal
+    return Recipe(
+        decided,
+        target.load(decided),
+        Template(
+            ForwardWgmmaArguments if by_tma else ForwardArguments, **constants
+        ),
+        inputs=("q", "k", "v"),
+        copies=_changes(given, taken),
+        boxes=tuple(boxes),
+    )
 
 
 def backward(call: Call, machine: Machine) -> tuple[Any, Any, Any]:
     """Run a backward call: dq, dk, dv in full rank."""
     p = call.problem
-    dtype = call.arrays["q"].dtype
-    of_queries = (p.seqlen_q, p.num_heads_q)
-    of_keys = (p.seqlen_k, p.num_heads_kv)
-    dq = machine.empty(_heads(p, *of_queries, p.head_dim), dtype)
-    dk = machine.empty(_heads(p, *of_keys, p.head_dim), dtype)
-    dv = machine.empty(_heads(p, *of_keys, p.head_dim_v), dtype)
+    dtype = call.given["q"].dtype
+    dq, dk, dv = gradients = [
+        machine.empty(shape, dtype) for shape in _gradient_shapes(p)
+    ]
     if not (dq.size and dk.size):  # no pair of a query and a key
-        for gradient in (dq, dk, dv):
+        for gradient in gradients:
             gradient.fill(0)
         return dq, dk, dv
-    decided = plan(p, machine.device(), machine.family())
-    dout, q, k, v, out = (
-        _readable(call.arrays[x], machine)
-        for x in ("dout", "q", "k", "v", "out")
-    )
-    lse = machine.contiguous(call.arrays["lse"])
-    delta = machine.empty(lse.shape, lse.dtype)
-    sums = machine.empty(decided.sum_elements, np.float32)
-    turns = machine.empty(decided.num_turns, np.int32)
-    read, written = _addresses(machine)
-    machine.launch(decided, np.array((
-        read(dout), read(q), read(k), read(v), read(out), read(lse),
-        written(delta), written(sums),
-        written(turns) if decided.num_turns else 0,
-        written(dq), written(dk), written(dv),
-        _strides(dout), _strides(q), _strides(k), _strides(v),
-        _strides(out), _strides(dq), _strides(dk), _strides(dv),
-        _shape_arguments(p), (decided.heads_per_section,), p.scale,
-    ), BackwardArguments))
+    target = machine.target
+    recipe = _backward_recipe(call.signature, target, target.family)
+    decided = recipe.decided
+    delta = machine.empty(_lse_shape(p), p.lse_dtype)
+    sums = turns = None
+    if decided.sum_elements:
+        sums = machine.empty(decided.sum_elements, np.float32)
+    if decided.num_turns:
+        turns = machine.empty(decided.num_turns, np.int32)
+    _launch(recipe, call, machine, delta, sums, turns, dq, dk, dv)
     return dq, dk, dv
+
+
+@_remembered
+def _backward_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> Recipe:
+    p, given = signature.problem, signature.layouts
+    decided = plan(p, target.device(), family)
+    taken = {x: _readable(given[x]) for x in ("dout", "q", "k", "v", "out")}
+    gradients = {
+        name: _new(shape, given["q"].dtype)
+        for name, shape in zip(
+            ("dq", "dk", "dv"), _gradient_shapes(p), strict=True
+        )
+    }
+    strides = _strides({**taken, **gradients})
+    taken["lse"] = _contiguous(given["lse"])
+    return Recipe(
+        decided,
+        target.load(decided),
+        Template(BackwardArguments, **strides, **_common(p, decided)),
+        inputs=tuple(taken),
+        copies=_changes(given, taken),
+    )
 
 
 def merge_states(call: Call, machine: Machine) -> tuple[Any, Any]:
     """Run a merge_states call: out and lse in full rank."""
     p = call.problem
-    out_a, lse_a, out_b, lse_b = (
-        machine.contiguous(call.arrays[x])
-        for x in ("out_a", "lse_a", "out_b", "lse_b")
-    )
-    out = machine.empty(out_a.shape, out_a.dtype)
-    lse = machine.empty(lse_a.shape, lse_a.dtype)
+    out = machine.empty(_out_shape(p), call.given["out_a"].dtype)
+    lse = machine.empty(_lse_shape(p), p.lse_dtype)
     if lse.size:
-        read, written = _addresses(machine)
-        machine.launch(plan(p, machine.device(), machine.family()), np.array((
-            read(out_a), read(lse_a), read(out_b), read(lse_b),
-            written(out), written(lse),
-            p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v,
-        ), MergeArguments))
+        target = machine.target
+        recipe = _merge_recipe(call.signature, target, target.family)
+        _launch(recipe, call, machine, out, lse)
     return out, lse
 
 
-# ---- Arrays ----
-
-
-def _addresses(machine: Machine) -> tuple:
-    """`machine.address` for what is read, and for what is written."""
-    return machine.address, lambda array: machine.address(array, written=True)
-
-
-def _in_place(
-    array: Any, alignment: int, machine: Machine, by_tma: bool = False
-) -> bool:
-    """Whether a kernel can read rows of `alignment` bytes where they are.
-
-    The TMA unit has no strides of 0 or less.
-    """
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return False
-    if not array.dtype.isnative:
-        return False
-    sizes = zip(array.strides[:-1], array.shape[:-1], strict=True)
-    moves = [stride for stride, length in sizes if length > 1]
-    if by_tma and not all(stride > 0 for stride in moves):
-        return False
-    return machine.aligned(array, alignment) and not any(
-        stride % alignment for stride in moves
+@_remembered
+def _merge_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> Recipe:
+    p, given = signature.problem, signature.layouts
+    decided = plan(p, target.device(), family)
+    taken = {name: _contiguous(layout) for name, layout in given.items()}
+    return Recipe(
+        decided,
+        target.load(decided),
+        Template(
+            MergeArguments,
+            batch=p.batch,
+            seqlen_q=p.seqlen_q,
+            num_heads_q=p.num_heads_q,
+            head_dim_v=p.head_dim_v,
+        ),
+        inputs=tuple(taken),
+        copies=_changes(given, taken),
     )
 
 
-def _room(array: Any, machine: Machine) -> Any:
-    """An array like this one with rows at multiples of 16 bytes."""
-    step = 16 // array.itemsize
-    width = -(-array.shape[-1] // step) * step
-    room = machine.empty((*array.shape[:-1], width), array.dtype)
-    return room[..., : array.shape[-1]]
+def _launch(
+    recipe: Recipe, call: Call, machine: Machine, *written: Any
+) -> None:
+    """Run the kernels on a call's inputs, and on what they write to."""
+    read = [call.given[name] for name in recipe.inputs]
+    if recipe.copies:
+        read = [_copied(recipe, call, name, machine) for name in recipe.inputs]
+    addresses = [machine.address(x) for x in read]
+    for array in written:
+        addresses.append(
+            0 if array is None else machine.address(array, written=True)
+        )
+    arrays = (*read, *written)
+    maps = [machine.tensor_map(arrays[i], boxes) for i, boxes in recipe.boxes]
+    machine.launch(recipe.loaded, recipe.template.fill(maps, addresses))
 
 
-def _readable(array: Any, machine: Machine, by_tma: bool = False) -> Any:
-    """The array, or a copy with aligned rows where it has none."""
-    # Rows of 16-bit elements are read 16 bytes at a time.
-    alignment = 16 if array.itemsize == 2 else array.itemsize
-    if array.size == 0 or _in_place(array, alignment, machine, by_tma):
-        return array
-    copy = _room(array, machine)
-    copy[...] = array
+def _copied(recipe: Recipe, call: Call, name: str, machine: Machine) -> Any:
+    """An input as kernels take it."""
+    layout = recipe.copies.get(name)
+    if layout is None:
+        return call.given[name]
+    copy = _empty_like(layout, machine)
+    copy[...] = call.arrays[name]
     return copy
 
 
-def _strides(array: Any) -> tuple[int, int, int]:
-    """(batch, token, head) strides of a 4-D array, in elements.
+# ---- Shapes and other constants ----
+
+
+def _out_shape(p: Problem) -> tuple[int, ...]:
+    return p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v
+
+
+def _lse_shape(p: Problem) -> tuple[int, ...]:
+    return p.batch, p.num_heads_q, p.seqlen_q
+
+
+def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """Of dq, dk and dv."""
+    return (
+        (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim),
+        (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
+        (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v),
+    )
+
+
+def _common(p: Problem, decided: Plan) -> dict[str, Any]:
+    """The fields that all attention kernels take."""
+    return {
+        "shape": (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q,
+                  p.num_heads_kv, p.head_dim, p.head_dim_v),
+        "schedule": (decided.heads_per_section,),
+        "scale": p.scale,
+    }  # fmt: skip
+
+
+def _strides(layouts: Mapping[str, Layout]) -> dict[str, tuple[int, ...]]:
+    """The (batch, token, head) strides of 4-D arrays, in elements.
 
     0 for an axis of one, whose stride may be anything: kernels form the
     addresses of rows past the end too, which have to be aligned.
     """
-    sizes = zip(array.strides[:-1], array.shape[:-1], strict=True)
-    batch, token, head = (
-        stride // array.itemsize if length > 1 else 0
-        for stride, length in sizes
-    )
-    return batch, token, head
+    return {
+        f"{name}_stride": tuple(
+            stride // x.dtype.itemsize if length > 1 else 0
+            for stride, length in zip(
+                x.strides[:-1], x.shape[:-1], strict=True
+            )
+        )
+        for name, x in layouts.items()
+    }
 
 
-def tensor_strides(array: Any) -> tuple[int, int, int]:
-    """(token, head, batch) strides of a 4-D array in bytes, for a TensorMap.
+# ---- Layouts: what kernels can take in place ----
 
-    An axis of one element may have any stride, and here gets a legal one.
+
+def _readable(given: Layout, by_tma: bool = False) -> Layout:
+    """The layout, or that of a copy with aligned rows where it has none."""
+    # Rows of 16-bit elements are read 16 bytes at a time.
+    itemsize = given.dtype.itemsize
+    alignment = 16 if itemsize == 2 else itemsize
+    if _in_place(given, alignment, by_tma):
+        return given
+    return _aligned_rows(given)
+
+
+def _writable(given: Layout, by_tma: bool) -> Layout:
+    """The same for what is written, element by element or by TMA."""
+    alignment = 16 if by_tma else given.dtype.itemsize
+    if _in_place(given, alignment, by_tma):
+        return given
+    return _aligned_rows(given)
+
+
+def _contiguous(given: Layout) -> Layout:
+    """The layout, or that of a copy in C order where it is none."""
+    new = _new(given.shape, given.dtype)
+    if _in_place(given, given.dtype.itemsize) and _moves(given) == _moves(new):
+        return given
+    return new
+
+
+def _in_place(layout: Layout, alignment: int, by_tma: bool = False) -> bool:
+    """Whether a kernel can take rows of `alignment` bytes where they are.
+
+    The TMA unit has no strides of 0 or less.
     """
-    by_batch, by_token, by_head, _ = (
-        stride if length > 1 else 16
-        for stride, length in zip(array.strides, array.shape, strict=True)
-    )
-    return by_token, by_head, by_batch
+    if 0 in layout.shape:
+        return True
+    itemsize = layout.dtype.itemsize
+    if layout.shape[-1] > 1 and layout.strides[-1] != itemsize:
+        return False
+    if not layout.dtype.isnative:
+        return False
+    moves = _moves(layout)
+    if by_tma and not all(stride > 0 for stride in moves):
+        return False
+    return not any(x % alignment for x in (layout.offset, *moves))
 
 
-def _heads(problem: Problem, seqlen: int, heads: int, d: int) -> tuple:
-    return problem.batch, seqlen, heads, d
+def _moves(layout: Layout) -> list[int]:
+    """The strides between rows, of axes that have more than one."""
+    sizes = zip(layout.strides[:-1], layout.shape[:-1], strict=True)
+    return [stride for stride, length in sizes if length > 1]
 
 
-def _shape_arguments(problem: Problem) -> tuple[int, ...]:
-    return (problem.batch, problem.seqlen_q, problem.seqlen_k,
-            problem.num_heads_q, problem.num_heads_kv, problem.head_dim,
-            problem.head_dim_v)
+def _new(
+    shape: tuple[int, ...], dtype: np.dtype, width: int | None = None
+) -> Layout:
+    """That of a new array with rows of so many elements."""
+    dtype = dtype.newbyteorder("=")
+    strides = [dtype.itemsize]
+    for length in (width or shape[-1], *shape[-2:0:-1]):
+        strides.insert(0, strides[0] * length)
+    return Layout(shape, tuple(strides), dtype)
+
+
+def _aligned_rows(layout: Layout) -> Layout:
+    """That of a new array like it, with rows at multiples of 16 bytes."""
+    step = 16 // layout.dtype.itemsize
+    width = -(-layout.shape[-1] // step) * step
+    return _new(layout.shape, layout.dtype, width)
+
+
+def _empty_like(layout: Layout, machine: Machine) -> Any:
+    """A new array of a layout that `_new` made."""
+    *others, columns = layout.shape
+    width = layout.strides[-2] // layout.dtype.itemsize
+    return machine.empty((*others, width), layout.dtype)[..., :columns]
+
+
+def _changes(
+    given: Mapping[str, Layout], taken: Mapping[str, Layout]
+) -> dict[str, Layout]:
+    return {name: x for name, x in taken.items() if x is not given[name]}

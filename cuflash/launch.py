@@ -14,6 +14,7 @@ import numpy as np
 
 from cuflash import calls, compiler
 from cuflash.arguments import TensorMap
+from cuflash.calls import Boxes
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, Plan, wanted_family
 from cuflash.problem import Call
@@ -47,51 +48,52 @@ def device(index: int) -> Device:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _loaded(
-    decided: Plan, index: int
-) -> tuple[tuple[Any, int, int, int], ...]:
-    """(function, blocks, threads, shared bytes) of each launch of a plan."""
-    return tuple(
-        (compiler.function(x.kernel, device(index)), x.blocks,
-         x.kernel.threads, x.kernel.shared_bytes)
-        for x in decided.launches
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _tensor_map(
-    pointer: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, int, int],
-    dtype: str,
-    rows: int,
-) -> np.ndarray:
+# Addresses repeat: results come from a pool, weights stay where they are.
+@functools.lru_cache(maxsize=8192)
+def _tensor_map(boxes: Boxes, pointer: int) -> bytes:
     """A CUtensorMap of (head_dim, token, head, batch), 128-byte swizzled."""
     from cuda.bindings import driver
 
-    batch, tokens, heads, columns = shape
-    kinds = driver.CUtensorMapDataType
+    kind, *sizes = _encodable(boxes)
     error, encoded = driver.cuTensorMapEncodeTiled(
-        getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
+        kind,
         4,
         pointer,
-        [driver.cuuint64_t(x) for x in (columns, tokens, heads, batch)],
-        [driver.cuuint64_t(x) for x in strides],
-        [driver.cuuint32_t(x) for x in (64, rows, 1, 1)],
-        [driver.cuuint32_t(1)] * 4,
+        *sizes,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(
-            f"cuTensorMapEncodeTiled: {error.name} for shape {shape}, strides"
-            f" {strides}"
-        )
-    opaque = ctypes.string_at(encoded.getPtr(), TensorMap.itemsize)
-    return np.frombuffer(opaque, TensorMap)[0]
+        raise RuntimeError(f"cuTensorMapEncodeTiled: {error.name} for {boxes}")
+    return ctypes.string_at(encoded.getPtr(), TensorMap.itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encodable(boxes: Boxes) -> tuple[Any, ...]:
+    """The type, sizes, strides, box and steps as the driver takes them."""
+    from cuda.bindings import driver
+
+    batch, tokens, heads, columns = boxes.shape
+    name = f"CU_TENSOR_MAP_DATA_TYPE_{boxes.dtype.upper()}"
+    return (
+        getattr(driver.CUtensorMapDataType, name),
+        [driver.cuuint64_t(x) for x in (columns, tokens, heads, batch)],
+        [driver.cuuint64_t(x) for x in boxes.strides],
+        [driver.cuuint32_t(x) for x in (64, boxes.rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+    )
+
+
+@functools.cache
+def _opaque(nbytes: int) -> np.dtype:
+    """So many bytes without fields.
+
+    CuPy has NumPy describe what it passes by value. To describe a struct
+    field by field takes as long as several launches.
+    """
+    return np.dtype((np.void, nbytes))
 
 
 class CupyMachine:
@@ -99,52 +101,57 @@ class CupyMachine:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.target = self  # it keeps nothing of a call
+
+    @property
+    def family(self) -> Family | None:
+        return wanted_family()
 
     def device(self) -> Device:
         return device(self.index)
 
-    def family(self) -> Family | None:
-        return wanted_family()
+    def load(self, decided: Plan) -> tuple[tuple[Any, ...], ...]:
+        """(function, grid, block, shared bytes) of each launch."""
+        return tuple(
+            (compiler.function(x.kernel, self.device()), (x.blocks,),
+             (x.kernel.threads,), x.kernel.shared_bytes)
+            for x in decided.launches
+        )  # fmt: skip
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> cupy.ndarray:
-        return cupy.empty(shape, dtype)
-
-    def contiguous(self, array: cupy.ndarray) -> cupy.ndarray:
-        return cupy.ascontiguousarray(array)
-
-    def aligned(self, array: cupy.ndarray, alignment: int) -> bool:
-        return array.data.ptr % alignment == 0
+        return cupy.ndarray(shape, dtype)
 
     def address(self, array: cupy.ndarray, written: bool = False) -> int:
         return array.data.ptr
 
-    def tensor_map(self, array: cupy.ndarray, rows: int) -> np.ndarray:
-        return _tensor_map(
-            array.data.ptr,
-            array.shape,
-            calls.tensor_strides(array),
-            array.dtype.name,
-            rows,
-        )
+    def tensor_map(self, array: cupy.ndarray, boxes: Boxes) -> bytes:
+        return _tensor_map(boxes, array.data.ptr)
 
-    def launch(self, decided: Plan, arguments: np.ndarray) -> None:
-        for function, blocks, threads, shared in _loaded(decided, self.index):
-            function((blocks,), (threads,), (arguments,), shared_mem=shared)
+    def launch(
+        self, loaded: tuple[tuple[Any, ...], ...], arguments: np.ndarray
+    ) -> None:
+        opaque = (arguments.view(_opaque(arguments.nbytes)),)
+        for function, grid, block, shared in loaded:
+            function(grid, block, opaque, shared_mem=shared)
+
+
+# One for each device: it is what recipes are remembered by.
+_machine = functools.cache(CupyMachine)
 
 
 def forward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray | None]:
     """Run a forward call: out in full rank and, if wanted, lse."""
-    with call.arrays["q"].device as current:
-        return calls.forward(call, CupyMachine(current.id))
+    with call.given["q"].device as current:
+        return calls.forward(call, _machine(current.id))
 
 
 def backward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
     """Run a backward call: dq, dk, dv in full rank."""
-    with call.arrays["q"].device as current:
-        return calls.backward(call, CupyMachine(current.id))
+    with call.given["q"].device as current:
+        return calls.backward(call, _machine(current.id))
 
 
 def merge_states(call: Call) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Run a merge_states call: out and lse in full rank."""
-    with call.arrays["out_a"].device as current:
-        return calls.merge_states(call, CupyMachine(current.id))
+    with call.given["out_a"].device as current:
+        return calls.merge_states(call, _machine(current.id))

@@ -232,8 +232,10 @@ def family_of(
 
 def wanted_family() -> Family | None:
     """What the environment variable ``CUFLASH_FAMILY`` asks for."""
-    family = os.environ.get("CUFLASH_FAMILY") or None
-    if family not in (None, *get_args(Family)):
+    family = os.environ.get("CUFLASH_FAMILY")
+    if not family:
+        return None
+    if family not in get_args(Family):
         raise ValueRangeError(
             f"the environment variable CUFLASH_FAMILY is {family!r}, expected"
             f" one of {', '.join(get_args(Family))}"

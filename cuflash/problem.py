@@ -1,7 +1,12 @@
-"""What was asked: `Problem`, the values, and `Call`, with the arrays."""
+"""What was asked: `Problem`, the values, and `Call`, with the arrays.
+
+Calls that differ in nothing but their data share one `Signature`: what it
+led to can be remembered by it.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,27 +47,105 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
 
+@dataclass(frozen=True)
+class Layout:
+    """An array without its data, in full rank.
+
+    Attributes
+    ----------
+    shape, strides : tuple of int
+        Strides in bytes. Of an axis of one they may be anything.
+    dtype : dtype
+    offset : int
+        Its address, as bytes past a multiple of `ALIGNMENT`.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    offset: int = 0
+
+
+ALIGNMENT = 16  # the widest that a kernel reads at once, in bytes
+
+
 @dataclass(frozen=True, eq=False)
-class Call:
-    """A problem and its checked arrays, all on one device.
+class Signature:
+    """A checked call without its data. Calls that are alike share one.
 
     Attributes
     ----------
     problem : Problem
-    arrays : mapping of str to array
-        The inputs by argument name, as views in full rank: q, k, v, out and
-        dout are (batch, seqlen, heads, head_dim), lse is (batch,
-        num_heads_q, seqlen_q). Any strides.
     rank : int
         2, 3 or 4: the rank of the arrays that the user passed.
+    layouts : mapping of str to Layout
+        By argument name, the user's ``out=`` among them.
     return_lse : bool
         Forward: whether lse is wanted.
-    out : array or None
-        Forward: the user's ``out=``, in full rank, to be written to.
     """
 
     problem: Problem
-    arrays: Mapping[str, Any]
     rank: int
+    layouts: Mapping[str, Layout]
     return_lse: bool = False
-    out: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A signature and the arrays, all on one device.
+
+    Attributes
+    ----------
+    signature : Signature
+    given : mapping of str to array
+        The inputs by argument name, as the user passed them.
+    given_out : array or None
+        Forward: the user's ``out=``, to be written to.
+    """
+
+    signature: Signature
+    given: Mapping[str, Any]
+    given_out: Any = None
+
+    @property
+    def problem(self) -> Problem:
+        """What was asked."""
+        return self.signature.problem
+
+    @property
+    def rank(self) -> int:
+        """The rank of the arrays that the user passed."""
+        return self.signature.rank
+
+    @property
+    def return_lse(self) -> bool:
+        """Forward: whether lse is wanted."""
+        return self.signature.return_lse
+
+    @functools.cached_property
+    def arrays(self) -> Mapping[str, Any]:
+        """The inputs as views in full rank.
+
+        q, k, v, out and dout are (batch, seqlen, heads, head_dim), lse is
+        (batch, num_heads_q, seqlen_q). Any strides.
+        """
+        return {name: self._full(name, x) for name, x in self.given.items()}
+
+    @property
+    def out(self) -> Any:
+        """The user's ``out=`` in full rank, None without one."""
+        if self.given_out is None:
+            return None
+        return self._full("out", self.given_out)
+
+    def _full(self, name: str, array: Any) -> Any:
+        rank = self.signature.rank
+        if rank == 4:
+            return array
+        missing = _MISSING_LSE if name.startswith("lse") else _MISSING
+        return array[missing[rank]]
+
+
+# Indices that insert the axes that the user left out.
+_MISSING = {3: (None,), 2: (None, slice(None), None, slice(None))}
+_MISSING_LSE = {3: (None,), 2: (None, None)}

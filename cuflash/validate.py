@@ -1,7 +1,9 @@
 """The only place that looks at user arguments and raises.
 
-Arrays are known by ``.shape``, ``.dtype``, ``.ndim``, ``.strides`` and
-indexing, so the same checks serve NumPy and CuPy, and CuPy is not imported.
+Arrays are known by ``.shape``, ``.dtype``, ``.strides`` and their address, so
+the same checks serve NumPy and CuPy, and CuPy is not imported. Whatever
+follows from these and from the options is checked once: a call that was seen
+costs a look-up.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from .problem import Call, Problem
+from .problem import ALIGNMENT, Call, Layout, Problem, Signature
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -49,10 +51,6 @@ _LAYOUTS_LSE = {
     2: "(seqlen,)",
 }
 
-# Indices that insert the axes that the user left out.
-_TO_FULL = {3: (None,), 2: (None, slice(None), None, slice(None))}
-_TO_FULL_LSE = {3: (None,), 2: (None, None)}
-
 
 # Which device ------------------------------------------------------------
 
@@ -79,6 +77,12 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
         If an array lives elsewhere, or takes part in automatic
         differentiation.
     """
+    cupy = sys.modules.get("cupy")  # who has its arrays has imported it
+    kinds = set(map(type, arrays.values()))
+    if kinds == {np.ndarray}:
+        return "cpu"
+    if kinds == {getattr(cupy, "ndarray", None)}:
+        return "cuda"
     places = {name: _place(name, array) for name, array in arrays.items()}
     first, expected = next(iter(places.items()))
     for name, place in places.items():
@@ -121,7 +125,7 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
                 "its mask would be ignored"
             )
         return "cpu"
-    cupy = sys.modules.get("cupy")  # who has its arrays has imported it
+    cupy = sys.modules.get("cupy")
     if isinstance(array, getattr(cupy, "ndarray", ())):
         return "cuda"
     if getattr(array, "requires_grad", False):
@@ -154,12 +158,10 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     )
 
 
-def _check_one_device(arrays: dict[str, Any]) -> None:
-    """CuPy arrays carry ``.device.id``; NumPy arrays have no such thing."""
-    first, *others = arrays
-    expected = _device_id(arrays[first])
-    for name in others:
-        got = _device_id(arrays[name])
+def _check_one_device(seen: tuple[tuple, ...]) -> None:
+    """Check that the arrays of `_seen` are on one device."""
+    first, *_, expected = seen[0]
+    for name, *_, got in seen:
         if got != expected:
             raise ValueRangeError(
                 f"{name} is on CUDA device {got}, expected device "
@@ -169,6 +171,7 @@ def _check_one_device(arrays: dict[str, Any]) -> None:
 
 
 def _device_id(array: Any) -> int | None:
+    """CuPy arrays carry ``.device.id``; NumPy arrays have no such thing."""
     return getattr(getattr(array, "device", None), "id", None)
 
 
@@ -188,24 +191,20 @@ def forward(
     out: Any = None,
 ) -> Call:
     """Check the arguments of `cuflash.forward`; see there."""
-    arrays = {"q": q, "k": k, "v": v}
-    if out is not None:
-        arrays["out"] = out
-    _check_one_device(arrays)
-    problem, rank = _problem(
+    given = {"q": q, "k": k, "v": v}
+    arrays = given if out is None else {**given, "out": out}
+    signature = _attention(
         "forward",
-        _signature(arrays),
+        _seen(arrays),
         _scale(scale),
         _flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
+        return_lse=_flag("return_lse", return_lse),
     )
-    return_lse = _flag("return_lse", return_lse)
     if out is not None:
         _check_apart(arrays)
-    full = _full_rank(arrays, rank)
-    out = full.pop("out", None)
-    return Call(problem, full, rank, return_lse=return_lse, out=out)
+    return Call(signature, given, out)
 
 
 def backward(
@@ -224,62 +223,58 @@ def backward(
 ) -> Call:
     """Check the arguments of `cuflash.backward`; see there."""
     # q leads: the others are compared with it.
-    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    _check_one_device(arrays)
-    problem, rank = _problem(
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    signature = _attention(
         "backward",
-        _signature(arrays),
+        _seen(given),
         _scale(scale),
         _flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
-        _flag("deterministic", deterministic),
+        deterministic=_flag("deterministic", deterministic),
     )
-    return Call(problem, _full_rank(arrays, rank), rank)
+    return Call(signature, given)
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
     """Check the arguments of `cuflash.merge_states`; see there."""
-    arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    _check_one_device(arrays)
-    problem, rank = _merge_problem(_signature(arrays))
-    return Call(problem, _full_rank(arrays, rank), rank)
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    return Call(_merge(_seen(given)), given)
 
 
-def _signature(arrays: dict[str, Any]) -> tuple:
-    """Everything but the data: (name, shape, dtype) of each array."""
-    return tuple((name, x.shape, x.dtype) for name, x in arrays.items())
+def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
+    """Everything but the data, of each array, by which calls are known.
 
-
-def _full_rank(arrays: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The arrays as views with the axes that the user left out."""
-    if rank == 4:
-        return arrays
-    return {
-        name: x[(_TO_FULL_LSE if _is_lse(name) else _TO_FULL)[rank]]
+    That is (name, shape, strides, dtype, offset, device).
+    """
+    return tuple([
+        (name, x.shape, x.strides, x.dtype, _address(x) % ALIGNMENT,
+         _device_id(x))
         for name, x in arrays.items()
-    }
+    ])  # fmt: skip
 
 
 # Shapes and dtypes -------------------------------------------------------
 
-# Checked once for each signature: a call that was seen costs a look-up.
 # Typed, since 1 == 1.0 == True.
 _remembered = functools.lru_cache(maxsize=4096, typed=True)
 
 
 @_remembered
-def _problem(
+def _attention(
     direction: Literal["forward", "backward"],
-    signature: tuple,
+    seen: tuple[tuple, ...],
     scale: float | None,
     causal: bool,
     block_q: int | None,
     block_k: int | None,
+    *,
     deterministic: bool = False,
-) -> tuple[Problem, int]:
-    """The problem of a forward or backward call, and its arrays' rank."""
-    arrays = _Arrays(signature)
+    return_lse: bool = False,
+) -> Signature:
+    """Check a forward or backward call, but for where its data are."""
+    _check_one_device(seen)
+    arrays = _Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")
     arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
     arrays.check_groups()
@@ -318,13 +313,14 @@ def _problem(
         block_k=block_k,
         deterministic=deterministic,
     )
-    return problem, arrays.rank
+    return Signature(problem, arrays.rank, arrays.layouts(), return_lse)
 
 
 @_remembered
-def _merge_problem(signature: tuple) -> tuple[Problem, int]:
-    """The problem of a merge_states call, and its arrays' rank."""
-    arrays = _Arrays(signature)
+def _merge(seen: tuple[tuple, ...]) -> Signature:
+    """Check a merge_states call."""
+    _check_one_device(seen)
+    arrays = _Arrays(seen)
     arrays.check_same("out_b", _AXES, "out_a")
     arrays.check_same("lse_a", _AXES_LSE, "out_a")
     arrays.check_same("lse_b", _AXES_LSE, "out_a")
@@ -343,7 +339,7 @@ def _merge_problem(signature: tuple) -> tuple[Problem, int]:
         head_dim_v=head_dim_v,
         scale=1.0,
     )
-    return problem, arrays.rank
+    return Signature(problem, arrays.rank, arrays.layouts())
 
 
 class _Arrays:
@@ -358,9 +354,10 @@ class _Arrays:
         The shape of each array, as it is and in full rank.
     """
 
-    def __init__(self, signature: tuple) -> None:
-        self.shapes = {name: tuple(shape) for name, shape, _ in signature}
-        dtypes = {name: np.dtype(dtype).name for name, _, dtype in signature}
+    def __init__(self, seen: tuple[tuple, ...]) -> None:
+        self.seen = seen
+        self.shapes = {name: tuple(shape) for name, shape, *_ in seen}
+        dtypes = {name: np.dtype(x).name for name, _, _, x, *_ in seen}
         self.first = first = next(iter(self.shapes))
         self.dtype = dtypes[first]
         self.rank = len(self.shapes[first])
@@ -411,11 +408,21 @@ class _Arrays:
             )
 
     def _full(self, name: str, shape: tuple) -> tuple:
+        """A shape in full rank; or strides, of which the new ones are 1."""
         if self.rank == 4:
             return shape
         if self.rank == 3:
             return (1, *shape)
         return (1, 1, *shape) if _is_lse(name) else (1, shape[0], 1, shape[1])
+
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each array, in full rank."""
+        return {
+            name: Layout(
+                self.full[name], self._full(name, strides), dtype, offset
+            )
+            for name, _, strides, dtype, offset, _ in self.seen
+        }
 
     def check_same(self, name: str, axes: tuple[str, ...], other: str) -> None:
         """Check that `name` agrees with `other` in the size of each axis."""
@@ -493,41 +500,65 @@ def _check_apart(arrays: dict[str, Any]) -> None:
 
     An input would be overwritten while other rows still read it.
     """
-    out = _addresses(arrays["out"])
+    out = arrays["out"]
+    first, end = _bounds(out)
     for name in ("q", "k", "v"):
-        if np.shares_memory(out, _addresses(arrays[name])):
+        other_first, other_end = _bounds(arrays[name])
+        if first >= other_end or other_first >= end:
+            continue
+        if np.shares_memory(_addresses(out), _addresses(arrays[name])):
             raise ValueRangeError(
                 f"out shares memory with {name}, expected memory of its "
                 f"own: {name} is read while out is written"
             )
-    # No overlap if each axis steps over all that the smaller steps span.
-    span = out.itemsize
+    _check_elements_apart(out.shape, out.strides, out.dtype.itemsize)
+
+
+@_remembered
+def _check_elements_apart(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> None:
+    """No overlap if each axis steps over all that the smaller steps span."""
+    span = itemsize
     steps = sorted(
         (abs(stride), size)
-        for stride, size in zip(out.strides, out.shape, strict=True)
+        for stride, size in zip(strides, shape, strict=True)
         if size > 1
     )
     for stride, size in steps:
-        if stride < span and out.size:
+        if stride < span and 0 not in shape:
             raise ValueRangeError(
                 "out has elements that share memory with each other (shape "
-                f"{out.shape}, strides {out.strides} bytes), expected each "
-                "in a place of its own"
+                f"{shape}, strides {strides} bytes), expected each in a "
+                "place of its own"
             )
         span += stride * (size - 1)
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """The addresses of an array's lowest byte, and past its highest one."""
+    first = last = _address(array)
+    for stride, size in zip(array.strides, array.shape, strict=True):
+        if stride < 0:
+            first += stride * (size - 1)
+        else:
+            last += stride * (size - 1)
+    return first, last + array.dtype.itemsize
+
+
+def _address(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]
+    return array.data.ptr  # CuPy's
 
 
 class _Addresses:
     """Where an array's elements are, for NumPy to reason about, not read."""
 
     def __init__(self, array: Any) -> None:
-        if isinstance(array, np.ndarray):
-            address = array.__array_interface__["data"][0]
-        else:
-            address = array.data.ptr  # CuPy's
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, True),
+            "data": (_address(array), True),
             "typestr": f"|V{array.dtype.itemsize}",
             "shape": tuple(array.shape),
             "strides": tuple(array.strides),

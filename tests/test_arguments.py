@@ -43,6 +43,41 @@ def test_fields_have_the_names_types_and_order_of_types_cuh(struct):
     assert getattr(arguments, struct).fields == expected.fields
 
 
+def leaves(value):
+    """The numbers and TensorMaps of a struct, in order."""
+    if value.dtype.names is None or value.dtype == arguments.TensorMap:
+        yield value
+        return
+    for name in value.dtype.names:
+        yield from leaves(value[name])
+
+
+@pytest.mark.parametrize("name", [x for x in BODIES if "Arguments" in x])
+def test_a_template_lacks_maps_and_pointers_alone(name):
+    struct = getattr(arguments, name)
+    ones = np.frombuffer(bytes([1]) * struct.itemsize, struct)[0]
+    parts = [ones, ones["arrays"]] if "arrays" in struct.names else [ones]
+    constants = {
+        name: part[name]
+        for part in parts
+        for name in part.dtype.names
+        if part.dtype[name] not in (np.uint64, arguments.TensorMap)
+    }
+    constants.pop("arrays", None)
+    kinds = [x.dtype for x in leaves(ones)]
+    maps = [bytes([i]) * 128 for i in range(kinds.count(arguments.TensorMap))]
+    pointers = [*range(kinds.count(np.uint64))]
+    template = arguments.Template(struct, **constants)
+    filled = [*leaves(template.fill(maps, pointers)[()])]
+    for value, one in zip(filled, leaves(ones), strict=True):
+        if value.dtype == arguments.TensorMap:
+            assert value.tobytes() == maps.pop(0)
+        else:
+            is_pointer = value.dtype == np.uint64
+            assert value == (pointers.pop(0) if is_pointer else one)
+    assert not maps and not pointers
+
+
 def test_the_compiler_lays_the_structs_out_like_numpy(monkeypatch):
     checks = [TEXT, "#define offsetof(s, m) __INTADDR__(&((s*)0)->m)"]
     for struct in BODIES:
@@ -55,5 +90,3 @@ def test_the_compiler_lays_the_structs_out_like_numpy(monkeypatch):
     assert len(checks) > 60
     monkeypatch.setattr(source, "build", lambda kernel: "\n".join(checks))
     compiler._compile(small_kernel(), "sm_80")  # raises CompileError
-
-

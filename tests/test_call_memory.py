@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cuflash import calls, validate
-from cuflash.plan import device_of_arch
+from helpers.counting import Counting
 from helpers.data import Case, shapes
 from helpers.dtypes import DTYPES, lse_dtype
 
@@ -20,36 +20,6 @@ CASE = {
     "head_dim": HEAD_DIM,
     "head_dim_v": HEAD_DIM,
 }
-
-
-class Counting:
-    """A machine that runs nothing, with arrays that nobody writes to."""
-
-    def __init__(self, arch, family=None):
-        self.arch, self.wanted, self.nbytes = arch, family, 0
-
-    def device(self):
-        return device_of_arch(self.arch)
-
-    def family(self):
-        return self.wanted
-
-    def empty(self, shape, dtype):
-        array = np.zeros(shape, dtype)
-        self.nbytes += array.nbytes
-        return array
-
-    def contiguous(self, array):
-        return array
-
-    def aligned(self, array, alignment):
-        return True
-
-    def address(self, array, written=False):
-        return 0
-
-    def launch(self, decided, arguments):
-        pass
 
 
 def arrays(dtype):

@@ -22,6 +22,7 @@ import numpy as np
 from cuflash import calls, compiler
 from cuflash import plan as planning
 from cuflash.arguments import TensorMap, padded
+from cuflash.calls import Boxes
 from cuflash.emulator import memory, runtime
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
@@ -38,9 +39,12 @@ class BoxesOf:
     rows: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Emulator:
-    """A GPU of an architecture: see `cuflash.emulator.active`."""
+    """A GPU of an architecture: see `cuflash.emulator.active`.
+
+    Each is one of its own: recipes are remembered by it.
+    """
 
     arch: str
     seed: int = 0
@@ -62,6 +66,14 @@ class Emulator:
             raise UnsupportedError(
                 f"the emulator runs on Linux alone, this is {sys.platform}"
             )
+
+    def device(self) -> Device:
+        """The device as plans see it."""
+        return planning.device_of_arch(self.arch)
+
+    def load(self, decided: Plan) -> tuple[Launch, ...]:
+        """Of the kernels just the names: `Machine.run` compiles them."""
+        return decided.launches
 
     def forward(self, call: Call) -> tuple[np.ndarray, np.ndarray | None]:
         """As `calls.forward`."""
@@ -103,14 +115,8 @@ class Machine:
     """The memory of one call, and its launches: a `calls.Machine`."""
 
     def __init__(self, emulator: Emulator) -> None:
-        self.emulator = emulator
+        self.target = emulator
         self._placed: dict[int, memory.Placed] = {}
-
-    def device(self) -> Device:
-        return planning.device_of_arch(self.emulator.arch)
-
-    def family(self) -> Family | None:
-        return self.emulator.family
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype).newbyteorder("=")
@@ -119,12 +125,6 @@ class Machine:
         room = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
         skip = -memory.pointer(room) % ALIGNMENT
         return room[skip : skip + nbytes].view(dtype).reshape(shape)
-
-    def contiguous(self, array: np.ndarray) -> np.ndarray:
-        return np.require(array, array.dtype.newbyteorder("="), "CA")
-
-    def aligned(self, array: np.ndarray, alignment: int) -> bool:
-        return memory.pointer(array) % alignment == 0
 
     def address(self, array: np.ndarray, written: bool = False) -> int:
         if array.size == 0:
@@ -136,15 +136,13 @@ class Machine:
         placed.written |= written
         return placed.address + placed.start
 
-    def tensor_map(self, array: np.ndarray, rows: int) -> np.ndarray:
+    def tensor_map(self, array: np.ndarray, boxes: Boxes) -> bytes:
         """As engine.h's TensorMap has it."""
-        batch, tokens, heads, columns = array.shape
-        address = self.address(array)
-        return np.array([(np.array([
-            address, columns, tokens, heads, batch,
-            *calls.tensor_strides(array), 64 | rows << 32, 1 | 1 << 32,
-            *[0] * 6,
-        ], np.uint64),)], TensorMap)[0]  # fmt: skip
+        batch, tokens, heads, columns = boxes.shape
+        return np.array([
+            self.address(array), columns, tokens, heads, batch,
+            *boxes.strides, 64 | boxes.rows << 32, 1 | 1 << 32, *[0] * 6,
+        ], np.uint64).tobytes()  # fmt: skip
 
     def field(self, value: Any) -> Any:
         """What stands for a value in an argument struct."""
@@ -152,17 +150,21 @@ class Machine:
             return np.uint64(self.address(value, value.flags.writeable))
         if isinstance(value, BoxesOf):
             self.address(value.array, value.array.flags.writeable)
-            return self.tensor_map(value.array, value.rows)
+            boxes = Boxes.of(value.array, value.rows)
+            encoded = self.tensor_map(value.array, boxes)
+            return np.frombuffer(encoded, TensorMap)[0]
         if isinstance(value, np.generic):
             return value
         return np.int32(value) if type(value) is int else np.array(value)[()]
 
-    def launch(self, decided: Plan, arguments: np.ndarray) -> None:
-        self.run(decided.launches, arguments)
+    def launch(
+        self, loaded: tuple[Launch, ...], arguments: np.ndarray
+    ) -> None:
+        self.run(loaded, arguments)
 
     def run(self, launches: tuple[Launch, ...], arguments: np.ndarray) -> None:
         """Run kernels, each in a process of its own, on the same memory."""
-        emulator = self.emulator
+        emulator = self.target
         programs = [
             runtime.executable(x.kernel, emulator.arch, emulator.flags)
             for x in launches
@@ -178,7 +180,7 @@ class Machine:
 
     def _items(self, launch: Launch) -> list[str]:
         """What launch.txt says besides of the memory."""
-        kernel, emulator = launch.kernel, self.emulator
+        kernel, emulator = launch.kernel, self.target
         flush = "-ftz=true" in compiler.options(kernel, emulator.arch)
         return [
             f"kernel {kernel.entry}",

@@ -13,6 +13,7 @@ import pytest
 
 from cuflash import compiler, emulator
 from cuflash.arguments import TensorMap, padded
+from cuflash.calls import Boxes
 from cuflash.emulator.machine import BoxesOf
 from cuflash.plan import KernelPlan
 from helpers.backends import CupyBackend
@@ -118,7 +119,9 @@ def _run_on_gpu(kernel, blocks, arguments):
     for name, value in arguments.items():
         if isinstance(value, BoxesOf):
             placed[name] = gpu.place(value.array), value.array
-            values[name] = machine.tensor_map(placed[name][0], value.rows)
+            boxes = Boxes.of(value.array, value.rows)
+            encoded = machine.tensor_map(placed[name][0], boxes)
+            values[name] = np.frombuffer(encoded, TensorMap)[0]
         elif isinstance(value, np.ndarray):
             placed[name] = gpu.place(value), value
             values[name] = np.uint64(placed[name][0].data.ptr)
