@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cuflash import calls, compiler
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.compare import assert_bitwise
@@ -22,8 +23,8 @@ def stream(cp):
     stream.synchronize()
 
 
-def placed(dtype, seed=0):
-    case = Case(dtype, 2, 200, 230, 4, 2, 64, 64, seed=seed)
+def placed(dtype, seed=0, head_dim=64):
+    case = Case(dtype, 2, 200, 230, 4, 2, head_dim, head_dim, seed=seed)
     return [GPU.place(x) for x in inputs(case)]
 
 
@@ -69,31 +70,68 @@ def test_does_not_wait_for_the_device(cp, stream, dtype):
         stream.synchronize()
 
 
-@each_dtype
-def test_graph_capture(cp, stream, dtype):
+def captured(stream, arrays):
+    """Record calls into a CUDA graph; return it and their results."""
+    stream.begin_capture()
+    results = all_results(*arrays)
+    return stream.end_capture(), results
+
+
+def replayed(stream, graph, results, arrays, others):
+    """Launch a graph after other numbers came to the addresses of arrays."""
+    for target, source in zip(arrays, others, strict=True):
+        target.data.copy_from_device_async(source.data, source.nbytes, stream)
+    for result in results:
+        result.data.memset_async(0xFF, result.nbytes, stream)
+    graph.launch(stream)
+    stream.synchronize()
+    return hosts(results)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_graph_capture(cp, stream, dtype, head_dim):
     """Replays read what stands in the inputs then.
 
     A graph keeps the addresses of the temporaries, which go back to CuPy's
     pool after the capture. Nothing else is allocated on this stream here
     before the results are out.
     """
-    arrays, others = placed(dtype), placed(dtype, seed=1)
-    want = hosts(all_results(*others))
+    arrays, *others = (placed(dtype, seed, head_dim) for seed in range(3))
+    wants = [hosts(all_results(*x)) for x in others]
     cp.cuda.Device().synchronize()
     with stream:
         all_results(*arrays)  # compiles, and fills the pool of this stream
-        stream.begin_capture()
-        results = all_results(*arrays)
-        graph = stream.end_capture()
-        for target, source in zip(arrays, others, strict=True):
-            target.data.copy_from_device_async(
-                source.data, source.nbytes, stream
-            )
-        for result in results:
-            result.data.memset_async(0xFF, result.nbytes, stream)
-        graph.launch(stream)
-        stream.synchronize()
-        got = hosts(results)
+        graph, results = captured(stream, arrays)
+        for other, want in zip(others, wants, strict=True):
+            got = replayed(stream, graph, results, arrays, other)
+            for a, b in zip(got, want, strict=True):
+                assert_bitwise(a, b, "result")
+
+
+def forget_calls(monkeypatch):
+    """Have the next call load, decide and encode as the first one did."""
+    from cuflash import launch
+
+    monkeypatch.setattr(compiler, "_functions", {})
+    calls._forward_recipe.cache_clear()
+    calls._backward_recipe.cache_clear()
+    launch._tensor_map.cache_clear()
+
+
+@each_dtype
+def test_the_first_call_of_its_kind_can_be_captured(
+    cp, stream, monkeypatch, dtype
+):
+    """Modules are loaded and TensorMaps encoded while the stream records."""
+    arrays, other = (placed(dtype, seed) for seed in range(2))
+    want = hosts(all_results(*other))
+    cp.cuda.Device().synchronize()
+    with stream:
+        all_results(*arrays)  # fills the pool: to allocate is not allowed
+        forget_calls(monkeypatch)
+        graph, results = captured(stream, arrays)
+        got = replayed(stream, graph, results, arrays, other)
     for a, b in zip(got, want, strict=True):
         assert_bitwise(a, b, "result")
 

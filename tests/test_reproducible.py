@@ -1,7 +1,8 @@
 """The same bits every time: out, lse, dk, dv; dq if deterministic.
 
 Emulated, the order of warps and blocks is drawn; a GPU has its own, which
-differs from run to run. CUFLASH_REPEATS sets how often it runs (200).
+differs from run to run. CUFLASH_REPEATS sets how often it runs (200; under
+load 1,000).
 """
 
 import os
@@ -108,3 +109,52 @@ def test_backward_on_a_gpu(cp, dtype, head_dim, causal, deterministic):
 
     repeats = REPEATS if dtype != "float32" else REPEATS // 10
     assert not any(count_changes(cp, compute, repeats))
+
+
+# Under load ------------------------------------------------------------------
+
+LOADED_REPEATS = int(os.environ.get("CUFLASH_REPEATS", "1000"))
+
+
+class Load:
+    """Matrix products on a stream of their own, of many sizes.
+
+    Their blocks take multiprocessors from a call's, now many, now few, and so
+    change which of its blocks run side by side.
+    """
+
+    def __init__(self, cp):
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        self.matrices = [
+            cp.ones((n, n), cp.float16) for n in (256, 700, 1500, 3000)
+        ]
+        self.rounds = 0
+
+    def keep_up(self):
+        """Queue more if the stream has run dry."""
+        if self.stream.done:
+            self.rounds += 1
+            with self.stream:
+                for a in self.matrices * 10:
+                    a @ a
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_under_load(cp, dtype, head_dim, causal):
+    case = Case(dtype, 4, 300, 300, 8, 4, head_dim, head_dim)
+    q, k, v, dout = (GPU.place(x) for x in inputs(case))
+    load = Load(cp)
+
+    def compute():
+        load.keep_up()
+        out, lse = cuflash.forward(q, k, v, causal=causal, return_lse=True)
+        return out, lse, *cuflash.backward(
+            dout, q, k, v, out, lse, causal=causal, deterministic=True
+        )  # fmt: skip
+
+    assert not any(count_changes(cp, compute, LOADED_REPEATS))
+    load.stream.synchronize()
+    assert load.rounds > 1  # else the load was gone before the repeats
