@@ -1,6 +1,7 @@
 # make demo    train a small language model with cuflash, about a minute
 # make test    all tests that this machine can run
 # make fuzz    the tests that draw calls at random, for hours
+# make fuzz-gpu  random calls of all sizes on this machine's GPU, ten minutes
 # make mutate  plant faults in the kernels: which do the tests catch? an hour
 # make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
@@ -20,12 +21,13 @@ BIN := .venv/bin
 EXTRAS_demo := scripts
 EXTRAS_test := test,scripts
 EXTRAS_fuzz := test,scripts
+EXTRAS_fuzz-gpu := scripts
 EXTRAS_mutate := test,scripts
 EXTRAS_coverage := test,scripts
 EXTRAS_bench := scripts
 EXTRAS_lint := lint
 
-.PHONY: demo test fuzz mutate coverage bench lint clean
+.PHONY: demo test fuzz fuzz-gpu mutate coverage bench lint clean
 .DELETE_ON_ERROR:
 # make would take the stamps for intermediate files.
 .PRECIOUS: .venv/installed-%
@@ -48,6 +50,10 @@ test: .venv/installed-test
 fuzz: .venv/installed-fuzz
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) -n auto -m drawn $(ARGS)
 
+# Prints for each failure the command that runs it again.
+fuzz-gpu: .venv/installed-fuzz-gpu
+	$(BIN)/python scripts/fuzz_gpu.py $(ARGS)
+
 # docs/emulator.md says what came out, and why.
 mutate: .venv/installed-mutate
 	$(ONE_THREAD) $(BIN)/python scripts/mutate.py $(ARGS)
@@ -60,8 +66,9 @@ bench: .venv/installed-bench
 
 # Modules that ruff would take for installed ones when it sorts imports.
 OURS := "bench", "bench_parts", "cuflash", "cuda_extra", "demo", \
-	"demo_parts", "device_memory", "helpers", "kernel_coverage", \
-	"mutate", "mutation_parts", "reference_strategies", "strategies"
+	"demo_parts", "dense_attention", "device_memory", "fuzz_gpu", \
+	"fuzz_parts", "helpers", "kernel_coverage", "mutate", \
+	"mutation_parts", "reference_strategies", "strategies"
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check --line-length 79 --target-version py310 \

@@ -1,0 +1,1 @@
+"""What scripts/fuzz_gpu.py is made of."""

@@ -1,0 +1,67 @@
+"""Shapes whose kernels are compiled while others before them are checked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cuflash import compiler, launch
+from cuflash.plan import KernelPlan, plan, wanted_family
+
+from .shapes import Shape
+
+AHEAD = 50  # shapes
+
+
+@contextlib.contextmanager
+def compiled_ahead(shapes: Iterable[Shape]) -> Iterator[Iterator[Shape]]:
+    """Yield the shapes, in order, with kernels in the cache folder.
+
+    NVRTC takes seconds for a kernel, and most shapes need one or two that
+    none before them needed.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            yield _in_order(shapes, pool)
+        finally:
+            # What compiles is waited for: see CONTRIBUTING.md, "Compiling".
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    shapes: Iterable[Shape], pool: ThreadPoolExecutor
+) -> Iterator[Shape]:
+    device = launch.device(0)
+    compiling: dict[KernelPlan, Future] = {}
+    waiting: deque[Shape] = deque()
+
+    def first() -> Shape:
+        shape = waiting.popleft()
+        for kernel in _kernels(shape):
+            compiling[kernel].result()  # raises what compiling raised
+        return shape
+
+    for shape in shapes:
+        for kernel in _kernels(shape):
+            if kernel not in compiling:
+                compiling[kernel] = pool.submit(
+                    compiler.cubin_file, kernel, device.arch
+                )
+        waiting.append(shape)
+        if len(waiting) > AHEAD:
+            yield first()
+    while waiting:
+        yield first()
+
+
+def _kernels(shape: Shape) -> list[KernelPlan]:
+    return [
+        kernel
+        for direction in ("forward", "backward")
+        for kernel in plan(
+            shape.problem(direction), launch.device(0), wanted_family()
+        ).kernels
+    ]

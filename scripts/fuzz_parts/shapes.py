@@ -1,0 +1,120 @@
+"""Random calls from the ranges of the benchmarks' grid, by a seed each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuflash.problem import Problem
+
+# Shorter ones are what `make test` has; there the error of plain code may be
+# 0 by luck, and the bound needs a long derivation.
+FEWEST_TOKENS, MOST_TOKENS = 64, 16384
+GRID_HEAD_DIMS = (64, 128, 256)
+# As in the grid's longest cells: of the largest array, and pairs of a query
+# and a key times columns.
+MOST_ELEMENTS = 16384 * 2048
+MOST_WORK = 16384 * MOST_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A forward and a backward call; the seed draws the numbers too."""
+
+    seed: int
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    deterministic: bool
+    scale: float
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """Of q, k, v and dout."""
+        queries = self.batch, self.seqlen_q, self.num_heads_q
+        keys = self.batch, self.seqlen_k, self.num_heads_kv
+        return {
+            "q": (*queries, self.head_dim),
+            "k": (*keys, self.head_dim),
+            "v": (*keys, self.head_dim_v),
+            "dout": (*queries, self.head_dim_v),
+        }
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of a key head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is no larger than the grid."""
+        elements = max(int(np.prod(x)) for x in self.shapes.values())
+        columns = max(self.head_dim, self.head_dim_v)
+        heads = self.batch * self.num_heads_q
+        work = heads * self.seqlen_q * self.seqlen_k * columns
+        return elements <= MOST_ELEMENTS and work <= MOST_WORK
+
+    def problem(self, direction: str) -> Problem:
+        """The problem that `cuflash` makes of one of the calls."""
+        return Problem(
+            direction, self.dtype, self.batch, self.seqlen_q, self.seqlen_k,
+            self.num_heads_q, self.num_heads_kv, self.head_dim,
+            self.head_dim_v, self.scale, self.causal,
+            deterministic=self.deterministic and direction == "backward",
+        )  # fmt: skip
+
+
+def draw(seed: int) -> Shape:
+    """The shape of a seed: always the same one."""
+    rng = np.random.default_rng(seed)
+    while True:
+        shape = _draw(seed, rng)
+        if shape.fits:
+            return shape
+
+
+def _draw(seed: int, rng: np.random.Generator) -> Shape:
+    seqlen_q = seqlen_k = _length(rng)
+    if rng.random() < 0.4:
+        seqlen_k = _length(rng)
+    head_dim = head_dim_v = _head_dim(rng)
+    if rng.random() < 0.2:
+        head_dim_v = _head_dim(rng)
+    num_heads_kv = int(rng.integers(1, 9))
+    group_size = int(rng.choice([1, 1, 1, 2, 4, 8]))
+    factor = float(rng.choice([1, 1, 1, 1, -1, 0.25, 2]))
+    return Shape(
+        seed=seed,
+        dtype=str(rng.choice(["float16", "bfloat16"])),
+        batch=int(rng.integers(1, 9)),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads_q=num_heads_kv * group_size,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=bool(rng.random() < 0.5),
+        deterministic=bool(rng.random() < 0.5),
+        scale=factor * head_dim**-0.5,
+    )
+
+
+def _length(rng: np.random.Generator) -> int:
+    """Short and long ones alike, half of them around multiples of tiles."""
+    length = np.exp(rng.uniform(np.log(FEWEST_TOKENS), np.log(MOST_TOKENS)))
+    if rng.random() < 0.5:
+        length = length // 64 * 64 + rng.integers(-1, 2)
+    return int(np.clip(length, FEWEST_TOKENS, MOST_TOKENS))
+
+
+def _head_dim(rng: np.random.Generator) -> int:
+    if rng.random() < 0.5:
+        return int(rng.choice(GRID_HEAD_DIMS))
+    return int(rng.integers(1, 257))
