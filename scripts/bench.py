@@ -2,6 +2,8 @@
 
     python scripts/bench.py                      # the grid, both directions
     python scripts/bench.py --head-dim 128 --causal yes --peer fa2
+    python scripts/bench.py --head-dim 128 --width 4096 --kv-heads 8 --peer mha
+    python scripts/bench.py --dtype float16 --peer bfloat16
     python scripts/bench.py --memory             # peak extra memory
     python scripts/bench.py --import-time        # import and first call
 
@@ -39,8 +41,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=size, default=cells.TOKENS,
         help="batch * seqlen")  # fmt: skip
     add("--width", type=size, default=cells.WIDTH, help="heads * head_dim")
-    add("--peer", nargs="*", choices=("fa2", "cudnn"), default=None,
-        help="all that are installed if not given; none: --peer")  # fmt: skip
+    add("--kv-heads", type=size, default=None,
+        help="key heads, as many as query heads if not given")  # fmt: skip
+    add("--peer", nargs="*", choices=("fa2", "cudnn", "mha", "bfloat16"),
+        default=None, help="fa2 and cudnn, if they are installed, if not "
+        "given; none: --peer; mha and bfloat16: cuflash itself, with as many "
+        "key heads as query heads, and in bfloat16")  # fmt: skip
     add("--seconds", type=float, default=0.08,
         help="timed seconds for each cell and runner")  # fmt: skip
     add("--family", default="", help="a label that goes into the JSON")
@@ -53,6 +59,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--head-dim {d}: at most 256, and at most --width")
     if max(options.seqlen) > options.tokens:
         parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")
+    kv_heads = options.kv_heads or 1
+    for d in options.head_dim:
+        if options.width // d % kv_heads:
+            parser.error(
+                f"--kv-heads {kv_heads}: no divisor of {options.width // d}, "
+                f"the query heads of head_dim {d}"
+            )
+    if options.memory and {"mha", "bfloat16"} & {*(options.peer or ())}:
+        parser.error("--memory knows the peers fa2 and cudnn alone")
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds}: more than 0")
     return options
@@ -158,6 +173,8 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         f"{options.tokens} tokens, heads * head_dim = {options.width}, "
         f"(batch, seqlen, heads, head_dim), {options.dtype}"
     )
+    if options.kv_heads:
+        record["workload"] += f", {options.kv_heads} key heads"
     record["ceilings"] = timing.ceilings(options.seconds)
     say(", ".join(f"{k} {v:.0f}" for k, v in record["ceilings"].items()))
 
@@ -170,6 +187,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         options.seqlen,
         options.tokens,
         options.width,
+        options.kv_heads,
     )
     record["rows"], record["faults"] = [], []
     say(heading(names))

@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=600, help="when to stop")
     add("--count", type=int, default=None, help="stop after so many calls")
     add("--seed", type=int, default=None,
-        help="of the first call, counted up from there; a new one if not given")  # fmt: skip
+        help="of the first call; the others count up from it")  # fmt: skip
     return parser.parse_args(arguments)
 
 

@@ -1,6 +1,7 @@
 """scripts/bench.py without a GPU: its grid, its sums, its refusals."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,16 @@ def test_flops():
     assert cell.tflops(1.0) == cell.flops / 1e9
     backward = bench.cells.Cell("backward", "float16", 64, True, 10, 2, 3)
     assert backward.flops == cell.flops / 2 * 2.5
+
+
+def test_grouped_heads():
+    (cell,) = bench.cells.grid(
+        ["forward"], "bfloat16", [128], [False], [512], width=4096, kv_heads=8
+    )
+    assert cell.shape == (32, 512, 32, 128)
+    assert cell.shape_kv == (32, 512, 8, 128)
+    assert cell.group_size == 4
+    assert cell.flops == replace(cell, kv_heads=None).flops
 
 
 def test_summary():
@@ -80,6 +91,8 @@ def test_no_gpu(monkeypatch, capsys):
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
         (["--seconds", "0"], "--seconds 0.0: more than 0"),
         (["--peer", "fa9"], "invalid choice: 'fa9'"),
+        (["--kv-heads", "3"], "--kv-heads 3: no divisor of 32"),
+        (["--memory", "--peer", "mha"], "--memory knows the peers fa2"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
@@ -89,13 +102,29 @@ def test_wrong_options(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def rows_of(tmp_path, *options):
+    """Bench one cell of each direction; return its rows."""
+    path = tmp_path / "bench.json"
+    cell = ["--head-dim", "64", "--seqlen", "512", "--tokens", "1024",
+            "--causal", "yes", "--seconds", "0.01"]  # fmt: skip
+    assert bench.main([*cell, *options, "--output", str(path)]) == 0
+    return json.loads(path.read_text())["rows"]
+
+
 @pytest.mark.gpu
 def test_one_cell(tmp_path):
-    path = tmp_path / "bench.json"
-    options = ["--head-dim", "64", "--seqlen", "512", "--tokens", "1024",
-               "--causal", "yes", "--seconds", "0.01", "--peer"]  # fmt: skip
-    assert bench.main([*options, "--output", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
+    rows = rows_of(tmp_path, "--peer")
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     assert all(row["tflops"]["cuflash"] > 0 for row in rows)
     assert all(row["error"]["cuflash"] <= 1 for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [("mha", ["--kv-heads", "8"]), ("bfloat16", ["--dtype", "float16"])],
+)
+def test_a_cell_beside_its_variant(tmp_path, variant, options):
+    for row in rows_of(tmp_path, *options, "--peer", variant):
+        assert set(row["tflops"]) == {"cuflash", variant}
+        assert max(row["error"].values()) <= 1

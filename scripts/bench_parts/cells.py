@@ -26,11 +26,23 @@ class Cell:
     seqlen: int
     batch: int
     heads: int
+    kv_heads: int | None = None  # as many as heads
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of q, k, v and out."""
+        """Of q, out and dout."""
         return self.batch, self.seqlen, self.heads, self.head_dim
+
+    @property
+    def shape_kv(self) -> tuple[int, int, int, int]:
+        """Of k and v."""
+        heads = self.kv_heads or self.heads
+        return self.batch, self.seqlen, heads, self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of a key head."""
+        return self.heads // (self.kv_heads or self.heads)
 
     @property
     def flops(self) -> float:
@@ -55,7 +67,14 @@ class Cell:
 
 
 def grid(
-    directions, dtype, head_dims, masks, seqlens, tokens=TOKENS, width=WIDTH
+    directions,
+    dtype,
+    head_dims,
+    masks,
+    seqlens,
+    tokens=TOKENS,
+    width=WIDTH,
+    kv_heads=None,
 ) -> list[Cell]:
     """Return every combination; batch and heads follow from the totals."""
     return [
@@ -67,6 +86,7 @@ def grid(
             seqlen,
             batch=max(tokens // seqlen, 1),
             heads=max(width // head_dim, 1),
+            kv_heads=kv_heads,
         )
         for direction, head_dim, causal, seqlen in product(
             directions, head_dims, masks, seqlens

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import cupy
 
+import dense_attention
+
 from .cells import Cell
 from .runners import Inputs, to_cupy
 
 FACTORS = {"forward": 2, "backward": 3}
-ROWS = 2048  # of a chunk of the matrix of scores
 
 
 class WrongResult(Exception):
@@ -26,6 +27,8 @@ class WrongResult(Exception):
 def attend(cell: Cell, inputs: Inputs, wide, stored) -> tuple:
     """Return (out,) or (dq, dk, dv) of the last head of the last batch.
 
+    dk and dv are those of its key head: sums over all heads that read it.
+
     Parameters
     ----------
     wide : dtype
@@ -33,29 +36,22 @@ def attend(cell: Cell, inputs: Inputs, wide, stored) -> tuple:
     stored : callable
         Rounds what plain code would keep in the dtype.
     """
-    q, k, v, dout = (x[-1, :, -1].astype(wide) for x in inputs)
-    scale = cell.head_dim**-0.5
     backward = cell.direction == "backward"
-    firsts, dk, dv = [], cupy.zeros_like(k), cupy.zeros_like(v)
-    keys = cupy.arange(cell.seqlen)
-    for start in range(0, cell.seqlen, ROWS):
-        rows = slice(start, start + ROWS)
-        s = q[rows] @ k.T * scale
-        if cell.causal:
-            s[keys > keys[rows, None]] = -cupy.inf
-        p = cupy.exp(s - s.max(axis=1, keepdims=True))
-        p /= p.sum(axis=1, keepdims=True)
-        p = stored(p)
-        if not backward:
-            firsts.append(p @ v)
-            continue
-        dp = stored(dout[rows] @ v.T)
-        ds = stored(p * (dp - (p * dp).sum(axis=1, keepdims=True)))
-        firsts.append(scale * (ds @ k))
-        dk += scale * (ds.T @ q[rows])
-        dv += p.T @ dout[rows]
-    first = stored(cupy.concatenate(firsts))
-    return (first, stored(dk), stored(dv)) if backward else (first,)
+    k, v = (x[-1, :, -1].astype(wide) for x in (inputs.k, inputs.v))
+    dk = dv = 0
+    for head in range(-cell.group_size if backward else -1, 0):
+        q, dout = (
+            x[-1, :, head].astype(wide) for x in (inputs.q, inputs.dout)
+        )
+        found = dense_attention.attend(
+            q, k, v, dout if backward else None,
+            scale=cell.head_dim**-0.5, causal=cell.causal, stored=stored,
+        )  # fmt: skip
+        if backward:
+            dk, dv = dk + found.dk, dv + found.dv
+    if backward:
+        return stored(found.dq), stored(dk), stored(dv)
+    return (stored(found.out),)
 
 
 class Checker:

@@ -87,7 +87,8 @@ def summary(rows: list[dict], peers: list[str]) -> list[dict]:
 
 def cell_of(row: dict) -> Cell:
     """Return the cell that a row was made of."""
-    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+    names = [name for name in Cell.__dataclass_fields__ if name in row]
+    return Cell(**{name: row[name] for name in names})
 
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:

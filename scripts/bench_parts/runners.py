@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cupy
@@ -37,12 +38,13 @@ class Inputs(NamedTuple):
 def make_inputs(cell: Cell, seed: int) -> Inputs:
     """Draw standard normal inputs. Zeros would run faster than real data."""
     random = cupy.random.default_rng(seed)
+    shapes = cell.shape, cell.shape_kv, cell.shape_kv, cell.shape
     return Inputs(
         *(
-            random.standard_normal(cell.shape, cupy.float32).astype(
+            random.standard_normal(shape, cupy.float32).astype(
                 DTYPES[cell.dtype]
             )
-            for _ in Inputs._fields
+            for shape in shapes
         )
     )
 
@@ -58,12 +60,15 @@ class Runner(NamedTuple):
         (cell, inputs) to a function without arguments.
     context : callable
         Makes the context manager in which calls run.
+    variant : callable
+        The cell that it runs in place of a cell: one of as many operations.
     """
 
     name: str
     label: str
     prepare: Callable[[Cell, Inputs], Callable[[], tuple]]
     context: Callable[[], Any] = contextlib.nullcontext
+    variant: Callable[[Cell], Cell] = lambda cell: cell
 
 
 def _prepare_cuflash(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
@@ -83,6 +88,22 @@ def _prepare_cuflash(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
 
 OURS = Runner("cuflash", f"cuflash {cuflash.__version__}", _prepare_cuflash)
 
+# Ourselves on a call that should be about as fast.
+VARIANTS = {
+    "mha": Runner(
+        "mha",
+        "cuflash with a key head for each query head",
+        _prepare_cuflash,
+        variant=lambda cell: replace(cell, kv_heads=None),
+    ),
+    "bfloat16": Runner(
+        "bfloat16",
+        "cuflash in bfloat16",
+        _prepare_cuflash,
+        variant=lambda cell: replace(cell, dtype="bfloat16"),
+    ),
+}
+
 
 def _prepare_torch(torch, context) -> Callable:
     """Make `prepare` for one backend of scaled_dot_product_attention."""
@@ -93,7 +114,11 @@ def _prepare_torch(torch, context) -> Callable:
 
         def forward():
             heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            out = attention(*heads_first, is_causal=cell.causal)
+            out = attention(
+                *heads_first,
+                is_causal=cell.causal,
+                enable_gqa=cell.group_size > 1,
+            )
             return (out.transpose(1, 2),)
 
         if cell.direction == "forward":
@@ -112,15 +137,17 @@ def _prepare_torch(torch, context) -> Callable:
 def find_peers(names: list[str] | None) -> tuple[list[Runner], list[str]]:
     """Return the peers that are here, and a line for each that is not."""
     wanted = names if names is not None else ["fa2", "cudnn"]
+    found = [VARIANTS[name] for name in wanted if name in VARIANTS]
+    wanted = [name for name in wanted if name not in VARIANTS]
     if not wanted:
-        return [], []
+        return found, []
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError as error:
-        return [], [f"{' and '.join(wanted)} left out: {error}"]
+        return found, [f"{' and '.join(wanted)} left out: {error}"]
     if not torch.cuda.is_available():
-        return [], [f"{' and '.join(wanted)} left out: torch sees no GPU"]
+        return found, [f"{' and '.join(wanted)} left out: torch sees no GPU"]
     if torch.cuda.current_stream().cuda_stream != (
         cupy.cuda.get_current_stream().ptr
     ):
@@ -139,7 +166,7 @@ def find_peers(names: list[str] | None) -> tuple[list[Runner], list[str]]:
             torch.backends.cudnn.is_available(),
         ),
     }
-    found, words = [], []
+    words = []
     for name in wanted:
         backend, label, available = backends[name]
         if not available:

@@ -23,7 +23,6 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
     A runner that cannot run the cell is left out with a word. A wrong
     result of ours is a fault; a peer's is a word too: it is not our claim.
     """
-    sets = _input_sets(cell)
     row = {
         **asdict(cell),
         "tflops": {},
@@ -35,11 +34,16 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
         "left_out": [],
         "plan": _plan_text(cell),
     }
-    checker = checks.Checker(cell, sets[0])
     contenders = {}
+    made = {}  # input sets, and what checks their results, by cell
     for runner in runners:
+        own = runner.variant(cell)
+        if own not in made:
+            sets = _input_sets(own)
+            made[own] = sets, checks.Checker(own, sets[0])
+        sets, checker = made[own]
         try:
-            contenders[runner.name] = _prepare(cell, sets, runner)
+            contenders[runner.name] = _prepare(own, sets, runner)
             row["error"][runner.name] = _check(
                 contenders[runner.name], checker, runner.name
             )
@@ -47,7 +51,6 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
             contenders.pop(runner.name, None)
             kind = "faults" if runner is OURS else "left_out"
             row[kind].append(f"{runner.name}: {first_line(error)}")
-    del checker
     timings = alternate(contenders, seconds) if contenders else {}
     for name, timing in timings.items():
         row["ms"][name] = timing.ms
@@ -55,7 +58,8 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
         row["spread"][name] = timing.spread
         row["count"][name] = timing.count
     contenders.clear()
-    del sets
+    made.clear()
+    del sets, checker
     _free()
     return row
 
@@ -93,8 +97,8 @@ def _plan_text(cell: Cell) -> str:
 
     batch, seqlen, heads, d = cell.shape
     problem = Problem(
-        cell.direction, cell.dtype, batch, seqlen, seqlen, heads, heads,
-        d, d, d**-0.5, cell.causal,
+        cell.direction, cell.dtype, batch, seqlen, seqlen, heads,
+        heads // cell.group_size, d, d, d**-0.5, cell.causal,
     )  # fmt: skip
     return str(plan(problem, launch.device(0)))
 
