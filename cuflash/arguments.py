@@ -37,16 +37,15 @@ class Template:
             fields[name] = value
         leaves = [*_leaves(kind)]
         maps, pointers = leaves.count(TensorMap), leaves.count(np.uint64)
-        self._kind = kind
+        self.kind = kind
         self._first = struct.Struct(
             "=" + f"{TensorMap.itemsize}s" * maps + f"{pointers}Q"
         )
         self._rest = filled.tobytes()[self._first.size :]
 
-    def fill(self, maps: Iterable[bytes], pointers: Iterable[int]) -> Any:
-        """The struct as an array without axes."""
-        first = self._first.pack(*maps, *pointers)
-        return np.ndarray((), self._kind, first + self._rest)
+    def fill(self, maps: Iterable[bytes], pointers: Iterable[int]) -> bytes:
+        """The struct's bytes."""
+        return self._first.pack(*maps, *pointers) + self._rest
 
 
 def _leaves(kind: np.dtype) -> Iterator[np.dtype]:

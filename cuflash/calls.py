@@ -57,7 +57,7 @@ class Machine(Protocol):
     def tensor_map(self, array: Any, boxes: Boxes) -> bytes:
         """A TensorMap of an array whose layout the boxes were made for."""
 
-    def launch(self, loaded: Any, arguments: np.ndarray) -> None:
+    def launch(self, loaded: Any, kind: np.dtype, arguments: bytes) -> None:
         """Run loaded kernels, in order, with one argument struct."""
 
 
@@ -271,7 +271,10 @@ def _launch(
         )
     arrays = (*read, *written)
     maps = [machine.tensor_map(arrays[i], boxes) for i, boxes in recipe.boxes]
-    machine.launch(recipe.loaded, recipe.template.fill(maps, addresses))
+    template = recipe.template
+    machine.launch(
+        recipe.loaded, template.kind, template.fill(maps, addresses)
+    )
 
 
 def _copied(recipe: Recipe, call: Call, name: str, machine: Machine) -> Any:

@@ -86,16 +86,6 @@ def _encodable(boxes: Boxes) -> tuple[Any, ...]:
     )
 
 
-@functools.cache
-def _opaque(nbytes: int) -> np.dtype:
-    """So many bytes without fields.
-
-    CuPy has NumPy describe what it passes by value. To describe a struct
-    field by field takes as long as several launches.
-    """
-    return np.dtype((np.void, nbytes))
-
-
 class CupyMachine:
     """The CUDA device `index`, which is CuPy's current one."""
 
@@ -111,10 +101,10 @@ class CupyMachine:
         return device(self.index)
 
     def load(self, decided: Plan) -> tuple[tuple[Any, ...], ...]:
-        """(function, grid, block, shared bytes) of each launch."""
+        """(function, blocks, threads, shared bytes) of each launch."""
         return tuple(
-            (compiler.function(x.kernel, self.device()), (x.blocks,),
-             (x.kernel.threads,), x.kernel.shared_bytes)
+            (compiler.function(x.kernel, self.device()).kernel, x.blocks,
+             x.kernel.threads, x.kernel.shared_bytes)
             for x in decided.launches
         )  # fmt: skip
 
@@ -128,11 +118,20 @@ class CupyMachine:
         return _tensor_map(boxes, array.data.ptr)
 
     def launch(
-        self, loaded: tuple[tuple[Any, ...], ...], arguments: np.ndarray
+        self,
+        loaded: tuple[tuple[Any, ...], ...],
+        kind: np.dtype,
+        arguments: bytes,
     ) -> None:
-        opaque = (arguments.view(_opaque(arguments.nbytes)),)
-        for function, grid, block, shared in loaded:
-            function(grid, block, opaque, shared_mem=shared)
+        # To call a function of CuPy's takes twice as long: it looks at each
+        # argument. The driver wants an array of pointers to them, here one.
+        pointers = ctypes.c_char_p(arguments)
+        stream = cupy.cuda.get_current_stream().ptr
+        for function, blocks, threads, shared in loaded:
+            cupy.cuda.driver.launchKernel(
+                function.ptr, blocks, 1, 1, threads, 1, 1, shared, stream,
+                ctypes.addressof(pointers), 0,
+            )  # fmt: skip
 
 
 # One for each device: it is what recipes are remembered by.

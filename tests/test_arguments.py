@@ -68,7 +68,7 @@ def test_a_template_lacks_maps_and_pointers_alone(name):
     maps = [bytes([i]) * 128 for i in range(kinds.count(arguments.TensorMap))]
     pointers = [*range(kinds.count(np.uint64))]
     template = arguments.Template(struct, **constants)
-    filled = [*leaves(template.fill(maps, pointers)[()])]
+    filled = [*leaves(np.frombuffer(template.fill(maps, pointers), struct)[0])]
     for value, one in zip(filled, leaves(ones), strict=True):
         if value.dtype == arguments.TensorMap:
             assert value.tobytes() == maps.pop(0)

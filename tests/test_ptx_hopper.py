@@ -83,7 +83,9 @@ def test_stmatrix_stores_the_elements(backend, seed):
 
 
 @on_hopper
-@pytest.mark.parametrize("columns", [64, 80, 96, 112, 128, 144, 160, 176, 192, 256])
+@pytest.mark.parametrize(
+    "columns", [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
+)
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("registers", "sign"), [(True, 1), (False, 1), (False, -1)]

@@ -158,9 +158,9 @@ class Machine:
         return np.int32(value) if type(value) is int else np.array(value)[()]
 
     def launch(
-        self, loaded: tuple[Launch, ...], arguments: np.ndarray
+        self, loaded: tuple[Launch, ...], kind: np.dtype, arguments: bytes
     ) -> None:
-        self.run(loaded, arguments)
+        self.run(loaded, np.ndarray((), kind, arguments))
 
     def run(self, launches: tuple[Launch, ...], arguments: np.ndarray) -> None:
         """Run kernels, each in a process of its own, on the same memory."""

@@ -243,7 +243,8 @@ __device__ __forceinline__ bool normalise(
         }
     }
     const u32 inexact = __ballot_sync(WHOLE_WARP, !exact);
-    if ((inexact >> threadIdx.x % 32 / 4 * 4 & 0xF) != 0) acc[0] = acc[2] = __int_as_float(NAN_BITS);
+    const bool mark = (inexact >> threadIdx.x % 32 / 4 * 4 & 0xF) != 0;
+    if (mark) acc[0] = acc[2] = __int_as_float(NAN_BITS);
     return inexact == 0;
 }
 
@@ -414,7 +415,7 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     u32 p[P_COUNT];
     Rows rows = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
     Ring<Q_STAGES> q;
-    Ring<KV_STAGES> k, v{KV_STAGES - 1, 1};                 // v: of P, the last key tile; k: the next
+    Ring<KV_STAGES> k, v{KV_STAGES - 1, 1};                 // v: of P, the last key tile; k: next
 
     const auto await_turn = [&] {
         barrier_sync(FIRST_TURN + group, TURN_THREADS);

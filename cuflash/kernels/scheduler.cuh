@@ -21,8 +21,8 @@ inline TileOfHead tile_of_block(
 // go through the heads together, so that few of them are at work at once and their keys stay in L2.
 //
 // A pair is a head's longest tile and its shortest, its second longest and its second shortest, and
-// so on: where tile i is longer than tile i - 1 by always as much, all pairs take as long. Then come
-// the single tiles, as those of odd numbers' middles.
+// so on: where tile i is longer than tile i - 1 by always as much, all pairs take as long. After
+// them come the single tiles, as those of odd numbers' middles.
 struct TileWalk {
     const Deal& deal;
     int num_heads;

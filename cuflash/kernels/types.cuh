@@ -24,8 +24,8 @@ struct Shape { int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_di
 // How many (batch, head) pairs work through their tiles side by side: scheduler.cuh.
 struct Schedule { int heads_per_section; };
 
-// How tiles are dealt to blocks that take one after another: scheduler.cuh. A head has so many pairs
-// of tiles and single tiles, all heads together so many items, pairs and single tiles.
+// How tiles are dealt to blocks that take one after another: scheduler.cuh. A head has so many
+// pairs of tiles and single tiles, all heads together so many items, pairs and single tiles.
 struct Deal { int pairs, singles, paired_items, items; };
 
 // lse and delta are contiguous (batch, num_heads_q, seqlen_q) arrays of Accumulator<Element>.

@@ -33,5 +33,5 @@ class Counting:
     def tensor_map(self, array, boxes):
         return bytes(128)
 
-    def launch(self, loaded, arguments):
+    def launch(self, loaded, kind, arguments):
         self.launches += len(loaded)
