@@ -12,15 +12,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+
+import cuflash
+from cuflash import calls, emulator, validate
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.compare import assert_bitwise
 from helpers.counting import Counting
 from helpers.data import LAYOUTS, Case, inputs
 from helpers.host_compiler import needs_compiler
-
-import cuflash
-from cuflash import calls, emulator, validate
 
 CASE = Case("float16", 2, 40, 50, 4, 2, 32, 32)
 RANKS = {4: (), 3: (0,), 2: (0, slice(None), 0)}
