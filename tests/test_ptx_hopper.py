@@ -83,16 +83,45 @@ def test_stmatrix_stores_the_elements(backend, seed):
 
 
 @on_hopper
-@pytest.mark.parametrize(
-    "columns", [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
-)
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("registers", "sign"), [(True, 1), (False, 1), (False, -1)]
-)
-def test_wgmma_of_small_integers_is_exact(
-    registers, sign, name, columns, backend
-):
+@given(seed=SEEDS, chunks=st.integers(1, 5), rounds=st.integers(1, 3))
+def test_bytes_are_copied_and_floats_added(backend, seed, chunks, rounds):
+    """Small integers: every order of the additions is exact."""
+    rng = np.random.default_rng(seed)
+    x, sums = rng.integers(-99, 100, (2, chunks * 4)).astype(np.float32)
+    expected = sums + 3 * rounds * x
+    seen = np.empty_like(x)
+    run(
+        "primitives/add_in_bulk",
+        {"x": read_only(x), "sums": sums, "seen": seen,
+         "bytes": x.nbytes, "rounds": rounds},
+        backend,
+        blocks=3,
+        shared_bytes=256,
+        seed=seed,
+    )  # fmt: skip
+    np.testing.assert_array_equal(seen, x)
+    np.testing.assert_array_equal(sums, expected)
+
+
+@on_hopper
+@given(seed=SEEDS, waits=st.integers(0, 1))
+def test_a_sum_is_there_after_the_wait_for_it(backend, seed, waits):
+    """Which a wait for its source alone is not."""
+    x, sums = np.ones(4, np.float32), np.zeros(4, np.float32)
+    seen = np.empty_like(x)
+    run(
+        "primitives/add_and_look",
+        {"x": read_only(x), "sums": sums, "seen": seen, "wait": waits},
+        backend,
+        shared_bytes=64,
+        seed=seed,
+    )
+    if waits or backend == "emulated":
+        np.testing.assert_array_equal(seen, x * waits)
+    np.testing.assert_array_equal(sums, x)
+
+
+def check_wgmma(backend, name, columns, sign=1, **how):
     """Every partial sum is an integer below 2^24, so any order is exact."""
     rng = np.random.default_rng(columns)
     a = rng.integers(-128, 129, (64, 16)).astype(DTYPES[name])
@@ -106,9 +135,34 @@ def test_wgmma_of_small_integers_is_exact(
             {"a": read_only(bits_of(a)), "b": read_only(bits_of(b)),
              "c": read_only(c), "d": d, "accumulate": accumulate},
             backend,
-            constants={"Element": name, "COLUMNS": columns,
-                       "REGISTERS": registers, "SIGN": sign},
+            constants={"Element": name, "COLUMNS": columns, "SIGN": sign,
+                       "REGISTERS": False, "A_TRANSPOSED": False,
+                       "B_TRANSPOSED": False, **how},
             threads=128,
             shared_bytes=8192 + columns * 128,
         )  # fmt: skip
         np.testing.assert_array_equal(d, product + accumulate * c)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "columns", [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
+)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("registers", "sign"), [(True, 1), (False, 1), (False, -1)]
+)
+def test_wgmma_of_small_integers_is_exact(
+    registers, sign, name, columns, backend
+):
+    check_wgmma(backend, name, columns, sign, REGISTERS=registers)
+
+
+@on_hopper
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("of_a", "of_b"), [(True, False), (False, True), (True, True)]
+)
+def test_wgmma_takes_operands_either_way(of_a, of_b, columns, backend):
+    how = {"A_TRANSPOSED": of_a, "B_TRANSPOSED": of_b}
+    check_wgmma(backend, "float16", columns, **how)

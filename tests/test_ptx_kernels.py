@@ -22,6 +22,8 @@ VALUES = {
     "COLUMNS": (64, 256),
     "REGISTERS": (False, True),
     "SIGN": (1,),
+    "A_TRANSPOSED": (False, True),
+    "B_TRANSPOSED": (False, True),
     "ROWS": (16,),
 }
 

@@ -141,9 +141,10 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
 
 inline void __threadfence() {}          // stores are seen in program order anyway
 
-inline float atomicAdd(float* target, float x, EMULATOR_SITE) {
+template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
+    static_assert(std::is_same_v<T, float> || std::is_same_v<T, int>, "as kernels use it");
     emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
-    const float old = *target;
+    const T old = *target;
     *target = old + x;
     return old;
 }

@@ -65,6 +65,8 @@ void named_barrier(int id, int threads, bool wait, Site site);
 void fence_async_proxy();
 void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at)[4], Site site);
 void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);
+void load_bytes(uint32_t target, const void* source, uint32_t barrier, int bytes, Site site);
+void add_floats(float* target, uint32_t source, int bytes, Site site);
 void commit_stores();
 void read_stores(int pending);
 void write_stores(int pending);
@@ -78,7 +80,7 @@ struct ProductOperands {
     int count;
     uint64_t a, b;
     const uint32_t* a_registers;
-    bool accumulate, b_rows_contiguous;
+    bool accumulate, a_columns_contiguous, b_rows_contiguous;
     int sign;
     float (*to_float)(uint16_t);
 };

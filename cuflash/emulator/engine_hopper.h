@@ -64,6 +64,8 @@ template <class F> void for_each_row(const TensorMap& map, const int (&at)[4], c
 
 int box_bytes(const TensorMap& map) { return static_cast<int>(map.box[0] * map.box[1]) * 2; }
 
+int bytes_of(const BulkLoad& load) { return load.map ? box_bytes(*load.map) : load.bytes; }
+
 const TensorMap& checked_map(const void* pointer, const int (&at)[4], uint32_t shared, Site site) {
     const auto& map = *static_cast<const TensorMap*>(pointer);
     if (map.box[0] * 2 != SWIZZLED_ROW_BYTES || map.box[2] != 1 || map.box[3] != 1)
@@ -82,20 +84,25 @@ const TensorMap& checked_map(const void* pointer, const int (&at)[4], uint32_t s
 void land(Mbarrier& barrier) {
     for (const BulkLoad& load : barrier.loads) {
         const int warp = load.thread / LANES;
-        for_each_row(*load.map, load.at, [&](const BoxRow& row) {
-            for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
-                const uint32_t to = swizzled(load.target + row.from + i);
-                if (i < row.bytes) memcpy(shared_bytes + to, row.array + i, 2);
-                else memset(shared_bytes + to, 0, 2);
-                Granule& g = block->granules[to / GRANULE];
-                g.landing = g.unfenced = 0;
-                g.written_in = block->run;
-                g.writer = static_cast<uint16_t>(load.thread);
-                g.write_epoch = block->epoch[warp];
-                g.write_syncs = 0;                          // the barrier orders lanes, too
-            }
-        });
-        barrier.bytes -= box_bytes(*load.map);
+        const auto write = [&](uint32_t to, const unsigned char* from) {     // null: zeros
+            if (from != nullptr) memcpy(shared_bytes + to, from, 2);
+            else memset(shared_bytes + to, 0, 2);
+            Granule& g = block->granules[to / GRANULE];
+            g.landing = g.unfenced = 0;
+            g.written_in = block->run;
+            g.writer = static_cast<uint16_t>(load.thread);
+            g.write_epoch = block->epoch[warp];
+            g.write_syncs = 0;                              // the barrier orders lanes, too
+        };
+        if (load.map == nullptr)
+            for (int i = 0; i < load.bytes; i += 2) write(load.target + i, load.source + i);
+        else
+            for_each_row(*load.map, load.at, [&](const BoxRow& row) {
+                for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2)
+                    write(swizzled(load.target + row.from + i),
+                          i < row.bytes ? row.array + i : nullptr);
+            });
+        barrier.bytes -= bytes_of(load);
         barrier.told.resize(block->num_warps());
         barrier.told[warp] = std::max(barrier.told[warp], block->epoch[warp]);
         ++block->epoch[warp];
@@ -107,7 +114,7 @@ void land(Mbarrier& barrier) {
 void end_phase(Mbarrier& barrier) {
     if (barrier.missing > 0 || barrier.waiting.empty()) return;
     int64_t bytes = 0;
-    for (const BulkLoad& load : barrier.loads) bytes += box_bytes(*load.map);
+    for (const BulkLoad& load : barrier.loads) bytes += bytes_of(load);
     if (bytes != barrier.bytes) return;
     land(barrier);
     ++barrier.phase;
@@ -211,25 +218,57 @@ void named_barrier(int id, int threads, bool wait, Site site) {
 
 void fence_async_proxy() { ++thread->proxy_fences; }
 
-void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
-              Site site) {
-    const TensorMap& map = checked_map(pointer, at, target, site);
+namespace {
+
+Mbarrier& known_mbarrier_at(uint32_t address, Site site) {
     Mbarrier& barrier = mbarrier_at(address, site);
     if (!barrier.fenced)
         fault(site, "the TMA unit may not know the mbarrier at byte %u yet: its initialisation "
               "was not fenced", address);
-    const auto where = [&] { return text(site); };
+    return barrier;
+}
+
+// 16 bytes of shared memory, which nobody may touch until a bulk copy has landed there.
+void expect_chunk(uint32_t to, Site site) {
+    check_shared(to, 16, Access::WRITE, [&] { return text(site); });
+    memset(shared_bytes + to, 0xFF, 16);
+    for (uint32_t g = to / GRANULE; g < (to + 16) / GRANULE; ++g)
+        block->granules[g].landing = static_cast<uint16_t>(thread->index + 1);
+}
+
+}  // namespace
+
+void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
+              Site site) {
+    const TensorMap& map = checked_map(pointer, at, target, site);
+    Mbarrier& barrier = known_mbarrier_at(address, site);
     for_each_row(map, at, [&](const BoxRow& row) {
         if (row.bytes > 0) check_global(row.array, row.bytes, 1, Access::READ, site);
-        for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 16) {
-            const uint32_t to = swizzled(target + row.from + i);
-            check_shared(to, 16, Access::WRITE, where);
-            memset(shared_bytes + to, 0xFF, 16);
-            for (uint32_t g = to / GRANULE; g < (to + 16) / GRANULE; ++g)
-                block->granules[g].landing = static_cast<uint16_t>(thread->index + 1);
-        }
+        for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 16)
+            expect_chunk(swizzled(target + row.from + i), site);
     });
-    barrier.loads.push_back({target, &map, {at[0], at[1], at[2], at[3]}, thread->index, site});
+    barrier.loads.push_back(
+        {target, &map, {at[0], at[1], at[2], at[3]}, thread->index, site, nullptr, 0});
+    end_phase(barrier);
+}
+
+namespace {
+
+void check_bulk(const void* array, uint32_t shared, int bytes, Access access, Site site) {
+    if (bytes <= 0 || bytes % 16 != 0)
+        fault(site, "a bulk copy of %d bytes, expected a multiple of 16", bytes);
+    check_global(array, bytes, 16, access, site);
+    check_alignment(shared, 16, [&] { return text(site); });
+}
+
+}  // namespace
+
+void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes, Site site) {
+    check_bulk(source, target, bytes, Access::READ, site);
+    Mbarrier& barrier = known_mbarrier_at(address, site);
+    for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
+    barrier.loads.push_back({target, nullptr, {}, thread->index, site,
+                             static_cast<const unsigned char*>(source), bytes});
     end_phase(barrier);
 }
 
@@ -247,6 +286,15 @@ void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site si
     thread->stores.push_back({source, &map, {at[0], at[1], at[2], at[3]}, site});
 }
 
+void add_floats(float* target, uint32_t source, int bytes, Site site) {
+    check_bulk(target, source, bytes, Access::WRITE, site);
+    check_shared(source, bytes, Access::READ, [&] { return text(site); }, true);
+    for (int i = 0; i < bytes; i += GRANULE)
+        block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
+    thread->stores.push_back(
+        {source, nullptr, {}, site, false, {}, reinterpret_cast<unsigned char*>(target), bytes});
+}
+
 void commit_stores() {
     thread->store_groups.push_back(std::move(thread->stores));
     thread->stores.clear();
@@ -257,20 +305,32 @@ namespace {
 void read_source(BulkStore& store) {
     if (store.read) return;
     store.read = true;
-    for_each_row(*store.map, store.at, [&](const BoxRow& row) {
-        for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
-            const uint32_t at_byte = swizzled(store.source + row.from + i);
-            if (i < row.bytes)
-                store.bytes.insert(store.bytes.end(), shared_bytes + at_byte,
-                                   shared_bytes + at_byte + 2);
-            block->granules[at_byte / GRANULE].leaving = 0;
-            note_read(block->reads[at_byte / GRANULE]);
-        }
-    });
+    const auto read = [&](uint32_t at_byte, bool inside) {
+        if (inside)
+            store.bytes.insert(store.bytes.end(), shared_bytes + at_byte,
+                               shared_bytes + at_byte + 2);
+        block->granules[at_byte / GRANULE].leaving = 0;
+        note_read(block->reads[at_byte / GRANULE]);
+    };
+    if (store.map == nullptr)
+        for (int i = 0; i < store.count; i += 2) read(store.source + i, true);
+    else
+        for_each_row(*store.map, store.at, [&](const BoxRow& row) {
+            for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2)
+                read(swizzled(store.source + row.from + i), i < row.bytes);
+        });
 }
 
 void write_target(const BulkStore& store) {
     const unsigned char* from = store.bytes.data();
+    if (store.map == nullptr) {
+        for (int i = 0; i < store.count; i += static_cast<int>(sizeof(float))) {
+            float x;
+            memcpy(&x, from + i, sizeof x);
+            *reinterpret_cast<float*>(store.target + i) += x;
+        }
+        return;
+    }
     for_each_row(*store.map, store.at, [&](const BoxRow& row) {
         if (row.bytes <= 0) return;
         memcpy(row.array, from, row.bytes);
@@ -331,8 +391,9 @@ uint32_t place_of_b(const Product& p, const Descriptor& b, int step, int column)
     return p.b_rows_contiguous ? b.contiguous_lines(column, step) : b.contiguous_sum(column, step);
 }
 
-uint32_t place_of_a(const Descriptor& a, int row, int step) {
-    return a.contiguous_sum(thread->index / LANES % 4 * 16 + row, step);
+uint32_t place_of_a(const Product& p, const Descriptor& a, int step, int row_of_warp) {
+    const int row = thread->index / LANES % 4 * 16 + row_of_warp;
+    return p.a_columns_contiguous ? a.contiguous_lines(row, step) : a.contiguous_sum(row, step);
 }
 
 void check_operands(const Product& p) {
@@ -349,9 +410,10 @@ void check_operands(const Product& p) {
         for (int column = 0; column < columns; ++column)
             for (int step = 0; step < 16; step += 8) check(b.contiguous_sum(column, step));
     }
-    if (p.a_registers[0] == nullptr)
-        for (int row = 0; row < 16; ++row)
-            for (int step = 0; step < 16; step += 8) check(place_of_a(a, row, step));
+    if (p.a_registers[0] != nullptr) return;
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < 16; j += 8)
+            check(p.a_columns_contiguous ? place_of_a(p, a, i, j) : place_of_a(p, a, j, i));
 }
 
 void run_product(const Product& p) {
@@ -368,7 +430,7 @@ void run_product(const Product& p) {
             const int row = lane / 4 + i / 2 % 2 * 8, step = lane % 4 * 2 + i % 2 + i / 4 * 8;
             const uint32_t* own = p.a_registers[lane];
             rows[row][step] = own == nullptr
-                ? element(place_of_a(a, row, step))
+                ? element(place_of_a(p, a, step, row))
                 : p.to_float(static_cast<uint16_t>(own[i / 2] >> i % 2 * 16));
             rows[row][step] *= static_cast<float>(p.sign);
         }
@@ -423,6 +485,7 @@ void issue(void* const (&lanes)[32]) {
     p.a = first.a;
     p.b = first.b;
     p.accumulate = first.accumulate;
+    p.a_columns_contiguous = first.a_columns_contiguous;
     p.b_rows_contiguous = first.b_rows_contiguous;
     p.sign = first.sign;
     p.to_float = first.to_float;

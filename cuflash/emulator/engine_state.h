@@ -8,8 +8,17 @@ constexpr int LANES = 32;
 
 struct Copy { uint32_t target; const unsigned char* source; int bytes, read; };
 
-// Boxes of tensors on their way, to shared memory and from there.
-struct BulkLoad { uint32_t target; const TensorMap* map; int at[4]; int thread; Site site; };
+// Bulk copies on their way, to shared memory and from there: a box of a tensor or, where there is
+// no map, neighbouring bytes. Bytes that go to global memory are floats to be added there.
+struct BulkLoad {
+    uint32_t target;
+    const TensorMap* map;
+    int at[4];
+    int thread;
+    Site site;
+    const unsigned char* source;
+    int bytes;
+};
 struct BulkStore {
     uint32_t source;
     const TensorMap* map;
@@ -17,6 +26,8 @@ struct BulkStore {
     Site site;
     bool read = false;
     std::vector<unsigned char> bytes;                       // that were read and are not written yet
+    unsigned char* target = nullptr;                        // without a map: of so many bytes
+    int count = 0;
 };
 
 enum class State { READY, WAITS, ENDED };
@@ -55,7 +66,7 @@ struct Product {
     std::shared_ptr<Accumulator> d;
     uint64_t a, b;                                          // descriptors
     const uint32_t* a_registers[LANES];                     // null: a
-    bool accumulate, b_rows_contiguous;
+    bool accumulate, a_columns_contiguous, b_rows_contiguous;
     int sign;
     float (*to_float)(uint16_t);
     Site site;

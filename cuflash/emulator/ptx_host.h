@@ -162,6 +162,12 @@ inline void store_shared(u32 address, u16 x, EMULATOR_SITE) {
         emulator::shared_memory(address, 2, 2, emulator::Access::WRITE, {file, line})) = x;
 }
 
+inline void store_shared_16(u32 address, float x, float y, float z, float w, EMULATOR_SITE) {
+    *static_cast<float4*>(
+        emulator::shared_memory(address, 16, 16, emulator::Access::WRITE, {file, line})) = {
+        x, y, z, w};
+}
+
 inline uint4 load_shared_16(u32 address, EMULATOR_SITE) {
     return *static_cast<const uint4*>(
         emulator::shared_memory(address, 16, 16, emulator::Access::READ, {file, line}));
@@ -170,6 +176,13 @@ inline uint4 load_shared_16(u32 address, EMULATOR_SITE) {
 inline float load_shared_float(u32 address, EMULATOR_SITE) {
     return *static_cast<const float*>(
         emulator::shared_memory(address, 4, 4, emulator::Access::READ, {file, line}));
+}
+
+inline void load_shared_floats(u32 address, float& x, float& y, EMULATOR_SITE) {
+    const auto* pair = static_cast<const float*>(
+        emulator::shared_memory(address, 8, 8, emulator::Access::READ, {file, line}));
+    x = pair[0];
+    y = pair[1];
 }
 
 // ---- Asynchronous copies, global to shared ----
@@ -220,6 +233,10 @@ inline void mbarrier_arrive(u32 barrier, EMULATOR_SITE) {
     emulator::mbarrier_arrive(barrier, 0, {file, line});
 }
 
+inline void mbarrier_arrive_if(bool condition, u32 barrier, EMULATOR_SITE) {
+    if (condition) emulator::mbarrier_arrive(barrier, 0, {file, line});
+}
+
 inline void mbarrier_arrive_expect(u32 barrier, int bytes, EMULATOR_SITE) {
     emulator::mbarrier_arrive(barrier, bytes, {file, line});
 }
@@ -255,6 +272,14 @@ inline void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int 
 inline void tma_store(const TensorMap& map, u32 source, int x0, int x1, int x2, int x3,
                       EMULATOR_SITE) {
     emulator::store_box(&map, source, {x0, x1, x2, x3}, {file, line});
+}
+
+inline void bulk_load(u32 target, const void* source, u32 barrier, int bytes, EMULATOR_SITE) {
+    emulator::load_bytes(target, source, barrier, bytes, {file, line});
+}
+
+inline void bulk_reduce_add(float* target, u32 source, int bytes, EMULATOR_SITE) {
+    emulator::add_floats(target, source, bytes, {file, line});
 }
 
 inline void tma_store_commit() { emulator::commit_stores(); }
@@ -300,11 +325,11 @@ template <class Element> float bits_to_float(uint16_t bits) { return to_float(El
 
 }  // namespace emulator
 
-template <int SIGN, int COUNT, class Element>
+template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, class Element>
 inline void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
-    emulator::ProductOperands own{
-        d, COUNT, a, b, nullptr, accumulate, false, SIGN, emulator::bits_to_float<Element>};
+    emulator::ProductOperands own{d, COUNT, a, b, nullptr, accumulate, A_TRANSPOSED, B_TRANSPOSED,
+                                  SIGN, emulator::bits_to_float<Element>};
     emulator::start_product(own, {file, line});
 }
 
@@ -312,6 +337,6 @@ template <int COUNT, class Element>
 inline void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
     emulator::ProductOperands own{
-        d, COUNT, 0, b, a, accumulate, true, 1, emulator::bits_to_float<Element>};
+        d, COUNT, 0, b, a, accumulate, false, true, 1, emulator::bits_to_float<Element>};
     emulator::start_product(own, {file, line});
 }

@@ -112,6 +112,12 @@ __device__ __forceinline__ void store_shared(u32 address, u16 x) {
     asm volatile("st.shared.b16 [%0], %1;" :: "r"(address), "h"(x) : "memory");
 }
 
+// 16 bytes, 16-byte aligned. PTX ISA: st.
+__device__ __forceinline__ void store_shared_16(u32 address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
 // 16 bytes, 16-byte aligned. PTX ISA: ld.
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
     uint4 x;
@@ -125,6 +131,12 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
+}
+
+// Two neighbouring floats, 8-byte aligned. PTX ISA: ld.
+__device__ __forceinline__ void load_shared_floats(u32 address, float& x, float& y) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x), "=f"(y) : "r"(address) : "memory");
 }
 
 // ---- Asynchronous copies, global to shared ----
@@ -210,7 +222,15 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// The same, and announces bytes. PTX ISA: mbarrier.arrive.
+// The same if `condition`, by a predicate: a branch would part the lanes of a warp, which products
+// of warpgroups need together. PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive_if(bool condition, u32 barrier) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0;"
+                 " @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+                 :: "r"(barrier), "r"(static_cast<u32>(condition)) : "memory");
+}
+
+// Arrives, and announces bytes. PTX ISA: mbarrier.arrive.
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(barrier), "r"(bytes) : "memory");
@@ -272,6 +292,23 @@ __device__ __forceinline__ void tma_store(
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
                  " [%0, {%2, %3, %4, %5}], [%1];"
                  :: "l"(&map), "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
+
+// Starts the copy of neighbouring bytes to shared memory, where they count for `barrier`. Addresses
+// and `bytes` are multiples of 16. PTX ISA: cp.async.bulk.
+__device__ __forceinline__ void bulk_load(
+    u32 target, const void* source, u32 barrier, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %3, [%2];"
+                 :: "r"(target), "l"(source), "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Starts the addition of neighbouring floats in shared memory to those from `target` on in global
+// memory, each of them atomically. Addresses and `bytes` are multiples of 16. It counts as a store:
+// of a group, which is committed and waited for. PTX ISA: cp.reduce.async.bulk.
+__device__ __forceinline__ void bulk_reduce_add(float* target, u32 source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 :: "l"(target), "r"(source), "r"(bytes) : "memory");
 }
 
 // This thread's stores since its last commit become one group. PTX ISA: cp.async.bulk.commit_group.
@@ -353,10 +390,11 @@ template <int N> __device__ __forceinline__ void keep_here(float (&d)[N]) {
 // of mma_16x8x16, tile after tile of 8 columns: d[4j .. 4j + 3] are tile j's. SIGN is that of A.
 //
 // wgmma_shared: A and B in shared memory, by descriptors (wgmma.cuh), rows of A and columns of B
-// contiguous. wgmma_registers: A as fragments of mma_16x8x16 in registers, rows of B contiguous.
-// The last argument only names the element type. Asynchronous: d, and A in registers, may not be
-// touched before the wait. PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.
-template <int SIGN, int COUNT, typename Element>
+// contiguous; columns of A if A_TRANSPOSED, rows of B if B_TRANSPOSED. wgmma_registers: A as
+// fragments of mma_16x8x16 in registers, rows of B contiguous. The last argument only names the
+// element type. Asynchronous: d, and A in registers, may not be touched before the wait. PTX ISA:
+// Asynchronous Warpgroup Level Matrix Instructions: wgmma.
+template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, typename Element>
 __device__ __forceinline__ void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element);
 
@@ -365,13 +403,15 @@ __device__ __forceinline__ void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element);
 
 #define WGMMA(N, COUNT, ELEMENT, TYPE, A0, A1, A2, A3, A4, A5)                                     \
-    template <int SIGN> __device__ __forceinline__ void wgmma_shared(                              \
+    template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED>                                      \
+    __device__ __forceinline__ void wgmma_shared(                                                  \
         float (&d)[COUNT], u64 a, u64 b, bool accumulate, ELEMENT) {                               \
         asm volatile(                                                                              \
             "{ .reg .pred p; setp.ne.b32 p, " A2 ", 0;"                                            \
             " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                       \
-            " {" NAMES##COUNT "}, " A0 ", " A1 ", p, " A3 ", 1, 0, 0; }"                           \
-            : D##COUNT(0) : "l"(a), "l"(b), "r"(static_cast<u32>(accumulate)), "n"(SIGN));         \
+            " {" NAMES##COUNT "}, " A0 ", " A1 ", p, " A3 ", 1, " A4 ", " A5 "; }"                 \
+            : D##COUNT(0) : "l"(a), "l"(b), "r"(static_cast<u32>(accumulate)), "n"(SIGN),          \
+              "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));                                               \
     }                                                                                              \
     __device__ __forceinline__ void wgmma_registers(                                               \
         float (&d)[COUNT], const u32* a, u64 b, bool accumulate, ELEMENT) {                        \

@@ -32,8 +32,9 @@ template <typename Element, int SIGN, int A_ROWS, int B_ROWS, int COLUMNS, int C
 __device__ __forceinline__ void multiply_transposed(float (&d)[COUNT], u64 a, u64 b) {
     #pragma unroll
     for (int step = 0; step < COLUMNS / K_STEP; ++step)
-        wgmma_shared<SIGN>(d, advance(a, column_step<A_ROWS>(step)),
-                           advance(b, column_step<B_ROWS>(step)), step > 0, Element{});
+        wgmma_shared<SIGN, false, false>(
+            d, advance(a, column_step<A_ROWS>(step)), advance(b, column_step<B_ROWS>(step)),
+            step > 0, Element{});
 }
 
 // D = A B, or D += A B if `accumulate`: A in registers, ROWS rows of B.
