@@ -108,6 +108,11 @@ BackwardArguments = _struct(
     *_strides_of("dout q k v out dq dk dv"),
     *_COMMON,
 )
+BackwardWgmmaArguments = padded(
+    64,
+    *_fields("q_map dout_map k_map v_map dk_map dv_map", TensorMap),
+    ("arrays", BackwardArguments),
+)
 MergeArguments = _struct(
     *_pointers("out_a lse_a out_b lse_b out lse"),
     *_fields("batch seqlen_q num_heads_q head_dim_v", np.int32),

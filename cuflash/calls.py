@@ -20,6 +20,7 @@ import numpy as np
 
 from cuflash.arguments import (
     BackwardArguments,
+    BackwardWgmmaArguments,
     ForwardArguments,
     ForwardWgmmaArguments,
     MergeArguments,
@@ -189,13 +190,23 @@ def backward(call: Call, machine: Machine) -> tuple[Any, Any, Any]:
     target = machine.target
     recipe = _backward_recipe(call.signature, target, target.family)
     decided = recipe.decided
-    delta = machine.empty(_lse_shape(p), p.lse_dtype)
+    delta = machine.empty(decided.row_elements or _lse_shape(p), p.lse_dtype)
     sums = turns = None
     if decided.sum_elements:
         sums = machine.empty(decided.sum_elements, np.float32)
     if decided.num_turns:
         turns = machine.empty(decided.num_turns, np.int32)
-    _launch(recipe, call, machine, delta, sums, turns, dq, dk, dv)
+    rooms = {
+        name: _empty_like(recipe.copies[name], machine)
+        for name in ("dk", "dv")
+        if name in recipe.copies
+    }
+    _launch(recipe, call, machine, delta, sums, turns, dq,
+            rooms.get("dk", dk), rooms.get("dv", dv))  # fmt: skip
+    if "dk" in rooms:
+        dk[...] = rooms["dk"]
+    if "dv" in rooms:
+        dv[...] = rooms["dv"]
     return dq, dk, dv
 
 
@@ -203,24 +214,47 @@ def backward(call: Call, machine: Machine) -> tuple[Any, Any, Any]:
 def _backward_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
-    p, given = signature.problem, signature.layouts
+    p = signature.problem
     decided = plan(p, target.device(), family)
-    taken = {x: _readable(given[x]) for x in ("dout", "q", "k", "v", "out")}
-    gradients = {
-        name: _new(shape, given["q"].dtype)
-        for name, shape in zip(
-            ("dq", "dk", "dv"), _gradient_shapes(p), strict=True
-        )
-    }
-    strides = _strides({**taken, **gradients})
+    by_tma = decided.family == "wgmma"
+    given = dict(signature.layouts)
+    for name, shape in zip(
+        ("dq", "dk", "dv"), _gradient_shapes(p), strict=True
+    ):
+        given[name] = _new(shape, given["q"].dtype)
+    taken = {x: _readable(given[x], by_tma) for x in ("dout", "q", "k", "v")}
+    taken["out"] = _readable(given["out"])
     taken["lse"] = _contiguous(given["lse"])
+    taken["dq"] = given["dq"]
+    for name in ("dk", "dv"):
+        taken[name] = _writable(given[name], by_tma)
+    strides = _strides({x: taken[x] for x in taken if x != "lse"})
+    boxes = ()
+    if by_tma:
+        tile = decided.tile
+        rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
+                "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
+        place = _BACKWARD_POINTERS.index
+        boxes = ((place(x), Boxes.of(taken[x], n)) for x, n in rows.items())
     return Recipe(
         decided,
         target.load(decided),
-        Template(BackwardArguments, **strides, **_common(p, decided)),
-        inputs=tuple(taken),
+        Template(
+            BackwardWgmmaArguments if by_tma else BackwardArguments,
+            **strides,
+            **_common(p, decided),
+        ),
+        inputs=_BACKWARD_POINTERS[:6],
         copies=_changes(given, taken),
+        boxes=tuple(boxes),
     )
+
+
+_BACKWARD_POINTERS = tuple(
+    name
+    for name in BackwardArguments.names
+    if BackwardArguments[name] == np.uint64
+)
 
 
 def merge_states(call: Call, machine: Machine) -> tuple[Any, Any]:

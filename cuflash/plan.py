@@ -135,8 +135,11 @@ class Plan:
         Of a kernel whose blocks take one tile after another.
     sum_elements : int
         float32 elements of the sums of dq, 0 if there are none.
+    row_elements : int
+        float32 elements of what is known of each query, 0 if that is delta
+        alone.
     num_turns : int
-        Counters of a deterministic dq, 0 if there are none.
+        Integers by which blocks know of one another, 0 if there are none.
     """
 
     problem: Problem
@@ -146,6 +149,7 @@ class Plan:
     heads_per_section: int = 1
     deal: Deal | None = None
     sum_elements: int = 0
+    row_elements: int = 0
     num_turns: int = 0
 
     @property
@@ -467,7 +471,14 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
     round_dq = KernelPlan(
         file="backward_dq.cu",
         entry="backward_dq",
-        constants=(*layout, ("SHARED_BYTES", dq_shared)),
+        constants=(
+            *layout,
+            ("Arguments", "BackwardArguments"),
+            ("CAUSAL", False),  # looked at in repairs alone
+            ("REPAIRS", False),
+            ("TURNS", 0),
+            ("SHARED_BYTES", dq_shared),
+        ),
         threads=tile.num_warps * 32,
         shared_bytes=dq_shared,
     )
@@ -498,7 +509,10 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
 # ---- 16-bit types by wgmma ----
 
 # What kernels/ptx.cuh has products for, and shared memory room.
-_WGMMA_HEAD_DIMS = (64, 96, 128, 192, 256)
+_WGMMA_HEAD_DIMS = {
+    "forward": (64, 96, 128, 192, 256),
+    "backward": (64, 128),
+}
 # A thread's registers: 240 with two math warpgroups, 160 with three. S and P
 # take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
 # to spill, 132 with three was.
@@ -509,7 +523,7 @@ _MBARRIER_BYTES, _WORK_BYTES = 8, 20
 def _wgmma_head_dims(problem: Problem) -> tuple[int, int] | None:
     """Rounded up to those that there are kernels for, None if too large."""
     rounded = [
-        next((x for x in _WGMMA_HEAD_DIMS if x >= d), None)
+        next((x for x in _WGMMA_HEAD_DIMS[problem.direction] if x >= d), None)
         for d in (problem.head_dim, problem.head_dim_v)
     ]
     return None if None in rounded else tuple(rounded)
@@ -518,7 +532,6 @@ def _wgmma_head_dims(problem: Problem) -> tuple[int, int] | None:
 def _wgmma_runs(problem: Problem, device: Device) -> bool:
     return (
         device.arch == "sm_90a"
-        and problem.direction == "forward"
         and problem.seqlen_k > 0
         and _wgmma_head_dims(problem) is not None
     )
@@ -596,6 +609,128 @@ def _deal(
         pairs = 0
     singles = num_tiles - 2 * pairs
     return Deal(pairs, singles, heads * pairs, heads * (pairs + singles))
+
+
+# What a query tile's rows are known by: kernels/query_rows.cuh. lse, delta;
+# three numbers, in 16 bytes.
+_ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
+# Accumulators that were seen to fit 240 registers: 208 of them with P in
+# float, 192 with dS from the rounded P.
+_BACKWARD_WGMMA_REGISTERS = 208
+
+
+def _backward_wgmma_head_dims(problem: Problem) -> tuple[int, int]:
+    """As `_wgmma_head_dims`, the first no smaller than the second."""
+    d, dv = _wgmma_head_dims(problem)
+    return max(d, dv), dv
+
+
+def _rows_bytes(tile: Tile) -> int:
+    return tile.block_q * _ROW_BYTES + _ROWS_BYTES
+
+
+def _backward_wgmma_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _backward_wgmma_head_dims(problem)
+    keys = _tile_bytes(tile.block_k, d) + _tile_bytes(tile.block_k, dv)
+    queries = _tile_bytes(tile.block_q, d) + _tile_bytes(tile.block_q, dv)
+    ds = 2 * _tile_bytes(tile.block_k, tile.block_q)
+    dq = tile.block_q * d * 4
+    barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
+    return _round_up(
+        keys
+        + tile.num_stages * (queries + _rows_bytes(tile))
+        + ds
+        + dq
+        + barriers * _MBARRIER_BYTES
+        + 2 * 3 * 4,  # work
+        1024,
+    )
+
+
+def _backward_wgmma_fits(problem: Problem, tile: Tile) -> bool:
+    d, dv = _backward_wgmma_head_dims(problem)
+    if tile.block_q * d != tile.block_k // 64 * 64 * 64:
+        return False  # a warpgroup's part of dq is 64 x 64
+    scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
+    return (d + dv) // 2 + scores <= _BACKWARD_WGMMA_REGISTERS
+
+
+def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _backward_wgmma_head_dims(problem)
+    shared = _backward_wgmma_shared(problem, tile)
+    math_warps = tile.num_warps - 4  # one warpgroup loads
+    layout = (
+        ("Element", problem.dtype),
+        ("HEAD_DIM", d),
+        ("HEAD_DIM_V", dv),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("NUM_WARPS", math_warps),
+        ("SCORE_WARPS_Q", tile.score_warps_q),
+        ("CAUSAL", problem.causal),
+        ("TURNS", tile.block_k // 64 if problem.deterministic else 0),
+    )
+    lanes = _ceil_div(problem.head_dim_v, 8)
+    rows = KernelPlan(
+        file="backward_rows.cu",
+        entry="backward_rows",
+        constants=(
+            *layout,
+            ("NUM_THREADS", _ROW_THREADS),
+            ("LANES", 1 << (lanes - 1).bit_length()),
+        ),
+        threads=_ROW_THREADS,
+        shared_bytes=0,
+    )
+    main = KernelPlan(
+        file="backward_wgmma.cu",
+        entry="backward_wgmma",
+        constants=(
+            *layout,
+            ("STAGES", tile.num_stages),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    dq_shared = _tile_bytes(tile.block_q, d)
+    round_dq = KernelPlan(
+        file="backward_dq.cu",
+        entry="backward_dq",
+        constants=(
+            *layout,
+            ("Arguments", "BackwardWgmmaArguments"),
+            ("REPAIRS", problem.causal),
+            ("SHARED_BYTES", dq_shared),
+        ),
+        threads=math_warps * 32,
+        shared_bytes=dq_shared,
+    )
+    q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    q_tiles *= problem.batch * problem.num_heads_q
+    kv_pairs = problem.batch * problem.num_heads_kv
+    k_tiles = _ceil_div(problem.seqlen_k, tile.block_k) * kv_pairs
+    turns = q_tiles * tile.block_k // 64 if problem.deterministic else 0
+    shared_by_head = (
+        problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
+    )  # q, dout: 2 bytes an element; the sums of dq: 4
+    return Plan(
+        problem,
+        "wgmma",
+        tile,
+        (
+            Launch(rows, q_tiles),
+            Launch(main, min(k_tiles, device.num_sms)),
+            Launch(round_dq, q_tiles + (k_tiles if problem.causal else 0)),
+        ),
+        heads_per_section=_heads_per_section(
+            problem, device, problem.num_heads_kv, shared_by_head
+        ),
+        sum_elements=q_tiles * tile.block_q * d,
+        row_elements=q_tiles * _rows_bytes(tile) // 4,
+        num_turns=1 + k_tiles + turns,
+    )
 
 
 # ---- float32 and float64, plainly ----
@@ -768,6 +903,7 @@ def _merge_plan(problem: Problem) -> Plan:
 
 _PLANNERS = {
     ("wgmma", "forward"): _forward_wgmma,
+    ("wgmma", "backward"): _backward_wgmma,
     ("mma", "forward"): _forward_mma,
     ("mma", "backward"): _backward_mma,
     ("simt", "forward"): _forward_simt,
@@ -775,6 +911,7 @@ _PLANNERS = {
 }
 _SHARED = {
     ("wgmma", "forward"): _forward_wgmma_shared,
+    ("wgmma", "backward"): _backward_wgmma_shared,
     ("mma", "forward"): _forward_mma_shared,
     ("mma", "backward"): _backward_mma_shared,
     ("simt", "forward"): _forward_simt_shared,
@@ -782,6 +919,7 @@ _SHARED = {
 }
 _REGISTERS = {
     ("wgmma", "forward"): _forward_wgmma_fits,
+    ("wgmma", "backward"): _backward_wgmma_fits,
     ("mma", "forward"): _forward_mma_fits,
     ("mma", "backward"): _backward_mma_fits,
     ("simt", "forward"): _simt_fits,

@@ -61,6 +61,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             (128, 192), (128, 176, 160, 144, 112, 96, 80, 64), (4, 3, 2)
         ):
             yield Tile(q, k, (q // 64 + 1) * 4, num_stages=stages)
+    elif (family, direction) == ("wgmma", "backward"):
+        # Two warpgroups have 64 keys each; one more loads.
+        for q, stages in product((128, 64), (3, 2)):
+            yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
+                       ptxas_level=3)  # fmt: skip
     elif (family, direction) == ("mma", "forward"):
         for q, k, warps in product(
             (128, 64, 32), (128, 64, 32, 16), (4, 8, 2)

@@ -34,7 +34,7 @@ FEW_HEAD_DIMS = {
 # What plans look at: whether there is wgmma, shared memory, tuned tiles.
 ARCHS = ["sm_80", "sm_90a", "sm_86", "sm_100", "sm_120"]
 ARCHS_WITHOUT_MMA = ["sm_75", "sm_80", "sm_86", "sm_90a"]
-FAMILIES = ["sm_80", "sm_90a"]  # one of each kind that forward has
+FAMILIES = ["sm_80", "sm_90a"]  # one of each kind of kernels
 
 # Multiply-adds of a case, forward, that the emulator is given at most: they
 # take the backward kernels a second. That is one head of 200 tokens with

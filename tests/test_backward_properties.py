@@ -24,7 +24,7 @@ def test_is_the_gradient(backend, case):
     assert_gradients_match(grads, want, case)
 
 
-@on_each_backend(strategies.cases)
+@on_each_backend(strategies.cases, archs=strategies.FAMILIES)
 def test_is_the_gradient_of_forward(backend, case):
     q, k, v, dout = inputs(case)
     grads = calls.both(backend, case, q, k, v, dout)
@@ -43,7 +43,7 @@ def test_results_are_arrays_like_the_inputs(backend, case):
         assert grad.dtype == like.dtype and grad.shape == like.shape
 
 
-@on_each_backend(strategies.cases, longest=70)
+@on_each_backend(strategies.cases, longest=70, archs=strategies.FAMILIES)
 def test_keys_that_nobody_sees_get_zero(backend, case):
     q, k, v, dout = inputs(case)
     _, dk, dv = calls.both(backend, case, q, k, v, dout)
@@ -55,6 +55,7 @@ def test_keys_that_nobody_sees_get_zero(backend, case):
     strategies.cases,
     dtypes=("bfloat16", "float32", "float64"),  # float16 has subnormals
     longest=70,
+    archs=strategies.FAMILIES,
 )
 def test_twice_dout_gives_twice_the_gradients(backend, case):
     """Scaling by a power of two rounds nothing, so the bits must double."""

@@ -52,6 +52,7 @@ def test_forward(backend, case):
     each={"dtype": DTYPES},
     families=extreme.WITH_ONE_MAXIMUM,
     keys=[2, 40],
+    archs=strategies.FAMILIES,
 )
 def test_backward(backend, case):
     q, k, v, dout = inputs(case)
@@ -63,7 +64,7 @@ def test_backward(backend, case):
 
 
 @st.composite
-def subnormals(draw, backend, dtype):
+def subnormals(draw, backend, dtype, archs):
     case = Case(
         dtype,
         seqlen_q=draw(st.integers(1, 70)),
@@ -72,10 +73,12 @@ def subnormals(draw, backend, dtype):
         values="subnormal",
         seed=draw(strategies.SEEDS),
     )
-    return draw(strategies.on_backend(case, backend))
+    return draw(strategies.on_backend(case, backend, archs))
 
 
-@on_each_backend(subnormals, each={"dtype": DTYPES})
+@on_each_backend(
+    subnormals, each={"dtype": DTYPES}, archs=strategies.FAMILIES
+)
 def test_subnormal_inputs(backend, case):
     """Everything is below the smallest normal number of the dtype."""
     q, k, v, dout = inputs(case)

@@ -60,7 +60,9 @@ def test_forward(backend, case):
     assert_forward_matches(got, want, case)
 
 
-@on_each_backend(spoiled, each=each_dtype, names=NAMES)
+@on_each_backend(
+    spoiled, each=each_dtype, names=NAMES, archs=strategies.FAMILIES
+)
 def test_backward(backend, case):
     q, k, v, dout = inputs(case)
     grads = calls.both(backend, case, q, k, v, dout)
@@ -70,7 +72,7 @@ def test_backward(backend, case):
 
 
 @st.composite
-def cases_with_blind_rows(draw, backend, dtype):
+def cases_with_blind_rows(draw, backend, dtype, archs):
     seqlen_q = draw(st.integers(2, 150))
     case = Case(
         dtype,
@@ -79,10 +81,12 @@ def cases_with_blind_rows(draw, backend, dtype):
         causal=True,
         seed=draw(strategies.SEEDS),
     )
-    return draw(strategies.on_backend(case, backend))
+    return draw(strategies.on_backend(case, backend, archs))
 
 
-@on_each_backend(cases_with_blind_rows, each=each_dtype)
+@on_each_backend(
+    cases_with_blind_rows, each=each_dtype, archs=strategies.FAMILIES
+)
 def test_rows_that_see_nothing_give_nothing(backend, case):
     """Their q and dout may be anything."""
     num_blind = case.seqlen_q - case.seqlen_k

@@ -33,7 +33,11 @@ def test_forward(backend, case):
 
 
 @on_each_backend(
-    strategies.cases, each={"layout": LAYOUTS}, dtypes=DTYPES, longest=70
+    strategies.cases,
+    each={"layout": LAYOUTS},
+    dtypes=DTYPES,
+    longest=70,
+    archs=strategies.FAMILIES,
 )
 def test_backward(backend, case):
     q, k, v, dout = inputs(case)

@@ -8,40 +8,7 @@
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
-#include "types.cuh"
-#include "elements.cuh"
-
-using Real = Accumulator<Element>;
-
-// 16-bit rows are 16-byte aligned (launch.py sees to it), others only as their elements are.
-constexpr int CHUNK = sizeof(Element) == 2 ? 8 : 1;
-struct alignas(CHUNK * sizeof(Element)) Chunk { Element x[CHUNK]; };
-
-static_assert(32 % LANES == 0 && NUM_THREADS % 32 == 0, "a row's lanes are of one warp");
-
-// The sum over a row's lanes, in each of them, always added in the same order.
-inline Real row_sum(Real x) {
-    for (int distance = LANES / 2; distance > 0; distance /= 2)
-        x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
-    return x;
-}
-
-// The lane's share of sum_d dout[d] * out[d].
-inline Real partial_product(const Element* dout, const Element* out, int lane, int columns) {
-    Real sum = 0;
-    for (int d = lane * CHUNK; d < columns; d += LANES * CHUNK) {
-        if (d + CHUNK <= columns) {
-            const Chunk a = *reinterpret_cast<const Chunk*>(dout + d);
-            const Chunk b = *reinterpret_cast<const Chunk*>(out + d);
-            for (int i = 0; i < CHUNK; ++i)
-                sum = fma(to_accumulator(a.x[i]), to_accumulator(b.x[i]), sum);
-        } else {
-            for (int i = d; i < columns; ++i)
-                sum = fma(to_accumulator(dout[i]), to_accumulator(out[i]), sum);
-        }
-    }
-    return sum;
-}
+#include "row_sums.cuh"
 
 // Zeroes the grid's share of what backward_mma.cu adds to.
 inline void clear_sums(const BackwardArguments& arguments) {

@@ -1,37 +1,58 @@
 // dQ from its sums: scales by the softmax scale, rounds, and puts every element in its place.
 //
-// Runs after backward_mma.cu, which adds to the sums in the order of its fragments
-// (backward_layout.cuh).
+// Runs after backward_mma.cu or backward_wgmma.cu, which add to the sums in the order of their
+// fragments (dq_sums.cuh). After the latter it also REPAIRS rows (repair.cuh).
 //
 // Grid: one block a tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
-// Block: NUM_WARPS warps, which hold dQ as they do in backward_mma.cu.
+// and, if it REPAIRS, then one a tile of BLOCK_K keys of one key head, in the same order.
+// Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
-// Constants: Element, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q and
-// GRADIENT_WARPS_K as in backward_mma.cu; SHARED_BYTES.
+// Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the kernel before;
+// Arguments, what it takes; REPAIRS, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
+// SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).
 //
 // Bound by memory: 4 bytes read and 2 written an element.
-#include "backward_layout.cuh"
+#include "counters.cuh"
+#include "dq_sums.cuh"
+#include "repair.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_Q, HEAD_DIM> dq;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
+// dV and dK of a key tile, counted over all key heads, if they are doubtful.
+__device__ __forceinline__ void repair_keys(const BackwardArguments& arguments, int number) {
+    const Shape& shape = arguments.shape;
+    const int tiles = num_key_tiles(shape);
+    const int tile = number % tiles, pair = number / tiles;
+    const int head = pair % shape.num_heads_kv, batch = pair / shape.num_heads_kv;
+    if (*doubtful_key_tile(arguments, {tile, head, batch}) == 0) return;
+    const int end = min((tile + 1) * BLOCK_K, shape.seqlen_k);
+    for (int key = tile * BLOCK_K + threadIdx.x / 32; key < end; key += NUM_WARPS)
+        repair_key(arguments, batch, head, key);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-backward_dq(const __grid_constant__ BackwardArguments arguments) {
+backward_dq(const __grid_constant__ Arguments all) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     const u32 dq_tile = shared_address(&reinterpret_cast<SharedPlan*>(shared_bytes)->dq);
 
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
     const int tile = blockIdx.x % num_q_tiles, pair = blockIdx.x / num_q_tiles;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
-    const float* sums = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, tile) + dq_sum_first();
+    if (REPAIRS && batch >= shape.batch)
+        return repair_keys(arguments,
+                           blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
+    const float* sums = dq_sum_tile(arguments.dq_sum, blockIdx.x) + dq_sum_first(threadIdx.x);
     const float scale = static_cast<float>(arguments.scale);
 
+    bool finite = true;
     QueryGrid::Fragments dq;
     #pragma unroll
     for (int m = 0; m < QueryGrid::M_TILES; ++m)
@@ -42,11 +63,14 @@ backward_dq(const __grid_constant__ BackwardArguments arguments) {
             dq[m][n][1] = sum.y * scale;
             dq[m][n][2] = sum.z * scale;
             dq[m][n][3] = sum.w * scale;
+            if (REPAIRS)
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) finite &= !is_nonfinite(dq[m][n][i]);
         }
     Packed<QueryGrid::M_TILES, QueryGrid::N_TILES> packed;
     pack_fragments<Element>(packed, dq);
     store_fragments<BLOCK_Q>(dq_tile, packed, QueryGrid::first_row(), QueryGrid::first_column());
-    __syncthreads();
+    const bool doubtful = __syncthreads_or(!finite);
 
     const Strides stride = arguments.dq_stride;
     const i64 first_row = static_cast<i64>(tile) * BLOCK_Q;
@@ -55,4 +79,11 @@ backward_dq(const __grid_constant__ BackwardArguments arguments) {
     store_tile<BLOCK_Q, HEAD_DIM, THREADS, BLOCK_Q>(
         dq_tile, 0, rows, stride.token, shape.seqlen_q - tile * BLOCK_Q, shape.head_dim,
         rows_aligned(arguments.dq, stride), threadIdx.x);
+
+    if (REPAIRS && doubtful) {
+        __syncthreads();
+        const int end = min((tile + 1) * BLOCK_Q, shape.seqlen_q);
+        for (int query = tile * BLOCK_Q + threadIdx.x / 32; query < end; query += NUM_WARPS)
+            repair_query(arguments, batch, head, query);
+    }
 }

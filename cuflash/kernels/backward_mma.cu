@@ -29,9 +29,9 @@
 // Bad at: Hopper, whose wgmma multiplies about twice as fast; few keys with many queries (one block
 // a key tile, queries are not split).
 #include "backward_layout.cuh"
+#include "head_rows.cuh"
 #include "mask.cuh"
 #include "scheduler.cuh"
-#include "softmax.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;                              // dK leaves through it
@@ -62,13 +62,7 @@ struct TilePair {
     float scale;
 };
 
-// A query's lse as the exponentials want it: with -inf, P = 0.
-__device__ __forceinline__ float effective_lse(float lse) {
-    return lse == -infinity() ? infinity() : lse;
-}
-
-// S becomes P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded
-// it: however large the scores, a row's winner has the weight that it had there.
+// S becomes P = exp(scale S - lse).
 __device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const TilePair& at) {
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
@@ -80,7 +74,7 @@ __device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const Til
             for (int j = 0; j < ScoreGrid::N_TILES; ++j)
                 #pragma unroll
                 for (int x = half * 2; x < half * 2 + 2; ++x)
-                    s[i][j][x] = exp2_approx((__fmul_rn(s[i][j][x], at.scale) - lse) * LOG2_E);
+                    s[i][j][x] = weight(s[i][j][x], at.scale, lse);
         }
 }
 
@@ -171,30 +165,6 @@ __device__ __forceinline__ void store_gradient(
         threadIdx.x);
 }
 
-// A head's rows of one array, by token.
-struct HeadRows {
-    const Element* first;
-    i64 stride;
-    __device__ __forceinline__ HeadRows(const void* array, Strides stride, int batch, int head)
-        : first(static_cast<const Element*>(array) + batch * stride.batch + head * stride.head),
-          stride(stride.token) {}
-    __device__ __forceinline__ float at(int token, int column) const {
-        return to_float(first[token * stride + column]);
-    }
-};
-
-__device__ __forceinline__ bool is_nonfinite(float x) { return !(fabsf(x) < infinity()); }
-
-// The product of two rows, in every lane of the warp.
-__device__ __forceinline__ float row_product(
-    const HeadRows& a, int i, const HeadRows& b, int j, int columns) {
-    float sum = 0.0f;
-    for (int d = threadIdx.x % 32; d < columns; d += 32) sum += a.at(i, d) * b.at(j, d);
-    for (int distance = 16; distance > 0; distance /= 2)
-        sum += __shfl_xor_sync(WHOLE_WARP, sum, distance);
-    return sum;
-}
-
 // x += weight * value where the value is NaN or infinite.
 __device__ __forceinline__ void add_nonfinite(Element& x, float weight, float value) {
     if (is_nonfinite(value))
@@ -233,14 +203,15 @@ __device__ __forceinline__ void repair(
                 const float delta =
                     static_cast<const float*>(arguments.delta)[pair * shape.seqlen_q + query];
                 const float s = row_product(q, query, k, key, shape.head_dim);
-                const float p = exp2_approx((__fmul_rn(s, scale) - effective_lse(lse)) * LOG2_E);
+                const float p = weight(s, scale, effective_lse(lse));
                 const float ds = p * (row_product(dout, query, v, key, shape.head_dim_v) - delta);
                 for (int d = lane; d < shape.head_dim_v; d += 32)
                     add_nonfinite(dv[d], p, dout.at(query, d));
                 for (int d = lane; d < shape.head_dim; d += 32) {
                     add_nonfinite(dk[d], ds * scale, q.at(query, d));
                     const float value = k.at(key, d);
-                    float* sum = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, query / BLOCK_Q);
+                    float* sum = dq_sum_tile(
+                        arguments.dq_sum, pair * num_q_tiles + query / BLOCK_Q);
                     if (is_nonfinite(value))
                         atomicAdd(sum + dq_sum_place(query % BLOCK_Q, d), ds * value);
                 }
@@ -337,7 +308,8 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
     const auto add_dq = [&](auto masked, int head, int tile) {
         const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
         int* turn = static_cast<int*>(arguments.turns) + pair * num_q_tiles + tile;
-        float* sum = dq_sum_tile(arguments.dq_sum, pair, num_q_tiles, tile) + dq_sum_first();
+        float* sum = dq_sum_tile(arguments.dq_sum, pair * num_q_tiles + tile)
+                   + dq_sum_first(threadIdx.x);
         if (DETERMINISTIC) wait_for_turn(turn, where.tile);
         #pragma unroll
         for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {

@@ -95,17 +95,6 @@ __device__ __forceinline__ Work next_work(TileWalk& walk, const Shape& shape) {
     return {queries, key_tiles(mask, queries.first, queries.num_rows).num_visited};
 }
 
-// One tile, a panel of 64 columns at a time.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void load(
-    u32 tile, const TensorMap& map, u32 full, int token, int head, int batch) {
-    mbarrier_arrive_expect(full, ROWS * num_panels(COLUMNS) * PANEL_ROW_BYTES);
-    #pragma unroll
-    for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
-        tma_load(tile + panel * ROWS * PANEL_ROW_BYTES, map, full, panel * PANEL_COLUMNS, token,
-                 head, batch);
-}
-
 // Two threads load, so that the next Q need not wait for this one's last keys. The first also says
 // what to do: the work goes with its Q.
 __device__ __forceinline__ void load_queries(const ForwardWgmmaArguments& arguments,
@@ -206,12 +195,6 @@ __device__ __forceinline__ void softmax(
         s[i] = exp2_approx(s[i] * c - subtracted[i / 2 % 2]);
         rows.l[i / 2 % 2] += s[i];
     }
-}
-
-// P as the A operand of P V: an accumulator's order is a fragment's order.
-__device__ __forceinline__ void pack_scores(u32 (&p)[P_COUNT], const float (&s)[S_COUNT]) {
-    #pragma unroll
-    for (int i = 0; i < P_COUNT; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
 }
 
 // acc becomes O = acc / l, lse = |scale| m + log(l); rows that saw no key: 0 and -inf. Says whether
@@ -541,7 +524,7 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         mask_scores(tile);
         softmax<true>(s, rows, c, rescale);
         v = k;
-        pack_scores(p, s);
+        pack_pairs<Element>(p, s);
     };
 
     // One step: S of key tile `tile`, acc += P V of the one before. P becomes that of `tile`.
@@ -575,7 +558,7 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
             release_place();
         }
         v = k;
-        pack_scores(p, s);
+        pack_pairs<Element>(p, s);
     };
 
     // The last P V, alone.

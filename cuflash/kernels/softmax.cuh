@@ -26,3 +26,14 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ float exp2_of_product(float score, float c, float reference) {
     return exp2_approx(__fmul_rn(score, c) - reference);
 }
+
+// A query's lse as the exponentials want it: with -inf, P = 0.
+__device__ __forceinline__ float effective_lse(float lse) {
+    return lse == -infinity() ? infinity() : lse;
+}
+
+// P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded it: however
+// large the scores, a row's winner has the weight that it had there.
+__device__ __forceinline__ float weight(float score, float scale, float lse) {
+    return exp2_approx((__fmul_rn(score, scale) - lse) * LOG2_E);
+}

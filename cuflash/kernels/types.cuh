@@ -43,7 +43,7 @@ struct BackwardArguments {
     const void* dout; const void* q; const void* k; const void* v; const void* out;
     const void* lse;
     void* delta;                                // rowsum(dO * O), written by backward_delta.cu
-    void* dq_sum;                               // float sums of dQ, ordered by backward_layout.cuh
+    void* dq_sum;                               // float sums of dQ, ordered by dq_sums.cuh
     void* turns;                                // int, a query tile: key tiles added to dQ; or null
     void* dq; void* dk; void* dv;
     Strides dout_stride, q_stride, k_stride, v_stride, out_stride, dq_stride, dk_stride, dv_stride;
@@ -69,6 +69,19 @@ struct ForwardWgmmaArguments {
     ForwardArguments arrays;
     Deal deal;
 };
+
+// The maps of q and dout have boxes of 64 columns and a query tile's rows, those of k and v a key
+// tile's, those of dk and dv 16. `delta` and `turns`: query_rows.cuh, counters.cuh.
+struct BackwardWgmmaArguments {
+    TensorMap q_map, dout_map, k_map, v_map, dk_map, dv_map;
+    BackwardArguments arrays;
+};
+
+// Of either family's arguments.
+inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
+inline const BackwardArguments& arrays_of(const BackwardWgmmaArguments& arguments) {
+    return arguments.arrays;
+}
 
 // A compile-time truth as a function argument: `if constexpr (masked.value)`.
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };

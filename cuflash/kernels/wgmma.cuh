@@ -48,6 +48,34 @@ __device__ __forceinline__ void multiply(
                         step > 0 || accumulate, Element{});
 }
 
+// D = A^T B over ROWS rows of both, 64 columns of A from the one on at which `a` points.
+template <typename Element, int ROWS, int COUNT>
+__device__ __forceinline__ void multiply_columns(float (&d)[COUNT], u64 a, u64 b) {
+    #pragma unroll
+    for (int step = 0; step < ROWS / K_STEP; ++step)
+        wgmma_shared<1, true, true>(
+            d, advance(a, step * K_STEP * PANEL_ROW_BYTES),
+            advance(b, step * K_STEP * PANEL_ROW_BYTES), step > 0, Element{});
+}
+
+// An accumulator rounded to Element, as the A operand of a product: its order is a fragment's.
+template <typename Element, int COUNT>
+__device__ __forceinline__ void pack_pairs(u32 (&packed)[COUNT], const float (&d)[2 * COUNT]) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) packed[i] = pack<Element>(d[2 * i], d[2 * i + 1]);
+}
+
+// Stores a warp's 16 rows of a rounded accumulator in a tile of ROWS rows, from first_row on.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void store_rows(
+    u32 tile, int first_row, int lane, const u32 (&packed)[COUNT]) {
+    const u32 chunk_of_lane = tile + tile_offset<ROWS>(first_row + lane % 16, lane / 16 * 8);
+    #pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j)                     // 16 rows, 16 columns
+        stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + j / 4 * (ROWS * PANEL_ROW_BYTES),
+                    packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
+}
+
 // ---- Rings of tiles between a thread that loads and warpgroups that use ----
 
 // Which of STAGES places is next, and the parity of the phase that ends when it is full.
@@ -57,8 +85,35 @@ template <int STAGES> struct Ring {
     __device__ __forceinline__ void next() {
         if (++stage == STAGES) { stage = 0; parity ^= 1; }
     }
+    __device__ __forceinline__ int previous() const {
+        return stage == 0 ? STAGES - 1 : stage - 1;
+    }
 };
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     while (!mbarrier_try_wait(barrier, parity)) {}
+}
+
+// Starts the copy of one tile, a panel of 64 columns at a time. `more`: bytes that will come to the
+// same barrier besides.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void load(
+    u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more = 0) {
+    mbarrier_arrive_expect(full, ROWS * num_panels(COLUMNS) * PANEL_ROW_BYTES + more);
+    #pragma unroll
+    for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
+        tma_load(tile + panel * ROWS * PANEL_ROW_BYTES, map, full, panel * PANEL_COLUMNS, token,
+                 head, batch);
+}
+
+// The other way: as many rows as the map's boxes have, from first_row on, of a tile of ROWS. They
+// become one group.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void store(
+    const TensorMap& map, u32 tile, int first_row, int token, int head, int batch) {
+    #pragma unroll
+    for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
+        tma_store(map, tile + (panel * ROWS + first_row) * PANEL_ROW_BYTES,
+                  panel * PANEL_COLUMNS, token, head, batch);
+    tma_store_commit();
 }

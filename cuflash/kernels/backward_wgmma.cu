@@ -1,0 +1,480 @@
+// Backward attention for 16-bit types on Hopper (sm_90a): dK, dV, and the sums of dQ.
+//
+//     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
+//     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
+//
+// FlashAttention-3 (arXiv:2407.08608). A block stays on its multiprocessor and takes one tile of
+// BLOCK_K keys of one key head after another. Warpgroup 0 loads, and adds to dQ. Each of the others
+// has 64 keys of the tile, computes S^T and dP^T, of which P^T and dS^T are the A operands of dV
+// and dK as they stand in registers, and keeps dK and dV. A step is a query tile that sees the
+// keys, of each query head of the group in turn. All warpgroups then share dQ = dS K of the step,
+// dS^T coming from shared memory, and each has its part of dQ added in float to a sum in global
+// memory, which backward_dq.cu scales and rounds.
+//
+// The products of a step are issued so that the tensor cores have work while the warps compute:
+//
+//     tensor cores   S  dP    dV     dQ dK   S' dP' ...
+//     warps             P     dS        dQ out   P'
+//
+// Grid: as many blocks as multiprocessors, or as key tiles if those are fewer. Tiles are numbered
+// by scheduler.cuh, the first keys first: if CAUSAL, most queries see those. A block takes the tile
+// of its own number, then whichever is next when it is done (a counter in global memory).
+// Block: 1 + MATH_WARPGROUPS warpgroups.
+//
+// Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
+// BLOCK_Q, BLOCK_K, STAGES (places for Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_sums.cuh),
+// SHARED_BYTES; TURNS: 0, or MATH_WARPGROUPS to have the blocks of one head add to a query tile's
+// dQ in the order of their key tiles.
+// Shared memory: SharedPlan, tiles as in smem.cuh.
+//
+// Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
+// tile's bytes. *_empty, back: an arrival of every math warp. work_full, from the thread that loads
+// Q to all others; work_empty, back: an arrival of each warp. Named ones: below.
+//
+// A NaN or an infinity may reach rows that do not see it, as 0 * NaN, where the mask cuts a tile.
+// Key tiles with such rows of dK or dV are noted, for backward_dq.cu to compute these once more.
+#include "counters.cuh"
+#include "dq_sums.cuh"
+#include "mask.cuh"
+#include "query_rows.cuh"
+#include "scheduler.cuh"
+#include "wgmma.cuh"
+
+constexpr int MATH_WARPGROUPS = BLOCK_K / 64, MATH_THREADS = MATH_WARPGROUPS * WARPGROUP;
+constexpr int ALL_THREADS = WARPGROUP + MATH_THREADS;
+constexpr int S_COUNT = BLOCK_Q / 2, DK_COUNT = HEAD_DIM / 2, DV_COUNT = HEAD_DIM_V / 2;
+constexpr int DQ_COUNT = QueryGrid::N_TILES * 4;
+constexpr bool DETERMINISTIC = TURNS > 0;
+constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / MATH_WARPGROUPS;
+// P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
+constexpr bool KEEPS_P = BLOCK_Q <= 64;
+
+static_assert(TURNS == 0 || TURNS == MATH_WARPGROUPS, "each warpgroup adds a part of dQ");
+static_assert(MATH_THREADS == THREADS, "the plan's warps are those that compute");
+static_assert(MATH_WARPGROUPS == 2, "registers are dealt out for two");
+static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS == 64,
+              "a warpgroup's part of dQ is 64 queries and 64 columns");
+static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= 64 * HEAD_DIM * 2,
+              "64 rows of dK or dV leave through the place of a part of dQ");
+
+constexpr int WORKS = 2;                                    // in hand: one begins as one ends
+
+// Which tile of the block's it is, counted from 0, in one register: the place of its work, and the
+// parities of that and of K and V.
+struct Count {
+    u32 tiles = 0;
+    __device__ __forceinline__ int place() const { return tiles % WORKS; }
+    __device__ __forceinline__ u32 work_parity() const { return tiles / WORKS % 2; }
+    __device__ __forceinline__ u32 kv_parity() const { return tiles % 2; }
+};
+
+struct SharedPlan {
+    Tile<BLOCK_K, HEAD_DIM> k;
+    Tile<BLOCK_K, HEAD_DIM_V> v;
+    Tile<BLOCK_Q, HEAD_DIM> q[STAGES];
+    Tile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
+    Tile<BLOCK_K, BLOCK_Q> ds[2];                           // dS^T
+    alignas(1024) unsigned char dq_then_out[MATH_WARPGROUPS][DQ_PART_BYTES];
+    QueryRows rows[STAGES];
+    u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
+    u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
+    TileOfHead work[WORKS];                                 // key tiles; none after -1
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// Barrier 0 is __syncthreads. Of warpgroup g: DQ_FULL + g, its part of dQ is written; DQ_EMPTY + g,
+// it has been read; OWN + g, its warps meet.
+constexpr int DS_WRITTEN = 1, DQ_FULL = 2, DQ_EMPTY = 4, OWN = 6, DQ_THREADS = WARPGROUP + 32;
+
+__device__ __forceinline__ QueryTiles query_tiles(const Shape& shape, int k_tile) {
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    return mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+}
+
+// The steps of a key tile: the query tiles that see it, of the group's first head, then of its
+// second, and so on.
+struct Steps {
+    int first, end, head, tile, left;
+    __device__ __forceinline__ Steps(const Shape& shape, QueryTiles tiles, int kv_head)
+        : first(tiles.first), end(tiles.end), tile(tiles.first) {
+        const int group_size = shape.num_heads_q / shape.num_heads_kv;
+        head = kv_head * group_size;
+        left = group_size * (end - first);
+    }
+    __device__ __forceinline__ void next() {
+        --left;
+        if (++tile < end) return;
+        tile = first;
+        ++head;
+    }
+};
+
+// The number of a query tile among those of all heads.
+__device__ __forceinline__ int number_of(const Shape& shape, int batch, int head, int tile) {
+    return (batch * shape.num_heads_q + head) * ((shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q) + tile;
+}
+
+// ---- The threads that load ----
+
+// Q and dO. This thread also says what to do, a key tile ahead of those who compute.
+__device__ __forceinline__ void load_queries(const BackwardWgmmaArguments& arguments,
+                                             SharedPlan& shared) {
+    const Shape& shape = arguments.arrays.shape;
+    const int num_k_tiles = num_key_tiles(shape);
+    Ring<STAGES> ring;
+    Count count;
+    for (int index = blockIdx.x;; ++count.tiles) {
+        const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
+        TileOfHead where = {-1, 0, 0};
+        if (!ended)
+            where = tile_of_block(
+                index, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
+        wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);
+        shared.work[count.place()] = where;
+        mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
+        if (ended) return;
+        Steps step(shape, query_tiles(shape, where.tile), where.head);
+        for (; step.left > 0; step.next(), ring.next()) {
+            if (step.left == 1)
+                index = gridDim.x + atomicAdd(tiles_handed_out(arguments.arrays), 1);
+            wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
+            const u32 q_full = shared_address(&shared.q_full[ring.stage]);
+            bulk_load(shared_address(&shared.rows[ring.stage]),
+                      static_cast<const QueryRows*>(arguments.arrays.delta)
+                          + number_of(shape, where.batch, step.head, step.tile),
+                      q_full, sizeof(QueryRows));
+            load<BLOCK_Q, HEAD_DIM>(
+                shared_address(&shared.q[ring.stage]), arguments.q_map, q_full,
+                step.tile * BLOCK_Q, step.head, where.batch, sizeof(QueryRows));
+            wait(shared_address(&shared.dout_empty[ring.stage]), ring.parity ^ 1);
+            load<BLOCK_Q, HEAD_DIM_V>(
+                shared_address(&shared.dout[ring.stage]), arguments.dout_map,
+                shared_address(&shared.dout_full[ring.stage]), step.tile * BLOCK_Q, step.head,
+                where.batch);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_keys(const BackwardWgmmaArguments& arguments,
+                                          SharedPlan& shared) {
+    for (Count count;; ++count.tiles) {
+        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        const TileOfHead where = shared.work[count.place()];
+        if (where.tile < 0) return;
+        mbarrier_arrive(shared_address(&shared.work_empty[count.place()]));
+        wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
+        load<BLOCK_K, HEAD_DIM>(
+            shared_address(&shared.k), arguments.k_map, shared_address(&shared.k_full),
+            where.tile * BLOCK_K, where.head, where.batch);
+        load<BLOCK_K, HEAD_DIM_V>(
+            shared_address(&shared.v), arguments.v_map, shared_address(&shared.v_full),
+            where.tile * BLOCK_K, where.head, where.batch);
+    }
+}
+
+// ---- The warps that add to dQ, one for each math warpgroup ----
+
+__device__ __forceinline__ void add_dq(const BackwardArguments& arguments, SharedPlan& shared,
+                                       int group) {
+    const Shape& shape = arguments.shape;
+    const int lane = threadIdx.x % 32;
+    const u32 part = shared_address(&shared.dq_then_out[group]);
+    for (Count count;; ++count.tiles) {
+        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        const TileOfHead where = shared.work[count.place()];
+        if (where.tile < 0) break;
+        __syncwarp();
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
+        Steps step(shape, query_tiles(shape, where.tile), where.head);
+        for (; step.left > 0; step.next()) {
+            const int number = number_of(shape, where.batch, step.head, step.tile);
+            int* turn = turns_of_query_tile(arguments, number) + group;
+            barrier_sync(DQ_FULL + group, DQ_THREADS);
+            if (lane == 0) {
+                // The key tiles before this one have smaller numbers, and were begun by blocks that
+                // run or have ended: the wait ends.
+                if (DETERMINISTIC) while (load_acquire(turn) != where.tile) {}
+                bulk_reduce_add(dq_sum_tile(arguments.dq_sum, number) + group * (DQ_PART_BYTES / 4),
+                                part, DQ_PART_BYTES);
+                tma_store_commit();
+                if (DETERMINISTIC) {
+                    tma_store_wait<0>();
+                    __threadfence();
+                    store_release(turn, where.tile + 1);
+                } else {
+                    tma_store_wait_read<0>();
+                }
+            }
+            __syncwarp();
+            barrier_arrive(DQ_EMPTY + group, DQ_THREADS);
+        }
+    }
+    tma_store_wait<0>();
+}
+
+// ---- The warpgroups that compute ----
+
+// S^T becomes P^T = exp(scale S^T - lse), c being scale log2(e).
+__device__ __forceinline__ void probabilities(
+    float (&s)[S_COUNT], const QueryRows& rows, int first_column, float c) {
+    const u32 lse_of_lane = shared_address(rows.lse) + first_column * 4;
+    if (rows.huge) {
+        const float scale = rows.scale;
+        #pragma unroll
+        for (int j = 0; j < S_COUNT / 4; ++j) {
+            float lse[2];
+            load_shared_floats(lse_of_lane + j * 32, lse[0], lse[1]);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) s[j * 4 + i] = weight(s[j * 4 + i], scale, lse[i % 2]);
+        }
+    } else {
+        #pragma unroll
+        for (int j = 0; j < S_COUNT / 4; ++j) {
+            float lse[2];
+            load_shared_floats(lse_of_lane + j * 32, lse[0], lse[1]);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                s[j * 4 + i] = exp2_approx(fmaf(s[j * 4 + i], c, -lse[i % 2]));
+        }
+    }
+}
+
+// x = 0 where the query does not see the key or is none, whatever stood there. first_query: of
+// those that see the lane's two keys, 8 apart. The lane's first column is of query q_start.
+__device__ __forceinline__ void apply_mask(
+    float (&x)[S_COUNT], const int (&first_query)[2], int q_start, int seqlen_q) {
+    const int end = seqlen_q - q_start;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first = first_query[half] - q_start;
+        #pragma unroll
+        for (int j = 0; j < S_COUNT / 4; ++j)
+            #pragma unroll
+            for (int k = 0; k < 2; ++k)
+                if (j * 8 + k < first || j * 8 + k >= end) x[j * 4 + half * 2 + k] = 0.0f;
+    }
+}
+
+// dP^T becomes dS^T = P^T (dP^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
+__device__ __forceinline__ void score_gradients(
+    float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
+    const QueryRows& rows, int first_column) {
+    const u32 delta_of_lane = shared_address(rows.delta) + first_column * 4;
+    #pragma unroll
+    for (int j = 0; j < S_COUNT / 4; ++j) {
+        float delta[2];
+        load_shared_floats(delta_of_lane + j * 32, delta[0], delta[1]);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 pair = rounded[j * 2 + i / 2];
+            const float of_pair = i % 2 == 0 ? to_float(low_half<Element>(pair))
+                                             : to_float(high_half<Element>(pair));
+            const float own = KEEPS_P ? p[j * 4 + i] : of_pair;
+            dp[j * 4 + i] = own * (dp[j * 4 + i] - delta[i % 2]);
+        }
+    }
+}
+
+// Scales, rounds and sends out the warp's 16 rows of dK or dV through its warpgroup's tile of 64;
+// `key` is the first. Whether the lane's numbers are all finite.
+template <int COUNT>
+__device__ __forceinline__ bool send_out(
+    const TensorMap& map, TileOfHead where, int key, u32 tile, float (&gradient)[COUNT],
+    float scale) {
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+    bool finite = true;
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        gradient[i] *= scale;
+        finite &= fabsf(gradient[i]) < infinity();
+    }
+    u32 packed[COUNT / 2];
+    pack_pairs<Element>(packed, gradient);
+    store_rows<64>(tile, warp_row, lane, packed);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) store<64, COUNT * 2>(map, tile, warp_row, key, where.head, where.batch);
+    __syncwarp();
+    return finite;
+}
+
+__device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& arguments,
+                                            SharedPlan& shared) {
+    const Shape& shape = arguments.arrays.shape;
+    // By a shuffle, so that the compiler knows it to be the same in all lanes.
+    const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
+    const int math_thread = threadIdx.x - WARPGROUP;
+    const float c = static_cast<float>(arguments.arrays.scale) * LOG2_E;
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+
+    // The warpgroup's keys, as rows of K and V; its part of dQ, 64 queries and all columns or 64 of
+    // them, as panels of dS^T or K.
+    constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
+    constexpr bool BY_ROWS = BLOCK_Q == MATH_WARPGROUPS * 64;
+    const u32 group_rows = group * 64 * PANEL_ROW_BYTES;
+    const u32 dq_part = shared_address(&shared.dq_then_out[group]);
+
+    const u32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
+    const u32 dout_full = shared_address(&shared.dout_full);
+    const u32 dout_empty = shared_address(&shared.dout_empty);
+
+    float dk[DK_COUNT], dv[DV_COUNT];
+    u32 ds[S_COUNT / 2];                                    // read until the next step
+    Ring<STAGES> ring;
+    int ds_place = 0;
+    for (Count count;; ++count.tiles) {
+        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        const int k_tile = shared.work[count.place()].tile;
+        if (k_tile < 0) break;
+        const QueryTiles tiles = query_tiles(shape, k_tile);
+        const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
+        const int first_key = k_tile * BLOCK_K + math_thread / 32 * 16 + math_thread % 32 / 4;
+        const int first_query[2] = {mask.first_query(first_key), mask.first_query(first_key + 8)};
+        wait(shared_address(&shared.k_full), count.kv_parity());
+        wait(shared_address(&shared.v_full), count.kv_parity());
+        bool started = false;                               // dk and dv hold something
+
+        const auto step = [&] {
+            const QueryRows& rows = shared.rows[ring.stage];
+            // Opaque: what follows from these, kept across the loop, would fill the registers.
+            const u32 own_rows = opaque(group_rows), own_panel = own_rows * (BLOCK_K / 64);
+            const int thread = opaque(math_thread), lane = thread % 32;
+            const int first_column = lane % 4 * 2;          // of a score fragment
+            const u64 k_rows = descriptor(shared_address(&shared.k) + own_rows, 0);
+            const u64 v_rows = descriptor(shared_address(&shared.v) + own_rows, 0);
+            // Columns of B for the scores, rows of B for the gradients.
+            const u64 q = descriptor(
+                shared_address(&shared.q[ring.stage]), BLOCK_Q * PANEL_ROW_BYTES);
+            const u64 dout = descriptor(
+                shared_address(&shared.dout[ring.stage]), BLOCK_Q * PANEL_ROW_BYTES);
+            float s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
+            u32 p[S_COUNT / 2];
+
+            wait(q_full + 8 * ring.stage, ring.parity);
+            keep_here(s);
+            wgmma_fence();
+            multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(s, k_rows, q);
+            wgmma_commit();
+            wgmma_wait<1>();                                // dK of the last step
+            keep_here(dk);
+            mbarrier_arrive_if(started && lane == 0, q_empty + 8 * ring.previous());
+            const int q_start = rows.q_start;
+            const bool masked = q_start < first_full || q_start + BLOCK_Q > shape.seqlen_q;
+            wait(dout_full + 8 * ring.stage, ring.parity);
+            keep_here(dp);
+            wgmma_fence();
+            multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(dp, v_rows, dout);
+            wgmma_commit();
+            wgmma_wait<1>();                                // S
+            keep_here(s);
+
+            probabilities(s, rows, first_column, c);
+            if (masked) apply_mask(s, first_query, q_start + first_column, shape.seqlen_q);
+            pack_pairs<Element>(p, s);
+            keep_here(dv);
+            wgmma_fence();
+            multiply<Element, BLOCK_Q>(dv, p, dout, started);
+            wgmma_commit();
+            wgmma_wait<1>();                                // dP
+            keep_here(dp);
+
+            score_gradients(dp, s, p, rows, first_column);
+            if (masked) apply_mask(dp, first_query, q_start + first_column, shape.seqlen_q);
+            pack_pairs<Element>(ds, dp);
+            const u32 ds_tile = shared_address(&shared.ds[ds_place]);
+            store_rows<BLOCK_K>(ds_tile, thread / 32 * 16, lane, ds);
+            fence_async_proxy();
+            barrier_sync(DS_WRITTEN, MATH_THREADS);
+
+            keep_here(dq);
+            keep_here(dk);
+            wgmma_fence();
+            multiply_columns<Element, BLOCK_K>(
+                dq, descriptor(ds_tile + (BY_ROWS ? own_panel : 0), 0),
+                descriptor(shared_address(&shared.k) + (BY_ROWS ? 0 : own_panel), PANEL_BYTES));
+            wgmma_commit();
+            multiply<Element, BLOCK_Q>(dk, ds, q, started);
+            wgmma_commit();
+            wgmma_wait<1>();                                // dV, dQ
+            keep_here(dv);
+            keep_here(dq);
+            mbarrier_arrive_if(lane == 0, dout_empty + 8 * ring.stage);
+
+            // At a tile's first step the place is the warpgroup's own: dK and dV have left.
+            barrier_sync((started ? DQ_EMPTY : OWN) + group, started ? DQ_THREADS : WARPGROUP);
+            const u32 dq_of_thread =
+                shared_address(&shared.dq_then_out) + dq_sum_first(thread) * 4;
+            #pragma unroll
+            for (int n = 0; n < DQ_COUNT / 4; ++n)
+                store_shared_16(dq_of_thread + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
+                                dq[n * 4 + 2], dq[n * 4 + 3]);
+            fence_async_proxy();
+            barrier_arrive(DQ_FULL + group, DQ_THREADS);
+
+            started = true;
+            ds_place ^= 1;
+            ring.next();
+        };
+
+        for (int left = Steps(shape, tiles, 0).left; left > 0; --left) step();
+
+        wgmma_wait<0>();
+        keep_here(dk);
+        count.tiles = opaque(count.tiles);
+        const int lane = threadIdx.x % 32;
+        const TileOfHead where = shared.work[count.place()];
+        __syncwarp();
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
+        mbarrier_arrive_if(lane == 0, q_empty + 8 * ring.previous());
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
+        barrier_sync(DQ_EMPTY + group, DQ_THREADS);
+        // dK after dV, through the same place if there is no other.
+        constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
+        constexpr bool SIDE_BY_SIDE = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
+        const int key = where.tile * BLOCK_K + math_thread / 32 * 16;
+        bool finite = send_out(arguments.dv_map, where, key, dq_part, dv, 1.0f);
+        if (!SIDE_BY_SIDE) tma_store_wait_read<0>();
+        __syncwarp();
+        finite &= send_out(arguments.dk_map, where, key, dq_part + (SIDE_BY_SIDE ? DV_BYTES : 0),
+                           dk, static_cast<float>(arguments.arrays.scale));
+        if (CAUSAL && !finite) *doubtful_key_tile(arguments.arrays, where) = 1;
+        __syncwarp();
+        tma_store_wait_read<0>();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
+backward_wgmma(const __grid_constant__ BackwardWgmmaArguments arguments) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    constexpr int MATH_WARPS = MATH_THREADS / 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(shared_address(&shared.q_full[i]), 1);
+            mbarrier_init(shared_address(&shared.q_empty[i]), MATH_WARPS);
+            mbarrier_init(shared_address(&shared.dout_full[i]), 1);
+            mbarrier_init(shared_address(&shared.dout_empty[i]), MATH_WARPS);
+        }
+        mbarrier_init(shared_address(&shared.k_full), 1);
+        mbarrier_init(shared_address(&shared.v_full), 1);
+        mbarrier_init(shared_address(&shared.kv_empty), MATH_WARPS);
+        for (int i = 0; i < WORKS; ++i) {
+            mbarrier_init(shared_address(&shared.work_full[i]), 1);
+            mbarrier_init(shared_address(&shared.work_empty[i]), MATH_WARPS + MATH_WARPGROUPS + 1);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    // 64 K registers: the math warpgroups get what the loading one does not need.
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x < WARPGROUP) {
+        give_registers<24>();
+        if (threadIdx.x == 0) load_queries(arguments, shared);
+        if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
+        if (warp >= 1 && warp <= MATH_WARPGROUPS) add_dq(arguments.arrays, shared, warp - 1);
+    } else {
+        take_registers<240>();
+        compute_all(arguments, shared);
+    }
+}

@@ -1,0 +1,16 @@
+// What backward_wgmma.cu has to know of a tile's queries besides Q and dO. backward_rows.cu writes
+// it, one tile after the other of each (batch, head); the TMA unit copies it with the tile's Q.
+#pragma once
+#include "softmax.cuh"
+
+struct alignas(16) QueryRows {
+    float lse[BLOCK_Q];                         // times log2(e) or, if huge, as it was; inf: P = 0
+    float delta[BLOCK_Q];                       // rowsum(dO * O)
+    int huge;
+    float scale;                                // of the call
+    int q_start;                                // of the tile
+};
+
+// P = 2^(c S - lse log2 e) takes the product unrounded, lse log2 e rounded: up to this limit that
+// is at most 2^-14 in the exponent. Beyond it weight() is taken, which is exact where S is.
+constexpr float LARGEST_FUSED_LSE = 1024.0f;
