@@ -1,6 +1,7 @@
 """What is decided about a problem: family, tiles, launches, words."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -155,9 +156,26 @@ def test_long_rows_have_tiles_of_their_own():
         ("sm_100", 64, None, "mma"),
     ],
 )
-def test_warpgroup_products_are_hopper_s(arch, head_dim, wanted, family):
-    problem = small_problem("forward", "float16", head_dim)
+@both_directions
+def test_warpgroup_products_are_hopper_s(
+    direction, arch, head_dim, wanted, family
+):
+    problem = small_problem(direction, "float16", head_dim)
     assert plan(problem, device_of_arch(arch), wanted).family == family
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(blocks):
+    """There are 2 * 3 of them; one block a query tile goes before."""
+    device = replace(device_of_arch("sm_90a"), num_sms=blocks)
+    problem = small_problem(
+        "backward", "float16", batch=2, seqlen_q=300, seqlen_k=300
+    )
+    decided = plan(problem, device)
+    q_tiles = -(-300 // decided.tile.block_q) * 2 * 2
+    assert [x.blocks for x in decided.launches] == [
+        q_tiles, min(blocks, 6), q_tiles + 6,
+    ]  # fmt: skip
 
 
 def test_an_unknown_family_is_an_error(monkeypatch):
