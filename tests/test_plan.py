@@ -146,17 +146,19 @@ def test_long_rows_have_tiles_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("arch", "head_dim", "wanted", "family"),
+    ("direction", "arch", "head_dim", "wanted", "family"),
     [
-        ("sm_90a", 64, None, "wgmma"),
-        ("sm_90a", 128, None, "wgmma"),
-        ("sm_90a", 256, None, "wgmma"),
-        ("sm_90a", 64, "mma", "mma"),
-        ("sm_90", 64, "wgmma", "mma"),
-        ("sm_100", 64, None, "mma"),
+        ("forward", "sm_90a", 64, None, "wgmma"),
+        ("forward", "sm_90a", 256, None, "wgmma"),
+        ("forward", "sm_90a", 64, "mma", "mma"),
+        ("forward", "sm_90", 64, "wgmma", "mma"),
+        ("forward", "sm_100", 64, None, "mma"),
+        ("backward", "sm_90a", 128, None, "wgmma"),
+        ("backward", "sm_90a", 129, None, "mma"),
+        ("backward", "sm_90a", 64, "mma", "mma"),
+        ("backward", "sm_90", 64, "wgmma", "mma"),
     ],
 )
-@both_directions
 def test_warpgroup_products_are_hopper_s(
     direction, arch, head_dim, wanted, family
 ):
