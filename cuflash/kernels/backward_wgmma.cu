@@ -19,6 +19,8 @@
 // Grid: as many blocks as multiprocessors, or as key tiles if those are fewer. Tiles are numbered
 // by scheduler.cuh, the first keys first: if CAUSAL, most queries see those. A block takes the tile
 // of its own number, then whichever is next when it is done (a counter in global memory).
+// DETERMINISTIC: key tiles add to dQ in the order in which they are begun. If CAUSAL the last keys
+// come first then: their first queries are those that the others come to later.
 // Block: 1 + MATH_WARPGROUPS warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
@@ -44,7 +46,7 @@ constexpr int MATH_WARPGROUPS = BLOCK_K / 64, MATH_THREADS = MATH_WARPGROUPS * W
 constexpr int ALL_THREADS = WARPGROUP + MATH_THREADS;
 constexpr int S_COUNT = BLOCK_Q / 2, DK_COUNT = HEAD_DIM / 2, DV_COUNT = HEAD_DIM_V / 2;
 constexpr int DQ_COUNT = QueryGrid::N_TILES * 4;
-constexpr bool DETERMINISTIC = TURNS > 0;
+constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / MATH_WARPGROUPS;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
@@ -129,6 +131,7 @@ __device__ __forceinline__ void load_queries(const BackwardWgmmaArguments& argum
         if (!ended)
             where = tile_of_block(
                 index, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
+        if (LAST_KEYS_FIRST && !ended) where.tile = num_k_tiles - 1 - where.tile;
         wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);
         shared.work[count.place()] = where;
         mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
@@ -179,6 +182,7 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments, Share
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.dq_then_out[group]);
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
         const TileOfHead where = shared.work[count.place()];
@@ -189,18 +193,20 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments, Share
         for (; step.left > 0; step.next()) {
             const int number = number_of(shape, where.batch, step.head, step.tile);
             int* turn = turns_of_query_tile(arguments, number) + group;
+            const int before = LAST_KEYS_FIRST
+                ? mask.key_tiles(step.tile * BLOCK_Q, BLOCK_Q, BLOCK_K).num_visited - 1 - where.tile
+                : where.tile;                               // key tiles that add before this one
             barrier_sync(DQ_FULL + group, DQ_THREADS);
             if (lane == 0) {
-                // The key tiles before this one have smaller numbers, and were begun by blocks that
-                // run or have ended: the wait ends.
-                if (DETERMINISTIC) while (load_acquire(turn) != where.tile) {}
+                // Those were begun by blocks that run or have ended: the wait ends.
+                if (DETERMINISTIC) while (load_acquire(turn) != before) {}
                 bulk_reduce_add(dq_sum_tile(arguments.dq_sum, number) + group * (DQ_PART_BYTES / 4),
                                 part, DQ_PART_BYTES);
                 tma_store_commit();
                 if (DETERMINISTIC) {
                     tma_store_wait<0>();
                     __threadfence();
-                    store_release(turn, where.tile + 1);
+                    store_release(turn, before + 1);
                 } else {
                     tma_store_wait_read<0>();
                 }
