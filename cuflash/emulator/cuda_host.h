@@ -69,7 +69,7 @@ inline double __dmul_rn(double a, double b) {
 }
 
 // Fast, and on a GPU a few ulp off.
-inline float __logf(float x) { return logf(x); }
+inline float __log2f(float x) { return log2f(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
 // ---- Threads that wait for one another ----
