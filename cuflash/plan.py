@@ -511,7 +511,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
 # What kernels/ptx.cuh has products for, and shared memory room.
 _WGMMA_HEAD_DIMS = {
     "forward": (64, 96, 128, 192, 256),
-    "backward": (64, 128),
+    "backward": (64, 128, 192, 256),
 }
 # A thread's registers: 240 with two math warpgroups, 160 with three. S and P
 # take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
@@ -634,6 +634,14 @@ def _rows_bytes(tile: Tile) -> int:
     return tile.block_q * _ROW_BYTES + _ROWS_BYTES
 
 
+def _is_wide(tile: Tile) -> bool:
+    """Whether a wgmma tile is one of backward_wgmma_wide.cu's.
+
+    Its warpgroups have the same 64 keys, and one thing to compute each.
+    """
+    return tile.block_k == 64
+
+
 def _backward_wgmma_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _backward_wgmma_head_dims(problem)
     keys = _tile_bytes(tile.block_k, d) + _tile_bytes(tile.block_k, dv)
@@ -641,6 +649,10 @@ def _backward_wgmma_shared(problem: Problem, tile: Tile) -> int:
     ds = 2 * _tile_bytes(tile.block_k, tile.block_q)
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
+    if _is_wide(tile):
+        ds *= tile.num_stages  # and p; dq leaves from registers
+        dq = 0
+        barriers += 2 * tile.num_stages
     return _round_up(
         keys
         + tile.num_stages * (queries + _rows_bytes(tile))
@@ -654,6 +666,8 @@ def _backward_wgmma_shared(problem: Problem, tile: Tile) -> int:
 
 def _backward_wgmma_fits(problem: Problem, tile: Tile) -> bool:
     d, dv = _backward_wgmma_head_dims(problem)
+    if _is_wide(tile):
+        return True  # it deals out registers by head_dim
     if tile.block_q * d != tile.block_k // 64 * 64 * 64:
         return False  # a warpgroup's part of dq is 64 x 64
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
@@ -663,17 +677,20 @@ def _backward_wgmma_fits(problem: Problem, tile: Tile) -> bool:
 def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_wgmma_head_dims(problem)
     shared = _backward_wgmma_shared(problem, tile)
-    math_warps = tile.num_warps - 4  # one warpgroup loads
+    name = "backward_wgmma_wide" if _is_wide(tile) else "backward_wgmma"
+    # Those that have dq: a warpgroup loads, two have dv and dk.
+    dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
+    turns_of_tile = dq_warps // 4 if problem.deterministic else 0
     layout = (
         ("Element", problem.dtype),
         ("HEAD_DIM", d),
         ("HEAD_DIM_V", dv),
         ("BLOCK_Q", tile.block_q),
         ("BLOCK_K", tile.block_k),
-        ("NUM_WARPS", math_warps),
+        ("NUM_WARPS", dq_warps),
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("CAUSAL", problem.causal),
-        ("TURNS", tile.block_k // 64 if problem.deterministic else 0),
+        ("TURNS", turns_of_tile),
     )
     lanes = _ceil_div(problem.head_dim_v, 8)
     rows = KernelPlan(
@@ -688,8 +705,8 @@ def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared_bytes=0,
     )
     main = KernelPlan(
-        file="backward_wgmma.cu",
-        entry="backward_wgmma",
+        file=f"{name}.cu",
+        entry=name,
         constants=(
             *layout,
             ("STAGES", tile.num_stages),
@@ -709,14 +726,13 @@ def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("REPAIRS", problem.causal),
             ("SHARED_BYTES", dq_shared),
         ),
-        threads=math_warps * 32,
+        threads=dq_warps * 32,
         shared_bytes=dq_shared,
     )
     q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
     kv_pairs = problem.batch * problem.num_heads_kv
     k_tiles = _ceil_div(problem.seqlen_k, tile.block_k) * kv_pairs
-    turns = q_tiles * tile.block_k // 64 if problem.deterministic else 0
     shared_by_head = (
         problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
     )  # q, dout: 2 bytes an element; the sums of dq: 4
@@ -737,7 +753,7 @@ def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=heads,
         sum_elements=q_tiles * tile.block_q * d,
         row_elements=q_tiles * _rows_bytes(tile) // 4,
-        num_turns=1 + k_tiles + turns,
+        num_turns=1 + k_tiles + q_tiles * turns_of_tile,
     )
 
 

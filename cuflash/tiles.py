@@ -66,6 +66,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         for q, stages in product((128, 64), (3, 2)):
             yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
                        ptxas_level=3)  # fmt: skip
+        # Or three have the same 64 keys.
+        for stages in (3, 2):
+            yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
+                       ptxas_level=3)  # fmt: skip
     elif (family, direction) == ("mma", "forward"):
         for q, k, warps in product(
             (128, 64, 32), (128, 64, 32, 16), (4, 8, 2)

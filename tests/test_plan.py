@@ -154,7 +154,7 @@ def test_long_rows_have_tiles_of_their_own():
         ("forward", "sm_90", 64, "wgmma", "mma"),
         ("forward", "sm_100", 64, None, "mma"),
         ("backward", "sm_90a", 128, None, "wgmma"),
-        ("backward", "sm_90a", 129, None, "mma"),
+        ("backward", "sm_90a", 256, None, "wgmma"),
         ("backward", "sm_90a", 64, "mma", "mma"),
         ("backward", "sm_90", 64, "wgmma", "mma"),
     ],
@@ -166,17 +166,20 @@ def test_warpgroup_products_are_hopper_s(
     assert plan(problem, device_of_arch(arch), wanted).family == family
 
 
+@pytest.mark.parametrize(("head_dim", "k_tiles"), [(64, 6), (256, 10)])
 @pytest.mark.parametrize("blocks", [1, 7, 132])
-def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(blocks):
-    """There are 2 * 3 of them; one block a query tile goes before."""
+def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
+    blocks, head_dim, k_tiles
+):
+    """Two heads' worth of them; one block a query tile goes before."""
     device = replace(device_of_arch("sm_90a"), num_sms=blocks)
     problem = small_problem(
-        "backward", "float16", batch=2, seqlen_q=300, seqlen_k=300
+        "backward", "float16", head_dim, batch=2, seqlen_q=300, seqlen_k=300
     )
     decided = plan(problem, device)
     q_tiles = -(-300 // decided.tile.block_q) * 2 * 2
     assert [x.blocks for x in decided.launches] == [
-        q_tiles, min(blocks, 6), q_tiles + 6,
+        q_tiles, min(blocks, k_tiles), q_tiles + k_tiles,
     ]  # fmt: skip
 
 

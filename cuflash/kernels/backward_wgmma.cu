@@ -35,21 +35,14 @@
 //
 // A NaN or an infinity may reach rows that do not see it, as 0 * NaN, where the mask cuts a tile.
 // Key tiles with such rows of dK or dV are noted, for backward_dq.cu to compute these once more.
-#include "counters.cuh"
+#include "backward_steps.cuh"
 #include "dq_sums.cuh"
-#include "mask.cuh"
-#include "query_rows.cuh"
-#include "scheduler.cuh"
-#include "wgmma.cuh"
 
 constexpr int MATH_WARPGROUPS = BLOCK_K / 64, MATH_THREADS = MATH_WARPGROUPS * WARPGROUP;
 constexpr int ALL_THREADS = WARPGROUP + MATH_THREADS;
-constexpr int S_COUNT = BLOCK_Q / 2, DK_COUNT = HEAD_DIM / 2, DV_COUNT = HEAD_DIM_V / 2;
+constexpr int DK_COUNT = HEAD_DIM / 2, DV_COUNT = HEAD_DIM_V / 2;
 constexpr int DQ_COUNT = QueryGrid::N_TILES * 4;
-constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / MATH_WARPGROUPS;
-// P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
-constexpr bool KEEPS_P = BLOCK_Q <= 64;
 
 static_assert(TURNS == 0 || TURNS == MATH_WARPGROUPS, "each warpgroup adds a part of dQ");
 static_assert(MATH_THREADS == THREADS, "the plan's warps are those that compute");
@@ -58,17 +51,6 @@ static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS == 64,
               "a warpgroup's part of dQ is 64 queries and 64 columns");
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= 64 * HEAD_DIM * 2,
               "64 rows of dK or dV leave through the place of a part of dQ");
-
-constexpr int WORKS = 2;                                    // in hand: one begins as one ends
-
-// Which tile of the block's it is, counted from 0, in one register: the place of its work, and the
-// parities of that and of K and V.
-struct Count {
-    u32 tiles = 0;
-    __device__ __forceinline__ int place() const { return tiles % WORKS; }
-    __device__ __forceinline__ u32 work_parity() const { return tiles / WORKS % 2; }
-    __device__ __forceinline__ u32 kv_parity() const { return tiles % 2; }
-};
 
 struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;
@@ -88,198 +70,36 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 // it has been read; OWN + g, its warps meet.
 constexpr int DS_WRITTEN = 1, DQ_FULL = 2, DQ_EMPTY = 4, OWN = 6, DQ_THREADS = WARPGROUP + 32;
 
-__device__ __forceinline__ QueryTiles query_tiles(const Shape& shape, int k_tile) {
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    return mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
-}
-
-// The steps of a key tile: the query tiles that see it, of the group's first head, then of its
-// second, and so on.
-struct Steps {
-    int first, end, head, tile, left;
-    __device__ __forceinline__ Steps(const Shape& shape, QueryTiles tiles, int kv_head)
-        : first(tiles.first), end(tiles.end), tile(tiles.first) {
-        const int group_size = shape.num_heads_q / shape.num_heads_kv;
-        head = kv_head * group_size;
-        left = group_size * (end - first);
-    }
-    __device__ __forceinline__ void next() {
-        --left;
-        if (++tile < end) return;
-        tile = first;
-        ++head;
-    }
-};
-
-// The number of a query tile among those of all heads.
-__device__ __forceinline__ int number_of(const Shape& shape, int batch, int head, int tile) {
-    return (batch * shape.num_heads_q + head) * ((shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q) + tile;
-}
-
-// ---- The threads that load ----
-
-// Q and dO. This thread also says what to do, a key tile ahead of those who compute.
-__device__ __forceinline__ void load_queries(const BackwardWgmmaArguments& arguments,
-                                             SharedPlan& shared) {
-    const Shape& shape = arguments.arrays.shape;
-    const int num_k_tiles = num_key_tiles(shape);
-    Ring<STAGES> ring;
-    Count count;
-    for (int index = blockIdx.x;; ++count.tiles) {
-        const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
-        TileOfHead where = {-1, 0, 0};
-        if (!ended)
-            where = tile_of_block(
-                index, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
-        if (LAST_KEYS_FIRST && !ended) where.tile = num_k_tiles - 1 - where.tile;
-        wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);
-        shared.work[count.place()] = where;
-        mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
-        if (ended) return;
-        Steps step(shape, query_tiles(shape, where.tile), where.head);
-        for (; step.left > 0; step.next(), ring.next()) {
-            if (step.left == 1)
-                index = gridDim.x + atomicAdd(tiles_handed_out(arguments.arrays), 1);
-            wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
-            const u32 q_full = shared_address(&shared.q_full[ring.stage]);
-            bulk_load(shared_address(&shared.rows[ring.stage]),
-                      static_cast<const QueryRows*>(arguments.arrays.delta)
-                          + number_of(shape, where.batch, step.head, step.tile),
-                      q_full, sizeof(QueryRows));
-            load<BLOCK_Q, HEAD_DIM>(
-                shared_address(&shared.q[ring.stage]), arguments.q_map, q_full,
-                step.tile * BLOCK_Q, step.head, where.batch, sizeof(QueryRows));
-            wait(shared_address(&shared.dout_empty[ring.stage]), ring.parity ^ 1);
-            load<BLOCK_Q, HEAD_DIM_V>(
-                shared_address(&shared.dout[ring.stage]), arguments.dout_map,
-                shared_address(&shared.dout_full[ring.stage]), step.tile * BLOCK_Q, step.head,
-                where.batch);
-        }
-    }
-}
-
-__device__ __forceinline__ void load_keys(const BackwardWgmmaArguments& arguments,
-                                          SharedPlan& shared) {
-    for (Count count;; ++count.tiles) {
-        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
-        const TileOfHead where = shared.work[count.place()];
-        if (where.tile < 0) return;
-        mbarrier_arrive(shared_address(&shared.work_empty[count.place()]));
-        wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
-        load<BLOCK_K, HEAD_DIM>(
-            shared_address(&shared.k), arguments.k_map, shared_address(&shared.k_full),
-            where.tile * BLOCK_K, where.head, where.batch);
-        load<BLOCK_K, HEAD_DIM_V>(
-            shared_address(&shared.v), arguments.v_map, shared_address(&shared.v_full),
-            where.tile * BLOCK_K, where.head, where.batch);
-    }
-}
-
 // ---- The warps that add to dQ, one for each math warpgroup ----
 
 __device__ __forceinline__ void add_dq(const BackwardArguments& arguments, SharedPlan& shared,
                                        int group) {
-    const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.dq_then_out[group]);
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    for (Count count;; ++count.tiles) {
-        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
-        const TileOfHead where = shared.work[count.place()];
-        if (where.tile < 0) break;
-        __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        Steps step(shape, query_tiles(shape, where.tile), where.head);
-        for (; step.left > 0; step.next()) {
-            const int number = number_of(shape, where.batch, step.head, step.tile);
-            int* turn = turns_of_query_tile(arguments, number) + group;
-            const int before = LAST_KEYS_FIRST
-                ? mask.key_tiles(step.tile * BLOCK_Q, BLOCK_Q, BLOCK_K).num_visited - 1 - where.tile
-                : where.tile;                               // key tiles that add before this one
-            barrier_sync(DQ_FULL + group, DQ_THREADS);
-            if (lane == 0) {
-                // Those were begun by blocks that run or have ended: the wait ends.
-                if (DETERMINISTIC) while (load_acquire(turn) != before) {}
-                bulk_reduce_add(dq_sum_tile(arguments.dq_sum, number) + group * (DQ_PART_BYTES / 4),
-                                part, DQ_PART_BYTES);
-                tma_store_commit();
-                if (DETERMINISTIC) {
-                    tma_store_wait<0>();
-                    __threadfence();
-                    store_release(turn, before + 1);
-                } else {
-                    tma_store_wait_read<0>();
-                }
+    follow_steps(arguments.shape, shared, [&](int number, int before) {
+        int* turn = turns_of_query_tile(arguments, number) + group;
+        barrier_sync(DQ_FULL + group, DQ_THREADS);
+        if (lane == 0) {
+            // Those before were begun by blocks that run or have ended: the wait ends.
+            if (DETERMINISTIC) while (load_acquire(turn) != before) {}
+            bulk_reduce_add(dq_sum_tile(arguments.dq_sum, number) + group * (DQ_PART_BYTES / 4),
+                            part, DQ_PART_BYTES);
+            tma_store_commit();
+            if (DETERMINISTIC) {
+                tma_store_wait<0>();
+                __threadfence();
+                store_release(turn, before + 1);
+            } else {
+                tma_store_wait_read<0>();
             }
-            __syncwarp();
-            barrier_arrive(DQ_EMPTY + group, DQ_THREADS);
         }
-    }
+        __syncwarp();
+        barrier_arrive(DQ_EMPTY + group, DQ_THREADS);
+    });
     tma_store_wait<0>();
 }
 
 // ---- The warpgroups that compute ----
-
-// S^T becomes P^T = exp(scale S^T - lse), c being scale log2(e).
-__device__ __forceinline__ void probabilities(
-    float (&s)[S_COUNT], const QueryRows& rows, int first_column, float c) {
-    const u32 lse_of_lane = shared_address(rows.lse) + first_column * 4;
-    if (rows.huge) {
-        const float scale = rows.scale;
-        #pragma unroll
-        for (int j = 0; j < S_COUNT / 4; ++j) {
-            float lse[2];
-            load_shared_floats(lse_of_lane + j * 32, lse[0], lse[1]);
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) s[j * 4 + i] = weight(s[j * 4 + i], scale, lse[i % 2]);
-        }
-    } else {
-        #pragma unroll
-        for (int j = 0; j < S_COUNT / 4; ++j) {
-            float lse[2];
-            load_shared_floats(lse_of_lane + j * 32, lse[0], lse[1]);
-            #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                s[j * 4 + i] = exp2_approx(fmaf(s[j * 4 + i], c, -lse[i % 2]));
-        }
-    }
-}
-
-// x = 0 where the query does not see the key or is none, whatever stood there. first_query: of
-// those that see the lane's two keys, 8 apart. The lane's first column is of query q_start.
-__device__ __forceinline__ void apply_mask(
-    float (&x)[S_COUNT], const int (&first_query)[2], int q_start, int seqlen_q) {
-    const int end = seqlen_q - q_start;
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int first = first_query[half] - q_start;
-        #pragma unroll
-        for (int j = 0; j < S_COUNT / 4; ++j)
-            #pragma unroll
-            for (int k = 0; k < 2; ++k)
-                if (j * 8 + k < first || j * 8 + k >= end) x[j * 4 + half * 2 + k] = 0.0f;
-    }
-}
-
-// dP^T becomes dS^T = P^T (dP^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
-__device__ __forceinline__ void score_gradients(
-    float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
-    const QueryRows& rows, int first_column) {
-    const u32 delta_of_lane = shared_address(rows.delta) + first_column * 4;
-    #pragma unroll
-    for (int j = 0; j < S_COUNT / 4; ++j) {
-        float delta[2];
-        load_shared_floats(delta_of_lane + j * 32, delta[0], delta[1]);
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 pair = rounded[j * 2 + i / 2];
-            const float of_pair = i % 2 == 0 ? to_float(low_half<Element>(pair))
-                                             : to_float(high_half<Element>(pair));
-            const float own = KEEPS_P ? p[j * 4 + i] : of_pair;
-            dp[j * 4 + i] = own * (dp[j * 4 + i] - delta[i % 2]);
-        }
-    }
-}
 
 // Scales, rounds and sends out the warp's 16 rows of dK or dV through its warpgroup's tile of 64;
 // `key` is the first. Whether the lane's numbers are all finite.

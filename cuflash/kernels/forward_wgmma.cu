@@ -261,44 +261,6 @@ __device__ __forceinline__ void store_to_tile(u32 rows, const float (&o)[O_COUNT
     }
 }
 
-// The four lanes of a quad hold row q of a 4 x 4 matrix of words each; after this, column q.
-__device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
-    #pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-        const bool upper = (threadIdx.x & distance) != 0;
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if ((i & distance) != 0) continue;
-            const u32 low = words[i], high = words[i + distance];
-            const u32 received = __shfl_xor_sync(WHOLE_WARP, upper ? low : high, distance);
-            words[i] = upper ? received : low;
-            words[i + distance] = upper ? high : received;
-        }
-    }
-}
-
-// The lane's two rows of O to `out`, the first of them, if they are less than num_rows.
-__device__ __forceinline__ void store_to_array(
-    Element* out, i64 stride, const float (&o)[O_COUNT], int row, int num_rows, int num_columns) {
-    static_assert(O_COUNT % 16 == 0, "a quad has four tiles of 8 columns at a time");
-    #pragma unroll
-    for (int half = 0; half < 2; ++half)
-        #pragma unroll
-        for (int j = 0; j < O_COUNT / 16; ++j) {
-            u32 words[4];
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = o + (j * 4 + i) * 4 + half * 2;
-                words[i] = pack<Element>(pair[0], pair[1]);
-            }
-            transpose_in_quad(words);
-            const int column = (j * 4 + threadIdx.x % 4) * CHUNK_ELEMENTS;
-            if (row + half * 8 < num_rows)
-                store_chunk(reinterpret_cast<u16*>(out) + half * 8 * stride + column,
-                            {words[0], words[1], words[2], words[3]}, num_columns - column, true);
-        }
-}
-
 // ---- Rows that need more than that ----
 
 // One row from the definition, by one warp.

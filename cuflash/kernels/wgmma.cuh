@@ -48,6 +48,16 @@ __device__ __forceinline__ void multiply(
                         step > 0 || accumulate, Element{});
 }
 
+// The same with 64 rows of A in a shared tile of as many, from its start on.
+template <typename Element, int ROWS, int COUNT>
+__device__ __forceinline__ void multiply_rows(float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
+    #pragma unroll
+    for (int step = 0; step < ROWS / K_STEP; ++step)
+        wgmma_shared<1, false, true>(
+            d, advance(a, column_step<64>(step)), advance(b, step * K_STEP * PANEL_ROW_BYTES),
+            step > 0 || accumulate, Element{});
+}
+
 // D = A^T B over ROWS rows of both, 64 columns of A from the one on at which `a` points.
 template <typename Element, int ROWS, int COUNT>
 __device__ __forceinline__ void multiply_columns(float (&d)[COUNT], u64 a, u64 b) {
@@ -74,6 +84,49 @@ __device__ __forceinline__ void store_rows(
     for (int j = 0; j < COUNT / 4; ++j)                     // 16 rows, 16 columns
         stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + j / 4 * (ROWS * PANEL_ROW_BYTES),
                     packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
+}
+
+// ---- An accumulator's way out, past shared memory ----
+
+// The four lanes of a quad hold row q of a 4 x 4 matrix of words each; after this, column q.
+__device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
+    #pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = (threadIdx.x & distance) != 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & distance) != 0) continue;
+            const u32 low = words[i], high = words[i + distance];
+            const u32 sent = upper ? low : high;
+            const u32 received = __shfl_xor_sync(0xFFFFFFFFu, sent, distance);
+            words[i] = upper ? received : low;
+            words[i + distance] = upper ? high : received;
+        }
+    }
+}
+
+// The lane's two rows of an accumulator, rounded, to an array with 16-byte aligned rows, if they are
+// less than num_rows: `row` is the first, and `out` where it begins.
+template <typename Element, int COUNT>
+__device__ __forceinline__ void store_to_array(
+    Element* out, i64 stride, const float (&d)[COUNT], int row, int num_rows, int num_columns) {
+    static_assert(COUNT % 16 == 0, "a quad has four tiles of 8 columns at a time");
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        #pragma unroll
+        for (int j = 0; j < COUNT / 16; ++j) {
+            u32 words[4];
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = d + (j * 4 + i) * 4 + half * 2;
+                words[i] = pack<Element>(pair[0], pair[1]);
+            }
+            transpose_in_quad(words);
+            const int column = (j * 4 + threadIdx.x % 4) * CHUNK_ELEMENTS;
+            if (row + half * 8 < num_rows)
+                store_chunk(reinterpret_cast<u16*>(out) + half * 8 * stride + column,
+                            {words[0], words[1], words[2], words[3]}, num_columns - column, true);
+        }
 }
 
 // ---- Rings of tiles between a thread that loads and warpgroups that use ----

@@ -1,0 +1,208 @@
+// The steps of the backward kernels on Hopper, backward_wgmma.cu and backward_wgmma_wide.cu: which
+// tiles a block takes, who loads them, and P and dS of a tile.
+//
+// A block takes one tile of BLOCK_K keys of one key head after another: that of its own number,
+// then whichever is next when it is done (a counter in global memory). The thread that loads Q and
+// dO tells the others which, a tile ahead, in `work`. A step is a tile of BLOCK_Q queries that sees
+// the keys, of each query head of the group in turn.
+//
+// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
+// TURNS.
+// A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; work[WORKS]; the
+// barriers *_full, from those that load or say what to do, and *_empty, back.
+#pragma once
+#include "counters.cuh"
+#include "mask.cuh"
+#include "query_rows.cuh"
+#include "wgmma.cuh"
+
+constexpr int S_COUNT = BLOCK_Q / 2;                        // floats of a thread: 64 keys' S^T
+constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
+// P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
+constexpr bool KEEPS_P = BLOCK_Q <= 64;
+
+constexpr int WORKS = 2;                                    // in hand: one begins as one ends
+
+// Which tile of the block's it is, counted from 0, in one register: the place of its work, and the
+// parities of that and of K and V.
+struct Count {
+    u32 tiles = 0;
+    __device__ __forceinline__ int place() const { return tiles % WORKS; }
+    __device__ __forceinline__ u32 work_parity() const { return tiles / WORKS % 2; }
+    __device__ __forceinline__ u32 kv_parity() const { return tiles % 2; }
+};
+
+__device__ __forceinline__ QueryTiles query_tiles(const Shape& shape, int k_tile) {
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    return mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+}
+
+// The steps of a key tile: the query tiles that see it, of the group's first head, then of its
+// second, and so on.
+struct Steps {
+    int first, end, head, tile, left;
+    __device__ __forceinline__ Steps(const Shape& shape, QueryTiles tiles, int kv_head)
+        : first(tiles.first), end(tiles.end), tile(tiles.first) {
+        const int group_size = shape.num_heads_q / shape.num_heads_kv;
+        head = kv_head * group_size;
+        left = group_size * (end - first);
+    }
+    __device__ __forceinline__ void next() {
+        --left;
+        if (++tile < end) return;
+        tile = first;
+        ++head;
+    }
+};
+
+// The number of a query tile among those of all heads.
+__device__ __forceinline__ int number_of(const Shape& shape, int batch, int head, int tile) {
+    return (batch * shape.num_heads_q + head) * ((shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q) + tile;
+}
+
+// ---- The threads that load ----
+
+// Q and dO. This thread also says what to do, a key tile ahead of those who compute.
+template <class Shared>
+__device__ __forceinline__ void load_queries(const BackwardWgmmaArguments& arguments,
+                                             Shared& shared) {
+    const Shape& shape = arguments.arrays.shape;
+    const int num_k_tiles = num_key_tiles(shape);
+    Ring<STAGES> ring;
+    Count count;
+    for (int index = blockIdx.x;; ++count.tiles) {
+        const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
+        TileOfHead where = {-1, 0, 0};
+        if (!ended)
+            where = tile_of_block(
+                index, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
+        if (LAST_KEYS_FIRST && !ended) where.tile = num_k_tiles - 1 - where.tile;
+        wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);
+        shared.work[count.place()] = where;
+        mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
+        if (ended) return;
+        Steps step(shape, query_tiles(shape, where.tile), where.head);
+        for (; step.left > 0; step.next(), ring.next()) {
+            if (step.left == 1)
+                index = gridDim.x + atomicAdd(tiles_handed_out(arguments.arrays), 1);
+            wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
+            const u32 q_full = shared_address(&shared.q_full[ring.stage]);
+            bulk_load(shared_address(&shared.rows[ring.stage]),
+                      static_cast<const QueryRows*>(arguments.arrays.delta)
+                          + number_of(shape, where.batch, step.head, step.tile),
+                      q_full, sizeof(QueryRows));
+            load<BLOCK_Q, HEAD_DIM>(
+                shared_address(&shared.q[ring.stage]), arguments.q_map, q_full,
+                step.tile * BLOCK_Q, step.head, where.batch, sizeof(QueryRows));
+            wait(shared_address(&shared.dout_empty[ring.stage]), ring.parity ^ 1);
+            load<BLOCK_Q, HEAD_DIM_V>(
+                shared_address(&shared.dout[ring.stage]), arguments.dout_map,
+                shared_address(&shared.dout_full[ring.stage]), step.tile * BLOCK_Q, step.head,
+                where.batch);
+        }
+    }
+}
+
+template <class Shared>
+__device__ __forceinline__ void load_keys(const BackwardWgmmaArguments& arguments,
+                                          Shared& shared) {
+    for (Count count;; ++count.tiles) {
+        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        const TileOfHead where = shared.work[count.place()];
+        if (where.tile < 0) return;
+        mbarrier_arrive(shared_address(&shared.work_empty[count.place()]));
+        wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
+        load<BLOCK_K, HEAD_DIM>(
+            shared_address(&shared.k), arguments.k_map, shared_address(&shared.k_full),
+            where.tile * BLOCK_K, where.head, where.batch);
+        load<BLOCK_K, HEAD_DIM_V>(
+            shared_address(&shared.v), arguments.v_map, shared_address(&shared.v_full),
+            where.tile * BLOCK_K, where.head, where.batch);
+    }
+}
+
+// ---- A warp that follows ----
+
+// At every step of the block f(number of the query tile, how many key tiles add to its dQ before
+// this one if DETERMINISTIC), by a whole warp.
+template <class Shared, class F>
+__device__ __forceinline__ void follow_steps(const Shape& shape, Shared& shared, F f) {
+    const int lane = threadIdx.x % 32;
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    for (Count count;; ++count.tiles) {
+        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        const TileOfHead where = shared.work[count.place()];
+        if (where.tile < 0) break;
+        __syncwarp();
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
+        Steps step(shape, query_tiles(shape, where.tile), where.head);
+        for (; step.left > 0; step.next()) {
+            const KeyTiles tiles = mask.key_tiles(step.tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
+            f(number_of(shape, where.batch, step.head, step.tile),
+              LAST_KEYS_FIRST ? tiles.num_visited - 1 - where.tile : where.tile);
+        }
+    }
+}
+
+// ---- P and dS, as S^T and dP^T lie in registers ----
+
+// S^T becomes P^T = exp(scale S^T - lse), c being scale log2(e).
+__device__ __forceinline__ void probabilities(
+    float (&s)[S_COUNT], const QueryRows& rows, int first_column, float c) {
+    const u32 lse_of_lane = shared_address(rows.lse) + first_column * 4;
+    if (rows.huge) {
+        const float scale = rows.scale;
+        #pragma unroll
+        for (int j = 0; j < S_COUNT / 4; ++j) {
+            float lse[2];
+            load_shared_floats(lse_of_lane + j * 32, lse[0], lse[1]);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) s[j * 4 + i] = weight(s[j * 4 + i], scale, lse[i % 2]);
+        }
+    } else {
+        #pragma unroll
+        for (int j = 0; j < S_COUNT / 4; ++j) {
+            float lse[2];
+            load_shared_floats(lse_of_lane + j * 32, lse[0], lse[1]);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                s[j * 4 + i] = exp2_approx(fmaf(s[j * 4 + i], c, -lse[i % 2]));
+        }
+    }
+}
+
+// x = 0 where the query does not see the key or is none, whatever stood there. first_query: of
+// those that see the lane's two keys, 8 apart. The lane's first column is of query q_start.
+__device__ __forceinline__ void apply_mask(
+    float (&x)[S_COUNT], const int (&first_query)[2], int q_start, int seqlen_q) {
+    const int end = seqlen_q - q_start;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first = first_query[half] - q_start;
+        #pragma unroll
+        for (int j = 0; j < S_COUNT / 4; ++j)
+            #pragma unroll
+            for (int k = 0; k < 2; ++k)
+                if (j * 8 + k < first || j * 8 + k >= end) x[j * 4 + half * 2 + k] = 0.0f;
+    }
+}
+
+// dP^T becomes dS^T = P^T (dP^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
+__device__ __forceinline__ void score_gradients(
+    float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
+    const QueryRows& rows, int first_column) {
+    const u32 delta_of_lane = shared_address(rows.delta) + first_column * 4;
+    #pragma unroll
+    for (int j = 0; j < S_COUNT / 4; ++j) {
+        float delta[2];
+        load_shared_floats(delta_of_lane + j * 32, delta[0], delta[1]);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 pair = rounded[j * 2 + i / 2];
+            const float of_pair = i % 2 == 0 ? to_float(low_half<Element>(pair))
+                                             : to_float(high_half<Element>(pair));
+            const float own = KEEPS_P ? p[j * 4 + i] : of_pair;
+            dp[j * 4 + i] = own * (dp[j * 4 + i] - delta[i % 2]);
+        }
+    }
+}
