@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuflash.emulator.machine import BoxesOf
 from cuflash.errors import KernelFault
 from helpers.host_compiler import needs_compiler
-from helpers.small_kernels import KERNELS, read_only, run
+from helpers.small_kernels import KERNELS, is_hopper, read_only, run
 
 pytestmark = needs_compiler
 
@@ -70,6 +71,31 @@ def multiplied(columns, transposed=False):
     return {"x": read_only(x), "y": read_only(y), "out": out}, {"out": right}
 
 
+def warpgroup_multiplied():
+    """x y^T of 64 rows each."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(-8, 8, (2, 64, 16)).astype(np.float16)
+    right = x.astype(np.float32) @ y.T.astype(np.float32)
+    out = np.full_like(right, np.nan)
+    return {"x": read_only(x), "y": read_only(y), "out": out}, {"out": right}
+
+
+def one_box():
+    """Eight rows of 64 elements, and room for them."""
+    x = np.arange(512, dtype=np.uint16).reshape(1, 8, 1, 64)
+    return read_only(x), np.full_like(x, 0xFFFF)
+
+
+def box_loaded():
+    x, out = one_box()
+    return {"x": BoxesOf(x, 8), "out": out}, {"out": x}
+
+
+def box_stored():
+    x, out = one_box()
+    return {"out": BoxesOf(out, 8), "x": x}, {"out": x}
+
+
 def summed():
     """Blocks in turn: sums = 2 sums + x, in which their order shows."""
     x = np.arange(4 * 64, dtype=np.float32).reshape(4, 64)
@@ -106,14 +132,22 @@ class Case:
             **{"resident": self.resident, **options},
         )
         return all(
-            np.array_equal(arguments[name], x) for name, x in right.items()
+            np.array_equal(array_of(arguments[name]), x)
+            for name, x in right.items()
         )
+
+    @property
+    def text(self):
+        return (FOLDER / f"{self.name}.cu").read_text()
 
     def lines(self):
         """Where the fault may be found."""
-        text = (FOLDER / f"{self.name}.cu").read_text()
-        numbered = enumerate(text.splitlines(), start=1)
+        numbered = enumerate(self.text.splitlines(), start=1)
         return {n for n, line in numbered if line.endswith("// caught here")}
+
+
+def array_of(argument):
+    return argument.array if isinstance(argument, BoxesOf) else argument
 
 
 def some(count):
@@ -126,6 +160,8 @@ UNORDERED = "without a barrier in between"
 RACE = f"{UNWRITTEN}|{UNORDERED}|{UNDER_WAY}"
 OVERRUN = r"(\d+) of shared memory, which has \1$"
 UNDERRUN = r"byte -4 of shared memory, which has 256"
+UNFENCED = "has written without fence.proxy.async"
+IN_USE = "reads the accumulator of a product that it has not waited for"
 STUCK = "no thread can go on:"
 GAP = "in a gap between its rows|of (x|out), which has"
 MISALIGNED = r"0x[0-9a-f]+ is not aligned to 16 bytes"
@@ -237,6 +273,47 @@ FAULTS = [
     Case("turn_never_passed", STUCK, **IN_TURN),
 ]
 
+# The same for Hopper's instructions.
+PRODUCT = {"make": warpgroup_multiplied, "threads": 128,
+           "shared_bytes": 16384}  # fmt: skip
+LOAD = {"make": box_loaded, "shared_bytes": 1032}
+STORE = {"make": box_stored, "shared_bytes": 1024}
+REGISTERS = {"make": some(384), "threads": 384}
+FAULTS_ON_HOPPER = [
+    # Products of a warpgroup
+    Case("wgmma_no_wait", IN_USE, **PRODUCT),
+    Case("wgmma_waits_for_one_too_few", IN_USE, **PRODUCT),
+    Case("wgmma_not_committed", IN_USE, **PRODUCT),
+    Case("wgmma_operand_overwritten", "writes an operand of", **PRODUCT),
+    Case("wgmma_no_fence", "without wgmma.fence", **PRODUCT),
+    Case("wgmma_no_proxy_fence", UNFENCED, **PRODUCT),
+    Case("wgmma_no_syncthreads", RACE, **PRODUCT),
+    Case("wgmma_swizzle_of_64_bytes", "not say 128-byte swizzle", **PRODUCT),
+    # Bulk copies, and barriers that count their bytes
+    Case("tma_load_no_wait", UNDER_WAY, **LOAD),
+    Case("tma_load_wrong_bytes", STUCK, **LOAD),
+    Case("tma_load_overwrites_what_is_read", RACE, **LOAD),
+    Case("mbarrier_wrong_parity", UNDER_WAY, **LOAD),
+    Case("mbarrier_arrival_missing", STUCK, **LOAD),
+    Case("mbarrier_not_fenced", "was not fenced", **LOAD),
+    Case("mbarrier_no_barrier", "no mbarrier|without a barrier", **LOAD),
+    Case("tma_store_no_proxy_fence", UNFENCED, **STORE),
+    Case("tma_store_no_syncthreads", RACE, **STORE),
+    Case("tma_store_not_committed", "the thread ends while", **STORE),
+    Case("tma_store_no_wait", "the thread ends while", **STORE),
+    Case("tma_store_source_overwritten", "may still read", **STORE),
+    # Barriers of some threads
+    Case("bar_sync_count_too_large", STUCK),
+    Case("bar_sync_counts_differ", r"for (64|96) threads, others for"),
+    Case("bar_sync_of_another_barrier", STUCK),
+    Case("bar_arrive_does_not_wait", RACE),
+    Case("bar_arrive_for_nobody", "has 32 of its 64 threads as the block"),
+    # Registers
+    Case("setmaxnreg_too_many", "want 66560 registers", **REGISTERS),
+    Case("setmaxnreg_never_given", "want 82944 registers", **REGISTERS),
+    Case("setmaxnreg_takes_fewer", "takes registers: from 168", **REGISTERS),
+]
+
 # No fault, but a result that is wrong whatever the seed.
 WRONG_RESULTS = [
     Case("cp_async_source_overwritten"),
@@ -260,6 +337,7 @@ FOUND_BY_SOME_SEEDS = [
     Case("turn_not_waited_for", **IN_TURN),
     Case("turn_passed_too_early", **IN_TURN),
     Case("syncwarp_mask_too_small"),
+    Case("mbarrier_waits_once", **LOAD),
 ]
 
 # Kernels without an end: no line is known.
@@ -272,7 +350,8 @@ ENDLESS = [
     Case("endless_recursion", r"block 0, thread \d+: signal 11 .*overflow"),
 ]
 
-CASES = [*FAULTS, *WRONG_RESULTS, *FOUND_BY_SOME_SEEDS, *ENDLESS]
+ALL_FAULTS = [*FAULTS, *FAULTS_ON_HOPPER]
+CASES = [*ALL_FAULTS, *WRONG_RESULTS, *FOUND_BY_SOME_SEEDS, *ENDLESS]
 
 
 def of(cases):
@@ -293,7 +372,7 @@ def test_every_kernel_of_the_folder_is_tried():
     assert len(files) == len(CASES)
 
 
-@of(FAULTS)
+@of(ALL_FAULTS)
 @fewer
 @on_seeds
 def test_a_bug_is_found_where_it_is(case, seed):
@@ -340,6 +419,8 @@ def test_the_same_kernel_without_its_bug_is_sound(case, seed):
 @pytest.mark.gpu
 @of([case for case in CASES if case not in ENDLESS])  # a GPU's stack is small
 def test_a_gpu_agrees_that_it_is_sound(case):
+    if "On sm_90a" in case.text and not is_hopper():
+        pytest.skip("no Hopper GPU")
     assert case.launch(False, backend="gpu")
 
 

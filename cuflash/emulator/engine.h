@@ -62,6 +62,7 @@ void fence_mbarrier_init();
 void mbarrier_arrive(uint32_t barrier, int bytes, Site site);
 bool mbarrier_try_wait(uint32_t barrier, uint32_t parity, Site site);
 void named_barrier(int id, int threads, bool wait, Site site);
+void set_registers(int count, bool more, Site site);
 void fence_async_proxy();
 void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at)[4], Site site);
 void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);

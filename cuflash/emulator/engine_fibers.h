@@ -74,6 +74,7 @@ constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
 
 [[noreturn]] void run_thread();
 void check_end();
+void check_end_of_block();
 
 // A stack on which emulator_switch goes on in run_thread.
 void prepare_stack(Thread& t) {
@@ -99,6 +100,7 @@ void run_thread() {
     in_engine = false;
     emulator_entry(launch.arguments);
     check_end();
+    if (block->living == 1) check_end_of_block();
     thread->state = State::ENDED;
     --block->living;
     leave();

@@ -14,12 +14,18 @@ inline void check(
     const void* pointer, int bytes, int alignment, Access access, void* caller) {
     if (in_engine) return;
     const auto* p = static_cast<const unsigned char*>(pointer);
-    if (p >= thread->stack && p + bytes <= thread->stack + STACK_BYTES) return;
     const auto where = [caller] {
         char number[32];
         snprintf(number, sizeof number, "pc:%p", caller);
         return std::string(number);
     };
+    if (p >= thread->stack && p + bytes <= thread->stack + STACK_BYTES) {
+        if (own_warp().in_flight == 0) return;
+        const std::string used = register_in_use(p, bytes, access);
+        if (used.empty()) return;
+        fault_at(where(), (access == Access::WRITE ? "writes " : "reads ") + used
+                 + " of a product that it has not waited for");
+    }
     const auto address = reinterpret_cast<uint64_t>(p);
     if (p >= emulator_shared && p < shared_bytes + MOST_SHARED_BYTES) {
         check_alignment(address, alignment, where);

@@ -164,6 +164,7 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
 bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
     Mbarrier* barrier = &mbarrier_at(address, site);
     if (barrier->phase % 2 == parity) {
+        if (draw(4) == 0) return false;                     // it may give up at any time
         barrier->waiting.push_back(thread->index);
         thread->state = State::WAITS;                       // end_phase makes it ready
         thread->operation = "mbarrier.try_wait";
@@ -187,6 +188,7 @@ void named_barrier(int id, int threads, bool wait, Site site) {
         fault(site, "comes to barrier %d for %d threads, others for %d", id, threads,
               barrier.threads);
     barrier.threads = threads;
+    barrier.site = site;
     tell(barrier.told);
     if (wait) barrier.waiting.push_back(thread->index);
     if (++barrier.arrived < threads) {
@@ -213,6 +215,50 @@ void named_barrier(int id, int threads, bool wait, Site site) {
     }
     in_engine = false;
 }
+
+// ---- Registers that warps trade ----
+
+namespace {
+
+Warp& own_warp() { return block->warps[thread->index / LANES]; }
+
+}  // namespace
+
+void set_registers(int count, bool more, Site site) {
+    struct Change { int count; bool more; Site site; } change{count, more, site};
+    meet("setmaxnreg", WHOLE_WARP, &change, [](void* const (&lanes)[32]) {
+        const Change& own = *static_cast<const Change*>(lanes[0]);
+        Warp& warp = own_warp();
+        if (own.more ? own.count < warp.registers : own.count > warp.registers)
+            fault(own.site, "%s registers: from %d to %d", own.more ? "takes" : "gives",
+                  warp.registers, own.count);
+        warp.registers = own.count;
+        if (own.more) block->registers_site = own.site;
+    }, site);
+}
+
+// ---- What a block must have settled when its last thread ends ----
+
+namespace {
+
+void check_end_of_block() {
+    // Whoever takes more registers than others have given would wait for ever.
+    int registers = 0;
+    for (const Warp& warp : block->warps) registers += warp.registers * LANES;
+    const int most = registers_at_start() * block->num_warps() * LANES;
+    if (registers > most)
+        fault(block->registers_site, "the warps want %d registers, and the block has %d",
+              registers, most);
+    // Whoever comes to a barrier takes part in a meeting that has to be.
+    for (int id = 1; id < 16; ++id) {
+        const NamedBarrier& barrier = block->named_barriers[id];
+        if (barrier.arrived > 0)
+            fault(barrier.site, "barrier %d has %d of its %d threads as the block ends", id,
+                  barrier.arrived, barrier.threads);
+    }
+}
+
+}  // namespace
 
 // ---- Bulk copies ----
 
@@ -387,6 +433,12 @@ struct Descriptor {
     }
 };
 
+void check_swizzle(uint64_t descriptor) {
+    if (descriptor >> 46 != uint64_t{1} << 16)
+        fault(thread->site, "the matrix descriptor %#llx does not say 128-byte swizzle",
+              static_cast<unsigned long long>(descriptor));
+}
+
 uint32_t place_of_b(const Product& p, const Descriptor& b, int step, int column) {
     return p.b_rows_contiguous ? b.contiguous_lines(column, step) : b.contiguous_sum(column, step);
 }
@@ -452,8 +504,6 @@ void run_product(const Product& p) {
     }
 }
 
-Warp& own_warp() { return block->warps[thread->index / LANES]; }
-
 void issue(void* const (&lanes)[32]) {
     const auto operands = [&](int lane) -> const ProductOperands& {
         return *static_cast<const ProductOperands*>(lanes[lane]);
@@ -478,6 +528,7 @@ void issue(void* const (&lanes)[32]) {
         }
     }
     ++p.d->pending;
+    ++warp.in_flight;
     for (int lane = 0; lane < LANES; ++lane) {
         memset(operands(lane).d, 0xFF, first.count * sizeof(float));
         p.a_registers[lane] = operands(lane).a_registers;
@@ -490,8 +541,32 @@ void issue(void* const (&lanes)[32]) {
     p.sign = first.sign;
     p.to_float = first.to_float;
     p.site = thread->site;
+    check_swizzle(p.b);
+    if (p.a_registers[0] == nullptr) check_swizzle(p.a);
     check_operands(p);
     warp.products.push_back(p);
+}
+
+// Registers of products under way, where the running thread accesses its own memory: an
+// accumulator is theirs alone, and A may not be overwritten. Empty if there is none.
+const char* register_in_use(const unsigned char* p, int bytes, Access access) {
+    const int lane = thread->index % LANES;
+    const auto among = [&](const void* registers, size_t count) {
+        const auto* first = static_cast<const unsigned char*>(registers);
+        return first != nullptr && p + bytes > first && p < first + count * sizeof(float);
+    };
+    const auto use = [&](const Product& product) {
+        if (among(product.d->registers[lane], static_cast<size_t>(product.d->count)))
+            return "the accumulator";
+        return access == Access::WRITE && among(product.a_registers[lane], 4) ? "an operand" : "";
+    };
+    const Warp& warp = own_warp();
+    for (const auto& group : warp.product_groups)
+        for (const Product& product : group)
+            if (*use(product)) return use(product);
+    for (const Product& product : warp.products)
+        if (*use(product)) return use(product);
+    return "";
 }
 
 }  // namespace
@@ -526,6 +601,7 @@ void wait_for_products(int pending, Site site) {
         while (warp.product_groups.size() > most) {
             for (const Product& p : warp.product_groups.front()) {
                 run_product(p);
+                --warp.in_flight;
                 if (--p.d->pending > 0) continue;
                 for (int lane = 0; lane < LANES; ++lane)
                     memcpy(p.d->registers[lane], &p.d->values[lane * p.d->count],

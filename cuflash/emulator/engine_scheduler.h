@@ -4,6 +4,14 @@
 namespace emulator {
 namespace {
 
+// Of each thread, as many as there are for one block (__launch_bounds__(threads, 1)): so many have
+// the kernels that trade them.
+int registers_at_start() {
+    constexpr int OF_MULTIPROCESSOR = 64 << 10, UNIT = 8, MOST = 248;
+    const int num_warps = (launch.threads + LANES - 1) / LANES;
+    return std::min(OF_MULTIPROCESSOR / (num_warps * LANES) / UNIT * UNIT, MOST);
+}
+
 void start_block(Block& b, int index) {
     static uint32_t runs = 0;
     const int num_warps = (launch.threads + LANES - 1) / LANES;
@@ -13,6 +21,7 @@ void start_block(Block& b, int index) {
     b.at_barrier = 0;
     b.predicate = false;
     b.warps.assign(num_warps, {});
+    for (Warp& warp : b.warps) warp.registers = registers_at_start();
     b.mbarriers.clear();
     for (NamedBarrier& barrier : b.named_barriers) barrier = {};
     if (b.threads.empty()) {

@@ -78,6 +78,8 @@ struct Warp {
     std::vector<Product> products;                          // not committed yet
     std::vector<std::vector<Product>> product_groups;
     bool fenced = false;                                    // since the last wait
+    int in_flight = 0;                                      // products, committed or not
+    int registers = 0;                                      // of each thread
 };
 
 // An mbarrier. `told` and `heard`: the epochs of those who have arrived in this phase, in the last.
@@ -94,6 +96,7 @@ struct Mbarrier {
 // One of barriers 1 to 15.
 struct NamedBarrier {
     int arrived = 0, threads = 0;
+    Site site = {"", 0};                                    // of the last to come
     std::vector<uint32_t> told;
     std::vector<int> waiting;
 };
@@ -135,6 +138,7 @@ struct Block {
     bool predicate = false, outcome = false;               // so far; of the last barrier
     const char* barrier = "";
     Site barrier_site = {"", 0};
+    Site registers_site = {"", 0};                          // where a warp last took some
     std::map<uint32_t, Mbarrier> mbarriers;                 // by address
     NamedBarrier named_barriers[16];
     int num_warps() const { return static_cast<int>(warps.size()); }

@@ -255,11 +255,12 @@ inline void barrier_arrive(int id, int threads, EMULATOR_SITE) {
 
 template <int COUNT> inline void take_registers(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
-    emulator::meet("setmaxnreg", emulator::WHOLE_WARP, nullptr, nullptr, {file, line});
+    emulator::set_registers(COUNT, true, {file, line});
 }
 
 template <int COUNT> inline void give_registers(EMULATOR_SITE) {
-    take_registers<COUNT>(file, line);
+    static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
+    emulator::set_registers(COUNT, false, {file, line});
 }
 
 inline void fence_async_proxy() { emulator::fence_async_proxy(); }

@@ -1,0 +1,11 @@
+// On sm_90a: warps wait for more registers than others give.
+#include "ptx.cuh"
+
+struct Arguments { const float* x; float* out; };
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+setmaxnreg_too_many(const __grid_constant__ Arguments a) {
+    if (threadIdx.x < 128) give_registers<24>();
+    else take_registers<BROKEN ? 248 : 240>();                  // caught here
+    a.out[threadIdx.x] = a.x[threadIdx.x];
+}
