@@ -7,11 +7,18 @@ The faults are in mutation_parts/faults/. For each, the tests that `make test`
 runs on the emulator are run until one fails, with the examples of the `ci`
 profile. Ends with status 1 if fewer than 95 % are caught, if one survives
 whose text does not say why it must, or if one is caught that should not be.
+
+First the tests are run without a fault, as they must pass, and which files
+the kernels of each are made of is noted. A fault in one file then takes the
+tests whose kernels have that file alone: what others run is, byte for byte,
+what has passed. The notes are kept in the cache folder for as long as neither
+the package nor a test is changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -72,35 +79,60 @@ class Result:
         )
 
 
-def run_tests(
-    folder: Path, cache: Path, first: str, *options: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the emulated tests on the kernels in a folder.
+@dataclass(frozen=True)
+class Room:
+    """Where the tests run, and what is known of them."""
 
-    Those with the words of `first` in their names before the others.
-    """
+    folder: Path
+    cache: Path  # of programs without a fault
+    ran: dict[str, dict]  # tests: their kernels by file, their seconds
+
+
+def run_tests(
+    folder: Path, cache: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the emulated tests on the kernels in a folder."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
          "-p", "mutation_parts.planted", "-k", TESTS, *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"),
-             "CUFLASH_PLANTED": str(folder), "CUFLASH_FIRST": first,
-             "CUPY_CACHE_DIR": str(cache), "HYPOTHESIS_PROFILE": "ci",
-             "CI": "1"},
+             "CUFLASH_PLANTED": str(folder), "CUPY_CACHE_DIR": str(cache),
+             "HYPOTHESIS_PROFILE": "ci", "CI": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )  # fmt: skip
 
 
-def check(fault: Fault, room: Path, cache: Path) -> Result:
+def tests_of(fault: Fault, ran: dict[str, dict]) -> list[str]:
+    """The tests that run the file of a fault, in an order to find it soon.
+
+    Those with more of the words of `first` in their names before others; then
+    by the number of kernels that have to be compiled, and by time.
+    """
+
+    def late(test: str) -> tuple[int, int, float]:
+        absent = sum(word not in test for word in fault.first.split())
+        return absent, kernels[test], ran[test]["seconds"]
+
+    kernels = {x: ran[x]["kernels"].get(fault.file, 0) for x in ran}
+    return sorted((x for x in ran if kernels[x]), key=late)
+
+
+def check(fault: Fault, room: Room) -> Result:
     """Plant a fault and run the tests until one fails."""
     start = time.monotonic()
-    folder = Path(tempfile.mkdtemp(dir=room))
+    folder = Path(tempfile.mkdtemp(dir=room.folder))
     fault.plant(KERNELS, folder / "kernels")
+    tests = tests_of(fault, room.ran)
+    if not tests:
+        raise RuntimeError(f"{fault}: no test runs that file")
+    (folder / "tests.json").write_text(json.dumps(tests))
     # Links to what was compiled without the fault: most of it still holds.
-    shutil.copytree(cache, folder / "cache", copy_function=os.link)
-    done = run_tests(folder, folder / "cache", fault.first, "-x")
+    shutil.copytree(room.cache, folder / "cache", copy_function=os.link)
+    files = sorted({x.partition("::")[0] for x in tests})
+    done = run_tests(folder, folder / "cache", "-x", *files)
     test = said = ""
     if done.returncode == FAILED:
         failed = json.loads((folder / "failed.json").read_text())
@@ -111,13 +143,27 @@ def check(fault: Fault, room: Path, cache: Path) -> Result:
     return Result(fault, time.monotonic() - start, test, said)
 
 
-def run_sound(room: Path, cache: Path, jobs: int) -> None:
+def run_sound(folder: Path, cache: Path, jobs: int) -> dict[str, dict]:
     """Run the tests without a fault, as they must pass."""
-    shutil.copytree(KERNELS, room / "sound" / "kernels")
+    shutil.copytree(KERNELS, folder / "kernels")
     share = "-n", str(jobs), "--dist", "worksteal"
-    done = run_tests(room / "sound", cache, "", *share)
+    done = run_tests(folder, cache, *share)
     if done.returncode != PASSED:
         raise RuntimeError(f"the tests fail without a fault\n{done.stdout}")
+    return json.loads((folder / "ran.json").read_text())
+
+
+def notes(cache: Path) -> Path:
+    """Where the notes of the tests without a fault are kept."""
+    files = [
+        path
+        for folder in ("cuflash", "reference", "tests")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    texts = [(str(path), path.read_bytes()) for path in files]
+    key = hashlib.sha256(repr(texts).encode()).hexdigest()[:40]
+    return cache / f"cuflash_mutate_{key}.json"
 
 
 def summary(results: list[Result]) -> str:
@@ -155,11 +201,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", default="", help="a regular expression, found in names"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="the tests pass without a fault: do not run them first",
-    )
     options = parser.parse_args(arguments)
     chosen = [x for x in faults.read() if re.search(options.only, str(x))]
     if not chosen:
@@ -170,12 +211,14 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(
         prefix="cuflash_mutate_", dir=cache.parent
     ) as name:
-        room = Path(name)
-        if not options.trust:
-            run_sound(room, cache, options.jobs)
+        folder, known = Path(name), notes(cache)
+        if not known.exists():
+            ran = run_sound(folder / "sound", cache, options.jobs)
+            known.write_text(json.dumps(ran))
+        room = Room(folder, cache, json.loads(known.read_text()))
         results = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            waited = [pool.submit(check, x, room, cache) for x in chosen]
+            waited = [pool.submit(check, x, room) for x in chosen]
             try:
                 for done in as_completed(waited):
                     results.append(done.result())

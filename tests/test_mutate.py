@@ -1,6 +1,7 @@
 """scripts/mutate.py: its faults fit the kernels, and are planted and found."""
 
 import json
+import shutil
 
 import pytest
 
@@ -35,8 +36,6 @@ def test_there_are_faults_in_every_kernel_of_the_emulator():
     assert kernels - files == {
         "ptx.cuh",  # the emulator has a twin in its place
         "types.cuh",  # declarations
-        "forward_wgmma.cu",  # not emulated yet
-        "wgmma.cuh",
     }
 
 
@@ -71,17 +70,44 @@ def test_a_fault_needs_a_name_and_a_text():
         faults.parsed("a.cu", "# one\n+ a\n")
 
 
+def test_which_tests_a_fault_takes():
+    ran = {
+        "many": {"kernels": {"a.cu": 3}, "seconds": 1.0},
+        "slow": {"kernels": {"a.cu": 1, "b.cuh": 1}, "seconds": 9.0},
+        "other": {"kernels": {"b.cuh": 1}, "seconds": 1.0},
+        "quick": {"kernels": {"a.cu": 1}, "seconds": 2.0},
+        "float16 likely": {"kernels": {"a.cu": 5}, "seconds": 30.0},
+    }
+    fault = Fault("a.cu", "wrong", "a", "b", first="likely float16")
+    want = ["float16 likely", "quick", "slow", "many"]
+    assert mutate.tests_of(fault, ran) == want
+
+
 @needs_compiler
 def test_a_fault_reaches_the_tests(tmp_path):
     what = "merge.cu: lse without the logarithm"
     (fault,) = (x for x in faults.read() if str(x) == what)
     fault.plant(mutate.KERNELS, tmp_path / "kernels")
     options = "-x", "tests/test_merge.py", "-k", "emulated and far_apart"
-    done = mutate.run_tests(tmp_path, tmp_path / "cache", "merge", *options)
+    done = mutate.run_tests(tmp_path, tmp_path / "cache", *options)
     assert done.returncode == mutate.FAILED, done.stdout
     failed = json.loads((tmp_path / "failed.json").read_text())
     assert failed["test"].startswith("tests/test_merge.py::test_far_apart")
     assert failed["said"].startswith("AssertionError: lse:")
+
+
+@needs_compiler
+def test_what_is_noted_of_the_tests_that_run(tmp_path):
+    what = "test_far_apart_the_larger_one_stays[1e+30-float16-emulated]"
+    test = f"tests/test_merge.py::{what}"
+    shutil.copytree(mutate.KERNELS, tmp_path / "kernels")
+    (tmp_path / "tests.json").write_text(json.dumps([test]))
+    done = mutate.run_tests(tmp_path, tmp_path / "cache", "-n", "1")
+    assert done.returncode == mutate.PASSED, done.stdout
+    ((ran, noted),) = json.loads((tmp_path / "ran.json").read_text()).items()
+    assert ran == test and noted["seconds"] > 0
+    assert noted["kernels"]["merge.cu"] == 1
+    assert noted["kernels"]["elements.cuh"] == 1
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ FOLDER = Path(__file__).parent / "faults"
 # The words of `~` where a fault has none, by what its file's name contains.
 _FIRST = {
     "merge": "test_merge",
+    "wgmma": "is_attention bfloat16",
     "simt": "test_grid float32",
     "": "test_grid bfloat16",
 }
