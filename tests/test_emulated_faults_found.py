@@ -8,13 +8,13 @@ import pytest
 
 from cuflash import plan
 from helpers import calls, expected
-from helpers.backends import EMULATED, on_backends
+from helpers.backends import EMULATED, on_backends, on_each_emulated_kind
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
     assert_gradients_match,
 )
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES, lse_dtype
 
 emulated = pytest.mark.parametrize("backend", [EMULATED])
@@ -64,9 +64,8 @@ def test_merging_with_a_state_without_keys(backend, dtype, empty_first):
     assert_bitwise(got_lse, lse, "lse")
 
 
-@emulated
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nonfinite_numbers_with_several_heads(backend, dtype):
+@on_each_emulated_kind
+def test_nonfinite_numbers_with_several_heads(backend, dtype, arch):
     """Of key heads and of query heads that share one."""
     spoiled = (
         ("q", (1, 30, 4, 2), "nan"),
@@ -74,7 +73,10 @@ def test_nonfinite_numbers_with_several_heads(backend, dtype):
         ("v", (1, 50, 2, 3), "nan"),
         ("dout", (0, 20, 3, 1), "-inf"),
     )
-    case = Case(dtype, 2, 40, 60, 6, 3, causal=True, spoiled=spoiled)
+    case = Case(
+        dtype, 2, 40, 60, 6, 3, causal=True, scale=-0.3, spoiled=spoiled,
+        on=Emulation(arch),
+    )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
@@ -84,14 +86,16 @@ def test_nonfinite_numbers_with_several_heads(backend, dtype):
     assert_gradients_match(grads, want, case, kinds=False)
 
 
-@emulated
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_huge_scores_that_scale_rounds(backend, dtype):
+@on_each_emulated_kind
+def test_huge_scores_that_scale_rounds(backend, dtype, arch):
     """Forward and backward have to round scale * S alike.
 
     In the other tests of huge scores scale is 1, and nothing is rounded.
     """
-    case = Case(dtype, 1, 20, 40, head_dim=40, scale=0.7, values="one_huge")
+    case = Case(
+        dtype, 1, 20, 40, head_dim=40, scale=0.7, values="one_huge",
+        on=Emulation(arch),
+    )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     exact = {**case.meaning(), "exact_scores": True}

@@ -8,7 +8,7 @@ import strategies
 from helpers import calls, expected, extreme
 from helpers.backends import on_backends
 from helpers.compare import assert_forward_matches, assert_gradients_match
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 
@@ -39,7 +39,15 @@ def extremes(
     keys=[1, 40, 200],
     causal=True,
     archs=strategies.FAMILIES,
-)
+    # The maximum of half of the columns made infinities of weights in
+    # float16 alone, which l did not show.
+    examples=[
+        Case(
+            "float16", seqlen_q=70, seqlen_k=40, head_dim=40, scale=1.0,
+            values="one_large", on=Emulation("sm_90a"),
+        )
+    ],
+)  # fmt: skip
 def test_forward(backend, case):
     q, k, v, _ = inputs(case)
     got = calls.forward(backend, case, q, k, v)

@@ -4,20 +4,49 @@ import numpy as np
 
 import cuflash
 import strategies
+from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.compare import assert_bitwise, assert_forward_matches
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES, lse_dtype
 
-
-@on_each_backend(
-    strategies.cases,
-    each={"dtype": DTYPES},
-    wide=True,
+EXAMPLES = [
     # The stride of a single token's axis led to addresses that are not
     # aligned, at which nothing was read.
-    examples=[Case("float16", seqlen_q=1, seqlen_k=1, head_dim=1)],
+    Case("float16", seqlen_q=1, seqlen_k=1, head_dim=1),
+    # What few examples on Hopper have together: grouped heads, several tiles
+    # a block, rings that go round, a padded and a second panel, tiles of
+    # which the mask cuts some or hides all, scales of 0 and below.
+    Case(
+        "float16", 2, 200, 190, 4, 2, 72, 40, causal=True, scale=-0.3,
+        on=Emulation("sm_90a", num_sms=1),
+    ),
+    Case(
+        "bfloat16", 1, 300, 20, 2, 2, 16, 80, causal=True, scale=0.0,
+        on=Emulation("sm_90a", num_sms=2),
+    ),
+    Case(
+        "bfloat16", 1, 130, 450, head_dim=80, head_dim_v=128,
+        on=Emulation("sm_90a", forward_tile=Tile(128, 64, 12, num_stages=2)),
+    ),
+    Case(
+        "float16", 1, 400, 420, 2, 1, 40, 64, causal=True, scale=-1.0,
+        on=Emulation(
+            "sm_90a", seed=1, num_sms=3,
+            forward_tile=Tile(192, 80, 16, num_stages=2),
+        ),
+    ),
+    # One place for Q.
+    Case(
+        "bfloat16", 1, 330, 310, 2, 1, 160, 200, causal=True,
+        on=Emulation("sm_90a", num_sms=1),
+    ),
+]  # fmt: skip
+
+
+@on_each_backend(
+    strategies.cases, each={"dtype": DTYPES}, wide=True, examples=EXAMPLES
 )
 def test_is_attention(backend, case):
     q, k, v, _ = inputs(case)

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 import strategies
 from helpers import calls, expected
-from helpers.backends import on_backends
+from helpers.backends import on_each_kind
 from helpers.compare import assert_forward_matches, assert_gradients_match
-from helpers.data import Case, inputs, shapes
+from helpers.data import Case, Emulation, inputs, shapes
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 
 NAMES = ("q", "k", "v", "dout")
 each_dtype = {"dtype": DTYPES}
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @st.composite
@@ -101,19 +100,26 @@ def test_rows_that_see_nothing_give_nothing(backend, case):
     assert_gradients_match(grads, want, case)
 
 
-def with_row_of_minus_infinity(dtype, seqlen_k):
+def with_row_of_minus_infinity(dtype, arch, seqlen_k):
     """Return a case and its inputs: query 7 scores -inf everywhere."""
-    case = Case(dtype, seqlen_q=80, seqlen_k=seqlen_k, head_dim=1)
+    case = Case(
+        dtype,
+        seqlen_q=80,
+        seqlen_k=seqlen_k,
+        head_dim=1,
+        on=Emulation(arch),
+    )
     q, k, v, dout = inputs(case)
     q[:, 7] = -np.inf
     return case, (q, np.abs(k) + k.dtype.type(1), v, dout)
 
 
-@on_backends
-@dtypes
+@on_each_kind
 @pytest.mark.parametrize("seqlen_k", [1, 100])
-def test_scores_of_minus_infinity_have_no_weight(backend, dtype, seqlen_k):
-    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, seqlen_k)
+def test_scores_of_minus_infinity_have_no_weight(
+    backend, dtype, arch, seqlen_k
+):
+    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, arch, seqlen_k)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out[:, 7].any() and (lse[..., 7] == -np.inf).all()
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
@@ -122,12 +128,24 @@ def test_scores_of_minus_infinity_have_no_weight(backend, dtype, seqlen_k):
     assert_gradients_match(grads, want, case)
 
 
-@on_backends
-@dtypes
+@on_each_kind
+def test_a_key_of_minus_infinity_has_no_weight(backend, dtype, arch):
+    """Nor do the rows that fill up a tile see it: 0 * -inf is NaN."""
+    case = Case(
+        dtype, seqlen_q=80, seqlen_k=100, head_dim=1, on=Emulation(arch)
+    )
+    q, k, v, dout = inputs(case)
+    q, k[:, 7] = np.abs(q) + q.dtype.type(1), -np.inf
+    grads = calls.both(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(grads, want, case)
+
+
+@on_each_kind
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_scores_of_minus_infinity_are_read(backend, dtype, bad):
+def test_scores_of_minus_infinity_are_read(backend, dtype, arch, bad):
     """A weight of 0 is a weight: 0 * NaN and 0 * inf are NaN."""
-    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, 100)
+    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, arch, 100)
     v[:, 90, :, 3], dout[:, 7, :, 5] = bad, bad
     out, lse = calls.forward(backend, case, q, k, v)
     np.testing.assert_array_equal(np.isnan(out[0, 7, 0]), np.arange(16) == 3)

@@ -16,6 +16,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from cuflash import calls, emulator, plan, tiles
 
+from .dtypes import DTYPES
 from .host_compiler import needs_compiler
 
 
@@ -157,6 +158,28 @@ BACKENDS = [NUMPY, EMULATED, CUPY]
 
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
 on_kernels = pytest.mark.parametrize("backend", [EMULATED, CUPY])
+
+
+def _each_kind(backends):
+    """Choices of a backend, a dtype and what to emulate."""
+    for backend, name in product(backends, DTYPES):
+        hopper = backend is EMULATED and name in ("float16", "bfloat16")
+        for arch in ["sm_80", "sm_90a"] if hopper else ["sm_80"]:
+            yield pytest.param(
+                *backend.values,
+                name,
+                arch,
+                marks=backend.marks,
+                id="-".join([backend.id, name, *([arch] if hopper else [])]),
+            )
+
+
+# With every kind of forward kernel.
+_NAMES = ("backend", "dtype", "arch")
+on_each_kind = pytest.mark.parametrize(_NAMES, [*_each_kind(BACKENDS)])
+on_each_emulated_kind = pytest.mark.parametrize(
+    _NAMES, [*_each_kind([EMULATED])]
+)
 
 
 def on_kernels_of(**values):

@@ -70,6 +70,17 @@ def one_huge(rng, shape, dtype):
     return scores
 
 
+def one_large(rng, shape, dtype):
+    """Ordinary scores, and in each row one so much larger that exp of the
+    difference is no float16, and still a float32.
+    """
+    scores = np.round(rng.standard_normal(shape) * 8) / 8
+    rows, keys = shape
+    large = rng.integers(20, 80, rows)
+    scores[np.arange(rows), rng.integers(0, keys, rows)] = large
+    return scores
+
+
 def one_hugely_negative(rng, shape, dtype):
     scores = one_huge(rng, shape, dtype)
     return np.where(scores > LARGEST[dtype] / 2, -scores, scores)
@@ -95,6 +106,7 @@ def near_float16_limit(rng, shape, dtype):
 FAMILIES = (
     powers_of_two,
     one_huge,
+    one_large,
     one_hugely_negative,
     all_huge,
     all_hugely_negative,
@@ -104,4 +116,9 @@ FAMILIES = (
 
 # A maximum that stands alone: else lse = m + log(2) = m where m is huge, and
 # no gradient can be had from lse.
-WITH_ONE_MAXIMUM = (distinct_powers_of_two, one_huge, one_hugely_negative)
+WITH_ONE_MAXIMUM = (
+    distinct_powers_of_two,
+    one_huge,
+    one_large,
+    one_hugely_negative,
+)
