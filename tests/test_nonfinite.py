@@ -50,8 +50,15 @@ def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
     names=NAMES[:3],
     archs=strategies.FAMILIES,
     # Four lanes wrote a row's maximum, which is the same in all of them.
-    examples=[Case("float16", spoiled=(("v", (0, 0, 0, 0), "nan"),))],
-)
+    examples=[
+        Case("float16", spoiled=(("v", (0, 0, 0, 0), "nan"),)),
+        # Not in the first tile of queries.
+        Case(
+            "float16", seqlen_q=200, seqlen_k=90, causal=True,
+            spoiled=(("q", (0, 150, 0, 3), "nan"),), on=Emulation("sm_90a"),
+        ),
+    ],
+)  # fmt: skip
 def test_forward(backend, case):
     q, k, v, _ = inputs(case)
     got = calls.forward(backend, case, q, k, v)

@@ -15,7 +15,8 @@ wgmma_no_syncthreads(const __grid_constant__ Arguments a) {
     if constexpr (!BROKEN) __syncthreads();
     float d[32];
     wgmma_fence();
-    wgmma_shared<1>(d, descriptor(x, 0), descriptor(y, 0), false, float16{});    // caught here
+    const u64 x_tile = descriptor(x, 0), y_tile = descriptor(y, 0);
+    wgmma_shared<1, false, false>(d, x_tile, y_tile, false, float16{});        // caught here
     wgmma_commit();
     wgmma_wait<0>();
     keep_here(d);

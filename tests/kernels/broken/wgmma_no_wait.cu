@@ -15,7 +15,7 @@ wgmma_no_wait(const __grid_constant__ Arguments a) {
     __syncthreads();
     float d[32];
     wgmma_fence();
-    wgmma_shared<1>(d, descriptor(x, 0), descriptor(y, 0), false, float16{});
+    wgmma_shared<1, false, false>(d, descriptor(x, 0), descriptor(y, 0), false, float16{});
     wgmma_commit();
     if constexpr (!BROKEN) wgmma_wait<0>();
     keep_here(d);

@@ -16,7 +16,7 @@ wgmma_swizzle_of_64_bytes(const __grid_constant__ Arguments a) {
     const u64 x_tile = BROKEN ? descriptor(x, 0) ^ u64{3} << 62 : descriptor(x, 0);
     float d[32];
     wgmma_fence();
-    wgmma_shared<1>(d, x_tile, descriptor(y, 0), false, float16{});    // caught here
+    wgmma_shared<1, false, false>(d, x_tile, descriptor(y, 0), false, float16{}); // caught here
     wgmma_commit();
     wgmma_wait<0>();
     keep_here(d);

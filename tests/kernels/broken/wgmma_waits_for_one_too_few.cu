@@ -15,9 +15,9 @@ wgmma_waits_for_one_too_few(const __grid_constant__ Arguments a) {
     __syncthreads();
     float d[32], e[32];
     wgmma_fence();
-    wgmma_shared<1>(e, descriptor(x, 0), descriptor(y, 0), false, float16{});
+    wgmma_shared<1, false, false>(e, descriptor(x, 0), descriptor(y, 0), false, float16{});
     wgmma_commit();
-    wgmma_shared<1>(d, descriptor(x, 0), descriptor(y, 0), false, float16{});
+    wgmma_shared<1, false, false>(d, descriptor(x, 0), descriptor(y, 0), false, float16{});
     wgmma_commit();
     wgmma_wait<BROKEN ? 1 : 0>();
     keep_here(d);
