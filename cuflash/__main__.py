@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from typing import Any
 
-from cuflash import compiler
+from cuflash import compiler, folders, tiles
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plan import (
     Device,
@@ -283,6 +283,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     folder = compiler.cache_folder()
     count = sum(1 for _ in folder.glob("cuflash_*.cubin"))
     yield "cache folder", f"{folder} ({count} compiled kernels)"
+    folder = folders.tile_tables()
+    count = len(tiles.entries(folder))
+    yield "tiles measured here", f"{count}, in {folder}" if count else "none"
     for name in VARIABLES:
         yield name, os.environ.get(name, "(not set)")
 

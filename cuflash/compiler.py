@@ -33,6 +33,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from cuflash import source
 from cuflash.errors import CompileError, UnsupportedError, ValueRangeError
+from cuflash.folders import cache_folder, tile_tables
 
 if TYPE_CHECKING:
     from cuflash.plan import Device, KernelPlan
@@ -197,12 +198,6 @@ def _explain(
 
 
 # ---- Keeping: a cubin a file, compiled once ----
-
-
-def cache_folder() -> Path:
-    """The folder of compiled kernels: CuPy's own."""
-    folder = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
-    return Path(folder).expanduser()
 
 
 def cubin_file(kernel: KernelPlan, arch: str) -> Path:
@@ -448,6 +443,7 @@ def _stamp() -> Path:
         *package.glob("*.py"),
         *package.glob("kernels/*"),
         *package.glob("tile_tables/*"),
+        *tile_tables().glob("*.json"),
         _cupy().parent,  # site-packages: CuPy's neighbours, NVRTC among them
     ]
     known = [

@@ -179,7 +179,10 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    problem: Problem, device: Device, family: Family | None = None
+    problem: Problem,
+    device: Device,
+    family: Family | None = None,
+    tile: Tile | None = None,
 ) -> Plan:
     """Decide how a device runs a problem.
 
@@ -190,20 +193,28 @@ def plan(
     family : str, optional
         Kernels of that family if it has some for the problem, else those
         that are best.
+    tile : Tile, optional
+        That tile and no other.
 
     Raises
     ------
     UnsupportedError
         If the device is too old for the problem's dtype.
     ValueRangeError
-        If no kernel can run the block sizes that were asked for; the
-        message lists those that can.
+        If no kernel can run the block sizes that were asked for (the
+        message lists those that can), or the tile.
     """
     if problem.direction == "merge":
         made = _merge_plan(problem)
     else:
         family = family_of(problem, device, family)
-        tile = _choose_tile(problem, device, family)
+        if tile is None:
+            tile = _choose_tile(problem, device, family)
+        elif not _is_legal(problem, device, family, tile):
+            raise ValueRangeError(
+                f"{tile} cannot be run by the {family} {problem.direction}"
+                f" kernel on {device.arch}"
+            )
         made = _PLANNERS[family, problem.direction](problem, device, tile)
     if os.environ.get("CUFLASH_LOG") == "plan":
         print(f"cuflash: {made}", file=sys.stderr)
@@ -265,31 +276,62 @@ def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
     return shared <= device.shared_bytes and _REGISTERS[which](problem, tile)
 
 
+def _is_legal(
+    problem: Problem, device: Device, family: str, tile: Tile
+) -> bool:
+    known = tiles.is_known(family, problem.direction, tile)
+    return known and _fits(problem, device, family, tile)
+
+
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
-    """The tuned tile, or the first legal one of the sizes asked for."""
-    legal = list(legal_tiles(problem, device, family))
-    tuned = tiles.tuned(
+    """The nearest tuned tile of the sizes asked for, or the first legal one."""
+    asked = problem.block_q, problem.block_k
+
+    def wanted(tile: Tile) -> bool:
+        sizes = tile.block_q, tile.block_k
+        return all(a in (None, x) for a, x in zip(asked, sizes, strict=True))
+
+    seqlen, load = tuned_by(problem, device)
+    nearest = tiles.tuned(
         device.capability,
         family,
         problem.direction,
+        problem.dtype,
         max(problem.head_dim, problem.head_dim_v),
         problem.causal,
-        problem.seqlen_k,
+        seqlen,
+        load,
     )
-    if tuned and _fits(problem, device, family, tuned):
-        legal.insert(0, tuned)
-    asked_q, asked_k = problem.block_q, problem.block_k
-    for tile in legal:
-        if asked_q in (None, tile.block_q) and asked_k in (None, tile.block_k):
+    for tile in filter(wanted, nearest):
+        if _is_legal(problem, device, family, tile):
             return tile
+    legal = list(legal_tiles(problem, device, family))
+    for tile in filter(wanted, legal):
+        return tile
     sizes = sorted({(tile.block_q, tile.block_k) for tile in legal})
     raise ValueRangeError(
-        f"block_q {asked_q}, block_k {asked_k} cannot be run by the"
+        f"block_q {asked[0]}, block_k {asked[1]} cannot be run by the"
         f" {family} {problem.direction} kernel for head_dim"
         f" {problem.head_dim}, head_dim_v {problem.head_dim_v},"
         f" {problem.dtype} on {device.arch}; these (block_q, block_k) can: "
         + ", ".join(map(str, sizes))
     )
+
+
+def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
+    """The length and the number of tiles that a tile is chosen by.
+
+    Tokens that a block walks over, and tiles of `tiles.ROWS_OF_A_TILE` rows
+    for each multiprocessor: of queries in a forward pass, of keys in a
+    backward one.
+    """
+    walked, rows, heads = (
+        (problem.seqlen_k, problem.seqlen_q, problem.num_heads_q)
+        if problem.direction == "forward"
+        else (problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv)
+    )
+    count = _ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
+    return walked, count / device.num_sms
 
 
 def _ceil_div(a: int, b: int) -> int:

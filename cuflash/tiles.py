@@ -1,20 +1,29 @@
 """Tile sizes: what a kernel can be asked for, and what was tuned.
 
 `candidates` is the space that a family's kernel is written for; `plan.py`
-knows which of them fit a problem and a device. `tuned` reads
-``tile_tables/*.json``, one file an architecture.
+knows which of them fit a problem and a device. `tuned` looks up tables, one
+file an architecture: those that scripts/sweep_blocks.py has measured on this
+machine (`folders.tile_tables`) and those of the package (``tile_tables/``).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
+
+from cuflash import folders
+from cuflash.errors import ValueRangeError
 
 TABLES = Path(__file__).parent / "tile_tables"
+FORMAT = "cuflash tile table, version 1"
 
 
 @dataclass(frozen=True)
@@ -86,36 +95,257 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             yield Tile(q, k, num_warps=4)
 
 
+# What any tile may be compiled with; some kernels make nothing of it.
+_BLOCKS_PER_SM, _PTXAS_LEVELS = (1, 2), (3, 1)
+
+
+def variants(tile: Tile) -> Iterator[Tile]:
+    """A tile with every bound on registers and optimisation level."""
+    for blocks, level in product(_BLOCKS_PER_SM, _PTXAS_LEVELS):
+        yield replace(tile, blocks_per_sm=blocks, ptxas_level=level)
+
+
+def is_known(family: str, direction: str, tile: Tile) -> bool:
+    """Whether it is a variant of one of the `candidates`."""
+    return tile in _all_variants(family, direction)
+
+
 @functools.cache
+def _all_variants(family: str, direction: str) -> frozenset[Tile]:
+    return frozenset(
+        variant
+        for tile in candidates(family, direction)
+        for variant in variants(tile)
+    )
+
+
+# ---- Tables ----
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a table: where a tile is the best that is known.
+
+    Attributes
+    ----------
+    arch : int
+        Compute capability, 90 meaning 9.0.
+    family, direction : str
+    head_dim : int
+        The larger of head_dim and head_dim_v.
+    tile : Tile
+    dtype : str or None
+        None: any that the family runs.
+    causal : bool or None
+        None: with a mask or without.
+    seqlen : int or None
+        Tokens that a block walks over (keys forward, queries backward);
+        None: any number.
+    tiles_per_sm : float or None
+        Tiles of `ROWS_OF_A_TILE` rows for each multiprocessor; None: any.
+    measured : mapping or None
+        Device, driver, NVRTC, date, ms and TFLOP/s, if it was measured.
+    """
+
+    arch: int
+    family: str
+    direction: str
+    head_dim: int
+    tile: Tile
+    dtype: str | None = None
+    causal: bool | None = None
+    seqlen: int | None = None
+    tiles_per_sm: float | None = None
+    measured: Mapping[str, Any] | None = None
+
+
+# What is in an entry, besides of the tile; and what a tile is made of.
+_KINDS = {
+    "family": (str,),
+    "direction": (str,),
+    "head_dim": (int,),
+    "dtype": (str, type(None)),
+    "causal": (bool, type(None)),
+    "seqlen": (int, type(None)),
+    "tiles_per_sm": (float, int, type(None)),
+    "measured": (dict, type(None)),
+}
+_NEEDED = {"family", "direction", "head_dim", "tile"}
+_TILE_FIELDS = {field.name for field in fields(Tile)}
+
+
+def read_table(path: Path) -> tuple[Entry, ...]:
+    """The entries of a file ``sm_90.json``.
+
+    Raises
+    ------
+    ValueRangeError
+        If it is not a table of that architecture, or holds a tile that no
+        kernel is written for.
+    OSError
+        If it cannot be read.
+    """
+    named = re.fullmatch(r"sm_(\d+)", path.stem)
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if table["format"] != FORMAT:
+            raise ValueRangeError(f"its format is {table['format']!r}")
+        if not named or table["arch"] != path.stem:
+            raise ValueRangeError(f"it is of {table['arch']!r}")
+        return tuple(_entry(int(named[1]), x) for x in table["tiles"])
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueRangeError):
+            what = str(error)
+        raise ValueRangeError(f"{path} is no tile table: {what}") from error
+
+
+def _entry(arch: int, found: dict[str, Any]) -> Entry:
+    values = dict(found)
+    if not _NEEDED <= values.keys() <= {*_KINDS, "tile"}:
+        raise ValueRangeError(f"an entry has the fields {sorted(values)}")
+    for name, kinds in _KINDS.items():
+        if name in values and type(values[name]) not in kinds:
+            raise ValueRangeError(f"{name} is {values[name]!r}")
+    for name in ("head_dim", "seqlen", "tiles_per_sm"):
+        if not (values.get(name) is None or 0 < values[name] < math.inf):
+            raise ValueRangeError(f"{name} is {values[name]!r}")
+    sizes = values.pop("tile")
+    if not sizes.keys() <= _TILE_FIELDS or any(
+        type(size) is not int for size in sizes.values()
+    ):
+        raise ValueRangeError(f"a tile is {sizes!r}")
+    tile = Tile(**sizes)
+    if not is_known(values["family"], values["direction"], tile):
+        raise ValueRangeError(
+            f"no {values['family']} {values['direction']} kernel has the"
+            f" tile {sizes!r}"
+        )
+    return Entry(arch, tile=tile, **values)
+
+
+@functools.cache
+def entries(folder: Path) -> tuple[Entry, ...]:
+    """The entries of all tables in a folder; what is broken is left out."""
+    found = []
+    for path in sorted(folder.glob("sm_*.json")):
+        try:
+            found += read_table(path)
+        except (ValueRangeError, OSError) as error:
+            warnings.warn(
+                f"{error}; it is ignored", RuntimeWarning, stacklevel=2
+            )
+    return tuple(found)
+
+
+# ---- The nearest entry ----
+
+ROWS_OF_A_TILE = 128  # of a tile when they are counted, whatever is chosen
+
+# How far an entry is from a problem: the sum of these. The unit is an
+# octave of length, a factor of two.
+_OLDER_ARCH, _NEWER_ARCH = 8.0, 16.0  # and a tenth for each 0.1 between
+_HEAD_DIM_OCTAVE = 4.0  # columns that the tile has too many
+_TOO_FEW_COLUMNS = 8.0
+_OTHER_DTYPE, _OTHER_WIDTH = 0.25, 8.0
+_OTHER_MASK = 1.5
+_ANY_DTYPE, _ANY_MASK, _ANY_LENGTH, _ANY_LOAD = 0.25, 0.25, 2.0, 1.0
+# Where this machine was measured, what is known of others counts less.
+_OF_THE_PACKAGE = 0.5
+# From here on there are tiles enough for every multiprocessor.
+_MANY_TILES_PER_SM = 8.0
+_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
 def tuned(
     capability: int,
     family: str,
     direction: str,
+    dtype: str,
     head_dim: int,
     causal: bool,
-    seqlen_k: int,
-) -> Tile | None:
-    """The tuned tile of the newest architecture up to `capability`.
+    seqlen: int,
+    tiles_per_sm: float,
+) -> tuple[Tile, ...]:
+    """The tiles of a family's entries, that of the nearest one first.
 
-    Its entry for the smallest head_dim that is at least the one asked for,
-    and of those the last that begins with so many keys (`from_seqlen`, 0 if
-    it is not said). None if there is none.
+    An entry's distance has a part for its architecture, dtype, head_dim,
+    mask, length, and number of tiles for each multiprocessor. Of entries
+    equally far, those that this machine has measured come first.
+
+    Parameters
+    ----------
+    capability : int
+        Compute capability, 90 meaning 9.0.
+    family, direction, dtype : str
+    head_dim : int
+        The larger of head_dim and head_dim_v.
+    causal : bool
+    seqlen, tiles_per_sm
+        As `Entry` has them.
     """
-    known = sorted(int(file.stem[3:]) for file in TABLES.glob("sm_*.json"))
-    for arch in reversed([x for x in known if x <= capability]):
-        table = json.loads((TABLES / f"sm_{arch}.json").read_text())
-        fitting = [
-            entry
-            for entry in table["tiles"]
-            if (entry["family"], entry["direction"]) == (family, direction)
-            and entry["head_dim"] >= head_dim
-            and entry["causal"] in (causal, None)
-            and entry.get("from_seqlen", 0) <= seqlen_k
-        ]
-        if fitting:
-            best = min(
-                fitting,
-                key=lambda x: (x["head_dim"], -x.get("from_seqlen", 0)),
-            )
-            return Tile(**best["tile"])
-    return None
+    return _tuned(
+        folders.tile_tables(), capability, family, direction, dtype,
+        head_dim, causal, _quarters(seqlen),
+        _quarters(min(tiles_per_sm, _MANY_TILES_PER_SM)),
+    )  # fmt: skip
+
+
+def _quarters(number: float) -> float:
+    """Its logarithm to base 2, rounded, so that near ones are alike."""
+    return round(4 * math.log2(max(number, 2**-10))) / 4
+
+
+@functools.lru_cache(maxsize=4096)
+def _tuned(
+    folder: Path, capability: int, family: str, direction: str, *asked: Any
+) -> tuple[Tile, ...]:
+    far = [
+        (
+            extra
+            + _arch_distance(entry.arch, capability)
+            + _distance(entry, *asked),
+            entry.tile,
+        )
+        for where, extra in ((folder, 0.0), (TABLES, _OF_THE_PACKAGE))
+        for entry in entries(where)
+        if (entry.family, entry.direction) == (family, direction)
+    ]
+    far.sort(key=lambda pair: pair[0])  # stable: this machine's first
+    return tuple(dict.fromkeys(tile for _, tile in far))
+
+
+def _arch_distance(arch: int, capability: int) -> float:
+    if arch == capability:
+        return 0.0
+    other = _OLDER_ARCH if arch < capability else _NEWER_ARCH
+    return other + abs(arch - capability) / 10
+
+
+def _distance(
+    entry: Entry, dtype: str, head_dim: int, causal: bool,
+    length: float, load: float,
+) -> float:  # fmt: skip
+    """`length` and `load` are logarithms to base 2."""
+    columns = math.log2(entry.head_dim / head_dim)
+    distance = _HEAD_DIM_OCTAVE * abs(columns)
+    if columns < 0:
+        distance += _TOO_FEW_COLUMNS
+    if entry.dtype is None:
+        distance += _ANY_DTYPE
+    elif _WIDTHS.get(entry.dtype) != _WIDTHS[dtype]:
+        distance += _OTHER_WIDTH
+    elif entry.dtype != dtype:
+        distance += _OTHER_DTYPE
+    if entry.causal is None:
+        distance += _ANY_MASK
+    elif entry.causal != causal:
+        distance += _OTHER_MASK
+    if entry.seqlen is None:
+        distance += _ANY_LENGTH
+    else:
+        distance += abs(math.log2(entry.seqlen) - length)
+    if entry.tiles_per_sm is None:
+        return distance + _ANY_LOAD
+    tiles_per_sm = min(entry.tiles_per_sm, _MANY_TILES_PER_SM)
+    return distance + abs(math.log2(tiles_per_sm) - load)

@@ -19,6 +19,7 @@ import os
 import shutil
 import tempfile
 import time
+from pathlib import Path
 
 # Before NumPy is imported: pytest-xdist runs one process a core, and BLAS
 # threads on top of those get in each other's way (seen: ten times slower).
@@ -121,6 +122,15 @@ def pytest_sessionfinish(session):
         shutil.rmtree(os.environ["CUPY_CACHE_DIR"], ignore_errors=True)
     elif not hasattr(session.config, "workerinput"):  # xdist's workers
         remove_programs(unused_for=DAY)
+
+
+@pytest.fixture(autouse=True)
+def no_tables_of_this_machine(monkeypatch):
+    """Test what the package says of tiles, whatever was tuned here."""
+    from cuflash import folders
+
+    nowhere = Path(os.devnull) / "tiles"
+    monkeypatch.setattr(folders, "tile_tables", lambda: nowhere)
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,13 @@ REFERENCE = Path(cuflash.reference.__file__).parent
 LAW = {
     "errors": "",
     "problem": "",
+    "folders": "",
     "arguments": "",
     "validate": "errors problem",
-    "tiles": "errors",
+    "tiles": "errors folders",
     "plan": "errors problem tiles",
     "source": "errors",
-    "compiler": "errors source plan",
+    "compiler": "errors source plan folders",
     "calls": "errors problem plan arguments",
     "launch": "errors problem plan compiler calls arguments",
     "cpu": "errors problem reference",
@@ -35,7 +36,8 @@ LAW = {
     "emulator.runtime": "errors plan source compiler",
     "api": "errors problem validate plan launch cpu emulator",
     "__init__": "errors api compiler emulator",
-    "__main__": "errors problem plan source compiler launch __init__",
+    "__main__": "errors problem folders tiles plan source compiler launch"
+    " __init__",
 }
 MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
 

@@ -14,6 +14,7 @@ from cuflash.plan import (
     device_of_arch,
     legal_tiles,
     plan,
+    tuned_by,
     wanted_family,
 )
 from helpers.dtypes import DTYPES
@@ -120,27 +121,37 @@ def test_one_block_may_be_asked_for_alone(direction, name):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [512, 8192])
-def test_the_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
+def test_the_nearest_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
     """A table's tile that did not fit would be passed over in silence."""
+    device = device_of_arch(arch)
     decided = planned(
-        direction, head_dim=head_dim, arch=arch, seqlen_k=seqlen
+        direction, head_dim=head_dim, arch=arch, seqlen_q=seqlen,
+        seqlen_k=seqlen,
+    )  # fmt: skip
+    nearest, *_ = tiles.tuned(
+        device.capability, decided.family, direction, "float16", head_dim,
+        True, *tuned_by(decided.problem, device),
+    )  # fmt: skip
+    assert decided.tile == nearest
+
+
+@pytest.mark.parametrize(
+    ("direction", "expected"),
+    [("forward", (500, 2 * 2 * 2 / 132)), ("backward", (130, 2 * 4 / 132))],
+)
+def test_what_a_tile_is_chosen_by(direction, expected):
+    """Tokens that a block walks over; its own, in tiles a multiprocessor."""
+    problem = small_problem(
+        direction, "float16", batch=2, seqlen_q=130, seqlen_k=500
     )
-    tuned = tiles.tuned(
-        device_of_arch(arch).capability,
-        decided.family,
-        direction,
-        head_dim,
-        True,
-        seqlen,
-    )
-    assert tuned is not None
-    assert decided.tile == tuned
+    device = replace(device_of_arch("sm_90a"), num_sms=132)
+    assert tuned_by(problem, device) == pytest.approx(expected)
 
 
 def test_long_rows_have_tiles_of_their_own():
     short, long = (
         planned("forward", head_dim=128, arch="sm_90a", seqlen_k=n).tile
-        for n in (4095, 4096)
+        for n in (2048, 4096)
     )
     assert short.block_k < long.block_k
 

@@ -1,0 +1,25 @@
+"""Tile tables for tests."""
+
+import json
+
+from cuflash import tiles
+
+
+def entry(**changes):
+    """A line of a table: mma's forward pass, 64 columns."""
+    return {
+        "family": "mma",
+        "direction": "forward",
+        "head_dim": 64,
+        "tile": {"block_q": 64, "block_k": 64, "num_warps": 4},
+        **changes,
+    }
+
+
+def write_table(folder, arch, *entries):
+    """Write a table and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{arch}.json"
+    content = {"format": tiles.FORMAT, "arch": arch, "tiles": entries}
+    path.write_text(json.dumps(content))
+    return path
