@@ -5,6 +5,7 @@
 # make mutate  plant faults in the kernels: which do the tests catch? an hour
 # make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
+# make sweep   tune tile sizes for this machine's GPU
 # make lint    style of the Python files
 # make clean   remove .venv and all else that make made
 #
@@ -25,9 +26,10 @@ EXTRAS_fuzz-gpu := scripts
 EXTRAS_mutate := test,scripts
 EXTRAS_coverage := test,scripts
 EXTRAS_bench := scripts
+EXTRAS_sweep := scripts
 EXTRAS_lint := lint
 
-.PHONY: demo test fuzz fuzz-gpu mutate coverage bench lint clean
+.PHONY: demo test fuzz fuzz-gpu mutate coverage bench sweep lint clean
 .DELETE_ON_ERROR:
 # make would take the stamps for intermediate files.
 .PRECIOUS: .venv/installed-%
@@ -64,11 +66,16 @@ coverage: .venv/installed-coverage
 bench: .venv/installed-bench
 	$(BIN)/python scripts/bench.py $(ARGS)
 
+# ARGS=--dry-run works without a GPU.
+sweep: .venv/installed-sweep
+	$(BIN)/python scripts/sweep_blocks.py $(ARGS)
+
 # Modules that ruff would take for installed ones when it sorts imports.
 OURS := "bench", "bench_parts", "cuflash", "cuda_extra", "demo", \
 	"demo_parts", "dense_attention", "device_memory", "fuzz_gpu", \
 	"fuzz_parts", "helpers", "kernel_coverage", "mutate", \
-	"mutation_parts", "reference_strategies", "strategies"
+	"mutation_parts", "reference_strategies", "strategies", \
+	"sweep_blocks", "sweep_parts"
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check --line-length 79 --target-version py310 \
@@ -95,6 +102,6 @@ $(BIN)/python:
 	{ rm -rf .venv; exit 1; }
 
 clean:
-	rm -rf .venv build dist cuflash.egg-info demo_output
+	rm -rf .venv build dist cuflash.egg-info demo_output sweep_output
 	rm -rf .pytest_cache .hypothesis .ruff_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -64,6 +64,48 @@ def device_of_arch(arch: str) -> Device:
     return replace(device, shared_bytes=shared * 1024)
 
 
+# Warps and blocks that a multiprocessor holds at most (the same table).
+_WARPS_AND_BLOCKS = {75: (32, 16), 80: (64, 32), 86: (48, 16), 87: (48, 16),
+                     89: (48, 24), 90: (64, 32), 100: (64, 32),
+                     103: (64, 32), 110: (48, 24), 120: (48, 24),
+                     121: (48, 24)}  # fmt: skip
+_REGISTERS_OF_SM = 64 * 1024
+_RESERVED_SHARED = 1024  # of each block, by the driver, from 8.0 on
+
+
+def occupancy(
+    kernel: KernelPlan, registers: int, device: Device
+) -> tuple[int, float]:
+    """How much of a kernel a multiprocessor holds at once.
+
+    Parameters
+    ----------
+    kernel : KernelPlan
+    registers : int
+        Of a thread, as the compiler says.
+    device : Device
+
+    Returns
+    -------
+    blocks : int
+    share : float
+        Their warps over those that there is room for.
+    """
+    most_warps, most_blocks = _WARPS_AND_BLOCKS.get(
+        device.capability, (48, 16)
+    )
+    warps = kernel.threads // 32
+    of_warp = _round_up(registers * 32, 256)  # as they are given out
+    shared = device.shared_bytes + _RESERVED_SHARED
+    blocks = min(
+        most_blocks,
+        most_warps // warps,
+        _REGISTERS_OF_SM // of_warp // warps,
+        shared // (kernel.shared_bytes + _RESERVED_SHARED),
+    )
+    return blocks, blocks * warps / most_warps
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """One kernel with all its compile-time constants.
@@ -210,7 +252,7 @@ def plan(
         family = family_of(problem, device, family)
         if tile is None:
             tile = _choose_tile(problem, device, family)
-        elif not _is_legal(problem, device, family, tile):
+        elif not is_legal(problem, device, family, tile):
             raise ValueRangeError(
                 f"{tile} cannot be run by the {family} {problem.direction}"
                 f" kernel on {device.arch}"
@@ -276,15 +318,16 @@ def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
     return shared <= device.shared_bytes and _REGISTERS[which](problem, tile)
 
 
-def _is_legal(
+def is_legal(
     problem: Problem, device: Device, family: str, tile: Tile
 ) -> bool:
+    """Whether a family's kernel can run a problem with a tile."""
     known = tiles.is_known(family, problem.direction, tile)
     return known and _fits(problem, device, family, tile)
 
 
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
-    """The nearest tuned tile of the sizes asked for, or the first legal one."""
+    """The nearest tuned tile of the sizes asked for, else a legal one."""
     asked = problem.block_q, problem.block_k
 
     def wanted(tile: Tile) -> bool:
@@ -303,7 +346,7 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         load,
     )
     for tile in filter(wanted, nearest):
-        if _is_legal(problem, device, family, tile):
+        if is_legal(problem, device, family, tile):
             return tile
     legal = list(legal_tiles(problem, device, family))
     for tile in filter(wanted, legal):

@@ -185,19 +185,27 @@ def read_table(path: Path) -> tuple[Entry, ...]:
     OSError
         If it cannot be read.
     """
-    named = re.fullmatch(r"sm_(\d+)", path.stem)
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        return parse_table(path.read_bytes(), path.stem)
+    except ValueRangeError as error:
+        raise ValueRangeError(f"{path} is no tile table: {error}") from error
+
+
+def parse_table(content: str | bytes, arch: str) -> tuple[Entry, ...]:
+    """The entries of a table of an architecture, named as ``sm_90``."""
+    named = re.fullmatch(r"sm_(\d+)", arch)
+    try:
+        table = json.loads(content)
         if table["format"] != FORMAT:
             raise ValueRangeError(f"its format is {table['format']!r}")
-        if not named or table["arch"] != path.stem:
+        if not named or table["arch"] != arch:
             raise ValueRangeError(f"it is of {table['arch']!r}")
         return tuple(_entry(int(named[1]), x) for x in table["tiles"])
+    except ValueRangeError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        if isinstance(error, ValueRangeError):
-            what = str(error)
-        raise ValueRangeError(f"{path} is no tile table: {what}") from error
+        raise ValueRangeError(what) from error
 
 
 def _entry(arch: int, found: dict[str, Any]) -> Entry:

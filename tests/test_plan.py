@@ -13,6 +13,7 @@ from cuflash.plan import (
     default_plans,
     device_of_arch,
     legal_tiles,
+    occupancy,
     plan,
     tuned_by,
     wanted_family,
@@ -207,6 +208,23 @@ def test_large_tiles_are_legal_only_where_they_fit():
         for arch in ("sm_86", "sm_90a")
     )
     assert small < large
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "expected"),
+    [
+        (128, 255, 0, (2, 8 / 64)),  # 8192 registers a warp, 65536 in all
+        (128, 255, 100 << 10, (1, 4 / 64)),  # 164 KiB, 1 of them a block's
+        (1024, 32, 0, (2, 1.0)),  # 64 warps
+        (64, 16, 0, (32, 1.0)),
+        (256, 40, 40 << 10, (4, 32 / 64)),
+    ],
+)
+def test_occupancy(threads, registers, shared, expected):
+    """Bounded by registers, shared memory or warps, of sm_80 here."""
+    (kernel,) = planned("forward").kernels
+    kernel = replace(kernel, threads=threads, shared_bytes=shared)
+    assert occupancy(kernel, registers, device_of_arch("sm_80")) == expected
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

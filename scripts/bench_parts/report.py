@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 from .cells import Cell, geometric_mean
@@ -93,7 +94,7 @@ def cell_of(row: dict) -> Cell:
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table; words to the left, figures to the right."""
-    if Table is not None:
+    if Table is not None and sys.stdout.isatty():  # rich cuts to 80 columns
         table = Table(title=title, title_justify="left")
         for number, column in enumerate(columns):
             table.add_column(column, justify="right" if number else "left")
@@ -135,5 +136,8 @@ def save(path: Path, content: dict) -> None:
     """Write JSON; what stood there stays until the new text is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(draft, path)
+    try:
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import cupy
@@ -42,8 +42,14 @@ def elapsed_ms(call: Callable[[], Any], repeats: int = 1) -> float:
 
 
 def alternate(
-    contenders: dict[str, Contender], seconds: float
-) -> dict[str, Timing]:
+    contenders: dict[Hashable, Contender],
+    seconds: float,
+    *,
+    fewest: int = FEWEST,
+    warm_ms: float = WARM_MS,
+    round_ms: float = ROUND_MS,
+    before: Callable[[], Any] = lambda: None,
+) -> dict[Hashable, Timing]:
     """Time contenders in turns, so that clock drift hits all alike.
 
     Everything is queued and nothing waited for before the end: while the
@@ -54,16 +60,23 @@ def alternate(
     contenders : dict
         By name.
     seconds : float
-        Of timed calls for each; no fewer than `FEWEST` calls.
+        Of timed calls for each.
+    fewest : int
+        Calls for each, however long they take.
+    warm_ms, round_ms : float
+        Of all before the first time counts; of one, before the next has its
+        turn.
+    before : callable
+        Called before each timed call, and not timed.
     """
     sizes = {}
     for name, contender in contenders.items():
         with contender.context():
             contender.calls[0]()
             once = max(elapsed_ms(contender.calls[0], 2), 1e-3)
-        count = max(FEWEST, math.ceil(seconds * 1e3 / once))
-        share = WARM_MS / len(contenders)
-        sizes[name] = count, max(1, round(ROUND_MS / once)), share / once
+        count = max(fewest, math.ceil(seconds * 1e3 / once))
+        share = warm_ms / len(contenders)
+        sizes[name] = count, max(1, round(round_ms / once)), share / once
     rounds = max(math.ceil(c / size) for c, size, _ in sizes.values())
 
     for name, contender in contenders.items():
@@ -75,6 +88,7 @@ def alternate(
         for name, contender in contenders.items():
             with contender.context():
                 for _ in range(sizes[name][1]):
+                    before()
                     _timed_call(contender.calls, events[name])
     cupy.cuda.get_current_stream().synchronize()
     return {name: _summary(pairs) for name, pairs in events.items()}

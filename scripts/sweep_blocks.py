@@ -1,0 +1,309 @@
+"""Find the fastest tile sizes for this machine's GPU.
+
+    python scripts/sweep_blocks.py                      # the benchmarks' grid
+    python scripts/sweep_blocks.py --head-dim 128 --causal --direction backward
+    python scripts/sweep_blocks.py --budget 5m          # as far as it gets
+    python scripts/sweep_blocks.py --dry-run --arch sm_80     # without a GPU
+    python scripts/sweep_blocks.py --compare            # what was found so far
+    python scripts/sweep_blocks.py --install            # into the package
+
+Every tile that a kernel can run is compiled, checked against plain attention
+in float64, and timed beside the others; plan.py then takes the best. What is
+measured is kept: the same command goes on where it was stopped. How it is
+done: docs/benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+# The kernels that an import would compile are not those that are swept.
+os.environ.setdefault("CUFLASH_COMPILE", "lazy")
+
+from bench_parts import cells  # noqa: E402
+from bench_parts.report import save, say, show  # noqa: E402
+from cuflash import compiler, folders, tiles  # noqa: E402
+from cuflash.errors import CuflashError  # noqa: E402
+from cuflash.plan import Device, device_of_arch  # noqa: E402
+from sweep_parts import dry, measure, space, tables  # noqa: E402
+from sweep_parts.record import Record  # noqa: E402
+from sweep_parts.worker import NoGpu, Worker, open_gpu  # noqa: E402
+
+START_SECONDS = 180.0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--family", nargs="+", choices=("wgmma", "mma", "simt"), default=None,
+        help="the one that calls run on if not given")  # fmt: skip
+    add("--direction", nargs="+", choices=cells.DIRECTIONS,
+        default=list(cells.DIRECTIONS))  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float16", "float32"),
+        default="bfloat16")  # fmt: skip
+    add("--head-dim", nargs="+", type=number, default=list(cells.HEAD_DIMS))
+    add("--causal", nargs="?", choices=("yes", "no", "both"), const="yes",
+        default="both")  # fmt: skip
+    add("--seqlen", nargs="+", type=number, default=list(cells.SEQLENS))
+    add("--tokens", type=number, default=cells.TOKENS, help="batch * seqlen")
+    add("--width", type=number, default=cells.WIDTH, help="heads * head_dim")
+    add("--block-q", nargs="+", type=number, help="these alone")
+    add("--block-k", nargs="+", type=number, help="these alone")
+    add("--budget", type=seconds, default=None,
+        help="stop after so long, as 90s, 5m or 1h")  # fmt: skip
+    add("--seconds", type=float, default=0.05,
+        help="timed seconds for each cell and each of its best tiles")
+    add("--jobs", type=number, default=_cores(),
+        help="kernels compiled at a time")  # fmt: skip
+    add("--output", type=Path, default=Path("sweep_output"),
+        help="folder of what is measured, and of the pictures")  # fmt: skip
+    add("--dry-run", action="store_true",
+        help="compile alone, needing no GPU: registers, spills, shared "
+        "memory, occupancy, predicted traffic")  # fmt: skip
+    add("--arch", default=None, help="with --dry-run: another GPU's, as "
+        "sm_80; sm_90a if there is none here")  # fmt: skip
+    add("--install", action="store_true", help="write the table into the "
+        "package, not into this machine's cache folder")  # fmt: skip
+    add("--measured", action="store_true", help="measure nothing more: make "
+        "table and pictures of what is in --output")  # fmt: skip
+    add("--compare", nargs="?", type=Path, const=True, default=None,
+        metavar="TABLE", help="measure nothing: today's tiles beside those "
+        "that were measured, or beside another table")  # fmt: skip
+    options = parser.parse_args(arguments)
+    for d in options.head_dim:
+        if d > min(256, options.width):
+            parser.error(f"--head-dim {d}: at most 256, and at most --width")
+    if max(options.seqlen) > options.tokens:
+        parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")
+    if options.arch and not options.dry_run:
+        parser.error("--arch goes with --dry-run")
+    if not options.seconds > 0:
+        parser.error(f"--seconds {options.seconds}: more than 0")
+    options.chosen = lambda listed: [
+        x
+        for x in listed
+        if x.tile.block_q in (options.block_q or [x.tile.block_q])
+        and x.tile.block_k in (options.block_k or [x.tile.block_k])
+    ]
+    return options
+
+
+def number(text: str) -> int:
+    """Read a number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read a time: 90, 90s, 5m, 1.5h."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)([smh]?)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time; expected one as 90s, 5m or 1h"
+        )
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def main(arguments: list[str] | None = None, make_gpu=open_gpu) -> int:
+    """Run what was asked for; return the exit status."""
+    options = parse(arguments)
+    until = time.monotonic() + (options.budget or float("inf"))
+    try:
+        if options.compare is not None:
+            return compare(options)
+        if options.measured:
+            record = newest(options.output)
+            return finish(options, record, [])
+        if options.dry_run:
+            return dry_run(options, until, make_gpu)
+        return sweep(options, until, make_gpu)
+    except (CuflashError, OSError) as error:
+        print(f"sweep_blocks.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
+    """Measure, and write what was found."""
+    with Worker(make_gpu) as worker:
+        try:
+            device, machine = worker.ask(START_SECONDS, "describe")
+        except NoGpu as error:
+            print(
+                "sweep_blocks.py times kernels on an NVIDIA GPU and found "
+                f"none ({error}). Nothing was measured. With --dry-run it "
+                "compiles them all and shows what can be said without a GPU.",
+                file=sys.stderr,
+            )
+            return 1
+        machine["plans_see"] = asdict(device)
+        say(", ".join(f"{k} {v}" for k, v in machine.items() if v))
+        groups = groups_of(options, device)
+        if not groups:
+            say("no kernels for that: nothing to sweep")
+            return 1
+        record = Record.open(file_of(options.output, device), machine)
+        made = measure.Sweep(worker, record, device, options)
+        try:
+            made.run(groups, until)
+        except KeyboardInterrupt:
+            say(f"stopped; what is measured is kept in {record.path}, and the "
+                "same command goes on from there")  # fmt: skip
+            record.save()
+            finish(options, record, made.left_out)
+            return 130
+        record.save()
+    return finish(options, record, made.left_out)
+
+
+def groups_of(
+    options: argparse.Namespace, device: Device
+) -> list[space.Group]:
+    """What the options ask for."""
+    masks = {"yes": [True], "no": [False], "both": [False, True]}
+    return space.groups(
+        options.family, options.direction, options.dtype, options.head_dim,
+        masks[options.causal], device,
+    )  # fmt: skip
+
+
+def file_of(folder: Path, device: Device) -> Path:
+    """Where a device's record is kept."""
+    return folder / f"sm_{device.capability}.measured.json"
+
+
+def newest(folder: Path) -> Record:
+    """The record that was written last."""
+    files = sorted(
+        folder.glob("sm_*.measured.json"), key=lambda x: x.stat().st_mtime
+    )
+    if not files:
+        raise FileNotFoundError(f"nothing was measured yet in {folder}")
+    return Record.read(files[-1])
+
+
+def finish(
+    options: argparse.Namespace, record: Record, left_out: list[str]
+) -> int:
+    """Show the table, write it where plan.py finds it, draw pictures."""
+    found = tables.verdicts(record)
+    for reason in left_out:
+        say(f"left out: {reason}")
+    if not found:
+        say("no cell was measured to its end")
+        return 1
+    show_verdicts(found)
+    folder = tiles.TABLES if options.install else folders.tile_tables()
+    path = tables.merge(folder, record)
+    say(f"{path} has these tiles; plan.py takes them from now on")
+    if options.install and tables.shadowed(folder):
+        say(f"the tables in {folders.tile_tables()} still come first here")
+    try:
+        from sweep_parts import pictures
+    except ImportError as error:
+        say(f"no pictures: {error}")
+        return 0
+    for picture in pictures.write(options.output, record):
+        say(f"drawn: {picture}")
+    return 0
+
+
+def show_verdicts(found: list[tables.Verdict]) -> None:
+    """Print a line a cell, and what it all comes to."""
+    ordered = sorted(found, key=lambda x: (str(x.group), x.seqlen))
+    show(
+        "Today's tile and the best one",
+        ["cell", "seqlen", "today", "ms", "best", "ms", "TFLOP/s", "gain"],
+        [
+            [
+                str(x.group),
+                f"{x.seqlen:,}",
+                space.words(x.today),
+                _ms(x.today_ms),
+                "the same" if x.best == x.today else space.words(x.best),
+                _ms(x.best_ms),
+                "-" if x.tflops is None else f"{x.tflops:.0f}",
+                "-" if x.gain is None else f"{x.gain:+.1%}",
+            ]
+            for x in ordered
+        ],
+    )
+    gains = [1 + x.gain for x in found if x.gain is not None]
+    if gains:
+        changed = sum(x.best != x.today for x in found)
+        say(
+            f"{len(found)} cells, {changed} with another tile than today; "
+            f"faster by {cells.geometric_mean(gains) - 1:.1%} in the "
+            "geometric mean over all"
+        )
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Show today's tiles beside a record's, or beside a table's."""
+    if options.compare is True:
+        show_verdicts(tables.verdicts(newest(options.output)))
+        return 0
+    path = options.compare
+    arch = path.stem
+    try:
+        record = newest(options.output)
+        device = record.device
+    except FileNotFoundError:
+        record = None
+        device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
+    show_verdicts(tables.against(path, device, record))
+    return 0
+
+
+def dry_run(options: argparse.Namespace, until: float, make_gpu) -> int:
+    """Compile, and show what can be said without a GPU."""
+    device = device_of_arch(options.arch or "sm_90a")
+    if not options.arch:
+        with Worker(make_gpu) as worker:
+            try:
+                device, _ = worker.ask(START_SECONDS, "describe")
+            except NoGpu:
+                say(f"no GPU here: {device.arch} is taken; see --arch")
+    if device.capability not in compiler.nvrtc_capabilities():
+        raise CuflashError(
+            f"--arch got {options.arch!r}, which NVRTC "
+            f"{compiler.nvrtc_version()} does not compile for"
+        )
+    groups = groups_of(options, device)
+    if not groups:
+        say("no kernels for that: nothing to compile")
+        return 1
+    rows = dry.run(groups, device, options, until)
+    path = options.output / f"{device.arch}.dry.json"
+    save(path, {"device": asdict(device),
+                "nvrtc": compiler.nvrtc_version(), "rows": rows})  # fmt: skip
+    say(f"written to {path}")
+    return 1 if any("fault" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

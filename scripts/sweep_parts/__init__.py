@@ -1,0 +1,1 @@
+"""What scripts/sweep_blocks.py is made of."""

@@ -1,0 +1,49 @@
+"""Calls of cuflash that run on a tile of our choice.
+
+No argument of a call asks for a tile, and none should: block_q and block_k
+leave many. What a call is decided by is its problem, its device and the
+family that the environment asks for, and recipes are remembered by the last
+one too. So a `Forced` takes its place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cuflash import calls
+from cuflash import plan as planning
+from cuflash.plan import Device, Plan
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+
+class Forced(NamedTuple):
+    """A family, and one direction's tile. The other has its own."""
+
+    family: str
+    direction: str
+    tile: Tile
+
+
+_now: Forced | None = None
+
+
+def force(choice: Forced | None) -> None:
+    """Have all further calls of this process run on a choice."""
+    global _now
+    _now = choice
+
+
+def install() -> None:
+    """Let `force` have its effect."""
+    from cuflash import launch  # imports CuPy
+
+    launch.wanted_family = lambda: _now
+    calls.plan = _plan
+
+
+def _plan(problem: Problem, device: Device, wanted: Forced | None) -> Plan:
+    if wanted is None:
+        return planning.plan(problem, device)
+    tile = wanted.tile if problem.direction == wanted.direction else None
+    return planning.plan(problem, device, wanted.family, tile)

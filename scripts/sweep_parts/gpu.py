@@ -1,0 +1,175 @@
+"""What the child process does on the GPU: check tiles, and time them.
+
+Nobody else imports this: it needs CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+
+import cuflash
+from bench_parts import checks, machine, timing
+from bench_parts.cells import Cell
+from bench_parts.runners import Inputs, make_inputs
+from cuflash import compiler, launch
+from cuflash.plan import Device, plan
+from cuflash.tiles import Tile
+from fuzz_parts import check as fuzz
+
+from . import forcing
+from .forcing import Forced, force
+from .space import FLOAT32_CHECK, Group, check_shapes
+
+# Before each timed call so much is written, and read by nobody: what the
+# caches hold then is none of the call's.
+L2_TIMES = 3
+# Of the first look at all tiles, and of the second at the best ones.
+FEW, MANY = 3, 9
+NEAR, MOST_FINALISTS = 1.15, 8  # times the best; this many
+HOPELESS = 1.6  # times the best: left out in the group's further cells
+WARM_MS, FINAL_WARM_MS = 20, 60
+
+
+class Gpu:
+    """The current device, as `worker.serve` asks it."""
+
+    def __init__(self) -> None:
+        reason = machine.find_gpu()
+        if reason is not None:
+            raise RuntimeError(reason)
+        forcing.install()
+        self.flushed = cupy.empty(
+            L2_TIMES * launch.device(0).l2_bytes, np.uint8
+        )
+
+    def describe(self) -> tuple[Device, dict]:
+        """The device as plans see it, and what a figure needs beside it."""
+        record = machine.describe()
+        record["nvrtc"] = compiler.nvrtc_version()
+        return launch.device(0), record
+
+    def check(self, group: Group, tile: Tile) -> dict:
+        """Compare a tile's results with plain attention in float64.
+
+        Raises
+        ------
+        Exception
+            If one is wrong, or the kernel fails.
+        """
+        force(Forced(group.family, group.direction, tile))
+        if group.dtype == "float32":
+            error = _check_float32(group)
+        else:
+            error = max(
+                max(fuzz.check(shape).values())
+                for shape in check_shapes(group)
+            )
+        device = launch.device(0)
+        decided = plan(group.problem(1, 1024, 1), device, group.family, tile)
+        loaded = [
+            compiler.function(kernel, device)
+            for kernel in decided.kernels
+            if f"_{group.family}" in kernel.file
+        ]
+        return {
+            "error": error,
+            "registers": max(x.num_regs for x in loaded),
+            "local_bytes": max(x.local_size_bytes for x in loaded),
+        }
+
+    def time(
+        self, cell: Cell, family: str, tiles: list[Tile], today: int,
+        seconds: float,
+    ) -> list[dict]:  # fmt: skip
+        """Time a cell on each tile; a dict for each, in their order.
+
+        All of them a few times, then the best ones and today's again and
+        for longer: those have "ms", the others "quick_ms" alone.
+        """
+        inputs = make_inputs(cell, 0)
+        forced = [Forced(family, cell.direction, tile) for tile in tiles]
+        force(forced[today])
+        call = _call(cell, inputs)
+        checker = checks.Checker(cell, inputs)
+        contenders = {i: _contender(call, x) for i, x in enumerate(forced)}
+        quick = timing.alternate(
+            contenders, 0, fewest=FEW, warm_ms=WARM_MS, round_ms=0,
+            before=self._flush,
+        )  # fmt: skip
+        best = min(x.ms for x in quick.values())
+        order = sorted(quick, key=lambda i: quick[i].ms)
+        finalists = [i for i in order if quick[i].ms <= NEAR * best]
+        finalists = finalists[:MOST_FINALISTS]
+        if today not in finalists:
+            finalists.append(today)
+        found: list[dict[str, Any]] = [
+            {
+                "quick_ms": quick[i].ms,
+                "hopeless": quick[i].ms > HOPELESS * best,
+            }
+            for i in range(len(tiles))
+        ]
+        for i in list(finalists):
+            force(forced[i])
+            checks.poison(inputs.q.nbytes)
+            try:
+                found[i]["error"] = checker.check(str(tiles[i]), call())
+            except checks.WrongResult as error:
+                found[i] |= {"fault": str(error)}
+                finalists.remove(i)
+        final = {}
+        if finalists:
+            final = timing.alternate(
+                {i: contenders[i] for i in finalists}, seconds, fewest=MANY,
+                warm_ms=FINAL_WARM_MS, round_ms=0, before=self._flush,
+            )  # fmt: skip
+        for i, timed in final.items():
+            found[i] |= {
+                "ms": timed.ms,
+                "spread": timed.spread,
+                "count": timed.count,
+            }
+        del inputs, call, checker, contenders
+        cupy.get_default_memory_pool().free_all_blocks()
+        return found
+
+    def _flush(self) -> None:
+        self.flushed.fill(0)
+
+
+def _contender(call: Callable[[], Any], forced: Forced) -> timing.Contender:
+    def on_tile():
+        force(forced)
+        return call()
+
+    return timing.Contender([on_tile])
+
+
+def _call(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
+    """A call of a cell, on whatever tile is forced when it is made."""
+    q, k, v, dout = inputs
+    if cell.direction == "forward":
+        return lambda: cuflash.forward(
+            q, k, v, causal=cell.causal, return_lse=True
+        )[:1]
+    out, lse = cuflash.forward(q, k, v, causal=cell.causal, return_lse=True)
+    return lambda: cuflash.backward(
+        dout, q, k, v, out, lse, causal=cell.causal
+    )
+
+
+def _check_float32(group: Group) -> float:
+    """As bench.py does it: the bound of fuzz_parts is for 16 bits."""
+    batch, seqlen, heads = FLOAT32_CHECK
+    cell = Cell(
+        group.direction, "float32", group.head_dim, group.causal, seqlen,
+        batch, heads,
+    )  # fmt: skip
+    inputs = make_inputs(cell, 0)
+    call = _call(cell, inputs)
+    checks.poison(inputs.q.nbytes)
+    return checks.Checker(cell, inputs).check(str(group), call())

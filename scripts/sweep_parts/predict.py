@@ -1,0 +1,42 @@
+"""What can be said of a tile without running it."""
+
+from __future__ import annotations
+
+from bench_parts.cells import Cell
+from cuflash.reference import roofline, traffic
+from cuflash.tiles import Tile
+
+# The schedule of reference.traffic that a family's kernels follow.
+SCHEDULES = {
+    ("simt", "backward"): traffic.backward_two_pass_counts,
+}
+DEFAULTS = {
+    "forward": traffic.forward_query_outer_counts,
+    "backward": traffic.backward_key_outer_counts,
+}
+
+
+def traffic_bytes(cell: Cell, family: str, tile: Tile) -> float:
+    """Bytes that a call moves between the caches and the blocks.
+
+    By reference.traffic, whose memory is what is behind shared memory: the
+    L2 cache saves part of it. A causal mask leaves out its share of pairs,
+    and so about that share of all that is moved tile by tile.
+    """
+    counts = SCHEDULES.get((family, cell.direction)) or (
+        DEFAULTS[cell.direction]
+    )
+    sizes = traffic.Sizes(
+        cell.seqlen, cell.seqlen, cell.head_dim, cell.head_dim,
+        tile.block_q, tile.block_k,
+    )  # fmt: skip
+    item = roofline.ITEM_BYTES[cell.dtype]
+    moved = traffic.total(counts(sizes)) * item
+    if cell.causal:
+        whole = traffic.Sizes(
+            cell.seqlen, cell.seqlen, cell.head_dim, cell.head_dim,
+            cell.seqlen, cell.seqlen,
+        )  # fmt: skip
+        once = traffic.total(counts(whole)) * item
+        moved = once + (moved - once) / 2
+    return moved * cell.batch * cell.heads

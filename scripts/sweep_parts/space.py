@@ -1,0 +1,212 @@
+"""What is swept: groups of cells that share their kernels, and their tiles."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+
+from bench_parts import cells
+from bench_parts.cells import Cell
+from cuflash import compiler, source, tiles
+from cuflash.plan import (
+    Device,
+    KernelPlan,
+    Plan,
+    family_of,
+    is_legal,
+    legal_tiles,
+    plan,
+)
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+from fuzz_parts.shapes import Shape
+
+# Batch, tokens and heads of the call that checks a float32 tile.
+FLOAT32_CHECK = 2, 777, 3
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of all lengths: their kernels are the same."""
+
+    family: str
+    direction: str
+    dtype: str
+    head_dim: int
+    causal: bool
+
+    def problem(self, batch: int, seqlen: int, heads: int) -> Problem:
+        """The problem of a shape, as the public calls make it."""
+        d = self.head_dim
+        return Problem(
+            self.direction, self.dtype, batch, seqlen, seqlen, heads, heads,
+            d, d, d**-0.5, self.causal,
+        )  # fmt: skip
+
+    def cells(self, seqlens: list[int], tokens: int, width: int) -> list[Cell]:
+        """A cell for each length; batch and heads follow from the totals."""
+        return cells.grid(
+            [self.direction], self.dtype, [self.head_dim], [self.causal],
+            seqlens, tokens, width,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return (
+            f"{self.family} {self.direction} {self.dtype} d {self.head_dim}"
+            f" {mask}"
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile and what becomes of it.
+
+    Attributes
+    ----------
+    tile : Tile
+    kernels : tuple of KernelPlan
+        All that a call runs.
+    digest : str
+        Of all that its speed depends on: texts and options.
+    """
+
+    tile: Tile
+    kernels: tuple[KernelPlan, ...]
+    digest: str
+
+    def main(self, family: str) -> list[KernelPlan]:
+        """The kernels that have the tile, without those of single rows."""
+        return [k for k in self.kernels if f"_{family}" in k.file]
+
+
+def groups(
+    families: list[str] | None,
+    directions: list[str],
+    dtype: str,
+    head_dims: list[int],
+    masks: list[bool],
+    device: Device,
+) -> list[Group]:
+    """All combinations that a device has kernels for.
+
+    Parameters
+    ----------
+    families : list of str or None
+        None: the one that a call without further wishes runs on.
+    """
+    found = []
+    for direction, head_dim, causal in product(directions, head_dims, masks):
+        any_family = Group("", direction, dtype, head_dim, causal)
+        problem = any_family.problem(1, 1024, 1)
+        for family in families or [family_of(problem, device)]:
+            if family_of(problem, device, family) == family:
+                found.append(
+                    Group(family, direction, dtype, head_dim, causal)
+                )
+    return found
+
+
+def choices(group: Group, device: Device) -> list[Choice]:
+    """Every tile that a group's kernels can run, today's neighbours first.
+
+    Tiles that make the same kernels are one choice.
+    """
+    problem = group.problem(1, 1024, 1)
+    today = plan(problem, device, group.family).tile
+    made: dict[tuple[KernelPlan, ...], Tile] = {}
+    for legal in legal_tiles(problem, device, group.family):
+        for tile in tiles.variants(legal):
+            if is_legal(problem, device, group.family, tile):
+                decided = plan(problem, device, group.family, tile)
+                made.setdefault(decided.kernels, tile)
+    made = dict(sorted(made.items(), key=lambda x: steps(x[1], today)))
+    return [Choice(t, k, digest(k, device.arch)) for k, t in made.items()]
+
+
+def check_shapes(group: Group) -> list[Shape]:
+    """Ragged ones, of grouped heads; the second fills every ring twice."""
+    short = Shape(
+        seed=1,
+        dtype=group.dtype,
+        batch=2,
+        seqlen_q=201,
+        seqlen_k=333,
+        num_heads_q=4,
+        num_heads_kv=2,
+        head_dim=group.head_dim,
+        head_dim_v=group.head_dim,
+        causal=group.causal,
+        deterministic=False,
+        scale=group.head_dim**-0.5,
+    )
+    long = replace(
+        short, seed=2, batch=1, seqlen_q=1667, seqlen_k=1409, num_heads_q=2
+    )
+    return [short, long]
+
+
+def companions(
+    group: Group, device: Device, cells: list[Cell]
+) -> list[KernelPlan]:
+    """Kernels of the other direction, which checks and cells call too."""
+    problems = []
+    if group.dtype != "float32":
+        for shape in check_shapes(group):
+            problems += map(shape.problem, ("forward", "backward"))
+    if group.direction == "backward":
+        forward = replace(group, direction="forward")
+        sizes = [(x.batch, x.seqlen, x.heads) for x in cells]
+        problems += [forward.problem(*x) for x in (*sizes, FLOAT32_CHECK)]
+    kernels = [
+        kernel
+        for problem in problems
+        if problem.direction != group.direction
+        for kernel in plan(problem, device, group.family).kernels
+    ]
+    return list(dict.fromkeys(kernels))
+
+
+def steps(tile: Tile, other: Tile) -> float:
+    """How far two tiles are apart: octaves, all their numbers together."""
+    return sum(
+        abs(math.log2(getattr(tile, name) / getattr(other, name)))
+        for name in (field.name for field in fields(Tile))
+    )
+
+
+def digest(kernels: tuple[KernelPlan, ...], arch: str) -> str:
+    """A name for all that NVRTC is given."""
+    given = [(source.build(k), compiler.options(k, arch)) for k in kernels]
+    return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
+
+
+def planned(cell: Cell, family: str, device: Device) -> Plan:
+    """What a call of a cell runs today."""
+    group = Group(
+        family, cell.direction, cell.dtype, cell.head_dim, cell.causal
+    )
+    problem = group.problem(cell.batch, cell.seqlen, cell.heads)
+    return plan(problem, device, family)
+
+
+def words(tile: Tile) -> str:
+    """A tile in a few words; what is 1 is left out."""
+    parts = [f"{tile.block_q}x{tile.block_k}", f"{tile.num_warps}w"]
+    if tile.num_stages > 1:
+        parts.append(f"{tile.num_stages}st")
+    if tile.score_warps_q > 1 or tile.gradient_warps_k > 1:
+        parts.append(f"{tile.score_warps_q}/{tile.gradient_warps_k}")
+    if tile.blocks_per_sm > 1:
+        parts.append(f"{tile.blocks_per_sm}b")
+    return " ".join([*parts, f"O{tile.ptxas_level}"])
+
+
+DEFAULTS = asdict(Tile(0, 0, 0))
+
+
+def as_json(tile: Tile) -> dict[str, int]:
+    """A tile's numbers but for those that a table need not name."""
+    return {k: v for k, v in asdict(tile).items() if v != DEFAULTS[k]}

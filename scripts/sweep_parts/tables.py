@@ -1,0 +1,210 @@
+"""From a record to the tables that plan.py reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_parts.report import say
+from cuflash import folders, tiles
+from cuflash.errors import ValueRangeError
+from cuflash.plan import Device, plan, tuned_by
+from cuflash.tiles import Entry, Tile
+
+from .record import Record, cell_of, timed
+from .space import Group, as_json
+
+# A tile that is faster by less is not worth a change: it is noise.
+WORTH = 0.005
+NOTE = "lines with 'measured' come from scripts/sweep_blocks.py"
+
+
+class Verdict(NamedTuple):
+    """A cell's best tile beside today's; times are None where unknown."""
+
+    group: Group
+    seqlen: int
+    today: Tile
+    best: Tile
+    today_ms: float | None
+    best_ms: float | None
+    spread: float | None
+    tflops: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """How much faster the best is, 0.1 meaning a tenth."""
+        if self.today_ms is None or self.best_ms is None:
+            return None
+        return self.today_ms / self.best_ms - 1
+
+
+def verdicts(record: Record) -> list[Verdict]:
+    """What each cell of a record says; those without times are left out."""
+    found = []
+    for entry in record.cells:
+        finished = list(timed(entry))
+        if not finished:
+            continue
+        today = Tile(**entry["today"])
+        known = {Tile(**x["tile"]): x for x in finished}
+        best, now = finished[0], known.get(today)
+        if now and now["ms"] <= best["ms"] * (1 + WORTH):
+            best = now
+        cell = cell_of(entry)
+        found.append(
+            Verdict(
+                group_of(entry),
+                cell.seqlen,
+                today,
+                Tile(**best["tile"]),
+                now and now["ms"],
+                best["ms"],
+                best["spread"],
+                cell.tflops(best["ms"]),
+            )
+        )
+    return found
+
+
+def group_of(entry: dict) -> Group:
+    """The group of a record's cell."""
+    return Group(
+        **{name: entry[name] for name in Group.__dataclass_fields__}
+    )
+
+
+def lines(record: Record) -> list[dict[str, Any]]:
+    """A record's cells as lines of a table."""
+    machine, device = record.machine, record.device
+    finished = [entry for entry in record.cells if any(timed(entry))]
+    made = []
+    for entry, verdict in zip(finished, verdicts(record), strict=True):
+        cell, group = cell_of(entry), verdict.group
+        problem = group.problem(cell.batch, cell.seqlen, cell.heads)
+        seqlen, load = tuned_by(problem, device)
+        made.append(
+            {
+                "family": group.family,
+                "direction": group.direction,
+                "dtype": group.dtype,
+                "head_dim": group.head_dim,
+                "causal": group.causal,
+                "seqlen": seqlen,
+                "tiles_per_sm": round(load, 2),
+                "tile": as_json(verdict.best),
+                "measured": {
+                    "device": machine["device"],
+                    "driver": machine["driver"],
+                    "nvrtc": machine["nvrtc"],
+                    "date": entry["date"],
+                    "ms": round(verdict.best_ms, 5),
+                    "spread": round(verdict.spread, 4),
+                    "tflops": round(verdict.tflops, 1),
+                },
+            }
+        )
+    return made
+
+
+def merge(folder: Path, record: Record) -> Path:
+    """Put a record's lines into the table of a folder.
+
+    Lines for the same problem are replaced, others stay. A file that is no
+    table is moved aside.
+    """
+    arch = f"sm_{record.device.capability}"
+    path = folder / f"{arch}.json"
+    kept, note = [], NOTE
+    if path.exists():
+        try:
+            kept = [_line(entry) for entry in tiles.read_table(path)]
+            note = json.loads(path.read_text(encoding="utf-8")).get("note")
+        except ValueRangeError as error:
+            aside = path.with_name(f"{path.name}.broken")
+            path.replace(aside)
+            say(f"{error}; it is now {aside.name}, and a new one begins")
+    new = lines(record)
+    replaced = {_what(line) for line in new}
+    kept = [line for line in kept if _what(line) not in replaced]
+    write(path, arch, note or NOTE, [*kept, *new])
+    tiles.entries.cache_clear()
+    return path
+
+
+def _line(entry: Entry) -> dict[str, Any]:
+    line = {k: v for k, v in asdict(entry).items() if v is not None}
+    del line["arch"]
+    return {**line, "tile": as_json(entry.tile)}
+
+
+_FIELDS = ("family", "direction", "head_dim", "dtype", "causal", "seqlen",
+           "tiles_per_sm")  # fmt: skip
+
+
+def _what(line: dict[str, Any]) -> tuple:
+    """What a line is for."""
+    return tuple(line.get(name) for name in _FIELDS)
+
+
+def write(path: Path, arch: str, note: str, table: list[dict]) -> None:
+    """Write a table, a line an entry, all of it or nothing."""
+    ordered = sorted(
+        table, key=lambda x: [(v is not None, v or 0) for v in _what(x)]
+    )
+    text = ",\n".join(
+        "  " + json.dumps({k: x[k] for k in (*_FIELDS, "tile", "measured")
+                           if k in x})
+        for x in ordered
+    )  # fmt: skip
+    head = {"format": tiles.FORMAT, "arch": arch, "note": note}
+    opening = json.dumps(head, indent=1)[:-2]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    try:
+        draft.write_text(f'{opening},\n "tiles": [\n{text}\n ]\n}}\n')
+        tiles.parse_table(draft.read_bytes(), arch)  # as it will be read
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def against(
+    path: Path, device: Device, record: Record | None
+) -> list[Verdict]:
+    """What a table says beside today's, with the times that a record has."""
+    found = []
+    for entry in tiles.read_table(path):
+        group = Group(
+            entry.family,
+            entry.direction,
+            entry.dtype or "bfloat16",
+            entry.head_dim,
+            bool(entry.causal),
+        )
+        seqlen = entry.seqlen or 4096
+        today = plan(group.problem(1, seqlen, 16), device, group.family)
+        known = {}
+        for cell in record.cells if record else ():
+            if group_of(cell) == group and cell["seqlen"] == seqlen:
+                known = {Tile(**x["tile"]): x for x in timed(cell)}
+        ms = [known.get(x, {}).get("ms") for x in (today.tile, entry.tile)]
+        found.append(
+            Verdict(
+                group, seqlen, today.tile, entry.tile, *ms, None,
+                (entry.measured or {}).get("tflops"),
+            )
+        )  # fmt: skip
+    return found
+
+
+def shadowed(folder: Path) -> bool:
+    """Whether this machine has tables that come before those of a folder."""
+    own = folders.tile_tables()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return own != folder and bool(tiles.entries(own))

@@ -1,0 +1,382 @@
+"""scripts/sweep_blocks.py, with a fake in place of a GPU."""
+
+import errno
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+import sweep_blocks
+from bench_parts import report
+from cuflash import folders, tiles
+from cuflash.plan import device_of_arch, plan
+from helpers import fake_gpu
+from helpers.tables import entry, write_table
+from sweep_parts import forcing, measure, predict, space, tables, worker
+from sweep_parts.record import Record
+
+# Four tiles of a kernel that compiles in a tenth of a second.
+SMALL = ["--family", "simt", "--dtype", "float32", "--head-dim", "16",
+         "--direction", "forward", "--block-q", "32"]  # fmt: skip
+GROUP = space.Group("simt", "forward", "float32", 16, True)
+
+
+@pytest.fixture
+def own_tables(tmp_path, monkeypatch):
+    """This machine's tables, in a folder of the test."""
+    folder = tmp_path / "tables"
+    monkeypatch.setattr(folders, "tile_tables", lambda: folder)
+    forget()
+    yield folder
+    forget()
+
+
+def forget():
+    """Have tables read and plans made anew."""
+    for known in (tiles.entries, tiles._tuned, plan):
+        known.cache_clear()
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "output"
+
+
+def sweep(output, *options, gpu=fake_gpu.FakeGpu):
+    """Run a small sweep of two lengths; return the exit status."""
+    given = [*SMALL, "--causal", "--seqlen", "512", "1024", "--jobs", "1",
+             "--output", str(output), *options]  # fmt: skip
+    return sweep_blocks.main(given, gpu)
+
+
+def recorded(output):
+    return Record.read(output / "sm_80.measured.json")
+
+
+# What is swept ---------------------------------------------------------------
+
+
+def test_a_group_has_every_legal_tile_once():
+    group = space.Group("mma", "backward", "bfloat16", 256, True)
+    device = device_of_arch("sm_80")
+    found = space.choices(group, device)
+    assert len({x.kernels for x in found}) == len(found)
+    assert len({x.digest for x in found}) == len(found)
+    today = plan(group.problem(1, 1024, 1), device, "mma")
+    assert found[0].kernels == today.kernels
+    assert {x.tile.num_stages for x in found} == {1, 2} or len(found) > 10
+    assert {x.tile.ptxas_level for x in found} == {1, 3}
+
+
+def test_a_digest_is_of_all_that_is_compiled(monkeypatch):
+    (kernel,) = space.choices(GROUP, device_of_arch("sm_80"))[0].kernels
+    other = replace(kernel, ptxas_level=1)
+    names = {
+        space.digest((k,), arch)
+        for k in (kernel, other)
+        for arch in ("sm_80", "sm_86")
+    }
+    assert len(names) == 4
+
+
+def test_families_are_those_that_the_device_has():
+    def families(arch, wanted):
+        found = space.groups(
+            wanted, ["forward"], "bfloat16", [64], [True], device_of_arch(arch)
+        )
+        return [group.family for group in found]
+
+    assert families("sm_90a", None) == ["wgmma"]
+    assert families("sm_90a", ["wgmma", "mma", "simt"]) == ["wgmma", "mma"]
+    assert families("sm_80", None) == ["mma"]
+    assert families("sm_80", ["wgmma"]) == []
+
+
+def test_predicted_traffic_is_the_references():
+    """Twice the keys a tile, half the passes over the queries."""
+    (cell,) = space.Group("mma", "backward", "float16", 64, False).cells(
+        [1024], 1024, 64
+    )
+    small, large = (
+        predict.traffic_bytes(cell, "mma", tiles.Tile(64, k, 4))
+        for k in (64, 128)
+    )
+    # Sixteen times, or eight times: q, dout and dq in and out, lse, delta.
+    n, d = 1024, 64
+    assert small - large == 2 * 8 * (4 * n * d + 2 * n)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_forced_tile_is_that_of_its_direction_alone(direction):
+    device = device_of_arch("sm_80")
+    tile = tiles.Tile(64, 32, 4, ptxas_level=3)
+    if direction == "backward":
+        tile = replace(tile, score_warps_q=2, gradient_warps_k=2)
+    wanted = forcing.Forced("mma", direction, tile)
+    for other in ("forward", "backward"):
+        group = space.Group("mma", other, "float16", 64, True)
+        decided = forcing._plan(group.problem(1, 99, 1), device, wanted)
+        assert (decided.tile == tile) == (other == direction)
+
+
+# A sweep ---------------------------------------------------------------------
+
+
+def test_a_sweep_finds_the_best_tile_and_plans_take_it(
+    output, own_tables, capsys
+):
+    assert sweep(output) == 0
+    said = capsys.readouterr().out
+    assert "2 cells, 2 with another tile than today" in said
+    found = tiles.read_table(own_tables / "sm_80.json")
+    assert [x.seqlen for x in found] == [512, 1024]
+    assert {x.tile.block_k for x in found} == {16}
+    assert found[0].measured["device"] == "A fake GPU"
+    assert set(found[0].measured) == {
+        "device", "driver", "nvrtc", "date", "ms", "spread", "tflops"
+    }  # fmt: skip
+    forget()
+    problem = GROUP.problem(1, 700, 3)
+    decided = plan(problem, device_of_arch("sm_80"))
+    assert decided.tile == found[0].tile
+    assert (output / "simt_forward_float32_d16.png").stat().st_size > 1000
+
+
+def test_the_same_command_measures_nothing_twice(output, own_tables, capsys):
+    assert sweep(output) == 0
+    assert sweep(output, gpu=fake_gpu.NothingToDo) == 0
+    assert "2 cells are in" in capsys.readouterr().out
+
+
+def test_a_longer_sweep_goes_on(output, own_tables):
+    assert sweep(output) == 0
+    assert sweep(output, "--seqlen", "512", "1024", "2048") == 0
+    assert [x["seqlen"] for x in recorded(output).cells] == [512, 1024, 2048]
+
+
+def test_wrong_tiles_are_left_out_with_a_word(
+    output, own_tables, capsys, monkeypatch
+):
+    monkeypatch.setattr(measure, "CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(worker, "FIRST_SECONDS", 0.0)
+    assert sweep(output, gpu=fake_gpu.WrongTiles) == 0
+    said = capsys.readouterr().out
+    assert "no end after 1 s" in said
+    assert "the process ended, 7" in said
+    assert "ValueError: out is off by 3\n" in said
+    (found, _) = tiles.read_table(own_tables / "sm_80.json")
+    assert found.tile.block_k == 4
+
+
+def test_ctrl_c_keeps_what_is_measured(
+    output, own_tables, monkeypatch, capsys
+):
+    def ask(self, seconds, method, *arguments):
+        if method == "time" and arguments[0].seqlen == 1024:
+            raise KeyboardInterrupt
+        return known(self, seconds, method, *arguments)
+
+    known = worker.Worker.ask
+    monkeypatch.setattr(worker.Worker, "ask", ask)
+    assert sweep(output) == 130
+    assert "the same command goes on from there" in capsys.readouterr().out
+    assert [x["seqlen"] for x in recorded(output).cells] == [512]
+    assert len(tiles.read_table(own_tables / "sm_80.json")) == 1
+
+
+def test_a_budget_that_is_too_small_says_what_is_missing(
+    output, own_tables, capsys
+):
+    assert sweep(output, "--budget", "0.001s") == 1
+    said = capsys.readouterr().out
+    assert "4 of 4 tiles, for want of time" in said
+    assert "no cell was measured to its end" in said
+
+
+def test_a_full_disk_loses_nothing(output, own_tables, monkeypatch, tmp_path):
+    def replace_file(source, target):
+        if str(target).startswith(str(output)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return known(source, target)
+
+    known = os.replace
+    monkeypatch.setattr(report.os, "replace", replace_file)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert sweep(output) == 0
+    assert len(Record.read(tmp_path / "sm_80.measured.json").cells) == 2
+    assert not list(output.glob("*.part"))
+
+
+def test_no_gpu(output, capsys):
+    assert sweep(output, gpu=fake_gpu.NoGpuHere) == 1
+    said = capsys.readouterr().err
+    assert "found none (no driver). Nothing was measured." in said
+    assert "--dry-run" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"driver": "9.9"}, "is of another driver"),
+        ({"device": "Z", "nvrtc": "1.0"}, "is of another device and nvrtc"),
+    ],
+)
+def test_a_record_of_another_machine_is_moved_aside(
+    output, own_tables, capsys, change, word
+):
+    sweep(output)
+    path = output / "sm_80.measured.json"
+    content = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**content, "machine": {**content["machine"], **change}})
+    )
+    assert sweep(output) == 0
+    assert word in capsys.readouterr().out
+    assert (output / "sm_80.measured.json.old").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": "x"}', "{}"])
+def test_a_broken_record_is_moved_aside(output, own_tables, capsys, content):
+    output.mkdir()
+    (output / "sm_80.measured.json").write_text(content)
+    assert sweep(output) == 0
+    assert "is no record of a sweep" in capsys.readouterr().out
+    assert (output / "sm_80.measured.json.old").read_text() == content
+
+
+# Tables ----------------------------------------------------------------------
+
+
+def test_lines_for_other_problems_stay(output, own_tables):
+    other = entry(tile={"block_q": 64, "block_k": 16, "num_warps": 4})
+    path = write_table(own_tables, "sm_80", other)
+    for _ in range(2):  # the second time in place of the first's
+        assert sweep(output) == 0
+        found = tiles.read_table(path)
+        assert [x.family for x in found] == ["mma", "simt", "simt"]
+        assert found[0].tile.block_k == 16 and found[0].measured is None
+
+
+def test_a_broken_table_is_moved_aside(output, own_tables, capsys):
+    own_tables.mkdir()
+    (own_tables / "sm_80.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match="it is ignored"):
+        assert sweep(output) == 0
+    assert "is no tile table" in capsys.readouterr().out
+    assert (own_tables / "sm_80.json.broken").read_text() == "{"
+    assert len(tiles.read_table(own_tables / "sm_80.json")) == 2
+
+
+def test_install_writes_into_the_package(
+    output, own_tables, tmp_path, monkeypatch
+):
+    package = tmp_path / "package"
+    monkeypatch.setattr(tiles, "TABLES", package)
+    assert sweep(output, "--install") == 0
+    assert len(tiles.read_table(package / "sm_80.json")) == 2
+    assert not own_tables.exists()
+
+
+def record_of(*times):
+    """A record of one cell, with (block_k, ms) of its tiles; 16 is today's."""
+    record = Record("nowhere", {
+        **fake_gpu.MACHINE,
+        "plans_see": {"arch": "sm_80", "num_sms": 108},
+    })  # fmt: skip
+    (cell,) = GROUP.cells([512], 512, 16)
+    rows = [
+        {"tile": {"block_q": 32, "block_k": k, "num_warps": 4}, "digest": k,
+         "ms": ms, "spread": 0.01, "count": 9}
+        for k, ms in times
+    ]  # fmt: skip
+    record.add(GROUP, cell, tiles.Tile(32, 16, 4), rows, "2026-01-01")
+    return record
+
+
+def test_a_gain_within_the_noise_changes_nothing():
+    (same,) = tables.verdicts(record_of((16, 1.004), (32, 1.0)))
+    assert same.best == same.today and same.gain == 0
+    (other,) = tables.verdicts(record_of((16, 1.1), (32, 1.0)))
+    assert other.best.block_k == 32 and other.gain == pytest.approx(0.1)
+
+
+def test_compare_shows_what_was_found(output, own_tables, capsys):
+    sweep(output)
+    capsys.readouterr()
+    assert sweep(output, "--compare") == 0
+    said = capsys.readouterr().out
+    assert said.count("simt forward float32 d 16 causal") == 2
+    assert "2 cells" in said
+
+
+def test_compare_with_another_table(output, tmp_path, capsys):
+    path = write_table(tmp_path / "new", "sm_80", entry(seqlen=512))
+    assert sweep(output, "--compare", str(path)) == 0
+    assert "64x64 4w O1" in capsys.readouterr().out
+
+
+def test_nothing_to_compare(output, capsys):
+    assert sweep(output, "--compare") == 1
+    assert "nothing was measured yet in" in capsys.readouterr().err
+
+
+# Without a GPU ---------------------------------------------------------------
+
+
+def test_a_dry_run(output, capsys):
+    assert sweep(output, "--dry-run", "--arch", "sm_86") == 0
+    said = capsys.readouterr().out
+    assert "registers" in said and "32x16 4w" in said
+    rows = json.loads((output / "sm_86.dry.json").read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert 0 < row["registers"] < 256
+        assert 0 < row["occupancy"] <= 1 <= row["blocks_per_sm"]
+        assert row["traffic_bytes"] > 0
+
+
+def test_a_dry_run_for_an_unknown_architecture(output, capsys):
+    assert sweep(output, "--dry-run", "--arch", "sm_99") == 1
+    assert "--arch got 'sm_99'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400)],
+)
+def test_a_budget(text, expected):
+    assert sweep_blocks.seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head-dim", "512"], "--head-dim 512: at most 256"),
+        (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
+        (["--budget", "soon"], "'soon' is no time"),
+        (["--budget", "0m"], "'0m' is no time"),
+        (["--arch", "sm_80"], "--arch goes with --dry-run"),
+        (["--family", "cuda"], "invalid choice: 'cuda'"),
+        (["--seconds", "0"], "--seconds 0.0: more than 0"),
+    ],
+)
+def test_wrong_options(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        sweep_blocks.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_small_sweep_on_a_gpu(tmp_path, own_tables, direction):
+    """Of the tiles next to today's, so that it ends soon."""
+    options = ["--head-dim", "64", "--direction", direction, "--causal",
+               "--seqlen", "512", "--tokens", "2048", "--seconds", "0.005",
+               "--budget", "20s", "--output", str(tmp_path)]  # fmt: skip
+    assert sweep_blocks.main(options) == 0
+    (path,) = own_tables.glob("sm_*.json")
+    (found,) = tiles.read_table(path)
+    assert found.measured["ms"] > 0 and found.seqlen == 512
