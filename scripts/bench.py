@@ -4,6 +4,9 @@
     python scripts/bench.py --head-dim 128 --causal yes --peer fa2
     python scripts/bench.py --head-dim 128 --width 4096 --kv-heads 8 --peer mha
     python scripts/bench.py --dtype float16 --peer bfloat16
+    python scripts/bench.py --output h200.json --pictures docs/benchmarks
+    python scripts/bench.py --read h200.json     # figures taken before
+    python scripts/bench.py --write-docs         # tables, from the JSON files
     python scripts/bench.py --memory             # peak extra memory
     python scripts/bench.py --import-time        # import and first call
 
@@ -14,10 +17,11 @@ come about: docs/benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
-from bench_parts import cells, imports, machine
+from bench_parts import cells, imports, machine, markdown, peers
 from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
 
@@ -41,16 +45,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=size, default=cells.TOKENS,
         help="batch * seqlen")  # fmt: skip
     add("--width", type=size, default=cells.WIDTH, help="heads * head_dim")
+    add("--heads", type=size, default=None,
+        help="query heads, in place of --width")  # fmt: skip
     add("--kv-heads", type=size, default=None,
         help="key heads, as many as query heads if not given")  # fmt: skip
-    add("--peer", nargs="*", choices=("fa2", "cudnn", "mha", "bfloat16"),
-        default=None, help="fa2 and cudnn, if they are installed, if not "
-        "given; none: --peer; mha and bfloat16: cuflash itself, with as many "
-        "key heads as query heads, and in bfloat16")  # fmt: skip
+    add("--peer", nargs="*", choices=peers.NAMES, default=None,
+        help="all that are installed, if not given; none: --peer; mha and "
+        "bfloat16: cuflash itself, with as many key heads as query heads, "
+        "and in bfloat16")  # fmt: skip
     add("--seconds", type=float, default=0.08,
         help="timed seconds for each cell and runner")  # fmt: skip
     add("--family", default="", help="a label that goes into the JSON")
     add("--output", type=Path, default=None, help="JSON file to write")
+    add("--pictures", type=Path, default=None, help="folder for PNG plots")
+    add("--read", type=Path, default=None,
+        help="show and draw such a JSON file; measure nothing")  # fmt: skip
+    add("--write-docs", action="store_true", help="make the tables of README "
+        "and docs anew, from the JSON files that they name")  # fmt: skip
     add("--memory", action="store_true", help="peak extra memory instead")
     add("--import-time", action="store_true", help="import times instead")
     options = parser.parse_args(arguments)
@@ -61,12 +72,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")
     kv_heads = options.kv_heads or 1
     for d in options.head_dim:
-        if options.width // d % kv_heads:
+        heads = options.heads or options.width // d
+        if heads % kv_heads:
             parser.error(
-                f"--kv-heads {kv_heads}: no divisor of {options.width // d}, "
+                f"--kv-heads {kv_heads}: no divisor of {heads}, "
                 f"the query heads of head_dim {d}"
             )
-    if options.memory and {"mha", "bfloat16"} & {*(options.peer or ())}:
+    if options.memory and {*(options.peer or ())} - {"fa2", "cudnn"}:
         parser.error("--memory knows the peers fa2 and cudnn alone")
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds}: more than 0")
@@ -84,6 +96,10 @@ def size(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run what was asked for; return the exit status."""
     options = parse(arguments)
+    if options.write_docs:
+        return write_docs()
+    if options.read:
+        return read(options)
     reason = machine.find_gpu()
     if reason is not None:
         print(
@@ -108,7 +124,53 @@ def main(arguments: list[str] | None = None) -> int:
         if options.output:
             save(options.output, record)
             say(f"written to {options.output}")
+        if options.pictures and record.get("rows"):
+            draw(options, record)
     return 1 if record.get("faults") else 0
+
+
+def draw(options: argparse.Namespace, record: dict) -> None:
+    """Draw the plots of a record."""
+    try:
+        from bench_parts import pictures
+    except ImportError as error:
+        say(f"no pictures: {error}")
+        return
+    name = (options.output or options.read or Path("bench")).stem
+    for path in pictures.write(options.pictures, name, record):
+        say(f"drawn: {path}")
+
+
+def read(options: argparse.Namespace) -> int:
+    """Show figures that were taken before, and draw them."""
+    try:
+        record = json.loads(options.read.read_text())
+        names = list(record["runners"])
+        lines = [line(row, names) for row in record["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(
+            f"{options.read} has no figures of bench.py: "
+            f"{type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
+        return 1
+    say("\n".join([heading(names), *lines]))
+    show_summary(record["summary"])
+    if options.pictures:
+        draw(options, record)
+    return 0
+
+
+def write_docs(root: Path = Path(__file__).parents[1]) -> int:
+    """Make the tables of README and docs anew."""
+    for path in (root / "README.md", root / "docs/benchmarks/README.md"):
+        text = path.read_text(encoding="utf-8")
+        new = markdown.updated(text, path.parent)
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+        marks = len(markdown.MARK.findall(text))
+        say(f"{path}: {marks} tables{'' if new != text else ', as before'}")
+    return 0
 
 
 def measure_imports(record: dict) -> None:
@@ -127,13 +189,13 @@ def measure_imports(record: dict) -> None:
 def measure_memory(options: argparse.Namespace, record: dict) -> None:
     """Fill in and show `memory`."""
     from bench_parts import memory
-    from bench_parts.runners import find_peers
 
-    peers, words = find_peers(options.peer)
+    wanted = ["fa2", "cudnn"] if options.peer is None else options.peer
+    found, words = peers.find_peers(wanted, options.dtype)
     record["memory"] = rows = []
     for head_dim in options.head_dim:
-        rows += memory.peaks(options.dtype, head_dim, peers)
-    names = ["cuflash", *(peer.name for peer in peers)]
+        rows += memory.peaks(options.dtype, head_dim, found)
+    names = ["cuflash", *(peer.name for peer in found)]
     show(
         f"MiB above the inputs at their peak, results among them: "
         f"{options.dtype}, seqlen {memory.SEQLEN}, causal",
@@ -161,21 +223,26 @@ def measure_memory(options: argparse.Namespace, record: dict) -> None:
 def measure_speed(options: argparse.Namespace, record: dict) -> None:
     """Fill in `rows`, `ceilings`, `summary`; show each row as it comes."""
     from bench_parts import speed, timing
-    from bench_parts.runners import OURS, find_peers
+    from bench_parts.runners import OURS
 
-    peers, words = find_peers(options.peer)
-    runners = [OURS, *peers]
+    found, words = peers.find_peers(options.peer, options.dtype)
+    runners = [OURS, *found]
     names = [runner.name for runner in runners]
     for word in words:
         say(word)
     record["runners"] = {runner.name: runner.label for runner in runners}
+    heads = f"heads * head_dim = {options.width}"
+    if options.heads:
+        heads = f"{options.heads} heads"
     record["workload"] = (
-        f"{options.tokens} tokens, heads * head_dim = {options.width}, "
+        f"{options.tokens} tokens, {heads}, "
         f"(batch, seqlen, heads, head_dim), {options.dtype}"
     )
     if options.kv_heads:
         record["workload"] += f", {options.kv_heads} key heads"
-    record["ceilings"] = timing.ceilings(options.seconds)
+    record["ceilings"] = timing.ceilings(
+        options.dtype, options.seconds
+    )
     say(", ".join(f"{k} {v:.0f}" for k, v in record["ceilings"].items()))
 
     masks = {"yes": [True], "no": [False], "both": [False, True]}
@@ -188,6 +255,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         options.tokens,
         options.width,
         options.kv_heads,
+        options.heads,
     )
     record["rows"], record["faults"] = [], []
     say(heading(names))

@@ -1,12 +1,14 @@
 """scripts/bench.py without a GPU: its grid, its sums, its refusals."""
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import bench
-from bench_parts import report
+from bench_parts import markdown, peers, report
 
 
 def row(direction, seqlen, **tflops):
@@ -45,6 +47,13 @@ def test_grouped_heads():
     assert cell.flops == replace(cell, kv_heads=None).flops
 
 
+def test_heads_in_place_of_a_width():
+    (cell,) = bench.cells.grid(
+        ["forward"], "bfloat16", [128], [False], [512], heads=6
+    )
+    assert cell.shape == (32, 512, 6, 128)
+
+
 def test_summary():
     rows = [
         row("forward", 512, cuflash=100.0, fa2=200.0),
@@ -75,6 +84,103 @@ def test_a_saved_file_is_whole_or_the_old_one(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_every_peer_has_a_module():
+    for dtype in ("bfloat16", "float32"):
+        names = peers.all_for(dtype)
+        assert set(names) <= set(peers.NAMES) and "cupy" in names
+    folder = Path(bench.__file__).parent / "bench_parts"
+    for module in peers.MODULES.values():
+        assert (folder / f"{module}.py").exists()
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flashinfer", "jax"])
+def test_an_absent_peer_is_left_out_with_a_word(monkeypatch, name):
+    for package in ("torch", "jax"):
+        monkeypatch.setitem(sys.modules, package, None)
+    found, (word,) = peers.find_peers([name], "bfloat16")
+    assert not found
+    assert word.startswith(f"{name} left out: ")
+
+
+# Tables and pictures ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks/README.md"])
+def test_tables_say_what_the_json_files_say(name):
+    """Else: python scripts/bench.py --write-docs."""
+    path = Path(bench.__file__).parents[1] / name
+    text = path.read_text(encoding="utf-8")
+    assert markdown.MARK.search(text)
+    assert markdown.updated(text, path.parent) == text
+
+
+def saved(tmp_path):
+    """Write a record of three cells; return its path."""
+    rows = [
+        row("forward", 512, cuflash=300.0, fa2=200.0),
+        row("forward", 1024, cuflash=401.0),
+        row("backward", 512, cuflash=100.0, fa2=200.0),
+    ]
+    path = tmp_path / "some.json"
+    record = {
+        "device": "A fake GPU",
+        "date": "2026-01-01",
+        "runners": {"cuflash": "cuflash 0", "fa2": "FlashAttention-2"},
+        "ceilings": {"matmul_float16_8192_tflops": 700.0, "copy_gb_s": 4.0},
+        "rows": rows,
+        "summary": report.summary(rows, ["fa2"]),
+    }
+    report.save(path, record)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mark", "lines"),
+    [
+        ("forward", ["| forward | 512 | 1,024 |", "| --- | ---: | ---: |",
+                     "| head_dim 64 | 300 (1.50) | 401 (–) |"]),
+        ("512", ["| ours · FlashAttention-2 | seqlen 512 |", "| --- | ---: |",
+                 "| forward, head_dim 64 | 300 · 200 |",
+                 "| backward, head_dim 64 | 100 · 200 |"]),
+        ("backward means",
+         ["| geometric mean over all cells | over FlashAttention-2 | worst |",
+          "| --- | ---: | ---: |", "| backward, 1 cells | 0.500 | 0.50 |"]),
+        ("causal", ["|  |", "| --- |"]),
+    ],
+)  # fmt: skip
+def test_a_table_takes_the_place_of_the_old_one(tmp_path, mark, lines):
+    saved(tmp_path)
+    above, below = f"One.\n\n<!-- bench: some.json {mark} -->\n", "\nTwo.\n"
+    for old in ("", "\n| old |\n| --- |\n", "| old |\n"):
+        new = markdown.updated(f"{above}{old}{below}", tmp_path)
+        assert new == "\n".join([above, *lines, below])
+
+
+def test_a_mark_that_nobody_understands_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="sideways"):
+        markdown.parse("some.json sideways")
+
+
+def test_read_shows_and_draws(tmp_path, capsys):
+    path = saved(tmp_path)
+    options = ["--read", str(path), "--pictures", str(tmp_path / "png")]
+    assert bench.main(options) == 0
+    said = capsys.readouterr().out
+    assert "300.0" in said and "forward / fa2" in said
+    drawn = {x.name: x.stat().st_size for x in (tmp_path / "png").iterdir()}
+    assert set(drawn) == {"some_forward.png", "some_backward.png"}
+    assert min(drawn.values()) > 1000
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"rows": 1}', "[]"])
+def test_a_file_without_figures(tmp_path, capsys, content):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    assert bench.main(["--read", str(path)]) == 1
+    assert "has no figures of bench.py" in capsys.readouterr().err
+
+
 def test_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(bench.machine, "find_gpu", lambda: "no driver")
     assert bench.main([]) == 1
@@ -93,6 +199,8 @@ def test_no_gpu(monkeypatch, capsys):
         (["--peer", "fa9"], "invalid choice: 'fa9'"),
         (["--kv-heads", "3"], "--kv-heads 3: no divisor of 32"),
         (["--memory", "--peer", "mha"], "--memory knows the peers fa2"),
+        (["--memory", "--peer", "jax"], "--memory knows the peers fa2"),
+        (["--heads", "6", "--kv-heads", "4"], "--kv-heads 4: no divisor of 6"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):

@@ -75,6 +75,7 @@ def grid(
     tokens=TOKENS,
     width=WIDTH,
     kv_heads=None,
+    heads=None,
 ) -> list[Cell]:
     """Return every combination; batch and heads follow from the totals."""
     return [
@@ -85,7 +86,7 @@ def grid(
             causal,
             seqlen,
             batch=max(tokens // seqlen, 1),
-            heads=max(width // head_dim, 1),
+            heads=heads or max(width // head_dim, 1),
             kv_heads=kv_heads,
         )
         for direction, head_dim, causal, seqlen in product(

@@ -8,6 +8,11 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+PACKAGES = (
+    "cuflash", "cupy-cuda13x", "cupy-cuda12x", "torch", "flash-attn",
+    "flash_attn_3", "flash-attn-4", "flashinfer-python", "jax",
+)  # fmt: skip
+
 
 def find_gpu() -> str | None:
     """Return why there is no GPU to time on, None if there is one."""
@@ -40,7 +45,7 @@ def describe() -> dict:
         "python": platform.python_version(),
         "versions": {
             name: _version(name)
-            for name in ("cuflash", "cupy-cuda13x", "cupy-cuda12x", "torch")
+            for name in PACKAGES
             if _version(name)
         },
     }

@@ -47,7 +47,10 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
             row["error"][runner.name] = _check(
                 contenders[runner.name], checker, runner.name
             )
-        except (checks.WrongResult, RuntimeError, MemoryError) as error:
+        except Exception as error:  # of a peer, whatever it may be
+            known = checks.WrongResult, RuntimeError, MemoryError
+            if runner is OURS and not isinstance(error, known):
+                raise
             contenders.pop(runner.name, None)
             kind = "faults" if runner is OURS else "left_out"
             row[kind].append(f"{runner.name}: {first_line(error)}")
@@ -77,13 +80,16 @@ def _input_sets(cell: Cell) -> list[Inputs]:
 def _prepare(cell: Cell, sets: list[Inputs], runner: Runner) -> Contender:
     with runner.context():
         calls = [runner.prepare(cell, inputs) for inputs in sets]
-    return Contender(calls, runner.context)
+    return Contender(calls, runner.context, runner.wait)
 
 
 def _check(contender: Contender, checker: checks.Checker, name: str) -> float:
     with contender.context():
         checks.poison(_result_bytes(checker.cell))
-        return checker.check(name, contender.calls[0]())
+        results = contender.calls[0]()
+        if contender.wait:
+            contender.wait()
+        return checker.check(name, results)
 
 
 def _result_bytes(cell: Cell) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ class Contender(NamedTuple):
 
     calls: list[Callable[[], Any]]
     context: Callable[[], Any] = contextlib.nullcontext
+    wait: Callable[[], Any] | None = None
 
 
 def elapsed_ms(call: Callable[[], Any], repeats: int = 1) -> float:
@@ -54,6 +56,8 @@ def alternate(
 
     Everything is queued and nothing waited for before the end: while the
     GPU is behind, the time between two events holds no work of the host.
+    Contenders with a `wait` are the exception: their turns are timed by the
+    clock, from an idle GPU to an idle GPU, and count as one time each.
 
     Parameters
     ----------
@@ -73,7 +77,11 @@ def alternate(
     for name, contender in contenders.items():
         with contender.context():
             contender.calls[0]()
-            once = max(elapsed_ms(contender.calls[0], 2), 1e-3)
+            if contender.wait:
+                once = _clocked_ms(contender, 2)
+            else:
+                once = elapsed_ms(contender.calls[0], 2)
+            once = max(once, 1e-3)
         count = max(fewest, math.ceil(seconds * 1e3 / once))
         share = warm_ms / len(contenders)
         sizes[name] = count, max(1, round(round_ms / once)), share / once
@@ -84,14 +92,37 @@ def alternate(
             for i in range(math.ceil(sizes[name][2])):
                 contender.calls[i % len(contender.calls)]()
     events = {name: [] for name in contenders}
+    clocked = {name: [] for name, x in contenders.items() if x.wait}
     for _ in range(rounds):
         for name, contender in contenders.items():
             with contender.context():
+                if contender.wait:
+                    clocked[name].append(
+                        _clocked_ms(contender, sizes[name][1])
+                    )
+                    continue
                 for _ in range(sizes[name][1]):
                     before()
                     _timed_call(contender.calls, events[name])
     cupy.cuda.get_current_stream().synchronize()
-    return {name: _summary(pairs) for name, pairs in events.items()}
+    return {
+        name: _summary(
+            clocked.get(name)
+            or [cupy.cuda.get_elapsed_time(*pair) for pair in events[name]]
+        )
+        for name in contenders
+    }
+
+
+def _clocked_ms(contender: Contender, repeats: int) -> float:
+    """Return the time of a call, by the clock, among several."""
+    cupy.cuda.get_current_stream().synchronize()
+    contender.wait()
+    start = time.perf_counter()
+    for i in range(repeats):
+        contender.calls[i % len(contender.calls)]()
+    contender.wait()
+    return (time.perf_counter() - start) * 1e3 / repeats
 
 
 def _timed_call(calls: list, pairs: list) -> None:
@@ -103,18 +134,21 @@ def _timed_call(calls: list, pairs: list) -> None:
     pairs.append((start, stop))
 
 
-def _summary(pairs: list) -> Timing:
-    times = [cupy.cuda.get_elapsed_time(*pair) for pair in pairs]
+def _summary(times: list[float]) -> Timing:
     low, median, high = statistics.quantiles(times, n=4)
     return Timing(median, (high - low) / median, len(times))
 
 
-def ceilings(seconds: float) -> dict[str, float]:
-    """Measure what this GPU can do: a matrix product and a copy."""
+def ceilings(dtype: str, seconds: float) -> dict[str, float]:
+    """Measure what this GPU can do: a matrix product and a copy.
+
+    The product is in float32 for that dtype, and in float16 for others.
+    """
     n = 8192
+    dtype = "float32" if dtype == "float32" else "float16"
     random = cupy.random.default_rng(0)
     a, b = (
-        random.standard_normal((n, n), cupy.float32).astype(cupy.float16)
+        random.standard_normal((n, n), cupy.float32).astype(dtype)
         for _ in range(2)
     )
     source = random.standard_normal(1 << 28, cupy.float32)  # 1 GiB
@@ -129,6 +163,6 @@ def ceilings(seconds: float) -> dict[str, float]:
     }
     times = alternate(contenders, seconds)
     return {
-        "matmul_float16_8192_tflops": 2 * n**3 / times["matmul"].ms / 1e9,
+        f"matmul_{dtype}_{n}_tflops": 2 * n**3 / times["matmul"].ms / 1e9,
         "copy_gb_s": 2 * source.nbytes / times["copy"].ms / 1e6,
     }

@@ -1,0 +1,173 @@
+"""Tables for README and docs, from the JSON files and nothing else.
+
+A line like
+
+    <!-- bench: h200_wgmma.json forward -->
+
+stands before each table and says where it comes from: files (relative to the
+document; a cell is taken from the first that has it), a direction or none,
+``causal`` for those rows alone, ``means`` for geometric means of ratios, and
+lengths or none for all of them. With lengths the figures stand side by side;
+without, ours with ratios to peers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from .report import ratio_to, summary
+
+MARK = re.compile(r"^<!-- bench: (.+) -->$", re.M)
+# A mark and the table below it.
+BLOCK = re.compile(
+    r"^(<!-- bench: (.+) -->\n)(?:\n?(?:\|.*\n)+)?", re.M
+)
+NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
+         "fa4": "FlashAttention-4", "cudnn": "cuDNN", "cupy": "plain CuPy",
+         "flashinfer": "FlashInfer", "jax": "cuDNN in JAX"}  # fmt: skip
+
+
+class Wanted(NamedTuple):
+    """What a mark asks for."""
+
+    files: list[str]
+    directions: list[str]
+    causal_alone: bool
+    means: bool
+    seqlens: list[int]
+
+
+def parse(text: str) -> Wanted:
+    """Read a mark."""
+    words = text.split()
+    files = [x for x in words if x.endswith(".json")]
+    directions = [x for x in words if x in ("forward", "backward")]
+    seqlens = [int(x.replace(",", "")) for x in words if x[0].isdigit()]
+    known = {*files, *directions, "causal", "means"}
+    strange = [x for x in words if x not in known and not x[0].isdigit()]
+    if strange or not files:
+        raise ValueError(f"the mark {text!r} has no file, or {strange}")
+    return Wanted(
+        files, directions or ["forward", "backward"], "causal" in words,
+        "means" in words, seqlens,
+    )  # fmt: skip
+
+
+def updated(text: str, folder: Path) -> str:
+    """A document's text with all its tables made anew."""
+
+    def table(found: re.Match) -> str:
+        wanted = parse(found[2])
+        records = [
+            json.loads((folder / name).read_text()) for name in wanted.files
+        ]
+        lines = _side_by_side if wanted.seqlens else _with_ratios
+        if wanted.means:
+            lines = _means
+        return f"{found[1]}\n{chr(10).join(lines(records, wanted))}\n"
+
+    return BLOCK.sub(table, text)
+
+
+def _rows(records: list[dict], wanted: Wanted) -> dict[tuple, dict]:
+    """Rows by (direction, head_dim, causal, seqlen)."""
+    rows: dict[tuple, dict] = {}
+    for record in records:
+        for row in record["rows"]:
+            key = tuple(
+                row[x] for x in ("direction", "head_dim", "causal", "seqlen")
+            )
+            if key[0] in wanted.directions and "cuflash" in row["tflops"]:
+                rows.setdefault(key, row)
+    return {
+        key: rows[key]
+        for direction in wanted.directions
+        for key in sorted(rows)
+        if key[0] == direction and (key[2] or not wanted.causal_alone)
+    }
+
+
+def _peers(records: list[dict]) -> list[str]:
+    names = [x for record in records for x in record["runners"]]
+    return [x for x in dict.fromkeys(names) if x != "cuflash"]
+
+
+def _label(key: tuple, wanted: Wanted) -> str:
+    direction, head_dim, causal, _ = key
+    label = f"head_dim {head_dim}"
+    if len(wanted.directions) > 1:
+        label = f"{direction}, {label}"
+    if causal and not wanted.causal_alone:
+        label += ", causal"
+    return label
+
+
+def _side_by_side(records: list[dict], wanted: Wanted) -> list[str]:
+    peers = _peers(records)
+    names = " · ".join(["ours", *(NAMES.get(x, x) for x in peers)])
+    heads = [f"seqlen {wanted.seqlens[0]:,}"]
+    heads += [f"{n:,}" for n in wanted.seqlens[1:]]
+    cells: dict[str, dict[int, str]] = {}
+    for key, row in _rows(records, wanted).items():
+        figures = (row["tflops"].get(x) for x in ("cuflash", *peers))
+        cells.setdefault(_label(key, wanted), {})[key[3]] = " · ".join(
+            "–" if x is None else f"{x:.0f}" for x in figures
+        )
+    return _table(
+        [names, *heads],
+        [
+            [label, *(found.get(n, "–") for n in wanted.seqlens)]
+            for label, found in cells.items()
+        ],
+    )
+
+
+def _with_ratios(records: list[dict], wanted: Wanted) -> list[str]:
+    peers = _peers(records)
+    rows = _rows(records, wanted)
+    seqlens = sorted({key[3] for key in rows})
+    cells: dict[str, dict[int, str]] = {}
+    for key, row in rows.items():
+        ratios = (ratio_to(row, peer) for peer in peers)
+        text = f"{row['tflops']['cuflash']:.0f}"
+        if peers:
+            words = ("–" if x is None else f"{x:.2f}" for x in ratios)
+            text += f" ({', '.join(words)})"
+        cells.setdefault(_label(key, wanted), {})[key[3]] = text
+    first = wanted.directions[0] if len(wanted.directions) == 1 else ""
+    return _table(
+        [first, *(f"{n:,}" for n in seqlens)],
+        [
+            [label, *(found.get(n, "–") for n in seqlens)]
+            for label, found in cells.items()
+        ],
+    )
+
+
+def _means(records: list[dict], wanted: Wanted) -> list[str]:
+    rows, peers = _rows(records, wanted), _peers(records)
+    heads = ["geometric mean over all cells"]
+    for peer in peers:
+        heads += [f"over {NAMES.get(peer, peer)}", "worst"]
+    lines = []
+    for direction in wanted.directions:
+        found = [row for key, row in rows.items() if key[0] == direction]
+        means = {x["peer"]: x for x in summary(found, peers)}
+        figures = []
+        for peer in peers:
+            if peer in means:
+                mean = means[peer]["geometric_mean"]
+                figures += [f"{mean:.3f}", f"{means[peer]['worst']:.2f}"]
+            else:
+                figures += ["–", "–"]
+        if found:
+            lines.append([f"{direction}, {len(found)} cells", *figures])
+    return _table(heads, lines)
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    rules = ["---", *["---:"] * (len(heads) - 1)]
+    return [f"| {' | '.join(x)} |" for x in (heads, rules, *rows)]

@@ -1,0 +1,70 @@
+"""Which peers there are, and which of them this machine has.
+
+A peer is looked for by importing it; one that is absent is left out with a
+word. Nothing is imported before that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .runners import Runner
+
+
+class Absent(Exception):
+    """A peer is not here; the message says why."""
+
+
+# Name: the module that knows it.
+SIXTEEN_BITS = {
+    "cudnn": "peers_torch",
+    "fa2": "peers_torch",
+    "fa3": "peers_flash",
+    "fa4": "peers_flash",
+    "flashinfer": "peers_flash",
+    "jax": "peers_jax",
+}
+FLOAT32 = {"efficient": "peers_torch", "math": "peers_torch"}
+MATERIALISED = {"cupy": "peers_cupy"}
+MODULES = {**SIXTEEN_BITS, **FLOAT32, **MATERIALISED}
+VARIANTS = ("mha", "bfloat16")  # cuflash itself, on another call
+NAMES = (*MODULES, *VARIANTS)
+
+
+def all_for(dtype: str) -> list[str]:
+    """Every peer that has a kernel for a dtype."""
+    return [*(FLOAT32 if dtype == "float32" else SIXTEEN_BITS), *MATERIALISED]
+
+
+def find_peers(
+    names: list[str] | None, dtype: str
+) -> tuple[list[Runner], list[str]]:
+    """Return the peers that are here, and a line for each that is not.
+
+    Parameters
+    ----------
+    names : list of str or None
+        None: all that know the dtype.
+    """
+    found, words = [], []
+    for name in all_for(dtype) if names is None else names:
+        if name in VARIANTS:
+            from . import runners
+
+            found.append(runners.VARIANTS[name])
+            continue
+        try:
+            module = importlib.import_module(f".{MODULES[name]}", __package__)
+            found.append(module.find(name))
+        except (Absent, ImportError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            words.append(f"{name} left out: {reason}")
+        except (OSError, RuntimeError, AttributeError) as error:
+            # An extension that was built for something else.
+            reason = str(error).strip().partition("\n")[0]
+            words.append(
+                f"{name} left out: {type(error).__name__}: {reason}"
+            )
+    return found, words

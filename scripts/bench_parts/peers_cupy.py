@@ -1,0 +1,73 @@
+"""Plain CuPy: a matrix product, softmax, a matrix product.
+
+What a user of CuPy would write without cuflash: the matrix of scores lies in
+memory, and a few of its kind beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cupy
+
+from .cells import Cell
+from .peers import Absent
+from .runners import Inputs, Runner
+
+MOST_BYTES = 8 << 30  # of one matrix of scores in float32
+
+
+def find(name: str) -> Runner:
+    """The runner."""
+    return Runner(
+        "cupy", f"plain CuPy {cupy.__version__}, three steps", _prepare
+    )
+
+
+def _prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
+    nbytes = 4 * cell.batch * cell.heads * cell.seqlen**2
+    if nbytes > MOST_BYTES:
+        raise Absent(f"its matrix of scores takes {nbytes >> 30} GiB")
+    q, dout = (_heads_first(x) for x in (inputs.q, inputs.dout))
+    k, v = (
+        cupy.repeat(_heads_first(x), cell.group_size, axis=1)
+        for x in (inputs.k, inputs.v)
+    )
+    scale = q.dtype.type(cell.head_dim**-0.5)
+    hidden = None
+    if cell.causal:
+        hidden = ~cupy.tri(cell.seqlen, dtype=bool)
+
+    def weights():
+        s = (cupy.matmul(q, k.swapaxes(2, 3)) * scale).astype(cupy.float32)
+        if hidden is not None:
+            s[..., hidden] = -cupy.inf
+        p = cupy.exp(s - s.max(axis=-1, keepdims=True))
+        return (p / p.sum(axis=-1, keepdims=True)).astype(q.dtype)
+
+    def forward():
+        return (cupy.matmul(weights(), v).swapaxes(1, 2),)
+
+    if cell.direction == "forward":
+        return forward
+    p = weights()
+
+    def of_key_heads(x):
+        batch, heads, seqlen, d = x.shape
+        x = x.reshape(batch, -1, cell.group_size, seqlen, d)
+        return x.sum(axis=2, dtype=cupy.float32).astype(q.dtype)
+
+    def backward():
+        dp = cupy.matmul(dout, v.swapaxes(2, 3)).astype(cupy.float32)
+        rows = (p * dp).sum(axis=-1, keepdims=True)
+        ds = (p * (dp - rows)).astype(q.dtype)
+        dq = cupy.matmul(ds, k) * scale
+        dk = of_key_heads(cupy.matmul(ds.swapaxes(2, 3), q) * scale)
+        dv = of_key_heads(cupy.matmul(p.swapaxes(2, 3), dout))
+        return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))
+
+    return backward
+
+
+def _heads_first(x: cupy.ndarray) -> cupy.ndarray:
+    return cupy.ascontiguousarray(x.swapaxes(1, 2))
