@@ -26,7 +26,7 @@ EXTRAS_fuzz-gpu := scripts
 EXTRAS_mutate := test,scripts
 EXTRAS_coverage := test,scripts
 EXTRAS_bench := scripts
-EXTRAS_sweep := scripts
+EXTRAS_sweep := test,scripts
 EXTRAS_lint := lint
 
 .PHONY: demo test fuzz fuzz-gpu mutate coverage bench sweep lint clean

@@ -236,3 +236,10 @@ def test_a_cell_beside_its_variant(tmp_path, variant, options):
     for row in rows_of(tmp_path, *options, "--peer", variant):
         assert set(row["tflops"]) == {"cuflash", variant}
         assert max(row["error"].values()) <= 1
+
+
+@pytest.mark.gpu
+def test_a_cell_beside_plain_cupy(tmp_path):
+    for row in rows_of(tmp_path, "--dtype", "float16", "--peer", "cupy"):
+        assert set(row["tflops"]) == {"cuflash", "cupy"}
+        assert max(row["error"].values()) <= 1

@@ -94,7 +94,7 @@ def _row(group, choice, reports, device, cell) -> dict:
 def _show(group: Group, rows: list[dict]) -> None:
     show(
         str(group),
-        ["tile", "registers", "spilled", "shared KiB", "blocks/SM",
+        ["tile", "registers", "spilled bytes", "shared KiB", "blocks/SM",
          "occupancy", "traffic GiB"],
         [
             [
