@@ -105,8 +105,8 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
     }
 }
 
-// The lane's two rows of an accumulator, rounded, to an array with 16-byte aligned rows, if they are
-// less than num_rows: `row` is the first, and `out` where it begins.
+// The lane's two rows of an accumulator, rounded, to an array with 16-byte aligned rows, if they
+// are less than num_rows: `row` is the first, and `out` where it begins.
 template <typename Element, int COUNT>
 __device__ __forceinline__ void store_to_array(
     Element* out, i64 stride, const float (&d)[COUNT], int row, int num_rows, int num_columns) {
