@@ -295,7 +295,7 @@ backward_wgmma(const __grid_constant__ BackwardWgmmaArguments arguments) {
     // 64 K registers: the math warpgroups get what the loading one does not need.
     const int warp = threadIdx.x / 32;
     if (threadIdx.x < WARPGROUP) {
-        give_registers<24>();
+        give_registers<32>();
         if (threadIdx.x == 0) load_queries(arguments, shared);
         if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
         if (warp >= 1 && warp <= MATH_WARPGROUPS) add_dq(arguments.arrays, shared, warp - 1);

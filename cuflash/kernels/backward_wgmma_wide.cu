@@ -39,8 +39,9 @@ constexpr int ROLE_WARPS = WARPGROUP / 32;
 constexpr int DQ_COLUMNS = HEAD_DIM % 128 == 0 ? 128 : HEAD_DIM;
 constexpr int DQ_PARTS = HEAD_DIM / DQ_COLUMNS, DQ_COUNT = DQ_COLUMNS / 2;
 
-// A multiprocessor's 64 K registers are 512 for each thread of a warpgroup.
-constexpr int LOADING_REGISTERS = 32, GRADIENT_REGISTERS = HEAD_DIM / 2 + 32;
+// A multiprocessor's 64 K registers are 512 for each thread of a warpgroup, and all begin with 128.
+constexpr int LOADING_REGISTERS = 32;
+constexpr int GRADIENT_REGISTERS = HEAD_DIM > 192 ? HEAD_DIM / 2 + 32 : 128;
 constexpr int LEFT = 512 - LOADING_REGISTERS - 2 * GRADIENT_REGISTERS;
 constexpr int SCORE_REGISTERS = LEFT < 240 ? LEFT : 240;
 
