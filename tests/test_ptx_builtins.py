@@ -205,21 +205,14 @@ def test_exponentials_and_logarithms(name, backend, seed):
 
 @on_both
 @given(seed=SEEDS)
-def test_fast_functions(backend, seed):
-    """Their errors: CUDA C++ Programming Guide, "Intrinsic Functions"."""
+def test_fast_reciprocals(backend, seed):
+    """Their error: CUDA C++ Programming Guide, "Intrinsic Functions"."""
     rng = np.random.default_rng(seed)
     x = (10 ** rng.uniform(-30, 30, 64)).astype(np.float32)
-    x[:32] = rng.uniform(0.5, 2, 32)
     x[0] = 1
-    logarithm, inverse = per_thread(
-        "fast_functions", [x], [x.dtype] * 2, backend
-    )
-    wide = x.astype(np.longdouble)
-    error = np.abs(logarithm - np.log2(wide))
-    assert (error[:32] <= 2**-22).all()
-    assert ulps_off(logarithm[32:], np.log2(wide[32:])) <= 2
-    assert ulps_off(inverse, 1 / wide) <= 2
-    assert (logarithm[0], inverse[0]) == (0, 1)
+    (inverse,) = per_thread("fast_reciprocals", [x], [x.dtype], backend)
+    assert ulps_off(inverse, 1 / x.astype(np.longdouble)) <= 2
+    assert inverse[0] == 1
 
 
 @on_both

@@ -123,24 +123,25 @@ __device__ __forceinline__ void load_keys(const BackwardWgmmaArguments& argument
 
 // ---- A warp that follows ----
 
-// At every step of the block f(number of the query tile, how many key tiles add to its dQ before
-// this one if DETERMINISTIC), by a whole warp.
+// At every step of the block f(number of the query tile, turn, others_before), by a whole warp. If
+// DETERMINISTIC, the key tiles that add to a dQ do so in the order of their turns, which follow one
+// another; others_before: this is not the first of them.
 template <class Shared, class F>
 __device__ __forceinline__ void follow_steps(const Shape& shape, Shared& shared, F f) {
     const int lane = threadIdx.x % 32;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
         const TileOfHead where = shared.work[count.place()];
         if (where.tile < 0) break;
         __syncwarp();
+        const int turn = LAST_KEYS_FIRST ? num_key_tiles(shape) - 1 - where.tile : where.tile;
+        // The first query tile that the keys before in turn are seen by.
+        const int also_before = LAST_KEYS_FIRST ? query_tiles(shape, where.tile + 1).first : 0;
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
         Steps step(shape, query_tiles(shape, where.tile), where.head);
-        for (; step.left > 0; step.next()) {
-            const KeyTiles tiles = mask.key_tiles(step.tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
-            f(number_of(shape, where.batch, step.head, step.tile),
-              LAST_KEYS_FIRST ? tiles.num_visited - 1 - where.tile : where.tile);
-        }
+        for (; step.left > 0; step.next())
+            f(number_of(shape, where.batch, step.head, step.tile), turn,
+              turn > 0 && step.tile >= also_before);
     }
 }
 

@@ -76,19 +76,19 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments, Share
                                        int group) {
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.dq_then_out[group]);
-    follow_steps(arguments.shape, shared, [&](int number, int before) {
-        int* turn = turns_of_query_tile(arguments, number) + group;
+    follow_steps(arguments.shape, shared, [&](int number, int turn, bool others_before) {
+        int* turns = turns_of_query_tile(arguments, number) + group;
         barrier_sync(DQ_FULL + group, DQ_THREADS);
         if (lane == 0) {
             // Those before were begun by blocks that run or have ended: the wait ends.
-            if (DETERMINISTIC) while (load_acquire(turn) != before) {}
+            if (DETERMINISTIC && others_before) while (load_acquire(turns) != turn) {}
             bulk_reduce_add(dq_sum_tile(arguments.dq_sum, number) + group * (DQ_PART_BYTES / 4),
                             part, DQ_PART_BYTES);
             tma_store_commit();
             if (DETERMINISTIC) {
                 tma_store_wait<0>();
                 __threadfence();
-                store_release(turn, before + 1);
+                store_release(turns, turn + 1);
             } else {
                 tma_store_wait_read<0>();
             }
@@ -295,7 +295,7 @@ backward_wgmma(const __grid_constant__ BackwardWgmmaArguments arguments) {
     // 64 K registers: the math warpgroups get what the loading one does not need.
     const int warp = threadIdx.x / 32;
     if (threadIdx.x < WARPGROUP) {
-        give_registers<32>();
+        give_registers<24>();
         if (threadIdx.x == 0) load_queries(arguments, shared);
         if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
         if (warp >= 1 && warp <= MATH_WARPGROUPS) add_dq(arguments.arrays, shared, warp - 1);

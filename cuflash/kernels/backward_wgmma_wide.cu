@@ -72,16 +72,16 @@ constexpr int TURN_HAS_COME = 1, DQ_ADDED = 2, TURN_THREADS = WARPGROUP + 32;
 __device__ __forceinline__ void take_turns(const BackwardArguments& arguments,
                                            SharedPlan& shared) {
     const int lane = threadIdx.x % 32;
-    follow_steps(arguments.shape, shared, [&](int number, int before) {
-        int* turn = turns_of_query_tile(arguments, number);
+    follow_steps(arguments.shape, shared, [&](int number, int turn, bool others_before) {
+        int* turns = turns_of_query_tile(arguments, number);
         // Those before were begun by blocks that run or have ended: the wait ends.
-        if (lane == 0) while (load_acquire(turn) != before) {}
+        if (lane == 0 && others_before) while (load_acquire(turns) != turn) {}
         __syncwarp();
         barrier_arrive(TURN_HAS_COME, TURN_THREADS);
         barrier_sync(DQ_ADDED, TURN_THREADS);
         if (lane == 0) {
             __threadfence();                                // of all that the barrier has ordered
-            store_release(turn, before + 1);
+            store_release(turns, turn + 1);
         }
         __syncwarp();
     });

@@ -1,6 +1,6 @@
 // The integers in global memory by which the blocks of backward_wgmma.cu know of one another, one
 // array: how many key tiles were handed out besides each block's first; of each key tile whether
-// its dK and dV are doubtful; TURNS of each query tile, how many key tiles have added to its dQ.
+// its dK and dV are doubtful; TURNS of each query tile, whose turn it is to add to its dQ.
 // backward_rows.cu zeroes them.
 //
 // Constants: BLOCK_K, TURNS.

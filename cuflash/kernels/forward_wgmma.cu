@@ -221,8 +221,8 @@ __device__ __forceinline__ bool normalise(
         exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
         if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < num_rows) {
             const float scale = fabsf(static_cast<float>(arguments.scale));
-            const float log2_of_sum = __log2f(l) - fmaf(m, c, -subtracted);
-            lse[row + half * 8] = l == 0.0f ? -infinity() : m * scale + log2_of_sum * LN_2;
+            const float rest = fmaf(m, c, -subtracted) * LN_2;
+            lse[row + half * 8] = l == 0.0f ? -infinity() : m * scale + (logf(l) - rest);
         }
     }
     const u32 inexact = __ballot_sync(WHOLE_WARP, !exact);
