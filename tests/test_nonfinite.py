@@ -55,7 +55,8 @@ def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
         # Not in the first tile of queries.
         Case(
             "float16", seqlen_q=200, seqlen_k=90, causal=True,
-            spoiled=(("q", (0, 150, 0, 3), "nan"),), on=Emulation("sm_90a"),
+            spoiled=(("q", (0, 150, 0, 3), "nan"),),
+            on=Emulation("sm_90a", num_sms=1),
         ),
     ],
 )  # fmt: skip

@@ -463,9 +463,14 @@ void check_operands(const Product& p) {
             for (int step = 0; step < 16; step += 8) check(b.contiguous_sum(column, step));
     }
     if (p.a_registers[0] != nullptr) return;
-    for (int i = 0; i < 16; ++i)
-        for (int j = 0; j < 16; j += 8)
-            check(p.a_columns_contiguous ? place_of_a(p, a, i, j) : place_of_a(p, a, j, i));
+    // All of the warpgroup's rows: nothing says that a warp reads its own alone.
+    if (p.a_columns_contiguous) {
+        for (int step = 0; step < 16; ++step)
+            for (int row = 0; row < 64; row += 8) check(a.contiguous_lines(row, step));
+    } else {
+        for (int row = 0; row < 64; ++row)
+            for (int step = 0; step < 16; step += 8) check(a.contiguous_sum(row, step));
+    }
 }
 
 void run_product(const Product& p) {
