@@ -39,7 +39,9 @@ def test_there_are_faults_in_every_kernel_of_the_emulator():
         "backward_layout.cuh",
         # None yet
         "backward_rows.cu",
+        "backward_steps.cuh",
         "backward_wgmma.cu",
+        "backward_wgmma_wide.cu",
         "counters.cuh",
         "query_rows.cuh",
         "repair.cuh",
