@@ -1043,8 +1043,10 @@ def default_plans(device: Device) -> list[Plan]:
         for dtype in ("float16", "bfloat16"):
             for head_dim in (64, 128):
                 for causal in (False, True):
+                    # Tiles are chosen by length and number: of 2048 tokens,
+                    # and enough of them for any GPU.
                     problem = Problem(
-                        direction, dtype, 1, 1024, 1024, 1, 1, head_dim,
+                        direction, dtype, 8, 2048, 2048, 16, 16, head_dim,
                         head_dim, head_dim**-0.5, causal,
                     )
                     if device.capability >= 80:

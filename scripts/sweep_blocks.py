@@ -223,8 +223,11 @@ def finish(
     except ImportError as error:
         say(f"no pictures: {error}")
         return 0
-    for picture in pictures.write(options.output, record):
-        say(f"drawn: {picture}")
+    try:
+        for picture in pictures.write(options.output, record):
+            say(f"drawn: {picture}")
+    except OSError as error:  # the table is there
+        say(f"no pictures: {error}")
     return 0
 
 

@@ -269,6 +269,19 @@ def test_a_broken_table_is_moved_aside(output, own_tables, capsys):
     assert len(tiles.read_table(own_tables / "sm_80.json")) == 2
 
 
+def test_pictures_that_cannot_be_written_spoil_no_table(
+    output, own_tables, capsys, monkeypatch
+):
+    assert sweep(output) == 0
+    (own_tables / "sm_80.json").unlink()
+    for picture in output.glob("*.png"):
+        picture.unlink()
+        picture.mkdir()
+    assert sweep(output, "--measured") == 0
+    assert "no pictures: " in capsys.readouterr().out
+    assert len(tiles.read_table(own_tables / "sm_80.json")) == 2
+
+
 def test_install_writes_into_the_package(
     output, own_tables, tmp_path, monkeypatch
 ):

@@ -13,6 +13,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import cupy  # noqa: E402
 import jax  # noqa: E402
+import jax.nn  # noqa: E402
+import jax.numpy  # noqa: E402
 
 from .cells import Cell  # noqa: E402
 from .peers import Absent  # noqa: E402
@@ -27,7 +29,7 @@ def find(name: str) -> Runner:
 
     def prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
         cupy.cuda.get_current_stream().synchronize()  # the inputs are there
-        q, k, v, dout = (jax.dlpack.from_dlpack(x) for x in inputs)
+        q, k, v, dout = (jax.numpy.from_dlpack(x) for x in inputs)
 
         def attend(q, k, v):
             return jax.nn.dot_product_attention(
