@@ -27,7 +27,7 @@ EXAMPLES = [
         on=Emulation("sm_90a", num_sms=2),
     ),
     Case(
-        "bfloat16", 1, 130, 450, head_dim=80, head_dim_v=128,
+        "bfloat16", 1, 130, 450, head_dim=96, head_dim_v=128,
         on=Emulation("sm_90a", forward_tile=Tile(128, 64, 12, num_stages=2)),
     ),
     Case(
