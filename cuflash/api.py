@@ -304,7 +304,8 @@ def _open(
             "for a driver of CUDA 12"
         ) from error
     return launch, {
-        name: _to_cupy(launch, name, given[name]) for name in given
+        name: x if type(x) is launch.Array else _to_cupy(launch, name, x)
+        for name, x in given.items()
     }
 
 

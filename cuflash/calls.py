@@ -52,6 +52,17 @@ class Machine(Protocol):
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """A new array in C order, aligned as CUDA's allocator does it."""
 
+    def rooms(self, sizes: tuple[int, ...]) -> tuple[Any, list[int]]:
+        """New memory for kernels alone, of so many bytes each.
+
+        Returns
+        -------
+        kept
+            What the memory lives as long as.
+        addresses : list of int
+            Where each begins; 0 of those without a byte.
+        """
+
     def address(self, array: Any, written: bool = False) -> int:
         """Where kernels find the first element; whether they write to it."""
 
@@ -111,6 +122,8 @@ class Recipe:
         What kernels cannot read, or write, in place; and as what they can.
     boxes : tuple of (int, Boxes)
         Which of the struct's pointers have a TensorMap too.
+    rooms : tuple of int
+        Bytes of what kernels need for themselves, in the struct's order.
     """
 
     decided: Plan
@@ -119,6 +132,7 @@ class Recipe:
     inputs: tuple[str, ...]
     copies: Mapping[str, Layout]
     boxes: tuple[tuple[int, Boxes], ...] = ()
+    rooms: tuple[int, ...] = ()
 
 
 _remembered = functools.lru_cache(maxsize=4096)
@@ -189,24 +203,16 @@ def backward(call: Call, machine: Machine) -> tuple[Any, Any, Any]:
         return dq, dk, dv
     target = machine.target
     recipe = _backward_recipe(call.signature, target, target.family)
-    decided = recipe.decided
-    delta = machine.empty(decided.row_elements or _lse_shape(p), p.lse_dtype)
-    sums = turns = None
-    if decided.sum_elements:
-        sums = machine.empty(decided.sum_elements, np.float32)
-    if decided.num_turns:
-        turns = machine.empty(decided.num_turns, np.int32)
-    rooms = {
-        name: _empty_like(recipe.copies[name], machine)
-        for name in ("dk", "dv")
+    written = [
+        _empty_like(recipe.copies[name], machine)
         if name in recipe.copies
-    }
-    _launch(recipe, call, machine, delta, sums, turns, dq,
-            rooms.get("dk", dk), rooms.get("dv", dv))  # fmt: skip
-    if "dk" in rooms:
-        dk[...] = rooms["dk"]
-    if "dv" in rooms:
-        dv[...] = rooms["dv"]
+        else gradient
+        for name, gradient in zip(_GRADIENTS, gradients, strict=True)
+    ]
+    _launch(recipe, call, machine, *written)
+    for gradient, room in zip(gradients, written, strict=True):
+        if room is not gradient:
+            gradient[...] = room
     return dq, dk, dv
 
 
@@ -218,9 +224,7 @@ def _backward_recipe(
     decided = plan(p, target.device(), family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
-    for name, shape in zip(
-        ("dq", "dk", "dv"), _gradient_shapes(p), strict=True
-    ):
+    for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
         given[name] = _new(shape, given["q"].dtype)
     taken = {x: _readable(given[x], by_tma) for x in ("dout", "q", "k", "v")}
     taken["out"] = _readable(given["out"])
@@ -247,9 +251,18 @@ def _backward_recipe(
         inputs=_BACKWARD_POINTERS[:6],
         copies=_changes(given, taken),
         boxes=tuple(boxes),
+        rooms=_rooms(p, decided),
     )
 
 
+def _rooms(p: Problem, decided: Plan) -> tuple[int, int, int]:
+    """Bytes of delta, dq_sum and turns."""
+    rows = decided.row_elements or math.prod(_lse_shape(p))
+    row_bytes = rows * np.dtype(p.lse_dtype).itemsize
+    return row_bytes, 4 * decided.sum_elements, 4 * decided.num_turns
+
+
+_GRADIENTS = ("dq", "dk", "dv")
 _BACKWARD_POINTERS = tuple(
     name
     for name in BackwardArguments.names
@@ -295,15 +308,22 @@ def _launch(
     recipe: Recipe, call: Call, machine: Machine, *written: Any
 ) -> None:
     """Run the kernels on a call's inputs, and on what they write to."""
-    read = [call.given[name] for name in recipe.inputs]
+    arrays = [call.given[name] for name in recipe.inputs]
     if recipe.copies:
-        read = [_copied(recipe, call, name, machine) for name in recipe.inputs]
-    addresses = [machine.address(x) for x in read]
+        arrays = [
+            _copied(recipe, call, name, machine) for name in recipe.inputs
+        ]
+    addresses = [machine.address(x) for x in arrays]
+    # Kept until the kernels are queued: then the next in the queue may have
+    # the memory.
+    kept, rooms = machine.rooms(recipe.rooms)
+    addresses += rooms
+    arrays += [None] * len(rooms)
     for array in written:
         addresses.append(
             0 if array is None else machine.address(array, written=True)
         )
-    arrays = (*read, *written)
+        arrays.append(array)
     maps = [machine.tensor_map(arrays[i], boxes) for i, boxes in recipe.boxes]
     template = recipe.template
     machine.launch(

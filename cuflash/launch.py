@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -19,10 +20,12 @@ from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, Plan, wanted_family
 from cuflash.problem import Call
 
+Array = cupy.ndarray
 
-def to_cupy(array: Any) -> cupy.ndarray:
+
+def to_cupy(array: Any) -> Array:
     """Any array on a CUDA device as CuPy's, sharing its memory."""
-    if isinstance(array, cupy.ndarray):
+    if isinstance(array, Array):
         return array
     if hasattr(array, "__dlpack__"):
         return cupy.from_dlpack(array)
@@ -86,6 +89,9 @@ def _encodable(boxes: Boxes) -> tuple[Any, ...]:
     )
 
 
+ROOM_ALIGNMENT = 256  # as that of whole allocations, in bytes
+
+
 class CupyMachine:
     """The CUDA device `index`, which is CuPy's current one."""
 
@@ -108,13 +114,24 @@ class CupyMachine:
             for x in decided.launches
         )  # fmt: skip
 
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> cupy.ndarray:
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return cupy.ndarray(shape, dtype)
 
-    def address(self, array: cupy.ndarray, written: bool = False) -> int:
+    def rooms(self, sizes: tuple[int, ...]) -> tuple[Any, list[int]]:
+        # One allocation: an array of CuPy's takes as long as a launch.
+        if not sizes:
+            return None, []
+        memory = cupy.cuda.alloc(sum(sizes) + ROOM_ALIGNMENT * len(sizes))
+        address, addresses = memory.ptr, []
+        for size in sizes:
+            addresses.append(address if size else 0)
+            address += -(-size // ROOM_ALIGNMENT) * ROOM_ALIGNMENT
+        return memory, addresses
+
+    def address(self, array: Array, written: bool = False) -> int:
         return array.data.ptr
 
-    def tensor_map(self, array: cupy.ndarray, boxes: Boxes) -> bytes:
+    def tensor_map(self, array: Array, boxes: Boxes) -> bytes:
         return _tensor_map(boxes, array.data.ptr)
 
     def launch(
@@ -140,17 +157,23 @@ _machine = functools.cache(CupyMachine)
 
 def forward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray | None]:
     """Run a forward call: out in full rank and, if wanted, lse."""
-    with call.given["q"].device as current:
-        return calls.forward(call, _machine(current.id))
+    return _run(calls.forward, call, call.given["q"])
 
 
 def backward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
     """Run a backward call: dq, dk, dv in full rank."""
-    with call.given["q"].device as current:
-        return calls.backward(call, _machine(current.id))
+    return _run(calls.backward, call, call.given["q"])
 
 
 def merge_states(call: Call) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Run a merge_states call: out and lse in full rank."""
-    with call.given["out_a"].device as current:
-        return calls.merge_states(call, _machine(current.id))
+    return _run(calls.merge_states, call, call.given["out_a"])
+
+
+def _run(steps: Callable[..., Any], call: Call, first: Array) -> Any:
+    """Run a call on the device that its first array is on."""
+    index = first.data.device_id
+    if index == cupy.cuda.runtime.getDevice():  # as a rule; saves 1 us
+        return steps(call, _machine(index))
+    with cupy.cuda.Device(index):
+        return steps(call, _machine(index))

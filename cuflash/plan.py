@@ -734,7 +734,9 @@ def _backward_wgmma_shared(problem: Problem, tile: Tile) -> int:
     ds = 2 * _tile_bytes(tile.block_k, tile.block_q)
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
-    if _is_wide(tile):
+    if not _is_wide(tile):
+        barriers += 2 * 2  # ds
+    else:
         ds *= tile.num_stages  # and p; dq leaves from registers
         dq = 0
         barriers += 2 * tile.num_stages

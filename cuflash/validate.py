@@ -170,9 +170,12 @@ def _check_one_device(seen: tuple[tuple, ...]) -> None:
             )
 
 
-def _device_id(array: Any) -> int | None:
-    """CuPy arrays carry ``.device.id``; NumPy arrays have no such thing."""
-    return getattr(getattr(array, "device", None), "id", None)
+def _offset_and_device(array: Any) -> tuple[int, int | None]:
+    """Bytes past a multiple of `ALIGNMENT`; the CUDA device's number."""
+    if isinstance(array, np.ndarray):
+        return _address(array) % ALIGNMENT, None
+    memory = array.data  # CuPy's: quicker to ask than the array
+    return memory.ptr % ALIGNMENT, memory.device_id
 
 
 # The three calls ---------------------------------------------------------
@@ -248,10 +251,9 @@ def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
     That is (name, shape, strides, dtype, offset, device).
     """
     return tuple([
-        (name, x.shape, x.strides, x.dtype, _address(x) % ALIGNMENT,
-         _device_id(x))
+        (name, x.shape, x.strides, x.dtype, *_offset_and_device(x))
         for name, x in arrays.items()
-    ])  # fmt: skip
+    ])
 
 
 # Shapes and dtypes -------------------------------------------------------

@@ -38,6 +38,7 @@ def forward_without_lse(call):
 @pytest.fixture
 def launch(monkeypatch):
     fake = SimpleNamespace(
+        Array=None,
         to_cupy=lambda tensor: tensor.array,
         forward=forward_without_lse,
         backward=cpu.backward,

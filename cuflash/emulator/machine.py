@@ -126,6 +126,11 @@ class Machine:
         skip = -memory.pointer(room) % ALIGNMENT
         return room[skip : skip + nbytes].view(dtype).reshape(shape)
 
+    def rooms(self, sizes: tuple[int, ...]) -> tuple[Any, list[int]]:
+        """An array each, as kernels may not go past the end of one."""
+        arrays = [self.empty(size, np.uint8) for size in sizes]
+        return arrays, [self.address(x, written=True) for x in arrays]
+
     def address(self, array: np.ndarray, written: bool = False) -> int:
         if array.size == 0:
             return 0

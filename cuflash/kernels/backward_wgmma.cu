@@ -16,6 +16,12 @@
 //     tensor cores   S  dP    dV     dQ dK   S' dP' ...
 //     warps             P     dS        dQ out   P'
 //
+// With 128 queries a step, exponentials take as long as two products. dQ then LAGS a step behind
+// and follows dV, so that they have company, and a warpgroup may be half a step ahead of the other:
+//
+//     tensor cores   S  dP    dV dQ-  dK     S' dP' ...
+//     warps             P     dS      dQ- out   P'
+//
 // Grid: as many blocks as multiprocessors, or as key tiles if those are fewer. Tiles are numbered
 // by scheduler.cuh, the first keys first: if CAUSAL, most queries see those. A block takes the tile
 // of its own number, then whichever is next when it is done (a counter in global memory).
@@ -31,7 +37,8 @@
 //
 // Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
 // tile's bytes. *_empty, back: an arrival of every math warp. work_full, from the thread that loads
-// Q to all others; work_empty, back: an arrival of each warp. Named ones: below.
+// Q to all others; work_empty, back: an arrival of each warp. ds_full, ds_empty: among the math
+// warps, an arrival of each. Named ones: below.
 //
 // A NaN or an infinity may reach rows that do not see it, as 0 * NaN, where the mask cuts a tile.
 // Key tiles with such rows of dK or dV are noted, for backward_dq.cu to compute these once more.
@@ -43,6 +50,7 @@ constexpr int ALL_THREADS = WARPGROUP + MATH_THREADS;
 constexpr int DK_COUNT = HEAD_DIM / 2, DV_COUNT = HEAD_DIM_V / 2;
 constexpr int DQ_COUNT = QueryGrid::N_TILES * 4;
 constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / MATH_WARPGROUPS;
+constexpr bool LAGS = BLOCK_Q > 64;                         // dQ is that of the step before
 
 static_assert(TURNS == 0 || TURNS == MATH_WARPGROUPS, "each warpgroup adds a part of dQ");
 static_assert(MATH_THREADS == THREADS, "the plan's warps are those that compute");
@@ -61,6 +69,7 @@ struct SharedPlan {
     alignas(1024) unsigned char dq_then_out[MATH_WARPGROUPS][DQ_PART_BYTES];
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
+    u64 ds_full[2], ds_empty[2];
     u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
     TileOfHead work[WORKS];                                 // key tiles; none after -1
 };
@@ -68,7 +77,7 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 
 // Barrier 0 is __syncthreads. Of warpgroup g: DQ_FULL + g, its part of dQ is written; DQ_EMPTY + g,
 // it has been read; OWN + g, its warps meet.
-constexpr int DS_WRITTEN = 1, DQ_FULL = 2, DQ_EMPTY = 4, OWN = 6, DQ_THREADS = WARPGROUP + 32;
+constexpr int DQ_FULL = 2, DQ_EMPTY = 4, OWN = 6, DQ_THREADS = WARPGROUP + 32;
 
 // ---- The warps that add to dQ, one for each math warpgroup ----
 
@@ -143,11 +152,13 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
     const u32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
     const u32 dout_full = shared_address(&shared.dout_full);
     const u32 dout_empty = shared_address(&shared.dout_empty);
+    const u32 ds_full = shared_address(&shared.ds_full);
+    const u32 ds_empty = shared_address(&shared.ds_empty);
 
     float dk[DK_COUNT], dv[DV_COUNT];
     u32 ds[S_COUNT / 2];                                    // read until the next step
     Ring<STAGES> ring;
-    int ds_place = 0;
+    Ring<2> place;                                          // of dS^T
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
         const int k_tile = shared.work[count.place()].tile;
@@ -159,11 +170,43 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
         wait(shared_address(&shared.k_full), count.kv_parity());
         wait(shared_address(&shared.v_full), count.kv_parity());
         bool started = false;                               // dk and dv hold something
+        bool sent = false;                                  // a part of dQ
+
+        const auto issue_dq = [&](float (&dq)[DQ_COUNT], u32 ds_tile) {
+            const u32 own_rows = opaque(group_rows), own_panel = own_rows * (BLOCK_K / 64);
+            keep_here(dq);
+            wgmma_fence();
+            multiply_columns<Element, BLOCK_K>(
+                dq, descriptor(ds_tile + (BY_ROWS ? own_panel : 0), 0),
+                descriptor(shared_address(&shared.k) + (BY_ROWS ? 0 : own_panel), PANEL_BYTES));
+            wgmma_commit();
+        };
+        // Of the step before. At a tile's first step there is none, and the product is one of what
+        // lies there, for nothing: round a branch the compiler runs out of registers.
+        const auto issue_last_dq = [&](float (&dq)[DQ_COUNT]) {
+            const u32 parity = place.stage == 0 ? place.parity ^ 1 : place.parity;
+            if (started) wait(ds_full + 8 * place.previous(), parity);
+            issue_dq(dq, started ? shared_address(&shared.ds[place.previous()])
+                                 : shared_address(&shared.k));
+        };
+        const auto send_dq = [&](const float (&dq)[DQ_COUNT]) {
+            // The first time the place is the warpgroup's own: dK and dV have left.
+            barrier_sync((sent ? DQ_EMPTY : OWN) + group, sent ? DQ_THREADS : WARPGROUP);
+            const u32 dq_of_thread =
+                shared_address(&shared.dq_then_out) + dq_sum_first(opaque(math_thread)) * 4;
+            #pragma unroll
+            for (int n = 0; n < DQ_COUNT / 4; ++n)
+                store_shared_16(dq_of_thread + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
+                                dq[n * 4 + 2], dq[n * 4 + 3]);
+            fence_async_proxy();
+            barrier_arrive(DQ_FULL + group, DQ_THREADS);
+            sent = true;
+        };
 
         const auto step = [&] {
             const QueryRows& rows = shared.rows[ring.stage];
             // Opaque: what follows from these, kept across the loop, would fill the registers.
-            const u32 own_rows = opaque(group_rows), own_panel = own_rows * (BLOCK_K / 64);
+            const u32 own_rows = opaque(group_rows);
             const int thread = opaque(math_thread), lane = thread % 32;
             const int first_column = lane % 4 * 2;          // of a score fragment
             const u64 k_rows = descriptor(shared_address(&shared.k) + own_rows, 0);
@@ -201,44 +244,37 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
             wgmma_fence();
             multiply<Element, BLOCK_Q>(dv, p, dout, started);
             wgmma_commit();
-            wgmma_wait<1>();                                // dP
+            if (LAGS) issue_last_dq(dq);
+            wgmma_wait<LAGS ? 2 : 1>();                     // dP
             keep_here(dp);
 
             score_gradients(dp, s, p, rows, first_column);
             if (masked) apply_mask(dp, first_query, q_start + first_column, shape.seqlen_q);
             pack_pairs<Element>(ds, dp);
-            const u32 ds_tile = shared_address(&shared.ds[ds_place]);
+            if (LAGS) wait(ds_empty + 8 * place.stage, place.parity ^ 1);
+            const u32 ds_tile = shared_address(&shared.ds[place.stage]);
             store_rows<BLOCK_K>(ds_tile, thread / 32 * 16, lane, ds);
             fence_async_proxy();
-            barrier_sync(DS_WRITTEN, MATH_THREADS);
+            __syncwarp();
+            mbarrier_arrive_if(lane == 0, ds_full + 8 * place.stage);
 
-            keep_here(dq);
+            if (!LAGS) {
+                wait(ds_full + 8 * place.stage, place.parity);
+                issue_dq(dq, ds_tile);
+            }
             keep_here(dk);
             wgmma_fence();
-            multiply_columns<Element, BLOCK_K>(
-                dq, descriptor(ds_tile + (BY_ROWS ? own_panel : 0), 0),
-                descriptor(shared_address(&shared.k) + (BY_ROWS ? 0 : own_panel), PANEL_BYTES));
-            wgmma_commit();
             multiply<Element, BLOCK_Q>(dk, ds, q, started);
             wgmma_commit();
             wgmma_wait<1>();                                // dV, dQ
             keep_here(dv);
             keep_here(dq);
             mbarrier_arrive_if(lane == 0, dout_empty + 8 * ring.stage);
-
-            // At a tile's first step the place is the warpgroup's own: dK and dV have left.
-            barrier_sync((started ? DQ_EMPTY : OWN) + group, started ? DQ_THREADS : WARPGROUP);
-            const u32 dq_of_thread =
-                shared_address(&shared.dq_then_out) + dq_sum_first(thread) * 4;
-            #pragma unroll
-            for (int n = 0; n < DQ_COUNT / 4; ++n)
-                store_shared_16(dq_of_thread + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
-                                dq[n * 4 + 2], dq[n * 4 + 3]);
-            fence_async_proxy();
-            barrier_arrive(DQ_FULL + group, DQ_THREADS);
+            if (LAGS) mbarrier_arrive_if(started && lane == 0, ds_empty + 8 * place.previous());
+            if (!LAGS || started) send_dq(dq);
 
             started = true;
-            ds_place ^= 1;
+            place.next();
             ring.next();
         };
 
@@ -246,6 +282,14 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
 
         wgmma_wait<0>();
         keep_here(dk);
+        if (LAGS) {
+            float dq[DQ_COUNT];
+            issue_last_dq(dq);
+            wgmma_wait<0>();
+            keep_here(dq);
+            mbarrier_arrive_if(threadIdx.x % 32 == 0, ds_empty + 8 * place.previous());
+            send_dq(dq);
+        }
         count.tiles = opaque(count.tiles);
         const int lane = threadIdx.x % 32;
         const TileOfHead where = shared.work[count.place()];
@@ -280,6 +324,10 @@ backward_wgmma(const __grid_constant__ BackwardWgmmaArguments arguments) {
             mbarrier_init(shared_address(&shared.q_empty[i]), MATH_WARPS);
             mbarrier_init(shared_address(&shared.dout_full[i]), 1);
             mbarrier_init(shared_address(&shared.dout_empty[i]), MATH_WARPS);
+        }
+        for (int i = 0; i < 2; ++i) {
+            mbarrier_init(shared_address(&shared.ds_full[i]), MATH_WARPS);
+            mbarrier_init(shared_address(&shared.ds_empty[i]), MATH_WARPS);
         }
         mbarrier_init(shared_address(&shared.k_full), 1);
         mbarrier_init(shared_address(&shared.v_full), 1);

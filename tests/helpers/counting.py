@@ -27,6 +27,10 @@ class Counting:
         self.nbytes += array.nbytes
         return array
 
+    def rooms(self, sizes):
+        arrays = [self.empty(size, np.uint8) for size in sizes]
+        return arrays, [self.address(x) for x in arrays]
+
     def address(self, array, written=False):
         return array.__array_interface__["data"][0]
 
