@@ -215,8 +215,8 @@ def backward(
         block_k=block_k,
         deterministic=deterministic,
     )
-    dq, dk, dv = (_strip(x, call.rank) for x in backend.backward(call))
-    return dq, dk, dv
+    dq, dk, dv = backend.backward(call)
+    return _strip(dq, call.rank), _strip(dk, call.rank), _strip(dv, call.rank)
 
 
 def merge_states(

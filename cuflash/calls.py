@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,8 +66,9 @@ class Machine(Protocol):
     def address(self, array: Any, written: bool = False) -> int:
         """Where kernels find the first element; whether they write to it."""
 
-    def tensor_map(self, array: Any, boxes: Boxes) -> bytes:
-        """A TensorMap of an array whose layout the boxes were made for."""
+    @staticmethod
+    def tensor_map(address: int, boxes: Boxes) -> bytes:
+        """A TensorMap of the array there that the boxes were made for."""
 
     def launch(self, loaded: Any, kind: np.dtype, arguments: bytes) -> None:
         """Run loaded kernels, in order, with one argument struct."""
@@ -203,12 +204,14 @@ def backward(call: Call, machine: Machine) -> tuple[Any, Any, Any]:
         return dq, dk, dv
     target = machine.target
     recipe = _backward_recipe(call.signature, target, target.family)
-    written = [
-        _empty_like(recipe.copies[name], machine)
-        if name in recipe.copies
-        else gradient
-        for name, gradient in zip(_GRADIENTS, gradients, strict=True)
-    ]
+    written = gradients
+    if recipe.copies:
+        written = [
+            _empty_like(recipe.copies[name], machine)
+            if name in recipe.copies
+            else gradient
+            for name, gradient in zip(_GRADIENTS, gradients, strict=True)
+        ]
     _launch(recipe, call, machine, *written)
     for gradient, room in zip(gradients, written, strict=True):
         if room is not gradient:
@@ -313,22 +316,27 @@ def _launch(
         arrays = [
             _copied(recipe, call, name, machine) for name in recipe.inputs
         ]
-    addresses = [machine.address(x) for x in arrays]
     # Kept until the kernels are queued: then the next in the queue may have
     # the memory.
     kept, rooms = machine.rooms(recipe.rooms)
-    addresses += rooms
-    arrays += [None] * len(rooms)
-    for array in written:
-        addresses.append(
-            0 if array is None else machine.address(array, written=True)
-        )
-        arrays.append(array)
-    maps = [machine.tensor_map(arrays[i], boxes) for i, boxes in recipe.boxes]
-    template = recipe.template
-    machine.launch(
-        recipe.loaded, template.kind, template.fill(maps, addresses)
+    addresses = (
+        *[machine.address(x) for x in arrays],
+        *rooms,
+        *[0 if x is None else machine.address(x, True) for x in written],
     )
+    arguments = _arguments(recipe, machine.tensor_map, addresses)
+    machine.launch(recipe.loaded, recipe.template.kind, arguments)
+
+
+# Addresses repeat: results come from a pool, weights stay where they are.
+@_remembered
+def _arguments(
+    recipe: Recipe,
+    tensor_map: Callable[[int, Boxes], bytes],
+    addresses: tuple[int, ...],
+) -> bytes:
+    maps = [tensor_map(addresses[i], boxes) for i, boxes in recipe.boxes]
+    return recipe.template.fill(maps, addresses)
 
 
 def _copied(recipe: Recipe, call: Call, name: str, machine: Machine) -> Any:

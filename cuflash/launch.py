@@ -51,9 +51,8 @@ def device(index: int) -> Device:
     )
 
 
-# Addresses repeat: results come from a pool, weights stay where they are.
 @functools.lru_cache(maxsize=8192)
-def _tensor_map(boxes: Boxes, pointer: int) -> bytes:
+def _tensor_map(address: int, boxes: Boxes) -> bytes:
     """A CUtensorMap of (head_dim, token, head, batch), 128-byte swizzled."""
     from cuda.bindings import driver
 
@@ -61,7 +60,7 @@ def _tensor_map(boxes: Boxes, pointer: int) -> bytes:
     error, encoded = driver.cuTensorMapEncodeTiled(
         kind,
         4,
-        pointer,
+        address,
         *sizes,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -98,10 +97,7 @@ class CupyMachine:
     def __init__(self, index: int) -> None:
         self.index = index
         self.target = self  # it keeps nothing of a call
-
-    @property
-    def family(self) -> Family | None:
-        return wanted_family()
+        self.family: Family | None = wanted_family()
 
     def device(self) -> Device:
         return device(self.index)
@@ -131,8 +127,7 @@ class CupyMachine:
     def address(self, array: Array, written: bool = False) -> int:
         return array.data.ptr
 
-    def tensor_map(self, array: Array, boxes: Boxes) -> bytes:
-        return _tensor_map(boxes, array.data.ptr)
+    tensor_map = staticmethod(_tensor_map)
 
     def launch(
         self,

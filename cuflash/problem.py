@@ -90,7 +90,7 @@ class Signature:
     return_lse: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: that takes twice as long to make
 class Call:
     """A signature and the arrays, all on one device.
 

@@ -141,11 +141,12 @@ class Machine:
         placed.written |= written
         return placed.address + placed.start
 
-    def tensor_map(self, array: np.ndarray, boxes: Boxes) -> bytes:
+    @staticmethod
+    def tensor_map(address: int, boxes: Boxes) -> bytes:
         """As engine.h's TensorMap has it."""
         batch, tokens, heads, columns = boxes.shape
         return np.array([
-            self.address(array), columns, tokens, heads, batch,
+            address, columns, tokens, heads, batch,
             *boxes.strides, 64 | boxes.rows << 32, 1 | 1 << 32, *[0] * 6,
         ], np.uint64).tobytes()  # fmt: skip
 
@@ -154,9 +155,11 @@ class Machine:
         if isinstance(value, np.ndarray):
             return np.uint64(self.address(value, value.flags.writeable))
         if isinstance(value, BoxesOf):
-            self.address(value.array, value.array.flags.writeable)
+            address = self.address(
+                value.array, value.array.flags.writeable
+            )
             boxes = Boxes.of(value.array, value.rows)
-            encoded = self.tensor_map(value.array, boxes)
+            encoded = self.tensor_map(address, boxes)
             return np.frombuffer(encoded, TensorMap)[0]
         if isinstance(value, np.generic):
             return value

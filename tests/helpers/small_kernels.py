@@ -120,7 +120,7 @@ def _run_on_gpu(kernel, blocks, arguments):
         if isinstance(value, BoxesOf):
             placed[name] = gpu.place(value.array), value.array
             boxes = Boxes.of(value.array, value.rows)
-            encoded = machine.tensor_map(placed[name][0], boxes)
+            encoded = machine.tensor_map(placed[name][0].data.ptr, boxes)
             values[name] = np.frombuffer(encoded, TensorMap)[0]
         elif isinstance(value, np.ndarray):
             placed[name] = gpu.place(value), value
