@@ -170,7 +170,7 @@ def _forward_recipe(
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
     given.setdefault("out", _new(_out_shape(p), given["q"].dtype))
-    taken = {x: _readable(given[x], by_tma) for x in "qkv"}
+    taken = {x: _readable(given[x], decided.family) for x in "qkv"}
     taken["out"] = _writable(given["out"], by_tma)
     constants = {**_strides(taken), **_common(p, decided)}
     boxes = ()
@@ -229,8 +229,12 @@ def _backward_recipe(
     given = dict(signature.layouts)
     for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
         given[name] = _new(shape, given["q"].dtype)
-    taken = {x: _readable(given[x], by_tma) for x in ("dout", "q", "k", "v")}
-    taken["out"] = _readable(given["out"])
+    taken = {
+        x: _readable(given[x], decided.family) for x in ("dout", "q", "k", "v")
+    }
+    # No TensorMap is made of out.
+    rows_by = "mma" if by_tma else decided.family
+    taken["out"] = _readable(given["out"], rows_by)
     taken["lse"] = _contiguous(given["lse"])
     taken["dq"] = given["dq"]
     for name in ("dk", "dv"):
@@ -399,12 +403,11 @@ def _strides(layouts: Mapping[str, Layout]) -> dict[str, tuple[int, ...]]:
 # ---- Layouts: what kernels can take in place ----
 
 
-def _readable(given: Layout, by_tma: bool = False) -> Layout:
+def _readable(given: Layout, family: Family) -> Layout:
     """The layout, or that of a copy with aligned rows where it has none."""
-    # Rows of 16-bit elements are read 16 bytes at a time.
-    itemsize = given.dtype.itemsize
-    alignment = 16 if itemsize == 2 else itemsize
-    if _in_place(given, alignment, by_tma):
+    # All but the plain kernels read rows 16 bytes at a time.
+    alignment = given.dtype.itemsize if family == "simt" else 16
+    if _in_place(given, alignment, by_tma=family == "wgmma"):
         return given
     return _aligned_rows(given)
 

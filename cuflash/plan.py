@@ -19,7 +19,7 @@ from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-Family = Literal["wgmma", "mma", "simt"]
+Family = Literal["wgmma", "mma", "fma", "simt"]
 
 # ---- What a plan is made for, and of ----
 
@@ -166,7 +166,8 @@ class Plan:
     problem : Problem
     family : str
         ``"wgmma"`` (16-bit types, Hopper's warpgroups), ``"mma"`` (16-bit
-        types, any tensor cores) or ``"simt"``.
+        types, any tensor cores), ``"fma"`` (float32) or ``"simt"``
+        (float32 and float64, anywhere).
     tile : Tile or None
         None for "merge", which has no tiles.
     launches : tuple of Launch
@@ -281,6 +282,8 @@ def family_of(
             )
         )
     if not sixteen_bits:
+        if wanted != "simt" and _fma_runs(problem, device):
+            return "fma"
         return "simt"
     if wanted != "mma" and _wgmma_runs(problem, device):
         return "wgmma"
@@ -844,6 +847,171 @@ def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
+# ---- float32 by fused multiply-adds on register tiles ----
+
+# kernels/fma.cuh: a warp's lanes over a product; floats added to rows.
+_LANE_ROWS, _LANE_COLUMNS = 4, 8
+_TILE_PAD, _WEIGHTS_PAD = 4, 8
+# What a thread's sums and one operand's fragments may fill of its 255.
+_FMA_REGISTERS = 200
+
+
+def _fma_head_dims(problem: Problem) -> tuple[int, int]:
+    """Rounded up to steps that every lane, and two warps, can share."""
+    return tuple(
+        _round_up(d, 32 if d <= 128 else 64)
+        for d in (problem.head_dim, problem.head_dim_v)
+    )
+
+
+def _fma_runs(problem: Problem, device: Device) -> bool:
+    """float32, cp.async, and room for a tile of such head dimensions."""
+    return (
+        problem.dtype == "float32"
+        and device.capability >= 80
+        and any(legal_tiles(problem, device, "fma"))
+    )
+
+
+def _weight_keys(tile: Tile) -> int:
+    """Columns of P that a warp's lanes exchange at a time."""
+    return 32 if tile.block_k % 64 == 0 else 16
+
+
+def _forward_fma_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _fma_head_dims(problem)
+    return 4 * (
+        (tile.block_q + tile.block_k) * (d + _TILE_PAD)
+        + tile.block_k * (dv + _TILE_PAD)
+        + tile.block_q * (_weight_keys(tile) + _WEIGHTS_PAD)
+    )
+
+
+def _forward_fma_fits(problem: Problem, tile: Tile) -> bool:
+    _, dv = _fma_head_dims(problem)
+    if tile.block_q % (tile.num_warps * _LANE_ROWS):
+        return False
+    rows = tile.block_q // tile.num_warps // _LANE_ROWS
+    columns = (tile.block_k + dv) // _LANE_COLUMNS
+    return rows <= 8 and rows * (columns + 4) <= _FMA_REGISTERS
+
+
+def _forward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _fma_head_dims(problem)
+    shared = _forward_fma_shared(problem, tile)
+    kernel = KernelPlan(
+        file="forward_fma.cu",
+        entry="forward_fma",
+        constants=(
+            ("Element", _element(problem)),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("NEGATE_SCORES", problem.scale < 0),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("WEIGHT_KEYS", _weight_keys(tile)),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    pairs = problem.batch * problem.num_heads_q
+    shared_by_head = problem.seqlen_k * (d + dv) * 4 // problem.group_size
+    return Plan(
+        problem,
+        "fma",
+        tile,
+        (Launch(kernel, num_tiles * pairs),),
+        heads_per_section=_heads_per_section(
+            problem, device, problem.num_heads_q, shared_by_head
+        ),
+    )
+
+
+def _backward_fma_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _fma_head_dims(problem)
+    return 4 * (
+        (tile.block_q + tile.block_k) * (d + dv + 2 * _TILE_PAD)
+        + tile.block_q * (tile.block_k + _WEIGHTS_PAD)
+        + 2 * tile.block_q  # lse and delta
+    )
+
+
+def _backward_fma_fits(problem: Problem, tile: Tile) -> bool:
+    d, dv = _fma_head_dims(problem)
+    across = tile.num_warps // tile.score_warps_q
+    gradient_across = tile.num_warps // tile.gradient_warps_k
+    shares = (
+        tile.block_q % (tile.score_warps_q * _LANE_ROWS),
+        tile.block_k % (across * _LANE_COLUMNS),
+        d % (across * 32),
+        tile.block_k % (tile.gradient_warps_k * 16),
+        d % (gradient_across * 32),
+        dv % (gradient_across * 32),
+    )
+    if any(shares):
+        return False
+    threads = tile.num_warps * 32
+    kept = tile.block_k * (d + dv) // threads
+    scores = 2 * tile.block_q * tile.block_k // threads
+    dq = tile.block_q * d // threads
+    rows = tile.block_q // tile.score_warps_q // _LANE_ROWS
+    return kept + max(scores, dq) + 4 * rows <= _FMA_REGISTERS
+
+
+def _backward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _fma_head_dims(problem)
+    shared = _backward_fma_shared(problem, tile)
+    main = KernelPlan(
+        file="backward_fma.cu",
+        entry="backward_fma",
+        constants=(
+            ("Element", _element(problem)),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("DETERMINISTIC", problem.deterministic),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("SCORE_WARPS_Q", tile.score_warps_q),
+            ("GRADIENT_WARPS_K", tile.gradient_warps_k),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
+    shared_by_head = (
+        problem.group_size * problem.seqlen_q * 4 * (2 * d + dv)
+    )  # q, dq and dout
+    return Plan(
+        problem,
+        "fma",
+        tile,
+        (
+            _delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
+            Launch(main, k_tiles * problem.batch * problem.num_heads_kv),
+        ),
+        heads_per_section=_heads_per_section(
+            problem, device, problem.num_heads_kv, shared_by_head
+        ),
+        num_turns=(
+            q_tiles * problem.batch * problem.num_heads_q
+            if problem.deterministic
+            else 0
+        ),
+    )
+
+
 # ---- float32 and float64, plainly ----
 
 
@@ -975,7 +1143,9 @@ def _num_rows(problem: Problem) -> int:
     return problem.batch * problem.seqlen_q * problem.num_heads_q
 
 
-def _delta_launch(problem: Problem, block_q: int, dq_columns: int) -> Launch:
+def _delta_launch(
+    problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
+) -> Launch:
     """rowsum(dO * O), and zeroes for what the main kernel adds to."""
     in_chunk = 1 if problem.dtype in ("float32", "float64") else 8
     chunks = _ceil_div(problem.head_dim_v, in_chunk)
@@ -989,6 +1159,7 @@ def _delta_launch(problem: Problem, block_q: int, dq_columns: int) -> Launch:
             ("LANES", lanes),
             ("BLOCK_Q", block_q),
             ("DQ_COLUMNS", dq_columns),
+            ("ADDS_TO_DQ", adds_to_dq),
         ),
         threads=_ROW_THREADS,
         shared_bytes=0,
@@ -1017,7 +1188,9 @@ _PLANNERS = {
     ("wgmma", "backward"): _backward_wgmma,
     ("mma", "forward"): _forward_mma,
     ("mma", "backward"): _backward_mma,
+    ("fma", "forward"): _forward_fma,
     ("simt", "forward"): _forward_simt,
+    ("fma", "backward"): _backward_fma,
     ("simt", "backward"): _backward_simt,
 }
 _SHARED = {
@@ -1025,7 +1198,9 @@ _SHARED = {
     ("wgmma", "backward"): _backward_wgmma_shared,
     ("mma", "forward"): _forward_mma_shared,
     ("mma", "backward"): _backward_mma_shared,
+    ("fma", "forward"): _forward_fma_shared,
     ("simt", "forward"): _forward_simt_shared,
+    ("fma", "backward"): _backward_fma_shared,
     ("simt", "backward"): _backward_simt_shared,
 }
 _REGISTERS = {
@@ -1033,7 +1208,9 @@ _REGISTERS = {
     ("wgmma", "backward"): _backward_wgmma_fits,
     ("mma", "forward"): _forward_mma_fits,
     ("mma", "backward"): _backward_mma_fits,
+    ("fma", "forward"): _forward_fma_fits,
     ("simt", "forward"): _simt_fits,
+    ("fma", "backward"): _backward_fma_fits,
     ("simt", "backward"): _simt_fits,
 }
 

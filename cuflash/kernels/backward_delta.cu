@@ -1,32 +1,38 @@
 // Before the backward kernels: delta = rowsum(dO * O) (FlashAttention-2, arXiv:2307.08691, Alg. 2,
-// line 4), in float, or in double for double elements. It also zeroes what backward_mma.cu adds to:
-// the sums of dQ (DQ_COLUMNS floats a row of every query tile) and, if wanted, the turns.
+// line 4), in float, or in double for double elements. It also zeroes what the main kernel adds to:
+// sums of dQ (DQ_COLUMNS floats a row of every query tile) or dQ itself and, if wanted, the turns.
 //
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of up to 16 bytes.
 // Grid: blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as in a contiguous array:
 //     row = (batch * seqlen_q + query) * num_heads_q + head
-// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums). No shared memory.
+// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums), ADDS_TO_DQ. No shared
+// memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "row_sums.cuh"
 
-// Zeroes the grid's share of what backward_mma.cu adds to.
+// Zeroes the grid's share of what the main kernel adds to. dQ is contiguous, as a new array.
 inline void clear_sums(const BackwardArguments& arguments) {
     const Shape& shape = arguments.shape;
     const i64 num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    const i64 tiles = num_q_tiles * shape.batch * shape.num_heads_q;
+    const i64 heads = i64(shape.batch) * shape.num_heads_q, tiles = num_q_tiles * heads;
     const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
     const i64 threads = i64(gridDim.x) * NUM_THREADS;
-    float4* sums = static_cast<float4*>(arguments.dq_sum);
-    for (i64 i = thread; i < tiles * (BLOCK_Q * DQ_COLUMNS / 4); i += threads)
-        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if constexpr (ADDS_TO_DQ) {
+        Element* dq = static_cast<Element*>(arguments.dq);
+        for (i64 i = thread; i < heads * shape.seqlen_q * shape.head_dim; i += threads) dq[i] = {};
+    } else {
+        float4* sums = static_cast<float4*>(arguments.dq_sum);
+        for (i64 i = thread; i < tiles * (BLOCK_Q * DQ_COLUMNS / 4); i += threads)
+            sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
     if (arguments.turns == nullptr) return;
     for (i64 i = thread; i < tiles; i += threads) static_cast<int*>(arguments.turns)[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_delta(const __grid_constant__ BackwardArguments arguments) {
-    if constexpr (DQ_COLUMNS > 0) clear_sums(arguments);
+    if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(arguments);
 
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % LANES;

@@ -1,0 +1,295 @@
+// Backward attention for float, in full precision: dQ, dK and dV by fused multiply-adds on register
+// tiles.
+//
+//     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = scale P (dP - delta)
+//     dV = P^T dO,  dK = dS^T Q,  dQ = dS K
+//
+// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as backward_mma.cu: one block computes BLOCK_K keys
+// of one key head. It walks the query tiles that see them, of every query head of the group, and
+// keeps dK and dV in registers. Its share of dQ it adds to dQ in global memory, which
+// backward_delta.cu has cleared; delta = rowsum(dO * O) comes from there too.
+//
+// Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), the first tiles
+// first: if CAUSAL, most queries see those.
+// Block: NUM_WARPS warps, SCORE_WARPS_Q of them along the queries of S, dP and dQ,
+// GRADIENT_WARPS_K along the keys of dK and dV; fma.cuh says which lane has which numbers.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
+// BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
+// multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
+// their key tiles.
+// Shared memory, in floats:
+//     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
+//     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
+//     weights  BLOCK_Q * (BLOCK_K + 8)         P, then dS
+//     lse, delta  BLOCK_Q each
+// The next dO is under way while dQ and dK are computed, and the next Q while dP is: six barriers a
+// step.
+//
+// Bad at: few keys with many queries (one block a key tile); head_dim above 128, where little fits
+// into shared memory.
+#include "fma.cuh"
+#include "mask.cuh"
+#include "scheduler.cuh"
+
+struct SharedPlan {
+    Tile<BLOCK_K, HEAD_DIM> k;
+    Tile<BLOCK_K, HEAD_DIM_V> v;
+    Tile<BLOCK_Q, HEAD_DIM> q;
+    Tile<BLOCK_Q, HEAD_DIM_V> dout;
+    WeightTile<BLOCK_Q, BLOCK_K> weights;
+    float lse[BLOCK_Q], delta[BLOCK_Q];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// How the warps share a ROWS x COLUMNS product, WARPS_DOWN of them along the rows.
+template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
+    static constexpr int WARPS_ACROSS = NUM_WARPS / WARPS_DOWN;
+    static constexpr int WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
+    static_assert(ROWS % (WARPS_DOWN * LANE_ROWS) == 0, "every lane has as many rows");
+    static_assert(COLUMNS % (WARPS_ACROSS * LANE_COLUMNS) == 0, "every lane has as many columns");
+    using Sums = float[WARP_ROWS / LANE_ROWS][WARP_COLUMNS / LANE_COLUMNS];
+    static __device__ __forceinline__ int first_row() {
+        return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS;
+    }
+    static __device__ __forceinline__ int first_column() {
+        return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS;
+    }
+};
+
+using ScoreGrid = WarpGrid<BLOCK_Q, BLOCK_K, SCORE_WARPS_Q>;            // S, dP
+using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;           // dQ
+using KeyGrid = WarpGrid<BLOCK_K, HEAD_DIM, GRADIENT_WARPS_K>;          // dK
+using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;      // dV
+using Scores = ScoreGrid::Sums;
+
+static_assert(QueryGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dQ are chunks of all lanes");
+static_assert(KeyGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dK are chunks of all lanes");
+static_assert(ValueGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dV are chunks of all lanes");
+static_assert(KeyGrid::WARP_ROWS % 16 == 0, "a warp's keys are chunks of all lanes");
+
+// Where a tile of pairs lies.
+struct TilePair {
+    Mask<CAUSAL> mask;
+    int q_start, k_start;
+    // Query i and key j of the tile; a query past the end is none.
+    __device__ __forceinline__ bool visible(int i, int j) const {
+        return q_start + i < mask.seqlen_q && mask.visible(q_start + i, k_start + j);
+    }
+};
+
+// P = exp(scale S - lse) and dS = scale P (dP - delta), in the places of S and dP; 0 for pairs that
+// do not count.
+template <bool MASKED>
+__device__ __forceinline__ void weights(
+    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at, float scale) {
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::WARP_ROWS / LANE_ROWS; ++i) {
+        const int row = ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
+        const float lse = effective_lse(shared.lse[row]);
+        const float delta = shared.delta[row];
+        #pragma unroll
+        for (int j = 0; j < ScoreGrid::WARP_COLUMNS / LANE_COLUMNS; ++j) {
+            const int key = ScoreGrid::first_column() + lane_column() + j * LANE_COLUMNS;
+            const bool counts = !MASKED || at.visible(row, key);
+            s[i][j] = weight(s[i][j], scale, lse);
+            dp[i][j] = counts ? s[i][j] * (dp[i][j] - delta) * scale : 0.0f;
+            if (!counts) s[i][j] = 0.0f;
+        }
+    }
+}
+
+// Waits until the key tiles before this one have added to the tile of dQ. Their blocks have smaller
+// numbers and were started earlier, so the wait ends.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int k_tile) {
+    if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
+    __syncthreads();
+}
+
+__device__ __forceinline__ void pass_turn(int* turn, int k_tile) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(turn, k_tile + 1);
+}
+
+// Adds the lane's sums to the rows of dQ from q_start on.
+__device__ __forceinline__ void add_to_dq(
+    const BackwardArguments& arguments, int batch, int head, int q_start,
+    const QueryGrid::Sums& sums) {
+    const Shape& shape = arguments.shape;
+    const Strides stride = arguments.dq_stride;
+    const bool aligned = rows_aligned(arguments.dq, stride);
+    float* dq = static_cast<float*>(arguments.dq) + batch * stride.batch + head * stride.head;
+    #pragma unroll
+    for (int i = 0; i < QueryGrid::WARP_ROWS / LANE_ROWS; ++i) {
+        const int query = q_start + QueryGrid::first_row() + lane_row() + i * LANE_ROWS;
+        if (query >= shape.seqlen_q) continue;
+        float* row = dq + query * stride.token;
+        #pragma unroll
+        for (int n = 0; n < QueryGrid::WARP_COLUMNS / LANE_COLUMNS; n += CHUNK) {
+            const int column = QueryGrid::first_column() + lane_column() * CHUNK + n * 8;
+            const float four[CHUNK] = {sums[i][n], sums[i][n + 1], sums[i][n + 2], sums[i][n + 3]};
+            if (aligned && column + CHUNK <= shape.head_dim) {
+                reduce_add_4(row + column, four);
+                continue;
+            }
+            #pragma unroll
+            for (int c = 0; c < CHUNK; ++c)
+                if (column + c < shape.head_dim) atomicAdd(row + column + c, four[c]);
+        }
+    }
+}
+
+// Stores the lane's chunks of dK or dV.
+template <class Grid>
+__device__ __forceinline__ void store_gradient(
+    const typename Grid::Sums& sums, void* target, const Strides& stride, TileOfHead where,
+    int seqlen, int num_columns) {
+    const bool aligned = rows_aligned(target, stride);
+    float* rows = static_cast<float*>(target) + where.batch * stride.batch
+                + where.head * stride.head;
+    #pragma unroll
+    for (int i = 0; i < Grid::WARP_ROWS / LANE_ROWS; ++i) {
+        const int key = where.tile * BLOCK_K + Grid::first_row() + lane_row() * CHUNK
+                      + i / CHUNK * (LANE_ROWS * CHUNK) + i % CHUNK;
+        if (key >= seqlen) continue;
+        #pragma unroll
+        for (int n = 0; n < Grid::WARP_COLUMNS / LANE_COLUMNS; n += CHUNK) {
+            const float four[CHUNK] = {sums[i][n], sums[i][n + 1], sums[i][n + 2], sums[i][n + 3]};
+            store_chunk(rows + key * stride.token,
+                        Grid::first_column() + lane_column() * CHUNK + n * 8, num_columns, aligned,
+                        four);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+backward_fma(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: which keys; which query tiles see them.
+    const Shape& shape = arguments.shape;
+    const int num_k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const int group_size = shape.num_heads_q / shape.num_heads_kv;
+    const TileOfHead where =
+        tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
+    const float scale = static_cast<float>(arguments.scale);
+    TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, where.tile * BLOCK_K};
+    const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
+    const int first_head = where.head * group_size, end_head = first_head + group_size;
+    const int num_keys = shape.seqlen_k - at.k_start;
+
+    // Each of these starts the copies of a query tile; each is one group.
+    const auto load_dout = [&](int head, int tile) {
+        if (head < end_head) {
+            const int start = tile * BLOCK_Q, num_rows = shape.seqlen_q - start;
+            const i64 stride = arguments.dout_stride.token;
+            const i64 row =
+                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * shape.seqlen_q + start;
+            load_tile(shared.dout,
+                      head_start(arguments.dout, arguments.dout_stride, where.batch, head)
+                          + start * stride,
+                      stride, num_rows, shape.head_dim_v);
+            for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
+                const int bytes = i < num_rows ? 4 : 0;
+                cp_async_4(shared_address(&shared.lse[i]),
+                           static_cast<const float*>(arguments.lse) + row + i, bytes);
+                cp_async_4(shared_address(&shared.delta[i]),
+                           static_cast<const float*>(arguments.delta) + row + i, bytes);
+            }
+        }
+        cp_async_commit();
+    };
+    const auto load_q = [&](int head, int tile) {
+        if (head < end_head) {
+            const int start = tile * BLOCK_Q;
+            const i64 stride = arguments.q_stride.token;
+            load_tile(shared.q,
+                      head_start(arguments.q, arguments.q_stride, where.batch, head)
+                          + start * stride,
+                      stride, shape.seqlen_q - start, shape.head_dim);
+        }
+        cp_async_commit();
+    };
+
+    KeyGrid::Sums dk;
+    ValueGrid::Sums dv;
+    set_zero(dk);
+    set_zero(dv);
+
+    // One query tile. At its start dO and then Q are on their way.
+    const auto step = [&](auto masked, int head, int tile) {
+        constexpr bool MASKED = masked.value;
+        const bool last_tile = tile + 1 == tiles.end;
+        const int next_head = head + last_tile, next_tile = last_tile ? tiles.first : tile + 1;
+        at.q_start = tile * BLOCK_Q;
+        const auto of_keys = [&](int first_key) {
+            return [&, first_key](int i, int row) {         // the lane's key i, query `row`
+                return at.visible(row, first_key + lane_row() * CHUNK
+                                       + i / CHUNK * (LANE_ROWS * CHUNK) + i % CHUNK);
+            };
+        };
+
+        Scores s, ds;
+        cp_async_wait<1>();
+        __syncthreads();                                    // dO, and the first time K and V
+        row_products(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
+        cp_async_wait<0>();
+        __syncthreads();                                    // Q
+        row_products(s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
+        weights<MASKED>(s, ds, shared, at, scale);
+
+        write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), s);
+        __syncthreads();                                    // P is there
+        add_weighted_rows_transposed<MASKED>(
+            dv, shared.weights.at, ValueGrid::first_row(), shared.dout, ValueGrid::first_column(),
+            of_keys(ValueGrid::first_row()));
+        __syncthreads();                                    // P and dO are done with
+
+        load_dout(next_head, next_tile);
+        write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), ds);
+        __syncthreads();                                    // dS is there
+        QueryGrid::Sums dq;
+        set_zero(dq);
+        add_weighted_rows<MASKED, BLOCK_K>(
+            dq, shared.weights.at + QueryGrid::first_row(), shared.k, 0, QueryGrid::first_column(),
+            [&](int i, int key) {
+                return at.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
+            });
+        int* turn = static_cast<int*>(arguments.turns)
+                  + (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile;
+        if (DETERMINISTIC) wait_for_turn(turn, where.tile);
+        add_to_dq(arguments, where.batch, head, at.q_start, dq);
+        if (DETERMINISTIC) pass_turn(turn, where.tile);
+        add_weighted_rows_transposed<MASKED>(
+            dk, shared.weights.at, KeyGrid::first_row(), shared.q, KeyGrid::first_column(),
+            of_keys(KeyGrid::first_row()));
+        __syncthreads();                                    // dS and Q are done with
+        load_q(next_head, next_tile);
+    };
+
+    if (tiles.first < tiles.end) {
+        const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
+        load_tile(shared.k,
+                  head_start(arguments.k, arguments.k_stride, where.batch, where.head)
+                      + at.k_start * k_step,
+                  k_step, num_keys, shape.head_dim);
+        load_tile(shared.v,
+                  head_start(arguments.v, arguments.v_stride, where.batch, where.head)
+                      + at.k_start * v_step,
+                  v_step, num_keys, shape.head_dim_v);
+        load_dout(first_head, tiles.first);
+        load_q(first_head, tiles.first);
+        for (int head = first_head; head < end_head; ++head)
+            for (int tile = tiles.first; tile < tiles.end; ++tile)
+                if (tiles.full(tile)) step(Bool<false>{}, head, tile);
+                else step(Bool<true>{}, head, tile);
+    }
+
+    store_gradient<KeyGrid>(
+        dk, arguments.dk, arguments.dk_stride, where, shape.seqlen_k, shape.head_dim);
+    store_gradient<ValueGrid>(
+        dv, arguments.dv, arguments.dv_stride, where, shape.seqlen_k, shape.head_dim_v);
+}

@@ -1,0 +1,187 @@
+// Products of float tiles by fused multiply-adds, without tensor cores: what forward_fma.cu and
+// backward_fma.cu have in common.
+//
+// A warp's lanes stand in a grid of 4 x 8 over the product. A lane has ROWS of its rows, 4 apart,
+// and N of its columns: 8 apart where a column of the product is a row of the tile (S = Q K^T), in
+// chunks of 4 that are 32 apart where it is a column (O = P V). With 8 x 8 numbers a lane, four
+// steps of the sum are 16 loads of 16 bytes and 256 multiply-adds.
+//
+// Rows of a tile are 16 bytes longer than their columns: 8 rows of one chunk of columns lie in 8
+// different groups of banks. Lanes are numbered so that either lanes l and l ^ 1 or lanes l and
+// l ^ 2 read the same 16 bytes: loads of two half-warps then take two cycles and not four.
+#pragma once
+#include "softmax.cuh"
+
+static_assert(sizeof(Element) == 4, "these kernels are float's");
+
+constexpr int THREADS = NUM_WARPS * 32;
+constexpr int CHUNK = 4;                                    // floats of 16 bytes
+constexpr int LANE_ROWS = 4, LANE_COLUMNS = 8;
+
+__device__ __forceinline__ int lane_row() {
+    return threadIdx.x % 2 + threadIdx.x % 32 / 16 * 2;
+}
+__device__ __forceinline__ int lane_column() { return threadIdx.x / 2 % 8; }
+
+template <int ROWS, int COLUMNS> struct alignas(16) Tile {
+    static_assert(COLUMNS % 8 == 0, "an odd number of chunks with the one that is added");
+    float at[ROWS][COLUMNS + CHUNK];
+};
+
+// What lanes write 4 rows of 8 neighbouring columns of: 8 floats more a row, no bank twice.
+template <int ROWS, int COLUMNS> struct alignas(16) WeightTile {
+    static_assert(COLUMNS % 32 == 0 || COLUMNS == 16, "rows of neighbouring lanes in other banks");
+    float at[ROWS][COLUMNS + 8];
+};
+
+__device__ __forceinline__ float4 chunk_at(const float* x) {
+    return *reinterpret_cast<const float4*>(x);
+}
+__device__ __forceinline__ float part(const float4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
+// Where one head of an array (batch, seqlen, heads, columns) begins.
+__device__ __forceinline__ const float* head_start(
+    const void* array, const Strides& stride, int batch, int head) {
+    return static_cast<const float*>(array) + batch * stride.batch + head * stride.head;
+}
+
+// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
+// columns from num_columns on are not read and become zero. By the whole block.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void load_tile(
+    Tile<ROWS, COLUMNS>& tile, const float* source, i64 stride, int num_rows, int num_columns) {
+    constexpr int CHUNKS = COLUMNS / CHUNK;
+    #pragma unroll 4
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
+        const int valid = row < num_rows ? min(max(num_columns - column, 0), CHUNK) * 4 : 0;
+        cp_async_16_partly(
+            shared_address(&tile.at[row][column]), source + row * stride + column, valid);
+    }
+}
+
+template <int M, int N> __device__ __forceinline__ void set_zero(float (&x)[M][N]) {
+    #pragma unroll
+    for (int i = 0; i < M; ++i)
+        #pragma unroll
+        for (int j = 0; j < N; ++j) x[i][j] = 0.0f;
+}
+
+// s[i][j] = sum_d a[first_row + lane's row i][d] * b[first_column + lane's column j][d], added in
+// the order of d: forward and backward get the same scores to the last bit.
+template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
+__device__ __forceinline__ void row_products(
+    float (&s)[M][N], const Tile<A_ROWS, COLUMNS>& a, int first_row,
+    const Tile<B_ROWS, COLUMNS>& b, int first_column) {
+    set_zero(s);
+    const float* rows = a.at[first_row + lane_row()];
+    const float* others = b.at[first_column + lane_column()];
+    constexpr int A_STEP = LANE_ROWS * (COLUMNS + CHUNK), B_STEP = LANE_COLUMNS * (COLUMNS + CHUNK);
+    #pragma unroll 1
+    for (int d = 0; d < COLUMNS; d += CHUNK) {
+        float4 x[M];
+        #pragma unroll
+        for (int i = 0; i < M; ++i) x[i] = chunk_at(rows + i * A_STEP + d);
+        #pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const float4 y = chunk_at(others + j * B_STEP + d);
+            #pragma unroll
+            for (int k = 0; k < CHUNK; ++k)
+                #pragma unroll
+                for (int i = 0; i < M; ++i) s[i][j] = fmaf(part(x[i], k), part(y, k), s[i][j]);
+        }
+    }
+}
+
+// sum[i][n] += sum_k weight[lane's row i][k] * b[first_k + k][lane's column n] over K steps. The
+// lane's columns: chunks of 4, 32 apart, from first_column on. takes(i, k): whether the pair takes
+// part at all, as 0 * NaN is NaN; asked if MASKED.
+template <bool MASKED, int K, int M, int N, int PITCH, int B_ROWS, int COLUMNS, class F>
+__device__ __forceinline__ void add_weighted_rows(
+    float (&sum)[M][N], const float (*weights)[PITCH], const Tile<B_ROWS, COLUMNS>& b,
+    int first_k, int first_column, F takes) {
+    const float* rows = weights[lane_row()];
+    const float* others = &b.at[first_k][first_column + lane_column() * CHUNK];
+    #pragma unroll 1
+    for (int k = 0; k < K; k += CHUNK) {
+        float4 x[M];
+        #pragma unroll
+        for (int i = 0; i < M; ++i) x[i] = chunk_at(rows + i * LANE_ROWS * PITCH + k);
+        #pragma unroll
+        for (int kk = 0; kk < CHUNK; ++kk)
+            #pragma unroll
+            for (int n = 0; n < N; n += CHUNK) {
+                const float4 y = chunk_at(others + (k + kk) * (COLUMNS + CHUNK) + n * 8);
+                #pragma unroll
+                for (int i = 0; i < M; ++i) {
+                    if (MASKED && !takes(i, first_k + k + kk)) continue;
+                    #pragma unroll
+                    for (int c = 0; c < CHUNK; ++c)
+                        sum[i][n + c] = fmaf(part(x[i], kk), part(y, c), sum[i][n + c]);
+                }
+            }
+    }
+}
+
+// sum[i][n] += sum_k weight[k][lane's row i] * b[k][lane's column n] over K steps: the weights
+// transposed. The lane's rows: chunks of 4, 16 apart, from first_row on; its columns as above.
+// takes(i, k): as above.
+template <bool MASKED, int K, int M, int N, int PITCH, int COLUMNS, class F>
+__device__ __forceinline__ void add_weighted_rows_transposed(
+    float (&sum)[M][N], const float (&weights)[K][PITCH], int first_row, const Tile<K, COLUMNS>& b,
+    int first_column, F takes) {
+    static_assert(M % CHUNK == 0 && N % CHUNK == 0, "rows and columns come in chunks");
+    const float* rows = &weights[0][first_row + lane_row() * CHUNK];
+    const float* others = &b.at[0][first_column + lane_column() * CHUNK];
+    #pragma unroll (M * N >= 64 ? 4 : 8)
+    for (int k = 0; k < K; ++k) {
+        float4 x[M / CHUNK];
+        #pragma unroll
+        for (int i = 0; i < M; i += CHUNK) x[i / CHUNK] = chunk_at(rows + k * PITCH + i * 4);
+        #pragma unroll
+        for (int n = 0; n < N; n += CHUNK) {
+            const float4 y = chunk_at(others + k * (COLUMNS + CHUNK) + n * 8);
+            #pragma unroll
+            for (int i = 0; i < M; ++i) {
+                if (MASKED && !takes(i, k)) continue;
+                #pragma unroll
+                for (int c = 0; c < CHUNK; ++c)
+                    sum[i][n + c] = fmaf(part(x[i / CHUNK], i % CHUNK), part(y, c), sum[i][n + c]);
+            }
+        }
+    }
+}
+
+// Writes the lane's numbers of a product, rows 4 apart and columns 8 apart, to shared memory.
+template <int M, int N, int PITCH>
+__device__ __forceinline__ void write_weights(
+    float (*weights)[PITCH], int first_row, int first_column, const float (&x)[M][N]) {
+    #pragma unroll
+    for (int i = 0; i < M; ++i)
+        #pragma unroll
+        for (int j = 0; j < N; ++j)
+            weights[first_row + lane_row() + i * LANE_ROWS]
+                   [first_column + lane_column() + j * LANE_COLUMNS] = x[i][j];
+}
+
+// Writes the lane's `numbers` to columns from `column` on of a row of global memory that has
+// num_columns of them; 16 bytes at once if `aligned`.
+__device__ __forceinline__ void store_chunk(
+    float* row, int column, int num_columns, bool aligned, const float (&numbers)[CHUNK]) {
+    if (aligned && column + CHUNK <= num_columns) {
+        *reinterpret_cast<float4*>(row + column) =
+            make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
+        return;
+    }
+    #pragma unroll
+    for (int c = 0; c < CHUNK; ++c)
+        if (column + c < num_columns) row[column + c] = numbers[c];
+}
+
+// Whether every row that `stride` leads to can be written 16 bytes at a time.
+__device__ __forceinline__ bool rows_aligned(const void* pointer, const Strides& stride) {
+    return ((reinterpret_cast<u64>(pointer)
+             | stride.batch * 4 | stride.token * 4 | stride.head * 4) & 15) == 0;
+}

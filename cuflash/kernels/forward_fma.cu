@@ -1,0 +1,214 @@
+// Forward attention for float, in full precision: fused multiply-adds on register tiles.
+//
+//     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
+//
+// FlashAttention-2, Alg. 1 (arXiv:2307.08691), as forward_mma.cu: one block computes BLOCK_Q
+// queries of one head and walks the key tiles that they see from the last to the first. A warp has
+// whole rows of S: their maxima take three shuffles, and its weights P change hands between its
+// lanes alone, WEIGHT_KEYS columns at a time, through shared memory of its own.
+//
+// Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
+// Block: NUM_WARPS warps of WARP_ROWS queries each; fma.cuh says which lane has which numbers.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
+// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; NEGATE_SCORES, whether
+// scale < 0; WEIGHT_KEYS.
+// Shared memory, in floats:
+//     q   BLOCK_Q * (HEAD_DIM + 4)             k   BLOCK_K * (HEAD_DIM + 4)
+//     p   BLOCK_Q * (WEIGHT_KEYS + 8)          v   BLOCK_K * (HEAD_DIM_V + 4)
+// K of the next step is under way while V of this one is used, and V while K is: two barriers a
+// step.
+//
+// Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
+// element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
+// acc leaves registers for 4 rows a lane only; few queries with many keys.
+#include "fma.cuh"
+#include "mask.cuh"
+#include "scheduler.cuh"
+
+constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
+constexpr int ROWS = WARP_ROWS / LANE_ROWS, KEYS = BLOCK_K / LANE_COLUMNS;
+constexpr int COLUMNS = HEAD_DIM_V / LANE_COLUMNS;
+
+static_assert(BLOCK_Q % (NUM_WARPS * LANE_ROWS) == 0, "every lane has as many rows");
+static_assert(BLOCK_K % WEIGHT_KEYS == 0, "weights change hands so many at a time");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
+
+struct SharedPlan {
+    Tile<BLOCK_Q, HEAD_DIM> q;
+    Tile<BLOCK_K, HEAD_DIM> k;
+    Tile<BLOCK_K, HEAD_DIM_V> v;
+    WeightTile<BLOCK_Q, WEIGHT_KEYS> p;
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// m: the row's maximum of S. l: this lane's share of the row's sum of P.
+struct Rows { float m[ROWS], l[ROWS]; };
+using Scores = float[ROWS][KEYS];
+using Output = float[ROWS][COLUMNS];
+
+// The maximum, which skips NaN, and the sum over the eight lanes of a row, in each of them.
+__device__ __forceinline__ float row_max(float x) {
+    #pragma unroll
+    for (int distance = 2; distance < 16; distance *= 2)
+        x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, distance));
+    return x;
+}
+__device__ __forceinline__ float row_sum(float x) {
+    #pragma unroll
+    for (int distance = 2; distance < 16; distance *= 2)
+        x += __shfl_xor_sync(WHOLE_WARP, x, distance);
+    return x;
+}
+
+// m = max(m_old, rowmax(S)),  P = 2^(c S - c m),  l = l 2^(c m_old - c m) + rowsum(P),  and acc by
+// the same factor (FlashAttention-2, Alg. 1, lines 9 and 10). S becomes P. No barrier inside.
+__device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc, float c) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        float m = s[i][0];
+        #pragma unroll
+        for (int j = 1; j < KEYS; ++j) m = fmaxf(m, s[i][j]);
+        m = fmaxf(rows.m[i], row_max(m));
+        // m = -inf: all scores so far are -inf, and 2^(-inf - 0) = 0.
+        const float reference = m == -infinity() ? 0.0f : m * c;
+        const float rescale = exp2_of_product(rows.m[i], c, reference);
+        rows.m[i] = m;
+        rows.l[i] *= rescale;
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) acc[i][n] *= rescale;
+        #pragma unroll
+        for (int j = 0; j < KEYS; ++j) {
+            s[i][j] = exp2_of_product(s[i][j], c, reference);
+            rows.l[i] += s[i][j];
+        }
+    }
+}
+
+// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf.
+__device__ __forceinline__ void store(
+    const ForwardArguments& arguments, TileOfHead where, int first_query, Output& acc,
+    const Rows& state) {
+    const Shape& shape = arguments.shape;
+    const Strides os = arguments.out_stride;
+    const bool aligned = rows_aligned(arguments.out, os);
+    float* out = static_cast<float*>(arguments.out) + where.batch * os.batch + where.head * os.head;
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int query = first_query + i * LANE_ROWS;
+        const float m = state.m[i], l = row_sum(state.l[i]);
+        if (query >= shape.seqlen_q) continue;
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; n += CHUNK) {
+            float numbers[CHUNK];
+            #pragma unroll
+            for (int c = 0; c < CHUNK; ++c) numbers[c] = acc[i][n + c] / (l == 0.0f ? 1.0f : l);
+            store_chunk(out + query * os.token, lane_column() * CHUNK + n * 8, shape.head_dim_v,
+                        aligned, numbers);
+        }
+        if (arguments.lse != nullptr && lane_column() == 0) {
+            const float scale = fabsf(static_cast<float>(arguments.scale));
+            const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
+            static_cast<float*>(arguments.lse)[head * shape.seqlen_q + query] =
+                l == 0.0f ? -infinity() : m * scale + logf(l);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+forward_fma(const __grid_constant__ ForwardArguments arguments) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: which tile; the first Q and K are on their way.
+    const Shape& shape = arguments.shape;
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const int num_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
+    TileOfHead where = tile_of_block(
+        blockIdx.x, num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
+    where.tile = num_tiles - 1 - where.tile;
+    const int q_start = where.tile * BLOCK_Q;
+    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
+    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int first_query = q_start + warp_row + lane_row();
+    const float scale = fabsf(static_cast<float>(arguments.scale));
+    const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
+
+    Rows rows;
+    Output acc;
+    set_zero(acc);
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        rows.m[i] = -infinity();
+        rows.l[i] = 0.0f;
+    }
+
+    const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
+    const float* k = head_start(arguments.k, arguments.k_stride, where.batch, kv_head);
+    const float* v = head_start(arguments.v, arguments.v_stride, where.batch, kv_head);
+    const auto load_k = [&](int tile) {
+        const int start = tile * BLOCK_K;
+        load_tile(shared.k, k + start * k_step, k_step, shape.seqlen_k - start, shape.head_dim);
+        cp_async_commit();
+    };
+    const auto load_v = [&](int tile) {
+        const int start = tile * BLOCK_K;
+        load_tile(shared.v, v + start * v_step, v_step, shape.seqlen_k - start, shape.head_dim_v);
+        cp_async_commit();
+    };
+
+    int tile = tiles.num_visited - 1;
+    if (tile >= 0) {
+        const i64 step = arguments.q_stride.token;
+        const float* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
+        load_tile(shared.q, q + q_start * step, step, shape.seqlen_q - q_start, shape.head_dim);
+        load_k(tile);
+    }
+
+    // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is
+    // free once all warps are past the first barrier; K's place is free past the second.
+    const auto step = [&](auto masked) {
+        constexpr bool MASKED = masked.value;
+        const int k_start = tile * BLOCK_K;
+        const auto visible = [&](int i, int j) {
+            return k_start + j < mask.num_keys(first_query + i * LANE_ROWS);
+        };
+        Scores s;
+        cp_async_wait<0>();
+        __syncthreads();
+        load_v(tile);
+        row_products(s, shared.q, warp_row, shared.k, 0);
+        #pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            #pragma unroll
+            for (int j = 0; j < KEYS; ++j) {
+                if (NEGATE_SCORES) s[i][j] = -s[i][j];
+                if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) s[i][j] = -infinity();
+            }
+        cp_async_wait<0>();
+        __syncthreads();
+        if (tile > 0) load_k(tile - 1);
+        softmax_step(s, rows, acc, c);
+        #pragma unroll
+        for (int first = 0; first < BLOCK_K; first += WEIGHT_KEYS) {
+            __syncwarp();                                   // the weights before are done with
+            float p[ROWS][WEIGHT_KEYS / LANE_COLUMNS];
+            #pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                #pragma unroll
+                for (int j = 0; j < WEIGHT_KEYS / LANE_COLUMNS; ++j)
+                    p[i][j] = s[i][first / LANE_COLUMNS + j];
+            write_weights(shared.p.at, warp_row, 0, p);
+            __syncwarp();
+            add_weighted_rows<MASKED, WEIGHT_KEYS>(
+                acc, shared.p.at + warp_row, shared.v, first, 0, visible);
+        }
+    };
+
+    for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
+    for (; tile >= 0; --tile) step(Bool<false>{});
+
+    store(arguments, where, first_query, acc, rows);
+}
