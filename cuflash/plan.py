@@ -19,7 +19,7 @@ from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-Family = Literal["wgmma", "mma", "fma", "simt"]
+Family = Literal["wgmma", "mma", "fma", "dmma", "simt"]
 
 # ---- What a plan is made for, and of ----
 
@@ -166,8 +166,8 @@ class Plan:
     problem : Problem
     family : str
         ``"wgmma"`` (16-bit types, Hopper's warpgroups), ``"mma"`` (16-bit
-        types, any tensor cores), ``"fma"`` (float32) or ``"simt"``
-        (float32 and float64, anywhere).
+        types, any tensor cores), ``"fma"`` (float32), ``"dmma"`` (float64,
+        tensor cores) or ``"simt"`` (float32 and float64, anywhere).
     tile : Tile or None
         None for "merge", which has no tiles.
     launches : tuple of Launch
@@ -284,6 +284,8 @@ def family_of(
     if not sixteen_bits:
         if wanted != "simt" and _fma_runs(problem, device):
             return "fma"
+        if wanted != "simt" and _dmma_runs(problem, device):
+            return "dmma"
         return "simt"
     if wanted != "mma" and _wgmma_runs(problem, device):
         return "wgmma"
@@ -1012,6 +1014,79 @@ def _backward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
+# ---- float64 by mma.sync ----
+
+# Where double products by tensor cores are no slower than without.
+_DMMA_CAPABILITIES = (80, 90, 100, 103)
+# kernels/dmma.cuh: what is added to the rows of tiles, in doubles.
+_ROWS_PAD, _VALUES_PAD = 8, 2
+
+
+def _dmma_runs(problem: Problem, device: Device) -> bool:
+    """float64, fast tensor cores, and registers enough for a tile."""
+    return (
+        problem.dtype == "float64"
+        and problem.direction == "forward"
+        and device.capability in _DMMA_CAPABILITIES
+        and any(legal_tiles(problem, device, "dmma"))
+    )
+
+
+def _forward_dmma_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _mma_head_dims(problem)
+    return 8 * (
+        (tile.block_q + tile.block_k) * (d + _ROWS_PAD)
+        + tile.block_k * (dv + _VALUES_PAD)
+    )
+
+
+def _forward_dmma_fits(problem: Problem, tile: Tile) -> bool:
+    _, dv = _mma_head_dims(problem)
+    if tile.block_q % (tile.num_warps * 16):
+        return False
+    rows = tile.block_q // tile.num_warps
+    return rows * (tile.block_k + dv) // 16 <= _DMMA_REGISTERS
+
+
+# Of 255: fragments and addresses need the others.
+_DMMA_REGISTERS = 192
+
+
+def _forward_dmma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _mma_head_dims(problem)
+    shared = _forward_dmma_shared(problem, tile)
+    kernel = KernelPlan(
+        file="forward_dmma.cu",
+        entry="forward_dmma",
+        constants=(
+            ("Element", _element(problem)),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    pairs = problem.batch * problem.num_heads_q
+    shared_by_head = problem.seqlen_k * (d + dv) * 8 // problem.group_size
+    return Plan(
+        problem,
+        "dmma",
+        tile,
+        (Launch(kernel, num_tiles * pairs),),
+        heads_per_section=_heads_per_section(
+            problem, device, problem.num_heads_q, shared_by_head
+        ),
+    )
+
+
 # ---- float32 and float64, plainly ----
 
 
@@ -1189,6 +1264,7 @@ _PLANNERS = {
     ("mma", "forward"): _forward_mma,
     ("mma", "backward"): _backward_mma,
     ("fma", "forward"): _forward_fma,
+    ("dmma", "forward"): _forward_dmma,
     ("simt", "forward"): _forward_simt,
     ("fma", "backward"): _backward_fma,
     ("simt", "backward"): _backward_simt,
@@ -1199,6 +1275,7 @@ _SHARED = {
     ("mma", "forward"): _forward_mma_shared,
     ("mma", "backward"): _backward_mma_shared,
     ("fma", "forward"): _forward_fma_shared,
+    ("dmma", "forward"): _forward_dmma_shared,
     ("simt", "forward"): _forward_simt_shared,
     ("fma", "backward"): _backward_fma_shared,
     ("simt", "backward"): _backward_simt_shared,
@@ -1209,6 +1286,7 @@ _REGISTERS = {
     ("mma", "forward"): _forward_mma_fits,
     ("mma", "backward"): _backward_mma_fits,
     ("fma", "forward"): _forward_fma_fits,
+    ("dmma", "forward"): _forward_dmma_fits,
     ("simt", "forward"): _simt_fits,
     ("fma", "backward"): _backward_fma_fits,
     ("simt", "backward"): _simt_fits,

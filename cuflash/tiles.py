@@ -102,6 +102,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         ):
             if max(down, down_k) <= warps:
                 yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+    elif (family, direction) == ("dmma", "forward"):
+        for q, k, warps in product(
+            (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)
+        ):
+            yield Tile(q, k, warps, ptxas_level=3)
     else:
         for q, k in product((32, 16, 8, 4), repeat=2):
             yield Tile(q, k, num_warps=4)

@@ -25,7 +25,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIRECTIONS = ("forward", "backward")
 SIXTEEN_BITS = ("float16", "bfloat16")
 FAMILIES = {"float16": "mma", "bfloat16": "mma", "float32": "fma",
-            "float64": "simt"}
+            "float64": "dmma"}
 
 both_directions = pytest.mark.parametrize("direction", DIRECTIONS)
 

@@ -29,6 +29,19 @@ template <class T> struct alignas(16) FourOf {
 };
 using uint4 = FourOf<unsigned>;
 using float4 = FourOf<float>;
+template <class T> struct alignas(16) TwoOf {
+    T x, y;
+    TwoOf() = default;
+    TwoOf(T x, T y) : x(x), y(y) {}
+    TwoOf(const TwoOf& other) { *this = other; }
+    TwoOf& operator=(const TwoOf& other) {
+        typedef int Whole __attribute__((vector_size(16), may_alias));
+        *reinterpret_cast<volatile Whole*>(this) = *reinterpret_cast<const volatile Whole*>(&other);
+        return *this;
+    }
+};
+using double2 = TwoOf<double>;
+inline double2 make_double2(double x, double y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // ---- Arithmetic ----

@@ -107,6 +107,34 @@ inline void mma_16x8x16(
                    {file, line});
 }
 
+namespace emulator {
+
+struct DoubleOperands { double* d; const double* a; double b[2]; };
+
+inline void mma_16x8x8(void* const (&lanes)[32]) {
+    double a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const DoubleOperands& own = *static_cast<const DoubleOperands*>(lanes[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = own.a[i];
+        for (int i = 0; i < 2; ++i) b[t + i * 4][g] = own.b[i];
+    }
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
+            double& sum = static_cast<const DoubleOperands*>(lanes[lane])->d[i];
+            for (int k = 0; k < 8; ++k) sum = fma(a[row][k], b[k][column], sum);
+        }
+}
+
+}  // namespace emulator
+
+inline void mma_16x8x8(
+    double (&d)[4], const double (&a)[4], double b0, double b1, EMULATOR_SITE) {
+    emulator::DoubleOperands own{d, a, {b0, b1}};
+    emulator::meet("mma.sync", emulator::WHOLE_WARP, &own, emulator::mma_16x8x8, {file, line});
+}
+
 // ---- Shared memory ----
 
 inline u32 shared_address(const void* pointer) {

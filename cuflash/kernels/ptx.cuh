@@ -75,6 +75,26 @@ __device__ __forceinline__ void mma_16x8x16(
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// D += A B in double, A 16 x 8, B 8 x 8, D 16 x 8. Lane l holds, with g = l / 4 and t = l % 4:
+//     d[0] d[1]  row g, columns 2t 2t+1           d[2] d[3]  row g + 8, the same columns
+//     a[0] a[2]  row g, columns t t+4             a[1] a[3]  row g + 8, the same columns
+//     b0 b1      rows t t+4 of column g
+// One instruction on sm_90, four of the smaller shape elsewhere, from sm_80 on. PTX ISA: Matrix
+// Fragments for mma.m16n8k8; Matrix Fragments for mma.m8n8k4 with .f64 floating point type.
+__device__ __forceinline__ void mma_16x8x8(
+    double (&d)[4], const double (&a)[4], double b0, double b1) {
+#if __CUDA_ARCH__ == 900
+    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+#else
+    for (int i = 0; i < 4; ++i)
+        asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+            : "+d"(d[i % 2 * 2]), "+d"(d[i % 2 * 2 + 1]) : "d"(a[i]), "d"(i < 2 ? b0 : b1));
+#endif
+}
+
 // ---- Shared memory ----
 
 // The address within shared memory of what a pointer points to there.

@@ -1,0 +1,246 @@
+// Forward attention for double by mma.sync, where tensor cores multiply doubles: sm_80, sm_90.
+//
+//     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
+//
+// FlashAttention-2, Alg. 1 (arXiv:2307.08691), as forward_mma.cu, but all in double; exp and log
+// are the library's. One block computes BLOCK_Q queries of one head and walks the key tiles that
+// they see from the last to the first. P goes from the accumulators of S to the products with V
+// without leaving registers (dmma.cuh).
+//
+// Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
+// Block: NUM_WARPS warps of WARP_ROWS queries each.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
+// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32.
+// Shared memory, in doubles:
+//     q  BLOCK_Q * (HEAD_DIM + 8)    k  BLOCK_K * (HEAD_DIM + 8)    v  BLOCK_K * (HEAD_DIM_V + 2)
+// K of the next step is under way while V of this one is used, and V while K is: two barriers a
+// step.
+//
+// Bound by the products; exp takes some 30 instructions an element of S, which has HEAD_DIM +
+// HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, for which acc is too large; NaN or
+// infinity in V in a tile that the mask cuts.
+#include "dmma.cuh"
+#include "mask.cuh"
+#include "scheduler.cuh"
+
+constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
+constexpr int M_TILES = WARP_ROWS / 16, S_TILES = BLOCK_K / 8, O_TILES = HEAD_DIM_V / 8;
+
+static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles of queries");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
+
+struct SharedPlan {
+    Tile<BLOCK_Q, HEAD_DIM, ROWS_PAD> q;
+    Tile<BLOCK_K, HEAD_DIM, ROWS_PAD> k;
+    Tile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v;
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// m: the row's maximum of scale S. l: this lane's share of the row's sum of P.
+struct Rows { double m[M_TILES][2], l[M_TILES][2]; };
+using Scores = double[M_TILES][S_TILES][4];
+using Output = double[M_TILES][O_TILES][4];
+
+// The maximum, which skips NaN, and the sum over a quad's lanes, in each of them.
+__device__ __forceinline__ double larger(double a, double b) { return b > a ? b : a; }
+__device__ __forceinline__ double quad_max(double x) {
+    x = larger(x, __shfl_xor_sync(WHOLE_WARP, x, 1));
+    return larger(x, __shfl_xor_sync(WHOLE_WARP, x, 2));
+}
+__device__ __forceinline__ double quad_sum(double x) {
+    x += __shfl_xor_sync(WHOLE_WARP, x, 1);
+    return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
+}
+
+// m = max(m_old, rowmax(x)),  P = exp(x - m),  l = l exp(m_old - m) + rowsum(P),  and acc by the
+// same factor (FlashAttention-2, Alg. 1, lines 9 and 10); x = scale S, which becomes P.
+__device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc) {
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            double m = -infinity();
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                m = larger(larger(m, x[i][j][half * 2]), x[i][j][half * 2 + 1]);
+            m = larger(rows.m[i][half], quad_max(m));
+            // m = -inf: all scores so far are -inf, and exp(-inf - 0) = 0.
+            const double reference = m == -infinity() ? 0.0 : m;
+            if (m != rows.m[i][half]) {
+                const double rescale = exp(rows.m[i][half] - reference);
+                rows.l[i][half] *= rescale;
+                #pragma unroll
+                for (int n = 0; n < O_TILES; ++n) {
+                    acc[i][n][half * 2] *= rescale;
+                    acc[i][n][half * 2 + 1] *= rescale;
+                }
+            }
+            rows.m[i][half] = m;
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int k = half * 2; k < half * 2 + 2; ++k) {
+                    x[i][j][k] = exp(x[i][j][k] - reference);
+                    rows.l[i][half] += x[i][j][k];
+                }
+        }
+}
+
+// acc += P V over visible pairs alone, without tensor cores: for a tile that the mask cuts and
+// whose V holds a NaN or an infinity, as 0 * NaN is NaN. Slow, rare.
+template <class F>
+__device__ __forceinline__ void add_visible_rows(
+    Output& acc, const Scores& p, const SharedPlan& shared, F visible) {
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < S_TILES; ++j)
+            #pragma unroll
+            for (int x = 0; x < 2; ++x)
+                #pragma unroll 1
+                for (int owner = 0; owner < 4; ++owner) {   // of the quad: has key 8j + 2 owner + x
+                    const int key = j * 8 + 2 * owner + x;
+                    #pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const double weight = __shfl_sync(
+                            WHOLE_WARP, p[i][j][half * 2 + x], lane / 4 * 4 + owner);
+                        if (!visible(i * 16 + half * 8, key)) continue;
+                        #pragma unroll
+                        for (int n = 0; n < O_TILES; ++n)
+                            #pragma unroll
+                            for (int c = 0; c < 2; ++c) {
+                                const int column = n / 2 * 16 + 4 * t + 2 * c + n % 2;
+                                acc[i][n][half * 2 + c] = fma(
+                                    weight, shared.v.at[key][column], acc[i][n][half * 2 + c]);
+                            }
+                    }
+                }
+}
+
+// O = acc / l and lse = m + log(l); rows that saw no key: 0 and -inf.
+__device__ __forceinline__ void store(
+    const ForwardArguments& arguments, TileOfHead where, int first_query, const Output& acc,
+    const Rows& state) {
+    const Shape& shape = arguments.shape;
+    const Strides os = arguments.out_stride;
+    const int t = threadIdx.x % 4;
+    const bool aligned = rows_aligned(arguments.out, os);
+    double* out = static_cast<double*>(arguments.out)
+                + where.batch * os.batch + where.head * os.head;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = first_query + i * 16 + half * 8;
+            const double m = state.m[i][half], l = quad_sum(state.l[i][half]);
+            if (query >= shape.seqlen_q) continue;
+            const double divisor = l == 0.0 ? 1.0 : l;
+            #pragma unroll
+            for (int n = 0; n < O_TILES; n += 2)
+                #pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    store_chunk(out + query * os.token, n * 8 + 4 * t + 2 * c, shape.head_dim_v,
+                                aligned, acc[i][n][half * 2 + c] / divisor,
+                                acc[i][n + 1][half * 2 + c] / divisor);
+            if (arguments.lse != nullptr && t == 0) {
+                const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
+                static_cast<double*>(arguments.lse)[head * shape.seqlen_q + query] =
+                    l == 0.0 ? -infinity() : m + log(l);
+            }
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+forward_dmma(const __grid_constant__ ForwardArguments arguments) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: which tile; the first Q and K are on their way.
+    const Shape& shape = arguments.shape;
+    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const int num_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
+    TileOfHead where = tile_of_block(
+        blockIdx.x, num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
+    where.tile = num_tiles - 1 - where.tile;
+    const int q_start = where.tile * BLOCK_Q;
+    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
+    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
+    const double scale = arguments.scale;
+
+    Rows rows;
+    Output acc;
+    set_zero(acc);
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rows.m[i][half] = -infinity();
+            rows.l[i][half] = 0.0;
+        }
+
+    const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
+    const double* k = head_start(arguments.k, arguments.k_stride, where.batch, kv_head);
+    const double* v = head_start(arguments.v, arguments.v_stride, where.batch, kv_head);
+    const auto load_k = [&](int tile) {
+        const int start = tile * BLOCK_K;
+        load_tile(shared.k, k + start * k_step, k_step, shape.seqlen_k - start, shape.head_dim);
+        cp_async_commit();
+    };
+    const auto load_v = [&](int tile) {
+        const int start = tile * BLOCK_K;
+        load_tile(shared.v, v + start * v_step, v_step, shape.seqlen_k - start, shape.head_dim_v);
+        cp_async_commit();
+    };
+
+    int tile = tiles.num_visited - 1;
+    if (tile >= 0) {
+        const i64 step = arguments.q_stride.token;
+        const double* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
+        load_tile(shared.q, q + q_start * step, step, shape.seqlen_q - q_start, shape.head_dim);
+        load_k(tile);
+    }
+
+    // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is
+    // free once all warps are past the first barrier; K's place is free past the second.
+    const auto step = [&](auto masked) {
+        constexpr bool MASKED = masked.value;
+        const int k_start = tile * BLOCK_K;
+        const auto visible = [&](int row, int key) {        // the lane's `row`, the tile's `key`
+            return k_start + key < mask.num_keys(first_query + row);
+        };
+        Scores s;
+        cp_async_wait<0>();
+        __syncthreads();
+        load_v(tile);
+        row_products(s, shared.q, warp_row, shared.k, 0);
+        #pragma unroll
+        for (int i = 0; i < M_TILES; ++i)
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    // Rounded by itself: the same number as a maximum and where that is subtracted.
+                    s[i][j][x] = __dmul_rn(s[i][j][x], scale);
+                    if (MASKED && !visible(i * 16 + x / 2 * 8, j * 8 + threadIdx.x % 4 * 2 + x % 2))
+                        s[i][j][x] = -infinity();
+                }
+        cp_async_wait<0>();
+        bool nonfinite = false;
+        if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite(shared.v));
+        else __syncthreads();
+        if (tile > 0) load_k(tile - 1);
+        softmax_step(s, rows, acc);
+        if (MASKED && nonfinite) add_visible_rows(acc, s, shared, visible);
+        else add_weighted_rows(acc, s, shared.v);
+    };
+
+    for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
+    for (; tile >= 0; --tile) step(Bool<false>{});
+
+    store(arguments, where, first_query, acc, rows);
+}
