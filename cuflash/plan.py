@@ -967,11 +967,25 @@ def _backward_fma_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _backward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _fma_head_dims(problem)
-    shared = _backward_fma_shared(problem, tile)
+    return _backward_in_one(
+        problem, device, tile, "fma", _fma_head_dims(problem),
+        _backward_fma_shared(problem, tile),
+    )
+
+
+def _backward_in_one(
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    family: Family,
+    head_dims: tuple[int, int],
+    shared: int,
+) -> Plan:
+    """One kernel that adds to dq itself, after that for delta."""
+    d, dv = head_dims
     main = KernelPlan(
-        file="backward_fma.cu",
-        entry="backward_fma",
+        file=f"backward_{family}.cu",
+        entry=f"backward_{family}",
         constants=(
             ("Element", _element(problem)),
             ("HEAD_DIM", d),
@@ -992,12 +1006,13 @@ def _backward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
+    size = 8 if problem.dtype == "float64" else 4
     shared_by_head = (
-        problem.group_size * problem.seqlen_q * 4 * (2 * d + dv)
+        problem.group_size * problem.seqlen_q * size * (2 * d + dv)
     )  # q, dq and dout
     return Plan(
         problem,
-        "fma",
+        family,
         tile,
         (
             _delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
@@ -1019,14 +1034,13 @@ def _backward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
 # Where double products by tensor cores are no slower than without.
 _DMMA_CAPABILITIES = (80, 90, 100, 103)
 # kernels/dmma.cuh: what is added to the rows of tiles, in doubles.
-_ROWS_PAD, _VALUES_PAD = 8, 2
+_ROWS_PAD, _VALUES_PAD = 4, 2
 
 
 def _dmma_runs(problem: Problem, device: Device) -> bool:
     """float64, fast tensor cores, and registers enough for a tile."""
     return (
         problem.dtype == "float64"
-        and problem.direction == "forward"
         and device.capability in _DMMA_CAPABILITIES
         and any(legal_tiles(problem, device, "dmma"))
     )
@@ -1084,6 +1098,43 @@ def _forward_dmma(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=_heads_per_section(
             problem, device, problem.num_heads_q, shared_by_head
         ),
+    )
+
+
+def _backward_dmma_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _mma_head_dims(problem)
+    return 8 * (
+        (tile.block_q + tile.block_k) * (d + dv + 2 * _ROWS_PAD)
+        + tile.block_q * (tile.block_k + _ROWS_PAD)
+        + 2 * tile.block_q  # lse and delta
+    )
+
+
+def _backward_dmma_fits(problem: Problem, tile: Tile) -> bool:
+    d, dv = _mma_head_dims(problem)
+    across = tile.num_warps // tile.score_warps_q
+    gradient_across = tile.num_warps // tile.gradient_warps_k
+    shares = (
+        tile.block_q % (tile.score_warps_q * 16),
+        tile.block_k % (across * 8),
+        d % (across * 16),
+        tile.block_k % (tile.gradient_warps_k * 16),
+        d % (gradient_across * 16),
+        dv % (gradient_across * 16),
+    )
+    if any(shares):
+        return False
+    threads = tile.num_warps * 32
+    kept = 2 * tile.block_k * (d + dv) // threads
+    scores = 4 * tile.block_q * tile.block_k // threads
+    dq = 2 * tile.block_q * d // threads
+    return kept + max(scores, dq) <= _DMMA_REGISTERS
+
+
+def _backward_dmma(problem: Problem, device: Device, tile: Tile) -> Plan:
+    return _backward_in_one(
+        problem, device, tile, "dmma", _mma_head_dims(problem),
+        _backward_dmma_shared(problem, tile),
     )
 
 
@@ -1265,6 +1316,7 @@ _PLANNERS = {
     ("mma", "backward"): _backward_mma,
     ("fma", "forward"): _forward_fma,
     ("dmma", "forward"): _forward_dmma,
+    ("dmma", "backward"): _backward_dmma,
     ("simt", "forward"): _forward_simt,
     ("fma", "backward"): _backward_fma,
     ("simt", "backward"): _backward_simt,
@@ -1276,6 +1328,7 @@ _SHARED = {
     ("mma", "backward"): _backward_mma_shared,
     ("fma", "forward"): _forward_fma_shared,
     ("dmma", "forward"): _forward_dmma_shared,
+    ("dmma", "backward"): _backward_dmma_shared,
     ("simt", "forward"): _forward_simt_shared,
     ("fma", "backward"): _backward_fma_shared,
     ("simt", "backward"): _backward_simt_shared,
@@ -1287,6 +1340,7 @@ _REGISTERS = {
     ("mma", "backward"): _backward_mma_fits,
     ("fma", "forward"): _forward_fma_fits,
     ("dmma", "forward"): _forward_dmma_fits,
+    ("dmma", "backward"): _backward_dmma_fits,
     ("simt", "forward"): _simt_fits,
     ("fma", "backward"): _backward_fma_fits,
     ("simt", "backward"): _simt_fits,

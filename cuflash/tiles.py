@@ -107,6 +107,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)
         ):
             yield Tile(q, k, warps, ptxas_level=3)
+    elif (family, direction) == ("dmma", "backward"):
+        for q, k, warps, down, down_k in product(
+            (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
+        ):
+            yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
     else:
         for q, k in product((32, 16, 8, 4), repeat=2):
             yield Tile(q, k, num_warps=4)

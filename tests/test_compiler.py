@@ -40,13 +40,27 @@ def test_every_plain_kernel_compiles(arch, dtype, head_dim):
     of_both = [
         kernel
         for direction in ("forward", "backward")
-        for kernel in kernels(direction, dtype, arch, head_dim)
+        for kernel in kernels(direction, dtype, arch, head_dim, "simt")
     ]
     assert len(of_both) == 4
     for kernel in of_both:
         report = compiler.report(kernel, arch)
         assert report.shared_bytes == kernel.shared_bytes
         assert not report.warnings
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float32", 64), ("float32", 128), ("float32", 256), ("float64", 64),
+     ("float64", 128)],
+)  # fmt: skip
+def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
+    for kernel in kernels(direction, dtype, arch, head_dim):
+        report = compiler.report(kernel, arch)
+        assert report.shared_bytes == kernel.shared_bytes
+        assert report.spill_bytes == 0 and not report.warnings
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

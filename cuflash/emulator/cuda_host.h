@@ -154,7 +154,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
 inline void __threadfence() {}          // stores are seen in program order anyway
 
 template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
-    static_assert(std::is_same_v<T, float> || std::is_same_v<T, int>, "as kernels use it");
+    static_assert(std::is_arithmetic_v<T> && sizeof(T) >= 4, "as kernels use it");
     emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
     const T old = *target;
     *target = old + x;

@@ -1,8 +1,14 @@
-// Tiles of doubles in shared memory, for products by tensor cores.
+// Products of tiles of doubles by mma_16x8x8: a warp multiplies M * 16 rows by N * 8 columns.
 //
-// mma_16x8x8 sums over eight indices in whatever order both operands agree on. Here lane l, with
-// t = l % 4, takes the indices 2t and 2t + 1 and not t and t + 4: neighbours are read 16 bytes at a
-// time, and an accumulator is the next product's operand A as it stands.
+// Rows of a tile are 32 bytes longer than their columns. Then four rows of 32 bytes of the same
+// columns lie in different banks, and that is what sixteen lanes read at a time where they read 8
+// bytes each, or eight where they read 16.
+//
+// Columns of a product that are columns of a tile (O = P V) are dealt to C fragments in pairs of
+// tiles, so that lanes can read two neighbours at once: tile 2n has the even ones of 16 columns and
+// tile 2n + 1 the odd ones. Of such a pair lane l has, in row l / 4 and in that 8 further down, the
+// four columns from 4t on (t = l % 4),
+//     d[2n][0] d[2n + 1][0] d[2n][1] d[2n + 1][1],   and [2] and [3] in the lower row.
 #pragma once
 #include "softmax.cuh"
 
@@ -11,10 +17,11 @@ static_assert(sizeof(Element) == 8, "these kernels are double's");
 constexpr int THREADS = NUM_WARPS * 32;
 constexpr int CHUNK = 2;                                    // doubles of 16 bytes
 
-// Rows that are longer by ROWS_PAD: lanes l read row l / 4, columns 2t and 2t + 1, and any eight
-// of them neighbouring 128 bytes of banks. By VALUES_PAD: rows 2t, columns 2 (l / 4) and the next.
-constexpr int ROWS_PAD = 8, VALUES_PAD = 2;
-template <int ROWS, int COLUMNS, int PAD> struct alignas(16) Tile {
+constexpr int ROWS_PAD = 4;
+// Where a lane reads rows 2t and 2t + 1 and not t and t + 4: two rows are to differ by 32 bytes.
+constexpr int VALUES_PAD = 2;
+
+template <int ROWS, int COLUMNS, int PAD = ROWS_PAD> struct alignas(16) Tile {
     static_assert(COLUMNS % 16 == 0, "rows of whole 128 bytes, and the pad");
     double at[ROWS][COLUMNS + PAD];
 };
@@ -67,41 +74,39 @@ template <int M, int N> __device__ __forceinline__ void set_zero(double (&d)[M][
             for (int i = 0; i < 4; ++i) d[m][n][i] = 0.0;
 }
 
+// The fragment of 16 rows of A: element (i, k) at rows[i * pitch + k].
+__device__ __forceinline__ void load_rows(double (&a)[4], const double* rows, int pitch) {
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = rows[i % 2 * 8 * pitch + i / 2 * 4];
+}
+
 // d[m][n] = A B^T: rows first_row + 16 m.. of a with rows first_column + 8 n.. of b, of COLUMNS
-// columns, in C fragments.
+// columns. Forward and backward add in the same order and get the same scores to the last bit.
 template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void row_products(
-    double (&d)[M][N][4], const Tile<A_ROWS, COLUMNS, ROWS_PAD>& a, int first_row,
-    const Tile<B_ROWS, COLUMNS, ROWS_PAD>& b, int first_column) {
+    double (&d)[M][N][4], const Tile<A_ROWS, COLUMNS>& a, int first_row,
+    const Tile<B_ROWS, COLUMNS>& b, int first_column) {
     set_zero(d);
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const double* rows = &a.at[first_row + g][2 * t];
-    const double* others = &b.at[first_column + g][2 * t];
+    const double* rows = &a.at[first_row + g][t];
+    const double* others = &b.at[first_column + g][t];
     constexpr int PITCH = COLUMNS + ROWS_PAD;
     #pragma unroll 2
     for (int k = 0; k < COLUMNS; k += 8) {
         double x[M][4];
         #pragma unroll
-        for (int m = 0; m < M; ++m) {
-            const double2 upper = chunk_at(rows + m * 16 * PITCH + k);
-            const double2 lower = chunk_at(rows + (m * 16 + 8) * PITCH + k);
-            x[m][0] = upper.x;
-            x[m][1] = lower.x;
-            x[m][2] = upper.y;
-            x[m][3] = lower.y;
-        }
+        for (int m = 0; m < M; ++m) load_rows(x[m], rows + m * 16 * PITCH + k, PITCH);
         #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const double2 y = chunk_at(others + n * 8 * PITCH + k);
+            const double* y = others + n * 8 * PITCH + k;
             #pragma unroll
-            for (int m = 0; m < M; ++m) mma_16x8x8(d[m][n], x[m], y.x, y.y);
+            for (int m = 0; m < M; ++m) mma_16x8x8(d[m][n], x[m], y[0], y[4]);
         }
     }
 }
 
-// d += P V, P in C fragments of 8 columns each. The tiles of d stand in pairs, of 16 columns: lane l
-// has in a pair's eight numbers, of rows g = l / 4 and g + 8, four neighbouring columns 4t..4t + 3,
-//     d[2n][0] d[2n + 1][0] d[2n][1] d[2n + 1][1],   and [2] and [3] in the lower row.
+// d += P V, P in C fragments as they stand: their columns 2t and 2t + 1 are the sum's indices that
+// lane l takes, of operand A and so of V too.
 template <int M, int KEY_TILES, int N, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_weighted_rows(
     double (&d)[M][N][4], const double (&p)[M][KEY_TILES][4],

@@ -110,7 +110,7 @@ __device__ __forceinline__ void add_weighted_rows(
         #pragma unroll
         for (int i = 0; i < M; ++i) x[i] = chunk_at(rows + i * LANE_ROWS * PITCH + k);
         #pragma unroll
-        for (int kk = 0; kk < CHUNK; ++kk)
+        for (int kk = 0; kk < CHUNK; ++kk) {
             #pragma unroll
             for (int n = 0; n < N; n += CHUNK) {
                 const float4 y = chunk_at(others + (k + kk) * (COLUMNS + CHUNK) + n * 8);
@@ -122,6 +122,7 @@ __device__ __forceinline__ void add_weighted_rows(
                         sum[i][n + c] = fmaf(part(x[i], kk), part(y, c), sum[i][n + c]);
                 }
             }
+        }
     }
 }
 

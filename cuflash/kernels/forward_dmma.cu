@@ -13,7 +13,7 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32.
 // Shared memory, in doubles:
-//     q  BLOCK_Q * (HEAD_DIM + 8)    k  BLOCK_K * (HEAD_DIM + 8)    v  BLOCK_K * (HEAD_DIM_V + 2)
+//     q  BLOCK_Q * (HEAD_DIM + 4)    k  BLOCK_K * (HEAD_DIM + 4)    v  BLOCK_K * (HEAD_DIM_V + 2)
 // K of the next step is under way while V of this one is used, and V while K is: two barriers a
 // step.
 //
@@ -31,8 +31,8 @@ static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles 
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 struct SharedPlan {
-    Tile<BLOCK_Q, HEAD_DIM, ROWS_PAD> q;
-    Tile<BLOCK_K, HEAD_DIM, ROWS_PAD> k;
+    Tile<BLOCK_Q, HEAD_DIM> q;
+    Tile<BLOCK_K, HEAD_DIM> k;
     Tile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");

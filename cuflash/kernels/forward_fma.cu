@@ -115,6 +115,17 @@ __device__ __forceinline__ void store(
     }
 }
 
+// The block's tile; the last tiles, which see the most keys, come first. Computed at the start and
+// again at the end: that costs a few divisions and saves registers in between.
+__device__ __forceinline__ TileOfHead tile_of_this_block(const ForwardArguments& arguments) {
+    const Shape& shape = arguments.shape;
+    const int num_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    TileOfHead where = tile_of_block(
+        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
+    where.tile = num_tiles - 1 - where.tile;
+    return where;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 forward_fma(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -123,16 +134,13 @@ forward_fma(const __grid_constant__ ForwardArguments arguments) {
     // Prologue: which tile; the first Q and K are on their way.
     const Shape& shape = arguments.shape;
     const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    const int num_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
-    TileOfHead where = tile_of_block(
-        blockIdx.x, num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
-    where.tile = num_tiles - 1 - where.tile;
+    TileOfHead where = tile_of_this_block(arguments);
     const int q_start = where.tile * BLOCK_Q;
     const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
-    const int first_query = q_start + warp_row + lane_row();
+    const int first_query = q_start + warp_row + lane_row();    // the lane's
     const float scale = fabsf(static_cast<float>(arguments.scale));
     const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
 
@@ -210,5 +218,6 @@ forward_fma(const __grid_constant__ ForwardArguments arguments) {
     for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
     for (; tile >= 0; --tile) step(Bool<false>{});
 
-    store(arguments, where, first_query, acc, rows);
+    where = tile_of_this_block(arguments);
+    store(arguments, where, where.tile * BLOCK_Q + warp_row + lane_row(), acc, rows);
 }

@@ -22,14 +22,14 @@ def small_problem(direction, dtype, head_dim=64, **changes):
     return Problem(direction, dtype, **{**fields, **changes})
 
 
-def kernels(direction, dtype, arch, head_dim=64, **changes):
+def kernels(direction, dtype, arch, head_dim=64, family=None, **changes):
     """The kernels of a small problem on an architecture."""
     problem = small_problem(direction, dtype, head_dim, **changes)
-    return plan(problem, device_of_arch(arch)).kernels
+    return plan(problem, device_of_arch(arch), family).kernels
 
 
 def small_kernel(arch="sm_80", head_dim=16, **constants):
     """A kernel that compiles in a tenth of a second."""
-    (kernel,) = kernels("forward", "float32", arch, head_dim)
+    (kernel,) = kernels("forward", "float32", arch, head_dim, "simt")
     known = {**dict(kernel.constants), **constants}
     return replace(kernel, constants=tuple(known.items()))

@@ -1,0 +1,381 @@
+// Backward attention for double by mma.sync, where tensor cores multiply doubles: sm_80, sm_90.
+//
+//     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = scale P (dP - delta)
+//     dV = P^T dO,  dK = dS^T Q,  dQ = dS K
+//
+// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as backward_fma.cu, but in double: one block computes
+// BLOCK_K keys of one key head. It walks the query tiles that see them, of every query head of the
+// group, and keeps dK and dV in registers. Its share of dQ it adds to dQ in global memory, which
+// backward_delta.cu has cleared; delta = rowsum(dO * O) comes from there too.
+//
+// Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), the first tiles
+// first: if CAUSAL, most queries see those.
+// Block: NUM_WARPS warps, SCORE_WARPS_Q of them along the queries of S, dP and dQ,
+// GRADIENT_WARPS_K along the keys of dK and dV.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
+// BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
+// multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
+// their key tiles.
+// Shared memory, in doubles:
+//     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
+//     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
+//     weights  BLOCK_Q * (BLOCK_K + 4)         P, then dS
+//     lse, delta  BLOCK_Q each
+// The next dO is under way while dQ and dK are computed, and the next Q while dP is: six barriers a
+// step.
+//
+// Bad at: few keys with many queries (one block a key tile); head_dim above 128, where little fits
+// into shared memory; NaN or infinity in a tile that the mask cuts.
+#include "dmma.cuh"
+#include "mask.cuh"
+#include "scheduler.cuh"
+
+struct SharedPlan {
+    Tile<BLOCK_K, HEAD_DIM> k;
+    Tile<BLOCK_K, HEAD_DIM_V> v;
+    Tile<BLOCK_Q, HEAD_DIM> q;
+    Tile<BLOCK_Q, HEAD_DIM_V> dout;
+    Tile<BLOCK_Q, BLOCK_K> weights;
+    double lse[BLOCK_Q], delta[BLOCK_Q];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// How the warps share a ROWS x COLUMNS product, WARPS_DOWN of them along the rows.
+template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
+    static constexpr int WARPS_ACROSS = NUM_WARPS / WARPS_DOWN;
+    static constexpr int WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
+    static constexpr int M_TILES = WARP_ROWS / 16, N_TILES = WARP_COLUMNS / 8;
+    static_assert(ROWS % (WARPS_DOWN * 16) == 0, "a warp's rows are 16-row tiles");
+    static_assert(COLUMNS % (WARPS_ACROSS * 8) == 0, "a warp's columns are 8-column tiles");
+    using Sums = double[M_TILES][N_TILES][4];
+    static __device__ __forceinline__ int first_row() {
+        return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS;
+    }
+    static __device__ __forceinline__ int first_column() {
+        return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS;
+    }
+    // Of a product whose columns are those of a tile: the first of the lane's in tiles n, n + 1.
+    static __device__ __forceinline__ int column(int n) {
+        return first_column() + n * 8 + threadIdx.x % 4 * 4;
+    }
+};
+
+using ScoreGrid = WarpGrid<BLOCK_Q, BLOCK_K, SCORE_WARPS_Q>;            // S, dP
+using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;           // dQ
+using KeyGrid = WarpGrid<BLOCK_K, HEAD_DIM, GRADIENT_WARPS_K>;          // dK
+using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;      // dV
+using Scores = ScoreGrid::Sums;
+
+// The lane's row i (0 or 1) of a 16-row tile of dQ, and of dK and dV, which have neighbours.
+__device__ __forceinline__ int query_row(int i) { return threadIdx.x % 32 / 4 + i * 8; }
+__device__ __forceinline__ int key_row(int i) { return threadIdx.x % 32 / 4 * 2 + i; }
+
+// Where a tile of pairs lies.
+struct TilePair {
+    Mask<CAUSAL> mask;
+    int q_start, k_start;
+    // Query i and key j of the tile; a query past the end is none.
+    __device__ __forceinline__ bool visible(int i, int j) const {
+        return q_start + i < mask.seqlen_q && mask.visible(q_start + i, k_start + j);
+    }
+};
+
+// P = exp(scale S - lse) and dS = scale P (dP - delta), in the places of S and dP; 0 for pairs that
+// do not count. The product is rounded by itself, as the forward pass rounded it. lse = -inf says
+// that all of the query's scores are -inf: P is 0.
+template <bool MASKED>
+__device__ __forceinline__ void weights(
+    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at, double scale) {
+    #pragma unroll
+    for (int m = 0; m < ScoreGrid::M_TILES; ++m)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = ScoreGrid::first_row() + m * 16 + query_row(half);
+            const double lse = shared.lse[row] == -infinity() ? infinity() : shared.lse[row];
+            const double delta = shared.delta[row];
+            #pragma unroll
+            for (int n = 0; n < ScoreGrid::N_TILES; ++n)
+                #pragma unroll
+                for (int x = half * 2; x < half * 2 + 2; ++x) {
+                    const int key =
+                        ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2 + x % 2;
+                    const bool counts = !MASKED || at.visible(row, key);
+                    double &p = s[m][n][x], &ds = dp[m][n][x];
+                    p = exp(__dmul_rn(p, scale) - lse);
+                    ds = counts ? p * (ds - delta) * scale : 0.0;
+                    if (!counts) p = 0.0;
+                }
+        }
+}
+
+__device__ __forceinline__ void write_weights(SharedPlan& shared, const Scores& x) {
+    #pragma unroll
+    for (int m = 0; m < ScoreGrid::M_TILES; ++m)
+        #pragma unroll
+        for (int n = 0; n < ScoreGrid::N_TILES; ++n)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<double2*>(
+                    &shared.weights.at[ScoreGrid::first_row() + m * 16 + query_row(half)]
+                                      [ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2]) =
+                    make_double2(x[m][n][half * 2], x[m][n][half * 2 + 1]);
+}
+
+// d += A B over K indices, for the warp's rows and columns of d: A is the weights with queries as
+// rows or, TRANSPOSED, with keys as rows, two neighbours to a lane; B is a tile of as many rows as
+// there are indices.
+template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
+__device__ __forceinline__ void add_product(
+    typename Grid::Sums& d, const SharedPlan& shared, const Tile<K, COLUMNS>& b) {
+    static_assert(Grid::N_TILES % 2 == 0, "tiles of columns come in pairs");
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    #pragma unroll 2
+    for (int k = 0; k < K; k += 8) {
+        double a[Grid::M_TILES][4];
+        #pragma unroll
+        for (int m = 0; m < Grid::M_TILES; ++m) {
+            const int row = Grid::first_row() + m * 16;
+            if constexpr (TRANSPOSED) {
+                const double2 first = chunk_at(&shared.weights.at[k + t][row + 2 * g]);
+                const double2 second = chunk_at(&shared.weights.at[k + t + 4][row + 2 * g]);
+                a[m][0] = first.x;
+                a[m][1] = first.y;
+                a[m][2] = second.x;
+                a[m][3] = second.y;
+            } else {
+                load_rows(a[m], &shared.weights.at[row + g][k + t], BLOCK_K + ROWS_PAD);
+            }
+        }
+        #pragma unroll
+        for (int n = 0; n < Grid::N_TILES; n += 2) {
+            const int column = Grid::first_column() + n * 8 + 2 * g;
+            const double2 first = chunk_at(&b.at[k + t][column]);
+            const double2 second = chunk_at(&b.at[k + t + 4][column]);
+            #pragma unroll
+            for (int m = 0; m < Grid::M_TILES; ++m) {
+                mma_16x8x8(d[m][n], a[m], first.x, second.x);
+                mma_16x8x8(d[m][n + 1], a[m], first.y, second.y);
+            }
+        }
+    }
+}
+
+// The same over visible pairs alone, without tensor cores: for a tile that the mask cuts and where
+// B holds a NaN or an infinity, as 0 * NaN is NaN. Slow, rare.
+template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
+__device__ __forceinline__ void add_visible(
+    typename Grid::Sums& d, const SharedPlan& shared, const Tile<K, COLUMNS>& b,
+    const TilePair& at) {
+    #pragma unroll 1
+    for (int k = 0; k < K; ++k)
+        #pragma unroll
+        for (int m = 0; m < Grid::M_TILES; ++m)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = Grid::first_row() + m * 16
+                              + (TRANSPOSED ? key_row(half) : query_row(half));
+                const int query = TRANSPOSED ? k : row, key = TRANSPOSED ? row : k;
+                if (!at.visible(query, key)) continue;
+                const double weight = shared.weights.at[query][key];
+                #pragma unroll
+                for (int n = 0; n < Grid::N_TILES; ++n)
+                    #pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        double& sum = d[m][n][half * 2 + c];
+                        const int column = Grid::column(n / 2 * 2) + 2 * c + n % 2;
+                        sum = fma(weight, b.at[k][column], sum);
+                    }
+            }
+}
+
+template <class Grid, bool TRANSPOSED, bool MASKED, int K, int COLUMNS>
+__device__ __forceinline__ void gradient_product(
+    typename Grid::Sums& d, const SharedPlan& shared, const Tile<K, COLUMNS>& b,
+    const TilePair& at, bool nonfinite) {
+    if (MASKED && nonfinite) add_visible<Grid, TRANSPOSED>(d, shared, b, at);
+    else add_product<Grid, TRANSPOSED>(d, shared, b);
+}
+
+// Waits until the key tiles before this one have added to the tile of dQ. Their blocks have smaller
+// numbers and were started earlier, so the wait ends.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int k_tile) {
+    if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
+    __syncthreads();
+}
+
+__device__ __forceinline__ void pass_turn(int* turn, int k_tile) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(turn, k_tile + 1);
+}
+
+// Adds the lane's sums to the rows of dQ from q_start on.
+__device__ __forceinline__ void add_to_dq(
+    const BackwardArguments& arguments, int batch, int head, int q_start,
+    const QueryGrid::Sums& sums) {
+    const Shape& shape = arguments.shape;
+    const Strides stride = arguments.dq_stride;
+    double* dq = static_cast<double*>(arguments.dq) + batch * stride.batch + head * stride.head;
+    #pragma unroll
+    for (int m = 0; m < QueryGrid::M_TILES; ++m)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = q_start + QueryGrid::first_row() + m * 16 + query_row(half);
+            if (query >= shape.seqlen_q) continue;
+            #pragma unroll
+            for (int n = 0; n < QueryGrid::N_TILES; ++n)
+                #pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int column = QueryGrid::column(n / 2 * 2) + 2 * c + n % 2;
+                    if (column < shape.head_dim)
+                        atomicAdd(dq + query * stride.token + column, sums[m][n][half * 2 + c]);
+                }
+        }
+}
+
+// Stores the lane's part of dK or dV.
+template <class Grid>
+__device__ __forceinline__ void store_gradient(
+    const typename Grid::Sums& sums, void* target, const Strides& stride, TileOfHead where,
+    int seqlen, int num_columns) {
+    const bool aligned = rows_aligned(target, stride);
+    double* rows = static_cast<double*>(target) + where.batch * stride.batch
+                 + where.head * stride.head;
+    #pragma unroll
+    for (int m = 0; m < Grid::M_TILES; ++m)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int key = where.tile * BLOCK_K + Grid::first_row() + m * 16 + key_row(half);
+            if (key >= seqlen) continue;
+            #pragma unroll
+            for (int n = 0; n < Grid::N_TILES; n += 2)
+                #pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    store_chunk(rows + key * stride.token, Grid::column(n) + 2 * c, num_columns,
+                                aligned, sums[m][n][half * 2 + c], sums[m][n + 1][half * 2 + c]);
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+backward_dmma(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: which keys; which query tiles see them.
+    const Shape& shape = arguments.shape;
+    const int num_k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const int group_size = shape.num_heads_q / shape.num_heads_kv;
+    const TileOfHead where =
+        tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
+    const double scale = arguments.scale;
+    TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, where.tile * BLOCK_K};
+    const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
+    const int first_head = where.head * group_size, end_head = first_head + group_size;
+    const int num_keys = shape.seqlen_k - at.k_start;
+
+    // Each of these starts the copies of a query tile; each is one group.
+    const auto load_dout = [&](int head, int tile) {
+        if (head < end_head) {
+            const int start = tile * BLOCK_Q, num_rows = shape.seqlen_q - start;
+            const i64 stride = arguments.dout_stride.token;
+            const i64 row =
+                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * shape.seqlen_q + start;
+            load_tile(shared.dout,
+                      head_start(arguments.dout, arguments.dout_stride, where.batch, head)
+                          + start * stride,
+                      stride, num_rows, shape.head_dim_v);
+            for (int i = threadIdx.x; i < BLOCK_Q * 2; i += THREADS) {     // halves of a double
+                const int bytes = i / 2 < num_rows ? 4 : 0;
+                cp_async_4(shared_address(shared.lse) + i * 4,
+                           static_cast<const u32*>(arguments.lse) + row * 2 + i, bytes);
+                cp_async_4(shared_address(shared.delta) + i * 4,
+                           static_cast<const u32*>(arguments.delta) + row * 2 + i, bytes);
+            }
+        }
+        cp_async_commit();
+    };
+    const auto load_q = [&](int head, int tile) {
+        if (head < end_head) {
+            const int start = tile * BLOCK_Q;
+            const i64 stride = arguments.q_stride.token;
+            load_tile(shared.q,
+                      head_start(arguments.q, arguments.q_stride, where.batch, head)
+                          + start * stride,
+                      stride, shape.seqlen_q - start, shape.head_dim);
+        }
+        cp_async_commit();
+    };
+
+    KeyGrid::Sums dk;
+    ValueGrid::Sums dv;
+    set_zero(dk);
+    set_zero(dv);
+
+    // One query tile. At its start dO and then Q are on their way.
+    bool k_nonfinite = false;
+    const auto step = [&](auto masked, int head, int tile) {
+        constexpr bool MASKED = masked.value;
+        const bool last_tile = tile + 1 == tiles.end;
+        const int next_head = head + last_tile, next_tile = last_tile ? tiles.first : tile + 1;
+        at.q_start = tile * BLOCK_Q;
+        bool dout_nonfinite = false, q_nonfinite = false;
+
+        Scores s, ds;
+        cp_async_wait<1>();                                 // dO, and the first time K and V
+        if constexpr (MASKED) dout_nonfinite = __syncthreads_or(loaded_nonfinite(shared.dout));
+        else __syncthreads();
+        row_products(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
+        cp_async_wait<0>();                                 // Q
+        if constexpr (MASKED) q_nonfinite = __syncthreads_or(loaded_nonfinite(shared.q));
+        else __syncthreads();
+        row_products(s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
+        weights<MASKED>(s, ds, shared, at, scale);
+
+        write_weights(shared, s);
+        __syncthreads();                                    // P is there
+        gradient_product<ValueGrid, true, MASKED>(dv, shared, shared.dout, at, dout_nonfinite);
+        __syncthreads();                                    // P and dO are done with
+
+        load_dout(next_head, next_tile);
+        write_weights(shared, ds);
+        __syncthreads();                                    // dS is there
+        QueryGrid::Sums dq;
+        set_zero(dq);
+        gradient_product<QueryGrid, false, MASKED>(dq, shared, shared.k, at, k_nonfinite);
+        int* turn = static_cast<int*>(arguments.turns)
+                  + (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile;
+        if (DETERMINISTIC) wait_for_turn(turn, where.tile);
+        add_to_dq(arguments, where.batch, head, at.q_start, dq);
+        if (DETERMINISTIC) pass_turn(turn, where.tile);
+        gradient_product<KeyGrid, true, MASKED>(dk, shared, shared.q, at, q_nonfinite);
+        __syncthreads();                                    // dS and Q are done with
+        load_q(next_head, next_tile);
+    };
+
+    if (tiles.first < tiles.end) {
+        const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
+        load_tile(shared.k,
+                  head_start(arguments.k, arguments.k_stride, where.batch, where.head)
+                      + at.k_start * k_step,
+                  k_step, num_keys, shape.head_dim);
+        load_tile(shared.v,
+                  head_start(arguments.v, arguments.v_stride, where.batch, where.head)
+                      + at.k_start * v_step,
+                  v_step, num_keys, shape.head_dim_v);
+        load_dout(first_head, tiles.first);
+        load_q(first_head, tiles.first);
+        cp_async_wait<1>();
+        k_nonfinite = __syncthreads_or(loaded_nonfinite(shared.k));
+        for (int head = first_head; head < end_head; ++head)
+            for (int tile = tiles.first; tile < tiles.end; ++tile)
+                if (tiles.full(tile)) step(Bool<false>{}, head, tile);
+                else step(Bool<true>{}, head, tile);
+    }
+
+    store_gradient<KeyGrid>(
+        dk, arguments.dk, arguments.dk_stride, where, shape.seqlen_k, shape.head_dim);
+    store_gradient<ValueGrid>(
+        dv, arguments.dv, arguments.dv_stride, where, shape.seqlen_k, shape.head_dim_v);
+}
