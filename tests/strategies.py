@@ -33,7 +33,8 @@ FEW_HEAD_DIMS = {
 
 # What plans look at: whether there is wgmma, shared memory, tuned tiles.
 ARCHS = ["sm_80", "sm_90a", "sm_86", "sm_100", "sm_120"]
-ARCHS_WITHOUT_MMA = ["sm_75", "sm_80", "sm_86", "sm_90a"]
+# float32 and float64: plain kernels on the first, all that there is after.
+ARCHS_OF_WIDE_TYPES = ["sm_75", "sm_80", "sm_86", "sm_90a"]
 FAMILIES = ["sm_80", "sm_90a"]  # one of each kind of kernels
 
 # Multiply-adds of a case, forward, that the emulator is given at most: they
@@ -96,7 +97,7 @@ def tiles(case, direction, arch):
 def archs_of(case, archs, wide):
     """Draw an architecture, half of the time one of the first two."""
     if case.dtype in ("float32", "float64"):
-        return st.sampled_from(ARCHS_WITHOUT_MMA if wide else archs[:1])
+        return st.sampled_from(ARCHS_OF_WIDE_TYPES[: 4 if wide else 2])
     if not wide:
         return st.sampled_from(archs)
     return st.sampled_from(FAMILIES) | st.sampled_from(ARCHS)

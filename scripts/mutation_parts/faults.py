@@ -25,7 +25,8 @@ FOLDER = Path(__file__).parent / "faults"
 _FIRST = {
     "merge": "test_merge",
     "wgmma": "is_attention bfloat16",
-    "simt": "test_grid float32",
+    "simt": "properties float32",
+    "fma": "test_grid float32",
     "": "test_grid bfloat16",
 }
 
