@@ -13,7 +13,11 @@ from helpers.tables import entry, write_table
 
 ARCHS = {90: "sm_90a"}  # of those whose name has a suffix
 TABLE_FILES = sorted(tiles.TABLES.glob("sm_*.json"))
-DTYPES = {"simt": ("float32", "float64")}
+DTYPES = {
+    "simt": ("float32", "float64"),
+    "fma": ("float32",),
+    "dmma": ("float64",),
+}
 
 # Tiles that mma's forward kernel is written for, by their block_k.
 BY_BLOCK_K = {k: {"block_q": 64, "block_k": k, "num_warps": 4}
