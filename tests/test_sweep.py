@@ -138,7 +138,7 @@ def test_a_sweep_finds_the_best_tile_and_plans_take_it(
     }  # fmt: skip
     forget()
     problem = GROUP.problem(1, 700, 3)
-    decided = plan(problem, device_of_arch("sm_80"))
+    decided = plan(problem, device_of_arch("sm_80"), GROUP.family)
     assert decided.tile == found[0].tile
     assert (output / "simt_forward_float32_d16.png").stat().st_size > 1000
 

@@ -3,7 +3,7 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = scale P (dP - delta)
 //     dV = P^T dO,  dK = dS^T Q,  dQ = dS K
 //
-// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as backward_fma.cu, but in double: one block computes
+// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as backward_fma.cu, but in double: one block has
 // BLOCK_K keys of one key head. It walks the query tiles that see them, of every query head of the
 // group, and keeps dK and dV in registers. Its share of dQ it adds to dQ in global memory, which
 // backward_delta.cu has cleared; delta = rowsum(dO * O) comes from there too.
