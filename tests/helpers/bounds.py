@@ -1,0 +1,103 @@
+"""Exact results and the worst-case errors that docs/accuracy.md derives.
+
+Unlike `rounding`, which allows what rounding at random comes to, these bounds
+hold for every input, to first order, element by element. Rows of keys see a
+query each, so there is no -inf in lse. Arrays are (batch, heads, rows,
+columns), with as many key heads as query heads, in a dtype finer than the
+call's: `exact` is as good as that dtype is.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from .heads import visible
+
+EXP = 4  # of exp and exp2, in u: 2 ulp
+PER_TILE = 6  # roundings of sums that each tile of keys adds
+SMALLEST_BLOCK = 16  # keys of the smallest tile
+
+
+class Arithmetic(NamedTuple):
+    """What one operation may err by, relative to its result.
+
+    unit : rounding to nearest, u.
+    step : one term of a product of matrices, relative to the sum of all
+        terms' magnitudes: u by multiply-adds.
+    split : operands written as sums of parts, relative to the same.
+    """
+
+    unit: float
+    step: float
+    split: float = 0.0
+
+    def product(self, length):
+        """Return the relative error of a sum of so many products."""
+        return length * self.step + self.split
+
+
+ARITHMETIC = {
+    "float32": Arithmetic(2.0**-24, 2.0**-24),
+    "float64": Arithmetic(2.0**-53, 2.0**-53),
+}
+
+
+def exact(dout, q, k, v, *, scale, causal):
+    """Return every matrix of attention and of its gradient."""
+    x = SimpleNamespace(dout=dout, q=q, k=k, v=v, scale=scale)
+    see = visible(q.shape[-2], k.shape[-2], causal)
+    s = q @ turned(k) * scale
+    hidden = np.where(see, s, -np.inf)
+    x.m = hidden.max(axis=-1, keepdims=True)
+    weights = np.exp(hidden - x.m)
+    total = weights.sum(axis=-1, keepdims=True)
+    x.s, x.p = np.where(see, s, 0), weights / total
+    x.lse = (x.m + np.log(total))[..., 0]
+    x.out = x.p @ v
+    x.part = dout @ turned(v) - (dout * x.out).sum(axis=-1, keepdims=True)
+    x.ds = scale * x.p * x.part
+    x.dq, x.dk, x.dv = x.ds @ k, turned(x.ds) @ q, turned(x.p) @ dout
+    return x
+
+
+def bounds(x, arithmetic):
+    """Return the bounds of out, lse, dq, dk and dv of `exact` matrices."""
+    u, product, size = arithmetic.unit, arithmetic.product, np.abs
+    keys = x.k.shape[-2]
+    tiles = -(-keys // SMALLEST_BLOCK)
+    sums = product(keys) + PER_TILE * tiles * u
+    score = product(x.q.shape[-1]) * size(x.scale)
+    score = score * (size(x.q) @ turned(size(x.k)))
+
+    weight = score + 6 * u * (size(x.s) + size(x.m)) + EXP * u
+    row = (x.p * weight).sum(axis=-1, keepdims=True)
+    out = (x.p * weight) @ size(x.v) + (row + sums + 2 * u) * size(x.out)
+    out += sums * (x.p @ size(x.v))
+    lse = row[..., 0] + sums + 4 * u * (size(x.lse) + size(x.m[..., 0]))
+
+    # P of the gradients is exp(S - lse), with the errors of lse in it.
+    row = x.lse[..., None]
+    weight = score + lse[..., None] + EXP * u
+    weight += 3 * u * (size(x.s) + size(row) + size(x.s - row))
+    columns = product(x.v.shape[-1])
+    delta = (size(x.dout) * (out + columns * size(x.out))).sum(
+        axis=-1, keepdims=True
+    )
+    dp = columns * (size(x.dout) @ turned(size(x.v)))
+    ds = (weight + 5 * u) * size(x.ds)
+    ds += size(x.scale) * x.p * (dp + delta)
+    dq = ds @ size(x.k) + sums * (size(x.ds) @ size(x.k))
+    queries = product(x.q.shape[-2]) + u
+    dk = turned(ds) @ size(x.q) + queries * (turned(size(x.ds)) @ size(x.q))
+    dv = turned(x.p * (weight + queries)) @ size(x.dout)
+    return out, lse, dq, dk, dv
+
+
+def results(x):
+    """Return out, lse, dq, dk and dv of `exact` matrices."""
+    return x.out, x.lse, x.dq, x.dk, x.dv
+
+
+def turned(x):
+    return np.swapaxes(x, -1, -2)
