@@ -25,6 +25,7 @@ def forward(
     causal: bool = False,
     block_q: int | None = None,
     block_k: int | None = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -50,6 +51,10 @@ def forward(
     block_q, block_k : int, optional
         Queries and keys of a tile, in tokens; tuned by default. They change
         rounding and speed, not the meaning.
+    precision : {None, "tf32x3"}, optional
+        "tf32x3", for float32 alone: products by the tensor cores, of
+        operands in two parts of 11 bits. Errors stay those of float32, but
+        an infinity may come out as NaN. Not used for NumPy arrays.
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.
@@ -75,14 +80,14 @@ def forward(
         If an argument has the wrong type or dtype, or NumPy and CUDA arrays
         are mixed.
     ValueRangeError
-        If `scale`, `block_q` or `block_k` cannot be used, `out` is
-        read-only or shares memory with an input, or the arrays are on
+        If `scale`, `block_q`, `block_k` or `precision` cannot be used, `out`
+        is read-only or shares memory with an input, or the arrays are on
         several CUDA devices.
     UnsupportedError
         If head_dim or head_dim_v is above 256, another size does not fit
-        32 bits, an array is masked, takes part in automatic differentiation
-        or is another library's on the CPU, the GPU is too old, or CUDA
-        arrays come without CuPy installed.
+        32 bits, `precision` is not for the dtype, an array is masked, takes
+        part in automatic differentiation or is another library's on the
+        CPU, the GPU is too old, or CUDA arrays come without CuPy installed.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 
@@ -127,6 +132,7 @@ def forward(
         causal=causal,
         block_q=block_q,
         block_k=block_k,
+        precision=precision,
         return_lse=return_lse,
     )
     result, lse = backend.forward(call)
@@ -147,6 +153,7 @@ def backward(
     block_q: int | None = None,
     block_k: int | None = None,
     deterministic: bool = False,
+    precision: str | None = None,
 ) -> tuple[Any, Any, Any]:
     """The gradients of `forward` with respect to `q`, `k` and `v`.
 
@@ -165,6 +172,8 @@ def backward(
     deterministic : bool, optional
         Whether `dq` is summed in a fixed order too, and so is bitwise
         reproducible. `dk` and `dv` always are.
+    precision : {None, "tf32x3"}, optional
+        As of `forward`; preferably as given to it.
 
     Returns
     -------
@@ -214,6 +223,7 @@ def backward(
         block_q=block_q,
         block_k=block_k,
         deterministic=deterministic,
+        precision=precision,
     )
     dq, dk, dv = backend.backward(call)
     return _strip(dq, call.rank), _strip(dk, call.rank), _strip(dv, call.rank)

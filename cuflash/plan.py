@@ -19,7 +19,7 @@ from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-Family = Literal["wgmma", "mma", "fma", "dmma", "simt"]
+Family = Literal["wgmma", "mma", "fma", "dmma", "tf32x3", "simt"]
 
 # ---- What a plan is made for, and of ----
 
@@ -166,8 +166,9 @@ class Plan:
     problem : Problem
     family : str
         ``"wgmma"`` (16-bit types, Hopper's warpgroups), ``"mma"`` (16-bit
-        types, any tensor cores), ``"fma"`` (float32), ``"dmma"`` (float64,
-        tensor cores) or ``"simt"`` (float32 and float64, anywhere).
+        types, any tensor cores), ``"fma"`` (float32), ``"tf32x3"`` (float32
+        in parts, tensor cores), ``"dmma"`` (float64, tensor cores) or
+        ``"simt"`` (float32 and float64, anywhere).
     tile : Tile or None
         None for "merge", which has no tiles.
     launches : tuple of Launch
@@ -281,7 +282,18 @@ def family_of(
                 else ""
             )
         )
+    if problem.precision:
+        if device.capability < 80:
+            raise UnsupportedError(
+                f"precision {problem.precision!r} needs a GPU of compute"
+                " capability 8.0 or newer, this one has"
+                f" {device.capability / 10} ({device.arch}): leave it out"
+            )
+        return "tf32x3"
     if not sixteen_bits:
+        parts = problem.dtype == "float32" and device.capability >= 80
+        if wanted == "tf32x3" and parts:
+            return "tf32x3"
         if wanted != "simt" and _fma_runs(problem, device):
             return "fma"
         if wanted != "simt" and _dmma_runs(problem, device):
@@ -290,6 +302,14 @@ def family_of(
     if wanted != "mma" and _wgmma_runs(problem, device):
         return "wgmma"
     return "mma"
+
+
+def main_file(family: str, file: str) -> bool:
+    """Whether a kernel's file is of a family, and not of several."""
+    return f"_{_FILES.get(family, family)}" in file
+
+
+_FILES = {"dmma": "mma8", "tf32x3": "mma8"}
 
 
 def wanted_family() -> Family | None:
@@ -968,8 +988,8 @@ def _backward_fma_fits(problem: Problem, tile: Tile) -> bool:
 
 def _backward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
     return _backward_in_one(
-        problem, device, tile, "fma", _fma_head_dims(problem),
-        _backward_fma_shared(problem, tile),
+        problem, device, tile, "fma", "backward_fma",
+        _fma_head_dims(problem), _backward_fma_shared(problem, tile),
     )
 
 
@@ -978,14 +998,15 @@ def _backward_in_one(
     device: Device,
     tile: Tile,
     family: Family,
+    entry: str,
     head_dims: tuple[int, int],
     shared: int,
 ) -> Plan:
     """One kernel that adds to dq itself, after that for delta."""
     d, dv = head_dims
     main = KernelPlan(
-        file=f"backward_{family}.cu",
-        entry=f"backward_{family}",
+        file=f"{entry}.cu",
+        entry=entry,
         constants=(
             ("Element", _element(problem)),
             ("HEAD_DIM", d),
@@ -1006,10 +1027,13 @@ def _backward_in_one(
     )
     q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
-    size = 8 if problem.dtype == "float64" else 4
+    columns = 2 * d + dv  # of q, dq and dout
     shared_by_head = (
-        problem.group_size * problem.seqlen_q * size * (2 * d + dv)
-    )  # q, dq and dout
+        problem.group_size
+        * problem.seqlen_q
+        * columns
+        * _element_bytes(problem)
+    )
     return Plan(
         problem,
         family,
@@ -1029,12 +1053,14 @@ def _backward_in_one(
     )
 
 
-# ---- float64 by mma.sync ----
+# ---- float64, and float32 in parts, by mma.sync in steps of 8 ----
 
 # Where double products by tensor cores are no slower than without.
 _DMMA_CAPABILITIES = (80, 90, 100, 103)
-# kernels/dmma.cuh: what is added to the rows of tiles, in doubles.
-_ROWS_PAD, _VALUES_PAD = 4, 2
+# kernels/mma8.cuh: elements that are added to the rows of tiles.
+_ROWS_PAD = 4
+# Of 255: fragments and addresses need the others.
+_MMA8_REGISTERS = 192
 
 
 def _dmma_runs(problem: Problem, device: Device) -> bool:
@@ -1046,32 +1072,44 @@ def _dmma_runs(problem: Problem, device: Device) -> bool:
     )
 
 
-def _forward_dmma_shared(problem: Problem, tile: Tile) -> int:
+def _element_bytes(problem: Problem) -> int:
+    return 8 if problem.dtype == "float64" else 4
+
+
+def _mma8_family(problem: Problem) -> Family:
+    return "dmma" if problem.dtype == "float64" else "tf32x3"
+
+
+def _mma8_chunk(problem: Problem) -> int:
+    """Elements of 16 bytes: tiles of columns come by so many."""
+    return 16 // _element_bytes(problem)
+
+
+def _forward_mma8_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _mma_head_dims(problem)
-    return 8 * (
+    return _element_bytes(problem) * (
         (tile.block_q + tile.block_k) * (d + _ROWS_PAD)
-        + tile.block_k * (dv + _VALUES_PAD)
+        + tile.block_k * (dv + _mma8_chunk(problem))
     )
 
 
-def _forward_dmma_fits(problem: Problem, tile: Tile) -> bool:
+def _forward_mma8_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _mma_head_dims(problem)
     if tile.block_q % (tile.num_warps * 16):
         return False
     rows = tile.block_q // tile.num_warps
-    return rows * (tile.block_k + dv) // 16 <= _DMMA_REGISTERS
+    words = _element_bytes(problem) // 4
+    chunk = rows * 8 * 4 if words == 1 else 0  # sums that begin anew
+    kept = words * rows * (tile.block_k + dv) + chunk
+    return kept // 32 <= _MMA8_REGISTERS
 
 
-# Of 255: fragments and addresses need the others.
-_DMMA_REGISTERS = 192
-
-
-def _forward_dmma(problem: Problem, device: Device, tile: Tile) -> Plan:
+def _forward_mma8(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _mma_head_dims(problem)
-    shared = _forward_dmma_shared(problem, tile)
+    shared = _forward_mma8_shared(problem, tile)
     kernel = KernelPlan(
-        file="forward_dmma.cu",
-        entry="forward_dmma",
+        file="forward_mma8.cu",
+        entry="forward_mma8",
         constants=(
             ("Element", _element(problem)),
             ("HEAD_DIM", d),
@@ -1089,53 +1127,58 @@ def _forward_dmma(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
     pairs = problem.batch * problem.num_heads_q
-    shared_by_head = problem.seqlen_k * (d + dv) * 8 // problem.group_size
+    bytes_of_keys = problem.seqlen_k * (d + dv) * _element_bytes(problem)
     return Plan(
         problem,
-        "dmma",
+        _mma8_family(problem),
         tile,
         (Launch(kernel, num_tiles * pairs),),
         heads_per_section=_heads_per_section(
-            problem, device, problem.num_heads_q, shared_by_head
+            problem,
+            device,
+            problem.num_heads_q,
+            bytes_of_keys // problem.group_size,
         ),
     )
 
 
-def _backward_dmma_shared(problem: Problem, tile: Tile) -> int:
+def _backward_mma8_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _mma_head_dims(problem)
-    return 8 * (
+    return _element_bytes(problem) * (
         (tile.block_q + tile.block_k) * (d + dv + 2 * _ROWS_PAD)
         + tile.block_q * (tile.block_k + _ROWS_PAD)
         + 2 * tile.block_q  # lse and delta
     )
 
 
-def _backward_dmma_fits(problem: Problem, tile: Tile) -> bool:
+def _backward_mma8_fits(problem: Problem, tile: Tile) -> bool:
     d, dv = _mma_head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
+    columns = 8 * _mma8_chunk(problem)
     shares = (
         tile.block_q % (tile.score_warps_q * 16),
         tile.block_k % (across * 8),
-        d % (across * 16),
+        d % (across * columns),
         tile.block_k % (tile.gradient_warps_k * 16),
-        d % (gradient_across * 16),
-        dv % (gradient_across * 16),
+        d % (gradient_across * columns),
+        dv % (gradient_across * columns),
     )
     if any(shares):
         return False
     threads = tile.num_warps * 32
-    kept = 2 * tile.block_k * (d + dv) // threads
-    scores = 4 * tile.block_q * tile.block_k // threads
-    dq = 2 * tile.block_q * d // threads
-    return kept + max(scores, dq) <= _DMMA_REGISTERS
+    words = _element_bytes(problem) // 4
+    kept = words * tile.block_k * (d + dv) // threads
+    scores = 2 * words * tile.block_q * tile.block_k // threads
+    dq = words * tile.block_q * d // threads
+    return kept + max(scores, dq) <= _MMA8_REGISTERS
 
 
-def _backward_dmma(problem: Problem, device: Device, tile: Tile) -> Plan:
+def _backward_mma8(problem: Problem, device: Device, tile: Tile) -> Plan:
     return _backward_in_one(
-        problem, device, tile, "dmma", _mma_head_dims(problem),
-        _backward_dmma_shared(problem, tile),
-    )
+        problem, device, tile, _mma8_family(problem), "backward_mma8",
+        _mma_head_dims(problem), _backward_mma8_shared(problem, tile),
+    )  # fmt: skip
 
 
 # ---- float32 and float64, plainly ----
@@ -1315,8 +1358,10 @@ _PLANNERS = {
     ("mma", "forward"): _forward_mma,
     ("mma", "backward"): _backward_mma,
     ("fma", "forward"): _forward_fma,
-    ("dmma", "forward"): _forward_dmma,
-    ("dmma", "backward"): _backward_dmma,
+    ("dmma", "forward"): _forward_mma8,
+    ("tf32x3", "forward"): _forward_mma8,
+    ("dmma", "backward"): _backward_mma8,
+    ("tf32x3", "backward"): _backward_mma8,
     ("simt", "forward"): _forward_simt,
     ("fma", "backward"): _backward_fma,
     ("simt", "backward"): _backward_simt,
@@ -1327,8 +1372,10 @@ _SHARED = {
     ("mma", "forward"): _forward_mma_shared,
     ("mma", "backward"): _backward_mma_shared,
     ("fma", "forward"): _forward_fma_shared,
-    ("dmma", "forward"): _forward_dmma_shared,
-    ("dmma", "backward"): _backward_dmma_shared,
+    ("dmma", "forward"): _forward_mma8_shared,
+    ("tf32x3", "forward"): _forward_mma8_shared,
+    ("dmma", "backward"): _backward_mma8_shared,
+    ("tf32x3", "backward"): _backward_mma8_shared,
     ("simt", "forward"): _forward_simt_shared,
     ("fma", "backward"): _backward_fma_shared,
     ("simt", "backward"): _backward_simt_shared,
@@ -1339,8 +1386,10 @@ _REGISTERS = {
     ("mma", "forward"): _forward_mma_fits,
     ("mma", "backward"): _backward_mma_fits,
     ("fma", "forward"): _forward_fma_fits,
-    ("dmma", "forward"): _forward_dmma_fits,
-    ("dmma", "backward"): _backward_dmma_fits,
+    ("dmma", "forward"): _forward_mma8_fits,
+    ("tf32x3", "forward"): _forward_mma8_fits,
+    ("dmma", "backward"): _backward_mma8_fits,
+    ("tf32x3", "backward"): _backward_mma8_fits,
     ("simt", "forward"): _simt_fits,
     ("fma", "backward"): _backward_fma_fits,
     ("simt", "backward"): _simt_fits,

@@ -35,6 +35,7 @@ class Problem:
     block_q: int | None = None
     block_k: int | None = None
     deterministic: bool = False
+    precision: Literal["tf32x3"] | None = None
 
     @property
     def group_size(self) -> int:

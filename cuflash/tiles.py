@@ -112,6 +112,18 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
         ):
             yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+    elif (family, direction) == ("tf32x3", "forward"):
+        for q, k, warps in product(
+            (128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)
+        ):
+            yield Tile(q, k, warps, ptxas_level=3)
+    elif (family, direction) == ("tf32x3", "backward"):
+        for q, k, warps, down, down_k in product(
+            (128, 64, 32, 16), (128, 64, 32, 16), (8, 4), (4, 2, 8, 1),
+            (4, 2, 8, 1),
+        ):
+            if max(down, down_k) <= warps:
+                yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
     else:
         for q, k in product((32, 16, 8, 4), repeat=2):
             yield Tile(q, k, num_warps=4)

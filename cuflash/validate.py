@@ -25,6 +25,7 @@ from .errors import (
 from .problem import ALIGNMENT, Call, Layout, Problem, Signature
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+PRECISIONS = ("tf32x3",)
 MAX_HEAD_DIM = 256
 
 # Kernels count tokens, heads and batches in int32, and round lengths up to
@@ -190,6 +191,7 @@ def forward(
     causal: Any = False,
     block_q: Any = None,
     block_k: Any = None,
+    precision: Any = None,
     return_lse: Any = False,
     out: Any = None,
 ) -> Call:
@@ -203,6 +205,7 @@ def forward(
         _flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
+        _precision(precision),
         return_lse=_flag("return_lse", return_lse),
     )
     if out is not None:
@@ -223,6 +226,7 @@ def backward(
     block_q: Any = None,
     block_k: Any = None,
     deterministic: Any = False,
+    precision: Any = None,
 ) -> Call:
     """Check the arguments of `cuflash.backward`; see there."""
     # q leads: the others are compared with it.
@@ -234,6 +238,7 @@ def backward(
         _flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
+        _precision(precision),
         deterministic=_flag("deterministic", deterministic),
     )
     return Call(signature, given)
@@ -270,6 +275,7 @@ def _attention(
     causal: bool,
     block_q: int | None,
     block_k: int | None,
+    precision: Literal["tf32x3"] | None,
     *,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -299,6 +305,11 @@ def _attention(
             f"scale is {scale}, expected at most {MAX_SCALE} in magnitude: "
             f"scores of {arrays.dtype} arrays are float32"
         )
+    if precision and arrays.dtype != "float32":
+        raise UnsupportedError(
+            f"precision is {precision!r}, which is for float32 arrays, got "
+            f"{arrays.dtype}: leave it out, or convert q, k and v to float32"
+        )
     problem = Problem(
         direction=direction,
         dtype=arrays.dtype,
@@ -314,6 +325,7 @@ def _attention(
         block_q=block_q,
         block_k=block_k,
         deterministic=deterministic,
+        precision=precision,
     )
     return Signature(problem, arrays.rank, arrays.layouts(), return_lse)
 
@@ -592,6 +604,16 @@ def _scale(scale: Any) -> float | None:
             "every score"
         )
     return value
+
+
+def _precision(precision: Any) -> Literal["tf32x3"] | None:
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueRangeError(
+            f"precision is {_value(precision)}, expected "
+            f"{' or '.join(map(repr, PRECISIONS))}, or None for that of the "
+            "dtype"
+        )
+    return precision
 
 
 def _block(name: str, block: Any) -> int | None:

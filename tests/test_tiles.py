@@ -17,6 +17,7 @@ DTYPES = {
     "simt": ("float32", "float64"),
     "fma": ("float32",),
     "dmma": ("float64",),
+    "tf32x3": ("float32",),
 }
 
 # Tiles that mma's forward kernel is written for, by their block_k.

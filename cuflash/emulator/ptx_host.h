@@ -127,7 +127,33 @@ inline void mma_16x8x8(void* const (&lanes)[32]) {
         }
 }
 
+inline float tf32(u32 bits) { return __uint_as_float(bits & 0xFFFFE000); }
+
+inline void mma_16x8x8_tf32(void* const (&lanes)[32]) {
+    float a[16][16] = {}, b[16][8] = {}, d[16][8];          // eight more products of 0
+    for (int lane = 0; lane < 32; ++lane) {
+        const MmaOperands& own = *static_cast<const MmaOperands*>(lanes[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) {
+            a[g + i % 2 * 8][t + i / 2 * 4] = tf32(own.a[i]);
+            d[g + i / 2 * 8][2 * t + i % 2] = own.d[i];
+        }
+        for (int i = 0; i < 2; ++i) b[t + i * 4][g] = tf32(own.b[i]);
+    }
+    multiply_add(d, a, b);
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i)
+            static_cast<const MmaOperands*>(lanes[lane])->d[i] =
+                d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+}
+
 }  // namespace emulator
+
+inline void mma_16x8x8(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMULATOR_SITE) {
+    emulator::MmaOperands own{d, a, {b0, b1}};
+    emulator::meet("mma.sync", emulator::WHOLE_WARP, &own, emulator::mma_16x8x8_tf32,
+                   {file, line});
+}
 
 inline void mma_16x8x8(
     double (&d)[4], const double (&a)[4], double b0, double b1, EMULATOR_SITE) {

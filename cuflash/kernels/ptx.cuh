@@ -96,6 +96,15 @@ __device__ __forceinline__ void mma_16x8x8(
 #endif
 }
 
+// The same in float, of numbers with 11 bits as tf32 has them: of a and b, the bits of floats, the
+// lower 13 are not looked at. The fragments are alike. PTX ISA: Matrix Fragments for mma.m16n8k8.
+__device__ __forceinline__ void mma_16x8x8(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // ---- Shared memory ----
 
 // The address within shared memory of what a pointer points to there.

@@ -16,7 +16,7 @@ from bench_parts import checks, machine, timing
 from bench_parts.cells import Cell
 from bench_parts.runners import Inputs, make_inputs
 from cuflash import compiler, launch
-from cuflash.plan import Device, plan
+from cuflash.plan import Device, main_file, plan
 from cuflash.tiles import Tile
 from fuzz_parts import check as fuzz
 
@@ -73,7 +73,7 @@ class Gpu:
         loaded = [
             compiler.function(kernel, device)
             for kernel in decided.kernels
-            if f"_{group.family}" in kernel.file
+            if main_file(group.family, kernel.file)
         ]
         return {
             "error": error,

@@ -17,6 +17,7 @@ from cuflash.plan import (
     family_of,
     is_legal,
     legal_tiles,
+    main_file,
     plan,
 )
 from cuflash.problem import Problem
@@ -79,7 +80,7 @@ class Choice:
 
     def main(self, family: str) -> list[KernelPlan]:
         """The kernels that have the tile, without those of single rows."""
-        return [k for k in self.kernels if f"_{family}" in k.file]
+        return [k for k in self.kernels if main_file(family, k.file)]
 
 
 def groups(

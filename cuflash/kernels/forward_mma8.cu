@@ -1,27 +1,30 @@
-// Forward attention for double by mma.sync, where tensor cores multiply doubles: sm_80, sm_90.
+// Forward attention by mma.sync in steps of 8: for double, where tensor cores multiply doubles
+// (sm_80, sm_90), and for float in parts (precision "tf32x3").
 //
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
-// FlashAttention-2, Alg. 1 (arXiv:2307.08691), as forward_mma.cu, but all in double; exp and log
-// are the library's. One block computes BLOCK_Q queries of one head and walks the key tiles that
-// they see from the last to the first. P goes from the accumulators of S to the products with V
-// without leaving registers (dmma.cuh).
+// FlashAttention-2, Alg. 1 (arXiv:2307.08691), as forward_mma.cu, but all in double, with the
+// library's exp and log, or all in float. One block computes BLOCK_Q queries of one head and walks
+// the key tiles that they see from the last to the first. P goes from the accumulators of S to the
+// products with V without leaving registers (mma8.cuh).
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32.
-// Shared memory, in doubles:
-//     q  BLOCK_Q * (HEAD_DIM + 4)    k  BLOCK_K * (HEAD_DIM + 4)    v  BLOCK_K * (HEAD_DIM_V + 2)
+// Shared memory, in elements:
+//     q  BLOCK_Q * (HEAD_DIM + 4)     k  BLOCK_K * (HEAD_DIM + 4)
+//     v  BLOCK_K * (HEAD_DIM_V + VALUES_PAD), which is 2 for double and 4 for float
 // K of the next step is under way while V of this one is used, and V while K is: two barriers a
 // step.
 //
-// Bound by the products; exp takes some 30 instructions an element of S, which has HEAD_DIM +
-// HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, for which acc is too large; NaN or
-// infinity in V in a tile that the mask cuts.
-#include "dmma.cuh"
+// Bound by the products; exp takes some 30 instructions an element of S in double, which has
+// HEAD_DIM + HEAD_DIM_V multiply-adds, and the parts of a float three for each operand. Bad at:
+// head_dim_v above 128, for which acc is too large; NaN or infinity in V in a tile that the mask
+// cuts.
 #include "mask.cuh"
+#include "mma8.cuh"
 #include "scheduler.cuh"
 
 constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
@@ -38,11 +41,12 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // m: the row's maximum of scale S. l: this lane's share of the row's sum of P.
-struct Rows { double m[M_TILES][2], l[M_TILES][2]; };
-using Scores = double[M_TILES][S_TILES][4];
-using Output = double[M_TILES][O_TILES][4];
+struct Rows { Element m[M_TILES][2], l[M_TILES][2]; };
+using Scores = Fragments<M_TILES, S_TILES>;
+using Output = Fragments<M_TILES, O_TILES>;
 
-// The maximum, which skips NaN, and the sum over a quad's lanes, in each of them.
+// softmax.cuh's, in double.
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double larger(double a, double b) { return b > a ? b : a; }
 __device__ __forceinline__ double quad_max(double x) {
     x = larger(x, __shfl_xor_sync(WHOLE_WARP, x, 1));
@@ -60,15 +64,15 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            double m = -infinity();
+            Element m = -infinity();
             #pragma unroll
             for (int j = 0; j < S_TILES; ++j)
                 m = larger(larger(m, x[i][j][half * 2]), x[i][j][half * 2 + 1]);
             m = larger(rows.m[i][half], quad_max(m));
             // m = -inf: all scores so far are -inf, and exp(-inf - 0) = 0.
-            const double reference = m == -infinity() ? 0.0 : m;
+            const Element reference = m == -infinity() ? 0 : m;
             if (m != rows.m[i][half]) {
-                const double rescale = exp(rows.m[i][half] - reference);
+                const Element rescale = exponential(rows.m[i][half] - reference);
                 rows.l[i][half] *= rescale;
                 #pragma unroll
                 for (int n = 0; n < O_TILES; ++n) {
@@ -81,7 +85,7 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
             for (int j = 0; j < S_TILES; ++j)
                 #pragma unroll
                 for (int k = half * 2; k < half * 2 + 2; ++k) {
-                    x[i][j][k] = exp(x[i][j][k] - reference);
+                    x[i][j][k] = exponential(x[i][j][k] - reference);
                     rows.l[i][half] += x[i][j][k];
                 }
         }
@@ -104,16 +108,17 @@ __device__ __forceinline__ void add_visible_rows(
                     const int key = j * 8 + 2 * owner + x;
                     #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const double weight = __shfl_sync(
+                        const Element weight = __shfl_sync(
                             WHOLE_WARP, p[i][j][half * 2 + x], lane / 4 * 4 + owner);
                         if (!visible(i * 16 + half * 8, key)) continue;
                         #pragma unroll
                         for (int n = 0; n < O_TILES; ++n)
                             #pragma unroll
                             for (int c = 0; c < 2; ++c) {
-                                const int column = n / 2 * 16 + 4 * t + 2 * c + n % 2;
-                                acc[i][n][half * 2 + c] = fma(
-                                    weight, shared.v.at[key][column], acc[i][n][half * 2 + c]);
+                                const int column =
+                                    n / CHUNK * (8 * CHUNK) + CHUNK * (2 * t + c) + n % CHUNK;
+                                Element& sum = acc[i][n][half * 2 + c];
+                                sum = fma(weight, shared.v.at[key][column], sum);
                             }
                     }
                 }
@@ -127,33 +132,37 @@ __device__ __forceinline__ void store(
     const Strides os = arguments.out_stride;
     const int t = threadIdx.x % 4;
     const bool aligned = rows_aligned(arguments.out, os);
-    double* out = static_cast<double*>(arguments.out)
-                + where.batch * os.batch + where.head * os.head;
+    Element* out = static_cast<Element*>(arguments.out)
+                 + where.batch * os.batch + where.head * os.head;
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = first_query + i * 16 + half * 8;
-            const double m = state.m[i][half], l = quad_sum(state.l[i][half]);
+            const Element m = state.m[i][half], l = quad_sum(state.l[i][half]);
             if (query >= shape.seqlen_q) continue;
-            const double divisor = l == 0.0 ? 1.0 : l;
+            const Element divisor = l == 0 ? 1 : l;
             #pragma unroll
-            for (int n = 0; n < O_TILES; n += 2)
+            for (int n = 0; n < O_TILES; n += CHUNK)
                 #pragma unroll
-                for (int c = 0; c < 2; ++c)
-                    store_chunk(out + query * os.token, n * 8 + 4 * t + 2 * c, shape.head_dim_v,
-                                aligned, acc[i][n][half * 2 + c] / divisor,
-                                acc[i][n + 1][half * 2 + c] / divisor);
+                for (int c = 0; c < 2; ++c) {
+                    Element numbers[CHUNK];
+                    chunk_of_tiles(numbers, acc[i], n, half * 2 + c);
+                    #pragma unroll
+                    for (int x = 0; x < CHUNK; ++x) numbers[x] /= divisor;
+                    store_chunk(out + query * os.token, n * 8 + CHUNK * (2 * t + c),
+                                shape.head_dim_v, aligned, numbers);
+                }
             if (arguments.lse != nullptr && t == 0) {
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-                static_cast<double*>(arguments.lse)[head * shape.seqlen_q + query] =
-                    l == 0.0 ? -infinity() : m + log(l);
+                static_cast<Element*>(arguments.lse)[head * shape.seqlen_q + query] =
+                    l == 0 ? -infinity() : m + log(l);
             }
         }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_dmma(const __grid_constant__ ForwardArguments arguments) {
+forward_mma8(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
@@ -170,22 +179,22 @@ forward_dmma(const __grid_constant__ ForwardArguments arguments) {
 
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
-    const double scale = arguments.scale;
+    const Element scale = static_cast<Element>(arguments.scale);
 
     Rows rows;
     Output acc;
-    set_zero(acc);
+    set_zero<M_TILES, O_TILES>(acc);
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             rows.m[i][half] = -infinity();
-            rows.l[i][half] = 0.0;
+            rows.l[i][half] = 0;
         }
 
     const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
-    const double* k = head_start(arguments.k, arguments.k_stride, where.batch, kv_head);
-    const double* v = head_start(arguments.v, arguments.v_stride, where.batch, kv_head);
+    const Element* k = head_start(arguments.k, arguments.k_stride, where.batch, kv_head);
+    const Element* v = head_start(arguments.v, arguments.v_stride, where.batch, kv_head);
     const auto load_k = [&](int tile) {
         const int start = tile * BLOCK_K;
         load_tile(shared.k, k + start * k_step, k_step, shape.seqlen_k - start, shape.head_dim);
@@ -200,7 +209,7 @@ forward_dmma(const __grid_constant__ ForwardArguments arguments) {
     int tile = tiles.num_visited - 1;
     if (tile >= 0) {
         const i64 step = arguments.q_stride.token;
-        const double* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
+        const Element* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
         load_tile(shared.q, q + q_start * step, step, shape.seqlen_q - q_start, shape.head_dim);
         load_k(tile);
     }
@@ -225,7 +234,7 @@ forward_dmma(const __grid_constant__ ForwardArguments arguments) {
                 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
                     // Rounded by itself: the same number as a maximum and where that is subtracted.
-                    s[i][j][x] = __dmul_rn(s[i][j][x], scale);
+                    s[i][j][x] = rounded_product(s[i][j][x], scale);
                     if (MASKED && !visible(i * 16 + x / 2 * 8, j * 8 + threadIdx.x % 4 * 2 + x % 2))
                         s[i][j][x] = -infinity();
                 }

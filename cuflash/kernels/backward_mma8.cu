@@ -1,10 +1,11 @@
-// Backward attention for double by mma.sync, where tensor cores multiply doubles: sm_80, sm_90.
+// Backward attention by mma.sync in steps of 8: for double, where tensor cores multiply doubles
+// (sm_80, sm_90), and for float in parts (precision "tf32x3").
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = scale P (dP - delta)
 //     dV = P^T dO,  dK = dS^T Q,  dQ = dS K
 //
-// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as backward_fma.cu, but in double: one block has
-// BLOCK_K keys of one key head. It walks the query tiles that see them, of every query head of the
+// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as backward_fma.cu: one block has BLOCK_K keys
+// of one key head. It walks the query tiles that see them, of every query head of the
 // group, and keeps dK and dV in registers. Its share of dQ it adds to dQ in global memory, which
 // backward_delta.cu has cleared; delta = rowsum(dO * O) comes from there too.
 //
@@ -17,7 +18,7 @@
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
 // multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
 // their key tiles.
-// Shared memory, in doubles:
+// Shared memory, in elements:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
 //     weights  BLOCK_Q * (BLOCK_K + 4)         P, then dS
@@ -27,8 +28,8 @@
 //
 // Bad at: few keys with many queries (one block a key tile); head_dim above 128, where little fits
 // into shared memory; NaN or infinity in a tile that the mask cuts.
-#include "dmma.cuh"
 #include "mask.cuh"
+#include "mma8.cuh"
 #include "scheduler.cuh"
 
 struct SharedPlan {
@@ -37,7 +38,7 @@ struct SharedPlan {
     Tile<BLOCK_Q, HEAD_DIM> q;
     Tile<BLOCK_Q, HEAD_DIM_V> dout;
     Tile<BLOCK_Q, BLOCK_K> weights;
-    double lse[BLOCK_Q], delta[BLOCK_Q];
+    Element lse[BLOCK_Q], delta[BLOCK_Q];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -48,16 +49,17 @@ template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
     static constexpr int M_TILES = WARP_ROWS / 16, N_TILES = WARP_COLUMNS / 8;
     static_assert(ROWS % (WARPS_DOWN * 16) == 0, "a warp's rows are 16-row tiles");
     static_assert(COLUMNS % (WARPS_ACROSS * 8) == 0, "a warp's columns are 8-column tiles");
-    using Sums = double[M_TILES][N_TILES][4];
+    using Sums = Fragments<M_TILES, N_TILES>;
     static __device__ __forceinline__ int first_row() {
         return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS;
     }
     static __device__ __forceinline__ int first_column() {
         return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS;
     }
-    // Of a product whose columns are those of a tile: the first of the lane's in tiles n, n + 1.
-    static __device__ __forceinline__ int column(int n) {
-        return first_column() + n * 8 + threadIdx.x % 4 * 4;
+    // Of a product whose columns are those of a tile: where chunk c, 0 or 1, of the CHUNK tiles
+    // from n on begins.
+    static __device__ __forceinline__ int column(int n, int c) {
+        return first_column() + n * 8 + CHUNK * (threadIdx.x % 4 * 2 + c);
     }
 };
 
@@ -86,14 +88,14 @@ struct TilePair {
 // that all of the query's scores are -inf: P is 0.
 template <bool MASKED>
 __device__ __forceinline__ void weights(
-    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at, double scale) {
+    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at, Element scale) {
     #pragma unroll
     for (int m = 0; m < ScoreGrid::M_TILES; ++m)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = ScoreGrid::first_row() + m * 16 + query_row(half);
-            const double lse = shared.lse[row] == -infinity() ? infinity() : shared.lse[row];
-            const double delta = shared.delta[row];
+            const Element lse = shared.lse[row] == -infinity() ? infinity() : shared.lse[row];
+            const Element delta = shared.delta[row];
             #pragma unroll
             for (int n = 0; n < ScoreGrid::N_TILES; ++n)
                 #pragma unroll
@@ -101,10 +103,10 @@ __device__ __forceinline__ void weights(
                     const int key =
                         ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2 + x % 2;
                     const bool counts = !MASKED || at.visible(row, key);
-                    double &p = s[m][n][x], &ds = dp[m][n][x];
-                    p = exp(__dmul_rn(p, scale) - lse);
-                    ds = counts ? p * (ds - delta) * scale : 0.0;
-                    if (!counts) p = 0.0;
+                    Element &p = s[m][n][x], &ds = dp[m][n][x];
+                    p = exponential(rounded_product(p, scale) - lse);
+                    ds = counts ? p * (ds - delta) * scale : 0;
+                    if (!counts) p = 0;
                 }
         }
 }
@@ -116,47 +118,70 @@ __device__ __forceinline__ void write_weights(SharedPlan& shared, const Scores& 
         for (int n = 0; n < ScoreGrid::N_TILES; ++n)
             #pragma unroll
             for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<double2*>(
+                *reinterpret_cast<Pair*>(
                     &shared.weights.at[ScoreGrid::first_row() + m * 16 + query_row(half)]
                                       [ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2]) =
-                    make_double2(x[m][n][half * 2], x[m][n][half * 2 + 1]);
+                    Pair{x[m][n][half * 2], x[m][n][half * 2 + 1]};
 }
 
-// d += A B over K indices, for the warp's rows and columns of d: A is the weights with queries as
-// rows or, TRANSPOSED, with keys as rows, two neighbours to a lane; B is a tile of as many rows as
-// there are indices.
+// The weights' fragment of the sum's indices k.., for 16 rows of the product: queries or,
+// TRANSPOSED, keys, two neighbours to a lane. The lane's indices are those of FIRST and SECOND.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_weights(
+    Operand (&a)[4], const SharedPlan& shared, int row, int first, int second) {
+    const int g = threadIdx.x % 32 / 4;
+    if constexpr (TRANSPOSED) {
+        const Pair upper = pair_at(&shared.weights.at[first][row + 2 * g]);
+        const Pair lower = pair_at(&shared.weights.at[second][row + 2 * g]);
+        a[0] = operand(upper.x);
+        a[1] = operand(upper.y);
+        a[2] = operand(lower.x);
+        a[3] = operand(lower.y);
+    } else {
+        load_rows(a, &shared.weights.at[row + g][first], BLOCK_K + ROWS_PAD, second - first);
+    }
+}
+
+// d += A B over K indices, for the warp's rows and columns of d: A is the weights, B a tile of as
+// many rows as there are indices. A lane takes those two of eight whose rows of B lie in banks
+// apart.
 template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
 __device__ __forceinline__ void add_product(
     typename Grid::Sums& d, const SharedPlan& shared, const Tile<K, COLUMNS>& b) {
-    static_assert(Grid::N_TILES % 2 == 0, "tiles of columns come in pairs");
+    constexpr int M = Grid::M_TILES, N = Grid::N_TILES;
+    static_assert(N % CHUNK == 0, "tiles of columns come by CHUNK");
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    #pragma unroll 2
-    for (int k = 0; k < K; k += 8) {
-        double a[Grid::M_TILES][4];
+    const int first = IN_PARTS ? 2 * t : t, second = IN_PARTS ? 2 * t + 1 : t + 4;
+    const auto fragments = [&](Operand (&a)[M][4], int k) {
         #pragma unroll
-        for (int m = 0; m < Grid::M_TILES; ++m) {
-            const int row = Grid::first_row() + m * 16;
-            if constexpr (TRANSPOSED) {
-                const double2 first = chunk_at(&shared.weights.at[k + t][row + 2 * g]);
-                const double2 second = chunk_at(&shared.weights.at[k + t + 4][row + 2 * g]);
-                a[m][0] = first.x;
-                a[m][1] = first.y;
-                a[m][2] = second.x;
-                a[m][3] = second.y;
-            } else {
-                load_rows(a[m], &shared.weights.at[row + g][k + t], BLOCK_K + ROWS_PAD);
+        for (int m = 0; m < M; ++m)
+            load_weights<TRANSPOSED>(
+                a[m], shared, Grid::first_row() + m * 16, k + first, k + second);
+    };
+    const Element* upper = &b.at[first][Grid::first_column() + CHUNK * g];
+    const Element* lower = &b.at[second][Grid::first_column() + CHUNK * g];
+    constexpr int PITCH = COLUMNS + ROWS_PAD;
+    if constexpr (IN_PARTS) {                               // the tensor cores' sums begin anew
+        #pragma unroll
+        for (int n = 0; n < N; n += CHUNK) {
+            Element sum[M][CHUNK][4];
+            set_zero<M, CHUNK>(sum);
+            #pragma unroll 2
+            for (int k = 0; k < K; k += 8) {
+                Operand a[M][4];
+                fragments(a, k);
+                multiply_chunks(sum, 0, a, upper + k * PITCH + n * 8, lower + k * PITCH + n * 8);
             }
+            add_chunks(d, n, sum);
         }
-        #pragma unroll
-        for (int n = 0; n < Grid::N_TILES; n += 2) {
-            const int column = Grid::first_column() + n * 8 + 2 * g;
-            const double2 first = chunk_at(&b.at[k + t][column]);
-            const double2 second = chunk_at(&b.at[k + t + 4][column]);
+    } else {
+        #pragma unroll 2
+        for (int k = 0; k < K; k += 8) {
+            Operand a[M][4];
+            fragments(a, k);
             #pragma unroll
-            for (int m = 0; m < Grid::M_TILES; ++m) {
-                mma_16x8x8(d[m][n], a[m], first.x, second.x);
-                mma_16x8x8(d[m][n + 1], a[m], first.y, second.y);
-            }
+            for (int n = 0; n < N; n += CHUNK)
+                multiply_chunks(d, n, a, upper + k * PITCH + n * 8, lower + k * PITCH + n * 8);
         }
     }
 }
@@ -177,13 +202,13 @@ __device__ __forceinline__ void add_visible(
                               + (TRANSPOSED ? key_row(half) : query_row(half));
                 const int query = TRANSPOSED ? k : row, key = TRANSPOSED ? row : k;
                 if (!at.visible(query, key)) continue;
-                const double weight = shared.weights.at[query][key];
+                const Element weight = shared.weights.at[query][key];
                 #pragma unroll
                 for (int n = 0; n < Grid::N_TILES; ++n)
                     #pragma unroll
                     for (int c = 0; c < 2; ++c) {
-                        double& sum = d[m][n][half * 2 + c];
-                        const int column = Grid::column(n / 2 * 2) + 2 * c + n % 2;
+                        Element& sum = d[m][n][half * 2 + c];
+                        const int column = Grid::column(n / CHUNK * CHUNK, c) + n % CHUNK;
                         sum = fma(weight, b.at[k][column], sum);
                     }
             }
@@ -210,27 +235,67 @@ __device__ __forceinline__ void pass_turn(int* turn, int k_tile) {
     if (threadIdx.x == 0) store_release(turn, k_tile + 1);
 }
 
-// Adds the lane's sums to the rows of dQ from q_start on.
+// Adds to a row of dQ what the lane has of CHUNK tiles: x[c] to CHUNK columns from first + CHUNK *
+// (2t + c) on, where t = lane % 4. exists: whether there is such a row. By a whole warp.
+__device__ __forceinline__ void add_chunks_to_row(
+    float* row, int first, int num_columns, bool aligned, bool exists, float (&x)[2][4]) {
+    #pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        const int column = first + 4 * (threadIdx.x % 4 * 2 + c);
+        if (exists && aligned && column + 4 <= num_columns) {
+            reduce_add_4(row + column, x[c]);
+            continue;
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (exists && column + i < num_columns) atomicAdd(row + column + i, x[c][i]);
+    }
+}
+
+// Doubles are added one by one. So that the four lanes of a quad add to neighbours, lane t gets the
+// t-th of each lane's four: 4 x 4 numbers, transposed in two steps.
+__device__ __forceinline__ void add_chunks_to_row(
+    double* row, int first, int num_columns, bool, bool exists, double (&x)[2][2]) {
+    const int t = threadIdx.x % 4;
+    double turned[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
+    #pragma unroll
+    for (int bit = 1; bit < 4; ++bit)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (bit == 3 || (i & bit)) continue;
+            double &low = turned[i], &high = turned[i | bit];
+            const double other = __shfl_xor_sync(WHOLE_WARP, t & bit ? low : high, bit);
+            if (t & bit) low = other;
+            else high = other;
+        }
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int column = first + 4 * i + t;
+        if (exists && column < num_columns) atomicAdd(row + column, turned[i]);
+    }
+}
+
+// Adds the lane's sums to the rows of dQ from q_start on. By a whole warp.
 __device__ __forceinline__ void add_to_dq(
     const BackwardArguments& arguments, int batch, int head, int q_start,
     const QueryGrid::Sums& sums) {
     const Shape& shape = arguments.shape;
     const Strides stride = arguments.dq_stride;
-    double* dq = static_cast<double*>(arguments.dq) + batch * stride.batch + head * stride.head;
+    const bool aligned = rows_aligned(arguments.dq, stride);
+    Element* dq = static_cast<Element*>(arguments.dq) + batch * stride.batch + head * stride.head;
     #pragma unroll
     for (int m = 0; m < QueryGrid::M_TILES; ++m)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = q_start + QueryGrid::first_row() + m * 16 + query_row(half);
-            if (query >= shape.seqlen_q) continue;
             #pragma unroll
-            for (int n = 0; n < QueryGrid::N_TILES; ++n)
-                #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const int column = QueryGrid::column(n / 2 * 2) + 2 * c + n % 2;
-                    if (column < shape.head_dim)
-                        atomicAdd(dq + query * stride.token + column, sums[m][n][half * 2 + c]);
-                }
+            for (int n = 0; n < QueryGrid::N_TILES; n += CHUNK) {
+                Element numbers[2][CHUNK];
+                chunk_of_tiles(numbers[0], sums[m], n, half * 2);
+                chunk_of_tiles(numbers[1], sums[m], n, half * 2 + 1);
+                add_chunks_to_row(dq + query * stride.token, QueryGrid::first_column() + n * 8,
+                                  shape.head_dim, aligned, query < shape.seqlen_q, numbers);
+            }
         }
 }
 
@@ -240,8 +305,8 @@ __device__ __forceinline__ void store_gradient(
     const typename Grid::Sums& sums, void* target, const Strides& stride, TileOfHead where,
     int seqlen, int num_columns) {
     const bool aligned = rows_aligned(target, stride);
-    double* rows = static_cast<double*>(target) + where.batch * stride.batch
-                 + where.head * stride.head;
+    Element* rows = static_cast<Element*>(target) + where.batch * stride.batch
+                  + where.head * stride.head;
     #pragma unroll
     for (int m = 0; m < Grid::M_TILES; ++m)
         #pragma unroll
@@ -249,16 +314,19 @@ __device__ __forceinline__ void store_gradient(
             const int key = where.tile * BLOCK_K + Grid::first_row() + m * 16 + key_row(half);
             if (key >= seqlen) continue;
             #pragma unroll
-            for (int n = 0; n < Grid::N_TILES; n += 2)
+            for (int n = 0; n < Grid::N_TILES; n += CHUNK)
                 #pragma unroll
-                for (int c = 0; c < 2; ++c)
-                    store_chunk(rows + key * stride.token, Grid::column(n) + 2 * c, num_columns,
-                                aligned, sums[m][n][half * 2 + c], sums[m][n + 1][half * 2 + c]);
+                for (int c = 0; c < 2; ++c) {
+                    Element numbers[CHUNK];
+                    chunk_of_tiles(numbers, sums[m], n, half * 2 + c);
+                    store_chunk(rows + key * stride.token, Grid::column(n, c), num_columns,
+                                aligned, numbers);
+                }
         }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-backward_dmma(const __grid_constant__ BackwardArguments arguments) {
+backward_mma8(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
@@ -269,7 +337,7 @@ backward_dmma(const __grid_constant__ BackwardArguments arguments) {
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     const TileOfHead where =
         tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
-    const double scale = arguments.scale;
+    const Element scale = static_cast<Element>(arguments.scale);
     TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, where.tile * BLOCK_K};
     const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
     const int first_head = where.head * group_size, end_head = first_head + group_size;
@@ -286,12 +354,13 @@ backward_dmma(const __grid_constant__ BackwardArguments arguments) {
                       head_start(arguments.dout, arguments.dout_stride, where.batch, head)
                           + start * stride,
                       stride, num_rows, shape.head_dim_v);
-            for (int i = threadIdx.x; i < BLOCK_Q * 2; i += THREADS) {     // halves of a double
-                const int bytes = i / 2 < num_rows ? 4 : 0;
+            constexpr int WORDS = sizeof(Element) / 4;      // copies are of 4 bytes
+            for (int i = threadIdx.x; i < BLOCK_Q * WORDS; i += THREADS) {
+                const int bytes = i / WORDS < num_rows ? 4 : 0;
                 cp_async_4(shared_address(shared.lse) + i * 4,
-                           static_cast<const u32*>(arguments.lse) + row * 2 + i, bytes);
+                           static_cast<const u32*>(arguments.lse) + row * WORDS + i, bytes);
                 cp_async_4(shared_address(shared.delta) + i * 4,
-                           static_cast<const u32*>(arguments.delta) + row * 2 + i, bytes);
+                           static_cast<const u32*>(arguments.delta) + row * WORDS + i, bytes);
             }
         }
         cp_async_commit();
@@ -310,8 +379,8 @@ backward_dmma(const __grid_constant__ BackwardArguments arguments) {
 
     KeyGrid::Sums dk;
     ValueGrid::Sums dv;
-    set_zero(dk);
-    set_zero(dv);
+    set_zero<KeyGrid::M_TILES, KeyGrid::N_TILES>(dk);
+    set_zero<ValueGrid::M_TILES, ValueGrid::N_TILES>(dv);
 
     // One query tile. At its start dO and then Q are on their way.
     bool k_nonfinite = false;
@@ -342,7 +411,7 @@ backward_dmma(const __grid_constant__ BackwardArguments arguments) {
         write_weights(shared, ds);
         __syncthreads();                                    // dS is there
         QueryGrid::Sums dq;
-        set_zero(dq);
+        set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
         gradient_product<QueryGrid, false, MASKED>(dq, shared, shared.k, at, k_nonfinite);
         int* turn = static_cast<int*>(arguments.turns)
                   + (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile;
