@@ -54,7 +54,7 @@ def forward(
     precision : {None, "tf32x3"}, optional
         "tf32x3", for float32 alone: products by the tensor cores, of
         operands in two parts of 11 bits. Errors stay those of float32, but
-        an infinity may come out as NaN. Not used for NumPy arrays.
+        an infinity counts as NaN. Changes nothing for NumPy arrays.
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.

@@ -1080,13 +1080,24 @@ def _mma8_family(problem: Problem) -> Family:
     return "dmma" if problem.dtype == "float64" else "tf32x3"
 
 
+def _mma8_head_dims(problem: Problem) -> tuple[int, int]:
+    """Rounded up to steps that warps can share: two if there are many.
+
+    Of float more columns are a step (`_mma8_chunk`).
+    """
+    dims = problem.head_dim, problem.head_dim_v
+    wide = problem.dtype == "float32" and max(dims) > 128
+    step = 64 if wide else _HEAD_DIM_STEP
+    return _round_up(dims[0], step), _round_up(dims[1], step)
+
+
 def _mma8_chunk(problem: Problem) -> int:
     """Elements of 16 bytes: tiles of columns come by so many."""
     return 16 // _element_bytes(problem)
 
 
 def _forward_mma8_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _mma_head_dims(problem)
+    d, dv = _mma8_head_dims(problem)
     return _element_bytes(problem) * (
         (tile.block_q + tile.block_k) * (d + _ROWS_PAD)
         + tile.block_k * (dv + _mma8_chunk(problem))
@@ -1094,7 +1105,7 @@ def _forward_mma8_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _forward_mma8_fits(problem: Problem, tile: Tile) -> bool:
-    _, dv = _mma_head_dims(problem)
+    _, dv = _mma8_head_dims(problem)
     if tile.block_q % (tile.num_warps * 16):
         return False
     rows = tile.block_q // tile.num_warps
@@ -1105,7 +1116,7 @@ def _forward_mma8_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _forward_mma8(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _mma_head_dims(problem)
+    d, dv = _mma8_head_dims(problem)
     shared = _forward_mma8_shared(problem, tile)
     kernel = KernelPlan(
         file="forward_mma8.cu",
@@ -1143,7 +1154,7 @@ def _forward_mma8(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 
 def _backward_mma8_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _mma_head_dims(problem)
+    d, dv = _mma8_head_dims(problem)
     return _element_bytes(problem) * (
         (tile.block_q + tile.block_k) * (d + dv + 2 * _ROWS_PAD)
         + tile.block_q * (tile.block_k + _ROWS_PAD)
@@ -1152,7 +1163,7 @@ def _backward_mma8_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _backward_mma8_fits(problem: Problem, tile: Tile) -> bool:
-    d, dv = _mma_head_dims(problem)
+    d, dv = _mma8_head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
     columns = 8 * _mma8_chunk(problem)
@@ -1177,7 +1188,7 @@ def _backward_mma8_fits(problem: Problem, tile: Tile) -> bool:
 def _backward_mma8(problem: Problem, device: Device, tile: Tile) -> Plan:
     return _backward_in_one(
         problem, device, tile, _mma8_family(problem), "backward_mma8",
-        _mma_head_dims(problem), _backward_mma8_shared(problem, tile),
+        _mma8_head_dims(problem), _backward_mma8_shared(problem, tile),
     )  # fmt: skip
 
 

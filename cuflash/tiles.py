@@ -119,7 +119,7 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             yield Tile(q, k, warps, ptxas_level=3)
     elif (family, direction) == ("tf32x3", "backward"):
         for q, k, warps, down, down_k in product(
-            (128, 64, 32, 16), (128, 64, 32, 16), (8, 4), (4, 2, 8, 1),
+            (128, 64, 32, 16), (128, 64, 32, 16), (8, 4, 2), (4, 2, 8, 1),
             (4, 2, 8, 1),
         ):
             if max(down, down_k) <= warps:

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from cuflash.plan import device_of_arch, family_of, legal_tiles
-from helpers.data import Case, Emulation
+from helpers.data import Case, Emulation, shapes
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
 
@@ -88,14 +88,17 @@ def scales(backend, wide):
 def tiles(case, direction, arch):
     """All tiles with which the kernels can run a case."""
     problem = small_problem(
-        direction, case.dtype, case.head_dim, head_dim_v=case.head_dim_v
-    )
+        direction, case.dtype, case.head_dim, head_dim_v=case.head_dim_v,
+        precision=case.precision,
+    )  # fmt: skip
     device = device_of_arch(arch)
     return list(legal_tiles(problem, device, family_of(problem, device)))
 
 
 def archs_of(case, archs, wide):
     """Draw an architecture, half of the time one of the first two."""
+    if case.precision:
+        return st.sampled_from(["sm_80", "sm_90a", "sm_86"][: 2 + wide])
     if case.dtype in ("float32", "float64"):
         return st.sampled_from(ARCHS_OF_WIDE_TYPES[: 4 if wide else 2])
     if not wide:
@@ -146,6 +149,7 @@ def cases(
     longest=200,
     archs=("sm_80",),
     wide=False,
+    precision=None,
 ):
     """Draw a whole call; causal=False for calls that never are.
 
@@ -174,7 +178,33 @@ def cases(
         block_q=draw(block_sizes(seqlen_q, backend)),
         block_k=draw(block_sizes(seqlen_k, backend)),
         deterministic=draw(st.booleans()),
+        precision=precision,
         layout=layout,
         seed=draw(SEEDS),
     )
     return draw(on_backend(case, backend, archs, wide))
+
+
+@st.composite
+def spoiled(
+    draw, backend, dtype, names, archs=("sm_80",), precision=None
+):
+    """Draw a case of which up to 3 elements are spoiled."""
+    case = Case(
+        dtype,
+        seqlen_q=draw(st.integers(1, 150)),
+        seqlen_k=draw(st.integers(1, 150)),
+        num_heads_q=2,
+        head_dim=draw(st.sampled_from([16, 40, 64])),
+        causal=draw(st.booleans()),
+        precision=precision,
+        seed=draw(SEEDS),
+    )
+    places = []
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(names))
+        index = [draw(st.integers(0, n - 1)) for n in shapes(case)[name]]
+        value = draw(st.sampled_from(["nan", "inf", "-inf"]))
+        places.append((name, tuple(index), value))
+    case = replace(case, spoiled=tuple(places))
+    return draw(on_backend(case, backend, archs))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers import bounds
-from helpers.backends import BACKENDS, EMULATED
+from helpers.backends import BACKENDS, EMULATED, on_kernels
 from helpers.calls import backward, forward
 from helpers.data import Case, Emulation, inputs
 from helpers.heads import heads_first
@@ -35,10 +35,18 @@ def errors_and_bounds(backend, case, q, k, v, dout):
     wide = (heads_first(x).astype(np.longdouble) for x in (dout, q, k, v))
     scale = case.scale or q.shape[-1] ** -0.5
     x = bounds.exact(*wide, scale=scale, causal=case.causal)
-    allowed = bounds.bounds(x, bounds.ARITHMETIC[case.dtype])
+    kind = case.precision or case.dtype
+    allowed = bounds.bounds(x, bounds.ARITHMETIC[kind])
     triples = zip(got, bounds.results(x), allowed, strict=True)
     pairs = [(np.abs(a - b), most) for a, b, most in triples]
     return dict(zip(NAMES, pairs, strict=True))
+
+
+def assert_bounded(backend, case, *arrays):
+    for name, (error, most) in errors_and_bounds(
+        backend, case, *arrays
+    ).items():
+        assert (error <= most).all(), name
 
 
 @pytest.mark.parametrize("spread", [0.1, 1, 5])
@@ -50,10 +58,29 @@ def test_bounds_hold(backend, dtype, arch, causal, spread):
                 causal=causal, on=Emulation(arch))  # fmt: skip
     q, k, v, dout = inputs(case)
     q *= dtype_of(case)(spread)
-    for name, (error, most) in errors_and_bounds(
-        backend, case, q, k, v, dout
-    ).items():
-        assert (error <= most).all(), name
+    assert_bounded(backend, case, q, k, v, dout)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1, 5])
+@pytest.mark.parametrize("head_dim", [8, 64])
+@on_kernels
+def test_bounds_hold_in_parts(backend, head_dim, spread):
+    case = Case("float32", 1, 100, 130, 1, 1, head_dim, 32, causal=True,
+                precision="tf32x3")  # fmt: skip
+    q, k, v, dout = inputs(case)
+    q *= dtype_of(case)(spread)
+    assert_bounded(backend, case, q, k, v, dout)
+
+
+@on_kernels
+def test_parts_at_their_worst(backend):
+    """Numbers whose low parts are as large as can be, all of one sign."""
+    case = Case("float32", 1, 60, 70, 1, 1, 64, 32, precision="tf32x3")
+    arrays = [abs(x) for x in inputs(case)]
+    for x in arrays:
+        x[:] = np.ldexp(np.float32(1 + 2.0**-11 - 2.0**-23), np.frexp(x)[1])
+    arrays[0] *= np.float32(2.0**-6)
+    assert_bounded(backend, case, *arrays)
 
 
 # Inputs that reach them ------------------------------------------------------

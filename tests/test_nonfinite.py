@@ -4,7 +4,6 @@ Scores are ordinary here (head_dim 16 or more, normal inputs), so that no
 weight is rounded to 0, where the reference has inf and a kernel 0 * inf.
 """
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import strategies
 from helpers import calls, expected
 from helpers.backends import on_each_kind
 from helpers.compare import assert_forward_matches, assert_gradients_match
-from helpers.data import Case, Emulation, inputs, shapes
+from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 
@@ -22,30 +21,8 @@ NAMES = ("q", "k", "v", "dout")
 each_dtype = {"dtype": DTYPES}
 
 
-@st.composite
-def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
-    """Draw a case of which up to 3 elements are spoiled."""
-    case = Case(
-        dtype,
-        seqlen_q=draw(st.integers(1, 150)),
-        seqlen_k=draw(st.integers(1, 150)),
-        num_heads_q=2,
-        head_dim=draw(st.sampled_from([16, 40, 64])),
-        causal=draw(st.booleans()),
-        seed=draw(strategies.SEEDS),
-    )
-    places = []
-    for _ in range(draw(st.integers(1, 3))):
-        name = draw(st.sampled_from(names))
-        index = [draw(st.integers(0, n - 1)) for n in shapes(case)[name]]
-        value = draw(st.sampled_from(["nan", "inf", "-inf"]))
-        places.append((name, tuple(index), value))
-    case = replace(case, spoiled=tuple(places))
-    return draw(strategies.on_backend(case, backend, archs))
-
-
 @on_each_backend(
-    spoiled,
+    strategies.spoiled,
     each=each_dtype,
     names=NAMES[:3],
     archs=strategies.FAMILIES,
@@ -68,7 +45,10 @@ def test_forward(backend, case):
 
 
 @on_each_backend(
-    spoiled, each=each_dtype, names=NAMES, archs=strategies.FAMILIES
+    strategies.spoiled,
+    each=each_dtype,
+    names=NAMES,
+    archs=strategies.FAMILIES,
 )
 def test_backward(backend, case):
     q, k, v, dout = inputs(case)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ DIRECTIONS = ("forward", "backward")
 SIXTEEN_BITS = ("float16", "bfloat16")
 FAMILIES = {"float16": "mma", "bfloat16": "mma", "float32": "fma",
             "float64": "dmma"}
+KERNELS = {**FAMILIES, "float64": "mma8"}
 
 both_directions = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -38,10 +40,37 @@ def planned(direction, dtype="float16", head_dim=64, arch="sm_80", **changes):
 @both_directions
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_family_follows_the_dtype(direction, dtype):
-    family = FAMILIES[dtype]
     decided = planned(direction, dtype)
-    assert decided.family == family
-    assert any(family in kernel.file for kernel in decided.kernels)
+    assert decided.family == FAMILIES[dtype]
+    assert any(KERNELS[dtype] in kernel.file for kernel in decided.kernels)
+
+
+@both_directions
+@pytest.mark.parametrize("head_dim", [1, 64, 128, 256])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tf32x3_is_another_family(direction, head_dim, arch):
+    options = {"precision": "tf32x3", "arch": arch}
+    decided = planned(direction, "float32", head_dim, **options)
+    assert decided.family == "tf32x3"
+    assert decided.kernels[-1].file == f"{direction}_mma8.cu"
+
+
+@both_directions
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tf32x3_has_tiles_for_all_head_dims(direction, arch):
+    for pair in product(range(32, 257, 32), repeat=2):
+        planned(direction, "float32", pair[0], arch, head_dim_v=pair[1],
+                precision="tf32x3")  # fmt: skip
+
+
+@both_directions
+def test_tf32x3_needs_sm_80(direction):
+    with pytest.raises(UnsupportedError) as raised:
+        planned(direction, "float32", arch="sm_75", precision="tf32x3")
+    assert str(raised.value) == (
+        "precision 'tf32x3' needs a GPU of compute capability 8.0 or newer, "
+        "this one has 7.5 (sm_75): leave it out"
+    )
 
 
 @both_directions

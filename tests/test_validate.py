@@ -582,6 +582,29 @@ def test_block_out_of_range(call, name, block):
     )
 
 
+@both_directions
+@pytest.mark.parametrize("precision", ["tf32", 3, True, ("tf32x3",)])
+def test_precision_that_is_none(call, precision):
+    said = complaint(ValueRangeError, call, precision=precision)
+    assert said.startswith("precision is ")
+    assert said.endswith(", expected 'tf32x3', or None for that of the dtype")
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_precision_of_another_dtype(call, dtype):
+    wide = np.float64 if dtype == "float64" else np.float32
+    arrays = {
+        name: zeros(name, wide if name == "lse" else dtype)
+        for name in ARGUMENTS[call]
+    }
+    said = complaint(UnsupportedError, call, **arrays, precision="tf32x3")
+    assert said == (
+        "precision is 'tf32x3', which is for float32 arrays, got "
+        f"{dtype}: leave it out, or convert q, k and v to float32"
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [

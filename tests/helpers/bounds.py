@@ -24,7 +24,9 @@ class Arithmetic(NamedTuple):
 
     unit : rounding to nearest, u.
     step : one term of a product of matrices, relative to the sum of all
-        terms' magnitudes: u by multiply-adds.
+        terms' magnitudes: u by multiply-adds. For eight terms in parts
+        there are three sums by tensor cores, of 16 truncations, which are
+        2u each (test_ptx_tf32).
     split : operands written as sums of parts, relative to the same.
     """
 
@@ -40,6 +42,7 @@ class Arithmetic(NamedTuple):
 ARITHMETIC = {
     "float32": Arithmetic(2.0**-24, 2.0**-24),
     "float64": Arithmetic(2.0**-53, 2.0**-53),
+    "tf32x3": Arithmetic(2.0**-24, 3 * 16 * 2.0**-23 / 8, 2.0**-21),
 }
 
 

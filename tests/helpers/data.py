@@ -68,6 +68,7 @@ class Case:
     block_q: int | None = None
     block_k: int | None = None
     deterministic: bool = False
+    precision: str | None = None
     layout: str = "contiguous"
     values: str = "normal"
     spoiled: tuple[tuple[str, tuple[int, ...], str], ...] = ()
@@ -87,6 +88,7 @@ class Case:
             "causal": self.causal,
             "block_q": self.block_q,
             "block_k": self.block_k,
+            "precision": self.precision,
         }
 
     def meaning(self):
