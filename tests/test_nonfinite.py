@@ -4,7 +4,6 @@ Scores are ordinary here (head_dim 16 or more, normal inputs), so that no
 weight is rounded to 0, where the reference has inf and a kernel 0 * inf.
 """
 
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
