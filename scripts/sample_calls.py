@@ -22,6 +22,7 @@ DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
     "float64": np.float64,
+    "tf32x3": np.float32,
 }
 
 # (seqlen_q, seqlen_k, heads, key heads, head_dim, head_dim_v, causal)
@@ -41,7 +42,7 @@ def draw(random: np.random.Generator, dtype: type, *shape: int):
     return cupy.asarray(random.standard_normal(shape).astype(dtype))
 
 
-def run(dtype: type, shape: tuple, seed: int) -> None:
+def run(dtype: type, shape: tuple, seed: int, precision: str | None) -> None:
     """Forward, backward of both kinds, and a merge, of one shape."""
     seqlen_q, seqlen_k, heads, kv_heads, d, dv, causal = shape
     random = np.random.default_rng(seed)
@@ -51,11 +52,11 @@ def run(dtype: type, shape: tuple, seed: int) -> None:
     dout = draw(random, dtype, 2, seqlen_q, heads, dv)
     k[0, seqlen_k - 1, 0, 0] = np.nan
     v[0, seqlen_k - 1, 0, 0] = np.inf
-    out, lse = cuflash.forward(q, k, v, causal=causal, return_lse=True)
+    options = {"causal": causal, "precision": precision}
+    out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
     for deterministic in (False, True):
-        cuflash.backward(
-            dout, q, k, v, out, lse, causal=causal, deterministic=deterministic
-        )
+        options["deterministic"] = deterministic
+        cuflash.backward(dout, q, k, v, out, lse, **options)
     cuflash.merge_states(out, lse, out, lse)
 
 
@@ -68,7 +69,8 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.dtype:
         for seed, shape in enumerate(SHAPES):
-            run(DTYPES[name], shape, seed)
+            precision = name if name == "tf32x3" else None
+            run(DTYPES[name], shape, seed, precision)
     cupy.cuda.runtime.deviceSynchronize()
     print(f"ran {len(SHAPES)} shapes in {', '.join(arguments.dtype)}")
 
