@@ -31,23 +31,28 @@ def arrays(dtype):
     return made.pop("dout"), made
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def row_bytes(dtype):
+    """A number for each query: lse, or delta."""
+    return lse_dtype(DTYPES[dtype]).itemsize * HEADS * TOKENS
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_forward_grows_with_rows(dtype):
     """A matrix of pairs would be 8 GiB a head."""
     _, qkv = arrays(dtype)
     machine = Counting("sm_80")
     calls.forward(validate.forward(**qkv, return_lse=True), machine)
-    out, row = qkv["q"].nbytes, 4 * HEADS * TOKENS
+    out, row = qkv["q"].nbytes, row_bytes(dtype)
     assert machine.nbytes == out + row
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_backward_adds_sums_of_dq_and_rows(dtype):
     dout, qkv = arrays(dtype)
     lse = np.zeros((1, HEADS, TOKENS), lse_dtype(DTYPES[dtype]))
     machine = Counting("sm_80")
     call = validate.backward(dout, **qkv, out=dout, lse=lse)
     calls.backward(call, machine)
-    gradients, row = 3 * qkv["q"].nbytes, 4 * HEADS * TOKENS
+    gradients, row = 3 * qkv["q"].nbytes, row_bytes(dtype)
     sums = row * HEAD_DIM if dtype == "bfloat16" else 0
     assert machine.nbytes == gradients + sums + row
