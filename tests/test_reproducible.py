@@ -60,20 +60,38 @@ def test_backward_in_any_order(backend, case):
             assert_bitwise(dq_again, dq, f"dq ({other})")
 
 
+TURNS = {
+    "mma": Case(
+        "bfloat16", seqlen_q=40, seqlen_k=190, deterministic=True,
+        on=Emulation(backward_tile=Tile(32, 32, 4, 1, 2, 2, 2)),
+    ),
+    "wgmma": Case(
+        "bfloat16", seqlen_q=40, seqlen_k=500, deterministic=True,
+        on=Emulation(
+            "sm_90a", backward_tile=Tile(128, 128, 12, 1, 2, 8, 1, 3)
+        ),
+    ),
+    "wgmma_wide": Case(
+        "bfloat16", seqlen_q=40, seqlen_k=250, deterministic=True,
+        on=Emulation(
+            "sm_90a", backward_tile=Tile(64, 64, 16, 1, 2, 4, 1, 3)
+        ),
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", [EMULATED])
-def test_key_tiles_take_turns(backend):
+@pytest.mark.parametrize("case", TURNS.values(), ids=TURNS)
+def test_key_tiles_take_turns(backend, case):
     """The first two add nothing to dq, unless others come in between.
 
     Without that a bit that differs is mostly lost when dq is rounded.
     """
-    case = Case(
-        "bfloat16", seqlen_q=40, seqlen_k=190, deterministic=True,
-        on=Emulation(backward_tile=Tile(32, 32, 4, 1, 2, 2, 2)),
-    )  # fmt: skip
+    tile = case.on.backward_tile.block_k
     q, k, v, dout = inputs(case)
     q[...] = 0  # all keys have the same weight
-    k[:, 32:64], v[:, 32:64] = -k[:, :32], v[:, :32]
-    k[:, :64] *= 2**20
+    k[:, tile : 2 * tile], v[:, tile : 2 * tile] = -k[:, :tile], v[:, :tile]
+    k[:, : 2 * tile] *= 2**20
     arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
     dq, _, _ = calls.backward(backend, case, *arrays)
     for seed in range(20):

@@ -11,7 +11,7 @@ from helpers.compare import (
     assert_forward_matches,
     assert_gradients_match,
 )
-from helpers.data import LAYOUTS, Case, axes_reversed, inputs
+from helpers.data import LAYOUTS, Case, Emulation, axes_reversed, inputs
 from helpers.drawn import on_each_backend
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -50,12 +50,22 @@ def test_backward(backend, case):
     assert_gradients_match(grads, want, case)
 
 
+# Rows of which the last chunk of 16 bytes is not whole: at aligned addresses,
+# and at ones that only the tokens' stride keeps from being so.
+RAGGED_ROWS = [
+    Case("bfloat16", 2, 40, 40, 2, 1, 20, 20, layout=layout, on=Emulation(on))
+    for layout in ("padded_rows", "heads_outside")
+    for on in strategies.FAMILIES
+]
+
+
 @on_each_backend(
     strategies.cases,
     each={"layout": WRITABLE_LAYOUTS},
     dtypes=DTYPES,
     longest=70,
     archs=strategies.FAMILIES,
+    examples=RAGGED_ROWS,
 )
 def test_out_argument(backend, case):
     q, k, v, dout = inputs(case)
