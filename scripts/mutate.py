@@ -1,38 +1,49 @@
 """Plant single faults in the kernels and see which the emulated tests catch.
 
-    python scripts/mutate.py                    # all, about half an hour
+    python scripts/mutate.py                    # all, an hour on two cores
     python scripts/mutate.py --only "^mask"     # those of some names
+    python scripts/mutate.py --minutes 8        # as many as are begun by then
 
 The faults are in mutation_parts/faults/. For each, the tests that `make test`
 runs on the emulator are run until one fails, with the examples of the `ci`
 profile. Ends with status 1 if fewer than 95 % are caught, if one survives
-whose text does not say why it must, or if one is caught that should not be.
+whose text does not say why it must, if one is caught that should not be, or
+if some were not run.
 
 First the tests are run without a fault, as they must pass, and which files
 the kernels of each are made of is noted. A fault in one file then takes the
 tests whose kernels have that file alone: what others run is, byte for byte,
-what has passed. The notes are kept in the cache folder for as long as neither
-the package nor a test is changed.
+what has passed.
+
+A run that was stopped goes on where it was: the notes, and what became of each
+fault, are kept in the cache folder as they come, for as long as neither the
+package nor a test is changed, nor the compiler. A fault is known by what it
+replaces. Runs of some faults leave their results for one of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuflash import compiler
+from cuflash import folders
+from cuflash.emulator import runtime
 from mutation_parts import faults
 from mutation_parts.faults import Fault
 
@@ -79,13 +90,21 @@ class Result:
         )
 
 
-@dataclass(frozen=True)
-class Room:
-    """Where the tests run, and what is known of them."""
+def command(*options: str) -> list[str]:
+    """pytest, on the emulated tests and kernels from a folder."""
+    return [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+        "-p", "mutation_parts.planted", "-k", TESTS, *options,
+    ]  # fmt: skip
 
-    folder: Path
-    cache: Path  # of programs without a fault
-    ran: dict[str, dict]  # tests: their kernels by file, their seconds
+
+def environment(folder: Path | str, cache: Path) -> dict[str, str]:
+    """What pytest has to know besides."""
+    return {
+        **os.environ, "PYTHONPATH": str(ROOT / "scripts"),
+        "CUFLASH_PLANTED": str(folder), "CUPY_CACHE_DIR": str(cache),
+        "HYPOTHESIS_PROFILE": "ci", "CI": "1",
+    }  # fmt: skip
 
 
 def run_tests(
@@ -93,16 +112,69 @@ def run_tests(
 ) -> subprocess.CompletedProcess[str]:
     """Run the emulated tests on the kernels in a folder."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         "-p", "mutation_parts.planted", "-k", TESTS, *options],
+        command(*options),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"),
-             "CUFLASH_PLANTED": str(folder), "CUPY_CACHE_DIR": str(cache),
-             "HYPOTHESIS_PROFILE": "ci", "CI": "1"},
+        env=environment(folder, cache),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
+
+
+class Server:
+    """A process that has collected the tests, and runs some in its children.
+
+    See mutation_parts/planted.py. It ends with this one, or with its input.
+    """
+
+    def __init__(self, cache: Path):
+        self.process = subprocess.Popen(
+            command("-s", "-x"),
+            cwd=ROOT,
+            env=environment("-", cache),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, folder: Path) -> int:
+        """pytest's exit status for the kernels and the tests in a folder."""
+        said = []
+        try:
+            print(folder, file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # it has said why
+        for line in self.process.stdout:
+            if line.startswith("status "):
+                return int(line.split()[1])
+            said.append(line)
+        raise RuntimeError("pytest could not collect\n" + "".join(said))
+
+    def close(self) -> None:
+        """Let it end."""
+        self.process.communicate("")
+
+
+@dataclass
+class Room:
+    """Where the tests run, and what is known of them."""
+
+    folder: Path
+    cache: Path  # of programs without a fault
+    ran: dict[str, dict]  # tests: their kernels by file, their seconds
+    end: float = math.inf  # when to begin no more, by time.monotonic()
+
+    def __post_init__(self):
+        self.local = threading.local()
+        self.servers = []
+
+    def server(self) -> Server:
+        """The thread's own."""
+        if not hasattr(self.local, "server"):
+            self.local.server = Server(self.cache)
+            self.servers.append(self.local.server)
+        return self.local.server
 
 
 def tests_of(fault: Fault, ran: dict[str, dict]) -> list[str]:
@@ -120,9 +192,11 @@ def tests_of(fault: Fault, ran: dict[str, dict]) -> list[str]:
     return sorted((x for x in ran if kernels[x]), key=late)
 
 
-def check(fault: Fault, room: Room) -> Result:
-    """Plant a fault and run the tests until one fails."""
+def check(fault: Fault, room: Room) -> Result | None:
+    """Plant a fault and run the tests until one fails; None if too late."""
     start = time.monotonic()
+    if start >= room.end:
+        return None
     folder = Path(tempfile.mkdtemp(dir=room.folder))
     fault.plant(KERNELS, folder / "kernels")
     tests = tests_of(fault, room.ran)
@@ -131,14 +205,14 @@ def check(fault: Fault, room: Room) -> Result:
     (folder / "tests.json").write_text(json.dumps(tests))
     # Links to what was compiled without the fault: most of it still holds.
     shutil.copytree(room.cache, folder / "cache", copy_function=os.link)
-    files = sorted({x.partition("::")[0] for x in tests})
-    done = run_tests(folder, folder / "cache", "-x", *files)
+    status = room.server().run(folder)
     test = said = ""
-    if done.returncode == FAILED:
+    if status == FAILED:
         failed = json.loads((folder / "failed.json").read_text())
         test, said = failed["test"], failed["said"]
-    elif done.returncode != PASSED:
-        raise RuntimeError(f"{fault}: pytest could not run\n{done.stdout}")
+    elif status != PASSED:
+        log = (folder / "log.txt").read_text()
+        raise RuntimeError(f"{fault}: pytest could not run\n{log}")
     shutil.rmtree(folder)
     return Result(fault, time.monotonic() - start, test, said)
 
@@ -153,17 +227,46 @@ def run_sound(folder: Path, cache: Path, jobs: int) -> dict[str, dict]:
     return json.loads((folder / "ran.json").read_text())
 
 
-def notes(cache: Path) -> Path:
-    """Where the notes of the tests without a fault are kept."""
+def state() -> str:
+    """A hash of all that results depend on, besides a fault itself."""
     files = [
         path
         for folder in ("cuflash", "reference", "tests")
         for path in sorted((ROOT / folder).rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    texts = [(str(path), path.read_bytes()) for path in files]
-    key = hashlib.sha256(repr(texts).encode()).hexdigest()[:40]
-    return cache / f"cuflash_mutate_{key}.json"
+    texts = [(str(x.relative_to(ROOT)), x.read_bytes()) for x in files]
+    compiler = subprocess.run(
+        [*runtime.host_compiler(), "--version"], capture_output=True
+    ).stdout
+    return hashlib.sha256(repr((texts, compiler)).encode()).hexdigest()[:40]
+
+
+class Results:
+    """Those of earlier runs, and of this one: a line each in a file."""
+
+    def __init__(self, path: Path):
+        self.path, self.known = path, {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):  # cut off
+                of, *rest = json.loads(line)
+                self.known[tuple(of)] = rest
+
+    @staticmethod
+    def key(fault: Fault) -> tuple:
+        """What a fault is, whatever it is called."""
+        return fault.file, fault.old, fault.new, fault.which, fault.of
+
+    def get(self, fault: Fault) -> Result | None:
+        """What became of a fault, if that is known."""
+        rest = self.known.get(self.key(fault))
+        return rest and Result(fault, *rest)
+
+    def add(self, result: Result) -> None:
+        """Keep one."""
+        line = [self.key(result.fault), result.seconds, result.test]
+        with open(self.path, "a") as file:
+            file.write(json.dumps([*line, result.said]) + "\n")
 
 
 def summary(results: list[Result]) -> str:
@@ -194,6 +297,23 @@ def verdict(results: list[Result]) -> bool:
     )
 
 
+def run(chosen: Iterable[Fault], room: Room, kept: Results, jobs: int) -> None:
+    """Check faults, and keep what became of them."""
+    with ThreadPoolExecutor(jobs) as pool:
+        waited = [pool.submit(check, x, room) for x in chosen]
+        try:
+            for done in as_completed(waited):
+                if done.result():
+                    kept.add(done.result())
+                    print(done.result(), flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            for server in room.servers:
+                server.close()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Check the faults that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -201,33 +321,42 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", default="", help="a regular expression, found in names"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin none after"
+    )
     options = parser.parse_args(arguments)
+    end = time.monotonic() + options.minutes * 60
     chosen = [x for x in faults.read() if re.search(options.only, str(x))]
     if not chosen:
         parser.error(f"--only {options.only}: no fault has that in its name")
-    cache = compiler.cache_folder()
+    cache = folders.cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
+    known = cache / f"cuflash_mutate_{state()}.json"
+    kept_in = known.with_suffix(".results")
+    kept = Results(kept_in)
+    left = [x for x in chosen if not kept.get(x)]
+    # Those that take all tests first, so that none of them is waited for.
+    left.sort(key=lambda x: not x.survives)
+    print(f"{len(chosen)} faults, of which {len(left)} were not run yet")
     # Beside the cache: files are linked from there.
     with tempfile.TemporaryDirectory(
         prefix="cuflash_mutate_", dir=cache.parent
     ) as name:
-        folder, known = Path(name), notes(cache)
         if not known.exists():
-            ran = run_sound(folder / "sound", cache, options.jobs)
+            ran = run_sound(Path(name) / "sound", cache, options.jobs)
             known.write_text(json.dumps(ran))
-        room = Room(folder, cache, json.loads(known.read_text()))
-        results = []
-        with ThreadPoolExecutor(options.jobs) as pool:
-            waited = [pool.submit(check, x, room) for x in chosen]
-            try:
-                for done in as_completed(waited):
-                    results.append(done.result())
-                    print(results[-1], flush=True)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    print("\n" + summary(results))
-    return 0 if verdict(results) else 1
+        ran = json.loads(known.read_text())
+        run(left, Room(Path(name), cache, ran, end), kept, options.jobs)
+    kept = Results(kept_in)
+    results = [x for x in map(kept.get, chosen) if x]
+    if results:
+        print("\n" + summary(results))
+    passed = bool(results) and verdict(results)
+    if len(results) < len(chosen):
+        lack = len(chosen) - len(results)
+        print(f"NOT RUN: {lack} of {len(chosen)}; the same again goes on")
+        return 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -24,10 +24,13 @@ FOLDER = Path(__file__).parent / "faults"
 # The words of `~` where a fault has none, by what its file's name contains.
 _FIRST = {
     "merge": "test_merge",
-    "wgmma": "is_attention bfloat16",
-    "simt": "properties float32",
-    "fma": "test_grid float32",
-    "": "test_grid bfloat16",
+    "wgmma_wide": "much_at_once wgmma_wide",
+    "wgmma": "much_at_once wgmma",
+    "repair": "much_at_once wgmma_nonfinite",
+    "backward_rows": "much_at_once wgmma",
+    "backward_steps": "much_at_once wgmma",
+    "simt": "much_at_once simt",
+    "": "much_at_once",
 }
 
 

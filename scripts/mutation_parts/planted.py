@@ -2,15 +2,23 @@
 
     CUFLASH_PLANTED=folder pytest -p mutation_parts.planted -x -k emulated
 
-The folder has ``kernels``, and may have ``tests.json``: names of tests to run,
-in that order. Left there are ``failed.json``, with what the first test that
-failed said, and ``ran.json``: how long each test took and, for each file that
-was part of its kernels, of how many.
+The folder has ``kernels``. Left there are ``failed.json``, with what the first
+test that failed said, and ``ran.json``: how long each test took and, for each
+file that was part of its kernels, of how many.
+
+    CUFLASH_PLANTED=- pytest -s -p mutation_parts.planted -x -k emulated
+
+takes one folder after another from its input, a line each, and answers with
+the status of pytest there. To start and to collect the tests takes longer than
+most faults do to be found, so this is done once: each folder gets a child of
+the process that has collected them. It has ``tests.json`` besides, names of
+tests to run in that order, and may have ``cache``, for compiled kernels.
 """
 
 import json
 import os
 import re
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -19,7 +27,8 @@ from hypothesis import Phase, settings
 
 from cuflash import source
 
-FOLDER = Path(os.environ["CUFLASH_PLANTED"])
+folder = Path(os.environ["CUFLASH_PLANTED"])
+SERVES = str(folder) == "-"
 
 _build = source.build
 _kernels = defaultdict(set)  # of the test that runs now: by file, their texts
@@ -27,7 +36,7 @@ _kernels = defaultdict(set)  # of the test that runs now: by file, their texts
 
 def build_planted(kernel, **options):
     """As `source.build`, from the folder; note of which files it is made."""
-    text = _build(kernel, folder=FOLDER / "kernels", **options)
+    text = _build(kernel, folder=folder / "kernels", **options)
     for file in re.findall('^#line 1 "(.*)"$', text, re.M):
         _kernels[file].add(hash(text))
     return text
@@ -52,13 +61,15 @@ class Record:
 
     def pytest_sessionfinish(self):
         """Leave it in the folder."""
+        if not folder.exists():
+            return  # no child, but the one that serves
         ran = {
             test: {"kernels": kernels, "seconds": self.seconds[test]}
             for test, kernels in self.kernels.items()
         }
-        (FOLDER / "ran.json").write_text(json.dumps(ran))
+        (folder / "ran.json").write_text(json.dumps(ran))
         if self.failed:
-            (FOLDER / "failed.json").write_text(json.dumps(self.failed))
+            (folder / "failed.json").write_text(json.dumps(self.failed))
 
 
 def pytest_configure(config):
@@ -71,16 +82,42 @@ def pytest_configure(config):
         config.pluginmanager.register(Record())
 
 
-def pytest_collection_modifyitems(config, items):
-    """Run the tests that are asked for, in that order."""
-    file = FOLDER / "tests.json"
-    if not file.exists():
-        return
-    order = {x: n for n, x in enumerate(json.loads(file.read_text()))}
-    others = [item for item in items if item.nodeid not in order]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item.nodeid in order]
-    items.sort(key=lambda item: order[item.nodeid])
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Have a child run what each folder asks for, as pytest goes on there."""
+    if not SERVES:
+        return None
+    if serve():
+        return True  # nothing is left to run here
+    items = {item.nodeid: item for item in session.items}
+    tests = json.loads((folder / "tests.json").read_text())
+    session.items[:] = [items[x] for x in tests]
+    return None
+
+
+def serve():
+    """Whether this is the parent, at the end of its input."""
+    global folder
+    for line in sys.stdin:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            folder = Path(line.strip())
+            become(folder)
+            return False
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"\nstatus {status}", flush=True)
+    return True
+
+
+def become(folder):
+    """Leave the parent's input and output, and its cache."""
+    with open(folder / "log.txt", "w") as log, open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if (folder / "cache").exists():
+        os.environ["CUPY_CACHE_DIR"] = str(folder / "cache")
 
 
 @pytest.hookimpl(wrapper=True)
