@@ -28,6 +28,7 @@ def hopper(stages, block_q=64, wide=False, **of_machine):
 CASES = {
     "mma_masked": Case(
         "bfloat16", 2, 90, 130, 4, 2, 40, 72, causal=True, scale=-0.3,
+        layout="every_other_token",
     ),
     "mma_whole": Case(
         "float16", 1, 130, 90, 3, 1, 72, 40, deterministic=True,
@@ -38,6 +39,7 @@ CASES = {
     ),
     "simt_masked": Case(
         "float32", 2, 50, 70, 4, 2, 40, 24, causal=True, scale=-0.3,
+        layout="every_other_token",
     ),
     "simt_whole": Case("float64", 1, 70, 50, 3, 1, 24, 40),
     "wgmma_masked": Case(
@@ -83,11 +85,13 @@ CASES = {
     # head has none.
     "wgmma_nonfinite": Case(
         "bfloat16", 2, 200, 280, 4, 2, 40, 64, causal=True, scale=0.3,
+        deterministic=True,
         spoiled=(
-            ("q", (1, 30, 3, 2), "nan"), ("k", (0, 250, 0, 5), "inf"),
+            ("q", (1, 30, 3, 36), "nan"), ("k", (0, 260, 0, 5), "inf"),
             ("v", (0, 270, 0, 3), "nan"), ("dout", (0, 150, 2, 1), "-inf"),
+            ("dout", (0, 170, 3, 7), "inf"), ("dout", (0, 170, 3, 39), "inf"),
         ),
-        on=hopper(2, 128, num_sms=3),
+        on=hopper(2, 128, num_sms=3, resident=3),
     ),
     "wgmma_wide_nonfinite": Case(
         "bfloat16", 2, 100, 130, 4, 2, 72, 136, causal=True, scale=0.3,
@@ -95,7 +99,7 @@ CASES = {
             ("q", (1, 20, 3, 70), "nan"), ("k", (0, 120, 0, 5), "inf"),
             ("v", (0, 125, 0, 3), "nan"), ("dout", (0, 80, 2, 100), "-inf"),
         ),
-        on=hopper(2, wide=True, num_sms=3),
+        on=hopper(2, wide=True, num_sms=3, resident=3),
     ),
 }  # fmt: skip
 
