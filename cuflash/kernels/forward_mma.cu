@@ -309,7 +309,7 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
     where = tile_of_this_block(arguments);
     store(arguments, where, q_tile, acc, rows);
     if (needs_repair) {
-        __syncthreads();                                    // O is stored, K is done with
+        // All are past the last step's second barrier: K is done with.
         float* m = reinterpret_cast<float*>(&shared.k);
         if (threadIdx.x % 4 == 0)                           // a quad's lanes have the same m
             for (int i = 0; i < M_TILES; ++i)

@@ -1,4 +1,4 @@
-// Which keys a query sees. Every kernel asks here: about a pair, and about a tile of pairs.
+// Which keys a query sees. Every kernel asks here: about a query or a key, and about tiles of them.
 //
 // Key j is visible to query i iff
 //     j < seqlen_k                              (the array has that key)
@@ -8,8 +8,6 @@
 // those it really has, and what becomes of the other rows (not stored; P = 0 in sums over queries)
 // is the kernel's business.
 #pragma once
-
-enum class Visibility { NONE, PARTLY, ALL };
 
 // Key tiles of a query tile: [0, num_full) all visible, [num_full, num_visited) partly,
 // the others not at all.
@@ -36,8 +34,6 @@ struct Mask {
         return CAUSAL ? clamp(query + (seqlen_k - seqlen_q) + 1, 0, seqlen_k) : seqlen_k;
     }
 
-    bool visible(int query, int key) const { return key < num_keys(query); }
-
     // The first query that sees key j, seqlen_q if none does. The inverse of num_keys.
     int first_query(int key) const {
         if (key >= seqlen_k) return seqlen_q;
@@ -46,14 +42,6 @@ struct Mask {
 
     int last_query(int q_start, int block_q) const {
         return q_start + block_q < seqlen_q ? q_start + block_q - 1 : seqlen_q - 1;
-    }
-
-    // The pairs [q_start, q_start + block_q) x [k_start, k_start + block_k).
-    // Keys past seqlen_k count as invisible.
-    Visibility of_tile(int q_start, int block_q, int k_start, int block_k) const {
-        const int most = num_keys(last_query(q_start, block_q)), fewest = num_keys(q_start);
-        if (k_start >= most) return Visibility::NONE;
-        return k_start + block_k <= fewest ? Visibility::ALL : Visibility::PARTLY;
     }
 
     KeyTiles key_tiles(int q_start, int block_q, int block_k) const {
