@@ -7,10 +7,12 @@ NumPy; attention and its gradients are calls of cuflash.
 
     python scripts/demo.py            # under a minute on two CPU cores
     python scripts/demo.py --quick    # under ten seconds
+    python scripts/demo.py --plain    # the same training without cuflash
 
 After training it checks cuflash on the model's own queries, keys and values
 against attention with the whole matrix of scores, shows what both cost, lets
-the model write, and saves three pictures.
+the model write, and saves three pictures. With --plain, attention is computed
+in float64 through that matrix, to see that the loss ends where cuflash's does.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rich.text import Text
 
 import cuflash
 from demo_parts import pictures
-from demo_parts.comparison import compare, costs, random_inputs
+from demo_parts.comparison import Materialised, compare, costs, random_inputs
 from demo_parts.model import Config, Transformer
 from demo_parts.text import Corpus, load_text
 from demo_parts.training import train, write
@@ -169,6 +171,11 @@ def parse_arguments(arguments=None):
         "--quick", action="store_true", help="the shortest run: 40 steps"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="train with materialised attention in float64, and end",
+    )
     return parser.parse_args(arguments)
 
 
@@ -182,6 +189,13 @@ def main(arguments=None):
         )
     if options.steps is not None:
         config = replace(config, steps=options.steps)
+    if options.plain:
+        config = replace(
+            config,
+            attention=Materialised(np.float64, xp),
+            attention_dtype=np.float64,
+        )
+        device = f"{device}, without cuflash"
     corpus = Corpus(load_text())
     model = Transformer(config, len(corpus.vocabulary), xp, options.seed)
     show_start(model, corpus, device, console)
@@ -194,6 +208,8 @@ def main(arguments=None):
         console=console,
     )
     show_losses(training, validation, options, config, console)
+    if options.plain:
+        return 0
 
     inputs = inputs_of(model, corpus, options.seed)
     fine = show_check(*inputs, xp, console)

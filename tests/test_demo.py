@@ -10,7 +10,12 @@ pytest.importorskip("rich", reason="the demo needs the extra `scripts`")
 pytest.importorskip("matplotlib", reason="the demo needs the extra `scripts`")
 
 import demo
-from demo_parts.comparison import compare, costs, random_inputs
+from demo_parts.comparison import (
+    Materialised,
+    compare,
+    costs,
+    random_inputs,
+)
 from demo_parts.model import Config, Transformer
 from demo_parts.text import Corpus, load_text
 from demo_parts.training import Adam
@@ -156,6 +161,18 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
         picture = (tmp_path / name).read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert name in shown
+
+
+def test_plain_attention_has_the_same_gradient():
+    model, *batch = tiny_model()
+    loss = model.loss(*batch, with_gradient=True)
+    gradient = model.gradient.copy()
+    plain = Materialised(np.float64, np)
+    model.config = replace(TINY, attention=plain)
+    # Sums of at most a few hundred terms, each rounded.
+    assert model.loss(*batch, with_gradient=True) == pytest.approx(loss, 1e-13)
+    largest = np.abs(gradient).max()
+    assert np.abs(model.gradient - gradient).max() <= 1e-13 * largest
 
 
 @pytest.mark.gpu

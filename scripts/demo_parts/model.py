@@ -30,6 +30,8 @@ class Config:
     # Everything but attention is computed in `dtype`.
     dtype: type = np.float32
     attention_dtype: type = np.float32
+    # What has cuflash's `forward` and `backward`.
+    attention: object = cuflash
     # Where the costs are compared.
     long_seqlens: tuple = (512, 1024, 2048)
 
@@ -89,17 +91,19 @@ def attention(x, w_qkv, w_out, config):
     shape = (*x.shape[:2], 3, config.num_heads, config.head_dim)
     qkv = (x @ w_qkv).astype(config.attention_dtype, copy=False)
     q, k, v = (qkv.reshape(shape)[:, :, i] for i in range(3))
-    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    out, lse = config.attention.forward(
+        q, k, v, causal=True, return_lse=True
+    )
     joined = out.reshape(x.shape).astype(x.dtype, copy=False)
     return joined @ w_out, (x, q, k, v, out, lse)
 
 
-def attention_backward(dy, w_qkv, w_out, saved, xp):
+def attention_backward(dy, w_qkv, w_out, saved, xp, config):
     x, q, k, v, out, lse = saved
     joined = out.reshape(x.shape).astype(x.dtype, copy=False)
     dw_out = rows(joined).T @ rows(dy)
     dout = (dy @ w_out.T).reshape(out.shape).astype(out.dtype, copy=False)
-    grads = cuflash.backward(dout, q, k, v, out, lse, causal=True)
+    grads = config.attention.backward(dout, q, k, v, out, lse, causal=True)
     # (B, T, 3, num_heads, head_dim), and the last three axes as one.
     dqkv = xp.stack([g.astype(x.dtype, copy=False) for g in grads], axis=2)
     dqkv = dqkv.reshape(*x.shape[:2], -1)
@@ -217,6 +221,7 @@ class Transformer:
                 p[f"{i}.out"],
                 saved[f"{i}.attention"],
                 self.xp,
+                self.config,
             )
             dy, g[f"{i}.norm1"][:] = norm_backward(
                 dn, p[f"{i}.norm1"], saved[f"{i}.norm1"]
