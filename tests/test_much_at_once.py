@@ -37,11 +37,31 @@ CASES = {
     "mma_panels": Case(
         "bfloat16", 1, 70, 100, 2, 1, 160, 136, causal=True,
     ),
-    "simt_masked": Case(
-        "float32", 2, 50, 70, 4, 2, 40, 24, causal=True, scale=-0.3,
+    "fma_masked": Case(
+        "float32", 2, 50, 170, 4, 2, 40, 24, causal=True, scale=-0.3,
         layout="every_other_token",
     ),
-    "simt_whole": Case("float64", 1, 70, 50, 3, 1, 24, 40),
+    "fma_whole": Case(
+        "float32", 1, 170, 50, 3, 1, 24, 40, deterministic=True
+    ),
+    "float64_masked": Case(
+        "float64", 2, 50, 130, 4, 2, 40, 24, causal=True, scale=-0.3,
+        layout="every_other_token",
+    ),
+    "float64_whole": Case(
+        "float64", 1, 130, 50, 3, 1, 24, 40, deterministic=True
+    ),
+    "tf32x3_masked": Case(
+        "float32", 2, 50, 130, 4, 2, 40, 24, causal=True, scale=-0.3,
+        layout="every_other_token", precision="tf32x3",
+    ),
+    "simt_masked": Case(
+        "float32", 2, 50, 70, 4, 2, 40, 24, causal=True, scale=-0.3,
+        layout="every_other_token", on=Emulation("sm_75"),
+    ),
+    "simt_whole": Case(
+        "float64", 1, 70, 50, 3, 1, 24, 40, on=Emulation("sm_75")
+    ),
     "wgmma_masked": Case(
         "bfloat16", 2, 200, 290, 4, 2, 128, 40, causal=True, scale=-0.3,
         layout="every_other_token",

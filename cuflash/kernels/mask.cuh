@@ -1,4 +1,4 @@
-// Which keys a query sees. Every kernel asks here: about a query or a key, and about tiles of them.
+// Which keys a query sees. Every kernel asks here: about a pair, and about tiles of pairs.
 //
 // Key j is visible to query i iff
 //     j < seqlen_k                              (the array has that key)
@@ -33,6 +33,8 @@ struct Mask {
     int num_keys(int query) const {
         return CAUSAL ? clamp(query + (seqlen_k - seqlen_q) + 1, 0, seqlen_k) : seqlen_k;
     }
+
+    bool visible(int query, int key) const { return key < num_keys(query); }
 
     // The first query that sees key j, seqlen_q if none does. The inverse of num_keys.
     int first_query(int key) const {

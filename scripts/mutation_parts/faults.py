@@ -30,6 +30,7 @@ _FIRST = {
     "backward_rows": "much_at_once wgmma",
     "backward_steps": "much_at_once wgmma",
     "simt": "much_at_once simt",
+    "fma": "much_at_once fma",
     "": "much_at_once",
 }
 
