@@ -11,11 +11,10 @@
 // l ^ 2 read the same 16 bytes: loads of two half-warps then take two cycles and not four.
 #pragma once
 #include "softmax.cuh"
+#include "wide_tiles.cuh"
 
 static_assert(sizeof(Element) == 4, "these kernels are float's");
 
-constexpr int THREADS = NUM_WARPS * 32;
-constexpr int CHUNK = 4;                                    // floats of 16 bytes
 constexpr int LANE_ROWS = 4, LANE_COLUMNS = 8;
 
 __device__ __forceinline__ int lane_row() {
@@ -23,44 +22,11 @@ __device__ __forceinline__ int lane_row() {
 }
 __device__ __forceinline__ int lane_column() { return threadIdx.x / 2 % 8; }
 
-template <int ROWS, int COLUMNS> struct alignas(16) Tile {
-    static_assert(COLUMNS % 8 == 0, "an odd number of chunks with the one that is added");
-    float at[ROWS][COLUMNS + CHUNK];
-};
-
 // What lanes write 4 rows of 8 neighbouring columns of: 8 floats more a row, no bank twice.
 template <int ROWS, int COLUMNS> struct alignas(16) WeightTile {
     static_assert(COLUMNS % 32 == 0 || COLUMNS == 16, "rows of neighbouring lanes in other banks");
     float at[ROWS][COLUMNS + 8];
 };
-
-__device__ __forceinline__ float4 chunk_at(const float* x) {
-    return *reinterpret_cast<const float4*>(x);
-}
-__device__ __forceinline__ float part(const float4& x, int i) {
-    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-
-// Where one head of an array (batch, seqlen, heads, columns) begins.
-__device__ __forceinline__ const float* head_start(
-    const void* array, const Strides& stride, int batch, int head) {
-    return static_cast<const float*>(array) + batch * stride.batch + head * stride.head;
-}
-
-// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
-// columns from num_columns on are not read and become zero. By the whole block.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void load_tile(
-    Tile<ROWS, COLUMNS>& tile, const float* source, i64 stride, int num_rows, int num_columns) {
-    constexpr int CHUNKS = COLUMNS / CHUNK;
-    #pragma unroll 4
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
-        const int valid = row < num_rows ? min(max(num_columns - column, 0), CHUNK) * 4 : 0;
-        cp_async_16_partly(
-            shared_address(&tile.at[row][column]), source + row * stride + column, valid);
-    }
-}
 
 template <int M, int N> __device__ __forceinline__ void set_zero(float (&x)[M][N]) {
     #pragma unroll
@@ -90,7 +56,7 @@ __device__ __forceinline__ void row_products(
             #pragma unroll
             for (int k = 0; k < CHUNK; ++k)
                 #pragma unroll
-                for (int i = 0; i < M; ++i) s[i][j] = fmaf(part(x[i], k), part(y, k), s[i][j]);
+                for (int i = 0; i < M; ++i) s[i][j] = fmaf(number(x[i], k), number(y, k), s[i][j]);
         }
     }
 }
@@ -119,7 +85,7 @@ __device__ __forceinline__ void add_weighted_rows(
                     if (MASKED && !takes(i, first_k + k + kk)) continue;
                     #pragma unroll
                     for (int c = 0; c < CHUNK; ++c)
-                        sum[i][n + c] = fmaf(part(x[i], kk), part(y, c), sum[i][n + c]);
+                        sum[i][n + c] = fmaf(number(x[i], kk), number(y, c), sum[i][n + c]);
                 }
             }
         }
@@ -149,7 +115,7 @@ __device__ __forceinline__ void add_weighted_rows_transposed(
                 if (MASKED && !takes(i, k)) continue;
                 #pragma unroll
                 for (int c = 0; c < CHUNK; ++c)
-                    sum[i][n + c] = fmaf(part(x[i / CHUNK], i % CHUNK), part(y, c), sum[i][n + c]);
+                    sum[i][n + c] = fmaf(number(x[i / CHUNK], i % CHUNK), number(y, c), sum[i][n + c]);
             }
         }
     }
@@ -165,24 +131,4 @@ __device__ __forceinline__ void write_weights(
         for (int j = 0; j < N; ++j)
             weights[first_row + lane_row() + i * LANE_ROWS]
                    [first_column + lane_column() + j * LANE_COLUMNS] = x[i][j];
-}
-
-// Writes the lane's `numbers` to columns from `column` on of a row of global memory that has
-// num_columns of them; 16 bytes at once if `aligned`.
-__device__ __forceinline__ void store_chunk(
-    float* row, int column, int num_columns, bool aligned, const float (&numbers)[CHUNK]) {
-    if (aligned && column + CHUNK <= num_columns) {
-        *reinterpret_cast<float4*>(row + column) =
-            make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
-        return;
-    }
-    #pragma unroll
-    for (int c = 0; c < CHUNK; ++c)
-        if (column + c < num_columns) row[column + c] = numbers[c];
-}
-
-// Whether every row that `stride` leads to can be written 16 bytes at a time.
-__device__ __forceinline__ bool rows_aligned(const void* pointer, const Strides& stride) {
-    return ((reinterpret_cast<u64>(pointer)
-             | stride.batch * 4 | stride.token * 4 | stride.head * 4) & 15) == 0;
 }

@@ -7,8 +7,8 @@
 // <= 2^-11 |x| and 2^-23 |x| for what is not seen, a product is off by 2^-21 |x y| at most. Their
 // sums are truncated and not rounded: no sum is left to them for longer than a tile.
 //
-// Rows of a tile are ROWS_PAD numbers longer than their columns. Then 8 rows of 4 floats, or 4 rows
-// of 4 doubles, of the same columns lie in different banks, and that is what lanes read at a time.
+// Rows of a tile are ROWS_PAD numbers longer than their columns: 8 rows of 4 floats, or 4 rows of 4
+// doubles, of the same columns lie in different banks, and that is what lanes read at a time.
 //
 // Columns of a product that are columns of a tile (O = P V) are dealt to C fragments by CHUNK, so
 // that lanes can read 16 bytes at once: of CHUNK tiles from n on, tile n + i has every CHUNK-th
@@ -17,43 +17,18 @@
 //     d[n][0] d[n + 1][0] ..  and  d[n][1] d[n + 1][1] ..,   and [2] and [3] in the lower row.
 #pragma once
 #include "softmax.cuh"
+#include "wide_tiles.cuh"
 
-constexpr int THREADS = NUM_WARPS * 32;
-constexpr int CHUNK = 16 / sizeof(Element);                 // numbers of 16 bytes
 constexpr bool IN_PARTS = sizeof(Element) == 4;
 
-constexpr int ROWS_PAD = 4;
 // Where a lane reads rows 2t and 2t + 1 and not t and t + 4: two rows are to differ by 32 bytes.
 constexpr int VALUES_PAD = CHUNK;
-
-template <int ROWS, int COLUMNS, int PAD = ROWS_PAD> struct alignas(16) Tile {
-    static_assert(COLUMNS % 16 == 0, "whole chunks");
-    Element at[ROWS][COLUMNS + PAD];
-};
 
 // ---- Numbers of either type ----
 
 struct alignas(2 * sizeof(Element)) Pair { Element x, y; };
 __device__ __forceinline__ Pair pair_at(const Element* x) {
     return *reinterpret_cast<const Pair*>(x);
-}
-
-template <class T> struct ChunkOf { using type = double2; };
-template <> struct ChunkOf<float> { using type = float4; };
-using Chunk = ChunkOf<Element>::type;
-
-__device__ __forceinline__ Chunk chunk_at(const Element* x) {
-    return *reinterpret_cast<const Chunk*>(x);
-}
-__device__ __forceinline__ double number(const double2& x, int i) { return i == 0 ? x.x : x.y; }
-__device__ __forceinline__ float number(const float4& x, int i) {
-    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-__device__ __forceinline__ double2 chunk_of(const double (&x)[2]) {
-    return make_double2(x[0], x[1]);
-}
-__device__ __forceinline__ float4 chunk_of(const float (&x)[4]) {
-    return make_float4(x[0], x[1], x[2], x[3]);
 }
 
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
@@ -92,30 +67,6 @@ __device__ __forceinline__ void multiply(
     mma_16x8x8(d, high, b0.high, b1.high);
 }
 
-// ---- Memory ----
-
-// Where one head of an array (batch, seqlen, heads, columns) begins.
-__device__ __forceinline__ const Element* head_start(
-    const void* array, const Strides& stride, int batch, int head) {
-    return static_cast<const Element*>(array) + batch * stride.batch + head * stride.head;
-}
-
-// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
-// columns from num_columns on are not read and become zero. By the whole block.
-template <int ROWS, int COLUMNS, int PAD>
-__device__ __forceinline__ void load_tile(
-    Tile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
-    int num_columns) {
-    constexpr int CHUNKS = COLUMNS / CHUNK, BYTES = sizeof(Element);
-    #pragma unroll 4
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
-        const int valid = row < num_rows ? min(max(num_columns - column, 0), CHUNK) * BYTES : 0;
-        cp_async_16_partly(
-            shared_address(&tile.at[row][column]), source + row * stride + column, valid);
-    }
-}
-
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
 // infinity. Needs the thread's own cp_async_wait, no barrier.
 template <int ROWS, int COLUMNS, int PAD>
@@ -128,25 +79,6 @@ __device__ __forceinline__ bool loaded_nonfinite(const Tile<ROWS, COLUMNS, PAD>&
         for (int c = 0; c < CHUNK; ++c) found |= !(fabs(number(x, c)) < infinity());
     }
     return found;
-}
-
-// Writes neighbouring numbers to a row that has num_columns columns.
-__device__ __forceinline__ void store_chunk(
-    Element* row, int column, int num_columns, bool aligned, const Element (&x)[CHUNK]) {
-    if (aligned && column + CHUNK <= num_columns) {
-        *reinterpret_cast<Chunk*>(row + column) = chunk_of(x);
-        return;
-    }
-    #pragma unroll
-    for (int c = 0; c < CHUNK; ++c)
-        if (column + c < num_columns) row[column + c] = x[c];
-}
-
-// Whether every row that `stride` leads to can be written 16 bytes at a time.
-__device__ __forceinline__ bool rows_aligned(const void* pointer, const Strides& stride) {
-    constexpr i64 BYTES = sizeof(Element);
-    return ((reinterpret_cast<u64>(pointer)
-             | stride.batch * BYTES | stride.token * BYTES | stride.head * BYTES) & 15) == 0;
 }
 
 // ---- Products ----
