@@ -114,8 +114,10 @@ __device__ __forceinline__ void add_weighted_rows_transposed(
             for (int i = 0; i < M; ++i) {
                 if (MASKED && !takes(i, k)) continue;
                 #pragma unroll
-                for (int c = 0; c < CHUNK; ++c)
-                    sum[i][n + c] = fmaf(number(x[i / CHUNK], i % CHUNK), number(y, c), sum[i][n + c]);
+                for (int c = 0; c < CHUNK; ++c) {
+                    const float weight = number(x[i / CHUNK], i % CHUNK);
+                    sum[i][n + c] = fmaf(weight, number(y, c), sum[i][n + c]);
+                }
             }
         }
     }
