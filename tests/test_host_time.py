@@ -179,15 +179,17 @@ def test_arrays_of_one_layout_at_other_addresses(cp):
             assert_bitwise(cp.asnumpy(a), cp.asnumpy(b), "result")
 
 
-def host_microseconds(cp, call, rounds=10, in_round=50):
+def host_microseconds(cp, call, rounds=60, in_round=50):
     """Return what a call takes before it returns: the best round's median.
 
     A round begins with an empty queue and does not fill it (CUDA's holds
-    1,024 launches), so no call waits for the GPU. Other processes can make a
-    round slower and none faster.
+    1,024 launches), so no call waits for the GPU. Whoever shares the core can
+    make a round slower, for some tenths of a second at a time, and none
+    faster; so there are pauses between the rounds.
     """
     medians = []
     for _ in range(rounds + 1):  # the first one warms up
+        time.sleep(0.02)
         cp.cuda.Device().synchronize()
         times = []
         for _ in range(in_round):

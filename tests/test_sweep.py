@@ -388,7 +388,7 @@ def test_a_small_sweep_on_a_gpu(tmp_path, own_tables, direction):
     """Of the tiles next to today's, so that it ends soon."""
     options = ["--head-dim", "64", "--direction", direction, "--causal",
                "--seqlen", "512", "--tokens", "2048", "--seconds", "0.005",
-               "--budget", "20s", "--output", str(tmp_path)]  # fmt: skip
+               "--budget", "60s", "--output", str(tmp_path)]  # fmt: skip
     assert sweep_blocks.main(options) == 0
     (path,) = own_tables.glob("sm_*.json")
     (found,) = tiles.read_table(path)
