@@ -186,9 +186,7 @@ def cases(
 
 
 @st.composite
-def spoiled(
-    draw, backend, dtype, names, archs=("sm_80",), precision=None
-):
+def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
     """Draw a case of which up to 3 elements are spoiled."""
     case = Case(
         dtype,
@@ -197,7 +195,6 @@ def spoiled(
         num_heads_q=2,
         head_dim=draw(st.sampled_from([16, 40, 64])),
         causal=draw(st.booleans()),
-        precision=precision,
         seed=draw(SEEDS),
     )
     places = []
