@@ -4,6 +4,8 @@
     python scripts/bench.py --head-dim 128 --causal yes --peer fa2
     python scripts/bench.py --head-dim 128 --width 4096 --kv-heads 8 --peer mha
     python scripts/bench.py --dtype float16 --peer bfloat16
+    python scripts/bench.py --dtype float64
+    python scripts/bench.py --precision tf32x3 --peer efficient
     python scripts/bench.py --output h200.json --pictures docs/benchmarks
     python scripts/bench.py --read h200.json     # figures taken before
     python scripts/bench.py --write-docs         # tables, from the JSON files
@@ -22,6 +24,7 @@ import sys
 from pathlib import Path
 
 from bench_parts import cells, imports, machine, markdown, peers
+from bench_parts.options import WithDefaults, in_words
 from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
 
@@ -32,19 +35,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=WithDefaults,
     )
     add = parser.add_argument
     add("--direction", nargs="+", choices=cells.DIRECTIONS,
         default=list(cells.DIRECTIONS))  # fmt: skip
-    add("--head-dim", nargs="+", type=size, default=list(cells.HEAD_DIMS))
-    add("--seqlen", nargs="+", type=size, default=list(cells.SEQLENS))
+    add("--head-dim", nargs="+", type=size, default=None,
+        help=defaults("head_dims"))  # fmt: skip
+    add("--seqlen", nargs="+", type=size, default=None,
+        help=defaults("seqlens"))  # fmt: skip
     add("--causal", choices=("yes", "no", "both"), default="both")
-    add("--dtype", choices=("bfloat16", "float16", "float32"),
-        default="bfloat16")  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float16", "float32", "float64"),
+        default=None, help="bfloat16 if not given; float32 with "
+        "--precision")  # fmt: skip
+    add("--precision", choices=("tf32x3",), default=None,
+        help="of our calls")  # fmt: skip
     add("--tokens", type=size, default=cells.TOKENS,
         help="batch * seqlen")  # fmt: skip
-    add("--width", type=size, default=cells.WIDTH, help="heads * head_dim")
+    add("--width", type=size, default=None,
+        help=f"heads * head_dim; {defaults('width')}")  # fmt: skip
     add("--heads", type=size, default=None,
         help="query heads, in place of --width")  # fmt: skip
     add("--kv-heads", type=size, default=None,
@@ -65,6 +74,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--memory", action="store_true", help="peak extra memory instead")
     add("--import-time", action="store_true", help="import times instead")
     options = parser.parse_args(arguments)
+    options.dtype = options.dtype or (
+        "float32" if options.precision else "bfloat16"
+    )
+    if options.precision and options.dtype != "float32":
+        parser.error(f"--precision {options.precision}: for float32 alone")
+    known = cells.grid_of(options.dtype)
+    options.head_dim = options.head_dim or list(known.head_dims)
+    options.seqlen = options.seqlen or list(known.seqlens)
+    options.width = options.width or known.width
     for d in options.head_dim:
         if d > min(256, options.width):
             parser.error(f"--head-dim {d}: at most 256, and at most --width")
@@ -83,6 +101,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds}: more than 0")
     return options
+
+
+def defaults(name: str) -> str:
+    """What an option is where it is not given, in words."""
+    narrow, wide = (
+        in_words(getattr(cells.grid_of(dtype), name))
+        for dtype in ("bfloat16", "float32")
+    )
+    return f"if not given {narrow}; {wide} for float32 and float64"
 
 
 def size(text: str) -> int:
@@ -238,6 +265,8 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         f"{options.tokens} tokens, {heads}, "
         f"(batch, seqlen, heads, head_dim), {options.dtype}"
     )
+    if options.precision:
+        record["workload"] += f", precision {options.precision}"
     if options.kv_heads:
         record["workload"] += f", {options.kv_heads} key heads"
     record["ceilings"] = timing.ceilings(
@@ -256,6 +285,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         options.width,
         options.kv_heads,
         options.heads,
+        options.precision,
     )
     record["rows"], record["faults"] = [], []
     say(heading(names))

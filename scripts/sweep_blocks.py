@@ -3,6 +3,8 @@
     python scripts/sweep_blocks.py                      # the benchmarks' grid
     python scripts/sweep_blocks.py --head-dim 128 --causal --direction backward
     python scripts/sweep_blocks.py --budget 5m          # as far as it gets
+    python scripts/sweep_blocks.py --dtype float64 --budget 80s
+    python scripts/sweep_blocks.py --family tf32x3      # float32 in parts
     python scripts/sweep_blocks.py --dry-run --arch sm_80     # without a GPU
     python scripts/sweep_blocks.py --compare            # what was found so far
     python scripts/sweep_blocks.py --install            # into the package
@@ -22,41 +24,48 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 # The kernels that an import would compile are not those that are swept.
 os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 
 from bench_parts import cells  # noqa: E402
-from bench_parts.report import save, say, show  # noqa: E402
+from bench_parts.options import WithDefaults, in_words  # noqa: E402
+from bench_parts.report import figure, save, say, show  # noqa: E402
 from cuflash import compiler, folders, tiles  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
-from cuflash.plan import Device, device_of_arch  # noqa: E402
+from cuflash.plan import Device, Family, device_of_arch  # noqa: E402
 from sweep_parts import dry, measure, space, tables  # noqa: E402
 from sweep_parts.record import Record  # noqa: E402
 from sweep_parts.worker import NoGpu, Worker, open_gpu  # noqa: E402
 
 START_SECONDS = 180.0
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=WithDefaults,
     )
     add = parser.add_argument
-    add("--family", nargs="+", choices=("wgmma", "mma", "simt"), default=None,
-        help="the one that calls run on if not given")  # fmt: skip
+    add("--family", nargs="+", choices=get_args(Family), default=None,
+        help="the one that calls run on if not given; tf32x3: those with "
+        "precision='tf32x3'")  # fmt: skip
     add("--direction", nargs="+", choices=cells.DIRECTIONS,
         default=list(cells.DIRECTIONS))  # fmt: skip
-    add("--dtype", choices=("bfloat16", "float16", "float32"),
-        default="bfloat16")  # fmt: skip
+    add("--dtype", choices=tuple(DTYPES), default=None,
+        help="that of --family if not given, or bfloat16")  # fmt: skip
     add("--head-dim", nargs="+", type=number, default=list(cells.HEAD_DIMS))
     add("--causal", nargs="?", choices=("yes", "no", "both"), const="yes",
         default="both")  # fmt: skip
-    add("--seqlen", nargs="+", type=number, default=list(cells.SEQLENS))
-    add("--tokens", type=number, default=cells.TOKENS, help="batch * seqlen")
-    add("--width", type=number, default=cells.WIDTH, help="heads * head_dim")
+    add("--seqlen", nargs="+", type=number, default=None,
+        help=lengths("seqlens"))  # fmt: skip
+    add("--tokens", type=number, default=None,
+        help=f"batch * seqlen; {lengths('tokens')}")  # fmt: skip
+    add("--width", type=number, default=None,
+        help=f"heads * head_dim; {lengths('width')}")  # fmt: skip
     add("--block-q", nargs="+", type=number, help="these alone")
     add("--block-k", nargs="+", type=number, help="these alone")
     add("--budget", type=seconds, default=None,
@@ -80,11 +89,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TABLE", help="measure nothing: today's tiles beside those "
         "that were measured, or beside another table")  # fmt: skip
     options = parser.parse_args(arguments)
+    options.dtype = options.dtype or space.dtype_of(options.family)
     for d in options.head_dim:
-        if d > min(256, options.width):
+        if d > min(256, options.width or 256):
             parser.error(f"--head-dim {d}: at most 256, and at most --width")
-    if max(options.seqlen) > options.tokens:
+    tokens = options.tokens or cells.TOKENS
+    if options.seqlen and max(options.seqlen) > tokens:
         parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")
+    options.cells = lambda group: group.cells(
+        options.seqlen, options.tokens, options.width
+    )
     if options.arch and not options.dry_run:
         parser.error("--arch goes with --dry-run")
     if not options.seconds > 0:
@@ -96,6 +110,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         and x.tile.block_k in (options.block_k or [x.tile.block_k])
     ]
     return options
+
+
+def lengths(name: str) -> str:
+    """What an option is where it is not given, in words."""
+    narrow, wide, simt = (
+        in_words(getattr(space.lengths_of(family), name))
+        for family in ("wgmma", "fma", "simt")
+    )
+    return (
+        f"if not given {narrow}; {wide} for float32 and float64, {simt} by "
+        "simt, so that a call takes some 20 ms at most"
+    )
 
 
 def number(text: str) -> int:
@@ -245,7 +271,7 @@ def show_verdicts(found: list[tables.Verdict]) -> None:
                 _ms(x.today_ms),
                 "the same" if x.best == x.today else space.words(x.best),
                 _ms(x.best_ms),
-                "-" if x.tflops is None else f"{x.tflops:.0f}",
+                "-" if x.tflops is None else figure(x.tflops),
                 "-" if x.gain is None else f"{x.gain:+.1%}",
             ]
             for x in ordered

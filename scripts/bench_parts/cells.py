@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 # The public grid of attention benchmarks: a fixed number of tokens and of
 # columns, so that every cell reads and writes the same arrays.
@@ -13,6 +14,25 @@ WIDTH = 2048  # heads * head_dim
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DIRECTIONS = ("forward", "backward")
+
+
+class Grid(NamedTuple):
+    """What is timed of a dtype if nothing else is asked for."""
+
+    tokens: int
+    width: int
+    head_dims: tuple[int, ...]
+    seqlens: tuple[int, ...]
+
+
+# float32 and float64 take about fifteen times as long: half as many columns.
+WIDE_GRID = Grid(TOKENS, 1024, (64, 128), SEQLENS[1:])
+GRID = Grid(TOKENS, WIDTH, HEAD_DIMS, SEQLENS)
+
+
+def grid_of(dtype: str) -> Grid:
+    """The default grid of a dtype."""
+    return WIDE_GRID if dtype in ("float32", "float64") else GRID
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,7 @@ class Cell:
     batch: int
     heads: int
     kv_heads: int | None = None  # as many as heads
+    precision: str | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -43,6 +64,16 @@ class Cell:
     def group_size(self) -> int:
         """Query heads of a key head."""
         return self.heads // (self.kv_heads or self.heads)
+
+    @property
+    def kind(self) -> str:
+        """What results are judged by: see checks.py.
+
+        By what plain code comes to in the dtype ("low"), or by the bounds of
+        an arithmetic ("float64", "tf32x3").
+        """
+        exact = "float64" if self.dtype == "float64" else "low"
+        return self.precision or exact
 
     @property
     def flops(self) -> float:
@@ -76,6 +107,7 @@ def grid(
     width=WIDTH,
     kv_heads=None,
     heads=None,
+    precision=None,
 ) -> list[Cell]:
     """Return every combination; batch and heads follow from the totals."""
     return [
@@ -88,6 +120,7 @@ def grid(
             batch=max(tokens // seqlen, 1),
             heads=heads or max(width // head_dim, 1),
             kv_heads=kv_heads,
+            precision=precision,
         )
         for direction, head_dim, causal, seqlen in product(
             directions, head_dims, masks, seqlens

@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .report import ratio_to, summary
+from .report import figure, ratio_to, summary
 
 MARK = re.compile(r"^<!-- bench: (.+) -->$", re.M)
 # A mark and the table below it.
@@ -114,7 +114,7 @@ def _side_by_side(records: list[dict], wanted: Wanted) -> list[str]:
     for key, row in _rows(records, wanted).items():
         figures = (row["tflops"].get(x) for x in ("cuflash", *peers))
         cells.setdefault(_label(key, wanted), {})[key[3]] = " · ".join(
-            "–" if x is None else f"{x:.0f}" for x in figures
+            "–" if x is None else figure(x) for x in figures
         )
     return _table(
         [names, *heads],
@@ -132,7 +132,7 @@ def _with_ratios(records: list[dict], wanted: Wanted) -> list[str]:
     cells: dict[str, dict[int, str]] = {}
     for key, row in rows.items():
         ratios = (ratio_to(row, peer) for peer in peers)
-        text = f"{row['tflops']['cuflash']:.0f}"
+        text = figure(row["tflops"]["cuflash"])
         if peers:
             words = ("–" if x is None else f"{x:.2f}" for x in ratios)
             text += f" ({', '.join(words)})"

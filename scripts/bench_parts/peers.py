@@ -27,6 +27,8 @@ SIXTEEN_BITS = {
     "jax": "peers_jax",
 }
 FLOAT32 = {"efficient": "peers_torch", "math": "peers_torch"}
+FLOAT64 = {"math": "peers_torch"}
+WIDE = {"float32": FLOAT32, "float64": FLOAT64}
 MATERIALISED = {"cupy": "peers_cupy"}
 MODULES = {**SIXTEEN_BITS, **FLOAT32, **MATERIALISED}
 VARIANTS = ("mha", "bfloat16")  # cuflash itself, on another call
@@ -35,7 +37,7 @@ NAMES = (*MODULES, *VARIANTS)
 
 def all_for(dtype: str) -> list[str]:
     """Every peer that has a kernel for a dtype."""
-    return [*(FLOAT32 if dtype == "float32" else SIXTEEN_BITS), *MATERIALISED]
+    return [*WIDE.get(dtype, SIXTEEN_BITS), *MATERIALISED]
 
 
 def find_peers(

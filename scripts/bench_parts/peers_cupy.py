@@ -14,7 +14,7 @@ from .cells import Cell
 from .peers import Absent
 from .runners import Inputs, Runner
 
-MOST_BYTES = 8 << 30  # of one matrix of scores in float32
+MOST_BYTES = 8 << 30  # of one matrix of scores
 
 
 def find(name: str) -> Runner:
@@ -25,25 +25,29 @@ def find(name: str) -> Runner:
 
 
 def _prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
-    nbytes = 4 * cell.batch * cell.heads * cell.seqlen**2
+    # Softmax and sums are at least float32.
+    wide = cupy.promote_types(inputs.q.dtype, cupy.float32)
+    nbytes = wide.itemsize * cell.batch * cell.heads * cell.seqlen**2
     if nbytes > MOST_BYTES:
         raise Absent(f"its matrix of scores takes {nbytes >> 30} GiB")
     q, dout = (_heads_first(x) for x in (inputs.q, inputs.dout))
-    k, v = (
-        cupy.repeat(_heads_first(x), cell.group_size, axis=1)
-        for x in (inputs.k, inputs.v)
-    )
+    k, v = (_heads_first(x) for x in (inputs.k, inputs.v))
+    if cell.group_size > 1:
+        k, v = (cupy.repeat(x, cell.group_size, axis=1) for x in (k, v))
     scale = q.dtype.type(cell.head_dim**-0.5)
     hidden = None
     if cell.causal:
         hidden = ~cupy.tri(cell.seqlen, dtype=bool)
 
     def weights():
-        s = (cupy.matmul(q, k.swapaxes(2, 3)) * scale).astype(cupy.float32)
+        s = (cupy.matmul(q, k.swapaxes(2, 3)) * scale).astype(
+            wide, copy=False
+        )
         if hidden is not None:
             s[..., hidden] = -cupy.inf
         p = cupy.exp(s - s.max(axis=-1, keepdims=True))
-        return (p / p.sum(axis=-1, keepdims=True)).astype(q.dtype)
+        p /= p.sum(axis=-1, keepdims=True)
+        return p.astype(q.dtype, copy=False)
 
     def forward():
         return (cupy.matmul(weights(), v).swapaxes(1, 2),)
@@ -53,14 +57,16 @@ def _prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
     p = weights()
 
     def of_key_heads(x):
+        if cell.group_size == 1:
+            return x
         batch, heads, seqlen, d = x.shape
         x = x.reshape(batch, -1, cell.group_size, seqlen, d)
-        return x.sum(axis=2, dtype=cupy.float32).astype(q.dtype)
+        return x.sum(axis=2, dtype=wide).astype(q.dtype, copy=False)
 
     def backward():
-        dp = cupy.matmul(dout, v.swapaxes(2, 3)).astype(cupy.float32)
+        dp = cupy.matmul(dout, v.swapaxes(2, 3)).astype(wide, copy=False)
         rows = (p * dp).sum(axis=-1, keepdims=True)
-        ds = (p * (dp - rows)).astype(q.dtype)
+        ds = (p * (dp - rows)).astype(q.dtype, copy=False)
         dq = cupy.matmul(ds, k) * scale
         dk = of_key_heads(cupy.matmul(ds.swapaxes(2, 3), q) * scale)
         dv = of_key_heads(cupy.matmul(p.swapaxes(2, 3), dout))

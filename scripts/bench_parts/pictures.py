@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,41 +14,72 @@ COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
 MARKERS = "osD^vP*X"
 
 
-def panels(record: dict) -> Iterator[tuple[str, list[dict]]]:
-    """Yield (title, rows by seqlen) for each head_dim and mask there is."""
-    found: dict[tuple, list[dict]] = {}
+Key = tuple[str, int, bool]  # direction, head_dim, causal
+DIRECTION, HEAD_DIM, CAUSAL = range(3)
+
+
+def panels(record: dict) -> dict[Key, list[dict]]:
+    """Rows by seqlen, for each direction, head_dim and mask there is."""
+    found: dict[Key, list[dict]] = {}
     for row in record["rows"]:
         key = row["direction"], row["head_dim"], row["causal"]
         found.setdefault(key, []).append(row)
-    for (direction, head_dim, causal), rows in found.items():
-        mask = "causal" if causal else "no mask"
-        title = f"{direction}, head_dim {head_dim}, {mask}"
-        yield title, sorted(rows, key=lambda row: row["seqlen"])
+    return {
+        key: sorted(rows, key=lambda row: row["seqlen"])
+        for key, rows in found.items()
+    }
 
 
 def draw(record: dict, direction: str) -> Figure:
     """Draw all panels of a direction: masks beside, head_dims below."""
-    found = [
-        (title, rows)
-        for title, rows in panels(record)
-        if rows[0]["direction"] == direction
-    ]
-    masks = sorted({rows[0]["causal"] for _, rows in found})
-    dims = sorted({rows[0]["head_dim"] for _, rows in found})
+    found = {
+        key: rows
+        for key, rows in panels(record).items()
+        if key[DIRECTION] == direction
+    }
+    title = f"{direction.capitalize()} passes"
+    return _draw(record, found, title, HEAD_DIM, CAUSAL, (4.4, 2.7))
+
+
+def overview(record: dict) -> Figure:
+    """Draw causal panels: head_dims beside, directions below.
+
+    Those without a mask if there are no others.
+    """
+    found = panels(record)
+    mask = any(key[CAUSAL] for key in found)
+    found = {key: rows for key, rows in found.items() if key[CAUSAL] == mask}
+    title = "Causal attention" if mask else "Attention"
+    return _draw(record, found, title, DIRECTION, HEAD_DIM, (3.1, 2.3))
+
+
+def _draw(
+    record: dict, found: dict[Key, list[dict]], title: str,
+    down: int, across: int, size: tuple[float, float],
+) -> Figure:  # fmt: skip
+    """`down`, `across`: what a panel's place is by; `size`: of each."""
+    downs = list(dict.fromkeys(key[down] for key in found))
+    acrosses = sorted({key[across] for key in found})
     figure = Figure(
-        figsize=(4.4 * len(masks) + 0.4, 2.7 * len(dims) + 1.0),
+        figsize=(
+            size[0] * len(acrosses) + 0.4,
+            size[1] * len(downs) + 1.0,
+        ),
         dpi=150,
         layout="constrained",
     )
     FigureCanvasAgg(figure)
     grid = figure.subplots(
-        len(dims), len(masks), sharex=True, sharey=True, squeeze=False
+        len(downs), len(acrosses), sharex=True, sharey=True, squeeze=False
     )
-    for title, rows in found:
-        axes = grid[dims.index(rows[0]["head_dim"])][
-            masks.index(rows[0]["causal"])
-        ]
-        _panel(axes, title.partition(", ")[2], rows, record)
+    for key, rows in found.items():
+        axes = grid[downs.index(key[down])][acrosses.index(key[across])]
+        name = f"head_dim {key[HEAD_DIM]}"
+        if DIRECTION in (down, across):
+            name = f"{key[DIRECTION]}, {name}"
+        if CAUSAL in (down, across):
+            name += ", causal" if key[CAUSAL] else ", no mask"
+        _panel(axes, name, rows, record)
     for axes in grid[-1]:
         axes.set_xlabel("seqlen", fontsize=8, color=INK)
     for axes in grid[:, 0]:
@@ -66,9 +96,12 @@ def draw(record: dict, direction: str) -> Figure:
         [known[x] for x in names], names, loc="outside lower center",
         ncols=min(len(names), 3), frameon=False, fontsize=8,
     )  # fmt: skip
+    row = record["rows"][0]
+    dtype = row["dtype"]
+    if row.get("precision"):
+        dtype += f" ({row['precision']})"
     figure.suptitle(
-        f"{direction.capitalize()} passes, {record['rows'][0]['dtype']}, "
-        f"{record['device']}, {record['date']}",
+        f"{title}, {dtype}, {record['device']}, {record['date']}",
         fontsize=10, color=INK, x=0.01, ha="left",
     )  # fmt: skip
     return figure
@@ -112,11 +145,13 @@ def _panel(axes, title: str, rows: list[dict], record: dict) -> None:
 
 
 def write(folder: Path, name: str, record: dict) -> list[Path]:
-    """Draw a picture for each direction into a folder."""
+    """Draw an overview and a picture for each direction into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    drawn = {name: overview(record)}
     for direction in dict.fromkeys(row["direction"] for row in record["rows"]):
-        path = folder / f"{name}_{direction}.png"
-        draw(record, direction).savefig(path)
-        paths.append(path)
+        drawn[f"{name}_{direction}"] = draw(record, direction)
+    paths = []
+    for stem, figure in drawn.items():
+        paths.append(folder / f"{stem}.png")
+        figure.savefig(paths[-1])
     return paths

@@ -21,6 +21,11 @@ def say(text: str = "") -> None:
     print(text, flush=True)
 
 
+def figure(tflops: float) -> str:
+    """Three digits, so that a per cent shows in slow ones too."""
+    return f"{tflops:.0f}" if tflops >= 99.95 else f"{tflops:.1f}"
+
+
 def heading(names: list[str]) -> str:
     """Return the line above the rows that come in one by one."""
     columns = "".join(f"{name:>10} {'+-':>5}" for name in names)

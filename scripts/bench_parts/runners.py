@@ -23,6 +23,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
 }
 
 
@@ -38,11 +39,12 @@ class Inputs(NamedTuple):
 def make_inputs(cell: Cell, seed: int) -> Inputs:
     """Draw standard normal inputs. Zeros would run faster than real data."""
     random = cupy.random.default_rng(seed)
+    drawn = cupy.float64 if cell.dtype == "float64" else cupy.float32
     shapes = cell.shape, cell.shape_kv, cell.shape_kv, cell.shape
     return Inputs(
         *(
-            random.standard_normal(shape, cupy.float32).astype(
-                DTYPES[cell.dtype]
+            random.standard_normal(shape, drawn).astype(
+                DTYPES[cell.dtype], copy=False
             )
             for shape in shapes
         )
@@ -65,6 +67,8 @@ class Runner(NamedTuple):
     wait : callable or None
         Waits for all that was queued, for one who uses streams of its own.
         Its calls are timed by the clock, many at a time.
+    kind : callable
+        What its results are judged by in a cell: see `Cell.kind`.
     """
 
     name: str
@@ -73,21 +77,21 @@ class Runner(NamedTuple):
     context: Callable[[], Any] = contextlib.nullcontext
     variant: Callable[[Cell], Cell] = lambda cell: cell
     wait: Callable[[], Any] | None = None
+    kind: Callable[[Cell], str] = lambda cell: cell.kind
 
 
 def _prepare_cuflash(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
     q, k, v, dout = inputs
+    options = {"causal": cell.causal, "precision": cell.precision}
 
     def forward():
         # lse too, as the peers always write it.
-        return cuflash.forward(q, k, v, causal=cell.causal, return_lse=True)
+        return cuflash.forward(q, k, v, **options, return_lse=True)
 
     if cell.direction == "forward":
         return lambda: forward()[:1]
     out, lse = forward()
-    return lambda: cuflash.backward(
-        dout, q, k, v, out, lse, causal=cell.causal
-    )
+    return lambda: cuflash.backward(dout, q, k, v, out, lse, **options)
 
 
 OURS = Runner("cuflash", f"cuflash {cuflash.__version__}", _prepare_cuflash)
@@ -104,7 +108,9 @@ VARIANTS = {
         "bfloat16",
         "cuflash in bfloat16",
         _prepare_cuflash,
-        variant=lambda cell: replace(cell, dtype="bfloat16"),
+        variant=lambda cell: replace(
+            cell, dtype="bfloat16", precision=None
+        ),
     ),
 }
 

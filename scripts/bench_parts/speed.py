@@ -11,7 +11,7 @@ import cupy
 
 from . import checks
 from .cells import Cell
-from .runners import OURS, Inputs, Runner, make_inputs
+from .runners import DTYPES, OURS, Inputs, Runner, make_inputs
 from .timing import Contender, alternate
 
 MOST_SETS = 16
@@ -45,7 +45,7 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
         try:
             contenders[runner.name] = _prepare(own, sets, runner)
             row["error"][runner.name] = _check(
-                contenders[runner.name], checker, runner.name
+                contenders[runner.name], checker, runner
             )
         except Exception as error:  # of a peer, whatever it may be
             known = checks.WrongResult, RuntimeError, MemoryError
@@ -83,17 +83,20 @@ def _prepare(cell: Cell, sets: list[Inputs], runner: Runner) -> Contender:
     return Contender(calls, runner.context, runner.wait)
 
 
-def _check(contender: Contender, checker: checks.Checker, name: str) -> float:
+def _check(
+    contender: Contender, checker: checks.Checker, runner: Runner
+) -> float:
     with contender.context():
         checks.poison(_result_bytes(checker.cell))
         results = contender.calls[0]()
         if contender.wait:
             contender.wait()
-        return checker.check(name, results)
+        kind = runner.kind(checker.cell)
+        return checker.check(runner.name, results, kind)
 
 
 def _result_bytes(cell: Cell) -> int:
-    return math.prod(cell.shape) * (4 if cell.dtype == "float32" else 2)
+    return math.prod(cell.shape) * DTYPES[cell.dtype].itemsize
 
 
 def _plan_text(cell: Cell) -> str:
@@ -105,6 +108,7 @@ def _plan_text(cell: Cell) -> str:
     problem = Problem(
         cell.direction, cell.dtype, batch, seqlen, seqlen, heads,
         heads // cell.group_size, d, d, d**-0.5, cell.causal,
+        precision=cell.precision,
     )  # fmt: skip
     return str(plan(problem, launch.device(0)))
 

@@ -87,9 +87,10 @@ def check(shape: Shape) -> dict[str, float]:
 def make_inputs(shape: Shape) -> Arrays:
     """Draw standard normal q, k, v and dout."""
     random = cupy.random.default_rng(shape.seed)
+    drawn = cupy.float64 if shape.dtype == "float64" else cupy.float32
     return {
-        name: random.standard_normal(sizes, cupy.float32).astype(
-            DTYPES[shape.dtype]
+        name: random.standard_normal(sizes, drawn).astype(
+            DTYPES[shape.dtype], copy=False
         )
         for name, sizes in shape.shapes.items()
     }
@@ -98,7 +99,11 @@ def make_inputs(shape: Shape) -> Arrays:
 def results(shape: Shape, inputs: Arrays) -> Arrays:
     """Return out, lse, dq, dk and dv, in memory that was NaN before."""
     q, k, v, dout = inputs.values()
-    options = {"scale": shape.scale, "causal": shape.causal}
+    options = {
+        "scale": shape.scale,
+        "causal": shape.causal,
+        "precision": shape.precision,
+    }
     poison(max(x.nbytes for x in inputs.values()))
     out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
     dq, dk, dv = cuflash.backward(

@@ -34,6 +34,7 @@ class Shape:
     causal: bool
     deterministic: bool
     scale: float
+    precision: str | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
@@ -68,6 +69,7 @@ class Shape:
             self.num_heads_q, self.num_heads_kv, self.head_dim,
             self.head_dim_v, self.scale, self.causal,
             deterministic=self.deterministic and direction == "backward",
+            precision=self.precision,
         )  # fmt: skip
 
 

@@ -46,11 +46,8 @@ def _group(
     group: Group, listed: list[Choice], device: Device, options: Any,
     pool: Compiler, until: float, meter: Meter,
 ) -> list[dict]:  # fmt: skip
-    seqlens = options.seqlen
-    cell = group.cells(
-        [SEQLEN if SEQLEN in seqlens else max(seqlens)],
-        options.tokens, options.width,
-    )[0]  # fmt: skip
+    cells = options.cells(group)
+    cell = next((x for x in cells if x.seqlen == SEQLEN), cells[-1])
     reports: dict[KernelPlan, Any] = {}
     rows = []
     kernels = [k for choice in listed for k in choice.main(group.family)]

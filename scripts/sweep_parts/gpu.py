@@ -20,9 +20,9 @@ from cuflash.plan import Device, main_file, plan
 from cuflash.tiles import Tile
 from fuzz_parts import check as fuzz
 
-from . import forcing
+from . import forcing, wide
 from .forcing import Forced, force
-from .space import FLOAT32_CHECK, Group, check_shapes
+from .space import Group, check_shapes
 
 # Before each timed call so much is written, and read by nobody: what the
 # caches hold then is none of the call's.
@@ -61,13 +61,10 @@ class Gpu:
             If one is wrong, or the kernel fails.
         """
         force(Forced(group.family, group.direction, tile))
-        if group.dtype == "float32":
-            error = _check_float32(group)
-        else:
-            error = max(
-                max(fuzz.check(shape).values())
-                for shape in check_shapes(group)
-            )
+        check = wide.check if group.is_wide else fuzz.check
+        error = max(
+            max(check(shape).values()) for shape in check_shapes(group)
+        )
         device = launch.device(0)
         decided = plan(group.problem(1, 1024, 1), device, group.family, tile)
         loaded = [
@@ -152,24 +149,10 @@ def _contender(call: Callable[[], Any], forced: Forced) -> timing.Contender:
 def _call(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
     """A call of a cell, on whatever tile is forced when it is made."""
     q, k, v, dout = inputs
+    options = {"causal": cell.causal, "precision": cell.precision}
     if cell.direction == "forward":
         return lambda: cuflash.forward(
-            q, k, v, causal=cell.causal, return_lse=True
+            q, k, v, **options, return_lse=True
         )[:1]
-    out, lse = cuflash.forward(q, k, v, causal=cell.causal, return_lse=True)
-    return lambda: cuflash.backward(
-        dout, q, k, v, out, lse, causal=cell.causal
-    )
-
-
-def _check_float32(group: Group) -> float:
-    """As bench.py does it: the bound of fuzz_parts is for 16 bits."""
-    batch, seqlen, heads = FLOAT32_CHECK
-    cell = Cell(
-        group.direction, "float32", group.head_dim, group.causal, seqlen,
-        batch, heads,
-    )  # fmt: skip
-    inputs = make_inputs(cell, 0)
-    call = _call(cell, inputs)
-    checks.poison(inputs.q.nbytes)
-    return checks.Checker(cell, inputs).check(str(group), call())
+    out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+    return lambda: cuflash.backward(dout, q, k, v, out, lse, **options)

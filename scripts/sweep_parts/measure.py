@@ -52,7 +52,7 @@ class Sweep:
         with Compiler(self._compiled, o.jobs) as pool:
             todo = []
             for group in groups:
-                cells = group.cells(o.seqlen, o.tokens, o.width)
+                cells = o.cells(group)
                 swept = o.chosen(choices(group, self.device))
                 new = [
                     cell
@@ -61,8 +61,7 @@ class Sweep:
                 ]
                 if new:
                     todo.append((group, new, swept))
-            known = sum(len(g.cells(o.seqlen, o.tokens, o.width))
-                        for g in groups)  # fmt: skip
+            known = sum(len(o.cells(group)) for group in groups)
             known -= sum(len(cells) for _, cells, _ in todo)
             if known:
                 say(f"{known} cells are in {self.record.path} already")

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from bench_parts.report import figure
 from cuflash.tiles import Tile
 
 from .record import Record, cell_of
@@ -114,13 +115,13 @@ def _map(name: str, entries: list[dict]) -> Map:
 def draw(found: Map, title: str) -> Figure:
     """The picture: colour by share of the column's fastest, figures in it."""
     rows, columns = found.tflops.shape
-    figure = Figure(
+    canvas = Figure(
         figsize=(2.6 + 0.62 * columns, 1.9 + 0.24 * rows),
         dpi=150,
         layout="constrained",
     )
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    FigureCanvasAgg(canvas)
+    axes = canvas.add_subplot()
     fastest = np.nanmax(found.tflops, axis=0)
     share = found.tflops / fastest
     image = axes.imshow(
@@ -133,7 +134,7 @@ def draw(found: Map, title: str) -> Figure:
                 continue
             is_best = found.best[column] == row
             axes.text(
-                column, row, f"{value:.0f}", ha="center", va="center",
+                column, row, figure(value), ha="center", va="center",
                 fontsize=6.5, weight="bold" if is_best else "normal",
                 color=INK if share[row, column] > 0.8 else "white",
             )  # fmt: skip
@@ -149,16 +150,16 @@ def draw(found: Map, title: str) -> Figure:
     note = "TFLOP/s; red frame: the tile in use; bold: the fastest"
     if found.left_out:
         note += f"; {found.left_out} slower tiles left out"
-    figure.suptitle(
+    canvas.suptitle(
         f"{found.name.replace('_', ' ')}, {title}", fontsize=9, color=INK,
         x=0.01, ha="left",
     )  # fmt: skip
     axes.set_title(note, loc="left", fontsize=7, color=INK)
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+    bar = canvas.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
     bar.set_label("of the column's fastest", fontsize=7, color=INK)
     bar.ax.tick_params(labelsize=6)
     bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    return figure
+    return canvas
 
 
 def _frame(column: int, row: int):

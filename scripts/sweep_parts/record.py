@@ -151,7 +151,14 @@ def key(entry: dict) -> tuple:
 
 def cell_of(entry: dict) -> Cell:
     """The cell of an entry."""
-    return Cell(**{name: entry[name] for name in Cell.__dataclass_fields__})
+    optional = {"precision"}  # records of before have none
+    return Cell(
+        **{
+            name: entry[name]
+            for name in Cell.__dataclass_fields__
+            if name in entry or name not in optional
+        }
+    )
 
 
 def timed(entry: dict) -> Iterator[dict]:

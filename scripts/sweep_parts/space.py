@@ -6,6 +6,7 @@ import hashlib
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
+from typing import NamedTuple
 
 from bench_parts import cells
 from bench_parts.cells import Cell
@@ -24,8 +25,36 @@ from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from fuzz_parts.shapes import Shape
 
-# Batch, tokens and heads of the call that checks a float32 tile.
-FLOAT32_CHECK = 2, 777, 3
+# What families run if not float16 and bfloat16; simt runs both of these.
+DTYPES = {"fma": "float32", "tf32x3": "float32", "dmma": "float64",
+          "simt": "float32"}  # fmt: skip
+
+
+def dtype_of(families: list[str] | None) -> str:
+    """The dtype that a sweep of families is about if none is given."""
+    return DTYPES.get(families[0], "bfloat16") if families else "bfloat16"
+
+
+class Lengths(NamedTuple):
+    """What is timed if nothing else is asked for."""
+
+    tokens: int
+    width: int
+    seqlens: tuple[int, ...]
+
+
+# So that a call takes at most some 20 ms, with eight tiles of 128 rows for
+# each of 132 multiprocessors at head_dim 128; simt has less of all.
+LENGTHS = Lengths(cells.TOKENS, cells.WIDTH, cells.SEQLENS)
+WIDE_LENGTHS = Lengths(8192, 2048, (1024, 4096))
+SIMT_LENGTHS = Lengths(2048, 1024, (1024,))
+
+
+def lengths_of(family: str) -> Lengths:
+    """The default lengths of a family."""
+    if family == "simt":
+        return SIMT_LENGTHS
+    return WIDE_LENGTHS if family in DTYPES else LENGTHS
 
 
 @dataclass(frozen=True)
@@ -43,14 +72,34 @@ class Group:
         d = self.head_dim
         return Problem(
             self.direction, self.dtype, batch, seqlen, seqlen, heads, heads,
-            d, d, d**-0.5, self.causal,
+            d, d, d**-0.5, self.causal, precision=self.precision,
         )  # fmt: skip
 
-    def cells(self, seqlens: list[int], tokens: int, width: int) -> list[Cell]:
-        """A cell for each length; batch and heads follow from the totals."""
+    @property
+    def precision(self) -> str | None:
+        """The option of calls that run on the family."""
+        return "tf32x3" if self.family == "tf32x3" else None
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its dtype has more than 16 bits."""
+        return self.dtype in DTYPES.values()
+
+    def cells(
+        self,
+        seqlens: list[int] | None = None,
+        tokens: int | None = None,
+        width: int | None = None,
+    ) -> list[Cell]:
+        """A cell for each length; batch and heads follow from the totals.
+
+        What is not given is `lengths_of` the family.
+        """
+        known = lengths_of(self.family)
         return cells.grid(
             [self.direction], self.dtype, [self.head_dim], [self.causal],
-            seqlens, tokens, width,
+            seqlens or known.seqlens, tokens or known.tokens,
+            width or known.width, precision=self.precision,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -142,6 +191,7 @@ def check_shapes(group: Group) -> list[Shape]:
         causal=group.causal,
         deterministic=False,
         scale=group.head_dim**-0.5,
+        precision=group.precision,
     )
     long = replace(
         short, seed=2, batch=1, seqlen_q=1667, seqlen_k=1409, num_heads_q=2
@@ -154,13 +204,12 @@ def companions(
 ) -> list[KernelPlan]:
     """Kernels of the other direction, which checks and cells call too."""
     problems = []
-    if group.dtype != "float32":
-        for shape in check_shapes(group):
-            problems += map(shape.problem, ("forward", "backward"))
+    for shape in check_shapes(group):
+        problems += map(shape.problem, ("forward", "backward"))
     if group.direction == "backward":
         forward = replace(group, direction="forward")
         sizes = [(x.batch, x.seqlen, x.heads) for x in cells]
-        problems += [forward.problem(*x) for x in (*sizes, FLOAT32_CHECK)]
+        problems += [forward.problem(*x) for x in sizes]
     kernels = [
         kernel
         for problem in problems

@@ -16,7 +16,7 @@ from cuflash.plan import Device, plan, tuned_by
 from cuflash.tiles import Entry, Tile
 
 from .record import Record, cell_of, timed
-from .space import Group, as_json
+from .space import Group, as_json, dtype_of
 
 # A tile that is faster by less is not worth a change: it is noise.
 WORTH = 0.005
@@ -182,7 +182,7 @@ def against(
         group = Group(
             entry.family,
             entry.direction,
-            entry.dtype or "bfloat16",
+            entry.dtype or dtype_of([entry.family]),
             entry.head_dim,
             bool(entry.causal),
         )

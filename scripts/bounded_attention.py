@@ -1,0 +1,198 @@
+"""Attention in float64, and how far off a result may be: one head.
+
+The bounds are those of docs/accuracy.md, to be had for every input: of out,
+lse, dq, dk and dv, element by element. Used by bench.py and sweep_blocks.py
+where plain attention in the dtype is no measure: for float64, which is as
+exact as what it is compared with, and for float32 in parts.
+
+With NumPy or CuPy, in chunks of rows, so that long sequences fit.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ROWS = 1024  # of a chunk of the matrix of scores
+EXP = 4  # units of rounding of exp and exp2: 2 ulp
+PER_TILE, SMALLEST_BLOCK = 6, 16  # roundings that a tile of keys adds
+
+
+class Arithmetic(NamedTuple):
+    """What an operation may err by, relative to its result.
+
+    Attributes
+    ----------
+    unit : float
+        Rounding to nearest, u.
+    step : float
+        A term of a product of matrices, relative to the sum of all terms'
+        magnitudes. In parts: three sums of 16 truncations, eight terms each.
+    split : float
+        Operands in parts, relative to the same.
+    """
+
+    unit: float
+    step: float
+    split: float = 0.0
+
+    def product(self, length: int) -> float:
+        """The relative error of a sum of so many products."""
+        return length * self.step + self.split
+
+
+ARITHMETIC = {
+    "float32": Arithmetic(2.0**-24, 2.0**-24),
+    "float64": Arithmetic(2.0**-53, 2.0**-53),
+    "tf32x3": Arithmetic(2.0**-24, 3 * 16 * 2.0**-23 / 8, 2.0**-21),
+}
+
+
+class Results(NamedTuple):
+    """Of one head: (tokens, columns) arrays, and lse (tokens,)."""
+
+    out: Any
+    lse: Any
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+def over_bound(got: Any, want: Any, bound: Any) -> float:
+    """The largest error over its bound; NaN and wrong -inf are beyond 1."""
+    got = got.astype(want.dtype)
+    wrong = got != want  # both may be -inf
+    if not wrong.any():
+        return 0.0
+    return float((abs(got[wrong] - want[wrong]) / bound[wrong]).max())
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any = None,
+    *,
+    scale: float,
+    causal: bool,
+    kind: str,
+    group: int = 1,
+    xp: ModuleType,
+) -> tuple[Results, Results]:
+    """Attention of one head, with `dout` its gradients, and the bounds.
+
+    What is computed here is float64, and errs as docs/accuracy.md says as
+    well: by less than a kernel, for it has P without lse. So a bound is the
+    sum of two, one of the kind and one of float64.
+
+    Parameters
+    ----------
+    q, k, v, dout : array, (tokens, columns)
+    kind : str
+        One of `ARITHMETIC`: what the results were computed with.
+    group : int
+        Query heads that dk and dv are sums over. A sum over heads is off by
+        the sum of their bounds.
+    xp : module
+        NumPy or CuPy, whose arrays they are.
+
+    Returns
+    -------
+    results, bounds : Results
+    """
+    q, k, v = (x.astype(xp.float64) for x in (q, k, v))
+    kinds = ARITHMETIC[kind], ARITHMETIC["float64"]
+    chunks = []
+    for start in range(0, len(q), ROWS):
+        rows = slice(start, start + ROWS)
+        last_seen = xp.arange(len(q))[rows, None] + len(k) - len(q)
+        see = (xp.arange(len(k)) <= last_seen) | (not causal)
+        part = None if dout is None else dout[rows].astype(xp.float64)
+        x = _Rows(q[rows], k, v, part, see, scale, xp)
+        bounds = [x.bounds(a, len(q) * group) for a in kinds]
+        chunks.append((x.results(), _added(bounds)))
+    results, bounds = zip(*chunks, strict=True)
+    return _joined(results, xp), _joined(bounds, xp)
+
+
+def _added(parts: Any) -> Results:
+    return Results(*map(_sum, zip(*parts, strict=True)))
+
+
+def _sum(arrays: tuple) -> Any:
+    return None if arrays[0] is None else sum(arrays)
+
+
+def _joined(chunks: Any, xp: ModuleType) -> Results:
+    """Rows of queries one below the other, sums over them added up."""
+    out, lse, dq, dk, dv = zip(*chunks, strict=True)
+    return Results(
+        xp.concatenate(out),
+        xp.concatenate(lse),
+        None if dq[0] is None else xp.concatenate(dq),
+        _sum(dk),
+        _sum(dv),
+    )
+
+
+class _Rows:
+    """Some queries against all keys; names as in docs/accuracy.md."""
+
+    def __init__(self, q, k, v, dout, see, scale, xp):
+        self.q, self.k, self.v, self.dout = q, k, v, dout
+        self.scale, self.xp = scale, xp
+        s = q @ k.T * scale
+        m = xp.where(see, s, -xp.inf).max(axis=1, keepdims=True)
+        blind = m == -xp.inf  # a row that sees no key
+        self.m = xp.where(blind, 0, m)
+        self.p = xp.exp(xp.where(see, s - self.m, -xp.inf))
+        self.s = xp.where(see, s, 0)
+        total = xp.where(blind, 1, self.p.sum(axis=1, keepdims=True))
+        self.p /= total
+        self.lse = self.m + xp.log(total)  # 0 where it should be -inf
+        self.blind = blind
+        self.out = self.p @ v
+        if dout is not None:
+            part = dout @ v.T - (dout * self.out).sum(axis=1, keepdims=True)
+            self.ds = scale * self.p * part
+
+    def results(self) -> Results:
+        lse = self.xp.where(self.blind, -self.xp.inf, self.lse)[:, 0]
+        if self.dout is None:
+            return Results(self.out, lse)
+        return Results(
+            self.out, lse, self.ds @ self.k, self.ds.T @ self.q,
+            self.p.T @ self.dout,
+        )  # fmt: skip
+
+    def bounds(self, kind: Arithmetic, queries: int) -> Results:
+        """`queries`: what dk and dv are sums over, of all chunks."""
+        u, product = kind.unit, kind.product
+        q, k, v = (abs(x) for x in (self.q, self.k, self.v))
+        p, s, m, row = self.p, abs(self.s), abs(self.m), abs(self.lse)
+        sums = product(len(k)) + PER_TILE * -(-len(k) // SMALLEST_BLOCK) * u
+        sigma = product(q.shape[1]) * abs(self.scale) * (q @ k.T)
+
+        weights = p * (sigma + 6 * u * (s + m) + EXP * u)
+        of_row = weights.sum(axis=1, keepdims=True)
+        out = weights @ v + sums * (p @ v)
+        out += (of_row + sums + 2 * u) * abs(self.out)
+        lse = of_row + sums + 4 * u * (row + m)
+        if self.dout is None:
+            return Results(out, lse[:, 0])
+
+        dout, size_ds = abs(self.dout), abs(self.ds)
+        eta = sigma + lse + EXP * u
+        eta += 3 * u * (s + row + abs(self.s - self.lse))
+        columns = product(v.shape[1])
+        delta = dout * (out + columns * abs(self.out))
+        pi = columns * (dout @ v.T) + delta.sum(axis=1, keepdims=True)
+        ds = (eta + 5 * u) * size_ds + abs(self.scale) * p * pi
+        many = product(queries) + u
+        return Results(
+            out,
+            lse[:, 0],
+            (ds + sums * size_ds) @ k,
+            (ds + many * size_ds).T @ q,
+            (p * (eta + many)).T @ dout,
+        )

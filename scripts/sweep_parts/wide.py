@@ -1,0 +1,86 @@
+"""A tile of float32 or float64 against the bounds of docs/accuracy.md.
+
+Like fuzz_parts/check.py, whose bound is for 16 bits: some key heads with all
+their query heads are computed whole, in float64 on the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import cupy
+
+import bounded_attention
+from bounded_attention import Results
+from fuzz_parts import check as fuzz
+from fuzz_parts.shapes import Shape
+
+NAMES = Results._fields
+
+
+class Expected(NamedTuple):
+    """What a key head's results are, and how far off they may be."""
+
+    batch: int
+    head: int
+    results: Results
+    bounds: Results
+
+
+def check(shape: Shape) -> dict[str, float]:
+    """Call cuflash and return each result's largest error over its bound.
+
+    Raises
+    ------
+    fuzz.WrongResult
+        If one is above 1, or NaN.
+    """
+    inputs, expected = prepared(shape)
+    got = fuzz.results(shape, inputs)
+    ratios = dict.fromkeys(NAMES, 0.0)
+    for batch, head, results, bounds in expected:
+        ours = fuzz.parts_of_group(shape, got, batch, head)
+        for name, *pair in zip(NAMES, results, bounds, strict=True):
+            ratio = bounded_attention.over_bound(ours[name], *pair)
+            if not ratio <= 1:
+                raise fuzz.WrongResult(
+                    f"{name} is off by {ratio:.3g} of its bound"
+                )
+            ratios[name] = max(ratios[name], ratio)
+    return ratios
+
+
+@functools.lru_cache(maxsize=2)  # all tiles of a group have the same shapes
+def prepared(shape: Shape) -> tuple[fuzz.Arrays, list[Expected]]:
+    """Inputs, and what comes of them."""
+    inputs = fuzz.make_inputs(shape)
+    return inputs, [
+        Expected(batch, head, *of_group(shape, inputs, batch, head))
+        for batch, head in fuzz.chosen(shape)
+    ]
+
+
+def of_group(
+    shape: Shape, inputs: fuzz.Arrays, batch: int, head: int
+) -> tuple[Results, Results]:
+    """A key head's results and bounds, as fuzz.parts_of_group lays them."""
+    cut = fuzz.parts_of_group(shape, inputs, batch, head)
+    each = [
+        bounded_attention.attend(
+            cut["q"][:, i], cut["k"], cut["v"], cut["dout"][:, i],
+            scale=shape.scale, causal=shape.causal,
+            kind=shape.precision or shape.dtype, group=shape.group_size,
+            xp=cupy,
+        )
+        for i in range(shape.group_size)
+    ]  # fmt: skip
+    return tuple(map(_together, zip(*each, strict=True)))
+
+
+def _together(heads: tuple[Results, ...]) -> Results:
+    out, lse, dq, dk, dv = zip(*heads, strict=True)
+    stack = cupy.stack
+    return Results(
+        stack(out, axis=1), stack(lse), stack(dq, axis=1), sum(dk), sum(dv)
+    )
