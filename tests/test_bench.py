@@ -29,6 +29,25 @@ def test_the_default_grid():
         assert cell.heads * cell.head_dim == 2048
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [(["--dtype", "float32"], "float32"), (["--dtype", "float64"], "float64"),
+     (["--precision", "tf32x3"], "float32")],
+)  # fmt: skip
+def test_the_grid_of_wide_dtypes(options, dtype):
+    known = bench.parse(options)
+    assert known.dtype == dtype and known.head_dim == [64, 128]
+    assert known.seqlen == [1024, 2048, 4096, 8192, 16384]
+    assert known.tokens == 16384 and known.width == 1024
+
+
+def test_what_results_are_judged_by():
+    cell = bench.cells.Cell("forward", "float32", 64, False, 512, 1, 1)
+    assert cell.kind == "low"
+    assert replace(cell, precision="tf32x3").kind == "tf32x3"
+    assert replace(cell, dtype="float64").kind == "float64"
+
+
 def test_flops():
     cell = bench.cells.Cell("forward", "float16", 64, False, 10, 2, 3)
     assert cell.flops == 4 * 2 * 3 * 10 * 10 * 64
@@ -85,7 +104,7 @@ def test_a_saved_file_is_whole_or_the_old_one(tmp_path):
 
 
 def test_every_peer_has_a_module():
-    for dtype in ("bfloat16", "float32"):
+    for dtype in ("bfloat16", "float32", "float64"):
         names = peers.all_for(dtype)
         assert set(names) <= set(peers.NAMES) and "cupy" in names
     folder = Path(bench.__file__).parent / "bench_parts"
@@ -156,6 +175,17 @@ def test_a_table_takes_the_place_of_the_old_one(tmp_path, mark, lines):
         assert new == "\n".join([above, *lines, below])
 
 
+def test_a_section_waits_for_its_file(tmp_path):
+    waiting = "<!-- when some.json is there:\nOf\n\nbench: some.json 512\n-->\n"
+    text = f"One.\n\n{waiting}\nTwo.\n"
+    assert markdown.updated(text, tmp_path) == text
+    saved(tmp_path)
+    new = markdown.updated(text, tmp_path)
+    assert new.startswith("One.\n\nOf\n\n<!-- bench: some.json 512 -->\n\n|")
+    assert new.endswith("| 100 · 200 |\n\nTwo.\n")
+    assert markdown.updated(new, tmp_path) == new
+
+
 def test_a_mark_that_nobody_understands_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="sideways"):
         markdown.parse("some.json sideways")
@@ -168,7 +198,9 @@ def test_read_shows_and_draws(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "300.0" in said and "forward / fa2" in said
     drawn = {x.name: x.stat().st_size for x in (tmp_path / "png").iterdir()}
-    assert set(drawn) == {"some_forward.png", "some_backward.png"}
+    assert set(drawn) == {
+        "some.png", "some_forward.png", "some_backward.png"
+    }  # fmt: skip
     assert min(drawn.values()) > 1000
 
 
@@ -196,6 +228,8 @@ def test_no_gpu(monkeypatch, capsys):
         (["--head-dim", "0"], "0 is less than 1"),
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
         (["--seconds", "0"], "--seconds 0.0: more than 0"),
+        (["--dtype", "float64", "--precision", "tf32x3"],
+         "--precision tf32x3: for float32 alone"),
         (["--peer", "fa9"], "invalid choice: 'fa9'"),
         (["--kv-heads", "3"], "--kv-heads 3: no divisor of 32"),
         (["--memory", "--peer", "mha"], "--memory knows the peers fa2"),
@@ -239,7 +273,11 @@ def test_a_cell_beside_its_variant(tmp_path, variant, options):
 
 
 @pytest.mark.gpu
-def test_a_cell_beside_plain_cupy(tmp_path):
-    for row in rows_of(tmp_path, "--dtype", "float16", "--peer", "cupy"):
+@pytest.mark.parametrize("options", [
+    ["--dtype", "float16"], ["--dtype", "float32"], ["--dtype", "float64"],
+    ["--precision", "tf32x3"],
+], ids=" ".join)  # fmt: skip
+def test_a_cell_beside_plain_cupy(tmp_path, options):
+    for row in rows_of(tmp_path, *options, "--peer", "cupy"):
         assert set(row["tflops"]) == {"cuflash", "cupy"}
         assert max(row["error"].values()) <= 1

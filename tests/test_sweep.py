@@ -93,6 +93,65 @@ def test_families_are_those_that_the_device_has():
     assert families("sm_80", ["wgmma"]) == []
 
 
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "arch", "expected"),
+    [
+        (None, "float32", "sm_90a", ["fma"]),
+        (None, "float64", "sm_90a", ["dmma"]),
+        (None, "float64", "sm_86", ["simt"]),
+        (["tf32x3", "fma", "simt"], "float32", "sm_80",
+         ["tf32x3", "fma", "simt"]),
+        (["tf32x3", "fma"], "float64", "sm_90a", []),
+    ],
+)  # fmt: skip
+def test_families_of_wide_dtypes(wanted, dtype, arch, expected):
+    found = space.groups(
+        wanted, ["backward"], dtype, [64], [True], device_of_arch(arch)
+    )
+    assert [group.family for group in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "precision"),
+    [("fma", "float32", None), ("dmma", "float64", None),
+     ("tf32x3", "float32", "tf32x3")],
+)  # fmt: skip
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wide_group_runs_on_its_family(family, dtype, precision, direction):
+    """By its calls' dtype and precision alone, in cells and in checks."""
+    group = space.Group(family, direction, dtype, 64, True)
+    cells = group.cells()
+    shapes = space.check_shapes(group)
+    assert {x.precision for x in (*cells, *shapes)} == {precision}
+    device = device_of_arch("sm_90a")
+    problems = [group.problem(x.batch, x.seqlen, x.heads) for x in cells]
+    problems += [shape.problem(direction) for shape in shapes]
+    assert {plan(x, device).family for x in problems} == {family}
+    found = space.choices(group, device)
+    assert len(found) > 10 and all(x.main(family) for x in found)
+
+
+def test_calls_of_each_family_take_some_milliseconds():
+    """At the speeds that the kernels have, in TFLOP/s."""
+    for family, dtype, tflops in (
+        ("wgmma", "bfloat16", 500), ("fma", "float32", 35),
+        ("tf32x3", "float32", 45), ("dmma", "float64", 35),
+        ("simt", "float32", 1),
+    ):  # fmt: skip
+        cells = space.Group(family, "backward", dtype, 64, False).cells()
+        assert all(x.flops / tflops / 1e9 < 25 for x in cells)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [([], "bfloat16"), (["--family", "mma"], "bfloat16"),
+     (["--family", "tf32x3"], "float32"), (["--family", "dmma"], "float64"),
+     (["--family", "simt", "--dtype", "float64"], "float64")],
+)  # fmt: skip
+def test_the_dtype_follows_from_the_family(options, dtype):
+    assert sweep_blocks.parse(options).dtype == dtype
+
+
 def test_predicted_traffic_is_the_references():
     """Twice the keys a tile, half the passes over the queries."""
     (cell,) = space.Group("mma", "backward", "float16", 64, False).cells(
@@ -105,6 +164,19 @@ def test_predicted_traffic_is_the_references():
     # Sixteen times, or eight times: q, dout and dq in and out, lse, delta.
     n, d = 1024, 64
     assert small - large == 2 * 8 * (4 * n * d + 2 * n)
+
+
+def test_traffic_is_of_as_many_elements_in_all_dtypes():
+    tile = tiles.Tile(64, 32, 4)
+    found = []
+    for family, dtype in (
+        ("mma", "float16"), ("fma", "float32"), ("tf32x3", "float32"),
+        ("dmma", "float64"),
+    ):  # fmt: skip
+        group = space.Group(family, "backward", dtype, 64, True)
+        (cell,) = group.cells([1024], 1024, 64)
+        found.append(predict.traffic_bytes(cell, family, tile))
+    assert found == [found[0], 2 * found[0], 2 * found[0], 4 * found[0]]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -350,6 +422,18 @@ def test_a_dry_run(output, capsys):
         assert row["traffic_bytes"] > 0
 
 
+@pytest.mark.parametrize("family", ["fma", "tf32x3", "dmma"])
+def test_a_dry_run_of_a_wide_family(output, capsys, family):
+    options = ["--dry-run", "--arch", "sm_80", "--family", family,
+               "--head-dim", "16", "--direction", "forward", "--causal",
+               "--block-q", "16", "--block-k", "32", "--jobs", "1",
+               "--output", str(output)]  # fmt: skip
+    assert sweep_blocks.main(options) == 0
+    rows = json.loads((output / "sm_80.dry.json").read_text())["rows"]
+    assert rows and all(row["spill_bytes"] == 0 for row in rows)
+    assert f"{family} forward" in capsys.readouterr().out
+
+
 def test_a_dry_run_for_an_unknown_architecture(output, capsys):
     assert sweep(output, "--dry-run", "--arch", "sm_99") == 1
     assert "--arch got 'sm_99'" in capsys.readouterr().err
@@ -373,6 +457,7 @@ def test_a_budget(text, expected):
         (["--arch", "sm_80"], "--arch goes with --dry-run"),
         (["--family", "cuda"], "invalid choice: 'cuda'"),
         (["--seconds", "0"], "--seconds 0.0: more than 0"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
@@ -393,3 +478,21 @@ def test_a_small_sweep_on_a_gpu(tmp_path, own_tables, direction):
     (path,) = own_tables.glob("sm_*.json")
     (found,) = tiles.read_table(path)
     assert found.measured["ms"] > 0 and found.seqlen == 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("options", [
+    ["--dtype", "float32"], ["--dtype", "float64"], ["--family", "tf32x3"],
+], ids=" ".join)  # fmt: skip
+def test_a_small_wide_sweep_on_a_gpu(tmp_path, own_tables, direction, options):
+    more = ["--head-dim", "64", "--direction", direction, "--causal",
+            "--seqlen", "512", "--tokens", "1024", "--width", "256",
+            "--seconds", "0.005", "--budget", "20s"]  # fmt: skip
+    given = [*options, *more, "--output", str(tmp_path)]
+    assert sweep_blocks.main(given) == 0
+    (path,) = own_tables.glob("sm_*.json")
+    (found,) = tiles.read_table(path)
+    assert found.measured["ms"] > 0
+    (record,) = map(Record.read, tmp_path.glob("sm_*.measured.json"))
+    assert not [x for x in record.checked.values() if "fault" in x]

@@ -9,6 +9,13 @@ document; a cell is taken from the first that has it), a direction or none,
 ``causal`` for those rows alone, ``means`` for geometric means of ratios, and
 lengths or none for all of them. With lengths the figures stand side by side;
 without, ours with ratios to peers.
+
+A section whose file is still to be made waits in a comment, its marks written
+as lines ``bench: ...``, and comes out when the file is there:
+
+    <!-- when h200_float64.json is there:
+    ...
+    -->
 """
 
 from __future__ import annotations
@@ -25,9 +32,14 @@ MARK = re.compile(r"^<!-- bench: (.+) -->$", re.M)
 BLOCK = re.compile(
     r"^(<!-- bench: (.+) -->\n)(?:\n?(?:\|.*\n)+)?", re.M
 )
+WAITING = re.compile(
+    r"^<!-- when (\S+) is there:\n(.*?\n)-->\n", re.M | re.S
+)
 NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
          "fa4": "FlashAttention-4", "cudnn": "cuDNN", "cupy": "plain CuPy",
-         "flashinfer": "FlashInfer", "jax": "cuDNN in JAX"}  # fmt: skip
+         "flashinfer": "FlashInfer", "jax": "cuDNN in JAX",
+         "efficient": "memory-efficient",
+         "math": "PyTorch's math"}  # fmt: skip
 
 
 class Wanted(NamedTuple):
@@ -69,7 +81,18 @@ def updated(text: str, folder: Path) -> str:
             lines = _means
         return f"{found[1]}\n{chr(10).join(lines(records, wanted))}\n"
 
-    return BLOCK.sub(table, text)
+    return BLOCK.sub(table, _without_waiting(text, folder))
+
+
+def _without_waiting(text: str, folder: Path) -> str:
+    """A document's text with the sections in it whose files are there."""
+
+    def section(found: re.Match) -> str:
+        if not (folder / found[1]).exists():
+            return found[0]
+        return re.sub(r"^(bench: .+)$", r"<!-- \1 -->", found[2], flags=re.M)
+
+    return WAITING.sub(section, text)
 
 
 def _rows(records: list[dict], wanted: Wanted) -> dict[tuple, dict]:
