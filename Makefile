@@ -71,8 +71,9 @@ sweep: .venv/installed-sweep
 	$(BIN)/python scripts/sweep_blocks.py $(ARGS)
 
 # Modules that ruff would take for installed ones when it sorts imports.
-OURS := "bench", "bench_parts", "cuflash", "cuda_extra", "demo", \
-	"demo_parts", "dense_attention", "device_memory", "fuzz_gpu", \
+OURS := "bench", "bench_parts", "bounded_attention", "cuflash", \
+	"cuda_extra", "demo", "demo_parts", "dense_attention", \
+	"device_memory", "fuzz_gpu", \
 	"fuzz_parts", "helpers", "kernel_coverage", "mutate", \
 	"mutation_parts", "reference_strategies", "strategies", \
 	"sweep_blocks", "sweep_parts"

@@ -249,8 +249,9 @@ def measure_memory(options: argparse.Namespace, record: dict) -> None:
 
 def measure_speed(options: argparse.Namespace, record: dict) -> None:
     """Fill in `rows`, `ceilings`, `summary`; show each row as it comes."""
-    from bench_parts import speed, timing
+    from bench_parts import compiling, speed, timing
     from bench_parts.runners import OURS
+    from cuflash import launch
 
     found, words = peers.find_peers(options.peer, options.dtype)
     runners = [OURS, *found]
@@ -287,6 +288,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         options.heads,
         options.precision,
     )
+    compiling.compile_all(grid, launch.device(0))
     record["rows"], record["faults"] = [], []
     say(heading(names))
     for cell in grid:

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench_parts import markdown, peers, report
+from bench_parts import compiling, markdown, peers, report
+from cuflash import compiler
+from cuflash.errors import CompileError
+from cuflash.plan import device_of_arch
 
 
 def row(direction, seqlen, **tflops):
@@ -46,6 +49,31 @@ def test_what_results_are_judged_by():
     assert cell.kind == "low"
     assert replace(cell, precision="tf32x3").kind == "tf32x3"
     assert replace(cell, dtype="float64").kind == "float64"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "family"),
+    [("float32", None, "fma"), ("float32", "tf32x3", "mma8"),
+     ("float64", None, "mma8")],
+)  # fmt: skip
+def test_kernels_are_compiled_before_they_are_timed(
+    monkeypatch, dtype, precision, family
+):
+    grid = bench.cells.grid(
+        ["backward"], dtype, [64], [True], [512, 4096], precision=precision
+    )
+    given = []
+
+    def cubin_file(kernel, arch):
+        given.append((kernel.file, arch))
+        raise CompileError("not now")
+
+    monkeypatch.setattr(compiler, "cubin_file", cubin_file)
+    compiling.compile_all(grid, device_of_arch("sm_90a"))
+    files = [f"forward_{family}.cu", f"backward_{family}.cu",
+             "backward_delta.cu"]  # fmt: skip
+    assert {x for x, _ in given} == set(files)
+    assert {arch for _, arch in given} == {"sm_90a"}
 
 
 def test_flops():
@@ -133,6 +161,16 @@ def test_tables_say_what_the_json_files_say(name):
     assert markdown.updated(text, path.parent) == text
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks/README.md"])
+def test_sections_that_wait_can_be_written(name):
+    text = (Path(bench.__file__).parents[1] / name).read_text("utf-8")
+    for file, section in markdown.WAITING.findall(text):
+        assert file in section
+        for line in section.splitlines():
+            if line.startswith("bench: "):
+                assert markdown.parse(line[7:]).files == [file]
+
+
 def saved(tmp_path):
     """Write a record of three cells; return its path."""
     rows = [
@@ -176,7 +214,8 @@ def test_a_table_takes_the_place_of_the_old_one(tmp_path, mark, lines):
 
 
 def test_a_section_waits_for_its_file(tmp_path):
-    waiting = "<!-- when some.json is there:\nOf\n\nbench: some.json 512\n-->\n"
+    section = "Of\n\nbench: some.json 512\n"
+    waiting = f"<!-- when some.json is there:\n{section}-->\n"
     text = f"One.\n\n{waiting}\nTwo.\n"
     assert markdown.updated(text, tmp_path) == text
     saved(tmp_path)

@@ -183,7 +183,10 @@ def _means(records: list[dict], wanted: Wanted) -> list[str]:
         for peer in peers:
             if peer in means:
                 mean = means[peer]["geometric_mean"]
-                figures += [f"{mean:.3f}", f"{means[peer]['worst']:.2f}"]
+                count = means[peer]["cells"]
+                some = f" ({count} cells)" if count < len(found) else ""
+                figures += [f"{mean:.3f}{some}",
+                            f"{means[peer]['worst']:.2f}"]  # fmt: skip
             else:
                 figures += ["–", "–"]
         if found:

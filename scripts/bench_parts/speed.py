@@ -9,8 +9,12 @@ from dataclasses import asdict
 
 import cupy
 
+from cuflash import launch
+from cuflash.plan import plan, wanted_family
+
 from . import checks
 from .cells import Cell
+from .compiling import problem_of
 from .runners import DTYPES, OURS, Inputs, Runner, make_inputs
 from .timing import Contender, alternate
 
@@ -100,17 +104,8 @@ def _result_bytes(cell: Cell) -> int:
 
 
 def _plan_text(cell: Cell) -> str:
-    from cuflash import launch
-    from cuflash.plan import plan
-    from cuflash.problem import Problem
-
-    batch, seqlen, heads, d = cell.shape
-    problem = Problem(
-        cell.direction, cell.dtype, batch, seqlen, seqlen, heads,
-        heads // cell.group_size, d, d, d**-0.5, cell.causal,
-        precision=cell.precision,
-    )  # fmt: skip
-    return str(plan(problem, launch.device(0)))
+    problem = problem_of(cell, cell.direction)
+    return str(plan(problem, launch.device(0), wanted_family()))
 
 
 def _free() -> None:

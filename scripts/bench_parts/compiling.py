@@ -1,0 +1,50 @@
+"""Our kernels, compiled before the first is needed, many at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from cuflash import compiler
+from cuflash.errors import CompileError
+from cuflash.plan import Device, KernelPlan, plan, wanted_family
+from cuflash.problem import Problem
+
+from .cells import Cell
+
+
+def problem_of(cell: Cell, direction: str) -> Problem:
+    """The problem that `cuflash` makes of a cell's call."""
+    batch, seqlen, heads, d = cell.shape
+    return Problem(
+        direction, cell.dtype, batch, seqlen, seqlen, heads,
+        heads // cell.group_size, d, d, d**-0.5, cell.causal,
+        precision=cell.precision,
+    )  # fmt: skip
+
+
+def kernels_of(cells: Iterable[Cell], device: Device) -> list[KernelPlan]:
+    """What our calls need; before a backward pass there is a forward one."""
+    found = {}
+    for cell in cells:
+        for direction in dict.fromkeys(("forward", cell.direction)):
+            problem = problem_of(cell, direction)
+            decided = plan(problem, device, wanted_family())
+            found |= dict.fromkeys(decided.kernels)
+    return list(found)
+
+
+def compile_all(cells: Iterable[Cell], device: Device) -> None:
+    """Have them in the cache folder: NVRTC takes seconds for each.
+
+    One that does not compile is left to the call that needs it.
+    """
+
+    def compiled(kernel: KernelPlan) -> None:
+        with contextlib.suppress(CompileError):
+            compiler.cubin_file(kernel, device.arch)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compiled, kernels_of(cells, device)))
