@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from bench_parts import peers
 from bench_parts.cells import Cell
 from helpers.stand_in import with_numpy
 from sweep_parts import space
@@ -101,16 +102,19 @@ def test_plain_cupy_is_attention(on_numpy, dtype, causal, direction):
     assert on_numpy.checks.Checker(it, inputs).check("cupy", results) <= 1
 
 
-def test_plain_cupy_takes_no_scores_beyond_8_gib(on_numpy, monkeypatch):
-    for dtype, nbytes in (("float32", 4), ("float64", 8)):
-        it = cell("forward", dtype)
-        inputs = on_numpy.runners.make_inputs(it, seed=0)
-        scores = 2 * 4 * 40 * 40 * nbytes
-        monkeypatch.setattr(on_numpy.peers_cupy, "MOST_BYTES", scores)
-        on_numpy.peers_cupy.find("cupy").prepare(it, inputs)
-        monkeypatch.setattr(on_numpy.peers_cupy, "MOST_BYTES", scores - 1)
-        with pytest.raises(Exception, match="its matrix of scores takes"):
-            on_numpy.peers_cupy.find("cupy").prepare(it, inputs)
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"), [("float16", 4), ("float32", 4), ("float64", 8)]
+)
+def test_scores_beyond_8_gib_are_refused(on_numpy, monkeypatch, dtype, nbytes):
+    assert peers.MOST_BYTES == 8 << 30
+    it = cell("forward", dtype)
+    inputs = on_numpy.runners.make_inputs(it, seed=0)
+    prepare = on_numpy.peers_cupy.find("cupy").prepare
+    monkeypatch.setattr(peers, "MOST_BYTES", 2 * 4 * 40 * 40 * nbytes)
+    prepare(it, inputs)
+    monkeypatch.setattr(peers, "MOST_BYTES", peers.MOST_BYTES - 1)
+    with pytest.raises(peers.Absent, match="its matrix of scores takes"):
+        prepare(it, inputs)
 
 
 # Of a tile ------------------------------------------------------------------

@@ -9,12 +9,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from .cells import Cell
+
 if TYPE_CHECKING:
     from .runners import Runner
+
+# Of one matrix of scores. Who writes them down has a few of that size, and
+# the others have to find room beside it.
+MOST_BYTES = 8 << 30
 
 
 class Absent(Exception):
     """A peer is not here; the message says why."""
+
+
+def refuse_large_scores(cell: Cell) -> None:
+    """Raise Absent for one who writes down scores, float32 at least."""
+    nbytes = 8 if cell.dtype == "float64" else 4
+    nbytes *= cell.batch * cell.heads * cell.seqlen**2
+    if nbytes > MOST_BYTES:
+        raise Absent(f"its matrix of scores takes {nbytes >> 30} GiB")
 
 
 # Name: the module that knows it.

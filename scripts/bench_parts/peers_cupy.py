@@ -11,10 +11,8 @@ from collections.abc import Callable
 import cupy
 
 from .cells import Cell
-from .peers import Absent
+from .peers import refuse_large_scores
 from .runners import Inputs, Runner
-
-MOST_BYTES = 8 << 30  # of one matrix of scores
 
 
 def find(name: str) -> Runner:
@@ -25,11 +23,9 @@ def find(name: str) -> Runner:
 
 
 def _prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
+    refuse_large_scores(cell)
     # Softmax and sums are at least float32.
     wide = cupy.promote_types(inputs.q.dtype, cupy.float32)
-    nbytes = wide.itemsize * cell.batch * cell.heads * cell.seqlen**2
-    if nbytes > MOST_BYTES:
-        raise Absent(f"its matrix of scores takes {nbytes >> 30} GiB")
     q, dout = (_heads_first(x) for x in (inputs.q, inputs.dout))
     k, v = (_heads_first(x) for x in (inputs.k, inputs.v))
     if cell.group_size > 1:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cells import Cell
-from .peers import Absent
+from .peers import Absent, refuse_large_scores
 from .runners import Inputs, Runner
 
 BACKENDS = {
@@ -38,14 +38,24 @@ def find(name: str) -> Runner:
     def context():
         return sdpa_kernel(backend)
 
-    runner = Runner(name, f"{what} in {version}",
-                    with_autograd(sdpa, context), context)  # fmt: skip
+    prepare = with_autograd(sdpa, context)
+    if name == "math":
+        prepare = _prepare_math(prepare)
+    runner = Runner(name, f"{what} in {version}", prepare, context)
     if name == "efficient":
         # CUTLASS's products of float32: three of TF32 parts.
         runner = runner._replace(
             kind=lambda x: "tf32x3" if x.dtype == "float32" else x.kind
         )
     return runner
+
+
+def _prepare_math(prepare: Callable) -> Callable:
+    def prepare_small(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
+        refuse_large_scores(cell)
+        return prepare(cell, inputs)
+
+    return prepare_small
 
 
 def check_torch() -> None:
