@@ -215,6 +215,20 @@ def test_a_sweep_finds_the_best_tile_and_plans_take_it(
     assert (output / "simt_forward_float32_d16.png").stat().st_size > 1000
 
 
+def test_calls_with_precision_take_their_own_tiles(output, own_tables):
+    options = ["--family", "tf32x3", "--block-q", "16", "--block-k", "16"]
+    assert sweep(output, *options, "--dtype", "float32") == 0
+    found = tiles.read_table(own_tables / "sm_80.json")
+    assert {(x.family, x.dtype) for x in found} == {("tf32x3", "float32")}
+    assert {x["precision"] for x in recorded(output).cells} == {"tf32x3"}
+    forget()
+    problem = GROUP.problem(1, 700, 3)
+    with_parts = replace(problem, precision="tf32x3")
+    device = device_of_arch("sm_80")
+    assert plan(with_parts, device).tile == found[0].tile
+    assert plan(problem, device).family == "fma"
+
+
 def test_the_same_command_measures_nothing_twice(output, own_tables, capsys):
     assert sweep(output) == 0
     assert sweep(output, gpu=fake_gpu.NothingToDo) == 0
