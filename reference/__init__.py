@@ -5,6 +5,9 @@ columns. Read `softmax` and `tile_state` first, then `attention` (every
 matrix in the open), then `forward` and `backward` (the tiled algorithms).
 `machine`, `traffic` and `roofline` count what these cost, `multihead` puts
 the projections around them, and `running` is the same idea elsewhere.
+What a call may ask for besides is in `options`, with `masks` (who sees
+whom), `scores` (what happens to a score) and `dropout`; `packed` has
+sequences of several lengths end to end.
 
 Besides papers, four sets of notes are cited throughout:
 
@@ -19,12 +22,16 @@ Besides papers, four sets of notes are cited throughout:
 from . import (
     attention,
     backward,
+    dropout,
     forward,
     machine,
     masks,
     multihead,
+    options,
+    packed,
     roofline,
     running,
+    scores,
     softmax,
     tile_state,
     traffic,
@@ -33,12 +40,16 @@ from . import (
 __all__ = [
     "attention",
     "backward",
+    "dropout",
     "forward",
     "machine",
     "masks",
     "multihead",
+    "options",
+    "packed",
     "roofline",
     "running",
+    "scores",
     "softmax",
     "tile_state",
     "traffic",

@@ -4,17 +4,24 @@ r"""Attention and its gradient with every matrix in the open.
 
 Nothing here is saved: S, P, dP and dS are whole (seqlen_q, seqlen_k)
 matrices. Every other algorithm of this package is measured against these
-functions. Sources: [002], [003], [FA] Dao et al. 2022, arXiv:2205.14135,
-Algorithm 0.
+functions. `options.Options` lists what may be asked for besides. Sources:
+[002], [003], [FA] Dao et al. 2022, arXiv:2205.14135, Algorithm 0.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import masks
+from .masks import masked, masked_product
+from .options import Options, Tiles
+from .scores import (
+    reduce_to_shape,
+    rows_with_rows,
+    scores_of,
+    with_sink,
+)
 from .softmax import (
     exp_shifted,
     row_max,
@@ -24,55 +31,20 @@ from .softmax import (
 )
 from .tile_state import logsumexp_of
 
+__all__ = [
+    "GradientSteps",
+    "attention",
+    "attention_vjp",
+    "default_scale",
+    "gradient_steps",
+    "rows_with_rows",
+    "scores_of",
+]
+
 
 def default_scale(head_dim: int) -> float:
     """Return 1 / sqrt(head_dim) ([003], eq. 1)."""
     return head_dim**-0.5
-
-
-def rows_with_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return A B^T: every row of a times every row of b.
-
-    Parameters
-    ----------
-    a : ndarray, (..., rows, columns)
-    b : ndarray, (..., keys, columns)
-
-    Returns
-    -------
-    ndarray, (..., rows, keys)
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        return a @ np.swapaxes(b, -1, -2)
-
-
-def scores_of(
-    q: np.ndarray,
-    k: np.ndarray,
-    scale: float,
-    visible: np.ndarray | None = None,
-) -> np.ndarray:
-    r"""Return :math:`S = scale \cdot Q K^T`, -inf where not visible.
-
-    [003], eq. 7. The product comes first and is scaled after. Forward and
-    backward both call this function: where scores are so large that their
-    last bit counts in exp(S - lse) (|S| beyond 1e13 or so), both must round
-    it alike, and BLAS rounds alike only for tiles of the same shape.
-
-    Parameters
-    ----------
-    q : ndarray, (..., rows, head_dim)
-    k : ndarray, (..., keys, head_dim)
-    scale : float
-    visible : ndarray of bool, (rows, keys), optional
-
-    Returns
-    -------
-    ndarray, (..., rows, keys)
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        s = rows_with_rows(q, k) * scale
-    return s if visible is None else np.where(visible, s, -np.inf)
 
 
 def attention(
@@ -81,7 +53,7 @@ def attention(
     v: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute attention by its definition ([003], eq. 7 to 9).
 
@@ -93,39 +65,53 @@ def attention(
         Leading axes alike in all three.
     scale : float, optional
         Default head_dim ** -0.5.
-    causal : bool, optional
-        Aligned bottom right; see `masks`.
+    **options
+        Fields of `options.Options`, as causal.
 
     Returns
     -------
     out : ndarray of float64, (..., seqlen_q, head_dim_v)
     lse : ndarray of float64, (..., seqlen_q)
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    scale = default_scale(q.shape[-1]) if scale is None else scale
-    visible = masks.visible(q.shape[-2], k.shape[-2], causal=causal)
-    s = scores_of(q, k, scale, visible)
+    q, k, v, tiles = _prepare(q, k, v, scale, options)
+    whole = tiles.whole()
+    s, _, visible = tiles.scores(q, k, whole)
+    s = with_sink(s, tiles.options.sink)
     m = row_max(s)
     l = exp_shifted(s, m).sum(axis=-1)  # noqa: E741
     lse = logsumexp_of(m, l)
-    out = masks.masked_product(safe_softmax(s), v, visible)
-    return out, lse
+    p = safe_softmax(s)[..., : tiles.seqlen_k]
+    return masked_product(tiles.dropped(p, whole), v, visible), lse
+
+
+def _prepare(q, k, v, scale, options):
+    """Convert to float64; say what is asked of the pairs."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    seqlens = q.shape[-2], k.shape[-2]
+    return q, k, v, Tiles(*seqlens, scale, Options(**options))
 
 
 class GradientSteps(NamedTuple):
     """Every quantity of the backward pass, in the order of its making.
 
-    p, dp and ds are (..., seqlen_q, seqlen_k), delta is (..., seqlen_q),
-    dq, dk and dv are like q, k and v.
+    p, dp, ds_bias and ds are (..., seqlen_q, seqlen_k), delta is
+    (..., seqlen_q), dq, dk and dv are like q, k and v. ds is the gradient
+    of scale * QK^T, ds_bias that of the scores which the softmax takes:
+    they differ by the slope of a softcap. dbias is like bias, dsink like
+    sink, each None without it.
     """
 
     p: np.ndarray
     dv: np.ndarray
     dp: np.ndarray
     delta: np.ndarray
+    ds_bias: np.ndarray
     ds: np.ndarray
     dq: np.ndarray
     dk: np.ndarray
+    dbias: np.ndarray | None
+    dsink: np.ndarray | None
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -136,47 +122,58 @@ def gradient_steps(
     v: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
+    **options: Any,
 ) -> GradientSteps:
     r"""Compute the gradients of attention and all that leads to them.
 
     .. math::
-        dV &= P^T dO \\
-        dP &= dO V^T \\
+        dV &= (Z \circ P)^T dO \\
+        dP &= Z \circ (dO V^T) \\
         D_i &= \sum_j P_{ij} dP_{ij} \\
         dS_{ij} &= P_{ij} (dP_{ij} - D_i) \\
         dQ &= scale \cdot dS K \\
         dK &= scale \cdot dS^T Q
 
     [002], "Gradient formulas"; [003], "Summary of backward calculation".
-    Pairs that are not visible are no part of any sum; those that are stay
-    so where P is 0.
+    Z is 1 without dropout. Pairs that are not visible are no part of any
+    sum; those that are stay so where P is 0.
 
     Parameters
     ----------
     dout : array_like, (..., seqlen_q, head_dim_v)
         Gradient with respect to out.
-    q, k, v, scale, causal
+    q, k, v, scale, **options
         As in `attention`.
 
     Returns
     -------
     GradientSteps
     """
-    dout, q, k, v = (np.asarray(x, np.float64) for x in (dout, q, k, v))
-    scale = default_scale(q.shape[-1]) if scale is None else scale
-    visible = masks.visible(q.shape[-2], k.shape[-2], causal=causal)
-    s = scores_of(q, k, scale, visible)
-    seen_by = np.swapaxes(visible, -1, -2)
+    q, k, v, tiles = _prepare(q, k, v, scale, options)
+    dout, scale = np.asarray(dout, np.float64), tiles.scale
+    bias, sink = tiles.options.bias, tiles.options.sink
+    whole = tiles.whole()
+    s, slope, visible = tiles.scores(q, k, whole)
+    seen_by = None if visible is None else np.swapaxes(visible, -1, -2)
 
-    p = np.where(visible, safe_softmax(s), 0.0)
-    dv = masks.masked_product(np.swapaxes(p, -1, -2), dout, seen_by)
-    dp = rows_with_rows(dout, v)
+    weights = safe_softmax(with_sink(s, sink))
+    p, p_sink = np.split(weights, [tiles.seqlen_k], axis=-1)
+    p = masked(p, visible)
+    kept = tiles.dropped(p, whole)
+    dv = masked_product(np.swapaxes(kept, -1, -2), dout, seen_by)
+    dp = tiles.dropped(rows_with_rows(dout, v), whole)
     delta = weighted_sum(p, dp, visible)
-    ds = score_gradient(p, dp, delta, visible)
-    dq = scale * masks.masked_product(ds, k, visible)
-    dk = scale * masks.masked_product(np.swapaxes(ds, -1, -2), q, seen_by)
-    return GradientSteps(p, dv, dp, delta, ds, dq, dk)
+    ds_bias = score_gradient(p, dp, delta, visible)
+    ds = masked(ds_bias * slope, visible)
+    dq = scale * masked_product(ds, k, visible)
+    dk = scale * masked_product(np.swapaxes(ds, -1, -2), q, seen_by)
+    dbias = dsink = None
+    if bias is not None:
+        dbias = reduce_to_shape(ds_bias, np.shape(bias))
+    if sink is not None:  # P (0 - D): it has no value
+        dsink = -(p_sink[..., 0] * delta).sum(axis=-1)
+        dsink = reduce_to_shape(dsink, np.shape(sink))
+    return GradientSteps(p, dv, dp, delta, ds_bias, ds, dq, dk, dbias, dsink)
 
 
 def attention_vjp(
@@ -186,19 +183,21 @@ def attention_vjp(
     v: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    **options: Any,
+) -> tuple[np.ndarray, ...]:
     """Return (dq, dk, dv), the last of `gradient_steps`.
 
     Parameters
     ----------
-    dout, q, k, v, scale, causal
+    dout, q, k, v, scale, **options
         As in `gradient_steps`.
 
     Returns
     -------
     dq, dk, dv : ndarray of float64
-        Of the shapes of q, k and v.
+        Of the shapes of q, k and v; then dbias if there is a bias, and
+        dsink if there is a sink.
     """
-    steps = gradient_steps(dout, q, k, v, scale=scale, causal=causal)
-    return steps.dq, steps.dk, steps.dv
+    steps = gradient_steps(dout, q, k, v, scale=scale, **options)
+    asked = [x for x in (steps.dbias, steps.dsink) if x is not None]
+    return steps.dq, steps.dk, steps.dv, *asked

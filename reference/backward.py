@@ -12,24 +12,29 @@ P comes from lse alone, a tile at a time:
 ([001], "Blockwise equations"). Shapes: dout and out
 (..., seqlen_q, head_dim_v), q (..., seqlen_q, head_dim), k
 (..., seqlen_k, head_dim), v (..., seqlen_k, head_dim_v), lse
-(..., seqlen_q), with the same leading axes; dq, dk, dv are float64 and
-like q, k, v. A row to which the mask shows no key gives to no gradient, even
-where its q or dout is NaN. A row of visible scores of -inf has lse -inf and
-P 0 alike, but its pairs are in every sum, and 0 * inf and 0 * NaN are NaN.
+(..., seqlen_q), with the same leading axes; options are the fields of
+`options.Options`, as causal. dq, dk, dv are float64 and like q, k, v; after
+them come dbias if there is a bias, and dsink if there is a sink. A row to
+which the mask shows no key gives to no gradient, even where its q or dout is
+NaN. A row of visible scores of -inf has lse -inf and P 0 alike, but its
+pairs are in every sum, and 0 * inf and 0 * NaN are NaN.
 Sources: [001], [003], [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from . import masks
-from .attention import default_scale, rows_with_rows, scores_of
-from .masks import Visibility, masked_product, tiles
+from .attention import default_scale
+from .masks import masked, masked_product, tiles
+from .options import Options, Tile, Tiles
+from .scores import reduce_to_shape, rows_with_rows, sink_gradient
 from .softmax import score_gradient
 from .tile_state import probabilities_from_lse
 
-Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
+Gradients = tuple[np.ndarray, ...]
 
 
 def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -60,7 +65,7 @@ def row_by_row(
     lse: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
+    **options: Any,
 ) -> Gradients:
     """Take one query row at a time, with k, v, dk and dv at hand.
 
@@ -70,20 +75,20 @@ def row_by_row(
     ----------
     dout, q, k, v, out, lse : array_like
     scale : float, optional
-    causal : bool, optional
+    **options
 
     Returns
     -------
-    dq, dk, dv : ndarray
+    dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    p = _Pass(dout, q, k, v, out, lse, scale, options)
     for i in range(p.seqlen_q):
         tile = p.tile(i, i + 1, 0, p.seqlen_k)
         if tile is not None:
             tile.add_dv()
             tile.add_dq()
             tile.add_dk()
-    return p.dq, p.dk, p.dv
+    return p.gradients()
 
 
 def query_outer(
@@ -95,9 +100,9 @@ def query_outer(
     lse: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
     block_q: int = 64,
     block_k: int = 64,
+    **options: Any,
 ) -> Gradients:
     """Keep a query tile and its dq; dk and dv are updated tile by tile.
 
@@ -107,15 +112,15 @@ def query_outer(
     ----------
     dout, q, k, v, out, lse : array_like
     scale : float, optional
-    causal : bool, optional
     block_q, block_k : int, optional
         Tile sizes; they need not divide the lengths.
+    **options
 
     Returns
     -------
-    dq, dk, dv : ndarray
+    dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    p = _Pass(dout, q, k, v, out, lse, scale, options)
     for q_start, q_stop in tiles(p.seqlen_q, block_q):
         for k_start, k_stop in tiles(p.seqlen_k, block_k):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -123,7 +128,7 @@ def query_outer(
                 tile.add_dv()
                 tile.add_dk()
                 tile.add_dq()
-    return p.dq, p.dk, p.dv
+    return p.gradients()
 
 
 def key_outer(
@@ -135,9 +140,9 @@ def key_outer(
     lse: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
     block_q: int = 64,
     block_k: int = 64,
+    **options: Any,
 ) -> Gradients:
     """Keep a key tile with its dk and dv; dq is updated tile by tile.
 
@@ -145,14 +150,14 @@ def key_outer(
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, scale, causal, block_q, block_k
+    dout, q, k, v, out, lse, scale, block_q, block_k, **options
         As in `query_outer`.
 
     Returns
     -------
-    dq, dk, dv : ndarray
+    dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    p = _Pass(dout, q, k, v, out, lse, scale, options)
     for k_start, k_stop in tiles(p.seqlen_k, block_k):
         for q_start, q_stop in tiles(p.seqlen_q, block_q):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -160,7 +165,7 @@ def key_outer(
                 tile.add_dv()
                 tile.add_dk()
                 tile.add_dq()
-    return p.dq, p.dk, p.dv
+    return p.gradients()
 
 
 def two_pass(
@@ -172,9 +177,9 @@ def two_pass(
     lse: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
     block_q: int = 64,
     block_k: int = 64,
+    **options: Any,
 ) -> Gradients:
     """Make dk and dv in a loop over key tiles, dq in one over query tiles.
 
@@ -183,14 +188,14 @@ def two_pass(
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, scale, causal, block_q, block_k
+    dout, q, k, v, out, lse, scale, block_q, block_k, **options
         As in `query_outer`.
 
     Returns
     -------
-    dq, dk, dv : ndarray
+    dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, causal)
+    p = _Pass(dout, q, k, v, out, lse, scale, options)
     for k_start, k_stop in tiles(p.seqlen_k, block_k):
         for q_start, q_stop in tiles(p.seqlen_q, block_q):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -202,47 +207,62 @@ def two_pass(
             tile = p.tile(q_start, q_stop, k_start, k_stop)
             if tile is not None:
                 tile.add_dq()
-    return p.dq, p.dk, p.dv
+    return p.gradients()
 
 
 class _Pass:
     """Operands in float64, D, and the gradients, zero at first."""
 
-    def __init__(self, dout, q, k, v, out, lse, scale, causal):
+    def __init__(self, dout, q, k, v, out, lse, scale, options):
         dout, q, k, v, lse = (
             np.asarray(x, np.float64) for x in (dout, q, k, v, lse)
         )
         self.dout, self.q, self.k, self.v, self.lse = dout, q, k, v, lse
         self.scale = default_scale(q.shape[-1]) if scale is None else scale
-        self.causal = causal
         self.seqlen_q, self.seqlen_k = q.shape[-2], k.shape[-2]
+        self.options = Options(**options)
+        self.pairs = Tiles(
+            self.seqlen_q, self.seqlen_k, self.scale, self.options
+        )
         self.delta = delta(dout, out)
         self.dq, self.dk, self.dv = (np.zeros(x.shape) for x in (q, k, v))
+        self.dbias = None
+        if self.options.bias is not None:
+            self.dbias = np.zeros(np.shape(self.options.bias))
 
     def tile(self, q_start, q_stop, k_start, k_stop):
         """Return the tile's P and dS, or None if nothing is visible."""
-        bounds = (q_start, q_stop, k_start, k_stop)
-        where = (*bounds, self.seqlen_q, self.seqlen_k, self.causal)
-        if masks.tile_visibility(*where) is Visibility.NONE:
-            return None
-        return _Tile(self, *bounds, masks.tile_mask(*where))
+        tile = Tile(q_start, q_stop, k_start, k_stop)
+        return None if self.pairs.skips(tile) else _Tile(self, tile)
+
+    def gradients(self):
+        """Return all that were asked for."""
+        gradients = [self.dq, self.dk, self.dv]
+        if self.dbias is not None:
+            gradients.append(self.dbias)
+        if self.options.sink is not None:
+            sink = self.options.sink
+            gradients.append(sink_gradient(sink, self.lse, self.delta))
+        return tuple(gradients)
 
 
 class _Tile:
     """P and dS of one tile, and what each gradient takes from them."""
 
-    def __init__(self, p, q_start, q_stop, k_start, k_stop, visible):
-        self.whole = p
-        self.rows = rows = (..., slice(q_start, q_stop), slice(None))
-        self.keys = keys = (..., slice(k_start, k_stop), slice(None))
-        self.visible = visible
+    def __init__(self, p, tile):
+        self.whole, self.tile = p, tile
+        self.rows = rows = (..., tile.queries, slice(None))
+        self.keys = keys = (..., tile.keys, slice(None))
 
-        s = scores_of(p.q[rows], p.k[keys], p.scale, visible)
-        lse = p.lse[..., q_start:q_stop]
-        self.p = probabilities_from_lse(s, lse, visible)
-        dp = rows_with_rows(p.dout[rows], p.v[keys])
-        delta_rows = p.delta[..., q_start:q_stop]
-        self.ds = score_gradient(self.p, dp, delta_rows, visible)
+        s, slope, visible = p.pairs.scores(p.q[rows], p.k[keys], tile)
+        self.visible = visible
+        weights = probabilities_from_lse(s, p.lse[..., tile.queries], visible)
+        self.p = p.pairs.dropped(weights, tile)
+        dp = p.pairs.dropped(rows_with_rows(p.dout[rows], p.v[keys]), tile)
+        delta_rows = p.delta[..., tile.queries]
+        self.ds_bias = score_gradient(weights, dp, delta_rows, visible)
+        with np.errstate(invalid="ignore"):
+            self.ds = masked(self.ds_bias * slope, visible)
 
     def add_dv(self):
         """dV_j += P^T dO_i."""
@@ -255,10 +275,13 @@ class _Tile:
         _add(self.whole.dk[self.keys], product, self.whole.scale)
 
     def add_dq(self):
-        """dQ_i += scale * dS K_j."""
+        """dQ_i += scale * dS K_j; and dbias, of the same pairs."""
         keys = self.whole.k[self.keys]
         product = masked_product(self.ds, keys, self.visible)
         _add(self.whole.dq[self.rows], product, self.whole.scale)
+        if self.whole.dbias is not None:
+            part = self.tile.of(self.whole.dbias)
+            _add(part, reduce_to_shape(self.ds_bias, part.shape))
 
     def _transposed(self, weights, values):
         seen_by = self.visible

@@ -3,19 +3,25 @@ r"""The forward pass without the (seqlen_q, seqlen_k) matrices.
 Four schedules of one computation, all equal to `attention.attention`. In
 each, q is (..., seqlen_q, head_dim), k (..., seqlen_k, head_dim) and
 v (..., seqlen_k, head_dim_v), with the same leading axes; out is
-(..., seqlen_q, head_dim_v) and lse (..., seqlen_q), both float64. Tiles
-that see nothing are skipped and tiles that see all need no mask. Sources:
+(..., seqlen_q, head_dim_v) and lse (..., seqlen_q), both float64; options
+are the fields of `options.Options`, as causal. Tiles that see nothing are
+skipped and tiles that see all need no mask. Sources:
 [003], [FA] Dao et al. 2022, arXiv:2205.14135, [FA2] Dao 2023,
 arXiv:2307.08691.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 
-from . import masks
-from .attention import default_scale, scores_of
-from .masks import Visibility, masked_product, tiles
+from .attention import default_scale
+from .masks import masked_product, tiles
+from .options import Options, Tile, Tiles
+from .scores import with_sink
 from .softmax import (
     exp_shifted,
     normalise,
@@ -34,7 +40,7 @@ def row_by_row(
     v: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
+    **options: Any,
 ) -> Result:
     """Compute one query row at a time, with k and v at hand.
 
@@ -44,24 +50,25 @@ def row_by_row(
     ----------
     q, k, v : array_like
     scale : float, optional
-    causal : bool, optional
+    **options
 
     Returns
     -------
     out, lse : ndarray
     """
-    q, k, v, scale, out, lse = _prepare(q, k, v, scale)
-    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
-    for i in range(seqlen_q):
-        visible = masks.visible_tile(
-            i, i + 1, 0, seqlen_k, seqlen_q, seqlen_k, causal
-        )
+    q, k, v, out, lse, pairs = _prepare(q, k, v, scale, options)
+    sink = pairs.options.sink
+    for i in range(pairs.seqlen_q):
         row = slice(i, i + 1)
-        s = scores_of(q[..., row, :], k, scale, visible)
+        tile = Tile(i, i + 1, 0, pairs.seqlen_k)
+        s, _, visible = pairs.scores(q[..., row, :], k, tile)
+        s = with_sink(s, sink)
         m = row_max(s)
         l = exp_shifted(s, m).sum(axis=-1)  # noqa: E741
         lse[..., row] = logsumexp_of(m, l)
-        out[..., row, :] = masked_product(safe_softmax(s), v, visible)
+        p = safe_softmax(s)[..., : pairs.seqlen_k]
+        kept = pairs.dropped(p, tile)
+        out[..., row, :] = masked_product(kept, v, visible)
     return out, lse
 
 
@@ -71,9 +78,9 @@ def query_outer(
     v: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
     block_q: int = 64,
     block_k: int = 64,
+    **options: Any,
 ) -> Result:
     """Keep a query tile and its state; stream the keys past them.
 
@@ -84,19 +91,20 @@ def query_outer(
     ----------
     q, k, v : array_like
     scale : float, optional
-    causal : bool, optional
     block_q, block_k : int, optional
         Tile sizes; they need not divide the lengths.
+    **options
 
     Returns
     -------
     out, lse : ndarray
     """
-    q, k, v, scale, out, lse = _prepare(q, k, v, scale)
-    for q_start, q_stop in tiles(q.shape[-2], block_q):
-        k_tiles = tiles(k.shape[-2], block_k)
-        state = _stream(q, k, v, scale, causal, q_start, q_stop, k_tiles)
+    q, k, v, out, lse, pairs = _prepare(q, k, v, scale, options)
+    for q_start, q_stop in tiles(pairs.seqlen_q, block_q):
         rows = slice(q_start, q_stop)
+        start = pairs.start(q[..., rows, 0].shape, v.shape[-1])
+        k_tiles = tiles(pairs.seqlen_k, block_k)
+        state = _stream(q, k, v, pairs, rows, k_tiles, start)
         out[..., rows, :], lse[..., rows] = state.finalize()
     return out, lse
 
@@ -107,9 +115,9 @@ def key_outer(
     v: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
     block_q: int = 64,
     block_k: int = 64,
+    **options: Any,
 ) -> Result:
     r"""Keep a key tile; out, l and m are reloaded for every query tile.
 
@@ -124,30 +132,32 @@ def key_outer(
 
     Parameters
     ----------
-    q, k, v, scale, causal, block_q, block_k
+    q, k, v, scale, block_q, block_k, **options
         As in `query_outer`.
 
     Returns
     -------
     out, lse : ndarray
     """
-    q, k, v, scale, out, _ = _prepare(q, k, v, scale)
-    m_all = np.full(q.shape[:-1], -np.inf)
-    l_all = np.zeros(q.shape[:-1])
-    for k_start, k_stop in tiles(k.shape[-2], block_k):
+    q, k, v, out, _, pairs = _prepare(q, k, v, scale, options)
+    start = pairs.start(q.shape[:-1], 0)
+    m_all, l_all = start.m.copy(), start.l.copy()
+    for k_start, k_stop in tiles(pairs.seqlen_k, block_k):
         keys = slice(k_start, k_stop)
-        for q_start, q_stop in tiles(q.shape[-2], block_q):
-            tile = (q_start, q_stop, k_start, k_stop, *_lengths(q, k), causal)
-            if masks.tile_visibility(*tile) is Visibility.NONE:
+        for q_start, q_stop in tiles(pairs.seqlen_q, block_q):
+            tile = Tile(q_start, q_stop, k_start, k_stop)
+            if pairs.skips(tile):
                 continue
-            visible = masks.tile_mask(*tile)
             rows = slice(q_start, q_stop)
             m_old, l_old = m_all[..., rows], l_all[..., rows]
 
-            s = scores_of(q[..., rows, :], k[..., keys, :], scale, visible)
+            s, _, visible = pairs.scores(
+                q[..., rows, :], k[..., keys, :], tile
+            )
             m = np.fmax(m_old, row_max(s))
             p = exp_shifted(s, m)
-            product = masked_product(p, v[..., keys, :], visible)
+            kept = pairs.dropped(p, tile)
+            product = masked_product(kept, v[..., keys, :], visible)
             with np.errstate(over="ignore", invalid="ignore"):
                 l_kept = l_old * np.exp(m_old - shift_of(m))
                 l = l_kept + p.sum(axis=-1)  # noqa: E741
@@ -163,10 +173,10 @@ def split_keys(
     v: np.ndarray,
     *,
     scale: float | None = None,
-    causal: bool = False,
     block_q: int = 64,
     block_k: int = 64,
     num_splits: int = 4,
+    **options: Any,
 ) -> Result:
     """Cut the keys in runs of tiles, a state each, merged by a tree.
 
@@ -175,7 +185,7 @@ def split_keys(
 
     Parameters
     ----------
-    q, k, v, scale, causal, block_q, block_k
+    q, k, v, scale, block_q, block_k, **options
         As in `query_outer`.
     num_splits : int, optional
         Number of runs; runs without a tile of their own are empty states.
@@ -184,45 +194,47 @@ def split_keys(
     -------
     out, lse : ndarray
     """
-    q, k, v, scale, out, lse = _prepare(q, k, v, scale)
-    k_tiles = list(tiles(k.shape[-2], block_k))
+    q, k, v, out, lse, pairs = _prepare(q, k, v, scale, options)
+    k_tiles = list(tiles(pairs.seqlen_k, block_k))
     per_split = -(-len(k_tiles) // num_splits)
-    for q_start, q_stop in tiles(q.shape[-2], block_q):
-        states = []
+    for q_start, q_stop in tiles(pairs.seqlen_q, block_q):
+        rows = slice(q_start, q_stop)
+        shape = q[..., rows, 0].shape
+        nothing = TileState.empty(shape, v.shape[-1])
+        states = [pairs.start(shape, v.shape[-1])]  # the sink is one part
         for split in range(num_splits):
             run = k_tiles[split * per_split : (split + 1) * per_split]
-            states.append(
-                _stream(q, k, v, scale, causal, q_start, q_stop, run)
-            )
-        rows = slice(q_start, q_stop)
+            states.append(_stream(q, k, v, pairs, rows, run, nothing))
         out[..., rows, :], lse[..., rows] = merge_tree(states).finalize()
     return out, lse
 
 
-def _prepare(q, k, v, scale):
-    """Convert to float64, settle the scale, make empty results."""
+def _prepare(q, k, v, scale, options):
+    """Convert to float64, make empty results; say what is asked."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
-    return q, k, v, scale, out, lse
+    pairs = Tiles(q.shape[-2], k.shape[-2], scale, Options(**options))
+    return q, k, v, out, lse, pairs
 
 
-def _lengths(q, k):
-    """Return seqlen_q and seqlen_k."""
-    return q.shape[-2], k.shape[-2]
-
-
-def _stream(q, k, v, scale, causal, q_start, q_stop, k_tiles):
+def _stream(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    pairs: Tiles,
+    rows: slice,
+    k_tiles: Iterable[tuple[int, int]],
+    state: TileState,
+) -> TileState:
     """Return the state of a query tile after a run of key tiles."""
-    q_tile = q[..., q_start:q_stop, :]
-    state = TileState.empty(q_tile.shape[:-1], v.shape[-1])
     for k_start, k_stop in k_tiles:
-        tile = (q_start, q_stop, k_start, k_stop, *_lengths(q, k), causal)
-        if masks.tile_visibility(*tile) is Visibility.NONE:
+        tile = Tile(rows.start, rows.stop, k_start, k_stop)
+        if pairs.skips(tile):
             continue
-        visible = masks.tile_mask(*tile)
         keys = slice(k_start, k_stop)
-        s = scores_of(q_tile, k[..., keys, :], scale, visible)
-        state = state.update(s, v[..., keys, :], visible)
+        s, _, visible = pairs.scores(q[..., rows, :], k[..., keys, :], tile)
+        drop = functools.partial(pairs.dropped, tile=tile)
+        state = state.update(s, v[..., keys, :], visible, drop)
     return state

@@ -4,7 +4,11 @@ Every mask of the library is one question, "does query i see key j", asked
 of a pair, of a tile (nothing, everything or a part of it is seen) and of a
 sum (only seen pairs are added). The causal mask is aligned bottom right:
 query i sees key j iff ``j <= i + seqlen_k - seqlen_q``, so that the last
-query sees every key.
+query sees every key. A window ``(left, right)`` is aligned alike: query i
+sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``, where a
+bound of None is none ([M] Jiang et al. 2023, arXiv:2310.06825; [LF] Beltagy
+et al. 2020, arXiv:2004.05150). Queries and keys with segment ids see those
+of their own segment ([PK] Krell et al. 2021, arXiv:2107.02027).
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from collections.abc import Iterator
 from enum import Enum
 
 import numpy as np
+
+Window = tuple[int | None, int | None]
+UNBOUNDED: Window = (None, None)
 
 
 class Visibility(Enum):
@@ -37,8 +44,46 @@ def tiles(length: int, block: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + block, length)
 
 
+def key_interval(
+    query: np.ndarray | int,
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool = False,
+    window: Window = UNBOUNDED,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys [first, end) that a query sees.
+
+    Neither end decreases from one query to the next.
+
+    Parameters
+    ----------
+    query : ndarray of int, or int
+    seqlen_q, seqlen_k : int
+    causal : bool, optional
+        A right bound of 0, whatever the window's.
+    window : tuple of (int or None), optional
+        (left, right), both inclusive; None for no bound.
+
+    Returns
+    -------
+    first, end : ndarray of int
+        Like query.
+    """
+    left, right = window
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    middle = np.asarray(query) + (seqlen_k - seqlen_q)
+    first = 0 * middle if left is None else middle - left
+    end = 0 * middle + seqlen_k if right is None else middle + right + 1
+    return np.clip(first, 0, seqlen_k), np.clip(end, 0, seqlen_k)
+
+
 def visible(
-    seqlen_q: int, seqlen_k: int, *, causal: bool = False
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window = UNBOUNDED,
 ) -> np.ndarray:
     """Return the dense mask.
 
@@ -47,7 +92,8 @@ def visible(
     ndarray of bool, (seqlen_q, seqlen_k)
         True where query i sees key j.
     """
-    return visible_tile(0, seqlen_q, 0, seqlen_k, seqlen_q, seqlen_k, causal)
+    whole = (0, seqlen_q, 0, seqlen_k, seqlen_q, seqlen_k)
+    return visible_tile(*whole, causal, window)
 
 
 def visible_tile(
@@ -58,6 +104,7 @@ def visible_tile(
     seqlen_q: int,
     seqlen_k: int,
     causal: bool,
+    window: Window = UNBOUNDED,
 ) -> np.ndarray:
     """Return one tile of the dense mask.
 
@@ -67,9 +114,8 @@ def visible_tile(
     """
     query = np.arange(q_start, q_stop)[:, None]
     key = np.arange(k_start, k_stop)[None, :]
-    if causal:
-        return key <= query + (seqlen_k - seqlen_q)
-    return np.ones((query.size, key.size), dtype=bool)
+    first, end = key_interval(query, seqlen_q, seqlen_k, causal, window)
+    return (first <= key) & (key < end)
 
 
 def tile_visibility(
@@ -80,20 +126,22 @@ def tile_visibility(
     seqlen_q: int,
     seqlen_k: int,
     causal: bool,
+    window: Window = UNBOUNDED,
 ) -> Visibility:
     """Answer for a tile, without its mask, what is visible in it.
 
-    Under the causal mask the last query sees most and the first query
-    least, so two comparisons decide.
+    What its queries see together lies between the first one's first key and
+    the last one's last, without a gap; what each of them sees lies between
+    the last one's first key and the first one's last.
     """
     if q_start >= q_stop or k_start >= k_stop:
         return Visibility.NONE
-    if not causal:
-        return Visibility.ALL
-    shift = seqlen_k - seqlen_q
-    if k_start > q_stop - 1 + shift:
+    bounds = (seqlen_q, seqlen_k, causal, window)
+    some_from, all_to = key_interval(q_start, *bounds)
+    all_from, some_to = key_interval(q_stop - 1, *bounds)
+    if k_start >= some_to or k_stop <= some_from:
         return Visibility.NONE
-    if k_stop - 1 <= q_start + shift:
+    if k_start >= all_from and k_stop <= all_to:
         return Visibility.ALL
     return Visibility.PART
 
@@ -106,12 +154,33 @@ def tile_mask(
     seqlen_q: int,
     seqlen_k: int,
     causal: bool,
+    window: Window = UNBOUNDED,
 ) -> np.ndarray | None:
     """Return the mask of a tile, or None where the tile needs no mask."""
-    tile = (q_start, q_stop, k_start, k_stop, seqlen_q, seqlen_k, causal)
-    if tile_visibility(*tile) is Visibility.ALL:
+    tile = (q_start, q_stop, k_start, k_stop, seqlen_q, seqlen_k)
+    if tile_visibility(*tile, causal, window) is Visibility.ALL:
         return None
-    return visible_tile(*tile)
+    return visible_tile(*tile, causal, window)
+
+
+def same_segment(ids_q: np.ndarray, ids_k: np.ndarray) -> np.ndarray:
+    """Say which pairs are of one segment.
+
+    Parameters
+    ----------
+    ids_q : ndarray of int, (..., rows)
+    ids_k : ndarray of int, (..., keys)
+
+    Returns
+    -------
+    ndarray of bool, (..., rows, keys)
+    """
+    return ids_q[..., :, None] == ids_k[..., None, :]
+
+
+def masked(array: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
+    """Return the array, with 0 where a pair is not visible."""
+    return array if visible is None else np.where(visible, array, 0.0)
 
 
 def masked_product(
@@ -137,8 +206,7 @@ def masked_product(
     -------
     ndarray, (..., rows, columns)
     """
-    if visible is not None:
-        weights = np.where(visible, weights, 0.0)
+    weights = masked(weights, visible)
     plain_weights, plain_values = np.isfinite(weights), np.isfinite(values)
     with np.errstate(over="ignore", invalid="ignore"):
         if plain_weights.all() and plain_values.all():

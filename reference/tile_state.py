@@ -14,7 +14,7 @@ element is a tile of size 1. Sources: [000], "Element is tile"; [001],
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,6 +100,7 @@ class TileState:
         scores: np.ndarray,
         values: np.ndarray,
         visible: np.ndarray | None = None,
+        drop: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> TileState:
         r"""Return the state after one more tile of keys.
 
@@ -116,10 +117,13 @@ class TileState:
         ----------
         scores, values, visible
             As in `of_tile`.
+        drop : function, optional
+            From P to what takes part in P V; l has all of P.
         """
         m = np.fmax(self.m, row_max(scores))
         p = exp_shifted(scores, m)
-        product = masked_product(p, values, visible)
+        kept = p if drop is None else drop(p)
+        product = masked_product(kept, values, visible)
         with np.errstate(over="ignore", invalid="ignore"):
             correction = np.exp(self.m - shift_of(m))
             return TileState(

@@ -1,8 +1,10 @@
 """What Hypothesis draws for the tests of the reference."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from helpers.reference_cases import ReferenceCase
+from helpers.reference_cases import OPTION_ARRAYS, ReferenceCase
 
 
 @st.composite
@@ -23,13 +25,35 @@ def reference_cases(draw, smallest=0):
     )
 
 
+def windows(longest=15):
+    """Draw (left, right), either of them None for no bound."""
+    bound = st.none() | st.integers(0, longest)
+    return st.tuples(bound, bound)
+
+
+@st.composite
+def optional_cases(draw):
+    """Draw a call with any options together."""
+    names = draw(st.sets(st.sampled_from([*OPTION_ARRAYS])))
+    if "segment_ids_q" in names or "segment_ids_k" in names:
+        names |= {"segment_ids_q", "segment_ids_k"}
+    return replace(
+        draw(reference_cases()),
+        window=draw(windows()),
+        softcap=draw(st.sampled_from([None, 0.5, 20.0])),
+        arrays_of=tuple(sorted(names)),
+        dropout=draw(st.sampled_from([0.0, 0.25, 0.9])),
+    )
+
+
 @st.composite
 def tile_questions(draw):
-    """Draw (q_start, q_stop, k_start, k_stop, seqlen_q, seqlen_k, causal)."""
+    """Draw the arguments of `masks.tile_visibility`, in order."""
     seqlen_q, seqlen_k = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     queries = sorted(draw(st.integers(0, seqlen_q)) for _ in range(2))
     keys = sorted(draw(st.integers(0, seqlen_k)) for _ in range(2))
-    return (*queries, *keys, seqlen_q, seqlen_k, draw(st.booleans()))
+    bounds = draw(st.booleans()), draw(windows())
+    return (*queries, *keys, seqlen_q, seqlen_k, *bounds)
 
 
 @st.composite

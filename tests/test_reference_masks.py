@@ -28,6 +28,24 @@ def test_without_a_mask_all_is_visible():
     assert masks.visible(3, 2).shape == (3, 2)
 
 
+def test_window_is_aligned_bottom_right():
+    expected = [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
+    mask = masks.visible(3, 5, window=(1, 1))
+    np.testing.assert_array_equal(mask, np.array(expected, bool))
+
+
+def test_causal_is_a_window_that_ends_at_the_query():
+    causal = masks.visible(5, 7, causal=True, window=(2, 9))
+    np.testing.assert_array_equal(causal, masks.visible(5, 7, window=(2, 0)))
+    assert causal.sum(axis=1).tolist() == [3] * 5
+
+
+def test_pairs_of_one_segment():
+    seen = masks.same_segment(np.array([0, 0, 7]), np.array([7, 0]))
+    expected = [[0, 1], [0, 1], [1, 0]]
+    np.testing.assert_array_equal(seen, np.array(expected, bool))
+
+
 @pytest.mark.parametrize("seqlen_q", range(5))
 @pytest.mark.parametrize("seqlen_k", range(5))
 def test_tile_answer_for_every_small_tile(seqlen_q, seqlen_k):
@@ -44,8 +62,8 @@ def test_tile_answer_for_every_small_tile(seqlen_q, seqlen_k):
 
 @given(tile_questions())
 def test_tile_answer_agrees_with_the_dense_mask(question):
-    q_start, q_stop, k_start, k_stop, seqlen_q, seqlen_k, causal = question
-    dense = masks.visible(seqlen_q, seqlen_k, causal=causal)
+    q_start, q_stop, k_start, k_stop, *seqlens, causal, window = question
+    dense = masks.visible(*seqlens, causal=causal, window=window)
     tile = dense[q_start:q_stop, k_start:k_stop]
     answer = masks.tile_visibility(*question)
     assert (answer is Visibility.NONE) == (not tile.any())
@@ -54,8 +72,8 @@ def test_tile_answer_agrees_with_the_dense_mask(question):
 
 @given(tile_questions())
 def test_tile_of_the_mask_is_cut_from_the_dense_mask(question):
-    q_start, q_stop, k_start, k_stop, seqlen_q, seqlen_k, causal = question
-    dense = masks.visible(seqlen_q, seqlen_k, causal=causal)
+    q_start, q_stop, k_start, k_stop, *seqlens, causal, window = question
+    dense = masks.visible(*seqlens, causal=causal, window=window)
     tile = masks.visible_tile(*question)
     np.testing.assert_array_equal(tile, dense[q_start:q_stop, k_start:k_stop])
 

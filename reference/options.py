@@ -1,0 +1,185 @@
+"""Everything that a call may ask for besides scale, applied to a tile.
+
+`Options` holds what was asked, in the leading axes of q; `Tiles` answers for
+any tile of the pairs: what is visible, the scores, what dropout keeps. Every
+function of `attention`, `forward` and `backward` takes the fields of
+`Options` as keyword arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from . import masks, scores
+from .dropout import Dropout
+from .masks import Visibility, Window
+from .scores import quiet
+from .tile_state import TileState
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a call asks for. Arrays broadcast to the leading axes of q.
+
+    Attributes
+    ----------
+    causal : bool
+    window : tuple of (int or None)
+        (left, right); see `masks`.
+    softcap : float or None
+        See `scores`, as for alibi_slopes, bias and sink.
+    alibi_slopes : ndarray, (...), or None
+    bias : ndarray, (..., seqlen_q, seqlen_k), or None
+        Or broadcastable to that.
+    mask : ndarray of bool, (..., seqlen_q, seqlen_k), or None
+        True keeps a pair. Or broadcastable to that.
+    sink : ndarray, (...), or None
+    segment_ids_q, segment_ids_k : ndarray of int, (..., seqlen), or None
+        Both or none.
+    dropout : Dropout or None
+    """
+
+    causal: bool = False
+    window: Window = masks.UNBOUNDED
+    softcap: float | None = None
+    alibi_slopes: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    mask: np.ndarray | None = None
+    sink: np.ndarray | None = None
+    segment_ids_q: np.ndarray | None = None
+    segment_ids_k: np.ndarray | None = None
+    dropout: Dropout | None = None
+
+
+class Tile(NamedTuple):
+    """Queries [q_start, q_stop) and keys [k_start, k_stop)."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+    @property
+    def queries(self) -> slice:
+        """Its queries, of an axis of queries."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> slice:
+        """Its keys, of an axis of keys."""
+        return slice(self.k_start, self.k_stop)
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """Its part of an array broadcastable to (..., queries, keys)."""
+        array = np.asarray(array)
+        array = array.reshape((1,) * (2 - array.ndim) + array.shape)
+        rows = self.queries if array.shape[-2] > 1 else slice(None)
+        keys = self.keys if array.shape[-1] > 1 else slice(None)
+        return array[..., rows, keys]
+
+
+class Scores(NamedTuple):
+    """Scores of a tile, and their derivative after scale * QK^T.
+
+    s : (..., rows, keys), -inf where not visible.
+    slope : broadcastable to it; 1.0 without a softcap.
+    visible : ndarray of bool, broadcastable to it, or None: all is visible.
+    """
+
+    s: np.ndarray
+    slope: np.ndarray | float
+    visible: np.ndarray | None
+
+
+class Tiles:
+    """The tiles of one call's pairs."""
+
+    def __init__(
+        self, seqlen_q: int, seqlen_k: int, scale: float, options: Options
+    ) -> None:
+        self.seqlen_q, self.seqlen_k = seqlen_q, seqlen_k
+        self.scale, self.options = scale, options
+
+    def whole(self) -> Tile:
+        """All pairs as one tile."""
+        return Tile(0, self.seqlen_q, 0, self.seqlen_k)
+
+    def visible(self, tile: Tile) -> np.ndarray | None:
+        """Return the tile's mask, (..., rows, keys); None for all of it."""
+        o = self.options
+        bounds = (self.seqlen_q, self.seqlen_k, o.causal, o.window)
+        parts = [masks.tile_mask(*tile, *bounds)]
+        if o.segment_ids_q is not None:
+            ids_q = np.asarray(o.segment_ids_q)[..., tile.queries]
+            ids_k = np.asarray(o.segment_ids_k)[..., tile.keys]
+            parts.append(masks.same_segment(ids_q, ids_k))
+        if o.mask is not None:
+            parts.append(tile.of(o.mask))
+        parts = [part for part in parts if part is not None]
+        if not parts:
+            return None
+        together = functools.reduce(np.logical_and, parts)
+        shape = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start)
+        return np.broadcast_to(together, (*together.shape[:-2], *shape))
+
+    def skips(self, tile: Tile) -> bool:
+        """Whether nothing of a tile is visible, in any leading index."""
+        o = self.options
+        bounds = (self.seqlen_q, self.seqlen_k, o.causal, o.window)
+        if masks.tile_visibility(*tile, *bounds) is Visibility.NONE:
+            return True
+        visible = self.visible(tile)
+        return visible is not None and not visible.any()
+
+    @quiet
+    def scores(self, q: np.ndarray, k: np.ndarray, tile: Tile) -> Scores:
+        """Return the scores of a tile's rows of q and k.
+
+        Parameters
+        ----------
+        q : ndarray, (..., rows, head_dim)
+        k : ndarray, (..., keys, head_dim)
+        tile : Tile
+            Which rows they are.
+        """
+        o, slope = self.options, 1.0
+        visible = self.visible(tile)
+        s = scores.scores_of(q, k, self.scale)
+        if o.softcap is not None:
+            s = scores.softcap(s, o.softcap)
+            slope = scores.softcap_slope(s, o.softcap)
+        if o.alibi_slopes is not None:
+            query, key = self._tokens(tile)
+            shift = self.seqlen_k - self.seqlen_q
+            s = s + scores.alibi(o.alibi_slopes, query, key, shift)
+        if o.bias is not None:
+            s = s + tile.of(o.bias)
+        if visible is not None:
+            s = np.where(visible, s, -np.inf)
+        return Scores(s, slope, visible)
+
+    @quiet
+    def dropped(self, weights: np.ndarray, tile: Tile) -> np.ndarray:
+        """Return weights * Z; see `dropout`."""
+        if self.options.dropout is None:
+            return weights
+        return weights * self.options.dropout.factors(*self._tokens(tile))
+
+    def start(self, rows: tuple[int, ...], head_dim_v: int) -> TileState:
+        """Return the state of rows before any key: that of the sink."""
+        if self.options.sink is None:
+            return TileState.empty(rows, head_dim_v)
+        sink = np.asarray(self.options.sink, np.float64)[..., None]
+        sink = np.broadcast_to(sink, rows)
+        return TileState.of_result(np.zeros((*rows, head_dim_v)), sink)
+
+    @staticmethod
+    def _tokens(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+        return (
+            np.arange(tile.q_start, tile.q_stop),
+            np.arange(tile.k_start, tile.k_stop),
+        )

@@ -1,0 +1,149 @@
+r"""Sequences of several lengths, end to end in one array.
+
+``cu_seqlens`` are the offsets of a packed axis: sequence b has the tokens
+[cu_seqlens[b], cu_seqlens[b + 1]). Each attends to itself alone, as if it
+were called for by itself; tokens past the last offset belong to no sequence
+([PK] Krell et al. 2021, arXiv:2107.02027, where packing is masked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .attention import attention, attention_vjp
+
+
+class Span(NamedTuple):
+    """One sequence: its number, its queries and its keys."""
+
+    number: int
+    queries: slice
+    keys: slice
+
+
+def first_bad(
+    cu_seqlens: np.ndarray, total: int, longest: int | None = None
+) -> int | None:
+    """Return the first entry that is no offset, None if all are.
+
+    Offsets start at 0, do not decrease and do not pass `total`; no sequence
+    is longer than `longest`.
+    """
+    offsets = np.asarray(cu_seqlens, np.int64)
+    before = np.concatenate([[0], offsets[:-1]])
+    bad = (offsets < before) | (offsets > total)
+    if longest is not None:
+        bad |= offsets - before > longest
+    bad[:1] |= offsets[:1] != 0
+    return int(bad.argmax()) if bad.any() else None
+
+
+def spans(
+    cu_seqlens_q: np.ndarray,
+    cu_seqlens_k: np.ndarray,
+    total_q: int,
+    total_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Iterator[Span]:
+    """Yield each sequence; none if an entry of either is bad.
+
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_k : ndarray of int, (batch + 1,)
+    total_q, total_k : int
+        Tokens of the packed axes.
+    max_seqlen_q, max_seqlen_k : int, optional
+        See `first_bad`.
+    """
+    bad_q = first_bad(cu_seqlens_q, total_q, max_seqlen_q)
+    bad_k = first_bad(cu_seqlens_k, total_k, max_seqlen_k)
+    if bad_q is not None or bad_k is not None:
+        return
+    q, k = (np.asarray(x).tolist() for x in (cu_seqlens_q, cu_seqlens_k))
+    for b in range(len(q) - 1):
+        yield Span(b, slice(q[b], q[b + 1]), slice(k[b], k[b + 1]))
+
+
+def packed_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    cu_seqlens_k: np.ndarray,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute attention of each sequence; see `attention.attention`.
+
+    Parameters
+    ----------
+    q : array_like, (..., total_q, head_dim)
+    k, v : array_like, (..., total_k, head_dim) and (..., head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : ndarray of int, (batch + 1,)
+    **options
+        As there, and the same for all sequences.
+
+    Returns
+    -------
+    out, lse : ndarray
+        0 and -inf for tokens of no sequence.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    lse = np.full(q.shape[:-1], -np.inf)
+    totals = q.shape[-2], k.shape[-2]
+    for b, rows, keys in spans(cu_seqlens_q, cu_seqlens_k, *totals):
+        out[..., rows, :], lse[..., rows] = attention(
+            q[..., rows, :],
+            k[..., keys, :],
+            v[..., keys, :],
+            **_of_sequence(options, b),
+        )
+    return out, lse
+
+
+def packed_attention_vjp(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    cu_seqlens_k: np.ndarray,
+    **options: Any,
+) -> tuple[np.ndarray, ...]:
+    """Pull a gradient back; see `attention.attention_vjp`.
+
+    Returns
+    -------
+    dq, dk, dv : ndarray
+        0 for tokens of no sequence; then dsink if there is a sink, which
+        all sequences add to.
+    """
+    dout, q, k, v = (np.asarray(x, np.float64) for x in (dout, q, k, v))
+    gradients = [np.zeros(x.shape) for x in (q, k, v)]
+    if options.get("sink") is not None:
+        gradients.append(np.zeros(np.shape(options["sink"])))
+    totals = q.shape[-2], k.shape[-2]
+    for b, rows, keys in spans(cu_seqlens_q, cu_seqlens_k, *totals):
+        parts = attention_vjp(
+            dout[..., rows, :],
+            *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
+            **_of_sequence(options, b),
+        )
+        places = [(..., rows, slice(None))] + [(..., keys, slice(None))] * 2
+        for x, part, place in zip(
+            gradients, parts, [*places, ...], strict=False
+        ):
+            x[place] += part
+    return tuple(gradients)
+
+
+def _of_sequence(options: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return options in which dropout takes the sequence for its batch."""
+    dropout = options.get("dropout")
+    if dropout is None:
+        return options
+    return {**options, "dropout": dropout._replace(batch=number)}

@@ -1,0 +1,185 @@
+r"""What happens to a score between scale * QK^T and the mask.
+
+.. math::
+    s \to cap \cdot \tanh(s / cap),\quad
+    s \to s - slope_h |i + seqlen_k - seqlen_q - j|,\quad
+    s \to s + bias_{ij}
+
+in this order. The first is softcapping ([G2] Gemma Team 2024,
+arXiv:2408.00118, section 2), the second ALiBi ([AL] Press et al. 2021,
+arXiv:2108.12409, section 3). A sink is one more logit of a row, with no
+value ([SK] Xiao et al. 2023, arXiv:2309.17453; as a learned logit, OpenAI
+2025, arXiv:2508.10925, section 2.2). Each has its gradient beside it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+
+
+@quiet
+def rows_with_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return A B^T: every row of a times every row of b.
+
+    Parameters
+    ----------
+    a : ndarray, (..., rows, columns)
+    b : ndarray, (..., keys, columns)
+
+    Returns
+    -------
+    ndarray, (..., rows, keys)
+    """
+    return a @ np.swapaxes(b, -1, -2)
+
+
+@quiet
+def scores_of(
+    q: np.ndarray,
+    k: np.ndarray,
+    scale: float,
+    visible: np.ndarray | None = None,
+) -> np.ndarray:
+    r"""Return :math:`S = scale \cdot Q K^T`, -inf where not visible.
+
+    [003], eq. 7. The product comes first and is scaled after. Forward and
+    backward both call this function: where scores are so large that their
+    last bit counts in exp(S - lse) (|S| beyond 1e13 or so), both must round
+    it alike, and BLAS rounds alike only for tiles of the same shape.
+
+    Parameters
+    ----------
+    q : ndarray, (..., rows, head_dim)
+    k : ndarray, (..., keys, head_dim)
+    scale : float
+    visible : ndarray of bool, broadcastable to (..., rows, keys), optional
+
+    Returns
+    -------
+    ndarray, (..., rows, keys)
+    """
+    s = rows_with_rows(q, k) * scale
+    return s if visible is None else np.where(visible, s, -np.inf)
+
+
+@quiet
+def softcap(s: np.ndarray, cap: float) -> np.ndarray:
+    r"""Return :math:`cap \tanh(s / cap)`, between -cap and cap.
+
+    Parameters
+    ----------
+    s : ndarray
+        Scaled scores.
+    cap : float
+        Above 0.
+    """
+    return cap * np.tanh(s / cap)
+
+
+@quiet
+def softcap_slope(capped: np.ndarray, cap: float) -> np.ndarray:
+    r"""Return the derivative, :math:`1 - \tanh^2(s / cap)`.
+
+    Parameters
+    ----------
+    capped : ndarray
+        What `softcap` returned.
+    cap : float
+    """
+    return 1.0 - (capped / cap) ** 2
+
+
+@quiet
+def alibi(
+    slopes: np.ndarray, query: np.ndarray, key: np.ndarray, shift: int
+) -> np.ndarray:
+    r"""Return :math:`-slope |i + shift - j|`.
+
+    Parameters
+    ----------
+    slopes : ndarray, (...)
+        One a head.
+    query, key : ndarray of int, (rows,) and (keys,)
+        Which tokens they are.
+    shift : int
+        seqlen_k - seqlen_q: the last query stands at the last key.
+
+    Returns
+    -------
+    ndarray, (..., rows, keys)
+    """
+    distance = abs(query[:, None] + shift - key[None, :])
+    return -np.asarray(slopes)[..., None, None] * distance
+
+
+@quiet
+def reduce_to_shape(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum over the axes along which an array of `shape` was broadcast.
+
+    The gradient of broadcasting.
+
+    Parameters
+    ----------
+    array : ndarray
+    shape : tuple of int
+        Broadcastable to array's.
+
+    Returns
+    -------
+    ndarray
+        Of that shape.
+    """
+    extra = array.ndim - len(shape)
+    stretched = [
+        extra + axis
+        for axis, size in enumerate(shape)
+        if size == 1 and array.shape[extra + axis] != 1
+    ]
+    summed = array.sum(axis=(*range(extra), *stretched))
+    return summed.reshape(shape)
+
+
+def with_sink(s: np.ndarray, sink: np.ndarray | None) -> np.ndarray:
+    """Return scores with the sink as one more column, the last.
+
+    Parameters
+    ----------
+    s : ndarray, (..., rows, keys)
+    sink : ndarray, broadcastable to (...), or None
+
+    Returns
+    -------
+    ndarray, (..., rows, keys + 1); or keys, without a sink
+    """
+    if sink is None:
+        return s
+    column = np.asarray(sink, np.float64)[..., None, None]
+    column = np.broadcast_to(column, (*s.shape[:-1], 1))
+    return np.concatenate([s, column], axis=-1)
+
+
+@quiet
+def sink_gradient(
+    sink: np.ndarray, lse: np.ndarray, delta: np.ndarray
+) -> np.ndarray:
+    r"""Return :math:`-\sum_i e^{sink - lse_i} D_i`.
+
+    The sink's weight in row i is exp(sink - lse_i) and its value 0, so that
+    dS = P (dP - D) has dP = 0 there. A sink of -inf has no weight.
+
+    Parameters
+    ----------
+    sink : ndarray, broadcastable to (...)
+    lse, delta : ndarray, (..., seqlen_q)
+
+    Returns
+    -------
+    ndarray, like sink
+    """
+    sink = np.asarray(sink, np.float64)
+    p = np.exp(np.where(sink == -np.inf, np.nan, sink)[..., None] - lse)
+    p = np.where((sink == -np.inf)[..., None], 0.0, p)
+    rows = -(p * delta).sum(axis=-1)
+    return reduce_to_shape(rows, sink.shape)

@@ -1,0 +1,105 @@
+"""Sequences end to end, against each by itself and against segment ids."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash.reference.attention import attention, attention_vjp
+from cuflash.reference.dropout import Dropout
+from cuflash.reference.packed import (
+    first_bad,
+    packed_attention,
+    packed_attention_vjp,
+    spans,
+)
+from helpers.reference_cases import ReferenceCase, assert_close, bounds
+
+lengths = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5
+)
+
+
+def packed_case(lengths, unused):
+    """A case with room for `unused` tokens more, and its offsets."""
+    offsets = np.cumsum([(0, 0), *lengths], axis=0).T
+    total_q, total_k = (int(x[-1]) + unused for x in offsets)
+    return ReferenceCase((2,), total_q, total_k), offsets
+
+
+@given(lengths, st.integers(0, 2), st.booleans())
+def test_sequences_are_what_they_are_alone(lengths, unused, causal):
+    case, offsets = packed_case(lengths, unused)
+    q, k, v, dout = case.arrays()
+    options = {"causal": causal, "sink": np.array([0.5, -1.0])}
+    out, lse = packed_attention(q, k, v, *offsets, **options)
+    dq, dk, dv, _ = packed_attention_vjp(dout, q, k, v, *offsets, **options)
+    for _, i, j in spans(*offsets, case.seqlen_q, case.seqlen_k):
+        one = q[:, i], k[:, j], v[:, j]
+        alone = attention(*one, **options)
+        np.testing.assert_array_equal(out[:, i], alone[0])
+        np.testing.assert_array_equal(lse[:, i], alone[1])
+        grads = attention_vjp(dout[:, i], *one, **options)
+        np.testing.assert_array_equal(dq[:, i], grads[0])
+        np.testing.assert_array_equal(dk[:, j], grads[1])
+        np.testing.assert_array_equal(dv[:, j], grads[2])
+
+
+@given(lengths)
+def test_packing_is_a_mask_by_segment_ids(lengths):
+    case, offsets = packed_case(lengths, 0)
+    q, k, v, dout = case.arrays()
+    of_q, of_k = (np.repeat(np.arange(len(lengths)), n) for n in
+                  np.transpose(lengths))  # fmt: skip
+    ids = {"segment_ids_q": of_q, "segment_ids_k": of_k}
+    bound = bounds(case, q, k, v, dout)
+    out, lse = packed_attention(q, k, v, *offsets)
+    expected = attention(q, k, v, **ids)
+    assert_close(out, expected[0], bound.out)
+    assert_close(lse, expected[1], bound.lse)
+    grads = packed_attention_vjp(dout, q, k, v, *offsets)
+    expected = attention_vjp(dout, q, k, v, **ids)
+    for a, b, limit in zip(
+        grads, expected, (bound.dq, bound.dk, bound.dv), strict=True
+    ):
+        assert_close(a, b, limit)
+
+
+def test_tokens_of_no_sequence_have_no_result():
+    case, offsets = packed_case([(2, 3)], 1)
+    q, k, v, dout = case.arrays()
+    q[:, 2], k[:, 3] = np.nan, np.nan
+    out, lse = packed_attention(q, k, v, *offsets)
+    assert not out[:, 2].any() and (lse[:, 2] == -np.inf).all()
+    grads = packed_attention_vjp(dout, q, k, v, *offsets)
+    for gradient, token in zip(grads, (2, 3, 3), strict=True):
+        assert not gradient[:, token].any() and np.isfinite(gradient).all()
+
+
+def test_dropout_takes_a_sequence_for_a_batch():
+    case, offsets = packed_case([(3, 3), (3, 3)], 0)
+    q, k, v, _ = case.arrays()
+    q[:, 3:], k[:, 3:], v[:, 3:] = q[:, :3], k[:, :3], v[:, :3]
+    dropout = Dropout(0.5, seed=1, head=np.arange(2))
+    out, _ = packed_attention(q, k, v, *offsets, dropout=dropout)
+    second = attention(q[:, 3:], k[:, 3:], v[:, 3:],
+                       dropout=dropout._replace(batch=1))[0]  # fmt: skip
+    np.testing.assert_array_equal(out[:, 3:], second)
+    assert (out[:, :3] != second).any()
+
+
+@pytest.mark.parametrize(
+    "offsets, bad",
+    [
+        ([0, 2, 5], None),
+        ([0, 0, 0], None),
+        ([1, 2, 5], 0),
+        ([0, 3, 2], 2),
+        ([0, 6, 6], 1),
+        ([-1, 2, 5], 0),
+        ([0, -1, 5], 1),
+    ],
+)
+def test_first_bad_offset(offsets, bad):
+    assert first_bad(np.array(offsets, np.int32), 5) == bad
+    assert [*spans(offsets, [0, 1, 1], 5, 1)] == [] or bad is None
