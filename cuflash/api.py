@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,20 @@ def forward(
     precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sink: Any = None,
+    segment_ids_q: Any = None,
+    segment_ids_k: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T) V, without the score matrix.
 
@@ -61,6 +76,41 @@ def forward(
     out : array, optional
         Receives the result. Shape and dtype as below, on the device of the
         inputs, sharing no memory with them.
+    window : (left, right), optional
+        Query i sees only the keys from ``i + seqlen_k - seqlen_q - left`` to
+        ``i + seqlen_k - seqlen_q + right``, both included; None for no
+        bound. With `causal` too, both hold.
+    softcap : float, optional
+        Scaled scores s become ``softcap * tanh(s / softcap)``.
+    alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
+        float32. ``slope * abs(i + seqlen_k - seqlen_q - j)`` is taken from
+        the score of query i and key j.
+    bias : array, optional
+        Added to scores, after softcap and slopes. In the dtype of `q` or of
+        `lse`, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
+    mask : array of bool, optional
+        Only pairs that are True are seen. Broadcastable alike.
+    sink : array, (num_heads_q,), optional
+        A logit, in the dtype of `lse`, that takes part in each row's
+        softmax like a key, and has no value.
+    segment_ids_q, segment_ids_k : array, optional
+        int32, (batch, seqlen_q) and (batch, seqlen_k), or without batch.
+        Only pairs of equal ids are seen.
+    dropout : float, optional
+        The probability with which a weight is set to 0; the others are
+        divided by ``1 - dropout``. `lse` is without dropout.
+    seed : int, optional
+        Below 2**64; needed with `dropout`. Which weights are kept follows
+        from it, the batch, the head, i and j alone.
+    cu_seqlens_q, cu_seqlens_k : array, (sequences + 1,), optional
+        int32. The sequences stand end to end in `q` (total_q, num_heads_q,
+        head_dim), `k` and `v`; these are the offsets of their first tokens,
+        then the end of the last. They are not read on the host: if one is
+        less than the one before, or beyond the end, or the first is not 0,
+        the result is 0 and lse -inf, and with the environment variable
+        ``CUFLASH_CHECK=1``, for which the call waits, a ValueRangeError.
+    max_seqlen_q, max_seqlen_k : int, optional
+        No sequence is longer.
 
     Returns
     -------
@@ -125,9 +175,36 @@ def forward(
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
+    # All that are not there: this is asked in every call.
+    nothing_else = (
+        window is softcap is alibi_slopes is bias is mask is sink
+        is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
+        is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
+        and type(dropout) is float and not dropout
+    )  # fmt: skip
+    asked = {}
+    if not nothing_else:
+        options = {
+            "window": window,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "bias": bias,
+            "mask": mask,
+            "sink": sink,
+            "segment_ids_q": segment_ids_q,
+            "segment_ids_k": segment_ids_k,
+            "dropout": _unless(0.0, dropout),
+            "seed": seed,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+        }
+        asked, given = _asked(options, given)
     backend, arrays = _open(given, written=out)
     call = validate.forward(
         **arrays,
+        **asked,
         scale=scale,
         causal=causal,
         block_q=block_q,
@@ -135,6 +212,7 @@ def forward(
         precision=precision,
         return_lse=return_lse,
     )
+    _check_offsets(call)
     result, lse = backend.forward(call)
     result = _strip(result, call.rank) if out is None else out
     return (result, _strip_lse(lse, call.rank)) if return_lse else result
@@ -154,8 +232,24 @@ def backward(
     block_k: int | None = None,
     deterministic: bool = False,
     precision: str | None = None,
-) -> tuple[Any, Any, Any]:
-    """The gradients of `forward` with respect to `q`, `k` and `v`.
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sink: Any = None,
+    segment_ids_q: Any = None,
+    segment_ids_k: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+) -> tuple[Any, ...]:
+    r"""The gradients of `forward` with respect to `q`, `k` and `v`.
 
     Parameters
     ----------
@@ -165,7 +259,9 @@ def backward(
         As given to `forward`.
     out, lse : array
         As `forward` returned them, with ``return_lse=True``.
-    scale, causal
+    scale, causal, window, softcap, alibi_slopes, bias, mask, sink, \
+    segment_ids_q, segment_ids_k, dropout, seed, cu_seqlens_q, \
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As given to `forward`.
     block_q, block_k : int, optional
         Queries and keys of a tile, in tokens; tuned by default.
@@ -174,6 +270,8 @@ def backward(
         reproducible. `dk` and `dv` always are.
     precision : {None, "tf32x3"}, optional
         As of `forward`; preferably as given to it.
+    return_dbias, return_dsink : bool, optional
+        Whether to return the gradients of `bias` and `sink` too.
 
     Returns
     -------
@@ -181,6 +279,11 @@ def backward(
         Of the shapes and the dtype of `q`, `k` and `v`; CuPy for arrays on
         a CUDA device, NumPy for NumPy. `dk` and `dv` are summed over the
         query heads that share a key head.
+    dbias : array
+        Only with `return_dbias`, after `dv`. Of the shape and dtype of
+        `bias`: summed over the axes along which that was broadcast.
+    dsink : array
+        Only with `return_dsink`, last. Of the shape and dtype of `sink`.
 
     Raises
     ------
@@ -213,11 +316,40 @@ def backward(
     >>> dq.shape, dk.shape, dv.shape
     ((16, 8), (16, 8), (16, 8))
     """
-    backend, arrays = _open(
-        {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    )
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    # All that are not there: this is asked in every call.
+    nothing_else = (
+        window is softcap is alibi_slopes is bias is mask is sink
+        is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
+        is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
+        and type(dropout) is float and not dropout
+        and return_dbias is return_dsink is False
+    )  # fmt: skip
+    asked = {}
+    if not nothing_else:
+        options = {
+            "window": window,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "bias": bias,
+            "mask": mask,
+            "sink": sink,
+            "segment_ids_q": segment_ids_q,
+            "segment_ids_k": segment_ids_k,
+            "dropout": _unless(0.0, dropout),
+            "seed": seed,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            "return_dbias": _unless(False, return_dbias),
+            "return_dsink": _unless(False, return_dsink),
+        }
+        asked, given = _asked(options, given)
+    backend, arrays = _open(given)
     call = validate.backward(
         **arrays,
+        **asked,
         scale=scale,
         causal=causal,
         block_q=block_q,
@@ -225,8 +357,10 @@ def backward(
         deterministic=deterministic,
         precision=precision,
     )
-    dq, dk, dv = backend.backward(call)
-    return _strip(dq, call.rank), _strip(dk, call.rank), _strip(dv, call.rank)
+    _check_offsets(call)
+    dq, dk, dv, *others = backend.backward(call)
+    rank = call.rank
+    return (_strip(dq, rank), _strip(dk, rank), _strip(dv, rank), *others)
 
 
 def merge_states(
@@ -286,6 +420,29 @@ def merge_states(
     call = validate.merge_states(**arrays)
     out, lse = backend.merge_states(call)
     return _strip(out, call.rank), _strip_lse(lse, call.rank)
+
+
+def _unless(default: Any, value: Any) -> Any:
+    """None for a default, which asks for nothing."""
+    same = type(value) is type(default) and value == default
+    return None if same else value
+
+
+def _asked(
+    options: dict[str, Any], given: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The numbers among the options; the arrays, with those of the call."""
+    asked = {name: x for name, x in options.items() if x is not None}
+    if asked:
+        arrays = {x: asked.pop(x) for x in validate.ARRAYS if x in asked}
+        given = {**given, **arrays}
+    return asked, given
+
+
+def _check_offsets(call: Any) -> None:
+    """Look at the offsets of packed sequences, if that is asked for."""
+    if call.options and os.environ.get("CUFLASH_CHECK") == "1":
+        validate.offsets(call)
 
 
 def _open(

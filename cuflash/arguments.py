@@ -113,6 +113,32 @@ BackwardWgmmaArguments = padded(
     *_fields("q_map dout_map k_map v_map dk_map dv_map", TensorMap),
     ("arrays", BackwardArguments),
 )
+HeadStrides = _struct(*_fields("batch head", np.int64))
+TokenStrides = _struct(*_fields("batch token", np.int64))
+PairStrides = _struct(*_fields("batch head query key", np.int64))
+OptionNumbers = _struct(
+    *[(f"{name}_stride", PairStrides) for name in ("bias", "mask", "dbias")],
+    ("alibi_stride", HeadStrides),
+    *[(f"ids_{name}_stride", TokenStrides) for name in "qk"],
+    ("sink_stride", np.int64),
+    *_fields("softcap keep_factor", np.float64),
+    *_fields("window_left window_right", np.int32),
+    ("drop_below", np.uint32),
+)
+# Options that are arrays, then a number, then what kernels write.
+_OPTION_POINTERS = (
+    "alibi_slopes bias mask sink segment_ids_q segment_ids_k seed ranges"
+)
+ForwardOptionsArguments = _struct(
+    *_pointers(_OPTION_POINTERS),
+    ("arrays", ForwardArguments),
+    ("options", OptionNumbers),
+)
+BackwardOptionsArguments = _struct(
+    *_pointers(f"{_OPTION_POINTERS} dbias dsink"),
+    ("arrays", BackwardArguments),
+    ("options", OptionNumbers),
+)
 MergeArguments = _struct(
     *_pointers("out_a lse_a out_b lse_b out lse"),
     *_fields("batch seqlen_q num_heads_q head_dim_v", np.int32),

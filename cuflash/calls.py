@@ -20,8 +20,10 @@ import numpy as np
 
 from cuflash.arguments import (
     BackwardArguments,
+    BackwardOptionsArguments,
     BackwardWgmmaArguments,
     ForwardArguments,
+    ForwardOptionsArguments,
     ForwardWgmmaArguments,
     MergeArguments,
     Template,
@@ -125,6 +127,9 @@ class Recipe:
         Which of the struct's pointers have a TensorMap too.
     rooms : tuple of int
         Bytes of what kernels need for themselves, in the struct's order.
+    options : tuple of str
+        Options that are arrays, in the order of the struct, which they
+        lead. Calls without one of them have null there.
     """
 
     decided: Plan
@@ -134,6 +139,7 @@ class Recipe:
     copies: Mapping[str, Layout]
     boxes: tuple[tuple[int, Boxes], ...] = ()
     rooms: tuple[int, ...] = ()
+    options: tuple[str, ...] = ()
 
 
 _remembered = functools.lru_cache(maxsize=4096)
@@ -155,7 +161,8 @@ def forward(call: Call, machine: Machine) -> tuple[Any, Any]:
         recipe = _forward_recipe(call.signature, target, target.family)
         room = recipe.copies.get("out")
         written = out if room is None else _empty_like(room, machine)
-        _launch(recipe, call, machine, written, lse)
+        first = (_ranges(recipe, machine),) if recipe.options else ()
+        _launch(recipe, call, machine, written, lse, first=first)
         if room is not None:
             out[...] = written
     return out, lse
@@ -179,29 +186,40 @@ def _forward_recipe(
         rows = tile.block_q, tile.block_k, tile.block_k, 16
         boxes = enumerate(map(Boxes.of, taken.values(), rows))
         constants["deal"] = decided.deal
+    kind = ForwardWgmmaArguments if by_tma else ForwardArguments
+    options, copies = {}, _changes(given, taken)
+    if p.options:
+        kind, options = ForwardOptionsArguments, _options(signature)
+        constants["options"] = _option_numbers(p, options)
+        copies |= _changes(signature.options, options)
     return Recipe(
         decided,
         target.load(decided),
-        Template(
-            ForwardWgmmaArguments if by_tma else ForwardArguments, **constants
-        ),
+        Template(kind, **constants),
         inputs=("q", "k", "v"),
-        copies=_changes(given, taken),
+        copies=copies,
         boxes=tuple(boxes),
+        options=_OPTION_POINTERS if p.options else (),
     )
 
 
-def backward(call: Call, machine: Machine) -> tuple[Any, Any, Any]:
-    """Run a backward call: dq, dk, dv in full rank."""
+def backward(call: Call, machine: Machine) -> tuple[Any, ...]:
+    """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     p = call.problem
     dtype = call.given["q"].dtype
     dq, dk, dv = gradients = [
         machine.empty(shape, dtype) for shape in _gradient_shapes(p)
     ]
+    dbias = dsink = None
+    if p.return_dbias:  # sums, to which pairs are added
+        dbias = machine.empty(call.options["bias"].shape, p.lse_dtype)
+        dbias.fill(0)
+    if p.return_dsink:
+        dsink = machine.empty(p.num_heads_q, p.lse_dtype)
     if not (dq.size and dk.size):  # no pair of a query and a key
-        for gradient in gradients:
+        for gradient in (*gradients, *([] if dsink is None else [dsink])):
             gradient.fill(0)
-        return dq, dk, dv
+        return dq, dk, dv, *_asked_for(call, dbias, dsink)
     target = machine.target
     recipe = _backward_recipe(call.signature, target, target.family)
     written = gradients
@@ -212,11 +230,25 @@ def backward(call: Call, machine: Machine) -> tuple[Any, Any, Any]:
             else gradient
             for name, gradient in zip(_GRADIENTS, gradients, strict=True)
         ]
-    _launch(recipe, call, machine, *written)
+    first = ()
+    if recipe.options:
+        first = (_ranges(recipe, machine), dbias, dsink)
+    _launch(recipe, call, machine, *written, first=first)
     for gradient, room in zip(gradients, written, strict=True):
         if room is not gradient:
             gradient[...] = room
-    return dq, dk, dv
+    return dq, dk, dv, *_asked_for(call, dbias, dsink)
+
+
+def _asked_for(call: Call, dbias: Any, dsink: Any) -> list[Any]:
+    """The further gradients that a call wants, dbias in the bias's dtype."""
+    others = []
+    if dbias is not None:
+        dtype = call.options["bias"].dtype.newbyteorder("=")
+        others.append(dbias.astype(dtype, copy=False))
+    if dsink is not None:
+        others.append(dsink)
+    return others
 
 
 @_remembered
@@ -247,18 +279,22 @@ def _backward_recipe(
                 "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
         place = _BACKWARD_POINTERS.index
         boxes = ((place(x), Boxes.of(taken[x], n)) for x, n in rows.items())
+    kind = BackwardWgmmaArguments if by_tma else BackwardArguments
+    constants = {**strides, **_common(p, decided)}
+    copies = _changes(given, taken)
+    if p.options:
+        kind, options = BackwardOptionsArguments, _options(signature)
+        constants["options"] = _option_numbers(p, options)
+        copies |= _changes(signature.options, options)
     return Recipe(
         decided,
         target.load(decided),
-        Template(
-            BackwardWgmmaArguments if by_tma else BackwardArguments,
-            **strides,
-            **_common(p, decided),
-        ),
+        Template(kind, **constants),
         inputs=_BACKWARD_POINTERS[:6],
-        copies=_changes(given, taken),
+        copies=copies,
         boxes=tuple(boxes),
         rooms=_rooms(p, decided),
+        options=_OPTION_POINTERS if p.options else (),
     )
 
 
@@ -269,12 +305,13 @@ def _rooms(p: Problem, decided: Plan) -> tuple[int, int, int]:
     return row_bytes, 4 * decided.sum_elements, 4 * decided.num_turns
 
 
+def _pointers_of(kind: np.dtype) -> tuple[str, ...]:
+    return tuple(name for name in kind.names if kind[name] == np.uint64)
+
+
 _GRADIENTS = ("dq", "dk", "dv")
-_BACKWARD_POINTERS = tuple(
-    name
-    for name in BackwardArguments.names
-    if BackwardArguments[name] == np.uint64
-)
+_BACKWARD_POINTERS = _pointers_of(BackwardArguments)
+_OPTION_POINTERS = _pointers_of(ForwardOptionsArguments)[:-2]
 
 
 def merge_states(call: Call, machine: Machine) -> tuple[Any, Any]:
@@ -312,9 +349,16 @@ def _merge_recipe(
 
 
 def _launch(
-    recipe: Recipe, call: Call, machine: Machine, *written: Any
+    recipe: Recipe,
+    call: Call,
+    machine: Machine,
+    *written: Any,
+    first: tuple[Any, ...] = (),
 ) -> None:
-    """Run the kernels on a call's inputs, and on what they write to."""
+    """Run the kernels on a call's inputs, and on what they write to.
+
+    Of that, `first` stands in the struct right after options and seed.
+    """
     arrays = [call.given[name] for name in recipe.inputs]
     if recipe.copies:
         arrays = [
@@ -328,6 +372,10 @@ def _launch(
         *rooms,
         *[0 if x is None else machine.address(x, True) for x in written],
     )
+    if recipe.options:
+        copies, options = _options_read(recipe, call, machine)
+        first = [0 if x is None else machine.address(x, True) for x in first]
+        addresses = (*options, call.seed, *first, *addresses)
     arguments = _arguments(recipe, machine.tensor_map, addresses)
     machine.launch(recipe.loaded, recipe.template.kind, arguments)
 
@@ -341,6 +389,28 @@ def _arguments(
 ) -> bytes:
     maps = [tensor_map(addresses[i], boxes) for i, boxes in recipe.boxes]
     return recipe.template.fill(maps, addresses)
+
+
+def _options_read(
+    recipe: Recipe, call: Call, machine: Machine
+) -> tuple[list[Any], list[int]]:
+    """Options as kernels read them, to be kept, and their addresses."""
+    arrays = []
+    for name in recipe.options:
+        array, layout = call.options.get(name), recipe.copies.get(name)
+        if layout is not None:
+            missing = (1,) * (len(layout.shape) - array.ndim)
+            given = array.reshape(missing + array.shape)
+            array = machine.empty(layout.shape, layout.dtype)
+            array[...] = given[tuple(slice(n) for n in layout.shape)]
+        arrays.append(array)
+    return arrays, [0 if x is None else machine.address(x) for x in arrays]
+
+
+def _ranges(recipe: Recipe, machine: Machine) -> Any:
+    """Room for two integers a tile, None if no kernel wants it."""
+    count = recipe.decided.num_ranges
+    return machine.empty(2 * count, np.int32) if count else None
 
 
 def _copied(recipe: Recipe, call: Call, name: str, machine: Machine) -> Any:
@@ -398,6 +468,75 @@ def _strides(layouts: Mapping[str, Layout]) -> dict[str, tuple[int, ...]]:
         )
         for name, x in layouts.items()
     }
+
+
+# ---- Options ----
+
+
+def _options(signature: Signature) -> dict[str, Layout]:
+    """The layouts in which kernels read options, by one element at a time.
+
+    A copy has the axes that the user gave it: 1 where the stride is 0.
+    """
+    taken = {}
+    for name, layout in signature.options.items():
+        itemsize = layout.dtype.itemsize
+        in_place = layout.dtype.isnative and not any(
+            x % itemsize for x in (layout.offset, *layout.strides)
+        )
+        taken[name] = layout if in_place else _compact(layout)
+    return taken
+
+
+def _compact(layout: Layout) -> Layout:
+    shape = tuple(
+        1 if stride == 0 else size
+        for size, stride in zip(layout.shape, layout.strides, strict=True)
+    )
+    new = _new((1, *shape), layout.dtype)
+    kept = zip(new.strides[1:], layout.strides, strict=True)
+    strides = tuple(stride if old else 0 for stride, old in kept)
+    return Layout(shape, strides, new.dtype)
+
+
+def _option_numbers(p: Problem, options: Mapping[str, Layout]) -> tuple:
+    """`OptionNumbers` of a call."""
+
+    def strides(name: str, axes: int) -> tuple[int, ...]:
+        if name not in options:
+            return (0,) * axes
+        layout = options[name]
+        return tuple(x // layout.dtype.itemsize for x in layout.strides)
+
+    left, right = p.window
+    if p.causal:
+        right = 0
+    return (
+        strides("bias", 4),
+        strides("mask", 4),
+        _dbias_strides(options) if p.return_dbias else (0,) * 4,
+        strides("alibi_slopes", 2),
+        strides("segment_ids_q", 2),
+        strides("segment_ids_k", 2),
+        strides("sink", 1)[0],
+        p.softcap,
+        1.0 / (1.0 - p.dropout),
+        p.seqlen_k if left is None else left,
+        p.seqlen_q if right is None else right,
+        int(p.dropout * 2.0**32),
+    )
+
+
+def _dbias_strides(options: Mapping[str, Layout]) -> tuple[int, ...]:
+    """Of sums in C order: 0 along axes along which bias is broadcast."""
+    layout = options["bias"]
+    strides, step = [], 1
+    for size, stride in zip(
+        layout.shape[::-1], layout.strides[::-1], strict=True
+    ):
+        strides.append(0 if stride == 0 else step)
+        step *= 1 if stride == 0 else size
+    return tuple(strides[::-1])
 
 
 # ---- Layouts: what kernels can take in place ----

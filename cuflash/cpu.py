@@ -7,11 +7,16 @@ which the query heads of a group share the keys without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from .problem import Call, Problem
 from .reference import backward as backward_of
 from .reference import forward as forward_of
+from .reference.dropout import Dropout
+from .reference.packed import spans
 from .reference.tile_state import TileState
 
 DEFAULT_BLOCK = 128  # a tile's scores in float64 are 128 KiB
@@ -27,7 +32,13 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     q = _queries(call.arrays["q"], problem)
     k = _keys(call.arrays["k"], problem)
     v = _keys(call.arrays["v"], problem)
-    out, lse = forward_of.query_outer(q, k, v, **_options(problem))
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    lse = np.full(q.shape[:-1], -np.inf)
+    for part in _parts(call):
+        rows, keys = part.queries, part.keys
+        out[..., rows, :], lse[..., rows] = forward_of.query_outer(
+            q[..., rows, :], k[..., keys, :], v[..., keys, :], **part.options
+        )
     result = _round(_tokens_first(out, problem), call)
     if call.out is not None:
         call.out[...] = result
@@ -37,23 +48,39 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
 
 
 @_quiet
-def backward(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return dq, dk and dv, like q, k and v."""
+def backward(call: Call) -> tuple[np.ndarray, ...]:
+    """Return dq, dk and dv, like q, k and v; dbias and dsink if wanted."""
     problem = call.problem
     q, out, dout = (
         _queries(call.arrays[name], problem) for name in ("q", "out", "dout")
     )
     k, v = (_keys(call.arrays[name], problem) for name in ("k", "v"))
     lse = call.arrays["lse"].reshape(q.shape[:-1]).astype(np.float64)
-    if problem.lse_dtype == "float32":
-        lse = _unrounded(lse, q, k, problem)
-    dq, dk, dv = backward_of.key_outer(
-        dout, q, k, v, out, lse, **_options(problem)
-    )
-    return (
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    others = {"bias": 0.0, "sink": 0.0}
+    for part in _parts(call):
+        rows = (..., part.queries, slice(None))
+        keys = (..., part.keys, slice(None))
+        lse_rows = lse[rows[:-1]]
+        if problem.lse_dtype == "float32":
+            lse_rows = _unrounded(lse_rows, q[rows], k[keys], part.options)
+        dq[rows], dk[keys], dv[keys], *rest = backward_of.key_outer(
+            *(dout[rows], q[rows], k[keys], v[keys], out[rows], lse_rows),
+            **part.options,
+        )
+        for name in others:
+            if name in part.options:
+                others[name] = others[name] + rest.pop(0)
+    gradients = (
         _round(_tokens_first(dq, problem), call),
         _round(dk.sum(axis=2).swapaxes(1, 2), call),
         _round(dv.sum(axis=2).swapaxes(1, 2), call),
+    )
+    wanted = {"bias": problem.return_dbias, "sink": problem.return_dsink}
+    return gradients + tuple(
+        _like(call.options[name], others[name])
+        for name in others
+        if wanted[name]
     )
 
 
@@ -70,13 +97,76 @@ def merge_states(call: Call) -> tuple[np.ndarray, np.ndarray]:
     return _round(out, call), lse.astype(call.problem.lse_dtype)
 
 
-def _options(problem: Problem) -> dict:
-    return {
-        "scale": problem.scale,
-        "causal": problem.causal,
-        "block_q": problem.block_q or DEFAULT_BLOCK,
-        "block_k": problem.block_k or DEFAULT_BLOCK,
+class _Part(NamedTuple):
+    """Queries and keys that are computed at once, and how."""
+
+    queries: slice
+    keys: slice
+    options: dict
+
+
+def _parts(call: Call) -> Iterator[_Part]:
+    """The whole call, or each of its packed sequences."""
+    p, options = call.problem, _options(call)
+    if not p.num_sequences:
+        yield _Part(slice(None), slice(None), options)
+        return
+    for number, queries, keys in spans(
+        *(call.options["cu_seqlens_q"], call.options["cu_seqlens_k"]),
+        *(p.seqlen_q, p.seqlen_k, p.max_seqlen_q, p.max_seqlen_k),
+    ):
+        dropout = options.get("dropout")
+        if dropout:
+            options = {**options, "dropout": dropout._replace(batch=number)}
+        yield _Part(queries, keys, options)
+
+
+def _options(call: Call) -> dict:
+    """As the reference takes them, without those that are not there."""
+    p, given = call.problem, call.options
+    options = {
+        "scale": p.scale,
+        "causal": p.causal,
+        "window": p.window,
+        "block_q": p.block_q or DEFAULT_BLOCK,
+        "block_k": p.block_k or DEFAULT_BLOCK,
     }
+    if p.softcap:
+        options["softcap"] = p.softcap
+    for name in ("alibi_slopes", "sink"):
+        if name in given:
+            heads = np.atleast_2d(given[name]).astype(np.float64)
+            groups = (len(heads), p.num_heads_kv, p.group_size)
+            options[name] = heads.reshape(groups)
+    for name in ("bias", "mask"):
+        if name in given:
+            options[name] = _by_group(given[name], p)
+    for name in ("segment_ids_q", "segment_ids_k"):
+        if name in given:
+            options[name] = given[name][..., None, None, :]
+    if p.dropout:
+        batch = np.arange(p.batch)[:, None, None]
+        head = np.arange(p.num_heads_q)
+        head = head.reshape(p.num_heads_kv, p.group_size)
+        options["dropout"] = Dropout(p.dropout, call.seed, batch, head)
+    return options
+
+
+def _by_group(array: np.ndarray, problem: Problem) -> np.ndarray:
+    """(batch, heads, ...) by key head and place in its group; 1 stays 1."""
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    groups = (problem.num_heads_kv, problem.group_size)
+    if array.shape[1] == 1:
+        groups = (1, 1)
+    array = array.reshape(array.shape[0], *groups, *array.shape[2:])
+    return array if array.dtype == bool else array.astype(np.float64)
+
+
+def _like(array: np.ndarray, gradient: np.ndarray | float) -> np.ndarray:
+    """A gradient in the shape and the dtype of what it belongs to."""
+    dtype = array.dtype.newbyteorder("=")
+    gradient = np.broadcast_to(gradient, np.shape(gradient) or array.shape)
+    return gradient.reshape(array.shape).astype(dtype, order="C")
 
 
 def _queries(array: np.ndarray, problem: Problem) -> np.ndarray:
@@ -110,7 +200,7 @@ def _round(array: np.ndarray, call: Call) -> np.ndarray:
 
 
 def _unrounded(
-    lse: np.ndarray, q: np.ndarray, k: np.ndarray, problem: Problem
+    lse: np.ndarray, q: np.ndarray, k: np.ndarray, options: dict
 ) -> np.ndarray:
     """Undo the rounding of lse to float32 where these keys tell how.
 
@@ -120,6 +210,6 @@ def _unrounded(
     where the caller's lse covers more keys than these; then his is used.
     """
     no_values = k[..., :0]
-    _, exact = forward_of.query_outer(q, k, no_values, **_options(problem))
+    _, exact = forward_of.query_outer(q, k, no_values, **options)
     step = np.spacing(np.abs(lse).astype(np.float32))
     return np.where(np.abs(exact - lse) <= step, exact, lse)

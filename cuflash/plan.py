@@ -184,6 +184,8 @@ class Plan:
         alone.
     num_turns : int
         Integers by which blocks know of one another, 0 if there are none.
+    num_ranges : int
+        Tiles of which segment ids are known, 0 if there are none.
     """
 
     problem: Problem
@@ -195,6 +197,7 @@ class Plan:
     sum_elements: int = 0
     row_elements: int = 0
     num_turns: int = 0
+    num_ranges: int = 0
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -214,6 +217,7 @@ class Plan:
             for x in self.launches
         )
         causal = " causal" if p.causal else ""
+        causal += "".join(f" {name}" for name in p.options)
         tile = f" [{self.tile}]" if self.tile else ""
         return f"{p.direction} {shape}{causal}: {kernels}{tile}"
 
@@ -265,10 +269,77 @@ def plan(
     return made
 
 
+# The options that kernels of a family take (docs/masks.md).
+_SERVED = frozenset((
+    "window", "softcap", "alibi_slopes", "bias", "mask", "sink",
+    "segment_ids", "dropout",
+))  # fmt: skip
+_OPTIONS: dict[Family, frozenset[str]] = {
+    "mma": _SERVED,
+    "simt": _SERVED,
+}
+
+
+def _option_constants(problem: Problem) -> tuple[tuple[str, bool | str], ...]:
+    """What every kernel of a family with options is compiled for."""
+    direction = problem.direction.capitalize()
+    options = problem.options
+    return (
+        ("Arguments", f"{direction}{'Options' * bool(options)}Arguments"),
+        ("WINDOW", "window" in options),
+        ("SOFTCAP", "softcap" in options),
+        ("ALIBI", "alibi_slopes" in options),
+        ("BIAS", "bias" in options),
+        ("Bias", _ELEMENTS.get(problem.bias, problem.bias or "float")),
+        ("SINK", "sink" in options),
+        ("SEGMENTS", "segment_ids" in options),
+        ("KEEP", "mask" in options),
+        ("DROPOUT", "dropout" in options),
+        ("DBIAS", problem.return_dbias),
+    )
+
+
+_ELEMENTS = {"float32": "float", "float64": "double"}
+
+
+def _is_linear(problem: Problem) -> bool:
+    """score.cuh's LINEAR: scores are products times scale."""
+    return not (problem.softcap or problem.alibi_slopes or problem.bias)
+
+
+def _check_options(problem: Problem, family: Family) -> None:
+    """Raise UnsupportedError if a family's kernels lack an option."""
+    known = _OPTIONS.get(family, frozenset())
+    words = ", ".join(sorted(known)) or "none"
+    for name in problem.options:
+        if name not in known:
+            raise UnsupportedError(
+                f"{name} is given, which the {family} kernels do not take on"
+                f" a GPU (options that they take: {words}); NumPy arrays take"
+                " it"
+            )
+    wanted = problem.return_dbias and problem.deterministic
+    if wanted and problem.bias_is_broadcast:
+        raise UnsupportedError(
+            "deterministic and return_dbias are both True and bias is"
+            " broadcast, expected one of them False or a bias of the full"
+            " shape: what is broadcast has its gradient summed in no fixed"
+            " order on a GPU"
+        )
+
+
 def family_of(
     problem: Problem, device: Device, wanted: Family | None = None
 ) -> Family:
     """The kernel family for a problem on a device."""
+    family = _family_of(problem, device, wanted)
+    _check_options(problem, family)
+    return family
+
+
+def _family_of(
+    problem: Problem, device: Device, wanted: Family | None
+) -> Family:
     sixteen_bits = problem.dtype in ("float16", "bfloat16")
     needed = 80 if sixteen_bits else 75
     if device.capability < needed:
@@ -292,6 +363,8 @@ def family_of(
         return "tf32x3"
     if not sixteen_bits:
         parts = problem.dtype == "float32" and device.capability >= 80
+        if problem.options:
+            return "simt"
         if wanted == "tf32x3" and parts:
             return "tf32x3"
         if wanted != "simt" and _fma_runs(problem, device):
@@ -300,7 +373,8 @@ def family_of(
             return "dmma"
         return "simt"
     if wanted != "mma" and _wgmma_runs(problem, device):
-        return "wgmma"
+        if not problem.options:
+            return "wgmma"
     return "mma"
 
 
@@ -490,12 +564,13 @@ def _forward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("HEAD_DIM_V", dv),
             ("PADDED", _padded(problem, d, dv)),
             ("CAUSAL", problem.causal),
-            ("NEGATE_SCORES", problem.scale < 0),
+            ("NEGATE_SCORES", problem.scale < 0 and _is_linear(problem)),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
             ("NUM_WARPS", tile.num_warps),
             ("BLOCKS_PER_SM", tile.blocks_per_sm),
             ("SHARED_BYTES", shared),
+            *_option_constants(problem),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
@@ -508,7 +583,8 @@ def _forward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem,
         "mma",
         tile,
-        (Launch(kernel, num_tiles * pairs),),
+        (*_range_launches(problem, tile), Launch(kernel, num_tiles * pairs)),
+        num_ranges=_num_ranges(problem, tile),
         heads_per_section=_heads_per_section(
             problem, device, problem.num_heads_q, shared_by_head
         ),
@@ -572,6 +648,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("NUM_STAGES", tile.num_stages),
             ("BLOCKS_PER_SM", tile.blocks_per_sm),
             ("SHARED_BYTES", shared),
+            *_option_constants(problem),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
@@ -583,7 +660,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         entry="backward_dq",
         constants=(
             *layout,
-            ("Arguments", "BackwardArguments"),
+            _option_constants(problem)[0],
             ("CAUSAL", False),  # looked at in repairs alone
             ("REPAIRS", False),
             ("TURNS", 0),
@@ -604,15 +681,18 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         "mma",
         tile,
         (
+            *_range_launches(problem, tile),
             _delta_launch(problem, tile.block_q, d),
             Launch(main, k_tiles * kv_pairs),
             Launch(round_dq, q_tiles * q_pairs),
+            *_sink_launches(problem),
         ),
         heads_per_section=_heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head
         ),
         sum_elements=q_tiles * tile.block_q * d * q_pairs,
         num_turns=q_tiles * q_pairs if problem.deterministic else 0,
+        num_ranges=_num_ranges(problem, tile),
     )
 
 
@@ -1270,6 +1350,7 @@ def _simt_kernel(
             ("BLOCK_K", tile.block_k),
             ("NUM_THREADS", tile.num_warps * 32),
             ("SHARED_BYTES", shared),
+            *_option_constants(problem),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
@@ -1283,7 +1364,13 @@ def _forward_simt(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     blocks = _ceil_div(problem.seqlen_q, tile.block_q)
     blocks *= problem.batch * problem.num_heads_q
-    return Plan(problem, "simt", tile, (Launch(kernel, blocks),))
+    return Plan(
+        problem,
+        "simt",
+        tile,
+        (*_range_launches(problem, tile), Launch(kernel, blocks)),
+        num_ranges=_num_ranges(problem, tile),
+    )
 
 
 def _backward_simt(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -1302,10 +1389,13 @@ def _backward_simt(problem: Problem, device: Device, tile: Tile) -> Plan:
         "simt",
         tile,
         (
+            *_range_launches(problem, tile),
             _delta_launch(problem, tile.block_q, 0),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
+            *_sink_launches(problem),
         ),
+        num_ranges=_num_ranges(problem, tile),
     )
 
 
@@ -1315,8 +1405,7 @@ _ROW_THREADS = 256  # of the kernels that take rows one by one
 
 
 def _element(problem: Problem) -> str:
-    names = {"float32": "float", "float64": "double"}
-    return names.get(problem.dtype, problem.dtype)
+    return _ELEMENTS.get(problem.dtype, problem.dtype)
 
 
 def _num_rows(problem: Problem) -> int:
@@ -1340,11 +1429,58 @@ def _delta_launch(
             ("BLOCK_Q", block_q),
             ("DQ_COLUMNS", dq_columns),
             ("ADDS_TO_DQ", adds_to_dq),
+            _option_constants(problem)[0],
         ),
         threads=_ROW_THREADS,
         shared_bytes=0,
     )
     return Launch(kernel, _ceil_div(_num_rows(problem) * lanes, _ROW_THREADS))
+
+
+def _range_launches(problem: Problem, tile: Tile) -> tuple[Launch, ...]:
+    """What segment ids each tile has, a warp a tile, if there are any."""
+    if not problem.segment_ids:
+        return ()
+    kernel = KernelPlan(
+        file="segment_ranges.cu",
+        entry="segment_ranges",
+        constants=(
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_THREADS", _ROW_THREADS),
+            *_option_constants(problem),
+        ),
+        threads=_ROW_THREADS,
+        shared_bytes=0,
+    )
+    warps = _num_ranges(problem, tile)
+    return (Launch(kernel, _ceil_div(warps * 32, _ROW_THREADS)),)
+
+
+def _num_ranges(problem: Problem, tile: Tile) -> int:
+    """Tiles of queries and tiles of keys of all batches, with segments."""
+    if not problem.segment_ids:
+        return 0
+    q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
+    return problem.batch * (q_tiles + k_tiles)
+
+
+def _sink_launches(problem: Problem) -> tuple[Launch, ...]:
+    """The gradient of sinks, a block a head, if it is wanted."""
+    if not problem.return_dsink:
+        return ()
+    kernel = KernelPlan(
+        file="backward_sink.cu",
+        entry="backward_sink",
+        constants=(
+            ("Element", _element(problem)),
+            ("NUM_THREADS", _ROW_THREADS),
+        ),
+        threads=_ROW_THREADS,
+        shared_bytes=8 * _ROW_THREADS,
+    )
+    return (Launch(kernel, problem.num_heads_q),)
 
 
 def _merge_plan(problem: Problem) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -16,9 +16,15 @@ from typing import Any, Literal
 class Problem:
     """One attention problem, without its arrays.
 
-    Equal problems get equal plans. A ``"merge"`` problem (`merge_states`)
-    has no keys: ``seqlen_k`` is 0, ``scale`` 1, ``num_heads_kv`` equals
-    ``num_heads_q`` and ``head_dim`` equals ``head_dim_v``.
+    Equal problems get equal plans. Of the options (docs/masks.md) it has the
+    numbers, 0 or None for none, and whether there is an array. `window` is
+    as small as it can be: a right bound of 0 is `causal`, and bounds that
+    cut nothing are None. With `num_sequences` the sequences are packed:
+    ``batch`` is 1, and the lengths are of all of them together.
+
+    A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
+    ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
+    equals ``head_dim_v``.
     """
 
     direction: Literal["forward", "backward", "merge"]
@@ -36,6 +42,36 @@ class Problem:
     block_k: int | None = None
     deterministic: bool = False
     precision: Literal["tf32x3"] | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    dropout: float = 0.0
+    alibi_slopes: bool = False
+    bias: str | None = None
+    bias_is_broadcast: bool = False
+    mask: bool = False
+    sink: bool = False
+    segment_ids: bool = False
+    num_sequences: int = 0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    return_dbias: bool = False
+    return_dsink: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that it has."""
+        has = {
+            "window": self.window != (None, None),
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "bias": self.bias,
+            "mask": self.mask,
+            "sink": self.sink,
+            "segment_ids": self.segment_ids,
+            "dropout": self.dropout,
+            "cu_seqlens": self.num_sequences,
+        }
+        return tuple(name for name, value in has.items() if value)
 
     @property
     def group_size(self) -> int:
@@ -83,12 +119,15 @@ class Signature:
         By argument name, the user's ``out=`` among them.
     return_lse : bool
         Forward: whether lse is wanted.
+    options : mapping of str to Layout
+        The options that are arrays, broadcast to their full shapes.
     """
 
     problem: Problem
     rank: int
     layouts: Mapping[str, Layout]
     return_lse: bool = False
+    options: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(eq=False)  # not frozen: that takes twice as long to make
@@ -102,11 +141,17 @@ class Call:
         The inputs by argument name, as the user passed them.
     given_out : array or None
         Forward: the user's ``out=``, to be written to.
+    options : mapping of str to array
+        The options that are arrays, as the user passed them.
+    seed : int
+        Of dropout.
     """
 
     signature: Signature
     given: Mapping[str, Any]
     given_out: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def problem(self) -> Problem:

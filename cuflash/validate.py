@@ -22,6 +22,7 @@ from .errors import (
     UnsupportedError,
     ValueRangeError,
 )
+from .options import ARRAYS, NO_NUMBERS, Numbers, Sizes, check, numbers_of
 from .problem import ALIGNMENT, Call, Layout, Problem, Signature
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -31,6 +32,9 @@ MAX_HEAD_DIM = 256
 # Kernels count tokens, heads and batches in int32, and round lengths up to
 # whole tiles; no tile has more than 1024 tokens.
 MAX_LENGTH = 2**31 - 1 - 1024
+
+# Sums of a place, a length and a bound of a window stay within int32.
+MAX_LENGTH_OF_OPTIONS = 2**30 - 1
 
 # Kernels below float64 keep scale * log2(e) in float32 (largest 3.4e38).
 MAX_SCALE = 1e38
@@ -194,9 +198,14 @@ def forward(
     precision: Any = None,
     return_lse: Any = False,
     out: Any = None,
+    **options: Any,
 ) -> Call:
-    """Check the arguments of `cuflash.forward`; see there."""
+    """Check the arguments of `cuflash.forward`; see there.
+
+    Of the options those that the user passed.
+    """
     given = {"q": q, "k": k, "v": v}
+    asked = _asked(options) if options else _NOTHING
     arrays = given if out is None else {**given, "out": out}
     signature = _attention(
         "forward",
@@ -206,11 +215,12 @@ def forward(
         _block("block_q", block_q),
         _block("block_k", block_k),
         _precision(precision),
+        *asked[:2],
         return_lse=_flag("return_lse", return_lse),
     )
     if out is not None:
-        _check_apart(arrays)
-    return Call(signature, given, out)
+        _check_apart({**arrays, **asked[2]})
+    return Call(signature, given, out, *asked[2:])
 
 
 def backward(
@@ -227,10 +237,15 @@ def backward(
     block_k: Any = None,
     deterministic: Any = False,
     precision: Any = None,
+    **options: Any,
 ) -> Call:
-    """Check the arguments of `cuflash.backward`; see there."""
+    """Check the arguments of `cuflash.backward`; see there.
+
+    Of the options those that the user passed.
+    """
     # q leads: the others are compared with it.
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    asked = _asked(options) if options else _NOTHING
     signature = _attention(
         "backward",
         _seen(given),
@@ -239,15 +254,28 @@ def backward(
         _block("block_q", block_q),
         _block("block_k", block_k),
         _precision(precision),
+        *asked[:2],
         deterministic=_flag("deterministic", deterministic),
     )
-    return Call(signature, given)
+    return Call(signature, given, None, *asked[2:])
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
     """Check the arguments of `cuflash.merge_states`; see there."""
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     return Call(_merge(_seen(given)), given)
+
+
+_NOTHING = (NO_NUMBERS, (), {}, 0)
+
+
+def _asked(
+    options: dict[str, Any],
+) -> tuple[Numbers, tuple[tuple, ...], dict[str, Any], int]:
+    """Numbers, what is seen of the arrays, the arrays, and the seed."""
+    found, seed = numbers_of(options)
+    arrays = {name: options[name] for name in ARRAYS if name in options}
+    return found, _seen(arrays), arrays, seed
 
 
 def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
@@ -276,12 +304,14 @@ def _attention(
     block_q: int | None,
     block_k: int | None,
     precision: Literal["tf32x3"] | None,
+    asked: Numbers,
+    seen_options: tuple[tuple, ...],
     *,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Signature:
     """Check a forward or backward call, but for where its data are."""
-    _check_one_device(seen)
+    _check_one_device(seen + seen_options)
     arrays = _Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")
     arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
@@ -310,6 +340,10 @@ def _attention(
             f"precision is {precision!r}, which is for float32 arrays, got "
             f"{arrays.dtype}: leave it out, or convert q, k and v to float32"
         )
+    options = _check_options(arrays, asked, seen_options)
+    causal, window = _bounds_that_cut(
+        causal, asked.window, seqlen_q, seqlen_k, "cu_seqlens_q" in options
+    )
     problem = Problem(
         direction=direction,
         dtype=arrays.dtype,
@@ -326,8 +360,71 @@ def _attention(
         block_k=block_k,
         deterministic=deterministic,
         precision=precision,
+        **{**vars(asked), "window": window},
+        **_arrays_there(options),
     )
-    return Signature(problem, arrays.rank, arrays.layouts(), return_lse)
+    return Signature(
+        problem, arrays.rank, arrays.layouts(), return_lse, options
+    )
+
+
+def _check_options(
+    arrays: _Arrays, asked: Numbers, seen: tuple[tuple, ...]
+) -> dict[str, Layout]:
+    """The layouts of options that are arrays."""
+    if not seen and asked == NO_NUMBERS:
+        return {}
+    batch, seqlen_q, num_heads_q, _ = arrays.full["q"]
+    seqlen_k = arrays.full["k"][1]
+    for name, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
+        if seqlen > MAX_LENGTH_OF_OPTIONS:
+            raise UnsupportedError(
+                f"{name} has seqlen {seqlen}, expected at most "
+                f"{MAX_LENGTH_OF_OPTIONS} in a call with masks or score "
+                "steps: kernels compute the ends of a window in 32 bits"
+            )
+    sizes = Sizes(
+        batch, seqlen_q, seqlen_k, num_heads_q, arrays.rank, arrays.dtype,
+        "float64" if arrays.dtype == "float64" else "float32",
+    )  # fmt: skip
+    return check(seen, sizes)
+
+
+def _arrays_there(options: dict[str, Layout]) -> dict[str, Any]:
+    """A problem's fields that say which options are arrays."""
+    has = {name: name in options for name in ("alibi_slopes", "mask", "sink")}
+    has["segment_ids"] = "segment_ids_q" in options
+    if "bias" in options:
+        layout = options["bias"]
+        has["bias"] = layout.dtype.name
+        has["bias_is_broadcast"] = any(
+            size > 1 and stride == 0
+            for size, stride in zip(layout.shape, layout.strides, strict=True)
+        )
+    if "cu_seqlens_q" in options:
+        has["num_sequences"] = options["cu_seqlens_q"].shape[0] - 1
+    return has
+
+
+def _bounds_that_cut(
+    causal: bool,
+    window: tuple[int | None, int | None],
+    seqlen_q: int,
+    seqlen_k: int,
+    packed: bool,
+) -> tuple[bool, tuple[int | None, int | None]]:
+    """The same bounds, said one way: see `problem.Problem`.
+
+    The last query, which stands at the last key, sees the first one
+    seqlen_k - 1 before it; the first query the last key seqlen_q - 1 after.
+    """
+    left, right = window
+    if causal or right == 0:
+        causal, right = True, None
+    if not packed:
+        left = None if left is None or left >= seqlen_k - 1 else left
+        right = None if right is None or right >= seqlen_q - 1 else right
+    return causal, (left, right)
 
 
 @_remembered
@@ -506,6 +603,51 @@ def _is_lse(name: str) -> bool:
     return name.startswith("lse")
 
 
+# Offsets of packed sequences ----------------------------------------------
+
+
+def offsets(call: Call) -> None:
+    """Raise ValueRangeError if packed sequences lie where no tokens are.
+
+    Reads the offsets, and so waits for the device.
+    """
+    p = call.problem
+    if not p.num_sequences:
+        return
+    for name, total, longest in (
+        ("cu_seqlens_q", p.seqlen_q, p.max_seqlen_q),
+        ("cu_seqlens_k", p.seqlen_k, p.max_seqlen_k),
+    ):
+        array = call.options[name]
+        values = np.asarray(array.get() if hasattr(array, "get") else array)
+        _check_offsets(name, values.tolist(), total, longest)
+
+
+def _check_offsets(
+    name: str, values: list[int], total: int, longest: int | None
+) -> None:
+    before = 0
+    for index, value in enumerate(values):
+        if index == 0:
+            expected = None if value == 0 else "0"
+        elif value < before:
+            expected = f"at least {before}, the one before"
+        elif value > total:
+            expected = f"at most {total}, the number of tokens"
+        elif longest is not None and value - before > longest:
+            expected = (
+                f"at most {before + longest}: no sequence is longer than "
+                f"max_seqlen_{name[-1]}"
+            )
+        else:
+            expected = None
+        if expected:
+            raise ValueRangeError(
+                f"{name}[{index}] is {value}, expected {expected}"
+            )
+        before = value
+
+
 # Memory that is written to -----------------------------------------------
 
 
@@ -516,7 +658,7 @@ def _check_apart(arrays: dict[str, Any]) -> None:
     """
     out = arrays["out"]
     first, end = _bounds(out)
-    for name in ("q", "k", "v"):
+    for name in [x for x in arrays if x != "out"]:
         other_first, other_end = _bounds(arrays[name])
         if first >= other_end or other_first >= end:
             continue

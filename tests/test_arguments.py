@@ -17,6 +17,7 @@ BODIES = dict(
 TYPES = {
     "void*": np.uint64,
     "int": np.int32,
+    "u32": np.uint32,
     "u64": np.uint64,
     "i64": np.int64,
     "double": np.float64,

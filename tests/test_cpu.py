@@ -258,3 +258,21 @@ def test_rounding_to_float16_overflows_to_infinity():
             v, np.ones((2, 4), np.float16)[:1], ones, v, out, lse - 1
         )
     assert (dv == np.inf).all()
+
+
+def test_packed_sequences_are_what_they_are_alone():
+    """Of 0, 1 and more tokens; one token of no sequence at the end."""
+    case = Case("float32", 1, 9, 11, 4, 2, arrays_of=("sink",))
+    q, k, v, dout = (x[0] for x in inputs(case))
+    offsets = np.array([[0, 0, 1, 8], [0, 2, 3, 10]], np.int32)
+    options = {**case.options(), "causal": True, "dropout": 0.5, "seed": 3}
+    options |= {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
+    out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+    dq, dk, dv, dsink = cuflash.backward(
+        dout, q, k, v, out, lse, **options, return_dsink=True
+    )
+    assert not out[8:].any() and not dk[10:].any() and dsink.shape == (4,)
+    packed = cuflash.forward(q, k, v, **{**options, "dropout": 0.0})
+    alone = {"causal": True, **case.options()}
+    plain = cuflash.forward(q[1:8], k[3:10], v[3:10], **alone)
+    np.testing.assert_array_equal(packed[1:8], plain)

@@ -175,6 +175,20 @@ def test_the_larger_number_and_magnitudes(name, backend, seed):
     assert_same_floats(magnitude, np.abs(a))
 
 
+@on_both
+@given(seed=SEEDS)
+def test_lowest_bit_and_number_of_bits(backend, seed):
+    rng = np.random.default_rng(seed)
+    words = rng.integers(-(2**31), 2**31, 64).astype(np.int32)
+    words[:33] = [0, *np.uint32(1 << np.arange(32, dtype=np.int64)).view("i4")]
+    kinds = [words.dtype] * 2
+    lowest, count = per_thread("count_bits", [words], kinds, backend)
+    bits = (words[:, None] >> np.arange(32)) & 1
+    first = np.where(words == 0, 0, bits.argmax(axis=1) + 1)
+    np.testing.assert_array_equal(lowest, first)
+    np.testing.assert_array_equal(count, bits.sum(axis=1))
+
+
 def ulps_off(got, exact):
     """The largest error, in ulps of the exact result rounded."""
     spacing = np.spacing(np.abs(exact.astype(got.dtype)))

@@ -1,6 +1,7 @@
 """Global memory that several threads or blocks write: sums, turns."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,17 +55,20 @@ def test_one_addition_is_rounded_to_nearest_even(backend, seed):
 
 
 @on_both
+@pytest.mark.parametrize("kind", ["float", "double"])
 @given(seed=SEEDS, places=st.integers(1, 40))
-def test_atomic_additions_see_one_another(backend, seed, places):
+def test_atomic_additions_see_one_another(backend, kind, seed, places):
     """Ones: what the n-th finds there is n - 1, as a place starts at 0."""
     to = np.random.default_rng(seed).integers(0, places, 96, np.int32)
-    ones, sums = np.ones(96, np.float32), np.zeros(places, np.float32)
-    before = np.empty(96, np.float32)
+    dtype = {"float": np.float32, "double": np.float64}[kind]
+    ones, sums = np.ones(96, dtype), np.zeros(places, dtype)
+    before = np.empty(96, dtype)
     run(
         "primitives/add_atomically",
         {"x": read_only(ones), "to": read_only(to), "sums": sums,
          "before": before},
         backend,
+        constants={"T": kind},
         blocks=3,
     )  # fmt: skip
     np.testing.assert_array_equal(sums, np.bincount(to, minlength=places))

@@ -56,6 +56,10 @@ template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) {
     return a < b ? b : a;
 }
 
+// The lowest bit that is set, counted from 1, 0 if none is; how many are set.
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 inline float __int_as_float(int bits) {
     float x;
     __builtin_memcpy(&x, &bits, 4);
@@ -155,7 +159,7 @@ inline void __threadfence() {}          // stores are seen in program order anyw
 
 template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
     static_assert(std::is_arithmetic_v<T> && sizeof(T) >= 4, "as kernels use it");
-    emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
+    emulator::check_global(target, sizeof(T), sizeof(T), emulator::Access::WRITE, {file, line});
     const T old = *target;
     *target = old + x;
     return old;

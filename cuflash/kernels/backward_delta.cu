@@ -5,8 +5,8 @@
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of up to 16 bytes.
 // Grid: blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as in a contiguous array:
 //     row = (batch * seqlen_q + query) * num_heads_q + head
-// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums), ADDS_TO_DQ. No shared
-// memory.
+// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums), ADDS_TO_DQ; Arguments,
+// what it takes. No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "row_sums.cuh"
@@ -31,7 +31,8 @@ inline void clear_sums(const BackwardArguments& arguments) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_delta(const __grid_constant__ BackwardArguments arguments) {
+backward_delta(const __grid_constant__ Arguments all) {
+    const BackwardArguments& arguments = arrays_of(all);
     if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(arguments);
 
     const Shape& shape = arguments.shape;

@@ -15,7 +15,9 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
 // NUM_STAGES, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up
 // to multiples of 32; PADDED, whether that changed one of them; DETERMINISTIC: the blocks of one
-// head add to a query tile's dQ in the order of their key tiles.
+// head add to a query tile's dQ in the order of their key tiles; Arguments and the
+// options (docs/masks.md): with them scale S above stands for the score that score.cuh makes of it,
+// and dS for the gradient by scale S.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     k           BLOCK_K * HEAD_DIM * 2                      in the end dK
 //     v           BLOCK_K * HEAD_DIM_V * 2                    in the end dV
@@ -29,9 +31,13 @@
 // Bad at: Hopper, whose wgmma multiplies about twice as fast; few keys with many queries (one block
 // a key tile, queries are not split).
 #include "backward_layout.cuh"
+#include "bias_gradient.cuh"
+#include "dropout.cuh"
 #include "head_rows.cuh"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "scheduler.cuh"
+#include "score.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;                              // dK leaves through it
@@ -55,27 +61,100 @@ using ScoreRows = OperandA<BLOCK_Q, Stored::AS_NAMED, ScoreGrid::M_TILES>;
 using ScoreColumns = OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>;
 using PackedScores = Packed<ScoreGrid::M_TILES, ScoreGrid::N_TILES>;
 
-// Where a tile of pairs lies, and the scale of its scores.
+// Where a tile of pairs lies, and how its scores are made.
 struct TilePair {
-    Mask<CAUSAL> mask;
+    Mask<CAUSAL, WINDOW> mask;
     int q_start, k_start;
     float scale;
+    Steps<float> steps;
+    Pairs pairs;
+    Dropout<float> dropout;
+    BiasGradient dbias;
+
+    template <class Arguments>
+    __device__ __forceinline__ void set_head(const Arguments& all, int batch, int head) {
+        steps.set_head(all, batch, head);
+        pairs.set_head(head);
+        dropout.set_head(batch, head);
+        dbias.set_head(all, batch, head);
+    }
+    // Whether the kernel's tile has no pair that is hidden.
+    __device__ __forceinline__ bool full(QueryTiles tiles, int q_tile) const {
+        return tiles.full(q_tile) && pairs.sees_all(q_tile, k_start / BLOCK_K);
+    }
 };
 
-// S becomes P = exp(scale S - lse).
-__device__ __forceinline__ void probabilities(Scores& s, u32 lse_rows, const TilePair& at) {
+// S becomes P = exp(scale S - lse), or that of its scores, of which `derivatives` is told.
+__device__ __forceinline__ void probabilities(
+    Scores& s, Scores& derivatives, u32 lse_rows, const TilePair& at) {
+    const int shift = at.mask.seqlen_k - at.mask.seqlen_q;
+    const int first_key = at.k_start + ScoreGrid::first_column() + threadIdx.x % 4 * 2;
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = ScoreGrid::first_row() + i * 16 + half * 8 + threadIdx.x % 32 / 4;
             const float lse = effective_lse(load_shared_float(lse_rows + row * 4));
+            const float past = static_cast<float>(at.q_start + row + shift - first_key);
             #pragma unroll
             for (int j = 0; j < ScoreGrid::N_TILES; ++j)
                 #pragma unroll
                 for (int x = half * 2; x < half * 2 + 2; ++x)
-                    s[i][j][x] = weight(s[i][j][x], at.scale, lse);
+                    if constexpr (LINEAR) {
+                        s[i][j][x] = weight(s[i][j][x], at.scale, lse);
+                    } else {
+                        const float score = at.steps.score(
+                            s[i][j][x], past - static_cast<float>(j * 8 + x % 2),
+                            at.steps.bias_of(at.q_start + row, first_key + j * 8 + x % 2),
+                            derivatives[i][j][x]);
+                        s[i][j][x] = weight(score, 1.0f, lse);
+                    }
         }
+}
+
+// Which of the lane's pairs dropout keeps: bit 2 j + k is of its key k of fragment j.
+using Kept = u32[ScoreGrid::M_TILES][2];
+
+__device__ __forceinline__ void find_kept(Kept& kept, const TilePair& at) {
+    const int first_query = at.q_start + ScoreGrid::first_row() + threadIdx.x % 32 / 4;
+    const int first_key = at.k_start + ScoreGrid::first_column() + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            kept[i][half] = at.dropout.kept_bits<ScoreGrid::N_TILES>(
+                first_query + i * 16 + half * 8, first_key);
+}
+
+// x times Z, the factors of dropout.
+__device__ __forceinline__ void apply_dropout(Scores& x, const Kept& kept, const TilePair& at) {
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+            #pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const bool is_kept = (kept[i][k / 2] >> (j * 2 + k % 2)) & 1;
+                x[i][j][k] *= is_kept ? at.dropout.factor : 0.0f;
+            }
+}
+
+__device__ __forceinline__ void copy(Scores& to, const Scores& from) {
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+            #pragma unroll
+            for (int k = 0; k < 4; ++k) to[i][j][k] = from[i][j][k];
+}
+
+__device__ __forceinline__ void multiply(Scores& x, const Scores& factors) {
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+            #pragma unroll
+            for (int k = 0; k < 4; ++k) x[i][j][k] *= factors[i][j][k];
 }
 
 // P = dS = 0 where the query does not see the key or is none, whatever stood there.
@@ -88,15 +167,23 @@ __device__ __forceinline__ void apply_mask(Scores& x, const TilePair& at) {
         for (int half = 0; half < 2; ++half) {
             const int query = first_query + i * 16 + half * 8;
             const int num_keys = query < at.mask.seqlen_q ? at.mask.num_keys(query) : 0;
+            const int first_seen = at.mask.first_key(query);
             #pragma unroll
             for (int j = 0; j < ScoreGrid::N_TILES; ++j)
                 #pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    if (first_key + j * 8 + k >= num_keys) x[i][j][half * 2 + k] = 0.0f;
+                for (int k = 0; k < 2; ++k) {
+                    const int key = first_key + j * 8 + k;
+                    if (key >= num_keys) x[i][j][half * 2 + k] = 0.0f;
+                    if (WINDOW && key < first_seen) x[i][j][half * 2 + k] = 0.0f;
+                    if constexpr (PAIRWISE)
+                        if (key < num_keys && !at.pairs.visible(query, key))
+                            x[i][j][half * 2 + k] = 0.0f;
+                }
         }
 }
 
-// dS = P (dP - delta), from P as it was rounded. dP becomes dS.
+// dS = P (dP - delta), from P as it was rounded (times the scores' derivatives with SOFTCAP). dP
+// becomes dS.
 __device__ __forceinline__ void score_gradients(Scores& dp, const PackedScores& p, u32 delta_rows) {
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
@@ -111,6 +198,20 @@ __device__ __forceinline__ void score_gradients(Scores& dp, const PackedScores& 
                 high = to_float(high_half<Element>(p[i][j][half])) * (high - delta);
             }
         }
+}
+
+// The lane's pairs to the sums of dbias.
+__device__ __forceinline__ void add_dbias(const Scores& ds, const TilePair& at) {
+    const int first_query = at.q_start + ScoreGrid::first_row() + threadIdx.x % 32 / 4;
+    const int first_key = at.k_start + ScoreGrid::first_column() + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+            #pragma unroll
+            for (int x = 0; x < 4; ++x)
+                at.dbias.add(first_query + i * 16 + x / 2 * 8, first_key + j * 8 + x % 2,
+                             ds[i][j][x]);
 }
 
 // D += A B over the queries or keys of a tile, for the warp's rows and columns of D. A is P^T or
@@ -131,15 +232,15 @@ __device__ __forceinline__ void gradient_product(
 
 // Waits until the key tiles before this one have added to the tile of dQ. Their blocks have smaller
 // numbers and were started earlier, so the wait ends.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int k_tile) {
-    if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
+__device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
+    if (threadIdx.x == 0) while (load_acquire(turn) != own) {}
     __syncthreads();
 }
 
-__device__ __forceinline__ void pass_turn(int* turn, int k_tile) {
+__device__ __forceinline__ void pass_turn(int* turn, int own) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) store_release(turn, k_tile + 1);
+    if (threadIdx.x == 0) store_release(turn, own + 1);
 }
 
 // Scales a gradient, rounds it and stores it through the shared tile. By the whole block.
@@ -175,8 +276,9 @@ __device__ __forceinline__ void add_nonfinite(Element& x, float weight, float va
 // dO, Q and K, in query tiles that the mask cuts, for visible pairs. A warp takes a key at a time
 // and the queries one after the other, so no two write one row of dV or dK. Slow, rare.
 __device__ __forceinline__ void repair(
-    const BackwardArguments& arguments, TileOfHead where, const Mask<CAUSAL>& mask,
-    QueryTiles tiles) {
+    const Arguments& all, TileOfHead where, TilePair at, QueryTiles tiles) {
+    const BackwardArguments& arguments = arrays_of(all);
+    const auto& mask = at.mask;
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32, group_size = shape.num_heads_q / shape.num_heads_kv;
     const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
@@ -196,17 +298,27 @@ __device__ __forceinline__ void repair(
             const HeadRows q(arguments.q, arguments.q_stride, where.batch, head);
             const HeadRows dout(arguments.dout, arguments.dout_stride, where.batch, head);
             const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
-            for (int query = mask.first_query(key); query < shape.seqlen_q; ++query) {
-                if (tiles.full(query / BLOCK_Q)) continue;
+            at.set_head(all, where.batch, head);
+            for (int query = mask.first_query(key); query < mask.end_query(key); ++query) {
+                if (at.full(tiles, query / BLOCK_Q)) continue;
+                if (PAIRWISE && !at.pairs.visible(query, key)) continue;
                 const float lse =
                     static_cast<const float*>(arguments.lse)[pair * shape.seqlen_q + query];
                 const float delta =
                     static_cast<const float*>(arguments.delta)[pair * shape.seqlen_q + query];
                 const float s = row_product(q, query, k, key, shape.head_dim);
-                const float p = weight(s, scale, effective_lse(lse));
-                const float ds = p * (row_product(dout, query, v, key, shape.head_dim_v) - delta);
+                float derivative = 1.0f;
+                const float past =
+                    static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
+                const float p = LINEAR
+                    ? weight(s, scale, effective_lse(lse))
+                    : weight(at.steps.score(s, past, at.steps.bias_of(query, key), derivative),
+                             1.0f, effective_lse(lse));
+                const float z = at.dropout.z(query, key);
+                const float dp = row_product(dout, query, v, key, shape.head_dim_v);
+                const float ds = p * ((DROPOUT ? z * dp : dp) - delta) * derivative;
                 for (int d = lane; d < shape.head_dim_v; d += 32)
-                    add_nonfinite(dv[d], p, dout.at(query, d));
+                    add_nonfinite(dv[d], DROPOUT ? z * p : p, dout.at(query, d));
                 for (int d = lane; d < shape.head_dim; d += 32) {
                     add_nonfinite(dk[d], ds * scale, q.at(query, d));
                     const float value = k.at(key, d);
@@ -221,7 +333,8 @@ __device__ __forceinline__ void repair(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-backward_mma(const __grid_constant__ BackwardArguments arguments) {
+backward_mma(const __grid_constant__ Arguments all) {
+    const BackwardArguments& arguments = arrays_of(all);
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const u32 k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
@@ -236,14 +349,19 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
     const int k_start = where.tile * BLOCK_K;
     const float scale = static_cast<float>(arguments.scale);
-    TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, k_start, scale};
+    TilePair at{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)}, 0, k_start, scale,
+                Steps<float>(all), Pairs(all, where.batch), Dropout<float>(all), {}};
     const QueryTiles tiles = at.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     const Strides qs = arguments.q_stride, dos = arguments.dout_stride;
 
     // Starts the copies of the next query tile, one group: the tiles [first, end) of the group's
     // first head, then of its second, and so on. `row`: where its lse and delta stand.
-    const int first_head = where.head * group_size, tiles_of_head = tiles.end - tiles.first;
-    const i64 first_row = static_cast<i64>(tiles.first) * BLOCK_Q;
+    const auto after = [&](int tile) {
+        return at.pairs.query_tile_after(tile, where.tile, tiles.end);
+    };
+    const int first_tile = SEGMENTS ? after(tiles.first - 1) : tiles.first;
+    const int first_head = where.head * group_size, tiles_of_head = tiles.end - first_tile;
+    const i64 first_row = static_cast<i64>(first_tile) * BLOCK_Q;
     const u16* q = thread_source(
         arguments.q, where.batch * qs.batch + first_head * qs.head + first_row * qs.token,
         qs.token);
@@ -252,9 +370,11 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         dos.token);
     i64 row = (static_cast<i64>(where.batch) * shape.num_heads_q + first_head) * shape.seqlen_q
             + first_row;
-    int loads_left = tiles_of_head * group_size, next_tile = tiles.first;
+    // Tiles; or, where not all are visited, heads.
+    int loads_left = SEGMENTS ? (tiles_of_head > 0 ? group_size : 0) : tiles_of_head * group_size;
+    int next_tile = first_tile;
     const auto load_queries = [&](int stage) {
-        if (loads_left-- <= 0) return;
+        if (SEGMENTS ? loads_left <= 0 : loads_left-- <= 0) return;
         const int num_rows = shape.seqlen_q - next_tile * BLOCK_Q;
         load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing<PADDED>(true)>(
             shared_address(&shared.q[stage]), q, qs.token, num_rows, shape.head_dim);
@@ -269,8 +389,15 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         }
         cp_async_commit();
         int tiles_on = 1, heads_on = 0;
-        if (++next_tile == tiles.end) {
-            next_tile = tiles.first;
+        if constexpr (SEGMENTS) {
+            const int loaded = next_tile;
+            next_tile = after(next_tile);
+            heads_on = next_tile == tiles.end ? 1 : 0;
+            if (heads_on) next_tile = first_tile;
+            loads_left -= heads_on;
+            tiles_on = next_tile - loaded;
+        } else if (++next_tile == tiles.end) {
+            next_tile = first_tile;
             tiles_on -= tiles_of_head;
             heads_on = 1;
         }
@@ -299,6 +426,7 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
             v_tile, v, vs.token, num_rows, shape.head_dim_v);
     }
 
+    if (WINDOW || SEGMENTS) cp_async_commit();              // there may be no query tile
     load_queries(0);
     cp_async_wait<0>();
     const bool k_nonfinite = __syncthreads_or(
@@ -310,7 +438,12 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         int* turn = static_cast<int*>(arguments.turns) + pair * num_q_tiles + tile;
         float* sum = dq_sum_tile(arguments.dq_sum, pair * num_q_tiles + tile)
                    + dq_sum_first(threadIdx.x);
-        if (DETERMINISTIC) wait_for_turn(turn, where.tile);
+        // Turns are counted from the first key tile that visits the query tile.
+        const int own_turn = WINDOW || SEGMENTS
+            ? at.pairs.key_tiles_before(
+                  tile, where.tile, at.mask.first_key(tile * BLOCK_Q) / BLOCK_K)
+            : where.tile;
+        if (DETERMINISTIC) wait_for_turn(turn, own_turn);
         #pragma unroll
         for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
             float dq[QueryGrid::M_TILES][DQ_SLICE][4];
@@ -324,7 +457,7 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
                 for (int n = 0; n < DQ_SLICE; ++n)
                     reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
         }
-        if (DETERMINISTIC) pass_turn(turn, where.tile);
+        if (DETERMINISTIC) pass_turn(turn, own_turn);
     };
 
     // One query tile: its Q and dO are on their way to `stage`, the other stage's place is free
@@ -351,17 +484,35 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         set_zero(s);
         product<Element, HEAD_DIM / 16>(s, ScoreRows(q_tile, ScoreGrid::first_row()),
                                         ScoreColumns(k_tile, ScoreGrid::first_column()));
-        probabilities(s, shared_address(&shared.lse[stage]), at);
+        Scores derivatives;                                 // of scores; with SOFTCAP alone
+        probabilities(s, derivatives, shared_address(&shared.lse[stage]), at);
         if constexpr (MASKED) apply_mask(s, at);
         PackedScores p;
-        pack_fragments<Element>(p, s);
+        Kept kept;
+        if constexpr (DROPOUT) {                            // P Z for dV; P for dS
+            Scores dropped;
+            copy(dropped, s);
+            find_kept(kept, at);
+            apply_dropout(dropped, kept, at);
+            pack_fragments<Element>(p, dropped);
+        } else {
+            pack_fragments<Element>(p, s);
+        }
         store_fragments<BLOCK_Q>(p_tile, p, ScoreGrid::first_row(), ScoreGrid::first_column());
+        if constexpr (SOFTCAP && !DBIAS) multiply(s, derivatives);
+        if constexpr (SOFTCAP || DROPOUT) pack_fragments<Element>(p, s);
 
         Scores ds;                                          // dP, then dS
         set_zero(ds);
         product<Element, HEAD_DIM_V / 16>(ds, ScoreRows(dout_tile, ScoreGrid::first_row()),
                                           ScoreColumns(v_tile, ScoreGrid::first_column()));
+        if constexpr (DROPOUT) apply_dropout(ds, kept, at);
         score_gradients(ds, p, shared_address(&shared.delta[stage]));
+        if constexpr (DBIAS) {                              // is of dS without `derivatives`
+            if constexpr (MASKED) apply_mask(ds, at);
+            add_dbias(ds, at);
+            if constexpr (SOFTCAP) multiply(ds, derivatives);
+        }
         if constexpr (MASKED) apply_mask(ds, at);
         pack_fragments<Element>(p, ds);
         store_fragments<BLOCK_Q>(ds_tile, p, ScoreGrid::first_row(), ScoreGrid::first_column());
@@ -381,10 +532,12 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         }
     };
 
-    for (int head = first_head; head < first_head + group_size; ++head)
-        for (int tile = tiles.first; tile < tiles.end; ++tile)
-            if (tiles.full(tile)) step(Bool<false>{}, head, tile);
+    for (int head = first_head; head < first_head + group_size; ++head) {
+        at.set_head(all, where.batch, head);
+        for (int tile = first_tile; tile < tiles.end; tile = after(tile))
+            if (at.full(tiles, tile)) step(Bool<false>{}, head, tile);
             else step(Bool<true>{}, head, tile);
+    }
 
     // Epilogue: dK and dV leave through the places of K and V, once nobody reads those any more.
     __syncthreads();
@@ -392,5 +545,5 @@ backward_mma(const __grid_constant__ BackwardArguments arguments) {
         dk, scale, k_tile, arguments.dk, arguments.dk_stride, where, num_rows, shape.head_dim);
     store_gradient<ValueGrid, HEAD_DIM_V>(
         dv, 1.0f, v_tile, arguments.dv, arguments.dv_stride, where, num_rows, shape.head_dim_v);
-    if (needs_repair) repair(arguments, where, at.mask, tiles);
+    if (needs_repair) repair(all, where, at, tiles);
 }

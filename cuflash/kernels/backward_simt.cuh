@@ -2,26 +2,53 @@
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  D = rowsum(dO O),  dS = P (dP - D)
 //
-// (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) P comes from lse alone; S is computed in the
-// order of forward_simt.cu. The mask alone says which pairs take part: one that is visible does so
-// where P = 0 too, and 0 * inf and 0 * NaN are NaN.
+// (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) With options (docs/masks.md) scale S stands
+// for the score that score.cuh makes of it, and dS for the gradient by scale S. P comes from lse
+// alone; S is computed in the order of forward_simt.cu. The mask alone says which pairs take part:
+// one that is visible does so where P = 0 too, and 0 * inf and 0 * NaN are NaN.
 #pragma once
 #include "types.cuh"
 #include "mask.cuh"
 #include "simt.cuh"
+#include "dropout.cuh"
+#include "pairs.cuh"
+#include "score.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 struct Query { Real lse, delta; };
 
-struct Weight { Real p, ds; };
+struct Weight { Real p, ds, ds_bias; };
 
-// P and dS of a pair of S = products of q and k, dP = products of dO and v. lse = -inf says that
-// all of the query's scores are -inf: P is 0.
-inline Weight weight_of(Real s, Real dp, const Query& query, Real scale) {
-    const Real p =
-        query.lse == -infinity() ? Real(0) : exp(rounded_product(s, scale) - query.lse);
-    return {p, p * (dp - query.delta)};
+// What one head does to its pairs.
+struct Options {
+    Steps<Real> steps;
+    Pairs pairs;
+    Dropout<Real> dropout;
+
+    template <class Arguments>
+    Options(const Arguments& all, int batch) : steps(all), pairs(all, batch), dropout(all) {}
+
+    template <class Arguments> void set_head(const Arguments& all, int batch, int head) {
+        steps.set_head(all, batch, head);
+        pairs.set_head(head);
+        dropout.set_head(batch, head);
+    }
+    bool hides(int query, int key) const { return PAIRWISE && !pairs.visible(query, key); }
+};
+
+// P and dS of query i and key j: s = products of q and k, dp = products of dO and v, shift =
+// seqlen_k - seqlen_q. lse = -inf says that all of the query's scores are -inf: P is 0. With
+// dropout, p is what dV takes. ds_bias: dS before the slope of a softcap.
+inline Weight weight_of(
+    Real s, Real dp, const Query& query, const Options& options, int i, int j, int shift) {
+    Real derivative;
+    const Real x = options.steps.score(
+        s, Real(i + shift - j), options.steps.bias_of(i, j), derivative);
+    const Real p = query.lse == -infinity() ? Real(0) : exp(x - query.lse);
+    const Real z = options.dropout.z(i, j);
+    const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);
+    return {DROPOUT ? p * z : p, SOFTCAP ? dx * derivative : dx, dx};
 }
 
 // One head's pieces of all arrays.

@@ -12,7 +12,8 @@
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_K of them a key (simt.cuh).
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
-// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_K.
+// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_K; Arguments and the options
+// (docs/masks.md).
 // Shared memory, in elements:
 //     k      BLOCK_K * (HEAD_DIM + 1)          v      BLOCK_K * (HEAD_DIM_V + 1)
 //     q      BLOCK_Q * (HEAD_DIM + 1)          dout   BLOCK_Q * (HEAD_DIM_V + 1)
@@ -46,7 +47,9 @@ struct Gradients {
 };
 
 // P^T and dS^T of the tile, to shared memory: a thread has its key's pairs with its own queries.
-inline void weights(SharedPlan& shared, int row, int thread_of_row, Real scale) {
+inline void weights(
+    SharedPlan& shared, int row, int thread_of_row, const Options& options, int q_start, int key,
+    int shift) {
     Real s[QUERIES_PER_THREAD], dp[QUERIES_PER_THREAD];
     products<QUERIES_PER_THREAD, HEAD_DIM>(
         s, shared.k[row], shared.q, thread_of_row, THREADS_PER_ROW);
@@ -55,17 +58,21 @@ inline void weights(SharedPlan& shared, int row, int thread_of_row, Real scale) 
     for (int n = 0; n < QUERIES_PER_THREAD; ++n) {
         const int i = thread_of_row + n * THREADS_PER_ROW;
         if (i >= BLOCK_Q) continue;
-        const Weight weight = weight_of(s[n], dp[n], shared.queries[i], scale);
+        const Weight weight =
+            weight_of(s[n], dp[n], shared.queries[i], options, q_start + i, key, shift);
         shared.p[row][i] = weight.p;
         shared.ds[row][i] = weight.ds;
     }
 }
 
 // dV += P^T dO, dK += dS^T Q over the tile's queries from first to end, those that see the key
-// only: 0 * NaN is NaN.
+// only: 0 * NaN is NaN. hidden(i): whether query i does not see it all the same.
+template <class Hidden>
 inline void accumulate(
-    Gradients& sums, const SharedPlan& shared, int row, int thread_of_row, int first, int end) {
+    Gradients& sums, const SharedPlan& shared, int row, int thread_of_row, int first, int end,
+    Hidden hidden) {
     for (int i = first; i < end; ++i) {
+        if (hidden(i)) continue;
         const Real p = shared.p[row][i], ds = shared.ds[row][i];
         for (int n = 0; n < V_COLUMNS; ++n)
             sums.dv[n] = fma(p, shared.dout[i][thread_of_row + n * THREADS_PER_ROW], sums.dv[n]);
@@ -75,13 +82,14 @@ inline void accumulate(
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_simt_dkdv(const __grid_constant__ BackwardArguments arguments) {
+backward_simt_dkdv(const __grid_constant__ Arguments all) {
+    const BackwardArguments& arguments = arrays_of(all);
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which key head.
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
     const int kv_head = blockIdx.x % shape.num_heads_kv;
     const int batch = blockIdx.x / shape.num_heads_kv % shape.batch;
     const int k_start = blockIdx.x / shape.num_heads_kv / shape.batch * BLOCK_K;
@@ -91,7 +99,9 @@ backward_simt_dkdv(const __grid_constant__ BackwardArguments arguments) {
     const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;
     const int key = k_start + row;
     const int first_query = mask.first_query(key);              // seqlen_q if there is no such key
+    const int end_query = mask.end_query(key);
     const Real scale = arguments.scale;
+    Options options(all, batch);
 
     const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
     const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
@@ -105,7 +115,10 @@ backward_simt_dkdv(const __grid_constant__ BackwardArguments arguments) {
     const QueryTiles tiles = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     for (int member = 0; member < group_size; ++member) {
         const Head head(arguments, batch, kv_head * group_size + member);
-        for (int q_start = tiles.first * BLOCK_Q; q_start < shape.seqlen_q; q_start += BLOCK_Q) {
+        options.set_head(all, batch, kv_head * group_size + member);
+        const int q_end = WINDOW ? min(tiles.end * BLOCK_Q, shape.seqlen_q) : shape.seqlen_q;
+        for (int q_start = tiles.first * BLOCK_Q; q_start < q_end; q_start += BLOCK_Q) {
+            if (options.pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
             load_tile<BLOCK_Q, HEAD_DIM>(
                 shared.q, head.q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
             load_tile<BLOCK_Q, HEAD_DIM_V>(
@@ -114,11 +127,13 @@ backward_simt_dkdv(const __grid_constant__ BackwardArguments arguments) {
             for (int i = threadIdx.x; i < BLOCK_Q; i += NUM_THREADS)
                 shared.queries[i] = i < num_queries ? head.query(q_start + i) : Query{0, 0};
             __syncthreads();                                    // the tile and K, V are there
-            weights(shared, row, thread_of_row, scale);
+            weights(shared, row, thread_of_row, options, q_start, key,
+                    shape.seqlen_k - shape.seqlen_q);
             __syncthreads();                                    // the weights are there
             accumulate(
                 sums, shared, row, thread_of_row, mask.clamp(first_query - q_start, 0, BLOCK_Q),
-                num_queries);
+                WINDOW ? min(num_queries, end_query - q_start) : num_queries,
+                [&](int i) { return options.hides(q_start + i, key); });
             __syncthreads();                                    // all that is done with
         }
     }

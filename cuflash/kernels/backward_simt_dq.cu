@@ -11,7 +11,8 @@
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_Q of them a query (simt.cuh).
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
-// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q.
+// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q; Arguments and the options
+// (docs/masks.md).
 // Shared memory, in elements:
 //     q   BLOCK_Q * (HEAD_DIM + 1)             dout   BLOCK_Q * (HEAD_DIM_V + 1)
 //     k   BLOCK_K * (HEAD_DIM + 1)             v      BLOCK_K * (HEAD_DIM_V + 1)
@@ -19,6 +20,7 @@
 //
 // Bad at speed, as forward_simt.cu.
 #include "backward_simt.cuh"
+#include "bias_gradient.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int KEYS_PER_THREAD = (BLOCK_K + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
@@ -37,8 +39,11 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // dS of the tile, to shared memory: a thread has its query's pairs with its own keys.
+// sees(j): whether the query sees the tile's key j.
+template <class Sees>
 inline void score_gradients(
-    SharedPlan& shared, int row, int thread_of_row, const Query& query, Real scale) {
+    SharedPlan& shared, int row, int thread_of_row, const Query& query, const Options& options,
+    int i, int k_start, int shift, Sees sees, const BiasGradient& dbias) {
     Real s[KEYS_PER_THREAD], dp[KEYS_PER_THREAD];
     products<KEYS_PER_THREAD, HEAD_DIM>(
         s, shared.q[row], shared.k, thread_of_row, THREADS_PER_ROW);
@@ -46,18 +51,23 @@ inline void score_gradients(
         dp, shared.dout[row], shared.v, thread_of_row, THREADS_PER_ROW);
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
-        if (j < BLOCK_K) shared.ds[row][j] = weight_of(s[n], dp[n], query, scale).ds;
+        if (j < BLOCK_K) {
+            const Weight weight = weight_of(s[n], dp[n], query, options, i, k_start + j, shift);
+            shared.ds[row][j] = weight.ds;
+            if (DBIAS && sees(j)) dbias.add(i, k_start + j, weight.ds_bias);
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_simt_dq(const __grid_constant__ BackwardArguments arguments) {
+backward_simt_dq(const __grid_constant__ Arguments all) {
+    const BackwardArguments& arguments = arrays_of(all);
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which head.
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
     const int head_index = blockIdx.x % shape.num_heads_q;
     const int batch = blockIdx.x / shape.num_heads_q % shape.batch;
     const int order = blockIdx.x / shape.num_heads_q / shape.batch;
@@ -70,7 +80,12 @@ backward_simt_dq(const __grid_constant__ BackwardArguments arguments) {
     const int i = q_start + row;
     const Query query = i < shape.seqlen_q ? head.query(i) : Query{0, 0};
     const int num_keys = i < shape.seqlen_q ? mask.num_keys(i) : 0;
+    const int first_key = mask.first_key(i);
     const Real scale = arguments.scale;
+    Options options(all, batch);
+    options.set_head(all, batch, head_index);
+    BiasGradient dbias;
+    dbias.set_head(all, batch, head_index);
 
     const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
     const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
@@ -80,19 +95,26 @@ backward_simt_dq(const __grid_constant__ BackwardArguments arguments) {
         shared.dout, head.dout, dos.token, q_start, shape.seqlen_q, shape.head_dim_v);
     Real dq[COLUMNS_PER_THREAD] = {};                           // this thread's columns
 
-    const int num_k_tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K).num_visited;
-    for (int k_start = 0; k_start < num_k_tiles * BLOCK_K; k_start += BLOCK_K) {
+    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+    const int k_end = tiles.num_visited * BLOCK_K;
+    for (int k_start = tiles.first * BLOCK_K; k_start < k_end; k_start += BLOCK_K) {
+        if (options.pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
         load_tile<BLOCK_K, HEAD_DIM>(
             shared.k, head.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
         load_tile<BLOCK_K, HEAD_DIM_V>(
             shared.v, head.v, vs.token, k_start, shape.seqlen_k, shape.head_dim_v);
         __syncthreads();                                        // the tile and Q, dO are there
-        score_gradients(shared, row, thread_of_row, query, scale);
+        const auto sees = [&](int j) {
+            const Visible visible = visible_keys(first_key, num_keys, k_start);
+            return j >= visible.first && j < visible.end && !options.hides(i, k_start + j);
+        };
+        score_gradients(shared, row, thread_of_row, query, options, i, k_start,
+                        shape.seqlen_k - shape.seqlen_q, sees, dbias);
         __syncthreads();                                        // dS is there
         // dQ += dS K, over the visible keys only: 0 * NaN is NaN
-        const int num_visible = mask.clamp(num_keys - k_start, 0, BLOCK_K);
-        for (int j = 0; j < num_visible; ++j)
-            for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
+        const Visible visible = visible_keys(first_key, num_keys, k_start);
+        for (int j = visible.first; j < visible.end; ++j)
+            if (!options.hides(i, k_start + j)) for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
                 dq[n] = fma(
                     shared.ds[row][j], shared.k[j][thread_of_row + n * THREADS_PER_ROW], dq[n]);
         __syncthreads();                                        // all that is done with

@@ -12,7 +12,8 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; PADDED, whether that changed
-// one of them; NEGATE_SCORES, whether scale < 0.
+// one of them; NEGATE_SCORES, whether scale < 0 and scores are LINEAR; Arguments and the options
+// (docs/masks.md).
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     q_then_out  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2     Q, in the end O
 //     k           BLOCK_K * HEAD_DIM * 2
@@ -22,10 +23,13 @@
 //
 // Bad at: Hopper, whose wgmma multiplies about twice as fast; few queries with many keys (one block
 // a query tile, keys are not split).
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
+#include "pairs.cuh"
 #include "scheduler.cuh"
 #include "softmax.cuh"
+#include "score.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32, WARP_ROWS = BLOCK_Q / NUM_WARPS;
 constexpr int M_TILES = WARP_ROWS / 16;                     // of the warp's rows
@@ -42,14 +46,17 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// m: the row's maximum of S. l: this lane's share of the row's sum of P.
+// Scores are kept as products S, which `c` scales in the exponent, if they are LINEAR; else as what
+// score.cuh makes of them, and c is log2(e).
+
+// m: the row's maximum of scores. l: this lane's share of the row's sum of P.
 struct Rows { float m[M_TILES][2], l[M_TILES][2]; };
 using Scores = float[M_TILES][S_TILES][4];
 using Output = float[M_TILES][O_TILES][4];
 
 struct Problem {
-    Mask<CAUSAL> mask;
-    float c;                                                // |scale| log2(e)
+    Mask<CAUSAL, WINDOW> mask;
+    float c;                                                // |scale| log2(e), or log2(e)
     int first_row;                                          // the lane's first query
 };
 
@@ -66,19 +73,69 @@ __device__ __forceinline__ void scores(Scores& s, u32 q, u32 k) {
                 for (float& x : fragment) x = -x;
 }
 
-// S = -inf where the query does not see the key.
-__device__ __forceinline__ void apply_mask(Scores& s, const Problem& problem, int k_start) {
+// The scores of products of a tile; see Steps.
+__device__ __forceinline__ void apply_steps(
+    Scores& s, const Problem& problem, const Steps<float>& steps, int k_start) {
+    const int shift = problem.mask.seqlen_k - problem.mask.seqlen_q;
     const int first_key = k_start + threadIdx.x % 4 * 2;
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int num_keys = problem.mask.num_keys(problem.first_row + i * 16 + half * 8);
+            const int query = problem.first_row + i * 16 + half * 8;
+            const float past = static_cast<float>(query + shift - first_key);
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    float& score = s[i][j][half * 2 + x];
+                    score = steps.score(score, past - static_cast<float>(j * 8 + x),
+                                        steps.bias_of(query, first_key + j * 8 + x));
+                }
+        }
+}
+
+// P = 0 where dropout drops the pair, and the others larger.
+__device__ __forceinline__ void apply_dropout(
+    Scores& p, const Problem& problem, const Dropout<float>& dropout, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = problem.first_row + i * 16 + half * 8;
+            const u32 kept = dropout.kept_bits<S_TILES>(query, first_key);
             #pragma unroll
             for (int j = 0; j < S_TILES; ++j)
                 #pragma unroll
                 for (int x = 0; x < 2; ++x)
-                    if (first_key + j * 8 + x >= num_keys) s[i][j][half * 2 + x] = -infinity();
+                    p[i][j][half * 2 + x] *= (kept >> (j * 2 + x)) & 1 ? dropout.factor : 0.0f;
+        }
+}
+
+// S = -inf where the query does not see the key.
+__device__ __forceinline__ void apply_mask(
+    Scores& s, const Problem& problem, const Pairs& pairs, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = problem.first_row + i * 16 + half * 8;
+            const int num_keys = problem.mask.num_keys(query);
+            const int first_seen = problem.mask.first_key(query);
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    const int key = first_key + j * 8 + x;
+                    if (key >= num_keys) s[i][j][half * 2 + x] = -infinity();
+                    if (WINDOW && key < first_seen) s[i][j][half * 2 + x] = -infinity();
+                    if constexpr (PAIRWISE)
+                        if (query < problem.mask.seqlen_q && key < num_keys
+                            && !pairs.visible(query, key))
+                            s[i][j][half * 2 + x] = -infinity();
+                }
         }
 }
 
@@ -132,10 +189,12 @@ __device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v, 
         product<Element, KEY_STEPS, KEY_STEPS>(acc, weights, values);
 }
 
-// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. Each warp stores its
-// own rows: O goes through the place of Q, of which no other warp reads these rows.
+// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. A sink takes part in
+// l. Each warp stores its own rows: O goes through the place of Q, of which no other warp reads
+// these rows.
 __device__ __forceinline__ void store(
-    const ForwardArguments& arguments, TileOfHead where, u32 out_tile, Output& acc, Rows& state) {
+    const Arguments& all, TileOfHead where, u32 out_tile, Output& acc, Rows& state) {
+    const ForwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_row = where.tile * BLOCK_Q + warp * WARP_ROWS;
@@ -144,15 +203,25 @@ __device__ __forceinline__ void store(
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = warp_row + i * 16 + half * 8 + lane / 4;
-            const float m = state.m[i][half], l = quad_sum(state.l[i][half]);
-            const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+            float m = state.m[i][half], l = quad_sum(state.l[i][half]);
+            float rescale = 1.0f;
+            if constexpr (SINK) {
+                const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
+                const WithSink<float> row_with_sink(
+                    m == -infinity() ? m : m * scale, l, sink_of<float>(all, where.head));
+                m = row_with_sink.top;
+                l = row_with_sink.sum;
+                rescale = row_with_sink.rescale;
+            }
+            const float inverse = l == 0.0f ? 0.0f : rescale / l;
             #pragma unroll
             for (int j = 0; j < O_TILES; ++j) {
                 acc[i][j][half * 2] *= inverse;
                 acc[i][j][half * 2 + 1] *= inverse;
             }
             if (arguments.lse != nullptr && lane % 4 == 0 && row < shape.seqlen_q) {
-                const float scale = fabsf(static_cast<float>(arguments.scale));
+                const float scale =
+                    LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
                 static_cast<float*>(arguments.lse)[head * shape.seqlen_q + row] =
                     l == 0.0f ? -infinity() : m * scale + logf(l);
@@ -174,7 +243,9 @@ __device__ __forceinline__ void store(
 // each to the queries that see its key, times its weight, of which it matters only whether it is 0
 // (0 * inf is NaN). m: the rows' maxima, in shared memory. By the whole block; slow, rare.
 __device__ __forceinline__ void repair(
-    const ForwardArguments& arguments, TileOfHead where, const Problem& problem, const float* m) {
+    const Arguments& all, TileOfHead where, const Problem& problem, const Steps<float>& steps,
+    const Pairs& pairs, const Dropout<float>& dropout, const float* m) {
+    const ForwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const Strides qs = arguments.q_stride, ks = arguments.k_stride;
     const Strides vs = arguments.v_stride, os = arguments.out_stride;
@@ -188,21 +259,31 @@ __device__ __forceinline__ void repair(
                      + where.batch * vs.batch + kv_head * vs.head;
     Element* out = static_cast<Element*>(arguments.out)
                  + where.batch * os.batch + where.head * os.head;
-    const int first_key = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K).num_full * BLOCK_K;
+    const KeyTiles tiles = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+    const int first_cut = tiles.num_full * BLOCK_K;
     for (int i = threadIdx.x; i < BLOCK_Q * shape.head_dim_v; i += THREADS) {
         const int row = i / shape.head_dim_v, column = i % shape.head_dim_v;
         const int query = q_start + row;
         if (query >= shape.seqlen_q) return;
         Element& x = out[query * os.token + column];
-        for (int key = first_key; key < problem.mask.num_keys(query); ++key) {
+        for (int key = WINDOW || PAIRWISE ? problem.mask.first_key(query) : first_cut;
+             key < problem.mask.num_keys(query); ++key) {
+            if ((WINDOW || PAIRWISE) && tiles.full(key / BLOCK_K)
+                && pairs.sees_all(where.tile, key / BLOCK_K)) continue;
+            if (PAIRWISE && !pairs.visible(query, key)) continue;
             const float value = to_float(v[key * vs.token + column]);
             if (fabsf(value) < infinity()) continue;
             float score = 0.0f;
             for (int d = 0; d < shape.head_dim; ++d)
                 score += to_float(q[query * qs.token + d]) * to_float(k[key * ks.token + d]);
             if (NEGATE_SCORES) score = -score;
-            const float weight = m[row] == -infinity()
+            if (!LINEAR)
+                score = steps.score(
+                    score, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key),
+                    steps.bias_of(query, key));
+            float weight = m[row] == -infinity()
                 ? 0.0f : exp2_of_product(score, problem.c, m[row] * problem.c);
+            if (DROPOUT) weight *= dropout.z(query, key);
             x = low_half<Element>(pack<Element>(to_float(x) + weight * value, 0.0f));
         }
     }
@@ -220,7 +301,8 @@ __device__ __forceinline__ TileOfHead tile_of_this_block(const ForwardArguments&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_mma(const __grid_constant__ ForwardArguments arguments) {
+forward_mma(const __grid_constant__ Arguments all) {
+    const ForwardArguments& arguments = arrays_of(all);
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const u32 q_tile = shared_address(&shared.q_then_out);
@@ -235,8 +317,16 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
 
     const int lane_row = q_start + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
     const float scale = fabsf(static_cast<float>(arguments.scale));
-    const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
-    const Problem problem{{shape.seqlen_q, shape.seqlen_k}, c, lane_row};
+    // Never 0: 0 * inf is NaN.
+    const float c = LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
+    const Problem problem{
+        {shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)}, c, lane_row};
+    Steps<float> steps(all);
+    steps.set_head(all, where.batch, where.head);
+    Pairs pairs(all, where.batch);
+    pairs.set_head(where.head);
+    Dropout<float> dropout(all);
+    dropout.set_head(where.batch, where.head);
     const KeyTiles tiles = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 
     Rows rows;
@@ -256,21 +346,29 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
         arguments.k, where.batch * ks.batch + kv_head * ks.head + last_key * ks.token, ks.token);
     const u16* v = thread_source(
         arguments.v, where.batch * vs.batch + kv_head * vs.head + last_key * vs.token, vs.token);
+    const auto source = [&](const u16* next, int tile, i64 stride) {
+        if constexpr (SEGMENTS)                             // not all tiles are visited
+            return next - (tiles.num_visited - 1 - tile) * (BLOCK_K * stride);
+        else
+            return next;
+    };
     const auto load_k = [&](int tile, auto ragged) {
         load_tile<BLOCK_K, HEAD_DIM, THREADS, missing<PADDED>(ragged.value)>(
-            k_tile, k, ks.token, shape.seqlen_k - tile * BLOCK_K, shape.head_dim);
+            k_tile, source(k, tile, ks.token), ks.token, shape.seqlen_k - tile * BLOCK_K,
+            shape.head_dim);
         cp_async_commit();
-        k -= BLOCK_K * ks.token;
+        if (!SEGMENTS) k -= BLOCK_K * ks.token;
     };
     const auto load_v = [&](int tile, auto ragged) {
         load_tile<BLOCK_K, HEAD_DIM_V, THREADS, missing<PADDED>(ragged.value)>(
-            v_tile, v, vs.token, shape.seqlen_k - tile * BLOCK_K, shape.head_dim_v);
+            v_tile, source(v, tile, vs.token), vs.token, shape.seqlen_k - tile * BLOCK_K,
+            shape.head_dim_v);
         cp_async_commit();
-        v -= BLOCK_K * vs.token;
+        if (!SEGMENTS) v -= BLOCK_K * vs.token;
     };
 
-    int tile = tiles.num_visited - 1;
-    if (tile >= 0) {
+    int tile = pairs.key_tile_before(where.tile, tiles.num_visited, tiles.first), next = 0;
+    if (tile >= tiles.first) {
         const u16* q = thread_source(
             arguments.q, where.batch * qs.batch + where.head * qs.head + q_start * qs.token,
             qs.token);
@@ -289,7 +387,8 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
         __syncthreads();
         load_v(tile, masked);
         scores(s, q_tile, k_tile);
-        if constexpr (masked.value) apply_mask(s, problem, tile * BLOCK_K);
+        if constexpr (!LINEAR) apply_steps(s, problem, steps, tile * BLOCK_K);
+        if constexpr (masked.value) apply_mask(s, problem, pairs, tile * BLOCK_K);
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (masked.value)
@@ -297,17 +396,25 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
                 loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_tile));
         else
             __syncthreads();
-        if (tile > 0) load_k(tile - 1, Bool<false>{});
+        next = pairs.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
+        if (next >= tiles.first) load_k(next, Bool<false>{});
         softmax_step(s, rows, acc, problem.c);
+        if constexpr (DROPOUT) apply_dropout(s, problem, dropout, tile * BLOCK_K);
         accumulate<masked.value>(acc, s, v_tile, nonfinite);
         if constexpr (masked.value) needs_repair |= nonfinite;
     };
 
-    for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
-    for (; tile >= 0; --tile) step(Bool<false>{});
+    if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
+        for (; tile >= tiles.first; tile = next)
+            if (tiles.full(tile) && pairs.sees_all(q_start / BLOCK_Q, tile)) step(Bool<false>{});
+            else step(Bool<true>{});
+    } else {
+        for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
+        for (; tile >= 0; --tile) step(Bool<false>{});
+    }
 
     where = tile_of_this_block(arguments);
-    store(arguments, where, q_tile, acc, rows);
+    store(all, where, q_tile, acc, rows);
     if (needs_repair) {
         // All are past the last step's second barrier: K is done with.
         float* m = reinterpret_cast<float*>(&shared.k);
@@ -316,6 +423,6 @@ forward_mma(const __grid_constant__ ForwardArguments arguments) {
                 for (int half = 0; half < 2; ++half)
                     m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
         __syncthreads();
-        repair(arguments, where, problem, m);
+        repair(all, where, problem, steps, pairs, dropout, m);
     }
 }

@@ -9,7 +9,8 @@
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_Q of them a query (simt.cuh).
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
-// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q.
+// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q; Arguments and the options
+// (docs/masks.md).
 // Shared memory, in elements:
 //     q   BLOCK_Q * (HEAD_DIM + 1)
 //     kv  BLOCK_K * (max(HEAD_DIM, HEAD_DIM_V) + 1)     a tile of K, then the same tile of V
@@ -19,6 +20,9 @@
 #include "types.cuh"
 #include "mask.cuh"
 #include "simt.cuh"
+#include "dropout.cuh"
+#include "pairs.cuh"
+#include "score.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -45,14 +49,17 @@ struct State {
 };
 
 // m' = max(m, x);  P = exp(x - m'), l' = l exp(m - m') + rowsum(P)  (FlashAttention-2, Alg. 1)
-// for the num_visible first keys of the tile, others having no weight. own: this thread's keys of
-// x, the scaled scores; the whole row stands in row, and the weights take its place.
+// for the tile's visible keys, others having no weight. own: this thread's keys of x, the scores;
+// the whole row stands in row, and the weights take its place.
 // One barrier inside: a row is overwritten when all its threads have read it.
+// hidden(j): whether key j is hidden all the same. z(j): the pair's factor of dropout.
+template <class Hidden, class Factor>
 inline void softmax_step(
     State& state, Real (&row)[BLOCK_K + 1], const Real (&own)[KEYS_PER_THREAD],
-    int thread_of_row, int num_visible) {
+    int thread_of_row, Visible visible, Hidden hidden, Factor z) {
     Real m = state.m;
-    for (int j = 0; j < num_visible; ++j) m = row[j] > m ? row[j] : m;      // skips NaN
+    for (int j = visible.first; j < visible.end; ++j)
+        if (!hidden(j)) m = row[j] > m ? row[j] : m;        // skips NaN
     const Real base = m == -infinity() ? Real(0) : m;
     const Real correction = exp(state.m - base);
     state.m = m;
@@ -61,27 +68,32 @@ inline void softmax_step(
     __syncthreads();
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
-        if (j < num_visible) state.l += row[j] = exp(own[n] - base);
+        if (WINDOW && j < visible.first) continue;
+        if (PAIRWISE && (j >= visible.end || hidden(j))) continue;
+        if (j < visible.end) state.l += row[j] = exp(own[n] - base);
+        if (DROPOUT && j < visible.end) row[j] *= z(j);
     }
 }
 
 // acc += P V, over the visible keys only: 0 * NaN is NaN, so that the others cannot take part.
+template <class Hidden>
 inline void accumulate(
     State& state, const Real (&row)[BLOCK_K + 1], const Element (&v)[BLOCK_K][WIDEST + 1],
-    int thread_of_row, int num_visible) {
-    for (int j = 0; j < num_visible; ++j)
-        for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
+    int thread_of_row, Visible visible, Hidden hidden) {
+    for (int j = visible.first; j < visible.end; ++j)
+        if (!hidden(j)) for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
             state.acc[n] = fma(row[j], v[j][thread_of_row + n * THREADS_PER_ROW], state.acc[n]);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-forward_simt(const __grid_constant__ ForwardArguments arguments) {
+forward_simt(const __grid_constant__ Arguments all) {
+    const ForwardArguments& arguments = arrays_of(all);
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which head.
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
     const int head = blockIdx.x % shape.num_heads_q;
     const int batch = blockIdx.x / shape.num_heads_q % shape.batch;
     const int order = blockIdx.x / shape.num_heads_q / shape.batch;
@@ -98,16 +110,26 @@ forward_simt(const __grid_constant__ ForwardArguments arguments) {
     const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;
     const int query = q_start + row;
     const int num_keys = query < shape.seqlen_q ? mask.num_keys(query) : 0;
-    const Real scale = arguments.scale;
+    const int first_key = mask.first_key(query);
+    Steps<Real> steps(all);
+    steps.set_head(all, batch, head);
+    Pairs pairs(all, batch);
+    pairs.set_head(head);
+    Dropout<Real> dropout(all);
+    dropout.set_head(batch, head);
 
     load_tile<BLOCK_Q, HEAD_DIM>(shared.q, q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
     State state;
 
-    const int num_k_tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K).num_visited;
-    for (int k_start = 0; k_start < num_k_tiles * BLOCK_K; k_start += BLOCK_K) {
-        const int num_visible = mask.clamp(num_keys - k_start, 0, BLOCK_K);
+    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+    const int k_end = tiles.num_visited * BLOCK_K;
+    for (int k_start = tiles.first * BLOCK_K; k_start < k_end; k_start += BLOCK_K) {
+        if (pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
+        const Visible visible = visible_keys(first_key, num_keys, k_start);
+        const auto hidden = [&](int j) { return PAIRWISE && !pairs.visible(query, k_start + j); };
+        const auto z = [&](int j) { return dropout.z(query, k_start + j); };
 
-        // x = scale S, S = Q K^T
+        // x, the scores of S = Q K^T
         load_tile<BLOCK_K, HEAD_DIM>(
             shared.kv, k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
         __syncthreads();                                    // K, and the first time Q, are there
@@ -116,16 +138,17 @@ forward_simt(const __grid_constant__ ForwardArguments arguments) {
             x, shared.q[row], shared.kv, thread_of_row, THREADS_PER_ROW);
         for (int n = 0; n < KEYS_PER_THREAD; ++n) {
             const int j = thread_of_row + n * THREADS_PER_ROW;
-            x[n] = rounded_product(x[n], scale);
+            x[n] = steps.score(x[n], Real(query + (shape.seqlen_k - shape.seqlen_q) - k_start - j),
+                               steps.bias_of(query, k_start + j));
             if (j < BLOCK_K) shared.p[row][j] = x[n];
         }
         __syncthreads();                                    // the scores are there, K is done with
 
         load_tile<BLOCK_K, HEAD_DIM_V>(
             shared.kv, v, vs.token, k_start, shape.seqlen_k, shape.head_dim_v);
-        softmax_step(state, shared.p[row], x, thread_of_row, num_visible);
+        softmax_step(state, shared.p[row], x, thread_of_row, visible, hidden, z);
         __syncthreads();                                    // V and the weights are there
-        accumulate(state, shared.p[row], shared.kv, thread_of_row, num_visible);
+        accumulate(state, shared.p[row], shared.kv, thread_of_row, visible, hidden);
         __syncthreads();                                    // V and the weights are done with
     }
 
@@ -136,6 +159,12 @@ forward_simt(const __grid_constant__ ForwardArguments arguments) {
     Real l = 0;
     for (int t = 0; t < THREADS_PER_ROW; ++t) l += shared.q[row][t];
     if (query >= shape.seqlen_q) return;
+    if constexpr (SINK) {
+        const WithSink<Real> row_with_sink(state.m, l, sink_of<Real>(all, head));
+        l = row_with_sink.sum;
+        state.m = row_with_sink.top;
+        for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= row_with_sink.rescale;
+    }
 
     // O = acc / l, lse = m + log(l). Without a key, or with scores of -inf alone, l and lse are 0
     // and -inf, and acc is 0, or NaN where a weight of 0 met an infinite value or NaN: O is that.

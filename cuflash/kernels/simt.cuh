@@ -15,10 +15,16 @@ static_assert(sizeof(Element) >= 4, "16-bit elements have kernels with tensor co
 
 inline Real infinity() { return __int_as_float(0x7f800000); }
 
-// A product that no compiler fuses with an addition. S * scale must be the same number when the
-// maximum is taken and when it is subtracted: with |S| = 1e30, half an ulp is 1e22 in an exponent.
-inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+// The keys of a tile that a query sees: [first, end), of [first_key, num_keys) of all, but for
+// those that pairs.cuh hides.
+struct Visible { int first, end; };
+
+// BLOCK_K keys, from k_start on.
+inline Visible visible_keys(int first_key, int num_keys, int k_start) {
+    const int first = WINDOW ? first_key - k_start : 0, end = num_keys - k_start;
+    return {first < 0 ? 0 : first > BLOCK_K ? BLOCK_K : first,
+            end < 0 ? 0 : end > BLOCK_K ? BLOCK_K : end};
+}
 
 // Where one head of an array (batch, seqlen, heads, columns) begins.
 inline const Element* head_start(const void* array, const Strides& stride, int batch, int head) {

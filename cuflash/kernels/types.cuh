@@ -52,6 +52,51 @@ struct BackwardArguments {
     double scale;
 };
 
+// What options are (docs/masks.md), in elements; 0 along axes that the user left out.
+struct HeadStrides { i64 batch, head; };
+struct TokenStrides { i64 batch, token; };
+struct PairStrides { i64 batch, head, query, key; };
+
+struct OptionNumbers {
+    PairStrides bias_stride, mask_stride, dbias_stride;
+    HeadStrides alibi_stride;
+    TokenStrides ids_q_stride, ids_k_stride;
+    i64 sink_stride;                            // from head to head
+    double softcap;
+    double keep_factor;                         // of dropout: 1 / (1 - probability)
+    int window_left, window_right;              // both at least 0, and less than 2^30
+    u32 drop_below;                             // of dropout: words below that drop a pair
+};
+
+// Of calls that have options. Arrays that a call lacks are null.
+struct ForwardOptionsArguments {
+    const void* alibi_slopes;                   // float, (batch, num_heads_q)
+    const void* bias;                           // Bias, (batch, num_heads_q, seqlen_q, seqlen_k)
+    const void* mask;                           // a byte, 0 or 1, of the same shape
+    const void* sink;                           // Accumulator<Element>, (num_heads_q)
+    const void* segment_ids_q;                  // int, (batch, seqlen_q)
+    const void* segment_ids_k;                  // int, (batch, seqlen_k)
+    u64 seed;                                   // of dropout
+    void* ranges;                               // by segment_ranges.cu
+    ForwardArguments arrays;
+    OptionNumbers options;
+};
+
+struct BackwardOptionsArguments {
+    const void* alibi_slopes;
+    const void* bias;
+    const void* mask;
+    const void* sink;
+    const void* segment_ids_q;
+    const void* segment_ids_k;
+    u64 seed;
+    void* ranges;
+    void* dbias;                                // its sums (bias_gradient.cuh); null: not wanted
+    void* dsink;                                // contiguous; null: not wanted
+    BackwardArguments arrays;
+    OptionNumbers options;
+};
+
 // All arrays are contiguous: out, out_a and out_b (batch, seqlen_q, num_heads_q, head_dim_v); lse,
 // lse_a and lse_b (batch, num_heads_q, seqlen_q).
 struct MergeArguments {
@@ -77,9 +122,16 @@ struct BackwardWgmmaArguments {
     BackwardArguments arrays;
 };
 
-// Of either family's arguments.
+// What all arguments of a direction have.
+inline const ForwardArguments& arrays_of(const ForwardArguments& arguments) { return arguments; }
+inline const ForwardArguments& arrays_of(const ForwardOptionsArguments& arguments) {
+    return arguments.arrays;
+}
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
 inline const BackwardArguments& arrays_of(const BackwardWgmmaArguments& arguments) {
+    return arguments.arrays;
+}
+inline const BackwardArguments& arrays_of(const BackwardOptionsArguments& arguments) {
     return arguments.arrays;
 }
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 import cuflash
 
 
@@ -11,24 +13,36 @@ def forward(backend, case, q, k, v, **options):
     placed = [backend.place(x) for x in (q, k, v)]
     with backend.running(case):
         results = cuflash.forward(
-            *placed, **case.call(), return_lse=True, **options
+            *placed, **_call(backend, case), return_lse=True, **options
         )
     return tuple(backend.fetch(x) for x in results)
 
 
 def backward(backend, case, dout, q, k, v, out, lse):
-    """Return (dq, dk, dv) of a case as NumPy arrays."""
+    """Return (dq, dk, dv) of a case as NumPy arrays, and dbias, dsink."""
     placed = [backend.place(x) for x in (dout, q, k, v, out, lse)]
+    options = _call(backend, case)
     backend.poison()
     with backend.running(case):
         results = cuflash.backward(
-            *placed, **case.call(), deterministic=case.deterministic
+            *placed,
+            **options,
+            **case.asked(),
+            deterministic=case.deterministic,
         )
     return tuple(backend.fetch(x) for x in results)
 
 
+def _call(backend, case):
+    """Return a case's keyword arguments, arrays placed."""
+    return {
+        name: backend.place(x) if isinstance(x, np.ndarray) else x
+        for name, x in case.call().items()
+    }
+
+
 def both(backend, case, q, k, v, dout):
-    """Return (dq, dk, dv), with out and lse from our own forward."""
+    """Return (dq, dk, dv, ...), with out and lse from our own forward."""
     # Block sizes are those of the gradients' kernels.
     first = replace(case, block_q=None, block_k=None)
     out, lse = forward(backend, first, q, k, v)

@@ -8,6 +8,7 @@ from cuflash.tiles import Tile
 
 from . import extreme
 from .dtypes import DTYPES
+from .options import option_arrays
 
 
 def short_repr(value):
@@ -53,6 +54,8 @@ class Case:
     values : how the numbers are chosen: "normal", or one of `VALUES`.
     spoiled : (array, index, value), put into the arrays after that.
     on : where kernels are emulated.
+    window, softcap, dropout : as of a call; dropout's seed is the case's.
+    arrays_of : the options that are arrays; see `options.MAKERS`.
     """
 
     dtype: str = "float32"
@@ -74,6 +77,10 @@ class Case:
     spoiled: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     seed: int = 0
     on: Emulation = Emulation()
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    arrays_of: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     __repr__ = short_repr
 
@@ -83,17 +90,32 @@ class Case:
 
     def call(self):
         """Return the keyword arguments that both directions take."""
-        return {
-            "scale": self.scale,
-            "causal": self.causal,
-            "block_q": self.block_q,
-            "block_k": self.block_k,
-            "precision": self.precision,
-        }
+        blocks = {"block_q": self.block_q, "block_k": self.block_k}
+        return {**self.meaning(), **blocks, "precision": self.precision}
 
     def meaning(self):
         """Return the keyword arguments that decide the result."""
-        return {"scale": self.scale, "causal": self.causal}
+        plain = {"scale": self.scale, "causal": self.causal}
+        return {**plain, **self.options()}
+
+    def options(self):
+        """Return those of them besides scale and causal that it has."""
+        options = option_arrays(self)
+        if self.window is not None:
+            options["window"] = self.window
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        if self.dropout:
+            options |= {"dropout": self.dropout, "seed": self.seed}
+        return options
+
+    def asked(self):
+        """Return the keyword arguments of backward's further gradients."""
+        return {
+            f"return_d{name}": True
+            for name in ("bias", "sink")
+            if name in self.arrays_of
+        }
 
 
 def shapes(case):

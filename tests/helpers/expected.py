@@ -7,6 +7,7 @@ from cuflash.reference.attention import attention, attention_vjp
 from . import low
 from .compare import GRADIENT_FACTOR, OUT_FACTOR, Expected
 from .heads import heads_first, heads_last, sum_groups
+from .options import of_reference, terms_of
 from .rounding import Rounding, finite
 
 
@@ -14,17 +15,17 @@ def _scale(scale, q):
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _reference_forward(q, k, v, scale, causal):
+def _reference_forward(q, k, v, scale, options):
     heads = q.shape[2]
     with np.errstate(all="ignore"):
         return attention(
             *(heads_first(x, heads) for x in (q, k, v)),
             scale=scale,
-            causal=causal,
+            **of_reference(q, options),
         )
 
 
-def forward(q, k, v, *, scale=None, causal=False, exact_scores=False):
+def forward(q, k, v, *, scale=None, exact_scores=False, **options):
     """Return what out and lse of a call should be.
 
     Parameters
@@ -33,20 +34,21 @@ def forward(q, k, v, *, scale=None, causal=False, exact_scores=False):
         4-D, in the public layout.
     exact_scores : bool
         See `Rounding`.
+    **options
+        The call's, causal among them.
 
     Returns
     -------
     out, lse : Expected
     """
-    scale = _scale(scale, q)
-    out, lse = _reference_forward(q, k, v, scale, causal)
+    scale, terms = _scale(scale, q), terms_of(q, k, **options)
+    out, lse = _reference_forward(q, k, v, scale, options)
     tame = (_tame(x) for x in (q, k, v))
     with np.errstate(all="ignore"):
-        plain = low.forward(*tame, scale=scale, causal=causal)
+        plain = low.forward(*tame, terms, scale=scale)
         rounding = Rounding(
-            None, q, k, v, lse,
-            scale=scale, causal=causal, exact_scores=exact_scores,
-        )  # fmt: skip
+            None, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores
+        )
         out_error, lse_error = rounding.out(), rounding.lse()
     return (
         Expected(heads_last(out), plain, largest(out_error), OUT_FACTOR),
@@ -55,31 +57,33 @@ def forward(q, k, v, *, scale=None, causal=False, exact_scores=False):
     )
 
 
-def backward(dout, q, k, v, *, scale=None, causal=False, exact_scores=False):
+def backward(dout, q, k, v, *, scale=None, exact_scores=False, **options):
     """Return what dq, dk and dv of a call should be.
 
     Returns
     -------
     dq, dk, dv : Expected
+        And dbias if there is a bias, dsink if there is a sink.
     """
-    scale = _scale(scale, q)
+    scale, terms = _scale(scale, q), terms_of(q, k, **options)
     heads, heads_kv = q.shape[2], k.shape[2]
     with np.errstate(all="ignore"):
-        dq, dk, dv = attention_vjp(
+        dq, dk, dv, *others = attention_vjp(
             *(heads_first(x, heads) for x in (dout, q, k, v)),
             scale=scale,
-            causal=causal,
+            **of_reference(q, options),
         )
         refs = dq, sum_groups(dk, heads_kv), sum_groups(dv, heads_kv)
-        _, lse = _reference_forward(q, k, v, scale, causal)
+        refs = [*map(heads_last, refs), *others]
+        _, lse = _reference_forward(q, k, v, scale, options)
         tame = (_tame(x) for x in (dout, q, k, v))
-        plain = low.backward(*tame, scale=scale, causal=causal)
+        bias = options.get("bias")
+        plain = low.backward(*tame, terms, scale=scale, bias=bias)
         errors = Rounding(
-            dout, q, k, v, lse,
-            scale=scale, causal=causal, exact_scores=exact_scores,
-        ).gradients()  # fmt: skip
+            dout, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores
+        ).gradients(bias)
     return tuple(
-        Expected(heads_last(r), p, largest(e), GRADIENT_FACTOR)
+        Expected(r, p, largest(e), GRADIENT_FACTOR)
         for r, p, e in zip(refs, plain, errors, strict=True)
     )
 

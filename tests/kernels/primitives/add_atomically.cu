@@ -1,7 +1,8 @@
-// atomicAdd: thread i adds x[i] to the float at place to[i], and keeps what stood there.
+// atomicAdd: thread i adds x[i] to the number at place to[i], and keeps what stood there.
+// Constants: T.
 #include "ptx.cuh"
 
-struct Arguments { const float* x; const int* to; float* sums; float* before; };
+struct Arguments { const T* x; const int* to; T* sums; T* before; };
 
 extern "C" __global__ void add_atomically(const __grid_constant__ Arguments a) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

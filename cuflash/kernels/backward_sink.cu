@@ -1,0 +1,41 @@
+// The gradient of a head's sink: a logit of every row of the head that has no value.
+//
+//     dsink = - sum exp(sink - lse) delta          over the head's rows of all batches
+//
+// since dS = P (dP - delta), and dP is 0 there. delta = rowsum(dO * O) comes from
+// backward_delta.cu. Always added in the same order.
+//
+// Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
+// and so on of each batch.
+// Constants: Element, NUM_THREADS. Shared memory: a double for each thread.
+//
+// Bound by memory: lse and delta read once.
+#include "elements.cuh"
+
+using Real = Accumulator<Element>;
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+backward_sink(const __grid_constant__ BackwardOptionsArguments all) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    double* sums = reinterpret_cast<double*>(shared_bytes);
+    const BackwardArguments& arguments = all.arrays;
+    const Shape& shape = arguments.shape;
+    const int head = blockIdx.x, thread = threadIdx.x;
+    const Real sink = static_cast<const Real*>(all.sink)[head * all.options.sink_stride];
+    const bool weightless = sink == -static_cast<Real>(__int_as_float(0x7F800000));
+
+    double sum = 0;
+    for (int batch = 0; batch < shape.batch; ++batch) {
+        const i64 first = (i64(batch) * shape.num_heads_q + head) * shape.seqlen_q;
+        const Real* lse = static_cast<const Real*>(arguments.lse) + first;
+        const Real* delta = static_cast<const Real*>(arguments.delta) + first;
+        for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)
+            if (!weightless) sum -= exp(sink - lse[row]) * delta[row];
+    }
+    sums[thread] = sum;
+    for (int half = NUM_THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (thread < half) sums[thread] += sums[thread + half];
+    }
+    if (thread == 0) static_cast<Real*>(all.dsink)[head] = static_cast<Real>(sums[0]);
+}

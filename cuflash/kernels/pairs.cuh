@@ -1,0 +1,128 @@
+// Pairs that a call hides besides those past the bounds of mask.cuh: by segment ids (SEGMENTS), of
+// which only equal ones see each other, and by a boolean mask (KEEP).
+//
+// What segment_ranges.cu found of each tile, the smallest and the largest of its ids, answers for
+// a whole tile of pairs. Of a mask nothing is known before: it may hide part of any tile.
+//
+// Constants: Arguments, SEGMENTS, KEEP, BLOCK_Q, BLOCK_K.
+#pragma once
+#include "mask.cuh"
+
+constexpr bool PAIRWISE = SEGMENTS || KEEP;                 // whether pairs are asked one by one
+
+enum class Visibility { NONE, PARTLY, ALL };
+
+// The smallest and the largest segment id of a tile; (1, 0) of a tile without tokens.
+struct Range { int low, high; };
+
+// One head's. What it reads is found anew each time: that takes no registers in between.
+template <class Arguments> struct PairsOf {
+    const Arguments& all;
+    int batch, head = 0;
+
+    PairsOf(const Arguments& all, int batch) : all(all), batch(batch) {}
+    void set_head(int new_head) {
+        if constexpr (KEEP) head = new_head;
+    }
+
+    int id_of_query(int query) const {
+        const TokenStrides& stride = all.options.ids_q_stride;
+        return static_cast<const int*>(all.segment_ids_q)[
+            batch * stride.batch + query * stride.token];
+    }
+    int id_of_key(int key) const {
+        const TokenStrides& stride = all.options.ids_k_stride;
+        return static_cast<const int*>(all.segment_ids_k)[
+            batch * stride.batch + key * stride.token];
+    }
+    bool keeps(int query, int key) const {
+        const PairStrides& stride = all.options.mask_stride;
+        return static_cast<const unsigned char*>(all.mask)[
+            batch * stride.batch + head * stride.head
+            + query * stride.query + key * stride.key] != 0;
+    }
+
+    // Of a pair that the arrays have.
+    bool visible(int query, int key) const {
+        if constexpr (SEGMENTS)
+            if (id_of_query(query) != id_of_key(key)) return false;
+        if constexpr (KEEP)
+            if (!keeps(query, key)) return false;
+        return true;
+    }
+
+    // Of a tile: its segment ids. First come all query tiles, batch by batch.
+    Range of_queries(int tile) const {
+        const Shape& shape = arrays_of(all).shape;
+        const int tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+        return static_cast<const Range*>(all.ranges)[i64(batch) * tiles + tile];
+    }
+    Range of_keys(int tile) const {
+        const Shape& shape = arrays_of(all).shape;
+        const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+        const int tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+        return static_cast<const Range*>(all.ranges)[
+            i64(shape.batch) * q_tiles + i64(batch) * tiles + tile];
+    }
+
+    // Of a tile, by its numbers. NONE is an answer for all heads.
+    Visibility of_tile(int q_tile, int k_tile) const {
+        if constexpr (SEGMENTS) {
+            const Range q = of_queries(q_tile), k = of_keys(k_tile);
+            if (q.high < k.low || k.high < q.low) return Visibility::NONE;
+            if (q.low != q.high || k.low != k.high) return Visibility::PARTLY;
+        }
+        return KEEP ? Visibility::PARTLY : Visibility::ALL;
+    }
+    bool skips(int q_tile, int k_tile) const {
+        return SEGMENTS && of_tile(q_tile, k_tile) == Visibility::NONE;
+    }
+    bool sees_all(int q_tile, int k_tile) const {
+        return !PAIRWISE || of_tile(q_tile, k_tile) == Visibility::ALL;
+    }
+
+    // The next tile below k_tile, not below `first`, that is not skipped; less than `first` if none
+    // is. By a whole warp, 32 tiles at a time.
+    int key_tile_before(int q_tile, int k_tile, int first) const {
+        if constexpr (SEGMENTS) {
+            for (int from = k_tile - 1; from >= first; from -= 32) {
+                const int tile = from - threadIdx.x % 32;
+                const u32 met = __ballot_sync(0xFFFFFFFFu, tile >= first && !skips(q_tile, tile));
+                if (met != 0) return from - (__ffs(met) - 1);
+            }
+            return first - 1;
+        } else {
+            return k_tile - 1;
+        }
+    }
+
+    // The next tile after q_tile, before `end`, that is not skipped; `end` if none is.
+    int query_tile_after(int q_tile, int k_tile, int end) const {
+        if constexpr (SEGMENTS) {
+            for (int from = q_tile + 1; from < end; from += 32) {
+                const int tile = from + threadIdx.x % 32;
+                const u32 met = __ballot_sync(0xFFFFFFFFu, tile < end && !skips(tile, k_tile));
+                if (met != 0) return from + (__ffs(met) - 1);
+            }
+            return end;
+        } else {
+            return q_tile + 1;
+        }
+    }
+
+    // How many of the tiles [first, k_tile) are not skipped.
+    int key_tiles_before(int q_tile, int k_tile, int first) const {
+        int count = k_tile - first;
+        if constexpr (SEGMENTS) {
+            count = 0;
+            for (int from = first; from < k_tile; from += 32) {
+                const int tile = from + threadIdx.x % 32;
+                count += __popc(
+                    __ballot_sync(0xFFFFFFFFu, tile < k_tile && !skips(q_tile, tile)));
+            }
+        }
+        return count;
+    }
+};
+
+using Pairs = PairsOf<Arguments>;

@@ -1,0 +1,188 @@
+"""Masks and score steps together, against the float64 reference."""
+
+import numpy as np
+import pytest
+
+import cuflash
+import strategies
+from cuflash import emulator
+from cuflash.errors import UnsupportedError
+from helpers import calls, expected
+from helpers.backends import on_kernels, on_kernels_of
+from helpers.compare import (
+    assert_bitwise,
+    assert_forward_matches,
+    assert_matches,
+)
+from helpers.data import Case, inputs
+from helpers.drawn import on_each_backend
+from helpers.dtypes import DTYPES
+from helpers.options import MAKERS
+
+
+def gradient_names(case):
+    more = [f"d{x}" for x in ("bias", "sink") if x in case.arrays_of]
+    return ["dq", "dk", "dv", *more]
+
+
+def assert_gradients_match(got, want, case):
+    for name, *pair in zip(gradient_names(case), got, want, strict=True):
+        assert_matches(*pair, name, case)
+
+
+# A key tile that no query tile sees: its keys were not waited for.
+UNSEEN = [
+    Case("float16", seqlen_q=1, seqlen_k=1,
+         arrays_of=("segment_ids_k", "segment_ids_q")),
+    Case("bfloat16", seqlen_q=5, seqlen_k=190, window=(3, 0)),
+]  # fmt: skip
+
+
+@on_each_backend(strategies.optional_cases, each={"dtype": DTYPES})
+def test_forward(backend, case):
+    q, k, v, _ = inputs(case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
+
+
+@on_each_backend(
+    strategies.optional_cases, each={"dtype": DTYPES}, examples=UNSEEN
+)
+def test_backward(backend, case):
+    """With out and lse of the NumPy path."""
+    q, k, v, dout = inputs(case)
+    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+@on_each_backend(strategies.optional_cases)
+def test_backward_of_forward(backend, case):
+    q, k, v, dout = inputs(case)
+    got = calls.both(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+@on_kernels_of(dtype=DTYPES, options=strategies.FEW_OPTIONS)
+def test_several_tiles(backend, dtype, options):
+    """Lengths at which tiles are skipped, and grouped heads."""
+    case = Case(
+        dtype, 2, 113, 203, 4, 2, 40, 40, causal="softcap" in options, seed=3,
+        window=(40, 30) if "window" in options else None,
+        softcap=5.0 if "softcap" in options else None,
+        dropout=0.25 if "dropout" in options else 0.0,
+        arrays_of=(*sorted(options & set(MAKERS)), "segment_ids_k")
+        if "segment_ids_q" in options
+        else tuple(sorted(options & set(MAKERS))),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches((out, lse), want, case)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_sink_of_minus_infinity_is_none(backend, dtype):
+    case = Case(dtype, num_heads_q=2, num_heads_kv=2)
+    q, k, v, dout = inputs(case)
+    placed = [backend.place(x) for x in (q, k, v)]
+    sink = backend.place(np.full(2, -np.inf, np.float32))
+    with backend.running(case):
+        got = cuflash.forward(*placed, sink=sink, return_lse=True)
+        *_, dsink = cuflash.backward(
+            backend.place(dout), *placed, *got, sink=sink, return_dsink=True
+        )
+    got = [backend.fetch(x) for x in got]
+    assert_forward_matches(got, expected.forward(q, k, v), case)
+    assert not backend.fetch(dsink).any()
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_without_keys_have_the_sink(backend, dtype):
+    """Of 40 queries 24 see none of 16 keys."""
+    case = Case(dtype, seqlen_q=40, causal=True, arrays_of=("sink",))
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    assert not out[:, :24].any()
+    assert (lse[:, :, :24] == case.options()["sink"]).all()
+    dq, *_ = calls.backward(backend, case, dout, q, k, v, out, lse)
+    assert not dq[:, :24].any() and np.isfinite(dq).all()
+
+
+HIDING = [
+    {"window": (3, 3)},
+    {"arrays_of": ("mask",)},
+    {"arrays_of": ("segment_ids_q", "segment_ids_k")},
+]
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("changes", HIDING)
+def test_what_is_hidden_spreads_nowhere(backend, dtype, changes):
+    """NaN in a key and its value, and in a query and its dout."""
+    spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
+    case = Case(dtype, seqlen_q=50, seqlen_k=50, spoiled=tuple(spoiled),
+                **changes)  # fmt: skip
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches((out, lse), want, case)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_options_by_any_strides(backend, dtype):
+    """Transposed, reversed and, of bias, at no multiple of its size."""
+    case = Case(dtype, 2, 33, 44, 2, 2, arrays_of=("bias", "mask", "sink"))
+    given = case.options()
+    full = (2, 2, 33, 44)
+    bias = np.broadcast_to(given["bias"], full).astype(given["bias"].dtype)
+    memory = np.zeros(bias.nbytes + 1, np.uint8)
+    askew = np.ndarray(full, bias.dtype, memory, offset=1)
+    askew[...] = bias
+    other = {
+        "bias": askew,
+        "mask": np.asfortranarray(np.broadcast_to(given["mask"], full)),
+        "sink": given["sink"][::-1].copy()[::-1],
+    }
+    q, k, v, _ = (backend.place(x) for x in inputs(case))
+    given = {"bias": bias, "mask": given["mask"], "sink": given["sink"]}
+    results = []
+    with backend.running(case):
+        for options in (given, other):
+            placed = {n: backend.place(x) for n, x in options.items()}
+            results.append(cuflash.forward(q, k, v, **placed))
+    assert_bitwise(*map(backend.fetch, results), "out")
+
+
+def test_packed_sequences_on_kernels_are_refused():
+    q = np.zeros((5, 1, 8), np.float32)
+    offsets = np.array([0, 5], np.int32)
+    with emulator.active("sm_80"), pytest.raises(
+        UnsupportedError, match="cu_seqlens is given, which the simt kernels"
+    ):
+        cuflash.forward(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+def test_a_broadcast_bias_has_no_deterministic_gradient_on_kernels():
+    q = np.zeros((1, 4, 1, 8), np.float32)
+    bias, lse = np.zeros(4, np.float32), np.zeros((1, 1, 4), np.float32)
+    with emulator.active("sm_80"), pytest.raises(
+        UnsupportedError, match="summed in no fixed order"
+    ):
+        cuflash.backward(
+            q, q, q, q, q, lse, bias=bias, return_dbias=True,
+            deterministic=True,
+        )  # fmt: skip

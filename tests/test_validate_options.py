@@ -1,0 +1,313 @@
+"""The text of every error about masks and score steps."""
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.errors import (
+    CuflashError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    ValueRangeError,
+)
+
+Q, K, V = (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6)
+PAIRS = (2, 4, 5, 7)
+
+
+def f4(*shape):
+    return np.zeros(shape, np.float32)
+
+
+def i4(*values):
+    return np.array(values, np.int32)
+
+
+def ids(*shape):
+    return np.zeros(shape, np.int32)
+
+
+def complaint(error, shapes=(Q, K, V), **options):
+    """Return the text of the error that a good call with options raises."""
+    with pytest.raises(CuflashError) as caught:
+        cuflash.forward(*(f4(*shape) for shape in shapes), **options)
+    assert caught.type is error
+    return str(caught.value)
+
+
+def of_backward(**options):
+    """Return the text of the ValueRangeError that backward raises."""
+    q, k, v = f4(*Q), f4(*K), f4(*V)
+    out, lse = cuflash.forward(q, k, v, return_lse=True)
+    with pytest.raises(ValueRangeError) as caught:
+        cuflash.backward(out, q, k, v, out, lse, **options)
+    return str(caught.value)
+
+
+# Numbers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        (3, "3 of type int"),
+        ("ab", "'ab' of type str"),
+        ((1, 2, 3), "of type tuple"),
+        (np.zeros(2), "of type numpy.ndarray"),
+    ],
+)
+def test_window_that_is_no_pair(window, said):
+    assert complaint(DTypeError, window=window) == (
+        f"window is {said}, expected (left, right), each an int, or None for "
+        "no bound"
+    )
+
+
+@pytest.mark.parametrize("bound", [1.5, "1", True])
+def test_window_of_no_ints(bound):
+    assert complaint(DTypeError, window=(None, bound)) == (
+        f"window has a bound {bound!r} of type {type(bound).__name__}, "
+        "expected an int, or None for no bound"
+    )
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (0, -1), (-1, -1)])
+def test_window_without_room(window):
+    """As flash-attn writes no bound."""
+    assert complaint(ValueRangeError, window=window) == (
+        f"window is {window}, expected bounds of at least 0, or None for no "
+        "bound: a query sees left keys before its own place, that key, and "
+        "right keys after it"
+    )
+
+
+@pytest.mark.parametrize("softcap", [-1.0, 1e-31, 1e31])
+def test_softcap_out_of_range(softcap):
+    assert complaint(ValueRangeError, softcap=softcap) == (
+        f"softcap is {softcap}, expected 1e-30 to 1e+30, or 0 or None for "
+        "none: scores stay between -softcap and softcap"
+    )
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, 2])
+def test_dropout_that_is_no_probability(dropout):
+    assert complaint(ValueRangeError, dropout=dropout, seed=1) == (
+        f"dropout is {dropout}, expected at least 0 and less than 1: it is "
+        "the probability of a pair to be dropped"
+    )
+
+
+@pytest.mark.parametrize("name", ["softcap", "dropout"])
+def test_what_is_no_real_number(name):
+    for value, said in (("1", "'1' of type str"), (True, "True of type bool")):
+        assert complaint(DTypeError, **{name: value}) == (
+            f"{name} is {said}, expected a real number"
+        )
+
+
+@pytest.mark.parametrize("name", ["softcap", "dropout"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite(name, value):
+    assert complaint(ValueRangeError, **{name: value}) == (
+        f"{name} is {value}, expected a finite number"
+    )
+
+
+def test_dropout_without_a_seed():
+    assert complaint(ValueRangeError, dropout=0.5) == (
+        "seed is None, expected an int as there is dropout: forward and "
+        "backward have to drop the same pairs"
+    )
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seed_of_more_than_64_bits(seed):
+    assert complaint(ValueRangeError, seed=seed) == (
+        f"seed is {seed}, expected 0 to {2**64 - 1}"
+    )
+
+
+def test_seed_that_is_no_int():
+    assert complaint(DTypeError, seed=1.0) == (
+        "seed is 1.0 of type float, expected an int"
+    )
+
+
+@pytest.mark.parametrize("name", ["return_dbias", "return_dsink"])
+def test_gradients_of_what_is_not_there(name):
+    needed = name.removeprefix("return_d")
+    assert of_backward(**{name: True}) == (
+        f"{name} is given without {needed}, expected {needed} too: one says "
+        "nothing without the other"
+    )
+
+
+# Arrays --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("alibi_slopes", np.zeros(4), "float32: slopes are float32"),
+        ("sink", np.zeros(4), "float32: it is a logit, as lse is"),
+        ("bias", np.zeros(PAIRS), "float32: it is added to scores"),
+        (
+            "mask",
+            np.ones(PAIRS, np.uint8),
+            "bool: True keeps a pair; an additive one is a bias",
+        ),
+    ],
+)
+def test_dtype(name, given, said):
+    assert complaint(DTypeError, **{name: given}) == (
+        f"{name} has dtype {given.dtype}, expected {said}"
+    )
+
+
+def test_dtype_of_segment_ids():
+    given = {"segment_ids_q": np.zeros((2, 5), int), "segment_ids_k": ids(7)}
+    assert complaint(DTypeError, **given) == (
+        "segment_ids_q has dtype int64, expected int32: kernels count in "
+        "32-bit integers"
+    )
+
+
+def test_bias_of_half_precision_calls_may_be_float32():
+    q, k, v = (np.zeros(shape, np.float16) for shape in (Q, K, V))
+    cuflash.forward(q, k, v, bias=f4(7))
+    with pytest.raises(DTypeError, match="expected float16 or float32: it"):
+        cuflash.forward(q, k, v, bias=np.zeros(7))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (4, 2), (1, 2, 4)])
+def test_shape_of_slopes(shape):
+    assert complaint(ShapeError, alibi_slopes=f4(*shape)) == (
+        f"alibi_slopes has shape {shape}, expected (2, 4) or (4,) as in q "
+        "(layout is (batch, heads))"
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 4)])
+def test_shape_of_sink(shape):
+    assert complaint(ShapeError, sink=f4(*shape)) == (
+        f"sink has shape {shape}, expected (4,) as in q (layout is (heads,))"
+    )
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5, 7), (1, 2, 4, 5, 7)])
+def test_shape_of_bias(shape):
+    assert complaint(ShapeError, bias=f4(*shape)) == (
+        f"bias has shape {shape}, expected one that broadcasts to {PAIRS} "
+        "(layout is (batch, heads, seqlen_q, seqlen_k))"
+    )
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 2), (1, 5)])
+def test_shape_of_segment_ids(shape):
+    given = {"segment_ids_q": ids(*shape), "segment_ids_k": ids(2, 7)}
+    assert complaint(ShapeError, **given) == (
+        f"segment_ids_q has shape {shape}, expected (2, 5) or (5,) as in q "
+        "(layout is (batch, seqlen))"
+    )
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "cu_seqlens"])
+@pytest.mark.parametrize("sides", ["qk", "kq"])
+def test_one_of_two(name, sides):
+    here, other = (f"{name}_{side}" for side in sides)
+    assert complaint(ValueRangeError, **{here: ids(5)}) == (
+        f"{here} is given without {other}, expected {other} too: one says "
+        "nothing without the other"
+    )
+
+
+def test_array_on_no_device():
+    assert complaint(DTypeError, sink=[0.0] * 4) == (
+        "sink is of type list, expected an array: NumPy, CuPy, or any with "
+        "DLPack or __cuda_array_interface__ on a CUDA device"
+    )
+
+
+def test_out_that_shares_memory_with_bias():
+    memory = f4(2, 5, 4, 7)
+    text = complaint(
+        ValueRangeError, bias=memory.swapaxes(1, 2), out=memory[..., :6]
+    )
+    assert text.startswith("out shares memory with bias, expected memory")
+
+
+# Packed sequences ----------------------------------------------------------
+
+PACKED = (5, 4, 8), (7, 2, 8), (7, 2, 6)
+
+
+def packed(q=(0, 2, 5), k=(0, 3, 7), **others):
+    return {"cu_seqlens_q": i4(*q), "cu_seqlens_k": i4(*k), **others}
+
+
+def test_packed_sequences_have_three_axes():
+    assert complaint(ShapeError, **packed()) == (
+        "q has 4 axes, expected 3 as cu_seqlens_q is given (layout is "
+        "(total_q, heads, head_dim))"
+    )
+
+
+def test_offsets_of_other_sequences():
+    assert complaint(ShapeError, PACKED, **packed(k=(0, 7))) == (
+        "cu_seqlens_k has shape (2,), expected (3,) as cu_seqlens_q: each "
+        "sequence has queries and keys"
+    )
+
+
+def test_offsets_of_no_sequence():
+    assert complaint(ShapeError, PACKED, **packed(q=())) == (
+        "cu_seqlens_q has shape (0,), expected (sequences + 1,): it holds "
+        "the offset of each sequence's first token, and the end of the last"
+    )
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "segment_ids_q"])
+def test_what_packed_sequences_cannot_have(name):
+    given = {"bias": f4(7), "mask": np.ones(7, bool), "segment_ids_q": ids(5)}
+    others = {name: given[name]}
+    if name == "segment_ids_q":
+        others["segment_ids_k"] = ids(7)
+    assert complaint(UnsupportedError, PACKED, **packed(), **others) == (
+        f"{name} is given with cu_seqlens_q, expected one of them: packed "
+        "sequences have no common axes of queries and keys"
+    )
+
+
+def test_longest_of_no_packed_sequences():
+    assert complaint(ValueRangeError, max_seqlen_q=3) == (
+        "max_seqlen_q is given without cu_seqlens_q, expected cu_seqlens_q "
+        "too: one says nothing without the other"
+    )
+
+
+BAD_OFFSETS = [
+    ({"q": (1, 2, 5)}, "cu_seqlens_q[0] is 1, expected 0"),
+    ({"q": (0, 3, 2)}, "cu_seqlens_q[2] is 2, expected at least 3, the one "
+     "before"),
+    ({"k": (0, 8, 9)}, "cu_seqlens_k[1] is 8, expected at most 7, the number "
+     "of tokens"),
+    ({"max_seqlen_k": 3}, "cu_seqlens_k[2] is 7, expected at most 6: no "
+     "sequence is longer than max_seqlen_k"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD_OFFSETS)
+def test_bad_offsets_are_named_if_asked(monkeypatch, changes, text):
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    assert complaint(ValueRangeError, PACKED, **packed(**changes)) == text
+
+
+@pytest.mark.parametrize("changes", [x for x, _ in BAD_OFFSETS])
+def test_bad_offsets_give_zeros(changes):
+    q, k, v = (np.ones(shape, np.float32) for shape in PACKED)
+    given = packed(**changes)
+    out, lse = cuflash.forward(q, k, v, **given, return_lse=True)
+    assert not out.any() and (lse == -np.inf).all()
+    for gradient in cuflash.backward(out + 1, q, k, v, out, lse, **given):
+        assert not gradient.any()
