@@ -60,6 +60,39 @@ def run(dtype: type, shape: tuple, seed: int, precision: str | None) -> None:
     cuflash.merge_states(out, lse, out, lse)
 
 
+def run_options(dtype: type, shape: tuple, seed: int) -> None:
+    """Forward and backward with masks and score steps: each, then all."""
+    seqlen_q, seqlen_k, heads, kv_heads, d, dv, causal = shape
+    random = np.random.default_rng(seed)
+    q = draw(random, dtype, 2, seqlen_q, heads, d)
+    k = draw(random, dtype, 2, seqlen_k, kv_heads, d)
+    v = draw(random, dtype, 2, seqlen_k, kv_heads, dv)
+    dout = draw(random, dtype, 2, seqlen_q, heads, dv)
+    ids = [
+        cupy.asarray(np.sort(random.integers(0, 4, (2, n), np.int32)))
+        for n in (seqlen_q, seqlen_k)
+    ]
+    lse_dtype = np.float64 if dtype is np.float64 else np.float32
+    each = [
+        {"window": (50, 20)},
+        {"softcap": 20.0},
+        {"alibi_slopes": draw(random, np.float32, heads)},
+        {"bias": draw(random, dtype, heads, 1, seqlen_k)},
+        {"mask": draw(random, np.float32, seqlen_q, seqlen_k) < 1},
+        {"sink": draw(random, lse_dtype, heads)},
+        {"segment_ids_q": ids[0], "segment_ids_k": ids[1]},
+        {"dropout": 0.25, "seed": seed},
+    ]
+    together = {name: x for options in each for name, x in options.items()}
+    for options in (*each, together):
+        options = {**options, "causal": causal}
+        out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+        for name in ("bias", "sink"):
+            if name in options:
+                options[f"return_d{name}"] = True
+        cuflash.backward(dout, q, k, v, out, lse, **options)
+
+
 def main() -> None:
     """Run every shape in every dtype asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -71,6 +104,9 @@ def main() -> None:
         for seed, shape in enumerate(SHAPES):
             precision = name if name == "tf32x3" else None
             run(DTYPES[name], shape, seed, precision)
+        if name != "tf32x3":
+            for seed, shape in enumerate(SHAPES[:4]):
+                run_options(DTYPES[name], shape, seed)
     cupy.cuda.runtime.deviceSynchronize()
     print(f"ran {len(SHAPES)} shapes in {', '.join(arguments.dtype)}")
 
