@@ -1,5 +1,6 @@
 """The README's examples run, and what it names exists."""
 
+import inspect
 import re
 from configparser import ConfigParser
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cuflash
-from cuflash import __main__
+from cuflash import __main__, plan
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,6 +49,27 @@ def test_commands_are_those_of_the_package(capsys):
     (known,) = re.findall(r"\{([\w,]+)\}", capsys.readouterr().out)[:1]
     named = re.findall(r"^python -m cuflash (\w+)", README, re.M)
     assert sorted(named) == sorted(known.split(","))
+
+
+def test_the_table_of_options_is_what_kernels_take():
+    table = README.split("<!-- options:")[1].split("\n\n")[1]
+    given = {name: re.sub(r"_[qk]$", "", name) for name in api_options()}
+    for row in table.splitlines()[2:]:
+        option, families, _ = row.strip("|").split("|")
+        named = re.findall(r"`(\w+)`", option)
+        names = {given[name] for name in named if name in given}
+        assert names
+        for family in ("mma", "simt"):
+            served = names & plan._OPTIONS[family]
+            assert served == (names if family in families else set())
+    assert set(given) <= set(re.findall(r"\w+", table))
+
+
+def api_options():
+    """The options of forward that kernels may take or not."""
+    names = list(inspect.signature(cuflash.forward).parameters)
+    others = {"seed", "max_seqlen_q", "max_seqlen_k"}
+    return set(names[names.index("window") :]) - others
 
 
 def test_extras_exist():
