@@ -61,7 +61,8 @@ struct Mask {
     }
 
     bool visible(int query, int key) const {
-        return key >= first_key(query) && key < num_keys(query);
+        if (WINDOW && key < first_key(query)) return false;
+        return key < num_keys(query);
     }
 
     // Key j is seen by the queries [first_query(j), end_query(j)), none if it is not there.

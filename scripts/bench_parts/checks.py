@@ -4,7 +4,9 @@ One head of one batch is computed whole, twice, on the GPU with CuPy: in
 float64, and as plain attention in the dtype with float32 softmax and sums.
 The second one's distance from the first is what the dtype costs; a result
 may be off by twice (gradients: three times) as much, in the Euclidean norm,
-in which so many elements leave no room for luck.
+in which so many elements leave no room for luck. In float32 its products may
+split their long sums, and lose less than sums in order do: `lost_in_order` is
+added to its distance.
 
 float64 has nothing finer on a GPU to be compared with, and float32 in parts
 errs in other ways than plain float32. There each element may be off by the
@@ -16,6 +18,7 @@ nobody writes show.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -113,8 +116,9 @@ def wanted(cell: Cell, inputs: Inputs, kind: str) -> list[Wanted]:
 
     want = attend(cell, inputs, cupy.float64, lambda x: x)
     low = attend(cell, inputs, cupy.float32, rounded)
+    more = lost_in_order(cell) if dtype == cupy.float32 else 0.0
     bounds = [
-        FACTORS[cell.direction] * distance(a, b)
+        FACTORS[cell.direction] * (distance(a, b) + more)
         for a, b in zip(low, want, strict=True)
     ]
     return [
@@ -157,6 +161,21 @@ class Checker:
                 )
             worst = max(worst, ratio)
         return worst
+
+
+def lost_in_order(cell: Cell) -> float:
+    """Return how far off a float32 sum in order is, relative to its size.
+
+    Of n terms without a common sign, of standard deviation s: the sum of the
+    first k is s sqrt(k) in size. Rounding it errs by at most u times that, u
+    being 2^-24, and by u s sqrt(k / 3) in the root mean square; all n of them
+    by u s n / sqrt(6), where the whole sum is s sqrt(n). out and dq are sums
+    over keys, dk and dv over the queries of a group of heads.
+    """
+    terms = cell.seqlen
+    if cell.direction == "backward":
+        terms *= cell.group_size
+    return 2.0**-24 * math.sqrt(terms / 6)
 
 
 def distance(array: cupy.ndarray, want: cupy.ndarray) -> float:
