@@ -217,12 +217,12 @@ def windows(case):
 
 # Options that are compiled together, where not all sets of them are drawn.
 FEW_OPTIONS = [
-    {"window", "alibi_slopes", "sink"},
-    {"window", "segment_ids_q"},
-    {"softcap", "bias"},
-    {"mask", "dropout", "sink"},
-    {"window", "softcap", "dropout", "alibi_slopes_of_batches", "bias",
-     "mask", "sink", "segment_ids_q"},
+    ("window", "alibi_slopes", "sink"),
+    ("window", "segment_ids_q"),
+    ("softcap", "bias"),
+    ("mask", "dropout", "sink"),
+    ("window", "softcap", "dropout", "alibi_slopes_of_batches", "bias",
+     "mask", "sink", "segment_ids_q"),
 ]  # fmt: skip
 
 

@@ -74,9 +74,10 @@ def test_several_tiles(backend, dtype, options):
         window=(40, 30) if "window" in options else None,
         softcap=5.0 if "softcap" in options else None,
         dropout=0.25 if "dropout" in options else 0.0,
-        arrays_of=(*sorted(options & set(MAKERS)), "segment_ids_k")
-        if "segment_ids_q" in options
-        else tuple(sorted(options & set(MAKERS))),
+        arrays_of=(
+            *sorted(set(options) & set(MAKERS)),
+            *(["segment_ids_k"] if "segment_ids_q" in options else []),
+        ),
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
