@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import strategies
 from helpers import calls, expected, extreme
-from helpers.backends import on_backends
+from helpers.backends import on_backends, on_each_emulated_kind
 from helpers.compare import assert_forward_matches, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
@@ -113,3 +113,24 @@ def test_rows_that_see_nothing(backend, dtype, seqlen_k):
     dq, dk, dv = calls.backward(backend, case, dout, q, k, v, out, lse)
     assert not dq[:, :blind].any()
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+@on_each_emulated_kind
+def test_many_weights_alike(backend, dtype, arch):
+    """Rounded one after the other, all would be rounded to one side.
+
+    A lane sums 1,024 of 4,096 weights: at least 8 of a tile, then at most 128
+    tiles. A sum of n numbers alike is off by at most n / 2 roundings, half a
+    step each; the logarithm and the last sum by two steps of lse.
+    """
+    case = Case(
+        dtype, 1, 20, 4096, head_dim=8, scale=1.0, on=Emulation(arch)
+    )
+    q, k, v, _ = inputs(case)
+    q[...], k[...] = 0, 0
+    q[..., 0], k[..., 0], k[:, -1] = 1, -0.2, 0
+    _, lse = calls.forward(backend, case, q, k, v)
+    scores = k[0, :, 0, 0].astype(np.float64)
+    want = np.log(np.exp(scores).sum())
+    step = np.finfo(lse.dtype).eps
+    assert np.abs(lse - want).max() <= step * ((8 + 128) / 4 + 2 * want)

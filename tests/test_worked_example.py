@@ -158,7 +158,9 @@ def test_one_step_of_gradient_descent():
     # With X = I, W_Q is Q and dW_Q = X^T dQ is dQ; so for K and V.
     w_q, w_k, w_v = (
         w - 0.1 * d
-        for w, d in zip((Q, K, V), steps()[-2:] + (steps().dv,), strict=True)
+        for w, d in zip(
+            (Q, K, V), (steps().dq, steps().dk, steps().dv), strict=True
+        )
     )
     assert_three_decimals(w_q[0], [1.119, -0.119, 0.562, -0.191])
     assert_three_decimals(w_k[0], [2.299, 0, 0.557, 0])

@@ -77,11 +77,13 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
         rows.l[i] *= rescale;
         #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) acc[i][n] *= rescale;
+        float sum = 0.0f;                                   // see forward_wgmma.cu
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             s[i][j] = exp2_of_product(s[i][j], c, reference);
-            rows.l[i] += s[i][j];
+            sum += s[i][j];
         }
+        rows.l[i] += sum;
     }
 }
 

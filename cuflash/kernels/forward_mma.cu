@@ -165,14 +165,18 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
             }
         }
     #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
+    for (int i = 0; i < M_TILES; ++i) {
+        float sum[2] = {0.0f, 0.0f};                        // see forward_wgmma.cu
         #pragma unroll
         for (int j = 0; j < S_TILES; ++j)
             #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 s[i][j][x] = exp2_of_product(s[i][j][x], c, reference[i][x / 2]);
-                rows.l[i][x / 2] += s[i][j][x];
+                sum[x / 2] += s[i][j][x];
             }
+        rows.l[i][0] += sum[0];
+        rows.l[i][1] += sum[1];
+    }
 }
 
 // acc += P V. A NaN or an infinity in V's tile would spread to queries that do not see its key, as

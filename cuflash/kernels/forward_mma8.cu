@@ -81,13 +81,15 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
                 }
             }
             rows.m[i][half] = m;
+            Element sum = 0;                                // see forward_wgmma.cu
             #pragma unroll
             for (int j = 0; j < S_TILES; ++j)
                 #pragma unroll
                 for (int k = half * 2; k < half * 2 + 2; ++k) {
                     x[i][j][k] = exponential(x[i][j][k] - reference);
-                    rows.l[i][half] += x[i][j][k];
+                    sum += x[i][j][k];
                 }
+            rows.l[i][half] += sum;
         }
 }
 

@@ -66,13 +66,15 @@ inline void softmax_step(
     state.l *= correction;
     for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= correction;
     __syncthreads();
+    Real sum = 0;                                           // see forward_wgmma.cu
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
         if (WINDOW && j < visible.first) continue;
         if (PAIRWISE && (j >= visible.end || hidden(j))) continue;
-        if (j < visible.end) state.l += row[j] = exp(own[n] - base);
+        if (j < visible.end) sum += row[j] = exp(own[n] - base);
         if (DROPOUT && j < visible.end) row[j] *= z(j);
     }
+    state.l += sum;
 }
 
 // acc += P V, over the visible keys only: 0 * NaN is NaN, so that the others cannot take part.

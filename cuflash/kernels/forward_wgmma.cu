@@ -188,13 +188,18 @@ __device__ __forceinline__ void softmax(
         subtracted[half] = MASKED ? reference(m, c) : m * c;
         rescale[half] = exp2_approx(rows.m[half] * c - subtracted[half]);
         rows.m[half] = m;
-        rows.l[half] *= rescale[half];
     }
+    // A tile's sum by itself: where weights are alike, roundings of one long sum are as well, and
+    // all to one side.
+    float sum[2] = {0.0f, 0.0f};
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) {
         s[i] = exp2_approx(s[i] * c - subtracted[i / 2 % 2]);
-        rows.l[i / 2 % 2] += s[i];
+        sum[i / 2 % 2] += s[i];
     }
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        rows.l[half] = rows.l[half] * rescale[half] + sum[half];
 }
 
 // acc becomes O = acc / l, lse = |scale| m + log(l); rows that saw no key: 0 and -inf. Says whether
