@@ -146,8 +146,10 @@ class CupyMachine:
             )  # fmt: skip
 
 
-# One for each device: it is what recipes are remembered by.
-_machine = functools.cache(CupyMachine)
+@functools.cache
+def machine(index: int) -> CupyMachine:
+    """That of the CUDA device `index`: recipes are remembered by it."""
+    return CupyMachine(index)
 
 
 def forward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray | None]:
@@ -169,6 +171,6 @@ def _run(steps: Callable[..., Any], call: Call, first: Array) -> Any:
     """Run a call on the device that its first array is on."""
     index = first.data.device_id
     if index == cupy.cuda.runtime.getDevice():  # as a rule; saves 1 us
-        return steps(call, _machine(index))
+        return steps(call, machine(index))
     with cupy.cuda.Device(index):
-        return steps(call, _machine(index))
+        return steps(call, machine(index))

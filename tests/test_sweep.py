@@ -4,13 +4,16 @@ import errno
 import json
 import os
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
+import cuflash
 import sweep_blocks
 from bench_parts import report
 from cuflash import folders, tiles
-from cuflash.plan import device_of_arch, plan
+from cuflash.plan import device_of_arch, legal_tiles, plan
+from cuflash.problem import Problem
 from helpers import fake_gpu
 from helpers.tables import entry, write_table
 from sweep_parts import forcing, measure, predict, space, tables, worker
@@ -479,6 +482,26 @@ def test_wrong_options(arguments, message, capsys):
         sweep_blocks.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_calls_run_on_the_tile_that_is_forced(cp, monkeypatch):
+    from cuflash.launch import CupyMachine, device
+
+    def noted(machine, decided):
+        ran.append(decided.tile)
+        return load(machine, decided)
+
+    load, ran = CupyMachine.load, []
+    monkeypatch.setattr(CupyMachine, "load", noted)
+    q = cp.zeros((1, 99, 1, 64), cp.float32)
+    problem = Problem("forward", "float32", 1, 99, 99, 1, 1, 64, 64, 1.0)
+    few = list(islice(legal_tiles(problem, device(0), "simt"), 3))
+    for tile in few:
+        forcing.force(forcing.Forced("simt", "forward", tile))
+        cuflash.forward(q, q, q, scale=1.0)
+    forcing.force(None)
+    assert ran == few
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 No argument of a call asks for a tile, and none should: block_q and block_k
 leave many. What a call is decided by is its problem, its device and the
-family that the environment asks for, and recipes are remembered by the last
+family that its machine was asked for, and recipes are remembered by the last
 one too. So a `Forced` takes its place.
 """
 
@@ -25,21 +25,14 @@ class Forced(NamedTuple):
     tile: Tile
 
 
-_now: Forced | None = None
-
-
 def force(choice: Forced | None) -> None:
-    """Have all further calls of this process run on a choice."""
-    global _now
-    _now = choice
+    """Have all further calls on CuPy's current device run on a choice."""
+    import cupy
 
+    from cuflash import launch
 
-def install() -> None:
-    """Let `force` have its effect."""
-    from cuflash import launch  # imports CuPy
-
-    launch.wanted_family = lambda: _now
     calls.plan = _plan
+    launch.machine(cupy.cuda.Device().id).family = choice
 
 
 def _plan(problem: Problem, device: Device, wanted: Forced | None) -> Plan:

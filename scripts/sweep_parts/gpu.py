@@ -20,7 +20,7 @@ from cuflash.plan import Device, main_file, plan
 from cuflash.tiles import Tile
 from fuzz_parts import check as fuzz
 
-from . import forcing, wide
+from . import wide
 from .forcing import Forced, force
 from .space import Group, check_shapes
 
@@ -41,7 +41,6 @@ class Gpu:
         reason = machine.find_gpu()
         if reason is not None:
             raise RuntimeError(reason)
-        forcing.install()
         self.flushed = cupy.empty(
             L2_TIMES * launch.device(0).l2_bytes, np.uint8
         )
