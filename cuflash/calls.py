@@ -190,7 +190,7 @@ def _forward_recipe(
     options, copies = {}, _changes(given, taken)
     if p.options:
         kind, options = ForwardOptionsArguments, _options(signature)
-        constants["options"] = _option_numbers(p, options)
+        constants["options"] = _option_numbers(signature, options)
         copies |= _changes(signature.options, options)
     return Recipe(
         decided,
@@ -284,7 +284,7 @@ def _backward_recipe(
     copies = _changes(given, taken)
     if p.options:
         kind, options = BackwardOptionsArguments, _options(signature)
-        constants["options"] = _option_numbers(p, options)
+        constants["options"] = _option_numbers(signature, options)
         copies |= _changes(signature.options, options)
     return Recipe(
         decided,
@@ -499,8 +499,11 @@ def _compact(layout: Layout) -> Layout:
     return Layout(shape, strides, new.dtype)
 
 
-def _option_numbers(p: Problem, options: Mapping[str, Layout]) -> tuple:
+def _option_numbers(
+    signature: Signature, options: Mapping[str, Layout]
+) -> tuple:
     """`OptionNumbers` of a call."""
+    p = signature.problem
 
     def strides(name: str, axes: int) -> tuple[int, ...]:
         if name not in options:
@@ -514,7 +517,7 @@ def _option_numbers(p: Problem, options: Mapping[str, Layout]) -> tuple:
     return (
         strides("bias", 4),
         strides("mask", 4),
-        _dbias_strides(options) if p.return_dbias else (0,) * 4,
+        _dbias_strides(signature.bias_shape),
         strides("alibi_slopes", 2),
         strides("segment_ids_q", 2),
         strides("segment_ids_k", 2),
@@ -527,15 +530,16 @@ def _option_numbers(p: Problem, options: Mapping[str, Layout]) -> tuple:
     )
 
 
-def _dbias_strides(options: Mapping[str, Layout]) -> tuple[int, ...]:
-    """Of sums in C order: 0 along axes along which bias is broadcast."""
-    layout = options["bias"]
+def _dbias_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of sums of that shape in C order: 0 along axes that bias lacks.
+
+    They follow from the shape that the user gave it and not from its strides:
+    in a view of `broadcast_to` each element has a gradient of its own.
+    """
     strides, step = [], 1
-    for size, stride in zip(
-        layout.shape[::-1], layout.strides[::-1], strict=True
-    ):
-        strides.append(0 if stride == 0 else step)
-        step *= 1 if stride == 0 else size
+    for size in ((1,) * (4 - len(shape)) + shape)[::-1]:
+        strides.append(0 if size == 1 else step)
+        step *= size
     return tuple(strides[::-1])
 
 

@@ -121,6 +121,8 @@ class Signature:
         Forward: whether lse is wanted.
     options : mapping of str to Layout
         The options that are arrays, broadcast to their full shapes.
+    bias_shape : tuple of int
+        Of the bias as the user passed it, which is that of its gradient.
     """
 
     problem: Problem
@@ -128,6 +130,7 @@ class Signature:
     layouts: Mapping[str, Layout]
     return_lse: bool = False
     options: Mapping[str, Layout] = field(default_factory=dict)
+    bias_shape: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)  # not frozen: that takes twice as long to make

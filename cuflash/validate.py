@@ -341,6 +341,7 @@ def _attention(
             f"{arrays.dtype}: leave it out, or convert q, k and v to float32"
         )
     options = _check_options(arrays, asked, seen_options)
+    shapes = {name: tuple(shape) for name, shape, *_ in seen_options}
     causal, window = _bounds_that_cut(
         causal, asked.window, seqlen_q, seqlen_k, "cu_seqlens_q" in options
     )
@@ -361,11 +362,12 @@ def _attention(
         deterministic=deterministic,
         precision=precision,
         **{**vars(asked), "window": window},
-        **_arrays_there(options),
+        **_arrays_there(options, shapes),
     )
     return Signature(
-        problem, arrays.rank, arrays.layouts(), return_lse, options
-    )
+        problem, arrays.rank, arrays.layouts(), return_lse, options,
+        shapes.get("bias", ()),
+    )  # fmt: skip
 
 
 def _check_options(
@@ -390,17 +392,21 @@ def _check_options(
     return check(seen, sizes)
 
 
-def _arrays_there(options: dict[str, Layout]) -> dict[str, Any]:
-    """A problem's fields that say which options are arrays."""
+def _arrays_there(
+    options: dict[str, Layout], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """A problem's fields that say which options are arrays.
+
+    `shapes` are those that the user gave them: a bias that has all its axes
+    is not broadcast here, whatever its strides.
+    """
     has = {name: name in options for name in ("alibi_slopes", "mask", "sink")}
     has["segment_ids"] = "segment_ids_q" in options
     if "bias" in options:
         layout = options["bias"]
         has["bias"] = layout.dtype.name
-        has["bias_is_broadcast"] = any(
-            size > 1 and stride == 0
-            for size, stride in zip(layout.shape, layout.strides, strict=True)
-        )
+        given = math.prod(shapes["bias"])
+        has["bias_is_broadcast"] = given < math.prod(layout.shape)
     if "cu_seqlens_q" in options:
         has["num_sequences"] = options["cu_seqlens_q"].shape[0] - 1
     return has

@@ -168,6 +168,27 @@ def test_options_by_any_strides(backend, dtype):
     assert_bitwise(*map(backend.fetch, results), "out")
 
 
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_bias_that_was_broadcast_before(backend, dtype):
+    """Its elements share memory, and each has a gradient of its own."""
+    case = Case(dtype, 1, 33, 44, 2, 2, deterministic=True)
+    row = np.arange(33).astype(DTYPES[dtype])[:, None] / 8
+    views = np.broadcast_to(row, (1, 2, 33, 44))
+    q, k, v, dout = (backend.place(x) for x in inputs(case))
+    results = []
+    for bias in (views, views.copy()):
+        bias = backend.place(bias)
+        with backend.running(case):
+            out, lse = cuflash.forward(q, k, v, bias=bias, return_lse=True)
+            *_, dbias = cuflash.backward(
+                dout, q, k, v, out, lse, bias=bias, return_dbias=True,
+                deterministic=True,
+            )  # fmt: skip
+        results.append(backend.fetch(dbias))
+    assert_bitwise(*results, "dbias")
+
+
 def test_packed_sequences_on_kernels_are_refused():
     q = np.zeros((5, 1, 8), np.float32)
     offsets = np.array([0, 5], np.int32)
