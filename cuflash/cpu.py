@@ -108,7 +108,7 @@ class _Part(NamedTuple):
 def _parts(call: Call) -> Iterator[_Part]:
     """The whole call, or each of its packed sequences."""
     p, options = call.problem, _options(call)
-    if not p.num_sequences:
+    if p.num_sequences is None:
         yield _Part(slice(None), slice(None), options)
         return
     for number, queries, keys in spans(

@@ -19,8 +19,8 @@ class Problem:
     Equal problems get equal plans. Of the options (docs/masks.md) it has the
     numbers, 0 or None for none, and whether there is an array. `window` is
     as small as it can be: a right bound of 0 is `causal`, and bounds that
-    cut nothing are None. With `num_sequences` the sequences are packed:
-    ``batch`` is 1, and the lengths are of all of them together.
+    cut nothing are None. With `num_sequences`, even 0 of them, sequences
+    are packed: ``batch`` is 1, and the lengths are of all of them together.
 
     A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
     ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
@@ -51,7 +51,7 @@ class Problem:
     mask: bool = False
     sink: bool = False
     segment_ids: bool = False
-    num_sequences: int = 0
+    num_sequences: int | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     return_dbias: bool = False
@@ -69,7 +69,7 @@ class Problem:
             "sink": self.sink,
             "segment_ids": self.segment_ids,
             "dropout": self.dropout,
-            "cu_seqlens": self.num_sequences,
+            "cu_seqlens": self.num_sequences is not None,
         }
         return tuple(name for name, value in has.items() if value)
 

@@ -618,7 +618,7 @@ def offsets(call: Call) -> None:
     Reads the offsets, and so waits for the device.
     """
     p = call.problem
-    if not p.num_sequences:
+    if p.num_sequences is None:
         return
     for name, total, longest in (
         ("cu_seqlens_q", p.seqlen_q, p.max_seqlen_q),

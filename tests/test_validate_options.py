@@ -303,8 +303,13 @@ def test_bad_offsets_are_named_if_asked(monkeypatch, changes, text):
     assert complaint(ValueRangeError, PACKED, **packed(**changes)) == text
 
 
-@pytest.mark.parametrize("changes", [x for x, _ in BAD_OFFSETS])
-def test_bad_offsets_give_zeros(changes):
+NO_SEQUENCE = {"q": (0,), "k": (0,)}
+
+
+@pytest.mark.parametrize(
+    "changes", [NO_SEQUENCE, *(x for x, _ in BAD_OFFSETS)]
+)
+def test_tokens_of_no_sequence_give_zeros(changes):
     q, k, v = (np.ones(shape, np.float32) for shape in PACKED)
     given = packed(**changes)
     out, lse = cuflash.forward(q, k, v, **given, return_lse=True)
