@@ -76,15 +76,16 @@ def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
     given : mapping of str to object
         All options of a call that the user passed.
     """
-    _check_partners(given)
-    lengths = {
-        name: _whole(name, given[name], 0, 2**31 - 1)
-        for name in ("max_seqlen_q", "max_seqlen_k")
-        if name in given
-    }
     flags = {
         name: _flag(name, given[name])
         for name in ("return_dbias", "return_dsink")
+        if name in given
+    }
+    # What is not wanted needs no partner: NumPy's False comes here as well.
+    _check_partners({n: x for n, x in given.items() if flags.get(n, True)})
+    lengths = {
+        name: _whole(name, given[name], 0, 2**31 - 1)
+        for name in ("max_seqlen_q", "max_seqlen_k")
         if name in given
     }
     found = Numbers(
@@ -174,7 +175,10 @@ def _dropout(dropout: Any) -> float:
 def _real(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise DTypeError(f"{name} is {_value(x)}, expected a real number")
-    value = float(x)
+    try:
+        value = float(x)
+    except OverflowError:  # an int beyond float64
+        value = math.inf
     if not math.isfinite(value):
         raise ValueRangeError(f"{name} is {x}, expected a finite number")
     return value

@@ -33,8 +33,9 @@ MAX_HEAD_DIM = 256
 # whole tiles; no tile has more than 1024 tokens.
 MAX_LENGTH = 2**31 - 1 - 1024
 
-# Sums of a place, a length and a bound of a window stay within int32.
-MAX_LENGTH_OF_OPTIONS = 2**30 - 1
+# Sums of a place, which may be past the end as above, a length and a bound of
+# a window stay within int32.
+MAX_LENGTH_OF_OPTIONS = 2**30 - 1 - 1024
 
 # Kernels below float64 keep scale * log2(e) in float32 (largest 3.4e38).
 MAX_SCALE = 1e38

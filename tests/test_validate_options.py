@@ -107,7 +107,7 @@ def test_what_is_no_real_number(name):
 
 
 @pytest.mark.parametrize("name", ["softcap", "dropout"])
-@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("value", [np.inf, np.nan, 10**400])
 def test_what_is_not_finite(name, value):
     assert complaint(ValueRangeError, **{name: value}) == (
         f"{name} is {value}, expected a finite number"
@@ -141,6 +141,13 @@ def test_gradients_of_what_is_not_there(name):
         f"{name} is given without {needed}, expected {needed} too: one says "
         "nothing without the other"
     )
+
+
+def test_gradients_that_are_not_wanted_need_nothing():
+    q, k, v = f4(*Q), f4(*K), f4(*V)
+    out, lse = cuflash.forward(q, k, v, return_lse=True)
+    given = {"return_dbias": np.False_, "return_dsink": np.False_}
+    assert len(cuflash.backward(out, q, k, v, out, lse, **given)) == 3
 
 
 # Arrays --------------------------------------------------------------------
