@@ -1,6 +1,11 @@
-"""The errors that cuflash raises: one root, and built-in parents besides."""
+"""The errors that cuflash raises, and words that their messages share.
+
+One root, and built-in parents besides.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 __all__ = [
     "CompileError",
@@ -54,3 +59,21 @@ class KernelFault(CuflashError, RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.message}"
+
+
+# Words of messages -------------------------------------------------------
+
+
+def type_name(value: Any) -> str:
+    """The type of a value, with its module if that is not builtins."""
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def in_words(value: Any) -> str:
+    """A wrong value and its type; an array only by its type."""
+    if isinstance(value, (bool, int, float, complex, str)):
+        return f"{value!r} of type {type_name(value)}"
+    return f"of type {type_name(value)}"

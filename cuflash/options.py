@@ -19,6 +19,7 @@ from .errors import (
     ShapeError,
     UnsupportedError,
     ValueRangeError,
+    in_words,
 )
 from .problem import Layout
 
@@ -77,7 +78,7 @@ def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
         All options of a call that the user passed.
     """
     flags = {
-        name: _flag(name, given[name])
+        name: flag(name, given[name])
         for name in ("return_dbias", "return_dsink")
         if name in given
     }
@@ -130,7 +131,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
         return (None, None)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise DTypeError(
-            f"window is {_value(window)}, expected (left, right), each an "
+            f"window is {in_words(window)}, expected (left, right), each an "
             "int, or None for no bound"
         )
     for bound in window:
@@ -138,7 +139,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
             continue
         if isinstance(bound, bool) or not isinstance(bound, numbers.Integral):
             raise DTypeError(
-                f"window has a bound {_value(bound)}, expected an int, or "
+                f"window has a bound {in_words(bound)}, expected an int, or "
                 "None for no bound"
             )
         if bound < 0:
@@ -174,7 +175,7 @@ def _dropout(dropout: Any) -> float:
 
 def _real(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise DTypeError(f"{name} is {_value(x)}, expected a real number")
+        raise DTypeError(f"{name} is {in_words(x)}, expected a real number")
     try:
         value = float(x)
     except OverflowError:  # an int beyond float64
@@ -186,26 +187,19 @@ def _real(name: str, x: Any) -> float:
 
 def _whole(name: str, x: Any, low: int, high: int) -> int:
     if isinstance(x, bool) or not isinstance(x, numbers.Integral):
-        raise DTypeError(f"{name} is {_value(x)}, expected an int")
+        raise DTypeError(f"{name} is {in_words(x)}, expected an int")
     if not low <= x <= high:
         raise ValueRangeError(f"{name} is {int(x)}, expected {low} to {high}")
     return int(x)
 
 
-def _flag(name: str, flag: Any) -> bool:
-    if not isinstance(flag, (bool, np.bool_)):
-        raise DTypeError(f"{name} is {_value(flag)}, expected True or False")
-    return bool(flag)
-
-
-def _value(value: Any) -> str:
-    kind = type(value)
-    name = kind.__qualname__
-    if kind.__module__ != "builtins":
-        name = f"{kind.__module__}.{name}"
-    if isinstance(value, (bool, int, float, complex, str)):
-        return f"{value!r} of type {name}"
-    return f"of type {name}"
+def flag(name: str, given: Any) -> bool:
+    """Check an argument that is True or False."""
+    if not isinstance(given, (bool, np.bool_)):
+        raise DTypeError(
+            f"{name} is {in_words(given)}, expected True or False"
+        )
+    return bool(given)
 
 
 # Arrays ------------------------------------------------------------------

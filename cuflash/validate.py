@@ -21,8 +21,18 @@ from .errors import (
     ShapeError,
     UnsupportedError,
     ValueRangeError,
+    in_words,
+    type_name,
 )
-from .options import ARRAYS, NO_NUMBERS, Numbers, Sizes, check, numbers_of
+from .options import (
+    ARRAYS,
+    NO_NUMBERS,
+    Numbers,
+    Sizes,
+    check,
+    flag,
+    numbers_of,
+)
 from .problem import ALIGNMENT, Call, Layout, Problem, Signature
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -95,7 +105,7 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
         if place != expected:
             where = {"cpu": "NumPy array", "cuda": "CUDA array"}
             each = ", ".join(
-                f"{other} {_type_name(array)}"
+                f"{other} {type_name(array)}"
                 for other, array in arrays.items()
             )
             raise DTypeError(
@@ -118,7 +128,7 @@ def writable(out: Any) -> None:
             return
     if read_only:
         raise ValueRangeError(
-            f"out is read-only ({_type_name(out)} {tuple(shape)}), expected "
+            f"out is read-only ({type_name(out)} {tuple(shape)}), expected "
             "an array that can be written to: it receives the result"
         )
 
@@ -127,7 +137,7 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedError(
-                f"{name} is a {_type_name(array)}, expected a plain array: "
+                f"{name} is a {type_name(array)}, expected a plain array: "
                 "its mask would be ignored"
             )
         return "cpu"
@@ -136,7 +146,7 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         return "cuda"
     if getattr(array, "requires_grad", False):
         raise UnsupportedError(
-            f"{name} is a {_type_name(array)} that requires grad, expected "
+            f"{name} is a {type_name(array)} that requires grad, expected "
             "one that does not: cuflash takes no part in automatic "
             f"differentiation (pass {name}.detach() and call "
             "cuflash.backward)"
@@ -152,13 +162,13 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         )
         advice = f" (pass np.from_dlpack({name}))" if on_cpu else ""
         raise UnsupportedError(
-            f"{name} is a {_type_name(array)} {where}, expected a NumPy "
+            f"{name} is a {type_name(array)} {where}, expected a NumPy "
             f"array or an array on a CUDA device{advice}"
         )
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return "cuda"
     raise DTypeError(
-        f"{name} is of type {_type_name(array)}, expected an array: NumPy, "
+        f"{name} is of type {type_name(array)}, expected an array: NumPy, "
         "CuPy, or any with DLPack or __cuda_array_interface__ on a CUDA "
         "device"
     )
@@ -212,12 +222,12 @@ def forward(
         "forward",
         _seen(arrays),
         _scale(scale),
-        _flag("causal", causal),
+        flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
         _precision(precision),
         *asked[:2],
-        return_lse=_flag("return_lse", return_lse),
+        return_lse=flag("return_lse", return_lse),
     )
     if out is not None:
         _check_apart({**arrays, **asked[2]})
@@ -251,12 +261,12 @@ def backward(
         "backward",
         _seen(given),
         _scale(scale),
-        _flag("causal", causal),
+        flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
         _precision(precision),
         *asked[:2],
-        deterministic=_flag("deterministic", deterministic),
+        deterministic=flag("deterministic", deterministic),
     )
     return Call(signature, given, None, *asked[2:])
 
@@ -740,7 +750,7 @@ def _scale(scale: Any) -> float | None:
         return None
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise DTypeError(
-            f"scale is {_value(scale)}, expected a real number, or None for "
+            f"scale is {in_words(scale)}, expected a real number, or None for "
             "head_dim ** -0.5"
         )
     try:
@@ -758,7 +768,7 @@ def _scale(scale: Any) -> float | None:
 def _precision(precision: Any) -> Literal["tf32x3"] | None:
     if precision is not None and precision not in PRECISIONS:
         raise ValueRangeError(
-            f"precision is {_value(precision)}, expected "
+            f"precision is {in_words(precision)}, expected "
             f"{' or '.join(map(repr, PRECISIONS))}, or None for that of the "
             "dtype"
         )
@@ -770,7 +780,7 @@ def _block(name: str, block: Any) -> int | None:
         return None
     if isinstance(block, bool) or not isinstance(block, numbers.Integral):
         raise DTypeError(
-            f"{name} is {_value(block)}, expected an int, or None for the "
+            f"{name} is {in_words(block)}, expected an int, or None for the "
             "tuned size"
         )
     value = int(block)
@@ -782,27 +792,7 @@ def _block(name: str, block: Any) -> int | None:
     return value
 
 
-def _flag(name: str, flag: Any) -> bool:
-    if not isinstance(flag, (bool, np.bool_)):
-        raise DTypeError(f"{name} is {_value(flag)}, expected True or False")
-    return bool(flag)
-
-
 # Words -------------------------------------------------------------------
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    if kind.__module__ == "builtins":
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _value(value: Any) -> str:
-    """A wrong value and its type; an array only by its type."""
-    if isinstance(value, (bool, int, float, complex, str)):
-        return f"{value!r} of type {_type_name(value)}"
-    return f"of type {_type_name(value)}"
 
 
 def _axes(count: int) -> str:
