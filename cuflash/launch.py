@@ -152,17 +152,17 @@ def machine(index: int) -> CupyMachine:
     return CupyMachine(index)
 
 
-def forward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray | None]:
+def forward(call: Call) -> tuple[Array, Array | None]:
     """Run a forward call: out in full rank and, if wanted, lse."""
     return _run(calls.forward, call, call.given["q"])
 
 
-def backward(call: Call) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
-    """Run a backward call: dq, dk, dv in full rank."""
+def backward(call: Call) -> tuple[Array, ...]:
+    """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     return _run(calls.backward, call, call.given["q"])
 
 
-def merge_states(call: Call) -> tuple[cupy.ndarray, cupy.ndarray]:
+def merge_states(call: Call) -> tuple[Array, Array]:
     """Run a merge_states call: out and lse in full rank."""
     return _run(calls.merge_states, call, call.given["out_a"])
 

@@ -951,9 +951,11 @@ def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 # ---- float32 by fused multiply-adds on register tiles ----
 
-# kernels/fma.cuh: a warp's lanes over a product; floats added to rows.
+# kernels/fma.cuh: a warp's lanes over a product.
 _LANE_ROWS, _LANE_COLUMNS = 4, 8
-_TILE_PAD, _WEIGHTS_PAD = 4, 8
+# Elements that are added to rows: of tiles (kernels/wide_tiles.cuh, which
+# mma8.cuh has too) and of P (kernels/fma.cuh).
+_ROWS_PAD, _WEIGHTS_PAD = 4, 8
 # What a thread's sums and one operand's fragments may fill of its 255.
 _FMA_REGISTERS = 200
 
@@ -983,8 +985,8 @@ def _weight_keys(tile: Tile) -> int:
 def _forward_fma_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _fma_head_dims(problem)
     return 4 * (
-        (tile.block_q + tile.block_k) * (d + _TILE_PAD)
-        + tile.block_k * (dv + _TILE_PAD)
+        (tile.block_q + tile.block_k) * (d + _ROWS_PAD)
+        + tile.block_k * (dv + _ROWS_PAD)
         + tile.block_q * (_weight_keys(tile) + _WEIGHTS_PAD)
     )
 
@@ -1038,7 +1040,7 @@ def _forward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
 def _backward_fma_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _fma_head_dims(problem)
     return 4 * (
-        (tile.block_q + tile.block_k) * (d + dv + 2 * _TILE_PAD)
+        (tile.block_q + tile.block_k) * (d + dv + 2 * _ROWS_PAD)
         + tile.block_q * (tile.block_k + _WEIGHTS_PAD)
         + 2 * tile.block_q  # lse and delta
     )
@@ -1070,7 +1072,7 @@ def _backward_fma(problem: Problem, device: Device, tile: Tile) -> Plan:
     return _backward_in_one(
         problem, device, tile, "fma", "backward_fma",
         _fma_head_dims(problem), _backward_fma_shared(problem, tile),
-    )
+    )  # fmt: skip
 
 
 def _backward_in_one(
@@ -1137,8 +1139,6 @@ def _backward_in_one(
 
 # Where double products by tensor cores are no slower than without.
 _DMMA_CAPABILITIES = (80, 90, 100, 103)
-# kernels/mma8.cuh: elements that are added to the rows of tiles.
-_ROWS_PAD = 4
 # Of 255: fragments and addresses need the others.
 _MMA8_REGISTERS = 192
 

@@ -1,5 +1,5 @@
 // Backward attention by mma.sync in steps of 8: for double, where tensor cores multiply doubles
-// (sm_80, sm_90), and for float in parts (precision "tf32x3").
+// (sm_80, sm_90, sm_100, sm_103), and for float in parts (precision "tf32x3", sm_80 and newer).
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = scale P (dP - delta)
 //     dV = P^T dO,  dK = dS^T Q,  dQ = dS K

@@ -44,7 +44,8 @@ __device__ __forceinline__ void row_products(
     set_zero(s);
     const float* rows = a.at[first_row + lane_row()];
     const float* others = b.at[first_column + lane_column()];
-    constexpr int A_STEP = LANE_ROWS * (COLUMNS + CHUNK), B_STEP = LANE_COLUMNS * (COLUMNS + CHUNK);
+    constexpr int PITCH = COLUMNS + ROWS_PAD, A_STEP = LANE_ROWS * PITCH;
+    constexpr int B_STEP = LANE_COLUMNS * PITCH;
     #pragma unroll 1
     for (int d = 0; d < COLUMNS; d += CHUNK) {
         float4 x[M];
@@ -79,7 +80,7 @@ __device__ __forceinline__ void add_weighted_rows(
         for (int kk = 0; kk < CHUNK; ++kk) {
             #pragma unroll
             for (int n = 0; n < N; n += CHUNK) {
-                const float4 y = chunk_at(others + (k + kk) * (COLUMNS + CHUNK) + n * 8);
+                const float4 y = chunk_at(others + (k + kk) * (COLUMNS + ROWS_PAD) + n * 8);
                 #pragma unroll
                 for (int i = 0; i < M; ++i) {
                     if (MASKED && !takes(i, first_k + k + kk)) continue;
@@ -109,7 +110,7 @@ __device__ __forceinline__ void add_weighted_rows_transposed(
         for (int i = 0; i < M; i += CHUNK) x[i / CHUNK] = chunk_at(rows + k * PITCH + i * 4);
         #pragma unroll
         for (int n = 0; n < N; n += CHUNK) {
-            const float4 y = chunk_at(others + k * (COLUMNS + CHUNK) + n * 8);
+            const float4 y = chunk_at(others + k * (COLUMNS + ROWS_PAD) + n * 8);
             #pragma unroll
             for (int i = 0; i < M; ++i) {
                 if (MASKED && !takes(i, k)) continue;

@@ -1,5 +1,5 @@
 // Forward attention by mma.sync in steps of 8: for double, where tensor cores multiply doubles
-// (sm_80, sm_90), and for float in parts (precision "tf32x3").
+// (sm_80, sm_90, sm_100, sm_103), and for float in parts (precision "tf32x3", sm_80 and newer).
 //
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
