@@ -313,10 +313,12 @@ def _check_options(problem: Problem, family: Family) -> None:
     words = ", ".join(sorted(known)) or "none"
     for name in problem.options:
         if name not in known:
+            served = problem.precision and name in _SERVED
+            advice = ", as do calls without precision" if served else ""
             raise UnsupportedError(
                 f"{name} is given, which the {family} kernels do not take on"
                 f" a GPU (options that they take: {words}); NumPy arrays take"
-                " it"
+                f" it{advice}"
             )
     wanted = problem.return_dbias and problem.deterministic
     if wanted and problem.bias_is_broadcast:

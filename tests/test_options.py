@@ -198,6 +198,14 @@ def test_packed_sequences_on_kernels_are_refused():
         cuflash.forward(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
 
 
+def test_options_with_a_precision_are_refused_on_kernels():
+    q = np.zeros((5, 1, 8), np.float32)
+    with emulator.active("sm_80"), pytest.raises(
+        UnsupportedError, match="take it, as do calls without precision$"
+    ):
+        cuflash.forward(q, q, q, softcap=1.0, precision="tf32x3")
+
+
 def test_a_broadcast_bias_has_no_deterministic_gradient_on_kernels():
     q = np.zeros((1, 4, 1, 8), np.float32)
     bias, lse = np.zeros(4, np.float32), np.zeros((1, 1, 4), np.float32)
