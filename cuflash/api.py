@@ -103,12 +103,13 @@ def forward(
         Below 2**64; needed with `dropout`. Which weights are kept follows
         from it, the batch, the head, i and j alone.
     cu_seqlens_q, cu_seqlens_k : array, (sequences + 1,), optional
-        int32. The sequences stand end to end in `q` (total_q, num_heads_q,
-        head_dim), `k` and `v`; these are the offsets of their first tokens,
-        then the end of the last. They are not read on the host: if one is
-        less than the one before, or beyond the end, or the first is not 0,
-        the result is 0 and lse -inf, and with the environment variable
-        ``CUFLASH_CHECK=1``, for which the call waits, a ValueRangeError.
+        int32; NumPy arrays alone, so far. The sequences stand end to end in
+        `q` (total_q, num_heads_q, head_dim), `k` and `v`; these are the
+        offsets of their first tokens, then the end of the last. They are not
+        read on the host: if one is less than the one before, or beyond the
+        end, or the first is not 0, the result is 0 and lse -inf, and with the
+        environment variable ``CUFLASH_CHECK=1``, for which the call waits, a
+        ValueRangeError.
     max_seqlen_q, max_seqlen_k : int, optional
         No sequence is longer.
 
@@ -130,14 +131,16 @@ def forward(
         If an argument has the wrong type or dtype, or NumPy and CUDA arrays
         are mixed.
     ValueRangeError
-        If `scale`, `block_q`, `block_k` or `precision` cannot be used, `out`
-        is read-only or shares memory with an input, or the arrays are on
-        several CUDA devices.
+        If `scale`, `block_q`, `block_k`, `precision` or an option cannot be
+        used, an option lacks one that it needs, `out` is read-only or shares
+        memory with an input, or the arrays are on several CUDA devices.
     UnsupportedError
         If head_dim or head_dim_v is above 256, another size does not fit
-        32 bits, `precision` is not for the dtype, an array is masked, takes
-        part in automatic differentiation or is another library's on the
-        CPU, the GPU is too old, or CUDA arrays come without CuPy installed.
+        32 bits, `precision` is not for the dtype, an option is not for
+        kernels (packed sequences; any with `precision`), an array is masked,
+        takes part in automatic differentiation or is another library's on
+        the CPU, the GPU is too old, or CUDA arrays come without CuPy
+        installed.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 
@@ -271,7 +274,9 @@ def backward(
     precision : {None, "tf32x3"}, optional
         As of `forward`; preferably as given to it.
     return_dbias, return_dsink : bool, optional
-        Whether to return the gradients of `bias` and `sink` too.
+        Whether to return the gradients of `bias` and `sink` too. That of a
+        broadcast bias is summed in no fixed order on a GPU, and so is refused
+        there with `deterministic`.
 
     Returns
     -------
