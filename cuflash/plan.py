@@ -280,12 +280,17 @@ _OPTIONS: dict[Family, frozenset[str]] = {
 }
 
 
+def _arguments(problem: Problem) -> tuple[str, str]:
+    """The struct that kernels of a family with options take."""
+    options = "Options" if problem.options else ""
+    return "Arguments", f"{problem.direction.capitalize()}{options}Arguments"
+
+
 def _option_constants(problem: Problem) -> tuple[tuple[str, bool | str], ...]:
     """What every kernel of a family with options is compiled for."""
-    direction = problem.direction.capitalize()
     options = problem.options
     return (
-        ("Arguments", f"{direction}{'Options' * bool(options)}Arguments"),
+        _arguments(problem),
         ("WINDOW", "window" in options),
         ("SOFTCAP", "softcap" in options),
         ("ALIBI", "alibi_slopes" in options),
@@ -662,7 +667,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         entry="backward_dq",
         constants=(
             *layout,
-            _option_constants(problem)[0],
+            _arguments(problem),
             ("CAUSAL", False),  # looked at in repairs alone
             ("REPAIRS", False),
             ("TURNS", 0),
@@ -1431,7 +1436,7 @@ def _delta_launch(
             ("BLOCK_Q", block_q),
             ("DQ_COLUMNS", dq_columns),
             ("ADDS_TO_DQ", adds_to_dq),
-            _option_constants(problem)[0],
+            _arguments(problem),
         ),
         threads=_ROW_THREADS,
         shared_bytes=0,

@@ -12,7 +12,7 @@ constexpr bool PAIRWISE = SEGMENTS || KEEP;                 // whether pairs are
 
 enum class Visibility { NONE, PARTLY, ALL };
 
-// The smallest and the largest segment id of a tile; (1, 0) of a tile without tokens.
+// The smallest and the largest segment id of a tile, which has tokens.
 struct Range { int low, high; };
 
 // One head's. What it reads is found anew each time: that takes no registers in between.

@@ -6,7 +6,8 @@
 // backward pass call the same functions: a pair has the same score to the last bit in both.
 //
 // Constants: Element, SOFTCAP, ALIBI, BIAS, Bias (its elements), SINK. A call without the first
-// three has LINEAR scores, which kernels may compute in their own way.
+// three has LINEAR scores, which kernels may compute in their own way. infinity(), which is to be
+// there before, is that of the family: softmax.cuh or simt.cuh.
 #pragma once
 #include "elements.cuh"
 
