@@ -26,8 +26,8 @@ from cuflash.problem import Problem
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 VARIABLES = (
-    "CUFLASH_COMPILE", "CUFLASH_FAMILY", "CUFLASH_LOG", "CUPY_CACHE_DIR",
-    "CUDA_VISIBLE_DEVICES",
+    "CUFLASH_COMPILE", "CUFLASH_FAMILY", "CUFLASH_LOG", "CUFLASH_CHECK",
+    "CUPY_CACHE_DIR", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
