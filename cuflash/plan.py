@@ -1477,15 +1477,17 @@ def _sink_launches(problem: Problem) -> tuple[Launch, ...]:
     """The gradient of sinks, a block a head, if it is wanted."""
     if not problem.return_dsink:
         return ()
+    shared = 8 * _ROW_THREADS
     kernel = KernelPlan(
         file="backward_sink.cu",
         entry="backward_sink",
         constants=(
             ("Element", _element(problem)),
             ("NUM_THREADS", _ROW_THREADS),
+            ("SHARED_BYTES", shared),
         ),
         threads=_ROW_THREADS,
-        shared_bytes=8 * _ROW_THREADS,
+        shared_bytes=shared,
     )
     return (Launch(kernel, problem.num_heads_q),)
 

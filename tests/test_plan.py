@@ -124,6 +124,15 @@ def test_every_head_dim_has_a_plan_that_fits(direction, dtype, arch, d, dv):
         assert known.get("SHARED_BYTES", 0) == kernel.shared_bytes
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_of_options_know_their_shared_memory(dtype):
+    options = {"segment_ids": True, "sink": True, "return_dsink": True}
+    first, *_, last = planned("backward", dtype, **options).kernels
+    assert (first.entry, last.entry) == ("segment_ranges", "backward_sink")
+    assert first.shared_bytes == 0
+    assert dict(last.constants)["SHARED_BYTES"] == last.shared_bytes > 0
+
+
 @given(
     dtype=st.sampled_from(list(DTYPES)),
     seqlen_q=st.integers(1, 1000),

@@ -7,17 +7,20 @@
 //
 // Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
 // and so on of each batch.
-// Constants: Element, NUM_THREADS. Shared memory: a double for each thread.
+// Constants: Element, NUM_THREADS, SHARED_BYTES. Shared memory: a double for each thread.
 //
 // Bound by memory: lse and delta read once.
 #include "elements.cuh"
 
 using Real = Accumulator<Element>;
 
+struct SharedPlan { double sums[NUM_THREADS]; };
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_sink(const __grid_constant__ BackwardOptionsArguments all) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    double* sums = reinterpret_cast<double*>(shared_bytes);
+    double (&sums)[NUM_THREADS] = reinterpret_cast<SharedPlan*>(shared_bytes)->sums;
     const BackwardArguments& arguments = all.arrays;
     const Shape& shape = arguments.shape;
     const int head = blockIdx.x, thread = threadIdx.x;
