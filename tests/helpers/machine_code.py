@@ -1,0 +1,19 @@
+"""The instructions in a compiled kernel."""
+
+import struct
+
+
+def instructions(cubin, entry):
+    """Return the bytes of a kernel's code section: an ELF file's .text."""
+    (first,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [
+        struct.unpack_from("<2I4Q", cubin, first + i * size)
+        for i in range(count)
+    ]
+    names = sections[of_names][4]
+    for name, _, _, _, start, length in sections:
+        end = cubin.index(b"\0", names + name)
+        if cubin[names + name : end] == f".text.{entry}".encode():
+            return cubin[start : start + length]
+    raise LookupError(entry)

@@ -1,0 +1,16 @@
+// pairs.cuh for kernels of calls without options. What has no body is not to be called.
+#pragma once
+#include "mask.cuh"
+
+constexpr bool PAIRWISE = false;
+
+struct Pairs {
+    template <class Arguments> Pairs(const Arguments&, int) {}
+    void set_head(int) {}
+    bool visible(int query, int key) const;
+    bool skips(int, int) const { return false; }
+    bool sees_all(int, int) const { return true; }
+    int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
+    int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
+    int key_tiles_before(int q_tile, int k_tile, int first) const;
+};

@@ -1,0 +1,53 @@
+"""Calls without options run the kernels that they would if there were none.
+
+Headers of options are replaced by others that know none and lack a body for
+what only options ask. The machine code has to be the same.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cuflash import compiler, source
+from helpers.kernels import kernels
+from helpers.machine_code import instructions
+
+TWINS = {
+    path.name: path
+    for path in (Path(__file__).parent / "kernels/without_options").iterdir()
+}
+
+CALLS = [
+    ("forward", "bfloat16", "mma", 64),
+    ("backward", "bfloat16", "mma", 64),
+    ("forward", "float32", "simt", 32),
+    ("backward", "float32", "simt", 32),
+]
+
+
+def compiled(kernel):
+    cubin, _ = compiler._compile(kernel, "sm_80")
+    return instructions(cubin, kernel.entry)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("direction", "dtype", "family", "head_dim"), CALLS)
+def test_options_leave_no_trace(
+    direction, dtype, family, head_dim, causal, monkeypatch
+):
+    planned = kernels(
+        direction, dtype, "sm_80", head_dim, family, causal=causal
+    )
+    got = [compiled(kernel) for kernel in planned]
+    without = partial(source.build, twins=TWINS)
+    monkeypatch.setattr(compiler.source, "build", without)
+    assert got == [compiled(kernel) for kernel in planned]
+
+
+def test_an_option_leaves_one():
+    plain, capped = (
+        kernels("forward", "float32", "sm_80", 32, "simt", softcap=cap)[-1]
+        for cap in (0.0, 30.0)
+    )
+    assert compiled(plain) != compiled(capped)
