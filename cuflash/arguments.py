@@ -122,12 +122,16 @@ OptionNumbers = _struct(
     *[(f"ids_{name}_stride", TokenStrides) for name in "qk"],
     ("sink_stride", np.int64),
     *_fields("softcap keep_factor", np.float64),
+    *_fields("offset_q_stride offset_k_stride", np.int64),
     *_fields("window_left window_right", np.int32),
     ("drop_below", np.uint32),
+    *_fields("num_sequences total_q total_k", np.int32),
+    *_fields("max_seqlen_q max_seqlen_k sequence", np.int32),
 )
 # Options that are arrays, then a number, then what kernels write.
 _OPTION_POINTERS = (
-    "alibi_slopes bias mask sink segment_ids_q segment_ids_k seed ranges"
+    "alibi_slopes bias mask sink segment_ids_q segment_ids_k"
+    " cu_seqlens_q cu_seqlens_k seed found"
 )
 ForwardOptionsArguments = _struct(
     *_pointers(_OPTION_POINTERS),

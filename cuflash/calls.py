@@ -161,7 +161,7 @@ def forward(call: Call, machine: Machine) -> tuple[Any, Any]:
         recipe = _forward_recipe(call.signature, target, target.family)
         room = recipe.copies.get("out")
         written = out if room is None else _empty_like(room, machine)
-        first = (_ranges(recipe, machine),) if recipe.options else ()
+        first = (_found(recipe, machine),) if recipe.options else ()
         _launch(recipe, call, machine, written, lse, first=first)
         if room is not None:
             out[...] = written
@@ -232,7 +232,7 @@ def backward(call: Call, machine: Machine) -> tuple[Any, ...]:
         ]
     first = ()
     if recipe.options:
-        first = (_ranges(recipe, machine), dbias, dsink)
+        first = (_found(recipe, machine), dbias, dsink)
     _launch(recipe, call, machine, *written, first=first)
     for gradient, room in zip(gradients, written, strict=True):
         if room is not gradient:
@@ -407,10 +407,10 @@ def _options_read(
     return arrays, [0 if x is None else machine.address(x) for x in arrays]
 
 
-def _ranges(recipe: Recipe, machine: Machine) -> Any:
-    """Room for two integers a tile, None if no kernel wants it."""
-    count = recipe.decided.num_ranges
-    return machine.empty(2 * count, np.int32) if count else None
+def _found(recipe: Recipe, machine: Machine) -> Any:
+    """Room for what the first launch finds, None if it is not for that."""
+    count = recipe.decided.num_found
+    return machine.empty(count, np.int32) if count else None
 
 
 def _copied(recipe: Recipe, call: Call, name: str, machine: Machine) -> Any:
@@ -524,9 +524,17 @@ def _option_numbers(
         strides("sink", 1)[0],
         p.softcap,
         1.0 / (1.0 - p.dropout),
+        strides("cu_seqlens_q", 1)[0],
+        strides("cu_seqlens_k", 1)[0],
         p.seqlen_k if left is None else left,
         p.seqlen_q if right is None else right,
         int(p.dropout * 2.0**32),
+        p.num_sequences or 0,
+        p.seqlen_q,
+        p.seqlen_k,
+        p.seqlen_q if p.max_seqlen_q is None else p.max_seqlen_q,
+        p.seqlen_k if p.max_seqlen_k is None else p.max_seqlen_k,
+        0,
     )
 
 

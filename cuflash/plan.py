@@ -184,8 +184,9 @@ class Plan:
         alone.
     num_turns : int
         Integers by which blocks know of one another, 0 if there are none.
-    num_ranges : int
-        Tiles of which segment ids are known, 0 if there are none.
+    num_found : int
+        Integers that the first launch finds for the others, 0 if it is one
+        of those.
     """
 
     problem: Problem
@@ -197,7 +198,7 @@ class Plan:
     sum_elements: int = 0
     row_elements: int = 0
     num_turns: int = 0
-    num_ranges: int = 0
+    num_found: int = 0
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -272,7 +273,7 @@ def plan(
 # The options that kernels of a family take (docs/masks.md).
 _SERVED = frozenset((
     "window", "softcap", "alibi_slopes", "bias", "mask", "sink",
-    "segment_ids", "dropout",
+    "segment_ids", "dropout", "cu_seqlens",
 ))  # fmt: skip
 _OPTIONS: dict[Family, frozenset[str]] = {
     "mma": _SERVED,
@@ -301,7 +302,12 @@ def _option_constants(problem: Problem) -> tuple[tuple[str, bool | str], ...]:
         ("KEEP", "mask" in options),
         ("DROPOUT", "dropout" in options),
         ("DBIAS", problem.return_dbias),
+        _packed(problem),
     )
+
+
+def _packed(problem: Problem) -> tuple[str, bool]:
+    return ("PACKED", problem.num_sequences is not None)
 
 
 _ELEMENTS = {"float32": "float", "float64": "double"}
@@ -479,6 +485,8 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
         if problem.direction == "forward"
         else (problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv)
     )
+    if problem.num_sequences:  # as if they were alike
+        walked = _ceil_div(walked, problem.num_sequences)
     count = _ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
 
@@ -583,15 +591,15 @@ def _forward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared_bytes=shared,
         ptxas_level=tile.ptxas_level,
     )
-    num_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    num_tiles = _num_tiles(problem, problem.seqlen_q, tile.block_q)
     pairs = problem.batch * problem.num_heads_q
     shared_by_head = problem.seqlen_k * (d + dv) * 2 // problem.group_size
     return Plan(
         problem,
         "mma",
         tile,
-        (*_range_launches(problem, tile), Launch(kernel, num_tiles * pairs)),
-        num_ranges=_num_ranges(problem, tile),
+        (*_finding_launches(problem, tile), Launch(kernel, num_tiles * pairs)),
+        num_found=_num_found(problem, tile),
         heads_per_section=_heads_per_section(
             problem, device, problem.num_heads_q, shared_by_head
         ),
@@ -668,6 +676,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         constants=(
             *layout,
             _arguments(problem),
+            _packed(problem),
             ("CAUSAL", False),  # looked at in repairs alone
             ("REPAIRS", False),
             ("TURNS", 0),
@@ -676,8 +685,8 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         threads=tile.num_warps * 32,
         shared_bytes=dq_shared,
     )
-    q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
-    k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
+    q_tiles = _num_tiles(problem, problem.seqlen_q, tile.block_q)
+    k_tiles = _num_tiles(problem, problem.seqlen_k, tile.block_k)
     q_pairs = problem.batch * problem.num_heads_q
     kv_pairs = problem.batch * problem.num_heads_kv
     shared_by_head = (
@@ -688,7 +697,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         "mma",
         tile,
         (
-            *_range_launches(problem, tile),
+            *_finding_launches(problem, tile),
             _delta_launch(problem, tile.block_q, d),
             Launch(main, k_tiles * kv_pairs),
             Launch(round_dq, q_tiles * q_pairs),
@@ -699,7 +708,7 @@ def _backward_mma(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         sum_elements=q_tiles * tile.block_q * d * q_pairs,
         num_turns=q_tiles * q_pairs if problem.deterministic else 0,
-        num_ranges=_num_ranges(problem, tile),
+        num_found=_num_found(problem, tile),
     )
 
 
@@ -922,6 +931,7 @@ def _backward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
         constants=(
             *layout,
             ("Arguments", "BackwardWgmmaArguments"),
+            _packed(problem),
             ("REPAIRS", problem.causal),
             ("SHARED_BYTES", dq_shared),
         ),
@@ -1369,14 +1379,14 @@ def _forward_simt(problem: Problem, device: Device, tile: Tile) -> Plan:
         "forward_simt", problem, tile, tile.block_q,
         _forward_simt_shared(problem, tile),
     )
-    blocks = _ceil_div(problem.seqlen_q, tile.block_q)
+    blocks = _num_tiles(problem, problem.seqlen_q, tile.block_q)
     blocks *= problem.batch * problem.num_heads_q
     return Plan(
         problem,
         "simt",
         tile,
-        (*_range_launches(problem, tile), Launch(kernel, blocks)),
-        num_ranges=_num_ranges(problem, tile),
+        (*_finding_launches(problem, tile), Launch(kernel, blocks)),
+        num_found=_num_found(problem, tile),
     )
 
 
@@ -1389,20 +1399,20 @@ def _backward_simt(problem: Problem, device: Device, tile: Tile) -> Plan:
         "backward_simt_dq", problem, tile, tile.block_q,
         _dq_simt_shared(problem, tile),
     )
-    k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
-    q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
+    k_tiles = _num_tiles(problem, problem.seqlen_k, tile.block_k)
+    q_tiles = _num_tiles(problem, problem.seqlen_q, tile.block_q)
     return Plan(
         problem,
         "simt",
         tile,
         (
-            *_range_launches(problem, tile),
+            *_finding_launches(problem, tile),
             _delta_launch(problem, tile.block_q, 0),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
             *_sink_launches(problem),
         ),
-        num_ranges=_num_ranges(problem, tile),
+        num_found=_num_found(problem, tile),
     )
 
 
@@ -1437,6 +1447,7 @@ def _delta_launch(
             ("DQ_COLUMNS", dq_columns),
             ("ADDS_TO_DQ", adds_to_dq),
             _arguments(problem),
+            _packed(problem),
         ),
         threads=_ROW_THREADS,
         shared_bytes=0,
@@ -1444,33 +1455,48 @@ def _delta_launch(
     return Launch(kernel, _ceil_div(_num_rows(problem) * lanes, _ROW_THREADS))
 
 
-def _range_launches(problem: Problem, tile: Tile) -> tuple[Launch, ...]:
-    """What segment ids each tile has, a warp a tile, if there are any."""
-    if not problem.segment_ids:
-        return ()
-    kernel = KernelPlan(
-        file="segment_ranges.cu",
-        entry="segment_ranges",
-        constants=(
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_THREADS", _ROW_THREADS),
-            *_option_constants(problem),
-        ),
-        threads=_ROW_THREADS,
-        shared_bytes=0,
-    )
-    warps = _num_ranges(problem, tile)
-    return (Launch(kernel, _ceil_div(warps * 32, _ROW_THREADS)),)
+def _finding_launches(problem: Problem, tile: Tile) -> tuple[Launch, ...]:
+    """What the others ask: segment ids of tiles, or packed sequences."""
+    constants = (("NUM_THREADS", _ROW_THREADS), *_option_constants(problem))
+    if problem.segment_ids:  # a warp a tile
+        sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
+        kernel = KernelPlan(
+            file="segment_ranges.cu",
+            entry="segment_ranges",
+            constants=(*sizes, *constants),
+            threads=_ROW_THREADS,
+            shared_bytes=0,
+        )
+        warps = _num_found(problem, tile) // 2
+        return (Launch(kernel, _ceil_div(warps * 32, _ROW_THREADS)),)
+    if problem.num_sequences is not None:
+        kernel = KernelPlan(
+            file="sequences.cu",
+            entry="sequences",
+            constants=(("Element", _element(problem)), *constants),
+            threads=_ROW_THREADS,
+            shared_bytes=16 * _ROW_THREADS,
+        )
+        return (Launch(kernel, 1),)
+    return ()
 
 
-def _num_ranges(problem: Problem, tile: Tile) -> int:
-    """Tiles of queries and tiles of keys of all batches, with segments."""
+def _num_found(problem: Problem, tile: Tile) -> int:
+    """Two of each tile with segments; three of packed sequences."""
+    if problem.num_sequences is not None:
+        return 3
     if not problem.segment_ids:
         return 0
     q_tiles = _ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = _ceil_div(problem.seqlen_k, tile.block_k)
-    return problem.batch * (q_tiles + k_tiles)
+    return 2 * problem.batch * (q_tiles + k_tiles)
+
+
+def _num_tiles(problem: Problem, seqlen: int, block: int) -> int:
+    """Of a head; of packed sequences places for them (sequences.cuh)."""
+    if problem.num_sequences is None:
+        return _ceil_div(seqlen, block)
+    return seqlen // block + problem.num_sequences + 1
 
 
 def _sink_launches(problem: Problem) -> tuple[Launch, ...]:
@@ -1483,6 +1509,7 @@ def _sink_launches(problem: Problem) -> tuple[Launch, ...]:
         entry="backward_sink",
         constants=(
             ("Element", _element(problem)),
+            _packed(problem),
             ("NUM_THREADS", _ROW_THREADS),
             ("SHARED_BYTES", shared),
         ),

@@ -93,6 +93,28 @@ def run_options(dtype: type, shape: tuple, seed: int) -> None:
         cuflash.backward(dout, q, k, v, out, lse, **options)
 
 
+def run_packed(dtype: type, shape: tuple, seed: int) -> None:
+    """Forward and backward of sequences of 0 tokens, 1, and many."""
+    seqlen_q, seqlen_k, heads, kv_heads, d, dv, causal = shape
+    random = np.random.default_rng(seed)
+    q = draw(random, dtype, seqlen_q, heads, d)
+    k = draw(random, dtype, seqlen_k, kv_heads, d)
+    v = draw(random, dtype, seqlen_k, kv_heads, dv)
+    dout = draw(random, dtype, seqlen_q, heads, dv)
+    options = {"causal": causal, "window": (40, 40)}
+    for name, total in (("q", seqlen_q), ("k", seqlen_k)):
+        ends = [0, 0, 1, *range(10, total, 53), total - 2]
+        options[f"cu_seqlens_{name}"] = np.array(ends, np.int32)
+    count = min(len(options[f"cu_seqlens_{x}"]) for x in "qk")
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        options[name] = cupy.asarray(options[name][:count])
+    out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+    for deterministic in (False, True):
+        cuflash.backward(
+            dout, q, k, v, out, lse, **options, deterministic=deterministic
+        )
+
+
 def main() -> None:
     """Run every shape in every dtype asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -107,6 +129,7 @@ def main() -> None:
         if name != "tf32x3":
             for seed, shape in enumerate(SHAPES[:4]):
                 run_options(DTYPES[name], shape, seed)
+                run_packed(DTYPES[name], shape, seed)
     cupy.cuda.runtime.deviceSynchronize()
     print(f"ran {len(SHAPES)} shapes in {', '.join(arguments.dtype)}")
 

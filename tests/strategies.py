@@ -233,6 +233,37 @@ def options(backend, wide=False):
     return st.sets(st.sampled_from([*MAKERS, "window", "softcap", "dropout"]))
 
 
+# Options of packed sequences that are compiled together.
+FEW_PACKED_OPTIONS = [
+    set(),
+    {"window", "alibi_slopes", "sink"},
+    {"softcap", "dropout", "sink"},
+]
+
+
+@st.composite
+def packed_cases(draw, backend, **others):
+    """Draw sequences end to end, of any lengths, with any options."""
+    case = draw(cases(backend, **others))
+    names = draw(st.sampled_from(FEW_PACKED_OPTIONS))
+    numbers = {
+        "window": windows(case),
+        "softcap": st.sampled_from([1.0, 30.0]),
+        "dropout": st.sampled_from([0.25, 0.5]),
+    }
+    numbers = {n: draw(x) for n, x in numbers.items() if n in names}
+    count = draw(st.integers(0, 6))
+    offsets = []
+    for total in (case.seqlen_q, case.seqlen_k):
+        # Some tokens may be left at the end, of no sequence.
+        ends = st.lists(lengths(total), min_size=count, max_size=count)
+        offsets.append((0, *sorted(draw(ends))))
+    arrays = tuple(sorted(names & set(MAKERS)))
+    return replace(
+        case, batch=1, arrays_of=arrays, offsets=tuple(offsets), **numbers
+    )
+
+
 @st.composite
 def optional_cases(draw, backend, **others):
     """Draw a whole call with any masks and score steps together."""

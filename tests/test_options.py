@@ -189,15 +189,6 @@ def test_a_bias_that_was_broadcast_before(backend, dtype):
     assert_bitwise(*results, "dbias")
 
 
-def test_packed_sequences_on_kernels_are_refused():
-    q = np.zeros((5, 1, 8), np.float32)
-    offsets = np.array([0, 5], np.int32)
-    with emulator.active("sm_80"), pytest.raises(
-        UnsupportedError, match="cu_seqlens is given, which the simt kernels"
-    ):
-        cuflash.forward(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-
-
 def test_options_with_a_precision_are_refused_on_kernels():
     q = np.zeros((5, 1, 8), np.float32)
     with emulator.active("sm_80"), pytest.raises(

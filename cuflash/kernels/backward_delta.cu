@@ -6,15 +6,17 @@
 // Grid: blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as in a contiguous array:
 //     row = (batch * seqlen_q + query) * num_heads_q + head
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums), ADDS_TO_DQ; Arguments,
-// what it takes. No shared memory.
+// what it takes, and PACKED. No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "row_sums.cuh"
+#include "sequences.cuh"
 
 // Zeroes the grid's share of what the main kernel adds to. dQ is contiguous, as a new array.
-inline void clear_sums(const BackwardArguments& arguments) {
+inline void clear_sums(const Arguments& all) {
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    const i64 num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const i64 num_q_tiles = num_query_tiles(all, BLOCK_Q);
     const i64 heads = i64(shape.batch) * shape.num_heads_q, tiles = num_q_tiles * heads;
     const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
     const i64 threads = i64(gridDim.x) * NUM_THREADS;
@@ -33,7 +35,7 @@ inline void clear_sums(const BackwardArguments& arguments) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_delta(const __grid_constant__ Arguments all) {
     const BackwardArguments& arguments = arrays_of(all);
-    if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(arguments);
+    if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(all);
 
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % LANES;

@@ -9,7 +9,7 @@
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
 // Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the kernel before;
-// Arguments, what it takes; REPAIRS, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
+// Arguments, what it takes; PACKED; REPAIRS, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
 // SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).
@@ -18,6 +18,7 @@
 #include "counters.cuh"
 #include "dq_sums.cuh"
 #include "repair.cuh"
+#include "sequences.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_Q, HEAD_DIM> dq;
@@ -37,19 +38,25 @@ __device__ __forceinline__ void repair_keys(const BackwardArguments& arguments, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-backward_dq(const __grid_constant__ Arguments all) {
+backward_dq(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     const u32 dq_tile = shared_address(&reinterpret_cast<SharedPlan*>(shared_bytes)->dq);
 
+    const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
+    int tile = blockIdx.x % num_q_tiles;
+    const int pair = blockIdx.x / num_q_tiles;
+    const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
     const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    const int tile = blockIdx.x % num_q_tiles, pair = blockIdx.x / num_q_tiles;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
     if (REPAIRS && batch >= shape.batch)
         return repair_keys(arguments,
                            blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
-    const float* sums = dq_sum_tile(arguments.dq_sum, blockIdx.x) + dq_sum_first(threadIdx.x);
+    const float* sums =
+        dq_sum_tile(arguments.dq_sum, PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x)
+        + dq_sum_first(threadIdx.x);
     const float scale = static_cast<float>(arguments.scale);
 
     bool finite = true;

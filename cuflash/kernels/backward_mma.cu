@@ -38,6 +38,7 @@
 #include "pairs.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;                              // dK leaves through it
@@ -281,7 +282,7 @@ __device__ __forceinline__ void repair(
     const auto& mask = at.mask;
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32, group_size = shape.num_heads_q / shape.num_heads_kv;
-    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const int num_q_tiles = num_query_tiles(all, BLOCK_Q);
     const float scale = static_cast<float>(arguments.scale);
     const HeadRows k(arguments.k, arguments.k_stride, where.batch, where.head);
     const HeadRows v(arguments.v, arguments.v_stride, where.batch, where.head);
@@ -303,9 +304,9 @@ __device__ __forceinline__ void repair(
                 if (at.full(tiles, query / BLOCK_Q)) continue;
                 if (PAIRWISE && !at.pairs.visible(query, key)) continue;
                 const float lse =
-                    static_cast<const float*>(arguments.lse)[pair * shape.seqlen_q + query];
+                    static_cast<const float*>(arguments.lse)[pair * rows_of_head(all) + query];
                 const float delta =
-                    static_cast<const float*>(arguments.delta)[pair * shape.seqlen_q + query];
+                    static_cast<const float*>(arguments.delta)[pair * rows_of_head(all) + query];
                 const float s = row_product(q, query, k, key, shape.head_dim);
                 float derivative = 1.0f;
                 const float past =
@@ -333,20 +334,24 @@ __device__ __forceinline__ void repair(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-backward_mma(const __grid_constant__ Arguments all) {
-    const BackwardArguments& arguments = arrays_of(all);
+backward_mma(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const u32 k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
     const u32 p_tile = shared_address(&shared.p), ds_tile = shared_address(&shared.ds);
 
     // Prologue: which keys; which query tiles see them.
+    const Shape& grid = arrays_of(whole).shape;
+    const int num_k_tiles = num_key_tiles(whole, BLOCK_K);
+    const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
+    const int group_size = grid.num_heads_q / grid.num_heads_kv;
+    TileOfHead where = tile_of_block(
+        blockIdx.x, num_k_tiles, grid.num_heads_kv, grid.batch, arrays_of(whole).schedule);
+    const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    const int num_k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    const TileOfHead where =
-        tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
     const int k_start = where.tile * BLOCK_K;
     const float scale = static_cast<float>(arguments.scale);
     TilePair at{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)}, 0, k_start, scale,
@@ -368,7 +373,7 @@ backward_mma(const __grid_constant__ Arguments all) {
     const u16* dout = thread_source(
         arguments.dout, where.batch * dos.batch + first_head * dos.head + first_row * dos.token,
         dos.token);
-    i64 row = (static_cast<i64>(where.batch) * shape.num_heads_q + first_head) * shape.seqlen_q
+    i64 row = (static_cast<i64>(where.batch) * shape.num_heads_q + first_head) * rows_of_head(all)
             + first_row;
     // Tiles; or, where not all are visited, heads.
     int loads_left = SEGMENTS ? (tiles_of_head > 0 ? group_size : 0) : tiles_of_head * group_size;
@@ -403,7 +408,7 @@ backward_mma(const __grid_constant__ Arguments all) {
         }
         q += tiles_on * (BLOCK_Q * qs.token) + heads_on * qs.head;
         dout += tiles_on * (BLOCK_Q * dos.token) + heads_on * dos.head;
-        row += tiles_on * BLOCK_Q + heads_on * shape.seqlen_q;
+        row += tiles_on * BLOCK_Q + heads_on * rows_of_head(all);
     };
 
     KeyGrid::Fragments dk;
@@ -426,7 +431,7 @@ backward_mma(const __grid_constant__ Arguments all) {
             v_tile, v, vs.token, num_rows, shape.head_dim_v);
     }
 
-    if (WINDOW || SEGMENTS) cp_async_commit();              // there may be no query tile
+    if (WINDOW || SEGMENTS || PACKED) cp_async_commit();              // there may be no query tile
     load_queries(0);
     cp_async_wait<0>();
     const bool k_nonfinite = __syncthreads_or(

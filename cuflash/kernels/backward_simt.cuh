@@ -13,6 +13,7 @@
 #include "dropout.cuh"
 #include "pairs.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
@@ -56,13 +57,14 @@ struct Head {
     const Element *dout, *q, *k, *v;
     const Real *lse, *delta;
 
-    Head(const BackwardArguments& a, int batch, int head) {
+    template <class Arguments> Head(const Arguments& all, int batch, int head) {
+        const BackwardArguments& a = arrays_of(all);
         const int kv_head = head / (a.shape.num_heads_q / a.shape.num_heads_kv);
         dout = head_start(a.dout, a.dout_stride, batch, head);
         q = head_start(a.q, a.q_stride, batch, head);
         k = head_start(a.k, a.k_stride, batch, kv_head);
         v = head_start(a.v, a.v_stride, batch, kv_head);
-        const i64 row = (i64(batch) * a.shape.num_heads_q + head) * a.shape.seqlen_q;
+        const i64 row = (i64(batch) * a.shape.num_heads_q + head) * rows_of_head(all);
         lse = static_cast<const Real*>(a.lse) + row;
         delta = static_cast<const Real*>(a.delta) + row;
     }

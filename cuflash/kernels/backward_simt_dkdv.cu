@@ -82,17 +82,22 @@ inline void accumulate(
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_simt_dkdv(const __grid_constant__ Arguments all) {
-    const BackwardArguments& arguments = arrays_of(all);
+backward_simt_dkdv(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which key head.
+    const Shape& grid = arrays_of(whole).shape;
+    const int kv_head = blockIdx.x % grid.num_heads_kv;
+    const int batch = blockIdx.x / grid.num_heads_kv % grid.batch;
+    int k_tile = blockIdx.x / grid.num_heads_kv / grid.batch;
+    const auto sequence = sequence_of_block<true>(whole, k_tile, BLOCK_K, false);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
-    const int kv_head = blockIdx.x % shape.num_heads_kv;
-    const int batch = blockIdx.x / shape.num_heads_kv % shape.batch;
-    const int k_start = blockIdx.x / shape.num_heads_kv / shape.batch * BLOCK_K;
+    const int k_start = k_tile * BLOCK_K;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
 
     // Which key of the tile, and which of its threads.
@@ -105,7 +110,7 @@ backward_simt_dkdv(const __grid_constant__ Arguments all) {
 
     const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
     const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
-    const Head any(arguments, batch, kv_head * group_size);
+    const Head any(all, batch, kv_head * group_size);
     load_tile<BLOCK_K, HEAD_DIM>(
         shared.k, any.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
     load_tile<BLOCK_K, HEAD_DIM_V>(
@@ -114,7 +119,7 @@ backward_simt_dkdv(const __grid_constant__ Arguments all) {
 
     const QueryTiles tiles = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     for (int member = 0; member < group_size; ++member) {
-        const Head head(arguments, batch, kv_head * group_size + member);
+        const Head head(all, batch, kv_head * group_size + member);
         options.set_head(all, batch, kv_head * group_size + member);
         const int q_end = WINDOW ? min(tiles.end * BLOCK_Q, shape.seqlen_q) : shape.seqlen_q;
         for (int q_start = tiles.first * BLOCK_Q; q_start < q_end; q_start += BLOCK_Q) {

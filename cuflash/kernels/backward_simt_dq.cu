@@ -60,20 +60,24 @@ inline void score_gradients(
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_simt_dq(const __grid_constant__ Arguments all) {
-    const BackwardArguments& arguments = arrays_of(all);
+backward_simt_dq(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which head.
+    const Shape& grid = arrays_of(whole).shape;
+    const int head_index = blockIdx.x % grid.num_heads_q;
+    const int batch = blockIdx.x / grid.num_heads_q % grid.batch;
+    const int order = blockIdx.x / grid.num_heads_q / grid.batch;
+    int q_tile = CAUSAL ? num_query_tiles(whole, BLOCK_Q) - 1 - order : order;
+    const auto sequence = sequence_of_block<false>(whole, q_tile, BLOCK_Q, CAUSAL);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
-    const int head_index = blockIdx.x % shape.num_heads_q;
-    const int batch = blockIdx.x / shape.num_heads_q % shape.batch;
-    const int order = blockIdx.x / shape.num_heads_q / shape.batch;
-    const int num_q_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
-    const int q_start = (CAUSAL ? num_q_tiles - 1 - order : order) * BLOCK_Q;
-    const Head head(arguments, batch, head_index);
+    const int q_start = q_tile * BLOCK_Q;
+    const Head head(all, batch, head_index);
 
     // Which query of the tile, and which of its threads.
     const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;

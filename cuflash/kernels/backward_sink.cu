@@ -7,7 +7,8 @@
 //
 // Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
 // and so on of each batch.
-// Constants: Element, NUM_THREADS, SHARED_BYTES. Shared memory: a double for each thread.
+// Rows of lse -inf are of no sequence: others have at least their sink's.
+// Constants: Element, PACKED, NUM_THREADS, SHARED_BYTES. Shared memory: a double for each thread.
 //
 // Bound by memory: lse and delta read once.
 #include "elements.cuh"
@@ -25,7 +26,8 @@ backward_sink(const __grid_constant__ BackwardOptionsArguments all) {
     const Shape& shape = arguments.shape;
     const int head = blockIdx.x, thread = threadIdx.x;
     const Real sink = static_cast<const Real*>(all.sink)[head * all.options.sink_stride];
-    const bool weightless = sink == -static_cast<Real>(__int_as_float(0x7F800000));
+    const Real infinite = static_cast<Real>(__int_as_float(0x7F800000));
+    const bool weightless = sink == -infinite;
 
     double sum = 0;
     for (int batch = 0; batch < shape.batch; ++batch) {
@@ -33,7 +35,8 @@ backward_sink(const __grid_constant__ BackwardOptionsArguments all) {
         const Real* lse = static_cast<const Real*>(arguments.lse) + first;
         const Real* delta = static_cast<const Real*>(arguments.delta) + first;
         for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)
-            if (!weightless) sum -= exp(sink - lse[row]) * delta[row];
+            if (!weightless && !(PACKED && lse[row] == -infinite))
+                sum -= exp(sink - lse[row]) * delta[row];
     }
     sums[thread] = sum;
     for (int half = NUM_THREADS / 2; half > 0; half /= 2) {

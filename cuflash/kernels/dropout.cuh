@@ -1,9 +1,9 @@
 // Which pairs dropout keeps: a function of seed, batch, head, query and key alone (docs/masks.md).
 //
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, doi:10.1145/2063384.2063405): word key % 4 of the
-// counter (key / 4, query, head, batch) decides.
+// counter (key / 4, query, head, batch) decides. Packed sequences count as batches.
 //
-// Constants: DROPOUT.
+// Constants: DROPOUT, PACKED.
 #pragma once
 #include "types.cuh"
 
@@ -36,11 +36,12 @@ template <class Real> struct Dropout {
             key1 = static_cast<u32>(arguments.seed >> 32);
             drop_below = arguments.options.drop_below;
             factor = static_cast<Real>(arguments.options.keep_factor);
+            if constexpr (PACKED) batch = arguments.options.sequence;
         }
     }
     void set_head(int new_batch, int new_head) {
         if constexpr (DROPOUT) {
-            batch = new_batch;
+            if constexpr (!PACKED) batch = new_batch;
             head = new_head;
         }
     }

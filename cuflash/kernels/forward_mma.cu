@@ -30,6 +30,7 @@
 #include "scheduler.cuh"
 #include "softmax.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32, WARP_ROWS = BLOCK_Q / NUM_WARPS;
 constexpr int M_TILES = WARP_ROWS / 16;                     // of the warp's rows
@@ -227,7 +228,7 @@ __device__ __forceinline__ void store(
                 const float scale =
                     LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-                static_cast<float*>(arguments.lse)[head * shape.seqlen_q + row] =
+                static_cast<float*>(arguments.lse)[head * rows_of_head(all) + row] =
                     l == 0.0f ? -infinity() : m * scale + logf(l);
             }
         }
@@ -295,26 +296,29 @@ __device__ __forceinline__ void repair(
 
 // The block's tile; the last tiles, which see the most keys, come first. Computed at the start and
 // again at the end: that costs a few divisions and saves registers in between.
-__device__ __forceinline__ TileOfHead tile_of_this_block(const ForwardArguments& arguments) {
-    const Shape& shape = arguments.shape;
-    const int num_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+__device__ __forceinline__ TileOfHead tile_of_this_block(const Arguments& all) {
+    const Shape& shape = arrays_of(all).shape;
+    const int num_tiles = num_query_tiles(all, BLOCK_Q);
     TileOfHead where = tile_of_block(
-        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
+        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(all).schedule);
     where.tile = num_tiles - 1 - where.tile;
     return where;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_mma(const __grid_constant__ Arguments all) {
-    const ForwardArguments& arguments = arrays_of(all);
+forward_mma(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const u32 q_tile = shared_address(&shared.q_then_out);
     const u32 k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
 
     // Prologue: which tile; the first Q and K are on their way.
+    TileOfHead where = tile_of_this_block(whole);
+    const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    TileOfHead where = tile_of_this_block(arguments);
     const int q_start = where.tile * BLOCK_Q;
     const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
@@ -417,8 +421,10 @@ forward_mma(const __grid_constant__ Arguments all) {
         for (; tile >= 0; --tile) step(Bool<false>{});
     }
 
-    where = tile_of_this_block(arguments);
-    store(all, where, q_tile, acc, rows);
+    where = tile_of_this_block(whole);
+    const auto same = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
+    const Arguments& again = of_sequence(whole, same, BLOCK_Q);
+    store(again, where, q_tile, acc, rows);
     if (needs_repair) {
         // All are past the last step's second barrier: K is done with.
         float* m = reinterpret_cast<float*>(&shared.k);
@@ -427,6 +433,6 @@ forward_mma(const __grid_constant__ Arguments all) {
                 for (int half = 0; half < 2; ++half)
                     m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
         __syncthreads();
-        repair(all, where, problem, steps, pairs, dropout, m);
+        repair(again, where, problem, steps, pairs, dropout, m);
     }
 }

@@ -23,6 +23,7 @@
 #include "dropout.cuh"
 #include "pairs.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -88,19 +89,23 @@ inline void accumulate(
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-forward_simt(const __grid_constant__ Arguments all) {
-    const ForwardArguments& arguments = arrays_of(all);
+forward_simt(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which head.
+    const Shape& grid = arrays_of(whole).shape;
+    const int head = blockIdx.x % grid.num_heads_q;
+    const int batch = blockIdx.x / grid.num_heads_q % grid.batch;
+    const int order = blockIdx.x / grid.num_heads_q / grid.batch;
+    int q_tile = CAUSAL ? num_query_tiles(whole, BLOCK_Q) - 1 - order : order;
+    const auto sequence = sequence_of_block<false>(whole, q_tile, BLOCK_Q, CAUSAL);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
-    const int head = blockIdx.x % shape.num_heads_q;
-    const int batch = blockIdx.x / shape.num_heads_q % shape.batch;
-    const int order = blockIdx.x / shape.num_heads_q / shape.batch;
-    const int num_q_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
-    const int q_start = (CAUSAL ? num_q_tiles - 1 - order : order) * BLOCK_Q;
+    const int q_start = q_tile * BLOCK_Q;
     const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
 
     const Strides &qs = arguments.q_stride, &ks = arguments.k_stride, &vs = arguments.v_stride;
@@ -179,7 +184,7 @@ forward_simt(const __grid_constant__ Arguments all) {
     }
     if (arguments.lse && thread_of_row == 0) {
         Real* lse = static_cast<Real*>(arguments.lse);
-        const i64 index = (i64(batch) * shape.num_heads_q + head) * shape.seqlen_q + query;
+        const i64 index = (i64(batch) * shape.num_heads_q + head) * rows_of_head(all) + query;
         lse[index] = l == 0 ? -infinity() : state.m + log(l);
     }
 }

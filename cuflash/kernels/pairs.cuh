@@ -55,13 +55,13 @@ template <class Arguments> struct PairsOf {
     Range of_queries(int tile) const {
         const Shape& shape = arrays_of(all).shape;
         const int tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-        return static_cast<const Range*>(all.ranges)[i64(batch) * tiles + tile];
+        return static_cast<const Range*>(all.found)[i64(batch) * tiles + tile];
     }
     Range of_keys(int tile) const {
         const Shape& shape = arrays_of(all).shape;
         const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
         const int tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-        return static_cast<const Range*>(all.ranges)[
+        return static_cast<const Range*>(all.found)[
             i64(shape.batch) * q_tiles + i64(batch) * tiles + tile];
     }
 

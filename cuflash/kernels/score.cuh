@@ -5,9 +5,9 @@
 // past = query + seqlen_k - seqlen_q - key: how far the key stands before the query. Forward and
 // backward pass call the same functions: a pair has the same score to the last bit in both.
 //
-// Constants: Element, SOFTCAP, ALIBI, BIAS, Bias (its elements), SINK. A call without the first
-// three has LINEAR scores, which kernels may compute in their own way. infinity(), which is to be
-// there before, is that of the family: softmax.cuh or simt.cuh.
+// Constants: Element, SOFTCAP, ALIBI, BIAS, Bias (its elements), SINK, PACKED. A call without
+// SOFTCAP, ALIBI and BIAS has LINEAR scores, which kernels may compute in their own way.
+// infinity(), which is to be there before, is that of the family: softmax.cuh or simt.cuh.
 #pragma once
 #include "elements.cuh"
 
@@ -101,11 +101,14 @@ template <class Real> struct WithSink {
     }
 };
 
-// A head's sink, -inf without one.
+// A head's sink, -inf without one and for what is of no sequence.
 template <class Real, class Arguments>
 inline Real sink_of(const Arguments& arguments, int head) {
-    if constexpr (SINK)
+    if constexpr (SINK) {
+        if (PACKED && arguments.options.sequence == arguments.options.num_sequences)
+            return -Real(infinity());
         return static_cast<const Real*>(arguments.sink)[head * arguments.options.sink_stride];
-    else
+    } else {
         return -Real(infinity());
+    }
 }

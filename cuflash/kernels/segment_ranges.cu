@@ -39,5 +39,5 @@ segment_ranges(const __grid_constant__ Arguments all) {
                    [&](int token) { return pairs.id_of_key(token); })
         : range_of(start, min(start + block, shape.seqlen_q),
                    [&](int token) { return pairs.id_of_query(token); });
-    if (threadIdx.x % 32 == 0) static_cast<Range*>(all.ranges)[number] = range;
+    if (threadIdx.x % 32 == 0) static_cast<Range*>(all.found)[number] = range;
 }

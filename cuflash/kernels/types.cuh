@@ -64,8 +64,12 @@ struct OptionNumbers {
     i64 sink_stride;                            // from head to head
     double softcap;
     double keep_factor;                         // of dropout: 1 / (1 - probability)
+    i64 offset_q_stride, offset_k_stride;       // of cu_seqlens
     int window_left, window_right;              // both at least 0, and less than 2^30
     u32 drop_below;                             // of dropout: words below that drop a pair
+    int num_sequences, total_q, total_k;        // of packed sequences, and tokens of all of them
+    int max_seqlen_q, max_seqlen_k;
+    int sequence;                               // a block's own: sequences.cuh
 };
 
 // Of calls that have options. Arrays that a call lacks are null.
@@ -76,8 +80,10 @@ struct ForwardOptionsArguments {
     const void* sink;                           // Accumulator<Element>, (num_heads_q)
     const void* segment_ids_q;                  // int, (batch, seqlen_q)
     const void* segment_ids_k;                  // int, (batch, seqlen_k)
+    const void* cu_seqlens_q;                   // int, (num_sequences + 1)
+    const void* cu_seqlens_k;
     u64 seed;                                   // of dropout
-    void* ranges;                               // by segment_ranges.cu
+    void* found;                                // by segment_ranges.cu or sequences.cu
     ForwardArguments arrays;
     OptionNumbers options;
 };
@@ -89,8 +95,10 @@ struct BackwardOptionsArguments {
     const void* sink;
     const void* segment_ids_q;
     const void* segment_ids_k;
+    const void* cu_seqlens_q;
+    const void* cu_seqlens_k;
     u64 seed;
-    void* ranges;
+    void* found;
     void* dbias;                                // its sums (bias_gradient.cuh); null: not wanted
     void* dsink;                                // contiguous; null: not wanted
     BackwardArguments arrays;

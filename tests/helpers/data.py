@@ -56,6 +56,7 @@ class Case:
     on : where kernels are emulated.
     window, softcap, dropout : as of a call; dropout's seed is the case's.
     arrays_of : the options that are arrays; see `options.MAKERS`.
+    offsets : cu_seqlens of queries and of keys, if sequences are packed.
     """
 
     dtype: str = "float32"
@@ -81,6 +82,7 @@ class Case:
     softcap: float | None = None
     arrays_of: tuple[str, ...] = ()
     dropout: float = 0.0
+    offsets: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     __repr__ = short_repr
 
@@ -107,6 +109,9 @@ class Case:
             options["softcap"] = self.softcap
         if self.dropout:
             options |= {"dropout": self.dropout, "seed": self.seed}
+        if self.offsets is not None:
+            for name, offsets in zip("qk", self.offsets, strict=True):
+                options[f"cu_seqlens_{name}"] = np.array(offsets, np.int32)
         return options
 
     def asked(self):

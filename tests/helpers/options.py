@@ -157,13 +157,15 @@ def reference_dropout(q, options):
     if not options.get("dropout"):
         return None
     batch, _, heads, _ = q.shape
-    numbers = np.arange(batch)[:, None], np.arange(heads)
+    first = options.get("first_batch", 0)
+    numbers = first + np.arange(batch)[:, None], np.arange(heads)
     return Dropout(options["dropout"], options["seed"], *numbers)
 
 
 def of_reference(q, options):
     """Return options as the reference takes them, in (batch, heads)."""
-    taken = {n: x for n, x in options.items() if n not in ("dropout", "seed")}
+    other = "dropout", "seed", "first_batch"
+    taken = {name: x for name, x in options.items() if name not in other}
     for name in ("segment_ids_q", "segment_ids_k"):
         if name in taken:
             taken[name] = taken[name][:, None]

@@ -1,0 +1,58 @@
+"""What calls on packed sequences should give: each by itself."""
+
+import numpy as np
+
+from . import expected
+from .compare import assert_forward_matches, assert_matches
+
+_OFFSETS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+
+
+def _sequences(case):
+    """Yield each sequence's queries, keys and options."""
+    options = {n: x for n, x in case.meaning().items() if n not in _OFFSETS}
+    of_q, of_k = case.offsets
+    for i in range(len(of_q) - 1):
+        yield (
+            slice(of_q[i], of_q[i + 1]),
+            slice(of_k[i], of_k[i + 1]),
+            {**options, "first_batch": i},
+        )
+
+
+def assert_packed_forward(got, q, k, v, case):
+    """Assert out (total_q, heads, head_dim_v) and lse (heads, total_q)."""
+    out, lse = got
+    for i, j, options in _sequences(case):
+        want = expected.forward(q[:, i], k[:, j], v[:, j], **options)
+        assert_forward_matches((out[None, i], lse[None, :, i]), want, case)
+    rest = slice(case.offsets[0][-1], None)
+    assert not out[rest].any() and (lse[:, rest] == -np.inf).all()
+
+
+def assert_packed_gradients(got, dout, q, k, v, case):
+    """Assert dq, dk, dv, and dsink if there is a sink."""
+    dsinks = []
+    for i, j, options in _sequences(case):
+        parts = dout[:, i], q[:, i], k[:, j], v[:, j]
+        want = expected.backward(*parts, **options)
+        for name, x, place, one in zip(
+            ("dq", "dk", "dv"), got, (i, j, j), want, strict=False
+        ):
+            assert_matches(x[None, place], one, name, case)
+        dsinks += want[3:]
+    for x, offsets in zip(got, (*case.offsets, case.offsets[1]), strict=False):
+        assert not x[offsets[-1] :].any()
+    if "sink" in case.arrays_of:
+        assert_matches(got[3], _sum(dsinks, got[3].shape), "dsink", case)
+
+
+def _sum(parts, shape):
+    """A sum's expectation: errors of its parts add up."""
+    zero = np.zeros(shape)
+    return expected.Expected(
+        sum((x.ref for x in parts), zero),
+        sum((np.asarray(x.low, np.float64) for x in parts), zero),
+        sum(x.tiny for x in parts),
+        expected.GRADIENT_FACTOR,
+    )

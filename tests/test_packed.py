@@ -1,0 +1,138 @@
+"""Packed sequences on kernels: each is computed as if it were alone."""
+
+import numpy as np
+import pytest
+
+import cuflash
+import strategies
+from cuflash.errors import ValueRangeError
+from helpers import calls
+from helpers.backends import EMULATED, on_kernels
+from helpers.compare import assert_bitwise
+from helpers.data import Case, inputs
+from helpers.drawn import on_each_backend
+from helpers.dtypes import DTYPES
+from helpers.packed import assert_packed_forward, assert_packed_gradients
+
+on_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+
+
+def packed_inputs(case):
+    """q, k, v and dout with a batch axis of one, and without it."""
+    arrays = inputs(case)
+    return arrays, [x[0] for x in arrays]
+
+
+def check_both(backend, case):
+    """Forward, and backward of its out and lse."""
+    (q, k, v, dout), given = packed_inputs(case)
+    out, lse = calls.forward(backend, case, *given[:3])
+    assert_packed_forward((out, lse), q, k, v, case)
+    got = calls.backward(backend, case, given[3], *given[:3], out, lse)
+    assert_packed_gradients(got, dout, q, k, v, case)
+
+
+@on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
+def test_forward(backend, case):
+    (q, k, v, _), given = packed_inputs(case)
+    got = calls.forward(backend, case, *given[:3])
+    assert_packed_forward(got, q, k, v, case)
+
+
+@on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
+def test_backward(backend, case):
+    """With out and lse of the NumPy path."""
+    (q, k, v, dout), given = packed_inputs(case)
+    out, lse = cuflash.forward(*given[:3], **case.meaning(), return_lse=True)
+    got = calls.backward(backend, case, given[3], *given[:3], out, lse)
+    assert_packed_gradients(got, dout, q, k, v, case)
+
+
+@on_kernels
+@on_dtypes
+def test_many_short_ones(backend, dtype):
+    """More than a warp looks at in two steps on a GPU, in one here."""
+    count = 90 if backend.name == "emulated" else 3000
+    rng = np.random.default_rng(0)
+    offsets = [np.r_[0, np.cumsum(rng.integers(0, 4, count))] for _ in "qk"]
+    of_q, of_k = (tuple(map(int, x)) for x in offsets)
+    check_both(backend, Case(dtype, 1, of_q[-1], of_k[-1], causal=True,
+                             offsets=(of_q, of_k)))  # fmt: skip
+
+
+@on_kernels
+@on_dtypes
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_one_long_among_short_ones(backend, dtype, place):
+    """Wherever it stands; grouped heads, several tiles."""
+    lengths = [3, 1, 20]
+    lengths.insert(place, 170)
+    offsets = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
+    check_both(backend, Case(dtype, 1, 194, 194, 4, 2, 40, 40, causal=True,
+                             deterministic=True,
+                             offsets=(offsets, offsets)))  # fmt: skip
+
+
+@on_kernels
+@on_dtypes
+def test_what_is_of_another_sequence_spreads_nowhere(backend, dtype):
+    spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
+    check_both(backend, Case(dtype, 1, 40, 40, spoiled=tuple(spoiled),
+                             offsets=((0, 5, 20), (0, 9, 22))))  # fmt: skip
+
+
+BAD = [
+    ((1, 5, 40), (0, 5, 40), "cu_seqlens_q[0] is 1"),
+    ((0, 5, 40), (0, 30, 20), "cu_seqlens_k[2] is 20"),
+    ((0, 41, 40), (0, 5, 40), "cu_seqlens_q[1] is 41"),
+    ((0, 5, 40), (0, -5, 40), "cu_seqlens_k[1] is -5"),
+    ((0, 5, 40), (0, 2**31 - 1, -(2**31)), "cu_seqlens_k[1] is 2147483647"),
+]
+
+
+@on_kernels
+@on_dtypes
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_offsets_give_zeros(backend, dtype, bad):
+    case = Case(dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2])
+    _, (q, k, v, dout) = packed_inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    assert not out.any() and (lse == -np.inf).all()
+    for gradient in calls.backward(backend, case, dout, q, k, v, out, lse):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_offsets_are_named_if_asked(backend, bad, monkeypatch):
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    case = Case(seqlen_q=40, seqlen_k=40, offsets=bad[:2])
+    with pytest.raises(ValueRangeError) as caught:
+        calls.forward(backend, case, *packed_inputs(case)[1][:3])
+    assert str(caught.value).startswith(bad[2])
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_longer_than_was_said_gives_zeros(backend, name):
+    case = Case(seqlen_q=40, seqlen_k=40, offsets=((0, 9, 40), (0, 9, 40)))
+    _, (q, k, v, _) = packed_inputs(case)
+    some, _ = calls.forward(backend, case, q, k, v, **{name: 31})
+    none, _ = calls.forward(backend, case, q, k, v, **{name: 30})
+    assert some.all() and not none.any()
+
+
+@on_kernels
+def test_offsets_by_any_strides(backend):
+    case = Case("bfloat16", 1, 40, 40, offsets=((0, 9, 40), (0, 7, 33)))
+    _, (q, k, v, _) = packed_inputs(case)
+    want = calls.forward(backend, case, q, k, v)
+    apart = {
+        f"cu_seqlens_{x}": backend.place(np.repeat(np.int32(offsets), 2)[::2])
+        for x, offsets in zip("qk", case.offsets, strict=True)
+    }
+    placed = [backend.place(x) for x in (q, k, v)]
+    with backend.running(case):
+        got = cuflash.forward(*placed, **apart, return_lse=True)
+    for a, b in zip(got, want, strict=True):
+        assert_bitwise(backend.fetch(a), b, "strided")
