@@ -138,6 +138,14 @@ ForwardOptionsArguments = _struct(
     ("arrays", ForwardArguments),
     ("options", OptionNumbers),
 )
+ForwardWgmmaOptionsArguments = padded(
+    64,
+    *_fields("q_map k_map v_map out_map", TensorMap),
+    *_pointers(_OPTION_POINTERS),
+    ("arrays", ForwardArguments),
+    ("options", OptionNumbers),
+    ("deal", Deal),
+)
 BackwardOptionsArguments = _struct(
     *_pointers(f"{_OPTION_POINTERS} dbias dsink"),
     ("arrays", BackwardArguments),

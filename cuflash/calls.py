@@ -25,6 +25,7 @@ from cuflash.arguments import (
     ForwardArguments,
     ForwardOptionsArguments,
     ForwardWgmmaArguments,
+    ForwardWgmmaOptionsArguments,
     MergeArguments,
     Template,
 )
@@ -184,12 +185,16 @@ def _forward_recipe(
     if by_tma:
         tile = decided.tile
         rows = tile.block_q, tile.block_k, tile.block_k, 16
-        boxes = enumerate(map(Boxes.of, taken.values(), rows))
+        first = len(_OPTION_POINTERS) + 2 if p.options else 0
+        boxes = enumerate(map(Boxes.of, taken.values(), rows), first)
         constants["deal"] = decided.deal
     kind = ForwardWgmmaArguments if by_tma else ForwardArguments
     options, copies = {}, _changes(given, taken)
     if p.options:
-        kind, options = ForwardOptionsArguments, _options(signature)
+        kind = (
+            ForwardWgmmaOptionsArguments if by_tma else ForwardOptionsArguments
+        )
+        options = _options(signature)
         constants["options"] = _option_numbers(signature, options)
         copies |= _changes(signature.options, options)
     return Recipe(

@@ -275,23 +275,29 @@ _SERVED = frozenset((
     "window", "softcap", "alibi_slopes", "bias", "mask", "sink",
     "segment_ids", "dropout", "cu_seqlens",
 ))  # fmt: skip
+_WGMMA_SERVED = frozenset((
+    "window", "softcap", "alibi_slopes", "sink", "segment_ids",
+))  # fmt: skip
 _OPTIONS: dict[Family, frozenset[str]] = {
+    "wgmma": _WGMMA_SERVED,
     "mma": _SERVED,
     "simt": _SERVED,
 }
 
 
-def _arguments(problem: Problem) -> tuple[str, str]:
+def _arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
     """The struct that kernels of a family with options take."""
-    options = "Options" if problem.options else ""
-    return "Arguments", f"{problem.direction.capitalize()}{options}Arguments"
+    kind = problem.direction.capitalize() + kind
+    return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
 
 
-def _option_constants(problem: Problem) -> tuple[tuple[str, bool | str], ...]:
+def _option_constants(
+    problem: Problem, kind: str = ""
+) -> tuple[tuple[str, bool | str], ...]:
     """What every kernel of a family with options is compiled for."""
     options = problem.options
     return (
-        _arguments(problem),
+        _arguments(problem, kind),
         ("WINDOW", "window" in options),
         ("SOFTCAP", "softcap" in options),
         ("ALIBI", "alibi_slopes" in options),
@@ -386,8 +392,7 @@ def _family_of(
             return "dmma"
         return "simt"
     if wanted != "mma" and _wgmma_runs(problem, device):
-        if not problem.options:
-            return "wgmma"
+        return "wgmma"
     return "mma"
 
 
@@ -723,6 +728,9 @@ _WGMMA_HEAD_DIMS = {
 # take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
 # to spill, 132 with three was.
 _WGMMA_REGISTERS = {2: 196, 3: 128}
+# What segment ids or a softcap take besides. At head_dim above 128 there is
+# no smaller tile that is fast: there a few bytes are spilt.
+_WGMMA_OPTION_REGISTERS = 32
 _MBARRIER_BYTES, _WORK_BYTES = 8, 20
 
 
@@ -736,9 +744,11 @@ def _wgmma_head_dims(problem: Problem) -> tuple[int, int] | None:
 
 
 def _wgmma_runs(problem: Problem, device: Device) -> bool:
+    served = _WGMMA_SERVED if problem.direction == "forward" else frozenset()
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
+        and served.issuperset(problem.options)
         and _wgmma_head_dims(problem) is not None
     )
 
@@ -752,9 +762,15 @@ def _wgmma_shared(problem: Problem, tile: Tile, q_stages: int) -> int:
         q_stages * queries
         + max(q_stages, 2) * _WORK_BYTES
         + tile.num_stages * keys
-        + barriers * _MBARRIER_BYTES,
+        + barriers * _MBARRIER_BYTES
+        + (4 * tile.num_stages if _is_listed(problem) else 4),
         1024,
     )
+
+
+def _is_listed(problem: Problem) -> bool:
+    """forward_wgmma.cu's LISTED."""
+    return "window" in problem.options or problem.segment_ids
 
 
 def _forward_wgmma_shared(problem: Problem, tile: Tile) -> int:
@@ -765,6 +781,8 @@ def _forward_wgmma_shared(problem: Problem, tile: Tile) -> int:
 def _forward_wgmma_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _wgmma_head_dims(problem)
     used = tile.block_k * 3 // 4 + dv // 2
+    if dv <= 128 and (problem.segment_ids or problem.softcap):
+        used += _WGMMA_OPTION_REGISTERS
     return used <= _WGMMA_REGISTERS[tile.block_q // 64]
 
 
@@ -784,12 +802,13 @@ def _forward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("HEAD_DIM", d),
             ("HEAD_DIM_V", dv),
             ("CAUSAL", problem.causal),
-            ("NEGATE_SCORES", problem.scale < 0),
+            ("NEGATE_SCORES", problem.scale < 0 and _is_linear(problem)),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
             ("Q_STAGES", q_stages),
             ("KV_STAGES", tile.num_stages),
             ("SHARED_BYTES", shared),
+            *_option_constants(problem, "Wgmma"),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
@@ -801,8 +820,12 @@ def _forward_wgmma(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem,
         "wgmma",
         tile,
-        (Launch(kernel, min(deal.items, device.num_sms)),),
+        (
+            *_finding_launches(problem, tile, "Wgmma"),
+            Launch(kernel, min(deal.items, device.num_sms)),
+        ),
         deal=deal,
+        num_found=_num_found(problem, tile),
     )
 
 
@@ -1455,9 +1478,12 @@ def _delta_launch(
     return Launch(kernel, _ceil_div(_num_rows(problem) * lanes, _ROW_THREADS))
 
 
-def _finding_launches(problem: Problem, tile: Tile) -> tuple[Launch, ...]:
+def _finding_launches(
+    problem: Problem, tile: Tile, kind: str = ""
+) -> tuple[Launch, ...]:
     """What the others ask: segment ids of tiles, or packed sequences."""
-    constants = (("NUM_THREADS", _ROW_THREADS), *_option_constants(problem))
+    options = _option_constants(problem, kind)
+    constants = (("NUM_THREADS", _ROW_THREADS), *options)
     if problem.segment_ids:  # a warp a tile
         sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
         kernel = KernelPlan(

@@ -16,9 +16,10 @@
 // scheduler.cuh, longest first.
 // Block: 1 + MATH_WARPGROUPS warpgroups.
 //
-// Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0), HEAD_DIM and HEAD_DIM_V (multiples of 16
-// and one of those that wgmma_registers is written for), BLOCK_Q, BLOCK_K, Q_STAGES, KV_STAGES,
-// SHARED_BYTES.
+// Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0, and scores are LINEAR), HEAD_DIM and
+// HEAD_DIM_V (multiples of 16 and one of those that wgmma_registers is written for), BLOCK_Q,
+// BLOCK_K, Q_STAGES, KV_STAGES, SHARED_BYTES; Arguments and the options (docs/masks.md), of which
+// it takes WINDOW, SOFTCAP, ALIBI, SINK and SEGMENTS.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
@@ -27,8 +28,10 @@
 // Rows whose result hangs on more than this arithmetic gives (NaN, infinities, scores above 2^24)
 // are found at the end of a tile and computed again, one by one: exact_row. Slow, rare.
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "scheduler.cuh"
 #include "softmax.cuh"
+#include "score.cuh"
 #include "wgmma.cuh"
 
 constexpr int GROUP_ROWS = 64;                              // queries of a math warpgroup
@@ -43,6 +46,13 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
     return Q_STAGES > 1 ? q.stage : static_cast<int>(q.parity);
 }
 
+// Key tiles are visited anywhere, not down to the first: which, the loading warp says with each.
+constexpr bool LISTED = WINDOW || SEGMENTS;
+constexpr bool OPTIONS = LISTED || !LINEAR;
+constexpr bool HIDES = CAUSAL || LISTED;                    // rows need not see what is loaded
+constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, TILE_SHIFT = 2; // of what it says
+
+static_assert(!(BIAS || KEEP || DROPOUT || PACKED), "options that other kernels take");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
 static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 elements");
 
@@ -59,10 +69,12 @@ struct SharedPlan {
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
     Work work[WORK_PLACES];
+    int listed[LISTED ? KV_STAGES : 1];                     // of the tiles in k
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 constexpr int NAN_BITS = 0x7FC00000;
+constexpr float LN_2 = 0.6931471805599453f;
 
 // Barrier 0 is __syncthreads. FIRST_TURN + w: warpgroup w may issue its products. FIRST_ROWS_OUT +
 // w: its products have read Q, whose place its rows may take. (Else a turn has seen to that.)
@@ -73,36 +85,38 @@ constexpr int FIRST_ROWS_OUT = FIRST_TURN + MATH_WARPGROUPS;
 
 // The key tiles of num_rows queries. At least one is visited.
 __device__ __forceinline__ KeyTiles key_tiles(
-    const Mask<CAUSAL>& mask, int first_row, int num_rows) {
+    const Mask<CAUSAL, WINDOW>& mask, int first_row, int num_rows) {
     const KeyTiles tiles = mask.key_tiles(first_row, num_rows, BLOCK_K);
-    return {tiles.num_full, max(tiles.num_visited, 1)};
+    return {tiles.num_full, max(tiles.num_visited, 1), tiles.first, tiles.first_full};
 }
 
 // A tile that is not full, but of whole warpgroups' queries, comes where queries see least: under
-// the causal mask first, else last.
+// the causal mask first, else last. Segments' tiles are counted from the first query.
 __device__ __forceinline__ Queries queries_of_tile(TileOfHead where, const Shape& shape) {
     if (where.tile < 0) return {0, 0, 0, 0};
     const int length = shape.seqlen_q, groups = (length + GROUP_ROWS - 1) / GROUP_ROWS;
-    const int lacking = CAUSAL
+    const int lacking = CAUSAL && !SEGMENTS
         ? (MATH_WARPGROUPS - 1 - (groups - 1) % MATH_WARPGROUPS) * GROUP_ROWS : 0;
     const int first = where.tile * BLOCK_Q - lacking, end = min(first + BLOCK_Q, length);
     return {max(first, 0), end - max(first, 0), where.head, where.batch};
 }
 
-__device__ __forceinline__ Work next_work(TileWalk& walk, const Shape& shape) {
+__device__ __forceinline__ Work next_work(TileWalk& walk, const Arguments& arguments) {
+    const Shape& shape = arguments.arrays.shape;
     const Queries queries = queries_of_tile(walk.next(), shape);
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const Mask<CAUSAL, WINDOW> mask{
+        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
     return {queries, key_tiles(mask, queries.first, queries.num_rows).num_visited};
 }
 
 // Two threads load, so that the next Q need not wait for this one's last keys. The first also says
 // what to do: the work goes with its Q.
-__device__ __forceinline__ void load_queries(const ForwardWgmmaArguments& arguments,
+__device__ __forceinline__ void load_queries(const Arguments& arguments,
                                              SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     TileWalk tiles{arguments.deal, shape.num_heads_q};
     for (Ring<Q_STAGES> ring;; ring.next()) {
-        const Work now = next_work(tiles, shape);
+        const Work now = next_work(tiles, arguments);
         const u32 full = shared_address(&shared.q_full[ring.stage]);
         wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
         shared.work[work_place(ring)] = now;
@@ -116,14 +130,14 @@ __device__ __forceinline__ void load_queries(const ForwardWgmmaArguments& argume
     }
 }
 
-__device__ __forceinline__ void load_keys(const ForwardWgmmaArguments& arguments,
+__device__ __forceinline__ void load_keys(const Arguments& arguments,
                                           SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     TileWalk tiles{arguments.deal, shape.num_heads_q};
     Ring<KV_STAGES> ring;
     for (;;) {
-        const Work now = next_work(tiles, shape);
+        const Work now = next_work(tiles, arguments);
         if (now.queries.num_rows == 0) return;
         const int batch = now.queries.batch, head = now.queries.head / group_size;
         for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
@@ -139,6 +153,46 @@ __device__ __forceinline__ void load_keys(const ForwardWgmmaArguments& arguments
     }
 }
 
+// The same by a whole warp: tiles that something is seen of, or one if there are none.
+__device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
+    const Shape& shape = arguments.arrays.shape;
+    const int group_size = shape.num_heads_q / shape.num_heads_kv;
+    const Mask<CAUSAL, WINDOW> mask{
+        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    TileWalk tiles{arguments.deal, shape.num_heads_q};
+    Ring<KV_STAGES> ring;
+    for (;;) {
+        const Queries queries = queries_of_tile(tiles.next(), shape);
+        if (queries.num_rows == 0) return;
+        const int head = queries.head / group_size, q_tile = queries.first / BLOCK_Q;
+        const Pairs pairs(arguments, queries.batch);
+        const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
+        int tile = pairs.key_tile_before(q_tile, visited.num_visited, visited.first);
+        const bool any = tile >= visited.first;
+        if (!any) tile = 0;
+        for (bool last = false; !last; ring.next()) {
+            const int next = pairs.key_tile_before(q_tile, tile, visited.first);
+            last = !any || next < visited.first;
+            if (threadIdx.x % 32 == 0) {
+                const u32 full = shared_address(&shared.k_full[ring.stage]);
+                wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
+                shared.listed[ring.stage] = tile << TILE_SHIFT | (last ? LAST_BIT : 0)
+                    | (pairs.sees_all(q_tile, tile) ? 0 : HIDDEN_BIT);
+                load<BLOCK_K, HEAD_DIM>(
+                    shared_address(&shared.k[ring.stage]), arguments.k_map, full,
+                    tile * BLOCK_K, head, queries.batch);
+                wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
+                load<BLOCK_K, HEAD_DIM_V>(
+                    shared_address(&shared.v[ring.stage]), arguments.v_map,
+                    shared_address(&shared.v_full[ring.stage]), tile * BLOCK_K, head,
+                    queries.batch);
+            }
+            __syncwarp();
+            tile = next;
+        }
+    }
+}
+
 // ---- The warpgroups that compute ----
 
 // Of the lane's two rows, which are 8 apart. l: this lane's share of the sum.
@@ -149,18 +203,51 @@ __device__ __forceinline__ float reference(float m, float c) {
     return m == -infinity() ? 0.0f : m * c;                 // else 2^(-inf + inf)
 }
 
+// The scores of products; see Steps.
+__device__ __forceinline__ void apply_steps(
+    float (&s)[S_COUNT], const Steps<float>& steps, int shift, int first_row, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float past = static_cast<float>(first_row + half * 8 + shift - first_key);
+        #pragma unroll
+        for (int i = 0; i < S_COUNT / 2; ++i) {
+            float& score = s[i / 2 * 4 + half * 2 + i % 2];
+            score = steps.score(score, past - static_cast<float>(i / 2 * 8 + i % 2), 0.0f);
+        }
+    }
+}
+
+// S = -inf where the row's segment is not the key's.
+__device__ __forceinline__ void hide_segments(
+    float (&s)[S_COUNT], const Pairs& pairs, const int (&ids)[2], int num_keys, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    if constexpr (SEGMENTS)
+        #pragma unroll
+        for (int i = 0; i < S_COUNT / 2; ++i) {
+            const int id = pairs.id_of_key(min(first_key + i / 2 * 8 + i % 2, num_keys - 1));
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (id != ids[half]) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+        }
+}
+
 // S = -inf where the row does not see the key.
 __device__ __forceinline__ void apply_mask(
-    float (&s)[S_COUNT], const Mask<CAUSAL>& mask, int first_row, int k_start) {
+    float (&s)[S_COUNT], const Mask<CAUSAL, WINDOW>& mask, int first_row, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int seen = max(mask.num_keys(first_row + half * 8) - first_key, 0);
         const int count = seen / 8 * 2 + min(seen % 8, 2);  // of the lane's columns
+        const int before = WINDOW ? max(mask.first_key(first_row + half * 8) - first_key, 0) : 0;
+        const int left_out = before / 8 * 2 + min(before % 8, 2);
         #pragma unroll
         for (int word = 0; word < (S_COUNT + 63) / 64; ++word) {
             const int bits = count - word * 32;
-            const u32 visible = bits >= 32 ? ~0u : (1u << max(bits, 0)) - 1;
+            u32 visible = bits >= 32 ? ~0u : (1u << max(bits, 0)) - 1;
+            const int hidden = left_out - word * 32;
+            if (WINDOW) visible &= hidden >= 32 ? 0u : ~0u << max(hidden, 0);
             #pragma unroll
             for (int i = word * 32; i < min(word * 32 + 32, S_COUNT / 2); ++i)
                 if ((visible >> i % 32 & 1) == 0)
@@ -202,17 +289,38 @@ __device__ __forceinline__ void softmax(
         rows.l[half] = rows.l[half] * rescale[half] + sum[half];
 }
 
+// What a row of maximum m and sum l comes to with its head's sink: O = inverse * acc. P is `excess`
+// of what it should be, in l and acc (see softmax()).
+struct RowEnd { float inverse, lse; };
+
+__device__ __forceinline__ RowEnd end_of_row(
+    const Arguments& all, float m, float l, float excess, int head) {
+    const float scale = LINEAR ? fabsf(static_cast<float>(all.arrays.scale)) : 1.0f;
+    const bool nothing = m == -infinity();
+    const WithSink<float> row(nothing ? m : m * scale, l / excess, sink_of<float>(all, head));
+    if (row.sum == 0.0f) return {0.0f, -infinity()};
+    return {row.rescale / (excess * row.sum), row.top + logf(row.sum)};
+}
+
+// What softmax() multiplies a row's P by: 2^(c m - round(c m)).
+__device__ __forceinline__ float excess_of(float m, float c) {
+    return m == -infinity() ? 1.0f : exp2_approx(fmaf(m, c, -reference(m, c)));
+}
+
 // acc becomes O = acc / l, lse = |scale| m + log(l); rows that saw no key: 0 and -inf. Says whether
 // that is the result for both rows of all the warp's lanes. If not, such rows begin with a NaN.
+// A sink takes part in l.
 __device__ __forceinline__ bool normalise(
-    const ForwardArguments& arguments, float (&acc)[O_COUNT], const Rows& rows, float c, int row,
-    int num_rows, float* lse) {
-    constexpr float LN_2 = 0.6931471805599453f;
+    const Arguments& all, float (&acc)[O_COUNT], const Rows& rows, float c, int row,
+    const Queries& queries, float* lse) {
+    const ForwardArguments& arguments = all.arrays;
+    const int num_rows = queries.num_rows;
     bool exact = true;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float m = rows.m[half], l = quad_sum(rows.l[half]);
-        const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
+        const float inverse = SINK ? end_of_row(all, m, l, excess_of(m, c), queries.head).inverse
+                            : l == 0.0f ? 0.0f : __fdividef(1.0f, l);
         #pragma unroll
         for (int j = 0; j < O_COUNT / 4; ++j)
             #pragma unroll
@@ -220,14 +328,18 @@ __device__ __forceinline__ bool normalise(
                 float& o = acc[j * 4 + half * 2 + x];
                 o *= inverse;
                 // A NaN or an infinity of V spreads to rows that do not see it too, as 0 * NaN.
-                if (CAUSAL) exact &= fabsf(o) < infinity();
+                if (HIDES) exact &= fabsf(o) < infinity();
             }
         const float subtracted = reference(m, c);
         exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
         if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < num_rows) {
-            const float scale = fabsf(static_cast<float>(arguments.scale));
-            const float rest = fmaf(m, c, -subtracted) * LN_2;
-            lse[row + half * 8] = l == 0.0f ? -infinity() : m * scale + (logf(l) - rest);
+            if constexpr (SINK) {
+                lse[row + half * 8] = end_of_row(all, m, l, excess_of(m, c), queries.head).lse;
+            } else {
+                const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
+                const float rest = fmaf(m, c, -subtracted) * LN_2;
+                lse[row + half * 8] = l == 0.0f ? -infinity() : m * scale + (logf(l) - rest);
+            }
         }
     }
     const u32 inexact = __ballot_sync(WHOLE_WARP, !exact);
@@ -270,12 +382,18 @@ __device__ __forceinline__ void store_to_tile(u32 rows, const float (&o)[O_COUNT
 
 // One row from the definition, by one warp.
 __device__ __forceinline__ void exact_row(
-    const ForwardArguments& arguments, int query, int head, int batch, float c, Element* out,
+    const Arguments& all, int query, int head, int batch, float c, Element* out,
     float* lse) {
+    const ForwardArguments& arguments = all.arrays;
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32;
     const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
-    const int seen = Mask<CAUSAL>{shape.seqlen_q, shape.seqlen_k}.num_keys(query);
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const int first = mask.first_key(query), seen = mask.num_keys(query);
+    const Pairs pairs(all, batch);
+    Steps<float> steps(all);
+    steps.set_head(all, batch, head);
+    const auto hides = [&](int key) { return PAIRWISE && !pairs.visible(query, key); };
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
     const Element* q = static_cast<const Element*>(arguments.q)
                      + batch * qs.batch + head * qs.head + query * qs.token;
@@ -287,18 +405,25 @@ __device__ __forceinline__ void exact_row(
         float s = 0.0f;
         for (int d = 0; d < shape.head_dim; ++d)
             s += to_float(q[d]) * to_float(k[key * ks.token + d]);
+        if (!LINEAR)
+            s = steps.score(
+                s, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key), 0.0f);
         return NEGATE_SCORES ? -s : s;
     };
     constexpr int COLUMNS = (HEAD_DIM_V + 31) / 32;         // of a lane
     float m = -infinity(), l = 0.0f, acc[COLUMNS] = {};
-    for (int key = lane; key < seen; key += 32) m = fmaxf(m, score(key));
+    for (int key = first + lane; key < seen; key += 32)
+        if (!hides(key)) m = fmaxf(m, score(key));
     for (int i = 1; i < 32; i *= 2) m = fmaxf(m, __shfl_xor_sync(WHOLE_WARP, m, i));
     const float subtracted = reference(m, c);
-    for (int start = 0; start < seen; start += 32) {
-        const float mine =
-            start + lane < seen ? exp2_of_product(score(start + lane), c, subtracted) : 0.0f;
+    for (int start = first; start < seen; start += 32) {
+        const bool hidden = PAIRWISE && start + lane < seen && hides(start + lane);
+        const u32 left_out = PAIRWISE ? __ballot_sync(WHOLE_WARP, hidden) : 0u;
+        const float mine = start + lane < seen && !hidden
+            ? exp2_of_product(score(start + lane), c, subtracted) : 0.0f;
         for (int i = 0; i < min(32, seen - start); ++i) {
             const float p = __shfl_sync(WHOLE_WARP, mine, i);
+            if (PAIRWISE && (left_out >> i & 1) != 0) continue;
             l += p;
             #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
@@ -306,21 +431,23 @@ __device__ __forceinline__ void exact_row(
                     acc[j] += p * to_float(v[(start + i) * vs.token + lane + j * 32]);
         }
     }
-    const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+    const float inverse = SINK ? end_of_row(all, m, l, 1.0f, head).inverse
+                        : l == 0.0f ? 0.0f : 1.0f / l;
     #pragma unroll
     for (int j = 0; j < COLUMNS; ++j)
         if (lane + j * 32 < shape.head_dim_v)
             out[lane + j * 32].bits = static_cast<u16>(pack<Element>(acc[j] * inverse, 0.0f));
     if (lse != nullptr && lane == 0) {
-        const float scale = fabsf(static_cast<float>(arguments.scale));
-        *lse = l == 0.0f ? -infinity() : m * scale + logf(l);
+        const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
+        *lse = SINK ? end_of_row(all, m, l, 1.0f, head).lse
+             : l == 0.0f ? -infinity() : m * scale + logf(l);
     }
 }
 
 // Computes again what begins with a NaN, in the warp's rows of all the block's tiles. That may be
 // the result, too.
 __device__ __forceinline__ void compute_inexact(
-    const ForwardWgmmaArguments& arguments, int warp_row, float c) {
+    const Arguments& arguments, int warp_row, float c) {
     const ForwardArguments& arrays = arguments.arrays;
     TileWalk tiles{arguments.deal, arrays.shape.num_heads_q};
     __syncwarp();                                           // the warp's stores are done
@@ -333,7 +460,7 @@ __device__ __forceinline__ void compute_inexact(
             const bool marked = !(fabsf(to_float(out[0])) <= infinity());
             __syncwarp();                                   // before exact_row writes there
             if (marked)
-                exact_row(arrays, queries.first + row, queries.head, queries.batch, c, out,
+                exact_row(arguments, queries.first + row, queries.head, queries.batch, c, out,
                           lse == nullptr ? lse : lse + row);
         }
     }
@@ -341,15 +468,32 @@ __device__ __forceinline__ void compute_inexact(
 
 // ---- All of it ----
 
-__device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& arguments,
+// What steps do besides, as arguments of theirs: closures of plain steps are as if there were none.
+struct NoStepOptions { static constexpr bool any = false; };
+template <class A, class B, class C, class D> struct StepOptions {
+    static constexpr bool any = true;
+    const A& find_tile; const B& tiles_left; const C& take_steps; const D& hide;
+};
+template <bool ANY, class A, class B, class C, class D>
+__device__ __forceinline__ auto step_options(
+    const A& find_tile, const B& tiles_left, const C& take_steps, const D& hide) {
+    if constexpr (ANY) return StepOptions<A, B, C, D>{find_tile, tiles_left, take_steps, hide};
+    else return NoStepOptions{};
+}
+
+__device__ __forceinline__ void compute_all(const Arguments& arguments,
                                             SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group = threadIdx.x / WARPGROUP - 1;
     const int lane = threadIdx.x % 32, group_row = group * GROUP_ROWS;
     const int warp_row = (threadIdx.x / 32 - 4) * 16, lane_row = warp_row + lane / 4;
     const float scale = fabsf(static_cast<float>(arguments.arrays.scale));
-    const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    // Never 0: 0 * inf is NaN.
+    const float c = LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k};
+    if constexpr (WINDOW) mask.window = window_of<WINDOW>(arguments);
+    Steps<float> steps(arguments);
+    Pairs pairs(arguments, 0);
 
     const u64 q_rows = descriptor(
         shared_address(&shared.q_then_out) + group_row * PANEL_ROW_BYTES, 0);
@@ -396,6 +540,8 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     // waited for them, but without giving back the one that P waits for: KV_STAGES - 1 at most.
     int first_row, num_skipped;
     KeyTiles visited;
+    int ids[2];                                             // of the lane's rows, with SEGMENTS
+    int listed = 0;                                         // of the last key tile, if LISTED
     const auto begin_tile = [&] {
         wait(q_full + 8 * q.stage, q.parity);
         const Work& work = shared.work[work_place(q)];
@@ -405,10 +551,17 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         if (group_row >= work.queries.num_rows) visited.num_visited = 1;
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
+        steps.set_head(arguments, work.queries.batch, work.queries.head);
+        if constexpr (SEGMENTS) {
+            pairs.batch = work.queries.batch;
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                ids[half] = pairs.id_of_query(min(first_row + half * 8, shape.seqlen_q - 1));
+        }
         return true;
     };
     const auto skip_tiles = [&] {
-        for (int i = 0; i < num_skipped; ++i) {
+        if constexpr (!LISTED) for (int i = 0; i < num_skipped; ++i) {
             wait(k_full + 8 * k.stage, k.parity);
             await_turn();
             pass_turn();
@@ -429,6 +582,30 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         if (tile < visited.num_full) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     };
+    // What steps with OPTIONS do besides. They know their key tile when it has come.
+    const auto find_tile = [&](int expected) {
+        if constexpr (LISTED) {
+            listed = shared.listed[k.stage];
+            return listed >> TILE_SHIFT;
+        } else {
+            return expected;
+        }
+    };
+    const auto tiles_left = [&](int tile) {
+        return LISTED ? (listed & LAST_BIT) == 0 : tile;
+    };
+    const auto take_steps = [&](int tile) {
+        if constexpr (!LINEAR)
+            apply_steps(s, steps, shape.seqlen_k - shape.seqlen_q, first_row, tile * BLOCK_K);
+    };
+    const auto hide = [&](int tile) {
+        if constexpr (SEGMENTS)
+            if ((listed & HIDDEN_BIT) != 0)
+                hide_segments(s, pairs, ids, shape.seqlen_k, tile * BLOCK_K);
+        if (visited.full(tile)) return;
+        apply_mask(s, mask, first_row, tile * BLOCK_K);
+    };
+    const auto options = step_options<OPTIONS>(find_tile, tiles_left, take_steps, hide);
 
     // The place of Q from which the warp's rows are on their way out, -1 if none: it is given back
     // a step later, when they surely have been read.
@@ -447,7 +624,7 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         const Queries queries = shared.work[place].queries;
         const ForwardArguments& arrays = arguments.arrays;
         exact &= normalise(
-            arrays, acc, rows, c, lane_row, queries.num_rows, lse_of(arrays, queries));
+            arguments, acc, rows, c, lane_row, queries, lse_of(arrays, queries));
         if constexpr (Q_STAGES > 1) {
             const u32 tile = shared_address(&shared.q_then_out)
                            + place * static_cast<int>(sizeof(shared.q_then_out[0]));
@@ -474,12 +651,13 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     };
 
     // The first S of a query tile, alone; the rows of the one before go out meanwhile.
-    const auto first_step = [&](auto meanwhile) {
+    const auto first_step = [&](auto meanwhile, auto options) {
         k = v;
         k.next();
         skip_tiles();
-        const int tile = visited.num_visited - 1;
+        int tile = visited.num_visited - 1;
         wait(k_full + 8 * k.stage, k.parity);
+        if constexpr (options.any) tile = options.find_tile(tile);
         await_turn();
         keep_here(s);
         wgmma_fence();
@@ -487,8 +665,14 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         pass_turn();
         meanwhile();
         wgmma_wait<0>();
-        scores_done(tile);
-        mask_scores(tile);
+        if constexpr (options.any) {
+            scores_done(options.tiles_left(tile));
+            options.take_steps(tile);
+            options.hide(tile);
+        } else {
+            scores_done(tile);
+            mask_scores(tile);
+        }
         softmax<true>(s, rows, c, rescale);
         v = k;
         pack_pairs<Element>(p, s);
@@ -496,11 +680,12 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
 
     // One step: S of key tile `tile`, acc += P V of the one before. P becomes that of `tile`.
     // new_rows: the one before was the last of another query tile, whose work is at place `done`.
-    const auto step = [&](int tile, auto masked, auto new_rows, int done) {
+    const auto step = [&](int tile, auto masked, auto new_rows, int done, auto options) {
         k = v;
         k.next();
         if constexpr (new_rows.value) skip_tiles();
         wait(k_full + 8 * k.stage, k.parity);
+        if constexpr (options.any) tile = options.find_tile(tile);
         await_turn();
         keep_here(acc);
         keep_here(s);
@@ -511,12 +696,18 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
         issue_output();
         pass_turn();
         wgmma_wait<1>();
-        scores_done(tile);
+        if constexpr (options.any) {
+            scores_done(options.tiles_left(tile));
+            options.take_steps(tile);
+        } else {
+            scores_done(tile);
+        }
         if constexpr (new_rows.value) {
             await_output();
             finish(done);
         }
-        if constexpr (masked.value) mask_scores(tile);
+        if constexpr (masked.value && options.any) options.hide(tile);
+        else if constexpr (masked.value) mask_scores(tile);
         softmax<masked.value>(s, rows, c, rescale);
         if constexpr (!new_rows.value) {
             await_output();
@@ -540,11 +731,16 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
     // There are no more blocks than tiles.
     if (group == MATH_WARPGROUPS - 1) pass_turn();
     begin_tile();
-    first_step([] {});
+    first_step([] {}, options);
     for (;;) {
-        int tile = visited.num_visited - 2;
-        for (; tile >= visited.num_full; --tile) step(tile, Bool<true>{}, Bool<false>{}, -1);
-        for (; tile >= 0; --tile) step(tile, Bool<false>{}, Bool<false>{}, -1);
+        if constexpr (LISTED) {
+            while ((listed & LAST_BIT) == 0) step(0, Bool<true>{}, Bool<false>{}, -1, options);
+        } else {
+            int tile = visited.num_visited - 2;
+            for (; tile >= visited.num_full; --tile)
+                step(tile, Bool<true>{}, Bool<false>{}, -1, options);
+            for (; tile >= 0; --tile) step(tile, Bool<false>{}, Bool<false>{}, -1, options);
+        }
         release_place();
         const int done = work_place(q);
         if constexpr (Q_STAGES == 1) last_step();
@@ -559,9 +755,9 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
             break;
         }
         if constexpr (Q_STAGES == 1)
-            first_step([&] { finish(done); });
+            first_step([&] { finish(done); }, options);
         else
-            step(visited.num_visited - 1, Bool<true>{}, Bool<true>{}, done);
+            step(visited.num_visited - 1, Bool<true>{}, Bool<true>{}, done, options);
     }
     if (group == 0) await_turn();                           // takes back the first turn
     if (Q_STAGES > 1 && lane == 0) tma_store_wait<0>();
@@ -569,7 +765,7 @@ __device__ __forceinline__ void compute_all(const ForwardWgmmaArguments& argumen
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-forward_wgmma(const __grid_constant__ ForwardWgmmaArguments arguments) {
+forward_wgmma(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) {
@@ -588,12 +784,17 @@ forward_wgmma(const __grid_constant__ ForwardWgmmaArguments arguments) {
     __syncthreads();
 
     // 64 K registers: the math warpgroups get what the loading one does not need.
-    constexpr int MATH_REGISTERS = MATH_WARPGROUPS == 2 ? 240 : 160;
-    constexpr int LOAD_REGISTERS = MATH_WARPGROUPS == 2 ? 24 : 32;
+    constexpr int MATH_REGISTERS = (MATH_WARPGROUPS == 2 ? 240 : 160) - (SEGMENTS ? 8 : 0);
+    constexpr int LOAD_REGISTERS =
+        MATH_WARPGROUPS == 2 ? (SEGMENTS ? 40 : 24) : (SEGMENTS ? 56 : 32);
     if (threadIdx.x < WARPGROUP) {
         give_registers<LOAD_REGISTERS>();
         if (threadIdx.x == 0) load_queries(arguments, shared);
-        if (threadIdx.x == 32) load_keys(arguments, shared);
+        if constexpr (LISTED) {
+            if (threadIdx.x / 32 == 1) load_listed_keys(arguments, shared);
+        } else {
+            if (threadIdx.x == 32) load_keys(arguments, shared);
+        }
     } else {
         take_registers<MATH_REGISTERS>();
         compute_all(arguments, shared);

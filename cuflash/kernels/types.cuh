@@ -123,6 +123,23 @@ struct ForwardWgmmaArguments {
     Deal deal;
 };
 
+struct ForwardWgmmaOptionsArguments {
+    TensorMap q_map, k_map, v_map, out_map;
+    const void* alibi_slopes;
+    const void* bias;
+    const void* mask;
+    const void* sink;
+    const void* segment_ids_q;
+    const void* segment_ids_k;
+    const void* cu_seqlens_q;
+    const void* cu_seqlens_k;
+    u64 seed;
+    void* found;
+    ForwardArguments arrays;
+    OptionNumbers options;
+    Deal deal;
+};
+
 // The maps of q and dout have boxes of 64 columns and a query tile's rows, those of k and v a key
 // tile's, those of dk and dv 16. `delta` and `turns`: query_rows.cuh, counters.cuh.
 struct BackwardWgmmaArguments {
@@ -133,6 +150,12 @@ struct BackwardWgmmaArguments {
 // What all arguments of a direction have.
 inline const ForwardArguments& arrays_of(const ForwardArguments& arguments) { return arguments; }
 inline const ForwardArguments& arrays_of(const ForwardOptionsArguments& arguments) {
+    return arguments.arrays;
+}
+inline const ForwardArguments& arrays_of(const ForwardWgmmaArguments& arguments) {
+    return arguments.arrays;
+}
+inline const ForwardArguments& arrays_of(const ForwardWgmmaOptionsArguments& arguments) {
     return arguments.arrays;
 }
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
