@@ -23,11 +23,13 @@ CALLS = [
     ("backward", "bfloat16", "mma", 64),
     ("forward", "float32", "simt", 32),
     ("backward", "float32", "simt", 32),
+    ("forward", "bfloat16", "wgmma", 64),
+    ("forward", "bfloat16", "wgmma", 128),
 ]
 
 
-def compiled(kernel):
-    cubin, _ = compiler._compile(kernel, "sm_80")
+def compiled(kernel, arch="sm_80"):
+    cubin, _ = compiler._compile(kernel, arch)
     return instructions(cubin, kernel.entry)
 
 
@@ -36,13 +38,12 @@ def compiled(kernel):
 def test_options_leave_no_trace(
     direction, dtype, family, head_dim, causal, monkeypatch
 ):
-    planned = kernels(
-        direction, dtype, "sm_80", head_dim, family, causal=causal
-    )
-    got = [compiled(kernel) for kernel in planned]
+    arch = "sm_90a" if family == "wgmma" else "sm_80"
+    planned = kernels(direction, dtype, arch, head_dim, family, causal=causal)
+    got = [compiled(kernel, arch) for kernel in planned]
     without = partial(source.build, twins=TWINS)
     monkeypatch.setattr(compiler.source, "build", without)
-    assert got == [compiled(kernel) for kernel in planned]
+    assert got == [compiled(kernel, arch) for kernel in planned]
 
 
 def test_an_option_leaves_one():

@@ -783,10 +783,11 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
     }
     __syncthreads();
 
-    // 64 K registers: the math warpgroups get what the loading one does not need.
-    constexpr int MATH_REGISTERS = (MATH_WARPGROUPS == 2 ? 240 : 160) - (SEGMENTS ? 8 : 0);
-    constexpr int LOAD_REGISTERS =
-        MATH_WARPGROUPS == 2 ? (SEGMENTS ? 40 : 24) : (SEGMENTS ? 56 : 32);
+    // 64 K registers: the math warpgroups get what the loading one does not need. To find LISTED
+    // tiles takes some; but of 160 no math warpgroup can spare any for a window.
+    constexpr int MORE = SEGMENTS || (LISTED && MATH_WARPGROUPS == 2) ? 8 : 0;
+    constexpr int MATH_REGISTERS = (MATH_WARPGROUPS == 2 ? 240 : 160) - MORE;
+    constexpr int LOAD_REGISTERS = (MATH_WARPGROUPS == 2 ? 24 : 32) + MORE * MATH_WARPGROUPS;
     if (threadIdx.x < WARPGROUP) {
         give_registers<LOAD_REGISTERS>();
         if (threadIdx.x == 0) load_queries(arguments, shared);

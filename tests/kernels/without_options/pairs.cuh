@@ -5,8 +5,12 @@
 constexpr bool PAIRWISE = false;
 
 struct Pairs {
+    int batch;
+
     template <class Arguments> Pairs(const Arguments&, int) {}
     void set_head(int) {}
+    int id_of_query(int query) const;
+    int id_of_key(int key) const;
     bool visible(int query, int key) const;
     bool skips(int, int) const { return false; }
     bool sees_all(int, int) const { return true; }

@@ -11,7 +11,7 @@ template <class Real> struct Steps {
     Real scale;
 
     template <class Arguments>
-    explicit Steps(const Arguments& arguments) : scale(static_cast<Real>(arguments.scale)) {}
+    explicit Steps(const Arguments& all) : scale(static_cast<Real>(arrays_of(all).scale)) {}
     template <class Arguments> void set_head(const Arguments&, int, int) {}
     Real bias_of(int, int) const { return 0; }
     Real score(Real product, Real, Real) const { return rounded(product, scale); }
