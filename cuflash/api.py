@@ -137,7 +137,7 @@ def forward(
     UnsupportedError
         If head_dim or head_dim_v is above 256, another size does not fit
         32 bits, `precision` is not for the dtype, an option is not for
-        kernels (packed sequences; any with `precision`), an array is masked,
+        kernels (none is with `precision`), an array is masked,
         takes part in automatic differentiation or is another library's on
         the CPU, the GPU is too old, or CUDA arrays come without CuPy
         installed.
