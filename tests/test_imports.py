@@ -24,7 +24,17 @@ LAW = {
     "options": "errors problem",
     "validate": "errors options problem",
     "tiles": "errors folders",
-    "plan": "errors problem tiles",
+    "plans": "",
+    "plans.kernel": "problem tiles plans.rounding",
+    "plans.rounding": "",
+    "plans.steps": "problem tiles plans.kernel plans.rounding",
+    **{
+        f"plans.{family}": "problem tiles plans.kernel plans.rounding"
+        " plans.steps"
+        for family in ("fma", "mma", "mma8", "simt", "wgmma")
+    },
+    "plan": "errors problem tiles plans plans.kernel plans.rounding"
+    " plans.steps plans.fma plans.mma plans.mma8 plans.simt plans.wgmma",
     "source": "errors",
     "compiler": "errors source plan folders",
     "calls": "errors problem plan arguments",

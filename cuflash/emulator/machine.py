@@ -54,7 +54,7 @@ class Emulator:
     family: Family | None = None
 
     def __post_init__(self) -> None:
-        known = [str(capability) for capability in planning._SHARED_KIB]
+        known = [str(capability) for capability in planning.SHARED_KIB]
         named = re.fullmatch(r"sm_(\d+)[af]?", str(self.arch))
         if not named or named[1] not in known:
             raise UnsupportedError(

@@ -1,0 +1,1 @@
+"""What `cuflash.plan` decides from: how each family's kernels are planned."""

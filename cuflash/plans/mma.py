@@ -1,0 +1,219 @@
+"""Plans of the kernels for 16-bit types by mma.sync."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .rounding import round_up
+from .steps import (
+    HEAD_DIM_STEP,
+    arguments,
+    count_tiles,
+    delta_launch,
+    finding_launches,
+    heads_per_section,
+    is_linear,
+    num_found,
+    option_constants,
+    packed,
+    sink_launches,
+    tile_bytes,
+)
+
+# A thread has 255 registers. Accumulators may fill this many: the rest hold
+# fragments, addresses and the rows' statistics (seen: 224 still fit).
+_ACCUMULATOR_REGISTERS = 224
+
+
+def _head_dims(problem: Problem) -> tuple[int, int]:
+    return (
+        round_up(problem.head_dim, HEAD_DIM_STEP),
+        round_up(problem.head_dim_v, HEAD_DIM_STEP),
+    )
+
+
+def _forward_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _head_dims(problem)
+    return (
+        tile_bytes(tile.block_q, max(d, dv))
+        + tile_bytes(tile.block_k, d)
+        + tile_bytes(tile.block_k, dv)
+    )
+
+
+def _shares_rows(tile: Tile) -> bool:
+    """Whether a warp has whole 16-row tiles, a thread whole columns.
+
+    smem.cuh's load_tile: eight threads take a row, and a thread's rows are
+    multiples of 8 apart.
+    """
+    rows_at_once = tile.num_warps * 4
+    return not (
+        tile.block_q % (tile.num_warps * 16)
+        or rows_at_once % 8
+        or tile.block_q % rows_at_once
+        or tile.block_k % rows_at_once
+    )
+
+
+def _forward_fits(problem: Problem, tile: Tile) -> bool:
+    _, dv = _head_dims(problem)
+    if not _shares_rows(tile):
+        return False
+    rows = tile.block_q // tile.num_warps
+    return rows * (tile.block_k + dv) // 32 <= _ACCUMULATOR_REGISTERS
+
+
+def _padded(problem: Problem, d: int, dv: int) -> bool:
+    return (problem.head_dim, problem.head_dim_v) != (d, dv)
+
+
+def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _head_dims(problem)
+    shared = _forward_shared(problem, tile)
+    kernel = KernelPlan(
+        file="forward_mma.cu",
+        entry="forward_mma",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("PADDED", _padded(problem, d, dv)),
+            ("CAUSAL", problem.causal),
+            ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+            *option_constants(problem),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    pairs = problem.batch * problem.num_heads_q
+    shared_by_head = problem.seqlen_k * (d + dv) * 2 // problem.group_size
+    return Plan(
+        problem,
+        "mma",
+        tile,
+        (*finding_launches(problem, tile), Launch(kernel, num_tiles * pairs)),
+        num_found=num_found(problem, tile),
+        heads_per_section=heads_per_section(
+            problem, device, problem.num_heads_q, shared_by_head
+        ),
+    )
+
+
+def _backward_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _head_dims(problem)
+    keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
+    queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
+    scores = 2 * tile_bytes(tile.block_q, tile.block_k)
+    statistics = 2 * 4 * tile.block_q  # lse and delta
+    total = keys + scores + tile.num_stages * (queries + statistics)
+    return round_up(total, 1024)
+
+
+def _backward_fits(problem: Problem, tile: Tile) -> bool:
+    d, dv = _head_dims(problem)
+    across = tile.num_warps // tile.score_warps_q
+    gradient_across = tile.num_warps // tile.gradient_warps_k
+    shares = (
+        tile.block_q % (tile.num_warps * 4),  # rows that are loaded at once
+        tile.block_k % (tile.num_warps * 4),
+        tile.block_q % (tile.score_warps_q * 16),
+        tile.block_k % (across * 16),
+        d % (across * 16),
+        tile.block_k % (tile.gradient_warps_k * 16),
+        d % (gradient_across * 16),
+        dv % (gradient_across * 16),
+    )
+    if any(shares):
+        return False
+    threads = tile.num_warps * 32
+    kept = tile.block_k * (d + dv) // threads
+    scores = 2 * tile.block_q * tile.block_k // threads
+    dq = tile.block_q * d // threads
+    return kept + max(scores, dq) <= _ACCUMULATOR_REGISTERS
+
+
+def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _head_dims(problem)
+    shared = _backward_shared(problem, tile)
+    layout = (
+        ("Element", problem.dtype),
+        ("HEAD_DIM", d),
+        ("HEAD_DIM_V", dv),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("NUM_WARPS", tile.num_warps),
+        ("SCORE_WARPS_Q", tile.score_warps_q),
+        ("GRADIENT_WARPS_K", tile.gradient_warps_k),
+    )
+    main = KernelPlan(
+        file="backward_mma.cu",
+        entry="backward_mma",
+        constants=(
+            *layout,
+            ("PADDED", _padded(problem, d, dv)),
+            ("CAUSAL", problem.causal),
+            ("DETERMINISTIC", problem.deterministic),
+            ("NUM_STAGES", tile.num_stages),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+            *option_constants(problem),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    dq_shared = tile_bytes(tile.block_q, d)
+    round_dq = KernelPlan(
+        file="backward_dq.cu",
+        entry="backward_dq",
+        constants=(
+            *layout,
+            arguments(problem),
+            packed(problem),
+            ("CAUSAL", False),  # looked at in repairs alone
+            ("REPAIRS", False),
+            ("TURNS", 0),
+            ("SHARED_BYTES", dq_shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=dq_shared,
+    )
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    q_pairs = problem.batch * problem.num_heads_q
+    kv_pairs = problem.batch * problem.num_heads_kv
+    shared_by_head = (
+        problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
+    )  # q, dout: 2 bytes an element; the sums of dq: 4
+    return Plan(
+        problem,
+        "mma",
+        tile,
+        (
+            *finding_launches(problem, tile),
+            delta_launch(problem, tile.block_q, d),
+            Launch(main, k_tiles * kv_pairs),
+            Launch(round_dq, q_tiles * q_pairs),
+            *sink_launches(problem),
+        ),
+        heads_per_section=heads_per_section(
+            problem, device, problem.num_heads_kv, shared_by_head
+        ),
+        sum_elements=q_tiles * tile.block_q * d * q_pairs,
+        num_turns=q_tiles * q_pairs if problem.deterministic else 0,
+        num_found=num_found(problem, tile),
+    )
+
+
+FORWARD = Maker(_forward, _forward_shared, _forward_fits)
+BACKWARD = Maker(_backward, _backward_shared, _backward_fits)

@@ -1,0 +1,11 @@
+"""Whole numbers of tiles, and multiples of them."""
+
+from __future__ import annotations
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b

@@ -1,0 +1,153 @@
+"""Plans of the plain kernels, for float32 and float64 anywhere."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .rounding import round_up
+from .steps import (
+    count_tiles,
+    delta_launch,
+    element,
+    finding_launches,
+    num_found,
+    option_constants,
+    sink_launches,
+)
+
+
+def _sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
+    """Bytes of an element; head_dim and head_dim_v as the kernels pad them.
+
+    `rows` is the side of the tile that owns the threads (simt.cuh).
+    """
+    step = tile.num_warps * 32 // rows
+    return (
+        8 if problem.dtype == "float64" else 4,
+        round_up(problem.head_dim, step),
+        round_up(problem.head_dim_v, step),
+    )
+
+
+def _forward_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = _sizes(problem, tile, tile.block_q)
+    return size * (
+        tile.block_q * (d + 1)
+        + tile.block_k * (max(d, dv) + 1)
+        + tile.block_q * (tile.block_k + 1)
+    )
+
+
+def _dkdv_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = _sizes(problem, tile, tile.block_k)
+    return size * (
+        (tile.block_q + tile.block_k) * (d + dv + 2)
+        + 2 * tile.block_k * (tile.block_q + 1)
+        + 2 * tile.block_q
+    )
+
+
+def _dq_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = _sizes(problem, tile, tile.block_q)
+    return size * (
+        (tile.block_q + tile.block_k) * (d + dv + 2)
+        + tile.block_q * (tile.block_k + 1)
+    )
+
+
+def _backward_shared(problem: Problem, tile: Tile) -> int:
+    return max(_dkdv_shared(problem, tile), _dq_shared(problem, tile))
+
+
+def _fits(problem: Problem, tile: Tile) -> bool:
+    """Whether a thread's sums stay in its registers."""
+    rows = max(tile.block_q, tile.block_k)
+    if tile.num_warps * 32 % rows:
+        return False
+    size, d, dv = _sizes(problem, tile, rows)
+    columns = (d + dv) * rows // (tile.num_warps * 32)
+    return columns * size // 4 <= _REGISTERS
+
+
+# Half of a thread's 255: the rest hold scores and addresses.
+_REGISTERS = 128
+
+
+def _kernel(
+    file: str, problem: Problem, tile: Tile, rows: int, shared: int
+) -> KernelPlan:
+    _, d, dv = _sizes(problem, tile, rows)
+    return KernelPlan(
+        file=f"{file}.cu",
+        entry=file,
+        constants=(
+            ("Element", element(problem)),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_THREADS", tile.num_warps * 32),
+            ("SHARED_BYTES", shared),
+            *option_constants(problem),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+    )
+
+
+def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    kernel = _kernel(
+        "forward_simt",
+        problem,
+        tile,
+        tile.block_q,
+        _forward_shared(problem, tile),
+    )
+    blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    blocks *= problem.batch * problem.num_heads_q
+    return Plan(
+        problem,
+        "simt",
+        tile,
+        (*finding_launches(problem, tile), Launch(kernel, blocks)),
+        num_found=num_found(problem, tile),
+    )
+
+
+def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    dkdv = _kernel(
+        "backward_simt_dkdv",
+        problem,
+        tile,
+        tile.block_k,
+        _dkdv_shared(problem, tile),
+    )
+    dq = _kernel(
+        "backward_simt_dq",
+        problem,
+        tile,
+        tile.block_q,
+        _dq_shared(problem, tile),
+    )
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    return Plan(
+        problem,
+        "simt",
+        tile,
+        (
+            *finding_launches(problem, tile),
+            delta_launch(problem, tile.block_q, 0),
+            Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
+            Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
+            *sink_launches(problem),
+        ),
+        num_found=num_found(problem, tile),
+    )
+
+
+FORWARD = Maker(_forward, _forward_shared, _fits)
+BACKWARD = Maker(_backward, _backward_shared, _fits)

@@ -1,0 +1,258 @@
+"""What families have in common: sizes, constants, launches beside the main."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from .kernel import Device, Family, KernelPlan, Launch, Plan
+from .rounding import ceil_div, round_up
+
+
+def heads_per_section(
+    problem: Problem, device: Device, num_heads: int, bytes_of_head: int
+) -> int:
+    """As many heads as keep what their blocks share in half of L2."""
+    fitting = device.l2_bytes // 2 // max(bytes_of_head, 1)
+    return max(1, min(fitting, problem.batch * num_heads))
+
+
+# kernels/smem.cuh: rows of 128 bytes, a panel of 64 columns each.
+_PANEL_COLUMNS, _PANEL_ROW_BYTES = 64, 128
+
+
+def tile_bytes(rows: int, columns: int) -> int:
+    """Size of smem.cuh's Tile<rows, columns>, aligned to 1024 bytes."""
+    panels = ceil_div(columns, _PANEL_COLUMNS)
+    return round_up(panels * rows * _PANEL_ROW_BYTES, 1024)
+
+
+# kernels/mma.cuh: head_dim in steps that every grid of warps can share.
+HEAD_DIM_STEP = 32
+
+
+ELEMENTS = {"float32": "float", "float64": "double"}
+
+
+# kernels/wide_tiles.cuh: elements that are added to a tile's rows.
+ROWS_PAD = 4
+
+
+def element(problem: Problem) -> str:
+    return ELEMENTS.get(problem.dtype, problem.dtype)
+
+
+def element_bytes(problem: Problem) -> int:
+    return 8 if problem.dtype == "float64" else 4
+
+
+def num_rows(problem: Problem) -> int:
+    return problem.batch * problem.seqlen_q * problem.num_heads_q
+
+
+def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
+    """The struct that kernels of a family with options take."""
+    kind = problem.direction.capitalize() + kind
+    return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
+
+
+def option_constants(
+    problem: Problem, kind: str = ""
+) -> tuple[tuple[str, bool | str], ...]:
+    """What every kernel of a family with options is compiled for."""
+    options = problem.options
+    return (
+        arguments(problem, kind),
+        ("WINDOW", "window" in options),
+        ("SOFTCAP", "softcap" in options),
+        ("ALIBI", "alibi_slopes" in options),
+        ("BIAS", "bias" in options),
+        ("Bias", ELEMENTS.get(problem.bias, problem.bias or "float")),
+        ("SINK", "sink" in options),
+        ("SEGMENTS", "segment_ids" in options),
+        ("KEEP", "mask" in options),
+        ("DROPOUT", "dropout" in options),
+        ("DBIAS", problem.return_dbias),
+        packed(problem),
+    )
+
+
+def packed(problem: Problem) -> tuple[str, bool]:
+    return ("PACKED", problem.num_sequences is not None)
+
+
+def is_linear(problem: Problem) -> bool:
+    """score.cuh's LINEAR: scores are products times scale."""
+    return not (problem.softcap or problem.alibi_slopes or problem.bias)
+
+
+ROW_THREADS = 256  # of the kernels that take rows one by one
+
+
+def delta_launch(
+    problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
+) -> Launch:
+    """rowsum(dO * O), and zeroes for what the main kernel adds to."""
+    in_chunk = 1 if problem.dtype in ("float32", "float64") else 8
+    chunks = ceil_div(problem.head_dim_v, in_chunk)
+    lanes = min(1 << (chunks - 1).bit_length(), 32)
+    kernel = KernelPlan(
+        file="backward_delta.cu",
+        entry="backward_delta",
+        constants=(
+            ("Element", element(problem)),
+            ("NUM_THREADS", ROW_THREADS),
+            ("LANES", lanes),
+            ("BLOCK_Q", block_q),
+            ("DQ_COLUMNS", dq_columns),
+            ("ADDS_TO_DQ", adds_to_dq),
+            arguments(problem),
+            packed(problem),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=0,
+    )
+    return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
+
+
+def finding_launches(
+    problem: Problem, tile: Tile, kind: str = ""
+) -> tuple[Launch, ...]:
+    """What the others ask: segment ids of tiles, or packed sequences."""
+    options = option_constants(problem, kind)
+    constants = (("NUM_THREADS", ROW_THREADS), *options)
+    if problem.segment_ids:  # a warp a tile
+        sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
+        kernel = KernelPlan(
+            file="segment_ranges.cu",
+            entry="segment_ranges",
+            constants=(*sizes, *constants),
+            threads=ROW_THREADS,
+            shared_bytes=0,
+        )
+        warps = num_found(problem, tile) // 2
+        return (Launch(kernel, ceil_div(warps * 32, ROW_THREADS)),)
+    if problem.num_sequences is not None:
+        kernel = KernelPlan(
+            file="sequences.cu",
+            entry="sequences",
+            constants=(("Element", element(problem)), *constants),
+            threads=ROW_THREADS,
+            shared_bytes=16 * ROW_THREADS,
+        )
+        return (Launch(kernel, 1),)
+    return ()
+
+
+def num_found(problem: Problem, tile: Tile) -> int:
+    """Two of each tile with segments; three of packed sequences."""
+    if problem.num_sequences is not None:
+        return 3
+    if not problem.segment_ids:
+        return 0
+    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
+    return 2 * problem.batch * (q_tiles + k_tiles)
+
+
+def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
+    """Of a head; of packed sequences places for them (sequences.cuh)."""
+    if problem.num_sequences is None:
+        return ceil_div(seqlen, block)
+    return seqlen // block + problem.num_sequences + 1
+
+
+def sink_launches(problem: Problem) -> tuple[Launch, ...]:
+    """The gradient of sinks, a block a head, if it is wanted."""
+    if not problem.return_dsink:
+        return ()
+    shared = 8 * ROW_THREADS
+    kernel = KernelPlan(
+        file="backward_sink.cu",
+        entry="backward_sink",
+        constants=(
+            ("Element", element(problem)),
+            packed(problem),
+            ("NUM_THREADS", ROW_THREADS),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=shared,
+    )
+    return (Launch(kernel, problem.num_heads_q),)
+
+
+def backward_in_one(
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    family: Family,
+    entry: str,
+    head_dims: tuple[int, int],
+    shared: int,
+) -> Plan:
+    """One kernel that adds to dq itself, after that for delta."""
+    d, dv = head_dims
+    main = KernelPlan(
+        file=f"{entry}.cu",
+        entry=entry,
+        constants=(
+            ("Element", element(problem)),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("DETERMINISTIC", problem.deterministic),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("SCORE_WARPS_Q", tile.score_warps_q),
+            ("GRADIENT_WARPS_K", tile.gradient_warps_k),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
+    columns = 2 * d + dv  # of q, dq and dout
+    shared_by_head = (
+        problem.group_size
+        * problem.seqlen_q
+        * columns
+        * element_bytes(problem)
+    )
+    return Plan(
+        problem,
+        family,
+        tile,
+        (
+            delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
+            Launch(main, k_tiles * problem.batch * problem.num_heads_kv),
+        ),
+        heads_per_section=heads_per_section(
+            problem, device, problem.num_heads_kv, shared_by_head
+        ),
+        num_turns=(
+            q_tiles * problem.batch * problem.num_heads_q
+            if problem.deterministic
+            else 0
+        ),
+    )
+
+
+def merge_plan(problem: Problem) -> Plan:
+    kernel = KernelPlan(
+        file="merge.cu",
+        entry="merge",
+        constants=(
+            ("Element", element(problem)),
+            ("NUM_THREADS", ROW_THREADS),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=0,
+    )
+    blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp a row
+    family = "mma" if element(problem) == problem.dtype else "simt"
+    return Plan(problem, family, None, (Launch(kernel, blocks),))

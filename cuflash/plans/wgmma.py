@@ -1,0 +1,302 @@
+"""Plans of the kernels for 16-bit types by wgmma, on Hopper."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from .kernel import Deal, Device, KernelPlan, Launch, Maker, Plan
+from .rounding import ceil_div, round_up
+from .steps import (
+    ROW_THREADS,
+    finding_launches,
+    heads_per_section,
+    is_linear,
+    num_found,
+    option_constants,
+    packed,
+    tile_bytes,
+)
+
+SERVED = frozenset((
+    "window", "softcap", "alibi_slopes", "sink", "segment_ids",
+))  # fmt: skip
+
+
+# What kernels/ptx.cuh has products for, and shared memory room.
+_HEAD_DIMS = {
+    "forward": (64, 96, 128, 192, 256),
+    "backward": (64, 128, 192, 256),
+}
+
+
+# A thread's registers: 240 with two math warpgroups, 160 with three. S and P
+# take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
+# to spill, 132 with three was.
+_REGISTERS = {2: 196, 3: 128}
+
+
+# What segment ids or a softcap take besides. At head_dim above 128 there is
+# no smaller tile that is fast: there a few bytes are spilt.
+_OPTION_REGISTERS = 32
+
+
+_MBARRIER_BYTES, _WORK_BYTES = 8, 20
+
+
+def _head_dims(problem: Problem) -> tuple[int, int] | None:
+    """Rounded up to those that there are kernels for, None if too large."""
+    rounded = [
+        next((x for x in _HEAD_DIMS[problem.direction] if x >= d), None)
+        for d in (problem.head_dim, problem.head_dim_v)
+    ]
+    return None if None in rounded else tuple(rounded)
+
+
+def runs(problem: Problem, device: Device) -> bool:
+    served = SERVED if problem.direction == "forward" else frozenset()
+    return (
+        device.arch == "sm_90a"
+        and problem.seqlen_k > 0
+        and served.issuperset(problem.options)
+        and _head_dims(problem) is not None
+    )
+
+
+def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
+    d, dv = _head_dims(problem)
+    queries = tile_bytes(tile.block_q, max(d, dv))
+    keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
+    barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
+    return round_up(
+        q_stages * queries
+        + max(q_stages, 2) * _WORK_BYTES
+        + tile.num_stages * keys
+        + barriers * _MBARRIER_BYTES
+        + (4 * tile.num_stages if _is_listed(problem) else 4),
+        1024,
+    )
+
+
+def _is_listed(problem: Problem) -> bool:
+    """forward_wgmma.cu's LISTED."""
+    return "window" in problem.options or problem.segment_ids
+
+
+def _forward_shared(problem: Problem, tile: Tile) -> int:
+    """With one tile of queries; more are taken if there is room."""
+    return _shared(problem, tile, 1)
+
+
+def _forward_fits(problem: Problem, tile: Tile) -> bool:
+    _, dv = _head_dims(problem)
+    used = tile.block_k * 3 // 4 + dv // 2
+    if dv <= 128 and (problem.segment_ids or problem.softcap):
+        used += _OPTION_REGISTERS
+    return used <= _REGISTERS[tile.block_q // 64]
+
+
+def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _head_dims(problem)
+    q_stages, shared = next(
+        (stages, room)
+        for stages in (3, 2, 1)
+        if (room := _shared(problem, tile, stages)) <= device.shared_bytes
+    )
+    kernel = KernelPlan(
+        file="forward_wgmma.cu",
+        entry="forward_wgmma",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("Q_STAGES", q_stages),
+            ("KV_STAGES", tile.num_stages),
+            ("SHARED_BYTES", shared),
+            *option_constants(problem, "Wgmma"),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+    )
+    num_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    heads = problem.batch * problem.num_heads_q
+    deal = _deal(num_tiles, heads, problem.causal, device)
+    return Plan(
+        problem,
+        "wgmma",
+        tile,
+        (
+            *finding_launches(problem, tile, "Wgmma"),
+            Launch(kernel, min(deal.items, device.num_sms)),
+        ),
+        deal=deal,
+        num_found=num_found(problem, tile),
+    )
+
+
+def _deal(num_tiles: int, heads: int, by_length: bool, device: Device) -> Deal:
+    """In pairs where tiles differ in length and there are many."""
+    pairs = num_tiles // 2 if by_length else 0
+    if heads * (num_tiles - pairs) < device.num_sms:
+        pairs = 0
+    singles = num_tiles - 2 * pairs
+    return Deal(pairs, singles, heads * pairs, heads * (pairs + singles))
+
+
+# What a query tile's rows are known by: kernels/query_rows.cuh. lse, delta;
+# three numbers, in 16 bytes.
+_ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
+
+
+# Accumulators that were seen to fit 240 registers: 208 of them with P in
+# float, 192 with dS from the rounded P.
+_BACKWARD_REGISTERS = 208
+
+
+# Where key tiles take turns, more heads side by side were seen to cost up to
+# 10 % at seqlen 512; fewer cost as much at 4096.
+_MOST_HEADS_IN_TURNS = 16
+
+
+def _backward_head_dims(problem: Problem) -> tuple[int, int]:
+    """As `_head_dims`, the first no smaller than the second."""
+    d, dv = _head_dims(problem)
+    return max(d, dv), dv
+
+
+def _rows_bytes(tile: Tile) -> int:
+    return tile.block_q * _ROW_BYTES + _ROWS_BYTES
+
+
+def _is_wide(tile: Tile) -> bool:
+    """Whether a wgmma tile is one of backward_wgmma_wide.cu's.
+
+    Its warpgroups have the same 64 keys, and one thing to compute each.
+    """
+    return tile.block_k == 64
+
+
+def _backward_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _backward_head_dims(problem)
+    keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
+    queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
+    ds = 2 * tile_bytes(tile.block_k, tile.block_q)
+    dq = tile.block_q * d * 4
+    barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
+    if not _is_wide(tile):
+        barriers += 2 * 2  # ds
+    else:
+        ds *= tile.num_stages  # and p; dq leaves from registers
+        dq = 0
+        barriers += 2 * tile.num_stages
+    return round_up(
+        keys
+        + tile.num_stages * (queries + _rows_bytes(tile))
+        + ds
+        + dq
+        + barriers * _MBARRIER_BYTES
+        + 2 * 3 * 4,  # work
+        1024,
+    )
+
+
+def _backward_fits(problem: Problem, tile: Tile) -> bool:
+    d, dv = _backward_head_dims(problem)
+    if _is_wide(tile):
+        return True  # it deals out registers by head_dim
+    if tile.block_q * d != tile.block_k // 64 * 64 * 64:
+        return False  # a warpgroup's part of dq is 64 x 64
+    scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
+    return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
+
+
+def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _backward_head_dims(problem)
+    shared = _backward_shared(problem, tile)
+    name = "backward_wgmma_wide" if _is_wide(tile) else "backward_wgmma"
+    # Those that have dq: a warpgroup loads, two have dv and dk.
+    dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
+    turns_of_tile = dq_warps // 4 if problem.deterministic else 0
+    layout = (
+        ("Element", problem.dtype),
+        ("HEAD_DIM", d),
+        ("HEAD_DIM_V", dv),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("NUM_WARPS", dq_warps),
+        ("SCORE_WARPS_Q", tile.score_warps_q),
+        ("CAUSAL", problem.causal),
+        ("TURNS", turns_of_tile),
+    )
+    lanes = ceil_div(problem.head_dim_v, 8)
+    rows = KernelPlan(
+        file="backward_rows.cu",
+        entry="backward_rows",
+        constants=(
+            *layout,
+            ("NUM_THREADS", ROW_THREADS),
+            ("LANES", 1 << (lanes - 1).bit_length()),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=0,
+    )
+    main = KernelPlan(
+        file=f"{name}.cu",
+        entry=name,
+        constants=(
+            *layout,
+            ("STAGES", tile.num_stages),
+            ("SHARED_BYTES", shared),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    dq_shared = tile_bytes(tile.block_q, d)
+    round_dq = KernelPlan(
+        file="backward_dq.cu",
+        entry="backward_dq",
+        constants=(
+            *layout,
+            ("Arguments", "BackwardWgmmaArguments"),
+            packed(problem),
+            ("REPAIRS", problem.causal),
+            ("SHARED_BYTES", dq_shared),
+        ),
+        threads=dq_warps * 32,
+        shared_bytes=dq_shared,
+    )
+    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    q_tiles *= problem.batch * problem.num_heads_q
+    kv_pairs = problem.batch * problem.num_heads_kv
+    k_tiles = ceil_div(problem.seqlen_k, tile.block_k) * kv_pairs
+    shared_by_head = (
+        problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
+    )  # q, dout: 2 bytes an element; the sums of dq: 4
+    heads = heads_per_section(
+        problem, device, problem.num_heads_kv, shared_by_head
+    )
+    if problem.deterministic and not problem.causal:
+        heads = min(heads, _MOST_HEADS_IN_TURNS)
+    return Plan(
+        problem,
+        "wgmma",
+        tile,
+        (
+            Launch(rows, q_tiles),
+            Launch(main, min(k_tiles, device.num_sms)),
+            Launch(round_dq, q_tiles + (k_tiles if problem.causal else 0)),
+        ),
+        heads_per_section=heads,
+        sum_elements=q_tiles * tile.block_q * d,
+        row_elements=q_tiles * _rows_bytes(tile) // 4,
+        num_turns=1 + k_tiles + q_tiles * turns_of_tile,
+    )
+
+
+FORWARD = Maker(_forward, _forward_shared, _forward_fits)
+BACKWARD = Maker(_backward, _backward_shared, _backward_fits)
