@@ -103,13 +103,12 @@ def forward(
         Below 2**64; needed with `dropout`. Which weights are kept follows
         from it, the batch, the head, i and j alone.
     cu_seqlens_q, cu_seqlens_k : array, (sequences + 1,), optional
-        int32; NumPy arrays alone, so far. The sequences stand end to end in
-        `q` (total_q, num_heads_q, head_dim), `k` and `v`; these are the
-        offsets of their first tokens, then the end of the last. They are not
-        read on the host: if one is less than the one before, or beyond the
-        end, or the first is not 0, the result is 0 and lse -inf, and with the
-        environment variable ``CUFLASH_CHECK=1``, for which the call waits, a
-        ValueRangeError.
+        int32. The sequences stand end to end in `q` (total_q, num_heads_q,
+        head_dim), `k` and `v`; these are the offsets of their first tokens,
+        then the end of the last. They are not read on the host: if one is
+        less than the one before, or beyond the end, or the first is not 0,
+        the result is 0 and lse -inf, and with the environment variable
+        ``CUFLASH_CHECK=1``, for which the call waits, a ValueRangeError.
     max_seqlen_q, max_seqlen_k : int, optional
         No sequence is longer.
 

@@ -31,6 +31,7 @@
 #include "fma.cuh"
 #include "mask.cuh"
 #include "scheduler.cuh"
+#include "turns.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;
@@ -68,15 +69,7 @@ static_assert(KeyGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dK are chunk
 static_assert(ValueGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dV are chunks of all lanes");
 static_assert(KeyGrid::WARP_ROWS % 16 == 0, "a warp's keys are chunks of all lanes");
 
-// Where a tile of pairs lies.
-struct TilePair {
-    Mask<CAUSAL> mask;
-    int q_start, k_start;
-    // Query i and key j of the tile; a query past the end is none.
-    __device__ __forceinline__ bool visible(int i, int j) const {
-        return q_start + i < mask.seqlen_q && mask.visible(q_start + i, k_start + j);
-    }
-};
+using TilePair = MaskedTile<CAUSAL>;
 
 // P = exp(scale S - lse) and dS = scale P (dP - delta), in the places of S and dP; 0 for pairs that
 // do not count.
@@ -97,19 +90,6 @@ __device__ __forceinline__ void weights(
             if (!counts) s[i][j] = 0.0f;
         }
     }
-}
-
-// Waits until the key tiles before this one have added to the tile of dQ. Their blocks have smaller
-// numbers and were started earlier, so the wait ends.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int k_tile) {
-    if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
-    __syncthreads();
-}
-
-__device__ __forceinline__ void pass_turn(int* turn, int k_tile) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(turn, k_tile + 1);
 }
 
 // Adds the lane's sums to the rows of dQ from q_start on.

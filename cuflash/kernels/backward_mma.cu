@@ -39,6 +39,7 @@
 #include "scheduler.cuh"
 #include "score.cuh"
 #include "sequences.cuh"
+#include "turns.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;                              // dK leaves through it
@@ -229,19 +230,6 @@ __device__ __forceinline__ void gradient_product(
     const B b(b_tile, first_column);
     if (MASKED && nonfinite) product<Element, B_ROWS / 16>(d, a, Sanitized<Element, B>{b});
     else product<Element, B_ROWS / 16>(d, a, b);
-}
-
-// Waits until the key tiles before this one have added to the tile of dQ. Their blocks have smaller
-// numbers and were started earlier, so the wait ends.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
-    if (threadIdx.x == 0) while (load_acquire(turn) != own) {}
-    __syncthreads();
-}
-
-__device__ __forceinline__ void pass_turn(int* turn, int own) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(turn, own + 1);
 }
 
 // Scales a gradient, rounds it and stores it through the shared tile. By the whole block.

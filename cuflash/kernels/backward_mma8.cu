@@ -31,6 +31,7 @@
 #include "mask.cuh"
 #include "mma8.cuh"
 #include "scheduler.cuh"
+#include "turns.cuh"
 
 struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM> k;
@@ -73,15 +74,7 @@ using Scores = ScoreGrid::Sums;
 __device__ __forceinline__ int query_row(int i) { return threadIdx.x % 32 / 4 + i * 8; }
 __device__ __forceinline__ int key_row(int i) { return threadIdx.x % 32 / 4 * 2 + i; }
 
-// Where a tile of pairs lies.
-struct TilePair {
-    Mask<CAUSAL> mask;
-    int q_start, k_start;
-    // Query i and key j of the tile; a query past the end is none.
-    __device__ __forceinline__ bool visible(int i, int j) const {
-        return q_start + i < mask.seqlen_q && mask.visible(q_start + i, k_start + j);
-    }
-};
+using TilePair = MaskedTile<CAUSAL>;
 
 // P = exp(scale S - lse) and dS = scale P (dP - delta), in the places of S and dP; 0 for pairs that
 // do not count. The product is rounded by itself, as the forward pass rounded it. lse = -inf says
@@ -104,7 +97,7 @@ __device__ __forceinline__ void weights(
                         ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2 + x % 2;
                     const bool counts = !MASKED || at.visible(row, key);
                     Element &p = s[m][n][x], &ds = dp[m][n][x];
-                    p = exponential(rounded_product(p, scale) - lse);
+                    p = exponential(rounded(p, scale) - lse);
                     ds = counts ? p * (ds - delta) * scale : 0;
                     if (!counts) p = 0;
                 }
@@ -220,19 +213,6 @@ __device__ __forceinline__ void gradient_product(
     const TilePair& at, bool nonfinite) {
     if (MASKED && nonfinite) add_visible<Grid, TRANSPOSED>(d, shared, b, at);
     else add_product<Grid, TRANSPOSED>(d, shared, b);
-}
-
-// Waits until the key tiles before this one have added to the tile of dQ. Their blocks have smaller
-// numbers and were started earlier, so the wait ends.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int k_tile) {
-    if (threadIdx.x == 0) while (load_acquire(turn) != k_tile) {}
-    __syncthreads();
-}
-
-__device__ __forceinline__ void pass_turn(int* turn, int k_tile) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(turn, k_tile + 1);
 }
 
 // Adds to a row of dQ what the lane has of CHUNK tiles: x[c] to CHUNK columns from first + CHUNK *

@@ -15,3 +15,8 @@ template <typename Element> inline Element from_accumulator(Accumulator<Element>
 }
 template <> inline float from_accumulator<float>(float x) { return x; }
 template <> inline double from_accumulator<double>(double x) { return x; }
+
+// A product that no compiler fuses with an addition. S * scale must be the same number when the
+// maximum is taken and when it is subtracted: with |S| = 1e30, half an ulp is 1e22 in an exponent.
+inline float rounded(float a, float b) { return __fmul_rn(a, b); }
+inline double rounded(double a, double b) { return __dmul_rn(a, b); }

@@ -236,7 +236,7 @@ forward_mma8(const __grid_constant__ ForwardArguments arguments) {
                 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
                     // Rounded by itself: the same number as a maximum and where that is subtracted.
-                    s[i][j][x] = rounded_product(s[i][j][x], scale);
+                    s[i][j][x] = rounded(s[i][j][x], scale);
                     if (MASKED && !visible(i * 16 + x / 2 * 8, j * 8 + threadIdx.x % 4 * 2 + x % 2))
                         s[i][j][x] = -infinity();
                 }

@@ -17,6 +17,7 @@
 //     d[n][0] d[n + 1][0] ..  and  d[n][1] d[n + 1][1] ..,   and [2] and [3] in the lower row.
 #pragma once
 #include "softmax.cuh"
+#include "elements.cuh"
 #include "wide_tiles.cuh"
 
 constexpr bool IN_PARTS = sizeof(Element) == 4;
@@ -30,9 +31,6 @@ struct alignas(2 * sizeof(Element)) Pair { Element x, y; };
 __device__ __forceinline__ Pair pair_at(const Element* x) {
     return *reinterpret_cast<const Pair*>(x);
 }
-
-__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2_E); }

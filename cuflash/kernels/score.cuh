@@ -13,11 +13,6 @@
 
 constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS;
 
-// A product that no compiler fuses with an addition. S * scale must be the same number when the
-// maximum is taken and when it is subtracted: with |S| = 1e30, half an ulp is 1e22 in an exponent.
-inline float rounded(float a, float b) { return __fmul_rn(a, b); }
-inline double rounded(double a, double b) { return __dmul_rn(a, b); }
-
 // tanh(x). For 16-bit elements 1 - 2 / (e^(2x) + 1), absolutely right to a few times 2^-24.
 template <class Real> inline Real tanh_of(Real x) {
     if constexpr (sizeof(Element) == 2)

@@ -4,9 +4,6 @@
 
 constexpr bool LINEAR = true;
 
-inline float rounded(float a, float b) { return __fmul_rn(a, b); }
-inline double rounded(double a, double b) { return __dmul_rn(a, b); }
-
 template <class Real> struct Steps {
     Real scale;
 
