@@ -30,7 +30,7 @@ from cuflash.plans.kernel import (
     occupancy,
 )
 from cuflash.plans.rounding import ceil_div
-from cuflash.plans.steps import merge_plan
+from cuflash.plans.steps import family_file, merge_plan
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -102,8 +102,6 @@ _SERVED = frozenset((
     "window", "softcap", "alibi_slopes", "bias", "mask", "sink",
     "segment_ids", "dropout", "cu_seqlens",
 ))  # fmt: skip
-
-
 _OPTIONS: dict[Family, frozenset[str]] = {
     "wgmma": wgmma.SERVED,
     "mma": _SERVED,
@@ -203,10 +201,7 @@ def _dmma_runs(problem: Problem, device: Device) -> bool:
 
 def main_file(family: str, file: str) -> bool:
     """Whether a kernel's file is of a family, and not of several."""
-    return f"_{_FILES.get(family, family)}" in file
-
-
-_FILES = {"dmma": "mma8", "tf32x3": "mma8"}
+    return f"_{family_file(family)}" in file
 
 
 def wanted_family() -> Family | None:

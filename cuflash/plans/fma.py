@@ -5,17 +5,20 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
-from .rounding import ceil_div, round_up
-from .steps import ROWS_PAD, backward_in_one, element, heads_per_section
+from .kernel import Device, Maker, Plan
+from .rounding import round_up
+from .steps import (
+    ROWS_PAD,
+    backward_in_one,
+    forward_in_one,
+    kept_and_summed,
+)
 
 # kernels/fma.cuh: a warp's lanes over a product.
 _LANE_ROWS, _LANE_COLUMNS = 4, 8
 
-
 # The same: elements that are added to rows of P.
 _WEIGHTS_PAD = 8
-
 
 # What a thread's sums and one operand's fragments may fill of its 255.
 _REGISTERS = 200
@@ -53,40 +56,12 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _head_dims(problem)
-    shared = _forward_shared(problem, tile)
-    kernel = KernelPlan(
-        file="forward_fma.cu",
-        entry="forward_fma",
-        constants=(
-            ("Element", element(problem)),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("CAUSAL", problem.causal),
-            ("NEGATE_SCORES", problem.scale < 0),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_WARPS", tile.num_warps),
-            ("WEIGHT_KEYS", _weight_keys(tile)),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
-            ("SHARED_BYTES", shared),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
-    )
-    num_tiles = ceil_div(problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q
-    shared_by_head = problem.seqlen_k * (d + dv) * 4 // problem.group_size
-    return Plan(
-        problem,
-        "fma",
-        tile,
-        (Launch(kernel, num_tiles * pairs),),
-        heads_per_section=heads_per_section(
-            problem, device, problem.num_heads_q, shared_by_head
-        ),
-    )
+    return forward_in_one(
+        problem, device, tile, "fma",
+        _head_dims(problem), _forward_shared(problem, tile),
+        ("NEGATE_SCORES", problem.scale < 0),
+        ("WEIGHT_KEYS", _weight_keys(tile)),
+    )  # fmt: skip
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
@@ -112,17 +87,13 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     )
     if any(shares):
         return False
-    threads = tile.num_warps * 32
-    kept = tile.block_k * (d + dv) // threads
-    scores = 2 * tile.block_q * tile.block_k // threads
-    dq = tile.block_q * d // threads
     rows = tile.block_q // tile.score_warps_q // _LANE_ROWS
-    return kept + max(scores, dq) + 4 * rows <= _REGISTERS
+    return kept_and_summed(tile, d, dv) + 4 * rows <= _REGISTERS
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return backward_in_one(
-        problem, device, tile, "fma", "backward_fma",
+        problem, device, tile, "fma",
         _head_dims(problem), _backward_shared(problem, tile),
     )  # fmt: skip
 

@@ -13,8 +13,10 @@ from .steps import (
     count_tiles,
     delta_launch,
     finding_launches,
+    forward_in_one,
     heads_per_section,
     is_linear,
+    kept_and_summed,
     num_found,
     option_constants,
     packed,
@@ -72,41 +74,12 @@ def _padded(problem: Problem, d: int, dv: int) -> bool:
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _head_dims(problem)
-    shared = _forward_shared(problem, tile)
-    kernel = KernelPlan(
-        file="forward_mma.cu",
-        entry="forward_mma",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("PADDED", _padded(problem, d, dv)),
-            ("CAUSAL", problem.causal),
-            ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_WARPS", tile.num_warps),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
-            ("SHARED_BYTES", shared),
-            *option_constants(problem),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
-    )
-    num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q
-    shared_by_head = problem.seqlen_k * (d + dv) * 2 // problem.group_size
-    return Plan(
-        problem,
-        "mma",
-        tile,
-        (*finding_launches(problem, tile), Launch(kernel, num_tiles * pairs)),
-        num_found=num_found(problem, tile),
-        heads_per_section=heads_per_section(
-            problem, device, problem.num_heads_q, shared_by_head
-        ),
-    )
+    return forward_in_one(
+        problem, device, tile, "mma", (d, dv), _forward_shared(problem, tile),
+        ("PADDED", _padded(problem, d, dv)),
+        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+        *option_constants(problem),
+    )  # fmt: skip
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
@@ -135,11 +108,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     )
     if any(shares):
         return False
-    threads = tile.num_warps * 32
-    kept = tile.block_k * (d + dv) // threads
-    scores = 2 * tile.block_q * tile.block_k // threads
-    dq = tile.block_q * d // threads
-    return kept + max(scores, dq) <= _ACCUMULATOR_REGISTERS
+    return kept_and_summed(tile, d, dv) <= _ACCUMULATOR_REGISTERS
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:

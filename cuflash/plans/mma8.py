@@ -5,20 +5,19 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .kernel import Device, Family, KernelPlan, Launch, Maker, Plan
-from .rounding import ceil_div, round_up
+from .kernel import Device, Family, Maker, Plan
+from .rounding import round_up
 from .steps import (
     HEAD_DIM_STEP,
     ROWS_PAD,
     backward_in_one,
-    element,
     element_bytes,
-    heads_per_section,
+    forward_in_one,
+    kept_and_summed,
 )
 
 # Where double products by tensor cores are no slower than without.
 CAPABILITIES = (80, 90, 100, 103)
-
 
 # Of 255: fragments and addresses need the others.
 _REGISTERS = 192
@@ -64,41 +63,10 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _head_dims(problem)
-    shared = _forward_shared(problem, tile)
-    kernel = KernelPlan(
-        file="forward_mma8.cu",
-        entry="forward_mma8",
-        constants=(
-            ("Element", element(problem)),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("CAUSAL", problem.causal),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_WARPS", tile.num_warps),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
-            ("SHARED_BYTES", shared),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
-    )
-    num_tiles = ceil_div(problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q
-    bytes_of_keys = problem.seqlen_k * (d + dv) * element_bytes(problem)
-    return Plan(
-        problem,
-        _family(problem),
-        tile,
-        (Launch(kernel, num_tiles * pairs),),
-        heads_per_section=heads_per_section(
-            problem,
-            device,
-            problem.num_heads_q,
-            bytes_of_keys // problem.group_size,
-        ),
-    )
+    return forward_in_one(
+        problem, device, tile, _family(problem),
+        _head_dims(problem), _forward_shared(problem, tile),
+    )  # fmt: skip
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
@@ -125,17 +93,13 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     )
     if any(shares):
         return False
-    threads = tile.num_warps * 32
     words = element_bytes(problem) // 4
-    kept = words * tile.block_k * (d + dv) // threads
-    scores = 2 * words * tile.block_q * tile.block_k // threads
-    dq = words * tile.block_q * d // threads
-    return kept + max(scores, dq) <= _REGISTERS
+    return kept_and_summed(tile, d, dv, words) <= _REGISTERS
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return backward_in_one(
-        problem, device, tile, _family(problem), "backward_mma8",
+        problem, device, tile, _family(problem),
         _head_dims(problem), _backward_shared(problem, tile),
     )  # fmt: skip
 

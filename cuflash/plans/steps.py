@@ -8,6 +8,13 @@ from cuflash.tiles import Tile
 from .kernel import Device, Family, KernelPlan, Launch, Plan
 from .rounding import ceil_div, round_up
 
+_FILES = {"dmma": "mma8", "tf32x3": "mma8"}
+
+
+def family_file(family: str) -> str:
+    """What the names of a family's files end in."""
+    return _FILES.get(family, family)
+
 
 def heads_per_section(
     problem: Problem, device: Device, num_heads: int, bytes_of_head: int
@@ -30,9 +37,7 @@ def tile_bytes(rows: int, columns: int) -> int:
 # kernels/mma.cuh: head_dim in steps that every grid of warps can share.
 HEAD_DIM_STEP = 32
 
-
 ELEMENTS = {"float32": "float", "float64": "double"}
-
 
 # kernels/wide_tiles.cuh: elements that are added to a tile's rows.
 ROWS_PAD = 4
@@ -43,7 +48,7 @@ def element(problem: Problem) -> str:
 
 
 def element_bytes(problem: Problem) -> int:
-    return 8 if problem.dtype == "float64" else 4
+    return {"float64": 8, "float32": 4}.get(problem.dtype, 2)
 
 
 def num_rows(problem: Problem) -> int:
@@ -182,17 +187,78 @@ def sink_launches(problem: Problem) -> tuple[Launch, ...]:
     return (Launch(kernel, problem.num_heads_q),)
 
 
+def kept_and_summed(tile: Tile, d: int, dv: int, words: int = 1) -> int:
+    """Registers of a thread: for dK and dV, and for scores or for dq.
+
+    `words` is the size of their numbers in registers.
+    """
+    threads = tile.num_warps * 32
+    kept = words * tile.block_k * (d + dv) // threads
+    scores = words * 2 * tile.block_q * tile.block_k // threads
+    dq = words * tile.block_q * d // threads
+    return kept + max(scores, dq)
+
+
+def forward_in_one(
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    family: Family,
+    head_dims: tuple[int, int],
+    shared: int,
+    *own: tuple[str, int | bool | str],
+) -> Plan:
+    """One kernel, a block a tile of queries; `own` are its own constants."""
+    d, dv = head_dims
+    entry = f"forward_{family_file(family)}"
+    kernel = KernelPlan(
+        file=f"{entry}.cu",
+        entry=entry,
+        constants=(
+            ("Element", element(problem)),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+            *own,
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    blocks = tiles * problem.batch * problem.num_heads_q
+    bytes_of_keys = problem.seqlen_k * (d + dv) * element_bytes(problem)
+    return Plan(
+        problem,
+        family,
+        tile,
+        (*finding_launches(problem, tile), Launch(kernel, blocks)),
+        num_found=num_found(problem, tile),
+        heads_per_section=heads_per_section(
+            problem,
+            device,
+            problem.num_heads_q,
+            bytes_of_keys // problem.group_size,
+        ),
+    )
+
+
 def backward_in_one(
     problem: Problem,
     device: Device,
     tile: Tile,
     family: Family,
-    entry: str,
     head_dims: tuple[int, int],
     shared: int,
 ) -> Plan:
     """One kernel that adds to dq itself, after that for delta."""
     d, dv = head_dims
+    entry = f"backward_{family_file(family)}"
     main = KernelPlan(
         file=f"{entry}.cu",
         entry=entry,
