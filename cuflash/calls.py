@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,8 +66,13 @@ class Machine(Protocol):
             Where each begins; 0 of those without a byte.
         """
 
-    def address(self, array: Any, written: bool = False) -> int:
-        """Where kernels find the first element; whether they write to it."""
+    def addresses(
+        self, arrays: Iterable[Any], written: bool = False
+    ) -> list[int]:
+        """Where kernels find first elements; whether they write to them.
+
+        0 of None.
+        """
 
     @staticmethod
     def tensor_map(address: int, boxes: Boxes) -> bytes:
@@ -373,13 +378,13 @@ def _launch(
     # the memory.
     kept, rooms = machine.rooms(recipe.rooms)
     addresses = (
-        *[machine.address(x) for x in arrays],
+        *machine.addresses(arrays),
         *rooms,
-        *[0 if x is None else machine.address(x, True) for x in written],
+        *machine.addresses(written, written=True),
     )
     if recipe.options:
         copies, options = _options_read(recipe, call, machine)
-        first = [0 if x is None else machine.address(x, True) for x in first]
+        first = machine.addresses(first, written=True)
         addresses = (*options, call.seed, *first, *addresses)
     arguments = _arguments(recipe, machine.tensor_map, addresses)
     machine.launch(recipe.loaded, recipe.template.kind, arguments)
@@ -409,7 +414,7 @@ def _options_read(
             array = machine.empty(layout.shape, layout.dtype)
             array[...] = given[tuple(slice(n) for n in layout.shape)]
         arrays.append(array)
-    return arrays, [0 if x is None else machine.address(x) for x in arrays]
+    return arrays, machine.addresses(arrays)
 
 
 def _found(recipe: Recipe, machine: Machine) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cupy
@@ -91,6 +91,16 @@ def _encodable(boxes: Boxes) -> tuple[Any, ...]:
 ROOM_ALIGNMENT = 256  # as that of whole allocations, in bytes
 
 
+@functools.lru_cache(maxsize=4096)
+def _side_by_side(sizes: tuple[int, ...]) -> tuple[int, list[int | None]]:
+    """Bytes of rooms together, and where each begins; None: without a byte."""
+    total, offsets = 0, []
+    for size in sizes:
+        offsets.append(total if size else None)
+        total += -(-size // ROOM_ALIGNMENT) * ROOM_ALIGNMENT
+    return total, offsets
+
+
 class CupyMachine:
     """The CUDA device `index`, which is CuPy's current one."""
 
@@ -117,15 +127,15 @@ class CupyMachine:
         # One allocation: an array of CuPy's takes as long as a launch.
         if not sizes:
             return None, []
-        memory = cupy.cuda.alloc(sum(sizes) + ROOM_ALIGNMENT * len(sizes))
-        address, addresses = memory.ptr, []
-        for size in sizes:
-            addresses.append(address if size else 0)
-            address += -(-size // ROOM_ALIGNMENT) * ROOM_ALIGNMENT
-        return memory, addresses
+        total, offsets = _side_by_side(sizes)
+        memory = cupy.cuda.alloc(total)
+        start = memory.ptr
+        return memory, [0 if x is None else start + x for x in offsets]
 
-    def address(self, array: Array, written: bool = False) -> int:
-        return array.data.ptr
+    def addresses(
+        self, arrays: Iterable[Array | None], written: bool = False
+    ) -> list[int]:
+        return [0 if x is None else x.data.ptr for x in arrays]
 
     tensor_map = staticmethod(_tensor_map)
 
@@ -138,11 +148,13 @@ class CupyMachine:
         # To call a function of CuPy's takes twice as long: it looks at each
         # argument. The driver wants an array of pointers to them, here one.
         pointers = ctypes.c_char_p(arguments)
+        address = ctypes.addressof(pointers)
+        launch = cupy.cuda.driver.launchKernel
         stream = cupy.cuda.get_current_stream().ptr
         for function, blocks, threads, shared in loaded:
-            cupy.cuda.driver.launchKernel(
+            launch(
                 function.ptr, blocks, 1, 1, threads, 1, 1, shared, stream,
-                ctypes.addressof(pointers), 0,
+                address, 0,
             )  # fmt: skip
 
 

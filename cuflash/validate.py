@@ -186,14 +186,6 @@ def _check_one_device(seen: tuple[tuple, ...]) -> None:
             )
 
 
-def _offset_and_device(array: Any) -> tuple[int, int | None]:
-    """Bytes past a multiple of `ALIGNMENT`; the CUDA device's number."""
-    if isinstance(array, np.ndarray):
-        return _address(array) % ALIGNMENT, None
-    memory = array.data  # CuPy's: quicker to ask than the array
-    return memory.ptr % ALIGNMENT, memory.device_id
-
-
 # The three calls ---------------------------------------------------------
 
 
@@ -277,7 +269,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
     return Call(_merge(_seen(given)), given)
 
 
-_NOTHING = (NO_NUMBERS, (), {}, 0)
+_NOTHING = (None, (), {}, 0)
 
 
 def _asked(
@@ -294,10 +286,17 @@ def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
 
     That is (name, shape, strides, dtype, offset, device).
     """
+    if isinstance(next(iter(arrays.values()), None), np.ndarray):
+        return tuple([
+            (name, x.shape, x.strides, x.dtype, _address(x) % ALIGNMENT, None)
+            for name, x in arrays.items()
+        ])
+    # CuPy's memory is quicker to ask than the array.
     return tuple([
-        (name, x.shape, x.strides, x.dtype, *_offset_and_device(x))
+        (name, x.shape, x.strides, x.dtype,
+         (memory := x.data).ptr % ALIGNMENT, memory.device_id)
         for name, x in arrays.items()
-    ])
+    ])  # fmt: skip
 
 
 # Shapes and dtypes -------------------------------------------------------
@@ -315,7 +314,7 @@ def _attention(
     block_q: int | None,
     block_k: int | None,
     precision: Literal["tf32x3"] | None,
-    asked: Numbers,
+    asked: Numbers | None,
     seen_options: tuple[tuple, ...],
     *,
     deterministic: bool = False,
@@ -323,6 +322,7 @@ def _attention(
 ) -> Signature:
     """Check a forward or backward call, but for where its data are."""
     _check_one_device(seen + seen_options)
+    asked = asked or NO_NUMBERS
     arrays = _Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")
     arrays.check_same("v", ("batch", "seqlen", "heads"), "k")

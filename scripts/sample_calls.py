@@ -3,6 +3,9 @@
     compute-sanitizer --tool memcheck python scripts/sample_calls.py
     compute-sanitizer --tool racecheck python scripts/sample_calls.py
 
+A tool that watches makes compiling slow too: run it without one before, so
+that the kernels are in the cache folder.
+
 Small and awkward shapes: lengths that no tile divides, grouped heads,
 head_dim that is padded, unequal lengths, rows that see no key, NaN.
 """
@@ -10,6 +13,9 @@ head_dim that is padded, unequal lengths, rows that see no key, NaN.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 
 import cupy
 import ml_dtypes
@@ -42,17 +48,24 @@ def draw(random: np.random.Generator, dtype: type, *shape: int):
     return cupy.asarray(random.standard_normal(shape).astype(dtype))
 
 
-def run(dtype: type, shape: tuple, seed: int, precision: str | None) -> None:
+def inputs(
+    random: np.random.Generator, name: str, shape: tuple, *batch: int
+) -> list:
+    """q, k, v and dout of a shape."""
+    seqlen_q, seqlen_k, heads, kv_heads, d, dv, _ = shape
+    q, k = (seqlen_q, heads), (seqlen_k, kv_heads)
+    shapes = (*q, d), (*k, d), (*k, dv), (*q, dv)
+    return [draw(random, DTYPES[name], *batch, *x) for x in shapes]
+
+
+def run(name: str, shape: tuple, seed: int) -> None:
     """Forward, backward of both kinds, and a merge, of one shape."""
-    seqlen_q, seqlen_k, heads, kv_heads, d, dv, causal = shape
-    random = np.random.default_rng(seed)
-    q = draw(random, dtype, 2, seqlen_q, heads, d)
-    k = draw(random, dtype, 2, seqlen_k, kv_heads, d)
-    v = draw(random, dtype, 2, seqlen_k, kv_heads, dv)
-    dout = draw(random, dtype, 2, seqlen_q, heads, dv)
-    k[0, seqlen_k - 1, 0, 0] = np.nan
-    v[0, seqlen_k - 1, 0, 0] = np.inf
-    options = {"causal": causal, "precision": precision}
+    q, k, v, dout = inputs(np.random.default_rng(seed), name, shape, 2)
+    k[0, -1, 0, 0] = np.nan
+    v[0, -1, 0, 0] = np.inf
+    options = {"causal": shape[-1]}
+    if name == "tf32x3":
+        options["precision"] = name
     out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
     for deterministic in (False, True):
         options["deterministic"] = deterministic
@@ -60,14 +73,11 @@ def run(dtype: type, shape: tuple, seed: int, precision: str | None) -> None:
     cuflash.merge_states(out, lse, out, lse)
 
 
-def run_options(dtype: type, shape: tuple, seed: int) -> None:
+def run_options(name: str, shape: tuple, seed: int) -> None:
     """Forward and backward with masks and score steps: each, then all."""
-    seqlen_q, seqlen_k, heads, kv_heads, d, dv, causal = shape
-    random = np.random.default_rng(seed)
-    q = draw(random, dtype, 2, seqlen_q, heads, d)
-    k = draw(random, dtype, 2, seqlen_k, kv_heads, d)
-    v = draw(random, dtype, 2, seqlen_k, kv_heads, dv)
-    dout = draw(random, dtype, 2, seqlen_q, heads, dv)
+    seqlen_q, seqlen_k, heads, *_, causal = shape
+    random, dtype = np.random.default_rng(seed), DTYPES[name]
+    q, k, v, dout = inputs(random, name, shape, 2)
     ids = [
         cupy.asarray(np.sort(random.integers(0, 4, (2, n), np.int32)))
         for n in (seqlen_q, seqlen_k)
@@ -87,27 +97,23 @@ def run_options(dtype: type, shape: tuple, seed: int) -> None:
     for options in (*each, together):
         options = {**options, "causal": causal}
         out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
-        for name in ("bias", "sink"):
-            if name in options:
-                options[f"return_d{name}"] = True
+        for given in {"bias", "sink"} & options.keys():
+            options[f"return_d{given}"] = True
         cuflash.backward(dout, q, k, v, out, lse, **options)
 
 
-def run_packed(dtype: type, shape: tuple, seed: int) -> None:
+def run_packed(name: str, shape: tuple, seed: int) -> None:
     """Forward and backward of sequences of 0 tokens, 1, and many."""
-    seqlen_q, seqlen_k, heads, kv_heads, d, dv, causal = shape
-    random = np.random.default_rng(seed)
-    q = draw(random, dtype, seqlen_q, heads, d)
-    k = draw(random, dtype, seqlen_k, kv_heads, d)
-    v = draw(random, dtype, seqlen_k, kv_heads, dv)
-    dout = draw(random, dtype, seqlen_q, heads, dv)
+    seqlen_q, seqlen_k, *_, causal = shape
+    q, k, v, dout = inputs(np.random.default_rng(seed), name, shape)
     options = {"causal": causal, "window": (40, 40)}
-    for name, total in (("q", seqlen_q), ("k", seqlen_k)):
-        ends = [0, 0, 1, *range(10, total, 53), total - 2]
-        options[f"cu_seqlens_{name}"] = np.array(ends, np.int32)
-    count = min(len(options[f"cu_seqlens_{x}"]) for x in "qk")
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        options[name] = cupy.asarray(options[name][:count])
+    ends_q, ends_k = (
+        [0, 0, 1, *range(10, total, 53), total - 2]
+        for total in (seqlen_q, seqlen_k)
+    )
+    count = min(len(ends_q), len(ends_k))
+    options["cu_seqlens_q"] = cupy.array(ends_q[:count], np.int32)
+    options["cu_seqlens_k"] = cupy.array(ends_k[:count], np.int32)
     out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
     for deterministic in (False, True):
         cuflash.backward(
@@ -115,23 +121,36 @@ def run_packed(dtype: type, shape: tuple, seed: int) -> None:
         )
 
 
+CALLS = {"plain": run, "options": run_options, "packed": run_packed}
+NUM_SHAPES_OF_OPTIONS = 4  # the first ones: a shape takes 36 kernels
+
+
+def sample(names: list[str], kinds: list[str]) -> Iterator[Callable]:
+    """The calls of dtypes, each to be made without an argument."""
+    for name, kind in itertools.product(names, kinds):
+        shapes = SHAPES
+        if kind != "plain":
+            # tf32x3 takes no options.
+            shapes = SHAPES[:NUM_SHAPES_OF_OPTIONS] if name != "tf32x3" else ()
+        for seed, shape in enumerate(shapes):
+            yield functools.partial(CALLS[kind], name, shape, seed)
+
+
 def main() -> None:
-    """Run every shape in every dtype asked for."""
+    """Run what is asked for of every shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--dtype", nargs="+", choices=DTYPES, default=[*DTYPES]
-    )
+    add = parser.add_argument
+    add("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES])
+    add("--calls", nargs="+", choices=CALLS, default=[*CALLS])
+    add("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
+        help="of the calls, the I-th of every N")  # fmt: skip
     arguments = parser.parse_args()
-    for name in arguments.dtype:
-        for seed, shape in enumerate(SHAPES):
-            precision = name if name == "tf32x3" else None
-            run(DTYPES[name], shape, seed, precision)
-        if name != "tf32x3":
-            for seed, shape in enumerate(SHAPES[:4]):
-                run_options(DTYPES[name], shape, seed)
-                run_packed(DTYPES[name], shape, seed)
+    first, step = arguments.part
+    every = [*sample(arguments.dtype, arguments.calls)]
+    for call in every[first::step]:
+        call()
     cupy.cuda.runtime.deviceSynchronize()
-    print(f"ran {len(SHAPES)} shapes in {', '.join(arguments.dtype)}")
+    print(f"ran {len(every[first::step])} of {len(every)}")
 
 
 if __name__ == "__main__":

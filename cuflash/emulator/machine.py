@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,10 +129,16 @@ class Machine:
     def rooms(self, sizes: tuple[int, ...]) -> tuple[Any, list[int]]:
         """An array each, as kernels may not go past the end of one."""
         arrays = [self.empty(size, np.uint8) for size in sizes]
-        return arrays, [self.address(x, written=True) for x in arrays]
+        return arrays, self.addresses(arrays, written=True)
 
-    def address(self, array: np.ndarray, written: bool = False) -> int:
-        if array.size == 0:
+    def addresses(
+        self, arrays: Iterable[np.ndarray | None], written: bool = False
+    ) -> list[int]:
+        return [self.address(x, written) for x in arrays]
+
+    def address(self, array: np.ndarray | None, written: bool = False) -> int:
+        """Of one of them; 0 if it has no element."""
+        if array is None or array.size == 0:
             return 0
         placed = self._placed.get(id(array))
         if placed is None:

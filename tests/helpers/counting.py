@@ -29,10 +29,13 @@ class Counting:
 
     def rooms(self, sizes):
         arrays = [self.empty(size, np.uint8) for size in sizes]
-        return arrays, [self.address(x) for x in arrays]
+        return arrays, self.addresses(arrays)
 
-    def address(self, array, written=False):
-        return array.__array_interface__["data"][0]
+    def addresses(self, arrays, written=False):
+        return [
+            0 if x is None else x.__array_interface__["data"][0]
+            for x in arrays
+        ]
 
     @staticmethod
     def tensor_map(address, boxes):
