@@ -83,9 +83,8 @@ def kernels():
     made = [
         (device.arch, kernel)
         for decided, device in (
-            planned(found, dtype)
+            planned(found, dtype.replace("bfloat16", "float16"))
             for found, dtype in packaged()
-            if dtype != "bfloat16" or found.dtype
         )
         for kernel in decided.kernels
     ]

@@ -273,7 +273,7 @@ __device__ __forceinline__ void softmax(
             m = fmaxf(fmaxf(m, s[j * 4 + half * 2]), s[j * 4 + half * 2 + 1]);
         m = fmaxf(rows.m[half], quad_max(m));
         subtracted[half] = MASKED ? reference(m, c) : m * c;
-        rescale[half] = exp2_approx(rows.m[half] * c - subtracted[half]);
+        rescale[half] = exp2_of_product(rows.m[half], c, subtracted[half]);
         rows.m[half] = m;
     }
     // A tile's sum by itself: where weights are alike, roundings of one long sum are as well, and
