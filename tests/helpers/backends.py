@@ -162,15 +162,16 @@ on_kernels = pytest.mark.parametrize("backend", [EMULATED, CUPY])
 
 def _each_kind(backends):
     """Choices of a backend, a dtype and what to emulate."""
+    others = {"float16": "sm_90a", "bfloat16": "sm_90a", "float32": "sm_75"}
     for backend, name in product(backends, DTYPES):
-        hopper = backend is EMULATED and name in ("float16", "bfloat16")
-        for arch in ["sm_80", "sm_90a"] if hopper else ["sm_80"]:
+        other = others.get(name) if backend is EMULATED else None
+        for arch in filter(None, ["sm_80", other]):
             yield pytest.param(
                 *backend.values,
                 name,
                 arch,
                 marks=backend.marks,
-                id="-".join([backend.id, name, *([arch] if hopper else [])]),
+                id="-".join([backend.id, name, *([arch] if other else [])]),
             )
 
 
