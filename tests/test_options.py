@@ -148,6 +148,19 @@ def test_what_is_hidden_spreads_nowhere(backend, dtype, changes):
 
 @on_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("changes", HIDING)
+def test_what_is_hidden_is_no_maximum(backend, dtype, changes):
+    """Beside the hidden key's score all others would have no weight."""
+    case = Case(dtype, seqlen_q=50, seqlen_k=50,
+                spoiled=(("k", (0, 9), "1e4"),), **changes)  # fmt: skip
+    q, k, v, _ = inputs(case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_options_by_any_strides(backend, dtype):
     """Transposed, reversed and, of bias, at no multiple of its size."""
     case = Case(dtype, 2, 33, 44, 2, 2, arrays_of=("bias", "mask", "sink"))
