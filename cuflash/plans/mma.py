@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .kernel import Device, Launch, Maker, Plan
 from .rounding import round_up
 from .steps import (
     HEAD_DIM_STEP,
@@ -14,12 +14,14 @@ from .steps import (
     delta_launch,
     finding_launches,
     forward_in_one,
+    gradient_constants,
     heads_per_section,
     is_linear,
     kept_and_summed,
+    main_kernel,
     num_found,
     option_constants,
-    packed,
+    rounding_launch,
     sink_launches,
     tile_bytes,
 )
@@ -114,49 +116,13 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _head_dims(problem)
     shared = _backward_shared(problem, tile)
-    layout = (
-        ("Element", problem.dtype),
-        ("HEAD_DIM", d),
-        ("HEAD_DIM_V", dv),
-        ("BLOCK_Q", tile.block_q),
-        ("BLOCK_K", tile.block_k),
-        ("NUM_WARPS", tile.num_warps),
-        ("SCORE_WARPS_Q", tile.score_warps_q),
-        ("GRADIENT_WARPS_K", tile.gradient_warps_k),
-    )
-    main = KernelPlan(
-        file="backward_mma.cu",
-        entry="backward_mma",
-        constants=(
-            *layout,
-            ("PADDED", _padded(problem, d, dv)),
-            ("CAUSAL", problem.causal),
-            ("DETERMINISTIC", problem.deterministic),
-            ("NUM_STAGES", tile.num_stages),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
-            ("SHARED_BYTES", shared),
-            *option_constants(problem),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
-    )
-    dq_shared = tile_bytes(tile.block_q, d)
-    round_dq = KernelPlan(
-        file="backward_dq.cu",
-        entry="backward_dq",
-        constants=(
-            *layout,
-            arguments(problem),
-            packed(problem),
-            ("CAUSAL", False),  # looked at in repairs alone
-            ("REPAIRS", False),
-            ("TURNS", 0),
-            ("SHARED_BYTES", dq_shared),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=dq_shared,
-    )
+    main = main_kernel(
+        problem, tile, "mma", (d, dv), shared,
+        ("PADDED", _padded(problem, d, dv)),
+        ("NUM_STAGES", tile.num_stages),
+        *gradient_constants(problem, tile),
+        *option_constants(problem),
+    )  # fmt: skip
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     q_pairs = problem.batch * problem.num_heads_q
@@ -172,9 +138,15 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *finding_launches(problem, tile),
             delta_launch(problem, tile.block_q, d),
             Launch(main, k_tiles * kv_pairs),
-            Launch(round_dq, q_tiles * q_pairs),
+            rounding_launch(
+                problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps,
+                arguments(problem),
+                ("REPAIRS", False),
+                ("CAUSAL", False),  # looked at in repairs alone
+                ("TURNS", 0),
+            ),
             *sink_launches(problem),
-        ),
+        ),  # fmt: skip
         heads_per_section=heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head
         ),

@@ -167,6 +167,37 @@ def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
     return seqlen // block + problem.num_sequences + 1
 
 
+def rounding_launch(
+    problem: Problem,
+    tile: Tile,
+    head_dims: tuple[int, int],
+    blocks: int,
+    num_warps: int,
+    *own: tuple[str, int | bool | str],
+) -> Launch:
+    """dQ from its sums in float, a block a tile of queries and repairs."""
+    shared = tile_bytes(tile.block_q, head_dims[0])
+    kernel = KernelPlan(
+        file="backward_dq.cu",
+        entry="backward_dq",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", head_dims[0]),
+            ("HEAD_DIM_V", head_dims[1]),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", num_warps),
+            ("SCORE_WARPS_Q", tile.score_warps_q),
+            packed(problem),
+            ("SHARED_BYTES", shared),
+            *own,
+        ),
+        threads=num_warps * 32,
+        shared_bytes=shared,
+    )
+    return Launch(kernel, blocks)
+
+
 def sink_launches(problem: Problem) -> tuple[Launch, ...]:
     """The gradient of sinks, a block a head, if it is wanted."""
     if not problem.return_dsink:
@@ -199,25 +230,23 @@ def kept_and_summed(tile: Tile, d: int, dv: int, words: int = 1) -> int:
     return kept + max(scores, dq)
 
 
-def forward_in_one(
+def main_kernel(
     problem: Problem,
-    device: Device,
     tile: Tile,
     family: Family,
     head_dims: tuple[int, int],
     shared: int,
     *own: tuple[str, int | bool | str],
-) -> Plan:
-    """One kernel, a block a tile of queries; `own` are its own constants."""
-    d, dv = head_dims
-    entry = f"forward_{family_file(family)}"
-    kernel = KernelPlan(
+) -> KernelPlan:
+    """A family's kernel of the problem's direction, with `own` constants."""
+    entry = f"{problem.direction}_{family_file(family)}"
+    return KernelPlan(
         file=f"{entry}.cu",
         entry=entry,
         constants=(
             ("Element", element(problem)),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
+            ("HEAD_DIM", head_dims[0]),
+            ("HEAD_DIM_V", head_dims[1]),
             ("CAUSAL", problem.causal),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
@@ -230,9 +259,34 @@ def forward_in_one(
         shared_bytes=shared,
         ptxas_level=tile.ptxas_level,
     )
+
+
+def gradient_constants(
+    problem: Problem, tile: Tile
+) -> tuple[tuple[str, int | bool], ...]:
+    """What a backward kernel has besides: how its warps share products."""
+    return (
+        ("DETERMINISTIC", problem.deterministic),
+        ("SCORE_WARPS_Q", tile.score_warps_q),
+        ("GRADIENT_WARPS_K", tile.gradient_warps_k),
+    )
+
+
+def forward_in_one(
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    family: Family,
+    head_dims: tuple[int, int],
+    shared: int,
+    *own: tuple[str, int | bool | str],
+) -> Plan:
+    """One kernel, a block a tile of queries; `own` are its own constants."""
+    kernel = main_kernel(problem, tile, family, head_dims, shared, *own)
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     blocks = tiles * problem.batch * problem.num_heads_q
-    bytes_of_keys = problem.seqlen_k * (d + dv) * element_bytes(problem)
+    columns = sum(head_dims)  # of k and v
+    bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
     return Plan(
         problem,
         family,
@@ -258,28 +312,8 @@ def backward_in_one(
 ) -> Plan:
     """One kernel that adds to dq itself, after that for delta."""
     d, dv = head_dims
-    entry = f"backward_{family_file(family)}"
-    main = KernelPlan(
-        file=f"{entry}.cu",
-        entry=entry,
-        constants=(
-            ("Element", element(problem)),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("CAUSAL", problem.causal),
-            ("DETERMINISTIC", problem.deterministic),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_WARPS", tile.num_warps),
-            ("SCORE_WARPS_Q", tile.score_warps_q),
-            ("GRADIENT_WARPS_K", tile.gradient_warps_k),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
-            ("SHARED_BYTES", shared),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
-    )
+    own = gradient_constants(problem, tile)
+    main = main_kernel(problem, tile, family, head_dims, shared, *own)
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
     columns = 2 * d + dv  # of q, dq and dout

@@ -14,7 +14,7 @@ from .steps import (
     is_linear,
     num_found,
     option_constants,
-    packed,
+    rounding_launch,
     tile_bytes,
 )
 
@@ -256,20 +256,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared_bytes=shared,
         ptxas_level=tile.ptxas_level,
     )
-    dq_shared = tile_bytes(tile.block_q, d)
-    round_dq = KernelPlan(
-        file="backward_dq.cu",
-        entry="backward_dq",
-        constants=(
-            *layout,
-            ("Arguments", "BackwardWgmmaArguments"),
-            packed(problem),
-            ("REPAIRS", problem.causal),
-            ("SHARED_BYTES", dq_shared),
-        ),
-        threads=dq_warps * 32,
-        shared_bytes=dq_shared,
-    )
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
     kv_pairs = problem.batch * problem.num_heads_kv
@@ -289,8 +275,15 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         (
             Launch(rows, q_tiles),
             Launch(main, min(k_tiles, device.num_sms)),
-            Launch(round_dq, q_tiles + (k_tiles if problem.causal else 0)),
-        ),
+            rounding_launch(
+                problem, tile, (d, dv),
+                q_tiles + (k_tiles if problem.causal else 0), dq_warps,
+                ("Arguments", "BackwardWgmmaArguments"),
+                ("REPAIRS", problem.causal),
+                ("CAUSAL", problem.causal),
+                ("TURNS", turns_of_tile),
+            ),
+        ),  # fmt: skip
         heads_per_section=heads,
         sum_elements=q_tiles * tile.block_q * d,
         row_elements=q_tiles * _rows_bytes(tile) // 4,
