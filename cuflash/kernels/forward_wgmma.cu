@@ -195,8 +195,11 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
 
 // ---- The warpgroups that compute ----
 
-// Of the lane's two rows, which are 8 apart. l: this lane's share of the sum.
-struct Rows { float m[2], l[2]; };
+// Of the lane's two rows, which are 8 apart. cm: c m, rounded. l: this lane's share of the sum.
+struct Rows { float m[2], cm[2], l[2]; };
+__device__ __forceinline__ Rows no_rows() {
+    return {{-infinity(), -infinity()}, {-infinity(), -infinity()}, {0.0f, 0.0f}};
+}
 
 // What m is multiplied to be subtracted: 2^(c S - reference).
 __device__ __forceinline__ float reference(float m, float c) {
@@ -272,9 +275,11 @@ __device__ __forceinline__ void softmax(
         for (int j = 0; j < S_COUNT / 4; ++j)
             m = fmaxf(fmaxf(m, s[j * 4 + half * 2]), s[j * 4 + half * 2 + 1]);
         m = fmaxf(rows.m[half], quad_max(m));
-        subtracted[half] = MASKED ? reference(m, c) : m * c;
-        rescale[half] = exp2_of_product(rows.m[half], c, subtracted[half]);
+        const float cm = __fmul_rn(m, c);                   // if fused, m' = m would rescale too
+        subtracted[half] = MASKED && m == -infinity() ? 0.0f : cm;
+        rescale[half] = exp2_approx(rows.cm[half] - subtracted[half]);
         rows.m[half] = m;
+        rows.cm[half] = cm;
     }
     // A tile's sum by itself: where weights are alike, roundings of one long sum are as well, and
     // all to one side.
@@ -484,7 +489,9 @@ __device__ __forceinline__ auto step_options(
 __device__ __forceinline__ void compute_all(const Arguments& arguments,
                                             SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
-    const int group = threadIdx.x / WARPGROUP - 1;
+    // Known to be a warp's, and all that follows from it: so which tiles a warp is at, and their
+    // descriptors, are computed once for 32 lanes, and the products need not fetch them from there.
+    const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int lane = threadIdx.x % 32, group_row = group * GROUP_ROWS;
     const int warp_row = (threadIdx.x / 32 - 4) * 16, lane_row = warp_row + lane / 4;
     const float scale = fabsf(static_cast<float>(arguments.arrays.scale));
@@ -507,7 +514,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     bool started = false;                                   // acc holds something
     bool exact = true;                                      // all rows so far
     u32 p[P_COUNT];
-    Rows rows = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
+    Rows rows = no_rows();
     Ring<Q_STAGES> q;
     Ring<KV_STAGES> k, v{KV_STAGES - 1, 1};                 // v: of P, the last key tile; k: next
 
@@ -647,7 +654,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
                            queries.num_rows, shape.head_dim_v);
         }
         started = false;
-        rows = {{-infinity(), -infinity()}, {0.0f, 0.0f}};
+        rows = no_rows();
     };
 
     // The first S of a query tile, alone; the rows of the one before go out meanwhile.
