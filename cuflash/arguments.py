@@ -151,6 +151,13 @@ BackwardOptionsArguments = _struct(
     ("arrays", BackwardArguments),
     ("options", OptionNumbers),
 )
+BackwardWgmmaOptionsArguments = padded(
+    64,
+    *_fields("q_map dout_map k_map v_map dk_map dv_map", TensorMap),
+    *_pointers(f"{_OPTION_POINTERS} dbias dsink"),
+    ("arrays", BackwardArguments),
+    ("options", OptionNumbers),
+)
 MergeArguments = _struct(
     *_pointers("out_a lse_a out_b lse_b out lse"),
     *_fields("batch seqlen_q num_heads_q head_dim_v", np.int32),

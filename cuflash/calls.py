@@ -22,6 +22,7 @@ from cuflash.arguments import (
     BackwardArguments,
     BackwardOptionsArguments,
     BackwardWgmmaArguments,
+    BackwardWgmmaOptionsArguments,
     ForwardArguments,
     ForwardOptionsArguments,
     ForwardWgmmaArguments,
@@ -287,13 +288,21 @@ def _backward_recipe(
         tile = decided.tile
         rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
                 "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
-        place = _BACKWARD_POINTERS.index
-        boxes = ((place(x), Boxes.of(taken[x], n)) for x, n in rows.items())
+        first = len(_OPTION_POINTERS) + 4 if p.options else 0
+        boxes = (
+            (first + _BACKWARD_POINTERS.index(x), Boxes.of(taken[x], n))
+            for x, n in rows.items()
+        )
     kind = BackwardWgmmaArguments if by_tma else BackwardArguments
     constants = {**strides, **_common(p, decided)}
     copies = _changes(given, taken)
     if p.options:
-        kind, options = BackwardOptionsArguments, _options(signature)
+        kind = (
+            BackwardWgmmaOptionsArguments
+            if by_tma
+            else BackwardOptionsArguments
+        )
+        options = _options(signature)
         constants["options"] = _option_numbers(signature, options)
         copies |= _changes(signature.options, options)
     return Recipe(

@@ -292,6 +292,10 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
     )
     if problem.num_sequences:  # as if they were alike
         walked = ceil_div(walked, problem.num_sequences)
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    if left is not None and right is not None:
+        walked = min(walked, left + right + 1)
     count = ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
 

@@ -9,6 +9,8 @@
     python scripts/bench.py --output h200.json --pictures docs/benchmarks
     python scripts/bench.py --read h200.json     # figures taken before
     python scripts/bench.py --write-docs         # tables, from the JSON files
+    python scripts/bench.py --options            # masks and score steps
+    python scripts/bench.py --options window softcap --direction forward
     python scripts/bench.py --memory             # peak extra memory
     python scripts/bench.py --import-time        # import and first call
 
@@ -21,14 +23,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bench_parts import cells, imports, machine, markdown, peers
+from bench_parts import (
+    cells,
+    imports,
+    machine,
+    markdown,
+    option_cells,
+    peers,
+    report,
+)
 from bench_parts.options import WithDefaults, in_words
 from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
 
+if TYPE_CHECKING:
+    from bench_parts.runners import Runner
+
 MIB = 1 << 20
+MASKS = {"yes": [True], "no": [False], "both": [False, True]}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -44,7 +60,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help=defaults("head_dims"))  # fmt: skip
     add("--seqlen", nargs="+", type=size, default=None,
         help=defaults("seqlens"))  # fmt: skip
-    add("--causal", choices=("yes", "no", "both"), default="both")
+    add("--causal", choices=("yes", "no", "both"), default=None,
+        help="both if not given; no with --options")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float16", "float32", "float64"),
         default=None, help="bfloat16 if not given; float32 with "
         "--precision")  # fmt: skip
@@ -71,6 +88,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="show and draw such a JSON file; measure nothing")  # fmt: skip
     add("--write-docs", action="store_true", help="make the tables of README "
         "and docs anew, from the JSON files that they name")  # fmt: skip
+    add("--options", nargs="*", choices=option_cells.OPTIONS, default=None,
+        metavar="OPTION", help="calls with these options, each beside the "
+        f"same call without: {', '.join(option_cells.OPTIONS)}; none: all. "
+        f"If not given --head-dim {in_words(option_cells.HEAD_DIMS)}, "
+        f"--seqlen {in_words(option_cells.SEQLENS)}")  # fmt: skip
     add("--memory", action="store_true", help="peak extra memory instead")
     add("--import-time", action="store_true", help="import times instead")
     options = parser.parse_args(arguments)
@@ -79,6 +101,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     if options.precision and options.dtype != "float32":
         parser.error(f"--precision {options.precision}: for float32 alone")
+    if options.options is not None:
+        options.options = options.options or list(option_cells.OPTIONS)
+        reason = why_no_options(options)
+        if reason:
+            parser.error(f"--options: {reason}")
+        with_defaults_of_options(options)
+    options.causal = options.causal or "both"
     known = cells.grid_of(options.dtype)
     options.head_dim = options.head_dim or list(known.head_dims)
     options.seqlen = options.seqlen or list(known.seqlens)
@@ -101,6 +130,39 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds}: more than 0")
     return options
+
+
+def why_no_options(options: argparse.Namespace) -> str | None:
+    """Return what makes no sense beside --options, None if all does."""
+    names = ", ".join(options.options)
+    kinds = [option_cells.OPTIONS[name] for name in options.options]
+    lengths = options.seqlen and all(x.own_seqlen for x in kinds)
+    totals = all(x.own_tokens for x in kinds)
+    masks = options.causal and all(x.causal is not None for x in kinds)
+    reasons = {
+        "no --peer, each call stands beside the same one without":
+            options.peer is not None,
+        "no --memory and no --import-time, times of calls alone":
+            options.memory or options.import_time,
+        "no --pictures, tables alone": options.pictures,
+        "no --precision, kernels in parts take none": options.precision,
+        "no float64, results have no bound to be checked by":
+            options.dtype == "float64",
+        f"no --seqlen, {names}: of a length of its own": lengths,
+        f"no --tokens, {names}: of a length of its own":
+            totals and options.tokens != cells.TOKENS,
+        f"no --causal, {names}: under a mask of its own": masks,
+    }  # fmt: skip
+    return next((word for word, true in reasons.items() if true), None)
+
+
+def with_defaults_of_options(options: argparse.Namespace) -> None:
+    """Fill in what --options asks for if nothing else is."""
+    options.head_dim = options.head_dim or list(option_cells.HEAD_DIMS)
+    options.causal = options.causal or "no"
+    if all(option_cells.OPTIONS[x].own_seqlen for x in options.options):
+        options.seqlen = [1]  # of none
+    options.seqlen = options.seqlen or list(option_cells.SEQLENS)
 
 
 def defaults(name: str) -> str:
@@ -142,6 +204,8 @@ def main(arguments: list[str] | None = None) -> int:
             measure_imports(record)
         elif options.memory:
             measure_memory(options, record)
+        elif options.options:
+            measure_options(options, record)
         else:
             measure_speed(options, record)
     except KeyboardInterrupt:
@@ -158,6 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def draw(options: argparse.Namespace, record: dict) -> None:
     """Draw the plots of a record."""
+    if "options" in record:
+        say("no pictures of calls with options")
+        return
     try:
         from bench_parts import pictures
     except ImportError as error:
@@ -172,8 +239,7 @@ def read(options: argparse.Namespace) -> int:
     """Show figures that were taken before, and draw them."""
     try:
         record = json.loads(options.read.read_text())
-        names = list(record["runners"])
-        lines = [line(row, names) for row in record["rows"]]
+        lines = report.lines(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(
             f"{options.read} has no figures of bench.py: "
@@ -181,8 +247,9 @@ def read(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    say("\n".join([heading(names), *lines]))
-    show_summary(record["summary"])
+    say("\n".join(lines))
+    if record.get("summary"):
+        show_summary(record["summary"])
     if options.pictures:
         draw(options, record)
     return 0
@@ -249,7 +316,7 @@ def measure_memory(options: argparse.Namespace, record: dict) -> None:
 
 def measure_speed(options: argparse.Namespace, record: dict) -> None:
     """Fill in `rows`, `ceilings`, `summary`; show each row as it comes."""
-    from bench_parts import compiling, speed, timing
+    from bench_parts import compiling, timing
     from bench_parts.runners import OURS
     from cuflash import launch
 
@@ -259,28 +326,17 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
     for word in words:
         say(word)
     record["runners"] = {runner.name: runner.label for runner in runners}
-    heads = f"heads * head_dim = {options.width}"
-    if options.heads:
-        heads = f"{options.heads} heads"
-    record["workload"] = (
-        f"{options.tokens} tokens, {heads}, "
-        f"(batch, seqlen, heads, head_dim), {options.dtype}"
-    )
-    if options.precision:
-        record["workload"] += f", precision {options.precision}"
-    if options.kv_heads:
-        record["workload"] += f", {options.kv_heads} key heads"
+    record["workload"] = workload(options)
     record["ceilings"] = timing.ceilings(
         options.dtype, options.seconds
     )
     say(", ".join(f"{k} {v:.0f}" for k, v in record["ceilings"].items()))
 
-    masks = {"yes": [True], "no": [False], "both": [False, True]}
     grid = cells.grid(
         options.direction,
         options.dtype,
         options.head_dim,
-        masks[options.causal],
+        MASKS[options.causal],
         options.seqlen,
         options.tokens,
         options.width,
@@ -289,18 +345,84 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         options.precision,
     )
     compiling.compile_all(grid, launch.device(0))
-    record["rows"], record["faults"] = [], []
     say(heading(names))
-    for cell in grid:
-        row = speed.measure(cell, runners, options.seconds)
-        record["rows"].append(row)
-        record["faults"] += row["faults"]
-        say(line(row, names))
-        for word in row["faults"] + row["left_out"]:
-            say(f"    {word}")
+    measure_rows(
+        record, grid, runners, options.seconds, lambda row: line(row, names)
+    )
     record["summary"] = summary_of(record["rows"], names[1:])
     if record["summary"]:
         show_summary(record["summary"])
+    say_faults(record)
+
+
+def measure_options(options: argparse.Namespace, record: dict) -> None:
+    """Fill in `rows` of calls with options; show each as it comes."""
+    from bench_parts import compiling
+    from bench_parts.runners import OURS, PLAIN
+    from cuflash import launch
+
+    record["options"] = options.options
+    record["runners"] = {x.name: x.label for x in (OURS, PLAIN)}
+    record["workload"] = workload(options)
+    grid = option_cells.grid(
+        options.options,
+        options.direction,
+        options.dtype,
+        options.head_dim,
+        MASKS[options.causal],
+        options.seqlen,
+        options.tokens,
+        options.width,
+        options.kv_heads,
+        options.heads,
+    )
+    plain = [cell.plain for cell in grid]
+    compiling.compile_all([*grid, *plain], launch.device(0))
+    say(report.option_heading())
+    measure_rows(
+        record, grid, [OURS, PLAIN], options.seconds, report.option_line
+    )
+    say_faults(record)
+
+
+def workload(options: argparse.Namespace) -> str:
+    """What the arrays of a run are, in words."""
+    heads = f"heads * head_dim = {options.width}"
+    if options.heads:
+        heads = f"{options.heads} heads"
+    text = (
+        f"{options.tokens} tokens, {heads}, "
+        f"(batch, seqlen, heads, head_dim), {options.dtype}"
+    )
+    if options.precision:
+        text += f", precision {options.precision}"
+    if options.kv_heads:
+        text += f", {options.kv_heads} key heads"
+    return text
+
+
+def measure_rows(
+    record: dict,
+    grid: list[cells.Cell],
+    runners: list[Runner],
+    seconds: float,
+    in_text: Callable[[dict], str],
+) -> None:
+    """Fill in `rows` and `faults`; show each row as it comes."""
+    from bench_parts import speed
+
+    record["rows"], record["faults"] = [], []
+    for cell in grid:
+        row = speed.measure(cell, runners, seconds)
+        record["rows"].append(row)
+        record["faults"] += row["faults"]
+        say(in_text(row))
+        for word in row["faults"] + row["left_out"]:
+            say(f"    {word}")
+
+
+def say_faults(record: dict) -> None:
+    """Say how many results were wrong, if some were."""
     if record["faults"]:
         say(f"{len(record['faults'])} results are wrong and not timed")
 

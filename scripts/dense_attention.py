@@ -1,6 +1,7 @@
 """Plain attention with CuPy, to check results against: one head, row by row.
 
-Used by bench.py and fuzz_gpu.py.
+Masks and score steps are those of docs/masks.md. Used by bench.py and
+fuzz_gpu.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,31 @@ from typing import NamedTuple
 import cupy
 
 ROWS = 2048  # of a chunk of the matrix of scores
+
+
+class Options(NamedTuple):
+    """What one head is asked for besides scale and causal.
+
+    Attributes
+    ----------
+    window : (left, right)
+        None for no bound.
+    softcap, sink : float or None
+    slope : float
+        Of ALiBi.
+    bias : array, (queries, keys), or None
+    segment_ids : two arrays, (queries,) and (keys,), or None
+    """
+
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    slope: float = 0.0
+    bias: cupy.ndarray | None = None
+    sink: float | None = None
+    segment_ids: tuple[cupy.ndarray, cupy.ndarray] | None = None
+
+
+NO_OPTIONS = Options()
 
 
 class Attended(NamedTuple):
@@ -32,6 +58,7 @@ def attend(
     scale: float,
     causal: bool,
     stored: Callable[[cupy.ndarray], cupy.ndarray] = lambda x: x,
+    options: Options = NO_OPTIONS,
 ) -> Attended:
     """Attention of one head, and with `dout` its gradients.
 
@@ -42,7 +69,11 @@ def attend(
     stored : callable
         Rounds P, dP and dS, which plain code would keep in a narrower dtype.
         Results are not rounded.
+    options : Options
+        Masks and score steps.
     """
+    if causal:
+        options = options._replace(window=(options.window[0], 0))
     chunks = []
     dk = dv = None
     if dout is not None:
@@ -50,19 +81,23 @@ def attend(
     for start in range(0, len(q), ROWS):
         rows = slice(start, start + ROWS)
         s = q[rows] @ k.T * scale
-        if causal:
-            last_seen = cupy.arange(start, start + len(s)) + len(k) - len(q)
-            s[cupy.arange(len(k)) > last_seen[:, None]] = -cupy.inf
+        places = cupy.arange(start, start + len(s)) + len(k) - len(q)
+        s, derivative = _scores(s, rows, places, options)
         m = s.max(axis=1, keepdims=True)
+        if options.sink is not None:
+            m = cupy.maximum(m, options.sink)
         m[m == -cupy.inf] = 0  # a row that sees no key
         p = cupy.exp(s - m)
         total = p.sum(axis=1, keepdims=True)
+        if options.sink is not None:
+            total += cupy.exp(options.sink - m)
         lse = (m + cupy.log(total))[:, 0]
         p = stored(p / cupy.where(total == 0, 1, total))
         dq = None
         if dout is not None:
             dp = stored(dout[rows] @ v.T)
-            ds = stored(p * (dp - (p * dp).sum(axis=1, keepdims=True)))
+            ds = p * (dp - (p * dp).sum(axis=1, keepdims=True))
+            ds = stored(ds * derivative)
             dq = scale * (ds @ k)
             dk += scale * (ds.T @ q[rows])
             dv += p.T @ dout[rows]
@@ -72,3 +107,30 @@ def attend(
         for parts in zip(*chunks, strict=True)
     )
     return Attended(out, lse, dq, dk, dv)
+
+
+def _scores(
+    s: cupy.ndarray, rows: slice, places: cupy.ndarray, options: Options
+) -> tuple[cupy.ndarray, cupy.ndarray | float]:
+    """Scores from scaled products of some rows, and their derivative.
+
+    `places` are the keys that the rows stand at.
+    """
+    derivative = 1.0
+    if options.softcap is not None:
+        t = cupy.tanh(s / options.softcap)
+        s, derivative = options.softcap * t, 1 - t * t
+    behind = cupy.arange(s.shape[1]) - places[:, None]
+    if options.slope:
+        s -= (options.slope * abs(behind)).astype(s.dtype)
+    if options.bias is not None:
+        s += options.bias[rows].astype(s.dtype)
+    left, right = options.window
+    if left is not None:
+        s[behind < -left] = -cupy.inf
+    if right is not None:
+        s[behind > right] = -cupy.inf
+    if options.segment_ids is not None:
+        of_q, of_k = options.segment_ids
+        s[of_q[rows, None] != of_k] = -cupy.inf
+    return s, derivative

@@ -12,23 +12,12 @@ from helpers.backends import on_kernels, on_kernels_of
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
-    assert_matches,
+    assert_gradients_match,
 )
 from helpers.data import Case, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.options import MAKERS
-
-
-def gradient_names(case):
-    more = [f"d{x}" for x in ("bias", "sink") if x in case.arrays_of]
-    return ["dq", "dk", "dv", *more]
-
-
-def assert_gradients_match(got, want, case):
-    for name, *pair in zip(gradient_names(case), got, want, strict=True):
-        assert_matches(*pair, name, case)
-
 
 # A key tile that no query tile sees: its keys were not waited for.
 UNSEEN = [

@@ -1,10 +1,11 @@
-"""Masks and score steps in Hopper's forward kernel, which lists tiles."""
+"""Masks and score steps in Hopper's kernels."""
 
 import pytest
 
+import cuflash
 from helpers import calls, expected
 from helpers.backends import on_kernels
-from helpers.compare import assert_forward_matches
+from helpers.compare import assert_forward_matches, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 
 SEGMENTS = ("segment_ids_k", "segment_ids_q")
@@ -37,14 +38,45 @@ def check(backend, case):
     assert_forward_matches(got, want, case)
 
 
+def check_gradients(backend, case):
+    q, k, v, dout = inputs(case)
+    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+def option_case(name, shape, causal, **more):
+    # Blocks that take turns wait for each other.
+    on = Emulation("sm_90a", num_sms=2, seed=1, resident=2)
+    return Case(
+        "bfloat16", *shape, causal, seed=4, on=on, **OPTIONS[name], **more
+    )
+
+
 @on_kernels
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_forward(backend, shape, causal, name):
-    on = Emulation("sm_90a", num_sms=2, seed=1)
-    check(backend, Case("bfloat16", *shape, causal, seed=4, on=on,
-                        **OPTIONS[name]))  # fmt: skip
+    check(backend, option_case(name, shape, causal))
+
+
+@on_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_backward(backend, shape, causal, name):
+    check_gradients(backend, option_case(name, shape, causal))
+
+
+@on_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["window", "left", "sink"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_backward_in_turns(backend, shape, causal, name):
+    case = option_case(name, shape, causal, deterministic=True)
+    check_gradients(backend, case)
 
 
 @on_kernels
@@ -54,3 +86,63 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
     check(backend, Case("float16", seqlen_q=200, seqlen_k=200, head_dim=40,
                         on=Emulation("sm_90a", num_sms=1), spoiled=spoiled,
                         **OPTIONS[name]))  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("head_dim", [40, 120, 200])
+@pytest.mark.parametrize("array", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("name", ["window", "segments", "softcap", "all"])
+def test_hidden_gradients_spread_nowhere(backend, array, head_dim, name):
+    spoiled = ((array, (0, 9), "nan"), (array, (0, 150), "inf"))
+    check_gradients(backend, Case(
+        "float16", seqlen_q=200, seqlen_k=200, head_dim=head_dim,
+        head_dim_v=head_dim, causal=True, on=Emulation("sm_90a", num_sms=1),
+        spoiled=spoiled, **OPTIONS[name],
+    ))  # fmt: skip
+
+
+@on_kernels
+def test_more_query_tiles_than_lanes(backend):
+    """Of 47; those of the last segment, and keys, begin after the 32nd."""
+    case = Case(
+        "float16", 1, 3000, 70, head_dim=16, seed=1, softcap=5.0,
+        on=Emulation("sm_90a", num_sms=1), arrays_of=SEGMENTS,
+    )  # fmt: skip
+    check_gradients(backend, case)
+
+
+@on_kernels
+def test_huge_scores_of_steps(backend):
+    """Whose lse is subtracted before anything is rounded."""
+    case = Case(
+        "float16", 1, 70, 140, head_dim=64, head_dim_v=64, scale=64.0,
+        on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
+    )  # fmt: skip
+    check_gradients(backend, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("head_dim", [64, 200])
+@pytest.mark.parametrize("name", ["window", "segments", "all"])
+def test_key_tiles_that_nobody_sees(backend, name, head_dim):
+    case = Case(
+        "float16", 1, 2, 800, 2, 1, head_dim, head_dim, seed=0,
+        on=Emulation("sm_90a", num_sms=1), **OPTIONS[name],
+    )  # fmt: skip
+    check_gradients(backend, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("head_dim", [40, 200])
+@pytest.mark.parametrize("array", ["q", "k", "dout"])
+@pytest.mark.parametrize("name", ["window", "segments"])
+def test_hidden_gradients_of_batches(backend, array, head_dim, name):
+    """With slopes, grouped heads, and nothing else that hides."""
+    options = dict(OPTIONS[name])
+    arrays = *options.pop("arrays_of", ()), "alibi_slopes"
+    spoiled = ((array, (0, 9), "nan"), (array, (0, 140), "inf"))
+    check_gradients(backend, Case(
+        "float16", 2, 150, 200, 2, 1, head_dim, head_dim, seed=13,
+        spoiled=spoiled, on=Emulation("sm_90a", num_sms=1), arrays_of=arrays,
+        **options,
+    ))  # fmt: skip

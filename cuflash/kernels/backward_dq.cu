@@ -9,7 +9,7 @@
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
 // Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the kernel before;
-// Arguments, what it takes; PACKED; REPAIRS, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
+// Arguments and the options; REPAIRS, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
 // SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).
@@ -26,7 +26,8 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // dV and dK of a key tile, counted over all key heads, if they are doubtful.
-__device__ __forceinline__ void repair_keys(const BackwardArguments& arguments, int number) {
+__device__ __forceinline__ void repair_keys(const Arguments& all, int number) {
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const int tiles = num_key_tiles(shape);
     const int tile = number % tiles, pair = number / tiles;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void repair_keys(const BackwardArguments& arguments, 
     if (*doubtful_key_tile(arguments, {tile, head, batch}) == 0) return;
     const int end = min((tile + 1) * BLOCK_K, shape.seqlen_k);
     for (int key = tile * BLOCK_K + threadIdx.x / 32; key < end; key += NUM_WARPS)
-        repair_key(arguments, batch, head, key);
+        repair_key(all, batch, head, key);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -52,8 +53,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
     if (REPAIRS && batch >= shape.batch)
-        return repair_keys(arguments,
-                           blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
+        return repair_keys(all, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
     const float* sums =
         dq_sum_tile(arguments.dq_sum, PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x)
         + dq_sum_first(threadIdx.x);
@@ -91,6 +91,6 @@ backward_dq(const __grid_constant__ Arguments whole) {
         __syncthreads();
         const int end = min((tile + 1) * BLOCK_Q, shape.seqlen_q);
         for (int query = tile * BLOCK_Q + threadIdx.x / 32; query < end; query += NUM_WARPS)
-            repair_query(arguments, batch, head, query);
+            repair_query(all, batch, head, query);
     }
 }

@@ -8,17 +8,21 @@
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of sums;
-// TURNS of a query tile, 0 if dQ is not DETERMINISTIC. No shared memory.
+// TURNS of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, what it takes, and the options
+// (docs/masks.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "counters.cuh"
+#include "pairs.cuh"
 #include "query_rows.cuh"
 #include "row_sums.cuh"
+#include "softmax.cuh"
+#include "score.cuh"
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_rows(const __grid_constant__ BackwardWgmmaArguments all) {
+backward_rows(const __grid_constant__ Arguments all) {
     const BackwardArguments& arguments = all.arrays;
     const Shape& shape = arguments.shape;
     const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
@@ -44,10 +48,14 @@ backward_rows(const __grid_constant__ BackwardWgmmaArguments all) {
     const float size = fabsf(lse * LOG2_E);
     const bool huge = __syncthreads_or(size > LARGEST_FUSED_LSE && lse < infinity());
     if (thread < BLOCK_Q) rows.lse[thread] = huge ? lse : lse * LOG2_E;
+    if constexpr (SEGMENTS)
+        if (thread < num_rows)
+            rows.set_id(thread, Pairs(all, batch).id_of_query(tile * BLOCK_Q + thread));
     if (thread == 0) {
         rows.huge = huge;
-        rows.scale = static_cast<float>(arguments.scale);
+        rows.scale = LINEAR ? static_cast<float>(arguments.scale) : 1.0f;
         rows.q_start = tile * BLOCK_Q;
+        rows.head = head;
     }
 
     constexpr int ROWS_AT_ONCE = NUM_THREADS / LANES;

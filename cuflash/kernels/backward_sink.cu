@@ -8,18 +8,31 @@
 // Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
 // and so on of each batch.
 // Rows of lse -inf are of no sequence: others have at least their sink's.
-// Constants: Element, PACKED, NUM_THREADS, SHARED_BYTES. Shared memory: a double for each thread.
+// Constants: Arguments, what it takes; Element, PACKED, NUM_THREADS, SHARED_BYTES; IN_TILES: delta
+// stands in QueryRows (query_rows.cuh) of BLOCK_Q queries. Shared memory: a double for each thread.
 //
 // Bound by memory: lse and delta read once.
 #include "elements.cuh"
+#include "query_rows.cuh"
 
 using Real = Accumulator<Element>;
 
 struct SharedPlan { double sums[NUM_THREADS]; };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
+// Of a row of a (batch, head), of which `pair` come before.
+inline Real delta_of(const BackwardArguments& arguments, i64 pair, int row) {
+    const int length = arguments.shape.seqlen_q;
+    if constexpr (IN_TILES) {
+        const i64 tile = pair * ((length + BLOCK_Q - 1) / BLOCK_Q) + row / BLOCK_Q;
+        return static_cast<const QueryRows*>(arguments.delta)[tile].delta[row % BLOCK_Q];
+    } else {
+        return static_cast<const Real*>(arguments.delta)[pair * length + row];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_sink(const __grid_constant__ BackwardOptionsArguments all) {
+backward_sink(const __grid_constant__ Arguments all) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     double (&sums)[NUM_THREADS] = reinterpret_cast<SharedPlan*>(shared_bytes)->sums;
     const BackwardArguments& arguments = all.arrays;
@@ -31,12 +44,11 @@ backward_sink(const __grid_constant__ BackwardOptionsArguments all) {
 
     double sum = 0;
     for (int batch = 0; batch < shape.batch; ++batch) {
-        const i64 first = (i64(batch) * shape.num_heads_q + head) * shape.seqlen_q;
-        const Real* lse = static_cast<const Real*>(arguments.lse) + first;
-        const Real* delta = static_cast<const Real*>(arguments.delta) + first;
+        const i64 pair = i64(batch) * shape.num_heads_q + head;
+        const Real* lse = static_cast<const Real*>(arguments.lse) + pair * shape.seqlen_q;
         for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)
             if (!weightless && !(PACKED && lse[row] == -infinite))
-                sum -= exp(sink - lse[row]) * delta[row];
+                sum -= exp(sink - lse[row]) * delta_of(arguments, pair, row);
     }
     sums[thread] = sum;
     for (int half = NUM_THREADS / 2; half > 0; half /= 2) {

@@ -7,19 +7,31 @@
 // the keys, of each query head of the group in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
-// TURNS.
-// A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; work[WORKS]; the
-// barriers *_full, from those that load or say what to do, and *_empty, back.
+// TURNS; Arguments and the options (docs/masks.md), of which there are WINDOW, SOFTCAP, ALIBI, SINK
+// and, without TURNS, SEGMENTS.
+// A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; parted[PARTED],
+// whether segments hide pairs of a step; work[WORKS]; the barriers *_full, from those that load or
+// say what to do, and *_empty, back.
 #pragma once
 #include "counters.cuh"
-#include "mask.cuh"
+#include "pairs.cuh"
 #include "query_rows.cuh"
+#include "softmax.cuh"
+#include "score.cuh"
 #include "wgmma.cuh"
 
 constexpr int S_COUNT = BLOCK_Q / 2;                        // floats of a thread: 64 keys' S^T
+constexpr bool OPTIONS = WINDOW || SEGMENTS || !LINEAR;
+constexpr int LOADING_THREADS = SEGMENTS ? 32 : 1;          // of Q
+constexpr int PARTED = SEGMENTS ? STAGES : 1;
+constexpr bool HIDES = CAUSAL || WINDOW || SEGMENTS;        // rows need not see what is loaded
 constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
+
+static_assert(!(BIAS || KEEP || DROPOUT || PACKED), "options that other kernels take");
+static_assert(!(SEGMENTS && DETERMINISTIC), "turns are those of neighbouring key tiles");
+static_assert(KEEPS_P || !SOFTCAP, "dS is P times the score's derivative, times what follows");
 
 constexpr int WORKS = 2;                                    // in hand: one begins as one ends
 
@@ -32,24 +44,44 @@ struct Count {
     __device__ __forceinline__ u32 kv_parity() const { return tiles % 2; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles(const Shape& shape, int k_tile) {
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    return mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+// The query tiles of a key tile. With WINDOW at least one is visited, though it may see nothing of
+// it: so all key tiles come to their ends, and neighbours stay neighbours.
+__device__ __forceinline__ QueryTiles query_tiles(const Arguments& all, int k_tile) {
+    const Shape& shape = arrays_of(all).shape;
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    QueryTiles tiles = mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+    if constexpr (WINDOW) {
+        tiles.first = min(tiles.first, mask.num_tiles(shape.seqlen_q, BLOCK_Q) - 1);
+        tiles.end = max(tiles.end, tiles.first + 1);
+    }
+    return tiles;
 }
 
 // The steps of a key tile: the query tiles that see it, of the group's first head, then of its
-// second, and so on.
-struct Steps {
+// second, and so on. With SEGMENTS by a whole warp, and at least one query tile of each head.
+struct QuerySteps {
     int first, end, head, tile, left;
-    __device__ __forceinline__ Steps(const Shape& shape, QueryTiles tiles, int kv_head)
+    __device__ __forceinline__ QuerySteps(
+        const Arguments& all, QueryTiles tiles, TileOfHead where)
         : first(tiles.first), end(tiles.end), tile(tiles.first) {
+        const Shape& shape = arrays_of(all).shape;
         const int group_size = shape.num_heads_q / shape.num_heads_kv;
-        head = kv_head * group_size;
+        head = where.head * group_size;
         left = group_size * (end - first);
+        if constexpr (SEGMENTS) {
+            const Pairs pairs(all, where.batch);
+            const int met = pairs.query_tiles_between(first, end, where.tile);
+            left = group_size * max(met, 1);
+            if (met > 0) tile = first = pairs.query_tile_after(first - 1, where.tile, end);
+        }
     }
-    __device__ __forceinline__ void next() {
+    __device__ __forceinline__ void next(const Arguments& all, TileOfHead where) {
         --left;
-        if (++tile < end) return;
+        if constexpr (SEGMENTS)
+            tile = Pairs(all, where.batch).query_tile_after(tile, where.tile, end);
+        else
+            ++tile;
+        if (tile < end) return;
         tile = first;
         ++head;
     }
@@ -62,11 +94,12 @@ __device__ __forceinline__ int number_of(const Shape& shape, int batch, int head
 
 // ---- The threads that load ----
 
-// Q and dO. This thread also says what to do, a key tile ahead of those who compute.
+// Q and dO. This thread also says what to do, a key tile ahead of those who compute. With SEGMENTS
+// a warp finds the tiles, of which one thread loads.
 template <class Shared>
-__device__ __forceinline__ void load_queries(const BackwardWgmmaArguments& arguments,
-                                             Shared& shared) {
+__device__ __forceinline__ void load_queries(const Arguments& arguments, Shared& shared) {
     const Shape& shape = arguments.arrays.shape;
+    const bool loads = !SEGMENTS || threadIdx.x % 32 == 0;
     const int num_k_tiles = num_key_tiles(shape);
     Ring<STAGES> ring;
     Count count;
@@ -77,16 +110,23 @@ __device__ __forceinline__ void load_queries(const BackwardWgmmaArguments& argum
             where = tile_of_block(
                 index, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
         if (LAST_KEYS_FIRST && !ended) where.tile = num_k_tiles - 1 - where.tile;
-        wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);
-        shared.work[count.place()] = where;
-        mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
+        if (loads) {
+            wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);
+            shared.work[count.place()] = where;
+            mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
+        }
         if (ended) return;
-        Steps step(shape, query_tiles(shape, where.tile), where.head);
-        for (; step.left > 0; step.next(), ring.next()) {
+        QuerySteps step(arguments, query_tiles(arguments, where.tile), where);
+        for (; step.left > 0; step.next(arguments, where), ring.next()) {
+            if (SEGMENTS) __syncwarp();
+            if (!loads) continue;
             if (step.left == 1)
                 index = gridDim.x + atomicAdd(tiles_handed_out(arguments.arrays), 1);
             wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
             const u32 q_full = shared_address(&shared.q_full[ring.stage]);
+            if (SEGMENTS)
+                shared.parted[ring.stage] =
+                    !Pairs(arguments, where.batch).sees_all(step.tile, where.tile);
             bulk_load(shared_address(&shared.rows[ring.stage]),
                       static_cast<const QueryRows*>(arguments.arrays.delta)
                           + number_of(shape, where.batch, step.head, step.tile),
@@ -100,12 +140,12 @@ __device__ __forceinline__ void load_queries(const BackwardWgmmaArguments& argum
                 shared_address(&shared.dout_full[ring.stage]), step.tile * BLOCK_Q, step.head,
                 where.batch);
         }
+        if (SEGMENTS) index = __shfl_sync(WHOLE_WARP, index, 0);
     }
 }
 
 template <class Shared>
-__device__ __forceinline__ void load_keys(const BackwardWgmmaArguments& arguments,
-                                          Shared& shared) {
+__device__ __forceinline__ void load_keys(const Arguments& arguments, Shared& shared) {
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
         const TileOfHead where = shared.work[count.place()];
@@ -127,7 +167,8 @@ __device__ __forceinline__ void load_keys(const BackwardWgmmaArguments& argument
 // DETERMINISTIC, the key tiles that add to a dQ do so in the order of their turns, which follow one
 // another; others_before: this is not the first of them.
 template <class Shared, class F>
-__device__ __forceinline__ void follow_steps(const Shape& shape, Shared& shared, F f) {
+__device__ __forceinline__ void follow_steps(const Arguments& arguments, Shared& shared, F f) {
+    const Shape& shape = arguments.arrays.shape;
     const int lane = threadIdx.x % 32;
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
@@ -135,13 +176,15 @@ __device__ __forceinline__ void follow_steps(const Shape& shape, Shared& shared,
         if (where.tile < 0) break;
         __syncwarp();
         const int turn = LAST_KEYS_FIRST ? num_key_tiles(shape) - 1 - where.tile : where.tile;
-        // The first query tile that the keys before in turn are seen by.
-        const int also_before = LAST_KEYS_FIRST ? query_tiles(shape, where.tile + 1).first : 0;
+        // The first query tile that the keys before in turn are seen by; the end of those.
+        const int also_before = LAST_KEYS_FIRST ? query_tiles(arguments, where.tile + 1).first : 0;
+        constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
+        const int end_before = BOUNDED ? query_tiles(arguments, where.tile - 1).end : 0;
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        Steps step(shape, query_tiles(shape, where.tile), where.head);
-        for (; step.left > 0; step.next())
+        QuerySteps step(arguments, query_tiles(arguments, where.tile), where);
+        for (; step.left > 0; step.next(arguments, where))
             f(number_of(shape, where.batch, step.head, step.tile), turn,
-              turn > 0 && step.tile >= also_before);
+              turn > 0 && step.tile >= also_before && (!BOUNDED || step.tile < end_before));
     }
 }
 
@@ -175,16 +218,71 @@ __device__ __forceinline__ void probabilities(
 // x = 0 where the query does not see the key or is none, whatever stood there. first_query: of
 // those that see the lane's two keys, 8 apart. The lane's first column is of query q_start.
 __device__ __forceinline__ void apply_mask(
-    float (&x)[S_COUNT], const int (&first_query)[2], int q_start, int seqlen_q) {
-    const int end = seqlen_q - q_start;
+    float (&x)[S_COUNT], const Mask<CAUSAL, WINDOW>& mask, const int (&first_query)[2],
+    int q_start) {
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int first = first_query[half] - q_start;
+        const int end = mask.end_after(first_query[half]) - q_start;
         #pragma unroll
         for (int j = 0; j < S_COUNT / 4; ++j)
             #pragma unroll
             for (int k = 0; k < 2; ++k)
                 if (j * 8 + k < first || j * 8 + k >= end) x[j * 4 + half * 2 + k] = 0.0f;
+    }
+}
+
+// The same where the segment of the query is not that of the key. The lane's first column is of the
+// tile's query `column`, its two keys are first_key and the one 8 further on.
+__device__ __forceinline__ void hide_segments(
+    float (&x)[S_COUNT], const QueryRows& rows, const Pairs& pairs, int first_key, int num_keys,
+    int column) {
+    if constexpr (SEGMENTS)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int id = pairs.id_of_key(min(first_key + half * 8, num_keys - 1));
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i)
+                if (rows.id(column + i / 2 * 8 + i % 2) != id)
+                    x[i / 2 * 4 + half * 2 + i % 2] = 0.0f;
+        }
+}
+
+// The scores of products, and their derivatives; see Steps. `past` is that of the lane's first.
+__device__ __forceinline__ void take_steps(
+    float (&scores)[S_COUNT], float (&derivatives)[S_COUNT], const float (&products)[S_COUNT],
+    const Arguments& all, int batch, int head, int past) {
+    Steps<float> steps(all);
+    steps.set_head(all, batch, head);
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) {
+        const int further = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
+        scores[i] = steps.score(
+            products[i], static_cast<float>(past) + static_cast<float>(further), 0.0f,
+            derivatives[i]);
+    }
+}
+
+// P^T from products, rounded to p. S^T becomes what dP^T - delta is multiplied by: P^T, times the
+// derivative of the score if that is not LINEAR. hide(x): x = 0 where nothing is to be seen.
+template <class Hide>
+__device__ __forceinline__ void compute_p(
+    float (&s)[S_COUNT], u32 (&p)[S_COUNT / 2], const QueryRows& rows, int first_column, float c,
+    const Arguments& all, int batch, int past, Hide hide) {
+    if constexpr (SOFTCAP) {
+        float weights[S_COUNT];
+        take_steps(weights, s, s, all, batch, rows.head, past);
+        probabilities(weights, rows, first_column, c);
+        hide(weights);
+        pack_pairs<Element>(p, weights);
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i) s[i] *= weights[i];
+    } else {
+        float all_1[S_COUNT];
+        if constexpr (!LINEAR) take_steps(s, all_1, s, all, batch, rows.head, past);
+        probabilities(s, rows, first_column, c);
+        hide(s);
+        pack_pairs<Element>(p, s);
     }
 }
 

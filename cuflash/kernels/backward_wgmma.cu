@@ -32,7 +32,7 @@
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
 // BLOCK_Q, BLOCK_K, STAGES (places for Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_sums.cuh),
 // SHARED_BYTES; TURNS: 0, or MATH_WARPGROUPS to have the blocks of one head add to a query tile's
-// dQ in the order of their key tiles.
+// dQ in the order of their key tiles; Arguments and the options (backward_steps.cuh).
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
@@ -72,6 +72,7 @@ struct SharedPlan {
     u64 ds_full[2], ds_empty[2];
     u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
     TileOfHead work[WORKS];                                 // key tiles; none after -1
+    int parted[PARTED];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -81,11 +82,11 @@ constexpr int DQ_FULL = 2, DQ_EMPTY = 4, OWN = 6, DQ_THREADS = WARPGROUP + 32;
 
 // ---- The warps that add to dQ, one for each math warpgroup ----
 
-__device__ __forceinline__ void add_dq(const BackwardArguments& arguments, SharedPlan& shared,
-                                       int group) {
+__device__ __forceinline__ void add_dq(const Arguments& all, SharedPlan& shared, int group) {
+    const BackwardArguments& arguments = all.arrays;
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.dq_then_out[group]);
-    follow_steps(arguments.shape, shared, [&](int number, int turn, bool others_before) {
+    follow_steps(all, shared, [&](int number, int turn, bool others_before) {
         int* turns = turns_of_query_tile(arguments, number) + group;
         barrier_sync(DQ_FULL + group, DQ_THREADS);
         if (lane == 0) {
@@ -133,14 +134,14 @@ __device__ __forceinline__ bool send_out(
     return finite;
 }
 
-__device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& arguments,
-                                            SharedPlan& shared) {
+__device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int math_thread = threadIdx.x - WARPGROUP;
-    const float c = static_cast<float>(arguments.arrays.scale) * LOG2_E;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
+    const Mask<CAUSAL, WINDOW> mask{
+        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
 
     // The warpgroup's keys, as rows of K and V; its part of dQ, 64 queries and all columns or 64 of
     // them, as panels of dS^T or K.
@@ -163,10 +164,14 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
         const int k_tile = shared.work[count.place()].tile;
         if (k_tile < 0) break;
-        const QueryTiles tiles = query_tiles(shape, k_tile);
+        const int batch = OPTIONS ? shared.work[count.place()].batch : 0;
+        const QueryTiles tiles = query_tiles(arguments, k_tile);
         const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
+        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
         const int first_key = k_tile * BLOCK_K + math_thread / 32 * 16 + math_thread % 32 / 4;
-        const int first_query[2] = {mask.first_query(first_key), mask.first_query(first_key + 8)};
+        const int first_query[2] = {
+            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
+        const Pairs pairs(arguments, batch);
         wait(shared_address(&shared.k_full), count.kv_parity());
         wait(shared_address(&shared.v_full), count.kv_parity());
         bool started = false;                               // dk and dv hold something
@@ -209,6 +214,7 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
             const u32 own_rows = opaque(group_rows);
             const int thread = opaque(math_thread), lane = thread % 32;
             const int first_column = lane % 4 * 2;          // of a score fragment
+            const int key_of_lane = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
             const u64 k_rows = descriptor(shared_address(&shared.k) + own_rows, 0);
             const u64 v_rows = descriptor(shared_address(&shared.v) + own_rows, 0);
             // Columns of B for the scores, rows of B for the gradients.
@@ -228,7 +234,13 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
             keep_here(dk);
             mbarrier_arrive_if(started && lane == 0, q_empty + 8 * ring.previous());
             const int q_start = rows.q_start;
-            const bool masked = q_start < first_full || q_start + BLOCK_Q > shape.seqlen_q;
+            const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
+            const bool parted = SEGMENTS && shared.parted[ring.stage];
+            const auto hide = [&](float (&x)[S_COUNT]) {
+                if (masked) apply_mask(x, mask, first_query, q_start + first_column);
+                if (parted)
+                    hide_segments(x, rows, pairs, key_of_lane, shape.seqlen_k, first_column);
+            };
             wait(dout_full + 8 * ring.stage, ring.parity);
             keep_here(dp);
             wgmma_fence();
@@ -237,9 +249,8 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
             wgmma_wait<1>();                                // S
             keep_here(s);
 
-            probabilities(s, rows, first_column, c);
-            if (masked) apply_mask(s, first_query, q_start + first_column, shape.seqlen_q);
-            pack_pairs<Element>(p, s);
+            compute_p(s, p, rows, first_column, c, arguments, batch,
+                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - key_of_lane, hide);
             keep_here(dv);
             wgmma_fence();
             multiply<Element, BLOCK_Q>(dv, p, dout, started);
@@ -249,7 +260,7 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
             keep_here(dp);
 
             score_gradients(dp, s, p, rows, first_column);
-            if (masked) apply_mask(dp, first_query, q_start + first_column, shape.seqlen_q);
+            hide(dp);
             pack_pairs<Element>(ds, dp);
             if (LAGS) wait(ds_empty + 8 * place.stage, place.parity ^ 1);
             const u32 ds_tile = shared_address(&shared.ds[place.stage]);
@@ -278,7 +289,8 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
             ring.next();
         };
 
-        for (int left = Steps(shape, tiles, 0).left; left > 0; --left) step();
+        for (int left = QuerySteps(arguments, tiles, {k_tile, 0, batch}).left; left > 0; --left)
+            step();
 
         wgmma_wait<0>();
         keep_here(dk);
@@ -307,14 +319,14 @@ __device__ __forceinline__ void compute_all(const BackwardWgmmaArguments& argume
         __syncwarp();
         finite &= send_out(arguments.dk_map, where, key, dq_part + (SIDE_BY_SIDE ? DV_BYTES : 0),
                            dk, static_cast<float>(arguments.arrays.scale));
-        if (CAUSAL && !finite) *doubtful_key_tile(arguments.arrays, where) = 1;
+        if (HIDES && !finite) *doubtful_key_tile(arguments.arrays, where) = 1;
         __syncwarp();
         tma_store_wait_read<0>();
     }
 }
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
-backward_wgmma(const __grid_constant__ BackwardWgmmaArguments arguments) {
+backward_wgmma(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     constexpr int MATH_WARPS = MATH_THREADS / 32;
@@ -340,13 +352,14 @@ backward_wgmma(const __grid_constant__ BackwardWgmmaArguments arguments) {
     }
     __syncthreads();
 
-    // 64 K registers: the math warpgroups get what the loading one does not need.
+    // 64 K registers: the math warpgroups get what the loading one does not need. (To find tiles
+    // with SEGMENTS takes more, which is spilt: the others could not do with less.)
     const int warp = threadIdx.x / 32;
     if (threadIdx.x < WARPGROUP) {
         give_registers<24>();
-        if (threadIdx.x == 0) load_queries(arguments, shared);
+        if (threadIdx.x < LOADING_THREADS) load_queries(arguments, shared);
         if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
-        if (warp >= 1 && warp <= MATH_WARPGROUPS) add_dq(arguments.arrays, shared, warp - 1);
+        if (warp >= 1 && warp <= MATH_WARPGROUPS) add_dq(arguments, shared, warp - 1);
     } else {
         take_registers<240>();
         compute_all(arguments, shared);

@@ -61,6 +61,7 @@ struct SharedPlan {
     u64 p_full[STAGES], ds_full[STAGES];
     u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
     TileOfHead work[WORKS];                                 // key tiles; none after -1
+    int parted[PARTED];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -69,10 +70,10 @@ constexpr int TURN_HAS_COME = 1, DQ_ADDED = 2, TURN_THREADS = WARPGROUP + 32;
 
 // ---- The warp that takes turns, if DETERMINISTIC ----
 
-__device__ __forceinline__ void take_turns(const BackwardArguments& arguments,
-                                           SharedPlan& shared) {
+__device__ __forceinline__ void take_turns(const Arguments& all, SharedPlan& shared) {
+    const BackwardArguments& arguments = all.arrays;
     const int lane = threadIdx.x % 32;
-    follow_steps(arguments.shape, shared, [&](int number, int turn, bool others_before) {
+    follow_steps(all, shared, [&](int number, int turn, bool others_before) {
         int* turns = turns_of_query_tile(arguments, number);
         // Those before were begun by blocks that run or have ended: the wait ends.
         if (lane == 0 && others_before) while (load_acquire(turns) != turn) {}
@@ -98,13 +99,13 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_COUNT],
                      {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
 }
 
-__device__ __forceinline__ void compute_scores(const BackwardWgmmaArguments& arguments,
-                                               SharedPlan& shared) {
+__device__ __forceinline__ void compute_scores(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
     const int first_column = lane % 4 * 2;                  // of a score fragment
-    const float c = static_cast<float>(arguments.arrays.scale) * LOG2_E;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
+    const Mask<CAUSAL, WINDOW> mask{
+        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
 
     constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
     const u64 k_rows = descriptor(shared_address(&shared.k), 0);
@@ -137,11 +138,14 @@ __device__ __forceinline__ void compute_scores(const BackwardWgmmaArguments& arg
         if (where.tile < 0) break;
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const QueryTiles tiles = query_tiles(shape, where.tile);
+        const QueryTiles tiles = query_tiles(arguments, where.tile);
         const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
+        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
         const int first_key = where.tile * BLOCK_K + warp_row + lane / 4;
-        const int first_query[2] = {mask.first_query(first_key), mask.first_query(first_key + 8)};
-        Steps steps(shape, tiles, where.head);
+        const int first_query[2] = {
+            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
+        const Pairs pairs(arguments, where.batch);
+        QuerySteps steps(arguments, tiles, where);
 
         wait(shared_address(&shared.k_full), count.kv_parity());
         issue_s();
@@ -153,13 +157,18 @@ __device__ __forceinline__ void compute_scores(const BackwardWgmmaArguments& arg
         const auto step = [&](auto last) {
             const QueryRows& rows = shared.rows[ring.stage];
             const int q_start = rows.q_start;
-            const bool masked = q_start < first_full || q_start + BLOCK_Q > shape.seqlen_q;
+            const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
+            const bool parted = SEGMENTS && shared.parted[ring.stage];
+            const auto hide = [&](float (&x)[S_COUNT]) {
+                if (masked) apply_mask(x, mask, first_query, q_start + first_column);
+                if (parted)
+                    hide_segments(x, rows, pairs, first_key, shape.seqlen_k, first_column);
+            };
             const u32 ds_tile = shared_address(&shared.ds[ring.stage]);
             u32 p[S_COUNT / 2], ds[S_COUNT / 2];
 
-            probabilities(s, rows, first_column, c);
-            if (masked) apply_mask(s, first_query, q_start + first_column, shape.seqlen_q);
-            pack_pairs<Element>(p, s);
+            compute_p(s, p, rows, first_column, c, arguments, where.batch,
+                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - first_key, hide);
             store_rows<BLOCK_K>(shared_address(&shared.p[ring.stage]), warp_row, lane, p);
             fence_async_proxy();
             __syncwarp();
@@ -169,7 +178,7 @@ __device__ __forceinline__ void compute_scores(const BackwardWgmmaArguments& arg
             keep_here(dp);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.stage]));
             score_gradients(dp, s, p, rows, first_column);
-            if (masked) apply_mask(dp, first_query, q_start + first_column, shape.seqlen_q);
+            hide(dp);
             pack_pairs<Element>(ds, dp);
             store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
             fence_async_proxy();
@@ -202,7 +211,7 @@ __device__ __forceinline__ void compute_scores(const BackwardWgmmaArguments& arg
             if (DETERMINISTIC) barrier_arrive(DQ_ADDED, TURN_THREADS);
             if (!last.value) wgmma_wait<1>();               // the next S
             keep_here(s);
-            steps.next();
+            steps.next(arguments, where);
             ring.next();
         };
 
@@ -225,8 +234,9 @@ struct Gradient {
 };
 
 template <int COLUMNS>
-__device__ __forceinline__ void compute_gradient(const BackwardArguments& arguments,
-                                                 SharedPlan& shared, const Gradient& of) {
+__device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPlan& shared,
+                                                 const Gradient& of) {
+    const BackwardArguments& arguments = all.arrays;
     const Shape& shape = arguments.shape;
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
     const u64 a = descriptor(shared_address(of.a), 0);
@@ -242,7 +252,7 @@ __device__ __forceinline__ void compute_gradient(const BackwardArguments& argume
         if (where.tile < 0) break;
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const int num_steps = Steps(shape, query_tiles(shape, where.tile), where.head).left;
+        const int num_steps = QuerySteps(all, query_tiles(all, where.tile), where).left;
         for (int i = 0; i < num_steps; ++i, ring.next()) {
             wait(shared_address(of.b_full + ring.stage), ring.parity);
             wait(shared_address(of.a_full + ring.stage), ring.parity);
@@ -275,13 +285,13 @@ __device__ __forceinline__ void compute_gradient(const BackwardArguments& argume
             store_to_array(target + part * PART_COLUMNS, of.stride.token, sum[part], key,
                            shape.seqlen_k, of.num_columns - part * PART_COLUMNS);
         }
-        if (CAUSAL && !finite) *doubtful_key_tile(arguments, where) = 1;
+        if (HIDES && !finite) *doubtful_key_tile(arguments, where) = 1;
         __syncwarp();
     }
 }
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
-backward_wgmma_wide(const __grid_constant__ BackwardWgmmaArguments arguments) {
+backward_wgmma_wide(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) {
@@ -310,23 +320,23 @@ backward_wgmma_wide(const __grid_constant__ BackwardWgmmaArguments arguments) {
     const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
     if (role == 0) {
         give_registers<LOADING_REGISTERS>();
-        if (threadIdx.x == 0) load_queries(arguments, shared);
+        if (threadIdx.x < LOADING_THREADS) load_queries(arguments, shared);
         if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
-        if (DETERMINISTIC && warp == 1) take_turns(arrays, shared);
+        if (DETERMINISTIC && warp == 1) take_turns(arguments, shared);
     } else if (role == 1) {
         take_registers<SCORE_REGISTERS>();
         compute_scores(arguments, shared);
     } else if (role == 2) {
         take_registers<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM_V>(
-            arrays, shared,
+            arguments, shared,
             {shared.p, sizeof(shared.p[0]), shared.dout, sizeof(shared.dout[0]), shared.p_full,
              shared.dout_full, shared.dout_empty, arrays.dv, arrays.dv_stride,
              arrays.shape.head_dim_v, 1.0f});
     } else {
         take_registers<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM>(
-            arrays, shared,
+            arguments, shared,
             {shared.ds, sizeof(shared.ds[0]), shared.q, sizeof(shared.q[0]), shared.ds_full,
              shared.q_full, shared.q_empty, arrays.dk, arrays.dk_stride, arrays.shape.head_dim,
              static_cast<float>(arrays.scale)});

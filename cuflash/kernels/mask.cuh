@@ -78,6 +78,21 @@ struct Mask {
             return seqlen_q;
     }
 
+    // The same in two steps, of which only the first's result is to be kept: it may be no query,
+    // below 0, and the end follows from it.
+    int open_first_query(int key) const {
+        if constexpr (WINDOW)
+            return key < seqlen_k ? key - (seqlen_k - seqlen_q) - window.right : seqlen_q;
+        else
+            return first_query(key);
+    }
+    int end_after(int open_first) const {
+        if constexpr (WINDOW)
+            return min(open_first + (window.left + window.right + 1), seqlen_q);
+        else
+            return seqlen_q;
+    }
+
     int last_query(int q_start, int block_q) const {
         return q_start + block_q < seqlen_q ? q_start + block_q - 1 : seqlen_q - 1;
     }

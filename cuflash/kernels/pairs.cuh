@@ -110,6 +110,19 @@ template <class Arguments> struct PairsOf {
         }
     }
 
+    // How many of the query tiles [first, end) are not skipped.
+    int query_tiles_between(int first, int end, int k_tile) const {
+        int count = end - first;
+        if constexpr (SEGMENTS) {
+            count = 0;
+            for (int from = first; from < end; from += 32) {
+                const int tile = from + threadIdx.x % 32;
+                count += __popc(__ballot_sync(0xFFFFFFFFu, tile < end && !skips(tile, k_tile)));
+            }
+        }
+        return count;
+    }
+
     // How many of the tiles [first, k_tile) are not skipped.
     int key_tiles_before(int q_tile, int k_tile, int first) const {
         int count = k_tile - first;

@@ -1,14 +1,27 @@
 // What backward_wgmma.cu has to know of a tile's queries besides Q and dO. backward_rows.cu writes
 // it, one tile after the other of each (batch, head); the TMA unit copies it with the tile's Q.
+//
+// Constants: BLOCK_Q, SEGMENTS.
 #pragma once
-#include "softmax.cuh"
+#include "types.cuh"
 
-struct alignas(16) QueryRows {
+// The segments of rows, if there are any.
+template <bool HAS> struct IdsOfRows {
+    void set_id(int, int) {}
+    int id(int) const { return 0; }
+};
+template <> struct IdsOfRows<true> {
+    int ids[BLOCK_Q];
+    void set_id(int row, int id) { ids[row] = id; }
+    int id(int row) const { return ids[row]; }
+};
+
+struct alignas(16) QueryRows : IdsOfRows<SEGMENTS> {
     float lse[BLOCK_Q];                         // times log2(e) or, if huge, as it was; inf: P = 0
     float delta[BLOCK_Q];                       // rowsum(dO * O)
     int huge;
-    float scale;                                // of the call
-    int q_start;                                // of the tile
+    float scale;                                // of the scores: the call's, 1 if not LINEAR
+    int q_start, head;                          // of the tile
 };
 
 // P = 2^(c S - lse log2 e) takes the product unrounded, lse log2 e rounded: up to this limit that

@@ -3,19 +3,30 @@
 // an infinity are looked at, and of them only those computed that something unseen may have
 // reached. Slow, rare.
 //
-// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K.
+// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K; Arguments and the options, as
+// in backward_steps.cuh.
 #pragma once
 #include "head_rows.cuh"
-#include "mask.cuh"
+#include "pairs.cuh"
+#include "score.cuh"
 
 // One query head, and its key head.
 struct OneHead {
     const Shape& shape;
+    Mask<CAUSAL, WINDOW> mask;
+    Pairs pairs;
+    Steps<float> steps;
     HeadRows q, dout, out, k, v;
     const float* lse;
     float scale;
-    __device__ __forceinline__ OneHead(const BackwardArguments& arguments, int batch, int head)
+    __device__ __forceinline__ OneHead(const Arguments& all, int batch, int head)
+        : OneHead(all, arrays_of(all), batch, head) {}
+    __device__ __forceinline__ OneHead(
+        const Arguments& all, const BackwardArguments& arguments, int batch, int head)
         : shape(arguments.shape),
+          mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)},
+          pairs(all, batch),
+          steps(all),
           q(arguments.q, arguments.q_stride, batch, head),
           dout(arguments.dout, arguments.dout_stride, batch, head),
           out(arguments.out, arguments.out_stride, batch, head),
@@ -23,18 +34,32 @@ struct OneHead {
           v(arguments.v, arguments.v_stride, batch, head / group_size()),
           lse(static_cast<const float*>(arguments.lse)
               + (static_cast<i64>(batch) * shape.num_heads_q + head) * shape.seqlen_q),
-          scale(static_cast<float>(arguments.scale)) {}
+          scale(static_cast<float>(arguments.scale)) {
+        steps.set_head(all, batch, head);
+    }
     __device__ __forceinline__ int group_size() const {
         return shape.num_heads_q / shape.num_heads_kv;
     }
+    __device__ __forceinline__ bool visible(int query, int key) const {
+        return mask.visible(query, key) && pairs.visible(query, key);
+    }
+    // P, and the derivative of the score.
+    __device__ __forceinline__ float p(int query, int key, float& derivative) const {
+        const float product = row_product(q, query, k, key, shape.head_dim);
+        const float past = static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
+        const float score = steps.score(product, past, 0.0f, derivative);
+        return weight(LINEAR ? product : score, LINEAR ? scale : 1.0f, effective_lse(lse[query]));
+    }
     __device__ __forceinline__ float p(int query, int key) const {
-        return weight(row_product(q, query, k, key, shape.head_dim), scale,
-                      effective_lse(lse[query]));
+        float derivative;
+        return p(query, key, derivative);
     }
     __device__ __forceinline__ float scaled_ds(int query, int key) const {
         const float dp = row_product(dout, query, v, key, shape.head_dim_v);
         const float delta = row_product(dout, query, out, query, shape.head_dim_v);
-        return scale * (p(query, key) * (dp - delta));
+        float derivative;
+        const float own = p(query, key, derivative);
+        return scale * (own * derivative * (dp - delta));
     }
 };
 
@@ -67,66 +92,81 @@ template <int COLUMNS> struct RowSum {
     }
 };
 
-// Whether one of the tokens [first, end) has a NaN or an infinity.
+// Whether one of the tokens [first, end) that are not seen has a NaN or an infinity.
+template <class Seen>
 __device__ __forceinline__ bool has_nonfinite(
-    const HeadRows& rows, int first, int end, int columns) {
+    const HeadRows& rows, int first, int end, int columns, Seen seen) {
     bool found = false;
-    for (int token = first; token < end; ++token)
+    for (int token = first; token < end; ++token) {
+        if (seen(token)) continue;
         for (int d = threadIdx.x % 32; d < columns; d += 32)
             found |= is_nonfinite(rows.at(token, d));
+    }
     return __ballot_sync(WHOLE_WARP, found) != 0;
+}
+__device__ __forceinline__ bool has_nonfinite(const HeadRows& rows, int token, int columns) {
+    return has_nonfinite(rows, token, token + 1, columns, [](int) { return false; });
 }
 
 // dQ: what may have reached it are keys that it does not see, of key tiles that its tile sees.
 __device__ __forceinline__ void repair_query(
-    const BackwardArguments& arguments, int batch, int head, int query) {
+    const Arguments& all, int batch, int head, int query) {
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    const OneHead one(arguments, batch, head);
+    const OneHead one(all, batch, head);
     const HeadRows dq(arguments.dq, arguments.dq_stride, batch, head);
-    const int seen = mask.num_keys(query), q_start = query / BLOCK_Q * BLOCK_Q;
-    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
-    const int taken = min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
-    if (!has_nonfinite(dq, query, query + 1, shape.head_dim)
-        || !has_nonfinite(one.k, seen, taken, shape.head_dim)) return;
+    // With WINDOW key tiles that nobody sees visit a query tile too.
+    const KeyTiles tiles = one.mask.key_tiles(query / BLOCK_Q * BLOCK_Q, BLOCK_Q, BLOCK_K);
+    const int taken = WINDOW ? shape.seqlen_k : min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
+    if (!has_nonfinite(dq, query, shape.head_dim)
+        || !has_nonfinite(one.k, 0, taken, shape.head_dim,
+                          [&](int key) { return one.visible(query, key); })) return;
     RowSum<HEAD_DIM> sum;
-    for (int key = 0; key < seen; ++key)
-        if (!sum.add(one.scaled_ds(query, key), one.k, key, shape.head_dim)) break;
+    for (int key = one.mask.first_key(query); key < one.mask.num_keys(query); ++key)
+        if (one.visible(query, key)
+            && !sum.add(one.scaled_ds(query, key), one.k, key, shape.head_dim)) break;
     sum.store(arguments.dq, arguments.dq_stride, batch, head, query, shape.head_dim);
 }
 
 // dV and dK: queries that do not see the key, of query tiles that see its tile.
 __device__ __forceinline__ void repair_key(
-    const BackwardArguments& arguments, int batch, int kv_head, int key) {
+    const Arguments& all, int batch, int kv_head, int key) {
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
+    const Mask<CAUSAL, WINDOW> mask{
+        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     const int first_head = kv_head * group_size;
-    const int first = mask.first_query(key), k_start = key / BLOCK_K * BLOCK_K;
-    const int first_taken = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K).first * BLOCK_Q;
+    const int first = mask.first_query(key), end = mask.end_query(key);
+    const int k_start = key / BLOCK_K * BLOCK_K;
+    const int first_taken =
+        WINDOW ? 0 : mask.query_tiles(k_start, BLOCK_Q, BLOCK_K).first * BLOCK_Q;
     bool of_v = false, of_k = false;
     for (int head = first_head; head < first_head + group_size; ++head) {
-        const OneHead one(arguments, batch, head);
-        of_v |= has_nonfinite(one.dout, first_taken, first, shape.head_dim_v);
-        of_k |= has_nonfinite(one.q, first_taken, first, shape.head_dim);
+        const OneHead one(all, batch, head);
+        const auto seen = [&](int query) { return one.visible(query, key); };
+        of_v |= has_nonfinite(one.dout, first_taken, shape.seqlen_q, shape.head_dim_v, seen);
+        of_k |= has_nonfinite(one.q, first_taken, shape.seqlen_q, shape.head_dim, seen);
     }
     const HeadRows dv(arguments.dv, arguments.dv_stride, batch, kv_head);
     const HeadRows dk(arguments.dk, arguments.dk_stride, batch, kv_head);
-    if (of_v && has_nonfinite(dv, key, key + 1, shape.head_dim_v)) {
+    if (of_v && has_nonfinite(dv, key, shape.head_dim_v)) {
         RowSum<HEAD_DIM_V> sum;
         for (int head = first_head; head < first_head + group_size; ++head) {
-            const OneHead one(arguments, batch, head);
-            for (int query = first; query < shape.seqlen_q; ++query)
-                if (!sum.add(one.p(query, key), one.dout, query, shape.head_dim_v)) break;
+            const OneHead one(all, batch, head);
+            for (int query = first; query < end; ++query)
+                if (one.visible(query, key)
+                    && !sum.add(one.p(query, key), one.dout, query, shape.head_dim_v)) break;
         }
         sum.store(arguments.dv, arguments.dv_stride, batch, kv_head, key, shape.head_dim_v);
     }
-    if (of_k && has_nonfinite(dk, key, key + 1, shape.head_dim)) {
+    if (of_k && has_nonfinite(dk, key, shape.head_dim)) {
         RowSum<HEAD_DIM> sum;
         for (int head = first_head; head < first_head + group_size; ++head) {
-            const OneHead one(arguments, batch, head);
-            for (int query = first; query < shape.seqlen_q; ++query)
-                if (!sum.add(one.scaled_ds(query, key), one.q, query, shape.head_dim)) break;
+            const OneHead one(all, batch, head);
+            for (int query = first; query < end; ++query)
+                if (one.visible(query, key)
+                    && !sum.add(one.scaled_ds(query, key), one.q, query, shape.head_dim)) break;
         }
         sum.store(arguments.dk, arguments.dk_stride, batch, kv_head, key, shape.head_dim);
     }

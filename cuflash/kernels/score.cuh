@@ -74,7 +74,7 @@ template <class Real> struct Steps {
             derivative = fma(-t, t, Real(1));
             x = rounded(t, softcap);
         }
-        if constexpr (ALIBI) x = fma(-slope, past < 0 ? -past : past, x);
+        if constexpr (ALIBI) x = fma(-slope, fabs(past), x);
         if constexpr (BIAS) x += own_bias;
         return x;
     }

@@ -147,6 +147,24 @@ struct BackwardWgmmaArguments {
     BackwardArguments arrays;
 };
 
+struct BackwardWgmmaOptionsArguments {
+    TensorMap q_map, dout_map, k_map, v_map, dk_map, dv_map;
+    const void* alibi_slopes;
+    const void* bias;
+    const void* mask;
+    const void* sink;
+    const void* segment_ids_q;
+    const void* segment_ids_k;
+    const void* cu_seqlens_q;
+    const void* cu_seqlens_k;
+    u64 seed;
+    void* found;
+    void* dbias;
+    void* dsink;
+    BackwardArguments arrays;
+    OptionNumbers options;
+};
+
 // What all arguments of a direction have.
 inline const ForwardArguments& arrays_of(const ForwardArguments& arguments) { return arguments; }
 inline const ForwardArguments& arrays_of(const ForwardOptionsArguments& arguments) {
@@ -163,6 +181,9 @@ inline const BackwardArguments& arrays_of(const BackwardWgmmaArguments& argument
     return arguments.arrays;
 }
 inline const BackwardArguments& arrays_of(const BackwardOptionsArguments& arguments) {
+    return arguments.arrays;
+}
+inline const BackwardArguments& arrays_of(const BackwardWgmmaOptionsArguments& arguments) {
     return arguments.arrays;
 }
 

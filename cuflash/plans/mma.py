@@ -9,7 +9,6 @@ from .kernel import Device, Launch, Maker, Plan
 from .rounding import round_up
 from .steps import (
     HEAD_DIM_STEP,
-    arguments,
     count_tiles,
     delta_launch,
     finding_launches,
@@ -140,12 +139,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             Launch(main, k_tiles * kv_pairs),
             rounding_launch(
                 problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps,
-                arguments(problem),
                 ("REPAIRS", False),
                 ("CAUSAL", False),  # looked at in repairs alone
                 ("TURNS", 0),
             ),
-            *sink_launches(problem),
+            *sink_launches(problem, tile),
         ),  # fmt: skip
         heads_per_section=heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head

@@ -143,7 +143,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             delta_launch(problem, tile.block_q, 0),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
-            *sink_launches(problem),
+            *sink_launches(problem, tile),
         ),
         num_found=num_found(problem, tile),
     )

@@ -174,6 +174,7 @@ def rounding_launch(
     blocks: int,
     num_warps: int,
     *own: tuple[str, int | bool | str],
+    kind: str = "",
 ) -> Launch:
     """dQ from its sums in float, a block a tile of queries and repairs."""
     shared = tile_bytes(tile.block_q, head_dims[0])
@@ -188,8 +189,8 @@ def rounding_launch(
             ("BLOCK_K", tile.block_k),
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
-            packed(problem),
             ("SHARED_BYTES", shared),
+            *option_constants(problem, kind),
             *own,
         ),
         threads=num_warps * 32,
@@ -198,7 +199,9 @@ def rounding_launch(
     return Launch(kernel, blocks)
 
 
-def sink_launches(problem: Problem) -> tuple[Launch, ...]:
+def sink_launches(
+    problem: Problem, tile: Tile, kind: str = ""
+) -> tuple[Launch, ...]:
     """The gradient of sinks, a block a head, if it is wanted."""
     if not problem.return_dsink:
         return ()
@@ -208,9 +211,13 @@ def sink_launches(problem: Problem) -> tuple[Launch, ...]:
         entry="backward_sink",
         constants=(
             ("Element", element(problem)),
+            arguments(problem, kind),
             packed(problem),
             ("NUM_THREADS", ROW_THREADS),
             ("SHARED_BYTES", shared),
+            ("BLOCK_Q", tile.block_q),
+            ("IN_TILES", bool(kind)),
+            ("SEGMENTS", problem.segment_ids),
         ),
         threads=ROW_THREADS,
         shared_bytes=shared,

@@ -15,6 +15,7 @@ from .steps import (
     num_found,
     option_constants,
     rounding_launch,
+    sink_launches,
     tile_bytes,
 )
 
@@ -54,11 +55,13 @@ def _head_dims(problem: Problem) -> tuple[int, int] | None:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    served = SERVED if problem.direction == "forward" else frozenset()
+    # In turns are neighbouring key tiles alone.
+    in_turns = problem.deterministic and problem.segment_ids
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
-        and served.issuperset(problem.options)
+        and SERVED.issuperset(problem.options)
+        and not in_turns
         and _head_dims(problem) is not None
     )
 
@@ -148,7 +151,7 @@ def _deal(num_tiles: int, heads: int, by_length: bool, device: Device) -> Deal:
 
 
 # What a query tile's rows are known by: kernels/query_rows.cuh. lse, delta;
-# three numbers, in 16 bytes.
+# four numbers.
 _ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
 
 
@@ -168,8 +171,9 @@ def _backward_head_dims(problem: Problem) -> tuple[int, int]:
     return max(d, dv), dv
 
 
-def _rows_bytes(tile: Tile) -> int:
-    return tile.block_q * _ROW_BYTES + _ROWS_BYTES
+def _rows_bytes(problem: Problem, tile: Tile) -> int:
+    ids = 4 * tile.block_q if problem.segment_ids else 0
+    return tile.block_q * _ROW_BYTES + _ROWS_BYTES + ids
 
 
 def _is_wide(tile: Tile) -> bool:
@@ -195,11 +199,12 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         barriers += 2 * tile.num_stages
     return round_up(
         keys
-        + tile.num_stages * (queries + _rows_bytes(tile))
+        + tile.num_stages * (queries + _rows_bytes(problem, tile))
         + ds
         + dq
         + barriers * _MBARRIER_BYTES
-        + 2 * 3 * 4,  # work
+        + 2 * 3 * 4  # work
+        + 4 * (tile.num_stages if problem.segment_ids else 1),  # parted
         1024,
     )
 
@@ -210,6 +215,8 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
         return True  # it deals out registers by head_dim
     if tile.block_q * d != tile.block_k // 64 * 64 * 64:
         return False  # a warpgroup's part of dq is 64 x 64
+    if problem.softcap and tile.block_q > 64:
+        return False  # no room for the derivatives
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
 
@@ -231,6 +238,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("CAUSAL", problem.causal),
         ("TURNS", turns_of_tile),
+        *option_constants(problem, "Wgmma"),
     )
     lanes = ceil_div(problem.head_dim_v, 8)
     rows = KernelPlan(
@@ -268,26 +276,30 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic and not problem.causal:
         heads = min(heads, _MOST_HEADS_IN_TURNS)
+    hides = problem.causal or _is_listed(problem)
     return Plan(
         problem,
         "wgmma",
         tile,
         (
+            *finding_launches(problem, tile, "Wgmma"),
             Launch(rows, q_tiles),
             Launch(main, min(k_tiles, device.num_sms)),
             rounding_launch(
                 problem, tile, (d, dv),
-                q_tiles + (k_tiles if problem.causal else 0), dq_warps,
-                ("Arguments", "BackwardWgmmaArguments"),
-                ("REPAIRS", problem.causal),
+                q_tiles + (k_tiles if hides else 0), dq_warps,
+                ("REPAIRS", hides),
                 ("CAUSAL", problem.causal),
                 ("TURNS", turns_of_tile),
+                kind="Wgmma",
             ),
+            *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip
         heads_per_section=heads,
         sum_elements=q_tiles * tile.block_q * d,
-        row_elements=q_tiles * _rows_bytes(tile) // 4,
+        row_elements=q_tiles * _rows_bytes(problem, tile) // 4,
         num_turns=1 + k_tiles + q_tiles * turns_of_tile,
+        num_found=num_found(problem, tile),
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 # The public grid of attention benchmarks: a fixed number of tokens and of
 # columns, so that every cell reads and writes the same arrays.
@@ -89,6 +90,28 @@ class Cell:
     def tflops(self, ms: float) -> float:
         """Arithmetic per time, in TFLOP/s."""
         return self.flops / ms / 1e9
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a row of figures says of its cell."""
+        return asdict(self)
+
+    def keywords(self, xp: ModuleType, dtype: Any) -> dict[str, Any]:
+        """What our call is given besides its arrays; the same each time.
+
+        Parameters
+        ----------
+        xp : module
+            NumPy or CuPy, whose arrays are among it.
+        dtype : dtype
+            Of the call's arrays.
+        """
+        return {"causal": self.causal, "precision": self.precision}
+
+    @property
+    def problem_fields(self) -> dict[str, Any]:
+        """What a `Problem` says of options: docs/masks.md."""
+        return {}
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"

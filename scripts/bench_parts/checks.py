@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cupy
 
@@ -51,6 +51,7 @@ def attend(cell: Cell, inputs: Inputs, wide, stored) -> tuple:
         Rounds what plain code would keep in the dtype.
     """
     backward = cell.direction == "backward"
+    keywords = cell.keywords(cupy, inputs.q.dtype)
     k, v = (x[-1, :, -1].astype(wide) for x in (inputs.k, inputs.v))
     dk = dv = 0
     for head in range(-cell.group_size if backward else -1, 0):
@@ -60,12 +61,42 @@ def attend(cell: Cell, inputs: Inputs, wide, stored) -> tuple:
         found = dense_attention.attend(
             q, k, v, dout if backward else None,
             scale=cell.head_dim**-0.5, causal=cell.causal, stored=stored,
+            options=options_of_head(keywords, head, cell.seqlen),
         )  # fmt: skip
         if backward:
             dk, dv = dk + found.dk, dv + found.dv
     if backward:
         return stored(found.dq), stored(dk), stored(dv)
     return (stored(found.out),)
+
+
+def options_of_head(
+    keywords: dict[str, Any], head: int, seqlen: int
+) -> dense_attention.Options:
+    """Options of a head of the last batch.
+
+    Packed sequences see what segments see, each from its own first token.
+    """
+    given = {
+        name: keywords[name]
+        for name in ("window", "softcap")
+        if name in keywords
+    }
+    if "alibi_slopes" in keywords:
+        given["slope"] = float(keywords["alibi_slopes"][head])
+    if "sink" in keywords:
+        given["sink"] = float(keywords["sink"][head])
+    if "bias" in keywords:
+        given["bias"] = keywords["bias"][0, 0]
+    ids = None
+    if "segment_ids_q" in keywords:
+        ids = keywords["segment_ids_q"][-1]
+    elif "cu_seqlens_q" in keywords:
+        tokens = cupy.arange(seqlen, dtype=cupy.int32)
+        ids = cupy.searchsorted(keywords["cu_seqlens_q"], tokens, "right")
+    if ids is not None:
+        given["segment_ids"] = ids, ids
+    return dense_attention.Options(**given)
 
 
 def attend_bounded(cell: Cell, inputs: Inputs, kind: str) -> list[tuple]:
@@ -153,7 +184,8 @@ class Checker:
         ):
             if not cupy.isfinite(array.astype(cupy.float32)).all():
                 raise WrongResult(f"{name}, {self.cell}: {what} has NaN")
-            ratio = over_bound(array[-1, :, -1])
+            whole = array[-1] if array.ndim == 4 else array  # packed
+            ratio = over_bound(whole[:, -1])
             if not ratio <= 1:
                 raise WrongResult(
                     f"{name}, {self.cell}: {what} is off by {ratio:.2g} "

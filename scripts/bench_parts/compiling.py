@@ -21,7 +21,7 @@ def problem_of(cell: Cell, direction: str) -> Problem:
     return Problem(
         direction, cell.dtype, batch, seqlen, seqlen, heads,
         heads // cell.group_size, d, d, d**-0.5, cell.causal,
-        precision=cell.precision,
+        precision=cell.precision, **cell.problem_fields,
     )  # fmt: skip
 
 

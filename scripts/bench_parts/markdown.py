@@ -6,8 +6,9 @@ A line like
 
 stands before each table and says where it comes from: files (relative to the
 document; a cell is taken from the first that has it), a direction or none,
-``causal`` for those rows alone, ``means`` for geometric means of ratios, and
-lengths or none for all of them. With lengths the figures stand side by side;
+``causal`` for those rows alone, ``means`` for geometric means of ratios,
+``options`` for calls with options beside those without, and lengths or none
+for all of them. With lengths the figures stand side by side;
 without, ours with ratios to peers.
 
 A section whose file is still to be made waits in a comment, its marks written
@@ -25,7 +26,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .report import figure, ratio_to, summary
+from .report import beside_plain, figure, ratio_to, summary
 
 MARK = re.compile(r"^<!-- bench: (.+) -->$", re.M)
 # A mark and the table below it.
@@ -49,6 +50,7 @@ class Wanted(NamedTuple):
     directions: list[str]
     causal_alone: bool
     means: bool
+    options: bool
     seqlens: list[int]
 
 
@@ -58,13 +60,13 @@ def parse(text: str) -> Wanted:
     files = [x for x in words if x.endswith(".json")]
     directions = [x for x in words if x in ("forward", "backward")]
     seqlens = [int(x.replace(",", "")) for x in words if x[0].isdigit()]
-    known = {*files, *directions, "causal", "means"}
+    known = {*files, *directions, "causal", "means", "options"}
     strange = [x for x in words if x not in known and not x[0].isdigit()]
     if strange or not files:
         raise ValueError(f"the mark {text!r} has no file, or {strange}")
     return Wanted(
         files, directions or ["forward", "backward"], "causal" in words,
-        "means" in words, seqlens,
+        "means" in words, "options" in words, seqlens,
     )  # fmt: skip
 
 
@@ -79,6 +81,8 @@ def updated(text: str, folder: Path) -> str:
         lines = _side_by_side if wanted.seqlens else _with_ratios
         if wanted.means:
             lines = _means
+        if wanted.options:
+            lines = _options
         return f"{found[1]}\n{chr(10).join(lines(records, wanted))}\n"
 
     return BLOCK.sub(table, _without_waiting(text, folder))
@@ -192,6 +196,41 @@ def _means(records: list[dict], wanted: Wanted) -> list[str]:
         if found:
             lines.append([f"{direction}, {len(found)} cells", *figures])
     return _table(heads, lines)
+
+
+def _options(records: list[dict], wanted: Wanted) -> list[str]:
+    rows = [
+        row
+        for direction in wanted.directions
+        for record in records
+        for row in record["rows"]
+        if row["direction"] == direction
+        and (row["causal"] or not wanted.causal_alone)
+        and (not wanted.seqlens or row["seqlen"] in wanted.seqlens)
+    ]
+    several = len({row["head_dim"] for row in rows}) > 1
+    lines = []
+    for row in rows:
+        words = [row["direction"]] if len(wanted.directions) > 1 else []
+        words += [f"head_dim {row['head_dim']}"] if several else []
+        words += [f"`{row['option']}`"]
+        words += ["causal"] if row["causal"] else []
+        times = (row["ms"].get(x) for x in ("cuflash", "plain"))
+        pairs, faster, of_a_pair = beside_plain(row)
+        lines.append([
+            ", ".join(words),
+            f"{row['seqlen']:,}",
+            *("–" if x is None else f"{x:.3f}" for x in times),
+            "–" if faster is None else f"{faster:.2f}",
+            f"{pairs:.1%}",
+            "–" if of_a_pair is None else f"{of_a_pair:.2f}",
+        ])
+    first = wanted.directions[0] if len(wanted.directions) == 1 else ""
+    return _table(
+        [first, "seqlen", "ms", "without it", "times as fast",
+         "pairs seen", "speed per pair"],
+        lines,
+    )  # fmt: skip
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:

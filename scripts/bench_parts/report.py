@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from .cells import Cell, geometric_mean
 
@@ -62,6 +63,70 @@ def ratio_to(row: dict, peer: str) -> float | None:
     if peer not in figures or "cuflash" not in figures:
         return None
     return figures["cuflash"] / figures[peer]
+
+
+def lines(record: dict) -> list[str]:
+    """Return the table of a record, as it was shown when it was made."""
+    rows = record["rows"]
+    if "options" in record:
+        return [option_heading(), *map(option_line, rows)]
+    names = list(record["runners"])
+    return [heading(names), *(line(row, names) for row in rows)]
+
+
+def option_heading() -> str:
+    """Return the line above rows of calls with options."""
+    return (
+        f"{'':8} {'option':12} {'d':>3} {'mask':6} {'seqlen':>6} {'ms':>9} "
+        f"{'+-':>5} {'without':>9} {'+-':>5} {'faster':>7} {'pairs':>7} "
+        f"{'a pair':>7}"
+    )
+
+
+def option_line(row: dict) -> str:
+    """Return the figures of one call with an option."""
+    times = "".join(
+        f"{row['ms'][n]:10.3f} {row['spread'][n]:5.1%}"
+        if n in row["ms"]
+        else f"{'-':>10} {'':5}"
+        for n in ("cuflash", "plain")
+    )
+    found = beside_plain(row)
+    ratios = f"{'-':>8}{found.pairs:8.1%}{'-':>8}"
+    if found.faster is not None:
+        ratios = (
+            f"{found.faster:8.2f}{found.pairs:8.1%}{found.of_a_pair:8.2f}"
+        )
+    mask = "causal" if row["causal"] else "full"
+    return (
+        f"{row['direction']:8} {row['option']:12} {row['head_dim']:3} "
+        f"{mask:6} {row['seqlen']:6}{times}{ratios}"
+    )
+
+
+class BesidePlain(NamedTuple):
+    """A call with an option over the same without.
+
+    Attributes
+    ----------
+    pairs : float
+        The share of pairs that are seen.
+    faster, of_a_pair : float or None
+        Its speed, and that per pair that is seen.
+    """
+
+    pairs: float
+    faster: float | None
+    of_a_pair: float | None
+
+
+def beside_plain(row: dict) -> BesidePlain:
+    """Return what a row of a call with an option comes to."""
+    pairs, ms = row["pairs"] / row["plain_pairs"], row["ms"]
+    if "cuflash" not in ms or "plain" not in ms:
+        return BesidePlain(pairs, None, None)
+    faster = ms["plain"] / ms["cuflash"]
+    return BesidePlain(pairs, faster, pairs * faster)
 
 
 def summary(rows: list[dict], peers: list[str]) -> list[dict]:

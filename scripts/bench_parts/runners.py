@@ -63,7 +63,7 @@ class Runner(NamedTuple):
     context : callable
         Makes the context manager in which calls run.
     variant : callable
-        The cell that it runs in place of a cell: one of as many operations.
+        The cell that it runs in place of a cell.
     wait : callable or None
         Waits for all that was queued, for one who uses streams of its own.
         Its calls are timed by the clock, many at a time.
@@ -81,8 +81,10 @@ class Runner(NamedTuple):
 
 
 def _prepare_cuflash(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
+    options = cell.keywords(cupy, inputs.q.dtype)
+    if "cu_seqlens_q" in options:  # packed sequences have no batch
+        inputs = Inputs(*(x[0] for x in inputs))
     q, k, v, dout = inputs
-    options = {"causal": cell.causal, "precision": cell.precision}
 
     def forward():
         # lse too, as the peers always write it.
@@ -95,6 +97,13 @@ def _prepare_cuflash(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
 
 
 OURS = Runner("cuflash", f"cuflash {cuflash.__version__}", _prepare_cuflash)
+
+PLAIN = Runner(
+    "plain",
+    "cuflash without the option",
+    _prepare_cuflash,
+    variant=lambda cell: cell.plain,  # of option_cells.py
+)
 
 # Ourselves on a call that should be about as fast.
 VARIANTS = {

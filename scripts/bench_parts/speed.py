@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from dataclasses import asdict
 
 import cupy
 
@@ -26,9 +25,10 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
 
     A runner that cannot run the cell is left out with a word. A wrong
     result of ours is a fault; a peer's is a word too: it is not our claim.
+    TFLOP/s are those of what a runner runs, which may be another cell.
     """
     row = {
-        **asdict(cell),
+        **cell.row,
         "tflops": {},
         "ms": {},
         "spread": {},
@@ -39,9 +39,10 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
         "plan": _plan_text(cell),
     }
     contenders = {}
+    ran = {runner.name: runner.variant(cell) for runner in runners}
     made = {}  # input sets, and what checks their results, by cell
     for runner in runners:
-        own = runner.variant(cell)
+        own = ran[runner.name]
         if own not in made:
             sets = _input_sets(own)
             made[own] = sets, checks.Checker(own, sets[0])
@@ -56,12 +57,13 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
             if runner is OURS and not isinstance(error, known):
                 raise
             contenders.pop(runner.name, None)
-            kind = "faults" if runner is OURS else "left_out"
+            ours = runner.prepare is OURS.prepare
+            kind = "faults" if ours else "left_out"
             row[kind].append(f"{runner.name}: {first_line(error)}")
     timings = alternate(contenders, seconds) if contenders else {}
     for name, timing in timings.items():
         row["ms"][name] = timing.ms
-        row["tflops"][name] = cell.tflops(timing.ms)
+        row["tflops"][name] = ran[name].tflops(timing.ms)
         row["spread"][name] = timing.spread
         row["count"][name] = timing.count
     contenders.clear()

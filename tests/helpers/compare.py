@@ -67,8 +67,11 @@ def assert_forward_matches(got, expected, case="", kinds=True):
 
 
 def assert_gradients_match(got, expected, case="", kinds=True):
-    """Assert that (dq, dk, dv) are the expected ones."""
-    for name, *pair in zip(("dq", "dk", "dv"), got, expected, strict=True):
+    """Assert that dq, dk, dv, and dbias and dsink if any, are as expected."""
+    given = getattr(case, "arrays_of", ())
+    more = [f"d{x}" for x in ("bias", "sink") if x in given]
+    names = "dq", "dk", "dv", *more
+    for name, *pair in zip(names, got, expected, strict=True):
         assert_matches(*pair, name, case, kinds)
 
 
