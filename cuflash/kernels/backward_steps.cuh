@@ -44,16 +44,13 @@ struct Count {
     __device__ __forceinline__ u32 kv_parity() const { return tiles % 2; }
 };
 
-// The query tiles of a key tile. With WINDOW at least one is visited, though it may see nothing of
-// it: so all key tiles come to their ends, and neighbours stay neighbours.
+// The query tiles of a key tile. Keys before all that a WINDOW reaches are seen by nobody, but the
+// first tile is visited: so all key tiles come to their ends, and neighbours stay neighbours.
 __device__ __forceinline__ QueryTiles query_tiles(const Arguments& all, int k_tile) {
     const Shape& shape = arrays_of(all).shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
     QueryTiles tiles = mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
-    if constexpr (WINDOW) {
-        tiles.first = min(tiles.first, mask.num_tiles(shape.seqlen_q, BLOCK_Q) - 1);
-        tiles.end = max(tiles.end, tiles.first + 1);
-    }
+    if (WINDOW) tiles.end = max(tiles.end, tiles.first + 1);
     return tiles;
 }
 

@@ -115,9 +115,8 @@ __device__ __forceinline__ void repair_query(
     const Shape& shape = arguments.shape;
     const OneHead one(all, batch, head);
     const HeadRows dq(arguments.dq, arguments.dq_stride, batch, head);
-    // With WINDOW key tiles that nobody sees visit a query tile too.
     const KeyTiles tiles = one.mask.key_tiles(query / BLOCK_Q * BLOCK_Q, BLOCK_Q, BLOCK_K);
-    const int taken = WINDOW ? shape.seqlen_k : min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
+    const int taken = min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
     if (!has_nonfinite(dq, query, shape.head_dim)
         || !has_nonfinite(one.k, 0, taken, shape.head_dim,
                           [&](int key) { return one.visible(query, key); })) return;
@@ -139,8 +138,7 @@ __device__ __forceinline__ void repair_key(
     const int first_head = kv_head * group_size;
     const int first = mask.first_query(key), end = mask.end_query(key);
     const int k_start = key / BLOCK_K * BLOCK_K;
-    const int first_taken =
-        WINDOW ? 0 : mask.query_tiles(k_start, BLOCK_Q, BLOCK_K).first * BLOCK_Q;
+    const int first_taken = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K).first * BLOCK_Q;
     bool of_v = false, of_k = false;
     for (int head = first_head; head < first_head + group_size; ++head) {
         const OneHead one(all, batch, head);
