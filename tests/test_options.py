@@ -135,6 +135,24 @@ def test_what_is_hidden_spreads_nowhere(backend, dtype, changes):
     assert_gradients_match(got, want, case)
 
 
+SEEING = [
+    {"softcap": 5.0, "causal": True, "seqlen_q": 50, "seqlen_k": 50},
+    {"arrays_of": ("segment_ids_q", "segment_ids_k"),
+     "seqlen_q": 150, "seqlen_k": 150},
+]  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("changes", SEEING)
+def test_what_is_seen_of_v_spreads(backend, changes):
+    """An infinity, to all rows that see its key and to no other."""
+    case = Case("bfloat16", spoiled=(("v", (0, 9), "inf"),), **changes)
+    q, k, v, _ = inputs(case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
+
+
 @on_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("changes", HIDING)

@@ -80,7 +80,7 @@ def test_backward_in_turns(backend, shape, causal, name):
 
 
 @on_kernels
-@pytest.mark.parametrize("name", ["window", "segments"])
+@pytest.mark.parametrize("name", ["window", "segments", "all"])
 def test_what_is_hidden_spreads_nowhere(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
     check(backend, Case("float16", seqlen_q=200, seqlen_k=200, head_dim=40,
