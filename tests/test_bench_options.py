@@ -1,6 +1,7 @@
 """scripts/bench.py --options without a GPU."""
 
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,6 @@ import pytest
 
 import bench
 import cuflash.cpu
-import cuflash.launch
 from bench_parts import compiling, markdown, option_cells, report
 from bench_parts.option_cells import OPTIONS
 from cuflash.plan import device_of_arch
@@ -117,6 +117,10 @@ def test_packed_sequences_beside_as_many_pairs(monkeypatch):
 
 @pytest.fixture
 def on_numpy(monkeypatch):
+    # It imports CuPy, and may have done so already.
+    launch = SimpleNamespace(device=lambda _: device_of_arch("sm_90a"))
+    monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
+    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
     known = stand_in.MODULES
     monkeypatch.setattr(stand_in, "MODULES", (*known, "bench_parts.timing",
                                               "bench_parts.speed"))
@@ -222,7 +226,7 @@ def test_what_does(arguments):
 @pytest.fixture
 def without_gpu(on_numpy, monkeypatch):
     """All but the times is as on a GPU."""
-    speed, device = on_numpy.speed, device_of_arch("sm_90a")
+    speed = on_numpy.speed
     properties = {"l2CacheSize": 1 << 20}
     fake = SimpleNamespace(
         runtime=SimpleNamespace(getDeviceProperties=lambda _: properties)
@@ -237,7 +241,6 @@ def without_gpu(on_numpy, monkeypatch):
     monkeypatch.setattr(
         speed, "alternate", lambda found, _: {x: times[x] for x in found}
     )
-    monkeypatch.setattr(cuflash.launch, "device", lambda _: device)
     monkeypatch.setattr("bench_parts.compiling.compile_all", lambda *_: None)
     monkeypatch.setattr(bench.machine, "find_gpu", lambda: None)
     monkeypatch.setattr(
