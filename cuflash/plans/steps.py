@@ -82,6 +82,20 @@ def option_constants(
     )
 
 
+def some_options(
+    problem: Problem, kind: str, *asked: str
+) -> tuple[tuple[str, bool | str], ...]:
+    """The same of a kernel that asks for a few: others are as if not given.
+
+    So it serves all calls that differ in those alone.
+    """
+    kept = {"Arguments", "PACKED", *asked}
+    return tuple(
+        (name, value if name in kept else "float" if name == "Bias" else False)
+        for name, value in option_constants(problem, kind)
+    )
+
+
 def packed(problem: Problem) -> tuple[str, bool]:
     return ("PACKED", problem.num_sequences is not None)
 
@@ -178,6 +192,9 @@ def rounding_launch(
 ) -> Launch:
     """dQ from its sums in float, a block a tile of queries and repairs."""
     shared = tile_bytes(tile.block_q, head_dims[0])
+    options = option_constants(problem, kind)
+    if not dict(own)["REPAIRS"]:
+        options = some_options(problem, kind)
     kernel = KernelPlan(
         file="backward_dq.cu",
         entry="backward_dq",
@@ -190,7 +207,7 @@ def rounding_launch(
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
-            *option_constants(problem, kind),
+            *options,
             *own,
         ),
         threads=num_warps * 32,

@@ -16,6 +16,7 @@ from .steps import (
     option_constants,
     rounding_launch,
     sink_launches,
+    some_options,
     tile_bytes,
 )
 
@@ -238,7 +239,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("CAUSAL", problem.causal),
         ("TURNS", turns_of_tile),
-        *option_constants(problem, "Wgmma"),
     )
     lanes = ceil_div(problem.head_dim_v, 8)
     rows = KernelPlan(
@@ -248,6 +248,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *layout,
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
+            *some_options(
+                problem, "Wgmma", "SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"
+            ),
         ),
         threads=ROW_THREADS,
         shared_bytes=0,
@@ -259,6 +262,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *layout,
             ("STAGES", tile.num_stages),
             ("SHARED_BYTES", shared),
+            *option_constants(problem, "Wgmma"),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
