@@ -191,7 +191,7 @@ def _forward_recipe(
     if by_tma:
         tile = decided.tile
         rows = tile.block_q, tile.block_k, tile.block_k, 16
-        first = len(_OPTION_POINTERS) + 2 if p.options else 0
+        first = _pointers_before_arrays(ForwardOptionsArguments, p)
         boxes = enumerate(map(Boxes.of, taken.values(), rows), first)
         constants["deal"] = decided.deal
     kind = ForwardWgmmaArguments if by_tma else ForwardArguments
@@ -288,7 +288,7 @@ def _backward_recipe(
         tile = decided.tile
         rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
                 "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
-        first = len(_OPTION_POINTERS) + 4 if p.options else 0
+        first = _pointers_before_arrays(BackwardOptionsArguments, p)
         boxes = (
             (first + _BACKWARD_POINTERS.index(x), Boxes.of(taken[x], n))
             for x, n in rows.items()
@@ -326,6 +326,11 @@ def _rooms(p: Problem, decided: Plan) -> tuple[int, int, int]:
 
 def _pointers_of(kind: np.dtype) -> tuple[str, ...]:
     return tuple(name for name in kind.names if kind[name] == np.uint64)
+
+
+def _pointers_before_arrays(kind: np.dtype, p: Problem) -> int:
+    """Of options and what goes with them, which a call may not have."""
+    return len(_pointers_of(kind)) if p.options else 0
 
 
 _GRADIENTS = ("dq", "dk", "dv")

@@ -7,6 +7,7 @@ import numpy as np
 import cuflash
 import strategies
 from helpers import calls, expected
+from helpers.checks import check_gradients
 from helpers.compare import assert_bitwise, assert_gradients_match
 from helpers.data import inputs
 from helpers.drawn import on_each_backend
@@ -17,11 +18,7 @@ from helpers.heads import visible
 @on_each_backend(strategies.cases, each={"dtype": DTYPES}, wide=True)
 def test_is_the_gradient(backend, case):
     """With out and lse of the NumPy path; most tests have the backend's."""
-    q, k, v, dout = inputs(case)
-    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
-    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(grads, want, case)
+    check_gradients(backend, case)
 
 
 @on_each_backend(strategies.cases, archs=strategies.FAMILIES)

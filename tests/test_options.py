@@ -9,6 +9,7 @@ from cuflash import emulator
 from cuflash.errors import UnsupportedError
 from helpers import calls, expected
 from helpers.backends import on_kernels, on_kernels_of
+from helpers.checks import check_forward, check_gradients
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
@@ -29,10 +30,7 @@ UNSEEN = [
 
 @on_each_backend(strategies.optional_cases, each={"dtype": DTYPES})
 def test_forward(backend, case):
-    q, k, v, _ = inputs(case)
-    got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
-    assert_forward_matches(got, want, case)
+    check_forward(backend, case)
 
 
 @on_each_backend(
@@ -40,11 +38,7 @@ def test_forward(backend, case):
 )
 def test_backward(backend, case):
     """With out and lse of the NumPy path."""
-    q, k, v, dout = inputs(case)
-    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
-    got = calls.backward(backend, case, dout, q, k, v, out, lse)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case)
+    check_gradients(backend, case)
 
 
 @on_each_backend(strategies.optional_cases)
@@ -147,10 +141,7 @@ SEEING = [
 def test_what_is_seen_of_v_spreads(backend, changes):
     """An infinity, to all rows that see its key and to no other."""
     case = Case("bfloat16", spoiled=(("v", (0, 9), "inf"),), **changes)
-    q, k, v, _ = inputs(case)
-    got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
-    assert_forward_matches(got, want, case)
+    check_forward(backend, case)
 
 
 @on_kernels
@@ -160,10 +151,7 @@ def test_what_is_hidden_is_no_maximum(backend, dtype, changes):
     """Beside the hidden key's score all others would have no weight."""
     case = Case(dtype, seqlen_q=50, seqlen_k=50,
                 spoiled=(("k", (0, 9), "1e4"),), **changes)  # fmt: skip
-    q, k, v, _ = inputs(case)
-    got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
-    assert_forward_matches(got, want, case)
+    check_forward(backend, case)
 
 
 @on_kernels

@@ -2,11 +2,9 @@
 
 import pytest
 
-import cuflash
-from helpers import calls, expected
 from helpers.backends import on_kernels
-from helpers.compare import assert_forward_matches, assert_gradients_match
-from helpers.data import Case, Emulation, inputs
+from helpers.checks import check_forward, check_gradients
+from helpers.data import Case, Emulation
 
 SEGMENTS = ("segment_ids_k", "segment_ids_q")
 OPTIONS = {
@@ -31,21 +29,6 @@ SHAPES = [
 ]
 
 
-def check(backend, case):
-    q, k, v, _ = inputs(case)
-    got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
-    assert_forward_matches(got, want, case)
-
-
-def check_gradients(backend, case):
-    q, k, v, dout = inputs(case)
-    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
-    got = calls.backward(backend, case, dout, q, k, v, out, lse)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case)
-
-
 def option_case(name, shape, causal, **more):
     # Blocks that take turns wait for each other.
     on = Emulation("sm_90a", num_sms=2, seed=1, resident=2)
@@ -59,7 +42,7 @@ def option_case(name, shape, causal, **more):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_forward(backend, shape, causal, name):
-    check(backend, option_case(name, shape, causal))
+    check_forward(backend, option_case(name, shape, causal))
 
 
 @on_kernels
@@ -83,9 +66,10 @@ def test_backward_in_turns(backend, shape, causal, name):
 @pytest.mark.parametrize("name", ["window", "segments", "all"])
 def test_what_is_hidden_spreads_nowhere(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
-    check(backend, Case("float16", seqlen_q=200, seqlen_k=200, head_dim=40,
-                        on=Emulation("sm_90a", num_sms=1), spoiled=spoiled,
-                        **OPTIONS[name]))  # fmt: skip
+    check_forward(backend, Case(
+        "float16", seqlen_q=200, seqlen_k=200, head_dim=40,
+        on=Emulation("sm_90a", num_sms=1), spoiled=spoiled, **OPTIONS[name],
+    ))  # fmt: skip
 
 
 @on_kernels

@@ -206,6 +206,20 @@ def test_what_a_tile_is_chosen_by(direction, expected):
     assert tuned_by(problem, device) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("causal", "window", "walked"),
+    [(False, (100, 20), 121), (True, (100, None), 101),
+     (False, (100, None), 500), (False, (None, 20), 500),
+     (True, (None, None), 500), (False, (600, 600), 500)],
+)  # fmt: skip
+def test_a_window_is_what_a_block_walks_over(causal, window, walked):
+    problem = small_problem(
+        "forward", "float16", seqlen_q=500, seqlen_k=500, causal=causal,
+        window=window,
+    )  # fmt: skip
+    assert tuned_by(problem, device_of_arch("sm_90a"))[0] == walked
+
+
 def test_long_rows_have_tiles_of_their_own():
     short, long = (
         planned("forward", head_dim=128, arch="sm_90a", seqlen_k=n).tile

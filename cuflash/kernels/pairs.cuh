@@ -110,31 +110,30 @@ template <class Arguments> struct PairsOf {
         }
     }
 
-    // How many of the query tiles [first, end) are not skipped.
-    int query_tiles_between(int first, int end, int k_tile) const {
-        int count = end - first;
-        if constexpr (SEGMENTS) {
-            count = 0;
-            for (int from = first; from < end; from += 32) {
-                const int tile = from + threadIdx.x % 32;
-                count += __popc(__ballot_sync(0xFFFFFFFFu, tile < end && !skips(tile, k_tile)));
-            }
+    // How many of the tiles [first, end) are met.
+    template <class IsMet> static int count_tiles(int first, int end, IsMet is_met) {
+        int count = 0;
+        for (int from = first; from < end; from += 32) {
+            const int tile = from + threadIdx.x % 32;
+            count += __popc(__ballot_sync(0xFFFFFFFFu, tile < end && is_met(tile)));
         }
         return count;
     }
 
+    // How many of the query tiles [first, end) are not skipped.
+    int query_tiles_between(int first, int end, int k_tile) const {
+        if constexpr (SEGMENTS)
+            return count_tiles(first, end, [&](int tile) { return !skips(tile, k_tile); });
+        else
+            return end - first;
+    }
+
     // How many of the tiles [first, k_tile) are not skipped.
     int key_tiles_before(int q_tile, int k_tile, int first) const {
-        int count = k_tile - first;
-        if constexpr (SEGMENTS) {
-            count = 0;
-            for (int from = first; from < k_tile; from += 32) {
-                const int tile = from + threadIdx.x % 32;
-                count += __popc(
-                    __ballot_sync(0xFFFFFFFFu, tile < k_tile && !skips(q_tile, tile)));
-            }
-        }
-        return count;
+        if constexpr (SEGMENTS)
+            return count_tiles(first, k_tile, [&](int tile) { return !skips(q_tile, tile); });
+        else
+            return k_tile - first;
     }
 };
 

@@ -138,13 +138,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             delta_launch(problem, tile.block_q, d),
             Launch(main, k_tiles * kv_pairs),
             rounding_launch(
-                problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps,
-                ("REPAIRS", False),
-                ("CAUSAL", False),  # looked at in repairs alone
-                ("TURNS", 0),
+                problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps
             ),
             *sink_launches(problem, tile),
-        ),  # fmt: skip
+        ),
         heads_per_section=heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head
         ),

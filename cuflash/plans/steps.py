@@ -187,14 +187,18 @@ def rounding_launch(
     head_dims: tuple[int, int],
     blocks: int,
     num_warps: int,
-    *own: tuple[str, int | bool | str],
     kind: str = "",
+    *,
+    repairs: bool = False,
+    turns: int = 0,
 ) -> Launch:
-    """dQ from its sums in float, a block a tile of queries and repairs."""
+    """dQ from its sums in float, a block a tile of queries and repairs.
+
+    The kernel asks for masks and score steps, and which turns dQ was summed
+    in, where it repairs rows.
+    """
     shared = tile_bytes(tile.block_q, head_dims[0])
-    options = option_constants(problem, kind)
-    if not dict(own)["REPAIRS"]:
-        options = some_options(problem, kind)
+    options = (option_constants if repairs else some_options)(problem, kind)
     kernel = KernelPlan(
         file="backward_dq.cu",
         entry="backward_dq",
@@ -208,7 +212,9 @@ def rounding_launch(
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
             *options,
-            *own,
+            ("REPAIRS", repairs),
+            ("CAUSAL", repairs and problem.causal),
+            ("TURNS", turns if repairs else 0),
         ),
         threads=num_warps * 32,
         shared_bytes=shared,

@@ -248,9 +248,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *layout,
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
-            *some_options(
-                problem, "Wgmma", "SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"
-            ),
+            *some_options(problem, "Wgmma", "SOFTCAP", "ALIBI", "SEGMENTS"),
         ),
         threads=ROW_THREADS,
         shared_bytes=0,
@@ -291,11 +289,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             Launch(main, min(k_tiles, device.num_sms)),
             rounding_launch(
                 problem, tile, (d, dv),
-                q_tiles + (k_tiles if hides else 0), dq_warps,
-                ("REPAIRS", hides),
-                ("CAUSAL", problem.causal),
-                ("TURNS", turns_of_tile),
-                kind="Wgmma",
+                q_tiles + (k_tiles if hides else 0), dq_warps, "Wgmma",
+                repairs=hides, turns=turns_of_tile,
             ),
             *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip
