@@ -103,7 +103,7 @@ _SERVED = frozenset((
     "segment_ids", "dropout", "cu_seqlens",
 ))  # fmt: skip
 _OPTIONS: dict[Family, frozenset[str]] = {
-    "wgmma": wgmma.SERVED,
+    "wgmma": _SERVED,
     "mma": _SERVED,
     "simt": _SERVED,
 }

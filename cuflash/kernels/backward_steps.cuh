@@ -251,12 +251,19 @@ __device__ __forceinline__ void take_steps(
     const Arguments& all, int batch, int head, int past) {
     Steps<float> steps(all);
     steps.set_head(all, batch, head);
+    // Two keys of a query, 8 apart, next to one another.
+    const auto place = [](int i) { return i / 4 * 4 + i / 2 % 2 + i % 2 * 2; };
+    float of_pairs[S_COUNT], slopes[S_COUNT];
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) of_pairs[i] = products[place(i)];
+    steps.scores<2>(of_pairs, [&](int i) {
+        const int further = i / 4 * 8 + i / 2 % 2 - i % 2 * 8;
+        return steps.added(static_cast<float>(past) + static_cast<float>(further), 0.0f);
+    }, slopes);
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) {
-        const int further = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
-        scores[i] = steps.score(
-            products[i], static_cast<float>(past) + static_cast<float>(further), 0.0f,
-            derivatives[i]);
+        scores[place(i)] = of_pairs[i];
+        derivatives[place(i)] = slopes[i];
     }
 }
 

@@ -18,8 +18,8 @@
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0, and scores are LINEAR), HEAD_DIM and
 // HEAD_DIM_V (multiples of 16 and one of those that wgmma_registers is written for), BLOCK_Q,
-// BLOCK_K, Q_STAGES, KV_STAGES, SHARED_BYTES; Arguments and the options (docs/masks.md), of which
-// it takes WINDOW, SOFTCAP, ALIBI, SINK and SEGMENTS.
+// BLOCK_K, Q_STAGES, KV_STAGES, SHARED_BYTES; Arguments and the options (docs/masks.md) but
+// PACKED.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
@@ -27,6 +27,7 @@
 //
 // Rows whose result hangs on more than this arithmetic gives (NaN, infinities, scores above 2^24)
 // are found at the end of a tile and computed again, one by one: exact_row. Slow, rare.
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "pairs.cuh"
 #include "scheduler.cuh"
@@ -47,12 +48,12 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
 }
 
 // Key tiles are visited anywhere, not down to the first: which, the loading warp says with each.
-constexpr bool LISTED = WINDOW || SEGMENTS;
-constexpr bool OPTIONS = LISTED || !LINEAR;
+constexpr bool LISTED = WINDOW || PAIRWISE;
+constexpr bool OPTIONS = LISTED || !LINEAR || DROPOUT;
 constexpr bool HIDES = CAUSAL || LISTED;                    // rows need not see what is loaded
 constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, TILE_SHIFT = 2; // of what it says
 
-static_assert(!(BIAS || KEEP || DROPOUT || PACKED), "options that other kernels take");
+static_assert(!PACKED, "an option that other kernels take");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
 static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 elements");
 
@@ -206,32 +207,111 @@ __device__ __forceinline__ float reference(float m, float c) {
     return m == -infinity() ? 0.0f : m * c;                 // else 2^(-inf + inf)
 }
 
-// The scores of products; see Steps.
-__device__ __forceinline__ void apply_steps(
-    float (&s)[S_COUNT], const Steps<float>& steps, int shift, int first_row, int k_start) {
-    const int first_key = k_start + threadIdx.x % 4 * 2;
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float past = static_cast<float>(first_row + half * 8 + shift - first_key);
+// Biases of the lane's two rows and a key tile, on their way while S is computed. Lane t of the
+// four that have a row reads the chunks t, t + 4, ... of 8 keys, where such are chunks in memory.
+// Other biases are read when they are added.
+struct Biases { bool loaded; BiasChunk chunks[2][(BLOCK_K + 31) / 32]; };
+
+__device__ __forceinline__ void load_biases(
+    Biases& biases, const Steps<float>& steps, int seqlen_k, int first_row, int k_start) {
+    if constexpr (BIAS && sizeof(Bias) == 2) {
+        constexpr int COUNT = sizeof(biases.chunks[0]) / sizeof(BiasChunk);
+        biases.loaded = steps.has_chunks && k_start + COUNT * 32 <= seqlen_k;
+        if (!biases.loaded) return;
         #pragma unroll
-        for (int i = 0; i < S_COUNT / 2; ++i) {
-            float& score = s[i / 2 * 4 + half * 2 + i % 2];
-            score = steps.score(score, past - static_cast<float>(i / 2 * 8 + i % 2), 0.0f);
+        for (int half = 0; half < 2; ++half) {
+            const BiasChunk* chunks = steps.chunks_of_bias(
+                first_row + half * 8, k_start + threadIdx.x % 4 * 8);
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) biases.chunks[half][i] = chunks[i * 4];
         }
     }
 }
 
-// S = -inf where the row's segment is not the key's.
-__device__ __forceinline__ void hide_segments(
-    float (&s)[S_COUNT], const Pairs& pairs, const int (&ids)[2], int num_keys, int k_start) {
+// Word i of lane t, of four lanes, and word t of lane i change places.
+__device__ __forceinline__ void transpose(u32 (&words)[4]) {
+    #pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = (threadIdx.x & distance) != 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & distance) != 0) continue;
+            u32 &low = words[i], &high = words[i + distance];
+            const u32 got = __shfl_xor_sync(WHOLE_WARP, upper ? low : high, distance);
+            low = upper ? got : low;
+            high = upper ? high : got;
+        }
+    }
+}
+
+// The scores of products; see Steps.
+__device__ __forceinline__ void apply_steps(
+    float (&s)[S_COUNT], const Steps<float>& steps, Biases& biases, int shift, int first_row,
+    int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
-    if constexpr (SEGMENTS)
+    const float past = static_cast<float>(first_row + shift - first_key);
+    const auto apply = [&](auto added) {                    // of half and key, from the first on
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float scores[S_COUNT / 2], derivatives[S_COUNT / 2];
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) scores[i] = s[i / 2 * 4 + half * 2 + i % 2];
+            steps.scores<4>(
+                scores, [&](int i) { return added(half, i / 2 * 8 + i % 2); }, derivatives);
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) s[i / 2 * 4 + half * 2 + i % 2] = scores[i];
+        }
+    };
+    if constexpr (ALIBI && !BIAS) {
+        // Keys all on one side of the queries: what is added is linear and, counted from the
+        // nearest key, as exact as its size.
+        const auto add_beside = [&](auto before) {
+            constexpr int NEAREST = before.value ? BLOCK_K - 7 : 0;
+            const float slope = before.value ? steps.slope : -steps.slope;
+            const float of_nearest[2] = {
+                steps.added(past - NEAREST, 0.0f), steps.added(past + (8 - NEAREST), 0.0f)};
+            apply([&](int half, int key) {
+                return fmaf(slope, static_cast<float>(key - NEAREST), of_nearest[half]);
+            });
+        };
+        const auto all = [](bool x) { return __ballot_sync(WHOLE_WARP, x) == WHOLE_WARP; };
+        if (all(past >= BLOCK_K)) return add_beside(Bool<true>{});
+        if (all(past <= -8.0f)) return add_beside(Bool<false>{});
+    }
+    if constexpr (BIAS && sizeof(Bias) == 2)
+        if (biases.loaded) {
+            #pragma unroll
+            for (auto& chunks : biases.chunks)
+                #pragma unroll
+                for (BiasChunk& chunk : chunks) transpose(chunk.words);
+            return apply([&](int half, int key) {
+                const u32 pair = biases.chunks[half][key / 32].words[key / 8 % 4];
+                return steps.added(past + static_cast<float>(half * 8 - key),
+                                   of_pair<Bias>(pair, key % 2));
+            });
+        }
+    apply([&](int half, int key) {
+        return steps.added(past + static_cast<float>(half * 8 - key),
+                           steps.bias_of(first_row + half * 8, first_key + key));
+    });
+}
+
+// S = -inf where the row's segment is not the key's, or a mask hides the pair.
+__device__ __forceinline__ void hide_pairs(
+    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, const int (&ids)[2],
+    int first_row, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    if constexpr (PAIRWISE)
         #pragma unroll
         for (int i = 0; i < S_COUNT / 2; ++i) {
-            const int id = pairs.id_of_key(min(first_key + i / 2 * 8 + i % 2, num_keys - 1));
+            const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
+            const int id = SEGMENTS ? pairs.id_of_key(key) : 0;
             #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (id != ids[half]) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            for (int half = 0; half < 2; ++half) {
+                const int query = min(first_row + half * 8, shape.seqlen_q - 1);
+                if ((SEGMENTS && id != ids[half]) || (KEEP && !pairs.keeps(query, key)))
+                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            }
         }
 }
 
@@ -257,6 +337,24 @@ __device__ __forceinline__ void apply_mask(
                     s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
         }
     }
+}
+
+// P = 0 where dropout drops the pair, and the others larger.
+__device__ __forceinline__ void apply_dropout(
+    float (&p)[S_COUNT], const Dropout<float>& dropout, int first_row, int k_start) {
+    constexpr int PAIRS = 8;                                // of keys, looked at together
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        #pragma unroll
+        for (int first = 0; first < S_COUNT / 4; first += PAIRS) {
+            const u32 kept =
+                dropout.kept_bits<PAIRS>(first_row + half * 8, first_key + first * 8);
+            #pragma unroll
+            for (int i = first * 2; i < min((first + PAIRS) * 2, S_COUNT / 2); ++i)
+                p[i / 2 * 4 + half * 2 + i % 2] *=
+                    (kept >> (i - first * 2) & 1) != 0 ? dropout.factor : 0.0f;
+        }
 }
 
 // m' = max(m, rowmax(S)),  P = 2^(c S - c m'),  l' = l 2^(c m - c m') + rowsum(P): S becomes P. The
@@ -395,9 +493,12 @@ __device__ __forceinline__ void exact_row(
     const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
     const int first = mask.first_key(query), seen = mask.num_keys(query);
-    const Pairs pairs(all, batch);
+    Pairs pairs(all, batch);
+    pairs.set_head(head);
     Steps<float> steps(all);
     steps.set_head(all, batch, head);
+    Dropout<float> dropout(all);
+    dropout.set_head(batch, head);
     const auto hides = [&](int key) { return PAIRWISE && !pairs.visible(query, key); };
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
     const Element* q = static_cast<const Element*>(arguments.q)
@@ -412,7 +513,8 @@ __device__ __forceinline__ void exact_row(
             s += to_float(q[d]) * to_float(k[key * ks.token + d]);
         if (!LINEAR)
             s = steps.score(
-                s, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key), 0.0f);
+                s, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key),
+                steps.bias_of(query, key));
         return NEGATE_SCORES ? -s : s;
     };
     constexpr int COLUMNS = (HEAD_DIM_V + 31) / 32;         // of a lane
@@ -429,11 +531,12 @@ __device__ __forceinline__ void exact_row(
         for (int i = 0; i < min(32, seen - start); ++i) {
             const float p = __shfl_sync(WHOLE_WARP, mine, i);
             if (PAIRWISE && (left_out >> i & 1) != 0) continue;
+            const float kept = DROPOUT ? p * dropout.z(query, start + i) : p;
             l += p;
             #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
                 if (lane + j * 32 < shape.head_dim_v)
-                    acc[j] += p * to_float(v[(start + i) * vs.token + lane + j * 32]);
+                    acc[j] += kept * to_float(v[(start + i) * vs.token + lane + j * 32]);
         }
     }
     const float inverse = SINK ? end_of_row(all, m, l, 1.0f, head).inverse
@@ -475,14 +578,18 @@ __device__ __forceinline__ void compute_inexact(
 
 // What steps do besides, as arguments of theirs: closures of plain steps are as if there were none.
 struct NoStepOptions { static constexpr bool any = false; };
-template <class A, class B, class C, class D> struct StepOptions {
+template <class A, class B, class C, class D, class E, class F> struct StepOptions {
     static constexpr bool any = true;
-    const A& find_tile; const B& tiles_left; const C& take_steps; const D& hide;
+    const A& find_tile; const B& tiles_left; const C& begin_steps; const D& take_steps;
+    const E& hide; const F& drop;
 };
-template <bool ANY, class A, class B, class C, class D>
+template <bool ANY, class A, class B, class C, class D, class E, class F>
 __device__ __forceinline__ auto step_options(
-    const A& find_tile, const B& tiles_left, const C& take_steps, const D& hide) {
-    if constexpr (ANY) return StepOptions<A, B, C, D>{find_tile, tiles_left, take_steps, hide};
+    const A& find_tile, const B& tiles_left, const C& begin_steps, const D& take_steps,
+    const E& hide, const F& drop) {
+    if constexpr (ANY)
+        return StepOptions<A, B, C, D, E, F>{
+            find_tile, tiles_left, begin_steps, take_steps, hide, drop};
     else return NoStepOptions{};
 }
 
@@ -501,6 +608,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     if constexpr (WINDOW) mask.window = window_of<WINDOW>(arguments);
     Steps<float> steps(arguments);
     Pairs pairs(arguments, 0);
+    Dropout<float> dropout(arguments);
+    Biases biases;
 
     const u64 q_rows = descriptor(
         shared_address(&shared.q_then_out) + group_row * PANEL_ROW_BYTES, 0);
@@ -559,12 +668,13 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
         steps.set_head(arguments, work.queries.batch, work.queries.head);
-        if constexpr (SEGMENTS) {
-            pairs.batch = work.queries.batch;
+        pairs.set_head(work.queries.head);
+        dropout.set_head(work.queries.batch, work.queries.head);
+        if constexpr (PAIRWISE) pairs.batch = work.queries.batch;
+        if constexpr (SEGMENTS)
             #pragma unroll
             for (int half = 0; half < 2; ++half)
                 ids[half] = pairs.id_of_query(min(first_row + half * 8, shape.seqlen_q - 1));
-        }
         return true;
     };
     const auto skip_tiles = [&] {
@@ -603,16 +713,24 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     };
     const auto take_steps = [&](int tile) {
         if constexpr (!LINEAR)
-            apply_steps(s, steps, shape.seqlen_k - shape.seqlen_q, first_row, tile * BLOCK_K);
+            apply_steps(s, steps, biases, shape.seqlen_k - shape.seqlen_q, first_row,
+                        tile * BLOCK_K);
+    };
+    const auto begin_steps = [&](int tile) {
+        load_biases(biases, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
     const auto hide = [&](int tile) {
-        if constexpr (SEGMENTS)
+        if constexpr (PAIRWISE)
             if ((listed & HIDDEN_BIT) != 0)
-                hide_segments(s, pairs, ids, shape.seqlen_k, tile * BLOCK_K);
+                hide_pairs(s, pairs, shape, ids, first_row, tile * BLOCK_K);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     };
-    const auto options = step_options<OPTIONS>(find_tile, tiles_left, take_steps, hide);
+    const auto drop = [&](int tile) {
+        if constexpr (DROPOUT) apply_dropout(s, dropout, first_row, tile * BLOCK_K);
+    };
+    const auto options =
+        step_options<OPTIONS>(find_tile, tiles_left, begin_steps, take_steps, hide, drop);
 
     // The place of Q from which the warp's rows are on their way out, -1 if none: it is given back
     // a step later, when they surely have been read.
@@ -671,6 +789,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         issue_scores();
         pass_turn();
         meanwhile();
+        if constexpr (options.any) options.begin_steps(tile);
         wgmma_wait<0>();
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
@@ -681,6 +800,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             mask_scores(tile);
         }
         softmax<true>(s, rows, c, rescale);
+        if constexpr (options.any) options.drop(tile);
         v = k;
         pack_pairs<Element>(p, s);
     };
@@ -702,6 +822,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         wgmma_fence();
         issue_output();
         pass_turn();
+        if constexpr (options.any) options.begin_steps(tile);
         wgmma_wait<1>();
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
@@ -715,7 +836,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         }
         if constexpr (masked.value && options.any) options.hide(tile);
         else if constexpr (masked.value) mask_scores(tile);
-        softmax<masked.value>(s, rows, c, rescale);
+        softmax<masked.value || BIAS>(s, rows, c, rescale);
+        if constexpr (options.any) options.drop(tile);
         if constexpr (!new_rows.value) {
             await_output();
             #pragma unroll

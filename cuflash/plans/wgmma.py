@@ -20,9 +20,13 @@ from .steps import (
     tile_bytes,
 )
 
-SERVED = frozenset((
+_SERVED_BOTH_WAYS = frozenset((
     "window", "softcap", "alibi_slopes", "sink", "segment_ids",
 ))  # fmt: skip
+SERVED = {
+    "forward": _SERVED_BOTH_WAYS | {"bias", "mask", "dropout"},
+    "backward": _SERVED_BOTH_WAYS,
+}
 
 
 # What kernels/ptx.cuh has products for, and shared memory room.
@@ -38,7 +42,7 @@ _HEAD_DIMS = {
 _REGISTERS = {2: 196, 3: 128}
 
 
-# What segment ids or a softcap take besides. At head_dim above 128 there is
+# What segment ids, a mask or a softcap take besides. At head_dim above 128 there is
 # no smaller tile that is fast: there a few bytes are spilt.
 _OPTION_REGISTERS = 32
 
@@ -61,7 +65,7 @@ def runs(problem: Problem, device: Device) -> bool:
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
-        and SERVED.issuperset(problem.options)
+        and SERVED[problem.direction].issuperset(problem.options)
         and not in_turns
         and _head_dims(problem) is not None
     )
@@ -84,7 +88,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 def _is_listed(problem: Problem) -> bool:
     """forward_wgmma.cu's LISTED."""
-    return "window" in problem.options or problem.segment_ids
+    return not {"window", "segment_ids", "mask"}.isdisjoint(problem.options)
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
@@ -95,8 +99,10 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
     used = tile.block_k * 3 // 4 + dv // 2
-    if dv <= 128 and (problem.segment_ids or problem.softcap):
+    if dv <= 128 and (problem.segment_ids or problem.softcap or problem.mask):
         used += _OPTION_REGISTERS
+    if dv <= 128 and problem.bias:
+        used += tile.block_k // 4  # biases on their way, in pairs
     return used <= _REGISTERS[tile.block_q // 64]
 
 
