@@ -68,6 +68,17 @@ template <class Real> struct Dropout {
         return bits;
     }
 
+    // Of the pairs of a query and keys key .. key + 3, key being a multiple of 4: bit n is of the
+    // n-th, 1 if it is kept.
+    u32 kept_of_four(int query, int key) const {
+        const Words counter = {{static_cast<u32>(key) / 4, static_cast<u32>(query), head, batch}};
+        const Words words = philox(counter, key0, key1);
+        u32 bits = 0;
+        #pragma unroll
+        for (int n = 0; n < 4; ++n) bits |= (words.x[n] >= drop_below ? 1u : 0u) << n;
+        return bits;
+    }
+
     // Z of a pair: 0, or the factor if it is kept.
     Real z(int query, int key) const {
         if constexpr (!DROPOUT) return 1;
