@@ -37,10 +37,9 @@ template <int M, int N> __device__ __forceinline__ void set_zero(float (&x)[M][N
         for (int j = 0; j < N; ++j) x[i][j] = 0.0f;
 }
 
-// Which of a lane's M x N pairs of a product's rows and columns, queries and keys, dropout keeps. One
-// call of Philox answers for four neighbouring keys, which four lanes have: each of them makes a
-// quarter of the calls and tells the others. Pair i * N + j is of call number (i * N + j) / 4 of
-// one of the four, of which eight calls' answers stand in a word.
+// Which of a lane's M x N pairs of queries and keys dropout keeps. One call of Philox has the words
+// of four neighbouring keys, which four lanes have: they take the calls in turns, pair by pair, and
+// tell each other. bits[n]: of the calls of the n-th of them, 4 bits a call.
 template <int M, int N> struct Kept {
     static constexpr int CALLS = (M * N + 3) / 4, WORDS = (CALLS + 7) / 8;
     u32 bits[4][WORDS];
@@ -51,7 +50,7 @@ template <int M, int N> struct Kept {
     }
 };
 
-// The warp's rows and columns begin at that query and key. By a whole warp.
+// The warp's rows and columns begin at that query and that key. By a whole warp.
 template <int M, int N>
 __device__ __forceinline__ void find_kept(
     Kept<M, N>& kept, const Dropout<float>& dropout, int query, int key) {
@@ -100,8 +99,8 @@ __device__ __forceinline__ void row_products(
     }
 }
 
-// A barrier; with PAIRWISE and MASKED, also whether the tile, which has been loaded, holds a NaN or
-// an infinity. By the whole block.
+// A barrier. Where it decides how weighted rows of the tile are added (below), also whether one of
+// its threads has loaded a NaN or an infinity.
 template <bool MASKED, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool barrier_or_nonfinite(const Tile<ROWS, COLUMNS>& tile) {
     if constexpr (MASKED && PAIRWISE) {
