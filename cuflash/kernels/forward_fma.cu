@@ -182,7 +182,7 @@ forward_fma(const __grid_constant__ Arguments whole) {
     if (!sequence.has_tile) return;
     const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
     const ForwardArguments& arguments = arrays_of(all);
-    const Shape& shape = arguments.shape;
+    const Shape& shape = arguments.shape;                   // of PACKED ones the block's own
     if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};
     Steps<float> steps(all);
     steps.set_head(all, where.batch, where.head);
