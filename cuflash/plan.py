@@ -105,6 +105,7 @@ _SERVED = frozenset((
 _OPTIONS: dict[Family, frozenset[str]] = {
     "wgmma": _SERVED,
     "mma": _SERVED,
+    "fma": _SERVED,
     "simt": _SERVED,
 }
 
@@ -167,12 +168,12 @@ def _family_of(
         return "tf32x3"
     if not sixteen_bits:
         parts = problem.dtype == "float32" and device.capability >= 80
-        if problem.options:
-            return "simt"
-        if wanted == "tf32x3" and parts:
+        if wanted == "tf32x3" and parts and not problem.options:
             return "tf32x3"
         if wanted != "simt" and _fma_runs(problem, device):
             return "fma"
+        if problem.options:
+            return "simt"
         if wanted != "simt" and _dmma_runs(problem, device):
             return "dmma"
         return "simt"

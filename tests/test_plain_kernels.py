@@ -23,6 +23,8 @@ CALLS = [
     ("backward", "bfloat16", "mma", 64),
     ("forward", "float32", "simt", 32),
     ("backward", "float32", "simt", 32),
+    ("forward", "float32", "fma", 64),
+    ("backward", "float32", "fma", 64),
     ("forward", "bfloat16", "wgmma", 64),
     ("forward", "bfloat16", "wgmma", 128),
 ]
