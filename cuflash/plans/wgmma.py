@@ -42,8 +42,8 @@ _HEAD_DIMS = {
 _REGISTERS = {2: 196, 3: 128}
 
 
-# What segment ids, a mask or a softcap take besides. At head_dim above 128 there is
-# no smaller tile that is fast: there a few bytes are spilt.
+# What segment ids, a mask or a softcap take besides. At head_dim above 128
+# there is no smaller tile that is fast: there a few bytes are spilt.
 _OPTION_REGISTERS = 32
 
 
