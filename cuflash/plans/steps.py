@@ -339,13 +339,16 @@ def backward_in_one(
     family: Family,
     head_dims: tuple[int, int],
     shared: int,
+    *own: tuple[str, int | bool | str],
 ) -> Plan:
     """One kernel that adds to dq itself, after that for delta."""
     d, dv = head_dims
-    own = gradient_constants(problem, tile)
-    main = main_kernel(problem, tile, family, head_dims, shared, *own)
-    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
-    k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
+    main = main_kernel(
+        problem, tile, family, head_dims, shared,
+        *gradient_constants(problem, tile), *own,
+    )  # fmt: skip
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     columns = 2 * d + dv  # of q, dq and dout
     shared_by_head = (
         problem.group_size
@@ -358,8 +361,10 @@ def backward_in_one(
         family,
         tile,
         (
+            *finding_launches(problem, tile),
             delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
             Launch(main, k_tiles * problem.batch * problem.num_heads_kv),
+            *sink_launches(problem, tile),
         ),
         heads_per_section=heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head
@@ -369,6 +374,7 @@ def backward_in_one(
             if problem.deterministic
             else 0
         ),
+        num_found=num_found(problem, tile),
     )
 
 
