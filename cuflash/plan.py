@@ -105,23 +105,19 @@ _SERVED = frozenset((
 _OPTIONS: dict[Family, frozenset[str]] = {
     "wgmma": wgmma.SERVED,
     "mma": _SERVED,
+    "dmma": _SERVED,
+    "tf32x3": _SERVED,
     "simt": _SERVED,
 }
 
 
-def _check_options(problem: Problem, family: Family) -> None:
-    """Raise UnsupportedError if a family's kernels lack an option."""
-    known = _OPTIONS.get(family, frozenset())
-    words = ", ".join(sorted(known)) or "none"
-    for name in problem.options:
-        if name not in known:
-            served = problem.precision and name in _SERVED
-            advice = ", as do calls without precision" if served else ""
-            raise UnsupportedError(
-                f"{name} is given, which the {family} kernels do not take on"
-                f" a GPU (options that they take: {words}); NumPy arrays take"
-                f" it{advice}"
-            )
+def _takes(family: Family, problem: Problem) -> bool:
+    """Whether a family's kernels take all options of a problem."""
+    return _OPTIONS.get(family, frozenset()).issuperset(problem.options)
+
+
+def _check_order(problem: Problem) -> None:
+    """Raise UnsupportedError if a gradient has no fixed order of sums."""
     wanted = problem.return_dbias and problem.deterministic
     if wanted and problem.bias_is_broadcast:
         raise UnsupportedError(
@@ -137,7 +133,7 @@ def family_of(
 ) -> Family:
     """The kernel family for a problem on a device."""
     family = _family_of(problem, device, wanted)
-    _check_options(problem, family)
+    _check_order(problem)
     return family
 
 
@@ -167,8 +163,6 @@ def _family_of(
         return "tf32x3"
     if not sixteen_bits:
         parts = problem.dtype == "float32" and device.capability >= 80
-        if problem.options:
-            return "simt"
         if wanted == "tf32x3" and parts:
             return "tf32x3"
         if wanted != "simt" and _fma_runs(problem, device):
@@ -185,6 +179,7 @@ def _fma_runs(problem: Problem, device: Device) -> bool:
     """float32, cp.async, and room for a tile of such head dimensions."""
     return (
         problem.dtype == "float32"
+        and _takes("fma", problem)
         and device.capability >= 80
         and any(legal_tiles(problem, device, "fma"))
     )

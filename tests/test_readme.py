@@ -60,7 +60,7 @@ def test_the_table_of_options_is_what_kernels_take():
         named = re.findall(r"`(\w+)`", option)
         names = {given[name] for name in named if name in given}
         assert names
-        for family in ("wgmma", "mma", "simt"):
+        for family in ("wgmma", "mma", "dmma", "tf32x3", "simt"):
             served = names & plan._OPTIONS[family]
             said = re.search(rf"\b{family}\b", families)
             assert served == (names if said else set())
