@@ -26,7 +26,6 @@ CALLS = [
     ("forward", "float64", "dmma", 64),
     ("backward", "float64", "dmma", 64),
     ("forward", "float32", "tf32x3", 64),
-    ("backward", "float32", "tf32x3", 64),
     ("forward", "bfloat16", "wgmma", 64),
     ("forward", "bfloat16", "wgmma", 128),
 ]
