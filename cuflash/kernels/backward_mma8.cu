@@ -422,7 +422,7 @@ backward_mma8(const __grid_constant__ Arguments whole) {
         int* turn = static_cast<int*>(arguments.turns)
                   + (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile;
         // Turns are counted from the first key tile that visits the query tile.
-        const int own_turn = WINDOW || SEGMENTS
+        const int own_turn = DETERMINISTIC && (WINDOW || SEGMENTS)
             ? at.pairs.key_tiles_before(
                   tile, where.tile, at.mask.first_key(tile * BLOCK_Q) / BLOCK_K)
             : where.tile;
