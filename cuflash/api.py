@@ -136,11 +136,10 @@ def forward(
         memory with an input, or the arrays are on several CUDA devices.
     UnsupportedError
         If head_dim or head_dim_v is above 256, another size does not fit
-        32 bits, `precision` is not for the dtype, an option is not for
-        kernels (none is with `precision`), an array is masked,
-        takes part in automatic differentiation or is another library's on
-        the CPU, the GPU is too old, or CUDA arrays come without CuPy
-        installed.
+        32 bits, `precision` is not for the dtype, a bias, a mask or segment
+        ids are given with packed sequences, an array is masked, takes part
+        in automatic differentiation or is another library's on the CPU, the
+        GPU is too old, or CUDA arrays come without CuPy installed.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 

@@ -97,32 +97,8 @@ def plan(
     return made
 
 
-# The options that kernels of a family take (docs/masks.md).
-_SERVED = frozenset((
-    "window", "softcap", "alibi_slopes", "bias", "mask", "sink",
-    "segment_ids", "dropout", "cu_seqlens",
-))  # fmt: skip
-_OPTIONS: dict[Family, frozenset[str]] = {
-    "wgmma": _SERVED,
-    "mma": _SERVED,
-    "fma": _SERVED,
-    "simt": _SERVED,
-}
-
-
-def _check_options(problem: Problem, family: Family) -> None:
-    """Raise UnsupportedError if a family's kernels lack an option."""
-    known = _OPTIONS.get(family, frozenset())
-    words = ", ".join(sorted(known)) or "none"
-    for name in problem.options:
-        if name not in known:
-            served = problem.precision and name in _SERVED
-            advice = ", as do calls without precision" if served else ""
-            raise UnsupportedError(
-                f"{name} is given, which the {family} kernels do not take on"
-                f" a GPU (options that they take: {words}); NumPy arrays take"
-                f" it{advice}"
-            )
+def _check_order(problem: Problem) -> None:
+    """Raise UnsupportedError if a gradient has no fixed order of sums."""
     wanted = problem.return_dbias and problem.deterministic
     if wanted and problem.bias_is_broadcast:
         raise UnsupportedError(
@@ -138,7 +114,7 @@ def family_of(
 ) -> Family:
     """The kernel family for a problem on a device."""
     family = _family_of(problem, device, wanted)
-    _check_options(problem, family)
+    _check_order(problem)
     return family
 
 
@@ -168,12 +144,10 @@ def _family_of(
         return "tf32x3"
     if not sixteen_bits:
         parts = problem.dtype == "float32" and device.capability >= 80
-        if wanted == "tf32x3" and parts and not problem.options:
+        if wanted == "tf32x3" and parts:
             return "tf32x3"
         if wanted != "simt" and _fma_runs(problem, device):
             return "fma"
-        if problem.options:
-            return "simt"
         if wanted != "simt" and _dmma_runs(problem, device):
             return "dmma"
         return "simt"

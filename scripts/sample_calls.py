@@ -58,14 +58,17 @@ def inputs(
     return [draw(random, DTYPES[name], *batch, *x) for x in shapes]
 
 
+def precision_of(name: str) -> dict[str, str]:
+    """The argument that asks for an arithmetic that is no dtype."""
+    return {"precision": name} if name == "tf32x3" else {}
+
+
 def run(name: str, shape: tuple, seed: int) -> None:
     """Forward, backward of both kinds, and a merge, of one shape."""
     q, k, v, dout = inputs(np.random.default_rng(seed), name, shape, 2)
     k[0, -1, 0, 0] = np.nan
     v[0, -1, 0, 0] = np.inf
-    options = {"causal": shape[-1]}
-    if name == "tf32x3":
-        options["precision"] = name
+    options = {"causal": shape[-1], **precision_of(name)}
     out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
     for deterministic in (False, True):
         options["deterministic"] = deterministic
@@ -83,6 +86,7 @@ def run_options(name: str, shape: tuple, seed: int) -> None:
         for n in (seqlen_q, seqlen_k)
     ]
     lse_dtype = np.float64 if dtype is np.float64 else np.float32
+    given = {"causal": causal, **precision_of(name)}
     each = [
         {"window": (50, 20)},
         {"softcap": 20.0},
@@ -95,10 +99,10 @@ def run_options(name: str, shape: tuple, seed: int) -> None:
     ]
     together = {name: x for options in each for name, x in options.items()}
     for options in (*each, together):
-        options = {**options, "causal": causal}
+        options = {**options, **given}
         out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
-        for given in {"bias", "sink"} & options.keys():
-            options[f"return_d{given}"] = True
+        for wanted in {"bias", "sink"} & options.keys():
+            options[f"return_d{wanted}"] = True
         cuflash.backward(dout, q, k, v, out, lse, **options)
 
 
@@ -106,7 +110,7 @@ def run_packed(name: str, shape: tuple, seed: int) -> None:
     """Forward and backward of sequences of 0 tokens, 1, and many."""
     seqlen_q, seqlen_k, *_, causal = shape
     q, k, v, dout = inputs(np.random.default_rng(seed), name, shape)
-    options = {"causal": causal, "window": (40, 40)}
+    options = {"causal": causal, "window": (40, 40), **precision_of(name)}
     ends_q, ends_k = (
         [0, 0, 1, *range(10, total, 53), total - 2]
         for total in (seqlen_q, seqlen_k)
@@ -128,10 +132,7 @@ NUM_SHAPES_OF_OPTIONS = 4  # the first ones: a shape takes 36 kernels
 def sample(names: list[str], kinds: list[str]) -> Iterator[Callable]:
     """The calls of dtypes, each to be made without an argument."""
     for name, kind in itertools.product(names, kinds):
-        shapes = SHAPES
-        if kind != "plain":
-            # tf32x3 takes no options.
-            shapes = SHAPES[:NUM_SHAPES_OF_OPTIONS] if name != "tf32x3" else ()
+        shapes = SHAPES[: None if kind == "plain" else NUM_SHAPES_OF_OPTIONS]
         for seed, shape in enumerate(shapes):
             yield functools.partial(CALLS[kind], name, shape, seed)
 

@@ -22,7 +22,7 @@ from helpers.compare import (
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
-from helpers.options import MAKERS
+from helpers.options import fields_of
 
 # A key tile that no query tile sees: its keys were not waited for.
 UNSEEN = [
@@ -58,13 +58,7 @@ def test_several_tiles(backend, dtype, options):
     """Lengths at which tiles are skipped, and grouped heads."""
     case = Case(
         dtype, 2, 113, 203, 4, 2, 40, 40, causal="softcap" in options, seed=3,
-        window=(40, 30) if "window" in options else None,
-        softcap=5.0 if "softcap" in options else None,
-        dropout=0.25 if "dropout" in options else 0.0,
-        arrays_of=(
-            *sorted(set(options) & set(MAKERS)),
-            *(["segment_ids_k"] if "segment_ids_q" in options else []),
-        ),
+        **fields_of(options),
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
@@ -201,14 +195,6 @@ def test_a_bias_that_was_broadcast_before(backend, dtype, arch):
             )  # fmt: skip
         results.append(backend.fetch(dbias))
     assert_bitwise(*results, "dbias")
-
-
-def test_options_with_a_precision_are_refused_on_kernels():
-    q = np.zeros((5, 1, 8), np.float32)
-    with emulator.active("sm_80"), pytest.raises(
-        UnsupportedError, match="take it, as do calls without precision$"
-    ):
-        cuflash.forward(q, q, q, softcap=1.0, precision="tf32x3")
 
 
 def test_a_broadcast_bias_has_no_deterministic_gradient_on_kernels():

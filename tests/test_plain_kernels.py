@@ -25,6 +25,9 @@ CALLS = [
     ("backward", "float32", "simt", 32),
     ("forward", "float32", "fma", 64),
     ("backward", "float32", "fma", 64),
+    ("forward", "float64", "dmma", 64),
+    ("backward", "float64", "dmma", 64),
+    ("forward", "float32", "tf32x3", 64),
     ("forward", "bfloat16", "wgmma", 64),
     ("forward", "bfloat16", "wgmma", 128),
 ]

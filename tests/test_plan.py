@@ -74,6 +74,21 @@ def test_tf32x3_needs_sm_80(direction):
 
 
 @both_directions
+@pytest.mark.parametrize(
+    ("arch", "wanted", "family"),
+    [("sm_80", None, "dmma"), ("sm_90a", None, "dmma"),
+     ("sm_80", "simt", "simt"), ("sm_86", None, "simt")],
+)  # fmt: skip
+def test_options_take_float64_to_no_other_family(
+    direction, arch, wanted, family
+):
+    device = device_of_arch(arch)
+    for options in ({}, {"softcap": 1.0, "mask": True}):
+        problem = small_problem(direction, "float64", **options)
+        assert plan(problem, device, wanted).family == family
+
+
+@both_directions
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_sixteen_bits_need_sm_80(direction, dtype):
     with pytest.raises(UnsupportedError) as raised:
@@ -124,9 +139,13 @@ def test_every_head_dim_has_a_plan_that_fits(direction, dtype, arch, d, dv):
         assert known.get("SHARED_BYTES", 0) == kernel.shared_bytes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_of_options_know_their_shared_memory(dtype):
-    options = {"segment_ids": True, "sink": True, "return_dsink": True}
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [*product(DTYPES, [None]), ("float32", "tf32x3")],
+)
+def test_kernels_of_options_know_their_shared_memory(dtype, precision):
+    options = {"segment_ids": True, "sink": True, "return_dsink": True,
+               "precision": precision}  # fmt: skip
     first, *_, last = planned("backward", dtype, **options).kernels
     assert (first.entry, last.entry) == ("segment_ranges", "backward_sink")
     assert first.shared_bytes == 0

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import cuflash
-from cuflash import __main__, plan
+from cuflash import __main__
+from cuflash.plans import wgmma
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,18 +53,18 @@ def test_commands_are_those_of_the_package(capsys):
     assert sorted(named) == sorted(known.split(","))
 
 
-def test_the_table_of_options_is_what_kernels_take():
+def test_the_table_of_options_is_what_hopper_takes():
+    """The kernels that take all are held by the tests of options."""
     table = README.split("<!-- options:")[1].split("\n\n")[1]
     given = {name: re.sub(r"_[qk]$", "", name) for name in api_options()}
     for row in table.splitlines()[2:]:
-        option, families, _ = row.strip("|").split("|")
+        option, others, hopper = row.strip("|").split("|")
         named = re.findall(r"`(\w+)`", option)
         names = {given[name] for name in named if name in given}
         assert names
-        for family in ("wgmma", "mma", "fma", "simt"):
-            served = names & plan._OPTIONS[family]
-            said = re.search(rf"\b{family}\b", families)
-            assert served == (names if said else set())
+        for direction, served in wgmma.SERVED.items():
+            assert direction in others
+            assert names & served == (names if direction in hopper else set())
     assert set(given) <= set(re.findall(r"\w+", table))
 
 

@@ -15,6 +15,7 @@ import strategies
 from cuflash import emulator
 from helpers import calls, expected
 from helpers.backends import CUPY, EMULATED, on_kernels
+from helpers.checks import check_forward, check_gradients
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
@@ -31,7 +32,20 @@ PADDED = {"head_dim": 40, "head_dim_v": 72}
 @st.composite
 def of_few_kernels(draw, backend):
     """Draw a case; all of them run two kernels, or as many as there are."""
-    case = draw(strategies.cases(backend, longest=70, **OPTIONS))
+    return of_two_kernels(backend, draw(
+        strategies.cases(backend, longest=70, **OPTIONS)
+    ))  # fmt: skip
+
+
+@st.composite
+def with_options(draw, backend):
+    """Draw a case with options, of as few kernels for each set of them."""
+    return of_two_kernels(backend, draw(
+        strategies.optional_cases(backend, longest=70, **OPTIONS)
+    ))  # fmt: skip
+
+
+def of_two_kernels(backend, case):
     if backend.name == "cupy" or strategies.is_wide(backend, False):
         return case
     return replace(
@@ -49,6 +63,12 @@ def test_is_attention_and_its_gradient(backend, case):
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(got, want, case)
+
+
+@on_each_backend(with_options, backends=KERNELS)
+def test_options_are_those_of_others(backend, case):
+    check_forward(backend, case)
+    check_gradients(backend, case)
 
 
 @pytest.mark.parametrize("backend", KERNELS)

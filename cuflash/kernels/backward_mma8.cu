@@ -17,7 +17,8 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
 // multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
-// their key tiles.
+// their key tiles; Arguments and the options (docs/masks.md): with them scale S above stands for
+// the score that score.cuh makes of it, and dS for the gradient by S.
 // Shared memory, in elements:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
@@ -28,9 +29,10 @@
 //
 // Bad at: few keys with many queries (one block a key tile); head_dim above 128, where little fits
 // into shared memory; NaN or infinity in a tile that the mask cuts.
-#include "mask.cuh"
 #include "mma8.cuh"
 #include "scheduler.cuh"
+#include "sequences.cuh"
+#include "tile_pair.cuh"
 #include "turns.cuh"
 
 struct SharedPlan {
@@ -74,11 +76,9 @@ using Scores = ScoreGrid::Sums;
 __device__ __forceinline__ int query_row(int i) { return threadIdx.x % 32 / 4 + i * 8; }
 __device__ __forceinline__ int key_row(int i) { return threadIdx.x % 32 / 4 * 2 + i; }
 
-using TilePair = MaskedTile<CAUSAL>;
-
 // P = exp(scale S - lse) and dS = scale P (dP - delta), in the places of S and dP; 0 for pairs that
-// do not count. The product is rounded by itself, as the forward pass rounded it. lse = -inf says
-// that all of the query's scores are -inf: P is 0.
+// do not count. With dropout P Z, and dS = scale P (Z dP - delta). lse = -inf says that all of the
+// query's scores are -inf: P is 0.
 template <bool MASKED>
 __device__ __forceinline__ void weights(
     Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at, Element scale) {
@@ -89,6 +89,11 @@ __device__ __forceinline__ void weights(
             const int row = ScoreGrid::first_row() + m * 16 + query_row(half);
             const Element lse = shared.lse[row] == -infinity() ? infinity() : shared.lse[row];
             const Element delta = shared.delta[row];
+            const int query = at.q_start + row;
+            u32 kept = 0;
+            if constexpr (DROPOUT)
+                kept = at.dropout.kept_bits<ScoreGrid::N_TILES>(
+                    query, at.k_start + ScoreGrid::first_column() + threadIdx.x % 4 * 2);
             #pragma unroll
             for (int n = 0; n < ScoreGrid::N_TILES; ++n)
                 #pragma unroll
@@ -96,10 +101,20 @@ __device__ __forceinline__ void weights(
                     const int key =
                         ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2 + x % 2;
                     const bool counts = !MASKED || at.visible(row, key);
-                    Element &p = s[m][n][x], &ds = dp[m][n][x];
-                    p = exponential(rounded(p, scale) - lse);
-                    ds = counts ? p * (ds - delta) * scale : 0;
+                    Element &p = s[m][n][x], &ds = dp[m][n][x], derivative;
+                    const Element score = at.steps.score(
+                        p, at.past(row, key), at.steps.bias_of(query, at.k_start + key),
+                        derivative);
+                    p = exponential(score - lse);
+                    Element z = 1;
+                    if constexpr (DROPOUT)
+                        z = (kept >> (n * 2 + x % 2)) & 1 ? at.dropout.factor : Element(0);
+                    const Element dx = p * ((DROPOUT ? z * ds : ds) - delta);
+                    if constexpr (DBIAS)
+                        if (counts) at.dbias.add(query, at.k_start + key, dx);
+                    ds = counts ? (SOFTCAP ? dx * derivative : dx) * scale : 0;
                     if (!counts) p = 0;
+                    if constexpr (DROPOUT) p *= z;
                 }
         }
 }
@@ -306,20 +321,29 @@ __device__ __forceinline__ void store_gradient(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-backward_mma8(const __grid_constant__ BackwardArguments arguments) {
+backward_mma8(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Prologue: which keys; which query tiles see them.
+    const Shape& grid = arrays_of(whole).shape;
+    const int num_k_tiles = num_key_tiles(whole, BLOCK_K);
+    const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
+    const int group_size = grid.num_heads_q / grid.num_heads_kv;
+    TileOfHead where = tile_of_block(
+        blockIdx.x, num_k_tiles, grid.num_heads_kv, grid.batch, arrays_of(whole).schedule);
+    const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    const int num_k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    const TileOfHead where =
-        tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
     const Element scale = static_cast<Element>(arguments.scale);
-    TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, where.tile * BLOCK_K};
+    TilePair at(all, where.batch, where.tile);
     const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
+    const auto after = [&](int tile) {                      // the next of those that are visited
+        return at.pairs.query_tile_after(tile, where.tile, tiles.end);
+    };
+    const int first_tile = SEGMENTS ? after(tiles.first - 1) : tiles.first;
     const int first_head = where.head * group_size, end_head = first_head + group_size;
     const int num_keys = shape.seqlen_k - at.k_start;
 
@@ -329,7 +353,8 @@ backward_mma8(const __grid_constant__ BackwardArguments arguments) {
             const int start = tile * BLOCK_Q, num_rows = shape.seqlen_q - start;
             const i64 stride = arguments.dout_stride.token;
             const i64 row =
-                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * shape.seqlen_q + start;
+                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * rows_of_head(all)
+                + start;
             load_tile(shared.dout,
                       head_start(arguments.dout, arguments.dout_stride, where.batch, head)
                           + start * stride,
@@ -366,8 +391,9 @@ backward_mma8(const __grid_constant__ BackwardArguments arguments) {
     bool k_nonfinite = false;
     const auto step = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
-        const bool last_tile = tile + 1 == tiles.end;
-        const int next_head = head + last_tile, next_tile = last_tile ? tiles.first : tile + 1;
+        const int following = SEGMENTS ? after(tile) : tile + 1;
+        const bool last_tile = following == tiles.end;
+        const int next_head = head + last_tile, next_tile = last_tile ? first_tile : following;
         at.q_start = tile * BLOCK_Q;
         bool dout_nonfinite = false, q_nonfinite = false;
 
@@ -395,15 +421,20 @@ backward_mma8(const __grid_constant__ BackwardArguments arguments) {
         gradient_product<QueryGrid, false, MASKED>(dq, shared, shared.k, at, k_nonfinite);
         int* turn = static_cast<int*>(arguments.turns)
                   + (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile;
-        if (DETERMINISTIC) wait_for_turn(turn, where.tile);
+        // Turns are counted from the first key tile that visits the query tile.
+        const int own_turn = DETERMINISTIC && (WINDOW || SEGMENTS)
+            ? at.pairs.key_tiles_before(
+                  tile, where.tile, at.mask.first_key(tile * BLOCK_Q) / BLOCK_K)
+            : where.tile;
+        if (DETERMINISTIC) wait_for_turn(turn, own_turn);
         add_to_dq(arguments, where.batch, head, at.q_start, dq);
-        if (DETERMINISTIC) pass_turn(turn, where.tile);
+        if (DETERMINISTIC) pass_turn(turn, own_turn);
         gradient_product<KeyGrid, true, MASKED>(dk, shared, shared.q, at, q_nonfinite);
         __syncthreads();                                    // dS and Q are done with
         load_q(next_head, next_tile);
     };
 
-    if (tiles.first < tiles.end) {
+    if (first_tile < tiles.end) {
         const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
         load_tile(shared.k,
                   head_start(arguments.k, arguments.k_stride, where.batch, where.head)
@@ -413,14 +444,18 @@ backward_mma8(const __grid_constant__ BackwardArguments arguments) {
                   head_start(arguments.v, arguments.v_stride, where.batch, where.head)
                       + at.k_start * v_step,
                   v_step, num_keys, shape.head_dim_v);
-        load_dout(first_head, tiles.first);
-        load_q(first_head, tiles.first);
+        load_dout(first_head, first_tile);
+        load_q(first_head, first_tile);
         cp_async_wait<1>();
         k_nonfinite = __syncthreads_or(loaded_nonfinite(shared.k));
-        for (int head = first_head; head < end_head; ++head)
-            for (int tile = tiles.first; tile < tiles.end; ++tile)
-                if (tiles.full(tile)) step(Bool<false>{}, head, tile);
-                else step(Bool<true>{}, head, tile);
+        for (int head = first_head; head < end_head; ++head) {
+            at.set_head(all, where.batch, head);
+            for (int tile = first_tile; tile < tiles.end; tile = SEGMENTS ? after(tile) : tile + 1)
+                if (PAIRWISE ? at.full(tiles, tile) : tiles.full(tile))
+                    step(Bool<false>{}, head, tile);
+                else
+                    step(Bool<true>{}, head, tile);
+        }
     }
 
     store_gradient<KeyGrid>(

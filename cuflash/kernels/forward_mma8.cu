@@ -12,7 +12,8 @@
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
-// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32.
+// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; Arguments and the options
+// (docs/masks.md): with them scale S above stands for the score that score.cuh makes of it.
 // Shared memory, in elements:
 //     q  BLOCK_Q * (HEAD_DIM + 4)     k  BLOCK_K * (HEAD_DIM + 4)
 //     v  BLOCK_K * (HEAD_DIM_V + VALUES_PAD), which is 2 for double and 4 for float
@@ -23,9 +24,13 @@
 // HEAD_DIM + HEAD_DIM_V multiply-adds, and the parts of a float three for each operand. Bad at:
 // head_dim_v above 128, for which acc is too large; NaN or infinity in V in a tile that the mask
 // cuts.
-#include "mask.cuh"
 #include "mma8.cuh"
+#include "dropout.cuh"
+#include "mask.cuh"
+#include "pairs.cuh"
 #include "scheduler.cuh"
+#include "score.cuh"
+#include "sequences.cuh"
 
 constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
 constexpr int M_TILES = WARP_ROWS / 16, S_TILES = BLOCK_K / 8, O_TILES = HEAD_DIM_V / 8;
@@ -40,7 +45,7 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// m: the row's maximum of scale S. l: this lane's share of the row's sum of P.
+// m: the row's maximum of scores. l: this lane's share of the row's sum of P.
 struct Rows { Element m[M_TILES][2], l[M_TILES][2]; };
 using Scores = Fragments<M_TILES, S_TILES>;
 using Output = Fragments<M_TILES, O_TILES>;
@@ -58,7 +63,7 @@ __device__ __forceinline__ double quad_sum(double x) {
 }
 
 // m = max(m_old, rowmax(x)),  P = exp(x - m),  l = l exp(m_old - m) + rowsum(P),  and acc by the
-// same factor (FlashAttention-2, Alg. 1, lines 9 and 10); x = scale S, which becomes P.
+// same factor (FlashAttention-2, Alg. 1, lines 9 and 10); x, the scores, becomes P.
 __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc) {
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
@@ -90,6 +95,24 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
                     sum += x[i][j][k];
                 }
             rows.l[i][half] += sum;
+        }
+}
+
+// P = 0 where dropout drops the pair, and the others larger. first_query: the lane's.
+__device__ __forceinline__ void apply_dropout(
+    Scores& p, const Dropout<Element>& dropout, int first_query, int k_start) {
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 kept = dropout.kept_bits<S_TILES>(
+                first_query + i * 16 + half * 8, k_start + threadIdx.x % 4 * 2);
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 2; ++x)
+                    p[i][j][half * 2 + x] *=
+                        (kept >> (j * 2 + x)) & 1 ? dropout.factor : Element(0);
         }
 }
 
@@ -126,10 +149,11 @@ __device__ __forceinline__ void add_visible_rows(
                 }
 }
 
-// O = acc / l and lse = m + log(l); rows that saw no key: 0 and -inf.
+// O = acc / l and lse = m + log(l); rows that saw no key: 0 and -inf. A sink takes part in l.
 __device__ __forceinline__ void store(
-    const ForwardArguments& arguments, TileOfHead where, int first_query, const Output& acc,
+    const Arguments& all, TileOfHead where, int first_query, const Output& acc,
     const Rows& state) {
+    const ForwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const Strides os = arguments.out_stride;
     const int t = threadIdx.x % 4;
@@ -141,8 +165,15 @@ __device__ __forceinline__ void store(
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = first_query + i * 16 + half * 8;
-            const Element m = state.m[i][half], l = quad_sum(state.l[i][half]);
+            Element m = state.m[i][half], l = quad_sum(state.l[i][half]);
             if (query >= shape.seqlen_q) continue;
+            Element rescale = 1;
+            if constexpr (SINK) {
+                const WithSink<Element> row_with_sink(m, l, sink_of<Element>(all, where.head));
+                m = row_with_sink.top;
+                l = row_with_sink.sum;
+                rescale = row_with_sink.rescale;
+            }
             const Element divisor = l == 0 ? 1 : l;
             #pragma unroll
             for (int n = 0; n < O_TILES; n += CHUNK)
@@ -151,37 +182,53 @@ __device__ __forceinline__ void store(
                     Element numbers[CHUNK];
                     chunk_of_tiles(numbers, acc[i], n, half * 2 + c);
                     #pragma unroll
-                    for (int x = 0; x < CHUNK; ++x) numbers[x] /= divisor;
+                    for (int x = 0; x < CHUNK; ++x)
+                        numbers[x] = (SINK ? numbers[x] * rescale : numbers[x]) / divisor;
                     store_chunk(out + query * os.token, n * 8 + CHUNK * (2 * t + c),
                                 shape.head_dim_v, aligned, numbers);
                 }
             if (arguments.lse != nullptr && t == 0) {
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-                static_cast<Element*>(arguments.lse)[head * shape.seqlen_q + query] =
+                static_cast<Element*>(arguments.lse)[head * rows_of_head(all) + query] =
                     l == 0 ? -infinity() : m + log(l);
             }
         }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_mma8(const __grid_constant__ ForwardArguments arguments) {
+forward_mma8(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Prologue: which tile; the first Q and K are on their way.
-    const Shape& shape = arguments.shape;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    const int num_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
+    const Shape& grid = arrays_of(whole).shape;
+    Mask<CAUSAL, WINDOW> mask{grid.seqlen_q, grid.seqlen_k, window_of<WINDOW>(whole)};
+    const int num_tiles = PACKED
+        ? num_query_tiles(whole, BLOCK_Q) : mask.num_tiles(grid.seqlen_q, BLOCK_Q);
     TileOfHead where = tile_of_block(
-        blockIdx.x, num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
+        blockIdx.x, num_tiles, grid.num_heads_q, grid.batch, arrays_of(whole).schedule);
     where.tile = num_tiles - 1 - where.tile;
+    const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(all);
+    const Shape& shape = arguments.shape;
+    if constexpr (PACKED) {
+        mask.seqlen_q = shape.seqlen_q;
+        mask.seqlen_k = shape.seqlen_k;
+    }
     const int q_start = where.tile * BLOCK_Q;
     const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
-    const Element scale = static_cast<Element>(arguments.scale);
+    Steps<Element> steps(all);
+    steps.set_head(all, where.batch, where.head);
+    Pairs pairs(all, where.batch);
+    pairs.set_head(where.head);
+    Dropout<Element> dropout(all);
+    dropout.set_head(where.batch, where.head);
 
     Rows rows;
     Output acc;
@@ -208,8 +255,11 @@ forward_mma8(const __grid_constant__ ForwardArguments arguments) {
         cp_async_commit();
     };
 
-    int tile = tiles.num_visited - 1;
-    if (tile >= 0) {
+    const auto before = [&](int tile) {                     // the next of those that are visited
+        return pairs.key_tile_before(where.tile, tile, tiles.first);
+    };
+    int tile = SEGMENTS ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
+    if (tile >= tiles.first) {
         const i64 step = arguments.q_stride.token;
         const Element* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
         load_tile(shared.q, q + q_start * step, step, shape.seqlen_q - q_start, shape.head_dim);
@@ -222,6 +272,10 @@ forward_mma8(const __grid_constant__ ForwardArguments arguments) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;
         const auto visible = [&](int row, int key) {        // the lane's `row`, the tile's `key`
+            const int query = first_query + row;
+            if (WINDOW && k_start + key < mask.first_key(query)) return false;
+            if (PAIRWISE && query < shape.seqlen_q && k_start + key < shape.seqlen_k
+                && !pairs.visible(query, k_start + key)) return false;
             return k_start + key < mask.num_keys(first_query + row);
         };
         Scores s;
@@ -235,23 +289,35 @@ forward_mma8(const __grid_constant__ ForwardArguments arguments) {
             for (int j = 0; j < S_TILES; ++j)
                 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
-                    // Rounded by itself: the same number as a maximum and where that is subtracted.
-                    s[i][j][x] = rounded(s[i][j][x], scale);
-                    if (MASKED && !visible(i * 16 + x / 2 * 8, j * 8 + threadIdx.x % 4 * 2 + x % 2))
-                        s[i][j][x] = -infinity();
+                    const int row = i * 16 + x / 2 * 8;
+                    const int column = j * 8 + threadIdx.x % 4 * 2 + x % 2;
+                    const int query = first_query + row, key = k_start + column;
+                    s[i][j][x] = steps.score(
+                        s[i][j][x],
+                        static_cast<Element>(query + (shape.seqlen_k - shape.seqlen_q) - key),
+                        steps.bias_of(query, key));
+                    if (MASKED && !visible(row, column)) s[i][j][x] = -infinity();
                 }
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite(shared.v));
         else __syncthreads();
-        if (tile > 0) load_k(tile - 1);
+        next = before(tile);
+        if (next >= tiles.first) load_k(next);
         softmax_step(s, rows, acc);
+        if constexpr (DROPOUT) apply_dropout(s, dropout, first_query, k_start);
         if (MASKED && nonfinite) add_visible_rows(acc, s, shared, visible);
         else add_weighted_rows(acc, s, shared.v);
     };
 
-    for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
-    for (; tile >= 0; --tile) step(Bool<false>{});
+    if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
+        for (; tile >= tiles.first; tile = next)
+            if (tiles.full(tile) && pairs.sees_all(where.tile, tile)) step(Bool<false>{});
+            else step(Bool<true>{});
+    } else {
+        for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
+        for (; tile >= 0; --tile) step(Bool<false>{});
+    }
 
-    store(arguments, where, first_query, acc, rows);
+    store(all, where, first_query, acc, rows);
 }

@@ -14,6 +14,7 @@ from .steps import (
     element_bytes,
     forward_in_one,
     kept_and_summed,
+    option_constants,
 )
 
 # Where double products by tensor cores are no slower than without.
@@ -66,6 +67,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return forward_in_one(
         problem, device, tile, _family(problem),
         _head_dims(problem), _forward_shared(problem, tile),
+        *option_constants(problem),
     )  # fmt: skip
 
 
@@ -101,6 +103,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return backward_in_one(
         problem, device, tile, _family(problem),
         _head_dims(problem), _backward_shared(problem, tile),
+        *option_constants(problem),
     )  # fmt: skip
 
 

@@ -67,6 +67,16 @@ MAKERS = {
 }
 
 
+def fields_of(names):
+    """Return the fields of a case that has the named options."""
+    given = {"window": (40, 30), "softcap": 5.0, "dropout": 0.25}
+    arrays = {name for name in names if name in MAKERS}
+    if "segment_ids_q" in arrays:
+        arrays.add("segment_ids_k")
+    numbers = {name: x for name, x in given.items() if name in names}
+    return {**numbers, "arrays_of": tuple(sorted(arrays))}
+
+
 def option_arrays(case):
     """Return a case's options that are arrays, by the call's names."""
     made = {}
