@@ -9,7 +9,7 @@ from cuflash.errors import ValueRangeError
 from helpers import calls
 from helpers.backends import EMULATED, on_kernels
 from helpers.compare import assert_bitwise
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.packed import assert_packed_forward, assert_packed_gradients
@@ -23,6 +23,12 @@ def packed_inputs(case):
     return arrays, [x[0] for x in arrays]
 
 
+def check_forward(backend, case):
+    (q, k, v, _), given = packed_inputs(case)
+    got = calls.forward(backend, case, *given[:3])
+    assert_packed_forward(got, q, k, v, case)
+
+
 def check_both(backend, case):
     """Forward, and backward of its out and lse."""
     (q, k, v, dout), given = packed_inputs(case)
@@ -34,9 +40,7 @@ def check_both(backend, case):
 
 @on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
 def test_forward(backend, case):
-    (q, k, v, _), given = packed_inputs(case)
-    got = calls.forward(backend, case, *given[:3])
-    assert_packed_forward(got, q, k, v, case)
+    check_forward(backend, case)
 
 
 @on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
@@ -140,3 +144,76 @@ def test_offsets_by_any_strides(backend):
         got = cuflash.forward(*placed, **apart, return_lse=True)
     for a, b in zip(got, want, strict=True):
         assert_bitwise(backend.fetch(a), b, "strided")
+
+
+# ---- Hopper's kernels ----
+
+# Of 0 and 1, of part of a tile, of several; queries without keys, keys
+# without queries.
+OFFSETS = tuple(
+    tuple(map(int, np.r_[0, np.cumsum(lengths)]))
+    for lengths in (
+        (3, 0, 1, 300, 130, 0, 64, 2, 200, 0),
+        (3, 5, 0, 200, 260, 0, 64, 9, 200, 1),
+    )
+)
+OPTIONS = {
+    "plain": {},
+    "one place of Q": {"head_dim": 200, "head_dim_v": 160},
+    "all": {
+        "window": (60, 60),
+        "softcap": 30.0,
+        "arrays_of": ("alibi_slopes", "sink"),
+    },
+}
+
+
+def hopper_case(**changes):
+    """Two grouped heads; some tokens are of no sequence."""
+    fields = {
+        "dtype": "bfloat16", "seqlen_q": OFFSETS[0][-1] + 7,
+        "seqlen_k": OFFSETS[1][-1] + 3, "num_heads_q": 2, "head_dim": 64,
+        "head_dim_v": 64, "seed": 3, "offsets": OFFSETS,
+        "on": Emulation("sm_90a", num_sms=2, seed=1, resident=2),
+    }  # fmt: skip
+    return Case(**fields | changes)
+
+
+@on_kernels
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_on_hopper(backend, name, causal):
+    check_forward(backend, hopper_case(causal=causal, **OPTIONS[name]))
+
+
+@on_kernels
+def test_many_short_ones_on_hopper(backend):
+    """More blocks than tiles, too: none is left for some."""
+    lengths = np.random.default_rng(0).integers(0, 3, 70)
+    of_q = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
+    of_k = tuple(map(int, np.r_[0, np.cumsum(lengths[::-1])]))
+    on = Emulation("sm_90a", num_sms=150, seed=2)
+    check_forward(backend, hopper_case(
+        seqlen_q=of_q[-1], seqlen_k=of_k[-1], offsets=(of_q, of_k), on=on,
+    ))  # fmt: skip
+
+
+@on_kernels
+def test_neighbours_spread_nowhere_on_hopper(backend):
+    """What stands in a tile before and behind a sequence's tokens."""
+    spoiled = tuple(
+        (x, (0, i, 0, 5), value)
+        for x, value in (("q", "nan"), ("k", "inf"), ("v", "nan"))
+        for i in (2, 3, 302, 303, 700)
+    )
+    check_forward(backend, hopper_case(spoiled=spoiled))
+
+
+@on_kernels
+@pytest.mark.parametrize("bad", BAD[:2])
+def test_bad_offsets_give_zeros_on_hopper(backend, bad):
+    case = hopper_case(seqlen_q=40, seqlen_k=40, offsets=bad[:2],
+                       arrays_of=("sink",))  # fmt: skip
+    _, (q, k, v, _) = packed_inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    assert not out.any() and (lse == -np.inf).all()

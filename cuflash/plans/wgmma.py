@@ -9,9 +9,11 @@ from .kernel import Deal, Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
+    count_tiles,
     finding_launches,
     heads_per_section,
     is_linear,
+    is_packed,
     num_found,
     option_constants,
     rounding_launch,
@@ -21,7 +23,7 @@ from .steps import (
 )
 
 SERVED = frozenset((
-    "window", "softcap", "alibi_slopes", "sink", "segment_ids",
+    "window", "softcap", "alibi_slopes", "sink", "segment_ids", "cu_seqlens",
 ))  # fmt: skip
 
 
@@ -46,6 +48,9 @@ _OPTION_REGISTERS = 32
 _MBARRIER_BYTES, _WORK_BYTES = 8, 20
 
 
+_SEQUENCE_BYTES = 6 * 4  # kernels/sequences.cuh's Sequence
+
+
 def _head_dims(problem: Problem) -> tuple[int, int] | None:
     """Rounded up to those that there are kernels for, None if too large."""
     rounded = [
@@ -58,6 +63,8 @@ def _head_dims(problem: Problem) -> tuple[int, int] | None:
 def runs(problem: Problem, device: Device) -> bool:
     # In turns are neighbouring key tiles alone.
     in_turns = problem.deterministic and problem.segment_ids
+    if is_packed(problem) and problem.direction == "backward":
+        return False
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
@@ -72,9 +79,13 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     queries = tile_bytes(tile.block_q, max(d, dv))
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
+    works, work = max(q_stages, 2), _WORK_BYTES
+    if is_packed(problem):
+        work += _SEQUENCE_BYTES
+        barriers += works
     return round_up(
         q_stages * queries
-        + max(q_stages, 2) * _WORK_BYTES
+        + works * work
         + tile.num_stages * keys
         + barriers * _MBARRIER_BYTES
         + (4 * tile.num_stages if _is_listed(problem) else 4),
@@ -126,9 +137,18 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         threads=tile.num_warps * 32,
         shared_bytes=shared,
     )
-    num_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
-    deal = _deal(num_tiles, heads, problem.causal, device)
+    taken, beside = 0, 1
+    if is_packed(problem):
+        taken = heads * num_tiles
+        deal = Deal(0, 0, 0, taken)
+        beside = heads_per_section(
+            problem, device, heads,
+            problem.seqlen_k * (d + dv) * 2 // problem.group_size,
+        )  # fmt: skip
+    else:
+        deal = _deal(num_tiles, heads, problem.causal, device)
     return Plan(
         problem,
         "wgmma",
@@ -137,8 +157,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *finding_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(deal.items, device.num_sms)),
         ),
+        heads_per_section=beside,
         deal=deal,
-        num_found=num_found(problem, tile),
+        num_found=num_found(problem, tile) + taken,
     )
 
 

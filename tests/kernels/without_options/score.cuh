@@ -3,6 +3,7 @@
 #include "elements.cuh"
 
 constexpr bool LINEAR = true;
+constexpr int NO_HEAD = -1;
 
 template <class Real> struct Steps {
     Real scale;
