@@ -102,7 +102,12 @@ BAD = [
 @on_dtypes
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_offsets_give_zeros(backend, dtype, bad):
-    case = Case(dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2])
+    assert_all_zeros(
+        backend, Case(dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2])
+    )
+
+
+def assert_all_zeros(backend, case):
     _, (q, k, v, dout) = packed_inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out.any() and (lse == -np.inf).all()
@@ -159,8 +164,12 @@ OFFSETS = tuple(
 )
 OPTIONS = {
     "plain": {},
-    "one place of Q": {"head_dim": 200, "head_dim_v": 160},
+    "causal": {"causal": True},
+    "wide": {"causal": True, "head_dim": 200, "head_dim_v": 160},
     "all": {
+        "causal": True,
+        "head_dim": 128,
+        "head_dim_v": 128,
         "window": (60, 60),
         "softcap": 30.0,
         "arrays_of": ("alibi_slopes", "sink"),
@@ -180,10 +189,9 @@ def hopper_case(**changes):
 
 
 @on_kernels
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_on_hopper(backend, name, causal):
-    check_forward(backend, hopper_case(causal=causal, **OPTIONS[name]))
+def test_on_hopper(backend, name):
+    check_both(backend, hopper_case(**OPTIONS[name]))
 
 
 @on_kernels
@@ -193,27 +201,29 @@ def test_many_short_ones_on_hopper(backend):
     of_q = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
     of_k = tuple(map(int, np.r_[0, np.cumsum(lengths[::-1])]))
     on = Emulation("sm_90a", num_sms=150, seed=2)
-    check_forward(backend, hopper_case(
+    check_both(backend, hopper_case(
         seqlen_q=of_q[-1], seqlen_k=of_k[-1], offsets=(of_q, of_k), on=on,
     ))  # fmt: skip
 
 
 @on_kernels
-def test_neighbours_spread_nowhere_on_hopper(backend):
+@pytest.mark.parametrize("name", ["plain", "wide"])
+def test_neighbours_spread_nowhere_on_hopper(backend, name):
     """What stands in a tile before and behind a sequence's tokens."""
     spoiled = tuple(
         (x, (0, i, 0, 5), value)
-        for x, value in (("q", "nan"), ("k", "inf"), ("v", "nan"))
+        for x, value in (
+            ("q", "nan"), ("k", "inf"), ("v", "nan"), ("dout", "inf")
+        )
         for i in (2, 3, 302, 303, 700)
-    )
-    check_forward(backend, hopper_case(spoiled=spoiled))
+    )  # fmt: skip
+    check_both(backend, hopper_case(spoiled=spoiled, **OPTIONS[name]))
 
 
 @on_kernels
 @pytest.mark.parametrize("bad", BAD[:2])
 def test_bad_offsets_give_zeros_on_hopper(backend, bad):
-    case = hopper_case(seqlen_q=40, seqlen_k=40, offsets=bad[:2],
-                       arrays_of=("sink",))  # fmt: skip
-    _, (q, k, v, _) = packed_inputs(case)
-    out, lse = calls.forward(backend, case, q, k, v)
-    assert not out.any() and (lse == -np.inf).all()
+    case = hopper_case(
+        seqlen_q=40, seqlen_k=40, offsets=bad[:2], **OPTIONS["all"]
+    )
+    assert_all_zeros(backend, case)

@@ -592,20 +592,9 @@ __device__ __forceinline__ auto step_options(
     else return NoStepOptions{};
 }
 
-// The call's shape; with PACKED a copy, which gets the lengths of one sequence after another.
-template <bool OWN> __device__ __forceinline__ decltype(auto) own_shape(const Arguments& all) {
-    if constexpr (OWN) return Shape{all.arrays.shape};
-    else return (all.arrays.shape);
-}
-__device__ __forceinline__ void set_lengths(const Shape&, NoSequence) {}
-__device__ __forceinline__ void set_lengths(Shape& shape, const Sequence& sequence) {
-    shape.seqlen_q = sequence.seqlen_q;
-    shape.seqlen_k = sequence.seqlen_k;
-}
-
 __device__ __forceinline__ void compute_all(const Arguments& arguments,
                                             SharedPlan& shared) {
-    auto&& shape = own_shape<PACKED>(arguments);
+    auto&& shape = own_shape(arguments);
     // Known to be a warp's, and all that follows from it: so which tiles a warp is at, and their
     // descriptors, are computed once for 32 lanes, and the products need not fetch them from there.
     const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
@@ -672,7 +661,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         if (work.queries.num_rows == 0) return false;
         first_row = work.queries.first + lane_row;
         set_lengths(shape, work.queries);
-        if constexpr (PACKED) mask = mask_of(arguments, work.queries);
+        set_lengths(mask, work.queries);
         visited = key_tiles(mask, work.queries.first + group_row, GROUP_ROWS);
         if (group_row >= work.queries.num_rows) visited.num_visited = 1;
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);

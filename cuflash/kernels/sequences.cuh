@@ -78,6 +78,17 @@ template <class Arguments> inline int seqlen_k_of(const Arguments&, const Sequen
     return sequence.seqlen_k;
 }
 
+// The call's shape; with PACKED a copy, which gets the lengths of one sequence after another.
+template <class Arguments> inline decltype(auto) own_shape(const Arguments& all) {
+    if constexpr (PACKED) return Shape{arrays_of(all).shape};
+    else return (arrays_of(all).shape);
+}
+template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
+template <class Shape> inline void set_lengths(Shape& shape, const Sequence& sequence) {
+    shape.seqlen_q = sequence.seqlen_q;
+    shape.seqlen_k = sequence.seqlen_k;
+}
+
 // Whether it is the one of tokens that are of no sequence.
 template <class Arguments> inline bool is_none(const Arguments&, NoSequence) { return false; }
 template <class Arguments> inline bool is_none(const Arguments& all, const Sequence& sequence) {
@@ -119,23 +130,32 @@ inline int slot_of_longest(const Arguments& all, bool after, int block) {
     return offsets.at(number) / block + number;
 }
 
-// Of a block that is `order`-th to start, or with `descending` the num_tiles - 1 - order-th: its
-// sequence, of whose tiles `order` becomes the number. Tiles past the sequence's end are nobody's.
+// The sequence of slot `tile`, which becomes the number among the sequence's own tiles. Tiles past
+// its end are nobody's.
 struct BlockSequence : Sequence { bool has_tile; };
 
+template <bool OF_KEYS, class Arguments>
+inline auto sequence_of_tile(const Arguments& all, int& tile, int block) {
+    if constexpr (PACKED) {
+        const Sequence found = sequence_of_slot<OF_KEYS>(all, tile, block);
+        tile -= found.first_slot;
+        const int length = OF_KEYS ? found.seqlen_k : found.seqlen_q;
+        return BlockSequence{found, i64(tile) * block < length};
+    } else {
+        return NoSequence{};
+    }
+}
+
+// The same of a block that is `order`-th to start, or with `descending` the num_tiles - 1 -
+// order-th.
 template <bool OF_KEYS, class Arguments>
 inline auto sequence_of_block(const Arguments& all, int& order, int block, bool descending) {
     if constexpr (PACKED) {
         const int slots =
             OF_KEYS ? num_key_tiles(all, block) : num_query_tiles(all, block);
-        const int slot = (order + slot_of_longest<OF_KEYS>(all, descending, block)) % slots;
-        const Sequence found = sequence_of_slot<OF_KEYS>(all, slot, block);
-        order = slot - found.first_slot;
-        const int length = OF_KEYS ? found.seqlen_k : found.seqlen_q;
-        return BlockSequence{found, i64(order) * block < length};
-    } else {
-        return NoSequence{};
+        order = (order + slot_of_longest<OF_KEYS>(all, descending, block)) % slots;
     }
+    return sequence_of_tile<OF_KEYS>(all, order, block);
 }
 
 template <class T> inline void advance(T*& pointer, i64 elements) {

@@ -62,9 +62,9 @@ def _head_dims(problem: Problem) -> tuple[int, int] | None:
 
 def runs(problem: Problem, device: Device) -> bool:
     # In turns are neighbouring key tiles alone.
-    in_turns = problem.deterministic and problem.segment_ids
-    if is_packed(problem) and problem.direction == "backward":
-        return False
+    in_turns = problem.deterministic and (
+        problem.segment_ids or is_packed(problem)
+    )
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
@@ -213,6 +213,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     ds = 2 * tile_bytes(tile.block_k, tile.block_q)
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
+    work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
     else:
@@ -225,7 +226,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         + ds
         + dq
         + barriers * _MBARRIER_BYTES
-        + 2 * 3 * 4  # work
+        + 2 * work
         + 4 * (tile.num_stages if problem.segment_ids else 1),  # parted
         1024,
     )
@@ -287,10 +288,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared_bytes=shared,
         ptxas_level=tile.ptxas_level,
     )
-    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
     kv_pairs = problem.batch * problem.num_heads_kv
-    k_tiles = ceil_div(problem.seqlen_k, tile.block_k) * kv_pairs
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k) * kv_pairs
     shared_by_head = (
         problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
     )  # q, dout: 2 bytes an element; the sums of dq: 4
@@ -299,7 +300,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic and not problem.causal:
         heads = min(heads, _MOST_HEADS_IN_TURNS)
-    hides = problem.causal or _is_listed(problem)
+    hides = problem.causal or _is_listed(problem) or is_packed(problem)
     return Plan(
         problem,
         "wgmma",
