@@ -168,11 +168,13 @@ template <class Real> struct WithSink {
     }
 };
 
-// A head's sink, -inf without one and for what is of no sequence.
+// A head's sink, -inf without one and for what is of no sequence, which may come as of no head.
+constexpr int NO_HEAD = -1;
 template <class Real, class Arguments>
 inline Real sink_of(const Arguments& arguments, int head) {
     if constexpr (SINK) {
-        if (PACKED && arguments.options.sequence == arguments.options.num_sequences)
+        if (PACKED && (head == NO_HEAD
+                       || arguments.options.sequence == arguments.options.num_sequences))
             return -Real(infinity());
         return static_cast<const Real*>(arguments.sink)[head * arguments.options.sink_stride];
     } else {

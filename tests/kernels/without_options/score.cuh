@@ -3,6 +3,7 @@
 #include "elements.cuh"
 
 constexpr bool LINEAR = true;
+constexpr int NO_HEAD = -1;
 
 struct BiasChunk { u32 words[4]; };
 
