@@ -3,8 +3,8 @@
 //
 // A block takes one tile of BLOCK_K keys of one key head after another: that of its own number,
 // then whichever is next when it is done (a counter in global memory). The thread that loads Q and
-// dO tells the others which, a tile ahead, in `work`. A step is a tile of BLOCK_Q queries that sees
-// the keys, of each query head of the group in turn.
+// dO tells the others which, and of which packed sequence, a tile ahead, in `work`. A step is a
+// tile of BLOCK_Q queries that sees the keys, of each query head of the group in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
 // TURNS; Arguments and the options (docs/masks.md), of which there are WINDOW, SOFTCAP, ALIBI, SINK
