@@ -21,7 +21,7 @@ OPTIONS = {
     "softcap": {"softcap": 5.0},
     "slopes": {"arrays_of": ("alibi_slopes",), "scale": -0.3},
     "bias": {"arrays_of": ("bias",)},
-    "sink": {"arrays_of": ("sink",), "scale": -0.3},
+    "sink": {"arrays_of": ("sink",), "scale": -0.05},
     "dropout": {"dropout": 0.25},
     "all": {
         "window": (60, 60),
@@ -50,7 +50,7 @@ on_shapes = pytest.mark.parametrize("shape", SHAPES)
 
 
 def option_case(name, shape, **more):
-    return Case("float32", *SHAPES[shape], seed=4, on=MACHINES[shape],
+    return Case("float32", *SHAPES[shape], seed=85, on=MACHINES[shape],
                 **OPTIONS[name], **more)  # fmt: skip
 
 
