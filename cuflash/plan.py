@@ -97,25 +97,6 @@ def plan(
     return made
 
 
-# The options that kernels of a family take (docs/masks.md).
-_SERVED = frozenset((
-    "window", "softcap", "alibi_slopes", "bias", "mask", "sink",
-    "segment_ids", "dropout", "cu_seqlens",
-))  # fmt: skip
-_OPTIONS: dict[Family, frozenset[str]] = {
-    "wgmma": wgmma.SERVED,
-    "mma": _SERVED,
-    "dmma": _SERVED,
-    "tf32x3": _SERVED,
-    "simt": _SERVED,
-}
-
-
-def _takes(family: Family, problem: Problem) -> bool:
-    """Whether a family's kernels take all options of a problem."""
-    return _OPTIONS.get(family, frozenset()).issuperset(problem.options)
-
-
 def _check_order(problem: Problem) -> None:
     """Raise UnsupportedError if a gradient has no fixed order of sums."""
     wanted = problem.return_dbias and problem.deterministic
@@ -179,7 +160,6 @@ def _fma_runs(problem: Problem, device: Device) -> bool:
     """float32, cp.async, and room for a tile of such head dimensions."""
     return (
         problem.dtype == "float32"
-        and _takes("fma", problem)
         and device.capability >= 80
         and any(legal_tiles(problem, device, "fma"))
     )

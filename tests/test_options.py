@@ -8,14 +8,18 @@ import strategies
 from cuflash import emulator
 from cuflash.errors import UnsupportedError
 from helpers import calls, expected
-from helpers.backends import on_kernels, on_kernels_of
+from helpers.backends import (
+    on_each_kind_with_options,
+    on_kernels,
+    on_kernels_of,
+)
 from helpers.checks import check_forward, check_gradients
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
     assert_gradients_match,
 )
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.options import fields_of
@@ -65,11 +69,11 @@ def test_several_tiles(backend, dtype, options):
     assert_gradients_match(got, want, case)
 
 
-@on_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_sink_of_minus_infinity_is_none(backend, dtype):
+@on_each_kind_with_options
+def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
     """Also in the 24 of 40 rows that see no key: -inf is all they have."""
-    case = Case(dtype, 1, 40, 16, 2, 2, causal=True)
+    on = Emulation(arch)
+    case = Case(dtype, 1, 40, 16, 2, 2, causal=True, on=on)
     q, k, v, dout = inputs(case)
     placed = [backend.place(x) for x in (q, k, v)]
     sink = backend.place(np.full(2, -np.inf, np.float32))
@@ -86,11 +90,11 @@ def test_a_sink_of_minus_infinity_is_none(backend, dtype):
     assert not backend.fetch(dsink).any()
 
 
-@on_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_without_keys_have_the_sink(backend, dtype):
+@on_each_kind_with_options
+def test_rows_without_keys_have_the_sink(backend, dtype, arch):
     """Of 40 queries 24 see none of 16 keys."""
-    case = Case(dtype, seqlen_q=40, causal=True, arrays_of=("sink",))
+    case = Case(dtype, seqlen_q=40, causal=True, arrays_of=("sink",),
+                on=Emulation(arch))  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out[:, :24].any()
@@ -106,14 +110,13 @@ HIDING = [
 ]
 
 
-@on_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@on_each_kind_with_options
 @pytest.mark.parametrize("changes", HIDING)
-def test_what_is_hidden_spreads_nowhere(backend, dtype, changes):
+def test_what_is_hidden_spreads_nowhere(backend, dtype, arch, changes):
     """NaN in a key and its value, and in a query and its dout."""
     spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
     case = Case(dtype, seqlen_q=50, seqlen_k=50, spoiled=tuple(spoiled),
-                **changes)  # fmt: skip
+                on=Emulation(arch), **changes)  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
@@ -138,21 +141,20 @@ def test_what_is_seen_of_v_spreads(backend, changes):
     check_forward(backend, case)
 
 
-@on_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@on_each_kind_with_options
 @pytest.mark.parametrize("changes", HIDING)
-def test_what_is_hidden_is_no_maximum(backend, dtype, changes):
+def test_what_is_hidden_is_no_maximum(backend, dtype, arch, changes):
     """Beside the hidden key's score all others would have no weight."""
-    case = Case(dtype, seqlen_q=50, seqlen_k=50,
+    case = Case(dtype, seqlen_q=50, seqlen_k=50, on=Emulation(arch),
                 spoiled=(("k", (0, 9), "1e4"),), **changes)  # fmt: skip
     check_forward(backend, case)
 
 
-@on_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_options_by_any_strides(backend, dtype):
+@on_each_kind_with_options
+def test_options_by_any_strides(backend, dtype, arch):
     """Transposed, reversed and, of bias, at no multiple of its size."""
-    case = Case(dtype, 2, 33, 44, 2, 2, arrays_of=("bias", "mask", "sink"))
+    case = Case(dtype, 2, 33, 44, 2, 2, on=Emulation(arch),
+                arrays_of=("bias", "mask", "sink"))  # fmt: skip
     given = case.options()
     full = (2, 2, 33, 44)
     bias = np.broadcast_to(given["bias"], full).astype(given["bias"].dtype)
@@ -174,11 +176,11 @@ def test_options_by_any_strides(backend, dtype):
     assert_bitwise(*map(backend.fetch, results), "out")
 
 
-@on_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_bias_that_was_broadcast_before(backend, dtype):
+@on_each_kind_with_options
+def test_a_bias_that_was_broadcast_before(backend, dtype, arch):
     """Its elements share memory, and each has a gradient of its own."""
-    case = Case(dtype, 1, 33, 44, 2, 2, deterministic=True)
+    on = Emulation(arch)
+    case = Case(dtype, 1, 33, 44, 2, 2, deterministic=True, on=on)
     row = np.arange(33).astype(DTYPES[dtype])[:, None] / 8
     views = np.broadcast_to(row, (1, 2, 33, 44))
     q, k, v, dout = (backend.place(x) for x in inputs(case))

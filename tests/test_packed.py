@@ -7,14 +7,12 @@ import cuflash
 import strategies
 from cuflash.errors import ValueRangeError
 from helpers import calls
-from helpers.backends import EMULATED, on_kernels
+from helpers.backends import EMULATED, on_each_kind_with_options, on_kernels
 from helpers.compare import assert_bitwise
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.packed import assert_packed_forward, assert_packed_gradients
-
-on_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 
 
 def packed_inputs(case):
@@ -48,39 +46,38 @@ def test_backward(backend, case):
     assert_packed_gradients(got, dout, q, k, v, case)
 
 
-@on_kernels
-@on_dtypes
-def test_many_short_ones(backend, dtype):
+@on_each_kind_with_options
+def test_many_short_ones(backend, dtype, arch):
     """More than a warp looks at in two steps on a GPU, in one here."""
     count = 90 if backend.name == "emulated" else 3000
     rng = np.random.default_rng(0)
     offsets = [np.r_[0, np.cumsum(rng.integers(0, 4, count))] for _ in "qk"]
     of_q, of_k = (tuple(map(int, x)) for x in offsets)
     check_both(backend, Case(dtype, 1, of_q[-1], of_k[-1], causal=True,
+                             on=Emulation(arch),
                              offsets=(of_q, of_k)))  # fmt: skip
 
 
-@on_kernels
-@on_dtypes
+@on_each_kind_with_options
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_one_long_among_short_ones(backend, dtype, place):
+def test_one_long_among_short_ones(backend, dtype, arch, place):
     """Wherever it stands; grouped heads, several tiles."""
     lengths = [3, 1, 20]
     lengths.insert(place, 170)
     offsets = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
     check_both(backend, Case(dtype, 1, 194, 194, 4, 2, 40, 40, causal=True,
-                             deterministic=True,
+                             deterministic=True, on=Emulation(arch),
                              offsets=(offsets, offsets)))  # fmt: skip
 
 
-@on_kernels
-@on_dtypes
-def test_what_is_of_another_sequence_spreads_nowhere(backend, dtype):
+@on_each_kind_with_options
+def test_what_is_of_another_sequence_spreads_nowhere(backend, dtype, arch):
     """Nor does what is of none: the tokens behind the last one."""
     spoiled = [
         (x, (0, i), "nan") for x in ("q", "k", "v", "dout") for i in (9, 30)
     ]
     check_both(backend, Case(dtype, 1, 40, 40, spoiled=tuple(spoiled),
+                             on=Emulation(arch),
                              offsets=((0, 5, 20), (0, 9, 22))))  # fmt: skip
 
 
@@ -94,11 +91,11 @@ BAD = [
 ]
 
 
-@on_kernels
-@on_dtypes
+@on_each_kind_with_options
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_offsets_give_zeros(backend, dtype, bad):
-    case = Case(dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2])
+def test_bad_offsets_give_zeros(backend, dtype, arch, bad):
+    case = Case(dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2],
+                on=Emulation(arch))  # fmt: skip
     _, (q, k, v, dout) = packed_inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out.any() and (lse == -np.inf).all()

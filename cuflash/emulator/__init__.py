@@ -62,8 +62,8 @@ def active(
         compiled in is kept: see `runtime.executable`. By default those
         in the environment variable CUFLASH_EMULATOR_FLAGS, if it is set.
     family : str, optional
-        ``"wgmma"``, ``"mma"`` or ``"simt"``: run these kernels where there
-        are some, as the environment variable ``CUFLASH_FAMILY`` does on a
+        ``"mma"``, ``"simt"`` or another: run these kernels where there are
+        some, as the environment variable ``CUFLASH_FAMILY`` does on a
         GPU.
 
     Yields

@@ -17,7 +17,8 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
 // multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
-// their key tiles.
+// their key tiles; Arguments and the options (docs/masks.md): with them scale S above stands for
+// the score that score.cuh makes of it, and dS / scale for the gradient by scale S.
 // Shared memory, in floats:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
@@ -29,8 +30,9 @@
 // Bad at: few keys with many queries (one block a key tile); head_dim above 128, where little fits
 // into shared memory.
 #include "fma.cuh"
-#include "mask.cuh"
 #include "scheduler.cuh"
+#include "sequences.cuh"
+#include "tile_pair.cuh"
 #include "turns.cuh"
 
 struct SharedPlan {
@@ -69,24 +71,46 @@ static_assert(KeyGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dK are chunk
 static_assert(ValueGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dV are chunks of all lanes");
 static_assert(KeyGrid::WARP_ROWS % 16 == 0, "a warp's keys are chunks of all lanes");
 
-using TilePair = MaskedTile<CAUSAL>;
-
 // P = exp(scale S - lse) and dS = scale P (dP - delta), in the places of S and dP; 0 for pairs that
-// do not count.
+// do not count. With dropout P becomes that of dV, and dP Z is in place of dP.
 template <bool MASKED>
 __device__ __forceinline__ void weights(
-    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at, float scale) {
+    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at) {
+    constexpr int ROWS = ScoreGrid::WARP_ROWS / LANE_ROWS;
+    constexpr int KEYS = ScoreGrid::WARP_COLUMNS / LANE_COLUMNS;
+    const float scale = at.steps.scale;
+    const int first_key = ScoreGrid::first_column() + lane_column();
+    Kept<ROWS, KEYS> kept;
+    if constexpr (DROPOUT)
+        find_kept(kept, at.dropout, at.q_start + ScoreGrid::first_row(),
+                  at.k_start + ScoreGrid::first_column());
     #pragma unroll
-    for (int i = 0; i < ScoreGrid::WARP_ROWS / LANE_ROWS; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         const int row = ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
         const float lse = effective_lse(shared.lse[row]);
         const float delta = shared.delta[row];
+        const float past = at.past(row, first_key);
         #pragma unroll
-        for (int j = 0; j < ScoreGrid::WARP_COLUMNS / LANE_COLUMNS; ++j) {
-            const int key = ScoreGrid::first_column() + lane_column() + j * LANE_COLUMNS;
+        for (int j = 0; j < KEYS; ++j) {
+            const int key = first_key + j * LANE_COLUMNS;
             const bool counts = !MASKED || at.visible(row, key);
-            s[i][j] = weight(s[i][j], scale, lse);
-            dp[i][j] = counts ? s[i][j] * (dp[i][j] - delta) * scale : 0.0f;
+            float derivative = 1.0f;
+            if constexpr (LINEAR) {
+                s[i][j] = weight(s[i][j], scale, lse);
+            } else {
+                const float score = at.steps.score(
+                    s[i][j], past - static_cast<float>(j * LANE_COLUMNS),
+                    at.steps.bias_of(at.q_start + row, at.k_start + key), derivative);
+                s[i][j] = weight(score, 1.0f, lse);
+            }
+            const float z = DROPOUT && !kept.at(i, j) ? 0.0f : at.dropout.factor;
+            const auto gradient = [&] {                     // of a pair that counts
+                const float ds = s[i][j] * ((DROPOUT ? z * dp[i][j] : dp[i][j]) - delta);
+                if constexpr (DBIAS) at.dbias.add(at.q_start + row, at.k_start + key, ds);
+                return SOFTCAP ? ds * derivative : ds;
+            };
+            dp[i][j] = counts ? gradient() * scale : 0.0f;
+            if constexpr (DROPOUT) s[i][j] *= z;
             if (!counts) s[i][j] = 0.0f;
         }
     }
@@ -144,20 +168,28 @@ __device__ __forceinline__ void store_gradient(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-backward_fma(const __grid_constant__ BackwardArguments arguments) {
+backward_fma(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Prologue: which keys; which query tiles see them.
+    const Shape& grid = arrays_of(whole).shape;
+    const int num_k_tiles = num_key_tiles(whole, BLOCK_K);
+    const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
+    const int group_size = grid.num_heads_q / grid.num_heads_kv;
+    TileOfHead where = tile_of_block(
+        blockIdx.x, num_k_tiles, grid.num_heads_kv, grid.batch, arrays_of(whole).schedule);
+    const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
-    const int num_k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    const TileOfHead where =
-        tile_of_block(blockIdx.x, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.schedule);
-    const float scale = static_cast<float>(arguments.scale);
-    TilePair at{{shape.seqlen_q, shape.seqlen_k}, 0, where.tile * BLOCK_K};
+    TilePair at(all, where.batch, where.tile);
     const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
+    const auto after = [&](int tile) {
+        return at.pairs.query_tile_after(tile, where.tile, tiles.end);
+    };
+    const int first_tile = SEGMENTS ? after(tiles.first - 1) : tiles.first;
     const int first_head = where.head * group_size, end_head = first_head + group_size;
     const int num_keys = shape.seqlen_k - at.k_start;
 
@@ -167,7 +199,8 @@ backward_fma(const __grid_constant__ BackwardArguments arguments) {
             const int start = tile * BLOCK_Q, num_rows = shape.seqlen_q - start;
             const i64 stride = arguments.dout_stride.token;
             const i64 row =
-                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * shape.seqlen_q + start;
+                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * rows_of_head(all)
+                + start;
             load_tile(shared.dout,
                       head_start(arguments.dout, arguments.dout_stride, where.batch, head)
                           + start * stride,
@@ -200,10 +233,12 @@ backward_fma(const __grid_constant__ BackwardArguments arguments) {
     set_zero(dv);
 
     // One query tile. At its start dO and then Q are on their way.
+    bool k_nonfinite = false;
     const auto step = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
-        const bool last_tile = tile + 1 == tiles.end;
-        const int next_head = head + last_tile, next_tile = last_tile ? tiles.first : tile + 1;
+        const int tile_after = after(tile);
+        const bool last_tile = tile_after == tiles.end;
+        const int next_head = head + last_tile, next_tile = last_tile ? first_tile : tile_after;
         at.q_start = tile * BLOCK_Q;
         const auto of_keys = [&](int first_key) {
             return [&, first_key](int i, int row) {         // the lane's key i, query `row`
@@ -213,19 +248,19 @@ backward_fma(const __grid_constant__ BackwardArguments arguments) {
         };
 
         Scores s, ds;
-        cp_async_wait<1>();
-        __syncthreads();                                    // dO, and the first time K and V
+        cp_async_wait<1>();                                 // dO, and the first time K and V
+        const bool dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
         row_products(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
-        cp_async_wait<0>();
-        __syncthreads();                                    // Q
+        cp_async_wait<0>();                                 // Q
+        const bool q_nonfinite = barrier_or_nonfinite<MASKED>(shared.q);
         row_products(s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
-        weights<MASKED>(s, ds, shared, at, scale);
+        weights<MASKED>(s, ds, shared, at);
 
         write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), s);
         __syncthreads();                                    // P is there
         add_weighted_rows_transposed<MASKED>(
             dv, shared.weights.at, ValueGrid::first_row(), shared.dout, ValueGrid::first_column(),
-            of_keys(ValueGrid::first_row()));
+            of_keys(ValueGrid::first_row()), dout_nonfinite);
         __syncthreads();                                    // P and dO are done with
 
         load_dout(next_head, next_tile);
@@ -237,20 +272,25 @@ backward_fma(const __grid_constant__ BackwardArguments arguments) {
             dq, shared.weights.at + QueryGrid::first_row(), shared.k, 0, QueryGrid::first_column(),
             [&](int i, int key) {
                 return at.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
-            });
+            },
+            k_nonfinite);
         int* turn = static_cast<int*>(arguments.turns)
                   + (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile;
-        if (DETERMINISTIC) wait_for_turn(turn, where.tile);
+        // Turns are counted from the first key tile that visits the query tile.
+        const int own_turn = DETERMINISTIC && (WINDOW || SEGMENTS)
+            ? at.pairs.key_tiles_before(tile, where.tile, at.mask.first_key(at.q_start) / BLOCK_K)
+            : where.tile;
+        if (DETERMINISTIC) wait_for_turn(turn, own_turn);
         add_to_dq(arguments, where.batch, head, at.q_start, dq);
-        if (DETERMINISTIC) pass_turn(turn, where.tile);
+        if (DETERMINISTIC) pass_turn(turn, own_turn);
         add_weighted_rows_transposed<MASKED>(
             dk, shared.weights.at, KeyGrid::first_row(), shared.q, KeyGrid::first_column(),
-            of_keys(KeyGrid::first_row()));
+            of_keys(KeyGrid::first_row()), q_nonfinite);
         __syncthreads();                                    // dS and Q are done with
         load_q(next_head, next_tile);
     };
 
-    if (tiles.first < tiles.end) {
+    if (first_tile < tiles.end) {
         const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
         load_tile(shared.k,
                   head_start(arguments.k, arguments.k_stride, where.batch, where.head)
@@ -260,12 +300,18 @@ backward_fma(const __grid_constant__ BackwardArguments arguments) {
                   head_start(arguments.v, arguments.v_stride, where.batch, where.head)
                       + at.k_start * v_step,
                   v_step, num_keys, shape.head_dim_v);
-        load_dout(first_head, tiles.first);
-        load_q(first_head, tiles.first);
-        for (int head = first_head; head < end_head; ++head)
-            for (int tile = tiles.first; tile < tiles.end; ++tile)
-                if (tiles.full(tile)) step(Bool<false>{}, head, tile);
+        load_dout(first_head, first_tile);
+        load_q(first_head, first_tile);
+        if constexpr (PAIRWISE) {
+            cp_async_wait<1>();                             // K
+            k_nonfinite = barrier_or_nonfinite<true>(shared.k);
+        }
+        for (int head = first_head; head < end_head; ++head) {
+            at.set_head(all, where.batch, head);
+            for (int tile = first_tile; tile < tiles.end; tile = after(tile))
+                if (at.full(tiles, tile)) step(Bool<false>{}, head, tile);
                 else step(Bool<true>{}, head, tile);
+        }
     }
 
     store_gradient<KeyGrid>(

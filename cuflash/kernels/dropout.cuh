@@ -46,10 +46,15 @@ template <class Real> struct Dropout {
         }
     }
 
+    // Those of a query and the four keys from key / 4 * 4 on.
+    Words words_of(int query, int key) const {
+        return philox({{static_cast<u32>(key) / 4, static_cast<u32>(query), head, batch}},
+                      key0, key1);
+    }
+
     // Of the pairs of a query and keys key and key + 1, key being even: whether they are kept.
     void keeps(int query, int key, bool& first, bool& second) const {
-        const Words counter = {{static_cast<u32>(key) / 4, static_cast<u32>(query), head, batch}};
-        const Words words = philox(counter, key0, key1);
+        const Words words = words_of(query, key);
         first = (key % 4 == 0 ? words.x[0] : words.x[2]) >= drop_below;
         second = (key % 4 == 0 ? words.x[1] : words.x[3]) >= drop_below;
     }
@@ -65,6 +70,16 @@ template <class Real> struct Dropout {
             keeps(query, key + n * 8, first, second);
             bits |= (first ? 1u : 0u) << (n * 2) | (second ? 2u : 0u) << (n * 2);
         }
+        return bits;
+    }
+
+    // Of the pairs of a query and keys key .. key + 3, key being a multiple of 4: bit n is of the
+    // n-th, 1 if it is kept.
+    u32 kept_of_four(int query, int key) const {
+        const Words words = words_of(query, key);
+        u32 bits = 0;
+        #pragma unroll
+        for (int n = 0; n < 4; ++n) bits |= (words.x[n] >= drop_below ? 1u : 0u) << n;
         return bits;
     }
 

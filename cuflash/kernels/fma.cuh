@@ -10,6 +10,8 @@
 // different groups of banks. Lanes are numbered so that either lanes l and l ^ 1 or lanes l and
 // l ^ 2 read the same 16 bytes: loads of two half-warps then take two cycles and not four.
 #pragma once
+#include "dropout.cuh"
+#include "pairs.cuh"
 #include "softmax.cuh"
 #include "wide_tiles.cuh"
 
@@ -33,6 +35,41 @@ template <int M, int N> __device__ __forceinline__ void set_zero(float (&x)[M][N
     for (int i = 0; i < M; ++i)
         #pragma unroll
         for (int j = 0; j < N; ++j) x[i][j] = 0.0f;
+}
+
+// Which of a lane's M x N pairs of queries and keys dropout keeps. One call of Philox has the words
+// of four neighbouring keys, which four lanes have: they take the calls in turns, pair by pair, and
+// tell each other. bits[n]: of the calls of the n-th of them, 4 bits a call.
+template <int M, int N> struct Kept {
+    static constexpr int CALLS = (M * N + 3) / 4, WORDS = (CALLS + 7) / 8;
+    u32 bits[4][WORDS];
+
+    __device__ __forceinline__ bool at(int i, int j) const {
+        const int pair = i * N + j;
+        return (bits[pair % 4][pair / 32] >> (pair / 4 % 8 * 4)) & 1;
+    }
+};
+
+// The warp's rows and columns begin at that query and that key. By a whole warp.
+template <int M, int N>
+__device__ __forceinline__ void find_kept(
+    Kept<M, N>& kept, const Dropout<float>& dropout, int query, int key) {
+    const int column = lane_column() % 4, lane = threadIdx.x % 32 - column * 2;
+    query += lane_row();
+    key += lane_column() - column;
+    #pragma unroll
+    for (int word = 0; word < Kept<M, N>::WORDS; ++word) {
+        u32 own = 0;
+        #pragma unroll 1
+        for (int n = 0; n < min(Kept<M, N>::CALLS - word * 8, 8); ++n) {
+            const int pair = (word * 8 + n) * 4 + column;
+            own |= dropout.kept_of_four(query + pair / N * LANE_ROWS, key + pair % N * LANE_COLUMNS)
+                << (n * 4);
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            kept.bits[i][word] = __shfl_sync(WHOLE_WARP, own, lane + i * 2) >> column;
+    }
 }
 
 // s[i][j] = sum_d a[first_row + lane's row i][d] * b[first_column + lane's column j][d], added in
@@ -62,13 +99,27 @@ __device__ __forceinline__ void row_products(
     }
 }
 
+// A barrier. Where it decides how weighted rows of the tile are added (below), also whether one of
+// its threads has loaded a NaN or an infinity.
+template <bool MASKED, int ROWS, int COLUMNS>
+__device__ __forceinline__ bool barrier_or_nonfinite(const Tile<ROWS, COLUMNS>& tile) {
+    if constexpr (MASKED && PAIRWISE) {
+        return __syncthreads_or(loaded_nonfinite(tile));
+    } else {
+        __syncthreads();
+        return false;
+    }
+}
+
 // sum[i][n] += sum_k weight[lane's row i][k] * b[first_k + k][lane's column n] over K steps. The
 // lane's columns: chunks of 4, 32 apart, from first_column on. takes(i, k): whether the pair takes
-// part at all, as 0 * NaN is NaN; asked if MASKED.
+// part at all, as 0 * NaN is NaN; asked if MASKED and, where that takes long, b is `nonfinite`.
 template <bool MASKED, int K, int M, int N, int PITCH, int B_ROWS, int COLUMNS, class F>
 __device__ __forceinline__ void add_weighted_rows(
     float (&sum)[M][N], const float (*weights)[PITCH], const Tile<B_ROWS, COLUMNS>& b,
-    int first_k, int first_column, F takes) {
+    int first_k, int first_column, F takes, bool nonfinite) {
+    if (MASKED && PAIRWISE && !nonfinite)
+        return add_weighted_rows<false, K>(sum, weights, b, first_k, first_column, takes, false);
     const float* rows = weights[lane_row()];
     const float* others = &b.at[first_k][first_column + lane_column() * CHUNK];
     #pragma unroll 1
@@ -95,11 +146,14 @@ __device__ __forceinline__ void add_weighted_rows(
 
 // sum[i][n] += sum_k weight[k][lane's row i] * b[k][lane's column n] over K steps: the weights
 // transposed. The lane's rows: chunks of 4, 16 apart, from first_row on; its columns as above.
-// takes(i, k): as above.
+// takes(i, k) and `nonfinite`: as above.
 template <bool MASKED, int K, int M, int N, int PITCH, int COLUMNS, class F>
 __device__ __forceinline__ void add_weighted_rows_transposed(
     float (&sum)[M][N], const float (&weights)[K][PITCH], int first_row, const Tile<K, COLUMNS>& b,
-    int first_column, F takes) {
+    int first_column, F takes, bool nonfinite) {
+    if (MASKED && PAIRWISE && !nonfinite)
+        return add_weighted_rows_transposed<false>(
+            sum, weights, first_row, b, first_column, takes, false);
     static_assert(M % CHUNK == 0 && N % CHUNK == 0, "rows and columns come in chunks");
     const float* rows = &weights[0][first_row + lane_row() * CHUNK];
     const float* others = &b.at[0][first_column + lane_column() * CHUNK];

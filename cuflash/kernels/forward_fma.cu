@@ -12,7 +12,7 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; NEGATE_SCORES, whether
-// scale < 0; WEIGHT_KEYS.
+// scale < 0 and scores are LINEAR; WEIGHT_KEYS; Arguments and the options (docs/masks.md).
 // Shared memory, in floats:
 //     q   BLOCK_Q * (HEAD_DIM + 4)             k   BLOCK_K * (HEAD_DIM + 4)
 //     p   BLOCK_Q * (WEIGHT_KEYS + 8)          v   BLOCK_K * (HEAD_DIM_V + 4)
@@ -24,7 +24,10 @@
 // acc leaves registers for 4 rows a lane only; few queries with many keys.
 #include "fma.cuh"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "scheduler.cuh"
+#include "score.cuh"
+#include "sequences.cuh"
 
 constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
 constexpr int ROWS = WARP_ROWS / LANE_ROWS, KEYS = BLOCK_K / LANE_COLUMNS;
@@ -42,7 +45,10 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// m: the row's maximum of S. l: this lane's share of the row's sum of P.
+// Scores are kept as products S, which `c` scales in the exponent, if they are LINEAR; else as what
+// score.cuh makes of them, and c is log2(e).
+
+// m: the row's maximum of scores. l: this lane's share of the row's sum of P.
 struct Rows { float m[ROWS], l[ROWS]; };
 using Scores = float[ROWS][KEYS];
 using Output = float[ROWS][COLUMNS];
@@ -87,10 +93,36 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
     }
 }
 
-// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf.
+// The scores of products; see Steps. The lane's first are of that query and that key.
+__device__ __forceinline__ void apply_steps(
+    Scores& s, const Steps<float>& steps, int first_query, int first_key, int shift) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int query = first_query + i * LANE_ROWS;
+        const float past = static_cast<float>(query + shift - first_key);
+        #pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+            s[i][j] = steps.score(s[i][j], past - static_cast<float>(j * LANE_COLUMNS),
+                                  steps.bias_of(query, first_key + j * LANE_COLUMNS));
+    }
+}
+
+// P = 0 where dropout drops the pair, and the others larger.
+__device__ __forceinline__ void apply_dropout(
+    Scores& p, const Dropout<float>& dropout, int warp_query, int k_start) {
+    Kept<ROWS, KEYS> kept;
+    find_kept(kept, dropout, warp_query, k_start);
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+        #pragma unroll
+        for (int j = 0; j < KEYS; ++j) p[i][j] *= kept.at(i, j) ? dropout.factor : 0.0f;
+}
+
+// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. A sink takes part in
+// l.
 __device__ __forceinline__ void store(
-    const ForwardArguments& arguments, TileOfHead where, int first_query, Output& acc,
-    const Rows& state) {
+    const Arguments& all, TileOfHead where, int first_query, Output& acc, const Rows& state) {
+    const ForwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const Strides os = arguments.out_stride;
     const bool aligned = rows_aligned(arguments.out, os);
@@ -98,20 +130,29 @@ __device__ __forceinline__ void store(
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
-        const float m = state.m[i], l = row_sum(state.l[i]);
+        float m = state.m[i], l = row_sum(state.l[i]), rescale = 1.0f;
         if (query >= shape.seqlen_q) continue;
+        if constexpr (SINK) {
+            const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
+            const WithSink<float> row_with_sink(
+                m == -infinity() ? m : m * scale, l, sink_of<float>(all, where.head));
+            m = row_with_sink.top;
+            l = row_with_sink.sum;
+            rescale = row_with_sink.rescale;
+        }
         #pragma unroll
         for (int n = 0; n < COLUMNS; n += CHUNK) {
             float numbers[CHUNK];
             #pragma unroll
-            for (int c = 0; c < CHUNK; ++c) numbers[c] = acc[i][n + c] / (l == 0.0f ? 1.0f : l);
+            for (int c = 0; c < CHUNK; ++c)
+                numbers[c] = acc[i][n + c] * rescale / (l == 0.0f ? 1.0f : l);
             store_chunk(out + query * os.token, lane_column() * CHUNK + n * 8, shape.head_dim_v,
                         aligned, numbers);
         }
         if (arguments.lse != nullptr && lane_column() == 0) {
-            const float scale = fabsf(static_cast<float>(arguments.scale));
+            const float scale = LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
             const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-            static_cast<float*>(arguments.lse)[head * shape.seqlen_q + query] =
+            static_cast<float*>(arguments.lse)[head * rows_of_head(all) + query] =
                 l == 0.0f ? -infinity() : m * scale + logf(l);
         }
     }
@@ -119,24 +160,36 @@ __device__ __forceinline__ void store(
 
 // The block's tile; the last tiles, which see the most keys, come first. Computed at the start and
 // again at the end: that costs a few divisions and saves registers in between.
-__device__ __forceinline__ TileOfHead tile_of_this_block(const ForwardArguments& arguments) {
-    const Shape& shape = arguments.shape;
-    const int num_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+__device__ __forceinline__ TileOfHead tile_of_this_block(const Arguments& all) {
+    const Shape& shape = arrays_of(all).shape;
+    const int num_tiles = num_query_tiles(all, BLOCK_Q);
     TileOfHead where = tile_of_block(
-        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arguments.schedule);
+        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(all).schedule);
     where.tile = num_tiles - 1 - where.tile;
     return where;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_fma(const __grid_constant__ ForwardArguments arguments) {
+forward_fma(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Prologue: which tile; the first Q and K are on their way.
-    const Shape& shape = arguments.shape;
-    const Mask<CAUSAL> mask{shape.seqlen_q, shape.seqlen_k};
-    TileOfHead where = tile_of_this_block(arguments);
+    const Shape& grid = arrays_of(whole).shape;
+    Mask<CAUSAL, WINDOW> mask{grid.seqlen_q, grid.seqlen_k, window_of<WINDOW>(whole)};
+    TileOfHead where = tile_of_this_block(whole);
+    const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(all);
+    const Shape& shape = arguments.shape;                   // of PACKED ones the block's own
+    if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};
+    Steps<float> steps(all);
+    steps.set_head(all, where.batch, where.head);
+    Pairs pairs(all, where.batch);
+    pairs.set_head(where.head);
+    Dropout<float> dropout(all);
+    dropout.set_head(where.batch, where.head);
     const int q_start = where.tile * BLOCK_Q;
     const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
@@ -144,7 +197,8 @@ forward_fma(const __grid_constant__ ForwardArguments arguments) {
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + lane_row();    // the lane's
     const float scale = fabsf(static_cast<float>(arguments.scale));
-    const float c = fmaxf(scale * LOG2_E, 1.2e-38f);        // never 0: 0 * inf is NaN
+    // Never 0: 0 * inf is NaN.
+    const float c = LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
 
     Rows rows;
     Output acc;
@@ -169,8 +223,9 @@ forward_fma(const __grid_constant__ ForwardArguments arguments) {
         cp_async_commit();
     };
 
-    int tile = tiles.num_visited - 1;
-    if (tile >= 0) {
+    int tile = tiles.num_visited - 1, next = 0;
+    if (SEGMENTS) tile = pairs.key_tile_before(where.tile, tiles.num_visited, tiles.first);
+    if (tile >= tiles.first) {
         const i64 step = arguments.q_stride.token;
         const float* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
         load_tile(shared.q, q + q_start * step, step, shape.seqlen_q - q_start, shape.head_dim);
@@ -183,13 +238,21 @@ forward_fma(const __grid_constant__ ForwardArguments arguments) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;
         const auto visible = [&](int i, int j) {
-            return k_start + j < mask.num_keys(first_query + i * LANE_ROWS);
+            const int query = first_query + i * LANE_ROWS, key = k_start + j;
+            if (WINDOW && key < mask.first_key(query)) return false;
+            if constexpr (PAIRWISE)
+                if (query < shape.seqlen_q && key < shape.seqlen_k && !pairs.visible(query, key))
+                    return false;
+            return key < mask.num_keys(query);
         };
         Scores s;
         cp_async_wait<0>();
         __syncthreads();
         load_v(tile);
         row_products(s, shared.q, warp_row, shared.k, 0);
+        if constexpr (!LINEAR)
+            apply_steps(s, steps, first_query, k_start + lane_column(),
+                        shape.seqlen_k - shape.seqlen_q);
         #pragma unroll
         for (int i = 0; i < ROWS; ++i)
             #pragma unroll
@@ -198,9 +261,11 @@ forward_fma(const __grid_constant__ ForwardArguments arguments) {
                 if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) s[i][j] = -infinity();
             }
         cp_async_wait<0>();
-        __syncthreads();
-        if (tile > 0) load_k(tile - 1);
+        const bool nonfinite = barrier_or_nonfinite<MASKED>(shared.v);
+        next = pairs.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
+        if (SEGMENTS ? next >= tiles.first : tile > tiles.first) load_k(next);
         softmax_step(s, rows, acc, c);
+        if constexpr (DROPOUT) apply_dropout(s, dropout, q_start + warp_row, k_start);
         #pragma unroll
         for (int first = 0; first < BLOCK_K; first += WEIGHT_KEYS) {
             __syncwarp();                                   // the weights before are done with
@@ -213,13 +278,21 @@ forward_fma(const __grid_constant__ ForwardArguments arguments) {
             write_weights(shared.p.at, warp_row, 0, p);
             __syncwarp();
             add_weighted_rows<MASKED, WEIGHT_KEYS>(
-                acc, shared.p.at + warp_row, shared.v, first, 0, visible);
+                acc, shared.p.at + warp_row, shared.v, first, 0, visible, nonfinite);
         }
     };
 
-    for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
-    for (; tile >= 0; --tile) step(Bool<false>{});
+    if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
+        for (; tile >= tiles.first; tile = next)
+            if (tiles.full(tile) && pairs.sees_all(q_start / BLOCK_Q, tile)) step(Bool<false>{});
+            else step(Bool<true>{});
+    } else {
+        for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
+        for (; tile >= 0; --tile) step(Bool<false>{});
+    }
 
-    where = tile_of_this_block(arguments);
-    store(arguments, where, where.tile * BLOCK_Q + warp_row + lane_row(), acc, rows);
+    where = tile_of_this_block(whole);
+    const auto same = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
+    const Arguments& again = of_sequence(whole, same, BLOCK_Q);
+    store(again, where, where.tile * BLOCK_Q + warp_row + lane_row(), acc, rows);
 }

@@ -65,20 +65,6 @@ __device__ __forceinline__ void multiply(
     mma_16x8x8(d, high, b0.high, b1.high);
 }
 
-// Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
-// infinity. Needs the thread's own cp_async_wait, no barrier.
-template <int ROWS, int COLUMNS, int PAD>
-__device__ __forceinline__ bool loaded_nonfinite(const Tile<ROWS, COLUMNS, PAD>& tile) {
-    constexpr int CHUNKS = COLUMNS / CHUNK;
-    bool found = false;
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-        const Chunk x = chunk_at(&tile.at[i / CHUNKS][i % CHUNKS * CHUNK]);
-        #pragma unroll
-        for (int c = 0; c < CHUNK; ++c) found |= !(fabs(number(x, c)) < infinity());
-    }
-    return found;
-}
-
 // ---- Products ----
 
 template <int M, int N> using Fragments = Element[M][N][4];

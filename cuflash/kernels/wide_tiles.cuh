@@ -1,7 +1,7 @@
 // Tiles of floats or doubles in shared memory, and rows of them in global memory, 16 bytes at a
 // time.
 #pragma once
-#include "ptx.cuh"
+#include "softmax.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32;
 constexpr int CHUNK = 16 / sizeof(Element);                 // numbers of 16 bytes
@@ -75,6 +75,20 @@ __device__ __forceinline__ void load_tile(
                 row < num_rows ? valid(column) : 0);
         }
     }
+}
+
+// Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
+// infinity. Needs the thread's own cp_async_wait, no barrier.
+template <int ROWS, int COLUMNS, int PAD>
+__device__ __forceinline__ bool loaded_nonfinite(const Tile<ROWS, COLUMNS, PAD>& tile) {
+    constexpr int CHUNKS = COLUMNS / CHUNK;
+    bool found = false;
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        const Chunk x = chunk_at(&tile.at[i / CHUNKS][i % CHUNKS * CHUNK]);
+        #pragma unroll
+        for (int c = 0; c < CHUNK; ++c) found |= !(fabs(number(x, c)) < infinity());
+    }
+    return found;
 }
 
 // Writes neighbouring numbers to a row that has num_columns columns.

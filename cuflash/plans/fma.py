@@ -11,7 +11,9 @@ from .steps import (
     ROWS_PAD,
     backward_in_one,
     forward_in_one,
+    is_linear,
     kept_and_summed,
+    option_constants,
 )
 
 # kernels/fma.cuh: a warp's lanes over a product.
@@ -59,8 +61,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return forward_in_one(
         problem, device, tile, "fma",
         _head_dims(problem), _forward_shared(problem, tile),
-        ("NEGATE_SCORES", problem.scale < 0),
+        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         ("WEIGHT_KEYS", _weight_keys(tile)),
+        *option_constants(problem),
     )  # fmt: skip
 
 
@@ -95,6 +98,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return backward_in_one(
         problem, device, tile, "fma",
         _head_dims(problem), _backward_shared(problem, tile),
+        *option_constants(problem),
     )  # fmt: skip
 
 

@@ -183,6 +183,24 @@ on_each_emulated_kind = pytest.mark.parametrize(
 )
 
 
+def _kinds_with_options():
+    """Of kernels that take all options; on a GPU the first of a dtype."""
+    kinds = [("bfloat16", "sm_80"), ("float32", "sm_80"), ("float32", "sm_75")]
+    for dtype, arch in kinds:
+        emulated = [*EMULATED.values, dtype, arch]
+        yield pytest.param(
+            *emulated, marks=EMULATED.marks, id=f"emulated-{dtype}-{arch}"
+        )
+    for dtype, arch in dict(kinds[::-1]).items():
+        gpu = [*CUPY.values, dtype, arch]
+        yield pytest.param(*gpu, marks=CUPY.marks, id=f"cupy-{dtype}")
+
+
+on_each_kind_with_options = pytest.mark.parametrize(
+    _NAMES, [*_kinds_with_options()]
+)
+
+
 def on_kernels_of(**values):
     """Run a test on kernels, with values of several arguments.
 
