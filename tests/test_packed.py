@@ -21,6 +21,12 @@ def packed_inputs(case):
     return arrays, [x[0] for x in arrays]
 
 
+def check_forward(backend, case):
+    (q, k, v, _), given = packed_inputs(case)
+    got = calls.forward(backend, case, *given[:3])
+    assert_packed_forward(got, q, k, v, case)
+
+
 def check_both(backend, case):
     """Forward, and backward of its out and lse."""
     (q, k, v, dout), given = packed_inputs(case)
@@ -32,9 +38,7 @@ def check_both(backend, case):
 
 @on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
 def test_forward(backend, case):
-    (q, k, v, _), given = packed_inputs(case)
-    got = calls.forward(backend, case, *given[:3])
-    assert_packed_forward(got, q, k, v, case)
+    check_forward(backend, case)
 
 
 @on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
@@ -94,8 +98,13 @@ BAD = [
 @on_each_kind_with_options
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_offsets_give_zeros(backend, dtype, arch, bad):
-    case = Case(dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2],
-                on=Emulation(arch))  # fmt: skip
+    assert_all_zeros(backend, Case(
+        dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2],
+        on=Emulation(arch),
+    ))  # fmt: skip
+
+
+def assert_all_zeros(backend, case):
     _, (q, k, v, dout) = packed_inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out.any() and (lse == -np.inf).all()
@@ -137,3 +146,81 @@ def test_offsets_by_any_strides(backend):
         got = cuflash.forward(*placed, **apart, return_lse=True)
     for a, b in zip(got, want, strict=True):
         assert_bitwise(backend.fetch(a), b, "strided")
+
+
+# ---- Hopper's kernels ----
+
+# Of 0 and 1, of part of a tile, of several; queries without keys, keys
+# without queries.
+OFFSETS = tuple(
+    tuple(map(int, np.r_[0, np.cumsum(lengths)]))
+    for lengths in (
+        (3, 0, 1, 300, 130, 0, 64, 2, 200, 0),
+        (3, 5, 0, 200, 260, 0, 64, 9, 200, 1),
+    )
+)
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "wide": {"causal": True, "head_dim": 200, "head_dim_v": 160},
+    "all": {
+        "causal": True,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "window": (60, 60),
+        "softcap": 30.0,
+        "arrays_of": ("alibi_slopes", "sink"),
+    },
+}
+
+
+def hopper_case(**changes):
+    """Two grouped heads; some tokens are of no sequence."""
+    fields = {
+        "dtype": "bfloat16", "seqlen_q": OFFSETS[0][-1] + 7,
+        "seqlen_k": OFFSETS[1][-1] + 3, "num_heads_q": 2, "head_dim": 64,
+        "head_dim_v": 64, "seed": 3, "offsets": OFFSETS,
+        "on": Emulation("sm_90a", num_sms=2, seed=1, resident=2),
+    }  # fmt: skip
+    return Case(**fields | changes)
+
+
+@on_kernels
+@pytest.mark.parametrize("name", OPTIONS)
+def test_on_hopper(backend, name):
+    check_both(backend, hopper_case(**OPTIONS[name]))
+
+
+@on_kernels
+def test_many_short_ones_on_hopper(backend):
+    """More blocks than tiles, too: none is left for some."""
+    lengths = np.random.default_rng(0).integers(0, 3, 70)
+    of_q = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
+    of_k = tuple(map(int, np.r_[0, np.cumsum(lengths[::-1])]))
+    on = Emulation("sm_90a", num_sms=150, seed=2)
+    check_both(backend, hopper_case(
+        seqlen_q=of_q[-1], seqlen_k=of_k[-1], offsets=(of_q, of_k), on=on,
+    ))  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["plain", "wide"])
+def test_neighbours_spread_nowhere_on_hopper(backend, name):
+    """What stands in a tile before and behind a sequence's tokens."""
+    spoiled = tuple(
+        (x, (0, i, 0, 5), value)
+        for x, value in (
+            ("q", "nan"), ("k", "inf"), ("v", "nan"), ("dout", "inf")
+        )
+        for i in (2, 3, 302, 303, 700)
+    )  # fmt: skip
+    check_both(backend, hopper_case(spoiled=spoiled, **OPTIONS[name]))
+
+
+@on_kernels
+@pytest.mark.parametrize("bad", BAD[:2])
+def test_bad_offsets_give_zeros_on_hopper(backend, bad):
+    case = hopper_case(
+        seqlen_q=40, seqlen_k=40, offsets=bad[:2], **OPTIONS["all"]
+    )
+    assert_all_zeros(backend, case)

@@ -268,6 +268,33 @@ def test_warpgroup_products_are_hopper_s(
     assert plan(problem, device_of_arch(arch), wanted).family == family
 
 
+@pytest.mark.parametrize(
+    ("options", "family"),
+    [
+        ({}, "wgmma"),
+        ({"window": (5, 5), "softcap": 1.0, "sink": True}, "wgmma"),
+        ({"dropout": 0.5}, "mma"),
+        ({"deterministic": True}, "mma"),
+    ],
+)
+def test_packed_sequences_are_hopper_s(options, family):
+    problem = small_problem(
+        "backward", "float16", num_sequences=3, **options
+    )
+    assert plan(problem, device_of_arch("sm_90a")).family == family
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
+    """Which each block keeps behind what was found."""
+    device = replace(device_of_arch("sm_90a"), num_sms=blocks)
+    decided = plan(small_problem("forward", "float16", num_sequences=2),
+                   device)  # fmt: skip
+    assert decided.deal.items == 2 * (128 // decided.tile.block_q + 2 + 1)
+    assert decided.num_found == 4 + decided.deal.items
+    assert decided.launches[-1].blocks == min(blocks, decided.deal.items)
+
+
 @pytest.mark.parametrize(("head_dim", "k_tiles"), [(64, 6), (256, 10)])
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(

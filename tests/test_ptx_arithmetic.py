@@ -1,4 +1,7 @@
-"""exp2_approx and mma_16x8x16: exact where they must be, else bounded."""
+"""Powers of two, reciprocals, mma_16x8x16: exact where they must be.
+
+Else they are bounded.
+"""
 
 import numpy as np
 import pytest
@@ -23,10 +26,14 @@ EXP2_ERROR = 2.0**-22
 of_each_type = pytest.mark.parametrize("name", ["float16", "bfloat16"])
 
 
-def powers_of_two(x, backend):
+# The same, "rcp", of rcp.approx.ftz.f32: 1 ulp.
+RECIPROCAL_ERROR = 2.0**-23
+
+
+def per_number(x, backend, kernel="powers_of_two"):
     y = np.empty(x.shape, np.float32)
     run(
-        "primitives/powers_of_two",
+        f"primitives/{kernel}",
         {"x": read_only(x), "y": y},
         backend,
         threads=32,
@@ -65,7 +72,25 @@ def test_exp2_of_special_numbers(backend):
     expected = np.resize(
         np.array([1] * 6 + [0, np.inf, np.nan], np.float32), 32
     )
-    assert_same_floats(powers_of_two(x, backend), expected)
+    assert_same_floats(per_number(x, backend), expected)
+
+
+@on_both
+def test_reciprocals_of_special_numbers(backend):
+    """The table of PTX ISA, "rcp"."""
+    x = np.array([-np.inf, -(2.0**-130), -0.0, 0, 2.0**-130, np.inf, np.nan])
+    expected = np.array([-0.0, -np.inf, -np.inf, np.inf, np.inf, 0, np.nan])
+    x, expected = (np.resize(a, 32).astype(np.float32) for a in (x, expected))
+    assert_same_floats(per_number(x, backend, "reciprocals"), expected)
+
+
+@on_both
+@given(seed=SEEDS)
+def test_reciprocals_are_right_to_their_bound(backend, seed):
+    rng = np.random.default_rng(seed)
+    x = (10 ** rng.uniform(-37, 37, 32)).astype(np.float32)
+    got = per_number(x, backend, "reciprocals").astype(np.float64)
+    assert (np.abs(got * x - 1) <= RECIPROCAL_ERROR).all()
 
 
 @on_both
@@ -79,7 +104,7 @@ def test_exp2_is_right_to_its_bound(backend, seed):
     drawn = np.random.default_rng(seed).uniform(-160, 140, 480)
     x = np.append(drawn.astype(np.float32), any_floats(seed, 32))
     x[:4] = [-126, np.nextafter(np.float32(-126), np.float32(-127)), 127, 128]
-    y = powers_of_two(x, backend).astype(np.float64)
+    y = per_number(x, backend).astype(np.float64)
     expected = np.exp2(x.astype(np.float64))
     close = np.abs(y - expected) <= EXP2_ERROR * expected
     close &= y >= SMALLEST_NORMAL

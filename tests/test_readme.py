@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import cuflash
-from cuflash import __main__, plan
-from helpers.kernels import small_problem
+from cuflash import __main__
+from cuflash.plans import wgmma
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,49 +53,18 @@ def test_commands_are_those_of_the_package(capsys):
     assert sorted(named) == sorted(known.split(","))
 
 
-# What runs on a family, of calls without options.
-KERNELS = {
-    "wgmma": ("bfloat16", "sm_90a", None),
-    "mma": ("bfloat16", "sm_80", None),
-    "fma": ("float32", "sm_80", None),
-    "dmma": ("float64", "sm_80", None),
-    "tf32x3": ("float32", "sm_80", "tf32x3"),
-    "simt": ("float64", "sm_75", None),
-}
-OPTIONS = {
-    "window": {"window": (3, 3)},
-    "softcap": {"softcap": 1.0},
-    "dropout": {"dropout": 0.5},
-    "bias": {"bias": "float32"},
-    "cu_seqlens": {"num_sequences": 2},
-}
-
-
-def takes(family, option):
-    """Whether calls with an option stay with a family, both ways."""
-    dtype, arch, precision = KERNELS[family]
-    asked = {**OPTIONS.get(option, {option: True}), "precision": precision}
-    return {family} == {
-        plan.family_of(
-            small_problem(direction, dtype, **asked),
-            plan.device_of_arch(arch),
-        )
-        for direction in ("forward", "backward")
-    }
-
-
-def test_the_table_of_options_is_what_kernels_take():
+def test_the_table_of_options_is_what_hopper_takes():
+    """The kernels that take all are held by the tests of options."""
     table = README.split("<!-- options:")[1].split("\n\n")[1]
     given = {name: re.sub(r"_[qk]$", "", name) for name in api_options()}
     for row in table.splitlines()[2:]:
-        option, families, _ = row.strip("|").split("|")
+        option, others, hopper = row.strip("|").split("|")
         named = re.findall(r"`(\w+)`", option)
         names = {given[name] for name in named if name in given}
         assert names
-        for family in KERNELS:
-            served = {name for name in names if takes(family, name)}
-            said = re.search(rf"\b{family}\b", families)
-            assert served == (names if said else set())
+        for direction, served in wgmma.SERVED.items():
+            assert direction in others
+            assert names & served == (names if direction in hopper else set())
     assert set(given) <= set(re.findall(r"\w+", table))
 
 

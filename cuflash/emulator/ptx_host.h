@@ -70,6 +70,11 @@ inline float exp2_approx(float x) {
     return y < 0x1p-126f ? 0.0f : y;                        // flushed; NaN stays
 }
 
+inline float reciprocal_approx(float x) {
+    const auto flushed = [](float a) { return fabsf(a) < 0x1p-126f ? copysignf(0.0f, a) : a; };
+    return flushed(1.0f / flushed(x));
+}
+
 namespace emulator {
 
 struct MmaOperands { float* d; const u32* a; u32 b[2]; };

@@ -178,6 +178,8 @@ def _own_flags(command: tuple[str, ...]) -> tuple[str, ...]:
         flags += ["-fsanitize=bounds-strict,alignment"]
         # At -O1 g++ would fuse no multiply-adds, which NVRTC does.
         flags += ["-fexpensive-optimizations"]
+        # Of variables -g1 says nothing: to track them is a third of the time.
+        flags += ["-fno-var-tracking"]
     # What a kernel leaves unset is then not zero by chance. From GCC 12 on.
     unset = "-ftrivial-auto-var-init=pattern"
     if _call(*command, unset, "-x", "c++", "-E", os.devnull).returncode == 0:

@@ -26,13 +26,15 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // dV and dK of a key tile, counted over all key heads, if they are doubtful.
-__device__ __forceinline__ void repair_keys(const Arguments& all, int number) {
-    const BackwardArguments& arguments = arrays_of(all);
-    const Shape& shape = arguments.shape;
-    const int tiles = num_key_tiles(shape);
-    const int tile = number % tiles, pair = number / tiles;
-    const int head = pair % shape.num_heads_kv, batch = pair / shape.num_heads_kv;
-    if (*doubtful_key_tile(arguments, {tile, head, batch}) == 0) return;
+__device__ __forceinline__ void repair_keys(const Arguments& whole, int number) {
+    const int tiles = num_key_tiles(whole, BLOCK_K);
+    int tile = number % tiles;
+    const int pair = number / tiles, num_heads = arrays_of(whole).shape.num_heads_kv;
+    const int head = pair % num_heads, batch = pair / num_heads;
+    if (*doubtful_key_tile(whole, {tile, head, batch}) == 0) return;
+    const auto sequence = sequence_of_tile<true>(whole, tile, BLOCK_K);
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const Shape& shape = arrays_of(all).shape;
     const int end = min((tile + 1) * BLOCK_K, shape.seqlen_k);
     for (int key = tile * BLOCK_K + threadIdx.x / 32; key < end; key += NUM_WARPS)
         repair_key(all, batch, head, key);
@@ -46,13 +48,15 @@ backward_dq(const __grid_constant__ Arguments whole) {
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     int tile = blockIdx.x % num_q_tiles;
     const int pair = blockIdx.x / num_q_tiles;
+    if (REPAIRS && PACKED && pair >= arrays_of(whole).shape.num_heads_q)
+        return repair_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
     const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
     if (!sequence.has_tile) return;
     const Arguments& all = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
     const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
-    if (REPAIRS && batch >= shape.batch)
+    if (REPAIRS && !PACKED && batch >= shape.batch)
         return repair_keys(all, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
     const float* sums =
         dq_sum_tile(arguments.dq_sum, PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x)

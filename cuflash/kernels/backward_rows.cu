@@ -18,6 +18,7 @@
 #include "row_sums.cuh"
 #include "softmax.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
@@ -25,10 +26,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_rows(const __grid_constant__ Arguments all) {
     const BackwardArguments& arguments = all.arrays;
     const Shape& shape = arguments.shape;
-    const int num_q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    const int tile = blockIdx.x % num_q_tiles, pair = blockIdx.x / num_q_tiles;
+    const int num_q_tiles = num_query_tiles(all, BLOCK_Q);
+    int tile = blockIdx.x % num_q_tiles;
+    const int pair = blockIdx.x / num_q_tiles;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
-    const int num_rows = min(BLOCK_Q, shape.seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;
+    // Slots without a tile have rows like those past the end: a key tile without queries takes one.
+    const auto sequence = sequence_of_tile<false>(all, tile, BLOCK_Q);
+    const int seqlen_q = seqlen_q_of(all, sequence), first_q = sequence.first_q;
+    const int num_rows = min(BLOCK_Q, seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;
     QueryRows& rows = static_cast<QueryRows*>(arguments.delta)[blockIdx.x];
 
     float4* sums = static_cast<float4*>(arguments.dq_sum)
@@ -37,14 +42,14 @@ backward_rows(const __grid_constant__ Arguments all) {
     for (int i = thread; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     int* counters = static_cast<int*>(arguments.turns);
-    const i64 num_counters = turns_of_query_tile(arguments, gridDim.x) - counters;
+    const i64 num_counters = turns_of_query_tile(all, gridDim.x) - counters;
     for (i64 i = blockIdx.x * NUM_THREADS + thread; i < num_counters; i += gridDim.x * NUM_THREADS)
         counters[i] = 0;
 
     float lse = infinity();
     if (thread < num_rows)
-        lse = effective_lse(static_cast<const float*>(
-            arguments.lse)[static_cast<i64>(pair) * shape.seqlen_q + tile * BLOCK_Q + thread]);
+        lse = effective_lse(static_cast<const float*>(arguments.lse)[
+            static_cast<i64>(pair) * shape.seqlen_q + first_q + tile * BLOCK_Q + thread]);
     const float size = fabsf(lse * LOG2_E);
     const bool huge = __syncthreads_or(size > LARGEST_FUSED_LSE && lse < infinity());
     if (thread < BLOCK_Q) rows.lse[thread] = huge ? lse : lse * LOG2_E;
@@ -63,7 +68,7 @@ backward_rows(const __grid_constant__ Arguments all) {
     const int lane = thread % LANES;
     #pragma unroll 4
     for (int i = thread / LANES; i < BLOCK_Q; i += ROWS_AT_ONCE) {
-        const i64 query = tile * BLOCK_Q + i;
+        const i64 query = first_q + tile * BLOCK_Q + i;
         const Element* dout = static_cast<const Element*>(arguments.dout)
                             + batch * dos.batch + query * dos.token + head * dos.head;
         const Element* out = static_cast<const Element*>(arguments.out)

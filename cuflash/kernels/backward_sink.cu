@@ -9,11 +9,13 @@
 // and so on of each batch.
 // Rows of lse -inf are of no sequence: others have at least their sink's.
 // Constants: Arguments, what it takes; Element, PACKED, NUM_THREADS, SHARED_BYTES; IN_TILES: delta
-// stands in QueryRows (query_rows.cuh) of BLOCK_Q queries. Shared memory: a double for each thread.
+// stands in QueryRows (query_rows.cuh) of BLOCK_Q queries; of packed sequences a warp then takes
+// the rows of one slot after another. Shared memory: a double for each thread.
 //
 // Bound by memory: lse and delta read once.
 #include "elements.cuh"
 #include "query_rows.cuh"
+#include "sequences.cuh"
 
 using Real = Accumulator<Element>;
 
@@ -31,6 +33,26 @@ inline Real delta_of(const BackwardArguments& arguments, i64 pair, int row) {
     }
 }
 
+// The thread's part of the sum where rows stand in slots of packed sequences: a warp a slot.
+inline double sum_of_slots(const Arguments& all, int head, Real sink) {
+    const BackwardArguments& arguments = all.arrays;
+    const int slots = num_query_tiles(all, BLOCK_Q);
+    double sum = 0;
+    for (int slot = threadIdx.x / 32; slot < slots; slot += NUM_THREADS / 32) {
+        int tile = slot;
+        const auto sequence = sequence_of_tile<false>(all, tile, BLOCK_Q);
+        const int end = min(seqlen_q_of(all, sequence), (tile + 1) * BLOCK_Q);
+        const QueryRows& rows =
+            static_cast<const QueryRows*>(arguments.delta)[i64(head) * slots + slot];
+        const Real* lse = static_cast<const Real*>(arguments.lse)
+                        + i64(head) * rows_of_head(all) + sequence.first_q;
+        for (int row = tile * BLOCK_Q + threadIdx.x % 32; row < end; row += 32)
+            if (lse[row] != -Real(__int_as_float(0x7F800000)))
+                sum -= exp(sink - lse[row]) * rows.delta[row % BLOCK_Q];
+    }
+    return sum;
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_sink(const __grid_constant__ Arguments all) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -43,7 +65,8 @@ backward_sink(const __grid_constant__ Arguments all) {
     const bool weightless = sink == -infinite;
 
     double sum = 0;
-    for (int batch = 0; batch < shape.batch; ++batch) {
+    if (PACKED && IN_TILES && !weightless) sum = sum_of_slots(all, head, sink);
+    for (int batch = 0; !(PACKED && IN_TILES) && batch < shape.batch; ++batch) {
         const i64 pair = i64(batch) * shape.num_heads_q + head;
         const Real* lse = static_cast<const Real*>(arguments.lse) + pair * shape.seqlen_q;
         for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)

@@ -3,12 +3,12 @@
 //
 // A block takes one tile of BLOCK_K keys of one key head after another: that of its own number,
 // then whichever is next when it is done (a counter in global memory). The thread that loads Q and
-// dO tells the others which, a tile ahead, in `work`. A step is a tile of BLOCK_Q queries that sees
-// the keys, of each query head of the group in turn.
+// dO tells the others which, and of which packed sequence, a tile ahead, in `work`. A step is a
+// tile of BLOCK_Q queries that sees the keys, of each query head of the group in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
 // TURNS; Arguments and the options (docs/masks.md), of which there are WINDOW, SOFTCAP, ALIBI, SINK
-// and, without TURNS, SEGMENTS.
+// and, without TURNS, SEGMENTS or PACKED.
 // A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; parted[PARTED],
 // whether segments hide pairs of a step; work[WORKS]; the barriers *_full, from those that load or
 // say what to do, and *_empty, back.
@@ -18,19 +18,22 @@
 #include "query_rows.cuh"
 #include "softmax.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 #include "wgmma.cuh"
 
 constexpr int S_COUNT = BLOCK_Q / 2;                        // floats of a thread: 64 keys' S^T
 constexpr bool OPTIONS = WINDOW || SEGMENTS || !LINEAR;
-constexpr int LOADING_THREADS = SEGMENTS ? 32 : 1;          // of Q
+constexpr bool BY_WARP = SEGMENTS || PACKED;                // Q is loaded, tiles are found
+constexpr int LOADING_THREADS = BY_WARP ? 32 : 1;
 constexpr int PARTED = SEGMENTS ? STAGES : 1;
-constexpr bool HIDES = CAUSAL || WINDOW || SEGMENTS;        // rows need not see what is loaded
+constexpr bool HIDES = CAUSAL || WINDOW || BY_WARP;         // rows need not see what is loaded
 constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
 
-static_assert(!(BIAS || KEEP || DROPOUT || PACKED), "options that other kernels take");
-static_assert(!(SEGMENTS && DETERMINISTIC), "turns are those of neighbouring key tiles");
+static_assert(!(BIAS || KEEP || DROPOUT), "options that other kernels take");
+static_assert(!(SEGMENTS && PACKED), "ids are asked for by tokens of the whole array");
+static_assert(!(BY_WARP && DETERMINISTIC), "turns are those of neighbouring key tiles");
 static_assert(KEEPS_P || !SOFTCAP, "dS is P times the score's derivative, times what follows");
 
 constexpr int WORKS = 2;                                    // in hand: one begins as one ends
@@ -44,13 +47,25 @@ struct Count {
     __device__ __forceinline__ u32 kv_parity() const { return tiles % 2; }
 };
 
-// The query tiles of a key tile. Keys before all that a WINDOW reaches are seen by nobody, but the
-// first tile is visited: so all key tiles come to their ends, and neighbours stay neighbours.
-__device__ __forceinline__ QueryTiles query_tiles(const Arguments& all, int k_tile) {
-    const Shape& shape = arrays_of(all).shape;
-    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+// A key tile, and the packed sequence that it is of: so its number is counted among that one's.
+struct TileOfSequence : TileOfHead, Sequence {};
+template <bool> struct WorkOf { using type = TileOfHead; };
+template <> struct WorkOf<true> { using type = TileOfSequence; };
+using Work = WorkOf<PACKED>::type;
+
+__device__ __forceinline__ NoSequence sequence_of(const TileOfHead&) { return {}; }
+__device__ __forceinline__ const Sequence& sequence_of(const TileOfSequence& work) { return work; }
+
+// The query tiles of a key tile. Keys before all that a WINDOW reaches are seen by nobody, nor are
+// those of a sequence without queries, but the first tile is visited: so all key tiles come to
+// their ends, and neighbours stay neighbours.
+template <class Sequence>
+__device__ __forceinline__ QueryTiles query_tiles(
+    const Arguments& all, int k_tile, const Sequence& sequence) {
+    const Mask<CAUSAL, WINDOW> mask{
+        seqlen_q_of(all, sequence), seqlen_k_of(all, sequence), window_of<WINDOW>(all)};
     QueryTiles tiles = mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
-    if (WINDOW) tiles.end = max(tiles.end, tiles.first + 1);
+    if (WINDOW || PACKED) tiles.end = max(tiles.end, tiles.first + 1);
     return tiles;
 }
 
@@ -84,27 +99,63 @@ struct QuerySteps {
     }
 };
 
-// The number of a query tile among those of all heads.
-__device__ __forceinline__ int number_of(const Shape& shape, int batch, int head, int tile) {
-    return (batch * shape.num_heads_q + head) * ((shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q) + tile;
+// The number of a query tile among those of all heads; of packed sequences, among slots.
+__device__ __forceinline__ int number_of(
+    const Arguments& all, NoSequence, int batch, int head, int tile) {
+    return (batch * all.arrays.shape.num_heads_q + head) * num_query_tiles(all, BLOCK_Q) + tile;
+}
+__device__ __forceinline__ int number_of(
+    const Arguments& all, const Sequence& sequence, int batch, int head, int tile) {
+    return number_of(all, NoSequence{}, batch, head, tile)
+         + sequence.first_q / BLOCK_Q + sequence.number;
+}
+
+// The number that the key tile's doubts are noted by.
+__device__ __forceinline__ TileOfHead place_of_doubts(TileOfHead where) { return where; }
+__device__ __forceinline__ TileOfHead place_of_doubts(const TileOfSequence& where) {
+    return {where.first_slot + where.tile, where.head, where.batch};
 }
 
 // ---- The threads that load ----
 
-// Q and dO. This thread also says what to do, a key tile ahead of those who compute. With SEGMENTS
-// a warp finds the tiles, of which one thread loads.
+__device__ __forceinline__ int next_index(const Arguments& all) {
+    return gridDim.x + atomicAdd(tiles_handed_out(all), 1);
+}
+
+// Of packed sequences, moves `index` on to the first one whose tile is somebody's, `found`. By a
+// whole warp. The index of a tile is all that others need.
+__device__ __forceinline__ void skip_empty(const Arguments&, int&, int, TileOfHead&) {}
+template <class Arguments>
+__device__ __forceinline__ void skip_empty(
+    const Arguments& all, int& index, int num_k_tiles, TileOfSequence& found) {
+    const int num_heads = all.arrays.shape.num_heads_kv;
+    while (index < num_k_tiles * num_heads) {
+        TileOfHead tile = tile_of_block(index, num_k_tiles, num_heads, 1, all.arrays.schedule);
+        const auto sequence = sequence_of_block<true>(all, tile.tile, BLOCK_K, false);
+        found = {tile, sequence};
+        if (sequence.has_tile) return;
+        if (threadIdx.x % 32 == 0) index = next_index(all);
+        index = __shfl_sync(WHOLE_WARP, index, 0);
+    }
+}
+
+// Q and dO. This thread also says what to do, a key tile ahead of those who compute. BY_WARP, a
+// warp finds the tiles, of which one thread loads.
 template <class Shared>
 __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared& shared) {
     const Shape& shape = arguments.arrays.shape;
-    const bool loads = !SEGMENTS || threadIdx.x % 32 == 0;
-    const int num_k_tiles = num_key_tiles(shape);
+    const bool loads = !BY_WARP || threadIdx.x % 32 == 0;
+    const int num_k_tiles = num_key_tiles(arguments, BLOCK_K);
     Ring<STAGES> ring;
     Count count;
     for (int index = blockIdx.x;; ++count.tiles) {
+        Work found = {};
+        skip_empty(arguments, index, num_k_tiles, found);
         const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
-        TileOfHead where = {-1, 0, 0};
-        if (!ended)
-            where = tile_of_block(
+        Work where = {-1, 0, 0};
+        if (!ended && PACKED) where = found;
+        if (!ended && !PACKED)
+            static_cast<TileOfHead&>(where) = tile_of_block(
                 index, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
         if (LAST_KEYS_FIRST && !ended) where.tile = num_k_tiles - 1 - where.tile;
         if (loads) {
@@ -113,12 +164,12 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
             mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
         }
         if (ended) return;
-        QuerySteps step(arguments, query_tiles(arguments, where.tile), where);
+        QuerySteps step(
+            arguments, query_tiles(arguments, where.tile, sequence_of(where)), where);
         for (; step.left > 0; step.next(arguments, where), ring.next()) {
-            if (SEGMENTS) __syncwarp();
+            if (BY_WARP) __syncwarp();
             if (!loads) continue;
-            if (step.left == 1)
-                index = gridDim.x + atomicAdd(tiles_handed_out(arguments.arrays), 1);
+            if (step.left == 1) index = next_index(arguments);
             wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
             const u32 q_full = shared_address(&shared.q_full[ring.stage]);
             if (SEGMENTS)
@@ -126,18 +177,21 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
                     !Pairs(arguments, where.batch).sees_all(step.tile, where.tile);
             bulk_load(shared_address(&shared.rows[ring.stage]),
                       static_cast<const QueryRows*>(arguments.arrays.delta)
-                          + number_of(shape, where.batch, step.head, step.tile),
+                          + number_of(arguments, sequence_of(where), where.batch, step.head,
+                                      step.tile),
                       q_full, sizeof(QueryRows));
+            // Where a sequence has no query, the array's last is loaded all the same.
+            const int token = sequence_of(where).first_q + step.tile * BLOCK_Q;
+            const int first = PACKED ? min(token, shape.seqlen_q - 1) : token;
             load<BLOCK_Q, HEAD_DIM>(
-                shared_address(&shared.q[ring.stage]), arguments.q_map, q_full,
-                step.tile * BLOCK_Q, step.head, where.batch, sizeof(QueryRows));
+                shared_address(&shared.q[ring.stage]), arguments.q_map, q_full, first, step.head,
+                where.batch, sizeof(QueryRows));
             wait(shared_address(&shared.dout_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_Q, HEAD_DIM_V>(
                 shared_address(&shared.dout[ring.stage]), arguments.dout_map,
-                shared_address(&shared.dout_full[ring.stage]), step.tile * BLOCK_Q, step.head,
-                where.batch);
+                shared_address(&shared.dout_full[ring.stage]), first, step.head, where.batch);
         }
-        if (SEGMENTS) index = __shfl_sync(WHOLE_WARP, index, 0);
+        if (BY_WARP) index = __shfl_sync(WHOLE_WARP, index, 0);
     }
 }
 
@@ -145,16 +199,17 @@ template <class Shared>
 __device__ __forceinline__ void load_keys(const Arguments& arguments, Shared& shared) {
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
-        const TileOfHead where = shared.work[count.place()];
+        const Work where = shared.work[count.place()];
         if (where.tile < 0) return;
         mbarrier_arrive(shared_address(&shared.work_empty[count.place()]));
         wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
+        const int first = sequence_of(where).first_k + where.tile * BLOCK_K;
         load<BLOCK_K, HEAD_DIM>(
-            shared_address(&shared.k), arguments.k_map, shared_address(&shared.k_full),
-            where.tile * BLOCK_K, where.head, where.batch);
+            shared_address(&shared.k), arguments.k_map, shared_address(&shared.k_full), first,
+            where.head, where.batch);
         load<BLOCK_K, HEAD_DIM_V>(
-            shared_address(&shared.v), arguments.v_map, shared_address(&shared.v_full),
-            where.tile * BLOCK_K, where.head, where.batch);
+            shared_address(&shared.v), arguments.v_map, shared_address(&shared.v_full), first,
+            where.head, where.batch);
     }
 }
 
@@ -165,22 +220,24 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments, Shared& sh
 // another; others_before: this is not the first of them.
 template <class Shared, class F>
 __device__ __forceinline__ void follow_steps(const Arguments& arguments, Shared& shared, F f) {
-    const Shape& shape = arguments.arrays.shape;
     const int lane = threadIdx.x % 32;
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
-        const TileOfHead where = shared.work[count.place()];
+        const Work where = shared.work[count.place()];
         if (where.tile < 0) break;
         __syncwarp();
-        const int turn = LAST_KEYS_FIRST ? num_key_tiles(shape) - 1 - where.tile : where.tile;
+        const auto sequence = sequence_of(where);
+        const int turn =
+            LAST_KEYS_FIRST ? num_key_tiles(arguments, BLOCK_K) - 1 - where.tile : where.tile;
         // The first query tile that the keys before in turn are seen by; the end of those.
-        const int also_before = LAST_KEYS_FIRST ? query_tiles(arguments, where.tile + 1).first : 0;
+        const int also_before =
+            LAST_KEYS_FIRST ? query_tiles(arguments, where.tile + 1, sequence).first : 0;
         constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
-        const int end_before = BOUNDED ? query_tiles(arguments, where.tile - 1).end : 0;
+        const int end_before = BOUNDED ? query_tiles(arguments, where.tile - 1, sequence).end : 0;
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        QuerySteps step(arguments, query_tiles(arguments, where.tile), where);
+        QuerySteps step(arguments, query_tiles(arguments, where.tile, sequence), where);
         for (; step.left > 0; step.next(arguments, where))
-            f(number_of(shape, where.batch, step.head, step.tile), turn,
+            f(number_of(arguments, sequence, where.batch, step.head, step.tile), turn,
               turn > 0 && step.tile >= also_before && (!BOUNDED || step.tile < end_before));
     }
 }
@@ -251,12 +308,19 @@ __device__ __forceinline__ void take_steps(
     const Arguments& all, int batch, int head, int past) {
     Steps<float> steps(all);
     steps.set_head(all, batch, head);
+    // Two keys of a query, 8 apart, next to one another.
+    const auto place = [](int i) { return i / 4 * 4 + i / 2 % 2 + i % 2 * 2; };
+    float of_pairs[S_COUNT], slopes[S_COUNT];
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) of_pairs[i] = products[place(i)];
+    steps.scores<2>(of_pairs, [&](int i) {
+        const int further = i / 4 * 8 + i / 2 % 2 - i % 2 * 8;
+        return steps.added(static_cast<float>(past) + static_cast<float>(further), 0.0f);
+    }, slopes);
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) {
-        const int further = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
-        scores[i] = steps.score(
-            products[i], static_cast<float>(past) + static_cast<float>(further), 0.0f,
-            derivatives[i]);
+        scores[place(i)] = of_pairs[i];
+        derivatives[place(i)] = slopes[i];
     }
 }
 

@@ -71,7 +71,7 @@ struct SharedPlan {
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
     u64 ds_full[2], ds_empty[2];
     u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
-    TileOfHead work[WORKS];                                 // key tiles; none after -1
+    Work work[WORKS];                                       // key tiles; none after -1
     int parted[PARTED];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -87,7 +87,7 @@ __device__ __forceinline__ void add_dq(const Arguments& all, SharedPlan& shared,
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.dq_then_out[group]);
     follow_steps(all, shared, [&](int number, int turn, bool others_before) {
-        int* turns = turns_of_query_tile(arguments, number) + group;
+        int* turns = turns_of_query_tile(all, number) + group;
         barrier_sync(DQ_FULL + group, DQ_THREADS);
         if (lane == 0) {
             // Those before were begun by blocks that run or have ended: the wait ends.
@@ -111,12 +111,29 @@ __device__ __forceinline__ void add_dq(const Arguments& all, SharedPlan& shared,
 
 // ---- The warpgroups that compute ----
 
-// Scales, rounds and sends out the warp's 16 rows of dK or dV through its warpgroup's tile of 64;
-// `key` is the first. Whether the lane's numbers are all finite.
+// A warp's rows of a gradient that are not 16, from the sequence's key `key` on: behind a packed
+// sequence's last row comes the next one's first.
+template <int COLUMNS>
+__device__ __forceinline__ void store_last_rows(
+    const TileOfSequence& where, int key, u32 tile, int warp_row, void* array, Strides stride,
+    int num_columns) {
+    u16* rows = static_cast<u16*>(array) + where.batch * stride.batch + where.head * stride.head
+              + (where.first_k + key) * stride.token;
+    store_tile<16, COLUMNS, 32, 64>(
+        tile, warp_row, rows, stride.token, where.seqlen_k - key, num_columns, true,
+        threadIdx.x % 32);
+}
+__device__ __forceinline__ bool has_rows_behind(const TileOfHead&, int) { return false; }
+__device__ __forceinline__ bool has_rows_behind(const TileOfSequence& where, int key) {
+    return key + 16 > where.seqlen_k;
+}
+
+// Scales, rounds and sends out the warp's 16 rows of dK or dV, which is `array`, through its
+// warpgroup's tile of 64; `key` is the first. Whether the lane's numbers are all finite.
 template <int COUNT>
 __device__ __forceinline__ bool send_out(
-    const TensorMap& map, TileOfHead where, int key, u32 tile, float (&gradient)[COUNT],
-    float scale) {
+    const TensorMap& map, const Work& where, int key, u32 tile, float (&gradient)[COUNT],
+    float scale, void* array, const Strides& stride, int num_columns) {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
     bool finite = true;
     #pragma unroll
@@ -129,19 +146,24 @@ __device__ __forceinline__ bool send_out(
     store_rows<64>(tile, warp_row, lane, packed);
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) store<64, COUNT * 2>(map, tile, warp_row, key, where.head, where.batch);
+    const bool by_rows = has_rows_behind(where, key);
+    if constexpr (PACKED)
+        if (by_rows)
+            store_last_rows<COUNT * 2>(where, key, tile, warp_row, array, stride, num_columns);
+    if (lane == 0 && !by_rows)
+        store<64, COUNT * 2>(
+            map, tile, warp_row, sequence_of(where).first_k + key, where.head, where.batch);
     __syncwarp();
     return finite;
 }
 
 __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPlan& shared) {
-    const Shape& shape = arguments.arrays.shape;
+    auto&& shape = own_shape(arguments);
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int math_thread = threadIdx.x - WARPGROUP;
     const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
-    const Mask<CAUSAL, WINDOW> mask{
-        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
 
     // The warpgroup's keys, as rows of K and V; its part of dQ, 64 queries and all columns or 64 of
     // them, as panels of dS^T or K.
@@ -165,7 +187,10 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         const int k_tile = shared.work[count.place()].tile;
         if (k_tile < 0) break;
         const int batch = OPTIONS ? shared.work[count.place()].batch : 0;
-        const QueryTiles tiles = query_tiles(arguments, k_tile);
+        const auto sequence = sequence_of(shared.work[count.place()]);
+        set_lengths(shape, sequence);
+        set_lengths(mask, sequence);
+        const QueryTiles tiles = query_tiles(arguments, k_tile, sequence);
         const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
         const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
         const int first_key = k_tile * BLOCK_K + math_thread / 32 * 16 + math_thread % 32 / 4;
@@ -304,7 +329,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         }
         count.tiles = opaque(count.tiles);
         const int lane = threadIdx.x % 32;
-        const TileOfHead where = shared.work[count.place()];
+        const Work where = shared.work[count.place()];
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
         mbarrier_arrive_if(lane == 0, q_empty + 8 * ring.previous());
@@ -314,12 +339,15 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
         constexpr bool SIDE_BY_SIDE = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
         const int key = where.tile * BLOCK_K + math_thread / 32 * 16;
-        bool finite = send_out(arguments.dv_map, where, key, dq_part, dv, 1.0f);
+        const BackwardArguments& arrays = arguments.arrays;
+        bool finite = send_out(arguments.dv_map, where, key, dq_part, dv, 1.0f, arrays.dv,
+                               arrays.dv_stride, shape.head_dim_v);
         if (!SIDE_BY_SIDE) tma_store_wait_read<0>();
         __syncwarp();
         finite &= send_out(arguments.dk_map, where, key, dq_part + (SIDE_BY_SIDE ? DV_BYTES : 0),
-                           dk, static_cast<float>(arguments.arrays.scale));
-        if (HIDES && !finite) *doubtful_key_tile(arguments.arrays, where) = 1;
+                           dk, static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
+                           shape.head_dim);
+        if (HIDES && !finite) *doubtful_key_tile(arguments, place_of_doubts(where)) = 1;
         __syncwarp();
         tma_store_wait_read<0>();
     }

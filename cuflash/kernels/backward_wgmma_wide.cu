@@ -60,7 +60,7 @@ struct SharedPlan {
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
     u64 p_full[STAGES], ds_full[STAGES];
     u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
-    TileOfHead work[WORKS];                                 // key tiles; none after -1
+    Work work[WORKS];                                       // key tiles; none after -1
     int parted[PARTED];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -71,10 +71,9 @@ constexpr int TURN_HAS_COME = 1, DQ_ADDED = 2, TURN_THREADS = WARPGROUP + 32;
 // ---- The warp that takes turns, if DETERMINISTIC ----
 
 __device__ __forceinline__ void take_turns(const Arguments& all, SharedPlan& shared) {
-    const BackwardArguments& arguments = all.arrays;
     const int lane = threadIdx.x % 32;
     follow_steps(all, shared, [&](int number, int turn, bool others_before) {
-        int* turns = turns_of_query_tile(arguments, number);
+        int* turns = turns_of_query_tile(all, number);
         // Those before were begun by blocks that run or have ended: the wait ends.
         if (lane == 0 && others_before) while (load_acquire(turns) != turn) {}
         __syncwarp();
@@ -100,12 +99,11 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_COUNT],
 }
 
 __device__ __forceinline__ void compute_scores(const Arguments& arguments, SharedPlan& shared) {
-    const Shape& shape = arguments.arrays.shape;
+    auto&& shape = own_shape(arguments);
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
     const int first_column = lane % 4 * 2;                  // of a score fragment
     const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
-    const Mask<CAUSAL, WINDOW> mask{
-        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
 
     constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
     const u64 k_rows = descriptor(shared_address(&shared.k), 0);
@@ -134,11 +132,14 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
 
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
-        const TileOfHead where = shared.work[count.place()];
+        const Work where = shared.work[count.place()];
         if (where.tile < 0) break;
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const QueryTiles tiles = query_tiles(arguments, where.tile);
+        const auto sequence = sequence_of(where);
+        set_lengths(shape, sequence);
+        set_lengths(mask, sequence);
+        const QueryTiles tiles = query_tiles(arguments, where.tile, sequence);
         const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
         const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
         const int first_key = where.tile * BLOCK_K + warp_row + lane / 4;
@@ -187,7 +188,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             wait(shared_address(&shared.ds_full[ring.stage]), ring.parity);
 
             float* sums = dq_sum_tile(arguments.arrays.dq_sum,
-                                      number_of(shape, where.batch, steps.head, steps.tile))
+                                      number_of(arguments, sequence_of(where), where.batch,
+                                                steps.head, steps.tile))
                         + dq_sum_first(thread);
             #pragma unroll
             for (int part = 0; part < DQ_PARTS; ++part) {
@@ -236,8 +238,6 @@ struct Gradient {
 template <int COLUMNS>
 __device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPlan& shared,
                                                  const Gradient& of) {
-    const BackwardArguments& arguments = all.arrays;
-    const Shape& shape = arguments.shape;
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
     const u64 a = descriptor(shared_address(of.a), 0);
     const u64 b = descriptor(shared_address(of.b), BLOCK_Q * PANEL_ROW_BYTES);
@@ -248,11 +248,12 @@ __device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPla
     Ring<STAGES> ring;
     for (Count count;; ++count.tiles) {
         wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
-        const TileOfHead where = shared.work[count.place()];
+        const Work where = shared.work[count.place()];
         if (where.tile < 0) break;
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const int num_steps = QuerySteps(all, query_tiles(all, where.tile), where).left;
+        const auto sequence = sequence_of(where);
+        const int num_steps = QuerySteps(all, query_tiles(all, where.tile, sequence), where).left;
         for (int i = 0; i < num_steps; ++i, ring.next()) {
             wait(shared_address(of.b_full + ring.stage), ring.parity);
             wait(shared_address(of.a_full + ring.stage), ring.parity);
@@ -274,7 +275,7 @@ __device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPla
         bool finite = true;
         const int key = where.tile * BLOCK_K + thread / 32 * 16 + lane / 4;
         Element* target = static_cast<Element*>(of.target) + where.batch * of.stride.batch
-                        + where.head * of.stride.head + key * of.stride.token;
+                        + where.head * of.stride.head + (sequence.first_k + key) * of.stride.token;
         #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             #pragma unroll
@@ -283,9 +284,9 @@ __device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPla
                 finite &= fabsf(sum[part][i]) < infinity();
             }
             store_to_array(target + part * PART_COLUMNS, of.stride.token, sum[part], key,
-                           shape.seqlen_k, of.num_columns - part * PART_COLUMNS);
+                           seqlen_k_of(all, sequence), of.num_columns - part * PART_COLUMNS);
         }
-        if (HIDES && !finite) *doubtful_key_tile(arguments, where) = 1;
+        if (HIDES && !finite) *doubtful_key_tile(all, place_of_doubts(where)) = 1;
         __syncwarp();
     }
 }

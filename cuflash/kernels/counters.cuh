@@ -3,27 +3,25 @@
 // its dK and dV are doubtful; TURNS of each query tile, whose turn it is to add to its dQ.
 // backward_rows.cu zeroes them.
 //
-// Constants: BLOCK_K, TURNS.
+// Constants: Arguments, PACKED, BLOCK_K, TURNS.
 #pragma once
 #include "scheduler.cuh"
+#include "sequences.cuh"
 
-__device__ __forceinline__ int num_key_tiles(const Shape& shape) {
-    return (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+__device__ __forceinline__ int* tiles_handed_out(const Arguments& all) {
+    return static_cast<int*>(arrays_of(all).turns);
 }
 
-__device__ __forceinline__ int* tiles_handed_out(const BackwardArguments& arguments) {
-    return static_cast<int*>(arguments.turns);
-}
-
-__device__ __forceinline__ int* doubtful_key_tile(
-    const BackwardArguments& arguments, TileOfHead where) {
+// Of packed sequences the tile's number is that of its slot.
+__device__ __forceinline__ int* doubtful_key_tile(const Arguments& all, TileOfHead where) {
+    const BackwardArguments& arguments = arrays_of(all);
     const Shape& shape = arguments.shape;
     return static_cast<int*>(arguments.turns) + 1
-         + (where.batch * shape.num_heads_kv + where.head) * num_key_tiles(shape) + where.tile;
+         + (where.batch * shape.num_heads_kv + where.head) * num_key_tiles(all, BLOCK_K)
+         + where.tile;
 }
 
 // `number` counts the query tiles of all heads.
-__device__ __forceinline__ int* turns_of_query_tile(
-    const BackwardArguments& arguments, int number) {
-    return doubtful_key_tile(arguments, {0, 0, arguments.shape.batch}) + number * TURNS;
+__device__ __forceinline__ int* turns_of_query_tile(const Arguments& all, int number) {
+    return doubtful_key_tile(all, {0, 0, arrays_of(all).shape.batch}) + number * TURNS;
 }

@@ -39,6 +39,10 @@ template <class Real> struct Dropout {
             if constexpr (PACKED) batch = arguments.options.sequence;
         }
     }
+    // Of a kernel that takes one packed sequence after another.
+    void set_sequence(int number) {
+        if constexpr (DROPOUT && PACKED) batch = number;
+    }
     void set_head(int new_batch, int new_head) {
         if constexpr (DROPOUT) {
             if constexpr (!PACKED) batch = new_batch;

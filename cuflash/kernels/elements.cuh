@@ -9,6 +9,12 @@ inline float to_accumulator(bfloat16 x) { return to_float(x); }
 inline float to_accumulator(float x) { return x; }
 inline double to_accumulator(double x) { return x; }
 
+// The first or the second of two 16-bit elements in a word, as a number.
+template <typename Half> inline float of_pair(u32 pair, int place) {
+    if constexpr (sizeof(Half) != 2) return 0.0f;           // of no pair
+    else return to_float(place == 0 ? low_half<Half>(pair) : high_half<Half>(pair));
+}
+
 // An Accumulator as an element, rounded to nearest even.
 template <typename Element> inline Element from_accumulator(Accumulator<Element> x) {
     return {static_cast<u16>(pack<Element>(x, 0.0f))};

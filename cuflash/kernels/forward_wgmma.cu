@@ -13,13 +13,13 @@
 // The "next key tile" may be the first of the next query tile: nothing drains between tiles.
 //
 // Grid: as many blocks as multiprocessors, or as tiles if those are fewer. Tiles are numbered by
-// scheduler.cuh, longest first.
+// scheduler.cuh, longest first. Those of packed sequences are taken from a counter: nobody knows
+// their lengths before.
 // Block: 1 + MATH_WARPGROUPS warpgroups.
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0, and scores are LINEAR), HEAD_DIM and
 // HEAD_DIM_V (multiples of 16 and one of those that wgmma_registers is written for), BLOCK_Q,
-// BLOCK_K, Q_STAGES, KV_STAGES, SHARED_BYTES; Arguments and the options (docs/masks.md), of which
-// it takes WINDOW, SOFTCAP, ALIBI, SINK and SEGMENTS.
+// BLOCK_K, Q_STAGES, KV_STAGES, SHARED_BYTES; Arguments and the options (docs/masks.md).
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
@@ -27,11 +27,13 @@
 //
 // Rows whose result hangs on more than this arithmetic gives (NaN, infinities, scores above 2^24)
 // are found at the end of a tile and computed again, one by one: exact_row. Slow, rare.
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "pairs.cuh"
 #include "scheduler.cuh"
 #include "softmax.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 #include "wgmma.cuh"
 
 constexpr int GROUP_ROWS = 64;                              // queries of a math warpgroup
@@ -47,20 +49,44 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
 }
 
 // Key tiles are visited anywhere, not down to the first: which, the loading warp says with each.
-constexpr bool LISTED = WINDOW || SEGMENTS;
-constexpr bool OPTIONS = LISTED || !LINEAR;
-constexpr bool HIDES = CAUSAL || LISTED;                    // rows need not see what is loaded
+constexpr bool LISTED = WINDOW || PAIRWISE;
+constexpr bool OPTIONS = LISTED || !LINEAR || DROPOUT;
+constexpr bool HIDES = CAUSAL || LISTED || PACKED;          // rows need not see what is loaded
 constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, TILE_SHIFT = 2; // of what it says
 
-static_assert(!(BIAS || KEEP || DROPOUT || PACKED), "options that other kernels take");
+static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
 static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 elements");
 
-// Queries of a head from the first one on, num_rows of them. None are left if that is 0.
-struct Queries { int first, num_rows, head, batch; };
+// Queries of a head from the first one on, num_rows of them. None are left if that is 0. Of packed
+// sequences they are one's, from whose first token `first` counts.
+struct Queries : OwnSequence { int first, num_rows, head, batch; };
 
 // A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
 struct Work { Queries queries; int num_visited; };
+
+// Of packed sequences, the warp that takes tiles tells the one that loads keys, too: an arrival.
+template <bool> struct WorkBarriers {
+    __device__ __forceinline__ void init() {}
+    __device__ __forceinline__ void tell(int) {}
+    __device__ __forceinline__ void await(int, u32) {}
+};
+template <> struct WorkBarriers<true> {
+    u64 full[WORK_PLACES];
+    __device__ __forceinline__ void init() {
+        for (u64& barrier : full) mbarrier_init(shared_address(&barrier), 1);
+    }
+    __device__ __forceinline__ void tell(int place) {
+        mbarrier_arrive(shared_address(&full[place]));
+    }
+    __device__ __forceinline__ void await(int place, u32 parity) {
+        wait(shared_address(&full[place]), parity);
+    }
+};
+struct Works : WorkBarriers<PACKED> {
+    Work at[WORK_PLACES];
+    __device__ __forceinline__ Work& operator[](int place) { return at[place]; }
+};
 
 struct SharedPlan {
     Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
@@ -68,7 +94,7 @@ struct SharedPlan {
     Tile<BLOCK_K, HEAD_DIM_V> v[KV_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
-    Work work[WORK_PLACES];
+    Works work;
     int listed[LISTED ? KV_STAGES : 1];                     // of the tiles in k
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -90,43 +116,119 @@ __device__ __forceinline__ KeyTiles key_tiles(
     return {tiles.num_full, max(tiles.num_visited, 1), tiles.first, tiles.first_full};
 }
 
+template <class Sequence>
+__device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
+    const Arguments& all, const Sequence& sequence) {
+    return {seqlen_q_of(all, sequence), seqlen_k_of(all, sequence), window_of<WINDOW>(all)};
+}
+
 // A tile that is not full, but of whole warpgroups' queries, comes where queries see least: under
 // the causal mask first, else last. Segments' tiles are counted from the first query.
-__device__ __forceinline__ Queries queries_of_tile(TileOfHead where, const Shape& shape) {
-    if (where.tile < 0) return {0, 0, 0, 0};
-    const int length = shape.seqlen_q, groups = (length + GROUP_ROWS - 1) / GROUP_ROWS;
+__device__ __forceinline__ Queries queries_of_tile(
+    TileOfHead where, const OwnSequence& sequence, const Arguments& all) {
+    if (where.tile < 0) return {sequence, 0, 0, 0, 0};
+    const int length = seqlen_q_of(all, sequence), groups = (length + GROUP_ROWS - 1) / GROUP_ROWS;
     const int lacking = CAUSAL && !SEGMENTS
         ? (MATH_WARPGROUPS - 1 - (groups - 1) % MATH_WARPGROUPS) * GROUP_ROWS : 0;
     const int first = where.tile * BLOCK_Q - lacking, end = min(first + BLOCK_Q, length);
-    return {max(first, 0), end - max(first, 0), where.head, where.batch};
+    return {sequence, max(first, 0), end - max(first, 0), where.head, where.batch};
 }
 
-__device__ __forceinline__ Work next_work(TileWalk& walk, const Arguments& arguments) {
-    const Shape& shape = arguments.arrays.shape;
-    const Queries queries = queries_of_tile(walk.next(), shape);
-    const Mask<CAUSAL, WINDOW> mask{
-        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+template <class Tiles>
+__device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& arguments) {
+    const Queries queries = tiles.next(arguments);
+    const Mask<CAUSAL, WINDOW> mask = mask_of(arguments, queries);
     return {queries, key_tiles(mask, queries.first, queries.num_rows).num_visited};
 }
+
+// A block's tiles, one after another. Each who asks counts them for itself.
+struct DealtTiles {
+    TileWalk walk;
+    explicit __device__ __forceinline__ DealtTiles(const Arguments& all, int = 0)
+        : walk{all.deal, all.arrays.shape.num_heads_q} {}
+    __device__ __forceinline__ Queries next(const Arguments& all) {
+        return queries_of_tile(walk.next(), {}, all);
+    }
+    __device__ __forceinline__ Work told(const Arguments& all, SharedPlan&) {
+        return next_work(*this, all);
+    }
+    __device__ __forceinline__ Queries again(const Arguments& all) { return next(all); }
+};
+
+// Those of packed sequences: one warp takes them from a counter, and tells the others. Slots are
+// numbered as tiles are, but of a head those of the longest sequence come first.
+template <class Arguments> struct TakenTiles {
+    int last;
+    bool begun = false;
+    Ring<WORK_PLACES> place;
+    explicit __device__ __forceinline__ TakenTiles(const Arguments&, int last = -1) : last(last) {}
+
+    // By a whole warp.
+    static __device__ __forceinline__ Queries of_slot(const Arguments& all, int number) {
+        const int slots = num_query_tiles(all, BLOCK_Q);
+        TileOfHead where = tile_of_block(
+            number, slots, all.arrays.shape.num_heads_q, 1, all.arrays.schedule);
+        where.tile = slots - 1 - where.tile;
+        auto sequence = sequence_of_block<false>(all, where.tile, BLOCK_Q, true);
+        // Where there is no key, one of the array's is loaded all the same.
+        sequence.first_k = min(sequence.first_k, all.arrays.shape.seqlen_k - 1);
+        return queries_of_tile(where, sequence, all);
+    }
+    // By the warp that takes them. When none is left, `first` is the last one's number.
+    __device__ __forceinline__ Queries next(const Arguments& all) {
+        for (;;) {
+            const int number = begun ? take_tile(all) : blockIdx.x;
+            begun = true;
+            if (number >= all.deal.items) return {{}, last, 0, 0, 0};
+            const Queries queries = of_slot(all, number);
+            if (queries.num_rows <= 0) continue;
+            if (threadIdx.x % 32 == 0) tile_before(all, number) = last;
+            last = number;
+            return queries;
+        }
+    }
+    // By those who load keys.
+    __device__ __forceinline__ Work told(const Arguments&, SharedPlan& shared) {
+        shared.work.await(place.stage, place.parity);
+        const Work now = shared.work[place.stage];
+        place.next();
+        return now;
+    }
+    // By each warp that wants them once more, the last one first.
+    __device__ __forceinline__ Queries again(const Arguments& all) {
+        if (last < 0) return {{}, 0, 0, 0, 0};
+        const Queries queries = of_slot(all, last);
+        last = tile_before(all, last);
+        return queries;
+    }
+};
+
+template <bool, class Arguments> struct TilesOf { using type = DealtTiles; };
+template <class Arguments> struct TilesOf<true, Arguments> { using type = TakenTiles<Arguments>; };
+using Tiles = TilesOf<PACKED, Arguments>::type;
 
 // Two threads load, so that the next Q need not wait for this one's last keys. The first also says
 // what to do: the work goes with its Q.
 __device__ __forceinline__ void load_queries(const Arguments& arguments,
                                              SharedPlan& shared) {
-    const Shape& shape = arguments.arrays.shape;
-    TileWalk tiles{arguments.deal, shape.num_heads_q};
+    Tiles tiles(arguments);
     for (Ring<Q_STAGES> ring;; ring.next()) {
         const Work now = next_work(tiles, arguments);
+        if (PACKED && threadIdx.x != 0) {
+            if (now.queries.num_rows == 0) return;
+            continue;
+        }
         const u32 full = shared_address(&shared.q_full[ring.stage]);
         wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
         shared.work[work_place(ring)] = now;
+        shared.work.tell(work_place(ring));
         if (now.queries.num_rows == 0) {
             mbarrier_arrive(full);
             return;
         }
         load<BLOCK_Q, HEAD_DIM>(
             shared_address(&shared.q_then_out[ring.stage]), arguments.q_map, full,
-            now.queries.first, now.queries.head, now.queries.batch);
+            now.queries.first_q + now.queries.first, now.queries.head, now.queries.batch);
     }
 }
 
@@ -134,21 +236,22 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
                                           SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    TileWalk tiles{arguments.deal, shape.num_heads_q};
+    Tiles tiles(arguments);
     Ring<KV_STAGES> ring;
     for (;;) {
-        const Work now = next_work(tiles, arguments);
+        const Work now = tiles.told(arguments, shared);
         if (now.queries.num_rows == 0) return;
         const int batch = now.queries.batch, head = now.queries.head / group_size;
+        const int first = now.queries.first_k;
         for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_K, HEAD_DIM>(
                 shared_address(&shared.k[ring.stage]), arguments.k_map,
-                shared_address(&shared.k_full[ring.stage]), tile * BLOCK_K, head, batch);
+                shared_address(&shared.k_full[ring.stage]), first + tile * BLOCK_K, head, batch);
             wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_K, HEAD_DIM_V>(
                 shared_address(&shared.v[ring.stage]), arguments.v_map,
-                shared_address(&shared.v_full[ring.stage]), tile * BLOCK_K, head, batch);
+                shared_address(&shared.v_full[ring.stage]), first + tile * BLOCK_K, head, batch);
         }
     }
 }
@@ -157,13 +260,14 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    const Mask<CAUSAL, WINDOW> mask{
-        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
-    TileWalk tiles{arguments.deal, shape.num_heads_q};
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    Tiles tiles(arguments);
     Ring<KV_STAGES> ring;
     for (;;) {
-        const Queries queries = queries_of_tile(tiles.next(), shape);
+        const Queries queries = tiles.told(arguments, shared).queries;
         if (queries.num_rows == 0) return;
+        if constexpr (PACKED) mask = mask_of(arguments, queries);
+        const int first = queries.first_k;
         const int head = queries.head / group_size, q_tile = queries.first / BLOCK_Q;
         const Pairs pairs(arguments, queries.batch);
         const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
@@ -180,11 +284,11 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
                     | (pairs.sees_all(q_tile, tile) ? 0 : HIDDEN_BIT);
                 load<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[ring.stage]), arguments.k_map, full,
-                    tile * BLOCK_K, head, queries.batch);
+                    first + tile * BLOCK_K, head, queries.batch);
                 wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
                 load<BLOCK_K, HEAD_DIM_V>(
                     shared_address(&shared.v[ring.stage]), arguments.v_map,
-                    shared_address(&shared.v_full[ring.stage]), tile * BLOCK_K, head,
+                    shared_address(&shared.v_full[ring.stage]), first + tile * BLOCK_K, head,
                     queries.batch);
             }
             __syncwarp();
@@ -206,32 +310,111 @@ __device__ __forceinline__ float reference(float m, float c) {
     return m == -infinity() ? 0.0f : m * c;                 // else 2^(-inf + inf)
 }
 
-// The scores of products; see Steps.
-__device__ __forceinline__ void apply_steps(
-    float (&s)[S_COUNT], const Steps<float>& steps, int shift, int first_row, int k_start) {
-    const int first_key = k_start + threadIdx.x % 4 * 2;
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float past = static_cast<float>(first_row + half * 8 + shift - first_key);
+// Biases of the lane's two rows and a key tile, on their way while S is computed. Lane t of the
+// four that have a row reads the chunks t, t + 4, ... of 8 keys, where such are chunks in memory.
+// Other biases are read when they are added.
+struct Biases { bool loaded; BiasChunk chunks[2][(BLOCK_K + 31) / 32]; };
+
+__device__ __forceinline__ void load_biases(
+    Biases& biases, const Steps<float>& steps, int seqlen_k, int first_row, int k_start) {
+    if constexpr (BIAS && sizeof(Bias) == 2) {
+        constexpr int COUNT = sizeof(biases.chunks[0]) / sizeof(BiasChunk);
+        biases.loaded = steps.has_chunks && k_start + COUNT * 32 <= seqlen_k;
+        if (!biases.loaded) return;
         #pragma unroll
-        for (int i = 0; i < S_COUNT / 2; ++i) {
-            float& score = s[i / 2 * 4 + half * 2 + i % 2];
-            score = steps.score(score, past - static_cast<float>(i / 2 * 8 + i % 2), 0.0f);
+        for (int half = 0; half < 2; ++half) {
+            const BiasChunk* chunks = steps.chunks_of_bias(
+                first_row + half * 8, k_start + threadIdx.x % 4 * 8);
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) biases.chunks[half][i] = chunks[i * 4];
         }
     }
 }
 
-// S = -inf where the row's segment is not the key's.
-__device__ __forceinline__ void hide_segments(
-    float (&s)[S_COUNT], const Pairs& pairs, const int (&ids)[2], int num_keys, int k_start) {
+// Word i of lane t, of four lanes, and word t of lane i change places.
+__device__ __forceinline__ void transpose(u32 (&words)[4]) {
+    #pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = (threadIdx.x & distance) != 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & distance) != 0) continue;
+            u32 &low = words[i], &high = words[i + distance];
+            const u32 got = __shfl_xor_sync(WHOLE_WARP, upper ? low : high, distance);
+            low = upper ? got : low;
+            high = upper ? high : got;
+        }
+    }
+}
+
+// The scores of products; see Steps.
+__device__ __forceinline__ void apply_steps(
+    float (&s)[S_COUNT], const Steps<float>& steps, Biases& biases, int shift, int first_row,
+    int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
-    if constexpr (SEGMENTS)
+    const float past = static_cast<float>(first_row + shift - first_key);
+    const auto apply = [&](auto added) {                    // of half and key, from the first on
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float scores[S_COUNT / 2], derivatives[S_COUNT / 2];
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) scores[i] = s[i / 2 * 4 + half * 2 + i % 2];
+            steps.scores<4>(
+                scores, [&](int i) { return added(half, i / 2 * 8 + i % 2); }, derivatives);
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) s[i / 2 * 4 + half * 2 + i % 2] = scores[i];
+        }
+    };
+    if constexpr (ALIBI && !BIAS) {
+        // Keys all on one side of the queries: what is added is linear and, counted from the
+        // nearest key, as exact as its size.
+        const auto add_beside = [&](auto before) {
+            constexpr int NEAREST = before.value ? BLOCK_K - 7 : 0;
+            const float slope = before.value ? steps.slope : -steps.slope;
+            const float of_nearest[2] = {
+                steps.added(past - NEAREST, 0.0f), steps.added(past + (8 - NEAREST), 0.0f)};
+            apply([&](int half, int key) {
+                return fmaf(slope, static_cast<float>(key - NEAREST), of_nearest[half]);
+            });
+        };
+        const auto all = [](bool x) { return __ballot_sync(WHOLE_WARP, x) == WHOLE_WARP; };
+        if (all(past >= BLOCK_K)) return add_beside(Bool<true>{});
+        if (all(past <= -8.0f)) return add_beside(Bool<false>{});
+    }
+    if constexpr (BIAS && sizeof(Bias) == 2)
+        if (biases.loaded) {
+            #pragma unroll
+            for (auto& chunks : biases.chunks)
+                #pragma unroll
+                for (BiasChunk& chunk : chunks) transpose(chunk.words);
+            return apply([&](int half, int key) {
+                const u32 pair = biases.chunks[half][key / 32].words[key / 8 % 4];
+                return steps.added(past + static_cast<float>(half * 8 - key),
+                                   of_pair<Bias>(pair, key % 2));
+            });
+        }
+    apply([&](int half, int key) {
+        return steps.added(past + static_cast<float>(half * 8 - key),
+                           steps.bias_of(first_row + half * 8, first_key + key));
+    });
+}
+
+// S = -inf where the row's segment is not the key's, or a mask hides the pair.
+__device__ __forceinline__ void hide_pairs(
+    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, const int (&ids)[2],
+    int first_row, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    if constexpr (PAIRWISE)
         #pragma unroll
         for (int i = 0; i < S_COUNT / 2; ++i) {
-            const int id = pairs.id_of_key(min(first_key + i / 2 * 8 + i % 2, num_keys - 1));
+            const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
+            const int id = SEGMENTS ? pairs.id_of_key(key) : 0;
             #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (id != ids[half]) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            for (int half = 0; half < 2; ++half) {
+                const int query = min(first_row + half * 8, shape.seqlen_q - 1);
+                if ((SEGMENTS && id != ids[half]) || (KEEP && !pairs.keeps(query, key)))
+                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            }
         }
 }
 
@@ -257,6 +440,24 @@ __device__ __forceinline__ void apply_mask(
                     s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
         }
     }
+}
+
+// P = 0 where dropout drops the pair, and the others larger.
+__device__ __forceinline__ void apply_dropout(
+    float (&p)[S_COUNT], const Dropout<float>& dropout, int first_row, int k_start) {
+    constexpr int PAIRS = 8;                                // of keys, looked at together
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        #pragma unroll
+        for (int first = 0; first < S_COUNT / 4; first += PAIRS) {
+            const u32 kept =
+                dropout.kept_bits<PAIRS>(first_row + half * 8, first_key + first * 8);
+            #pragma unroll
+            for (int i = first * 2; i < min((first + PAIRS) * 2, S_COUNT / 2); ++i)
+                p[i / 2 * 4 + half * 2 + i % 2] *=
+                    (kept >> (i - first * 2) & 1) != 0 ? dropout.factor : 0.0f;
+        }
 }
 
 // m' = max(m, rowmax(S)),  P = 2^(c S - c m'),  l' = l 2^(c m - c m') + rowsum(P): S becomes P. The
@@ -320,11 +521,12 @@ __device__ __forceinline__ bool normalise(
     const Queries& queries, float* lse) {
     const ForwardArguments& arguments = all.arrays;
     const int num_rows = queries.num_rows;
+    const int head = PACKED && is_none(all, queries) ? NO_HEAD : queries.head;
     bool exact = true;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float m = rows.m[half], l = quad_sum(rows.l[half]);
-        const float inverse = SINK ? end_of_row(all, m, l, excess_of(m, c), queries.head).inverse
+        const float inverse = SINK ? end_of_row(all, m, l, excess_of(m, c), head).inverse
                             : l == 0.0f ? 0.0f : __fdividef(1.0f, l);
         #pragma unroll
         for (int j = 0; j < O_COUNT / 4; ++j)
@@ -339,7 +541,7 @@ __device__ __forceinline__ bool normalise(
         exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
         if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < num_rows) {
             if constexpr (SINK) {
-                lse[row + half * 8] = end_of_row(all, m, l, excess_of(m, c), queries.head).lse;
+                lse[row + half * 8] = end_of_row(all, m, l, excess_of(m, c), head).lse;
             } else {
                 const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
                 const float rest = fmaf(m, c, -subtracted) * LN_2;
@@ -358,14 +560,14 @@ __device__ __forceinline__ float* lse_of(const ForwardArguments& arguments, Quer
     const Shape& shape = arguments.shape;
     if (arguments.lse == nullptr) return nullptr;
     const i64 rows = (i64{queries.batch} * shape.num_heads_q + queries.head) * shape.seqlen_q;
-    return static_cast<float*>(arguments.lse) + rows + queries.first;
+    return static_cast<float*>(arguments.lse) + rows + queries.first_q + queries.first;
 }
 
 // The row of O of the first of the queries.
 __device__ __forceinline__ Element* out_of(const ForwardArguments& arguments, Queries queries) {
     const Strides stride = arguments.out_stride;
     return static_cast<Element*>(arguments.out) + queries.batch * stride.batch
-         + queries.head * stride.head + queries.first * stride.token;
+         + queries.head * stride.head + (queries.first_q + queries.first) * stride.token;
 }
 
 // The warp's 16 rows of O as a tile of BLOCK_Q rows, from the row on at which `rows` points.
@@ -395,9 +597,12 @@ __device__ __forceinline__ void exact_row(
     const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
     const int first = mask.first_key(query), seen = mask.num_keys(query);
-    const Pairs pairs(all, batch);
+    Pairs pairs(all, batch);
+    pairs.set_head(head);
     Steps<float> steps(all);
     steps.set_head(all, batch, head);
+    Dropout<float> dropout(all);
+    dropout.set_head(batch, head);
     const auto hides = [&](int key) { return PAIRWISE && !pairs.visible(query, key); };
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
     const Element* q = static_cast<const Element*>(arguments.q)
@@ -412,7 +617,8 @@ __device__ __forceinline__ void exact_row(
             s += to_float(q[d]) * to_float(k[key * ks.token + d]);
         if (!LINEAR)
             s = steps.score(
-                s, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key), 0.0f);
+                s, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key),
+                steps.bias_of(query, key));
         return NEGATE_SCORES ? -s : s;
     };
     constexpr int COLUMNS = (HEAD_DIM_V + 31) / 32;         // of a lane
@@ -429,11 +635,12 @@ __device__ __forceinline__ void exact_row(
         for (int i = 0; i < min(32, seen - start); ++i) {
             const float p = __shfl_sync(WHOLE_WARP, mine, i);
             if (PAIRWISE && (left_out >> i & 1) != 0) continue;
+            const float kept = DROPOUT ? p * dropout.z(query, start + i) : p;
             l += p;
             #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
                 if (lane + j * 32 < shape.head_dim_v)
-                    acc[j] += p * to_float(v[(start + i) * vs.token + lane + j * 32]);
+                    acc[j] += kept * to_float(v[(start + i) * vs.token + lane + j * 32]);
         }
     }
     const float inverse = SINK ? end_of_row(all, m, l, 1.0f, head).inverse
@@ -450,14 +657,14 @@ __device__ __forceinline__ void exact_row(
 }
 
 // Computes again what begins with a NaN, in the warp's rows of all the block's tiles. That may be
-// the result, too.
+// the result, too. last_tile: the number of the last one, of those of packed sequences.
 __device__ __forceinline__ void compute_inexact(
-    const Arguments& arguments, int warp_row, float c) {
+    const Arguments& arguments, int warp_row, float c, int last_tile) {
     const ForwardArguments& arrays = arguments.arrays;
-    TileWalk tiles{arguments.deal, arrays.shape.num_heads_q};
+    Tiles tiles(arguments, last_tile);
     __syncwarp();                                           // the warp's stores are done
     for (;;) {
-        const Queries queries = queries_of_tile(tiles.next(), arrays.shape);
+        const Queries queries = tiles.again(arguments);
         if (queries.num_rows == 0) return;
         for (int row = warp_row; row < min(warp_row + 16, queries.num_rows); ++row) {
             Element* out = out_of(arrays, queries) + row * arrays.out_stride.token;
@@ -465,8 +672,8 @@ __device__ __forceinline__ void compute_inexact(
             const bool marked = !(fabsf(to_float(out[0])) <= infinity());
             __syncwarp();                                   // before exact_row writes there
             if (marked)
-                exact_row(arguments, queries.first + row, queries.head, queries.batch, c, out,
-                          lse == nullptr ? lse : lse + row);
+                exact_row(of_sequence(arguments, queries, BLOCK_Q), queries.first + row,
+                          queries.head, queries.batch, c, out, lse == nullptr ? lse : lse + row);
         }
     }
 }
@@ -475,20 +682,24 @@ __device__ __forceinline__ void compute_inexact(
 
 // What steps do besides, as arguments of theirs: closures of plain steps are as if there were none.
 struct NoStepOptions { static constexpr bool any = false; };
-template <class A, class B, class C, class D> struct StepOptions {
+template <class A, class B, class C, class D, class E, class F> struct StepOptions {
     static constexpr bool any = true;
-    const A& find_tile; const B& tiles_left; const C& take_steps; const D& hide;
+    const A& find_tile; const B& tiles_left; const C& begin_steps; const D& take_steps;
+    const E& hide; const F& drop;
 };
-template <bool ANY, class A, class B, class C, class D>
+template <bool ANY, class A, class B, class C, class D, class E, class F>
 __device__ __forceinline__ auto step_options(
-    const A& find_tile, const B& tiles_left, const C& take_steps, const D& hide) {
-    if constexpr (ANY) return StepOptions<A, B, C, D>{find_tile, tiles_left, take_steps, hide};
+    const A& find_tile, const B& tiles_left, const C& begin_steps, const D& take_steps,
+    const E& hide, const F& drop) {
+    if constexpr (ANY)
+        return StepOptions<A, B, C, D, E, F>{
+            find_tile, tiles_left, begin_steps, take_steps, hide, drop};
     else return NoStepOptions{};
 }
 
 __device__ __forceinline__ void compute_all(const Arguments& arguments,
                                             SharedPlan& shared) {
-    const Shape& shape = arguments.arrays.shape;
+    auto&& shape = own_shape(arguments);
     // Known to be a warp's, and all that follows from it: so which tiles a warp is at, and their
     // descriptors, are computed once for 32 lanes, and the products need not fetch them from there.
     const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
@@ -501,6 +712,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     if constexpr (WINDOW) mask.window = window_of<WINDOW>(arguments);
     Steps<float> steps(arguments);
     Pairs pairs(arguments, 0);
+    Dropout<float> dropout(arguments);
+    Biases biases;
 
     const u64 q_rows = descriptor(
         shared_address(&shared.q_then_out) + group_row * PANEL_ROW_BYTES, 0);
@@ -554,17 +767,21 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         const Work& work = shared.work[work_place(q)];
         if (work.queries.num_rows == 0) return false;
         first_row = work.queries.first + lane_row;
+        set_lengths(shape, work.queries);
+        set_lengths(mask, work.queries);
         visited = key_tiles(mask, work.queries.first + group_row, GROUP_ROWS);
         if (group_row >= work.queries.num_rows) visited.num_visited = 1;
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
         steps.set_head(arguments, work.queries.batch, work.queries.head);
-        if constexpr (SEGMENTS) {
-            pairs.batch = work.queries.batch;
+        pairs.set_head(work.queries.head);
+        dropout.set_head(work.queries.batch, work.queries.head);
+        dropout.set_sequence(number_of(work.queries));
+        if constexpr (PAIRWISE) pairs.batch = work.queries.batch;
+        if constexpr (SEGMENTS)
             #pragma unroll
             for (int half = 0; half < 2; ++half)
                 ids[half] = pairs.id_of_query(min(first_row + half * 8, shape.seqlen_q - 1));
-        }
         return true;
     };
     const auto skip_tiles = [&] {
@@ -603,16 +820,24 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     };
     const auto take_steps = [&](int tile) {
         if constexpr (!LINEAR)
-            apply_steps(s, steps, shape.seqlen_k - shape.seqlen_q, first_row, tile * BLOCK_K);
+            apply_steps(s, steps, biases, shape.seqlen_k - shape.seqlen_q, first_row,
+                        tile * BLOCK_K);
+    };
+    const auto begin_steps = [&](int tile) {
+        load_biases(biases, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
     const auto hide = [&](int tile) {
-        if constexpr (SEGMENTS)
+        if constexpr (PAIRWISE)
             if ((listed & HIDDEN_BIT) != 0)
-                hide_segments(s, pairs, ids, shape.seqlen_k, tile * BLOCK_K);
+                hide_pairs(s, pairs, shape, ids, first_row, tile * BLOCK_K);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     };
-    const auto options = step_options<OPTIONS>(find_tile, tiles_left, take_steps, hide);
+    const auto drop = [&](int tile) {
+        if constexpr (DROPOUT) apply_dropout(s, dropout, first_row, tile * BLOCK_K);
+    };
+    const auto options =
+        step_options<OPTIONS>(find_tile, tiles_left, begin_steps, take_steps, hide, drop);
 
     // The place of Q from which the warp's rows are on their way out, -1 if none: it is given back
     // a step later, when they surely have been read.
@@ -638,13 +863,23 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             store_to_tile(tile + warp_row * PANEL_ROW_BYTES, acc);
             fence_async_proxy();
             __syncwarp();
-            if (lane == 0 && warp_row < queries.num_rows) {
+            // Behind a packed sequence's last row comes the next one's first.
+            const bool by_rows = PACKED && queries.num_rows < warp_row + 16;
+            if (by_rows) {
+                const i64 stride = arrays.out_stride.token;
+                store_tile<16, HEAD_DIM_V, 32, BLOCK_Q>(
+                    tile, warp_row,
+                    reinterpret_cast<u16*>(out_of(arrays, queries) + warp_row * stride),
+                    stride, queries.num_rows - warp_row, shape.head_dim_v, true, lane);
+                __syncwarp();
+            }
+            if (lane == 0 && !by_rows && warp_row < queries.num_rows) {
                 #pragma unroll
                 for (int panel = 0; panel < num_panels(HEAD_DIM_V); ++panel)
                     tma_store(arguments.out_map,
                               tile + (panel * BLOCK_Q + warp_row) * PANEL_ROW_BYTES,
-                              panel * PANEL_COLUMNS, queries.first + warp_row, queries.head,
-                              queries.batch);
+                              panel * PANEL_COLUMNS, queries.first_q + queries.first + warp_row,
+                              queries.head, queries.batch);
                 tma_store_commit();
             }
             unread = place;
@@ -671,6 +906,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         issue_scores();
         pass_turn();
         meanwhile();
+        if constexpr (options.any) options.begin_steps(tile);
         wgmma_wait<0>();
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
@@ -681,6 +917,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             mask_scores(tile);
         }
         softmax<true>(s, rows, c, rescale);
+        if constexpr (options.any) options.drop(tile);
         v = k;
         pack_pairs<Element>(p, s);
     };
@@ -702,6 +939,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         wgmma_fence();
         issue_output();
         pass_turn();
+        if constexpr (options.any) options.begin_steps(tile);
         wgmma_wait<1>();
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
@@ -715,7 +953,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         }
         if constexpr (masked.value && options.any) options.hide(tile);
         else if constexpr (masked.value) mask_scores(tile);
-        softmax<masked.value>(s, rows, c, rescale);
+        softmax<masked.value || BIAS>(s, rows, c, rescale);
+        if constexpr (options.any) options.drop(tile);
         if constexpr (!new_rows.value) {
             await_output();
             #pragma unroll
@@ -735,9 +974,11 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         await_output();
     };
 
-    // There are no more blocks than tiles.
+    // There are no more blocks than tiles; but of packed sequences others may have taken all.
+    if constexpr (PACKED)
+        if (!begin_tile()) return;
     if (group == MATH_WARPGROUPS - 1) pass_turn();
-    begin_tile();
+    if constexpr (!PACKED) begin_tile();
     first_step([] {}, options);
     for (;;) {
         if constexpr (LISTED) {
@@ -768,7 +1009,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     }
     if (group == 0) await_turn();                           // takes back the first turn
     if (Q_STAGES > 1 && lane == 0) tma_store_wait<0>();
-    if (!exact) compute_inexact(arguments, warp_row, c);
+    if (!exact) compute_inexact(arguments, warp_row, c, shared.work[work_place(q)].queries.first);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -786,6 +1027,7 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
             mbarrier_init(shared_address(&shared.v_full[i]), 1);
             mbarrier_init(shared_address(&shared.v_empty[i]), MATH_WARPS);
         }
+        shared.work.init();
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -797,7 +1039,7 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
     constexpr int LOAD_REGISTERS = (MATH_WARPGROUPS == 2 ? 24 : 32) + MORE * MATH_WARPGROUPS;
     if (threadIdx.x < WARPGROUP) {
         give_registers<LOAD_REGISTERS>();
-        if (threadIdx.x == 0) load_queries(arguments, shared);
+        if (threadIdx.x < (PACKED ? 32 : 1)) load_queries(arguments, shared);
         if constexpr (LISTED) {
             if (threadIdx.x / 32 == 1) load_listed_keys(arguments, shared);
         } else {

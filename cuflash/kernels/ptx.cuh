@@ -52,6 +52,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// 1 / x to about 1 ulp; denormal x and results are flushed to 0. PTX ISA: rcp.approx.ftz.f32.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // D += A B, A 16 x 16, B 16 x 8, D 16 x 8 in float. The last argument only names the element type.
 // Lane l holds, with g = l / 4 and t = l % 4:
 //     d[0] d[1]  row g, columns 2t 2t+1           d[2] d[3]  row g + 8, the same columns

@@ -1,7 +1,7 @@
 // Rows of gradients once more, from the definition, a warp a row. A product of tiles spreads a NaN
 // or an infinity of its B operand, as 0 * NaN, to rows that do not see it. Only rows with a NaN or
 // an infinity are looked at, and of them only those computed that something unseen may have
-// reached. Slow, rare.
+// reached: of packed sequences all, as a tile reaches into the next one. Slow, rare.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K; Arguments and the options, as
 // in backward_steps.cuh.
@@ -9,6 +9,7 @@
 #include "head_rows.cuh"
 #include "pairs.cuh"
 #include "score.cuh"
+#include "sequences.cuh"
 
 // One query head, and its key head.
 struct OneHead {
@@ -33,7 +34,7 @@ struct OneHead {
           k(arguments.k, arguments.k_stride, batch, head / group_size()),
           v(arguments.v, arguments.v_stride, batch, head / group_size()),
           lse(static_cast<const float*>(arguments.lse)
-              + (static_cast<i64>(batch) * shape.num_heads_q + head) * shape.seqlen_q),
+              + (static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(all)),
           scale(static_cast<float>(arguments.scale)) {
         steps.set_head(all, batch, head);
     }
@@ -117,9 +118,9 @@ __device__ __forceinline__ void repair_query(
     const HeadRows dq(arguments.dq, arguments.dq_stride, batch, head);
     const KeyTiles tiles = one.mask.key_tiles(query / BLOCK_Q * BLOCK_Q, BLOCK_Q, BLOCK_K);
     const int taken = min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
-    if (!has_nonfinite(dq, query, shape.head_dim)
-        || !has_nonfinite(one.k, 0, taken, shape.head_dim,
-                          [&](int key) { return one.visible(query, key); })) return;
+    if (!has_nonfinite(dq, query, shape.head_dim)) return;
+    if (!PACKED && !has_nonfinite(one.k, 0, taken, shape.head_dim,
+                                  [&](int key) { return one.visible(query, key); })) return;
     RowSum<HEAD_DIM> sum;
     for (int key = one.mask.first_key(query); key < one.mask.num_keys(query); ++key)
         if (one.visible(query, key)
@@ -139,8 +140,8 @@ __device__ __forceinline__ void repair_key(
     const int first = mask.first_query(key), end = mask.end_query(key);
     const int k_start = key / BLOCK_K * BLOCK_K;
     const int first_taken = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K).first * BLOCK_Q;
-    bool of_v = false, of_k = false;
-    for (int head = first_head; head < first_head + group_size; ++head) {
+    bool of_v = PACKED, of_k = PACKED;
+    for (int head = first_head; !PACKED && head < first_head + group_size; ++head) {
         const OneHead one(all, batch, head);
         const auto seen = [&](int query) { return one.visible(query, key); };
         of_v |= has_nonfinite(one.dout, first_taken, shape.seqlen_q, shape.head_dim_v, seen);

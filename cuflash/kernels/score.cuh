@@ -1,9 +1,10 @@
 // From products to scores: what happens between scale * Q K^T and the softmax (docs/masks.md).
 //
-//     x = scale * S,  x = cap * tanh(x / cap),  x = x - slope * |past|,  x = x + bias
+//     x = scale * S,  x = cap * tanh(x / cap),  x = x + (bias - slope * |past|)
 //
 // past = query + seqlen_k - seqlen_q - key: how far the key stands before the query. Forward and
-// backward pass call the same functions: a pair has the same score to the last bit in both.
+// backward pass call the same functions: a pair has the same score to the last bit in both, except
+// for what scores() shares among neighbours and forward_wgmma.cu's slopes, where it may round.
 //
 // Constants: Element, SOFTCAP, ALIBI, BIAS, Bias (its elements), SINK, PACKED. A call without
 // SOFTCAP, ALIBI and BIAS has LINEAR scores, which kernels may compute in their own way.
@@ -13,20 +14,35 @@
 
 constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS;
 
-// tanh(x). For 16-bit elements 1 - 2 / (e^(2x) + 1), absolutely right to a few times 2^-24.
-template <class Real> inline Real tanh_of(Real x) {
-    if constexpr (sizeof(Element) == 2)
-        return 1.0f - __fdividef(2.0f, exp2_approx(x * 2.885390081777927f) + 1.0f);
-    else if constexpr (sizeof(Real) == 8) return tanh(x);
-    else return tanhf(x);
+// 1 / x of N numbers, one to four, whose product is a number too: one division for all.
+template <int N> inline void invert(float* x) {
+    if constexpr (N == 1) {
+        x[0] = reciprocal_approx(x[0]);
+    } else {
+        float inverse[N / 2];                               // of the products of neighbours
+        #pragma unroll
+        for (int i = 0; i < N / 2; ++i) inverse[i] = x[2 * i] * x[2 * i + 1];
+        invert<N / 2>(inverse);
+        #pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            const float first = x[2 * i];
+            x[2 * i] = inverse[i] * x[2 * i + 1];
+            x[2 * i + 1] = inverse[i] * first;
+        }
+    }
 }
+
+// 16-bit biases of eight keys.
+struct alignas(16) BiasChunk { u32 words[4]; };
 
 // What one head does to its scores.
 template <class Real> struct Steps {
     Real scale, softcap, inverse_softcap, slope;
+    float twice_by_cap;                                     // 2 scale / softcap, for powers of two
     const Bias* bias;
     i64 bias_stride_q, bias_stride_k;
     int last_query, last_key;
+    bool has_chunks;                                        // of 16-bit biases, in memory
 
     template <class Arguments>
     explicit Steps(const Arguments& arguments)
@@ -34,6 +50,8 @@ template <class Real> struct Steps {
         if constexpr (SOFTCAP) {
             softcap = static_cast<Real>(arguments.options.softcap);
             inverse_softcap = static_cast<Real>(1.0 / arguments.options.softcap);
+            twice_by_cap = static_cast<float>(
+                2.8853900817779268 * arrays_of(arguments).scale / arguments.options.softcap);
         }
     }
 
@@ -53,6 +71,8 @@ template <class Real> struct Steps {
             bias_stride_k = stride.key;
             last_query = shape.seqlen_q - 1;
             last_key = shape.seqlen_k - 1;
+            has_chunks = sizeof(Bias) == 2 && bias_stride_k == 1 && bias_stride_q % 8 == 0
+                      && reinterpret_cast<u64>(bias) % sizeof(BiasChunk) == 0;
         }
     }
 
@@ -65,22 +85,74 @@ template <class Real> struct Steps {
             return 0;
     }
 
-    // The score of a product of a query and a key. derivative: of the score by scale * product.
-    Real score(Real product, Real past, Real own_bias, Real& derivative) const {
-        Real x = rounded(product, scale);
-        derivative = 1;
-        if constexpr (SOFTCAP) {
-            const Real t = tanh_of<Real>(rounded(x, inverse_softcap));
-            derivative = fma(-t, t, Real(1));
-            x = rounded(t, softcap);
+    // With has_chunks: those of eight keys, which the array has, and of the next.
+    const BiasChunk* chunks_of_bias(int query, int key) const {
+        return reinterpret_cast<const BiasChunk*>(
+            bias + (min(query, last_query) * bias_stride_q + key));
+    }
+
+    // What is added to a score, besides a bias -slope |past|.
+    Real added(Real past, Real own_bias) const {
+        if constexpr (ALIBI && BIAS) return fma(-slope, fabs(past), own_bias);
+        else if constexpr (ALIBI) return rounded(-slope, fabs(past));
+        else return own_bias;
+    }
+
+    // N products of queries and keys become scores. added(i): what is, to the i-th. derivative: of
+    // the score by scale * product.
+    //
+    // For 16-bit elements tanh(|x|) = 2 r - 1, r = 1 / (1 + e^(-2|x|)), absolutely right to a few
+    // times 2^-24; 1 - tanh^2 = 4 r (1 - r). One division serves TOGETHER of them, next to one
+    // another: if one is NaN, all are.
+    template <int TOGETHER, int N, class Added>
+    void scores(Real (&x)[N], Added added, Real (&derivative)[N]) const {
+        if constexpr (SOFTCAP) cap<TOGETHER>(x, derivative);
+        #pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if constexpr (!SOFTCAP) derivative[i] = 1;
+            if constexpr (LINEAR) x[i] = rounded(x[i], scale);
+            else if constexpr (!SOFTCAP) x[i] = fma(x[i], scale, added(i));
+            else if constexpr (ALIBI || BIAS) x[i] += added(i);
         }
-        if constexpr (ALIBI) x = fma(-slope, fabs(past), x);
-        if constexpr (BIAS) x += own_bias;
-        return x;
+    }
+    Real score(Real product, Real past, Real own_bias, Real& derivative) const {
+        Real x[1] = {product}, of_x[1];
+        scores<1>(x, [&](int) { return added(past, own_bias); }, of_x);
+        derivative = of_x[0];
+        return x[0];
     }
     Real score(Real product, Real past, Real own_bias) const {
         Real derivative;
         return score(product, past, own_bias, derivative);
+    }
+
+private:
+    template <int TOGETHER, int N> void cap(Real (&x)[N], Real (&derivative)[N]) const {
+        if constexpr (sizeof(Element) == 2) {
+            #pragma unroll
+            for (int first = 0; first < N; first += TOGETHER) {
+                float r[TOGETHER];
+                #pragma unroll
+                for (int i = first; i < first + TOGETHER; ++i) {
+                    x[i] *= twice_by_cap;
+                    r[i - first] = exp2_approx(-fabsf(x[i])) + 1.0f;
+                }
+                invert<TOGETHER>(r);
+                #pragma unroll
+                for (int i = first; i < first + TOGETHER; ++i) {
+                    const float y = r[i - first];
+                    derivative[i] = fmaf(-4.0f * y, y, 4.0f * y);
+                    x[i] = copysignf(fmaf(2.0f * softcap, y, -softcap), x[i]);
+                }
+            }
+        } else {
+            #pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const Real t = tanh(rounded(rounded(x[i], scale), inverse_softcap));
+                derivative[i] = fma(-t, t, Real(1));
+                x[i] = rounded(t, softcap);
+            }
+        }
     }
 };
 
@@ -96,11 +168,13 @@ template <class Real> struct WithSink {
     }
 };
 
-// A head's sink, -inf without one and for what is of no sequence.
+// A head's sink, -inf without one and for what is of no sequence, which may come as of no head.
+constexpr int NO_HEAD = -1;
 template <class Real, class Arguments>
 inline Real sink_of(const Arguments& arguments, int head) {
     if constexpr (SINK) {
-        if (PACKED && arguments.options.sequence == arguments.options.num_sequences)
+        if (PACKED && (head == NO_HEAD
+                       || arguments.options.sequence == arguments.options.num_sequences))
             return -Real(infinity());
         return static_cast<const Real*>(arguments.sink)[head * arguments.options.sink_stride];
     } else {

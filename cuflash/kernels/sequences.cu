@@ -47,5 +47,5 @@ sequences(const __grid_constant__ Arguments all) {
     }
     if (thread == 0)
         *static_cast<FoundSequences*>(all.found) =
-            {bad, longest[0][0].number, longest[1][0].number};
+            {bad, longest[0][0].number, longest[1][0].number, 0};
 }

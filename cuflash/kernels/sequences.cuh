@@ -16,7 +16,8 @@
 #include "types.cuh"
 
 // What sequences.cu found: whether an offset is bad; the sequences of most queries and most keys.
-struct FoundSequences { int bad, most_queries, most_keys; };
+// handed_out: how many tiles blocks took that take one after another, besides each one's first.
+struct FoundSequences { int bad, most_queries, most_keys, handed_out; };
 
 // Offsets of queries or of keys.
 struct Offsets {
@@ -54,6 +55,48 @@ template <class Arguments> inline int num_key_tiles(const Arguments& all, int bl
 // Sequence `number`, and of the slots of its tiles the first.
 struct Sequence { int number, first_q, first_k, seqlen_q, seqlen_k, first_slot; };
 
+// All that there is without PACKED.
+struct NoSequence {
+    static constexpr bool has_tile = true;
+    static constexpr int first_q = 0, first_k = 0;
+};
+
+template <bool> struct OwnSequenceOf { using type = NoSequence; };
+template <> struct OwnSequenceOf<true> { using type = Sequence; };
+using OwnSequence = OwnSequenceOf<PACKED>::type;
+
+inline int number_of(NoSequence) { return 0; }
+inline int number_of(const Sequence& sequence) { return sequence.number; }
+template <class Arguments> inline int seqlen_q_of(const Arguments& all, NoSequence) {
+    return arrays_of(all).shape.seqlen_q;
+}
+template <class Arguments> inline int seqlen_k_of(const Arguments& all, NoSequence) {
+    return arrays_of(all).shape.seqlen_k;
+}
+template <class Arguments> inline int seqlen_q_of(const Arguments&, const Sequence& sequence) {
+    return sequence.seqlen_q;
+}
+template <class Arguments> inline int seqlen_k_of(const Arguments&, const Sequence& sequence) {
+    return sequence.seqlen_k;
+}
+
+// The call's shape; with PACKED a copy, which gets the lengths of one sequence after another.
+template <class Arguments> inline decltype(auto) own_shape(const Arguments& all) {
+    if constexpr (PACKED) return Shape{arrays_of(all).shape};
+    else return (arrays_of(all).shape);
+}
+template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
+template <class Shape> inline void set_lengths(Shape& shape, const Sequence& sequence) {
+    shape.seqlen_q = sequence.seqlen_q;
+    shape.seqlen_k = sequence.seqlen_k;
+}
+
+// Whether it is the one of tokens that are of no sequence.
+template <class Arguments> inline bool is_none(const Arguments&, NoSequence) { return false; }
+template <class Arguments> inline bool is_none(const Arguments& all, const Sequence& sequence) {
+    return sequence.number == all.options.num_sequences;
+}
+
 // Of slots of queries, or of keys. By a whole warp, which looks at 32 offsets at a time.
 template <bool OF_KEYS, class Arguments>
 inline Sequence sequence_of_slot(const Arguments& all, int slot, int block) {
@@ -89,24 +132,32 @@ inline int slot_of_longest(const Arguments& all, bool after, int block) {
     return offsets.at(number) / block + number;
 }
 
-// Of a block that is `order`-th to start, or with `descending` the num_tiles - 1 - order-th: its
-// sequence, of whose tiles `order` becomes the number. Tiles past the sequence's end are nobody's.
-struct NoSequence { static constexpr bool has_tile = true; };
+// The sequence of slot `tile`, which becomes the number among the sequence's own tiles. Tiles past
+// its end are nobody's.
 struct BlockSequence : Sequence { bool has_tile; };
 
+template <bool OF_KEYS, class Arguments>
+inline auto sequence_of_tile(const Arguments& all, int& tile, int block) {
+    if constexpr (PACKED) {
+        const Sequence found = sequence_of_slot<OF_KEYS>(all, tile, block);
+        tile -= found.first_slot;
+        const int length = OF_KEYS ? found.seqlen_k : found.seqlen_q;
+        return BlockSequence{found, i64(tile) * block < length};
+    } else {
+        return NoSequence{};
+    }
+}
+
+// The same of a block that is `order`-th to start, or with `descending` the num_tiles - 1 -
+// order-th.
 template <bool OF_KEYS, class Arguments>
 inline auto sequence_of_block(const Arguments& all, int& order, int block, bool descending) {
     if constexpr (PACKED) {
         const int slots =
             OF_KEYS ? num_key_tiles(all, block) : num_query_tiles(all, block);
-        const int slot = (order + slot_of_longest<OF_KEYS>(all, descending, block)) % slots;
-        const Sequence found = sequence_of_slot<OF_KEYS>(all, slot, block);
-        order = slot - found.first_slot;
-        const int length = OF_KEYS ? found.seqlen_k : found.seqlen_q;
-        return BlockSequence{found, i64(order) * block < length};
-    } else {
-        return NoSequence{};
+        order = (order + slot_of_longest<OF_KEYS>(all, descending, block)) % slots;
     }
+    return sequence_of_tile<OF_KEYS>(all, order, block);
 }
 
 template <class T> inline void advance(T*& pointer, i64 elements) {
@@ -155,3 +206,19 @@ inline Arguments of_sequence(
 }
 template <class Arguments>
 inline const Arguments& of_sequence(const Arguments& all, NoSequence, int, int = 0) { return all; }
+
+// ---- Blocks that take one tile after another ----
+
+// The number of a block's next tile, by a whole warp. Its first is that of its own number.
+template <class Arguments> inline int take_tile(const Arguments& all) {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0)
+        taken = atomicAdd(&static_cast<FoundSequences*>(all.found)->handed_out, 1);
+    return gridDim.x + __shfl_sync(0xFFFFFFFFu, taken, 0);
+}
+
+// The number of the tile that the block had before this one, which it keeps behind what was found:
+// so it can go through its tiles once more.
+template <class Arguments> inline int& tile_before(const Arguments& all, int number) {
+    return static_cast<int*>(all.found)[sizeof(FoundSequences) / sizeof(int) + number];
+}

@@ -96,8 +96,12 @@ def some_options(
     )
 
 
+def is_packed(problem: Problem) -> bool:
+    return problem.num_sequences is not None
+
+
 def packed(problem: Problem) -> tuple[str, bool]:
-    return ("PACKED", problem.num_sequences is not None)
+    return ("PACKED", is_packed(problem))
 
 
 def is_linear(problem: Problem) -> bool:
@@ -151,7 +155,7 @@ def finding_launches(
         )
         warps = num_found(problem, tile) // 2
         return (Launch(kernel, ceil_div(warps * 32, ROW_THREADS)),)
-    if problem.num_sequences is not None:
+    if is_packed(problem):
         kernel = KernelPlan(
             file="sequences.cu",
             entry="sequences",
@@ -164,9 +168,9 @@ def finding_launches(
 
 
 def num_found(problem: Problem, tile: Tile) -> int:
-    """Two of each tile with segments; three of packed sequences."""
-    if problem.num_sequences is not None:
-        return 3
+    """Two of each tile with segments; four of packed sequences."""
+    if is_packed(problem):
+        return 4
     if not problem.segment_ids:
         return 0
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
@@ -176,7 +180,7 @@ def num_found(problem: Problem, tile: Tile) -> int:
 
 def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
     """Of a head; of packed sequences places for them (sequences.cuh)."""
-    if problem.num_sequences is None:
+    if not is_packed(problem):
         return ceil_div(seqlen, block)
     return seqlen // block + problem.num_sequences + 1
 

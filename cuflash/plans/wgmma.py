@@ -9,9 +9,11 @@ from .kernel import Deal, Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
+    count_tiles,
     finding_launches,
     heads_per_section,
     is_linear,
+    is_packed,
     num_found,
     option_constants,
     rounding_launch,
@@ -20,9 +22,13 @@ from .steps import (
     tile_bytes,
 )
 
-SERVED = frozenset((
-    "window", "softcap", "alibi_slopes", "sink", "segment_ids",
+_SERVED_BOTH_WAYS = frozenset((
+    "window", "softcap", "alibi_slopes", "sink", "segment_ids", "cu_seqlens",
 ))  # fmt: skip
+SERVED = {
+    "forward": _SERVED_BOTH_WAYS | {"bias", "mask", "dropout"},
+    "backward": _SERVED_BOTH_WAYS,
+}
 
 
 # What kernels/ptx.cuh has products for, and shared memory room.
@@ -38,12 +44,15 @@ _HEAD_DIMS = {
 _REGISTERS = {2: 196, 3: 128}
 
 
-# What segment ids or a softcap take besides. At head_dim above 128 there is
-# no smaller tile that is fast: there a few bytes are spilt.
+# What segment ids, a mask or a softcap take besides. At head_dim above 128
+# there is no smaller tile that is fast: there a few bytes are spilt.
 _OPTION_REGISTERS = 32
 
 
 _MBARRIER_BYTES, _WORK_BYTES = 8, 20
+
+
+_SEQUENCE_BYTES = 6 * 4  # kernels/sequences.cuh's Sequence
 
 
 def _head_dims(problem: Problem) -> tuple[int, int] | None:
@@ -57,11 +66,13 @@ def _head_dims(problem: Problem) -> tuple[int, int] | None:
 
 def runs(problem: Problem, device: Device) -> bool:
     # In turns are neighbouring key tiles alone.
-    in_turns = problem.deterministic and problem.segment_ids
+    in_turns = problem.deterministic and (
+        problem.segment_ids or is_packed(problem)
+    )
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
-        and SERVED.issuperset(problem.options)
+        and SERVED[problem.direction].issuperset(problem.options)
         and not in_turns
         and _head_dims(problem) is not None
     )
@@ -72,9 +83,13 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     queries = tile_bytes(tile.block_q, max(d, dv))
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
+    works, work = max(q_stages, 2), _WORK_BYTES
+    if is_packed(problem):
+        work += _SEQUENCE_BYTES
+        barriers += works
     return round_up(
         q_stages * queries
-        + max(q_stages, 2) * _WORK_BYTES
+        + works * work
         + tile.num_stages * keys
         + barriers * _MBARRIER_BYTES
         + (4 * tile.num_stages if _is_listed(problem) else 4),
@@ -84,7 +99,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 def _is_listed(problem: Problem) -> bool:
     """forward_wgmma.cu's LISTED."""
-    return "window" in problem.options or problem.segment_ids
+    return not {"window", "segment_ids", "mask"}.isdisjoint(problem.options)
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
@@ -95,8 +110,10 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
     used = tile.block_k * 3 // 4 + dv // 2
-    if dv <= 128 and (problem.segment_ids or problem.softcap):
+    if dv <= 128 and (problem.segment_ids or problem.softcap or problem.mask):
         used += _OPTION_REGISTERS
+    if dv <= 128 and problem.bias:
+        used += tile.block_k // 4  # biases on their way, in pairs
     return used <= _REGISTERS[tile.block_q // 64]
 
 
@@ -126,9 +143,18 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         threads=tile.num_warps * 32,
         shared_bytes=shared,
     )
-    num_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
-    deal = _deal(num_tiles, heads, problem.causal, device)
+    taken, beside = 0, 1
+    if is_packed(problem):
+        taken = heads * num_tiles
+        deal = Deal(0, 0, 0, taken)
+        beside = heads_per_section(
+            problem, device, heads,
+            problem.seqlen_k * (d + dv) * 2 // problem.group_size,
+        )  # fmt: skip
+    else:
+        deal = _deal(num_tiles, heads, problem.causal, device)
     return Plan(
         problem,
         "wgmma",
@@ -137,8 +163,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *finding_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(deal.items, device.num_sms)),
         ),
+        heads_per_section=beside,
         deal=deal,
-        num_found=num_found(problem, tile),
+        num_found=num_found(problem, tile) + taken,
     )
 
 
@@ -192,6 +219,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     ds = 2 * tile_bytes(tile.block_k, tile.block_q)
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
+    work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
     else:
@@ -204,7 +232,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         + ds
         + dq
         + barriers * _MBARRIER_BYTES
-        + 2 * 3 * 4  # work
+        + 2 * work
         + 4 * (tile.num_stages if problem.segment_ids else 1),  # parted
         1024,
     )
@@ -266,10 +294,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared_bytes=shared,
         ptxas_level=tile.ptxas_level,
     )
-    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
     kv_pairs = problem.batch * problem.num_heads_kv
-    k_tiles = ceil_div(problem.seqlen_k, tile.block_k) * kv_pairs
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k) * kv_pairs
     shared_by_head = (
         problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
     )  # q, dout: 2 bytes an element; the sums of dq: 4
@@ -278,7 +306,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic and not problem.causal:
         heads = min(heads, _MOST_HEADS_IN_TURNS)
-    hides = problem.causal or _is_listed(problem)
+    hides = problem.causal or _is_listed(problem) or is_packed(problem)
     return Plan(
         problem,
         "wgmma",

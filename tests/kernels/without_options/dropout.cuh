@@ -7,6 +7,7 @@ template <class Real> struct Dropout {
 
     template <class Arguments> explicit Dropout(const Arguments&) {}
     void set_head(int, int) {}
+    void set_sequence(int) {}
     template <int COUNT> u32 kept_bits(int query, int key) const;
     u32 kept_of_four(int query, int key) const;
     Real z(int, int) const { return 1; }

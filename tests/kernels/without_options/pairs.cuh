@@ -11,6 +11,7 @@ struct Pairs {
     void set_head(int) {}
     int id_of_query(int query) const;
     int id_of_key(int key) const;
+    bool keeps(int query, int key) const;
     bool visible(int query, int key) const;
     bool skips(int, int) const { return false; }
     bool sees_all(int, int) const { return true; }

@@ -3,6 +3,9 @@
 #include "elements.cuh"
 
 constexpr bool LINEAR = true;
+constexpr int NO_HEAD = -1;
+
+struct BiasChunk { u32 words[4]; };
 
 template <class Real> struct Steps {
     Real scale;
@@ -11,6 +14,12 @@ template <class Real> struct Steps {
     explicit Steps(const Arguments& all) : scale(static_cast<Real>(arrays_of(all).scale)) {}
     template <class Arguments> void set_head(const Arguments&, int, int) {}
     Real bias_of(int, int) const { return 0; }
+    Real slope;
+    bool has_chunks;
+    const BiasChunk* chunks_of_bias(int, int) const;
+    Real added(Real, Real) const;
+    template <int TOGETHER, int N, class Added>
+    void scores(Real (&)[N], Added, Real (&)[N]) const;
     Real score(Real product, Real, Real) const { return rounded(product, scale); }
     Real score(Real product, Real, Real, Real& derivative) const {
         derivative = 1;
