@@ -145,7 +145,7 @@ def why_no_options(options: argparse.Namespace) -> str | None:
         "no --memory and no --import-time, times of calls alone":
             options.memory or options.import_time,
         "no --pictures, tables alone": options.pictures,
-        "no --precision, kernels in parts take none": options.precision,
+        "no --precision, tables are of dtypes alone": options.precision,
         "no float64, results have no bound to be checked by":
             options.dtype == "float64",
         f"no --seqlen, {names}: of a length of its own": lengths,

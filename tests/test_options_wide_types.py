@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import strategies
@@ -9,7 +10,11 @@ from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import on_kernels
 from helpers.checks import check_forward, check_gradients
-from helpers.compare import assert_bitwise, assert_gradients_match
+from helpers.compare import (
+    assert_bitwise,
+    assert_forward_matches,
+    assert_gradients_match,
+)
 from helpers.data import Case, Emulation, inputs
 from helpers.options import fields_of
 from helpers.packed import assert_packed_forward, assert_packed_gradients
@@ -46,14 +51,35 @@ def test_the_tiles_are_some_that_kernels_can_take(kind, direction):
 @each_kind
 @pytest.mark.parametrize("options", strategies.FEW_OPTIONS, ids="-".join)
 def test_several_tiles(backend, kind, options):
-    """Lengths at which tiles are skipped, and grouped heads."""
+    """Lengths at which tiles are skipped, and grouped heads.
+
+    The bias is that of all heads, the mask that of all batches.
+    """
     case = Case(
         batch=2, seqlen_q=113, seqlen_k=203, num_heads_q=4, num_heads_kv=2,
-        head_dim=40, head_dim_v=24, causal="softcap" in options, seed=3,
+        head_dim=40, head_dim_v=24, causal="softcap" in options, seed=23,
         **fields_of(options), **KINDS[kind],
     )  # fmt: skip
     check_forward(backend, case)
     check_gradients(backend, case)
+
+
+@on_kernels
+@each_kind
+def test_tiles_between_others_are_skipped(backend, kind):
+    """Of three documents the first and the last are one."""
+    case = Case(seqlen_q=150, seqlen_k=150, num_heads_q=2, **KINDS[kind])
+    q, k, v, dout = inputs(case)
+    ids = np.repeat(np.int32([[0, 1, 0]]), 50, axis=1)
+    options = {"segment_ids_q": ids, "segment_ids_k": ids}
+    placed = {name: backend.place(x) for name, x in options.items()}
+    out, lse = calls.forward(backend, case, q, k, v, **placed)
+    want = expected.forward(q, k, v, **options)
+    assert_forward_matches((out, lse), want, case)
+    arrays = dout, q, k, v, out, lse
+    got = calls.backward(backend, case, *arrays, **placed)
+    want = expected.backward(dout, q, k, v, **options)
+    assert_gradients_match(got, want, case)
 
 
 IN_TURNS = {

@@ -102,10 +102,13 @@ __device__ __forceinline__ void weights(
                         ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2 + x % 2;
                     const bool counts = !MASKED || at.visible(row, key);
                     Element &p = s[m][n][x], &ds = dp[m][n][x], derivative;
-                    const Element score = at.steps.score(
-                        p, at.past(row, key), at.steps.bias_of(query, at.k_start + key),
-                        derivative);
-                    p = exponential(score - lse);
+                    if constexpr (LINEAR)
+                        p = rounded(p, scale);
+                    else
+                        p = at.steps.score(
+                            p, at.past(row, key), at.steps.bias_of(query, at.k_start + key),
+                            derivative);
+                    p = exponential(p - lse);
                     Element z = 1;
                     if constexpr (DROPOUT)
                         z = (kept >> (n * 2 + x % 2)) & 1 ? at.dropout.factor : Element(0);

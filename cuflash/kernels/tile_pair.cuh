@@ -34,9 +34,10 @@ struct TilePair {
 
     // Query i and key j of the tiles; a query past the end is none.
     __device__ __forceinline__ bool visible(int i, int j) const {
-        const int query = q_start + i, key = k_start + j;
-        if (query >= mask.seqlen_q || !mask.visible(query, key)) return false;
-        return !PAIRWISE || pairs.visible(query, key);
+        const bool bounds =
+            q_start + i < mask.seqlen_q && mask.visible(q_start + i, k_start + j);
+        if constexpr (PAIRWISE) return bounds && pairs.visible(q_start + i, k_start + j);
+        else return bounds;
     }
     // Whether the key tile has no pair with a query tile that is hidden.
     __device__ __forceinline__ bool full(QueryTiles tiles, int q_tile) const {

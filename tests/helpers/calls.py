@@ -18,10 +18,10 @@ def forward(backend, case, q, k, v, **options):
     return tuple(backend.fetch(x) for x in results)
 
 
-def backward(backend, case, dout, q, k, v, out, lse):
+def backward(backend, case, dout, q, k, v, out, lse, **more):
     """Return (dq, dk, dv) of a case as NumPy arrays, and dbias, dsink."""
     placed = [backend.place(x) for x in (dout, q, k, v, out, lse)]
-    options = _call(backend, case)
+    options = {**_call(backend, case), **more}
     backend.poison()
     with backend.running(case):
         results = cuflash.backward(
