@@ -136,7 +136,7 @@ def test_float32_is_plain_where_it_must_be(direction, arch, wanted, family):
 @both_directions
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("wanted", [None, "wgmma", "mma", "fma", "tf32x3"])
+@pytest.mark.parametrize("wanted", [None, "wgmma", "mma", "fma"])
 def test_wide_heads_are_plain(direction, dtype, arch, wanted):
     for d, dv in [(257, 257), (512, 512), (512, 64), (64, 257)]:
         problem = small_problem(direction, dtype, d, head_dim_v=dv)
