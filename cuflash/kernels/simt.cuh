@@ -1,5 +1,5 @@
-// What the plain kernels (no tensor cores) have in common: tiles in shared memory and the score of a
-// pair. They take elements of all types; what they compute with, tiles in shared memory too, is
+// What the plain kernels (no tensor cores) have in common: tiles in shared memory and the score of
+// a pair. They take elements of all types; what they compute with, tiles in shared memory too, is
 // Real: float, or double for double elements.
 //
 // A block's threads stand in rows. A kernel that owns ROWS queries (or keys) has NUM_THREADS / ROWS
