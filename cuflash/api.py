@@ -68,9 +68,10 @@ def forward(
         Queries and keys of a tile, in tokens; tuned by default. They change
         rounding and speed, not the meaning.
     precision : {None, "tf32x3"}, optional
-        "tf32x3", for float32 alone: products by the tensor cores, of
-        operands in two parts of 11 bits. Errors stay those of float32, but
-        an infinity counts as NaN. Changes nothing for NumPy arrays.
+        "tf32x3", for float32 and head dimensions up to 256 alone: products
+        by the tensor cores, of operands in two parts of 11 bits. Errors stay
+        those of float32, but an infinity counts as NaN. Changes nothing for
+        NumPy arrays.
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.

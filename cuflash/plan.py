@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import get_args
 
 from cuflash import tiles
@@ -52,8 +53,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 }  # fmt: skip
 
 
-# Above it all run plainly: the other kernels keep rows in registers.
-_WIDEST_TILED = 256
+# Above it there are no tensor cores: those kernels keep rows in registers.
+_MAX_OF_TENSOR_CORES = 256
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,12 +149,21 @@ def _family_of(
         if _is_wide(problem):
             raise UnsupportedError(
                 f"precision {problem.precision!r} needs head_dim and"
-                f" head_dim_v of at most {_WIDEST_TILED}, this call has"
-                f" {problem.head_dim} and {problem.head_dim_v}: leave it out"
+                f" head_dim_v of at most {_MAX_OF_TENSOR_CORES}, this call"
+                f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
+                " out"
             )
         return "tf32x3"
-    if wanted == "simt" or _is_wide(problem):
+    if wanted == "simt":
         return "simt"
+    if _is_wide(problem):
+        # Tiles are few there: of both directions or of none.
+        both = (
+            replace(problem, direction=direction)
+            for direction in ("forward", "backward")
+        )
+        runs = all(_fma_runs(each, device) for each in both)
+        return "fma" if runs else "simt"
     if not _has_sixteen_bits(problem):
         parts = problem.dtype == "float32" and device.capability >= 80
         if wanted == "tf32x3" and parts:
@@ -178,7 +188,7 @@ def _oldest(problem: Problem) -> int:
 
 
 def _is_wide(problem: Problem) -> bool:
-    return max(problem.head_dim, problem.head_dim_v) > _WIDEST_TILED
+    return max(problem.head_dim, problem.head_dim_v) > _MAX_OF_TENSOR_CORES
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:

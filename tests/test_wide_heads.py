@@ -1,16 +1,18 @@
-"""Head dimensions above 256, of which the plain kernels have all dtypes."""
+"""Head dimensions above 256, by the plain kernels and, float32's, by fma."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from cuflash.plan import device_of_arch, plan
 from helpers import calls, expected
 from helpers.backends import on_kernels, on_kernels_of
 from helpers.checks import check_forward, check_gradients
 from helpers.compare import assert_bitwise, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES
+from helpers.kernels import small_problem
 from helpers.packed import assert_packed_forward, assert_packed_gradients
 
 LENGTHS = {"emulated": (37, 50), "cupy": (203, 1113)}
@@ -34,6 +36,20 @@ def check(backend, case):
 )
 def test_head_dims(backend, dtype, head_dims, causal):
     check(backend, case_of(backend, dtype, head_dims, causal=causal))
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("arch", "head_dims"), [("sm_80", (512, 384)), ("sm_90a", (257, 257))]
+)
+def test_register_tiles(backend, arch, head_dims):
+    """Where float32 has some for both directions."""
+    d, dv = head_dims
+    for direction in ("forward", "backward"):
+        problem = small_problem(direction, "float32", d, head_dim_v=dv)
+        assert plan(problem, device_of_arch(arch)).family == "fma"
+    on = Emulation(arch)
+    check(backend, case_of(backend, "float32", head_dims, causal=True, on=on))
 
 
 @on_kernels
