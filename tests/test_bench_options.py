@@ -14,6 +14,7 @@ from bench_parts import compiling, markdown, option_cells, report
 from bench_parts.option_cells import OPTIONS
 from cuflash.plan import device_of_arch
 from cuflash.reference import masks
+from cuflash.tiles import Tile
 from helpers import stand_in
 
 of_each_option = pytest.mark.parametrize("option", OPTIONS)
@@ -43,8 +44,22 @@ def cells_of(option, direction="forward", dtype="float32", tokens=64,
 # What is timed ---------------------------------------------------------------
 
 
+def visible_by_pairs(cell):
+    """Of all tokens, batches one after another."""
+    n = cell.seqlen
+    see = np.zeros((cell.batch * n, cell.batch * n), bool)
+    for batch, own in enumerate(visible(cell)):
+        see[batch * n : (batch + 1) * n, batch * n : (batch + 1) * n] = own
+    return see
+
+
 def visible_pairs(cell):
     """Counted one by one."""
+    return visible(cell).sum()
+
+
+def visible(cell):
+    """Which query of a batch sees which key."""
     given, n = cell.keywords(np, np.float32), cell.seqlen
     see = masks.visible(
         n, n, causal=cell.causal, window=given.get("window", (None, None))
@@ -57,7 +72,7 @@ def visible_pairs(cell):
         lengths = np.diff(given["cu_seqlens_q"])
         ids = np.repeat(np.arange(len(lengths)), lengths)
         see = see & masks.same_segment(ids, ids)
-    return see.sum()
+    return see
 
 
 @of_each_option
@@ -67,6 +82,27 @@ def test_pairs_are_those_of_the_mask(option, tokens):
     assert cell.pairs == visible_pairs(cell)
     assert cell.plain.pairs == visible_pairs(cell.plain)
     assert cell.plain.pairs >= cell.pairs or option == "packed"
+
+
+@of_each_option
+@pytest.mark.parametrize("blocks", [(1, 1), (4, 8), (16, 5)])
+def test_visited_pairs_are_those_of_tiles(option, blocks):
+    """Where one pair is a tile, those that are seen."""
+    (cell,) = cells_of(option, causal=option == "sink")
+    tile = Tile(*blocks, 1)
+    found = cell.visited_pairs(tile)
+    sizes = [cell.seqlen] * cell.batch
+    if option == "packed":
+        sizes = option_cells.lengths(cell.seqlen)
+    see, ends = visible_by_pairs(cell), np.cumsum([0, *sizes])
+    want = 0
+    for start, end in zip(ends[:-1], ends[1:], strict=True):
+        own = see[start:end, start:end]
+        for i in range(0, end - start, tile.block_q):
+            for j in range(0, end - start, tile.block_k):
+                seen = own[i : i + tile.block_q, j : j + tile.block_k].any()
+                want += seen * tile.block_q * tile.block_k
+    assert found == want
 
 
 def test_flops_are_those_of_the_pairs():
@@ -304,7 +340,8 @@ def row(direction, option, **more):
     return {
         "direction": direction, "option": option, "head_dim": 128,
         "causal": option == "window", "seqlen": 4096, "pairs": 100,
-        "plain_pairs": 400, "ms": {"cuflash": 0.5, "plain": 1.0},
+        "plain_pairs": 400, "visited": 160, "plain_visited": 400,
+        "ms": {"cuflash": 0.5, "plain": 1.0},
         "spread": {"cuflash": 0.01, "plain": 0.02}, **more,
     }  # fmt: skip
 
@@ -312,14 +349,15 @@ def row(direction, option, **more):
 def test_a_row_in_the_terminal():
     assert report.option_line(row("forward", "window")).split() == [
         "forward", "window", "128", "causal", "4096", "0.500", "1.0%",
-        "1.000", "2.0%", "2.00", "25.0%", "0.50",
+        "1.000", "2.0%", "2.00", "25.0%", "0.50", "0.80",
     ]  # fmt: skip
 
 
 def test_a_row_without_a_time_has_dashes():
     text = report.option_line(row("forward", "sink", ms={"plain": 1.0}))
     assert text.split() == ["forward", "sink", "128", "full", "4096", "-",
-                            "1.000", "2.0%", "-", "25.0%", "-"]  # fmt: skip
+                            "1.000", "2.0%", "-", "25.0%", "-",
+                            "-"]  # fmt: skip
     assert len(text) == len(report.option_heading())
 
 
@@ -328,18 +366,19 @@ def test_a_row_without_a_time_has_dashes():
     [
         ("forward",
          ["| forward | seqlen | ms | without it | times as fast | pairs seen |"
-          " speed per pair |",
-          "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-          "| `window`, causal | 4,096 | 0.500 | 1.000 | 2.00 | 25.0% | 0.50 |",
-          "| `sink` | 4,096 | – | 1.000 | – | 25.0% | – |"]),
+          " speed per pair | per visited pair |",
+          "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+          "| `window`, causal | 4,096 | 0.500 | 1.000 | 2.00 | 25.0% | 0.50 |"
+          " 0.80 |",
+          "| `sink` | 4,096 | – | 1.000 | – | 25.0% | – | – |"]),
         ("causal",
          ["|  | seqlen | ms | without it | times as fast | pairs seen |"
-          " speed per pair |",
-          "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+          " speed per pair | per visited pair |",
+          "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
           "| forward, `window`, causal | 4,096 | 0.500 | 1.000 | 2.00 |"
-          " 25.0% | 0.50 |",
+          " 25.0% | 0.50 | 0.80 |",
           "| backward, `window`, causal | 4,096 | 0.500 | 1.000 | 2.00 |"
-          " 25.0% | 0.50 |"]),
+          " 25.0% | 0.50 | 0.80 |"]),
     ],
 )  # fmt: skip
 def test_a_table_of_the_docs(tmp_path, mark, lines):

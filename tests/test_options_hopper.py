@@ -118,7 +118,7 @@ def test_huge_scores_of_steps(backend):
 def test_bias_in_chunks(backend, seqlen_k, head_dim):
     """Of eight keys; in rows of 265 there are none."""
     case = Case(
-        "float16", 1, 70, seqlen_k, 2, 2, head_dim, head_dim, seed=2,
+        "float16", 1, 70, seqlen_k, 2, 2, head_dim, head_dim, seed=1,
         on=Emulation("sm_90a", num_sms=1), arrays_of=("bias",),
     )  # fmt: skip
     assert option_arrays(case)["bias"].shape[2:] == (70, seqlen_k)

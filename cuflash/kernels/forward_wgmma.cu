@@ -65,16 +65,25 @@ struct Queries : OwnSequence { int first, num_rows, head, batch; };
 // A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
 struct Work { Queries queries; int num_visited; };
 
-// Of packed sequences, the warp that takes tiles tells the one that loads keys, too: an arrival.
+// Of packed sequences, the warp that takes tiles tells the one that loads keys, too (full); which
+// asks for more when it comes to a tile's last keys (asked): what is taken while its block is still
+// busy with a long tile waits for that, and other blocks may be idle. An arrival each.
 template <bool> struct WorkBarriers {
     __device__ __forceinline__ void init() {}
     __device__ __forceinline__ void tell(int) {}
     __device__ __forceinline__ void await(int, u32) {}
+    __device__ __forceinline__ void ask() {}
+    __device__ __forceinline__ void await_asking(u32) {}
 };
 template <> struct WorkBarriers<true> {
-    u64 full[WORK_PLACES];
+    u64 full[WORK_PLACES], asked;
     __device__ __forceinline__ void init() {
         for (u64& barrier : full) mbarrier_init(shared_address(&barrier), 1);
+        mbarrier_init(shared_address(&asked), 1);
+    }
+    __device__ __forceinline__ void ask() { mbarrier_arrive(shared_address(&asked)); }
+    __device__ __forceinline__ void await_asking(u32 parity) {
+        wait(shared_address(&asked), parity);
     }
     __device__ __forceinline__ void tell(int place) {
         mbarrier_arrive(shared_address(&full[place]));
@@ -212,7 +221,9 @@ using Tiles = TilesOf<PACKED, Arguments>::type;
 __device__ __forceinline__ void load_queries(const Arguments& arguments,
                                              SharedPlan& shared) {
     Tiles tiles(arguments);
-    for (Ring<Q_STAGES> ring;; ring.next()) {
+    Ring<1> asking;
+    for (Ring<Q_STAGES> ring;; ring.next(), asking.next()) {
+        shared.work.await_asking(asking.parity ^ 1);
         const Work now = next_work(tiles, arguments);
         if (PACKED && threadIdx.x != 0) {
             if (now.queries.num_rows == 0) return;
@@ -244,6 +255,7 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
         const int batch = now.queries.batch, head = now.queries.head / group_size;
         const int first = now.queries.first_k;
         for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
+            if (PACKED && tile == 0) shared.work.ask();
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_K, HEAD_DIM>(
                 shared_address(&shared.k[ring.stage]), arguments.k_map,
@@ -279,6 +291,7 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
             last = !any || next < visited.first;
             if (threadIdx.x % 32 == 0) {
                 const u32 full = shared_address(&shared.k_full[ring.stage]);
+                if (PACKED && last) shared.work.ask();
                 wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
                 shared.listed[ring.stage] = tile << TILE_SHIFT | (last ? LAST_BIT : 0)
                     | (pairs.sees_all(q_tile, tile) ? 0 : HIDDEN_BIT);

@@ -86,7 +86,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     works, work = max(q_stages, 2), _WORK_BYTES
     if is_packed(problem):
         work += _SEQUENCE_BYTES
-        barriers += works
+        barriers += works + 1  # told and asked
     return round_up(
         q_stages * queries
         + works * work

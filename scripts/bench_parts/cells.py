@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from cuflash.tiles import Tile
 
 # The public grid of attention benchmarks: a fixed number of tokens and of
 # columns, so that every cell reads and writes the same arrays.
@@ -95,6 +98,10 @@ class Cell:
     def row(self) -> dict[str, Any]:
         """What a row of figures says of its cell."""
         return asdict(self)
+
+    def row_of_tiles(self, tile_of: Callable[[Cell], Tile]) -> dict[str, Any]:
+        """What it says besides, once it is known which tiles are taken."""
+        return {}
 
     def keywords(self, xp: ModuleType, dtype: Any) -> dict[str, Any]:
         """What our call is given besides its arrays; the same each time.

@@ -216,19 +216,19 @@ def _options(records: list[dict], wanted: Wanted) -> list[str]:
         words += [f"`{row['option']}`"]
         words += ["causal"] if row["causal"] else []
         times = (row["ms"].get(x) for x in ("cuflash", "plain"))
-        pairs, faster, of_a_pair = beside_plain(row)
+        pairs, faster, *of_pairs = beside_plain(row)
         lines.append([
             ", ".join(words),
             f"{row['seqlen']:,}",
             *("–" if x is None else f"{x:.3f}" for x in times),
             "–" if faster is None else f"{faster:.2f}",
             f"{pairs:.1%}",
-            "–" if of_a_pair is None else f"{of_a_pair:.2f}",
+            *("–" if x is None else f"{x:.2f}" for x in of_pairs),
         ])
     first = wanted.directions[0] if len(wanted.directions) == 1 else ""
     return _table(
         [first, "seqlen", "ms", "without it", "times as fast",
-         "pairs seen", "speed per pair"],
+         "pairs seen", "speed per pair", "per visited pair"],
         lines,
     )  # fmt: skip
 

@@ -6,13 +6,15 @@ mean: docs/masks.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from cuflash.tiles import Tile
 
 from .cells import Cell
 
@@ -100,6 +102,33 @@ class OptionCell(Cell):
             "plain_pairs": self.plain.pairs,
             "beside": str(self.plain),
         }
+
+    def row_of_tiles(self, tile_of: Callable[[Cell], Tile]) -> dict[str, Any]:
+        return {
+            "visited": self.visited_pairs(tile_of(self)),
+            "plain_visited": self.plain.visited_pairs(tile_of(self.plain)),
+        }
+
+    def visited_pairs(self, tile: Tile) -> int:
+        """The same of the tiles of pairs of which any is seen."""
+        size = tile.block_q * tile.block_k
+        if self.option == "segment_ids":
+            ids = _documents(self.batch, self.seqlen)
+            q_low, q_high = _ranges(ids, tile.block_q)
+            k_low, k_high = _ranges(ids, tile.block_k)
+            met = q_low[:, :, None] <= k_high[:, None]
+            met &= k_low[:, None] <= q_high[:, :, None]
+            return size * int(met.sum())
+        packed = self.option == "packed"
+        found = 0
+        for n in lengths(self.seqlen) if packed else [self.seqlen]:
+            first = np.arange(0, n, tile.block_q)
+            end = np.minimum(first + tile.block_q, n) if self.causal else n
+            left = WINDOW[0] if self.has_window else n
+            tiles = -(-end // tile.block_k)
+            tiles -= np.maximum(first - left, 0) // tile.block_k
+            found += int(np.broadcast_to(tiles, first.shape).sum())
+        return size * found * (1 if packed else self.batch)
 
     def keywords(self, xp: ModuleType, dtype: Any) -> dict[str, Any]:
         given = super().keywords(xp, dtype)
@@ -195,6 +224,13 @@ def _causal_pairs(seqlen: int, left: int | None = None) -> int:
     """
     cut = 0 if left is None else max(seqlen - 1 - left, 0)
     return (seqlen * (seqlen + 1) - cut * (cut + 1)) // 2
+
+
+def _ranges(ids: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The smallest and the largest id of each tile, of each batch."""
+    starts = np.arange(0, ids.shape[1], block)
+    of_tiles = np.minimum.reduceat, np.maximum.reduceat
+    return tuple(reduce(ids, starts, axis=1) for reduce in of_tiles)
 
 
 def _drawn(xp: ModuleType, shape: tuple[int, ...]) -> Any:

@@ -79,7 +79,7 @@ def option_heading() -> str:
     return (
         f"{'':8} {'option':12} {'d':>3} {'mask':6} {'seqlen':>6} {'ms':>9} "
         f"{'+-':>5} {'without':>9} {'+-':>5} {'faster':>7} {'pairs':>7} "
-        f"{'a pair':>7}"
+        f"{'a pair':>7} {'visited':>7}"
     )
 
 
@@ -92,10 +92,11 @@ def option_line(row: dict) -> str:
         for n in ("cuflash", "plain")
     )
     found = beside_plain(row)
-    ratios = f"{'-':>8}{found.pairs:8.1%}{'-':>8}"
+    ratios = f"{'-':>8}{found.pairs:8.1%}{'-':>8}{'-':>8}"
     if found.faster is not None:
         ratios = (
             f"{found.faster:8.2f}{found.pairs:8.1%}{found.of_a_pair:8.2f}"
+            f"{found.of_a_visited:8.2f}"
         )
     mask = "causal" if row["causal"] else "full"
     return (
@@ -111,22 +112,25 @@ class BesidePlain(NamedTuple):
     ----------
     pairs : float
         The share of pairs that are seen.
-    faster, of_a_pair : float or None
-        Its speed, and that per pair that is seen.
+    faster, of_a_pair, of_a_visited : float or None
+        Its speed, that per pair that is seen, and that per pair of the tiles
+        of which any is seen.
     """
 
     pairs: float
     faster: float | None
     of_a_pair: float | None
+    of_a_visited: float | None
 
 
 def beside_plain(row: dict) -> BesidePlain:
     """Return what a row of a call with an option comes to."""
     pairs, ms = row["pairs"] / row["plain_pairs"], row["ms"]
     if "cuflash" not in ms or "plain" not in ms:
-        return BesidePlain(pairs, None, None)
+        return BesidePlain(pairs, None, None, None)
     faster = ms["plain"] / ms["cuflash"]
-    return BesidePlain(pairs, faster, pairs * faster)
+    visited = row["visited"] / row["plain_visited"]
+    return BesidePlain(pairs, faster, pairs * faster, visited * faster)
 
 
 def summary(rows: list[dict], peers: list[str]) -> list[dict]:

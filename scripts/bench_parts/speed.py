@@ -9,7 +9,7 @@ import sys
 import cupy
 
 from cuflash import launch
-from cuflash.plan import plan, wanted_family
+from cuflash.plan import Plan, plan, wanted_family
 
 from . import checks
 from .cells import Cell
@@ -36,7 +36,8 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
         "error": {},
         "faults": [],
         "left_out": [],
-        "plan": _plan_text(cell),
+        "plan": str(_plan(cell)),
+        **cell.row_of_tiles(lambda x: _plan(x).tile),
     }
     contenders = {}
     ran = {runner.name: runner.variant(cell) for runner in runners}
@@ -105,9 +106,9 @@ def _result_bytes(cell: Cell) -> int:
     return math.prod(cell.shape) * DTYPES[cell.dtype].itemsize
 
 
-def _plan_text(cell: Cell) -> str:
+def _plan(cell: Cell) -> Plan:
     problem = problem_of(cell, cell.direction)
-    return str(plan(problem, launch.device(0), wanted_family()))
+    return plan(problem, launch.device(0), wanted_family())
 
 
 def _free() -> None:
