@@ -58,7 +58,7 @@ def forward(
         Keys. `num_heads_q` is a multiple of `num_heads_kv`; query head h
         reads key head ``h // (num_heads_q // num_heads_kv)``.
     v : array, (batch, seqlen_k, num_heads_kv, head_dim_v)
-        Values. `head_dim` and `head_dim_v` are 1 to 256.
+        Values. `head_dim` and `head_dim_v` are 1 to 512.
     scale : float, optional
         Multiplies Q K^T; ``head_dim ** -0.5`` by default.
     causal : bool, optional
@@ -68,9 +68,10 @@ def forward(
         Queries and keys of a tile, in tokens; tuned by default. They change
         rounding and speed, not the meaning.
     precision : {None, "tf32x3"}, optional
-        "tf32x3", for float32 alone: products by the tensor cores, of
-        operands in two parts of 11 bits. Errors stay those of float32, but
-        an infinity counts as NaN. Changes nothing for NumPy arrays.
+        "tf32x3", for float32 and head dimensions up to 256 alone: products
+        by the tensor cores, of operands in two parts of 11 bits. Errors stay
+        those of float32, but an infinity counts as NaN. Changes nothing for
+        NumPy arrays.
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.
@@ -135,11 +136,13 @@ def forward(
         used, an option lacks one that it needs, `out` is read-only or shares
         memory with an input, or the arrays are on several CUDA devices.
     UnsupportedError
-        If head_dim or head_dim_v is above 256, another size does not fit
-        32 bits, `precision` is not for the dtype, a bias, a mask or segment
-        ids are given with packed sequences, an array is masked, takes part
-        in automatic differentiation or is another library's on the CPU, the
-        GPU is too old, or CUDA arrays come without CuPy installed.
+        If head_dim or head_dim_v is above 512, or above 256 and more than
+        the GPU has shared memory for (float64 below sm_80 alone), another
+        size does not fit 32 bits, `precision` is not for the dtype or such
+        head dimensions, a bias, a mask or segment ids are given with packed
+        sequences, an array is masked, takes part in automatic
+        differentiation or is another library's on the CPU, the GPU is too
+        old, or CUDA arrays come without CuPy installed.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 

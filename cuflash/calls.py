@@ -580,8 +580,10 @@ def _dbias_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _readable(given: Layout, family: Family) -> Layout:
     """The layout, or that of a copy with aligned rows where it has none."""
-    # All but the plain kernels read rows 16 bytes at a time.
-    alignment = given.dtype.itemsize if family == "simt" else 16
+    # All but the plain kernels read rows 16 bytes at a time, and rowsum(dO O)
+    # those of 16-bit elements.
+    itemsize = given.dtype.itemsize
+    alignment = itemsize if family == "simt" and itemsize > 2 else 16
     if _in_place(given, alignment, by_tma=family == "wgmma"):
         return given
     return _aligned_rows(given)

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import get_args
 
 from cuflash import tiles
@@ -52,6 +53,10 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 }  # fmt: skip
 
 
+# Above it there are no tensor cores: those kernels keep rows in registers.
+_MAX_OF_TENSOR_CORES = 256
+
+
 @functools.lru_cache(maxsize=4096)
 def plan(
     problem: Problem,
@@ -74,7 +79,8 @@ def plan(
     Raises
     ------
     UnsupportedError
-        If the device is too old for the problem's dtype.
+        If the device is too old for the problem's dtype, or has too little
+        shared memory for its head dimensions.
     ValueRangeError
         If no kernel can run the block sizes that were asked for (the
         message lists those that can), or the tile.
@@ -121,8 +127,7 @@ def family_of(
 def _family_of(
     problem: Problem, device: Device, wanted: Family | None
 ) -> Family:
-    sixteen_bits = problem.dtype in ("float16", "bfloat16")
-    needed = 80 if sixteen_bits else 75
+    needed = _oldest(problem)
     if device.capability < needed:
         raise UnsupportedError(
             f"{problem.dtype} needs a GPU of compute capability"
@@ -141,19 +146,49 @@ def _family_of(
                 " capability 8.0 or newer, this one has"
                 f" {device.capability / 10} ({device.arch}): leave it out"
             )
+        if _is_wide(problem):
+            raise UnsupportedError(
+                f"precision {problem.precision!r} needs head_dim and"
+                f" head_dim_v of at most {_MAX_OF_TENSOR_CORES}, this call"
+                f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
+                " out"
+            )
         return "tf32x3"
-    if not sixteen_bits:
+    if wanted == "simt":
+        return "simt"
+    if _is_wide(problem):
+        # Tiles are few there: of both directions or of none.
+        both = (
+            replace(problem, direction=direction)
+            for direction in ("forward", "backward")
+        )
+        runs = all(_fma_runs(each, device) for each in both)
+        return "fma" if runs else "simt"
+    if not _has_sixteen_bits(problem):
         parts = problem.dtype == "float32" and device.capability >= 80
         if wanted == "tf32x3" and parts:
             return "tf32x3"
-        if wanted != "simt" and _fma_runs(problem, device):
+        if _fma_runs(problem, device):
             return "fma"
-        if wanted != "simt" and _dmma_runs(problem, device):
+        if _dmma_runs(problem, device):
             return "dmma"
         return "simt"
     if wanted != "mma" and wgmma.runs(problem, device):
         return "wgmma"
     return "mma"
+
+
+def _has_sixteen_bits(problem: Problem) -> bool:
+    return problem.dtype in ("float16", "bfloat16")
+
+
+def _oldest(problem: Problem) -> int:
+    """The compute capability that a dtype needs."""
+    return 80 if _has_sixteen_bits(problem) else 75
+
+
+def _is_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > _MAX_OF_TENSOR_CORES
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:
@@ -241,6 +276,8 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         if is_legal(problem, device, family, tile):
             return tile
     legal = list(legal_tiles(problem, device, family))
+    if not legal:
+        raise _no_room(problem, device, family)
     for tile in filter(wanted, legal):
         return tile
     sizes = sorted({(tile.block_q, tile.block_k) for tile in legal})
@@ -250,6 +287,30 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         f" {problem.head_dim}, head_dim_v {problem.head_dim_v},"
         f" {problem.dtype} on {device.arch}; these (block_q, block_k) can: "
         + ", ".join(map(str, sizes))
+    )
+
+
+def _no_room(
+    problem: Problem, device: Device, family: str
+) -> UnsupportedError:
+    """That no tile fits the device's shared memory, and where one would."""
+    maker = _MAKERS[family, problem.direction]
+    needed = min(
+        maker.shared_bytes(problem, tile)
+        for tile in tiles.candidates(family, problem.direction)
+        if maker.fits(problem, tile)
+    )
+    elsewhere = [
+        f"sm_{capability}"
+        for capability, kib in SHARED_KIB.items()
+        if capability >= _oldest(problem) and kib * 1024 >= needed
+    ]
+    return UnsupportedError(
+        f"the {problem.direction} pass with head_dim {problem.head_dim},"
+        f" head_dim_v {problem.head_dim_v}, {problem.dtype} needs {needed}"
+        " bytes of shared memory for its smallest tile, this GPU has"
+        f" {device.shared_bytes} ({device.arch}); it would fit on"
+        f" {', '.join(elsewhere)}"
     )
 
 

@@ -37,7 +37,7 @@ from .problem import ALIGNMENT, Call, Layout, Problem, Signature
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("tf32x3",)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 # Kernels count tokens, heads and batches in int32, and round lengths up to
 # whole tiles; no tile has more than 1024 tokens.

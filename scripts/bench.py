@@ -39,6 +39,7 @@ from bench_parts import (
 from bench_parts.options import WithDefaults, in_words
 from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
+from cuflash.validate import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from bench_parts.runners import Runner
@@ -113,8 +114,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.seqlen = options.seqlen or list(known.seqlens)
     options.width = options.width or known.width
     for d in options.head_dim:
-        if d > min(256, options.width):
-            parser.error(f"--head-dim {d}: at most 256, and at most --width")
+        if d > min(MAX_HEAD_DIM, options.width):
+            parser.error(
+                f"--head-dim {d}: at most {MAX_HEAD_DIM}, and at most --width"
+            )
     if max(options.seqlen) > options.tokens:
         parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")
     kv_heads = options.kv_heads or 1

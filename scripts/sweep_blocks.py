@@ -35,6 +35,7 @@ from bench_parts.report import figure, save, say, show  # noqa: E402
 from cuflash import compiler, folders, tiles  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
 from cuflash.plan import Device, Family, device_of_arch  # noqa: E402
+from cuflash.validate import MAX_HEAD_DIM  # noqa: E402
 from sweep_parts import dry, measure, space, tables  # noqa: E402
 from sweep_parts.record import Record  # noqa: E402
 from sweep_parts.worker import NoGpu, Worker, open_gpu  # noqa: E402
@@ -91,8 +92,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or space.dtype_of(options.family)
     for d in options.head_dim:
-        if d > min(256, options.width or 256):
-            parser.error(f"--head-dim {d}: at most 256, and at most --width")
+        if d > min(MAX_HEAD_DIM, options.width or MAX_HEAD_DIM):
+            parser.error(
+                f"--head-dim {d}: at most {MAX_HEAD_DIM}, and at most --width"
+            )
     tokens = options.tokens or cells.TOKENS
     if options.seqlen and max(options.seqlen) > tokens:
         parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")

@@ -263,7 +263,7 @@ def test_no_gpu(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--head-dim", "512"], "--head-dim 512: at most 256"),
+        (["--head-dim", "513"], "--head-dim 513: at most 512"),
         (["--head-dim", "0"], "0 is less than 1"),
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
         (["--seconds", "0"], "--seconds 0.0: more than 0"),

@@ -61,6 +61,12 @@ def test_bounds_hold(backend, dtype, arch, causal, spread):
     assert_bounded(backend, case, q, k, v, dout)
 
 
+@on_kernels
+def test_bounds_hold_of_wide_heads(backend):
+    case = Case("float64", 1, 37, 50, 1, 1, 512, 64)
+    assert_bounded(backend, case, *inputs(case))
+
+
 @pytest.mark.parametrize("spread", [0.1, 1, 5])
 @pytest.mark.parametrize("head_dim", [8, 64])
 @on_kernels

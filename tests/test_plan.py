@@ -64,6 +64,18 @@ def test_tf32x3_has_tiles_for_all_head_dims(direction, arch):
 
 
 @both_directions
+@pytest.mark.parametrize("head_dims", [(257, 64), (64, 512)])
+def test_tf32x3_has_none_above_256(direction, head_dims):
+    with pytest.raises(UnsupportedError) as raised:
+        planned(direction, "float32", head_dims[0], head_dim_v=head_dims[1],
+                precision="tf32x3")  # fmt: skip
+    assert str(raised.value) == (
+        "precision 'tf32x3' needs head_dim and head_dim_v of at most 256, "
+        f"this call has {head_dims[0]} and {head_dims[1]}: leave it out"
+    )
+
+
+@both_directions
 def test_tf32x3_needs_sm_80(direction):
     with pytest.raises(UnsupportedError) as raised:
         planned(direction, "float32", arch="sm_75", precision="tf32x3")
@@ -121,12 +133,81 @@ def test_float32_is_plain_where_it_must_be(direction, arch, wanted, family):
     assert plan(problem, device_of_arch(arch), wanted).family == family
 
 
+WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("wanted", [None, "wgmma", "mma"])
+def test_wide_heads_are_plain(direction, dtype, arch, wanted):
+    for d, dv in WIDE:
+        problem = small_problem(direction, dtype, d, head_dim_v=dv)
+        decided = plan(problem, device_of_arch(arch), wanted)
+        assert decided.family == "simt"
+        assert any("simt" in kernel.file for kernel in decided.kernels)
+
+
+@pytest.mark.parametrize(
+    ("arch", "families"),
+    [("sm_75", ["simt"] * 4), ("sm_80", ["simt", "fma", "simt", "fma"]),
+     ("sm_90a", ["fma"] * 4), ("sm_120", ["simt"] * 3 + ["fma"])],
+)  # fmt: skip
+@both_directions
+def test_wide_heads_of_float32_have_register_tiles_if_they_fit(
+    direction, arch, families
+):
+    """The same family in both directions, so that scores are the same."""
+    found = [
+        planned(direction, "float32", d, arch, head_dim_v=dv).family
+        for d, dv in WIDE
+    ]
+    assert found == families
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_plain_kernels_take_all_dtypes(direction, dtype):
+    problem = small_problem(direction, dtype)
+    for arch in ("sm_80", "sm_90a"):
+        assert plan(problem, device_of_arch(arch), "simt").family == "simt"
+
+
+@both_directions
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_head_dim_192_with_128_has_tensor_cores(direction, arch):
+    decided = planned(direction, "bfloat16", 192, arch, head_dim_v=128)
+    assert decided.family == ("wgmma" if arch == "sm_90a" else "mma")
+
+
+def test_what_does_not_fit_would_fit_elsewhere():
+    assert planned("forward", "float64", 512, "sm_75").kernels
+    assert planned("backward", "float32", 512, "sm_75").kernels
+    with pytest.raises(UnsupportedError) as raised:
+        planned("backward", "float64", 512, "sm_75")
+    assert str(raised.value) == (
+        "the backward pass with head_dim 512, head_dim_v 512, float64 needs "
+        "66048 bytes of shared memory for its smallest tile, this GPU has "
+        "65536 (sm_75); it would fit on sm_80, sm_86, sm_87, sm_89, sm_90, "
+        "sm_100, sm_103, sm_110, sm_120, sm_121"
+    )
+
+
+def test_what_fits_elsewhere_is_of_gpus_that_have_the_dtype():
+    """Even on one with less shared memory than any."""
+    device = replace(device_of_arch("sm_80"), shared_bytes=10_000)
+    for dtype, first in (("float16", "sm_80"), ("float32", "sm_75")):
+        problem = small_problem("forward", dtype, 512)
+        with pytest.raises(UnsupportedError, match=f"fit on {first}, sm_8"):
+            plan(problem, device)
+
+
 @given(
     direction=st.sampled_from(DIRECTIONS),
     dtype=st.sampled_from(list(DTYPES)),
     arch=st.sampled_from(ARCHS),
-    d=st.integers(1, 256),
-    dv=st.integers(1, 256),
+    d=st.integers(1, 512),
+    dv=st.integers(1, 512),
 )
 def test_every_head_dim_has_a_plan_that_fits(direction, dtype, arch, d, dv):
     decided = planned(direction, dtype, d, arch, head_dim_v=dv)

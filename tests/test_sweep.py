@@ -91,7 +91,8 @@ def test_families_are_those_that_the_device_has():
         return [group.family for group in found]
 
     assert families("sm_90a", None) == ["wgmma"]
-    assert families("sm_90a", ["wgmma", "mma", "simt"]) == ["wgmma", "mma"]
+    assert families("sm_90a", ["wgmma", "mma", "fma"]) == ["wgmma", "mma"]
+    assert families("sm_90a", ["simt"]) == ["simt"]
     assert families("sm_80", None) == ["mma"]
     assert families("sm_80", ["wgmma"]) == []
 
@@ -467,7 +468,7 @@ def test_a_budget(text, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--head-dim", "512"], "--head-dim 512: at most 256"),
+        (["--head-dim", "513"], "--head-dim 513: at most 512"),
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
         (["--budget", "soon"], "'soon' is no time"),
         (["--budget", "0m"], "'0m' is no time"),

@@ -14,7 +14,7 @@ from helpers.tables import entry, write_table
 ARCHS = {90: "sm_90a"}  # of those whose name has a suffix
 TABLE_FILES = sorted(tiles.TABLES.glob("sm_*.json"))
 DTYPES = {
-    "simt": ("float32", "float64"),
+    "simt": ("float16", "bfloat16", "float32", "float64"),
     "fma": ("float32",),
     "dmma": ("float64",),
     "tf32x3": ("float32",),

@@ -400,7 +400,7 @@ def test_heads_that_cannot_be_grouped(call, heads):
 @pytest.mark.parametrize(
     ("width", "error", "said"),
     [
-        (257, UnsupportedError, "at most 256: no kernel holds wider rows"),
+        (513, UnsupportedError, "at most 512: no kernel holds wider rows"),
         (0, ShapeError, "at least 1"),
     ],
 )
@@ -416,7 +416,7 @@ def test_head_dim_out_of_range(call, width, error, said):
 @pytest.mark.parametrize(
     ("width", "error", "said"),
     [
-        (257, UnsupportedError, "at most 256: no kernel holds wider rows"),
+        (513, UnsupportedError, "at most 512: no kernel holds wider rows"),
         (0, ShapeError, "at least 1"),
     ],
 )

@@ -78,6 +78,6 @@ inline void store_row(
     Element* row, const Real (&sum)[N], Real scale, int thread_of_row, int step, int columns) {
     for (int n = 0; n < N; ++n) {
         const int column = thread_of_row + n * step;
-        if (column < columns) row[column] = sum[n] * scale;
+        if (column < columns) row[column] = from_accumulator<Element>(sum[n] * scale);
     }
 }

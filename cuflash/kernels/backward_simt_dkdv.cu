@@ -1,4 +1,4 @@
-// Backward, plainly, the first of two passes: dK and dV in float or double without tensor cores.
+// Backward, plainly, the first of two passes: dK and dV without tensor cores.
 //
 //     dV = P^T dO,  dK = scale dS^T Q              with P and dS from backward_simt.cuh
 //
@@ -14,7 +14,7 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
 // the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_K; Arguments and the options
 // (docs/masks.md).
-// Shared memory, in elements:
+// Shared memory, in Real:
 //     k      BLOCK_K * (HEAD_DIM + 1)          v      BLOCK_K * (HEAD_DIM_V + 1)
 //     q      BLOCK_Q * (HEAD_DIM + 1)          dout   BLOCK_Q * (HEAD_DIM_V + 1)
 //     p, ds  BLOCK_K * (BLOCK_Q + 1) each      queries  2 * BLOCK_Q
@@ -31,10 +31,10 @@ static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "every thread has as many columns
 static_assert(HEAD_DIM_V % THREADS_PER_ROW == 0, "every thread has as many columns of dV");
 
 struct SharedPlan {
-    Element k[BLOCK_K][HEAD_DIM + 1];
-    Element v[BLOCK_K][HEAD_DIM_V + 1];
-    Element q[BLOCK_Q][HEAD_DIM + 1];
-    Element dout[BLOCK_Q][HEAD_DIM_V + 1];
+    Real k[BLOCK_K][HEAD_DIM + 1];
+    Real v[BLOCK_K][HEAD_DIM_V + 1];
+    Real q[BLOCK_Q][HEAD_DIM + 1];
+    Real dout[BLOCK_Q][HEAD_DIM_V + 1];
     Real p[BLOCK_K][BLOCK_Q + 1], ds[BLOCK_K][BLOCK_Q + 1];     // P^T, dS^T
     Query queries[BLOCK_Q];
 };

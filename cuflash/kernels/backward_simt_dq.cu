@@ -1,4 +1,4 @@
-// Backward, plainly, the second of two passes: dQ in float or double without tensor cores.
+// Backward, plainly, the second of two passes: dQ without tensor cores.
 //
 //     dQ = scale dS K                              with dS from backward_simt.cuh
 //
@@ -13,7 +13,7 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
 // the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q; Arguments and the options
 // (docs/masks.md).
-// Shared memory, in elements:
+// Shared memory, in Real:
 //     q   BLOCK_Q * (HEAD_DIM + 1)             dout   BLOCK_Q * (HEAD_DIM_V + 1)
 //     k   BLOCK_K * (HEAD_DIM + 1)             v      BLOCK_K * (HEAD_DIM_V + 1)
 //     ds  BLOCK_Q * (BLOCK_K + 1)
@@ -30,10 +30,10 @@ static_assert(NUM_THREADS % BLOCK_Q == 0, "every query has as many threads");
 static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "every thread has as many columns of dQ");
 
 struct SharedPlan {
-    Element q[BLOCK_Q][HEAD_DIM + 1];
-    Element dout[BLOCK_Q][HEAD_DIM_V + 1];
-    Element k[BLOCK_K][HEAD_DIM + 1];
-    Element v[BLOCK_K][HEAD_DIM_V + 1];
+    Real q[BLOCK_Q][HEAD_DIM + 1];
+    Real dout[BLOCK_Q][HEAD_DIM_V + 1];
+    Real k[BLOCK_K][HEAD_DIM + 1];
+    Real v[BLOCK_K][HEAD_DIM_V + 1];
     Real ds[BLOCK_Q][BLOCK_K + 1];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");

@@ -1,7 +1,7 @@
-// Forward, plainly: O = softmax(scale Q K^T) V and lse, in float or double without tensor cores.
+// Forward, plainly: O = softmax(scale Q K^T) V and lse, without tensor cores.
 // Online softmax over key tiles (Milakov & Gimelshein 2018, arXiv:1805.02867; FlashAttention-2,
 // arXiv:2307.08691, Algorithm 1). No fast arithmetic: exp and log are the library's, sums are fused
-// multiply-adds in the elements' own type.
+// multiply-adds of Real (simt.cuh). 16-bit elements are rounded once, when they are stored.
 //
 // Grid: one block a tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (order * batch + batch_index) * num_heads_q + head
@@ -11,7 +11,7 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
 // the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q; Arguments and the options
 // (docs/masks.md).
-// Shared memory, in elements:
+// Shared memory, in Real:
 //     q   BLOCK_Q * (HEAD_DIM + 1)
 //     kv  BLOCK_K * (max(HEAD_DIM, HEAD_DIM_V) + 1)     a tile of K, then the same tile of V
 //     p   BLOCK_Q * (BLOCK_K + 1)                       scores, then weights
@@ -35,8 +35,8 @@ static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "room for a sum of each of a row'
 static_assert(HEAD_DIM_V % THREADS_PER_ROW == 0, "every thread has as many columns");
 
 struct SharedPlan {
-    Element q[BLOCK_Q][HEAD_DIM + 1];
-    Element kv[BLOCK_K][WIDEST + 1];
+    Real q[BLOCK_Q][HEAD_DIM + 1];
+    Real kv[BLOCK_K][WIDEST + 1];
     Real p[BLOCK_Q][BLOCK_K + 1];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -81,7 +81,7 @@ inline void softmax_step(
 // acc += P V, over the visible keys only: 0 * NaN is NaN, so that the others cannot take part.
 template <class Hidden>
 inline void accumulate(
-    State& state, const Real (&row)[BLOCK_K + 1], const Element (&v)[BLOCK_K][WIDEST + 1],
+    State& state, const Real (&row)[BLOCK_K + 1], const Real (&v)[BLOCK_K][WIDEST + 1],
     int thread_of_row, Visible visible, Hidden hidden) {
     for (int j = visible.first; j < visible.end; ++j)
         if (!hidden(j)) for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
@@ -180,7 +180,8 @@ forward_simt(const __grid_constant__ Arguments whole) {
         + batch * os.batch + query * os.token + head * os.head;
     for (int n = 0; n < COLUMNS_PER_THREAD; ++n) {
         const int column = thread_of_row + n * THREADS_PER_ROW;
-        if (column < shape.head_dim_v) out[column] = state.acc[n] / (l == 0 ? Real(1) : l);
+        if (column < shape.head_dim_v) out[column] = from_accumulator<Element>(
+            state.acc[n] / (l == 0 ? Real(1) : l));
     }
     if (arguments.lse && thread_of_row == 0) {
         Real* lse = static_cast<Real*>(arguments.lse);

@@ -1,5 +1,6 @@
-// What the plain kernels (float and double, no tensor cores) have in common: tiles in shared memory
-// and the score of a pair.
+// What the plain kernels (no tensor cores) have in common: tiles in shared memory and the score of
+// a pair. They take elements of all types; what they compute with, tiles in shared memory too, is
+// Real: float, or double for double elements.
 //
 // A block's threads stand in rows. A kernel that owns ROWS queries (or keys) has NUM_THREADS / ROWS
 // threads for each, thread / threads_per_row being the row. They share the columns: thread t of a
@@ -7,11 +8,9 @@
 // A row of a tile is one element longer than its columns, so that threads that read one column of
 // neighbouring rows meet no bank conflict.
 #pragma once
-#include "types.cuh"
+#include "elements.cuh"
 
-using Real = Element;       // float or double: sums are held in the elements' own type
-
-static_assert(sizeof(Element) >= 4, "16-bit elements have kernels with tensor cores");
+using Real = Accumulator<Element>;
 
 inline Real infinity() { return __int_as_float(0x7f800000); }
 
@@ -35,13 +34,14 @@ inline const Element* head_start(const void* array, const Strides& stride, int b
 // shared memory; what lies outside the array becomes 0. Called by all threads. No barrier inside.
 template <int ROWS, int COLUMNS, int PITCH>
 inline void load_tile(
-    Element (&tile)[ROWS][PITCH], const Element* head, i64 stride_token,
+    Real (&tile)[ROWS][PITCH], const Element* head, i64 stride_token,
     int start, int seqlen, int columns) {
     static_assert(COLUMNS <= PITCH, "a row of the tile holds a row of the array");
     for (int i = threadIdx.x; i < ROWS * COLUMNS; i += NUM_THREADS) {
         const int row = i / COLUMNS, column = i % COLUMNS;
         const bool inside = start + row < seqlen && column < columns;
-        tile[row][column] = inside ? head[(start + row) * stride_token + column] : Element(0);
+        tile[row][column] =
+            inside ? to_accumulator(head[(start + row) * stride_token + column]) : Real(0);
     }
 }
 
@@ -50,8 +50,8 @@ inline void load_tile(
 // read as the tile's last; its product is not to be used.
 template <int N, int COLUMNS, int ROWS, int PITCH>
 inline void products(
-    Real (&a)[N], const Element* row, const Element (&others)[ROWS][PITCH], int first, int step) {
-    const Element* other[N];
+    Real (&a)[N], const Real* row, const Real (&others)[ROWS][PITCH], int first, int step) {
+    const Real* other[N];
     for (int n = 0; n < N; ++n) {
         const int index = first + n * step;
         other[n] = others[index < ROWS ? index : ROWS - 1];

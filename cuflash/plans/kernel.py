@@ -130,7 +130,7 @@ class Plan:
         ``"wgmma"`` (16-bit types, Hopper's warpgroups), ``"mma"`` (16-bit
         types, any tensor cores), ``"fma"`` (float32), ``"tf32x3"`` (float32
         in parts, tensor cores), ``"dmma"`` (float64, tensor cores) or
-        ``"simt"`` (float32 and float64, anywhere).
+        ``"simt"`` (any, plainly: where no other family runs).
     tile : Tile or None
         None for "merge", which has no tiles.
     launches : tuple of Launch

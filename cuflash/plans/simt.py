@@ -1,4 +1,4 @@
-"""Plans of the plain kernels, for float32 and float64 anywhere."""
+"""Plans of the plain kernels: any dtype, any head dimension, anywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .steps import (
 
 
 def _sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
-    """Bytes of an element; head_dim and head_dim_v as the kernels pad them.
+    """Bytes of a Real; head_dim and head_dim_v as the kernels pad them.
 
     `rows` is the side of the tile that owns the threads (simt.cuh).
     """

@@ -25,7 +25,7 @@ from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from fuzz_parts.shapes import Shape
 
-# What families run if not float16 and bfloat16; simt runs both of these.
+# What families run if not float16 and bfloat16; simt runs all.
 DTYPES = {"fma": "float32", "tf32x3": "float32", "dmma": "float64",
           "simt": "float32"}  # fmt: skip
 

@@ -17,6 +17,7 @@ from .heads import visible
 EXP = 4  # of exp and exp2, in u: 2 ulp
 PER_TILE = 6  # roundings of sums that each tile of keys adds
 SMALLEST_BLOCK = 16  # keys of the smallest tile
+WIDE, SMALLEST_WIDE_BLOCK = 192, 4  # the same of head dimensions above that
 
 
 class Arithmetic(NamedTuple):
@@ -68,7 +69,8 @@ def bounds(x, arithmetic):
     """Return the bounds of out, lse, dq, dk and dv of `exact` matrices."""
     u, product, size = arithmetic.unit, arithmetic.product, np.abs
     keys = x.k.shape[-2]
-    tiles = -(-keys // SMALLEST_BLOCK)
+    is_wide = max(x.q.shape[-1], x.v.shape[-1]) > WIDE
+    tiles = -(-keys // (SMALLEST_WIDE_BLOCK if is_wide else SMALLEST_BLOCK))
     sums = product(keys) + PER_TILE * tiles * u
     score = product(x.q.shape[-1]) * size(x.scale)
     score = score * (size(x.q) @ turned(size(x.k)))

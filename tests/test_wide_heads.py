@@ -1,0 +1,126 @@
+"""Head dimensions above 256, by the plain kernels and, float32's, by fma."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuflash.plan import device_of_arch, plan
+from helpers import calls, expected
+from helpers.backends import on_kernels, on_kernels_of
+from helpers.checks import check_forward, check_gradients
+from helpers.compare import assert_bitwise, assert_gradients_match
+from helpers.data import Case, Emulation, inputs
+from helpers.dtypes import DTYPES
+from helpers.kernels import small_problem
+from helpers.packed import assert_packed_forward, assert_packed_gradients
+
+LENGTHS = {"emulated": (37, 50), "cupy": (203, 1113)}
+
+
+def case_of(backend, dtype, head_dims=(257, 40), **changes):
+    """Return a case of several tiles, whose lengths no tile divides."""
+    lengths = LENGTHS[backend.name]
+    return Case(dtype, 1, *lengths, 2, 1, *head_dims, seed=512, **changes)
+
+
+def check(backend, case):
+    check_forward(backend, case)
+    check_gradients(backend, case)
+
+
+@on_kernels_of(
+    dtype=DTYPES,
+    head_dims=[(257, 257), (512, 512), (320, 320), (512, 64)],
+    causal=[True, False],
+)
+def test_head_dims(backend, dtype, head_dims, causal):
+    check(backend, case_of(backend, dtype, head_dims, causal=causal))
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("arch", "head_dims"), [("sm_80", (512, 384)), ("sm_90a", (257, 257))]
+)
+def test_register_tiles(backend, arch, head_dims):
+    """Where float32 has some for both directions."""
+    d, dv = head_dims
+    for direction in ("forward", "backward"):
+        problem = small_problem(direction, "float32", d, head_dim_v=dv)
+        assert plan(problem, device_of_arch(arch)).family == "fma"
+    on = Emulation(arch)
+    check(backend, case_of(backend, "float32", head_dims, causal=True, on=on))
+
+
+@on_kernels
+@pytest.mark.parametrize("layout", ["misaligned", "every_other_element"])
+def test_rows_anywhere(backend, layout):
+    """Rows of 16 bits that delta cannot read 16 bytes at a time."""
+    check(backend, case_of(backend, "bfloat16", causal=True, layout=layout))
+
+
+OPTIONS = {
+    "few": {
+        "window": (20, 10),
+        "arrays_of": ("segment_ids_k", "segment_ids_q", "sink"),
+        "causal": True,
+    },
+    "all": {
+        "window": (30, 30),
+        "softcap": 30.0,
+        "dropout": 0.5,
+        "arrays_of": (
+            "alibi_slopes_of_batches", "bias", "mask", "segment_ids_k",
+            "segment_ids_q", "sink",
+        ),
+    },
+}  # fmt: skip
+
+
+@on_kernels_of(dtype=["float16", "bfloat16"], name=["few", "all"])
+def test_options(backend, dtype, name):
+    check(backend, case_of(backend, dtype, **OPTIONS[name]))
+
+
+@on_kernels
+def test_packed_sequences(backend):
+    """One without queries, one without keys, tokens of none."""
+    case = Case(
+        "float16", seqlen_q=80, seqlen_k=90, num_heads_q=2, head_dim=40,
+        head_dim_v=257, causal=True, arrays_of=("sink",),
+        offsets=((0, 30, 30, 50, 70), (0, 40, 60, 60, 80)),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q[0], k[0], v[0])
+    assert_packed_forward((out, lse), q, k, v, case)
+    given = dout[0], q[0], k[0], v[0]
+    got = calls.backward(backend, case, *given, out, lse)
+    assert_packed_gradients(got, dout, q, k, v, case)
+
+
+@on_kernels
+def test_what_is_hidden_spreads_nowhere(backend):
+    """NaN in a query and its dout, in a key and its value."""
+    case = case_of(backend, "bfloat16", causal=True)
+    late = case.seqlen_k - 5  # the last five queries see it
+    places = {"q": 3, "dout": 3, "k": late, "v": late}
+    spoiled = tuple((x, (0, i), "nan") for x, i in places.items())
+    case = replace(case, spoiled=spoiled)
+    check_forward(backend, case)
+    q, k, v, dout = inputs(case)
+    got = calls.both(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+    assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
+
+
+@on_kernels
+def test_gradients_are_the_same_in_every_run(backend):
+    """No two blocks add to the same number, in whatever order they run."""
+    case = case_of(backend, "bfloat16", causal=True)
+    arrays = inputs(case)
+    first = calls.both(backend, case, *arrays)
+    other = replace(case, on=Emulation(seed=1, resident=3))
+    again = calls.both(backend, other, *arrays)
+    for x, a, b in zip("qkv", again, first, strict=True):
+        assert_bitwise(a, b, f"d{x}")
