@@ -101,7 +101,7 @@ __device__ __forceinline__ void weights(
                     const int key =
                         ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2 + x % 2;
                     const bool counts = !MASKED || at.visible(row, key);
-                    Element &p = s[m][n][x], &ds = dp[m][n][x], derivative;
+                    Element &p = s[m][n][x], &ds = dp[m][n][x], derivative = 1;
                     if constexpr (LINEAR)
                         p = rounded(p, scale);
                     else
