@@ -79,8 +79,8 @@ def test_backward_in_turns(backend, shape, name):
 def test_what_is_hidden_spreads_nowhere(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
     check_forward(backend, Case(
-        "float16", seqlen_q=200, seqlen_k=200, head_dim=40,
-        on=Emulation("sm_90a", num_sms=1), spoiled=spoiled, **ALL_OPTIONS[name],
+        "float16", seqlen_q=200, seqlen_k=200, head_dim=40, spoiled=spoiled,
+        on=Emulation("sm_90a", num_sms=1), **ALL_OPTIONS[name],
     ))  # fmt: skip
 
 
