@@ -192,6 +192,12 @@ def test_on_hopper(backend, name):
 
 
 @on_kernels
+def test_dropout_on_hopper(backend):
+    """It counts sequences, which a block takes one after another."""
+    check_both(backend, hopper_case(dropout=0.25))
+
+
+@on_kernels
 def test_many_short_ones_on_hopper(backend):
     """More blocks than tiles, too: none is left for some."""
     lengths = np.random.default_rng(0).integers(0, 3, 70)
