@@ -134,6 +134,17 @@ def test_bias_in_chunks(backend, seqlen_k, head_dim):
 
 
 @on_kernels
+def test_bias_without_chunks(backend):
+    """A number for each head, though aligned as chunks are."""
+    case = Case(
+        "float16", 1, 70, 264, 2, 2, 64, 64, seed=7,
+        on=Emulation("sm_90a", num_sms=1), arrays_of=("bias",),
+    )  # fmt: skip
+    assert option_arrays(case)["bias"].shape == (1, 2, 1, 1)
+    check_forward(backend, case)
+
+
+@on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
 @pytest.mark.parametrize("name", ["window", "segments", "all"])
 def test_key_tiles_that_nobody_sees(backend, name, head_dim):
