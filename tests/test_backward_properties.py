@@ -6,9 +6,9 @@ import numpy as np
 
 import cuflash
 import strategies
-from helpers import calls, expected
-from helpers.checks import check_gradients
-from helpers.compare import assert_bitwise, assert_gradients_match
+from helpers import calls
+from helpers.checks import check_gradients, check_gradients_of_forward
+from helpers.compare import assert_bitwise
 from helpers.data import inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
@@ -23,10 +23,7 @@ def test_is_the_gradient(backend, case):
 
 @on_each_backend(strategies.cases, archs=strategies.FAMILIES)
 def test_is_the_gradient_of_forward(backend, case):
-    q, k, v, dout = inputs(case)
-    grads = calls.both(backend, case, q, k, v, dout)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(grads, want, case)
+    check_gradients_of_forward(backend, case)
 
 
 @on_each_backend(strategies.cases, longest=70)

@@ -13,7 +13,11 @@ from helpers.backends import (
     on_kernels,
     on_kernels_of,
 )
-from helpers.checks import check_forward, check_gradients
+from helpers.checks import (
+    check_forward,
+    check_gradients,
+    check_gradients_of_forward,
+)
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
@@ -47,10 +51,7 @@ def test_backward(backend, case):
 
 @on_each_backend(strategies.optional_cases)
 def test_backward_of_forward(backend, case):
-    q, k, v, dout = inputs(case)
-    got = calls.both(backend, case, q, k, v, dout)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case)
+    check_gradients_of_forward(backend, case)
 
 
 @on_kernels_of(dtype=DTYPES, options=strategies.FEW_OPTIONS)

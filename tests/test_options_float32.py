@@ -7,7 +7,11 @@ from cuflash.plan import device_of_arch, plan
 from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import on_kernels
-from helpers.checks import check_forward, check_gradients
+from helpers.checks import (
+    check_forward,
+    check_gradients,
+    check_gradients_of_forward,
+)
 from helpers.compare import assert_bitwise, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.kernels import small_problem
@@ -99,8 +103,5 @@ def test_what_is_not_finite(backend, name, spoiled):
     spoiled = ((spoiled, (0, 17, 0, 3), "nan"),)
     case = option_case(name, "small", spoiled=spoiled)
     check_forward(backend, case)
-    q, k, v, dout = inputs(case)
-    got = calls.both(backend, case, q, k, v, dout)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case)
+    got = check_gradients_of_forward(backend, case)
     assert np.isnan(got[1]).any()

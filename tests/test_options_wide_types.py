@@ -9,7 +9,12 @@ import strategies
 from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import on_kernels
-from helpers.checks import check_forward, check_gradients
+from helpers.checks import (
+    check_forward,
+    check_gradients,
+    check_gradients_of_forward,
+    check_packed,
+)
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
@@ -17,7 +22,6 @@ from helpers.compare import (
 )
 from helpers.data import Case, Emulation, inputs
 from helpers.options import fields_of
-from helpers.packed import assert_packed_forward, assert_packed_gradients
 
 
 def small(backward_warps):
@@ -122,12 +126,7 @@ def test_packed_sequences(backend, kind, options):
         causal=True, offsets=((0, 70, 70, 90, 140), (0, 100, 130, 130, 160)),
         **fields,
     )  # fmt: skip
-    q, k, v, dout = inputs(case)
-    out, lse = calls.forward(backend, case, q[0], k[0], v[0])
-    assert_packed_forward((out, lse), q, k, v, case)
-    given = dout[0], q[0], k[0], v[0]
-    got = calls.backward(backend, case, *given, out, lse)
-    assert_packed_gradients(got, dout, q, k, v, case)
+    check_packed(backend, case)
 
 
 HIDING = {
@@ -146,10 +145,7 @@ def test_what_is_hidden_spreads_nowhere(backend, kind, name):
     case = Case(seqlen_q=50, seqlen_k=50, spoiled=spoiled,
                 **HIDING[name], **KINDS[kind])  # fmt: skip
     check_forward(backend, case)
-    q, k, v, dout = inputs(case)
-    got = calls.both(backend, case, q, k, v, dout)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case)
+    check_gradients_of_forward(backend, case)
 
 
 @on_kernels

@@ -8,32 +8,22 @@ import strategies
 from cuflash.errors import ValueRangeError
 from helpers import calls
 from helpers.backends import EMULATED, on_each_kind_with_options, on_kernels
+from helpers.checks import check_packed
 from helpers.compare import assert_bitwise
-from helpers.data import Case, Emulation, inputs
+from helpers.data import Case, Emulation
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
-from helpers.packed import assert_packed_forward, assert_packed_gradients
-
-
-def packed_inputs(case):
-    """q, k, v and dout with a batch axis of one, and without it."""
-    arrays = inputs(case)
-    return arrays, [x[0] for x in arrays]
+from helpers.packed import (
+    assert_packed_forward,
+    assert_packed_gradients,
+    packed_inputs,
+)
 
 
 def check_forward(backend, case):
     (q, k, v, _), given = packed_inputs(case)
     got = calls.forward(backend, case, *given[:3])
     assert_packed_forward(got, q, k, v, case)
-
-
-def check_both(backend, case):
-    """Forward, and backward of its out and lse."""
-    (q, k, v, dout), given = packed_inputs(case)
-    out, lse = calls.forward(backend, case, *given[:3])
-    assert_packed_forward((out, lse), q, k, v, case)
-    got = calls.backward(backend, case, given[3], *given[:3], out, lse)
-    assert_packed_gradients(got, dout, q, k, v, case)
 
 
 @on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
@@ -57,7 +47,7 @@ def test_many_short_ones(backend, dtype, arch):
     rng = np.random.default_rng(0)
     offsets = [np.r_[0, np.cumsum(rng.integers(0, 4, count))] for _ in "qk"]
     of_q, of_k = (tuple(map(int, x)) for x in offsets)
-    check_both(backend, Case(dtype, 1, of_q[-1], of_k[-1], causal=True,
+    check_packed(backend, Case(dtype, 1, of_q[-1], of_k[-1], causal=True,
                              on=Emulation(arch),
                              offsets=(of_q, of_k)))  # fmt: skip
 
@@ -69,7 +59,7 @@ def test_one_long_among_short_ones(backend, dtype, arch, place):
     lengths = [3, 1, 20]
     lengths.insert(place, 170)
     offsets = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
-    check_both(backend, Case(dtype, 1, 194, 194, 4, 2, 40, 40, causal=True,
+    check_packed(backend, Case(dtype, 1, 194, 194, 4, 2, 40, 40, causal=True,
                              deterministic=True, on=Emulation(arch),
                              offsets=(offsets, offsets)))  # fmt: skip
 
@@ -80,7 +70,7 @@ def test_what_is_of_another_sequence_spreads_nowhere(backend, dtype, arch):
     spoiled = [
         (x, (0, i), "nan") for x in ("q", "k", "v", "dout") for i in (9, 30)
     ]
-    check_both(backend, Case(dtype, 1, 40, 40, spoiled=tuple(spoiled),
+    check_packed(backend, Case(dtype, 1, 40, 40, spoiled=tuple(spoiled),
                              on=Emulation(arch),
                              offsets=((0, 5, 20), (0, 9, 22))))  # fmt: skip
 
@@ -188,13 +178,13 @@ def hopper_case(**changes):
 @on_kernels
 @pytest.mark.parametrize("name", OPTIONS)
 def test_on_hopper(backend, name):
-    check_both(backend, hopper_case(**OPTIONS[name]))
+    check_packed(backend, hopper_case(**OPTIONS[name]))
 
 
 @on_kernels
 def test_dropout_on_hopper(backend):
     """It counts sequences, which a block takes one after another."""
-    check_both(backend, hopper_case(dropout=0.25))
+    check_packed(backend, hopper_case(dropout=0.25))
 
 
 @on_kernels
@@ -204,7 +194,7 @@ def test_many_short_ones_on_hopper(backend):
     of_q = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
     of_k = tuple(map(int, np.r_[0, np.cumsum(lengths[::-1])]))
     on = Emulation("sm_90a", num_sms=150, seed=2)
-    check_both(backend, hopper_case(
+    check_packed(backend, hopper_case(
         seqlen_q=of_q[-1], seqlen_k=of_k[-1], offsets=(of_q, of_k), on=on,
     ))  # fmt: skip
 
@@ -223,7 +213,7 @@ def test_neighbours_spread_nowhere_on_hopper(backend, name):
         )
         for i in (2, 3, 210, 302, 303, 700)
     )  # fmt: skip
-    check_both(backend, hopper_case(spoiled=spoiled, **OPTIONS[name]))
+    check_packed(backend, hopper_case(spoiled=spoiled, **OPTIONS[name]))
 
 
 @on_kernels

@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 
 from cuflash.plan import device_of_arch, plan
-from helpers import calls, expected
+from helpers import calls
 from helpers.backends import on_kernels, on_kernels_of
-from helpers.checks import check_forward, check_gradients
-from helpers.compare import assert_bitwise, assert_gradients_match
+from helpers.checks import (
+    check_forward,
+    check_gradients,
+    check_gradients_of_forward,
+    check_packed,
+)
+from helpers.compare import assert_bitwise
 from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
-from helpers.packed import assert_packed_forward, assert_packed_gradients
 
 LENGTHS = {"emulated": (37, 50), "cupy": (203, 1113)}
 
@@ -90,12 +94,7 @@ def test_packed_sequences(backend):
         head_dim_v=257, causal=True, arrays_of=("sink",),
         offsets=((0, 30, 30, 50, 70), (0, 40, 60, 60, 80)),
     )  # fmt: skip
-    q, k, v, dout = inputs(case)
-    out, lse = calls.forward(backend, case, q[0], k[0], v[0])
-    assert_packed_forward((out, lse), q, k, v, case)
-    given = dout[0], q[0], k[0], v[0]
-    got = calls.backward(backend, case, *given, out, lse)
-    assert_packed_gradients(got, dout, q, k, v, case)
+    check_packed(backend, case)
 
 
 @on_kernels
@@ -107,10 +106,7 @@ def test_what_is_hidden_spreads_nowhere(backend):
     spoiled = tuple((x, (0, i), "nan") for x, i in places.items())
     case = replace(case, spoiled=spoiled)
     check_forward(backend, case)
-    q, k, v, dout = inputs(case)
-    got = calls.both(backend, case, q, k, v, dout)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case)
+    got = check_gradients_of_forward(backend, case)
     assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
 
 

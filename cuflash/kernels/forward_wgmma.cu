@@ -344,22 +344,6 @@ __device__ __forceinline__ void load_biases(
     }
 }
 
-// Word i of lane t, of four lanes, and word t of lane i change places.
-__device__ __forceinline__ void transpose(u32 (&words)[4]) {
-    #pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-        const bool upper = (threadIdx.x & distance) != 0;
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if ((i & distance) != 0) continue;
-            u32 &low = words[i], &high = words[i + distance];
-            const u32 got = __shfl_xor_sync(WHOLE_WARP, upper ? low : high, distance);
-            low = upper ? got : low;
-            high = upper ? high : got;
-        }
-    }
-}
-
 // The scores of products; see Steps.
 __device__ __forceinline__ void apply_steps(
     float (&s)[S_COUNT], const Steps<float>& steps, Biases& biases, int shift, int first_row,
@@ -399,7 +383,7 @@ __device__ __forceinline__ void apply_steps(
             #pragma unroll
             for (auto& chunks : biases.chunks)
                 #pragma unroll
-                for (BiasChunk& chunk : chunks) transpose(chunk.words);
+                for (BiasChunk& chunk : chunks) transpose_in_quad(chunk.words);
             return apply([&](int half, int key) {
                 const u32 pair = biases.chunks[half][key / 32].words[key / 8 % 4];
                 return steps.added(past + static_cast<float>(half * 8 - key),

@@ -122,14 +122,3 @@ struct Mask {
         return tiles;
     }
 };
-
-// Where a tile of pairs lies.
-template <bool CAUSAL>
-struct MaskedTile {
-    Mask<CAUSAL> mask;
-    int q_start, k_start;
-    // Query i and key j of the tile; a query past the end is none.
-    bool visible(int i, int j) const {
-        return q_start + i < mask.seqlen_q && mask.visible(q_start + i, k_start + j);
-    }
-};

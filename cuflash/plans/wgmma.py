@@ -113,7 +113,7 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     if dv <= 128 and (problem.segment_ids or problem.softcap or problem.mask):
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
-        used += tile.block_k // 4  # biases on their way, in pairs
+        used += tile.block_k // 4  # biases on their way, in chunks
     return used <= _REGISTERS[tile.block_q // 64]
 
 

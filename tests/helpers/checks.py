@@ -5,6 +5,11 @@ import cuflash
 from . import calls, expected
 from .compare import assert_forward_matches, assert_gradients_match
 from .data import inputs
+from .packed import (
+    assert_packed_forward,
+    assert_packed_gradients,
+    packed_inputs,
+)
 
 
 def check_forward(backend, case):
@@ -22,3 +27,21 @@ def check_gradients(backend, case):
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(got, want, case)
+
+
+def check_gradients_of_forward(backend, case):
+    """Of all gradients, from the backend's own out and lse."""
+    q, k, v, dout = inputs(case)
+    got = calls.both(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+    return got
+
+
+def check_packed(backend, case):
+    """Packed sequences: forward, and backward of its out and lse."""
+    (q, k, v, dout), given = packed_inputs(case)
+    out, lse = calls.forward(backend, case, *given[:3])
+    assert_packed_forward((out, lse), q, k, v, case)
+    got = calls.backward(backend, case, given[3], *given[:3], out, lse)
+    assert_packed_gradients(got, dout, q, k, v, case)

@@ -4,8 +4,15 @@ import numpy as np
 
 from . import expected
 from .compare import assert_forward_matches, assert_matches
+from .data import inputs
 
 _OFFSETS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+
+
+def packed_inputs(case):
+    """q, k, v and dout with a batch axis of one, and without it."""
+    arrays = inputs(case)
+    return arrays, [x[0] for x in arrays]
 
 
 def _sequences(case):
