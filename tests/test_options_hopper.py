@@ -111,6 +111,26 @@ def test_more_query_tiles_than_lanes(backend):
 
 
 @on_kernels
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (200, 0)},
+        {"window": (None, 10)},
+        {"window": (9, None)},
+        {"arrays_of": SEGMENTS},
+    ],
+    ids=str,
+)
+def test_many_query_tiles(backend, options):
+    """Tiles in rounds: even ones and shorter ones, in sections of heads."""
+    case = Case(
+        "float16", 2, 600, 620, 3, head_dim=16, seed=3,
+        on=Emulation("sm_90a", num_sms=3, l2_bytes=1), **options,
+    )  # fmt: skip
+    check_forward(backend, case)
+
+
+@on_kernels
 def test_huge_scores_of_steps(backend):
     """Whose lse is subtracted before anything is rounded."""
     case = Case(

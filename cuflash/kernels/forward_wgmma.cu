@@ -13,8 +13,8 @@
 // The "next key tile" may be the first of the next query tile: nothing drains between tiles.
 //
 // Grid: as many blocks as multiprocessors, or as tiles if those are fewer. Tiles are numbered by
-// scheduler.cuh, longest first. Those of packed sequences are taken from a counter: nobody knows
-// their lengths before.
+// scheduler.cuh, longest first. Those of packed sequences, or with segment ids, are taken from a
+// counter: nobody knows their lengths before.
 // Block: 1 + MATH_WARPGROUPS warpgroups.
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0, and scores are LINEAR), HEAD_DIM and
@@ -50,6 +50,7 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
 
 // Key tiles are visited anywhere, not down to the first: which, the loading warp says with each.
 constexpr bool LISTED = WINDOW || PAIRWISE;
+constexpr bool COUNTED = PACKED || SEGMENTS;                // query tiles are taken from a counter
 constexpr bool OPTIONS = LISTED || !LINEAR || DROPOUT;
 constexpr bool HIDES = CAUSAL || LISTED || PACKED;          // rows need not see what is loaded
 constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, TILE_SHIFT = 2; // of what it says
@@ -65,9 +66,12 @@ struct Queries : OwnSequence { int first, num_rows, head, batch; };
 // A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
 struct Work { Queries queries; int num_visited; };
 
-// Of packed sequences, the warp that takes tiles tells the one that loads keys, too (full); which
-// asks for more when it comes to a tile's last keys (asked): what is taken while its block is still
-// busy with a long tile waits for that, and other blocks may be idle. An arrival each.
+// COUNTED: the warp that takes tiles tells the one that loads keys, too (full); which asks for more
+// when it comes to a tile's last keys (asked): what is taken while its block is still busy with a
+// long tile waits for that, and other blocks may be idle. An arrival each.
+// TAKEN_BEFORE: key tiles still to be loaded then. With those in shared memory a step or two more
+// than an atomic addition, a search among offsets and a load of Q take, one after another.
+constexpr int TAKEN_BEFORE = 2;
 template <bool> struct WorkBarriers {
     __device__ __forceinline__ void init() {}
     __device__ __forceinline__ void tell(int) {}
@@ -92,7 +96,7 @@ template <> struct WorkBarriers<true> {
         wait(shared_address(&full[place]), parity);
     }
 };
-struct Works : WorkBarriers<PACKED> {
+struct Works : WorkBarriers<COUNTED> {
     Work at[WORK_PLACES];
     __device__ __forceinline__ Work& operator[](int place) { return at[place]; }
 };
@@ -150,11 +154,28 @@ __device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& argumen
     return {queries, key_tiles(mask, queries.first, queries.num_rows).num_visited};
 }
 
+// How tiles are dealt. Of a window's those that see key 0, or would see keys before it, are
+// shorter.
+template <bool> struct WalkOf { using type = TileWalk; };
+template <> struct WalkOf<true> { using type = EvenWalk; };
+
+template <class Arguments>
+__device__ __forceinline__ WalkOf<WINDOW>::type walk_of(const Arguments& all) {
+    const Shape& shape = all.arrays.shape;
+    if constexpr (WINDOW) {
+        const int shorter = mask_of(all, NoSequence{}).end_query(0);
+        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch,
+                (shorter + BLOCK_Q - 1) / BLOCK_Q};
+    } else {
+        return {all.deal, shape.num_heads_q};
+    }
+}
+
 // A block's tiles, one after another. Each who asks counts them for itself.
 struct DealtTiles {
-    TileWalk walk;
+    WalkOf<WINDOW>::type walk;
     explicit __device__ __forceinline__ DealtTiles(const Arguments& all, int = 0)
-        : walk{all.deal, all.arrays.shape.num_heads_q} {}
+        : walk(walk_of(all)) {}
     __device__ __forceinline__ Queries next(const Arguments& all) {
         return queries_of_tile(walk.next(), {}, all);
     }
@@ -164,8 +185,8 @@ struct DealtTiles {
     __device__ __forceinline__ Queries again(const Arguments& all) { return next(all); }
 };
 
-// Those of packed sequences: one warp takes them from a counter, and tells the others. Slots are
-// numbered as tiles are, but of a head those of the longest sequence come first.
+// COUNTED ones: one warp takes them from a counter, and tells the others. Slots of packed sequences
+// are numbered as tiles are, but of a head those of the longest sequence come first.
 template <class Arguments> struct TakenTiles {
     int last;
     bool begun = false;
@@ -175,23 +196,28 @@ template <class Arguments> struct TakenTiles {
     // By a whole warp.
     static __device__ __forceinline__ Queries of_slot(const Arguments& all, int number) {
         const int slots = num_query_tiles(all, BLOCK_Q);
+        const Shape& shape = all.arrays.shape;
         TileOfHead where = tile_of_block(
-            number, slots, all.arrays.shape.num_heads_q, 1, all.arrays.schedule);
+            number, slots, shape.num_heads_q, shape.batch, all.arrays.schedule);
         where.tile = slots - 1 - where.tile;
         auto sequence = sequence_of_block<false>(all, where.tile, BLOCK_Q, true);
         // Where there is no key, one of the array's is loaded all the same.
-        sequence.first_k = min(sequence.first_k, all.arrays.shape.seqlen_k - 1);
+        if constexpr (PACKED) sequence.first_k = min(sequence.first_k, shape.seqlen_k - 1);
         return queries_of_tile(where, sequence, all);
+    }
+    static __device__ __forceinline__ int* counter(const Arguments& all) {
+        if constexpr (PACKED) return &static_cast<FoundSequences*>(all.found)->handed_out;
+        else return counter_behind_ranges(all);
     }
     // By the warp that takes them. When none is left, `first` is the last one's number.
     __device__ __forceinline__ Queries next(const Arguments& all) {
         for (;;) {
-            const int number = begun ? take_tile(all) : blockIdx.x;
+            const int number = begun ? take_tile(counter(all)) : blockIdx.x;
             begun = true;
             if (number >= all.deal.items) return {{}, last, 0, 0, 0};
             const Queries queries = of_slot(all, number);
             if (queries.num_rows <= 0) continue;
-            if (threadIdx.x % 32 == 0) tile_before(all, number) = last;
+            if (threadIdx.x % 32 == 0) tile_before(counter(all), number) = last;
             last = number;
             return queries;
         }
@@ -207,14 +233,14 @@ template <class Arguments> struct TakenTiles {
     __device__ __forceinline__ Queries again(const Arguments& all) {
         if (last < 0) return {{}, 0, 0, 0, 0};
         const Queries queries = of_slot(all, last);
-        last = tile_before(all, last);
+        last = tile_before(counter(all), last);
         return queries;
     }
 };
 
 template <bool, class Arguments> struct TilesOf { using type = DealtTiles; };
 template <class Arguments> struct TilesOf<true, Arguments> { using type = TakenTiles<Arguments>; };
-using Tiles = TilesOf<PACKED, Arguments>::type;
+using Tiles = TilesOf<COUNTED, Arguments>::type;
 
 // Two threads load, so that the next Q need not wait for this one's last keys. The first also says
 // what to do: the work goes with its Q.
@@ -225,7 +251,7 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments,
     for (Ring<Q_STAGES> ring;; ring.next(), asking.next()) {
         shared.work.await_asking(asking.parity ^ 1);
         const Work now = next_work(tiles, arguments);
-        if (PACKED && threadIdx.x != 0) {
+        if (COUNTED && threadIdx.x != 0) {
             if (now.queries.num_rows == 0) return;
             continue;
         }
@@ -255,7 +281,7 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
         const int batch = now.queries.batch, head = now.queries.head / group_size;
         const int first = now.queries.first_k;
         for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
-            if (PACKED && tile == 0) shared.work.ask();
+            if (PACKED && tile == min(TAKEN_BEFORE, now.num_visited - 1)) shared.work.ask();
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_K, HEAD_DIM>(
                 shared_address(&shared.k[ring.stage]), arguments.k_map,
@@ -291,7 +317,7 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
             last = !any || next < visited.first;
             if (threadIdx.x % 32 == 0) {
                 const u32 full = shared_address(&shared.k_full[ring.stage]);
-                if (PACKED && last) shared.work.ask();
+                if (COUNTED && last) shared.work.ask();
                 wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
                 shared.listed[ring.stage] = tile << TILE_SHIFT | (last ? LAST_BIT : 0)
                     | (pairs.sees_all(q_tile, tile) ? 0 : HIDDEN_BIT);
@@ -654,7 +680,7 @@ __device__ __forceinline__ void exact_row(
 }
 
 // Computes again what begins with a NaN, in the warp's rows of all the block's tiles. That may be
-// the result, too. last_tile: the number of the last one, of those of packed sequences.
+// the result, too. last_tile: the number of the last one, if they are COUNTED.
 __device__ __forceinline__ void compute_inexact(
     const Arguments& arguments, int warp_row, float c, int last_tile) {
     const ForwardArguments& arrays = arguments.arrays;
@@ -1036,7 +1062,7 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
     constexpr int LOAD_REGISTERS = (MATH_WARPGROUPS == 2 ? 24 : 32) + MORE * MATH_WARPGROUPS;
     if (threadIdx.x < WARPGROUP) {
         give_registers<LOAD_REGISTERS>();
-        if (threadIdx.x < (PACKED ? 32 : 1)) load_queries(arguments, shared);
+        if (threadIdx.x < (COUNTED ? 32 : 1)) load_queries(arguments, shared);
         if constexpr (LISTED) {
             if (threadIdx.x / 32 == 1) load_listed_keys(arguments, shared);
         } else {

@@ -138,3 +138,12 @@ template <class Arguments> struct PairsOf {
 };
 
 using Pairs = PairsOf<Arguments>;
+
+// Behind the ranges stands how many tiles were taken by blocks that take one after another.
+template <class Arguments> inline int* counter_behind_ranges(const Arguments& all) {
+    const Shape& shape = arrays_of(all).shape;
+    const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    const int k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+    return reinterpret_cast<int*>(
+        static_cast<Range*>(all.found) + i64(shape.batch) * (q_tiles + k_tiles));
+}

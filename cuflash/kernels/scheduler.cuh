@@ -48,3 +48,29 @@ struct TileWalk {
         return {tile, head % num_heads, head / num_heads};
     }
 };
+
+// The same where most of a head's tiles take as long, as under a window: all but the first
+// `shorter` ones, of which each takes longer than the one before. Those of all heads come first,
+// head by head, then the shorter ones, longest first, section by section. Each round of items goes
+// to the blocks in the reverse order of the round before, so that who got more gets less: the
+// longest block then works for 2 % longer than the mean, with rounds all alike for 5 to 8 %.
+struct EvenWalk {
+    const Deal& deal;                   // without pairs
+    Schedule schedule;
+    int num_heads, batch, shorter, round = 0;
+
+    __device__ __forceinline__ TileOfHead next() {
+        const int block = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+        const int item = round * gridDim.x + block;
+        ++round;
+        if (item >= deal.items) return {-1, 0, 0};
+        const int even = deal.singles - shorter, even_items = even * num_heads * batch;
+        if (item < even_items) {
+            const int head = item / even;
+            return {deal.singles - 1 - item % even, head % num_heads, head / num_heads};
+        }
+        TileOfHead where = tile_of_block(item - even_items, shorter, num_heads, batch, schedule);
+        where.tile = shorter - 1 - where.tile;
+        return where;
+    }
+};

@@ -1,6 +1,6 @@
 // The smallest and the largest segment id of each tile of BLOCK_Q queries and of BLOCK_K keys, by
 // which other kernels know tiles with nothing in common (pairs.cuh): first all query tiles, batch
-// by batch, then all key tiles.
+// by batch, then all key tiles. Behind them, no tile has been taken yet.
 //
 // Grid: a warp a tile. Block: NUM_THREADS threads.
 // Constants: Arguments, what it takes; SEGMENTS, KEEP (of pairs.cuh), BLOCK_Q, BLOCK_K,
@@ -33,6 +33,7 @@ segment_ranges(const __grid_constant__ Arguments all) {
     const i64 rest = of_keys ? number - first_k : number;
     const int tiles = of_keys ? k_tiles : q_tiles, block = of_keys ? BLOCK_K : BLOCK_Q;
     const int batch = rest / tiles, start = rest % tiles * block;
+    if (number == 0 && threadIdx.x == 0) *counter_behind_ranges(all) = 0;
     const Pairs pairs(all, batch);
     const Range range = of_keys
         ? range_of(start, min(start + block, shape.seqlen_k),

@@ -210,15 +210,13 @@ inline const Arguments& of_sequence(const Arguments& all, NoSequence, int, int =
 // ---- Blocks that take one tile after another ----
 
 // The number of a block's next tile, by a whole warp. Its first is that of its own number.
-template <class Arguments> inline int take_tile(const Arguments& all) {
+// handed_out: how many were taken besides.
+inline int take_tile(int* handed_out) {
     int taken = 0;
-    if (threadIdx.x % 32 == 0)
-        taken = atomicAdd(&static_cast<FoundSequences*>(all.found)->handed_out, 1);
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(handed_out, 1);
     return gridDim.x + __shfl_sync(0xFFFFFFFFu, taken, 0);
 }
 
-// The number of the tile that the block had before this one, which it keeps behind what was found:
-// so it can go through its tiles once more.
-template <class Arguments> inline int& tile_before(const Arguments& all, int number) {
-    return static_cast<int*>(all.found)[sizeof(FoundSequences) / sizeof(int) + number];
-}
+// The number of the tile that the block had before this one, which it keeps behind the counter: so
+// it can go through its tiles once more.
+inline int& tile_before(int* handed_out, int number) { return handed_out[1 + number]; }

@@ -168,14 +168,14 @@ def finding_launches(
 
 
 def num_found(problem: Problem, tile: Tile) -> int:
-    """Two of each tile with segments; four of packed sequences."""
+    """Two of each tile with segments, and one; four of packed sequences."""
     if is_packed(problem):
         return 4
     if not problem.segment_ids:
         return 0
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
-    return 2 * problem.batch * (q_tiles + k_tiles)
+    return 2 * problem.batch * (q_tiles + k_tiles) + 1
 
 
 def count_tiles(problem: Problem, seqlen: int, block: int) -> int:

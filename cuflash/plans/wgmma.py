@@ -86,6 +86,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     works, work = max(q_stages, 2), _WORK_BYTES
     if is_packed(problem):
         work += _SEQUENCE_BYTES
+    if _is_counted(problem):
         barriers += works + 1  # told and asked
     return round_up(
         q_stages * queries
@@ -100,6 +101,11 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 def _is_listed(problem: Problem) -> bool:
     """forward_wgmma.cu's LISTED."""
     return not {"window", "segment_ids", "mask"}.isdisjoint(problem.options)
+
+
+def _is_counted(problem: Problem) -> bool:
+    """forward_wgmma.cu's COUNTED."""
+    return is_packed(problem) or problem.segment_ids
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
@@ -145,16 +151,16 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
-    taken, beside = 0, 1
-    if is_packed(problem):
-        taken = heads * num_tiles
-        deal = Deal(0, 0, 0, taken)
-        beside = heads_per_section(
-            problem, device, heads,
-            problem.seqlen_k * (d + dv) * 2 // problem.group_size,
-        )  # fmt: skip
-    else:
-        deal = _deal(num_tiles, heads, problem.causal, device)
+    items = heads * num_tiles
+    is_counted, is_even = _is_counted(problem), "window" in problem.options
+    deal = (
+        Deal(0, num_tiles, 0, items)
+        if is_counted or is_even
+        else _deal(num_tiles, heads, problem.causal, device)
+    )
+    left, _ = problem.window
+    seen = problem.seqlen_k if left is None else min(left, problem.seqlen_k)
+    bytes_of_keys = seen * (d + dv) * 2 // problem.group_size
     return Plan(
         problem,
         "wgmma",
@@ -163,9 +169,11 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *finding_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(deal.items, device.num_sms)),
         ),
-        heads_per_section=beside,
+        heads_per_section=heads_per_section(
+            problem, device, heads, bytes_of_keys
+        ),
         deal=deal,
-        num_found=num_found(problem, tile) + taken,
+        num_found=num_found(problem, tile) + items * is_counted,
     )
 
 

@@ -31,8 +31,8 @@ template <class Arguments> inline const Shape& own_shape(const Arguments& all) {
 }
 template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
 template <class Arguments> bool is_none(const Arguments&, NoSequence);
-template <class Arguments> int take_tile(const Arguments&);
-template <class Arguments> int& tile_before(const Arguments&, int);
+int take_tile(int*);
+int& tile_before(int*, int);
 
 template <bool OF_KEYS, class Arguments>
 inline NoSequence sequence_of_block(const Arguments&, int, int, bool) { return {}; }
