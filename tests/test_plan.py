@@ -462,3 +462,19 @@ def test_a_new_plan_is_printed_once(monkeypatch, capsys):
     monkeypatch.delenv("CUFLASH_LOG")
     planned("forward", seqlen_q=124, scale=0.0625)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "beside"),
+    [(16, 16384, 4), (16, 256, 16), (5, 16384, 5), (64, 65536, 1)],
+)
+def test_sections_of_packed_sequences_are_alike(heads, tokens, beside):
+    """So that the last one has enough tiles for all blocks."""
+    problem = small_problem(
+        "forward", "float16", 128, seqlen_q=tokens, seqlen_k=tokens,
+        num_heads_q=heads, num_heads_kv=heads, num_sequences=129,
+    )  # fmt: skip
+    device = replace(
+        device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20
+    )
+    assert plan(problem, device).heads_per_section == beside

@@ -160,7 +160,11 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     left, _ = problem.window
     seen = problem.seqlen_k if left is None else min(left, problem.seqlen_k)
-    bytes_of_keys = seen * (d + dv) * 2 // problem.group_size
+    beside = heads_per_section(
+        problem, device, heads, seen * (d + dv) * 2 // problem.group_size
+    )
+    if is_counted:
+        beside = _alike(heads, max(beside, _fewest_heads(num_tiles, device)))
     return Plan(
         problem,
         "wgmma",
@@ -169,12 +173,25 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *finding_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(deal.items, device.num_sms)),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, heads, bytes_of_keys
-        ),
+        heads_per_section=beside,
         deal=deal,
         num_found=num_found(problem, tile) + items * is_counted,
     )
+
+
+# Tiles of the last section, a multiprocessor's share. Its longest come first,
+# but none of another section fill up what the shortest leave at the end.
+_TILES_AT_LAST = 4
+
+
+def _fewest_heads(num_tiles: int, device: Device) -> int:
+    """Of the last section, where blocks take tiles from a counter."""
+    return ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
+
+
+def _alike(heads: int, least: int) -> int:
+    """Heads of a section, such that the last one has about as many."""
+    return ceil_div(heads, max(heads // least, 1))
 
 
 def _deal(num_tiles: int, heads: int, by_length: bool, device: Device) -> Deal:
