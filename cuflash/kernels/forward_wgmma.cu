@@ -155,17 +155,18 @@ __device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& argumen
 }
 
 // How tiles are dealt. Of a window's those that see key 0, or would see keys before it, are
-// shorter.
+// shorter. With a bias all count as those, which go section by section: it may be many heads' own.
+constexpr bool IN_ROUNDS = WINDOW || BIAS;
 template <bool> struct WalkOf { using type = TileWalk; };
 template <> struct WalkOf<true> { using type = EvenWalk; };
+using Walk = WalkOf<IN_ROUNDS>::type;
 
-template <class Arguments>
-__device__ __forceinline__ WalkOf<WINDOW>::type walk_of(const Arguments& all) {
+template <class Arguments> __device__ __forceinline__ Walk walk_of(const Arguments& all) {
     const Shape& shape = all.arrays.shape;
-    if constexpr (WINDOW) {
-        const int shorter = mask_of(all, NoSequence{}).end_query(0);
-        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch,
-                (shorter + BLOCK_Q - 1) / BLOCK_Q};
+    if constexpr (IN_ROUNDS) {
+        const int growing = mask_of(all, NoSequence{}).end_query(0);
+        const int shorter = BIAS ? all.deal.singles : (growing + BLOCK_Q - 1) / BLOCK_Q;
+        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch, shorter};
     } else {
         return {all.deal, shape.num_heads_q};
     }
@@ -173,7 +174,7 @@ __device__ __forceinline__ WalkOf<WINDOW>::type walk_of(const Arguments& all) {
 
 // A block's tiles, one after another. Each who asks counts them for itself.
 struct DealtTiles {
-    WalkOf<WINDOW>::type walk;
+    Walk walk;
     explicit __device__ __forceinline__ DealtTiles(const Arguments& all, int = 0)
         : walk(walk_of(all)) {}
     __device__ __forceinline__ Queries next(const Arguments& all) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -152,19 +154,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
-    is_counted, is_even = _is_counted(problem), "window" in problem.options
+    is_counted = _is_counted(problem)
+    is_even = not {"window", "bias"}.isdisjoint(problem.options)
     deal = (
         Deal(0, num_tiles, 0, items)
         if is_counted or is_even
         else _deal(num_tiles, heads, problem.causal, device)
     )
-    left, _ = problem.window
-    seen = problem.seqlen_k if left is None else min(left, problem.seqlen_k)
-    beside = heads_per_section(
-        problem, device, heads, seen * (d + dv) * 2 // problem.group_size
-    )
-    if is_counted:
-        beside = _alike(heads, max(beside, _fewest_heads(num_tiles, device)))
     return Plan(
         problem,
         "wgmma",
@@ -173,7 +169,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *finding_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(deal.items, device.num_sms)),
         ),
-        heads_per_section=beside,
+        heads_per_section=_heads_beside(problem, tile, device),
         deal=deal,
         num_found=num_found(problem, tile) + items * is_counted,
     )
@@ -184,14 +180,33 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 _TILES_AT_LAST = 4
 
 
-def _fewest_heads(num_tiles: int, device: Device) -> int:
-    """Of the last section, where blocks take tiles from a counter."""
-    return ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
+def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
+    """Heads whose query tiles are computed side by side, in a section.
 
-
-def _alike(heads: int, least: int) -> int:
-    """Heads of a section, such that the last one has about as many."""
-    return ceil_div(heads, max(heads // least, 1))
+    As many as have their keys in L2. Where blocks take tiles from a counter,
+    at least as many as keep all of them busy with the last section, and
+    sections are alike. Where heads share a bias that L2 has no room for,
+    as many as make what is read of it and of keys the least: with h of them,
+    and num_sms / h tiles of each at a time, that is in proportion to
+    block_q / h of the bias and (head_dim + head_dim_v) h / num_sms of keys.
+    """
+    d, dv = _head_dims(problem)
+    heads = problem.batch * problem.num_heads_q
+    left, _ = problem.window
+    seen = problem.seqlen_k if left is None else min(left, problem.seqlen_k)
+    beside = heads_per_section(
+        problem, device, heads, seen * (d + dv) * 2 // problem.group_size
+    )
+    if _is_counted(problem):
+        num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+        least = ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
+        return ceil_div(heads, max(heads // max(beside, least), 1))
+    if problem.bias_is_broadcast:
+        bias_bytes = problem.seqlen_q * problem.seqlen_k * 2
+        if bias_bytes > device.l2_bytes // 2:
+            fewest = math.isqrt(device.num_sms * tile.block_q // (d + dv))
+            beside = min(heads, max(beside, fewest))
+    return beside
 
 
 def _deal(num_tiles: int, heads: int, by_length: bool, device: Device) -> Deal:
