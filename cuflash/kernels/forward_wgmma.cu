@@ -48,10 +48,10 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
     return Q_STAGES > 1 ? q.stage : static_cast<int>(q.parity);
 }
 
-// Key tiles are visited anywhere, not down to the first: which, the loading warp says with each.
-constexpr bool LISTED = WINDOW || PAIRWISE;
-constexpr bool OPTIONS = LISTED || !LINEAR || DROPOUT;
-constexpr bool HIDES = CAUSAL || LISTED || PACKED;          // rows need not see what is loaded
+// Key tiles are visited anywhere, not one after another: which, the loading warp says with each.
+constexpr bool LISTED = PAIRWISE;
+constexpr bool OPTIONS = WINDOW || LISTED || !LINEAR || DROPOUT;
+constexpr bool HIDES = CAUSAL || WINDOW || LISTED || PACKED;    // rows need not see what is loaded
 constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, TILE_SHIFT = 2; // of what it says
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
@@ -62,7 +62,8 @@ static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 ele
 // sequences they are one's, from whose first token `first` counts.
 struct Queries : OwnSequence { int first, num_rows, head, batch; };
 
-// A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
+// A tile of queries, and where the key tiles that it walks end. They begin with that of the first
+// key that its first query sees, and are at least one, which the mask may hide wholly.
 struct Work { Queries queries; int num_visited; };
 
 // Of packed sequences, the warp that takes tiles tells the one that loads keys, too (full); which
@@ -123,6 +124,11 @@ __device__ __forceinline__ KeyTiles key_tiles(
     const Mask<CAUSAL, WINDOW>& mask, int first_row, int num_rows) {
     const KeyTiles tiles = mask.key_tiles(first_row, num_rows, BLOCK_K);
     return {tiles.num_full, max(tiles.num_visited, 1), tiles.first, tiles.first_full};
+}
+
+// The first of them, of queries from first_row on.
+__device__ __forceinline__ int first_key_tile(const Mask<CAUSAL, WINDOW>& mask, int first_row) {
+    return mask.first_key(first_row) / BLOCK_K;
 }
 
 template <class Sequence>
@@ -254,8 +260,9 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
         if (now.queries.num_rows == 0) return;
         const int batch = now.queries.batch, head = now.queries.head / group_size;
         const int first = now.queries.first_k;
-        for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
-            if (PACKED && tile == 0) shared.work.ask();
+        const int first_tile = first_key_tile(mask_of(arguments, now.queries), now.queries.first);
+        for (int tile = now.num_visited - 1; tile >= first_tile; --tile, ring.next()) {
+            if (PACKED && tile == first_tile) shared.work.ask();
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_K, HEAD_DIM>(
                 shared_address(&shared.k[ring.stage]), arguments.k_map,
@@ -272,14 +279,12 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    const Mask<CAUSAL, WINDOW> mask = mask_of(arguments, OwnSequence{});
     Tiles tiles(arguments);
     Ring<KV_STAGES> ring;
     for (;;) {
         const Queries queries = tiles.told(arguments, shared).queries;
         if (queries.num_rows == 0) return;
-        if constexpr (PACKED) mask = mask_of(arguments, queries);
-        const int first = queries.first_k;
         const int head = queries.head / group_size, q_tile = queries.first / BLOCK_Q;
         const Pairs pairs(arguments, queries.batch);
         const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
@@ -291,17 +296,16 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
             last = !any || next < visited.first;
             if (threadIdx.x % 32 == 0) {
                 const u32 full = shared_address(&shared.k_full[ring.stage]);
-                if (PACKED && last) shared.work.ask();
                 wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
                 shared.listed[ring.stage] = tile << TILE_SHIFT | (last ? LAST_BIT : 0)
                     | (pairs.sees_all(q_tile, tile) ? 0 : HIDDEN_BIT);
                 load<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[ring.stage]), arguments.k_map, full,
-                    first + tile * BLOCK_K, head, queries.batch);
+                    tile * BLOCK_K, head, queries.batch);
                 wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
                 load<BLOCK_K, HEAD_DIM_V>(
                     shared_address(&shared.v[ring.stage]), arguments.v_map,
-                    shared_address(&shared.v_full[ring.stage]), first + tile * BLOCK_K, head,
+                    shared_address(&shared.v_full[ring.stage]), tile * BLOCK_K, head,
                     queries.batch);
             }
             __syncwarp();
@@ -767,7 +771,9 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         set_lengths(shape, work.queries);
         set_lengths(mask, work.queries);
         visited = key_tiles(mask, work.queries.first + group_row, GROUP_ROWS);
-        if (group_row >= work.queries.num_rows) visited.num_visited = 1;
+        // Down to the block's first, which others may see.
+        if constexpr (WINDOW) visited.first = first_key_tile(mask, work.queries.first);
+        if (group_row >= work.queries.num_rows) visited.num_visited = visited.first + 1;
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
         steps.set_head(arguments, work.queries.batch, work.queries.head);
@@ -813,7 +819,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         }
     };
     const auto tiles_left = [&](int tile) {
-        return LISTED ? (listed & LAST_BIT) == 0 : tile;
+        return LISTED ? (listed & LAST_BIT) == 0 : tile - visited.first;
     };
     const auto take_steps = [&](int tile) {
         if constexpr (!LINEAR)
@@ -984,7 +990,11 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             int tile = visited.num_visited - 2;
             for (; tile >= visited.num_full; --tile)
                 step(tile, Bool<true>{}, Bool<false>{}, -1, options);
-            for (; tile >= 0; --tile) step(tile, Bool<false>{}, Bool<false>{}, -1, options);
+            for (; tile >= (WINDOW ? visited.first_full : 0); --tile)
+                step(tile, Bool<false>{}, Bool<false>{}, -1, options);
+            if constexpr (WINDOW)                           // whose other end cuts, too
+                for (; tile >= visited.first; --tile)
+                    step(tile, Bool<true>{}, Bool<false>{}, -1, options);
         }
         release_place();
         const int done = work_place(q);
@@ -1030,7 +1040,7 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
     __syncthreads();
 
     // 64 K registers: the math warpgroups get what the loading one does not need. To find LISTED
-    // tiles takes some; but of 160 no math warpgroup can spare any for a window.
+    // tiles takes some.
     constexpr int MORE = SEGMENTS || (LISTED && MATH_WARPGROUPS == 2) ? 8 : 0;
     constexpr int MATH_REGISTERS = (MATH_WARPGROUPS == 2 ? 240 : 160) - MORE;
     constexpr int LOAD_REGISTERS = (MATH_WARPGROUPS == 2 ? 24 : 32) + MORE * MATH_WARPGROUPS;

@@ -99,7 +99,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 def _is_listed(problem: Problem) -> bool:
     """forward_wgmma.cu's LISTED."""
-    return not {"window", "segment_ids", "mask"}.isdisjoint(problem.options)
+    return problem.segment_ids or problem.mask
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
@@ -306,7 +306,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic and not problem.causal:
         heads = min(heads, _MOST_HEADS_IN_TURNS)
-    hides = problem.causal or _is_listed(problem) or is_packed(problem)
+    options = {"window", "segment_ids", "cu_seqlens"}
+    hides = problem.causal or not options.isdisjoint(problem.options)
     return Plan(
         problem,
         "wgmma",
