@@ -52,7 +52,7 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
 constexpr bool LISTED = PAIRWISE;
 constexpr bool OPTIONS = WINDOW || LISTED || !LINEAR || DROPOUT;
 constexpr bool HIDES = CAUSAL || WINDOW || LISTED || PACKED;    // rows need not see what is loaded
-constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, TILE_SHIFT = 2; // of what it says
+constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;     // of what it says
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
@@ -98,6 +98,24 @@ struct Works : WorkBarriers<PACKED> {
     __device__ __forceinline__ Work& operator[](int place) { return at[place]; }
 };
 
+// The loading warp's word about the tile in each place of K; with k_full, and read before the place
+// is given back.
+//
+// Ids of keys are told with k_full, too, where the word says that pairs are hidden. They are read
+// after K's place is given back, so have twice as many places, K's of an odd round behind those of
+// an even one. Who waits for K of tile n to be given back then knows that of tile n + KV_STAGES
+// ids may be written where those of n - KV_STAGES stand: who gave n back has done with n - 1.
+template <bool> struct IdsOfKeys {
+    __device__ __forceinline__ int* ids(Ring<KV_STAGES>) { return nullptr; }
+};
+template <> struct IdsOfKeys<true> {
+    alignas(8) int at[2 * KV_STAGES][BLOCK_K];
+    __device__ __forceinline__ int* ids(Ring<KV_STAGES> k) {
+        return at[static_cast<int>(k.parity) * KV_STAGES + k.stage];
+    }
+};
+struct Listed : IdsOfKeys<SEGMENTS> { int words[LISTED ? KV_STAGES : 1]; };
+
 struct SharedPlan {
     Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
     Tile<BLOCK_K, HEAD_DIM> k[KV_STAGES];
@@ -105,7 +123,7 @@ struct SharedPlan {
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
     Works work;
-    int listed[LISTED ? KV_STAGES : 1];                     // of the tiles in k
+    Listed listed;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -275,11 +293,33 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
     }
 }
 
+// A lane's share of a key tile's ids on their way: from global memory before their place is free.
+struct LaneIds {
+    int ids[(BLOCK_K + 31) / 32];
+    __device__ __forceinline__ void load(const Pairs& pairs, int k_start, int seqlen_k) {
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
+                const int key = k_start + i * 32 + threadIdx.x % 32;
+                ids[i] = pairs.id_of_key(min(key, seqlen_k - 1));
+            }
+    }
+    __device__ __forceinline__ void store(int* place) const {
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
+                const int key = i * 32 + threadIdx.x % 32;
+                if (key < BLOCK_K) place[key] = ids[i];
+            }
+    }
+};
+
 // The same by a whole warp: tiles that something is seen of, or one if there are none.
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     const Mask<CAUSAL, WINDOW> mask = mask_of(arguments, OwnSequence{});
+    const int lane = threadIdx.x % 32;
     Tiles tiles(arguments);
     Ring<KV_STAGES> ring;
     for (;;) {
@@ -294,11 +334,17 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         for (bool last = false; !last; ring.next()) {
             const int next = pairs.key_tile_before(q_tile, tile, visited.first);
             last = !any || next < visited.first;
-            if (threadIdx.x % 32 == 0) {
+            const bool hides = !pairs.sees_all(q_tile, tile);
+            LaneIds ids;
+            if (hides) ids.load(pairs, tile * BLOCK_K, shape.seqlen_k);
+            wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
+            if (hides) ids.store(shared.listed.ids(ring));
+            __syncwarp();                                   // before lane 0 says that it is done
+            if (lane == 0) {
                 const u32 full = shared_address(&shared.k_full[ring.stage]);
-                wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
-                shared.listed[ring.stage] = tile << TILE_SHIFT | (last ? LAST_BIT : 0)
-                    | (pairs.sees_all(q_tile, tile) ? 0 : HIDDEN_BIT);
+                shared.listed.words[ring.stage] =
+                    tile << TILE_SHIFT | (last ? LAST_BIT : 0) | (hides ? HIDDEN_BIT : 0)
+                    | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0);
                 load<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[ring.stage]), arguments.k_map, full,
                     tile * BLOCK_K, head, queries.batch);
@@ -400,23 +446,36 @@ __device__ __forceinline__ void apply_steps(
     });
 }
 
-// S = -inf where the row's segment is not the key's, or a mask hides the pair.
-__device__ __forceinline__ void hide_pairs(
-    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, const int (&ids)[2],
-    int first_row, int k_start) {
-    const int first_key = k_start + threadIdx.x % 4 * 2;
-    if constexpr (PAIRWISE)
+// S = -inf where the row's segment id is not the key's. one_id: all keys have the same.
+__device__ __forceinline__ void hide_segments(
+    float (&s)[S_COUNT], const int* ids_of_keys, const int (&ids)[2], bool one_id) {
+    struct alignas(8) Two { int id[2]; };
+    const Two* keys = reinterpret_cast<const Two*>(ids_of_keys) + threadIdx.x % 4;
+    const int first = keys->id[0];
+    const u32 other = __ballot_sync(WHOLE_WARP, ids[0] != first || ids[1] != first);
+    if (one_id && other == 0) return;
+    #pragma unroll
+    for (int i = 0; i < S_COUNT / 4; ++i) {
+        const Two two = keys[i * 4];
         #pragma unroll
-        for (int i = 0; i < S_COUNT / 2; ++i) {
-            const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
-            const int id = SEGMENTS ? pairs.id_of_key(key) : 0;
-            #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int query = min(first_row + half * 8, shape.seqlen_q - 1);
-                if ((SEGMENTS && id != ids[half]) || (KEEP && !pairs.keeps(query, key)))
-                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
-            }
+        for (int x = 0; x < 4; ++x)
+            if (two.id[x % 2] != ids[x / 2]) s[i * 4 + x] = -infinity();
+    }
+}
+
+// S = -inf where the mask hides the pair.
+__device__ __forceinline__ void hide_pairs(
+    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, int first_row, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < S_COUNT / 2; ++i) {
+        const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = min(first_row + half * 8, shape.seqlen_q - 1);
+            if (!pairs.keeps(query, key)) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
         }
+    }
 }
 
 // S = -inf where the row does not see the key.
@@ -812,7 +871,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     // What steps with OPTIONS do besides. They know their key tile when it has come.
     const auto find_tile = [&](int expected) {
         if constexpr (LISTED) {
-            listed = shared.listed[k.stage];
+            listed = shared.listed.words[k.stage];
             return listed >> TILE_SHIFT;
         } else {
             return expected;
@@ -830,9 +889,10 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         load_biases(biases, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
     const auto hide = [&](int tile) {
-        if constexpr (PAIRWISE)
+        if constexpr (SEGMENTS)
             if ((listed & HIDDEN_BIT) != 0)
-                hide_pairs(s, pairs, shape, ids, first_row, tile * BLOCK_K);
+                hide_segments(s, shared.listed.ids(k), ids, (listed & ONE_ID_BIT) != 0);
+        if constexpr (KEEP) hide_pairs(s, pairs, shape, first_row, tile * BLOCK_K);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     };
@@ -1040,8 +1100,8 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
     __syncthreads();
 
     // 64 K registers: the math warpgroups get what the loading one does not need. To find LISTED
-    // tiles takes some.
-    constexpr int MORE = SEGMENTS || (LISTED && MATH_WARPGROUPS == 2) ? 8 : 0;
+    // tiles takes some; but of 160 no math warpgroup can spare any.
+    constexpr int MORE = LISTED && MATH_WARPGROUPS == 2 ? 8 : 0;
     constexpr int MATH_REGISTERS = (MATH_WARPGROUPS == 2 ? 240 : 160) - MORE;
     constexpr int LOAD_REGISTERS = (MATH_WARPGROUPS == 2 ? 24 : 32) + MORE * MATH_WARPGROUPS;
     if (threadIdx.x < WARPGROUP) {

@@ -89,9 +89,10 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
         barriers += works + 1  # told and asked
     return round_up(
         q_stages * queries
-        + works * work
+        + round_up(works * work, 8)
         + tile.num_stages * keys
         + barriers * _MBARRIER_BYTES
+        + (2 * tile.num_stages * tile.block_k * 4 if problem.segment_ids else 0)
         + (4 * tile.num_stages if _is_listed(problem) else 4),
         1024,
     )
