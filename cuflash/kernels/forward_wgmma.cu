@@ -48,12 +48,12 @@ __device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
     return Q_STAGES > 1 ? q.stage : static_cast<int>(q.parity);
 }
 
-// Key tiles are visited anywhere, not down to the first: which, the loading warp says with each.
-constexpr bool LISTED = WINDOW || PAIRWISE;
+// Key tiles are visited anywhere, not one after another: which, the loading warp says with each.
+constexpr bool LISTED = PAIRWISE;
 constexpr bool COUNTED = PACKED || SEGMENTS;                // query tiles are taken from a counter
-constexpr bool OPTIONS = LISTED || !LINEAR || DROPOUT;
-constexpr bool HIDES = CAUSAL || LISTED || PACKED;          // rows need not see what is loaded
-constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, TILE_SHIFT = 2; // of what it says
+constexpr bool OPTIONS = WINDOW || LISTED || !LINEAR || DROPOUT;
+constexpr bool HIDES = CAUSAL || WINDOW || LISTED || PACKED;    // rows need not see what is loaded
+constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;     // of what it says
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
@@ -63,7 +63,8 @@ static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 ele
 // sequences they are one's, from whose first token `first` counts.
 struct Queries : OwnSequence { int first, num_rows, head, batch; };
 
-// A tile of queries, and how many key tiles it walks: at least one, which the mask may hide wholly.
+// A tile of queries, and where the key tiles that it walks end. They begin with that of the first
+// key that its first query sees, and are at least one, which the mask may hide wholly.
 struct Work { Queries queries; int num_visited; };
 
 // COUNTED: the warp that takes tiles tells the one that loads keys, too (full); which asks for more
@@ -101,6 +102,24 @@ struct Works : WorkBarriers<COUNTED> {
     __device__ __forceinline__ Work& operator[](int place) { return at[place]; }
 };
 
+// The loading warp's word about the tile in each place of K; with k_full, and read before the place
+// is given back.
+//
+// Ids of keys are told with k_full, too, where the word says that pairs are hidden. They are read
+// after K's place is given back, so have twice as many places, K's of an odd round behind those of
+// an even one. Who waits for K of tile n to be given back then knows that of tile n + KV_STAGES
+// ids may be written where those of n - KV_STAGES stand: who gave n back has done with n - 1.
+template <bool> struct IdsOfKeys {
+    __device__ __forceinline__ int* ids(Ring<KV_STAGES>) { return nullptr; }
+};
+template <> struct IdsOfKeys<true> {
+    alignas(8) int at[2 * KV_STAGES][BLOCK_K];
+    __device__ __forceinline__ int* ids(Ring<KV_STAGES> k) {
+        return at[static_cast<int>(k.parity) * KV_STAGES + k.stage];
+    }
+};
+struct Listed : IdsOfKeys<SEGMENTS> { int words[LISTED ? KV_STAGES : 1]; };
+
 struct SharedPlan {
     Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
     Tile<BLOCK_K, HEAD_DIM> k[KV_STAGES];
@@ -108,7 +127,7 @@ struct SharedPlan {
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
     Works work;
-    int listed[LISTED ? KV_STAGES : 1];                     // of the tiles in k
+    Listed listed;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -127,6 +146,11 @@ __device__ __forceinline__ KeyTiles key_tiles(
     const Mask<CAUSAL, WINDOW>& mask, int first_row, int num_rows) {
     const KeyTiles tiles = mask.key_tiles(first_row, num_rows, BLOCK_K);
     return {tiles.num_full, max(tiles.num_visited, 1), tiles.first, tiles.first_full};
+}
+
+// The first of them, of queries from first_row on.
+__device__ __forceinline__ int first_key_tile(const Mask<CAUSAL, WINDOW>& mask, int first_row) {
+    return mask.first_key(first_row) / BLOCK_K;
 }
 
 template <class Sequence>
@@ -281,8 +305,10 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
         if (now.queries.num_rows == 0) return;
         const int batch = now.queries.batch, head = now.queries.head / group_size;
         const int first = now.queries.first_k;
-        for (int tile = now.num_visited - 1; tile >= 0; --tile, ring.next()) {
-            if (PACKED && tile == min(TAKEN_BEFORE, now.num_visited - 1)) shared.work.ask();
+        const int first_tile = first_key_tile(mask_of(arguments, now.queries), now.queries.first);
+        for (int tile = now.num_visited - 1; tile >= first_tile; --tile, ring.next()) {
+            if (PACKED && tile == min(first_tile + TAKEN_BEFORE, now.num_visited - 1))
+                shared.work.ask();
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
             load<BLOCK_K, HEAD_DIM>(
                 shared_address(&shared.k[ring.stage]), arguments.k_map,
@@ -295,18 +321,38 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
     }
 }
 
+// A lane's share of a key tile's ids on their way: from global memory before their place is free.
+struct LaneIds {
+    int ids[(BLOCK_K + 31) / 32];
+    __device__ __forceinline__ void load(const Pairs& pairs, int k_start, int seqlen_k) {
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
+                const int key = k_start + i * 32 + threadIdx.x % 32;
+                ids[i] = pairs.id_of_key(min(key, seqlen_k - 1));
+            }
+    }
+    __device__ __forceinline__ void store(int* place) const {
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
+                const int key = i * 32 + threadIdx.x % 32;
+                if (key < BLOCK_K) place[key] = ids[i];
+            }
+    }
+};
+
 // The same by a whole warp: tiles that something is seen of, or one if there are none.
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    const Mask<CAUSAL, WINDOW> mask = mask_of(arguments, OwnSequence{});
+    const int lane = threadIdx.x % 32;
     Tiles tiles(arguments);
     Ring<KV_STAGES> ring;
     for (;;) {
         const Queries queries = tiles.told(arguments, shared).queries;
         if (queries.num_rows == 0) return;
-        if constexpr (PACKED) mask = mask_of(arguments, queries);
-        const int first = queries.first_k;
         const int head = queries.head / group_size, q_tile = queries.first / BLOCK_Q;
         const Pairs pairs(arguments, queries.batch);
         const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
@@ -316,19 +362,25 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         for (bool last = false; !last; ring.next()) {
             const int next = pairs.key_tile_before(q_tile, tile, visited.first);
             last = !any || next < visited.first;
-            if (threadIdx.x % 32 == 0) {
+            const bool hides = !pairs.sees_all(q_tile, tile);
+            LaneIds ids;
+            if (hides) ids.load(pairs, tile * BLOCK_K, shape.seqlen_k);
+            wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
+            if (hides) ids.store(shared.listed.ids(ring));
+            __syncwarp();                                   // before lane 0 says that it is done
+            if (lane == 0) {
                 const u32 full = shared_address(&shared.k_full[ring.stage]);
                 if (COUNTED && last) shared.work.ask();
-                wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
-                shared.listed[ring.stage] = tile << TILE_SHIFT | (last ? LAST_BIT : 0)
-                    | (pairs.sees_all(q_tile, tile) ? 0 : HIDDEN_BIT);
+                shared.listed.words[ring.stage] =
+                    tile << TILE_SHIFT | (last ? LAST_BIT : 0) | (hides ? HIDDEN_BIT : 0)
+                    | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0);
                 load<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[ring.stage]), arguments.k_map, full,
-                    first + tile * BLOCK_K, head, queries.batch);
+                    tile * BLOCK_K, head, queries.batch);
                 wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
                 load<BLOCK_K, HEAD_DIM_V>(
                     shared_address(&shared.v[ring.stage]), arguments.v_map,
-                    shared_address(&shared.v_full[ring.stage]), first + tile * BLOCK_K, head,
+                    shared_address(&shared.v_full[ring.stage]), tile * BLOCK_K, head,
                     queries.batch);
             }
             __syncwarp();
@@ -423,23 +475,36 @@ __device__ __forceinline__ void apply_steps(
     });
 }
 
-// S = -inf where the row's segment is not the key's, or a mask hides the pair.
-__device__ __forceinline__ void hide_pairs(
-    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, const int (&ids)[2],
-    int first_row, int k_start) {
-    const int first_key = k_start + threadIdx.x % 4 * 2;
-    if constexpr (PAIRWISE)
+// S = -inf where the row's segment id is not the key's. one_id: all keys have the same.
+__device__ __forceinline__ void hide_segments(
+    float (&s)[S_COUNT], const int* ids_of_keys, const int (&ids)[2], bool one_id) {
+    struct alignas(8) Two { int id[2]; };
+    const Two* keys = reinterpret_cast<const Two*>(ids_of_keys) + threadIdx.x % 4;
+    const int first = keys->id[0];
+    const u32 other = __ballot_sync(WHOLE_WARP, ids[0] != first || ids[1] != first);
+    if (one_id && other == 0) return;
+    #pragma unroll
+    for (int i = 0; i < S_COUNT / 4; ++i) {
+        const Two two = keys[i * 4];
         #pragma unroll
-        for (int i = 0; i < S_COUNT / 2; ++i) {
-            const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
-            const int id = SEGMENTS ? pairs.id_of_key(key) : 0;
-            #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int query = min(first_row + half * 8, shape.seqlen_q - 1);
-                if ((SEGMENTS && id != ids[half]) || (KEEP && !pairs.keeps(query, key)))
-                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
-            }
+        for (int x = 0; x < 4; ++x)
+            if (two.id[x % 2] != ids[x / 2]) s[i * 4 + x] = -infinity();
+    }
+}
+
+// S = -inf where the mask hides the pair.
+__device__ __forceinline__ void hide_pairs(
+    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, int first_row, int k_start) {
+    const int first_key = k_start + threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < S_COUNT / 2; ++i) {
+        const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = min(first_row + half * 8, shape.seqlen_q - 1);
+            if (!pairs.keeps(query, key)) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
         }
+    }
 }
 
 // S = -inf where the row does not see the key.
@@ -794,7 +859,9 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         set_lengths(shape, work.queries);
         set_lengths(mask, work.queries);
         visited = key_tiles(mask, work.queries.first + group_row, GROUP_ROWS);
-        if (group_row >= work.queries.num_rows) visited.num_visited = 1;
+        // Down to the block's first, which others may see.
+        if constexpr (WINDOW) visited.first = first_key_tile(mask, work.queries.first);
+        if (group_row >= work.queries.num_rows) visited.num_visited = visited.first + 1;
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
         steps.set_head(arguments, work.queries.batch, work.queries.head);
@@ -833,14 +900,14 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     // What steps with OPTIONS do besides. They know their key tile when it has come.
     const auto find_tile = [&](int expected) {
         if constexpr (LISTED) {
-            listed = shared.listed[k.stage];
+            listed = shared.listed.words[k.stage];
             return listed >> TILE_SHIFT;
         } else {
             return expected;
         }
     };
     const auto tiles_left = [&](int tile) {
-        return LISTED ? (listed & LAST_BIT) == 0 : tile;
+        return LISTED ? (listed & LAST_BIT) == 0 : tile - visited.first;
     };
     const auto take_steps = [&](int tile) {
         if constexpr (!LINEAR)
@@ -851,9 +918,10 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         load_biases(biases, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
     const auto hide = [&](int tile) {
-        if constexpr (PAIRWISE)
+        if constexpr (SEGMENTS)
             if ((listed & HIDDEN_BIT) != 0)
-                hide_pairs(s, pairs, shape, ids, first_row, tile * BLOCK_K);
+                hide_segments(s, shared.listed.ids(k), ids, (listed & ONE_ID_BIT) != 0);
+        if constexpr (KEEP) hide_pairs(s, pairs, shape, first_row, tile * BLOCK_K);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     };
@@ -1011,7 +1079,11 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             int tile = visited.num_visited - 2;
             for (; tile >= visited.num_full; --tile)
                 step(tile, Bool<true>{}, Bool<false>{}, -1, options);
-            for (; tile >= 0; --tile) step(tile, Bool<false>{}, Bool<false>{}, -1, options);
+            for (; tile >= (WINDOW ? visited.first_full : 0); --tile)
+                step(tile, Bool<false>{}, Bool<false>{}, -1, options);
+            if constexpr (WINDOW)                           // whose other end cuts, too
+                for (; tile >= visited.first; --tile)
+                    step(tile, Bool<true>{}, Bool<false>{}, -1, options);
         }
         release_place();
         const int done = work_place(q);
@@ -1057,8 +1129,8 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
     __syncthreads();
 
     // 64 K registers: the math warpgroups get what the loading one does not need. To find LISTED
-    // tiles takes some; but of 160 no math warpgroup can spare any for a window.
-    constexpr int MORE = SEGMENTS || (LISTED && MATH_WARPGROUPS == 2) ? 8 : 0;
+    // tiles takes some; but of 160 no math warpgroup can spare any.
+    constexpr int MORE = LISTED && MATH_WARPGROUPS == 2 ? 8 : 0;
     constexpr int MATH_REGISTERS = (MATH_WARPGROUPS == 2 ? 240 : 160) - MORE;
     constexpr int LOAD_REGISTERS = (MATH_WARPGROUPS == 2 ? 24 : 32) + MORE * MATH_WARPGROUPS;
     if (threadIdx.x < WARPGROUP) {

@@ -92,9 +92,10 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
         barriers += works + 1  # told and asked
     return round_up(
         q_stages * queries
-        + works * work
+        + round_up(works * work, 8)
         + tile.num_stages * keys
         + barriers * _MBARRIER_BYTES
+        + (2 * tile.num_stages * tile.block_k * 4 if problem.segment_ids else 0)
         + (4 * tile.num_stages if _is_listed(problem) else 4),
         1024,
     )
@@ -102,7 +103,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 def _is_listed(problem: Problem) -> bool:
     """forward_wgmma.cu's LISTED."""
-    return not {"window", "segment_ids", "mask"}.isdisjoint(problem.options)
+    return problem.segment_ids or problem.mask
 
 
 def _is_counted(problem: Problem) -> bool:
@@ -346,7 +347,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic and not problem.causal:
         heads = min(heads, _MOST_HEADS_IN_TURNS)
-    hides = problem.causal or _is_listed(problem) or is_packed(problem)
+    options = {"window", "segment_ids", "cu_seqlens"}
+    hides = problem.causal or not options.isdisjoint(problem.options)
     return Plan(
         problem,
         "wgmma",

@@ -15,6 +15,7 @@ struct Pairs {
     bool visible(int query, int key) const;
     bool skips(int, int) const { return false; }
     bool sees_all(int, int) const { return true; }
+    bool keys_are_one(int) const { return false; }
     int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
     int key_tiles_before(int q_tile, int k_tile, int first) const;
