@@ -319,21 +319,43 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
 
     Tokens that a block walks over, and tiles of `tiles.ROWS_OF_A_TILE` rows
     for each multiprocessor: of queries in a forward pass, of keys in a
-    backward one.
+    backward one. Of packed sequences no length is known but the longest, if
+    the user says it: they count as alike, or as one of that length and others
+    that are alike, and a block walks over the sequence that a pair is of, on
+    average. Where segments end is not known either.
     """
-    walked, rows, heads = (
-        (problem.seqlen_k, problem.seqlen_q, problem.num_heads_q)
+    walked, longest, rows, heads = (
+        (problem.seqlen_k, problem.max_seqlen_k,
+         problem.seqlen_q, problem.num_heads_q)
         if problem.direction == "forward"
-        else (problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv)
-    )
-    if problem.num_sequences:  # as if they were alike
-        walked = ceil_div(walked, problem.num_sequences)
+        else (problem.seqlen_q, problem.max_seqlen_q,
+              problem.seqlen_k, problem.num_heads_kv)
+    )  # fmt: skip
+    if problem.num_sequences:
+        walked = _length_of_pairs(walked, problem.num_sequences, longest)
+    if problem.segment_ids:
+        walked = min(walked, _LONG_SEGMENT)
     left, right = problem.window
     right = 0 if problem.causal else right
     if left is not None and right is not None:
         walked = min(walked, left + right + 1)
     count = ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
+
+
+# A tile for longer walks has more keys, and so more pairs that segments hide.
+_LONG_SEGMENT = 1024
+
+
+def _length_of_pairs(total: int, count: int, longest: int | None) -> int:
+    """Tokens of the sequence that a pair of tokens is of, on average."""
+    if longest is None:
+        return ceil_div(total, count)
+    longest = min(longest, total)
+    other = (total - longest) / max(count - 1, 1)
+    pairs, of_others = longest**2, (total - longest) * other
+    tokens = pairs * longest + of_others * other
+    return round(tokens / max(pairs + of_others, 1))
 
 
 def default_plans(device: Device) -> list[Plan]:

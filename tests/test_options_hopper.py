@@ -61,8 +61,8 @@ def test_forward(backend, shape, name):
 
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
-@pytest.mark.parametrize("name", ["window", "left", "all"])
-def test_tiles_beyond_a_window_s_first_keys(backend, name, head_dim):
+@pytest.mark.parametrize("name", ["window", "left", "segments", "all"])
+def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
     """Of one block, the last one with a warpgroup that has no query."""
     case = Case(
         "bfloat16", 1, 450, 500, 2, 1, head_dim, head_dim, seed=1,

@@ -320,6 +320,60 @@ def test_a_window_is_what_a_block_walks_over(causal, window, walked):
     assert tuned_by(problem, device_of_arch("sm_90a"))[0] == walked
 
 
+@pytest.mark.parametrize(
+    ("direction", "count", "longest", "walked"),
+    [
+        ("forward", 4, {}, 2500),  # alike, as far as one knows
+        ("forward", 4, {"max_seqlen_k": 2500}, 2500),
+        ("forward", 4, {"max_seqlen_q": 9970}, 2500),
+        ("forward", 4, {"max_seqlen_k": 9970}, 9970),
+        ("backward", 4, {"max_seqlen_q": 7970, "max_seqlen_k": 9}, 7970),
+        ("forward", 201, {"max_seqlen_k": 1000}, 725),  # 1M of 1.4M pairs
+        ("forward", 5001, {"max_seqlen_k": 100}, 35),
+        ("forward", 1, {"max_seqlen_k": 20000}, 10000),
+        ("forward", 1, {"max_seqlen_k": 0}, 10000),
+    ],
+)
+def test_packed_sequences_count_by_their_pairs(
+    direction, count, longest, walked
+):
+    problem = small_problem(
+        direction, "float16", seqlen_q=8000, seqlen_k=10000,
+        num_sequences=count, **longest,
+    )  # fmt: skip
+    assert tuned_by(problem, device_of_arch("sm_90a"))[0] == walked
+
+
+def test_the_longest_of_packed_sequences_has_its_tile():
+    problem = small_problem(
+        "forward", "bfloat16", 128, seqlen_q=32768, seqlen_k=32768,
+        causal=True, num_sequences=129,
+    )  # fmt: skip
+    device = device_of_arch("sm_90a")
+    said = replace(problem, max_seqlen_q=16384, max_seqlen_k=16384)
+    assert [plan(x, device).tile.block_k for x in (problem, said)] == [
+        128, 176,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seqlen", "walked"), [(500, 500), (4096, 1024)])
+def test_segments_are_shorter_than_sequences(seqlen, walked):
+    problem = small_problem(
+        "forward", "float16", seqlen_q=seqlen, seqlen_k=seqlen,
+        segment_ids=True,
+    )  # fmt: skip
+    assert tuned_by(problem, device_of_arch("sm_90a"))[0] == walked
+
+
+@pytest.mark.parametrize("keys", [128, 144, 160, 176])
+def test_segment_ids_have_room_beside_wide_tiles(keys):
+    problem = small_problem(
+        "forward", "float16", 128, segment_ids=True, block_k=keys
+    )
+    decided = plan(problem, device_of_arch("sm_90a"))
+    assert decided.tile.block_k == keys
+
+
 def test_long_rows_have_tiles_of_their_own():
     short, long = (
         planned("forward", head_dim=128, arch="sm_90a", seqlen_k=n).tile

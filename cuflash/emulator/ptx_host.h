@@ -378,6 +378,7 @@ template <int PENDING> inline void wgmma_wait(EMULATOR_SITE) {
 }
 
 template <int N> inline void keep_here(float (&)[N]) {}
+inline void hold_back(float, u32) {}
 
 namespace emulator {
 

@@ -139,6 +139,11 @@ constexpr float LN_2 = 0.6931471805599453f;
 constexpr int FIRST_TURN = 1, TURN_THREADS = 2 * WARPGROUP;
 constexpr int FIRST_ROWS_OUT = FIRST_TURN + MATH_WARPGROUPS;
 
+// Whether a step's softmax is kept before the wait for P V, under which it is meant to run: the
+// assembler puts it behind. A step without options is short enough for the other warpgroups'
+// products; its machine code is left as it was measured.
+constexpr bool SOFTMAX_FIRST = OPTIONS || PACKED;
+
 // ---- The warpgroup that loads ----
 
 // The key tiles of num_rows queries. At least one is visited.
@@ -496,15 +501,16 @@ __device__ __forceinline__ void hide_segments(
 __device__ __forceinline__ void hide_pairs(
     float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, int first_row, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
-    #pragma unroll
-    for (int i = 0; i < S_COUNT / 2; ++i) {
-        const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
+    if constexpr (KEEP)
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int query = min(first_row + half * 8, shape.seqlen_q - 1);
-            if (!pairs.keeps(query, key)) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+        for (int i = 0; i < S_COUNT / 2; ++i) {
+            const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int query = min(first_row + half * 8, shape.seqlen_q - 1);
+                if (!pairs.keeps(query, key)) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            }
         }
-    }
 }
 
 // S = -inf where the row does not see the key.
@@ -1048,6 +1054,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         softmax<masked.value || BIAS>(s, rows, c, rescale);
         if constexpr (options.any) options.drop(tile);
         if constexpr (!new_rows.value) {
+            if constexpr (SOFTMAX_FIRST) hold_back(rows.l[0] + rows.l[1], k_empty);
             await_output();
             #pragma unroll
             for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];

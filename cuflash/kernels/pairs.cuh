@@ -83,9 +83,12 @@ template <class Arguments> struct PairsOf {
 
     // Whether all keys of a tile have the same segment id.
     bool keys_are_one(int k_tile) const {
-        if constexpr (!SEGMENTS) return false;
-        const Range ids = of_keys(k_tile);
-        return ids.low == ids.high;
+        if constexpr (SEGMENTS) {
+            const Range ids = of_keys(k_tile);
+            return ids.low == ids.high;
+        } else {
+            return false;
+        }
     }
 
     // The next tile below k_tile, not below `first`, that is not skipped; less than `first` if none

@@ -46,8 +46,8 @@ _HEAD_DIMS = {
 _REGISTERS = {2: 196, 3: 128}
 
 
-# What segment ids, a mask or a softcap take besides. At head_dim above 128
-# there is no smaller tile that is fast: there a few bytes are spilt.
+# What a mask or a softcap takes besides. At head_dim above 128 there is no
+# smaller tile that is fast: there a few bytes are spilt.
 _OPTION_REGISTERS = 32
 
 
@@ -95,10 +95,15 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
         + round_up(works * work, 8)
         + tile.num_stages * keys
         + barriers * _MBARRIER_BYTES
-        + (2 * tile.num_stages * tile.block_k * 4 if problem.segment_ids else 0)
-        + (4 * tile.num_stages if _is_listed(problem) else 4),
+        + (4 * tile.num_stages if _is_listed(problem) else 4)
+        + (_ids_bytes(tile) if problem.segment_ids else 0),
         1024,
     )
+
+
+def _ids_bytes(tile: Tile) -> int:
+    """Of keys, in twice as many places as there are of K."""
+    return 2 * tile.num_stages * tile.block_k * 4
 
 
 def _is_listed(problem: Problem) -> bool:
@@ -119,7 +124,7 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
     used = tile.block_k * 3 // 4 + dv // 2
-    if dv <= 128 and (problem.segment_ids or problem.softcap or problem.mask):
+    if dv <= 128 and (problem.softcap or problem.mask):
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
         used += tile.block_k // 4  # biases on their way, in chunks
