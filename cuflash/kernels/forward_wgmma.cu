@@ -333,34 +333,49 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         const int head = queries.head / group_size, q_tile = queries.first / BLOCK_Q;
         const Pairs pairs(arguments, queries.batch);
         const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
-        int tile = pairs.key_tile_before(q_tile, visited.num_visited, visited.first);
+        const auto before = [&](int tile) {
+            return pairs.key_tile_before(q_tile, tile, visited.first);
+        };
+        int tile = before(visited.num_visited);
         const bool any = tile >= visited.first;
         if (!any) tile = 0;
-        for (bool last = false; !last; ring.next()) {
-            const int next = pairs.key_tile_before(q_tile, tile, visited.first);
-            last = !any || next < visited.first;
+        int next = any ? before(tile) : visited.first - 1;
+        LaneIds ids;
+        int word;                                           // what is said, but for LAST_BIT
+        const auto look_at = [&](int tile) {
             const bool hides = !pairs.sees_all(q_tile, tile);
-            LaneIds ids;
+            word = tile << TILE_SHIFT | (hides ? HIDDEN_BIT : 0)
+                 | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0);
             if (hides) ids.load(pairs, tile * BLOCK_K, shape.seqlen_k);
+        };
+        look_at(tile);
+        for (bool last = false; !last; ring.next()) {
+            last = next < visited.first;
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
-            if (hides) ids.store(shared.listed.ids(ring));
+            if ((word & HIDDEN_BIT) != 0) ids.store(shared.listed.ids(ring));
             __syncwarp();                                   // before lane 0 says that it is done
             if (lane == 0) {
-                const u32 full = shared_address(&shared.k_full[ring.stage]);
-                shared.listed.words[ring.stage] =
-                    tile << TILE_SHIFT | (last ? LAST_BIT : 0) | (hides ? HIDDEN_BIT : 0)
-                    | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0);
+                shared.listed.words[ring.stage] = word | (last ? LAST_BIT : 0);
                 load<BLOCK_K, HEAD_DIM>(
-                    shared_address(&shared.k[ring.stage]), arguments.k_map, full,
-                    tile * BLOCK_K, head, queries.batch);
+                    shared_address(&shared.k[ring.stage]), arguments.k_map,
+                    shared_address(&shared.k_full[ring.stage]), tile * BLOCK_K, head,
+                    queries.batch);
+            }
+            // What the next tile needs is read before anyone waits for V's place.
+            const int of_v = tile;
+            if (!last) {
+                tile = next;
+                next = before(tile);
+                look_at(tile);
+            }
+            if (lane == 0) {
                 wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
                 load<BLOCK_K, HEAD_DIM_V>(
                     shared_address(&shared.v[ring.stage]), arguments.v_map,
-                    shared_address(&shared.v_full[ring.stage]), tile * BLOCK_K, head,
+                    shared_address(&shared.v_full[ring.stage]), of_v * BLOCK_K, head,
                     queries.batch);
             }
             __syncwarp();
-            tile = next;
         }
     }
 }
