@@ -112,7 +112,8 @@ def forward(
         the result is 0 and lse -inf, and with the environment variable
         ``CUFLASH_CHECK=1``, for which the call waits, a ValueRangeError.
     max_seqlen_q, max_seqlen_k : int, optional
-        No sequence is longer.
+        No sequence is longer. Worth saying where one is much longer than the
+        mean: tile sizes are chosen by it.
 
     Returns
     -------

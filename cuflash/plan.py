@@ -322,7 +322,7 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
     backward one. Of packed sequences no length is known but the longest, if
     the user says it: they count as alike, or as one of that length and others
     that are alike, and a block walks over the sequence that a pair is of, on
-    average. Where segments end is not known either.
+    average.
     """
     walked, longest, rows, heads = (
         (problem.seqlen_k, problem.max_seqlen_k,
@@ -333,18 +333,12 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
     )  # fmt: skip
     if problem.num_sequences:
         walked = _length_of_pairs(walked, problem.num_sequences, longest)
-    if problem.segment_ids:
-        walked = min(walked, _LONG_SEGMENT)
     left, right = problem.window
     right = 0 if problem.causal else right
     if left is not None and right is not None:
         walked = min(walked, left + right + 1)
     count = ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
-
-
-# A tile for longer walks has more keys, and so more pairs that segments hide.
-_LONG_SEGMENT = 1024
 
 
 def _length_of_pairs(total: int, count: int, longest: int | None) -> int:

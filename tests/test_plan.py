@@ -356,15 +356,6 @@ def test_the_longest_of_packed_sequences_has_its_tile():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("seqlen", "walked"), [(500, 500), (4096, 1024)])
-def test_segments_are_shorter_than_sequences(seqlen, walked):
-    problem = small_problem(
-        "forward", "float16", seqlen_q=seqlen, seqlen_k=seqlen,
-        segment_ids=True,
-    )  # fmt: skip
-    assert tuned_by(problem, device_of_arch("sm_90a"))[0] == walked
-
-
 @pytest.mark.parametrize("keys", [128, 144, 160, 176])
 def test_segment_ids_have_room_beside_wide_tiles(keys):
     problem = small_problem(

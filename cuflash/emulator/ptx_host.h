@@ -378,7 +378,6 @@ template <int PENDING> inline void wgmma_wait(EMULATOR_SITE) {
 }
 
 template <int N> inline void keep_here(float (&)[N]) {}
-inline void hold_back(float, u32) {}
 
 namespace emulator {
 

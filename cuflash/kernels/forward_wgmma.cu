@@ -139,11 +139,6 @@ constexpr float LN_2 = 0.6931471805599453f;
 constexpr int FIRST_TURN = 1, TURN_THREADS = 2 * WARPGROUP;
 constexpr int FIRST_ROWS_OUT = FIRST_TURN + MATH_WARPGROUPS;
 
-// Whether a step's softmax is kept before the wait for P V, under which it is meant to run: the
-// assembler puts it behind. A step without options is short enough for the other warpgroups'
-// products; its machine code is left as it was measured.
-constexpr bool SOFTMAX_FIRST = OPTIONS || PACKED;
-
 // ---- The warpgroup that loads ----
 
 // The key tiles of num_rows queries. At least one is visited.
@@ -361,35 +356,50 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         const int head = queries.head / group_size, q_tile = queries.first / BLOCK_Q;
         const Pairs pairs(arguments, queries.batch);
         const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
-        int tile = pairs.key_tile_before(q_tile, visited.num_visited, visited.first);
+        const auto before = [&](int tile) {
+            return pairs.key_tile_before(q_tile, tile, visited.first);
+        };
+        int tile = before(visited.num_visited);
         const bool any = tile >= visited.first;
         if (!any) tile = 0;
-        for (bool last = false; !last; ring.next()) {
-            const int next = pairs.key_tile_before(q_tile, tile, visited.first);
-            last = !any || next < visited.first;
+        int next = any ? before(tile) : visited.first - 1;
+        LaneIds ids;
+        int word;                                           // what is said, but for LAST_BIT
+        const auto look_at = [&](int tile) {
             const bool hides = !pairs.sees_all(q_tile, tile);
-            LaneIds ids;
+            word = tile << TILE_SHIFT | (hides ? HIDDEN_BIT : 0)
+                 | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0);
             if (hides) ids.load(pairs, tile * BLOCK_K, shape.seqlen_k);
+            if (COUNTED && next < visited.first && lane == 0) shared.work.ask();
+        };
+        look_at(tile);
+        for (bool last = false; !last; ring.next()) {
+            last = next < visited.first;
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
-            if (hides) ids.store(shared.listed.ids(ring));
+            if ((word & HIDDEN_BIT) != 0) ids.store(shared.listed.ids(ring));
             __syncwarp();                                   // before lane 0 says that it is done
             if (lane == 0) {
-                const u32 full = shared_address(&shared.k_full[ring.stage]);
-                if (COUNTED && last) shared.work.ask();
-                shared.listed.words[ring.stage] =
-                    tile << TILE_SHIFT | (last ? LAST_BIT : 0) | (hides ? HIDDEN_BIT : 0)
-                    | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0);
+                shared.listed.words[ring.stage] = word | (last ? LAST_BIT : 0);
                 load<BLOCK_K, HEAD_DIM>(
-                    shared_address(&shared.k[ring.stage]), arguments.k_map, full,
-                    tile * BLOCK_K, head, queries.batch);
+                    shared_address(&shared.k[ring.stage]), arguments.k_map,
+                    shared_address(&shared.k_full[ring.stage]), tile * BLOCK_K, head,
+                    queries.batch);
+            }
+            // What the next tile needs is read before anyone waits for V's place.
+            const int of_v = tile;
+            if (!last) {
+                tile = next;
+                next = before(tile);
+                look_at(tile);
+            }
+            if (lane == 0) {
                 wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
                 load<BLOCK_K, HEAD_DIM_V>(
                     shared_address(&shared.v[ring.stage]), arguments.v_map,
-                    shared_address(&shared.v_full[ring.stage]), tile * BLOCK_K, head,
+                    shared_address(&shared.v_full[ring.stage]), of_v * BLOCK_K, head,
                     queries.batch);
             }
             __syncwarp();
-            tile = next;
         }
     }
 }
@@ -1054,7 +1064,6 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         softmax<masked.value || BIAS>(s, rows, c, rescale);
         if constexpr (options.any) options.drop(tile);
         if constexpr (!new_rows.value) {
-            if constexpr (SOFTMAX_FIRST) hold_back(rows.l[0] + rows.l[1], k_empty);
             await_output();
             #pragma unroll
             for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];

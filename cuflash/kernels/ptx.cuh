@@ -388,15 +388,6 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 
-// Nothing, as x is never negative: but x is computed before a wgmma_wait that follows. The
-// assembler moves that wait up over arithmetic which is meant to run under the products, but over
-// no store to shared memory. PTX ISA: st.
-__device__ __forceinline__ void hold_back(float x, u32 address) {
-    asm volatile("{\n\t.reg .pred negative;\n\t"
-                 "setp.lt.f32 negative, %0, 0f00000000;\n\t"
-                 "@negative st.shared.f32 [%1], %0;\n\t}" :: "f"(x), "r"(address) : "memory");
-}
-
 // To the compiler: d is read and written here. Stands where a product that it thinks done is still
 // writing d, so that nothing that concerns d moves across.
 template <int N> __device__ __forceinline__ void keep_here(float (&d)[N]) {

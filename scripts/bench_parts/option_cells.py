@@ -153,6 +153,7 @@ class OptionCell(Cell):
         elif self.option == "packed":
             offsets = xp.asarray(np.cumsum([0, *lengths(n)], dtype=np.int32))
             given["cu_seqlens_q"] = given["cu_seqlens_k"] = offsets
+            given["max_seqlen_q"] = given["max_seqlen_k"] = max(lengths(n))
         return given
 
     @property
@@ -167,7 +168,11 @@ class OptionCell(Cell):
                 "bias": self.dtype,
                 "bias_is_broadcast": self.batch * self.heads > 1,
             },
-            "packed": {"num_sequences": len(lengths(self.seqlen))},
+            "packed": {
+                "num_sequences": len(lengths(self.seqlen)),
+                "max_seqlen_q": max(lengths(self.seqlen)),
+                "max_seqlen_k": max(lengths(self.seqlen)),
+            },
         }.get(self.option, {self.option: True})
 
     def __str__(self) -> str:
