@@ -39,6 +39,7 @@ struct alignas(16) BiasChunk { u32 words[4]; };
 template <class Real> struct Steps {
     Real scale, softcap, inverse_softcap, slope;
     float twice_by_cap;                                     // 2 scale / softcap, for powers of two
+    float terms[4], terms_log2[4], small, float_inverse;    // of small products; see Capped
     const Bias* bias;
     i64 bias_stride_q, bias_stride_k;
     int last_query, last_key;
@@ -52,6 +53,13 @@ template <class Real> struct Steps {
             inverse_softcap = static_cast<Real>(1.0 / arguments.options.softcap);
             twice_by_cap = static_cast<float>(
                 2.8853900817779268 * arrays_of(arguments).scale / arguments.options.softcap);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                terms[i] = arguments.options.cap_terms[i];
+                terms_log2[i] = arguments.options.cap_terms_log2[i];
+            }
+            small = arguments.options.cap_small;
+            float_inverse = arguments.options.cap_inverse;
         }
     }
 
@@ -103,7 +111,8 @@ template <class Real> struct Steps {
     //
     // For 16-bit elements tanh(|x|) = 2 r - 1, r = 1 / (1 + e^(-2|x|)), absolutely right to a few
     // times 2^-24; 1 - tanh^2 = 4 r (1 - r). One division serves TOGETHER of them, next to one
-    // another: if one is NaN, all are.
+    // another: if one is NaN, all are. TOGETHER > 1 is for whole warps: where all their products
+    // are small, tanh is a polynomial.
     template <int TOGETHER, int N, class Added>
     void scores(Real (&x)[N], Added added, Real (&derivative)[N]) const {
         if constexpr (SOFTCAP) cap<TOGETHER>(x, derivative);
@@ -126,9 +135,43 @@ template <class Real> struct Steps {
         return score(product, past, own_bias, derivative);
     }
 
+    // Whether softcap's polynomial serves all products of a warp. By sums of eight squares: a
+    // multiply-add each, on units that wait while maxima are taken. A NaN is not small.
+    template <int N> bool all_small(const float (&products)[N]) const {
+        static_assert(N % 8 == 0, "each is looked at");
+        bool are_small = true;
+        #pragma unroll
+        for (int first = 0; first < N; first += 8) {
+            float squares = 0.0f;
+            #pragma unroll
+            for (int i = first; i < first + 8; ++i)
+                squares = fmaf(products[i], products[i], squares);
+            are_small &= squares <= small;
+        }
+        return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
+    }
+
+    // cap * tanh(scale S / cap) / S of small products S; the same times log2(e).
+    float by_small(float product) const { return polynomial(terms, product * product); }
+    float by_small_log2(float product) const { return polynomial(terms_log2, product * product); }
+
 private:
+    static float polynomial(const float (&of)[4], float x) {
+        return fmaf(fmaf(fmaf(of[3], x, of[2]), x, of[1]), x, of[0]);
+    }
+
     template <int TOGETHER, int N> void cap(Real (&x)[N], Real (&derivative)[N]) const {
         if constexpr (sizeof(Element) == 2) {
+            if constexpr (TOGETHER > 1)
+                if (all_small(x)) {
+                    #pragma unroll
+                    for (int i = 0; i < N; ++i) {
+                        x[i] *= by_small(x[i]);
+                        const float t = x[i] * float_inverse;
+                        derivative[i] = fmaf(-t, t, 1.0f);
+                    }
+                    return;
+                }
             #pragma unroll
             for (int first = 0; first < N; first += TOGETHER) {
                 float r[TOGETHER];

@@ -20,6 +20,9 @@ template <class Real> struct Steps {
     Real added(Real, Real) const;
     template <int TOGETHER, int N, class Added>
     void scores(Real (&)[N], Added, Real (&)[N]) const;
+    template <int N> bool all_small(const float (&)[N]) const;
+    float by_small(float) const;
+    float by_small_log2(float) const;
     Real score(Real product, Real, Real) const { return rounded(product, scale); }
     Real score(Real product, Real, Real, Real& derivative) const {
         derivative = 1;
