@@ -124,7 +124,7 @@ OptionNumbers = _struct(
     ("softcap", np.float64),
     ("cap_terms", (np.float32, (4,))),
     ("cap_terms_log2", (np.float32, (4,))),
-    *_fields("cap_small cap_inverse", np.float32),
+    *_fields("cap_small cap_inverse_log2", np.float32),
     ("keep_factor", np.float64),
     *_fields("offset_q_stride offset_k_stride", np.int64),
     *_fields("window_left window_right", np.int32),

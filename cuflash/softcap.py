@@ -39,8 +39,8 @@ def terms(
         they do not: without a softcap, with a scale that is not positive (a
         row's largest product would have its smallest score), or numbers
         beyond all use.
-    inverse : float
-        1 / softcap.
+    inverse_log2 : float
+        What makes tanh(x) of softcap tanh(x) log2(e).
     """
     ratio = scale / softcap if softcap else 0.0
     served = (
@@ -50,4 +50,4 @@ def terms(
     if not served:
         return [0.0] * 4, [0.0] * 4, -1.0, 0.0
     t = [scale * ratio ** (2 * i) * c for i, c in enumerate(COEFFICIENTS)]
-    return t, [x * math.log2(math.e) for x in t], SMALL / ratio**2, 1 / softcap
+    return t, [x * math.log2(math.e) for x in t], SMALL / ratio**2, math.log(2) / softcap

@@ -365,10 +365,10 @@ struct Origins {
 // multiplied by c, which is log2(e), while exponentials are waited for.
 struct SmallProducts {
     const Steps<float>& steps;
-    __device__ __forceinline__ float score(int, float s) const { return s * steps.by_small(s); }
+    __device__ __forceinline__ float score(int, float s) const { return steps.small_score(s); }
     __device__ __forceinline__ float subtracted(int, float cm, float) const { return cm; }
     __device__ __forceinline__ float exponent(float s, float, float subtracted) const {
-        return fmaf(steps.by_small_log2(s), s, -subtracted);
+        return fmaf(steps.small_factor_log2(s), s, -subtracted);
     }
 };
 
@@ -379,6 +379,13 @@ __device__ __forceinline__ void apply_steps(
     const int first_key = k_start + threadIdx.x % 4 * 2;
     const float past = static_cast<float>(first_row + shift - first_key);
     const auto apply = [&](auto added) {                    // of half and key, from the first on
+        if constexpr (SOFTCAP)
+            if (steps.all_small(s)) {
+                #pragma unroll
+                for (int i = 0; i < S_COUNT; ++i)
+                    s[i] = steps.small_score(s[i]) + added(i / 2 % 2, i / 4 * 8 + i % 2);
+                return;
+            }
         // Four keys of a row next to one another.
         const auto place = [](int i) { return i / 8 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i % 2; };
         float scores[S_COUNT], derivatives[S_COUNT];

@@ -39,7 +39,7 @@ struct alignas(16) BiasChunk { u32 words[4]; };
 template <class Real> struct Steps {
     Real scale, softcap, inverse_softcap, slope;
     float twice_by_cap;                                     // 2 scale / softcap, for powers of two
-    float terms[4], terms_log2[4], small, float_inverse;    // of small products; see Capped
+    float terms[4], terms_log2[4], small, inverse_log2;     // of small products
     const Bias* bias;
     i64 bias_stride_q, bias_stride_k;
     int last_query, last_key;
@@ -59,7 +59,7 @@ template <class Real> struct Steps {
                 terms_log2[i] = arguments.options.cap_terms_log2[i];
             }
             small = arguments.options.cap_small;
-            float_inverse = arguments.options.cap_inverse;
+            inverse_log2 = arguments.options.cap_inverse_log2;
         }
     }
 
@@ -111,8 +111,7 @@ template <class Real> struct Steps {
     //
     // For 16-bit elements tanh(|x|) = 2 r - 1, r = 1 / (1 + e^(-2|x|)), absolutely right to a few
     // times 2^-24; 1 - tanh^2 = 4 r (1 - r). One division serves TOGETHER of them, next to one
-    // another: if one is NaN, all are. TOGETHER > 1 is for whole warps: where all their products
-    // are small, tanh is a polynomial.
+    // another: if one is NaN, all are.
     template <int TOGETHER, int N, class Added>
     void scores(Real (&x)[N], Added added, Real (&derivative)[N]) const {
         if constexpr (SOFTCAP) cap<TOGETHER>(x, derivative);
@@ -135,8 +134,14 @@ template <class Real> struct Steps {
         return score(product, past, own_bias, derivative);
     }
 
-    // Whether softcap's polynomial serves all products of a warp. By sums of eight squares: a
-    // multiply-add each, on units that wait while maxima are taken. A NaN is not small.
+    // Where all products of a warp are small, tanh(x) = x p(x^2) is a polynomial, whose terms the
+    // host has multiplied by what else there is (cuflash/softcap.py): right to 1.4 * 2^-24, with
+    // what is rounded here. Which of both is taken hangs on the products that a warp has at once, so
+    // passes may differ by both errors.
+    //
+    // Whether they are: by sums of eight squares, a multiply-add each, on units that have little to
+    // do meanwhile. So none of eight is larger, and none of normal numbers is taken for larger than
+    // it is by more than a factor of two. A NaN is not small.
     template <int N> bool all_small(const float (&products)[N]) const {
         static_assert(N % 8 == 0, "each is looked at");
         bool are_small = true;
@@ -151,9 +156,15 @@ template <class Real> struct Steps {
         return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
     }
 
-    // cap * tanh(scale S / cap) / S of small products S; the same times log2(e).
-    float by_small(float product) const { return polynomial(terms, product * product); }
-    float by_small_log2(float product) const { return polynomial(terms_log2, product * product); }
+    // cap * tanh(scale S / cap) of a small product S; the same by log2(e) as a factor of S, to be
+    // multiplied where something is added; tanh of that score by log2(e).
+    float small_score(float product) const {
+        return product * polynomial(terms, product * product);
+    }
+    float small_factor_log2(float product) const {
+        return polynomial(terms_log2, product * product);
+    }
+    float small_tanh(float score_log2) const { return score_log2 * inverse_log2; }
 
 private:
     static float polynomial(const float (&of)[4], float x) {
@@ -162,16 +173,6 @@ private:
 
     template <int TOGETHER, int N> void cap(Real (&x)[N], Real (&derivative)[N]) const {
         if constexpr (sizeof(Element) == 2) {
-            if constexpr (TOGETHER > 1)
-                if (all_small(x)) {
-                    #pragma unroll
-                    for (int i = 0; i < N; ++i) {
-                        x[i] *= by_small(x[i]);
-                        const float t = x[i] * float_inverse;
-                        derivative[i] = fmaf(-t, t, 1.0f);
-                    }
-                    return;
-                }
             #pragma unroll
             for (int first = 0; first < N; first += TOGETHER) {
                 float r[TOGETHER];
