@@ -44,8 +44,9 @@ _HEAD_DIMS = {
 _REGISTERS = {2: 196, 3: 128}
 
 
-# What segment ids, a mask or a softcap take besides. At head_dim above 128
-# there is no smaller tile that is fast: there a few bytes are spilt.
+# What segment ids or a mask take besides, or a softcap next to biases or packed
+# sequences. At head_dim above 128 there is no smaller tile that is fast: there
+# a few bytes are spilt.
 _OPTION_REGISTERS = 32
 
 
@@ -110,7 +111,8 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
     used = tile.block_k * 3 // 4 + dv // 2
-    if dv <= 128 and (problem.segment_ids or problem.softcap or problem.mask):
+    capped_besides = problem.softcap and (problem.bias or is_packed(problem))
+    if dv <= 128 and (problem.segment_ids or problem.mask or capped_besides):
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
         used += tile.block_k // 4  # biases on their way, in chunks
