@@ -50,4 +50,9 @@ def terms(
     if not served:
         return [0.0] * 4, [0.0] * 4, -1.0, 0.0
     t = [scale * ratio ** (2 * i) * c for i, c in enumerate(COEFFICIENTS)]
-    return t, [x * math.log2(math.e) for x in t], SMALL / ratio**2, math.log(2) / softcap
+    return (
+        t,
+        [x * math.log2(math.e) for x in t],
+        SMALL / ratio**2,
+        math.log(2) / softcap,
+    )

@@ -135,7 +135,7 @@ template <class Real> struct Steps {
     }
 
     // Where all products of a warp are small, tanh(x) = x p(x^2) is a polynomial, whose terms the
-    // host has multiplied by what else there is (cuflash/softcap.py): right to 1.4 * 2^-24, with
+    // host has multiplied by what else there is (cuflash/softcap.py): right to 2.3 * 2^-24, with
     // what is rounded here. Which of both is taken hangs on the products that a warp has at once, so
     // passes may differ by both errors.
     //
