@@ -372,14 +372,16 @@ struct SmallProducts {
     }
 };
 
-// The scores of products; see Steps. Slopes are counted from the origins.
+// The scores of products; see Steps. Slopes are counted from the origins. MAY_BE_SMALL: nobody has
+// looked.
+template <bool MAY_BE_SMALL>
 __device__ __forceinline__ void apply_steps(
     float (&s)[S_COUNT], const Steps<float>& steps, Biases& biases, int shift, int first_row,
     int k_start, Origins& origins) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     const float past = static_cast<float>(first_row + shift - first_key);
     const auto apply = [&](auto added) {                    // of half and key, from the first on
-        if constexpr (SOFTCAP)
+        if constexpr (SOFTCAP && MAY_BE_SMALL)
             if (steps.all_small(s)) {
                 #pragma unroll
                 for (int i = 0; i < S_COUNT; ++i)
@@ -855,11 +857,12 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     // Whether products are left as they are, all small; which only softmax() may do after.
     Origins origins;
     const auto take_steps = [&](int tile, auto may_leave) {
-        if constexpr (SOFTCAP && !ALIBI && !BIAS && may_leave.value)
+        if constexpr (may_leave.value)
             if (steps.all_small(s)) return true;
         if constexpr (!LINEAR)
-            apply_steps(s, steps, biases, shape.seqlen_k - shape.seqlen_q, first_row,
-                        tile * BLOCK_K, origins);
+            apply_steps<!may_leave.value>(
+                s, steps, biases, shape.seqlen_k - shape.seqlen_q, first_row, tile * BLOCK_K,
+                origins);
         return false;
     };
     const auto begin_steps = [&](int tile) {
@@ -980,10 +983,11 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         pass_turn();
         if constexpr (options.any) options.begin_steps(tile);
         wgmma_wait<1>();
+        constexpr bool may_leave = SOFTCAP && !ALIBI && !BIAS && !masked.value;
         bool left = false;
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
-            left = options.take_steps(tile, Bool<!masked.value>{});
+            left = options.take_steps(tile, Bool<may_leave>{});
         } else {
             scores_done(tile);
         }
@@ -993,17 +997,24 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         }
         if constexpr (masked.value && options.any) options.hide(tile);
         else if constexpr (masked.value) mask_scores(tile);
-        if (left) softmax<false>(s, rows, c, rescale, SmallProducts{steps});
-        else softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
-        if constexpr (options.any) options.drop(tile);
-        if constexpr (!new_rows.value) {
-            await_output();
-            #pragma unroll
-            for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
-            release_place();
+        // All that follows is written out for each way, so that what can be done while exponentials
+        // are waited for is in one stream of instructions with them. (A function of it, called for
+        // both, changes plain kernels.)
+        #pragma unroll
+        for (int way = 0; way < (may_leave ? 2 : 1); ++way) {
+            if (left != (way == 1)) continue;
+            if (way == 1) softmax<false>(s, rows, c, rescale, SmallProducts{steps});
+            else softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
+            if constexpr (options.any) options.drop(tile);
+            if constexpr (!new_rows.value) {
+                await_output();
+                #pragma unroll
+                for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
+                release_place();
+            }
+            v = k;
+            pack_pairs<Element>(p, s);
         }
-        v = k;
-        pack_pairs<Element>(p, s);
     };
 
     // The last P V, alone.

@@ -4,7 +4,8 @@
 //
 // past = query + seqlen_k - seqlen_q - key: how far the key stands before the query. Forward and
 // backward pass call the same functions: a pair has the same score to the last bit in both, except
-// for what scores() shares among neighbours and forward_wgmma.cu's slopes, where it may round.
+// for what scores() shares among neighbours, small products, and forward_wgmma.cu's slopes, where
+// it may round.
 //
 // Constants: Element, SOFTCAP, ALIBI, BIAS, Bias (its elements), SINK, PACKED. A call without
 // SOFTCAP, ALIBI and BIAS has LINEAR scores, which kernels may compute in their own way.
@@ -136,12 +137,11 @@ template <class Real> struct Steps {
 
     // Where all products of a warp are small, tanh(x) = x p(x^2) is a polynomial, whose terms the
     // host has multiplied by what else there is (cuflash/softcap.py): right to 2.3 * 2^-24, with
-    // what is rounded here. Which of both is taken hangs on the products that a warp has at once, so
-    // passes may differ by both errors.
+    // what is rounded here (tests/test_softcap.py). Which way is taken hangs on what a warp has at
+    // once, so the scores of a pair may differ between passes by the errors of both.
     //
-    // Whether they are: by sums of eight squares, a multiply-add each, on units that have little to
-    // do meanwhile. So none of eight is larger, and none of normal numbers is taken for larger than
-    // it is by more than a factor of two. A NaN is not small.
+    // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share
+    // the unit of the maxima. That asks for more than it must, at most by sqrt(8). NaN is not small.
     template <int N> bool all_small(const float (&products)[N]) const {
         static_assert(N % 8 == 0, "each is looked at");
         bool are_small = true;
