@@ -131,6 +131,17 @@ def test_huge_scores_of_steps(backend):
 
 
 @on_kernels
+def test_keys_that_are_all_far(backend):
+    """Scores of -100 and less, whose weights are relative to one of them."""
+    case = Case(
+        "float16", 1, 500, 70, 4, 4, 64, 64, seed=2,
+        on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
+    )  # fmt: skip
+    assert option_arrays(case)["alibi_slopes"].max() >= 0.25
+    check_forward(backend, case)
+
+
+@on_kernels
 @pytest.mark.parametrize("seqlen_k", [264, 265])
 @pytest.mark.parametrize("head_dim", [64, 160])
 def test_bias_in_chunks(backend, seqlen_k, head_dim):

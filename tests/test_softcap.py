@@ -22,7 +22,7 @@ def horner(coefficients, x, dtype):
 def test_its_largest_error_is_smallest():
     """Five are alike in size and differ in sign: none of the degree is better.
 
-    (Chebyshev: of four coefficients, with x as the weight, which has one sign.)
+    (Chebyshev: of four coefficients, and x as a weight, which has one sign.)
     """
     x = np.linspace(1e-4, LARGEST, 200_001)
     error = x * horner(COEFFICIENTS, x * x, np.float64) - np.tanh(x)

@@ -141,7 +141,7 @@ template <class Real> struct Steps {
     // once, so the scores of a pair may differ between passes by the errors of both.
     //
     // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share
-    // the unit of the maxima. That asks for more than it must, at most by sqrt(8). NaN is not small.
+    // the unit of the maxima. That asks for more than it must, by sqrt(8) at most. No NaN is small.
     template <int N> bool all_small(const float (&products)[N]) const {
         static_assert(N % 8 == 0, "each is looked at");
         bool are_small = true;
