@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cuflash import softcap
 from cuflash.arguments import (
     BackwardArguments,
     BackwardOptionsArguments,
@@ -547,6 +548,7 @@ def _option_numbers(
         strides("segment_ids_k", 2),
         strides("sink", 1)[0],
         p.softcap,
+        *softcap.terms(p.scale, p.softcap),
         1.0 / (1.0 - p.dropout),
         strides("cu_seqlens_q", 1)[0],
         strides("cu_seqlens_k", 1)[0],

@@ -13,6 +13,14 @@ OPTIONS = {
     "left": {"window": (40, None)},
     "segments": {"arrays_of": SEGMENTS},
     "softcap": {"softcap": 5.0},
+    # All scores are small; in half of the warps' tiles; none by the scale.
+    "small softcap": {"softcap": 30.0},
+    "mixed softcap": {"softcap": 11.5},
+    "negative softcap": {"softcap": 30.0, "scale": -0.1},
+    "small softcap, slopes": {
+        "softcap": 30.0,
+        "arrays_of": ("alibi_slopes",),
+    },
     "slopes": {"arrays_of": ("alibi_slopes",)},
     "sink": {"arrays_of": ("sink",), "scale": -0.3},
     "all": {
@@ -87,7 +95,9 @@ def test_backward_in_turns(backend, shape, name):
 
 
 @on_kernels
-@pytest.mark.parametrize("name", ["window", "segments", "all", "really all"])
+@pytest.mark.parametrize(
+    "name", ["window", "segments", "small softcap", "all", "really all"]
+)
 def test_what_is_hidden_spreads_nowhere(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
     check_forward(backend, Case(
@@ -101,7 +111,7 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [("window", 40), ("segments", 120), ("softcap", 120), ("softcap", 200),
-     *(("all", d) for d in (40, 120, 200))],
+     ("small softcap", 120), *(("all", d) for d in (40, 120, 200))],
 )  # fmt: skip
 def test_hidden_gradients_spread_nowhere(backend, array, head_dim, name):
     spoiled = ((array, (0, 9), "nan"), (array, (0, 150), "inf"))
@@ -150,6 +160,17 @@ def test_huge_scores_of_steps(backend):
         on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
     )  # fmt: skip
     check_gradients(backend, case)
+
+
+@on_kernels
+def test_keys_that_are_all_far(backend):
+    """Scores of -100 and less, whose weights are relative to one of them."""
+    case = Case(
+        "float16", 1, 500, 70, 4, 4, 64, 64, seed=2,
+        on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
+    )  # fmt: skip
+    assert option_arrays(case)["alibi_slopes"].max() >= 0.25
+    check_forward(backend, case)
 
 
 @on_kernels

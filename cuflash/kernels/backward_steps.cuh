@@ -324,13 +324,43 @@ __device__ __forceinline__ void take_steps(
     }
 }
 
+// What compute_p() does to small products if all pairs are seen. Each is done with before the next
+// begins, so that no derivatives stand in registers beside all of P^T.
+__device__ __forceinline__ void compute_small_p(
+    float (&s)[S_COUNT], u32 (&p)[S_COUNT / 2], const QueryRows& rows, int first_column,
+    const Steps<float>& steps, int past) {
+    const u32 lse_of_lane = shared_address(rows.lse) + first_column * 4;
+    #pragma unroll
+    for (int j = 0; j < S_COUNT / 4; ++j) {
+        float lse[2], weights[4];
+        load_shared_floats(lse_of_lane + j * 32, lse[0], lse[1]);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float& x = s[j * 4 + i];
+            const float score = x * steps.small_factor_log2(x), t = steps.small_tanh(score);
+            const float further = j * 8 + i % 2 - i / 2 * 8;
+            const float added = ALIBI
+                ? fmaf(steps.added(static_cast<float>(past) + further, 0.0f), LOG2_E, -lse[i % 2])
+                : -lse[i % 2];
+            weights[i] = exp2_approx(score + added);
+            x = weights[i] * fmaf(-t, t, 1.0f);
+        }
+        p[j * 2] = pack<Element>(weights[0], weights[1]);
+        p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
+    }
+}
+
 // P^T from products, rounded to p. S^T becomes what dP^T - delta is multiplied by: P^T, times the
 // derivative of the score if that is not LINEAR. hide(x): x = 0 where nothing is to be seen.
 template <class Hide>
 __device__ __forceinline__ void compute_p(
     float (&s)[S_COUNT], u32 (&p)[S_COUNT / 2], const QueryRows& rows, int first_column, float c,
-    const Arguments& all, int batch, int past, Hide hide) {
+    const Arguments& all, int batch, int past, Hide hide, bool hides) {
     if constexpr (SOFTCAP) {
+        Steps<float> steps(all);
+        steps.set_head(all, batch, rows.head);
+        if (!hides && !rows.huge && steps.all_small(s))
+            return compute_small_p(s, p, rows, first_column, steps, past);
         float weights[S_COUNT];
         take_steps(weights, s, s, all, batch, rows.head, past);
         probabilities(weights, rows, first_column, c);

@@ -275,7 +275,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             keep_here(s);
 
             compute_p(s, p, rows, first_column, c, arguments, batch,
-                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - key_of_lane, hide);
+                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - key_of_lane, hide,
+                      masked || parted);
             keep_here(dv);
             wgmma_fence();
             multiply<Element, BLOCK_Q>(dv, p, dout, started);

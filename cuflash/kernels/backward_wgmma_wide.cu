@@ -169,7 +169,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             u32 p[S_COUNT / 2], ds[S_COUNT / 2];
 
             compute_p(s, p, rows, first_column, c, arguments, where.batch,
-                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - first_key, hide);
+                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - first_key, hide,
+                      masked || parted);
             store_rows<BLOCK_K>(shared_address(&shared.p[ring.stage]), warp_row, lane, p);
             fence_async_proxy();
             __syncwarp();

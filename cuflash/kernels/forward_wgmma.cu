@@ -438,35 +438,71 @@ __device__ __forceinline__ void load_biases(
     }
 }
 
-// The scores of products; see Steps.
+// What the lane's scores of a tile lack, in each of its two rows: it is added to their maxima, and
+// not to each. Only with slopes.
+struct Origins {
+    float of[2] = {0.0f, 0.0f};
+    __device__ __forceinline__ float score(int half, float s) const {
+        return ALIBI ? s + of[half] : s;
+    }
+    // What is subtracted from c S if it were cm from the score times c.
+    __device__ __forceinline__ float subtracted(int half, float cm, float c) const {
+        return ALIBI ? fmaf(-c, of[half], cm) : cm;
+    }
+    __device__ __forceinline__ float exponent(float s, float c, float subtracted) const {
+        return s * c - subtracted;
+    }
+};
+
+// The same of small products that are no scores yet, where nothing else is added. tanh grows with
+// its argument, so a row's largest product has its largest score. The scores are made as they are
+// multiplied by c, which is log2(e), while exponentials are waited for.
+struct SmallProducts {
+    const Steps<float>& steps;
+    __device__ __forceinline__ float score(int, float s) const { return steps.small_score(s); }
+    __device__ __forceinline__ float subtracted(int, float cm, float) const { return cm; }
+    __device__ __forceinline__ float exponent(float s, float, float subtracted) const {
+        return fmaf(steps.small_factor_log2(s), s, -subtracted);
+    }
+};
+
+// The scores of products; see Steps. Slopes are counted from the origins. MAY_BE_SMALL: nobody has
+// looked.
+template <bool MAY_BE_SMALL>
 __device__ __forceinline__ void apply_steps(
     float (&s)[S_COUNT], const Steps<float>& steps, Biases& biases, int shift, int first_row,
-    int k_start) {
+    int k_start, Origins& origins) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     const float past = static_cast<float>(first_row + shift - first_key);
     const auto apply = [&](auto added) {                    // of half and key, from the first on
+        if constexpr (SOFTCAP && MAY_BE_SMALL)
+            if (steps.all_small(s)) {
+                #pragma unroll
+                for (int i = 0; i < S_COUNT; ++i)
+                    s[i] = steps.small_score(s[i]) + added(i / 2 % 2, i / 4 * 8 + i % 2);
+                return;
+            }
+        // Four keys of a row next to one another.
+        const auto place = [](int i) { return i / 8 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i % 2; };
+        float scores[S_COUNT], derivatives[S_COUNT];
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float scores[S_COUNT / 2], derivatives[S_COUNT / 2];
-            #pragma unroll
-            for (int i = 0; i < S_COUNT / 2; ++i) scores[i] = s[i / 2 * 4 + half * 2 + i % 2];
-            steps.scores<4>(
-                scores, [&](int i) { return added(half, i / 2 * 8 + i % 2); }, derivatives);
-            #pragma unroll
-            for (int i = 0; i < S_COUNT / 2; ++i) s[i / 2 * 4 + half * 2 + i % 2] = scores[i];
-        }
+        for (int i = 0; i < S_COUNT; ++i) scores[i] = s[place(i)];
+        steps.scores<4>(
+            scores, [&](int i) { return added(i / 4 % 2, i / 8 * 16 + i / 2 % 2 * 8 + i % 2); },
+            derivatives);
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i) s[place(i)] = scores[i];
     };
+    origins = {};
     if constexpr (ALIBI && !BIAS) {
-        // Keys all on one side of the queries: what is added is linear and, counted from the
-        // nearest key, as exact as its size.
+        // Keys all on one side of the queries: what is added is linear in keys and rows. A key's
+        // part is counted from the lane's nearest one, and both rows have it; the rest is a row's.
         const auto add_beside = [&](auto before) {
             constexpr int NEAREST = before.value ? BLOCK_K - 7 : 0;
             const float slope = before.value ? steps.slope : -steps.slope;
-            const float of_nearest[2] = {
+            origins = {
                 steps.added(past - NEAREST, 0.0f), steps.added(past + (8 - NEAREST), 0.0f)};
-            apply([&](int half, int key) {
-                return fmaf(slope, static_cast<float>(key - NEAREST), of_nearest[half]);
-            });
+            apply([&](int, int key) { return slope * static_cast<float>(key - NEAREST); });
         };
         const auto all = [](bool x) { return __ballot_sync(WHOLE_WARP, x) == WHOLE_WARP; };
         if (all(past >= BLOCK_K)) return add_beside(Bool<true>{});
@@ -570,9 +606,11 @@ __device__ __forceinline__ void apply_dropout(
 //
 // The product c S is not rounded before c m', which is, is subtracted. That multiplies a row's P by
 // 2^(c m - round(c m)), in l and acc alike; store() takes it out of lse.
-template <bool MASKED>
+//
+// by: Origins, or SmallProducts of which S becomes scores.
+template <bool MASKED, class By>
 __device__ __forceinline__ void softmax(
-    float (&s)[S_COUNT], Rows& rows, float c, float (&rescale)[2]) {
+    float (&s)[S_COUNT], Rows& rows, float c, float (&rescale)[2], const By& by) {
     float subtracted[2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -580,19 +618,20 @@ __device__ __forceinline__ void softmax(
         #pragma unroll
         for (int j = 0; j < S_COUNT / 4; ++j)
             m = fmaxf(fmaxf(m, s[j * 4 + half * 2]), s[j * 4 + half * 2 + 1]);
-        m = fmaxf(rows.m[half], quad_max(m));
+        m = fmaxf(rows.m[half], quad_max(by.score(half, m)));
         const float cm = __fmul_rn(m, c);                   // if fused, m' = m would rescale too
         subtracted[half] = MASKED && m == -infinity() ? 0.0f : cm;
         rescale[half] = exp2_approx(rows.cm[half] - subtracted[half]);
         rows.m[half] = m;
         rows.cm[half] = cm;
+        subtracted[half] = by.subtracted(half, subtracted[half], c);
     }
     // A tile's sum by itself: where weights are alike, roundings of one long sum are as well, and
     // all to one side.
     float sum[2] = {0.0f, 0.0f};
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) {
-        s[i] = exp2_approx(s[i] * c - subtracted[i / 2 % 2]);
+        s[i] = exp2_approx(by.exponent(s[i], c, subtracted[i / 2 % 2]));
         sum[i / 2 % 2] += s[i];
     }
     #pragma unroll
@@ -925,10 +964,16 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto tiles_left = [&](int tile) {
         return LISTED ? (listed & LAST_BIT) == 0 : tile - visited.first;
     };
-    const auto take_steps = [&](int tile) {
+    // Whether products are left as they are, all small; which only softmax() may do after.
+    Origins origins;
+    const auto take_steps = [&](int tile, auto may_leave) {
+        if constexpr (may_leave.value)
+            if (steps.all_small(s)) return true;
         if constexpr (!LINEAR)
-            apply_steps(s, steps, biases, shape.seqlen_k - shape.seqlen_q, first_row,
-                        tile * BLOCK_K);
+            apply_steps<!may_leave.value>(
+                s, steps, biases, shape.seqlen_k - shape.seqlen_q, first_row, tile * BLOCK_K,
+                origins);
+        return false;
     };
     const auto begin_steps = [&](int tile) {
         load_biases(biases, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
@@ -1018,13 +1063,13 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         wgmma_wait<0>();
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
-            options.take_steps(tile);
+            options.take_steps(tile, Bool<false>{});
             options.hide(tile);
         } else {
             scores_done(tile);
             mask_scores(tile);
         }
-        softmax<true>(s, rows, c, rescale);
+        softmax<true>(s, rows, c, rescale, origins);
         if constexpr (options.any) options.drop(tile);
         v = k;
         pack_pairs<Element>(p, s);
@@ -1049,9 +1094,11 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         pass_turn();
         if constexpr (options.any) options.begin_steps(tile);
         wgmma_wait<1>();
+        constexpr bool may_leave = SOFTCAP && !ALIBI && !BIAS && !masked.value;
+        bool left = false;
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
-            options.take_steps(tile);
+            left = options.take_steps(tile, Bool<may_leave>{});
         } else {
             scores_done(tile);
         }
@@ -1061,16 +1108,24 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         }
         if constexpr (masked.value && options.any) options.hide(tile);
         else if constexpr (masked.value) mask_scores(tile);
-        softmax<masked.value || BIAS>(s, rows, c, rescale);
-        if constexpr (options.any) options.drop(tile);
-        if constexpr (!new_rows.value) {
-            await_output();
-            #pragma unroll
-            for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
-            release_place();
+        // All that follows is written out for each way, so that what can be done while exponentials
+        // are waited for is in one stream of instructions with them. (A function of it, called for
+        // both, changes plain kernels.)
+        #pragma unroll
+        for (int way = 0; way < (may_leave ? 2 : 1); ++way) {
+            if (left != (way == 1)) continue;
+            if (way == 1) softmax<false>(s, rows, c, rescale, SmallProducts{steps});
+            else softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
+            if constexpr (options.any) options.drop(tile);
+            if constexpr (!new_rows.value) {
+                await_output();
+                #pragma unroll
+                for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
+                release_place();
+            }
+            v = k;
+            pack_pairs<Element>(p, s);
         }
-        v = k;
-        pack_pairs<Element>(p, s);
     };
 
     // The last P V, alone.

@@ -4,7 +4,8 @@
 //
 // past = query + seqlen_k - seqlen_q - key: how far the key stands before the query. Forward and
 // backward pass call the same functions: a pair has the same score to the last bit in both, except
-// for what scores() shares among neighbours and forward_wgmma.cu's slopes, where it may round.
+// for what scores() shares among neighbours, small products, and forward_wgmma.cu's slopes, where
+// it may round.
 //
 // Constants: Element, SOFTCAP, ALIBI, BIAS, Bias (its elements), SINK, PACKED. A call without
 // SOFTCAP, ALIBI and BIAS has LINEAR scores, which kernels may compute in their own way.
@@ -39,6 +40,7 @@ struct alignas(16) BiasChunk { u32 words[4]; };
 template <class Real> struct Steps {
     Real scale, softcap, inverse_softcap, slope;
     float twice_by_cap;                                     // 2 scale / softcap, for powers of two
+    float terms[4], terms_log2[4], small, inverse_log2;     // of small products
     const Bias* bias;
     i64 bias_stride_q, bias_stride_k;
     int last_query, last_key;
@@ -52,6 +54,13 @@ template <class Real> struct Steps {
             inverse_softcap = static_cast<Real>(1.0 / arguments.options.softcap);
             twice_by_cap = static_cast<float>(
                 2.8853900817779268 * arrays_of(arguments).scale / arguments.options.softcap);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                terms[i] = arguments.options.cap_terms[i];
+                terms_log2[i] = arguments.options.cap_terms_log2[i];
+            }
+            small = arguments.options.cap_small;
+            inverse_log2 = arguments.options.cap_inverse_log2;
         }
     }
 
@@ -126,7 +135,42 @@ template <class Real> struct Steps {
         return score(product, past, own_bias, derivative);
     }
 
+    // Where all products of a warp are small, tanh(x) = x p(x^2) is a polynomial, whose terms the
+    // host has multiplied by what else there is (cuflash/softcap.py): right to 2.3 * 2^-24, with
+    // what is rounded here (tests/test_softcap.py). Which way is taken hangs on what a warp has at
+    // once, so the scores of a pair may differ between passes by the errors of both.
+    //
+    // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share
+    // the unit of the maxima. That asks for more than it must, by sqrt(8) at most. No NaN is small.
+    template <int N> bool all_small(const float (&products)[N]) const {
+        static_assert(N % 8 == 0, "each is looked at");
+        bool are_small = true;
+        #pragma unroll
+        for (int first = 0; first < N; first += 8) {
+            float squares = 0.0f;
+            #pragma unroll
+            for (int i = first; i < first + 8; ++i)
+                squares = fmaf(products[i], products[i], squares);
+            are_small &= squares <= small;
+        }
+        return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
+    }
+
+    // cap * tanh(scale S / cap) of a small product S; the same by log2(e) as a factor of S, to be
+    // multiplied where something is added; tanh of that score by log2(e).
+    float small_score(float product) const {
+        return product * polynomial(terms, product * product);
+    }
+    float small_factor_log2(float product) const {
+        return polynomial(terms_log2, product * product);
+    }
+    float small_tanh(float score_log2) const { return score_log2 * inverse_log2; }
+
 private:
+    static float polynomial(const float (&of)[4], float x) {
+        return fmaf(fmaf(fmaf(of[3], x, of[2]), x, of[1]), x, of[0]);
+    }
+
     template <int TOGETHER, int N> void cap(Real (&x)[N], Real (&derivative)[N]) const {
         if constexpr (sizeof(Element) == 2) {
             #pragma unroll

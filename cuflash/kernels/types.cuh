@@ -63,6 +63,8 @@ struct OptionNumbers {
     TokenStrides ids_q_stride, ids_k_stride;
     i64 sink_stride;                            // from head to head
     double softcap;
+    float cap_terms[4], cap_terms_log2[4];      // small products capped: score.cuh
+    float cap_small, cap_inverse_log2;
     double keep_factor;                         // of dropout: 1 / (1 - probability)
     i64 offset_q_stride, offset_k_stride;       // of cu_seqlens
     int window_left, window_right;              // both at least 0, and less than 2^30

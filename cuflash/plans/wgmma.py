@@ -46,8 +46,8 @@ _HEAD_DIMS = {
 _REGISTERS = {2: 196, 3: 128}
 
 
-# What a mask or a softcap takes besides. At head_dim above 128 there is no
-# smaller tile that is fast: there a few bytes are spilt.
+# What a mask takes besides, or a softcap next to some. At head_dim above 128
+# there is no smaller tile that is fast: there a few bytes are spilt.
 _OPTION_REGISTERS = 32
 
 
@@ -124,7 +124,10 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
     used = tile.block_k * 3 // 4 + dv // 2
-    if dv <= 128 and (problem.softcap or problem.mask):
+    capped_besides = problem.softcap and (
+        problem.bias or problem.segment_ids or is_packed(problem)
+    )
+    if dv <= 128 and (problem.mask or capped_besides):
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
         used += tile.block_k // 4  # biases on their way, in chunks

@@ -20,6 +20,10 @@ template <class Real> struct Steps {
     Real added(Real, Real) const;
     template <int TOGETHER, int N, class Added>
     void scores(Real (&)[N], Added, Real (&)[N]) const;
+    template <int N> bool all_small(const float (&)[N]) const;
+    float small_score(float) const;
+    float small_factor_log2(float) const;
+    float small_tanh(float) const;
     Real score(Real product, Real, Real) const { return rounded(product, scale); }
     Real score(Real product, Real, Real, Real& derivative) const {
         derivative = 1;

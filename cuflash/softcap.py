@@ -1,0 +1,58 @@
+"""softcap's tanh, where scores are small: a polynomial for 16-bit kernels."""
+
+from __future__ import annotations
+
+import math
+
+# tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) for x^2 <= SMALL, absolutely
+# right to 2^-24.2: of all such polynomials the one whose largest error is
+# smallest (by Remez's exchange; tests/test_softcap.py). tanh has its poles at
+# x^2 = -(pi / 2)^2, and another term is worth a factor of 4 * 2.47 / 0.2 = 50:
+# with three the error is 2^-18.6, with five 2^-30, below what rounding takes.
+SMALL = 0.2
+COEFFICIENTS = (
+    0.9999989997227811,
+    -0.33326541949608074,
+    0.13208071684384,
+    -0.045245803302449476,
+)
+
+# Exponents of two within which nothing below is denormal or infinite in
+# float32: the last term is scale (scale / softcap)^6 c3, 2^-121 or more.
+_SCALES, _RATIOS = 20, 16
+
+
+def terms(
+    scale: float, softcap: float
+) -> tuple[list[float], list[float], float, float]:
+    """What a kernel takes of a call: see `OptionNumbers` of types.cuh.
+
+    Returns
+    -------
+    terms : list of float
+        t with softcap tanh(x) = S (t0 + t1 S^2 + t2 S^4 + t3 S^6),
+        x = scale S / softcap.
+    terms_log2 : list of float
+        Those times log2(e).
+    small : float
+        The largest S^2 for which they serve. -1, which no square is, where
+        they do not: without a softcap, with a scale that is not positive (a
+        row's largest product would have its smallest score), or numbers
+        beyond all use.
+    inverse_log2 : float
+        What makes tanh(x) of softcap tanh(x) log2(e).
+    """
+    ratio = scale / softcap if softcap else 0.0
+    served = (
+        2.0**-_SCALES <= scale <= 2.0**_SCALES
+        and 2.0**-_RATIOS <= ratio <= 2.0**_RATIOS
+    )
+    if not served:
+        return [0.0] * 4, [0.0] * 4, -1.0, 0.0
+    t = [scale * ratio ** (2 * i) * c for i, c in enumerate(COEFFICIENTS)]
+    return (
+        t,
+        [x * math.log2(math.e) for x in t],
+        SMALL / ratio**2,
+        math.log(2) / softcap,
+    )

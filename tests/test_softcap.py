@@ -1,0 +1,83 @@
+"""The polynomial that 16-bit kernels take for tanh of small scores."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cuflash.softcap import COEFFICIENTS, SMALL, terms
+
+LARGEST = math.sqrt(SMALL)
+
+
+def horner(coefficients, x, dtype):
+    """As by multiply-adds: a float64 sum of a float32 product is exact."""
+    y = np.full_like(x, coefficients[-1], dtype)
+    for c in coefficients[-2::-1]:
+        exact = y.astype(np.float64) * x + np.float64(dtype(c))
+        y = exact.astype(dtype)
+    return y
+
+
+def test_its_largest_error_is_smallest():
+    """Five are alike in size and differ in sign: none of the degree is better.
+
+    (Chebyshev: of four coefficients, and x as a weight, which has one sign.)
+    """
+    x = np.linspace(1e-4, LARGEST, 200_001)
+    error = x * horner(COEFFICIENTS, x * x, np.float64) - np.tanh(x)
+    assert abs(error).max() <= 2.0**-24.2
+    turns = np.flatnonzero(np.diff(np.sign(error)))
+    parts = np.split(error, turns + 1)
+    peaks = [part[abs(part).argmax()] for part in parts]
+    assert len(peaks) == len(COEFFICIENTS) + 1
+    np.testing.assert_allclose(np.abs(peaks), abs(error).max(), rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap"),
+    [(64**-0.5, 30.0), (128**-0.5, 50.0), (1.0, 0.5), (0.01, 300.0)],
+)
+def test_small_scores_are_right_to_their_bound(scale, softcap):
+    """As kernels compute them.
+
+    In units u = 2^-24, relatively: 1.07 for the first term (p is 0.937 or
+    more), 1 for the last multiply-add, 1 for the product; what is added to
+    that term is at most 0.067 of it and errs by 3.2. That is 3.3 of a tanh of
+    at most 0.42; and 0.87 for the polynomial. A tanh got by the inverse has
+    two roundings more.
+    """
+    t, t_log2, small, inverse_log2 = terms(scale, softcap)
+    products = np.linspace(-1, 1, 20_001) * math.sqrt(np.float32(small))
+    products = products.astype(np.float32)
+    exact = np.tanh(products.astype(np.float64) * scale / softcap)
+    square = products * products
+    score = products * horner(t, square, np.float32)
+    score_log2 = products * horner(t_log2, square, np.float32)
+    tanh = score_log2 * np.float32(inverse_log2)
+    u = 2.0**-24
+    bound = (3.3 * 0.42 + 0.87) * u
+    assert abs(score / np.float64(softcap) - exact).max() <= bound
+    of_log2 = score_log2 / (softcap * math.log2(math.e))
+    assert abs(of_log2 - exact).max() <= bound
+    assert abs(tanh - exact).max() <= bound + 2 * 0.42 * u
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap"),
+    [(0.125, 0.0), (-0.125, 30.0), (0.0, 30.0), (1.0, 1e30), (1e30, 1.0),
+     (1e-30, 1e-30), (1e30, 1e30), (1.0, 1e-300), (math.nan, 30.0)],
+)  # fmt: skip
+def test_none_are_small_where_it_does_not_serve(scale, softcap):
+    t, t_log2, small, _ = terms(scale, softcap)
+    assert small < 0
+    assert not any((*t, *t_log2))
+
+
+@pytest.mark.parametrize("exponent", [-20, 20])
+@pytest.mark.parametrize("of_ratio", [-16, 16])
+def test_all_that_is_passed_is_a_normal_number(exponent, of_ratio):
+    scale = 2.0**exponent
+    t, t_log2, small, inverse_log2 = terms(scale, scale / 2.0**of_ratio)
+    for x in (*t, *t_log2, small, inverse_log2):
+        assert 2.0**-126 <= abs(x) < 2.0**127
