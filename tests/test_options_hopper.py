@@ -20,9 +20,6 @@ OPTIONS = {
         "softcap": 30.0,
         "arrays_of": ("alibi_slopes_of_batches", *SEGMENTS, "sink"),
     },
-}
-# What the forward kernel takes besides.
-OF_FORWARD = {
     "bias": {"arrays_of": ("bias",)},
     "mask": {"arrays_of": ("mask",)},
     "dropout": {"dropout": 0.25},
@@ -33,8 +30,6 @@ OF_FORWARD = {
         "arrays_of": ("alibi_slopes", "bias", "mask", *SEGMENTS, "sink"),
     },
 }
-
-ALL_OPTIONS = OPTIONS | OF_FORWARD
 
 # Batches and grouped heads; one place for Q; many key tiles of few queries.
 SHAPES = [
@@ -48,13 +43,13 @@ def option_case(name, shape, **more):
     # Blocks that take turns wait for each other.
     on = Emulation("sm_90a", num_sms=2, seed=1, resident=2)
     return Case(
-        "bfloat16", *shape, seed=4, on=on, **ALL_OPTIONS[name], **more
+        "bfloat16", *shape, seed=4, on=on, **OPTIONS[name], **more
     )
 
 
 @on_kernels
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ALL_OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_forward(backend, shape, name):
     check_forward(backend, option_case(name, shape))
 
@@ -80,7 +75,7 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
     check_forward(backend, Case(
         "float16", seqlen_q=200, seqlen_k=200, head_dim=40, spoiled=spoiled,
-        on=Emulation("sm_90a", num_sms=1), **ALL_OPTIONS[name],
+        on=Emulation("sm_90a", num_sms=1), **OPTIONS[name],
     ))  # fmt: skip
 
 

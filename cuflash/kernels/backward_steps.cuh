@@ -7,13 +7,14 @@
 // tile of BLOCK_Q queries that sees the keys, of each query head of the group in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
-// TURNS; Arguments and the options (docs/masks.md), of which there are WINDOW, SOFTCAP, ALIBI, SINK
-// and, without TURNS, SEGMENTS or PACKED.
+// TURNS; Arguments and the options (docs/masks.md), SEGMENTS and PACKED without TURNS.
 // A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; parted[PARTED],
 // whether segments hide pairs of a step; work[WORKS]; the barriers *_full, from those that load or
 // say what to do, and *_empty, back.
 #pragma once
+#include "bias_gradient.cuh"
 #include "counters.cuh"
+#include "dropout.cuh"
 #include "pairs.cuh"
 #include "query_rows.cuh"
 #include "softmax.cuh"
@@ -22,19 +23,18 @@
 #include "wgmma.cuh"
 
 constexpr int S_COUNT = BLOCK_Q / 2;                        // floats of a thread: 64 keys' S^T
-constexpr bool OPTIONS = WINDOW || SEGMENTS || !LINEAR;
+constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool BY_WARP = SEGMENTS || PACKED;                // Q is loaded, tiles are found
 constexpr int LOADING_THREADS = BY_WARP ? 32 : 1;
 constexpr int PARTED = SEGMENTS ? STAGES : 1;
-constexpr bool HIDES = CAUSAL || WINDOW || BY_WARP;         // rows need not see what is loaded
+constexpr bool HIDES = CAUSAL || WINDOW || PAIRWISE || PACKED;      // rows need not see all loaded
 constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
 
-static_assert(!(BIAS || KEEP || DROPOUT), "options that other kernels take");
-static_assert(!(SEGMENTS && PACKED), "ids are asked for by tokens of the whole array");
+static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(!(BY_WARP && DETERMINISTIC), "turns are those of neighbouring key tiles");
-static_assert(KEEPS_P || !SOFTCAP, "dS is P times the score's derivative, times what follows");
+static_assert(KEEPS_P || !(SOFTCAP || DROPOUT), "what is rounded is not what dS is made of");
 
 constexpr int WORKS = 2;                                    // in hand: one begins as one ends
 
@@ -302,20 +302,117 @@ __device__ __forceinline__ void hide_segments(
         }
 }
 
-// The scores of products, and their derivatives; see Steps. `past` is that of the lane's first.
+// ---- What options say of single pairs ----
+
+// The lane's pairs of a step: x[4 j + 2 h + b] is of the query 8 j + b and the key 8 h after the
+// first ones. Of that number are bits, 32 in a word. What comes from memory or takes long is found
+// while products run.
+struct LanePairs {
+    static constexpr int WORDS = (S_COUNT + 31) / 32;
+    int batch, head, query, key, past;                      // the first; how far the key is before
+    u32 kept[KEEP ? WORDS : 1];                             // by the mask
+    u32 not_dropped[DROPOUT ? WORDS : 1];
+    u32 biases[BIAS ? S_COUNT / 2 : 1];                     // of 16 bits, in twos of one key
+};
+
+__device__ __forceinline__ bool has_bit(const u32* words, int i) {
+    return (words[i / 32] >> i % 32 & 1) != 0;
+}
+
+// The lane's bits from those of four keys at a time: bit n of of_four(query, key) is of key + n,
+// key being a multiple of 4. The four lanes that have such keys of the same queries ask about one
+// each of the queries b and keys' halves h of a j, and hand one another the answers. By a whole
+// warp. UNROLL: how many questions at once.
+template <int UNROLL, int WORDS, class F>
+__device__ __forceinline__ void ask_by_fours(
+    u32 (&bits)[WORDS], const LanePairs& of, F of_four) {
+    const int lane = threadIdx.x % 32, own = lane / 4 % 4;  // key % 4
+    const int query = of.query + own % 2, key = of.key - own + own / 2 * 8;
+    #pragma unroll
+    for (int word = 0; word < WORDS; ++word) {
+        u32 answers = 0;
+        #pragma unroll UNROLL
+        for (int j = 0; j < 8; ++j)
+            answers |= of_four(query + (word * 8 + j) * 8, key) << j * 4;
+        bits[word] = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 theirs = __shfl_sync(WHOLE_WARP, answers, (lane & ~12) + i * 4);
+            bits[word] |= (theirs >> own & 0x11111111u) << i;
+        }
+    }
+}
+
+// Biases as pairs are held, of pairs that the array lacks those of others. By a whole warp, of whose
+// keys the lane's first is key - lane / 4.
+__device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all) {
+    if constexpr (BIAS && sizeof(Bias) == 2) {
+        Steps<float> steps(all);
+        steps.set_head(all, of.batch, of.head);
+        #pragma unroll
+        for (int i = 0; i < S_COUNT / 2; ++i) {
+            const int query = of.query + i / 2 * 8, key = of.key + i % 2 * 8;
+            of.biases[i] = steps.bits_of_bias(query, key)
+                         | static_cast<u32>(steps.bits_of_bias(query + 1, key)) << 16;
+        }
+    }
+}
+
+__device__ __forceinline__ void look_at_pairs(
+    LanePairs& of, const Arguments& all, const Pairs& pairs, const Dropout<float>& dropout) {
+    load_biases(of, all);
+    if constexpr (KEEP) {
+        Pairs of_head = pairs;
+        of_head.set_head(of.head);
+        ask_by_fours<8>(of.kept, of, [&](int query, int key) {
+            return of_head.keeps_of_four(query, key);
+        });
+    }
+    if constexpr (DROPOUT) {
+        Dropout<float> of_head = dropout;
+        of_head.set_head(of.batch, of.head);
+        ask_by_fours<1>(of.not_dropped, of, [&](int query, int key) {
+            return of_head.kept_of_four(query, key);
+        });
+    }
+}
+
+// x = 0 where the mask hides the pair, whatever stood there.
+__device__ __forceinline__ void hide_unkept(float (&x)[S_COUNT], const LanePairs& of) {
+    if constexpr (KEEP)
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i)
+            if (!has_bit(of.kept, i)) x[i] = 0.0f;
+}
+
+// x Z, x being P or dP of a pair.
+__device__ __forceinline__ float drop(
+    float x, int i, const LanePairs& of, const Dropout<float>& dropout) {
+    if constexpr (DROPOUT) return x * (has_bit(of.not_dropped, i) ? dropout.factor : 0.0f);
+    else return x;
+}
+
+// The scores of products, and their derivatives; see Steps. With DBIAS no number goes with another:
+// a NaN that is hidden may not reach the gradient of a bias.
 __device__ __forceinline__ void take_steps(
     float (&scores)[S_COUNT], float (&derivatives)[S_COUNT], const float (&products)[S_COUNT],
-    const Arguments& all, int batch, int head, int past) {
+    const Arguments& all, const LanePairs& of) {
     Steps<float> steps(all);
-    steps.set_head(all, batch, head);
+    steps.set_head(all, of.batch, of.head);
     // Two keys of a query, 8 apart, next to one another.
     const auto place = [](int i) { return i / 4 * 4 + i / 2 % 2 + i % 2 * 2; };
+    const auto bias = [&](int i) {
+        if constexpr (BIAS && sizeof(Bias) == 2)
+            return of_pair<Bias>(of.biases[i / 4 * 2 + i % 2], i / 2 % 2);
+        else
+            return steps.bias_of(of.query + i / 4 * 8 + i / 2 % 2, of.key + i % 2 * 8);
+    };
     float of_pairs[S_COUNT], slopes[S_COUNT];
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) of_pairs[i] = products[place(i)];
-    steps.scores<2>(of_pairs, [&](int i) {
+    steps.scores<DBIAS ? 1 : 2>(of_pairs, [&](int i) {
         const int further = i / 4 * 8 + i / 2 % 2 - i % 2 * 8;
-        return steps.added(static_cast<float>(past) + static_cast<float>(further), 0.0f);
+        return steps.added(static_cast<float>(of.past) + static_cast<float>(further), bias(i));
     }, slopes);
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) {
@@ -324,33 +421,46 @@ __device__ __forceinline__ void take_steps(
     }
 }
 
-// P^T from products, rounded to p. S^T becomes what dP^T - delta is multiplied by: P^T, times the
-// derivative of the score if that is not LINEAR. hide(x): x = 0 where nothing is to be seen.
+// P^T Z^T from products, rounded to p. S^T becomes what dP^T Z^T - delta is multiplied by: P^T, and
+// with SOFTCAP times the derivative of the score; with DBIAS that stays beside it, in `derivatives`.
+// hide(x): x = 0 where nothing is to be seen.
 template <class Hide>
 __device__ __forceinline__ void compute_p(
-    float (&s)[S_COUNT], u32 (&p)[S_COUNT / 2], const QueryRows& rows, int first_column, float c,
-    const Arguments& all, int batch, int past, Hide hide) {
-    if constexpr (SOFTCAP) {
+    float (&s)[S_COUNT], float (&derivatives)[S_COUNT], u32 (&p)[S_COUNT / 2],
+    const QueryRows& rows, int first_column, float c, const Arguments& all, const LanePairs& of,
+    const Dropout<float>& dropout, Hide hide) {
+    const auto pack_kept = [&](const float (&x)[S_COUNT]) {
+        float kept[S_COUNT];
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i) kept[i] = drop(x[i], i, of, dropout);
+        pack_pairs<Element>(p, kept);
+    };
+    if constexpr (SOFTCAP && DBIAS) {
+        take_steps(s, derivatives, s, all, of);
+        probabilities(s, rows, first_column, c);
+        hide(s);
+        pack_kept(s);
+    } else if constexpr (SOFTCAP) {
         float weights[S_COUNT];
-        take_steps(weights, s, s, all, batch, rows.head, past);
+        take_steps(weights, s, s, all, of);
         probabilities(weights, rows, first_column, c);
         hide(weights);
-        pack_pairs<Element>(p, weights);
+        pack_kept(weights);
         #pragma unroll
         for (int i = 0; i < S_COUNT; ++i) s[i] *= weights[i];
     } else {
         float all_1[S_COUNT];
-        if constexpr (!LINEAR) take_steps(s, all_1, s, all, batch, rows.head, past);
+        if constexpr (!LINEAR) take_steps(s, all_1, s, all, of);
         probabilities(s, rows, first_column, c);
         hide(s);
-        pack_pairs<Element>(p, s);
+        pack_kept(s);
     }
 }
 
-// dP^T becomes dS^T = P^T (dP^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
+// dP^T becomes dS^T = P^T (dP^T Z^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
 __device__ __forceinline__ void score_gradients(
     float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
-    const QueryRows& rows, int first_column) {
+    const QueryRows& rows, int first_column, const LanePairs& of, const Dropout<float>& dropout) {
     const u32 delta_of_lane = shared_address(rows.delta) + first_column * 4;
     #pragma unroll
     for (int j = 0; j < S_COUNT / 4; ++j) {
@@ -362,7 +472,27 @@ __device__ __forceinline__ void score_gradients(
             const float of_pair = i % 2 == 0 ? to_float(low_half<Element>(pair))
                                              : to_float(high_half<Element>(pair));
             const float own = KEEPS_P ? p[j * 4 + i] : of_pair;
-            dp[j * 4 + i] = own * (dp[j * 4 + i] - delta[i % 2]);
+            dp[j * 4 + i] = own * (drop(dp[j * 4 + i], j * 4 + i, of, dropout) - delta[i % 2]);
+        }
+    }
+}
+
+// dS^T before the scores' derivatives, where nothing is hidden any more, to the sums of dbias; then
+// times those derivatives.
+template <class Hide>
+__device__ __forceinline__ void add_dbias(
+    float (&ds)[S_COUNT], const float (&derivatives)[S_COUNT], const Arguments& all,
+    const LanePairs& of, Hide hide) {
+    if constexpr (DBIAS) {
+        BiasGradient dbias;
+        dbias.set_head(all, of.batch, of.head);
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i)
+            dbias.add(of.query + i / 4 * 8 + i % 2, of.key + i / 2 % 2 * 8, ds[i]);
+        if constexpr (SOFTCAP) {
+            #pragma unroll
+            for (int i = 0; i < S_COUNT; ++i) ds[i] *= derivatives[i];
+            hide(ds);
         }
     }
 }

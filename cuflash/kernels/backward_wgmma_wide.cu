@@ -104,6 +104,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
     const int first_column = lane % 4 * 2;                  // of a score fragment
     const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
     Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    Dropout<float> dropout(arguments);
 
     constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
     const u64 k_rows = descriptor(shared_address(&shared.k), 0);
@@ -146,6 +147,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         const int first_query[2] = {
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
         const Pairs pairs(arguments, where.batch);
+        dropout.set_sequence(number_of(sequence));
         QuerySteps steps(arguments, tiles, where);
 
         wait(shared_address(&shared.k_full), count.kv_parity());
@@ -160,16 +162,21 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             const int q_start = rows.q_start;
             const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
             const bool parted = SEGMENTS && shared.parted[ring.stage];
+            const int query = q_start + first_column;       // the lane's first
+            LanePairs of = {where.batch, rows.head, query, first_key,
+                            query + shape.seqlen_k - shape.seqlen_q - first_key};
             const auto hide = [&](float (&x)[S_COUNT]) {
                 if (masked) apply_mask(x, mask, first_query, q_start + first_column);
                 if (parted)
                     hide_segments(x, rows, pairs, first_key, shape.seqlen_k, first_column);
+                hide_unkept(x, of);
             };
             const u32 ds_tile = shared_address(&shared.ds[ring.stage]);
+            float derivatives[S_COUNT];
             u32 p[S_COUNT / 2], ds[S_COUNT / 2];
 
-            compute_p(s, p, rows, first_column, c, arguments, where.batch,
-                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - first_key, hide);
+            look_at_pairs(of, arguments, pairs, dropout);
+            compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide);
             store_rows<BLOCK_K>(shared_address(&shared.p[ring.stage]), warp_row, lane, p);
             fence_async_proxy();
             __syncwarp();
@@ -178,8 +185,9 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             wgmma_wait<0>();                                // dP
             keep_here(dp);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.stage]));
-            score_gradients(dp, s, p, rows, first_column);
+            score_gradients(dp, s, p, rows, first_column, of, dropout);
             hide(dp);
+            add_dbias(dp, derivatives, arguments, of, hide);
             pack_pairs<Element>(ds, dp);
             store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
             fence_async_proxy();

@@ -42,6 +42,20 @@ template <class Arguments> struct PairsOf {
             + query * stride.query + key * stride.key] != 0;
     }
 
+    // Of the pairs of a query and keys key .. key + 3: bit n is of the n-th, 1 if the mask keeps it;
+    // of pairs that the array lacks, that of others.
+    u32 keeps_of_four(int query, int key) const {
+        u32 bits = 0;
+        if constexpr (KEEP) {
+            const Shape& shape = arrays_of(all).shape;
+            const int own_query = min(query, shape.seqlen_q - 1);
+            #pragma unroll
+            for (int n = 0; n < 4; ++n)
+                bits |= (keeps(own_query, min(key + n, shape.seqlen_k - 1)) ? 1u : 0u) << n;
+        }
+        return bits;
+    }
+
     // Of a pair that the arrays have.
     bool visible(int query, int key) const {
         if constexpr (SEGMENTS)

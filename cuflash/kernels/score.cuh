@@ -85,6 +85,12 @@ template <class Real> struct Steps {
             return 0;
     }
 
+    // The same in memory, where it has 16 bits.
+    u16 bits_of_bias(int query, int key) const {
+        return reinterpret_cast<const u16*>(bias)[
+            min(query, last_query) * bias_stride_q + min(key, last_key) * bias_stride_k];
+    }
+
     // With has_chunks: those of eight keys, which the array has, and of the next.
     const BiasChunk* chunks_of_bias(int query, int key) const {
         return reinterpret_cast<const BiasChunk*>(
