@@ -2,9 +2,13 @@
 
 import pytest
 
+import cuflash
+from helpers import expected
 from helpers.backends import on_kernels
 from helpers.checks import check_forward, check_gradients
-from helpers.data import Case, Emulation
+from helpers.compare import assert_gradients_match
+from helpers.data import Case, Emulation, inputs
+from helpers.dtypes import DTYPES
 from helpers.options import option_arrays
 
 SEGMENTS = ("segment_ids_k", "segment_ids_q")
@@ -63,10 +67,61 @@ def test_backward(backend, shape, name):
 
 @on_kernels
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["window", "left", "sink"])
+@pytest.mark.parametrize(
+    "name", ["window", "left", "sink", "mask", "dropout"]
+)
 def test_backward_in_turns(backend, shape, name):
     case = option_case(name, shape, deterministic=True)
     check_gradients(backend, case)
+
+
+def full_case(names, head_dim, seqlen_k, **more):
+    """Two grouped heads of a bias and a mask that leave out no axis."""
+    case = Case(
+        "bfloat16", 1, 150, seqlen_k, 2, 1, head_dim, head_dim, seed=19,
+        on=Emulation("sm_90a", num_sms=2, seed=1, resident=2),
+        arrays_of=names, **more,
+    )  # fmt: skip
+    for name in {"bias", "mask"} & set(names):
+        assert option_arrays(case)[name].shape == (1, 2, 150, seqlen_k)
+    return case
+
+
+@on_kernels
+@pytest.mark.parametrize("seqlen_k", [200, 203])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("names", [("bias",), ("mask",), ("bias", "mask")])
+def test_backward_of_all_pairs(backend, names, head_dim, seqlen_k):
+    """Read four or eight keys at a time; in rows of 203 they are not."""
+    check_gradients(backend, full_case(names, head_dim, seqlen_k))
+
+
+@on_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dbias_in_turns(backend, head_dim):
+    case = full_case(
+        ("bias", "mask"), head_dim, 200, causal=True, deterministic=True
+    )
+    check_gradients(backend, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, dtype):
+    """It may have another dtype than q."""
+    case = full_case((), head_dim, 203, softcap=5.0, dropout=0.1)
+    q, k, v, dout = inputs(case)
+    bias = option_arrays(full_case(("bias",), head_dim, 203))["bias"]
+    options = {**case.meaning(), "bias": bias.astype(DTYPES[dtype])}
+    out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+    placed = [backend.place(x) for x in (dout, q, k, v, out, lse)]
+    options["bias"] = backend.place(options["bias"])
+    with backend.running(case):
+        got = cuflash.backward(*placed, **options)
+    options["bias"] = bias
+    want = expected.backward(dout, q, k, v, **options)[:3]
+    assert_gradients_match([backend.fetch(x) for x in got], want, case)
 
 
 @on_kernels

@@ -211,6 +211,28 @@ inline void ldmatrix_x4_transposed(u32 (&r)[4], u32 address, EMULATOR_SITE) {
     emulator::ldmatrix_of<true>(r, address, {file, line});
 }
 
+namespace emulator {
+
+struct MovmatrixOperands { u32 pair, transposed; };
+
+inline void movmatrix(void* const (&lanes)[32]) {
+    const auto element = [&](int row, int column) {
+        const u32 pair = static_cast<const MovmatrixOperands*>(lanes[row * 4 + column / 2])->pair;
+        return pair >> (column % 2 * 16) & 0xFFFF;
+    };
+    for (int lane = 0; lane < 32; ++lane)
+        static_cast<MovmatrixOperands*>(lanes[lane])->transposed =
+            element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+}
+
+}  // namespace emulator
+
+inline u32 movmatrix_transposed(u32 pair, EMULATOR_SITE) {
+    emulator::MovmatrixOperands own{pair, 0};
+    emulator::meet("movmatrix", emulator::WHOLE_WARP, &own, emulator::movmatrix, {file, line});
+    return own.transposed;
+}
+
 inline void store_shared(u32 address, u32 word, EMULATOR_SITE) {
     *static_cast<u32*>(
         emulator::shared_memory(address, 4, 4, emulator::Access::WRITE, {file, line})) = word;

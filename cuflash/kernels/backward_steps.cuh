@@ -343,18 +343,30 @@ __device__ __forceinline__ void ask_by_fours(
     }
 }
 
-// Biases as pairs are held, of pairs that the array lacks those of others. By a whole warp, of whose
-// keys the lane's first is key - lane / 4.
+// Biases as pairs are held, of pairs that the array lacks those of others. The warp, whose 16 keys
+// begin at key - lane / 4, reads 8 queries by 8 keys at a time, two keys a lane, and transposes
+// them.
 __device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all) {
     if constexpr (BIAS && sizeof(Bias) == 2) {
         Steps<float> steps(all);
         steps.set_head(all, of.batch, of.head);
-        #pragma unroll
-        for (int i = 0; i < S_COUNT / 2; ++i) {
-            const int query = of.query + i / 2 * 8, key = of.key + i % 2 * 8;
-            of.biases[i] = steps.bits_of_bias(query, key)
-                         | static_cast<u32>(steps.bits_of_bias(query + 1, key)) << 16;
+        const int lane = threadIdx.x % 32, first_key = of.key - lane / 4;
+        const int row = of.query - lane % 4 * 2 + lane / 4, column = first_key + lane % 4 * 2;
+        if (steps.has_chunks && first_key + 16 <= arrays_of(all).shape.seqlen_k) {
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i)
+                of.biases[i] = *steps.words_of_bias(row + i / 2 * 8, column + i % 2 * 8);
+        } else {
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) {
+                const int query = row + i / 2 * 8, key = column + i % 2 * 8;
+                of.biases[i] = steps.bits_of_bias(query, key)
+                             | static_cast<u32>(steps.bits_of_bias(query, key + 1)) << 16;
+                if (i % 4 == 3) __syncwarp();               // no more at once, for want of registers
+            }
         }
+        #pragma unroll
+        for (u32& pair : of.biases) pair = movmatrix_transposed(pair);
     }
 }
 
@@ -364,9 +376,14 @@ __device__ __forceinline__ void look_at_pairs(
     if constexpr (KEEP) {
         Pairs of_head = pairs;
         of_head.set_head(of.head);
-        ask_by_fours<8>(of.kept, of, [&](int query, int key) {
-            return of_head.keeps_of_four(query, key);
-        });
+        if (of_head.has_words(of.key - threadIdx.x % 32 / 4 + 16))
+            ask_by_fours<8>(of.kept, of, [&](int query, int key) {
+                return of_head.keeps_of_four<true>(query, key);
+            });
+        else
+            ask_by_fours<1>(of.kept, of, [&](int query, int key) {
+                return of_head.keeps_of_four<false>(query, key);
+            });
     }
     if constexpr (DROPOUT) {
         Dropout<float> of_head = dropout;
@@ -460,8 +477,12 @@ __device__ __forceinline__ void compute_p(
 // dP^T becomes dS^T = P^T (dP^T Z^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
 __device__ __forceinline__ void score_gradients(
     float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
-    const QueryRows& rows, int first_column, const LanePairs& of, const Dropout<float>& dropout) {
+    const QueryRows& rows, int first_column, LanePairs& of, const Dropout<float>& dropout) {
     const u32 delta_of_lane = shared_address(rows.delta) + first_column * 4;
+    // Z, of which P was made, is found anew, and not before dP is there.
+    if constexpr (DROPOUT)
+        #pragma unroll
+        for (u32& bits : of.not_dropped) bits = opaque(bits);
     #pragma unroll
     for (int j = 0; j < S_COUNT / 4; ++j) {
         float delta[2];

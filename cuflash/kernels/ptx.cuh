@@ -139,6 +139,15 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&r)[4], u32 address)
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which lane l gives row l / 4, columns 2(l % 4) and
+// 2(l % 4) + 1, transposed: it gets rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA:
+// movmatrix.
+__device__ __forceinline__ u32 movmatrix_transposed(u32 pair) {
+    u32 transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
 // 4 bytes. PTX ISA: st.
 __device__ __forceinline__ void store_shared(u32 address, u32 word) {
     asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(word) : "memory");

@@ -97,6 +97,12 @@ template <class Real> struct Steps {
             bias + (min(query, last_query) * bias_stride_q + key));
     }
 
+    // Those of two.
+    const u32* words_of_bias(int query, int key) const {
+        return reinterpret_cast<const u32*>(
+            bias + (min(query, last_query) * bias_stride_q + key));
+    }
+
     // What is added to a score, besides a bias -slope |past|.
     Real added(Real past, Real own_bias) const {
         if constexpr (ALIBI && BIAS) return fma(-slope, fabs(past), own_bias);
