@@ -309,10 +309,12 @@ __device__ __forceinline__ void hide_segments(
 // while products run.
 struct LanePairs {
     static constexpr int WORDS = (S_COUNT + 31) / 32;
+    // With 128 queries there is room for the biases of 64 at a time.
+    static constexpr int BIAS_PARTS = BIAS && !KEEPS_P ? 2 : 1;
     int batch, head, query, key, past;                      // the first; how far the key is before
     u32 kept[KEEP ? WORDS : 1];                             // by the mask
     u32 not_dropped[DROPOUT ? WORDS : 1];
-    u32 biases[BIAS ? S_COUNT / 2 : 1];                     // of 16 bits, in twos of one key
+    u32 biases[BIAS ? S_COUNT / 2 / BIAS_PARTS : 1];        // of 16 bits, in twos: load_biases()
 };
 
 __device__ __forceinline__ bool has_bit(const u32* words, int i) {
@@ -343,36 +345,35 @@ __device__ __forceinline__ void ask_by_fours(
     }
 }
 
-// Biases as pairs are held, of pairs that the array lacks those of others. The warp, whose 16 keys
-// begin at key - lane / 4, reads 8 queries by 8 keys at a time, two keys a lane, and transposes
-// them.
-__device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all) {
+// Biases, of pairs that the array lacks those of others. The warp, whose 16 keys begin at
+// key - lane / 4, reads 8 queries by 8 keys at a time, two keys a lane: neighbours in memory. Those
+// of the lane's own pairs they become in take_steps().
+__device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all, int part = 0) {
     if constexpr (BIAS && sizeof(Bias) == 2) {
+        constexpr int COUNT = sizeof(of.biases) / sizeof(u32);
         Steps<float> steps(all);
         steps.set_head(all, of.batch, of.head);
         const int lane = threadIdx.x % 32, first_key = of.key - lane / 4;
-        const int row = of.query - lane % 4 * 2 + lane / 4, column = first_key + lane % 4 * 2;
+        const int row = of.query - lane % 4 * 2 + lane / 4 + part * (COUNT / 2 * 8);
+        const int column = first_key + lane % 4 * 2;
         if (steps.has_chunks && first_key + 16 <= arrays_of(all).shape.seqlen_k) {
             #pragma unroll
-            for (int i = 0; i < S_COUNT / 2; ++i)
+            for (int i = 0; i < COUNT; ++i)
                 of.biases[i] = *steps.words_of_bias(row + i / 2 * 8, column + i % 2 * 8);
         } else {
             #pragma unroll
-            for (int i = 0; i < S_COUNT / 2; ++i) {
+            for (int i = 0; i < COUNT; ++i) {
                 const int query = row + i / 2 * 8, key = column + i % 2 * 8;
                 of.biases[i] = steps.bits_of_bias(query, key)
                              | static_cast<u32>(steps.bits_of_bias(query, key + 1)) << 16;
                 if (i % 4 == 3) __syncwarp();               // no more at once, for want of registers
             }
         }
-        #pragma unroll
-        for (u32& pair : of.biases) pair = movmatrix_transposed(pair);
     }
 }
 
 __device__ __forceinline__ void look_at_pairs(
     LanePairs& of, const Arguments& all, const Pairs& pairs, const Dropout<float>& dropout) {
-    load_biases(of, all);
     if constexpr (KEEP) {
         Pairs of_head = pairs;
         of_head.set_head(of.head);
@@ -388,7 +389,7 @@ __device__ __forceinline__ void look_at_pairs(
     if constexpr (DROPOUT) {
         Dropout<float> of_head = dropout;
         of_head.set_head(of.batch, of.head);
-        ask_by_fours<1>(of.not_dropped, of, [&](int query, int key) {
+        ask_by_fours<2>(of.not_dropped, of, [&](int query, int key) {
             return of_head.kept_of_four(query, key);
         });
     }
@@ -413,28 +414,39 @@ __device__ __forceinline__ float drop(
 // a NaN that is hidden may not reach the gradient of a bias.
 __device__ __forceinline__ void take_steps(
     float (&scores)[S_COUNT], float (&derivatives)[S_COUNT], const float (&products)[S_COUNT],
-    const Arguments& all, const LanePairs& of) {
+    const Arguments& all, LanePairs& of) {
+    constexpr int COUNT = S_COUNT / LanePairs::BIAS_PARTS;
     Steps<float> steps(all);
     steps.set_head(all, of.batch, of.head);
-    // Two keys of a query, 8 apart, next to one another.
-    const auto place = [](int i) { return i / 4 * 4 + i / 2 % 2 + i % 2 * 2; };
-    const auto bias = [&](int i) {
-        if constexpr (BIAS && sizeof(Bias) == 2)
-            return of_pair<Bias>(of.biases[i / 4 * 2 + i % 2], i / 2 % 2);
-        else
-            return steps.bias_of(of.query + i / 4 * 8 + i / 2 % 2, of.key + i % 2 * 8);
-    };
-    float of_pairs[S_COUNT], slopes[S_COUNT];
     #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) of_pairs[i] = products[place(i)];
-    steps.scores<DBIAS ? 1 : 2>(of_pairs, [&](int i) {
-        const int further = i / 4 * 8 + i / 2 % 2 - i % 2 * 8;
-        return steps.added(static_cast<float>(of.past) + static_cast<float>(further), bias(i));
-    }, slopes);
-    #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) {
-        scores[place(i)] = of_pairs[i];
-        derivatives[place(i)] = slopes[i];
+    for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
+        // Two keys of a query, 8 apart, next to one another.
+        const auto place = [&](int i) {
+            return part * COUNT + i / 4 * 4 + i / 2 % 2 + i % 2 * 2;
+        };
+        if constexpr (BIAS && sizeof(Bias) == 2) {
+            if (part > 0) load_biases(of, all, part);
+            #pragma unroll
+            for (u32& pair : of.biases) pair = movmatrix_transposed(pair);
+        }
+        float of_pairs[COUNT], slopes[COUNT];
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) of_pairs[i] = products[place(i)];
+        steps.scores<DBIAS ? 1 : 2>(of_pairs, [&](int i) {
+            const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
+            float bias = 0.0f;
+            if constexpr (BIAS && sizeof(Bias) == 2)
+                bias = of_pair<Bias>(of.biases[i / 4 * 2 + i % 2], i / 2 % 2);
+            else
+                bias = steps.bias_of(of.query + query, of.key + key);
+            return steps.added(
+                static_cast<float>(of.past) + static_cast<float>(query - key), bias);
+        }, slopes);
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            scores[place(i)] = of_pairs[i];
+            derivatives[place(i)] = slopes[i];
+        }
     }
 }
 
@@ -444,7 +456,7 @@ __device__ __forceinline__ void take_steps(
 template <class Hide>
 __device__ __forceinline__ void compute_p(
     float (&s)[S_COUNT], float (&derivatives)[S_COUNT], u32 (&p)[S_COUNT / 2],
-    const QueryRows& rows, int first_column, float c, const Arguments& all, const LanePairs& of,
+    const QueryRows& rows, int first_column, float c, const Arguments& all, LanePairs& of,
     const Dropout<float>& dropout, Hide hide) {
     const auto pack_kept = [&](const float (&x)[S_COUNT]) {
         float kept[S_COUNT];

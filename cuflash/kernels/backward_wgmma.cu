@@ -277,6 +277,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             wgmma_fence();
             multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(dp, v_rows, dout);
             wgmma_commit();
+            load_biases(of, arguments);
             look_at_pairs(of, arguments, pairs, dropout);
             wgmma_wait<1>();                                // S
             keep_here(s);

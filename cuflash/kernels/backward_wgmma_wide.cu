@@ -45,6 +45,9 @@ constexpr int GRADIENT_REGISTERS = HEAD_DIM > 192 ? HEAD_DIM / 2 + 32 : 128;
 constexpr int LEFT = 512 - LOADING_REGISTERS - 2 * GRADIENT_REGISTERS;
 constexpr int SCORE_REGISTERS = LEFT < 240 ? LEFT : 240;
 
+// Whether there is room for the next step's biases, S and dP beside dQ.
+constexpr bool BIASES_BESIDE_DQ = SCORE_REGISTERS > DQ_COUNT + 2 * S_COUNT + 64;
+
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
@@ -154,6 +157,17 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         issue_s();
         wait(shared_address(&shared.v_full), count.kv_parity());
         issue_dp();
+        LanePairs of = {where.batch, 0, 0, first_key, 0};
+        // Of the step whose S is on its way, and with it its rows.
+        const auto look = [&](const QueryRows& rows) {
+            of.head = rows.head;
+            of.query = rows.q_start + first_column;         // the lane's first
+            of.past = of.query + shape.seqlen_k - shape.seqlen_q - first_key;
+            look_at_pairs(of, arguments, pairs, dropout);
+            if (BIASES_BESIDE_DQ) load_biases(of, arguments);
+        };
+        look(shared.rows[ring.stage]);
+        if (!BIASES_BESIDE_DQ) load_biases(of, arguments);
         wgmma_wait<1>();
         keep_here(s);
 
@@ -162,9 +176,6 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             const int q_start = rows.q_start;
             const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
             const bool parted = SEGMENTS && shared.parted[ring.stage];
-            const int query = q_start + first_column;       // the lane's first
-            LanePairs of = {where.batch, rows.head, query, first_key,
-                            query + shape.seqlen_k - shape.seqlen_q - first_key};
             const auto hide = [&](float (&x)[S_COUNT]) {
                 if (masked) apply_mask(x, mask, first_query, q_start + first_column);
                 if (parted)
@@ -175,7 +186,6 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             float derivatives[S_COUNT];
             u32 p[S_COUNT / 2], ds[S_COUNT / 2];
 
-            look_at_pairs(of, arguments, pairs, dropout);
             compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide);
             store_rows<BLOCK_K>(shared_address(&shared.p[ring.stage]), warp_row, lane, p);
             fence_async_proxy();
@@ -210,7 +220,10 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                     dq, descriptor(ds_tile, 0), advance(k_columns, part * PART_BYTES));
                 wgmma_commit();
                 if (!last.value && first) issue_s();
-                if (!last.value && final) issue_dp();
+                if (!last.value && final) {
+                    issue_dp();
+                    look(shared.rows[(ring.stage + 1) % STAGES]);
+                }
                 if (last.value) wgmma_wait<0>();
                 else if (first && final) wgmma_wait<2>();
                 else wgmma_wait<1>();
@@ -219,6 +232,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                 add_dq(sums, dq, part);
             }
             if (DETERMINISTIC) barrier_arrive(DQ_ADDED, TURN_THREADS);
+            if (!last.value && !BIASES_BESIDE_DQ) load_biases(of, arguments);
             if (!last.value) wgmma_wait<1>();               // the next S
             keep_here(s);
             steps.next(arguments, where);
