@@ -173,6 +173,7 @@ inline u32 shared_address(const void* pointer) {
 }
 
 inline u32 opaque(u32 x) { return x; }
+inline float* opaque(float* x) { return x; }
 
 namespace emulator {
 
@@ -289,6 +290,12 @@ template <int PENDING> inline void cp_async_wait() { emulator::wait_for_copies(P
 inline void reduce_add_4(float* target, const float (&x)[4], EMULATOR_SITE) {
     emulator::check_global(target, 16, 16, emulator::Access::WRITE, {file, line});
     for (int i = 0; i < 4; ++i) target[i] += x[i];
+}
+
+inline void reduce_add_nonzero(float* target, float x, EMULATOR_SITE) {
+    if (x == 0.0f) return;
+    emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
+    *target += x;
 }
 
 inline int load_acquire(const int* source, EMULATOR_SITE) {

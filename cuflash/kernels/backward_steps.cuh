@@ -519,9 +519,15 @@ __device__ __forceinline__ void add_dbias(
     if constexpr (DBIAS) {
         BiasGradient dbias;
         dbias.set_head(all, of.batch, of.head);
+        float* of_query = dbias.sums + (of.query * dbias.stride_q + of.key * dbias.stride_k);
         #pragma unroll
-        for (int i = 0; i < S_COUNT; ++i)
-            dbias.add(of.query + i / 4 * 8 + i % 2, of.key + i / 2 % 2 * 8, ds[i]);
+        for (int i = 0; i < S_COUNT / 2; ++i) {             // queries
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                reduce_add_nonzero(of_query + half * 8 * dbias.stride_k,
+                                   ds[i / 2 * 4 + half * 2 + i % 2]);
+            of_query = opaque(of_query + (i % 2 == 0 ? 1 : 7) * dbias.stride_q);
+        }
         if constexpr (SOFTCAP) {
             #pragma unroll
             for (int i = 0; i < S_COUNT; ++i) ds[i] *= derivatives[i];
