@@ -106,6 +106,16 @@ def test_dbias_in_turns(backend, head_dim):
 
 
 @on_kernels
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_hidden_nan_reaches_dbias(backend, head_dim):
+    """Though a softcap's division serves two keys of a query."""
+    spoiled = (("k", (0, 9), "nan"), ("v", (0, 150), "inf"))
+    check_gradients(backend, full_case(
+        ("bias", "mask"), head_dim, 200, softcap=5.0, spoiled=spoiled,
+    ))  # fmt: skip
+
+
+@on_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, dtype):
@@ -139,7 +149,9 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [("window", 40), ("segments", 120), ("softcap", 120), ("softcap", 200),
-     *(("all", d) for d in (40, 120, 200))],
+     ("bias", 40), ("dropout", 120),
+     *((name, d) for name in ("all", "mask", "really all")
+       for d in (40, 120, 200))],
 )  # fmt: skip
 def test_hidden_gradients_spread_nowhere(backend, array, head_dim, name):
     spoiled = ((array, (0, 9), "nan"), (array, (0, 150), "inf"))
@@ -196,7 +208,7 @@ def test_bias_without_chunks(backend):
 
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
-@pytest.mark.parametrize("name", ["window", "segments", "all"])
+@pytest.mark.parametrize("name", ["window", "segments", "all", "really all"])
 def test_key_tiles_that_nobody_sees(backend, name, head_dim):
     case = Case(
         "float16", 1, 2, 800, 2, 1, head_dim, head_dim, seed=0,
@@ -208,7 +220,7 @@ def test_key_tiles_that_nobody_sees(backend, name, head_dim):
 @on_kernels
 @pytest.mark.parametrize("head_dim", [40, 200])
 @pytest.mark.parametrize("array", ["q", "k", "dout"])
-@pytest.mark.parametrize("name", ["window", "segments"])
+@pytest.mark.parametrize("name", ["window", "segments", "mask"])
 def test_hidden_gradients_of_batches(backend, array, head_dim, name):
     """With slopes, grouped heads, and nothing else that hides."""
     options = dict(OPTIONS[name])

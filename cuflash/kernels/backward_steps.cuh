@@ -27,7 +27,7 @@ constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool BY_WARP = SEGMENTS || PACKED;                // Q is loaded, tiles are found
 constexpr int LOADING_THREADS = BY_WARP ? 32 : 1;
 constexpr int PARTED = SEGMENTS ? STAGES : 1;
-constexpr bool HIDES = CAUSAL || WINDOW || PAIRWISE || PACKED;      // rows need not see all loaded
+constexpr bool HIDES = CAUSAL || WINDOW || PAIRWISE || PACKED;      // rows need not see all
 constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
@@ -305,7 +305,7 @@ __device__ __forceinline__ void hide_segments(
 // ---- What options say of single pairs ----
 
 // The lane's pairs of a step: x[4 j + 2 h + b] is of the query 8 j + b and the key 8 h after the
-// first ones. Of that number are bits, 32 in a word. What comes from memory or takes long is found
+// first ones, and so is that bit of words of 32. What comes from memory or takes long is found
 // while products run.
 struct LanePairs {
     static constexpr int WORDS = (S_COUNT + 31) / 32;
@@ -359,14 +359,16 @@ __device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all,
         if (steps.has_chunks && first_key + 16 <= arrays_of(all).shape.seqlen_k) {
             #pragma unroll
             for (int i = 0; i < COUNT; ++i)
-                of.biases[i] = *steps.words_of_bias(row + i / 2 * 8, column + i % 2 * 8);
+                of.biases[i] = *reinterpret_cast<const u32*>(
+                    steps.chunks_of_bias(row + i / 2 * 8, column + i % 2 * 8));
         } else {
+            const u16* biases = reinterpret_cast<const u16*>(steps.bias);
             #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const int query = row + i / 2 * 8, key = column + i % 2 * 8;
-                of.biases[i] = steps.bits_of_bias(query, key)
-                             | static_cast<u32>(steps.bits_of_bias(query, key + 1)) << 16;
-                if (i % 4 == 3) __syncwarp();               // no more at once, for want of registers
+                const u32 high = biases[steps.place_of_bias(query, key + 1)];
+                of.biases[i] = biases[steps.place_of_bias(query, key)] | high << 16;
+                if (i % 4 == 3) __syncwarp();               // no more at once: registers
             }
         }
     }
@@ -450,26 +452,21 @@ __device__ __forceinline__ void take_steps(
     }
 }
 
-// P^T Z^T from products, rounded to p. S^T becomes what dP^T Z^T - delta is multiplied by: P^T, and
-// with SOFTCAP times the derivative of the score; with DBIAS that stays beside it, in `derivatives`.
+// P^T Z^T from products, rounded to p. S^T becomes what dP^T Z^T - delta is multiplied by: P^T, or
+// with SOFTCAP that times the derivative of the score; which DBIAS keeps apart, in `derivatives`.
 // hide(x): x = 0 where nothing is to be seen.
 template <class Hide>
 __device__ __forceinline__ void compute_p(
     float (&s)[S_COUNT], float (&derivatives)[S_COUNT], u32 (&p)[S_COUNT / 2],
     const QueryRows& rows, int first_column, float c, const Arguments& all, LanePairs& of,
     const Dropout<float>& dropout, Hide hide) {
-    const auto pack_kept = [&](const float (&x)[S_COUNT]) {
+    const auto pack_kept = [&](const float (&weights)[S_COUNT]) {
         float kept[S_COUNT];
         #pragma unroll
-        for (int i = 0; i < S_COUNT; ++i) kept[i] = drop(x[i], i, of, dropout);
+        for (int i = 0; i < S_COUNT; ++i) kept[i] = drop(weights[i], i, of, dropout);
         pack_pairs<Element>(p, kept);
     };
-    if constexpr (SOFTCAP && DBIAS) {
-        take_steps(s, derivatives, s, all, of);
-        probabilities(s, rows, first_column, c);
-        hide(s);
-        pack_kept(s);
-    } else if constexpr (SOFTCAP) {
+    if constexpr (SOFTCAP && !DBIAS) {
         float weights[S_COUNT];
         take_steps(weights, s, s, all, of);
         probabilities(weights, rows, first_column, c);
@@ -478,15 +475,14 @@ __device__ __forceinline__ void compute_p(
         #pragma unroll
         for (int i = 0; i < S_COUNT; ++i) s[i] *= weights[i];
     } else {
-        float all_1[S_COUNT];
-        if constexpr (!LINEAR) take_steps(s, all_1, s, all, of);
+        if constexpr (!LINEAR) take_steps(s, derivatives, s, all, of);
         probabilities(s, rows, first_column, c);
         hide(s);
         pack_kept(s);
     }
 }
 
-// dP^T becomes dS^T = P^T (dP^T Z^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
+// dP^T becomes dS^T = P^T (dP^T Z^T - delta), from P as computed or, if not KEEPS_P, as rounded.
 __device__ __forceinline__ void score_gradients(
     float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
     const QueryRows& rows, int first_column, LanePairs& of, const Dropout<float>& dropout) {
@@ -510,8 +506,7 @@ __device__ __forceinline__ void score_gradients(
     }
 }
 
-// dS^T before the scores' derivatives, where nothing is hidden any more, to the sums of dbias; then
-// times those derivatives.
+// dS^T, 0 where pairs are hidden, to the sums of dbias; then times the scores' derivatives.
 template <class Hide>
 __device__ __forceinline__ void add_dbias(
     float (&ds)[S_COUNT], const float (&derivatives)[S_COUNT], const Arguments& all,

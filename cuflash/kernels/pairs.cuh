@@ -43,8 +43,8 @@ template <class Arguments> struct PairsOf {
     }
     bool keeps(int query, int key) const { return *byte_of(query, key) != 0; }
 
-    // Of the pairs of a query and keys key .. key + 3: bit n is of the n-th, 1 if the mask keeps it;
-    // of pairs that the array lacks, that of others. IN_WORDS: with has_words().
+    // Of a query and keys key .. key + 3: bit n is of the n-th pair, 1 if the mask keeps it; of one
+    // that the array lacks, that of another. IN_WORDS: with has_words().
     template <bool IN_WORDS> u32 keeps_of_four(int query, int key) const {
         u32 bits = 0;
         if constexpr (KEEP) {

@@ -57,8 +57,8 @@ struct OneHead {
             steps.score(product, past, steps.bias_of(query, key), derivative);
         return weight(LINEAR ? product : score, LINEAR ? scale : 1.0f, effective_lse(lse[query]));
     }
-    // P Z
-    __device__ __forceinline__ float weight_of(int query, int key) const {
+    // What dO is weighted with.
+    __device__ __forceinline__ float pz(int query, int key) const {
         float derivative;
         const float own = p(query, key, derivative);
         return DROPOUT ? own * dropout.z(query, key) : own;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void repair_key(
             const OneHead one(all, batch, head);
             for (int query = first; query < end; ++query)
                 if (one.visible(query, key)
-                    && !sum.add(one.weight_of(query, key), one.dout, query, shape.head_dim_v)) break;
+                    && !sum.add(one.pz(query, key), one.dout, query, shape.head_dim_v)) break;
         }
         sum.store(arguments.dv, arguments.dv_stride, batch, kv_head, key, shape.head_dim_v);
     }

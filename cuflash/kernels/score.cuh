@@ -76,30 +76,20 @@ template <class Real> struct Steps {
         }
     }
 
-    // A pair's bias; of pairs that the array does not have, which are masked, that of another.
+    // Where a pair's bias is; of pairs that the array does not have, which are masked, another's.
+    i64 place_of_bias(int query, int key) const {
+        return min(query, last_query) * bias_stride_q + min(key, last_key) * bias_stride_k;
+    }
     Real bias_of(int query, int key) const {
         if constexpr (BIAS)
-            return static_cast<Real>(to_accumulator(
-                bias[min(query, last_query) * bias_stride_q + min(key, last_key) * bias_stride_k]));
+            return static_cast<Real>(to_accumulator(bias[place_of_bias(query, key)]));
         else
             return 0;
-    }
-
-    // The same in memory, where it has 16 bits.
-    u16 bits_of_bias(int query, int key) const {
-        return reinterpret_cast<const u16*>(bias)[
-            min(query, last_query) * bias_stride_q + min(key, last_key) * bias_stride_k];
     }
 
     // With has_chunks: those of eight keys, which the array has, and of the next.
     const BiasChunk* chunks_of_bias(int query, int key) const {
         return reinterpret_cast<const BiasChunk*>(
-            bias + (min(query, last_query) * bias_stride_q + key));
-    }
-
-    // Those of two.
-    const u32* words_of_bias(int query, int key) const {
-        return reinterpret_cast<const u32*>(
             bias + (min(query, last_query) * bias_stride_q + key));
     }
 
