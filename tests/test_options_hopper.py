@@ -106,6 +106,17 @@ def test_dbias_in_turns(backend, head_dim):
 
 
 @on_kernels
+@pytest.mark.parametrize("array", ["q", "k", "dout"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_what_masks_hide_spreads_nowhere(backend, head_dim, array):
+    """Of one head: the mask of the other does not decide."""
+    spoiled = ((array, (0, 9, 0), "nan"), (array, (0, 140, 0), "inf"))
+    check_gradients(backend, full_case(
+        ("bias", "mask"), head_dim, 200, dropout=0.25, spoiled=spoiled,
+    ))  # fmt: skip
+
+
+@on_kernels
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_no_hidden_nan_reaches_dbias(backend, head_dim):
     """Though a softcap's division serves two keys of a query."""
@@ -220,7 +231,7 @@ def test_key_tiles_that_nobody_sees(backend, name, head_dim):
 @on_kernels
 @pytest.mark.parametrize("head_dim", [40, 200])
 @pytest.mark.parametrize("array", ["q", "k", "dout"])
-@pytest.mark.parametrize("name", ["window", "segments", "mask"])
+@pytest.mark.parametrize("name", ["window", "segments"])
 def test_hidden_gradients_of_batches(backend, array, head_dim, name):
     """With slopes, grouped heads, and nothing else that hides."""
     options = dict(OPTIONS[name])

@@ -22,15 +22,6 @@ from .steps import (
     tile_bytes,
 )
 
-_SERVED_BOTH_WAYS = frozenset((
-    "window", "softcap", "alibi_slopes", "sink", "segment_ids", "cu_seqlens",
-))  # fmt: skip
-SERVED = {
-    "forward": _SERVED_BOTH_WAYS | {"bias", "mask", "dropout"},
-    "backward": _SERVED_BOTH_WAYS | {"bias", "mask", "dropout"},
-}
-
-
 # What kernels/ptx.cuh has products for, and shared memory room.
 _HEAD_DIMS = {
     "forward": (64, 96, 128, 192, 256),
@@ -72,7 +63,6 @@ def runs(problem: Problem, device: Device) -> bool:
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
-        and SERVED[problem.direction].issuperset(problem.options)
         and not in_turns
         and _head_dims(problem) is not None
     )
