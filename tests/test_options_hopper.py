@@ -25,6 +25,7 @@ OPTIONS = {
         "arrays_of": ("alibi_slopes_of_batches", *SEGMENTS, "sink"),
     },
     "bias": {"arrays_of": ("bias",)},
+    "capped bias": {"softcap": 5.0, "arrays_of": ("bias",)},
     "mask": {"arrays_of": ("mask",)},
     "dropout": {"dropout": 0.25},
     "really all": {

@@ -354,13 +354,14 @@ __device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all,
         Steps<float> steps(all);
         steps.set_head(all, of.batch, of.head);
         const int lane = threadIdx.x % 32, first_key = of.key - lane / 4;
-        const int row = of.query - lane % 4 * 2 + lane / 4 + part * (COUNT / 2 * 8);
-        const int column = first_key + lane % 4 * 2;
-        if (steps.has_chunks && first_key + 16 <= arrays_of(all).shape.seqlen_k) {
+        const int first_row = of.query - lane % 4 * 2 + part * (COUNT / 2 * 8);
+        const int row = first_row + lane / 4, column = first_key + lane % 4 * 2;
+        if (steps.has_chunks && first_key + 16 <= steps.last_key + 1
+                && first_row + COUNT / 2 * 8 <= steps.last_query + 1) {
+            const u32* words = reinterpret_cast<const u32*>(steps.chunks_of_bias(row, column));
             #pragma unroll
             for (int i = 0; i < COUNT; ++i)
-                of.biases[i] = *reinterpret_cast<const u32*>(
-                    steps.chunks_of_bias(row + i / 2 * 8, column + i % 2 * 8));
+                of.biases[i] = words[i / 2 * (steps.bias_stride_q * 4) + i % 2 * 4];
         } else {
             const u16* biases = reinterpret_cast<const u16*>(steps.bias);
             #pragma unroll
@@ -506,11 +507,11 @@ __device__ __forceinline__ void score_gradients(
     }
 }
 
-// dS^T, 0 where pairs are hidden, to the sums of dbias; then times the scores' derivatives.
-template <class Hide>
+// dS^T, 0 where pairs are hidden, to the sums of dbias; then times the scores' derivatives, which
+// are NaN where a score is, also of hidden pairs.
 __device__ __forceinline__ void add_dbias(
     float (&ds)[S_COUNT], const float (&derivatives)[S_COUNT], const Arguments& all,
-    const LanePairs& of, Hide hide) {
+    const LanePairs& of) {
     if constexpr (DBIAS) {
         BiasGradient dbias;
         dbias.set_head(all, of.batch, of.head);
@@ -523,10 +524,9 @@ __device__ __forceinline__ void add_dbias(
                                    ds[i / 2 * 4 + half * 2 + i % 2]);
             of_query = opaque(of_query + (i % 2 == 0 ? 1 : 7) * dbias.stride_q);
         }
-        if constexpr (SOFTCAP) {
+        if constexpr (SOFTCAP)
             #pragma unroll
-            for (int i = 0; i < S_COUNT; ++i) ds[i] *= derivatives[i];
-            hide(ds);
-        }
+            for (int i = 0; i < S_COUNT; ++i)
+                if (ds[i] != 0.0f) ds[i] *= derivatives[i];
     }
 }

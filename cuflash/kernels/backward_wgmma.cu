@@ -293,7 +293,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
 
             score_gradients(dp, s, p, rows, first_column, of, dropout);
             hide(dp);
-            add_dbias(dp, derivatives, arguments, of, hide);
+            add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
             if (LAGS) wait(ds_empty + 8 * place.stage, place.parity ^ 1);
             const u32 ds_tile = shared_address(&shared.ds[place.stage]);

@@ -197,7 +197,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.stage]));
             score_gradients(dp, s, p, rows, first_column, of, dropout);
             hide(dp);
-            add_dbias(dp, derivatives, arguments, of, hide);
+            add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
             store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
             fence_async_proxy();
