@@ -129,10 +129,11 @@ def test_no_hidden_nan_reaches_dbias(backend, head_dim):
 
 @on_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("more", [{}, {"softcap": 5.0, "dropout": 0.1}])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, dtype):
+def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, more, dtype):
     """It may have another dtype than q."""
-    case = full_case((), head_dim, 203, softcap=5.0, dropout=0.1)
+    case = full_case((), head_dim, 203, **more)
     q, k, v, dout = inputs(case)
     bias = option_arrays(full_case(("bias",), head_dim, 203))["bias"]
     options = {**case.meaning(), "bias": bias.astype(DTYPES[dtype])}

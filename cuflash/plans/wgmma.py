@@ -266,7 +266,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *layout,
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
-            *some_options(problem, "Wgmma", "SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"),
+            *some_options(
+                problem, "Wgmma", "SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"
+            ),
         ),
         threads=ROW_THREADS,
         shared_bytes=0,
