@@ -2,9 +2,13 @@
 
 import pytest
 
+import cuflash
+from helpers import expected
 from helpers.backends import on_kernels
 from helpers.checks import check_forward, check_gradients
-from helpers.data import Case, Emulation
+from helpers.compare import assert_gradients_match
+from helpers.data import Case, Emulation, inputs
+from helpers.dtypes import DTYPES
 from helpers.options import option_arrays
 
 SEGMENTS = ("segment_ids_k", "segment_ids_q")
@@ -28,10 +32,8 @@ OPTIONS = {
         "softcap": 30.0,
         "arrays_of": ("alibi_slopes_of_batches", *SEGMENTS, "sink"),
     },
-}
-# What the forward kernel takes besides.
-OF_FORWARD = {
     "bias": {"arrays_of": ("bias",)},
+    "capped bias": {"softcap": 5.0, "arrays_of": ("bias",)},
     "mask": {"arrays_of": ("mask",)},
     "dropout": {"dropout": 0.25},
     "really all": {
@@ -41,8 +43,6 @@ OF_FORWARD = {
         "arrays_of": ("alibi_slopes", "bias", "mask", *SEGMENTS, "sink"),
     },
 }
-
-ALL_OPTIONS = OPTIONS | OF_FORWARD
 
 # Batches and grouped heads; one place for Q; many key tiles of few queries.
 SHAPES = [
@@ -56,13 +56,13 @@ def option_case(name, shape, **more):
     # Blocks that take turns wait for each other.
     on = Emulation("sm_90a", num_sms=2, seed=1, resident=2)
     return Case(
-        "bfloat16", *shape, seed=4, on=on, **ALL_OPTIONS[name], **more
+        "bfloat16", *shape, seed=4, on=on, **OPTIONS[name], **more
     )
 
 
 @on_kernels
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ALL_OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_forward(backend, shape, name):
     check_forward(backend, option_case(name, shape))
 
@@ -88,10 +88,83 @@ def test_backward(backend, shape, name):
 
 @on_kernels
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["window", "left", "sink"])
+@pytest.mark.parametrize(
+    "name", ["window", "left", "sink", "mask", "dropout"]
+)
 def test_backward_in_turns(backend, shape, name):
     case = option_case(name, shape, deterministic=True)
     check_gradients(backend, case)
+
+
+def full_case(names, head_dim, seqlen_k, **more):
+    """Two grouped heads of a bias and a mask that leave out no axis."""
+    case = Case(
+        "bfloat16", 1, 150, seqlen_k, 2, 1, head_dim, head_dim, seed=19,
+        on=Emulation("sm_90a", num_sms=2, seed=1, resident=2),
+        arrays_of=names, **more,
+    )  # fmt: skip
+    for name in {"bias", "mask"} & set(names):
+        assert option_arrays(case)[name].shape == (1, 2, 150, seqlen_k)
+    return case
+
+
+@on_kernels
+@pytest.mark.parametrize("seqlen_k", [200, 203])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("names", [("bias",), ("mask",), ("bias", "mask")])
+def test_backward_of_all_pairs(backend, names, head_dim, seqlen_k):
+    """Read four or eight keys at a time; in rows of 203 they are not."""
+    check_gradients(backend, full_case(names, head_dim, seqlen_k))
+
+
+@on_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dbias_in_turns(backend, head_dim):
+    case = full_case(
+        ("bias", "mask"), head_dim, 200, causal=True, deterministic=True
+    )
+    check_gradients(backend, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("array", ["q", "k", "dout"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_what_masks_hide_spreads_nowhere(backend, head_dim, array):
+    """Of one head: the mask of the other does not decide."""
+    spoiled = ((array, (0, 9, 0), "nan"), (array, (0, 140, 0), "inf"))
+    check_gradients(backend, full_case(
+        ("bias", "mask"), head_dim, 200, dropout=0.25, spoiled=spoiled,
+    ))  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_hidden_nan_reaches_dbias(backend, head_dim):
+    """Though a softcap's division serves two keys of a query."""
+    spoiled = (("k", (0, 9), "nan"), ("v", (0, 150), "inf"))
+    check_gradients(backend, full_case(
+        ("bias", "mask"), head_dim, 200, softcap=5.0, spoiled=spoiled,
+    ))  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("more", [{}, {"softcap": 5.0, "dropout": 0.1}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, more, dtype):
+    """It may have another dtype than q."""
+    case = full_case((), head_dim, 203, **more)
+    q, k, v, dout = inputs(case)
+    bias = option_arrays(full_case(("bias",), head_dim, 203))["bias"]
+    options = {**case.meaning(), "bias": bias.astype(DTYPES[dtype])}
+    out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+    placed = [backend.place(x) for x in (dout, q, k, v, out, lse)]
+    options["bias"] = backend.place(options["bias"])
+    with backend.running(case):
+        got = cuflash.backward(*placed, **options)
+    options["bias"] = bias
+    want = expected.backward(dout, q, k, v, **options)[:3]
+    assert_gradients_match([backend.fetch(x) for x in got], want, case)
 
 
 @on_kernels
@@ -102,7 +175,7 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
     check_forward(backend, Case(
         "float16", seqlen_q=200, seqlen_k=200, head_dim=40, spoiled=spoiled,
-        on=Emulation("sm_90a", num_sms=1), **ALL_OPTIONS[name],
+        on=Emulation("sm_90a", num_sms=1), **OPTIONS[name],
     ))  # fmt: skip
 
 
@@ -111,7 +184,9 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [("window", 40), ("segments", 120), ("softcap", 120), ("softcap", 200),
-     ("small softcap", 120), *(("all", d) for d in (40, 120, 200))],
+     ("small softcap", 120), ("bias", 40), ("dropout", 120),
+     *((name, d) for name in ("all", "mask", "really all")
+       for d in (40, 120, 200))],
 )  # fmt: skip
 def test_hidden_gradients_spread_nowhere(backend, array, head_dim, name):
     spoiled = ((array, (0, 9), "nan"), (array, (0, 150), "inf"))
@@ -199,7 +274,7 @@ def test_bias_without_chunks(backend):
 
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
-@pytest.mark.parametrize("name", ["window", "segments", "all"])
+@pytest.mark.parametrize("name", ["window", "segments", "all", "really all"])
 def test_key_tiles_that_nobody_sees(backend, name, head_dim):
     case = Case(
         "float16", 1, 2, 800, 2, 1, head_dim, head_dim, seed=0,

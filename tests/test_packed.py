@@ -182,9 +182,12 @@ def test_on_hopper(backend, name):
 
 
 @on_kernels
-def test_dropout_on_hopper(backend):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_on_hopper(backend, head_dim):
     """It counts sequences, which a block takes one after another."""
-    check_packed(backend, hopper_case(dropout=0.25))
+    check_packed(backend, hopper_case(
+        dropout=0.25, head_dim=head_dim, head_dim_v=head_dim
+    ))  # fmt: skip
 
 
 @on_kernels

@@ -399,7 +399,7 @@ def test_warpgroup_products_are_hopper_s(
     [
         ({}, "wgmma"),
         ({"window": (5, 5), "softcap": 1.0, "sink": True}, "wgmma"),
-        ({"dropout": 0.5}, "mma"),
+        ({"dropout": 0.5}, "wgmma"),
         ({"deterministic": True}, "mma"),
     ],
 )

@@ -55,6 +55,28 @@ def test_one_addition_is_rounded_to_nearest_even(backend, seed):
 
 
 @on_both
+@given(seed=SEEDS, places=st.integers(1, 40))
+def test_zeros_are_added_nowhere(backend, seed, places):
+    """Not even where there is memory; a NaN is no zero."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-2, 3, 128).astype(np.float32)
+    to = np.where(x == 0, 2**20, rng.integers(0, places, 128, np.int32))
+    x[:2] = np.nan, -0.0
+    to[:2] = 0, 2**20
+    sums = rng.integers(-99, 100, places).astype(np.float32)
+    expected = sums.copy()
+    np.add.at(expected, to[x != 0], x[x != 0])
+    run(
+        "primitives/add_nonzero",
+        {"x": read_only(x), "to": read_only(to.astype(np.int32)),
+         "sums": sums},
+        backend,
+        blocks=4,
+    )  # fmt: skip
+    np.testing.assert_array_equal(sums, expected)
+
+
+@on_both
 @pytest.mark.parametrize("kind", ["float", "double"])
 @given(seed=SEEDS, places=st.integers(1, 40))
 def test_atomic_additions_see_one_another(backend, kind, seed, places):

@@ -33,6 +33,18 @@ def test_ldmatrix_hands_out_the_elements(transposed, backend, seed):
 
 @on_both
 @given(seed=SEEDS)
+def test_movmatrix_transposes(backend, seed):
+    """Lane l has the l-th pair of elements, row by row."""
+    rng = np.random.default_rng(seed)
+    matrix = rng.integers(0, 2**16, (8, 8), np.uint16)
+    out = np.empty((8, 4), np.uint32)
+    arguments = {"pairs": read_only(matrix.view(np.uint32)), "out": out}
+    run("primitives/transpose_matrix", arguments, backend)
+    np.testing.assert_array_equal(out.view(np.uint16), matrix.T)
+
+
+@on_both
+@given(seed=SEEDS)
 def test_stores_and_loads_of_shared_memory(backend, seed):
     """Words that are NaN as floats keep their bits."""
     rng = np.random.default_rng(seed)

@@ -3,13 +3,16 @@
 import inspect
 import re
 from configparser import ConfigParser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import cuflash
 from cuflash import __main__
+from cuflash.plan import device_of_arch
 from cuflash.plans import wgmma
+from helpers.kernels import small_problem
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,6 +56,20 @@ def test_commands_are_those_of_the_package(capsys):
     assert sorted(named) == sorted(known.split(","))
 
 
+HOPPER = device_of_arch("sm_90a")
+ASKED = {
+    "window": {"window": (5, 5)},
+    "softcap": {"softcap": 1.0},
+    "alibi_slopes": {"alibi_slopes": True},
+    "bias": {"bias": "float16"},
+    "mask": {"mask": True},
+    "sink": {"sink": True},
+    "segment_ids": {"segment_ids": True},
+    "dropout": {"dropout": 0.5},
+    "cu_seqlens": {"num_sequences": 3},
+}
+
+
 def test_the_table_of_options_is_what_hopper_takes():
     """The kernels that take all are held by the tests of options."""
     table = README.split("<!-- options:")[1].split("\n\n")[1]
@@ -62,9 +79,14 @@ def test_the_table_of_options_is_what_hopper_takes():
         named = re.findall(r"`(\w+)`", option)
         names = {given[name] for name in named if name in given}
         assert names
-        for direction, served in wgmma.SERVED.items():
+        for direction in ("forward", "backward"):
             assert direction in others
-            assert names & served == (names if direction in hopper else set())
+            for name in names:
+                problem = small_problem(direction, "float16", **ASKED[name])
+                assert wgmma.runs(problem, HOPPER) == (direction in hopper)
+                problem = replace(problem, deterministic=True)
+                in_turns = "not with `deterministic" not in hopper
+                assert wgmma.runs(problem, HOPPER) == in_turns
     assert set(given) <= set(re.findall(r"\w+", table))
 
 

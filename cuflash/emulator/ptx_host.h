@@ -173,6 +173,7 @@ inline u32 shared_address(const void* pointer) {
 }
 
 inline u32 opaque(u32 x) { return x; }
+inline float* opaque(float* x) { return x; }
 
 namespace emulator {
 
@@ -209,6 +210,28 @@ inline void ldmatrix_x4(u32 (&r)[4], u32 address, EMULATOR_SITE) {
 
 inline void ldmatrix_x4_transposed(u32 (&r)[4], u32 address, EMULATOR_SITE) {
     emulator::ldmatrix_of<true>(r, address, {file, line});
+}
+
+namespace emulator {
+
+struct MovmatrixOperands { u32 pair, transposed; };
+
+inline void movmatrix(void* const (&lanes)[32]) {
+    const auto element = [&](int row, int column) {
+        const u32 pair = static_cast<const MovmatrixOperands*>(lanes[row * 4 + column / 2])->pair;
+        return pair >> (column % 2 * 16) & 0xFFFF;
+    };
+    for (int lane = 0; lane < 32; ++lane)
+        static_cast<MovmatrixOperands*>(lanes[lane])->transposed =
+            element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+}
+
+}  // namespace emulator
+
+inline u32 movmatrix_transposed(u32 pair, EMULATOR_SITE) {
+    emulator::MovmatrixOperands own{pair, 0};
+    emulator::meet("movmatrix", emulator::WHOLE_WARP, &own, emulator::movmatrix, {file, line});
+    return own.transposed;
 }
 
 inline void store_shared(u32 address, u32 word, EMULATOR_SITE) {
@@ -267,6 +290,12 @@ template <int PENDING> inline void cp_async_wait() { emulator::wait_for_copies(P
 inline void reduce_add_4(float* target, const float (&x)[4], EMULATOR_SITE) {
     emulator::check_global(target, 16, 16, emulator::Access::WRITE, {file, line});
     for (int i = 0; i < 4; ++i) target[i] += x[i];
+}
+
+inline void reduce_add_nonzero(float* target, float x, EMULATOR_SITE) {
+    if (x == 0.0f) return;
+    emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
+    *target += x;
 }
 
 inline int load_acquire(const int* source, EMULATOR_SITE) {

@@ -7,13 +7,14 @@
 // tile of BLOCK_Q queries that sees the keys, of each query head of the group in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
-// TURNS; Arguments and the options (docs/masks.md), of which there are WINDOW, SOFTCAP, ALIBI, SINK
-// and, without TURNS, SEGMENTS or PACKED.
+// TURNS; Arguments and the options (docs/masks.md), SEGMENTS and PACKED without TURNS.
 // A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; parted[PARTED],
 // whether segments hide pairs of a step; work[WORKS]; the barriers *_full, from those that load or
 // say what to do, and *_empty, back.
 #pragma once
+#include "bias_gradient.cuh"
 #include "counters.cuh"
+#include "dropout.cuh"
 #include "pairs.cuh"
 #include "query_rows.cuh"
 #include "softmax.cuh"
@@ -22,19 +23,18 @@
 #include "wgmma.cuh"
 
 constexpr int S_COUNT = BLOCK_Q / 2;                        // floats of a thread: 64 keys' S^T
-constexpr bool OPTIONS = WINDOW || SEGMENTS || !LINEAR;
+constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool BY_WARP = SEGMENTS || PACKED;                // Q is loaded, tiles are found
 constexpr int LOADING_THREADS = BY_WARP ? 32 : 1;
 constexpr int PARTED = SEGMENTS ? STAGES : 1;
-constexpr bool HIDES = CAUSAL || WINDOW || BY_WARP;         // rows need not see what is loaded
+constexpr bool HIDES = CAUSAL || WINDOW || PAIRWISE || PACKED;      // rows need not see all
 constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
 
-static_assert(!(BIAS || KEEP || DROPOUT), "options that other kernels take");
-static_assert(!(SEGMENTS && PACKED), "ids are asked for by tokens of the whole array");
+static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(!(BY_WARP && DETERMINISTIC), "turns are those of neighbouring key tiles");
-static_assert(KEEPS_P || !SOFTCAP, "dS is P times the score's derivative, times what follows");
+static_assert(KEEPS_P || !(SOFTCAP || DROPOUT), "what is rounded is not what dS is made of");
 
 constexpr int WORKS = 2;                                    // in hand: one begins as one ends
 
@@ -302,25 +302,154 @@ __device__ __forceinline__ void hide_segments(
         }
 }
 
-// The scores of products, and their derivatives; see Steps. `past` is that of the lane's first.
+// ---- What options say of single pairs ----
+
+// The lane's pairs of a step: x[4 j + 2 h + b] is of the query 8 j + b and the key 8 h after the
+// first ones, and so is that bit of words of 32. What comes from memory or takes long is found
+// while products run.
+struct LanePairs {
+    static constexpr int WORDS = (S_COUNT + 31) / 32;
+    // With 128 queries there is room for the biases of 64 at a time.
+    static constexpr int BIAS_PARTS = BIAS && !KEEPS_P ? 2 : 1;
+    int batch, head, query, key, past;                      // the first; how far the key is before
+    u32 kept[KEEP ? WORDS : 1];                             // by the mask
+    u32 not_dropped[DROPOUT ? WORDS : 1];
+    u32 biases[BIAS ? S_COUNT / 2 / BIAS_PARTS : 1];        // of 16 bits, in twos: load_biases()
+};
+
+__device__ __forceinline__ bool has_bit(const u32* words, int i) {
+    return (words[i / 32] >> i % 32 & 1) != 0;
+}
+
+// The lane's bits from those of four keys at a time: bit n of of_four(query, key) is of key + n,
+// key being a multiple of 4. The four lanes that have such keys of the same queries ask about one
+// each of the queries b and keys' halves h of a j, and hand one another the answers. By a whole
+// warp. UNROLL: how many questions at once.
+template <int UNROLL, int WORDS, class F>
+__device__ __forceinline__ void ask_by_fours(
+    u32 (&bits)[WORDS], const LanePairs& of, F of_four) {
+    const int lane = threadIdx.x % 32, own = lane / 4 % 4;  // key % 4
+    const int query = of.query + own % 2, key = of.key - own + own / 2 * 8;
+    #pragma unroll
+    for (int word = 0; word < WORDS; ++word) {
+        u32 answers = 0;
+        #pragma unroll UNROLL
+        for (int j = 0; j < 8; ++j)
+            answers |= of_four(query + (word * 8 + j) * 8, key) << j * 4;
+        bits[word] = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 theirs = __shfl_sync(WHOLE_WARP, answers, (lane & ~12) + i * 4);
+            bits[word] |= (theirs >> own & 0x11111111u) << i;
+        }
+    }
+}
+
+// Biases, of pairs that the array lacks those of others. The warp, whose 16 keys begin at
+// key - lane / 4, reads 8 queries by 8 keys at a time, two keys a lane: neighbours in memory. Those
+// of the lane's own pairs they become in take_steps().
+__device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all, int part = 0) {
+    if constexpr (BIAS && sizeof(Bias) == 2) {
+        constexpr int COUNT = sizeof(of.biases) / sizeof(u32);
+        Steps<float> steps(all);
+        steps.set_head(all, of.batch, of.head);
+        const int lane = threadIdx.x % 32, first_key = of.key - lane / 4;
+        const int first_row = of.query - lane % 4 * 2 + part * (COUNT / 2 * 8);
+        const int row = first_row + lane / 4, column = first_key + lane % 4 * 2;
+        if (steps.has_chunks && first_key + 16 <= steps.last_key + 1
+                && first_row + COUNT / 2 * 8 <= steps.last_query + 1) {
+            const u32* words = reinterpret_cast<const u32*>(steps.chunks_of_bias(row, column));
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                of.biases[i] = words[i / 2 * (steps.bias_stride_q * 4) + i % 2 * 4];
+        } else {
+            const u16* biases = reinterpret_cast<const u16*>(steps.bias);
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int query = row + i / 2 * 8, key = column + i % 2 * 8;
+                const u32 high = biases[steps.place_of_bias(query, key + 1)];
+                of.biases[i] = biases[steps.place_of_bias(query, key)] | high << 16;
+                if (i % 4 == 3) __syncwarp();               // no more at once: registers
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void look_at_pairs(
+    LanePairs& of, const Arguments& all, const Pairs& pairs, const Dropout<float>& dropout) {
+    if constexpr (KEEP) {
+        Pairs of_head = pairs;
+        of_head.set_head(of.head);
+        if (of_head.has_words(of.key - threadIdx.x % 32 / 4 + 16))
+            ask_by_fours<8>(of.kept, of, [&](int query, int key) {
+                return of_head.keeps_of_four<true>(query, key);
+            });
+        else
+            ask_by_fours<1>(of.kept, of, [&](int query, int key) {
+                return of_head.keeps_of_four<false>(query, key);
+            });
+    }
+    if constexpr (DROPOUT) {
+        Dropout<float> of_head = dropout;
+        of_head.set_head(of.batch, of.head);
+        ask_by_fours<2>(of.not_dropped, of, [&](int query, int key) {
+            return of_head.kept_of_four(query, key);
+        });
+    }
+}
+
+// x = 0 where the mask hides the pair, whatever stood there.
+__device__ __forceinline__ void hide_unkept(float (&x)[S_COUNT], const LanePairs& of) {
+    if constexpr (KEEP)
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i)
+            if (!has_bit(of.kept, i)) x[i] = 0.0f;
+}
+
+// x Z, x being P or dP of a pair.
+__device__ __forceinline__ float drop(
+    float x, int i, const LanePairs& of, const Dropout<float>& dropout) {
+    if constexpr (DROPOUT) return x * (has_bit(of.not_dropped, i) ? dropout.factor : 0.0f);
+    else return x;
+}
+
+// The scores of products, and their derivatives; see Steps. With DBIAS no number goes with another:
+// a NaN that is hidden may not reach the gradient of a bias.
 __device__ __forceinline__ void take_steps(
     float (&scores)[S_COUNT], float (&derivatives)[S_COUNT], const float (&products)[S_COUNT],
-    const Arguments& all, int batch, int head, int past) {
+    const Arguments& all, LanePairs& of) {
+    constexpr int COUNT = S_COUNT / LanePairs::BIAS_PARTS;
     Steps<float> steps(all);
-    steps.set_head(all, batch, head);
-    // Two keys of a query, 8 apart, next to one another.
-    const auto place = [](int i) { return i / 4 * 4 + i / 2 % 2 + i % 2 * 2; };
-    float of_pairs[S_COUNT], slopes[S_COUNT];
+    steps.set_head(all, of.batch, of.head);
     #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) of_pairs[i] = products[place(i)];
-    steps.scores<2>(of_pairs, [&](int i) {
-        const int further = i / 4 * 8 + i / 2 % 2 - i % 2 * 8;
-        return steps.added(static_cast<float>(past) + static_cast<float>(further), 0.0f);
-    }, slopes);
-    #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) {
-        scores[place(i)] = of_pairs[i];
-        derivatives[place(i)] = slopes[i];
+    for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
+        // Two keys of a query, 8 apart, next to one another.
+        const auto place = [&](int i) {
+            return part * COUNT + i / 4 * 4 + i / 2 % 2 + i % 2 * 2;
+        };
+        if constexpr (BIAS && sizeof(Bias) == 2) {
+            if (part > 0) load_biases(of, all, part);
+            #pragma unroll
+            for (u32& pair : of.biases) pair = movmatrix_transposed(pair);
+        }
+        float of_pairs[COUNT], slopes[COUNT];
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) of_pairs[i] = products[place(i)];
+        steps.scores<DBIAS ? 1 : 2>(of_pairs, [&](int i) {
+            const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
+            float bias = 0.0f;
+            if constexpr (BIAS && sizeof(Bias) == 2)
+                bias = of_pair<Bias>(of.biases[i / 4 * 2 + i % 2], i / 2 % 2);
+            else
+                bias = steps.bias_of(of.query + query, of.key + key);
+            return steps.added(
+                static_cast<float>(of.past) + static_cast<float>(query - key), bias);
+        }, slopes);
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            scores[place(i)] = of_pairs[i];
+            derivatives[place(i)] = slopes[i];
+        }
     }
 }
 
@@ -350,38 +479,51 @@ __device__ __forceinline__ void compute_small_p(
     }
 }
 
-// P^T from products, rounded to p. S^T becomes what dP^T - delta is multiplied by: P^T, times the
-// derivative of the score if that is not LINEAR. hide(x): x = 0 where nothing is to be seen.
+// P^T Z^T from products, rounded to p. S^T becomes what dP^T Z^T - delta is multiplied by: P^T, or
+// with SOFTCAP that times the derivative of the score; which DBIAS keeps apart, in `derivatives`.
+// hide(x): x = 0 where nothing is to be seen; hides: something may be.
 template <class Hide>
 __device__ __forceinline__ void compute_p(
-    float (&s)[S_COUNT], u32 (&p)[S_COUNT / 2], const QueryRows& rows, int first_column, float c,
-    const Arguments& all, int batch, int past, Hide hide, bool hides) {
-    if constexpr (SOFTCAP) {
+    float (&s)[S_COUNT], float (&derivatives)[S_COUNT], u32 (&p)[S_COUNT / 2],
+    const QueryRows& rows, int first_column, float c, const Arguments& all, LanePairs& of,
+    const Dropout<float>& dropout, Hide hide, bool hides) {
+    if constexpr (SOFTCAP && !(BIAS || KEEP || DROPOUT)) {
         Steps<float> steps(all);
-        steps.set_head(all, batch, rows.head);
+        steps.set_head(all, of.batch, of.head);
         if (!hides && !rows.huge && steps.all_small(s))
-            return compute_small_p(s, p, rows, first_column, steps, past);
+            return compute_small_p(s, p, rows, first_column, steps, of.past);
+    }
+    const auto pack_kept = [&](const float (&weights)[S_COUNT]) {
+        float kept[S_COUNT];
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i) kept[i] = drop(weights[i], i, of, dropout);
+        pack_pairs<Element>(p, kept);
+    };
+    if constexpr (SOFTCAP && !DBIAS) {
         float weights[S_COUNT];
-        take_steps(weights, s, s, all, batch, rows.head, past);
+        take_steps(weights, s, s, all, of);
         probabilities(weights, rows, first_column, c);
         hide(weights);
-        pack_pairs<Element>(p, weights);
+        pack_kept(weights);
         #pragma unroll
         for (int i = 0; i < S_COUNT; ++i) s[i] *= weights[i];
     } else {
-        float all_1[S_COUNT];
-        if constexpr (!LINEAR) take_steps(s, all_1, s, all, batch, rows.head, past);
+        if constexpr (!LINEAR) take_steps(s, derivatives, s, all, of);
         probabilities(s, rows, first_column, c);
         hide(s);
-        pack_pairs<Element>(p, s);
+        pack_kept(s);
     }
 }
 
-// dP^T becomes dS^T = P^T (dP^T - delta), from P as it was computed or, not KEEPS_P, as rounded.
+// dP^T becomes dS^T = P^T (dP^T Z^T - delta), from P as computed or, if not KEEPS_P, as rounded.
 __device__ __forceinline__ void score_gradients(
     float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
-    const QueryRows& rows, int first_column) {
+    const QueryRows& rows, int first_column, LanePairs& of, const Dropout<float>& dropout) {
     const u32 delta_of_lane = shared_address(rows.delta) + first_column * 4;
+    // Z, of which P was made, is found anew, and not before dP is there.
+    if constexpr (DROPOUT)
+        #pragma unroll
+        for (u32& bits : of.not_dropped) bits = opaque(bits);
     #pragma unroll
     for (int j = 0; j < S_COUNT / 4; ++j) {
         float delta[2];
@@ -392,7 +534,31 @@ __device__ __forceinline__ void score_gradients(
             const float of_pair = i % 2 == 0 ? to_float(low_half<Element>(pair))
                                              : to_float(high_half<Element>(pair));
             const float own = KEEPS_P ? p[j * 4 + i] : of_pair;
-            dp[j * 4 + i] = own * (dp[j * 4 + i] - delta[i % 2]);
+            dp[j * 4 + i] = own * (drop(dp[j * 4 + i], j * 4 + i, of, dropout) - delta[i % 2]);
         }
+    }
+}
+
+// dS^T, 0 where pairs are hidden, to the sums of dbias; then times the scores' derivatives, which
+// are NaN where a score is, also of hidden pairs.
+__device__ __forceinline__ void add_dbias(
+    float (&ds)[S_COUNT], const float (&derivatives)[S_COUNT], const Arguments& all,
+    const LanePairs& of) {
+    if constexpr (DBIAS) {
+        BiasGradient dbias;
+        dbias.set_head(all, of.batch, of.head);
+        float* of_query = dbias.sums + (of.query * dbias.stride_q + of.key * dbias.stride_k);
+        #pragma unroll
+        for (int i = 0; i < S_COUNT / 2; ++i) {             // queries
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                reduce_add_nonzero(of_query + half * 8 * dbias.stride_k,
+                                   ds[i / 2 * 4 + half * 2 + i % 2]);
+            of_query = opaque(of_query + (i % 2 == 0 ? 1 : 7) * dbias.stride_q);
+        }
+        if constexpr (SOFTCAP)
+            #pragma unroll
+            for (int i = 0; i < S_COUNT; ++i)
+                if (ds[i] != 0.0f) ds[i] *= derivatives[i];
     }
 }

@@ -164,6 +164,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
     const int math_thread = threadIdx.x - WARPGROUP;
     const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
     Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    Dropout<float> dropout(arguments);
 
     // The warpgroup's keys, as rows of K and V; its part of dQ, 64 queries and all columns or 64 of
     // them, as panels of dS^T or K.
@@ -197,6 +198,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         const int first_query[2] = {
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
         const Pairs pairs(arguments, batch);
+        dropout.set_sequence(number_of(sequence));
         wait(shared_address(&shared.k_full), count.kv_parity());
         wait(shared_address(&shared.v_full), count.kv_parity());
         bool started = false;                               // dk and dv hold something
@@ -247,7 +249,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
                 shared_address(&shared.q[ring.stage]), BLOCK_Q * PANEL_ROW_BYTES);
             const u64 dout = descriptor(
                 shared_address(&shared.dout[ring.stage]), BLOCK_Q * PANEL_ROW_BYTES);
-            float s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT];
+            float s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT], derivatives[S_COUNT];
             u32 p[S_COUNT / 2];
 
             wait(q_full + 8 * ring.stage, ring.parity);
@@ -261,21 +263,26 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             const int q_start = rows.q_start;
             const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
             const bool parted = SEGMENTS && shared.parted[ring.stage];
+            const int query = q_start + first_column;       // the lane's first
+            LanePairs of = {batch, rows.head, query, key_of_lane,
+                            query + shape.seqlen_k - shape.seqlen_q - key_of_lane};
             const auto hide = [&](float (&x)[S_COUNT]) {
                 if (masked) apply_mask(x, mask, first_query, q_start + first_column);
                 if (parted)
                     hide_segments(x, rows, pairs, key_of_lane, shape.seqlen_k, first_column);
+                hide_unkept(x, of);
             };
             wait(dout_full + 8 * ring.stage, ring.parity);
             keep_here(dp);
             wgmma_fence();
             multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(dp, v_rows, dout);
             wgmma_commit();
+            load_biases(of, arguments);
+            look_at_pairs(of, arguments, pairs, dropout);
             wgmma_wait<1>();                                // S
             keep_here(s);
 
-            compute_p(s, p, rows, first_column, c, arguments, batch,
-                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - key_of_lane, hide,
+            compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide,
                       masked || parted);
             keep_here(dv);
             wgmma_fence();
@@ -285,8 +292,9 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             wgmma_wait<LAGS ? 2 : 1>();                     // dP
             keep_here(dp);
 
-            score_gradients(dp, s, p, rows, first_column);
+            score_gradients(dp, s, p, rows, first_column, of, dropout);
             hide(dp);
+            add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
             if (LAGS) wait(ds_empty + 8 * place.stage, place.parity ^ 1);
             const u32 ds_tile = shared_address(&shared.ds[place.stage]);

@@ -45,6 +45,9 @@ constexpr int GRADIENT_REGISTERS = HEAD_DIM > 192 ? HEAD_DIM / 2 + 32 : 128;
 constexpr int LEFT = 512 - LOADING_REGISTERS - 2 * GRADIENT_REGISTERS;
 constexpr int SCORE_REGISTERS = LEFT < 240 ? LEFT : 240;
 
+// Whether there is room for the next step's biases, S and dP beside dQ.
+constexpr bool BIASES_BESIDE_DQ = SCORE_REGISTERS > DQ_COUNT + 2 * S_COUNT + 64;
+
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
@@ -104,6 +107,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
     const int first_column = lane % 4 * 2;                  // of a score fragment
     const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
     Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
+    Dropout<float> dropout(arguments);
 
     constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
     const u64 k_rows = descriptor(shared_address(&shared.k), 0);
@@ -146,12 +150,24 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         const int first_query[2] = {
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
         const Pairs pairs(arguments, where.batch);
+        dropout.set_sequence(number_of(sequence));
         QuerySteps steps(arguments, tiles, where);
 
         wait(shared_address(&shared.k_full), count.kv_parity());
         issue_s();
         wait(shared_address(&shared.v_full), count.kv_parity());
         issue_dp();
+        LanePairs of = {where.batch, 0, 0, first_key, 0};
+        // Of the step whose S is on its way, and with it its rows.
+        const auto look = [&](const QueryRows& rows) {
+            of.head = rows.head;
+            of.query = rows.q_start + first_column;         // the lane's first
+            of.past = of.query + shape.seqlen_k - shape.seqlen_q - first_key;
+            look_at_pairs(of, arguments, pairs, dropout);
+            if (BIASES_BESIDE_DQ) load_biases(of, arguments);
+        };
+        look(shared.rows[ring.stage]);
+        if (!BIASES_BESIDE_DQ) load_biases(of, arguments);
         wgmma_wait<1>();
         keep_here(s);
 
@@ -164,12 +180,13 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                 if (masked) apply_mask(x, mask, first_query, q_start + first_column);
                 if (parted)
                     hide_segments(x, rows, pairs, first_key, shape.seqlen_k, first_column);
+                hide_unkept(x, of);
             };
             const u32 ds_tile = shared_address(&shared.ds[ring.stage]);
+            float derivatives[S_COUNT];
             u32 p[S_COUNT / 2], ds[S_COUNT / 2];
 
-            compute_p(s, p, rows, first_column, c, arguments, where.batch,
-                      q_start + first_column + shape.seqlen_k - shape.seqlen_q - first_key, hide,
+            compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide,
                       masked || parted);
             store_rows<BLOCK_K>(shared_address(&shared.p[ring.stage]), warp_row, lane, p);
             fence_async_proxy();
@@ -179,8 +196,9 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             wgmma_wait<0>();                                // dP
             keep_here(dp);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.stage]));
-            score_gradients(dp, s, p, rows, first_column);
+            score_gradients(dp, s, p, rows, first_column, of, dropout);
             hide(dp);
+            add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
             store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
             fence_async_proxy();
@@ -203,7 +221,10 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                     dq, descriptor(ds_tile, 0), advance(k_columns, part * PART_BYTES));
                 wgmma_commit();
                 if (!last.value && first) issue_s();
-                if (!last.value && final) issue_dp();
+                if (!last.value && final) {
+                    issue_dp();
+                    look(shared.rows[(ring.stage + 1) % STAGES]);
+                }
                 if (last.value) wgmma_wait<0>();
                 else if (first && final) wgmma_wait<2>();
                 else wgmma_wait<1>();
@@ -212,6 +233,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                 add_dq(sums, dq, part);
             }
             if (DETERMINISTIC) barrier_arrive(DQ_ADDED, TURN_THREADS);
+            if (!last.value && !BIASES_BESIDE_DQ) load_biases(of, arguments);
             if (!last.value) wgmma_wait<1>();               // the next S
             keep_here(s);
             steps.next(arguments, where);

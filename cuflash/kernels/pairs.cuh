@@ -35,11 +35,44 @@ template <class Arguments> struct PairsOf {
         return static_cast<const int*>(all.segment_ids_k)[
             batch * stride.batch + key * stride.token];
     }
-    bool keeps(int query, int key) const {
+    const unsigned char* byte_of(int query, int key) const {
         const PairStrides& stride = all.options.mask_stride;
-        return static_cast<const unsigned char*>(all.mask)[
-            batch * stride.batch + head * stride.head
-            + query * stride.query + key * stride.key] != 0;
+        return static_cast<const unsigned char*>(all.mask)
+             + batch * stride.batch + head * stride.head
+             + query * stride.query + key * stride.key;
+    }
+    bool keeps(int query, int key) const { return *byte_of(query, key) != 0; }
+
+    // Of a query and keys key .. key + 3: bit n is of the n-th pair, 1 if the mask keeps it; of one
+    // that the array lacks, that of another. IN_WORDS: with has_words().
+    template <bool IN_WORDS> u32 keeps_of_four(int query, int key) const {
+        u32 bits = 0;
+        if constexpr (KEEP) {
+            const Shape& shape = arrays_of(all).shape;
+            const int own_query = min(query, shape.seqlen_q - 1);
+            if constexpr (IN_WORDS) {
+                // A byte's upper bit becomes whether it is not 0; the product brings those of all
+                // four next to one another, and nothing that is carried to them.
+                const u32 word = *reinterpret_cast<const u32*>(byte_of(own_query, key));
+                const u32 flags = ((word & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | word) >> 7 & 0x01010101u;
+                bits = flags * 0x01020408u >> 24 & 0xF;
+            } else {
+                #pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    bits |= (keeps(own_query, min(key + n, shape.seqlen_k - 1)) ? 1u : 0u) << n;
+            }
+        }
+        return bits;
+    }
+    // Whether bytes of four keys, from a multiple of 4 on and up to `end`, are a word of memory.
+    bool has_words(int end) const {
+        if constexpr (KEEP) {
+            const PairStrides& stride = all.options.mask_stride;
+            return stride.key == 1 && stride.query % 4 == 0 && end <= arrays_of(all).shape.seqlen_k
+                && reinterpret_cast<u64>(byte_of(0, 0)) % 4 == 0;
+        } else {
+            return false;
+        }
     }
 
     // Of a pair that the arrays have.

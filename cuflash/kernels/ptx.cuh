@@ -126,6 +126,11 @@ __device__ __forceinline__ u32 opaque(u32 x) {
     return x;
 }
 
+__device__ __forceinline__ float* opaque(float* x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
 // Four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 (16 bytes) of
 // matrix l / 8. Of matrix i lane l gets in r[i] row l / 4, columns 2(l % 4) and 2(l % 4) + 1;
 // transposed: rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA: ldmatrix.
@@ -137,6 +142,15 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
 __device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+// An 8 x 8 matrix of 16-bit elements, of which lane l gives row l / 4, columns 2(l % 4) and
+// 2(l % 4) + 1, transposed: it gets rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA:
+// movmatrix.
+__device__ __forceinline__ u32 movmatrix_transposed(u32 pair) {
+    u32 transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
 }
 
 // 4 bytes. PTX ISA: st.
@@ -221,6 +235,13 @@ __device__ __forceinline__ void reduce_add_4(float* target, const float (&x)[4])
         asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;"
                      :: "l"(target + i), "f"(x[i]) : "memory");
 #endif
+}
+
+// Adds to a float in global memory, without reading it back, unless x is 0. PTX ISA: red.
+__device__ __forceinline__ void reduce_add_nonzero(float* target, float x) {
+    asm volatile("{ .reg .pred p; setp.neu.f32 p, %1, 0f00000000;"
+                 " @p red.relaxed.gpu.global.add.f32 [%0], %1; }"
+                 :: "l"(target), "f"(x) : "memory");
 }
 
 // An integer that another block wrote with store_release: who reads its new value sees, from then

@@ -6,6 +6,7 @@
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K; Arguments and the options, as
 // in backward_steps.cuh.
 #pragma once
+#include "dropout.cuh"
 #include "head_rows.cuh"
 #include "pairs.cuh"
 #include "score.cuh"
@@ -17,6 +18,7 @@ struct OneHead {
     Mask<CAUSAL, WINDOW> mask;
     Pairs pairs;
     Steps<float> steps;
+    Dropout<float> dropout;
     HeadRows q, dout, out, k, v;
     const float* lse;
     float scale;
@@ -28,6 +30,7 @@ struct OneHead {
           mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)},
           pairs(all, batch),
           steps(all),
+          dropout(all),
           q(arguments.q, arguments.q_stride, batch, head),
           dout(arguments.dout, arguments.dout_stride, batch, head),
           out(arguments.out, arguments.out_stride, batch, head),
@@ -37,6 +40,8 @@ struct OneHead {
               + (static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(all)),
           scale(static_cast<float>(arguments.scale)) {
         steps.set_head(all, batch, head);
+        pairs.set_head(head);
+        dropout.set_head(batch, head);
     }
     __device__ __forceinline__ int group_size() const {
         return shape.num_heads_q / shape.num_heads_kv;
@@ -48,19 +53,23 @@ struct OneHead {
     __device__ __forceinline__ float p(int query, int key, float& derivative) const {
         const float product = row_product(q, query, k, key, shape.head_dim);
         const float past = static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
-        const float score = steps.score(product, past, 0.0f, derivative);
+        const float score =
+            steps.score(product, past, steps.bias_of(query, key), derivative);
         return weight(LINEAR ? product : score, LINEAR ? scale : 1.0f, effective_lse(lse[query]));
     }
-    __device__ __forceinline__ float p(int query, int key) const {
+    // What dO is weighted with.
+    __device__ __forceinline__ float pz(int query, int key) const {
         float derivative;
-        return p(query, key, derivative);
+        const float own = p(query, key, derivative);
+        return DROPOUT ? own * dropout.z(query, key) : own;
     }
     __device__ __forceinline__ float scaled_ds(int query, int key) const {
         const float dp = row_product(dout, query, v, key, shape.head_dim_v);
         const float delta = row_product(dout, query, out, query, shape.head_dim_v);
         float derivative;
         const float own = p(query, key, derivative);
-        return scale * (own * derivative * (dp - delta));
+        const float taken = DROPOUT ? dp * dropout.z(query, key) : dp;
+        return scale * (own * derivative * (taken - delta));
     }
 };
 
@@ -155,7 +164,7 @@ __device__ __forceinline__ void repair_key(
             const OneHead one(all, batch, head);
             for (int query = first; query < end; ++query)
                 if (one.visible(query, key)
-                    && !sum.add(one.p(query, key), one.dout, query, shape.head_dim_v)) break;
+                    && !sum.add(one.pz(query, key), one.dout, query, shape.head_dim_v)) break;
         }
         sum.store(arguments.dv, arguments.dv_stride, batch, kv_head, key, shape.head_dim_v);
     }

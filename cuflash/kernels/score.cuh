@@ -85,11 +85,13 @@ template <class Real> struct Steps {
         }
     }
 
-    // A pair's bias; of pairs that the array does not have, which are masked, that of another.
+    // Where a pair's bias is; of pairs that the array does not have, which are masked, another's.
+    i64 place_of_bias(int query, int key) const {
+        return min(query, last_query) * bias_stride_q + min(key, last_key) * bias_stride_k;
+    }
     Real bias_of(int query, int key) const {
         if constexpr (BIAS)
-            return static_cast<Real>(to_accumulator(
-                bias[min(query, last_query) * bias_stride_q + min(key, last_key) * bias_stride_k]));
+            return static_cast<Real>(to_accumulator(bias[place_of_bias(query, key)]));
         else
             return 0;
     }

@@ -24,15 +24,6 @@ from .steps import (
     tile_bytes,
 )
 
-_SERVED_BOTH_WAYS = frozenset((
-    "window", "softcap", "alibi_slopes", "sink", "segment_ids", "cu_seqlens",
-))  # fmt: skip
-SERVED = {
-    "forward": _SERVED_BOTH_WAYS | {"bias", "mask", "dropout"},
-    "backward": _SERVED_BOTH_WAYS,
-}
-
-
 # What kernels/ptx.cuh has products for, and shared memory room.
 _HEAD_DIMS = {
     "forward": (64, 96, 128, 192, 256),
@@ -74,7 +65,6 @@ def runs(problem: Problem, device: Device) -> bool:
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
-        and SERVED[problem.direction].issuperset(problem.options)
         and not in_turns
         and _head_dims(problem) is not None
     )
@@ -293,8 +283,8 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
         return True  # it deals out registers by head_dim
     if tile.block_q * d != tile.block_k // 64 * 64 * 64:
         return False  # a warpgroup's part of dq is 64 x 64
-    if problem.softcap and tile.block_q > 64:
-        return False  # no room for the derivatives
+    if (problem.softcap or problem.dropout) and tile.block_q > 64:
+        return False  # no room for derivatives, or for P and what is kept
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
 
@@ -325,7 +315,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *layout,
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
-            *some_options(problem, "Wgmma", "SOFTCAP", "ALIBI", "SEGMENTS"),
+            *some_options(
+                problem, "Wgmma", "SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"
+            ),
         ),
         threads=ROW_THREADS,
         shared_bytes=0,
