@@ -74,7 +74,7 @@ def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
     """Of one block, the last one with a warpgroup that has no query."""
     case = Case(
         "bfloat16", 1, 450, 500, 2, 1, head_dim, head_dim, seed=1,
-        on=Emulation("sm_90a", num_sms=1, seed=2), **ALL_OPTIONS[name],
+        on=Emulation("sm_90a", num_sms=1, seed=2), **OPTIONS[name],
     )  # fmt: skip
     check_forward(backend, case)
 

@@ -118,7 +118,17 @@ template <> struct IdsOfKeys<true> {
         return at[static_cast<int>(k.parity) * KV_STAGES + k.stage];
     }
 };
-struct Listed : IdsOfKeys<SEGMENTS> { int words[LISTED ? KV_STAGES : 1]; };
+
+// 16-bit biases of a warp's 16 rows and a key tile, where memory has them in chunks of 8 keys: on
+// their way while S is computed. A row's place is 16 bytes longer than the row, so that the 8 rows
+// that ldmatrix reads at once are in different banks.
+constexpr bool STAGED = BIAS && sizeof(Bias) == 2;
+constexpr int BIAS_CHUNKS = (BLOCK_K + 31) / 32 * 4, BIAS_PITCH = BIAS_CHUNKS + 1;
+template <bool> struct BiasesOfWarps {};
+template <> struct BiasesOfWarps<true> { BiasChunk biases[MATH_WARPS][16][BIAS_PITCH]; };
+
+// What goes with key tiles besides.
+struct Beside : BiasesOfWarps<STAGED>, IdsOfKeys<SEGMENTS> { int words[LISTED ? KV_STAGES : 1]; };
 
 struct SharedPlan {
     Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
@@ -127,7 +137,7 @@ struct SharedPlan {
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
     Works work;
-    Listed listed;
+    Beside beside;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -179,18 +189,17 @@ __device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& argumen
 }
 
 // How tiles are dealt. Of a window's those that see key 0, or would see keys before it, are
-// shorter. With a bias all count as those, which go section by section: it may be many heads' own.
-constexpr bool IN_ROUNDS = WINDOW || BIAS;
+// shorter.
 template <bool> struct WalkOf { using type = TileWalk; };
 template <> struct WalkOf<true> { using type = EvenWalk; };
-using Walk = WalkOf<IN_ROUNDS>::type;
+using Walk = WalkOf<WINDOW>::type;
 
 template <class Arguments> __device__ __forceinline__ Walk walk_of(const Arguments& all) {
     const Shape& shape = all.arrays.shape;
-    if constexpr (IN_ROUNDS) {
-        const int growing = mask_of(all, NoSequence{}).end_query(0);
-        const int shorter = BIAS ? all.deal.singles : (growing + BLOCK_Q - 1) / BLOCK_Q;
-        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch, shorter};
+    if constexpr (WINDOW) {
+        const int shorter = mask_of(all, NoSequence{}).end_query(0);
+        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch,
+                (shorter + BLOCK_Q - 1) / BLOCK_Q};
     } else {
         return {all.deal, shape.num_heads_q};
     }
@@ -376,10 +385,10 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         for (bool last = false; !last; ring.next()) {
             last = next < visited.first;
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
-            if ((word & HIDDEN_BIT) != 0) ids.store(shared.listed.ids(ring));
+            if ((word & HIDDEN_BIT) != 0) ids.store(shared.beside.ids(ring));
             __syncwarp();                                   // before lane 0 says that it is done
             if (lane == 0) {
-                shared.listed.words[ring.stage] = word | (last ? LAST_BIT : 0);
+                shared.beside.words[ring.stage] = word | (last ? LAST_BIT : 0);
                 load<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[ring.stage]), arguments.k_map,
                     shared_address(&shared.k_full[ring.stage]), tile * BLOCK_K, head,
@@ -417,25 +426,43 @@ __device__ __forceinline__ float reference(float m, float c) {
     return m == -infinity() ? 0.0f : m * c;                 // else 2^(-inf + inf)
 }
 
-// Biases of the lane's two rows and a key tile, on their way while S is computed. Lane t of the
-// four that have a row reads the chunks t, t + 4, ... of 8 keys, where such are chunks in memory.
-// Other biases are read when they are added.
-struct Biases { bool loaded; BiasChunk chunks[2][(BLOCK_K + 31) / 32]; };
-
-__device__ __forceinline__ void load_biases(
-    Biases& biases, const Steps<float>& steps, int seqlen_k, int first_row, int k_start) {
-    if constexpr (BIAS && sizeof(Bias) == 2) {
-        constexpr int COUNT = sizeof(biases.chunks[0]) / sizeof(BiasChunk);
-        biases.loaded = steps.has_chunks && k_start + COUNT * 32 <= seqlen_k;
-        if (!biases.loaded) return;
+// The warp's biases of a key tile begin to come to its place, if they come in chunks; whether they
+// do. Other biases are read when they are added.
+template <class Shared>
+__device__ __forceinline__ bool load_biases(
+    Shared& shared, const Steps<float>& steps, int seqlen_k, int first_row, int k_start) {
+    if constexpr (STAGED) {
+        if (!steps.has_chunks || k_start + BIAS_CHUNKS * 8 > seqlen_k) return false;
+        const int lane = threadIdx.x % 32;
+        __syncwarp();                                       // all have read the last tile's
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const BiasChunk* chunks = steps.chunks_of_bias(
-                first_row + half * 8, k_start + threadIdx.x % 4 * 8);
+            const BiasChunk* chunks =
+                steps.chunks_of_bias(first_row + half * 8, k_start + lane % 4 * 8);
+            const u32 place = shared_address(
+                &shared.beside.biases[threadIdx.x / 32 - 4][lane / 4 + half * 8][lane % 4]);
             #pragma unroll
-            for (int i = 0; i < COUNT; ++i) biases.chunks[half][i] = chunks[i * 4];
+            for (int i = 0; i < BIAS_CHUNKS; i += 4)
+                cp_async_16(place + i * static_cast<u32>(sizeof(BiasChunk)), chunks + i);
         }
+        cp_async_commit();
+        return true;
     }
+    return false;
+}
+
+// The lane's of them, as S lies: of_pair(pairs[key / 16][key / 8 % 2 * 2 + half], key % 2), keys
+// counted from the lane's first.
+template <class Shared>
+__device__ __forceinline__ void await_biases(u32 (&pairs)[BLOCK_K / 16][4], Shared& shared) {
+    cp_async_wait<0>();
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    const u32 row = shared_address(
+        &shared.beside.biases[threadIdx.x / 32 - 4][lane % 16][lane / 16]);
+    #pragma unroll
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+        ldmatrix_x4(pairs[i], row + i * 2 * static_cast<u32>(sizeof(BiasChunk)));
 }
 
 // What the lane's scores of a tile lack, in each of its two rows: it is added to their maxima, and
@@ -468,10 +495,10 @@ struct SmallProducts {
 
 // The scores of products; see Steps. Slopes are counted from the origins. MAY_BE_SMALL: nobody has
 // looked.
-template <bool MAY_BE_SMALL>
+template <bool MAY_BE_SMALL, class Shared>
 __device__ __forceinline__ void apply_steps(
-    float (&s)[S_COUNT], const Steps<float>& steps, Biases& biases, int shift, int first_row,
-    int k_start, Origins& origins) {
+    float (&s)[S_COUNT], const Steps<float>& steps, Shared& shared, bool biases_come, int shift,
+    int first_row, int k_start, Origins& origins) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     const float past = static_cast<float>(first_row + shift - first_key);
     const auto apply = [&](auto added) {                    // of half and key, from the first on
@@ -508,14 +535,12 @@ __device__ __forceinline__ void apply_steps(
         if (all(past >= BLOCK_K)) return add_beside(Bool<true>{});
         if (all(past <= -8.0f)) return add_beside(Bool<false>{});
     }
-    if constexpr (BIAS && sizeof(Bias) == 2)
-        if (biases.loaded) {
-            #pragma unroll
-            for (auto& chunks : biases.chunks)
-                #pragma unroll
-                for (BiasChunk& chunk : chunks) transpose_in_quad(chunk.words);
+    if constexpr (STAGED)
+        if (biases_come) {
+            u32 pairs[BLOCK_K / 16][4];
+            await_biases(pairs, shared);
             return apply([&](int half, int key) {
-                const u32 pair = biases.chunks[half][key / 32].words[key / 8 % 4];
+                const u32 pair = pairs[key / 16][key / 8 % 2 * 2 + half];
                 return steps.added(past + static_cast<float>(half * 8 - key),
                                    of_pair<Bias>(pair, key % 2));
             });
@@ -857,7 +882,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     Steps<float> steps(arguments);
     Pairs pairs(arguments, 0);
     Dropout<float> dropout(arguments);
-    Biases biases;
+    bool biases_come = false;                               // of the key tile at hand
 
     const u64 q_rows = descriptor(
         shared_address(&shared.q_then_out) + group_row * PANEL_ROW_BYTES, 0);
@@ -955,7 +980,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     // What steps with OPTIONS do besides. They know their key tile when it has come.
     const auto find_tile = [&](int expected) {
         if constexpr (LISTED) {
-            listed = shared.listed.words[k.stage];
+            listed = shared.beside.words[k.stage];
             return listed >> TILE_SHIFT;
         } else {
             return expected;
@@ -971,17 +996,17 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             if (steps.all_small(s)) return true;
         if constexpr (!LINEAR)
             apply_steps<!may_leave.value>(
-                s, steps, biases, shape.seqlen_k - shape.seqlen_q, first_row, tile * BLOCK_K,
-                origins);
+                s, steps, shared, biases_come, shape.seqlen_k - shape.seqlen_q, first_row,
+                tile * BLOCK_K, origins);
         return false;
     };
     const auto begin_steps = [&](int tile) {
-        load_biases(biases, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
+        biases_come = load_biases(shared, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
     const auto hide = [&](int tile) {
         if constexpr (SEGMENTS)
             if ((listed & HIDDEN_BIT) != 0)
-                hide_segments(s, shared.listed.ids(k), ids, (listed & ONE_ID_BIT) != 0);
+                hide_segments(s, shared.beside.ids(k), ids, (listed & ONE_ID_BIT) != 0);
         if constexpr (KEEP) hide_pairs(s, pairs, shape, first_row, tile * BLOCK_K);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -82,13 +80,23 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
         barriers += works + 1  # told and asked
     return round_up(
         q_stages * queries
-        + round_up(works * work, 8)
         + tile.num_stages * keys
-        + barriers * _MBARRIER_BYTES
+        + round_up(works * work + barriers * _MBARRIER_BYTES, 16)
+        + (_biases_bytes(tile) if _is_staged(problem) else 0)
         + (4 * tile.num_stages if _is_listed(problem) else 4)
         + (_ids_bytes(tile) if problem.segment_ids else 0),
         1024,
     )
+
+
+def _is_staged(problem: Problem) -> bool:
+    """forward_wgmma.cu's STAGED."""
+    return problem.bias in ("float16", "bfloat16")
+
+
+def _biases_bytes(tile: Tile) -> int:
+    """Of all rows and, rounded up to 32, keys; 16 bytes more each row."""
+    return tile.block_q * (round_up(tile.block_k, 32) * 2 + 16)
 
 
 def _ids_bytes(tile: Tile) -> int:
@@ -154,10 +162,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
     is_counted = _is_counted(problem)
-    is_even = not {"window", "bias"}.isdisjoint(problem.options)
     deal = (
         Deal(0, num_tiles, 0, items)
-        if is_counted or is_even
+        if is_counted or "window" in problem.options
         else _deal(num_tiles, heads, problem.causal, device)
     )
     return Plan(
@@ -184,10 +191,7 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
 
     As many as have their keys in L2. Where blocks take tiles from a counter,
     at least as many as keep all of them busy with the last section, and
-    sections are alike. Where heads share a bias that L2 has no room for,
-    as many as make what is read of it and of keys the least: with h of them,
-    and num_sms / h tiles of each at a time, that is in proportion to
-    block_q / h of the bias and (head_dim + head_dim_v) h / num_sms of keys.
+    sections are alike.
     """
     d, dv = _head_dims(problem)
     heads = problem.batch * problem.num_heads_q
@@ -200,11 +204,6 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
         least = ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
         return ceil_div(heads, max(heads // max(beside, least), 1))
-    if problem.bias_is_broadcast:
-        bias_bytes = problem.seqlen_q * problem.seqlen_k * 2
-        if bias_bytes > device.l2_bytes // 2:
-            fewest = math.isqrt(device.num_sms * tile.block_q // (d + dv))
-            beside = min(heads, max(beside, fewest))
     return beside
 
 
@@ -347,7 +346,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic and not problem.causal:
         heads = min(heads, _MOST_HEADS_IN_TURNS)
-    options = {"window", "segment_ids", "cu_seqlens"}
+    options = {"window", "segment_ids", "mask", "cu_seqlens"}
     hides = problem.causal or not options.isdisjoint(problem.options)
     return Plan(
         problem,
