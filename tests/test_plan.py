@@ -523,3 +523,18 @@ def test_sections_of_packed_sequences_are_alike(heads, tokens, beside):
         device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20
     )
     assert plan(problem, device).heads_per_section == beside
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_broadcast", "beside"),
+    [(16384, True, 4), (16384, False, 1), (4096, True, 1)],
+)
+def test_few_heads_share_a_bias_at_a_time(tokens, is_broadcast, beside):
+    """Where L2 has no room for it."""
+    problem = small_problem(
+        "forward", "float16", 128, seqlen_q=tokens, seqlen_k=tokens,
+        num_heads_q=16, num_heads_kv=16, bias="float16",
+        bias_is_broadcast=is_broadcast,
+    )  # fmt: skip
+    device = replace(device_of_arch("sm_90a"), l2_bytes=50 << 20)
+    assert plan(problem, device).heads_per_section == beside

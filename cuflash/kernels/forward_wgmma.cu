@@ -189,17 +189,18 @@ __device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& argumen
 }
 
 // How tiles are dealt. Of a window's those that see key 0, or would see keys before it, are
-// shorter.
+// shorter. With a bias all count as those, which go section by section: it may be many heads' own.
+constexpr bool IN_ROUNDS = WINDOW || BIAS;
 template <bool> struct WalkOf { using type = TileWalk; };
 template <> struct WalkOf<true> { using type = EvenWalk; };
-using Walk = WalkOf<WINDOW>::type;
+using Walk = WalkOf<IN_ROUNDS>::type;
 
 template <class Arguments> __device__ __forceinline__ Walk walk_of(const Arguments& all) {
     const Shape& shape = all.arrays.shape;
-    if constexpr (WINDOW) {
-        const int shorter = mask_of(all, NoSequence{}).end_query(0);
-        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch,
-                (shorter + BLOCK_Q - 1) / BLOCK_Q};
+    if constexpr (IN_ROUNDS) {
+        const int growing = mask_of(all, NoSequence{}).end_query(0);
+        const int shorter = BIAS ? all.deal.singles : (growing + BLOCK_Q - 1) / BLOCK_Q;
+        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch, shorter};
     } else {
         return {all.deal, shape.num_heads_q};
     }
@@ -427,14 +428,14 @@ __device__ __forceinline__ float reference(float m, float c) {
 }
 
 // The warp's biases of a key tile begin to come to its place, if they come in chunks; whether they
-// do. Other biases are read when they are added.
+// do. (All lanes have read the last tile's: ldmatrix waits for them.) Other biases are read when they
+// are added.
 template <class Shared>
 __device__ __forceinline__ bool load_biases(
     Shared& shared, const Steps<float>& steps, int seqlen_k, int first_row, int k_start) {
     if constexpr (STAGED) {
         if (!steps.has_chunks || k_start + BIAS_CHUNKS * 8 > seqlen_k) return false;
         const int lane = threadIdx.x % 32;
-        __syncwarp();                                       // all have read the last tile's
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const BiasChunk* chunks =
