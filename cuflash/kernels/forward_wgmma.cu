@@ -428,7 +428,7 @@ __device__ __forceinline__ float reference(float m, float c) {
 }
 
 // The warp's biases of a key tile begin to come to its place, if they come in chunks; whether they
-// do. (All lanes have read the last tile's: ldmatrix waits for them.) Other biases are read when they
+// do. All lanes have read the last tile's: ldmatrix waits for them. Other biases are read when they
 // are added.
 template <class Shared>
 __device__ __forceinline__ bool load_biases(
