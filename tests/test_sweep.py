@@ -525,7 +525,7 @@ def test_a_small_sweep_on_a_gpu(tmp_path, own_tables, direction):
 def test_a_small_wide_sweep_on_a_gpu(tmp_path, own_tables, options):
     more = ["--head-dim", "64", "--causal", "--block-q", "64", "--block-k",
             "32", "--seqlen", "512", "--tokens", "1024", "--width", "256",
-            "--seconds", "0.005", "--budget", "30s"]  # fmt: skip
+            "--seconds", "0.005", "--budget", "120s"]  # fmt: skip
     given = [*options, *more, "--output", str(tmp_path)]
     assert sweep_blocks.main(given) == 0
     (path,) = own_tables.glob("sm_*.json")
