@@ -538,3 +538,18 @@ def test_few_heads_share_a_bias_at_a_time(tokens, is_broadcast, beside):
     )  # fmt: skip
     device = replace(device_of_arch("sm_90a"), l2_bytes=50 << 20)
     assert plan(problem, device).heads_per_section == beside
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "beside"),
+    [((9, None), False, 3), ((0, 8000), False, 6), ((1024, 0), False, 16),
+     ((1024, None), True, 16), ((None, 9), False, 3)],
+)  # fmt: skip
+def test_heads_whose_windows_have_room_in_l2(window, causal, beside):
+    """8 MiB a head without, 4 with half of the keys, of 25."""
+    problem = small_problem(
+        "forward", "float16", 128, seqlen_q=16384, seqlen_k=16384,
+        num_heads_q=16, num_heads_kv=16, causal=causal, window=window,
+    )  # fmt: skip
+    device = replace(device_of_arch("sm_90a"), l2_bytes=50 << 20)
+    assert plan(problem, device).heads_per_section == beside

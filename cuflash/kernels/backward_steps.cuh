@@ -421,6 +421,8 @@ __device__ __forceinline__ void take_steps(
     constexpr int COUNT = S_COUNT / LanePairs::BIAS_PARTS;
     Steps<float> steps(all);
     steps.set_head(all, of.batch, of.head);
+    bool are_small = false;
+    if constexpr (SOFTCAP) are_small = steps.all_small(products);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Two keys of a query, 8 apart, next to one another.
@@ -435,7 +437,7 @@ __device__ __forceinline__ void take_steps(
         float of_pairs[COUNT], slopes[COUNT];
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) of_pairs[i] = products[place(i)];
-        steps.scores<DBIAS ? 1 : 2>(of_pairs, [&](int i) {
+        const auto added = [&](int i) {
             const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
             float bias = 0.0f;
             if constexpr (BIAS && sizeof(Bias) == 2)
@@ -444,7 +446,12 @@ __device__ __forceinline__ void take_steps(
                 bias = steps.bias_of(of.query + query, of.key + key);
             return steps.added(
                 static_cast<float>(of.past) + static_cast<float>(query - key), bias);
-        }, slopes);
+        };
+        if (are_small) {
+            if constexpr (SOFTCAP) steps.small_scores(of_pairs, added, slopes);
+        } else {
+            steps.scores<DBIAS ? 1 : 2>(of_pairs, added, slopes);
+        }
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             scores[place(i)] = of_pairs[i];
@@ -520,7 +527,7 @@ __device__ __forceinline__ void score_gradients(
     float (&dp)[S_COUNT], const float (&p)[S_COUNT], const u32 (&rounded)[S_COUNT / 2],
     const QueryRows& rows, int first_column, LanePairs& of, const Dropout<float>& dropout) {
     const u32 delta_of_lane = shared_address(rows.delta) + first_column * 4;
-    // Z, of which P was made, is found anew, and not before dP is there.
+    // The factors Z are made of the bits anew, when dP is there, and not kept beside P.
     if constexpr (DROPOUT)
         #pragma unroll
         for (u32& bits : of.not_dropped) bits = opaque(bits);

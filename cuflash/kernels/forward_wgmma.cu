@@ -70,8 +70,9 @@ struct Work { Queries queries; int num_visited; };
 // COUNTED: the warp that takes tiles tells the one that loads keys, too (full); which asks for more
 // when it comes to a tile's last keys (asked): what is taken while its block is still busy with a
 // long tile waits for that, and other blocks may be idle. An arrival each.
-// TAKEN_BEFORE: key tiles still to be loaded then. With those in shared memory a step or two more
-// than an atomic addition, a search among offsets and a load of Q take, one after another.
+// With segment ids that is when its last key tile is looked up. TAKEN_BEFORE: key tiles of a packed
+// sequence still to be loaded then. With those in shared memory they last a step or two longer than
+// an atomic addition, a search among offsets and a load of Q, one after another.
 constexpr int TAKEN_BEFORE = 2;
 template <bool> struct WorkBarriers {
     __device__ __forceinline__ void init() {}
@@ -102,13 +103,11 @@ struct Works : WorkBarriers<COUNTED> {
     __device__ __forceinline__ Work& operator[](int place) { return at[place]; }
 };
 
-// The loading warp's word about the tile in each place of K; with k_full, and read before the place
-// is given back.
-//
-// Ids of keys are told with k_full, too, where the word says that pairs are hidden. They are read
-// after K's place is given back, so have twice as many places, K's of an odd round behind those of
-// an even one. Who waits for K of tile n to be given back then knows that of tile n + KV_STAGES
-// ids may be written where those of n - KV_STAGES stand: who gave n back has done with n - 1.
+// Ids of keys are told with k_full where the loading warp's word says that pairs are hidden. They
+// are read after K's place is given back, so have twice as many places, K's of an odd round behind
+// those of an even one. Who waits for K of tile n to be given back then knows that of tile
+// n + KV_STAGES ids may be written where those of n - KV_STAGES stand: who gave n back has done
+// with n - 1.
 template <bool> struct IdsOfKeys {
     __device__ __forceinline__ int* ids(Ring<KV_STAGES>) { return nullptr; }
 };
@@ -127,7 +126,8 @@ constexpr int BIAS_CHUNKS = (BLOCK_K + 31) / 32 * 4, BIAS_PITCH = BIAS_CHUNKS + 
 template <bool> struct BiasesOfWarps {};
 template <> struct BiasesOfWarps<true> { BiasChunk biases[MATH_WARPS][16][BIAS_PITCH]; };
 
-// What goes with key tiles besides.
+// What goes with key tiles besides. words: the loading warp's about the tile in each place of K;
+// with k_full, and read before the place is given back.
 struct Beside : BiasesOfWarps<STAGED>, IdsOfKeys<SEGMENTS> { int words[LISTED ? KV_STAGES : 1]; };
 
 struct SharedPlan {

@@ -168,6 +168,17 @@ template <class Real> struct Steps {
     }
     float small_tanh(float score_log2) const { return score_log2 * inverse_log2; }
 
+    // scores() of small products.
+    template <int N, class Added>
+    void small_scores(float (&x)[N], Added added, float (&derivative)[N]) const {
+        #pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float capped = small_score(x[i]), t = capped * inverse_softcap;
+            derivative[i] = fmaf(-t, t, 1.0f);
+            x[i] = capped + added(i);
+        }
+    }
+
 private:
     static float polynomial(const float (&of)[4], float x) {
         return fmaf(fmaf(fmaf(of[3], x, of[2]), x, of[1]), x, of[0]);

@@ -217,6 +217,6 @@ inline int take_tile(int* handed_out) {
     return gridDim.x + __shfl_sync(0xFFFFFFFFu, taken, 0);
 }
 
-// The number of the tile that the block had before this one, which it keeps behind the counter: so
-// it can go through its tiles once more.
+// The number of the tile that the block had before this one, which it keeps behind the counter, an
+// int for each number: so it can go through its tiles once more.
 inline int& tile_before(int* handed_out, int number) { return handed_out[1 + number]; }

@@ -128,7 +128,7 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     if dv <= 128 and (problem.mask or capped_besides):
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
-        used += tile.block_k // 4  # biases on their way, in chunks
+        used += tile.block_k // 4  # of them, from shared memory
     return used <= _REGISTERS[tile.block_q // 64]
 
 
@@ -196,13 +196,16 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
 
     As many as have their keys in L2. Where blocks take tiles from a counter,
     at least as many as keep all of them busy with the last section, and
-    sections are alike. With a bias one, or, where many have the same and L2
-    has no room for it, a few.
+    sections are alike. With a bias one, or, where many may have the same and
+    L2 has no room for it, a few.
     """
     d, dv = _head_dims(problem)
     heads = problem.batch * problem.num_heads_q
-    left, _ = problem.window
-    seen = problem.seqlen_k if left is None else min(left, problem.seqlen_k)
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    seen = problem.seqlen_k
+    if left is not None and right is not None:
+        seen = min(left + right + 1, seen)
     beside = heads_per_section(
         problem, device, heads, seen * (d + dv) * 2 // problem.group_size
     )
@@ -211,8 +214,9 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
         least = ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
         return ceil_div(heads, max(heads // max(beside, least), 1))
     if problem.bias:
-        read_again = problem.seqlen_q * problem.seqlen_k * 2 > device.l2_bytes
-        shared = problem.bias_is_broadcast and read_again
+        item_bytes = 4 if problem.bias == "float32" else 2
+        bias_bytes = problem.seqlen_q * problem.seqlen_k * item_bytes
+        shared = problem.bias_is_broadcast and bias_bytes > device.l2_bytes
         return min(_HEADS_BESIDE_A_BIAS, heads) if shared else 1
     return beside
 

@@ -185,10 +185,7 @@ on_each_emulated_kind = pytest.mark.parametrize(
 
 def _kinds_with_options():
     """Of kernels that take all options; on a GPU the first of a dtype."""
-    kinds = [
-        ("bfloat16", "sm_80"), ("float16", "sm_90a"), ("float32", "sm_80"),
-        ("float32", "sm_75"),
-    ]  # fmt: skip
+    kinds = [("bfloat16", "sm_80"), ("float32", "sm_80"), ("float32", "sm_75")]
     for dtype, arch in kinds:
         emulated = [*EMULATED.values, dtype, arch]
         yield pytest.param(
