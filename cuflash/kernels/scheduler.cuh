@@ -49,12 +49,12 @@ struct TileWalk {
     }
 };
 
-// The same where most of a head's tiles take as long, as under a window with a right bound: all but
-// the first `shorter` ones, of which each takes longer than the one before. Those of all heads come
-// first, head by head, then the shorter ones, longest first, section by section. Each round of items
-// goes to the blocks in the reverse order of the round before, so that who got more gets less: the
-// longest block then works for 2 % longer than the mean, with pairs as above for 5 to 8 %. (With a
-// left bound alone tiles get shorter instead: the longest come last.)
+// The same where most of a head's tiles take as long, as under a window with a right bound: all
+// but the first `shorter` ones, of which each takes longer than the one before. Those of all heads
+// come first, head by head, then the shorter ones, longest first, section by section. Each round
+// of items goes to the blocks in the reverse order of the round before, so that who got more gets
+// less: the longest block then works for 2 % longer than the mean, with pairs as above for 5 to 8
+// %. (With a left bound alone tiles get shorter instead: the longest come last.)
 struct EvenWalk {
     const Deal& deal;                   // without pairs
     Schedule schedule;
