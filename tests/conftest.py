@@ -35,7 +35,7 @@ SLOW = [HealthCheck.too_slow]
 
 settings.register_profile(
     "ci",
-    max_examples=6,  # most are kernels to compile: 12 minutes on two cores
+    max_examples=6,  # most are kernels to compile, and CI has two cores
     derandomize=True,
     deadline=None,
     database=None,
