@@ -541,6 +541,24 @@ def test_few_heads_share_a_bias_at_a_time(tokens, is_broadcast, beside):
 
 
 @pytest.mark.parametrize(
+    ("options", "pairs"),
+    [({"bias": "float16"}, 64), ({}, 64),
+     ({"bias": "float16", "window": (1024, None)}, 0),
+     ({"segment_ids": True}, 0),
+     ({"bias": "float16", "causal": False}, 0)],
+    ids=str,
+)  # fmt: skip
+def test_tiles_that_the_causal_mask_makes_differ_go_in_pairs(options, pairs):
+    """One after another, the slowest block had half more than the mean."""
+    problem = small_problem(
+        "forward", "float16", 128, seqlen_q=16384, seqlen_k=16384,
+        num_heads_q=16, num_heads_kv=16, **options,
+    )  # fmt: skip
+    device = replace(device_of_arch("sm_90a"), num_sms=132)
+    assert plan(problem, device).deal.pairs == pairs
+
+
+@pytest.mark.parametrize(
     ("window", "causal", "beside"),
     [((9, None), False, 3), ((0, 8000), False, 6), ((1024, 0), False, 16),
      ((1024, None), True, 16), ((None, 9), False, 3)],

@@ -414,15 +414,13 @@ __device__ __forceinline__ float drop(
 }
 
 // The scores of products, and their derivatives; see Steps. With DBIAS no number goes with another:
-// a NaN that is hidden may not reach the gradient of a bias.
+// a NaN that is hidden may not reach the gradient of a bias. are_small: all of the warp's products.
 __device__ __forceinline__ void take_steps(
     float (&scores)[S_COUNT], float (&derivatives)[S_COUNT], const float (&products)[S_COUNT],
-    const Arguments& all, LanePairs& of) {
+    const Arguments& all, LanePairs& of, bool are_small) {
     constexpr int COUNT = S_COUNT / LanePairs::BIAS_PARTS;
     Steps<float> steps(all);
     steps.set_head(all, of.batch, of.head);
-    bool are_small = false;
-    if constexpr (SOFTCAP) are_small = steps.all_small(products);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Two keys of a query, 8 apart, next to one another.
@@ -494,11 +492,15 @@ __device__ __forceinline__ void compute_p(
     float (&s)[S_COUNT], float (&derivatives)[S_COUNT], u32 (&p)[S_COUNT / 2],
     const QueryRows& rows, int first_column, float c, const Arguments& all, LanePairs& of,
     const Dropout<float>& dropout, Hide hide, bool hides) {
-    if constexpr (SOFTCAP && !(BIAS || KEEP || DROPOUT)) {
+    bool are_small = false;
+    if constexpr (SOFTCAP) {
         Steps<float> steps(all);
-        steps.set_head(all, of.batch, of.head);
-        if (!hides && !rows.huge && steps.all_small(s))
-            return compute_small_p(s, p, rows, first_column, steps, of.past);
+        are_small = steps.all_small(s);
+        if constexpr (!(BIAS || KEEP || DROPOUT))
+            if (are_small && !hides && !rows.huge) {
+                steps.set_head(all, of.batch, of.head);
+                return compute_small_p(s, p, rows, first_column, steps, of.past);
+            }
     }
     const auto pack_kept = [&](const float (&weights)[S_COUNT]) {
         float kept[S_COUNT];
@@ -508,14 +510,14 @@ __device__ __forceinline__ void compute_p(
     };
     if constexpr (SOFTCAP && !DBIAS) {
         float weights[S_COUNT];
-        take_steps(weights, s, s, all, of);
+        take_steps(weights, s, s, all, of, are_small);
         probabilities(weights, rows, first_column, c);
         hide(weights);
         pack_kept(weights);
         #pragma unroll
         for (int i = 0; i < S_COUNT; ++i) s[i] *= weights[i];
     } else {
-        if constexpr (!LINEAR) take_steps(s, derivatives, s, all, of);
+        if constexpr (!LINEAR) take_steps(s, derivatives, s, all, of, are_small);
         probabilities(s, rows, first_column, c);
         hide(s);
         pack_kept(s);

@@ -189,8 +189,10 @@ __device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& argumen
 }
 
 // How tiles are dealt. Of a window's those that see key 0, or would see keys before it, are
-// shorter. With a bias all count as those, which go section by section: it may be many heads' own.
-constexpr bool IN_ROUNDS = WINDOW || BIAS;
+// shorter. With a bias alone all count as those, and go section by section, as heads may
+// share it.
+// (Under the causal mask alone tiles differ too much for rounds: they go in pairs.)
+constexpr bool IN_ROUNDS = WINDOW || (BIAS && !CAUSAL);
 template <bool> struct WalkOf { using type = TileWalk; };
 template <> struct WalkOf<true> { using type = EvenWalk; };
 using Walk = WalkOf<IN_ROUNDS>::type;
@@ -199,7 +201,7 @@ template <class Arguments> __device__ __forceinline__ Walk walk_of(const Argumen
     const Shape& shape = all.arrays.shape;
     if constexpr (IN_ROUNDS) {
         const int growing = mask_of(all, NoSequence{}).end_query(0);
-        const int shorter = BIAS ? all.deal.singles : (growing + BLOCK_Q - 1) / BLOCK_Q;
+        const int shorter = WINDOW ? (growing + BLOCK_Q - 1) / BLOCK_Q : all.deal.singles;
         return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch, shorter};
     } else {
         return {all.deal, shape.num_heads_q};

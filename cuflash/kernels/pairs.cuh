@@ -90,13 +90,14 @@ template <class Arguments> struct PairsOf {
         const int tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
         return static_cast<const Range*>(all.found)[i64(batch) * tiles + tile];
     }
-    Range of_keys(int tile) const {
+    Range* ranges_of_keys() const {
         const Shape& shape = arrays_of(all).shape;
         const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
         const int tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-        return static_cast<const Range*>(all.found)[
-            i64(shape.batch) * q_tiles + i64(batch) * tiles + tile];
+        return static_cast<Range*>(all.found)
+             + (i64(shape.batch) * q_tiles + i64(batch) * tiles);
     }
+    Range of_keys(int tile) const { return ranges_of_keys()[tile]; }
 
     // Of a tile, by its numbers. NONE is an answer for all heads.
     Visibility of_tile(int q_tile, int k_tile) const {
@@ -182,11 +183,9 @@ template <class Arguments> struct PairsOf {
 
 using Pairs = PairsOf<Arguments>;
 
-// Behind the ranges stands how many tiles were taken by blocks that take one after another.
+// Behind the last batch's ranges stands how many tiles were taken by blocks that take one after
+// another.
 template <class Arguments> inline int* counter_behind_ranges(const Arguments& all) {
-    const Shape& shape = arrays_of(all).shape;
-    const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-    const int k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-    return reinterpret_cast<int*>(
-        static_cast<Range*>(all.found) + i64(shape.batch) * (q_tiles + k_tiles));
+    const PairsOf<Arguments> of_batch_behind(all, arrays_of(all).shape.batch);
+    return reinterpret_cast<int*>(of_batch_behind.ranges_of_keys());
 }

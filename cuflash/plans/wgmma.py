@@ -162,11 +162,8 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
     is_counted = _is_counted(problem)
-    deal = (
-        Deal(0, num_tiles, 0, items)
-        if is_counted or not {"window", "bias"}.isdisjoint(problem.options)
-        else _deal(num_tiles, heads, problem.causal, device)
-    )
+    by_length = not (is_counted or _is_in_rounds(problem)) and problem.causal
+    deal = _deal(num_tiles, heads, by_length, device)
     return Plan(
         problem,
         "wgmma",
@@ -179,6 +176,12 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         deal=deal,
         num_found=num_found(problem, tile) + items * is_counted,
     )
+
+
+def _is_in_rounds(problem: Problem) -> bool:
+    """forward_wgmma.cu's IN_ROUNDS, where tiles are not counted."""
+    has_window = "window" in problem.options
+    return has_window or bool(problem.bias and not problem.causal)
 
 
 # Tiles of the last section, a multiprocessor's share. Its longest come first,
@@ -196,8 +199,8 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
 
     As many as have their keys in L2. Where blocks take tiles from a counter,
     at least as many as keep all of them busy with the last section, and
-    sections are alike. With a bias one, or, where many may have the same and
-    L2 has no room for it, a few.
+    sections are alike. With a bias and no window one, or, where many may have
+    the same and L2 has no room for it, a few.
     """
     d, dv = _head_dims(problem)
     heads = problem.batch * problem.num_heads_q
@@ -213,7 +216,7 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
         least = ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
         return ceil_div(heads, max(heads // max(beside, least), 1))
-    if problem.bias:
+    if problem.bias and "window" not in problem.options:
         item_bytes = 4 if problem.bias == "float32" else 2
         bias_bytes = problem.seqlen_q * problem.seqlen_k * item_bytes
         shared = problem.bias_is_broadcast and bias_bytes > device.l2_bytes
