@@ -34,7 +34,7 @@
 #include "softmax.cuh"
 #include "score.cuh"
 #include "sequences.cuh"
-#include "wgmma.cuh"
+#include "slope_product.cuh"
 
 constexpr int GROUP_ROWS = 64;                              // queries of a math warpgroup
 constexpr int MATH_WARPGROUPS = BLOCK_Q / GROUP_ROWS, MATH_WARPS = MATH_WARPGROUPS * 4;
@@ -130,7 +130,10 @@ template <> struct BiasesOfWarps<true> { BiasChunk biases[MATH_WARPS][16][BIAS_P
 // with k_full, and read before the place is given back.
 struct Beside : BiasesOfWarps<STAGED>, IdsOfKeys<SEGMENTS> { int words[LISTED ? KV_STAGES : 1]; };
 
-struct SharedPlan {
+// Larger heads leave no room.
+constexpr bool SLOPES_IN_PRODUCT = ALIBI && !SOFTCAP && !BIAS && WIDEST <= 192;
+
+struct SharedPlan : SlopeTile<SLOPES_IN_PRODUCT> {
     Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
     Tile<BLOCK_K, HEAD_DIM> k[KV_STAGES];
     Tile<BLOCK_K, HEAD_DIM_V> v[KV_STAGES];
@@ -468,19 +471,19 @@ __device__ __forceinline__ void await_biases(u32 (&pairs)[BLOCK_K / 16][4], Shar
         ldmatrix_x4(pairs[i], row + i * 2 * static_cast<u32>(sizeof(BiasChunk)));
 }
 
-// What the lane's scores of a tile lack, in each of its two rows: it is added to their maxima, and
-// not to each. Only with slopes.
+// What makes scores of the lane's products where slopes are in those: factor, and what either row
+// lacks. It is added to their maxima, and not to each.
 struct Origins {
-    float of[2] = {0.0f, 0.0f};
+    float of[2] = {0.0f, 0.0f}, factor = 1.0f;
     __device__ __forceinline__ float score(int half, float s) const {
-        return ALIBI ? s + of[half] : s;
+        return SLOPES_IN_PRODUCT ? fmaf(s, factor, of[half]) : s;
     }
     // What is subtracted from c S if it were cm from the score times c.
     __device__ __forceinline__ float subtracted(int half, float cm, float c) const {
-        return ALIBI ? fmaf(-c, of[half], cm) : cm;
+        return SLOPES_IN_PRODUCT ? fmaf(-c, of[half], cm) : cm;
     }
     __device__ __forceinline__ float exponent(float s, float c, float subtracted) const {
-        return s * c - subtracted;
+        return s * (SLOPES_IN_PRODUCT ? factor * c : c) - subtracted;
     }
 };
 
@@ -496,12 +499,11 @@ struct SmallProducts {
     }
 };
 
-// The scores of products; see Steps. Slopes are counted from the origins. MAY_BE_SMALL: nobody has
-// looked.
+// The scores of products; see Steps. MAY_BE_SMALL: nobody has looked.
 template <bool MAY_BE_SMALL, class Shared>
 __device__ __forceinline__ void apply_steps(
     float (&s)[S_COUNT], const Steps<float>& steps, Shared& shared, bool biases_come, int shift,
-    int first_row, int k_start, Origins& origins) {
+    int first_row, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     const float past = static_cast<float>(first_row + shift - first_key);
     const auto apply = [&](auto added) {                    // of half and key, from the first on
@@ -523,21 +525,6 @@ __device__ __forceinline__ void apply_steps(
         #pragma unroll
         for (int i = 0; i < S_COUNT; ++i) s[place(i)] = scores[i];
     };
-    origins = {};
-    if constexpr (ALIBI && !BIAS) {
-        // Keys all on one side of the queries: what is added is linear in keys and rows. A key's
-        // part is counted from the lane's nearest one, and both rows have it; the rest is a row's.
-        const auto add_beside = [&](auto before) {
-            constexpr int NEAREST = before.value ? BLOCK_K - 7 : 0;
-            const float slope = before.value ? steps.slope : -steps.slope;
-            origins = {
-                steps.added(past - NEAREST, 0.0f), steps.added(past + (8 - NEAREST), 0.0f)};
-            apply([&](int, int key) { return slope * static_cast<float>(key - NEAREST); });
-        };
-        const auto all = [](bool x) { return __ballot_sync(WHOLE_WARP, x) == WHOLE_WARP; };
-        if (all(past >= BLOCK_K)) return add_beside(Bool<true>{});
-        if (all(past <= -8.0f)) return add_beside(Bool<false>{});
-    }
     if constexpr (STAGED)
         if (biases_come) {
             u32 pairs[BLOCK_K / 16][4];
@@ -909,10 +896,12 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto pass_turn = [&] {
         barrier_arrive(FIRST_TURN + (group + 1) % MATH_WARPGROUPS, TURN_THREADS);
     };
-    const auto issue_scores = [&] {
+    SlopeRows<SLOPES_IN_PRODUCT> slopes;
+    const auto issue_scores = [&](int tile) {
         multiply_transposed<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
             s, advance(q_rows, q.stage * static_cast<int>(sizeof(shared.q_then_out[0]))),
             advance(k_tile, k.stage * static_cast<int>(sizeof(shared.k[0]))));
+        slopes.multiply_add(s, tile * BLOCK_K, shared.of_keys());
         wgmma_commit();
     };
     const auto issue_output = [&] {
@@ -948,6 +937,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
         steps.set_head(arguments, work.queries.batch, work.queries.head);
+        slopes.set_head(steps.slope, steps.scale,
+                        work.queries.first + group_row + shape.seqlen_k - shape.seqlen_q);
         pairs.set_head(work.queries.head);
         dropout.set_head(work.queries.batch, work.queries.head);
         dropout.set_sequence(number_of(work.queries));
@@ -995,12 +986,23 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     // Whether products are left as they are, all small; which only softmax() may do after.
     Origins origins;
     const auto take_steps = [&](int tile, auto may_leave) {
+        if constexpr (SLOPES_IN_PRODUCT) {
+            origins = {};
+            if (slopes.are_added) {
+                const int past = first_row + shape.seqlen_k - shape.seqlen_q
+                               - slopes.nearest_key(tile * BLOCK_K);
+                for (int half = 0; half < 2; ++half)
+                    origins.of[half] = steps.added(static_cast<float>(past + half * 8), 0.0f);
+                origins.factor = steps.scale;
+                return false;
+            }
+        }
         if constexpr (may_leave.value)
             if (steps.all_small(s)) return true;
         if constexpr (!LINEAR)
             apply_steps<!may_leave.value>(
                 s, steps, shared, biases_come, shape.seqlen_k - shape.seqlen_q, first_row,
-                tile * BLOCK_K, origins);
+                tile * BLOCK_K);
         return false;
     };
     const auto begin_steps = [&](int tile) {
@@ -1084,7 +1086,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         await_turn();
         keep_here(s);
         wgmma_fence();
-        issue_scores();
+        issue_scores(tile);
         pass_turn();
         meanwhile();
         if constexpr (options.any) options.begin_steps(tile);
@@ -1115,7 +1117,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         keep_here(acc);
         keep_here(s);
         wgmma_fence();
-        issue_scores();
+        issue_scores(tile);
         wait(v_full + 8 * v.stage, v.parity);
         wgmma_fence();
         issue_output();
@@ -1225,6 +1227,7 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
         shared.work.init();
         fence_mbarrier_init();
     }
+    shared.fill<THREADS>();
     __syncthreads();
 
     // 64 K registers: the math warpgroups get what the loading one does not need. To find LISTED

@@ -43,6 +43,10 @@ _OPTION_REGISTERS = 32
 _MBARRIER_BYTES, _WORK_BYTES = 8, 20
 
 
+# Larger heads leave no room for slopes as a product.
+_WIDEST_WITH_SLOPES = 192
+
+
 _SEQUENCE_BYTES = 6 * 4  # kernels/sequences.cuh's Sequence
 
 
@@ -84,7 +88,8 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
         + round_up(works * work + barriers * _MBARRIER_BYTES, 16)
         + (_biases_bytes(tile) if _is_staged(problem) else 0)
         + (4 * tile.num_stages if _is_listed(problem) else 4)
-        + (_ids_bytes(tile) if problem.segment_ids else 0),
+        + (_ids_bytes(tile) if problem.segment_ids else 0)
+        + (_slopes_bytes(tile) if _in_product(problem) else 0),
         1024,
     )
 
@@ -102,6 +107,20 @@ def _biases_bytes(tile: Tile) -> int:
 def _ids_bytes(tile: Tile) -> int:
     """Of keys, in twice as many places as there are of K."""
     return 2 * tile.num_stages * tile.block_k * 4
+
+
+def _in_product(problem: Problem) -> bool:
+    """forward_wgmma.cu's SLOPES_IN_PRODUCT."""
+    beside = problem.softcap or problem.bias
+    return (
+        problem.alibi_slopes
+        and not beside
+        and max(_head_dims(problem)) <= _WIDEST_WITH_SLOPES
+    )
+
+
+def _slopes_bytes(tile: Tile) -> int:
+    return tile_bytes(16, tile.block_k)
 
 
 def _is_listed(problem: Problem) -> bool:
