@@ -118,10 +118,12 @@ template <> struct IdsOfKeys<true> {
     }
 };
 
-// 16-bit biases of a warp's 16 rows and a key tile, where memory has them in chunks of 8 keys: on
-// their way while S is computed. A row's place is 16 bytes longer than the row, so that the 8 rows
-// that ldmatrix reads at once are in different banks.
+// 16-bit biases of a warp's 16 rows and a key tile, where memory has them in chunks of 8 keys. They
+// come while S is computed, or, where it is known which tile is next, as soon as those of the tile
+// before have been read: under its softmax, too. A row's place is 16 bytes longer than the row, so
+// that the 8 rows that ldmatrix reads at once are in different banks.
 constexpr bool STAGED = BIAS && sizeof(Bias) == 2;
+constexpr bool BIASES_AHEAD = STAGED && !LISTED;
 constexpr int BIAS_CHUNKS = (BLOCK_K + 31) / 32 * 4, BIAS_PITCH = BIAS_CHUNKS + 1;
 template <bool> struct BiasesOfWarps {};
 template <> struct BiasesOfWarps<true> { BiasChunk biases[MATH_WARPS][16][BIAS_PITCH]; };
@@ -433,13 +435,13 @@ __device__ __forceinline__ float reference(float m, float c) {
 }
 
 // The warp's biases of a key tile begin to come to its place, if they come in chunks; whether they
-// do. All lanes have read the last tile's: ldmatrix waits for them. Other biases are read when they
-// are added.
+// do. Other biases are read when they are added.
 template <class Shared>
 __device__ __forceinline__ bool load_biases(
     Shared& shared, const Steps<float>& steps, int seqlen_k, int first_row, int k_start) {
     if constexpr (STAGED) {
         if (!steps.has_chunks || k_start + BIAS_CHUNKS * 8 > seqlen_k) return false;
+        if constexpr (BIASES_AHEAD) __syncwarp();           // all lanes have read the last tile's
         const int lane = threadIdx.x % 32;
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -983,6 +985,9 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto tiles_left = [&](int tile) {
         return LISTED ? (listed & LAST_BIT) == 0 : tile - visited.first;
     };
+    const auto begin_steps = [&](int tile) {
+        biases_come = load_biases(shared, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
+    };
     // Whether products are left as they are, all small; which only softmax() may do after.
     Origins origins;
     const auto take_steps = [&](int tile, auto may_leave) {
@@ -1003,10 +1008,9 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             apply_steps<!may_leave.value>(
                 s, steps, shared, biases_come, shape.seqlen_k - shape.seqlen_q, first_row,
                 tile * BLOCK_K);
+        if constexpr (BIASES_AHEAD)
+            if (tile > visited.first) begin_steps(tile - 1);
         return false;
-    };
-    const auto begin_steps = [&](int tile) {
-        biases_come = load_biases(shared, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
     const auto hide = [&](int tile) {
         if constexpr (SEGMENTS)
@@ -1122,7 +1126,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         wgmma_fence();
         issue_output();
         pass_turn();
-        if constexpr (options.any) options.begin_steps(tile);
+        if constexpr (options.any && !(BIASES_AHEAD && !new_rows.value)) options.begin_steps(tile);
         wgmma_wait<1>();
         constexpr bool may_leave = SOFTCAP && !ALIBI && !BIAS && !masked.value;
         bool left = false;
