@@ -266,6 +266,30 @@ def test_keys_that_are_all_far(backend):
 
 
 @on_kernels
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_slopes_of_many_bits(backend, dtype):
+    """Over the scale; so flat that many keys have a share in lse."""
+    case = Case(
+        dtype, 1, 70, 500, 2, 2, 64, 64, seed=0, scale=0.11,
+        on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
+    )  # fmt: skip
+    assert option_arrays(case)["alibi_slopes"].max() <= 2**-6
+    check_forward(backend, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("scale", [-0.3, 1e-7])
+def test_slopes_that_are_no_product(backend, scale):
+    """Their signs, or numbers that float16 does not have."""
+    case = Case(
+        "float16", 1, 150, 300, 2, 1, 64, 64, seed=5, scale=scale,
+        on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
+    )  # fmt: skip
+    assert (option_arrays(case)["alibi_slopes"] / 1e-7).max() > 65504
+    check_forward(backend, case)
+
+
+@on_kernels
 @pytest.mark.parametrize("seqlen_k", [264, 265])
 @pytest.mark.parametrize("head_dim", [64, 160])
 def test_bias_in_chunks(backend, seqlen_k, head_dim):

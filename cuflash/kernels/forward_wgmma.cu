@@ -36,7 +36,7 @@
 #include "sequences.cuh"
 #include "slope_product.cuh"
 
-constexpr int GROUP_ROWS = 64;                              // queries of a math warpgroup
+constexpr int GROUP_ROWS = PRODUCT_ROWS;                    // queries of a math warpgroup
 constexpr int MATH_WARPGROUPS = BLOCK_Q / GROUP_ROWS, MATH_WARPS = MATH_WARPGROUPS * 4;
 constexpr int THREADS = (1 + MATH_WARPGROUPS) * WARPGROUP;
 constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4;
@@ -993,7 +993,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto take_steps = [&](int tile, auto may_leave) {
         if constexpr (SLOPES_IN_PRODUCT) {
             origins = {};
-            if (slopes.are_added) {
+            if (slopes.side != Side::ACROSS) {
                 const int past = first_row + shape.seqlen_k - shape.seqlen_q
                                - slopes.nearest_key(tile * BLOCK_K);
                 for (int half = 0; half < 2; ++half)

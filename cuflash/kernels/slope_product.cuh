@@ -19,11 +19,7 @@
 // Where a key tile stands: before all queries of a warpgroup, after, or neither.
 enum class Side { ACROSS, BEFORE, AFTER };
 
-__device__ __forceinline__ Side side_of(int first_query, int num_queries, int k_start) {
-    if (k_start + BLOCK_K - 1 <= first_query) return Side::BEFORE;
-    return k_start >= first_query + num_queries - 1 ? Side::AFTER : Side::ACROSS;
-}
-
+// Without slopes these are nothing.
 template <bool> struct SlopeTile {
     template <int THREADS> __device__ __forceinline__ void fill() {}
     __device__ __forceinline__ u64 of_keys() const { return 0; }
@@ -49,21 +45,20 @@ template <> struct SlopeTile<true> {
 };
 
 template <bool> struct SlopeRows {
+    static constexpr Side side = Side::ACROSS;
     __device__ __forceinline__ void set_head(float, float, int) {}
     template <int COUNT> __device__ __forceinline__ void multiply_add(float (&)[COUNT], int, u64) {}
-    static constexpr bool are_added = false;
     __device__ __forceinline__ int nearest_key(int k_start) const { return k_start; }
 };
 
-// A, of one head: the lane's words, as fragments have them.
+// A, of one head and a warpgroup's queries: the lane's words of it, as fragments have them.
 template <> struct SlopeRows<true> {
-    u32 word = 0, words[4];
-    bool served = false;                                    // else slopes are added to each score
-    int first_query = 0;                                    // past the first key
-    Side side = Side::ACROSS;                               // where the key tile at hand stands
-    bool are_added = false;                                 // to its products
+    u32 word = 0, words[4];                                 // in columns where x is; of a product
+    bool served = false;                                    // else all slopes are added to scores
+    int first_query = 0;                                    // counted as keys are
+    Side side = Side::ACROSS;                               // where the last product's keys stand
 
-    // Numbers beyond have no three float16 elements, and nobody's slopes come near them.
+    // From 2^15 on x may have no three float16 elements; nobody's slopes come near that.
     __device__ __forceinline__ void set_head(float slope, float scale, int query) {
         const float x = slope / scale;
         served = scale > 0.0f && fabsf(x) < 0x1p15f;
@@ -75,16 +70,18 @@ template <> struct SlopeRows<true> {
         first_query = query;
     }
 
-    // s += A B, asynchronously; nothing ACROSS. `words` may not be touched meanwhile.
+    // s += A B, asynchronously: nothing if keys are ACROSS. `words` may not be touched meanwhile.
     template <int COUNT>
     __device__ __forceinline__ void multiply_add(float (&s)[COUNT], int k_start, u64 keys) {
-        side = served ? side_of(first_query, 64, k_start) : Side::ACROSS;
+        side = !served ? Side::ACROSS
+             : k_start + BLOCK_K - 1 <= first_query ? Side::BEFORE
+             : k_start >= first_query + PRODUCT_ROWS - 1 ? Side::AFTER : Side::ACROSS;
         words[0] = words[1] = side == Side::BEFORE ? word : 0u;
         words[2] = words[3] = side == Side::AFTER ? word : 0u;
         multiply<Element, K_STEP>(s, words, keys, true);
-        are_added = side != Side::ACROSS;
     }
-    // From which distances count.
+
+    // From which that product counts.
     __device__ __forceinline__ int nearest_key(int k_start) const {
         return k_start + (side == Side::BEFORE ? BLOCK_K - 1 : 0);
     }

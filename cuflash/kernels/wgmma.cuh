@@ -4,7 +4,8 @@
 #include "smem.cuh"
 
 constexpr int WARPGROUP = 128;                              // threads
-constexpr int K_STEP = 16;                                  // columns of A, rows of B in a product
+constexpr int PRODUCT_ROWS = 64;                            // of A, in a product
+constexpr int K_STEP = 16;                                  // columns of A, rows of B
 
 // A matrix descriptor (PTX ISA: Matrix Descriptor Format): addresses and offsets in 16 bytes. Rows
 // are 128 bytes, eight of them repeat the swizzle's pattern. `panel_bytes` leads to the next 64
