@@ -17,8 +17,10 @@ COEFFICIENTS = (
     -0.045245803302449476,
 )
 
-# The same with a term less, for x^2 <= SLIGHT: right to 2^-23. What is rounded
-# besides grows with x, so that comes to no more than above.
+# The same with a term less, for x^2 <= SLIGHT: right to 2^-23. With what is
+# rounded besides, which grows with x, that comes to 2.9 times 2^-24. Scores,
+# and so lse, may be off by 8 of those of the cap (tests/helpers/rounding.py).
+# That binds: weights are rounded to 16 bits.
 SLIGHT = 0.08
 SLIGHT_COEFFICIENTS = (
     0.9999971746459902,
@@ -26,10 +28,10 @@ SLIGHT_COEFFICIENTS = (
     0.12608940748055775,
 )
 
-# Where scores are slight, a forward kernel takes weights relative to a maximum
-# that its row had before, in powers of two: a score is MOST or less, and such a
-# weight, of dropout too, 2^LARGEST_WEIGHT. float16 has numbers up to 2^16. Of
-# bfloat16 sums in float32 are what might overflow.
+# Where scores are slight, a forward kernel's weights are relative to a maximum
+# that their row had before. By log2(e), a score is at most MOST; and a weight,
+# with dropout's factor, at most 2^LARGEST_WEIGHT. float16 has numbers up to
+# 2^16. Of bfloat16, sums in float32 are what might overflow.
 MOST = {"float16": 12.0, "bfloat16": 48.0}
 LARGEST_WEIGHT = {"float16": 15.0, "bfloat16": 60.0}
 
@@ -82,7 +84,7 @@ def slight_terms(
     slight : float
         The largest S^2 for which they serve; -1 where they do not.
     lowest : float
-        The least maximum, by log2(e), that weights may be relative to.
+        The least maximum, by log2(e), that their weights may be relative to.
     """
     if not _served(scale, softcap) or dtype not in MOST:
         return [0.0] * 3, -1.0, 0.0

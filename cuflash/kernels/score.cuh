@@ -151,9 +151,8 @@ template <class Real> struct Steps {
     // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share
     // the unit of the maxima. That asks for more than it must, by sqrt(8) at most. No NaN is small.
     //
-    // Slight ones are smaller still: a term less serves, and their scores are so little that none
-    // overflows as a power of two relative to a maximum of their row from `lowest` on, be it of
-    // other keys. They need not be compared with it, and it need not change.
+    // Slight ones are smaller still. A term less serves, and no power of two overflows relative to
+    // a maximum of `lowest` or more, by log2(e), that their row had before: it may stay as it is.
     template <int N> bool all_small(const float (&products)[N]) const {
         return all_within(products, small, true);
     }
