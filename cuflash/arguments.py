@@ -125,6 +125,8 @@ OptionNumbers = _struct(
     ("cap_terms", (np.float32, (4,))),
     ("cap_terms_log2", (np.float32, (4,))),
     *_fields("cap_small cap_inverse_log2", np.float32),
+    ("cap_slight_terms_log2", (np.float32, (3,))),
+    *_fields("cap_slight cap_lowest", np.float32),
     ("keep_factor", np.float64),
     *_fields("offset_q_stride offset_k_stride", np.int64),
     *_fields("window_left window_right", np.int32),

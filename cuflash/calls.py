@@ -549,6 +549,7 @@ def _option_numbers(
         strides("sink", 1)[0],
         p.softcap,
         *softcap.terms(p.scale, p.softcap),
+        *softcap.slight_terms(p.scale, p.softcap, p.dtype, p.dropout),
         1.0 / (1.0 - p.dropout),
         strides("cu_seqlens_q", 1)[0],
         strides("cu_seqlens_k", 1)[0],

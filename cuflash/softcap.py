@@ -17,6 +17,24 @@ COEFFICIENTS = (
     -0.045245803302449476,
 )
 
+# The same with a term less, for x^2 <= SLIGHT: right to 2^-23. With what is
+# rounded besides, which grows with x, that comes to 2.9 times 2^-24. Scores,
+# and so lse, may be off by 8 of those of the cap (tests/helpers/rounding.py).
+# That binds: weights are rounded to 16 bits.
+SLIGHT = 0.08
+SLIGHT_COEFFICIENTS = (
+    0.9999971746459902,
+    -0.33304803142236757,
+    0.12608940748055775,
+)
+
+# Where scores are slight, a forward kernel's weights are relative to a maximum
+# that their row had before. By log2(e), a score is at most MOST; and a weight,
+# with dropout's factor, at most 2^LARGEST_WEIGHT. float16 has numbers up to
+# 2^16. Of bfloat16, sums in float32 are what might overflow.
+MOST = {"float16": 12.0, "bfloat16": 48.0}
+LARGEST_WEIGHT = {"float16": 15.0, "bfloat16": 60.0}
+
 # Exponents of two within which nothing below is denormal or infinite in
 # float32: the last term is scale (scale / softcap)^6 c3, 2^-121 or more.
 _SCALES, _RATIOS = 20, 16
@@ -42,17 +60,48 @@ def terms(
     inverse_log2 : float
         What makes tanh(x) of softcap tanh(x) log2(e).
     """
-    ratio = scale / softcap if softcap else 0.0
-    served = (
-        2.0**-_SCALES <= scale <= 2.0**_SCALES
-        and 2.0**-_RATIOS <= ratio <= 2.0**_RATIOS
-    )
-    if not served:
+    if not _served(scale, softcap):
         return [0.0] * 4, [0.0] * 4, -1.0, 0.0
+    ratio = scale / softcap
     t = [scale * ratio ** (2 * i) * c for i, c in enumerate(COEFFICIENTS)]
     return (
         t,
         [x * math.log2(math.e) for x in t],
         SMALL / ratio**2,
         math.log(2) / softcap,
+    )
+
+
+def slight_terms(
+    scale: float, softcap: float, dtype: str, dropout: float
+) -> tuple[list[float], float, float]:
+    """What it takes for slight scores.
+
+    Returns
+    -------
+    terms_log2 : list of float
+        As above.
+    slight : float
+        The largest S^2 for which they serve; -1 where they do not.
+    lowest : float
+        The least maximum, by log2(e), that their weights may be relative to.
+    """
+    if not _served(scale, softcap) or dtype not in MOST:
+        return [0.0] * 3, -1.0, 0.0
+    ratio, scale_log2 = scale / softcap, scale * math.log2(math.e)
+    terms_log2 = [
+        scale_log2 * ratio ** (2 * i) * c
+        for i, c in enumerate(SLIGHT_COEFFICIENTS)
+    ]
+    slight = min(SLIGHT / ratio**2, (MOST[dtype] / scale_log2) ** 2)
+    most = scale_log2 * math.sqrt(slight)
+    largest = LARGEST_WEIGHT[dtype] + math.log2(1.0 - dropout)
+    return terms_log2, slight, most - largest
+
+
+def _served(scale: float, softcap: float) -> bool:
+    ratio = scale / softcap if softcap else 0.0
+    return (
+        2.0**-_SCALES <= scale <= 2.0**_SCALES
+        and 2.0**-_RATIOS <= ratio <= 2.0**_RATIOS
     )

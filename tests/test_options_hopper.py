@@ -40,8 +40,12 @@ OPTIONS = {
 
 # In one shape.
 RARE = {
-    # Scores are small in half of the warps' tiles; in none, by the scale.
+    # Scores are small, or slight, in half of the warps' tiles; in none, by
+    # the scale.
     "mixed softcap": {"softcap": 11.5},
+    "mixed slight softcap": {"softcap": 18.2},
+    "small softcap, sink": {"softcap": 30.0, "arrays_of": ("sink",)},
+    "small softcap, dropout": {"softcap": 30.0, "dropout": 0.25},
     "negative softcap": {"softcap": 30.0, "scale": -0.1},
     "small softcap, slopes": {
         "softcap": 30.0,
@@ -70,6 +74,7 @@ def option_case(name, shape, **more):
 EACH = [
     *((name, shape) for name in OPTIONS for shape in SHAPES),
     *((name, SHAPES[0]) for name in RARE),
+    *((name, SHAPES[2]) for name in RARE if "slight" in name),
 ]
 
 
@@ -77,6 +82,47 @@ EACH = [
 @pytest.mark.parametrize(("name", "shape"), EACH)
 def test_forward(backend, shape, name):
     check_forward(backend, option_case(name, shape))
+
+
+@on_kernels
+@pytest.mark.parametrize("v", ["1", "huge"])
+@pytest.mark.parametrize(
+    ("dtype", "k"), [("bfloat16", "-1"), ("float16", "-.5")]
+)
+def test_weights_above_1(backend, dtype, k, v):
+    """Relative to the last key tile's scores of -4 or -2; others are not.
+
+    Slight scores leave a maximum as it is. A sum of 300 times the huge value
+    is a number, and one of 300 times such a weight none.
+    """
+    huge = "3e35" if dtype == "bfloat16" else "6e4"
+    of_v = () if v == "1" else (("v", (0,), huge),)
+    spoiled = (
+        *of_v,
+        ("q", (0,), "0.5"),
+        *(("k", (0, i), k) for i in range(256, 300)),
+    )
+    check_forward(backend, Case(
+        dtype, 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
+        on=Emulation("sm_90a", num_sms=1), spoiled=spoiled,
+    ))  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("key", [3, 11])
+@pytest.mark.parametrize("query", [1, 9])
+def test_one_score_of_a_warp_is_not_small(backend, query, key):
+    """It is 16, beside a cap of 30, and has most of its row's weight."""
+    spoiled = (
+        ("q", (0,), "0.01"),
+        ("q", (0, query), "2"),
+        ("k", (0,), "0.01"),
+        ("k", (0, key), "1"),
+    )
+    check_forward(backend, Case(
+        "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
+        on=Emulation("sm_90a", num_sms=1), spoiled=spoiled,
+    ))  # fmt: skip
 
 
 @on_kernels

@@ -489,27 +489,15 @@ struct Origins {
     }
 };
 
-// The same of small products that are no scores yet, where nothing else is added. tanh grows with
-// its argument, so a row's largest product has its largest score. The scores are made as they are
-// multiplied by c, which is log2(e), while exponentials are waited for.
-struct SmallProducts {
-    const Steps<float>& steps;
-    __device__ __forceinline__ float score(int, float s) const { return steps.small_score(s); }
-    __device__ __forceinline__ float subtracted(int, float cm, float) const { return cm; }
-    __device__ __forceinline__ float exponent(float s, float, float subtracted) const {
-        return fmaf(steps.small_factor_log2(s), s, -subtracted);
-    }
-};
-
-// The scores of products; see Steps. MAY_BE_SMALL: nobody has looked.
-template <bool MAY_BE_SMALL, class Shared>
+// The scores of products; see Steps.
+template <class Shared>
 __device__ __forceinline__ void apply_steps(
     float (&s)[S_COUNT], const Steps<float>& steps, Shared& shared, bool biases_come, int shift,
     int first_row, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     const float past = static_cast<float>(first_row + shift - first_key);
     const auto apply = [&](auto added) {                    // of half and key, from the first on
-        if constexpr (SOFTCAP && MAY_BE_SMALL)
+        if constexpr (SOFTCAP)
             if (steps.all_small(s)) {
                 #pragma unroll
                 for (int i = 0; i < S_COUNT; ++i)
@@ -624,10 +612,10 @@ __device__ __forceinline__ void apply_dropout(
 // The product c S is not rounded before c m', which is, is subtracted. That multiplies a row's P by
 // 2^(c m - round(c m)), in l and acc alike; store() takes it out of lse.
 //
-// by: Origins, or SmallProducts of which S becomes scores.
-template <bool MASKED, class By>
+// by: what S lacks.
+template <bool MASKED>
 __device__ __forceinline__ void softmax(
-    float (&s)[S_COUNT], Rows& rows, float c, float (&rescale)[2], const By& by) {
+    float (&s)[S_COUNT], Rows& rows, float c, float (&rescale)[2], const Origins& by) {
     float subtracted[2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -654,6 +642,22 @@ __device__ __forceinline__ void softmax(
     #pragma unroll
     for (int half = 0; half < 2; ++half)
         rows.l[half] = rows.l[half] * rescale[half] + sum[half];
+}
+
+// The same of slight products that are no scores yet, where nothing else is added: m stays, so
+// neither l nor acc shrinks. P may be above 1. Scores are made as they are multiplied by log2(e),
+// while exponentials are waited for.
+__device__ __forceinline__ void slight_softmax(
+    float (&s)[S_COUNT], Rows& rows, const Steps<float>& steps) {
+    float sum[2] = {0.0f, 0.0f};
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) {
+        const int half = i / 2 % 2;
+        s[i] = exp2_approx(fmaf(steps.slight_factor_log2(s[i]), s[i], -rows.cm[half]));
+        sum[half] += s[i];
+    }
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) rows.l[half] += sum[half];
 }
 
 // What a row of maximum m and sum l comes to with its head's sink: O = inverse * acc. P is `excess`
@@ -695,8 +699,9 @@ __device__ __forceinline__ bool normalise(
             for (int x = 0; x < 2; ++x) {
                 float& o = acc[j * 4 + half * 2 + x];
                 o *= inverse;
-                // A NaN or an infinity of V spreads to rows that do not see it too, as 0 * NaN.
-                if (HIDES) exact &= fabsf(o) < infinity();
+                // A NaN or an infinity of V spreads to rows that do not see it too, as 0 * NaN. And
+                // weights above 1 may have been too much.
+                if (HIDES || SOFTCAP) exact &= fabsf(o) < infinity();
             }
         const float subtracted = reference(m, c);
         exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
@@ -988,7 +993,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto begin_steps = [&](int tile) {
         biases_come = load_biases(shared, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
-    // Whether products are left as they are, all small; which only softmax() may do after.
+    // Whether products are left as they are, for slight_softmax().
     Origins origins;
     const auto take_steps = [&](int tile, auto may_leave) {
         if constexpr (SLOPES_IN_PRODUCT) {
@@ -1003,9 +1008,9 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             }
         }
         if constexpr (may_leave.value)
-            if (steps.all_small(s)) return true;
+            if (steps.all_slight(s, fminf(rows.cm[0], rows.cm[1]))) return true;
         if constexpr (!LINEAR)
-            apply_steps<!may_leave.value>(
+            apply_steps(
                 s, steps, shared, biases_come, shape.seqlen_k - shape.seqlen_q, first_row,
                 tile * BLOCK_K);
         if constexpr (BIASES_AHEAD)
@@ -1148,13 +1153,15 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         #pragma unroll
         for (int way = 0; way < (may_leave ? 2 : 1); ++way) {
             if (left != (way == 1)) continue;
-            if (way == 1) softmax<false>(s, rows, c, rescale, SmallProducts{steps});
+            const bool rescales = way == 0;
+            if (!rescales) slight_softmax(s, rows, steps);
             else softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
             if constexpr (options.any) options.drop(tile);
             if constexpr (!new_rows.value) {
                 await_output();
-                #pragma unroll
-                for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
+                if (rescales)
+                    #pragma unroll
+                    for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
                 release_place();
             }
             v = k;

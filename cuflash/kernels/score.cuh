@@ -41,6 +41,7 @@ template <class Real> struct Steps {
     Real scale, softcap, inverse_softcap, slope;
     float twice_by_cap;                                     // 2 scale / softcap, for powers of two
     float terms[4], terms_log2[4], small, inverse_log2;     // of small products
+    float slight_terms_log2[3], slight, lowest;             // of slight ones
     const Bias* bias;
     i64 bias_stride_q, bias_stride_k;
     int last_query, last_key;
@@ -61,6 +62,11 @@ template <class Real> struct Steps {
             }
             small = arguments.options.cap_small;
             inverse_log2 = arguments.options.cap_inverse_log2;
+            #pragma unroll
+            for (int i = 0; i < 3; ++i)
+                slight_terms_log2[i] = arguments.options.cap_slight_terms_log2[i];
+            slight = arguments.options.cap_slight;
+            lowest = arguments.options.cap_lowest;
         }
     }
 
@@ -144,18 +150,14 @@ template <class Real> struct Steps {
     //
     // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share
     // the unit of the maxima. That asks for more than it must, by sqrt(8) at most. No NaN is small.
+    //
+    // Slight ones are smaller still. A term less serves, and no power of two overflows relative to
+    // a maximum of `lowest` or more, by log2(e), that their row had before: it may stay as it is.
     template <int N> bool all_small(const float (&products)[N]) const {
-        static_assert(N % 8 == 0, "each is looked at");
-        bool are_small = true;
-        #pragma unroll
-        for (int first = 0; first < N; first += 8) {
-            float squares = 0.0f;
-            #pragma unroll
-            for (int i = first; i < first + 8; ++i)
-                squares = fmaf(products[i], products[i], squares);
-            are_small &= squares <= small;
-        }
-        return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
+        return all_within(products, small, true);
+    }
+    template <int N> bool all_slight(const float (&products)[N], float lowest_maximum) const {
+        return all_within(products, slight, lowest_maximum >= lowest);
     }
 
     // cap * tanh(scale S / cap) of a small product S; the same by log2(e) as a factor of S, to be
@@ -165,6 +167,9 @@ template <class Real> struct Steps {
     }
     float small_factor_log2(float product) const {
         return polynomial(terms_log2, product * product);
+    }
+    float slight_factor_log2(float product) const {
+        return polynomial(slight_terms_log2, product * product);
     }
     float small_tanh(float score_log2) const { return score_log2 * inverse_log2; }
 
@@ -182,6 +187,25 @@ template <class Real> struct Steps {
 private:
     static float polynomial(const float (&of)[4], float x) {
         return fmaf(fmaf(fmaf(of[3], x, of[2]), x, of[1]), x, of[0]);
+    }
+    static float polynomial(const float (&of)[3], float x) {
+        return fmaf(fmaf(of[2], x, of[1]), x, of[0]);
+    }
+
+    // Of all of a warp's lanes, whose squares come to `bound` eight by eight. too: and what else.
+    template <int N>
+    static bool all_within(const float (&products)[N], float bound, bool too) {
+        static_assert(N % 8 == 0, "each is looked at");
+        bool are_within = too;
+        #pragma unroll
+        for (int first = 0; first < N; first += 8) {
+            float squares = 0.0f;
+            #pragma unroll
+            for (int i = first; i < first + 8; ++i)
+                squares = fmaf(products[i], products[i], squares);
+            are_within &= squares <= bound;
+        }
+        return __ballot_sync(0xFFFFFFFFu, are_within) == 0xFFFFFFFFu;
     }
 
     template <int TOGETHER, int N> void cap(Real (&x)[N], Real (&derivative)[N]) const {

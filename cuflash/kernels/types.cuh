@@ -65,6 +65,7 @@ struct OptionNumbers {
     double softcap;
     float cap_terms[4], cap_terms_log2[4];      // small products capped: score.cuh
     float cap_small, cap_inverse_log2;
+    float cap_slight_terms_log2[3], cap_slight, cap_lowest;
     double keep_factor;                         // of dropout: 1 / (1 - probability)
     i64 offset_q_stride, offset_k_stride;       // of cu_seqlens
     int window_left, window_right;              // both at least 0, and less than 2^30

@@ -21,6 +21,8 @@ template <class Real> struct Steps {
     template <int TOGETHER, int N, class Added>
     void scores(Real (&)[N], Added, Real (&)[N]) const;
     template <int N> bool all_small(const float (&)[N]) const;
+    template <int N> bool all_slight(const float (&)[N], float) const;
+    float slight_factor_log2(float) const;
     float small_score(float) const;
     float small_factor_log2(float) const;
     float small_tanh(float) const;
