@@ -109,6 +109,23 @@ def test_weights_above_1(backend, dtype, k, v):
 
 
 @on_kernels
+@pytest.mark.parametrize("key", [3, 11])
+@pytest.mark.parametrize("query", [1, 9])
+def test_one_score_of_a_warp_is_not_small(backend, query, key):
+    """It is 16, beside a cap of 30, and has most of its row's weight."""
+    spoiled = (
+        ("q", (0,), "0.01"),
+        ("q", (0, query), "2"),
+        ("k", (0,), "0.01"),
+        ("k", (0, key), "1"),
+    )
+    check_forward(backend, Case(
+        "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
+        on=Emulation("sm_90a", num_sms=1), spoiled=spoiled,
+    ))  # fmt: skip
+
+
+@on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
 @pytest.mark.parametrize("name", ["window", "left", "segments", "all"])
 def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
