@@ -82,21 +82,24 @@ def slight_terms(
     terms_log2 : list of float
         As above.
     slight : float
-        The largest S^2 for which they serve; -1 where they do not.
+        They serve where |S| is below that, of which the lower half of a
+        float32's bits is 0; 0 where they do not.
     lowest : float
         The least maximum, by log2(e), that their weights may be relative to.
     """
     if not _served(scale, softcap) or dtype not in MOST:
-        return [0.0] * 3, -1.0, 0.0
+        return [0.0] * 3, 0.0, 0.0
     ratio, scale_log2 = scale / softcap, scale * math.log2(math.e)
     terms_log2 = [
         scale_log2 * ratio ** (2 * i) * c
         for i, c in enumerate(SLIGHT_COEFFICIENTS)
     ]
-    slight = min(SLIGHT / ratio**2, (MOST[dtype] / scale_log2) ** 2)
-    most = scale_log2 * math.sqrt(slight)
+    fraction, exponent = math.frexp(
+        min(math.sqrt(SLIGHT) / ratio, MOST[dtype] / scale_log2)
+    )
+    slight = math.ldexp(math.floor(fraction * 256), exponent - 8)
     largest = LARGEST_WEIGHT[dtype] + math.log2(1.0 - dropout)
-    return terms_log2, slight, most - largest
+    return terms_log2, slight, scale_log2 * slight - largest
 
 
 def _served(scale: float, softcap: float) -> bool:

@@ -1,4 +1,4 @@
-"""Powers of two, reciprocals, mma_16x8x16: exact where they must be.
+"""Powers of two, reciprocals, maxima, mma_16x8x16: exact where they must be.
 
 Else they are bounded.
 """
@@ -91,6 +91,29 @@ def test_reciprocals_are_right_to_their_bound(backend, seed):
     x = (10 ** rng.uniform(-37, 37, 32)).astype(np.float32)
     got = per_number(x, backend, "reciprocals").astype(np.float64)
     assert (np.abs(got * x - 1) <= RECIPROCAL_ERROR).all()
+
+
+@on_both
+@given(seed=SEEDS)
+def test_maxima_of_upper_halves(backend, seed):
+    """Of sizes; NaN is above all, and so are numbers of 2^121 and more."""
+    rng = np.random.default_rng(seed)
+    m = rng.integers(0, 0x7C00, 32, np.uint32) << 16
+    m[:2] = 0, 0x7FFF << 16
+    a, b = rng.integers(0, 2**32, (2, 32), np.uint32)
+    a[2:4] = 0x7F800000, 0xFF800000
+    b[4:8] = np.array([np.nan, -np.nan, 2.0**121, -1.5], np.float32).view("u4")
+    a[6:8], m[6:8] = 0, 0
+    y = np.empty(32, np.uint32)
+    numbers = (read_only(x.view(np.float32)) for x in (a, b))
+    given = dict(zip("mab", (read_only(m), *numbers), strict=True))
+    run(
+        "primitives/upper_halves", {**given, "y": y}, backend,
+        threads=32, blocks=1,
+    )  # fmt: skip
+    halves = np.array([m >> 16, *(x >> 16 & 0x7FFF for x in (a, b))])
+    largest = np.where(halves > 0x7C00, 0x7FFF, halves).max(axis=0)
+    np.testing.assert_array_equal(y >> 16, largest)
 
 
 @on_both

@@ -75,6 +75,15 @@ inline float reciprocal_approx(float x) {
     return flushed(1.0f / flushed(x));
 }
 
+inline u32 max_of_upper_halves(u32 m, float a, float b) {
+    const auto half = [](u32 bits) {
+        const u32 upper = bits >> 16 & 0x7FFF;
+        return upper > 0x7C00 ? 0x7FFFu : upper;
+    };
+    const u32 x = half(__float_as_uint(a)), y = half(__float_as_uint(b)), larger = x > y ? x : y;
+    return (m >> 16 > larger ? m >> 16 : larger) << 16;
+}
+
 namespace emulator {
 
 struct MmaOperands { float* d; const u32* a; u32 b[2]; };

@@ -59,6 +59,20 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
+// Of upper halves, the largest of m's, |a|'s and |b|'s; 0x7FFF if one is NaN, or above 2^121. Lower
+// ones say nothing. One instruction on sm_90: the halves are ordered as the float16 numbers with
+// the same bits are. PTX ISA: abs.f16x2, max.f16x2.
+__device__ __forceinline__ u32 max_of_upper_halves(u32 m, float a, float b) {
+    asm("{\n"
+        "    .reg .b32 x, y;\n"
+        "    abs.f16x2 x, %1;\n"
+        "    abs.f16x2 y, %2;\n"
+        "    max.NaN.f16x2 %0, %0, x;\n"
+        "    max.NaN.f16x2 %0, %0, y;\n"
+        "}" : "+r"(m) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
+    return m;
+}
+
 // D += A B, A 16 x 16, B 16 x 8, D 16 x 8 in float. The last argument only names the element type.
 // Lane l holds, with g = l / 4 and t = l % 4:
 //     d[0] d[1]  row g, columns 2t 2t+1           d[2] d[3]  row g + 8, the same columns

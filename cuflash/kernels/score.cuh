@@ -153,11 +153,37 @@ template <class Real> struct Steps {
     //
     // Slight ones are smaller still. A term less serves, and no power of two overflows relative to
     // a maximum of `lowest` or more, by log2(e), that their row had before: it may stay as it is.
-    template <int N> bool all_small(const float (&products)[N]) const {
-        return all_within(products, small, true);
-    }
+    // Whether they are: by the upper halves of all, of which `slight` has no other. That takes half
+    // an instruction each, and none is free for maxima where these are wanted anyway.
     template <int N> bool all_slight(const float (&products)[N], float lowest_maximum) const {
-        return all_within(products, slight, lowest_maximum >= lowest);
+        constexpr int CHAINS = 4;                           // for results are waited for
+        static_assert(N % (2 * CHAINS) == 0, "each is looked at");
+        u32 largest[CHAINS] = {};
+        #pragma unroll
+        for (int i = 0; i < N / 2; ++i)
+            largest[i % CHAINS] = max_of_upper_halves(
+                largest[i % CHAINS], products[2 * i], products[2 * i + 1]);
+        #pragma unroll
+        for (int i = 1; i < CHAINS; i += 2)
+            largest[0] = max_of_upper_halves(
+                largest[0], __uint_as_float(largest[i]),
+                i + 1 < CHAINS ? __uint_as_float(largest[i + 1]) : 0.0f);
+        const bool are_slight = largest[0] < __float_as_uint(slight) && lowest_maximum >= lowest;
+        return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
+    }
+
+    template <int N> bool all_small(const float (&products)[N]) const {
+        static_assert(N % 8 == 0, "each is looked at");
+        bool are_small = true;
+        #pragma unroll
+        for (int first = 0; first < N; first += 8) {
+            float squares = 0.0f;
+            #pragma unroll
+            for (int i = first; i < first + 8; ++i)
+                squares = fmaf(products[i], products[i], squares);
+            are_small &= squares <= small;
+        }
+        return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
     }
 
     // cap * tanh(scale S / cap) of a small product S; the same by log2(e) as a factor of S, to be
@@ -190,22 +216,6 @@ private:
     }
     static float polynomial(const float (&of)[3], float x) {
         return fmaf(fmaf(of[2], x, of[1]), x, of[0]);
-    }
-
-    // Of all of a warp's lanes, whose squares come to `bound` eight by eight. too: and what else.
-    template <int N>
-    static bool all_within(const float (&products)[N], float bound, bool too) {
-        static_assert(N % 8 == 0, "each is looked at");
-        bool are_within = too;
-        #pragma unroll
-        for (int first = 0; first < N; first += 8) {
-            float squares = 0.0f;
-            #pragma unroll
-            for (int i = first; i < first + 8; ++i)
-                squares = fmaf(products[i], products[i], squares);
-            are_within &= squares <= bound;
-        }
-        return __ballot_sync(0xFFFFFFFFu, are_within) == 0xFFFFFFFFu;
     }
 
     template <int TOGETHER, int N> void cap(Real (&x)[N], Real (&derivative)[N]) const {
