@@ -644,20 +644,43 @@ __device__ __forceinline__ void softmax(
         rows.l[half] = rows.l[half] * rescale[half] + sum[half];
 }
 
-// The same of slight products that are no scores yet, where nothing else is added: m stays, so
-// neither l nor acc shrinks. P may be above 1. Scores are made as they are multiplied by log2(e),
-// while exponentials are waited for.
-__device__ __forceinline__ void slight_softmax(
-    float (&s)[S_COUNT], Rows& rows, const Steps<float>& steps) {
-    float sum[2] = {0.0f, 0.0f};
+// What makes scores of slight products, by log2(e) already: while exponentials are waited for.
+struct SlightProducts {
+    const Steps<float>& steps;
+    __device__ __forceinline__ float subtracted(int, float cm, float) const { return cm; }
+    __device__ __forceinline__ float exponent(float s, float, float subtracted) const {
+        return fmaf(steps.slight_factor_log2(s), s, -subtracted);
+    }
+};
+
+// The same where m stays, so neither l nor acc shrinks: P may be above 1.
+template <class By>
+__device__ __forceinline__ void softmax_of_old_maxima(
+    float (&s)[S_COUNT], Rows& rows, float c, const By& by) {
+    float subtracted[2], sum[2] = {0.0f, 0.0f};
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) subtracted[half] = by.subtracted(half, rows.cm[half], c);
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) {
-        const int half = i / 2 % 2;
-        s[i] = exp2_approx(fmaf(steps.slight_factor_log2(s[i]), s[i], -rows.cm[half]));
-        sum[half] += s[i];
+        s[i] = exp2_approx(by.exponent(s[i], c, subtracted[i / 2 % 2]));
+        sum[i / 2 % 2] += s[i];
     }
     #pragma unroll
     for (int half = 0; half < 2; ++half) rows.l[half] += sum[half];
+}
+
+// Whether m may stay, for all rows of the warp: no P is above 2^15, which float16 has, and by which
+// log(l) is less exact by a few 2^-24. Not if a score is NaN or infinite, or a row saw no key yet.
+// Two numbers take an instruction, a maximum of each row two.
+__device__ __forceinline__ bool maxima_may_stay(
+    const float (&s)[S_COUNT], const Rows& rows, float c, const Origins& by) {
+    constexpr float MOST = 15.0f;
+    const float top = largest_at_most(s);
+    bool may_stay = true;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        may_stay &= by.exponent(top, c, by.subtracted(half, rows.cm[half], c)) <= MOST;
+    return __ballot_sync(WHOLE_WARP, may_stay) == WHOLE_WARP;
 }
 
 // What a row of maximum m and sum l comes to with its head's sink: O = inverse * acc. P is `excess`
@@ -701,7 +724,7 @@ __device__ __forceinline__ bool normalise(
                 o *= inverse;
                 // A NaN or an infinity of V spreads to rows that do not see it too, as 0 * NaN. And
                 // weights above 1 may have been too much.
-                if (HIDES || SOFTCAP) exact &= fabsf(o) < infinity();
+                if (HIDES || OPTIONS) exact &= fabsf(o) < infinity();
             }
         const float subtracted = reference(m, c);
         exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
@@ -993,7 +1016,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto begin_steps = [&](int tile) {
         biases_come = load_biases(shared, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
     };
-    // Whether products are left as they are, for slight_softmax().
+    // Whether products are left as they are, which are slight.
     Origins origins;
     const auto take_steps = [&](int tile, auto may_leave) {
         if constexpr (SLOPES_IN_PRODUCT) {
@@ -1134,10 +1157,13 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         if constexpr (options.any && !(BIASES_AHEAD && !new_rows.value)) options.begin_steps(tile);
         wgmma_wait<1>();
         constexpr bool may_leave = SOFTCAP && !ALIBI && !BIAS && !masked.value;
-        bool left = false;
+        constexpr bool may_stay = may_leave || (options.any && !new_rows.value && !DROPOUT);
+        bool stays = false;                                 // m does
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
-            left = options.take_steps(tile, Bool<may_leave>{});
+            stays = options.take_steps(tile, Bool<may_leave>{});
+            if constexpr (may_stay && !may_leave)           // before any pair is hidden by -inf
+                stays = maxima_may_stay(s, rows, c, origins);
         } else {
             scores_done(tile);
         }
@@ -1151,11 +1177,12 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         // are waited for is in one stream of instructions with them. (A function of it, called for
         // both, changes plain kernels.)
         #pragma unroll
-        for (int way = 0; way < (may_leave ? 2 : 1); ++way) {
-            if (left != (way == 1)) continue;
+        for (int way = 0; way < (may_stay ? 2 : 1); ++way) {
+            if (stays != (way == 1)) continue;
             const bool rescales = way == 0;
-            if (!rescales) slight_softmax(s, rows, steps);
-            else softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
+            if (rescales) softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
+            else if constexpr (may_leave) softmax_of_old_maxima(s, rows, c, SlightProducts{steps});
+            else softmax_of_old_maxima(s, rows, c, origins);
             if constexpr (options.any) options.drop(tile);
             if constexpr (!new_rows.value) {
                 await_output();

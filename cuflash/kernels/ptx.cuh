@@ -59,10 +59,19 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// Of upper halves, the largest of m's, |a|'s and |b|'s; 0x7FFF if one is NaN, or above 2^121. Lower
-// ones say nothing. One instruction on sm_90: the halves are ordered as the float16 numbers with
-// the same bits are. PTX ISA: abs.f16x2, max.f16x2.
+// Of upper halves, the largest of m's, a's and b's; 0x7FFF if one is NaN, or beyond 2^121 either
+// way. Lower ones say nothing. One instruction on sm_90: the halves are ordered as the float16
+// numbers with the same bits are. PTX ISA: max.f16x2.
 __device__ __forceinline__ u32 max_of_upper_halves(u32 m, float a, float b) {
+    asm("{\n"
+        "    max.NaN.f16x2 %0, %0, %1;\n"
+        "    max.NaN.f16x2 %0, %0, %2;\n"
+        "}" : "+r"(m) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
+    return m;
+}
+
+// The same of |a|'s and |b|'s. PTX ISA: abs.f16x2, max.f16x2.
+__device__ __forceinline__ u32 max_of_upper_halves_of_sizes(u32 m, float a, float b) {
     asm("{\n"
         "    .reg .b32 x, y;\n"
         "    abs.f16x2 x, %1;\n"

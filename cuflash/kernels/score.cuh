@@ -12,6 +12,7 @@
 // infinity(), which is to be there before, is that of the family: softmax.cuh or simt.cuh.
 #pragma once
 #include "elements.cuh"
+#include "upper_halves.cuh"
 
 constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS;
 
@@ -156,19 +157,8 @@ template <class Real> struct Steps {
     // Whether they are: by the upper halves of all, of which `slight` has no other. That takes half
     // an instruction each, and none is free for maxima where these are wanted anyway.
     template <int N> bool all_slight(const float (&products)[N], float lowest_maximum) const {
-        constexpr int CHAINS = 4;                           // for results are waited for
-        static_assert(N % (2 * CHAINS) == 0, "each is looked at");
-        u32 largest[CHAINS] = {};
-        #pragma unroll
-        for (int i = 0; i < N / 2; ++i)
-            largest[i % CHAINS] = max_of_upper_halves(
-                largest[i % CHAINS], products[2 * i], products[2 * i + 1]);
-        #pragma unroll
-        for (int i = 1; i < CHAINS; i += 2)
-            largest[0] = max_of_upper_halves(
-                largest[0], __uint_as_float(largest[i]),
-                i + 1 < CHAINS ? __uint_as_float(largest[i + 1]) : 0.0f);
-        const bool are_slight = largest[0] < __float_as_uint(slight) && lowest_maximum >= lowest;
+        const bool are_slight = largest_upper_half<true>(products) < __float_as_uint(slight)
+                             && lowest_maximum >= lowest;
         return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
     }
 
