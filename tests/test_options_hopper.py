@@ -89,11 +89,12 @@ def test_forward(backend, shape, name):
 @pytest.mark.parametrize(
     ("dtype", "k"), [("bfloat16", "-1"), ("float16", "-.5")]
 )
-def test_weights_above_1(backend, dtype, k, v):
+@pytest.mark.parametrize("name", ["small softcap", "slopes"])
+def test_weights_above_1(backend, name, dtype, k, v):
     """Relative to the last key tile's scores of -4 or -2; others are not.
 
-    Slight scores leave a maximum as it is. A sum of 300 times the huge value
-    is a number, and one of 300 times such a weight none.
+    They leave a maximum as it is. A sum of 300 times the huge value is a
+    number, and one of 300 times such a weight none.
     """
     huge = "3e35" if dtype == "bfloat16" else "6e4"
     of_v = () if v == "1" else (("v", (0,), huge),)
@@ -103,8 +104,8 @@ def test_weights_above_1(backend, dtype, k, v):
         *(("k", (0, i), k) for i in range(256, 300)),
     )
     check_forward(backend, Case(
-        dtype, 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
-        on=Emulation("sm_90a", num_sms=1), spoiled=spoiled,
+        dtype, 1, 70, 300, head_dim=64, head_dim_v=64, spoiled=spoiled,
+        on=Emulation("sm_90a", num_sms=1), **OPTIONS[name],
     ))  # fmt: skip
 
 
@@ -122,6 +123,16 @@ def test_one_score_of_a_warp_is_not_small(backend, query, key):
     check_forward(backend, Case(
         "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
         on=Emulation("sm_90a", num_sms=1), spoiled=spoiled,
+    ))  # fmt: skip
+
+
+@on_kernels
+def test_large_scores_below_0_are_not_slight(backend):
+    """All are -16, beside a cap of 30."""
+    check_forward(backend, Case(
+        "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
+        on=Emulation("sm_90a", num_sms=1),
+        spoiled=(("q", (0,), "2"), ("k", (0,), "-1")),
     ))  # fmt: skip
 
 

@@ -606,6 +606,18 @@ __device__ __forceinline__ void apply_dropout(
         }
 }
 
+// S becomes P = 2^(c S - subtracted), and what that comes to in each row: of a tile by itself, as
+// roundings of one long sum are alike where weights are, and all to one side.
+template <class By>
+__device__ __forceinline__ void sum_weights(
+    float (&s)[S_COUNT], float (&sum)[2], float c, const float (&subtracted)[2], const By& by) {
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) {
+        s[i] = exp2_approx(by.exponent(s[i], c, subtracted[i / 2 % 2]));
+        sum[i / 2 % 2] += s[i];
+    }
+}
+
 // m' = max(m, rowmax(S)),  P = 2^(c S - c m'),  l' = l 2^(c m - c m') + rowsum(P): S becomes P. The
 // factor by which l, and acc, shrink is given back.
 //
@@ -631,14 +643,8 @@ __device__ __forceinline__ void softmax(
         rows.cm[half] = cm;
         subtracted[half] = by.subtracted(half, subtracted[half], c);
     }
-    // A tile's sum by itself: where weights are alike, roundings of one long sum are as well, and
-    // all to one side.
     float sum[2] = {0.0f, 0.0f};
-    #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) {
-        s[i] = exp2_approx(by.exponent(s[i], c, subtracted[i / 2 % 2]));
-        sum[i / 2 % 2] += s[i];
-    }
+    sum_weights(s, sum, c, subtracted, by);
     #pragma unroll
     for (int half = 0; half < 2; ++half)
         rows.l[half] = rows.l[half] * rescale[half] + sum[half];
@@ -660,11 +666,7 @@ __device__ __forceinline__ void softmax_of_old_maxima(
     float subtracted[2], sum[2] = {0.0f, 0.0f};
     #pragma unroll
     for (int half = 0; half < 2; ++half) subtracted[half] = by.subtracted(half, rows.cm[half], c);
-    #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) {
-        s[i] = exp2_approx(by.exponent(s[i], c, subtracted[i / 2 % 2]));
-        sum[i / 2 % 2] += s[i];
-    }
+    sum_weights(s, sum, c, subtracted, by);
     #pragma unroll
     for (int half = 0; half < 2; ++half) rows.l[half] += sum[half];
 }
@@ -1157,7 +1159,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         if constexpr (options.any && !(BIASES_AHEAD && !new_rows.value)) options.begin_steps(tile);
         wgmma_wait<1>();
         constexpr bool may_leave = SOFTCAP && !ALIBI && !BIAS && !masked.value;
-        constexpr bool may_stay = may_leave || (options.any && !new_rows.value && !DROPOUT);
+        constexpr bool may_stay = may_leave
+            || (options.any && !new_rows.value && !SOFTCAP && !DROPOUT);
         bool stays = false;                                 // m does
         if constexpr (options.any) {
             scores_done(options.tiles_left(tile));
