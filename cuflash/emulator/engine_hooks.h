@@ -81,7 +81,6 @@ namespace {
 struct Place { const char* file; uint32_t line, column; };
 struct Type { uint16_t kind, information; char name[1]; };
 struct Bounds { Place place; const Type* array; const Type* index; };
-struct Mismatch { Place place; const Type* type; unsigned char log_alignment, kind; };
 
 }  // namespace
 
@@ -89,11 +88,4 @@ extern "C" void __ubsan_handle_out_of_bounds(const Bounds* about, void* index) {
     emulator::fault({about->place.file, static_cast<int>(about->place.line)},
                     "index %lld is out of the bounds of an array %s",
                     static_cast<long long>(reinterpret_cast<intptr_t>(index)), about->array->name);
-}
-extern "C" void __ubsan_handle_type_mismatch_v1(const Mismatch* about, void* pointer) {
-    const int alignment = 1 << about->log_alignment;
-    if (reinterpret_cast<uintptr_t>(pointer) % alignment == 0) return;      // null: found when used
-    emulator::fault({about->place.file, static_cast<int>(about->place.line)},
-                    "address %p is not aligned to %d bytes, as %s are", pointer, alignment,
-                    about->type->name);
 }

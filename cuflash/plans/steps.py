@@ -141,15 +141,22 @@ def delta_launch(
 def finding_launches(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[Launch, ...]:
-    """What the others ask: segment ids of tiles, or packed sequences."""
-    options = option_constants(problem, kind)
-    constants = (("NUM_THREADS", ROW_THREADS), *options)
+    """What the others ask: segment ids of tiles, or packed sequences.
+
+    Compiled for no option beside that, so they serve calls with any.
+    """
+    constants = (("NUM_THREADS", ROW_THREADS), arguments(problem, kind))
     if problem.segment_ids:  # a warp a tile
         sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
         kernel = KernelPlan(
             file="segment_ranges.cu",
             entry="segment_ranges",
-            constants=(*sizes, *constants),
+            constants=(
+                *sizes,
+                *constants,
+                ("SEGMENTS", True),
+                ("KEEP", False),
+            ),
             threads=ROW_THREADS,
             shared_bytes=0,
         )
@@ -159,7 +166,11 @@ def finding_launches(
         kernel = KernelPlan(
             file="sequences.cu",
             entry="sequences",
-            constants=(("Element", element(problem)), *constants),
+            constants=(
+                ("Element", element(problem)),
+                *constants,
+                packed(problem),
+            ),
             threads=ROW_THREADS,
             shared_bytes=16 * ROW_THREADS,
         )
@@ -198,24 +209,26 @@ def rounding_launch(
 ) -> Launch:
     """dQ from its sums in float, a block a tile of queries and repairs.
 
-    The kernel asks for masks and score steps, and which turns dQ was summed
-    in, where it repairs rows.
+    The kernel asks for masks and score steps, for keys and values, and which
+    turns dQ was summed in, where it repairs rows. Who wants the gradient of
+    a bias it never asks.
     """
-    shared = tile_bytes(tile.block_q, head_dims[0])
+    d, dv = head_dims
+    shared = tile_bytes(tile.block_q, d)
     options = (option_constants if repairs else some_options)(problem, kind)
     kernel = KernelPlan(
         file="backward_dq.cu",
         entry="backward_dq",
         constants=(
             ("Element", problem.dtype),
-            ("HEAD_DIM", head_dims[0]),
-            ("HEAD_DIM_V", head_dims[1]),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv if repairs else d),
             ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
+            ("BLOCK_K", tile.block_k if repairs else tile.block_q),
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
-            *options,
+            *(option for option in options if option[0] != "DBIAS"),
             ("REPAIRS", repairs),
             ("CAUSAL", repairs and problem.causal),
             ("TURNS", turns if repairs else 0),

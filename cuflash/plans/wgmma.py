@@ -347,7 +347,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         file="backward_rows.cu",
         entry="backward_rows",
         constants=(
-            *layout,
+            ("Element", problem.dtype),
+            ("HEAD_DIM", d),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("TURNS", turns_of_tile),
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
             *some_options(
