@@ -9,6 +9,7 @@ GPU.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -269,6 +270,7 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         problem.dtype,
         max(problem.head_dim, problem.head_dim_v),
         problem.causal,
+        _tuned_option(problem),
         seqlen,
         load,
     )
@@ -333,12 +335,25 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
     )  # fmt: skip
     if problem.num_sequences:
         walked = _length_of_pairs(walked, problem.num_sequences, longest)
-    left, right = problem.window
-    right = 0 if problem.causal else right
-    if left is not None and right is not None:
-        walked = min(walked, left + right + 1)
+    walked = min(walked, _window_of(problem))
     count = ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
+
+
+def _window_of(problem: Problem) -> float:
+    """The keys that a query sees at most by its window: infinite if any."""
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    if left is None or right is None:
+        return math.inf
+    return left + right + 1
+
+
+def _tuned_option(problem: Problem) -> str | None:
+    """That of `tiles.OPTIONS` which says most of what a block walks over."""
+    if _window_of(problem) < problem.seqlen_k:
+        return "window"
+    return "segment_ids" if problem.segment_ids else None
 
 
 def _length_of_pairs(total: int, count: int, longest: int | None) -> int:

@@ -172,6 +172,8 @@ class Entry:
         None: any that the family runs.
     causal : bool or None
         None: with a mask or without.
+    option : str or None
+        One of `OPTIONS`; None: calls with none of them.
     seqlen : int or None
         Tokens that a block walks over (keys forward, queries backward);
         None: any number.
@@ -188,10 +190,15 @@ class Entry:
     tile: Tile
     dtype: str | None = None
     causal: bool | None = None
+    option: str | None = None
     seqlen: int | None = None
     tiles_per_sm: float | None = None
     measured: Mapping[str, Any] | None = None
 
+
+# Options with walks of their own: a few key tiles, of which both ends are cut;
+# key tiles of which any may be cut.
+OPTIONS = ("window", "segment_ids")
 
 # What is in an entry, besides of the tile; and what a tile is made of.
 _KINDS = {
@@ -200,6 +207,7 @@ _KINDS = {
     "head_dim": (int,),
     "dtype": (str, type(None)),
     "causal": (bool, type(None)),
+    "option": (str, type(None)),
     "seqlen": (int, type(None)),
     "tiles_per_sm": (float, int, type(None)),
     "measured": (dict, type(None)),
@@ -252,6 +260,8 @@ def _entry(arch: int, found: dict[str, Any]) -> Entry:
     for name in ("head_dim", "seqlen", "tiles_per_sm"):
         if not (values.get(name) is None or 0 < values[name] < math.inf):
             raise ValueRangeError(f"{name} is {values[name]!r}")
+    if values.get("option") not in (None, *OPTIONS):
+        raise ValueRangeError(f"option is {values['option']!r}")
     sizes = values.pop("tile")
     if not sizes.keys() <= _TILE_FIELDS or any(
         type(size) is not int for size in sizes.values()
@@ -290,7 +300,7 @@ _OLDER_ARCH, _NEWER_ARCH = 8.0, 16.0  # and a tenth for each 0.1 between
 _HEAD_DIM_OCTAVE = 4.0  # columns that the tile has too many
 _TOO_FEW_COLUMNS = 8.0
 _OTHER_DTYPE, _OTHER_WIDTH = 0.25, 8.0
-_OTHER_MASK = 1.5
+_OTHER_MASK, _OTHER_OPTION = 1.5, 4.0
 _ANY_DTYPE, _ANY_MASK, _ANY_LENGTH, _ANY_LOAD = 0.25, 0.25, 2.0, 1.0
 # Where this machine was measured, what is known of others counts less.
 _OF_THE_PACKAGE = 0.5
@@ -306,14 +316,15 @@ def tuned(
     dtype: str,
     head_dim: int,
     causal: bool,
+    option: str | None,
     seqlen: int,
     tiles_per_sm: float,
 ) -> tuple[Tile, ...]:
     """The tiles of a family's entries, that of the nearest one first.
 
     An entry's distance has a part for its architecture, dtype, head_dim,
-    mask, length, and number of tiles for each multiprocessor. Of entries
-    equally far, those that this machine has measured come first.
+    mask, option, length, and number of tiles for each multiprocessor. Of
+    entries equally far, those that this machine has measured come first.
 
     Parameters
     ----------
@@ -323,12 +334,12 @@ def tuned(
     head_dim : int
         The larger of head_dim and head_dim_v.
     causal : bool
-    seqlen, tiles_per_sm
+    option, seqlen, tiles_per_sm
         As `Entry` has them.
     """
     return _tuned(
         folders.tile_tables(), capability, family, direction, dtype,
-        head_dim, causal, _quarters(seqlen),
+        head_dim, causal, option, _quarters(seqlen),
         _quarters(min(tiles_per_sm, _MANY_TILES_PER_SM)),
     )  # fmt: skip
 
@@ -366,7 +377,7 @@ def _arch_distance(arch: int, capability: int) -> float:
 
 def _distance(
     entry: Entry, dtype: str, head_dim: int, causal: bool,
-    length: float, load: float,
+    option: str | None, length: float, load: float,
 ) -> float:  # fmt: skip
     """`length` and `load` are logarithms to base 2."""
     columns = math.log2(entry.head_dim / head_dim)
@@ -383,6 +394,8 @@ def _distance(
         distance += _ANY_MASK
     elif entry.causal != causal:
         distance += _OTHER_MASK
+    if entry.option != option:
+        distance += _OTHER_OPTION
     if entry.seqlen is None:
         distance += _ANY_LENGTH
     else:

@@ -288,9 +288,28 @@ def test_the_nearest_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
     )  # fmt: skip
     nearest, *_ = tiles.tuned(
         device.capability, decided.family, direction, "float16", head_dim,
-        True, *tuned_by(decided.problem, device),
+        True, None, *tuned_by(decided.problem, device),
     )  # fmt: skip
     assert decided.tile == nearest
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, (128, 176)), ({"segment_ids": True}, (128, 160)),
+     ({"window": (1024, None)}, (192, 64)),
+     ({"window": (1024, 0), "causal": False}, (192, 64)),
+     ({"window": (None, 9)}, (128, 176)),
+     ({"window": (9000, None)}, (128, 176))],
+    ids=str,
+)  # fmt: skip
+def test_short_walks_have_tiles_of_their_own(options, expected):
+    """One bound alone, or beyond all keys, makes no walk short."""
+    problem = small_problem(
+        "forward", "bfloat16", 128, seqlen_q=8192, seqlen_k=8192,
+        num_heads_q=16, num_heads_kv=16, **options,
+    )  # fmt: skip
+    tile = plan(problem, device_of_arch("sm_90a")).tile
+    assert (tile.block_q, tile.block_k) == expected
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def tuned(folder, monkeypatch, *found, **asked):
             "dtype": "float16",
             "head_dim": 64,
             "causal": True,
+            "option": None,
             "seqlen": 1024,
             "tiles_per_sm": 4.0,
             **asked,
@@ -131,6 +132,7 @@ def test_every_architecture_says_whether_it_was_measured():
         ({"seqlen": 2048, "causal": True}, {"seqlen": 1024, "causal": False}),
         ({"seqlen": 2048}, {"seqlen": None, "tiles_per_sm": None}),
         ({"seqlen": None}, {"seqlen": 16384}),
+        ({"seqlen": 8192}, {"seqlen": 1024, "option": "window"}),
     ],
 )  # fmt: skip
 def test_the_nearest_entry_is_taken(tmp_path, monkeypatch, near, far):
@@ -229,6 +231,7 @@ def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
         ({"seqlen": -1}, "seqlen is -1"),
         ({"tiles_per_sm": float("nan")}, "tiles_per_sm is nan"),
         ({"causal": "yes"}, "causal is 'yes'"),
+        ({"option": "softcap"}, "option is 'softcap'"),
         ({"color": "red"}, "an entry has the fields"),
         ({"tile": {"block_q": 64}}, "TypeError"),
         ({"tile": {**BY_BLOCK_K[16], "num_warps": 5}}, "no mma forward kern"),

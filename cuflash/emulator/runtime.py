@@ -46,16 +46,6 @@ _KERNEL_FLAGS = (
     "-Wno-unused-function",
     "-Wno-psabi",  # of GCC 4.6
 )
-# Passes of g++ at -O1 that kernels are compiled without, a tenth of the time.
-# Those stay that bring products and sums to one place, where they are fused.
-_LEFT_OUT = tuple(
-    f"-fno-{name}"
-    for name in (
-        "dse", "inline-functions-called-once", "ipa-modref", "ipa-profile",
-        "ipa-pure-const", "ipa-reference", "ivopts", "tree-bit-ccp",
-        "tree-dse", "tree-slsr",
-    )
-)  # fmt: skip
 _LINK_FLAGS = (
     "-no-pie",
     # Where it is there, in less than half of the time.
@@ -193,7 +183,7 @@ def _own_flags(command: tuple[str, ...]) -> tuple[str, ...]:
         # At -O1 g++ would fuse no multiply-adds, which NVRTC does.
         flags += ["-fexpensive-optimizations"]
         # Of variables -g1 says nothing: to track them is a third of the time.
-        flags += ["-fno-var-tracking", *_LEFT_OUT]
+        flags += ["-fno-var-tracking"]
     # What a kernel leaves unset is then not zero by chance. From GCC 12 on.
     unset = "-ftrivial-auto-var-init=pattern"
     if _call(*command, unset, "-x", "c++", "-E", os.devnull).returncode == 0:

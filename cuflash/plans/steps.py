@@ -209,9 +209,8 @@ def rounding_launch(
 ) -> Launch:
     """dQ from its sums in float, a block a tile of queries and repairs.
 
-    The kernel asks for masks and score steps, for keys and values, and which
-    turns dQ was summed in, where it repairs rows. Who wants the gradient of
-    a bias it never asks.
+    The kernel asks for masks and score steps, and which turns dQ was summed
+    in, where it repairs rows; but never who wants the gradient of a bias.
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
@@ -222,9 +221,9 @@ def rounding_launch(
         constants=(
             ("Element", problem.dtype),
             ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv if repairs else d),
+            ("HEAD_DIM_V", dv),
             ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k if repairs else tile.block_q),
+            ("BLOCK_K", tile.block_k),
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
