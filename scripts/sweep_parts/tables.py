@@ -142,8 +142,8 @@ def _line(entry: Entry) -> dict[str, Any]:
     return {**line, "tile": as_json(entry.tile)}
 
 
-_FIELDS = ("family", "direction", "head_dim", "dtype", "causal", "seqlen",
-           "tiles_per_sm")  # fmt: skip
+_FIELDS = ("family", "direction", "head_dim", "dtype", "causal", "option",
+           "seqlen", "tiles_per_sm")  # fmt: skip
 
 
 def _what(line: dict[str, Any]) -> tuple:
