@@ -75,18 +75,16 @@ inline float reciprocal_approx(float x) {
     return flushed(1.0f / flushed(x));
 }
 
-// The larger of two words' upper halves as float16 numbers, above which NaN stands.
-inline u32 larger_upper_half(u32 a, u32 b) {
-    const auto order = [](u32 bits) {
+inline u32 max_of_upper_halves(u32 m, float a, float b) {
+    const auto order = [](u32 bits) {                       // of float16 numbers, NaN above all
         const int size = static_cast<int>(bits >> 16 & 0x7FFF);
         return size > 0x7C00 ? 0x7FFF : (bits >> 31) != 0 ? -size : size;
     };
-    const u32 larger = order(b) > order(a) ? b : a;
-    return order(larger) == 0x7FFF ? 0x7FFF0000u : larger & 0xFFFF0000u;
-}
-
-inline u32 max_of_upper_halves(u32 m, float a, float b) {
-    return larger_upper_half(m, larger_upper_half(__float_as_uint(a), __float_as_uint(b)));
+    u32 largest = m;
+    const u32 others[] = {__float_as_uint(a), __float_as_uint(b)};
+    for (const u32 bits : others)
+        if (order(bits) > order(largest)) largest = bits;
+    return order(largest) == 0x7FFF ? 0x7FFF0000u : largest & 0xFFFF0000u;
 }
 
 inline u32 max_of_upper_halves_of_sizes(u32 m, float a, float b) {

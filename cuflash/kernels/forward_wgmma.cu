@@ -35,6 +35,7 @@
 #include "score.cuh"
 #include "sequences.cuh"
 #include "slope_product.cuh"
+#include "upper_halves.cuh"
 
 constexpr int GROUP_ROWS = PRODUCT_ROWS;                    // queries of a math warpgroup
 constexpr int MATH_WARPGROUPS = BLOCK_Q / GROUP_ROWS, MATH_WARPS = MATH_WARPGROUPS * 4;
