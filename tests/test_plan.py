@@ -293,6 +293,15 @@ def test_the_nearest_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
     assert decided.tile == nearest
 
 
+def plan_of_sixteen_heads(seqlen, **options):
+    """A forward pass of head_dim 128 on an H200."""
+    problem = small_problem(
+        "forward", "bfloat16", 128, seqlen_q=seqlen, seqlen_k=seqlen,
+        num_heads_q=16, num_heads_kv=16, **options,
+    )  # fmt: skip
+    return plan(problem, replace(device_of_arch("sm_90a"), num_sms=132))
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [({}, (128, 176)), ({"segment_ids": True}, (128, 160)),
@@ -304,11 +313,7 @@ def test_the_nearest_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
 )  # fmt: skip
 def test_short_walks_have_tiles_of_their_own(options, expected):
     """One bound alone, or beyond all keys, makes no walk short."""
-    problem = small_problem(
-        "forward", "bfloat16", 128, seqlen_q=8192, seqlen_k=8192,
-        num_heads_q=16, num_heads_kv=16, **options,
-    )  # fmt: skip
-    tile = plan(problem, device_of_arch("sm_90a")).tile
+    tile = plan_of_sixteen_heads(8192, **options).tile
     assert (tile.block_q, tile.block_k) == expected
 
 
@@ -569,12 +574,7 @@ def test_few_heads_share_a_bias_at_a_time(tokens, is_broadcast, beside):
 )  # fmt: skip
 def test_tiles_that_the_causal_mask_makes_differ_go_in_pairs(options, pairs):
     """One after another, the slowest block had half more than the mean."""
-    problem = small_problem(
-        "forward", "float16", 128, seqlen_q=16384, seqlen_k=16384,
-        num_heads_q=16, num_heads_kv=16, **options,
-    )  # fmt: skip
-    device = replace(device_of_arch("sm_90a"), num_sms=132)
-    assert plan(problem, device).deal.pairs == pairs
+    assert plan_of_sixteen_heads(16384, **options).deal.pairs == pairs
 
 
 @pytest.mark.parametrize(

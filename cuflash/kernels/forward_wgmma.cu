@@ -195,8 +195,7 @@ __device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& argumen
 }
 
 // How tiles are dealt. Of a window's those that see key 0, or would see keys before it, are
-// shorter. With a bias alone all count as those, and go section by section, as heads may
-// share it.
+// shorter. With a bias alone all count as those, and go section by section, as heads may share it.
 // (Under the causal mask alone tiles differ too much for rounds: they go in pairs.)
 constexpr bool IN_ROUNDS = WINDOW || (BIAS && !CAUSAL);
 template <bool> struct WalkOf { using type = TileWalk; };
@@ -934,7 +933,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         multiply_transposed<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
             s, advance(q_rows, q.stage * static_cast<int>(sizeof(shared.q_then_out[0]))),
             advance(k_tile, k.stage * static_cast<int>(sizeof(shared.k[0]))));
-        slopes.multiply_add(s, tile * BLOCK_K, shared.of_keys());
+        slopes.multiply_add(s, tile * BLOCK_K, shared.slope_keys());
         wgmma_commit();
     };
     const auto issue_output = [&] {
@@ -1269,7 +1268,7 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
         shared.work.init();
         fence_mbarrier_init();
     }
-    shared.fill<THREADS>();
+    shared.fill_slopes<THREADS>();
     __syncthreads();
 
     // 64 K registers: the math warpgroups get what the loading one does not need. To find LISTED

@@ -151,17 +151,6 @@ template <class Real> struct Steps {
     //
     // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share
     // the unit of the maxima. That asks for more than it must, by sqrt(8) at most. No NaN is small.
-    //
-    // Slight ones are smaller still. A term less serves, and no power of two overflows relative to
-    // a maximum of `lowest` or more, by log2(e), that their row had before: it may stay as it is.
-    // Whether they are: by the upper halves of all, of which `slight` has no other. That takes half
-    // an instruction each, and none is free for maxima where these are wanted anyway.
-    template <int N> bool all_slight(const float (&products)[N], float lowest_maximum) const {
-        const bool are_slight = largest_upper_half<true>(products) < __float_as_uint(slight)
-                             && lowest_maximum >= lowest;
-        return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
-    }
-
     template <int N> bool all_small(const float (&products)[N]) const {
         static_assert(N % 8 == 0, "each is looked at");
         bool are_small = true;
@@ -174,6 +163,16 @@ template <class Real> struct Steps {
             are_small &= squares <= small;
         }
         return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
+    }
+
+    // Slight ones are smaller still. A term less serves, and no power of two overflows relative to
+    // a maximum of `lowest` or more, by log2(e), that their row had before: it may stay as it is.
+    // Whether they are: by the upper halves of all, of which `slight` has no other. That takes half
+    // an instruction each, and none is free for maxima where these are wanted anyway.
+    template <int N> bool all_slight(const float (&products)[N], float lowest_maximum) const {
+        const bool are_slight = largest_upper_half<true>(products) < __float_as_uint(slight)
+                             && lowest_maximum >= lowest;
+        return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
     }
 
     // cap * tanh(scale S / cap) of a small product S; the same by log2(e) as a factor of S, to be

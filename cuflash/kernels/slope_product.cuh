@@ -21,15 +21,15 @@ enum class Side { ACROSS, BEFORE, AFTER };
 
 // Without slopes these are nothing.
 template <bool> struct SlopeTile {
-    template <int THREADS> __device__ __forceinline__ void fill() {}
-    __device__ __forceinline__ u64 of_keys() const { return 0; }
+    template <int THREADS> __device__ __forceinline__ void fill_slopes() {}
+    __device__ __forceinline__ u64 slope_keys() const { return 0; }
 };
 
 // B, filled once by a whole block of THREADS.
 template <> struct SlopeTile<true> {
     static_assert(BLOCK_K <= 256, "bfloat16 has eight bits");
     Tile<K_STEP, BLOCK_K> keys;
-    template <int THREADS> __device__ __forceinline__ void fill() {
+    template <int THREADS> __device__ __forceinline__ void fill_slopes() {
         for (int i = threadIdx.x; i < K_STEP * BLOCK_K / 2; i += THREADS) {
             const int row = i % K_STEP, key = i / K_STEP * 2;
             const float first = static_cast<float>(row < 8 ? key - (BLOCK_K - 1) : -key);
@@ -39,7 +39,7 @@ template <> struct SlopeTile<true> {
         }
         fence_async_proxy();
     }
-    __device__ __forceinline__ u64 of_keys() const {
+    __device__ __forceinline__ u64 slope_keys() const {
         return descriptor(shared_address(&keys), K_STEP * PANEL_ROW_BYTES);
     }
 };

@@ -143,20 +143,16 @@ def finding_launches(
 ) -> tuple[Launch, ...]:
     """What the others ask: segment ids of tiles, or packed sequences.
 
-    Compiled for no option beside that, so they serve calls with any.
+    Compiled for no option besides, so they serve calls with any.
     """
-    constants = (("NUM_THREADS", ROW_THREADS), arguments(problem, kind))
+    options = some_options(problem, kind, "SEGMENTS")
+    constants = (("NUM_THREADS", ROW_THREADS), *options)
     if problem.segment_ids:  # a warp a tile
         sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
         kernel = KernelPlan(
             file="segment_ranges.cu",
             entry="segment_ranges",
-            constants=(
-                *sizes,
-                *constants,
-                ("SEGMENTS", True),
-                ("KEEP", False),
-            ),
+            constants=(*sizes, *constants),
             threads=ROW_THREADS,
             shared_bytes=0,
         )
@@ -166,11 +162,7 @@ def finding_launches(
         kernel = KernelPlan(
             file="sequences.cu",
             entry="sequences",
-            constants=(
-                ("Element", element(problem)),
-                *constants,
-                packed(problem),
-            ),
+            constants=(("Element", element(problem)), *constants),
             threads=ROW_THREADS,
             shared_bytes=16 * ROW_THREADS,
         )
