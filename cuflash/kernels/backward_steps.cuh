@@ -202,11 +202,14 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments, Shared& sh
         const Work where = shared.work[count.place()];
         if (where.tile < 0) return;
         mbarrier_arrive(shared_address(&shared.work_empty[count.place()]));
-        wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
+        if constexpr (Shared::K_PLACES > 1) shared.await_place(count);
+        else wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
         const int first = sequence_of(where).first_k + where.tile * BLOCK_K;
+        const int place = Shared::K_PLACES > 1 ? count.place() : 0;
         load<BLOCK_K, HEAD_DIM>(
-            shared_address(&shared.k), arguments.k_map, shared_address(&shared.k_full), first,
+            shared.k_place(count), arguments.k_map, shared_address(&shared.k_full[place]), first,
             where.head, where.batch);
+        if (Shared::K_PLACES > 1) wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
         load<BLOCK_K, HEAD_DIM_V>(
             shared_address(&shared.v), arguments.v_map, shared_address(&shared.v_full), first,
             where.head, where.batch);

@@ -51,6 +51,10 @@ constexpr int DK_COUNT = HEAD_DIM / 2, DV_COUNT = HEAD_DIM_V / 2;
 constexpr int DQ_COUNT = QueryGrid::N_TILES * 4;
 constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / MATH_WARPGROUPS;
 constexpr bool LAGS = BLOCK_Q > 64;                         // dQ is that of the step before
+// Where a tile has few steps, what stands between tiles counts. K has two places, and V is given
+// back after the last product with it, so the next tile's keys are there when it begins. A tile's
+// end does not wait for gradients to leave: dK does through K's place, dV through that of dQ.
+constexpr bool KEYS_AHEAD = WINDOW || SEGMENTS;
 
 static_assert(TURNS == 0 || TURNS == MATH_WARPGROUPS, "each warpgroup adds a part of dQ");
 static_assert(MATH_THREADS == THREADS, "the plan's warps are those that compute");
@@ -60,9 +64,52 @@ static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS == 64,
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= 64 * HEAD_DIM * 2,
               "64 rows of dK or dV leave through the place of a part of dQ");
 
-struct SharedPlan {
+// A key tile's K and V, and what K's second place takes, whose parities are those of work. k_empty:
+// as others'. k_read: among the math warps, an arrival of each; nobody reads the tile's K any more.
+template <bool> struct KeyPlaces {
+    static constexpr int K_PLACES = 1;
     Tile<BLOCK_K, HEAD_DIM> k;
     Tile<BLOCK_K, HEAD_DIM_V> v;
+    __device__ __forceinline__ u32 k_place(Count) { return shared_address(&k); }
+};
+template <> struct KeyPlaces<true> {
+    static constexpr int K_PLACES = 2;
+    Tile<BLOCK_K, HEAD_DIM> k;
+    Tile<BLOCK_K, HEAD_DIM_V> v;
+    Tile<BLOCK_K, HEAD_DIM> second_k;
+    __device__ __forceinline__ u32 k_place(Count count) {
+        return shared_address(&k) + count.place() * static_cast<u32>(sizeof k + sizeof v);
+    }
+};
+template <bool> struct KeyBarriers {
+    __device__ __forceinline__ void init() {}
+    __device__ __forceinline__ void give_place(bool, Count) {}
+    __device__ __forceinline__ void say_read(bool) {}
+    __device__ __forceinline__ void await_readers(Count) {}
+};
+template <> struct KeyBarriers<true> {
+    u64 k_empty[2], k_read;
+    __device__ __forceinline__ void init() {
+        for (u64& barrier : k_empty) mbarrier_init(shared_address(&barrier), MATH_THREADS / 32);
+        mbarrier_init(shared_address(&k_read), MATH_THREADS / 32);
+    }
+    __device__ __forceinline__ void await_place(Count count) {
+        wait(shared_address(&k_empty[count.place()]), count.work_parity() ^ 1);
+    }
+    // That of the tile before.
+    __device__ __forceinline__ void give_place(bool gives, Count count) {
+        mbarrier_arrive_if(
+            gives && count.tiles > 0, shared_address(&k_empty[count.place() ^ 1]));
+    }
+    __device__ __forceinline__ void say_read(bool says) {
+        mbarrier_arrive_if(says, shared_address(&k_read));
+    }
+    __device__ __forceinline__ void await_readers(Count count) {
+        wait(shared_address(&k_read), count.kv_parity());
+    }
+};
+
+struct Places : KeyPlaces<KEYS_AHEAD> {
     Tile<BLOCK_Q, HEAD_DIM> q[STAGES];
     Tile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
     Tile<BLOCK_K, BLOCK_Q> ds[2];                           // dS^T
@@ -70,10 +117,12 @@ struct SharedPlan {
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
     u64 ds_full[2], ds_empty[2];
-    u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
+    u64 k_full[K_PLACES], v_full, kv_empty;
+    u64 work_full[WORKS], work_empty[WORKS];
     Work work[WORKS];                                       // key tiles; none after -1
     int parted[PARTED];
 };
+struct SharedPlan : Places, KeyBarriers<KEYS_AHEAD> {};
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // Barrier 0 is __syncthreads. Of warpgroup g: DQ_FULL + g, its part of dQ is written; DQ_EMPTY + g,
@@ -199,7 +248,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
         const Pairs pairs(arguments, batch);
         dropout.set_sequence(number_of(sequence));
-        wait(shared_address(&shared.k_full), count.kv_parity());
+        wait(shared_address(&shared.k_full) + (KEYS_AHEAD ? 8 * count.place() : 0),
+             KEYS_AHEAD ? count.work_parity() : count.kv_parity());
         wait(shared_address(&shared.v_full), count.kv_parity());
         bool started = false;                               // dk and dv hold something
         bool sent = false;                                  // a part of dQ
@@ -210,19 +260,24 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             wgmma_fence();
             multiply_columns<Element, BLOCK_K>(
                 dq, descriptor(ds_tile + (BY_ROWS ? own_panel : 0), 0),
-                descriptor(shared_address(&shared.k) + (BY_ROWS ? 0 : own_panel), PANEL_BYTES));
+                descriptor(shared.k_place(count) + (BY_ROWS ? 0 : own_panel), PANEL_BYTES));
             wgmma_commit();
         };
-        // Of the step before. At a tile's first step there is none, and the product is one of what
-        // lies there, for nothing: round a branch the compiler runs out of registers.
+        // Of the step before. At a tile's first step there is none, and the product is one of K and
+        // V, side by side, for nothing: round a branch the compiler runs out of registers.
         const auto issue_last_dq = [&](float (&dq)[DQ_COUNT]) {
             const u32 parity = place.stage == 0 ? place.parity ^ 1 : place.parity;
             if (started) wait(ds_full + 8 * place.previous(), parity);
             issue_dq(dq, started ? shared_address(&shared.ds[place.previous()])
-                                 : shared_address(&shared.k));
+                                 : shared_address(KEYS_AHEAD && count.place() > 0
+                                                  ? static_cast<void*>(&shared.v) : &shared.k));
         };
         const auto send_dq = [&](const float (&dq)[DQ_COUNT]) {
             // The first time the place is the warpgroup's own: dK and dV have left.
+            if (KEYS_AHEAD && !sent) {
+                tma_store_wait_read<0>();
+                shared.give_place(math_thread % 32 == 0, count);
+            }
             barrier_sync((sent ? DQ_EMPTY : OWN) + group, sent ? DQ_THREADS : WARPGROUP);
             const u32 dq_of_thread =
                 shared_address(&shared.dq_then_out) + dq_sum_first(opaque(math_thread)) * 4;
@@ -235,14 +290,14 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             sent = true;
         };
 
-        const auto step = [&] {
+        const auto step = [&](bool last) {
             const QueryRows& rows = shared.rows[ring.stage];
             // Opaque: what follows from these, kept across the loop, would fill the registers.
             const u32 own_rows = opaque(group_rows);
             const int thread = opaque(math_thread), lane = thread % 32;
             const int first_column = lane % 4 * 2;          // of a score fragment
             const int key_of_lane = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
-            const u64 k_rows = descriptor(shared_address(&shared.k) + own_rows, 0);
+            const u64 k_rows = descriptor(shared.k_place(count) + own_rows, 0);
             const u64 v_rows = descriptor(shared_address(&shared.v) + own_rows, 0);
             // Columns of B for the scores, rows of B for the gradients.
             const u64 q = descriptor(
@@ -291,6 +346,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             if (LAGS) issue_last_dq(dq);
             wgmma_wait<LAGS ? 2 : 1>();                     // dP
             keep_here(dp);
+            if (KEYS_AHEAD)
+                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
 
             score_gradients(dp, s, p, rows, first_column, of, dropout);
             hide(dp);
@@ -324,7 +381,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         };
 
         for (int left = QuerySteps(arguments, tiles, {k_tile, 0, batch}).left; left > 0; --left)
-            step();
+            step(left == 1);
 
         wgmma_wait<0>();
         keep_here(dk);
@@ -342,7 +399,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
         mbarrier_arrive_if(lane == 0, q_empty + 8 * ring.previous());
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
+        if (KEYS_AHEAD) shared.say_read(lane == 0);
+        else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
         barrier_sync(DQ_EMPTY + group, DQ_THREADS);
         // dK after dV, through the same place if there is no other.
         constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
@@ -351,15 +409,19 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         const BackwardArguments& arrays = arguments.arrays;
         bool finite = send_out(arguments.dv_map, where, key, dq_part, dv, 1.0f, arrays.dv,
                                arrays.dv_stride, shape.head_dim_v);
-        if (!SIDE_BY_SIDE) tma_store_wait_read<0>();
+        if (KEYS_AHEAD) shared.await_readers(count);
+        else if (!SIDE_BY_SIDE) tma_store_wait_read<0>();
         __syncwarp();
-        finite &= send_out(arguments.dk_map, where, key, dq_part + (SIDE_BY_SIDE ? DV_BYTES : 0),
-                           dk, static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
+        const u32 dk_place = KEYS_AHEAD ? shared.k_place(count) + group * DK_BYTES
+                                        : dq_part + (SIDE_BY_SIDE ? DV_BYTES : 0);
+        finite &= send_out(arguments.dk_map, where, key, dk_place, dk,
+                           static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
                            shape.head_dim);
         if (HIDES && !finite) *doubtful_key_tile(arguments, place_of_doubts(where)) = 1;
         __syncwarp();
-        tma_store_wait_read<0>();
+        if (!KEYS_AHEAD) tma_store_wait_read<0>();
     }
+    if (KEYS_AHEAD) tma_store_wait_read<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
@@ -378,13 +440,14 @@ backward_wgmma(const __grid_constant__ Arguments arguments) {
             mbarrier_init(shared_address(&shared.ds_full[i]), MATH_WARPS);
             mbarrier_init(shared_address(&shared.ds_empty[i]), MATH_WARPS);
         }
-        mbarrier_init(shared_address(&shared.k_full), 1);
+        for (u64& barrier : shared.k_full) mbarrier_init(shared_address(&barrier), 1);
         mbarrier_init(shared_address(&shared.v_full), 1);
         mbarrier_init(shared_address(&shared.kv_empty), MATH_WARPS);
         for (int i = 0; i < WORKS; ++i) {
             mbarrier_init(shared_address(&shared.work_full[i]), 1);
             mbarrier_init(shared_address(&shared.work_empty[i]), MATH_WARPS + MATH_WARPGROUPS + 1);
         }
+        shared.init();
         fence_mbarrier_init();
     }
     __syncthreads();

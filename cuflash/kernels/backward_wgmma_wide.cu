@@ -54,6 +54,7 @@ static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has 
 static_assert(TURNS == 0 || TURNS == 1, "one warpgroup adds to dQ");
 
 struct SharedPlan {
+    static constexpr int K_PLACES = 1;
     Tile<BLOCK_K, HEAD_DIM> k;
     Tile<BLOCK_K, HEAD_DIM_V> v;
     Tile<BLOCK_Q, HEAD_DIM> q[STAGES];
@@ -62,9 +63,10 @@ struct SharedPlan {
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
     u64 p_full[STAGES], ds_full[STAGES];
-    u64 k_full, v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
+    u64 k_full[K_PLACES], v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
     Work work[WORKS];                                       // key tiles; none after -1
     int parted[PARTED];
+    __device__ __forceinline__ u32 k_place(Count) { return shared_address(&k); }
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 

@@ -286,6 +286,11 @@ def _is_wide(tile: Tile) -> bool:
     return tile.block_k == 64
 
 
+def _has_short_walks(problem: Problem) -> bool:
+    """Of few steps: K has two places then (backward_wgmma.cu)."""
+    return not {"window", "segment_ids"}.isdisjoint(problem.options)
+
+
 def _backward_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _backward_head_dims(problem)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
@@ -296,6 +301,9 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
+        if _has_short_walks(problem):
+            keys += tile_bytes(tile.block_k, d)
+            barriers += 3
     else:
         ds *= tile.num_stages  # and p; dq leaves from registers
         dq = 0
