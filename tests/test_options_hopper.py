@@ -307,9 +307,9 @@ def test_many_query_tiles(backend, options):
 
 @on_kernels
 def test_segment_ids_in_sections_of_heads(backend):
-    """Of five heads, then of four, of two batches."""
+    """Of five query heads and then of three, of five key heads and of four."""
     case = Case(
-        "float16", 2, 300, 310, 9, 9, head_dim=16, seed=3, causal=True,
+        "float16", 2, 200, 210, 18, 9, head_dim=16, seed=3, causal=True,
         on=Emulation("sm_90a", num_sms=3, l2_bytes=1), arrays_of=SEGMENTS,
     )  # fmt: skip
     check_gradients_of_forward(backend, case)
