@@ -9,7 +9,6 @@ GPU.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from cuflash.plans.kernel import (
     occupancy,
 )
 from cuflash.plans.rounding import ceil_div
-from cuflash.plans.steps import family_file, merge_plan
+from cuflash.plans.steps import family_file, merge_plan, window_of
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -335,23 +334,14 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
     )  # fmt: skip
     if problem.num_sequences:
         walked = _length_of_pairs(walked, problem.num_sequences, longest)
-    walked = min(walked, _window_of(problem))
+    walked = min(walked, window_of(problem))
     count = ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
 
 
-def _window_of(problem: Problem) -> float:
-    """The keys that a query sees at most by its window: infinite if any."""
-    left, right = problem.window
-    right = 0 if problem.causal else right
-    if left is None or right is None:
-        return math.inf
-    return left + right + 1
-
-
 def _tuned_option(problem: Problem) -> str | None:
     """That of `tiles.OPTIONS` which says most of what a block walks over."""
-    if _window_of(problem) < problem.seqlen_k:
+    if window_of(problem) < problem.seqlen_k:
         return "window"
     return "segment_ids" if problem.segment_ids else None
 

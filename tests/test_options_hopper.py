@@ -5,7 +5,11 @@ import pytest
 import cuflash
 from helpers import expected
 from helpers.backends import on_kernels
-from helpers.checks import check_forward, check_gradients
+from helpers.checks import (
+    check_forward,
+    check_gradients,
+    check_gradients_of_forward,
+)
 from helpers.compare import assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES
@@ -299,6 +303,16 @@ def test_many_query_tiles(backend, options):
         on=Emulation("sm_90a", num_sms=3, l2_bytes=1), **options,
     )  # fmt: skip
     check_forward(backend, case)
+
+
+@on_kernels
+def test_segment_ids_in_sections_of_heads(backend):
+    """Of five query heads and then of three, of five key heads and of four."""
+    case = Case(
+        "float16", 2, 200, 210, 18, 9, head_dim=16, seed=3, causal=True,
+        on=Emulation("sm_90a", num_sms=3, l2_bytes=1), arrays_of=SEGMENTS,
+    )  # fmt: skip
+    check_gradients_of_forward(backend, case)
 
 
 @on_kernels

@@ -233,6 +233,32 @@ def test_kernels_of_options_know_their_shared_memory(dtype, precision):
     assert dict(last.constants)["SHARED_BYTES"] == last.shared_bytes > 0
 
 
+@both_directions
+@pytest.mark.parametrize(
+    ("arch", "finding"),
+    [("sm_90a", ["segment_ranges", "segment_order"]),
+     ("sm_80", ["segment_ranges"])],
+)  # fmt: skip
+def test_the_order_of_tiles_is_found_for_hopper_s(direction, arch, finding):
+    """Behind ranges, a counter and, forward, what blocks keep."""
+    decided = planned(
+        direction, arch=arch, segment_ids=True, batch=3, seqlen_q=1000,
+        seqlen_k=700,
+    )  # fmt: skip
+    entries = [kernel.entry for kernel in decided.kernels]
+    assert [x for x in entries if x.startswith("segment")] == finding
+    assert entries[: len(finding)] == finding
+    tiles_q = -(-1000 // decided.tile.block_q)
+    tiles_k = -(-700 // decided.tile.block_k)
+    expected = 2 * 3 * (tiles_q + tiles_k) + 1
+    if arch == "sm_90a":
+        assert decided.launches[1].blocks == 1
+        of_items = {"forward": 2 * 3 * tiles_q, "backward": 0}[direction]
+        of_tiles = tiles_q if direction == "forward" else tiles_k
+        expected += of_items + 3 * of_tiles
+    assert decided.num_found == expected
+
+
 @given(
     dtype=st.sampled_from(list(DTYPES)),
     seqlen_q=st.integers(1, 1000),
@@ -546,6 +572,49 @@ def test_sections_of_packed_sequences_are_alike(heads, tokens, beside):
     device = replace(
         device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20
     )
+    assert plan(problem, device).heads_per_section == beside
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "tokens", "forward", "backward"),
+    [(16, 1, 16384, 4, 4), (16, 1, 4096, 16, 8), (16, 4, 4096, 16, 8),
+     (3, 2, 16384, 3, 3), (9, 1, 16384, 5, 5), (7, 1, 65536, 7, 7)],
+)  # fmt: skip
+def test_sections_of_segments_are_of_heads(
+    heads, batch, tokens, forward, backward
+):
+    """Of four at least, each with the tiles of all batches; all alike.
+
+    A head takes 8 MiB of 25 at 16,384 tokens, and 16 of 25 backward.
+    """
+    device = replace(
+        device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20
+    )
+    found = [
+        plan(
+            small_problem(
+                direction, "float16", 128, batch=batch, seqlen_q=tokens,
+                seqlen_k=tokens, num_heads_q=heads, num_heads_kv=heads,
+                segment_ids=True,
+            ), device,
+        ).heads_per_section
+        for direction in DIRECTIONS
+    ]  # fmt: skip
+    assert found == [forward, backward]
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "beside"),
+    [((1024, None), True, 16), ((512, 511), False, 16), ((8191, 0), True, 3),
+     ((None, 9), False, 1), ((None, None), True, 1)],
+)  # fmt: skip
+def test_heads_whose_windows_have_room_in_l2_backward(window, causal, beside):
+    """A key is seen by as many queries: 8 MiB a head with half of them."""
+    problem = small_problem(
+        "backward", "float16", 128, seqlen_q=16384, seqlen_k=16384,
+        num_heads_q=16, num_heads_kv=16, causal=causal, window=window,
+    )  # fmt: skip
+    device = replace(device_of_arch("sm_90a"), l2_bytes=50 << 20)
     assert plan(problem, device).heads_per_section == beside
 
 

@@ -2,9 +2,10 @@
 // tiles a block takes, who loads them, and P and dS of a tile.
 //
 // A block takes one tile of BLOCK_K keys of one key head after another: that of its own number,
-// then whichever is next when it is done (a counter in global memory). The thread that loads Q and
-// dO tells the others which, and of which packed sequence, a tile ahead, in `work`. A step is a
-// tile of BLOCK_Q queries that sees the keys, of each query head of the group in turn.
+// then whichever is next when it is done (a counter in global memory). With SEGMENTS it is the tile
+// of that number in the order of segment_order.cu. The thread that loads Q and dO tells the others
+// which, and of which packed sequence, a tile ahead, in `work`. A step is a tile of BLOCK_Q queries
+// that sees the keys, of each query head of the group in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
 // TURNS; Arguments and the options (docs/masks.md), SEGMENTS and PACKED without TURNS.
@@ -154,9 +155,15 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
         const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
         Work where = {-1, 0, 0};
         if (!ended && PACKED) where = found;
-        if (!ended && !PACKED)
-            static_cast<TileOfHead&>(where) = tile_of_block(
-                index, num_k_tiles, shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
+        if (!ended && !PACKED) {
+            TileOfHead& tile = where;
+            if constexpr (SEGMENTS)
+                tile = tile_in_order(index, order_behind_counter(arguments), num_k_tiles,
+                                     shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
+            else
+                tile = tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,
+                                     arguments.arrays.schedule);
+        }
         if (LAST_KEYS_FIRST && !ended) where.tile = num_k_tiles - 1 - where.tile;
         if (loads) {
             wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);

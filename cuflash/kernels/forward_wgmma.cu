@@ -14,7 +14,7 @@
 //
 // Grid: as many blocks as multiprocessors, or as tiles if those are fewer. Tiles are numbered by
 // scheduler.cuh, longest first. Those of packed sequences, or with segment ids, are taken from a
-// counter: nobody knows their lengths before.
+// counter: the host does not know their lengths. With segment ids segment_order.cu finds those.
 // Block: 1 + MATH_WARPGROUPS warpgroups.
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0, and scores are LINEAR), HEAD_DIM and
@@ -228,7 +228,8 @@ struct DealtTiles {
 };
 
 // COUNTED ones: one warp takes them from a counter, and tells the others. Slots of packed sequences
-// are numbered as tiles are, but of a head those of the longest sequence come first.
+// are numbered as tiles are, but of a head those of the longest sequence come first. Tiles with
+// segment ids come in the order that was found, longest first.
 template <class Arguments> struct TakenTiles {
     int last;
     bool begun = false;
@@ -239,6 +240,10 @@ template <class Arguments> struct TakenTiles {
     static __device__ __forceinline__ Queries of_slot(const Arguments& all, int number) {
         const int slots = num_query_tiles(all, BLOCK_Q);
         const Shape& shape = all.arrays.shape;
+        if constexpr (SEGMENTS)
+            return queries_of_tile(
+                tile_in_order(number, order_behind_counter(all), slots, shape.num_heads_q,
+                              shape.batch, all.arrays.schedule), {}, all);
         TileOfHead where = tile_of_block(
             number, slots, shape.num_heads_q, shape.batch, all.arrays.schedule);
         where.tile = slots - 1 - where.tile;

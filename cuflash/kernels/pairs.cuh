@@ -189,3 +189,11 @@ template <class Arguments> inline int* counter_behind_ranges(const Arguments& al
     const PairsOf<Arguments> of_batch_behind(all, arrays_of(all).shape.batch);
     return reinterpret_cast<int*>(of_batch_behind.ranges_of_keys());
 }
+
+// Behind the counter stands, forward, an int for each item (tile_before, sequences.cuh); then the
+// order in which blocks take the tiles of all batches (segment_order.cu).
+inline int items_behind_counter(const ForwardWgmmaOptionsArguments& all) { return all.deal.items; }
+inline int items_behind_counter(const BackwardWgmmaOptionsArguments&) { return 0; }
+template <class Arguments> inline int* order_behind_counter(const Arguments& all) {
+    return counter_behind_ranges(all) + 1 + items_behind_counter(all);
+}

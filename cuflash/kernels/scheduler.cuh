@@ -17,6 +17,15 @@ inline TileOfHead tile_of_block(
     return {rest / pairs, pair % num_heads, pair / num_heads};
 }
 
+// The same where an order was found in which tiles of all batches are taken: their numbers, batch
+// by batch. Sections are of heads, and the first tile of the order comes first of each of them.
+inline TileOfHead tile_in_order(
+    int block, const int* order, int num_tiles, int num_heads, int batch, Schedule schedule) {
+    const TileOfHead where = tile_of_block(block, batch * num_tiles, num_heads, 1, schedule);
+    const int number = order[where.tile];
+    return {number % num_tiles, where.head, number / num_tiles};
+}
+
 // The tiles of a block that takes one after another: items i, i + gridDim.x, ... of all. All blocks
 // go through the heads together, so that few of them are at work at once and their keys stay in L2.
 //

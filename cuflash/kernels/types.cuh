@@ -21,7 +21,8 @@ struct Strides { i64 batch, token, head; };
 
 struct Shape { int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v; };
 
-// How many (batch, head) pairs work through their tiles side by side: scheduler.cuh.
+// How many (batch, head) pairs work through their tiles side by side; heads, where tiles of all
+// batches are in one order: scheduler.cuh.
 struct Schedule { int heads_per_section; };
 
 // How tiles are dealt to blocks that take one after another: scheduler.cuh. A head has so many
@@ -86,7 +87,7 @@ struct ForwardOptionsArguments {
     const void* cu_seqlens_q;                   // int, (num_sequences + 1)
     const void* cu_seqlens_k;
     u64 seed;                                   // of dropout
-    void* found;                                // by segment_ranges.cu or sequences.cu
+    void* found;                                // by segment_*.cu or sequences.cu
     ForwardArguments arrays;
     OptionNumbers options;
 };

@@ -147,8 +147,8 @@ class Plan:
     num_turns : int
         Integers by which blocks know of one another, 0 if there are none.
     num_found : int
-        Integers that the first launch finds for the others, and that blocks
-        keep behind them; 0 if it is one of those.
+        Integers that the first launches find for the others, and that blocks
+        keep behind them; 0 if there are none.
     """
 
     problem: Problem

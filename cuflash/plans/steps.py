@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -109,7 +111,23 @@ def is_linear(problem: Problem) -> bool:
     return not (problem.softcap or problem.alibi_slopes or problem.bias)
 
 
+def window_of(problem: Problem) -> float:
+    """The keys that a query sees at most by its window: infinite if any.
+
+    As many queries see a key.
+    """
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    if left is None or right is None:
+        return math.inf
+    return left + right + 1
+
+
 ROW_THREADS = 256  # of the kernels that take rows one by one
+
+
+# segment_order.cu has a place for so many tiles: one thread ranks each.
+ORDER_THREADS = 1024
 
 
 def delta_launch(
@@ -143,7 +161,8 @@ def finding_launches(
 ) -> tuple[Launch, ...]:
     """What the others ask: segment ids of tiles, or packed sequences.
 
-    Compiled for no option besides, so they serve calls with any.
+    Compiled for no option besides, so they serve calls with any; but for the
+    order of tiles, which follows from the window, too.
     """
     options = some_options(problem, kind, "SEGMENTS")
     constants = (("NUM_THREADS", ROW_THREADS), *options)
@@ -157,7 +176,10 @@ def finding_launches(
             shared_bytes=0,
         )
         warps = num_found(problem, tile) // 2
-        return (Launch(kernel, ceil_div(warps * 32, ROW_THREADS)),)
+        ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
+        if not kind:
+            return (ranges,)
+        return ranges, _order_launch(problem, tile, kind)
     if is_packed(problem):
         kernel = KernelPlan(
             file="sequences.cu",
@@ -168,6 +190,27 @@ def finding_launches(
         )
         return (Launch(kernel, 1),)
     return ()
+
+
+def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
+    """In which order blocks take tiles from a counter."""
+    shared = 4 * ORDER_THREADS
+    kernel = KernelPlan(
+        file="segment_order.cu",
+        entry="segment_order",
+        constants=(
+            ("CAUSAL", problem.causal),
+            ("OF_KEYS", problem.direction == "backward"),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_THREADS", ORDER_THREADS),
+            ("SHARED_BYTES", shared),
+            *some_options(problem, kind, "WINDOW", "SEGMENTS"),
+        ),
+        threads=ORDER_THREADS,
+        shared_bytes=shared,
+    )
+    return Launch(kernel, 1)
 
 
 def num_found(problem: Problem, tile: Tile) -> int:

@@ -20,6 +20,7 @@ from .steps import (
     sink_launches,
     some_options,
     tile_bytes,
+    window_of,
 )
 
 # What kernels/ptx.cuh has products for, and shared memory room.
@@ -193,8 +194,16 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         heads_per_section=_heads_beside(problem, tile, device),
         deal=deal,
-        num_found=num_found(problem, tile) + items * is_counted,
+        num_found=_num_found(problem, tile, num_tiles, items * is_counted),
     )
+
+
+def _num_found(
+    problem: Problem, tile: Tile, num_tiles: int, num_kept: int = 0
+) -> int:
+    """What is found, what blocks keep behind it, and the order of tiles."""
+    num_ordered = problem.batch * num_tiles if problem.segment_ids else 0
+    return num_found(problem, tile) + num_kept + num_ordered
 
 
 def _is_in_rounds(problem: Problem) -> bool:
@@ -208,6 +217,11 @@ def _is_in_rounds(problem: Problem) -> bool:
 _TILES_AT_LAST = 4
 
 
+# Where tiles are taken longest first: of as many heads at least, so that a
+# section has short ones enough for its end.
+_HEADS_IN_ORDER = 4
+
+
 # With one bias of 16,384 x 16,384 for 16 heads 1, 2, 4, 8 and 16 were seen to
 # take 5.92, 5.73, 5.59, 5.72 and 5.79 ms.
 _HEADS_BESIDE_A_BIAS = 4
@@ -216,31 +230,42 @@ _HEADS_BESIDE_A_BIAS = 4
 def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
     """Heads whose query tiles are computed side by side, in a section.
 
-    As many as have their keys in L2. Where blocks take tiles from a counter,
-    at least as many as keep all of them busy with the last section, and
-    sections are alike. With a bias and no window one, or, where many may have
-    the same and L2 has no room for it, a few.
+    As many as have their keys in L2. Where blocks take tiles of packed
+    sequences from a counter, at least as many as keep all of them busy with
+    the last section, and sections are alike. With a bias and no window one,
+    or, where many may have the same and L2 has no room for it, a few.
     """
     d, dv = _head_dims(problem)
     heads = problem.batch * problem.num_heads_q
-    left, right = problem.window
-    right = 0 if problem.causal else right
-    seen = problem.seqlen_k
-    if left is not None and right is not None:
-        seen = min(left + right + 1, seen)
+    seen = int(min(window_of(problem), problem.seqlen_k))
     beside = heads_per_section(
         problem, device, heads, seen * (d + dv) * 2 // problem.group_size
     )
-    if _is_counted(problem):
+    if problem.segment_ids:
+        return _heads_in_order(problem.num_heads_q, beside)
+    if is_packed(problem):
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
         least = ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
-        return ceil_div(heads, max(heads // max(beside, least), 1))
+        return _alike(heads, max(beside, least))
     if problem.bias and "window" not in problem.options:
         item_bytes = 4 if problem.bias == "float32" else 2
         bias_bytes = problem.seqlen_q * problem.seqlen_k * item_bytes
         shared = problem.bias_is_broadcast and bias_bytes > device.l2_bytes
         return min(_HEADS_BESIDE_A_BIAS, heads) if shared else 1
     return beside
+
+
+def _heads_in_order(heads: int, beside: int) -> int:
+    """Heads of a section where tiles are taken longest first.
+
+    Each is one of all batches: scheduler.cuh's tile_in_order.
+    """
+    return _alike(heads, max(beside, _HEADS_IN_ORDER))
+
+
+def _alike(heads: int, least: int) -> int:
+    """Heads of a section, all as large and of at least so many, or all."""
+    return ceil_div(heads, max(heads // least, 1))
 
 
 def _deal(num_tiles: int, heads: int, by_length: bool, device: Device) -> Deal:
@@ -385,13 +410,18 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
     kv_pairs = problem.batch * problem.num_heads_kv
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k) * kv_pairs
-    shared_by_head = (
-        problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
-    )  # q, dout: 2 bytes an element; the sums of dq: 4
+    k_tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    k_tiles = k_tiles_of_head * kv_pairs
+    seen_by = int(min(window_of(problem), problem.seqlen_q))
     heads = heads_per_section(
-        problem, device, problem.num_heads_kv, shared_by_head
+        problem,
+        device,
+        problem.num_heads_kv,
+        # q, dout: 2 bytes an element; the sums of dq: 4
+        problem.group_size * seen_by * (6 * d + 2 * dv),
     )
+    if problem.segment_ids:
+        heads = _heads_in_order(problem.num_heads_kv, heads)
     if problem.deterministic and not problem.causal:
         heads = min(heads, _MOST_HEADS_IN_TURNS)
     options = {"window", "segment_ids", "mask", "cu_seqlens"}
@@ -415,7 +445,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         sum_elements=q_tiles * tile.block_q * d,
         row_elements=q_tiles * _rows_bytes(problem, tile) // 4,
         num_turns=1 + k_tiles + q_tiles * turns_of_tile,
-        num_found=num_found(problem, tile),
+        num_found=_num_found(problem, tile, k_tiles_of_head),
     )
 
 
