@@ -54,7 +54,8 @@ constexpr bool LISTED = PAIRWISE;
 constexpr bool COUNTED = PACKED || SEGMENTS;                // query tiles are taken from a counter
 constexpr bool OPTIONS = WINDOW || LISTED || !LINEAR || DROPOUT;
 constexpr bool HIDES = CAUSAL || WINDOW || LISTED || PACKED;    // rows need not see what is loaded
-constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;     // of what it says
+// Of what it says. From PASSED_BIT on, a bit a warpgroup: its queries see nothing of the tile.
+constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, ONE_ID_BIT = 4, PASSED_BIT = 8, TILE_SHIFT = 6;
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
@@ -364,7 +365,33 @@ struct LaneIds {
     }
 };
 
-// The same by a whole warp: tiles that something is seen of, or one if there are none.
+// The segment ids of each warpgroup's queries: of none, if it has none.
+struct RangesOfGroups {
+    Range of[MATH_WARPGROUPS];
+    __device__ __forceinline__ RangesOfGroups(const Pairs& pairs, const Queries& queries) {
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int group = 0; group < MATH_WARPGROUPS; ++group)
+                of[group] = range_of(
+                    queries.first + group * GROUP_ROWS,
+                    queries.first + min((group + 1) * GROUP_ROWS, queries.num_rows),
+                    [&](int query) { return pairs.id_of_query(query); });
+    }
+    // PASSED_BIT and the others.
+    __device__ __forceinline__ int passed_bits(const Pairs& pairs, int k_tile) const {
+        int bits = 0;
+        if constexpr (SEGMENTS) {
+            const Range keys = pairs.of_keys(k_tile);
+            #pragma unroll
+            for (int group = 0; group < MATH_WARPGROUPS; ++group)
+                if (are_apart(of[group], keys)) bits |= PASSED_BIT << group;
+        }
+        return bits;
+    }
+};
+
+// The same by a whole warp: tiles that something is seen of, or one if there are none. The first
+// tile and the last are passed over by nobody.
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
@@ -385,16 +412,18 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         const bool any = tile >= visited.first;
         if (!any) tile = 0;
         int next = any ? before(tile) : visited.first - 1;
+        const RangesOfGroups ranges(pairs, queries);
         LaneIds ids;
         int word;                                           // what is said, but for LAST_BIT
-        const auto look_at = [&](int tile) {
-            const bool hides = !pairs.sees_all(q_tile, tile);
+        const auto look_at = [&](int tile, bool is_first) {
+            const bool hides = !pairs.sees_all(q_tile, tile), is_last = next < visited.first;
             word = tile << TILE_SHIFT | (hides ? HIDDEN_BIT : 0)
-                 | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0);
+                 | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0)
+                 | (is_first || is_last ? 0 : ranges.passed_bits(pairs, tile));
             if (hides) ids.load(pairs, tile * BLOCK_K, shape.seqlen_k);
-            if (COUNTED && next < visited.first && lane == 0) shared.work.ask();
+            if (COUNTED && is_last && lane == 0) shared.work.ask();
         };
-        look_at(tile);
+        look_at(tile, true);
         for (bool last = false; !last; ring.next()) {
             last = next < visited.first;
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
@@ -412,7 +441,7 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
             if (!last) {
                 tile = next;
                 next = before(tile);
-                look_at(tile);
+                look_at(tile, false);
             }
             if (lane == 0) {
                 wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
@@ -1012,6 +1041,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto find_tile = [&](int expected) {
         if constexpr (LISTED) {
             listed = shared.beside.words[k.stage];
+            // So that the compiler knows it to be the same in all lanes.
+            if constexpr (SEGMENTS) listed = __shfl_sync(WHOLE_WARP, listed, 0);
             return listed >> TILE_SHIFT;
         } else {
             return expected;
@@ -1213,6 +1244,43 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         await_output();
     };
 
+    // With segments a warpgroup passes over key tiles of which it sees nothing. The first of
+    // several takes up P of the tile before: with that one's place of V held back, those that load
+    // could come to an end of their places.
+    const auto passes_next = [&] {
+        k = v;
+        k.next();
+        wait(k_full + 8 * k.stage, k.parity);
+        const int word = shared.beside.words[k.stage];
+        return (__shfl_sync(WHOLE_WARP, word, 0) >> group & PASSED_BIT) != 0;
+    };
+    const auto pass_over = [&](auto takes_p) {
+        find_tile(0);
+        __syncwarp();                                       // all lanes have read what is said
+        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.stage);
+        if (takes_p.value) wait(v_full + 8 * v.stage, v.parity);
+        await_turn();
+        if constexpr (takes_p.value) {
+            keep_here(acc);
+            wgmma_fence();
+            issue_output();
+        }
+        pass_turn();
+        if constexpr (takes_p.value) {
+            await_output();
+            release_place();
+        }
+        wait(v_full + 8 * k.stage, k.parity);
+        if (lane == 0) mbarrier_arrive(v_empty + 8 * k.stage);
+        v = k;
+    };
+    // The next tile after such.
+    const auto resume = [&] {
+        first_step([] {}, options);
+        #pragma unroll
+        for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
+    };
+
     // There are no more blocks than tiles; but of packed sequences others may have taken all.
     if constexpr (PACKED)
         if (!begin_tile()) return;
@@ -1220,7 +1288,17 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     if constexpr (!PACKED) begin_tile();
     first_step([] {}, options);
     for (;;) {
-        if constexpr (LISTED) {
+        if constexpr (SEGMENTS) {
+            while ((listed & LAST_BIT) == 0) {
+                if (!passes_next()) {
+                    step(0, Bool<true>{}, Bool<false>{}, -1, options);
+                    continue;
+                }
+                pass_over(Bool<true>{});
+                while (passes_next()) pass_over(Bool<false>{});
+                resume();
+            }
+        } else if constexpr (LISTED) {
             while ((listed & LAST_BIT) == 0) step(0, Bool<true>{}, Bool<false>{}, -1, options);
         } else {
             int tile = visited.num_visited - 2;

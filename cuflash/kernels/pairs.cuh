@@ -15,6 +15,23 @@ enum class Visibility { NONE, PARTLY, ALL };
 // The smallest and the largest segment id of a tile, which has tokens.
 struct Range { int low, high; };
 
+// The range of id_of(token) over the tokens [first, end), in every lane of the warp; of none, one
+// that is apart from all.
+template <class IdOf> inline Range range_of(int first, int end, IdOf id_of) {
+    Range range = {2147483647, -2147483647 - 1};
+    for (int token = first + threadIdx.x % 32; token < end; token += 32) {
+        const int id = id_of(token);
+        range = {min(range.low, id), max(range.high, id)};
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+        range.low = min(range.low, __shfl_xor_sync(0xFFFFFFFFu, range.low, distance));
+        range.high = max(range.high, __shfl_xor_sync(0xFFFFFFFFu, range.high, distance));
+    }
+    return range;
+}
+
+inline bool are_apart(Range a, Range b) { return a.high < b.low || b.high < a.low; }
+
 // One head's. What it reads is found anew each time: that takes no registers in between.
 template <class Arguments> struct PairsOf {
     const Arguments& all;
@@ -103,7 +120,7 @@ template <class Arguments> struct PairsOf {
     Visibility of_tile(int q_tile, int k_tile) const {
         if constexpr (SEGMENTS) {
             const Range q = of_queries(q_tile), k = of_keys(k_tile);
-            if (q.high < k.low || k.high < q.low) return Visibility::NONE;
+            if (are_apart(q, k)) return Visibility::NONE;
             if (q.low != q.high || k.low != k.high) return Visibility::PARTLY;
         }
         return KEEP ? Visibility::PARTLY : Visibility::ALL;
