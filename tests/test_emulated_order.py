@@ -14,6 +14,7 @@ from cuflash.arguments import (
 )
 from cuflash.emulator.machine import Machine
 from cuflash.plan import device_of_arch, legal_tiles, plan
+from cuflash.plans.steps import ORDER_BYTES
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import small_problem
 from helpers.small_kernels import read_only
@@ -99,10 +100,15 @@ def order_found(ids, threads=None):
     ranges, order = decided.launches[:2]
     assert order.kernel.entry == "segment_order"
     if threads is not None:
-        constants = {**dict(order.kernel.constants), "NUM_THREADS": threads}
+        shared = ORDER_BYTES * threads
+        constants = {
+            **dict(order.kernel.constants),
+            "NUM_THREADS": threads,
+            "SHARED_BYTES": shared,
+        }
         order = replace(order, kernel=replace(
             order.kernel, constants=tuple(constants.items()),
-            threads=threads, shared_bytes=4 * threads,
+            threads=threads, shared_bytes=shared,
         ))  # fmt: skip
     arguments = np.zeros((), ARGUMENTS[ids.direction])
     shape = (problem.batch, problem.seqlen_q, problem.seqlen_k, 4, 2, 64, 64)
@@ -197,3 +203,22 @@ def test_more_tiles_than_threads(direction, batch, num_tiles):
     if direction == "forward":
         want = want[:, ::-1]
     assert (order == want.ravel()).all()
+
+
+@both_directions
+@pytest.mark.parametrize("num_ranges", [4 * 32, 4 * 32 + 1])
+def test_places_for_ranges(direction, num_ranges):
+    """Of two tiles the one that visits all others comes first if they fit.
+
+    By their numbers it comes last.
+    """
+    tile = planned(Ids(direction, *np.zeros((2, 1, 9), np.int32))).tile
+    blocks = tile.block_q, tile.block_k
+    own, other = blocks if direction == "forward" else blocks[::-1]
+    visits, hidden = (0, 1) if direction == "forward" else (1, 0)
+    of_two = np.repeat(np.int32([visits, hidden]), own)[None]
+    of_all = np.zeros((1, (num_ranges - 2) * other), np.int32)
+    pair = (of_two, of_all) if direction == "forward" else (of_all, of_two)
+    order, _ = order_found(Ids(direction, *pair), threads=32)
+    fits = num_ranges <= 4 * 32
+    assert list(order) == ([visits, hidden] if fits else [hidden, visits])

@@ -126,8 +126,9 @@ def window_of(problem: Problem) -> float:
 ROW_THREADS = 256  # of the kernels that take rows one by one
 
 
-# segment_order.cu has a place for so many tiles: one thread ranks each.
-ORDER_THREADS = 1024
+# segment_order.cu has places for so many tiles, and for four times as many
+# ranges: no tile is longer than three of the other kind.
+ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 
 
 def delta_launch(
@@ -194,7 +195,7 @@ def finding_launches(
 
 def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
     """In which order blocks take tiles from a counter."""
-    shared = 4 * ORDER_THREADS
+    shared = ORDER_BYTES * ORDER_THREADS
     kernel = KernelPlan(
         file="segment_order.cu",
         entry="segment_order",
