@@ -54,8 +54,7 @@ constexpr bool LISTED = PAIRWISE;
 constexpr bool COUNTED = PACKED || SEGMENTS;                // query tiles are taken from a counter
 constexpr bool OPTIONS = WINDOW || LISTED || !LINEAR || DROPOUT;
 constexpr bool HIDES = CAUSAL || WINDOW || LISTED || PACKED;    // rows need not see what is loaded
-// Of what it says. From PASSED_BIT on, a bit a warpgroup: its queries see nothing of the tile.
-constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, ONE_ID_BIT = 4, PASSED_BIT = 8, TILE_SHIFT = 6;
+constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;     // of what it says
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three math warpgroups");
@@ -298,6 +297,7 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments,
     Ring<1> asking;
     for (Ring<Q_STAGES> ring;; ring.next(), asking.next()) {
         shared.work.await_asking(asking.parity ^ 1);
+        if (COUNTED) __syncwarp();                          // all lanes have, before it asks again
         const Work now = next_work(tiles, arguments);
         if (COUNTED && threadIdx.x != 0) {
             if (now.queries.num_rows == 0) return;
@@ -365,33 +365,7 @@ struct LaneIds {
     }
 };
 
-// The segment ids of each warpgroup's queries: of none, if it has none.
-struct RangesOfGroups {
-    Range of[MATH_WARPGROUPS];
-    __device__ __forceinline__ RangesOfGroups(const Pairs& pairs, const Queries& queries) {
-        if constexpr (SEGMENTS)
-            #pragma unroll
-            for (int group = 0; group < MATH_WARPGROUPS; ++group)
-                of[group] = range_of(
-                    queries.first + group * GROUP_ROWS,
-                    queries.first + min((group + 1) * GROUP_ROWS, queries.num_rows),
-                    [&](int query) { return pairs.id_of_query(query); });
-    }
-    // PASSED_BIT and the others.
-    __device__ __forceinline__ int passed_bits(const Pairs& pairs, int k_tile) const {
-        int bits = 0;
-        if constexpr (SEGMENTS) {
-            const Range keys = pairs.of_keys(k_tile);
-            #pragma unroll
-            for (int group = 0; group < MATH_WARPGROUPS; ++group)
-                if (are_apart(of[group], keys)) bits |= PASSED_BIT << group;
-        }
-        return bits;
-    }
-};
-
-// The same by a whole warp: tiles that something is seen of, or one if there are none. The first
-// tile and the last are passed over by nobody.
+// The same by a whole warp: tiles that something is seen of, or one if there are none.
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
@@ -402,53 +376,40 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
     for (;;) {
         const Queries queries = tiles.told(arguments, shared).queries;
         if (queries.num_rows == 0) return;
-        const int head = queries.head / group_size, q_tile = queries.first / BLOCK_Q;
+        const int head = queries.head / group_size;
         const Pairs pairs(arguments, queries.batch);
         const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
-        const auto before = [&](int tile) {
-            return pairs.key_tile_before(q_tile, tile, visited.first);
-        };
-        int tile = before(visited.num_visited);
-        const bool any = tile >= visited.first;
-        if (!any) tile = 0;
-        int next = any ? before(tile) : visited.first - 1;
-        const RangesOfGroups ranges(pairs, queries);
+        MetTiles<Pairs, true> met(
+            pairs, queries.first / BLOCK_Q, visited.first, visited.num_visited);
+        MetTiles<Pairs, true>::Tile tile = {0, true, false};   // if there is none
         LaneIds ids;
-        int word;                                           // what is said, but for LAST_BIT
-        const auto look_at = [&](int tile, bool is_first) {
-            const bool hides = !pairs.sees_all(q_tile, tile), is_last = next < visited.first;
-            word = tile << TILE_SHIFT | (hides ? HIDDEN_BIT : 0)
-                 | (pairs.keys_are_one(tile) ? ONE_ID_BIT : 0)
-                 | (is_first || is_last ? 0 : ranges.passed_bits(pairs, tile));
-            if (hides) ids.load(pairs, tile * BLOCK_K, shape.seqlen_k);
-            if (COUNTED && is_last && lane == 0) shared.work.ask();
+        const auto look_at_next = [&] {
+            if (met.has_more()) tile = met.take();
+            if (tile.hides) ids.load(pairs, tile.number * BLOCK_K, shape.seqlen_k);
+            if (COUNTED && !met.has_more() && lane == 0) shared.work.ask();
         };
-        look_at(tile, true);
+        look_at_next();
         for (bool last = false; !last; ring.next()) {
-            last = next < visited.first;
+            last = !met.has_more();
+            const int k_start = tile.number * BLOCK_K;
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
-            if ((word & HIDDEN_BIT) != 0) ids.store(shared.beside.ids(ring));
+            if (tile.hides) ids.store(shared.beside.ids(ring));
             __syncwarp();                                   // before lane 0 says that it is done
             if (lane == 0) {
-                shared.beside.words[ring.stage] = word | (last ? LAST_BIT : 0);
+                shared.beside.words[ring.stage] =
+                    tile.number << TILE_SHIFT | (last ? LAST_BIT : 0)
+                    | (tile.hides ? HIDDEN_BIT : 0) | (tile.has_one_id ? ONE_ID_BIT : 0);
                 load<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[ring.stage]), arguments.k_map,
-                    shared_address(&shared.k_full[ring.stage]), tile * BLOCK_K, head,
-                    queries.batch);
+                    shared_address(&shared.k_full[ring.stage]), k_start, head, queries.batch);
             }
             // What the next tile needs is read before anyone waits for V's place.
-            const int of_v = tile;
-            if (!last) {
-                tile = next;
-                next = before(tile);
-                look_at(tile, false);
-            }
+            if (!last) look_at_next();
             if (lane == 0) {
                 wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
                 load<BLOCK_K, HEAD_DIM_V>(
                     shared_address(&shared.v[ring.stage]), arguments.v_map,
-                    shared_address(&shared.v_full[ring.stage]), of_v * BLOCK_K, head,
-                    queries.batch);
+                    shared_address(&shared.v_full[ring.stage]), k_start, head, queries.batch);
             }
             __syncwarp();
         }
@@ -1041,8 +1002,6 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const auto find_tile = [&](int expected) {
         if constexpr (LISTED) {
             listed = shared.beside.words[k.stage];
-            // So that the compiler knows it to be the same in all lanes.
-            if constexpr (SEGMENTS) listed = __shfl_sync(WHOLE_WARP, listed, 0);
             return listed >> TILE_SHIFT;
         } else {
             return expected;
@@ -1244,43 +1203,6 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         await_output();
     };
 
-    // With segments a warpgroup passes over key tiles of which it sees nothing. The first of
-    // several takes up P of the tile before: with that one's place of V held back, those that load
-    // could come to an end of their places.
-    const auto passes_next = [&] {
-        k = v;
-        k.next();
-        wait(k_full + 8 * k.stage, k.parity);
-        const int word = shared.beside.words[k.stage];
-        return (__shfl_sync(WHOLE_WARP, word, 0) >> group & PASSED_BIT) != 0;
-    };
-    const auto pass_over = [&](auto takes_p) {
-        find_tile(0);
-        __syncwarp();                                       // all lanes have read what is said
-        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.stage);
-        if (takes_p.value) wait(v_full + 8 * v.stage, v.parity);
-        await_turn();
-        if constexpr (takes_p.value) {
-            keep_here(acc);
-            wgmma_fence();
-            issue_output();
-        }
-        pass_turn();
-        if constexpr (takes_p.value) {
-            await_output();
-            release_place();
-        }
-        wait(v_full + 8 * k.stage, k.parity);
-        if (lane == 0) mbarrier_arrive(v_empty + 8 * k.stage);
-        v = k;
-    };
-    // The next tile after such.
-    const auto resume = [&] {
-        first_step([] {}, options);
-        #pragma unroll
-        for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
-    };
-
     // There are no more blocks than tiles; but of packed sequences others may have taken all.
     if constexpr (PACKED)
         if (!begin_tile()) return;
@@ -1288,17 +1210,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     if constexpr (!PACKED) begin_tile();
     first_step([] {}, options);
     for (;;) {
-        if constexpr (SEGMENTS) {
-            while ((listed & LAST_BIT) == 0) {
-                if (!passes_next()) {
-                    step(0, Bool<true>{}, Bool<false>{}, -1, options);
-                    continue;
-                }
-                pass_over(Bool<true>{});
-                while (passes_next()) pass_over(Bool<false>{});
-                resume();
-            }
-        } else if constexpr (LISTED) {
+        if constexpr (LISTED) {
             while ((listed & LAST_BIT) == 0) step(0, Bool<true>{}, Bool<false>{}, -1, options);
         } else {
             int tile = visited.num_visited - 2;

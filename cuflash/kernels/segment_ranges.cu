@@ -7,6 +7,20 @@
 // NUM_THREADS. No shared memory. Bound by memory: 4 bytes a token.
 #include "pairs.cuh"
 
+// The range of id_of(token) over a tile's tokens, in every lane of the warp.
+template <class IdOf> inline Range range_of(int first, int end, IdOf id_of) {
+    Range range = {2147483647, -2147483647 - 1};
+    for (int token = first + threadIdx.x % 32; token < end; token += 32) {
+        const int id = id_of(token);
+        range = {min(range.low, id), max(range.high, id)};
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+        range.low = min(range.low, __shfl_xor_sync(0xFFFFFFFFu, range.low, distance));
+        range.high = max(range.high, __shfl_xor_sync(0xFFFFFFFFu, range.high, distance));
+    }
+    return range;
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 segment_ranges(const __grid_constant__ Arguments all) {
     const Shape& shape = arrays_of(all).shape;
