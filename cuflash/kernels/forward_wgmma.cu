@@ -365,7 +365,53 @@ struct LaneIds {
     }
 };
 
-// The same by a whole warp: tiles that something is seen of, or one if there are none.
+// The key tiles that a query tile visits, from the last one down: of those that the mask lets it,
+// with SEGMENTS, the ones that may have an id in common with it. By a whole warp, which looks at 32
+// tiles at a time, a lane at one: so all that is to be said of a tile is known before it comes.
+template <class Pairs> struct ListedTiles {
+    const Pairs& pairs;
+    Range queries;                                          // their ids
+    int first, from;                                        // a lane's tile is from - lane
+    u32 left = 0;                                           // a bit a lane: it is still to come
+    u32 hidden = 0, of_one_id = 0;                          // pairs of it are; all its ids are one
+
+    __device__ __forceinline__ ListedTiles(const Pairs& pairs, int q_tile, const KeyTiles& visited)
+        : pairs(pairs), first(visited.first), from(visited.num_visited + 31) {
+        if constexpr (SEGMENTS) queries = pairs.of_queries(q_tile);
+        look_further();
+    }
+    // To where there are tiles left, if anywhere.
+    __device__ __forceinline__ void look_further() {
+        while (left == 0 && from - 32 >= first) {
+            from -= 32;
+            const int tile = from - threadIdx.x % 32;
+            if constexpr (SEGMENTS) {
+                const Range keys = pairs.of_keys(max(tile, first));
+                const bool is_one = keys.low == keys.high;
+                left = __ballot_sync(WHOLE_WARP, tile >= first && !are_apart(queries, keys));
+                hidden = __ballot_sync(
+                    WHOLE_WARP, KEEP || !is_one || queries.low != queries.high);
+                of_one_id = __ballot_sync(WHOLE_WARP, is_one);
+            } else {
+                left = __ballot_sync(WHOLE_WARP, tile >= first);
+            }
+        }
+    }
+    __device__ __forceinline__ bool has_more() const { return left != 0; }
+
+    // The next one. There is one.
+    struct Tile { int number; bool hides, has_one_id; };
+    __device__ __forceinline__ Tile take() {
+        const int lane = __ffs(left) - 1;
+        const Tile tile = {
+            from - lane, (hidden >> lane & 1) != 0, (of_one_id >> lane & 1) != 0};
+        left &= left - 1;
+        look_further();
+        return tile;
+    }
+};
+
+// The same by a whole warp: the listed tiles, or one if there are none, all hidden.
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
@@ -378,19 +424,19 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         if (queries.num_rows == 0) return;
         const int head = queries.head / group_size;
         const Pairs pairs(arguments, queries.batch);
-        const KeyTiles visited = mask.key_tiles(queries.first, queries.num_rows, BLOCK_K);
-        MetTiles<Pairs, true> met(
-            pairs, queries.first / BLOCK_Q, visited.first, visited.num_visited);
-        MetTiles<Pairs, true>::Tile tile = {0, true, false};   // if there is none
+        ListedTiles<Pairs> listed(
+            pairs, queries.first / BLOCK_Q,
+            mask.key_tiles(queries.first, queries.num_rows, BLOCK_K));
+        ListedTiles<Pairs>::Tile tile = {0, true, false};
         LaneIds ids;
         const auto look_at_next = [&] {
-            if (met.has_more()) tile = met.take();
+            if (listed.has_more()) tile = listed.take();
             if (tile.hides) ids.load(pairs, tile.number * BLOCK_K, shape.seqlen_k);
-            if (COUNTED && !met.has_more() && lane == 0) shared.work.ask();
+            if (COUNTED && !listed.has_more() && lane == 0) shared.work.ask();
         };
         look_at_next();
         for (bool last = false; !last; ring.next()) {
-            last = !met.has_more();
+            last = !listed.has_more();
             const int k_start = tile.number * BLOCK_K;
             wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
             if (tile.hides) ids.store(shared.beside.ids(ring));

@@ -185,60 +185,6 @@ template <class Arguments> struct PairsOf {
 
 using Pairs = PairsOf<Arguments>;
 
-// The tiles that are met, of those [first, end) that the mask lets a tile visit: a query tile's key
-// tiles, from the last one down, or a key tile's query tiles, from the first one up. By a whole
-// warp, which looks at 32 tiles at a time, a lane at one: so all that is to be known of a tile
-// is there before it comes. KEYS: they are of keys.
-template <class Pairs, bool KEYS> struct MetTiles {
-    static constexpr int STEP = KEYS ? -1 : 1;
-    const Pairs& pairs;
-    Range own;                                              // of the tile that visits them
-    int first, end;
-    int from = 0;                                           // a lane's tile is from + STEP * lane
-    u32 left = 0;                                           // a bit a lane: it is still to come
-    u32 hidden = 0, of_one_id = 0;                          // pairs are; all its ids are one
-
-    __device__ __forceinline__ MetTiles(const Pairs& pairs, int tile, int first, int end)
-        : pairs(pairs), first(first), end(end) {
-        if constexpr (SEGMENTS) own = KEYS ? pairs.of_queries(tile) : pairs.of_keys(tile);
-        restart();
-    }
-    __device__ __forceinline__ void restart() {
-        from = KEYS ? end + 31 : first - 32;
-        look_further();
-    }
-    // To where there are tiles left, if anywhere.
-    __device__ __forceinline__ void look_further() {
-        while (left == 0 && (KEYS ? from - 32 >= first : from + 32 < end)) {
-            from += 32 * STEP;
-            const int tile = from + STEP * static_cast<int>(threadIdx.x % 32);
-            const bool inside = tile >= first && tile < end;
-            if constexpr (SEGMENTS) {
-                const int known = inside ? tile : first;
-                const Range other = KEYS ? pairs.of_keys(known) : pairs.of_queries(known);
-                const bool is_one = other.low == other.high;
-                left = __ballot_sync(0xFFFFFFFFu, inside && !are_apart(own, other));
-                hidden = __ballot_sync(0xFFFFFFFFu, KEEP || !is_one || own.low != own.high);
-                of_one_id = __ballot_sync(0xFFFFFFFFu, is_one);
-            } else {
-                left = __ballot_sync(0xFFFFFFFFu, inside);
-            }
-        }
-    }
-    __device__ __forceinline__ bool has_more() const { return left != 0; }
-
-    // The next one. There is one.
-    struct Tile { int number; bool hides, has_one_id; };
-    __device__ __forceinline__ Tile take() {
-        const int lane = __ffs(left) - 1;
-        const Tile tile = {from + STEP * lane, (hidden >> lane & 1) != 0,
-                           (of_one_id >> lane & 1) != 0};
-        left &= left - 1;
-        look_further();
-        return tile;
-    }
-};
-
 // Behind the last batch's ranges stands how many tiles were taken by blocks that take one after
 // another.
 template <class Arguments> inline int* counter_behind_ranges(const Arguments& all) {
