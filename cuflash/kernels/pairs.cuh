@@ -117,16 +117,6 @@ template <class Arguments> struct PairsOf {
         return !PAIRWISE || of_tile(q_tile, k_tile) == Visibility::ALL;
     }
 
-    // Whether all keys of a tile have the same segment id.
-    bool keys_are_one(int k_tile) const {
-        if constexpr (SEGMENTS) {
-            const Range ids = of_keys(k_tile);
-            return ids.low == ids.high;
-        } else {
-            return false;
-        }
-    }
-
     // The next tile below k_tile, not below `first`, that is not skipped; less than `first` if none
     // is. By a whole warp, 32 tiles at a time.
     int key_tile_before(int q_tile, int k_tile, int first) const {

@@ -4,6 +4,9 @@
 
 constexpr bool PAIRWISE = false;
 
+struct Range { int low, high; };
+bool are_apart(Range a, Range b);
+
 struct Pairs {
     int batch;
 
@@ -15,7 +18,8 @@ struct Pairs {
     bool visible(int query, int key) const;
     bool skips(int, int) const { return false; }
     bool sees_all(int, int) const { return true; }
-    bool keys_are_one(int) const { return false; }
+    Range of_queries(int tile) const;
+    Range of_keys(int tile) const;
     int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
     int key_tiles_before(int q_tile, int k_tile, int first) const;
