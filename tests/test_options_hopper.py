@@ -3,6 +3,7 @@
 import pytest
 
 import cuflash
+from cuflash.tiles import Tile
 from helpers import expected
 from helpers.backends import on_kernels
 from helpers.checks import (
@@ -283,6 +284,42 @@ def test_more_query_tiles_than_lanes(backend):
         on=Emulation("sm_90a", num_sms=1), arrays_of=SEGMENTS,
     )  # fmt: skip
     check_gradients(backend, case)
+
+
+@on_kernels
+def test_more_key_tiles_than_lanes(backend):
+    """Of 65; the first queries see none of the last 33, others no first."""
+    tile = Tile(128, 64, 12, num_stages=2)
+    case = Case(
+        "float16", 1, 400, 4150, head_dim=16, seed=4, arrays_of=SEGMENTS,
+        on=Emulation("sm_90a", num_sms=1, forward_tile=tile),
+    )  # fmt: skip
+    check_forward(backend, case)
+
+
+@on_kernels
+def test_queries_of_segments_without_a_key(backend):
+    """Those of the first tile, and of the last; a key tile is visited."""
+    case = Case(
+        "float16", 1, 800, 3, head_dim=16, seed=0, arrays_of=SEGMENTS,
+        on=Emulation("sm_90a", num_sms=1),
+    )  # fmt: skip
+    arrays = option_arrays(case)
+    of_q, of_k = (arrays[f"segment_ids_{x}"][0] for x in "qk")
+    assert not {of_q[0], of_q[191], of_q[-1]} & set(of_k)
+    check_forward(backend, case)
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    "options", [{"window": (600, 0)}, {"arrays_of": SEGMENTS}], ids=str
+)
+def test_key_tiles_of_a_step_each(backend, options):
+    """Six of one block: the next one's keys come while gradients leave."""
+    check_gradients(backend, Case(
+        "bfloat16", 1, 60, 700, 1, 1, 128, 128, seed=4,
+        on=Emulation("sm_90a", num_sms=1, seed=1), **options,
+    ))  # fmt: skip
 
 
 @on_kernels
