@@ -314,10 +314,11 @@ def test_queries_of_segments_without_a_key(backend):
 @pytest.mark.parametrize(
     "options", [{"window": (600, 0)}, {"arrays_of": SEGMENTS}], ids=str
 )
-def test_key_tiles_of_a_step_each(backend, options):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_key_tiles_of_a_step_each(backend, head_dim, options):
     """Six of one block: the next one's keys come while gradients leave."""
     check_gradients(backend, Case(
-        "bfloat16", 1, 60, 700, 1, 1, 128, 128, seed=4,
+        "bfloat16", 1, 60, 700, 1, 1, head_dim, head_dim, seed=4,
         on=Emulation("sm_90a", num_sms=1, seed=1), **options,
     ))  # fmt: skip
 

@@ -346,7 +346,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             if (LAGS) issue_last_dq(dq);
             wgmma_wait<LAGS ? 2 : 1>();                     // dP
             keep_here(dp);
-            if (KEYS_AHEAD)
+            if (KEYS_AHEAD && !LAGS)
                 mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
 
             score_gradients(dp, s, p, rows, first_column, of, dropout);
@@ -372,6 +372,9 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             keep_here(dv);
             keep_here(dq);
             mbarrier_arrive_if(lane == 0, dout_empty + 8 * ring.stage);
+            // Not before: a first step's product for nothing reads V, too.
+            if (KEYS_AHEAD && LAGS)
+                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
             if (LAGS) mbarrier_arrive_if(started && lane == 0, ds_empty + 8 * place.previous());
             if (!LAGS || started) send_dq(dq);
 
