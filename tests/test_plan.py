@@ -604,21 +604,6 @@ def test_sections_of_segments_are_of_heads(
 
 
 @pytest.mark.parametrize(
-    ("window", "causal", "beside"),
-    [((1024, None), True, 16), ((512, 511), False, 16), ((8191, 0), True, 3),
-     ((None, 9), False, 1), ((None, None), True, 1)],
-)  # fmt: skip
-def test_heads_whose_windows_have_room_in_l2_backward(window, causal, beside):
-    """A key is seen by as many queries: 8 MiB a head with half of them."""
-    problem = small_problem(
-        "backward", "float16", 128, seqlen_q=16384, seqlen_k=16384,
-        num_heads_q=16, num_heads_kv=16, causal=causal, window=window,
-    )  # fmt: skip
-    device = replace(device_of_arch("sm_90a"), l2_bytes=50 << 20)
-    assert plan(problem, device).heads_per_section == beside
-
-
-@pytest.mark.parametrize(
     ("tokens", "is_broadcast", "beside"),
     [(16384, True, 4), (16384, False, 1), (4096, True, 1)],
 )
@@ -647,14 +632,22 @@ def test_tiles_that_the_causal_mask_makes_differ_go_in_pairs(options, pairs):
 
 
 @pytest.mark.parametrize(
-    ("window", "causal", "beside"),
-    [((9, None), False, 3), ((0, 8000), False, 6), ((1024, 0), False, 16),
-     ((1024, None), True, 16), ((None, 9), False, 3)],
+    ("direction", "window", "causal", "beside"),
+    [("forward", (9, None), False, 3), ("forward", (0, 8000), False, 6),
+     ("forward", (1024, 0), False, 16), ("forward", (1024, None), True, 16),
+     ("forward", (None, 9), False, 3), ("backward", (1024, None), True, 16),
+     ("backward", (512, 511), False, 16), ("backward", (8191, 0), True, 3),
+     ("backward", (None, 9), False, 1), ("backward", (None, None), True, 1)],
 )  # fmt: skip
-def test_heads_whose_windows_have_room_in_l2(window, causal, beside):
-    """8 MiB a head without, 4 with half of the keys, of 25."""
+def test_heads_whose_windows_have_room_in_l2(
+    direction, window, causal, beside
+):
+    """8 MiB a head without, 4 with half of the keys, of 25.
+
+    Backward 16, and 8 with half of the queries: as many see a key.
+    """
     problem = small_problem(
-        "forward", "float16", 128, seqlen_q=16384, seqlen_k=16384,
+        direction, "float16", 128, seqlen_q=16384, seqlen_k=16384,
         num_heads_q=16, num_heads_kv=16, causal=causal, window=window,
     )  # fmt: skip
     device = replace(device_of_arch("sm_90a"), l2_bytes=50 << 20)
