@@ -11,7 +11,8 @@
 // TURNS; Arguments and the options (docs/masks.md), SEGMENTS and PACKED without TURNS.
 // A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; parted[PARTED],
 // whether segments hide pairs of a step; work[WORKS]; the barriers *_full, from those that load or
-// say what to do, and *_empty, back.
+// say what to do, and *_empty, back. K has K_PLACES, one of which a tile has at k_place(count). If
+// that is one, kv_empty is that of K and V; if two, of V alone, and await_place(count) is for K's.
 #pragma once
 #include "bias_gradient.cuh"
 #include "counters.cuh"

@@ -233,7 +233,8 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
     As many as have their keys in L2. Where blocks take tiles of packed
     sequences from a counter, at least as many as keep all of them busy with
     the last section, and sections are alike. With a bias and no window one,
-    or, where many may have the same and L2 has no room for it, a few.
+    or, where many may have the same and L2 has no room for it, a few. With
+    segment ids `_heads_in_order`.
     """
     d, dv = _head_dims(problem)
     heads = problem.batch * problem.num_heads_q
