@@ -1217,6 +1217,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         }
         if constexpr (masked.value && options.any) options.hide(tile);
         else if constexpr (masked.value) mask_scores(tile);
+        // Warps go different ways, but a warpgroup's wait for products by the same instruction.
+        if constexpr (may_stay && !new_rows.value) await_output();
         // All that follows is written out for each way, so that what can be done while exponentials
         // are waited for is in one stream of instructions with them. (A function of it, called for
         // both, changes plain kernels.)
@@ -1229,7 +1231,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             else softmax_of_old_maxima(s, rows, c, origins);
             if constexpr (options.any) options.drop(tile);
             if constexpr (!new_rows.value) {
-                await_output();
+                if constexpr (!may_stay) await_output();
                 if (rescales)
                     #pragma unroll
                     for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
