@@ -1217,21 +1217,29 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         }
         if constexpr (masked.value && options.any) options.hide(tile);
         else if constexpr (masked.value) mask_scores(tile);
-        // Warps go different ways, but a warpgroup's wait for products by the same instruction.
-        if constexpr (may_stay && !new_rows.value) await_output();
+        // Warps go different ways, but those of a warpgroup wait for a product by one instruction:
+        // before the ways or, where scores take longest, after them. Then what follows is one way
+        // more, for all.
+        constexpr bool waits_before = may_stay && !(SOFTCAP || ALIBI);
+        constexpr bool waits_after = may_stay && !waits_before;
+        if constexpr (waits_before && !new_rows.value) await_output();
         // All that follows is written out for each way, so that what can be done while exponentials
         // are waited for is in one stream of instructions with them. (A function of it, called for
         // both, changes plain kernels.)
         #pragma unroll
-        for (int way = 0; way < (may_stay ? 2 : 1); ++way) {
-            if (stays != (way == 1)) continue;
-            const bool rescales = way == 0;
-            if (rescales) softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
-            else if constexpr (may_leave) softmax_of_old_maxima(s, rows, c, SlightProducts{steps});
-            else softmax_of_old_maxima(s, rows, c, origins);
-            if constexpr (options.any) options.drop(tile);
+        for (int way = 0; way < (waits_after ? 3 : may_stay ? 2 : 1); ++way) {
+            const bool rescales = way == 2 ? !stays : way == 0;
+            if (way < 2) {
+                if (stays != (way == 1)) continue;
+                if (rescales) softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
+                else if constexpr (may_leave)
+                    softmax_of_old_maxima(s, rows, c, SlightProducts{steps});
+                else softmax_of_old_maxima(s, rows, c, origins);
+                if constexpr (options.any) options.drop(tile);
+                if (waits_after) continue;
+            }
             if constexpr (!new_rows.value) {
-                if constexpr (!may_stay) await_output();
+                if constexpr (!waits_before) await_output();
                 if (rescales)
                     #pragma unroll
                     for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];

@@ -1,0 +1,42 @@
+"""The warps of a warpgroup wait for a product by one and the same instruction.
+
+PTX leaves undefined what else happens (wgmma.wait_group, `.aligned`). Where
+a warp may go another way than its neighbours, as it keeps its maxima, a wait
+that was copied to each way shows in nothing but the machine code.
+"""
+
+import struct
+
+import pytest
+
+from cuflash import compiler
+from helpers.kernels import kernels
+from helpers.machine_code import instructions
+
+# Of sm_90: the low 12 bits of WARPGROUP, and what its DEPBAR has set.
+OPCODE, DEPBAR = 0x9C5, 1 << 16
+
+
+def count_waits(**options):
+    *_, kernel = kernels(
+        "forward", "bfloat16", "sm_90a", 64, causal=False, **options
+    )
+    cubin, _ = compiler._compile(kernel, "sm_90a")
+    words = struct.iter_unpack("<2Q", instructions(cubin, kernel.entry))
+    return sum(low & 0xFFF == OPCODE and high & DEPBAR != 0
+               for low, high in words)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": (30, 30)}, {"segment_ids": True}, {"mask": True},
+     {"alibi_slopes": True}, {"bias": "bfloat16"}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_each_way_waits_in_the_same_place(options):
+    """With dropout there is one way."""
+    assert count_waits(**options) == count_waits(**options, dropout=0.1) > 0
+
+
+def test_a_softcap_waits_where_a_plain_call_does():
+    assert count_waits(softcap=15.0) == count_waits() > 0
