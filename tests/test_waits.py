@@ -9,7 +9,6 @@ import struct
 
 import pytest
 
-from cuflash import compiler
 from helpers.kernels import kernels
 from helpers.machine_code import instructions
 
@@ -21,8 +20,7 @@ def count_waits(**options):
     *_, kernel = kernels(
         "forward", "bfloat16", "sm_90a", 64, causal=False, **options
     )
-    cubin, _ = compiler._compile(kernel, "sm_90a")
-    words = struct.iter_unpack("<2Q", instructions(cubin, kernel.entry))
+    words = struct.iter_unpack("<2Q", instructions(kernel, "sm_90a"))
     return sum(low & 0xFFF == OPCODE and high & DEPBAR != 0
                for low, high in words)  # fmt: skip
 

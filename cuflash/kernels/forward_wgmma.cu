@@ -1218,8 +1218,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         if constexpr (masked.value && options.any) options.hide(tile);
         else if constexpr (masked.value) mask_scores(tile);
         // Warps go different ways, but those of a warpgroup wait for a product by one instruction:
-        // before the ways or, where scores take longest, after them. Then what follows is one way
-        // more, for all.
+        // before the ways or, where scores take longest, after them. What follows the wait is then
+        // a third way, which all go.
         constexpr bool waits_before = may_stay && !(SOFTCAP || ALIBI);
         constexpr bool waits_after = may_stay && !waits_before;
         if constexpr (waits_before && !new_rows.value) await_output();
@@ -1228,7 +1228,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         // both, changes plain kernels.)
         #pragma unroll
         for (int way = 0; way < (waits_after ? 3 : may_stay ? 2 : 1); ++way) {
-            const bool rescales = way == 2 ? !stays : way == 0;
+            const bool rescales = !stays;
             if (way < 2) {
                 if (stays != (way == 1)) continue;
                 if (rescales) softmax<masked.value || BIAS>(s, rows, c, rescale, origins);

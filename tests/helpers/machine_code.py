@@ -2,9 +2,17 @@
 
 import struct
 
+from cuflash import compiler
 
-def instructions(cubin, entry):
-    """Return the bytes of a kernel's code section: an ELF file's .text."""
+
+def instructions(kernel, arch):
+    """Return the bytes of a planned kernel's code, compiled for `arch`."""
+    cubin, _ = compiler._compile(kernel, arch)
+    return _code_section(cubin, kernel.entry)
+
+
+def _code_section(cubin, entry):
+    """Of an ELF file, .text."""
     (first,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
     sections = [
