@@ -33,6 +33,12 @@ constexpr bool HIDES = CAUSAL || WINDOW || PAIRWISE || PACKED;      // rows need
 constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
+// Options that hide pairs say it in bits, found while S is computed. A mask without them is asked
+// when P is there: it seldom cuts a tile.
+constexpr bool SEEN_AS_BITS = WINDOW || PAIRWISE;
+// Where P is 0, so is dS, or it is NaN, as may be what unseen tokens reach in other ways, too:
+// repair.cuh sees to that. Not to sums that dS goes into by itself.
+constexpr bool HIDES_DS = !SEEN_AS_BITS || DBIAS;
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(!(BY_WARP && DETERMINISTIC), "turns are those of neighbouring key tiles");
@@ -297,22 +303,6 @@ __device__ __forceinline__ void apply_mask(
     }
 }
 
-// The same where the segment of the query is not that of the key. The lane's first column is of the
-// tile's query `column`, its two keys are first_key and the one 8 further on.
-__device__ __forceinline__ void hide_segments(
-    float (&x)[S_COUNT], const QueryRows& rows, const Pairs& pairs, int first_key, int num_keys,
-    int column) {
-    if constexpr (SEGMENTS)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int id = pairs.id_of_key(min(first_key + half * 8, num_keys - 1));
-            #pragma unroll
-            for (int i = 0; i < S_COUNT / 2; ++i)
-                if (rows.id(column + i / 2 * 8 + i % 2) != id)
-                    x[i / 2 * 4 + half * 2 + i % 2] = 0.0f;
-        }
-}
-
 // ---- What options say of single pairs ----
 
 // The lane's pairs of a step: x[4 j + 2 h + b] is of the query 8 j + b and the key 8 h after the
@@ -323,9 +313,17 @@ struct LanePairs {
     // With 128 queries there is room for the biases of 64 at a time.
     static constexpr int BIAS_PARTS = BIAS && !KEEPS_P ? 2 : 1;
     int batch, head, query, key, past;                      // the first; how far the key is before
-    u32 kept[KEEP ? WORDS : 1];                             // by the mask
+    u32 seen[SEEN_AS_BITS ? WORDS : 1];                     // what no option hides
     u32 not_dropped[DROPOUT ? WORDS : 1];
     u32 biases[BIAS ? S_COUNT / 2 / BIAS_PARTS : 1];        // of 16 bits, in twos: load_biases()
+
+    __device__ __forceinline__ bool hides_any() const {
+        u32 all = ~0u;
+        if constexpr (SEEN_AS_BITS)
+            #pragma unroll
+            for (u32 bits : seen) all &= bits;
+        return all != ~0u;
+    }
 };
 
 __device__ __forceinline__ bool has_bit(const u32* words, int i) {
@@ -386,19 +384,63 @@ __device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all,
     }
 }
 
+// Of one key's pairs with a word's 64 queries, as bits of LanePairs: those of the first `end`.
+__device__ __forceinline__ u32 bits_before(int end) {
+    const int queries = min(max(end, 0), 64), bits = queries / 8 * 4 + min(queries % 8, 2);
+    return static_cast<u32>((u64{1} << bits) - 1) & 0x33333333u;
+}
+__device__ __forceinline__ void hide_masked(LanePairs& of, const Mask<CAUSAL, WINDOW>& mask) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int open_first = mask.open_first_query(of.key + half * 8);
+        const int first = open_first - of.query, end = mask.end_after(open_first) - of.query;
+        #pragma unroll
+        for (int word = 0; word < LanePairs::WORDS; ++word) {
+            const u32 seen = bits_before(end - word * 64) & ~bits_before(first - word * 64);
+            of.seen[word] &= seen << half * 2 | 0xCCCCCCCCu >> half * 2;
+        }
+    }
+}
+__device__ __forceinline__ void hide_other_segments(
+    LanePairs& of, const QueryRows& rows, const Pairs& pairs, int num_keys) {
+    if constexpr (SEGMENTS) {
+        const int row = of.query - rows.q_start;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int id = pairs.id_of_key(min(of.key + half * 8, num_keys - 1));
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) {
+                const int bit = i / 2 * 4 + half * 2 + i % 2;
+                if (rows.id(row + i / 2 * 8 + i % 2) != id) of.seen[bit / 32] &= ~(1u << bit % 32);
+            }
+        }
+    }
+}
+
+// masked: the mask cuts the step's tile of pairs; parted: segments do.
 __device__ __forceinline__ void look_at_pairs(
-    LanePairs& of, const Arguments& all, const Pairs& pairs, const Dropout<float>& dropout) {
+    LanePairs& of, const Arguments& all, const Pairs& pairs, const Dropout<float>& dropout,
+    const Mask<CAUSAL, WINDOW>& mask, const QueryRows& rows, bool masked, bool parted) {
+    if constexpr (SEEN_AS_BITS) {
+        #pragma unroll
+        for (u32& bits : of.seen) bits = ~0u;
+        if (masked) hide_masked(of, mask);
+        if (parted) hide_other_segments(of, rows, pairs, mask.seqlen_k);
+    }
     if constexpr (KEEP) {
         Pairs of_head = pairs;
         of_head.set_head(of.head);
+        u32 kept[LanePairs::WORDS];
         if (of_head.has_words(of.key - threadIdx.x % 32 / 4 + 16))
-            ask_by_fours<8>(of.kept, of, [&](int query, int key) {
+            ask_by_fours<8>(kept, of, [&](int query, int key) {
                 return of_head.keeps_of_four<true>(query, key);
             });
         else
-            ask_by_fours<1>(of.kept, of, [&](int query, int key) {
+            ask_by_fours<1>(kept, of, [&](int query, int key) {
                 return of_head.keeps_of_four<false>(query, key);
             });
+        #pragma unroll
+        for (int word = 0; word < LanePairs::WORDS; ++word) of.seen[word] &= kept[word];
     }
     if constexpr (DROPOUT) {
         Dropout<float> of_head = dropout;
@@ -409,12 +451,12 @@ __device__ __forceinline__ void look_at_pairs(
     }
 }
 
-// x = 0 where the mask hides the pair, whatever stood there.
-__device__ __forceinline__ void hide_unkept(float (&x)[S_COUNT], const LanePairs& of) {
-    if constexpr (KEEP)
+// x = 0 where a pair is hidden, whatever stood there.
+__device__ __forceinline__ void hide_unseen(float (&x)[S_COUNT], const LanePairs& of) {
+    if constexpr (SEEN_AS_BITS)
         #pragma unroll
         for (int i = 0; i < S_COUNT; ++i)
-            if (!has_bit(of.kept, i)) x[i] = 0.0f;
+            if (!has_bit(of.seen, i)) x[i] = 0.0f;
 }
 
 // x Z, x being P or dP of a pair.

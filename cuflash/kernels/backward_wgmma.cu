@@ -322,10 +322,10 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             LanePairs of = {batch, rows.head, query, key_of_lane,
                             query + shape.seqlen_k - shape.seqlen_q - key_of_lane};
             const auto hide = [&](float (&x)[S_COUNT]) {
-                if (masked) apply_mask(x, mask, first_query, q_start + first_column);
-                if (parted)
-                    hide_segments(x, rows, pairs, key_of_lane, shape.seqlen_k, first_column);
-                hide_unkept(x, of);
+                if (!SEEN_AS_BITS && masked)
+                    apply_mask(x, mask, first_query, q_start + first_column);
+                // By lane; but segments' bits may be late, and to ask about them costs as much.
+                if (KEEP || (SEGMENTS ? masked || parted : of.hides_any())) hide_unseen(x, of);
             };
             wait(dout_full + 8 * ring.stage, ring.parity);
             keep_here(dp);
@@ -333,7 +333,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(dp, v_rows, dout);
             wgmma_commit();
             load_biases(of, arguments);
-            look_at_pairs(of, arguments, pairs, dropout);
+            look_at_pairs(of, arguments, pairs, dropout, mask, rows, masked, parted);
             wgmma_wait<1>();                                // S
             keep_here(s);
 
@@ -350,7 +350,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
                 mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
 
             score_gradients(dp, s, p, rows, first_column, of, dropout);
-            hide(dp);
+            if (HIDES_DS) hide(dp);
             add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
             if (LAGS) wait(ds_empty + 8 * place.stage, place.parity ^ 1);

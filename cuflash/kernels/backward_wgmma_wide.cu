@@ -161,14 +161,18 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         issue_dp();
         LanePairs of = {where.batch, 0, 0, first_key, 0};
         // Of the step whose S is on its way, and with it its rows.
-        const auto look = [&](const QueryRows& rows) {
+        const auto look = [&](const QueryRows& rows, int stage) {
             of.head = rows.head;
             of.query = rows.q_start + first_column;         // the lane's first
             of.past = of.query + shape.seqlen_k - shape.seqlen_q - first_key;
-            look_at_pairs(of, arguments, pairs, dropout);
+            const bool masked =
+                SEEN_AS_BITS
+                && (rows.q_start < first_full || rows.q_start + BLOCK_Q > end_full);
+            look_at_pairs(of, arguments, pairs, dropout, mask, rows, masked,
+                          SEGMENTS && shared.parted[stage]);
             if (BIASES_BESIDE_DQ) load_biases(of, arguments);
         };
-        look(shared.rows[ring.stage]);
+        look(shared.rows[ring.stage], ring.stage);
         if (!BIASES_BESIDE_DQ) load_biases(of, arguments);
         wgmma_wait<1>();
         keep_here(s);
@@ -179,10 +183,9 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
             const bool parted = SEGMENTS && shared.parted[ring.stage];
             const auto hide = [&](float (&x)[S_COUNT]) {
-                if (masked) apply_mask(x, mask, first_query, q_start + first_column);
-                if (parted)
-                    hide_segments(x, rows, pairs, first_key, shape.seqlen_k, first_column);
-                hide_unkept(x, of);
+                if (!SEEN_AS_BITS && masked)
+                    apply_mask(x, mask, first_query, q_start + first_column);
+                if (KEEP || SEEN_AS_BITS && (masked || parted)) hide_unseen(x, of);
             };
             const u32 ds_tile = shared_address(&shared.ds[ring.stage]);
             float derivatives[S_COUNT];
@@ -199,7 +202,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             keep_here(dp);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.stage]));
             score_gradients(dp, s, p, rows, first_column, of, dropout);
-            hide(dp);
+            if (HIDES_DS) hide(dp);
             add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
             store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
@@ -225,7 +228,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                 if (!last.value && first) issue_s();
                 if (!last.value && final) {
                     issue_dp();
-                    look(shared.rows[(ring.stage + 1) % STAGES]);
+                    look(shared.rows[(ring.stage + 1) % STAGES], (ring.stage + 1) % STAGES);
                 }
                 if (last.value) wgmma_wait<0>();
                 else if (first && final) wgmma_wait<2>();

@@ -1,7 +1,7 @@
 // Rows of gradients once more, from the definition, a warp a row. A product of tiles spreads a NaN
 // or an infinity of its B operand, as 0 * NaN, to rows that do not see it. Only rows with a NaN or
 // an infinity are looked at, and of them only those computed that something unseen may have
-// reached: of packed sequences all, as a tile reaches into the next one. Slow, rare.
+// reached. Slow, rare.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K; Arguments and the options, as
 // in backward_steps.cuh.
@@ -11,6 +11,11 @@
 #include "pairs.cuh"
 #include "score.cuh"
 #include "sequences.cuh"
+
+// Any row may be such a one: of packed sequences, as a tile reaches into the next one; and where an
+// unseen pair has P = 0 and dS = 0 (dP - delta) as it comes (HIDES_DS, backward_steps.cuh), of
+// which dP takes V's row and dO's, and may overflow, delta takes O's.
+constexpr bool REACHES_ALL = PACKED || WINDOW || PAIRWISE;
 
 // One query head, and its key head.
 struct OneHead {
@@ -128,7 +133,7 @@ __device__ __forceinline__ void repair_query(
     const KeyTiles tiles = one.mask.key_tiles(query / BLOCK_Q * BLOCK_Q, BLOCK_Q, BLOCK_K);
     const int taken = min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
     if (!has_nonfinite(dq, query, shape.head_dim)) return;
-    if (!PACKED && !has_nonfinite(one.k, 0, taken, shape.head_dim,
+    if (!REACHES_ALL && !has_nonfinite(one.k, 0, taken, shape.head_dim,
                                   [&](int key) { return one.visible(query, key); })) return;
     RowSum<HEAD_DIM> sum;
     for (int key = one.mask.first_key(query); key < one.mask.num_keys(query); ++key)
@@ -149,8 +154,8 @@ __device__ __forceinline__ void repair_key(
     const int first = mask.first_query(key), end = mask.end_query(key);
     const int k_start = key / BLOCK_K * BLOCK_K;
     const int first_taken = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K).first * BLOCK_Q;
-    bool of_v = PACKED, of_k = PACKED;
-    for (int head = first_head; !PACKED && head < first_head + group_size; ++head) {
+    bool of_v = REACHES_ALL, of_k = REACHES_ALL;
+    for (int head = first_head; !REACHES_ALL && head < first_head + group_size; ++head) {
         const OneHead one(all, batch, head);
         const auto seen = [&](int query) { return one.visible(query, key); };
         of_v |= has_nonfinite(one.dout, first_taken, shape.seqlen_q, shape.head_dim_v, seen);
