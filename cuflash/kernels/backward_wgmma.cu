@@ -324,7 +324,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             const auto hide = [&](float (&x)[S_COUNT]) {
                 if (!SEEN_AS_BITS && masked)
                     apply_mask(x, mask, first_query, q_start + first_column);
-                // By lane; but segments' bits may be late, and to ask about them costs as much.
+                // A window's bits, lane by lane. Segments' may be late: to ask them costs as much.
                 if (KEEP || (SEGMENTS ? masked || parted : of.hides_any())) hide_unseen(x, of);
             };
             wait(dout_full + 8 * ring.stage, ring.parity);

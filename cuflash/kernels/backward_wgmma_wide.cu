@@ -161,7 +161,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         issue_dp();
         LanePairs of = {where.batch, 0, 0, first_key, 0};
         // Of the step whose S is on its way, and with it its rows.
-        const auto look = [&](const QueryRows& rows, int stage) {
+        const auto look = [&](int stage) {
+            const QueryRows& rows = shared.rows[stage];
             of.head = rows.head;
             of.query = rows.q_start + first_column;         // the lane's first
             of.past = of.query + shape.seqlen_k - shape.seqlen_q - first_key;
@@ -172,7 +173,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                           SEGMENTS && shared.parted[stage]);
             if (BIASES_BESIDE_DQ) load_biases(of, arguments);
         };
-        look(shared.rows[ring.stage], ring.stage);
+        look(ring.stage);
         if (!BIASES_BESIDE_DQ) load_biases(of, arguments);
         wgmma_wait<1>();
         keep_here(s);
@@ -228,7 +229,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                 if (!last.value && first) issue_s();
                 if (!last.value && final) {
                     issue_dp();
-                    look(shared.rows[(ring.stage + 1) % STAGES], (ring.stage + 1) % STAGES);
+                    look((ring.stage + 1) % STAGES);
                 }
                 if (last.value) wgmma_wait<0>();
                 else if (first && final) wgmma_wait<2>();
