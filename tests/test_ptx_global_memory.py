@@ -118,3 +118,20 @@ def test_a_block_sees_what_the_one_before_it_wrote(backend, blocks, seed):
     )
     assert turn[0] == blocks
     np.testing.assert_array_equal(values, expected)
+
+
+@on_both
+@given(seed=SEEDS)
+def test_a_warp_that_waits_lets_the_block_s_others_run(backend, seed):
+    """Else a block that waits for another one might keep it waiting."""
+    turn, warps = np.zeros(1, np.int32), np.zeros(6, np.int32)
+    run(
+        "primitives/warps_take_turns",
+        {"turn": turn, "warps": warps},
+        backend,
+        threads=96,
+        blocks=2,
+        seed=seed,
+        resident=2,
+    )
+    np.testing.assert_array_equal(warps, [2, 2, 1, 1, 0, 0])

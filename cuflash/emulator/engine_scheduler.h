@@ -123,7 +123,12 @@ void run_all() {
             if (able.empty()) break;
             switch_block(able[draw(static_cast<int>(able.size()))]);
         }
-        const auto ready = [&](int w) { return block->warps[w].ready != 0; };
+        // Who gave way comes after all others that are ready, whatever the order, as on a GPU no
+        // warp waits for ever: what a loop waits for may take the block's other warps.
+        const auto comes_first = [](const Warp& w) { return w.ready != 0 && !w.gives_way; };
+        if (std::none_of(block->warps.begin(), block->warps.end(), comes_first))
+            for (Warp& w : block->warps) w.gives_way = false;
+        const auto ready = [&](int w) { return comes_first(block->warps[w]); };
         if (order == Order::RANKED)
             for (warp = 0; !ready(ranks[warp]);) ++warp;
         else if (order == Order::ANY || !ready(warp))

@@ -74,6 +74,7 @@ struct Product {
 
 struct Warp {
     uint32_t ready = 0;                                     // a bit a lane
+    bool gives_way = false;                                 // to all others that are ready
     std::vector<Meeting> meetings;
     std::vector<Product> products;                          // not committed yet
     std::vector<std::vector<Product>> product_groups;

@@ -89,6 +89,7 @@ void give_way(Site site) {
     thread->site = site;
     thread->state = State::WAITS;
     make_ready(*thread);
+    block->warps[thread->index / LANES].gives_way = true;
     block_may_change = true;
     leave();
 }
