@@ -286,15 +286,15 @@ __device__ __forceinline__ void probabilities(
     }
 }
 
-// x = 0 where the query does not see the key or is none, whatever stood there. first_query: of
-// those that see the lane's two keys, 8 apart. The lane's first column is of query q_start.
+// x = 0 where the query does not see the key or is none, whatever stood there, if the mask is all
+// that hides pairs. first_query: of those that see the lane's two keys, 8 apart. The lane's first
+// column is of query q_start.
 __device__ __forceinline__ void apply_mask(
     float (&x)[S_COUNT], const Mask<CAUSAL, WINDOW>& mask, const int (&first_query)[2],
     int q_start) {
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int first = first_query[half] - q_start;
-        const int end = mask.end_after(first_query[half]) - q_start;
+        const int first = first_query[half] - q_start, end = mask.seqlen_q - q_start;
         #pragma unroll
         for (int j = 0; j < S_COUNT / 4; ++j)
             #pragma unroll

@@ -167,8 +167,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             of.query = rows.q_start + first_column;         // the lane's first
             of.past = of.query + shape.seqlen_k - shape.seqlen_q - first_key;
             const bool masked =
-                SEEN_AS_BITS
-                && (rows.q_start < first_full || rows.q_start + BLOCK_Q > end_full);
+                rows.q_start < first_full || rows.q_start + BLOCK_Q > end_full;
             look_at_pairs(of, arguments, pairs, dropout, mask, rows, masked,
                           SEGMENTS && shared.parted[stage]);
             if (BIASES_BESIDE_DQ) load_biases(of, arguments);
@@ -186,7 +185,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
             const auto hide = [&](float (&x)[S_COUNT]) {
                 if (!SEEN_AS_BITS && masked)
                     apply_mask(x, mask, first_query, q_start + first_column);
-                if (KEEP || SEEN_AS_BITS && (masked || parted)) hide_unseen(x, of);
+                if (KEEP || masked || parted) hide_unseen(x, of);
             };
             const u32 ds_tile = shared_address(&shared.ds[ring.stage]);
             float derivatives[S_COUNT];
