@@ -70,18 +70,9 @@ bench: .venv/installed-bench
 sweep: .venv/installed-sweep
 	$(BIN)/python scripts/sweep_blocks.py $(ARGS)
 
-# Modules that ruff would take for installed ones when it sorts imports.
-OURS := "bench", "bench_parts", "bounded_attention", "cuflash", \
-	"cuda_extra", "demo", "demo_parts", "dense_attention", \
-	"device_memory", "fuzz_gpu", \
-	"fuzz_parts", "helpers", "kernel_coverage", "mutate", \
-	"mutation_parts", "reference_strategies", "strategies", \
-	"sweep_blocks", "sweep_parts"
-
 lint: .venv/installed-lint
-	$(BIN)/ruff check --line-length 79 --target-version py310 \
-	--select E,F,W,I,UP,B \
-	--config 'lint.isort.known-first-party = [$(OURS)]' $(ARGS) .
+	$(BIN)/ruff check $(ARGS) .
+	$(BIN)/ruff format --check .
 
 .venv/installed-%: setup.cfg pyproject.toml scripts/cuda_extra.py \
 		| $(BIN)/python

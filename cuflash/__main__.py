@@ -35,9 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cuflash")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "info", help="versions, devices, folders and settings"
-    )
+    commands.add_parser("info", help="versions, devices, folders and settings")
     compiling = commands.add_parser(
         "compile",
         help="compile every default plan, needing no GPU, and print"
@@ -213,9 +211,7 @@ def warmup(jobs: int) -> int:
     tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
     tasks = list(dict.fromkeys(tasks))  # GPUs may be alike
     failed, start = 0, time.perf_counter()
-    for kernel, arch, result in _in_threads(
-        compiler.cubin_file, tasks, jobs
-    ):
+    for kernel, arch, result in _in_threads(compiler.cubin_file, tasks, jobs):
         if isinstance(result, Exception):
             failed += 1
             print(f"{arch} {_describe(kernel)}: {result}", flush=True)

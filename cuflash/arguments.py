@@ -60,12 +60,14 @@ def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
 def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
     """A struct whose size is a multiple of its alignment, as in C++."""
     struct = _struct(*fields)
-    return np.dtype({
-        "names": struct.names,
-        "formats": [struct[name] for name in struct.names],
-        "offsets": [struct.fields[name][1] for name in struct.names],
-        "itemsize": -(-struct.itemsize // alignment) * alignment,
-    })
+    return np.dtype(
+        {
+            "names": struct.names,
+            "formats": [struct[name] for name in struct.names],
+            "offsets": [struct.fields[name][1] for name in struct.names],
+            "itemsize": -(-struct.itemsize // alignment) * alignment,
+        }
+    )
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:

@@ -367,8 +367,17 @@ def default_plans(device: Device) -> list[Plan]:
                     # Tiles are chosen by length and number: of 2048 tokens,
                     # and enough of them for any GPU.
                     problem = Problem(
-                        direction, dtype, 8, 2048, 2048, 16, 16, head_dim,
-                        head_dim, head_dim**-0.5, causal,
+                        direction,
+                        dtype,
+                        8,
+                        2048,
+                        2048,
+                        16,
+                        16,
+                        head_dim,
+                        head_dim,
+                        head_dim**-0.5,
+                        causal,
                     )
                     if device.capability >= 80:
                         plans.append(plan(problem, device))

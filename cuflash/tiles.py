@@ -85,8 +85,9 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         ):
             yield Tile(q, k, warps)
     elif (family, direction) == ("mma", "backward"):
-        for q, k, warps, stages in product((128, 64, 32), (128, 64, 32),
-                                           (8, 4), (2, 1)):
+        for q, k, warps, stages in product(
+            (128, 64, 32), (128, 64, 32), (8, 4), (2, 1)
+        ):
             for down, down_k in product((4, 2, 8, 1), repeat=2):
                 if max(down, down_k) <= warps:
                     yield Tile(q, k, warps, 1, stages, down, down_k)
@@ -97,7 +98,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             yield Tile(q, k, warps, ptxas_level=3)
     elif (family, direction) == ("fma", "backward"):
         for q, k, warps, down, down_k in product(
-            (128, 112, 96, 64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 8, 1),
+            (128, 112, 96, 64, 32, 16),
+            (64, 32, 16),
+            (8, 4),
+            (4, 2, 8, 1),
             (2, 4, 1),
         ):
             if max(down, down_k) <= warps:
@@ -119,7 +123,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             yield Tile(q, k, warps, ptxas_level=3)
     elif (family, direction) == ("tf32x3", "backward"):
         for q, k, warps, down, down_k in product(
-            (128, 64, 32, 16), (128, 64, 32, 16), (8, 4, 2), (4, 2, 8, 1),
+            (128, 64, 32, 16),
+            (128, 64, 32, 16),
+            (8, 4, 2),
+            (4, 2, 8, 1),
             (4, 2, 8, 1),
         ):
             if max(down, down_k) <= warps:

@@ -287,10 +287,19 @@ def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
     That is (name, shape, strides, dtype, offset, device).
     """
     if isinstance(next(iter(arrays.values()), None), np.ndarray):
-        return tuple([
-            (name, x.shape, x.strides, x.dtype, _address(x) % ALIGNMENT, None)
-            for name, x in arrays.items()
-        ])
+        return tuple(
+            [
+                (
+                    name,
+                    x.shape,
+                    x.strides,
+                    x.dtype,
+                    _address(x) % ALIGNMENT,
+                    None,
+                )
+                for name, x in arrays.items()
+            ]
+        )
     # CuPy's memory is quicker to ask than the array.
     return tuple([
         (name, x.shape, x.strides, x.dtype,

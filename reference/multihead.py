@@ -391,8 +391,6 @@ def gradient_rows(
         yield GradientRow("v", token, joined(dv))
 
 
-def _as_float64(
-    x: np.ndarray, weights: Weights
-) -> tuple[np.ndarray, Weights]:
+def _as_float64(x: np.ndarray, weights: Weights) -> tuple[np.ndarray, Weights]:
     w = Weights(*(np.asarray(matrix, np.float64) for matrix in weights))
     return np.asarray(x, np.float64), w

@@ -330,9 +330,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         say(word)
     record["runners"] = {runner.name: runner.label for runner in runners}
     record["workload"] = workload(options)
-    record["ceilings"] = timing.ceilings(
-        options.dtype, options.seconds
-    )
+    record["ceilings"] = timing.ceilings(options.dtype, options.seconds)
     say(", ".join(f"{k} {v:.0f}" for k, v in record["ceilings"].items()))
 
     grid = cells.grid(

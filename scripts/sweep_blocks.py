@@ -71,8 +71,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--block-k", nargs="+", type=number, help="these alone")
     add("--budget", type=seconds, default=None,
         help="stop after so long, as 90s, 5m or 1h")  # fmt: skip
-    add("--seconds", type=float, default=0.05,
-        help="timed seconds for each cell and each of its best tiles")
+    add(
+        "--seconds",
+        type=float,
+        default=0.05,
+        help="timed seconds for each cell and each of its best tiles",
+    )
     add("--jobs", type=number, default=_cores(),
         help="kernels compiled at a time")  # fmt: skip
     add("--output", type=Path, default=Path("sweep_output"),

@@ -267,8 +267,10 @@ def test_no_gpu(monkeypatch, capsys):
         (["--head-dim", "0"], "0 is less than 1"),
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
         (["--seconds", "0"], "--seconds 0.0: more than 0"),
-        (["--dtype", "float64", "--precision", "tf32x3"],
-         "--precision tf32x3: for float32 alone"),
+        (
+            ["--dtype", "float64", "--precision", "tf32x3"],
+            "--precision tf32x3: for float32 alone",
+        ),
         (["--peer", "fa9"], "invalid choice: 'fa9'"),
         (["--kv-heads", "3"], "--kv-heads 3: no divisor of 32"),
         (["--memory", "--peer", "mha"], "--memory knows the peers fa2"),

@@ -158,8 +158,11 @@ def on_numpy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
     monkeypatch.setattr(cuflash, "launch", launch, raising=False)
     known = stand_in.MODULES
-    monkeypatch.setattr(stand_in, "MODULES", (*known, "bench_parts.timing",
-                                              "bench_parts.speed"))
+    monkeypatch.setattr(
+        stand_in,
+        "MODULES",
+        (*known, "bench_parts.timing", "bench_parts.speed"),
+    )
     return stand_in.with_numpy(monkeypatch)
 
 
@@ -289,9 +292,7 @@ def bench_to(path, *options):
     """Bench calls of a few tokens; return the status and the record."""
     sizes = ["--head-dim", "16", "--width", "32", "--tokens", "64",
              "--seqlen", "32", "--dtype", "float16"]  # fmt: skip
-    status = bench.main(
-        ["--options", *options, *sizes, "--output", str(path)]
-    )
+    status = bench.main(["--options", *options, *sizes, "--output", str(path)])
     return status, json.loads(path.read_text())
 
 

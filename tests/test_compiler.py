@@ -104,9 +104,7 @@ def test_a_second_report_has_them_too():
         ("13.0", ("--no-cache",)),
     ],
 )
-def test_a_report_asks_nvrtc_not_to_use_its_cache(
-    monkeypatch, version, flags
-):
+def test_a_report_asks_nvrtc_not_to_use_its_cache(monkeypatch, version, flags):
     def note(kernel, arch, *more):
         asked.append(more)
         return b"", ""

@@ -145,9 +145,7 @@ def test_odd_arrays_are_as_good(made, dtype):
     q, k, v, dout = inputs(Case(dtype))
     with emulator.active("sm_80"):
         plain = cuflash.forward(q, k, v, return_lse=True)
-        plain += cuflash.backward(
-            dout, q, k, v, *plain, deterministic=True
-        )
+        plain += cuflash.backward(dout, q, k, v, *plain, deterministic=True)
         q, k, v, dout = (made(x) for x in (q, k, v, dout))
         odd = cuflash.forward(q, k, v, return_lse=True)
         odd += cuflash.backward(

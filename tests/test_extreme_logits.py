@@ -84,9 +84,7 @@ def subnormals(draw, backend, dtype, archs):
     return draw(strategies.on_backend(case, backend, archs))
 
 
-@on_each_backend(
-    subnormals, each={"dtype": DTYPES}, archs=strategies.FAMILIES
-)
+@on_each_backend(subnormals, each={"dtype": DTYPES}, archs=strategies.FAMILIES)
 def test_subnormal_inputs(backend, case):
     """Everything is below the smallest normal number of the dtype."""
     q, k, v, dout = inputs(case)
@@ -126,9 +124,7 @@ def test_many_weights_alike(backend, dtype, arch, top):
     step each; the logarithm and the last sum by two steps of lse; exponents
     by half a step of a score, and of the largest.
     """
-    case = Case(
-        dtype, 1, 20, 4096, head_dim=8, scale=1.0, on=Emulation(arch)
-    )
+    case = Case(dtype, 1, 20, 4096, head_dim=8, scale=1.0, on=Emulation(arch))
     q, k, v, _ = inputs(case)
     q[...], k[...] = 0, 0
     q[..., 0], k[..., 0], k[:, -1, :, 0] = 1, top - 0.2, top

@@ -79,9 +79,7 @@ def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
     placed = [backend.place(x) for x in (q, k, v)]
     sink = backend.place(np.full(2, -np.inf, np.float32))
     with backend.running(case):
-        got = cuflash.forward(
-            *placed, causal=True, sink=sink, return_lse=True
-        )
+        got = cuflash.forward(*placed, causal=True, sink=sink, return_lse=True)
         *_, dsink = cuflash.backward(
             backend.place(dout), *placed, *got, causal=True, sink=sink,
             return_dsink=True,
@@ -201,8 +199,9 @@ def test_a_bias_that_was_broadcast_before(backend, dtype, arch):
 def test_a_broadcast_bias_has_no_deterministic_gradient_on_kernels():
     q = np.zeros((1, 4, 1, 8), np.float32)
     bias, lse = np.zeros(4, np.float32), np.zeros((1, 1, 4), np.float32)
-    with emulator.active("sm_80"), pytest.raises(
-        UnsupportedError, match="summed in no fixed order"
+    with (
+        emulator.active("sm_80"),
+        pytest.raises(UnsupportedError, match="summed in no fixed order"),
     ):
         cuflash.backward(
             q, q, q, q, q, lse, bias=bias, return_dbias=True,

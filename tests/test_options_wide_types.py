@@ -158,4 +158,3 @@ def test_rows_without_keys_have_the_sink(backend, kind):
     assert not out[:, :24].any()
     assert (lse[:, :, :24] == case.options()["sink"]).all()
     check_gradients(backend, case)
-

@@ -25,8 +25,12 @@ from helpers.kernels import small_problem
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIRECTIONS = ("forward", "backward")
 SIXTEEN_BITS = ("float16", "bfloat16")
-FAMILIES = {"float16": "mma", "bfloat16": "mma", "float32": "fma",
-            "float64": "dmma"}
+FAMILIES = {
+    "float16": "mma",
+    "bfloat16": "mma",
+    "float32": "fma",
+    "float64": "dmma",
+}
 KERNELS = {**FAMILIES, "float64": "mma8"}
 
 both_directions = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -289,9 +293,7 @@ def test_an_error_lists_the_blocks_that_can_be_run(direction, dtype):
     listed = re.findall(r"\((\d+), (\d+)\)", str(e.value))
     assert listed
     for block_q, block_k in (tuple(map(int, pair)) for pair in listed):
-        tile = planned(
-            direction, dtype, block_q=block_q, block_k=block_k
-        ).tile
+        tile = planned(direction, dtype, block_q=block_q, block_k=block_k).tile
         assert (tile.block_q, tile.block_k) == (block_q, block_k)
 
 
@@ -454,9 +456,7 @@ def test_warpgroup_products_are_hopper_s(
     ],
 )
 def test_packed_sequences_are_hopper_s(options, family):
-    problem = small_problem(
-        "backward", "float16", num_sequences=3, **options
-    )
+    problem = small_problem("backward", "float16", num_sequences=3, **options)
     assert plan(problem, device_of_arch("sm_90a")).family == family
 
 
@@ -531,9 +531,7 @@ def test_only_a_deterministic_dq_takes_turns(deterministic):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_default_plans_are_what_the_readme_says(arch):
     problems = {p.problem for p in default_plans(device_of_arch(arch))}
-    found = {
-        (p.direction, p.dtype, p.head_dim, p.causal) for p in problems
-    }
+    found = {(p.direction, p.dtype, p.head_dim, p.causal) for p in problems}
     assert len(found) == len(problems) == 16
     assert {head_dim for _, _, head_dim, _ in found} == {64, 128}
     assert {dtype for _, dtype, _, _ in found} == set(SIXTEEN_BITS)
@@ -569,9 +567,7 @@ def test_sections_of_packed_sequences_are_alike(heads, tokens, beside):
         "forward", "float16", 128, seqlen_q=tokens, seqlen_k=tokens,
         num_heads_q=heads, num_heads_kv=heads, num_sequences=129,
     )  # fmt: skip
-    device = replace(
-        device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20
-    )
+    device = replace(device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20)
     assert plan(problem, device).heads_per_section == beside
 
 
@@ -587,9 +583,7 @@ def test_sections_of_segments_are_of_heads(
 
     A head takes 8 MiB of 25 at 16,384 tokens, and 16 of 25 backward.
     """
-    device = replace(
-        device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20
-    )
+    device = replace(device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20)
     found = [
         plan(
             small_problem(

@@ -27,6 +27,7 @@ VALUES = {
     "ROWS": (16,),
 }
 
+
 def kernels(name):
     """A file's kernel with each choice of its constants."""
     named = re.search(r"Constants: ([\w, ]+)\.", TEXTS[name])

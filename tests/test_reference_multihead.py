@@ -83,9 +83,7 @@ def test_layer_is_attention_head_by_head(heads):
 
 def loss(operands, dy, heads):
     x, *weights = operands
-    y = multihead.multi_head_attention(
-        x, Weights(*weights), **keywords(heads)
-    )
+    y = multihead.multi_head_attention(x, Weights(*weights), **keywords(heads))
     return (dy * y).sum()
 
 
@@ -288,9 +286,7 @@ def test_projection_gradient_sums_over_the_batch():
     w = rng.integers(-9, 10, (WIDTH, WIDTH))
     dx, dw = multihead.project_vjp(dy, x, w)
     np.testing.assert_array_equal(dx[1], dy[1] @ w.T)
-    np.testing.assert_array_equal(
-        dw, sum(x[b].T @ dy[b] for b in range(3))
-    )
+    np.testing.assert_array_equal(dw, sum(x[b].T @ dy[b] for b in range(3)))
 
 
 def test_split_heads_puts_a_heads_columns_together():

@@ -44,8 +44,7 @@ def test_a_float_is_no_constant(folder):
 def test_types_come_first_then_constants_then_the_kernel(folder):
     text = source.build(kernel(Element="bfloat16"), folder(kernel="int x;\n"))
     places = [
-        text.index(s)
-        for s in ("struct bfloat16", "using Element", "int x;")
+        text.index(s) for s in ("struct bfloat16", "using Element", "int x;")
     ]
     assert places == sorted(places)
 

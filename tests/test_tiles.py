@@ -39,7 +39,9 @@ def packaged():
 
 def planned(found, dtype):
     problem = small_problem(
-        found.direction, dtype, found.head_dim,
+        found.direction,
+        dtype,
+        found.head_dim,
         causal=found.causal is not False,
     )
     device = device_of_arch(ARCHS.get(found.arch, f"sm_{found.arch}"))

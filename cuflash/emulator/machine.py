@@ -161,9 +161,7 @@ class Machine:
         if isinstance(value, np.ndarray):
             return np.uint64(self.address(value, value.flags.writeable))
         if isinstance(value, BoxesOf):
-            address = self.address(
-                value.array, value.array.flags.writeable
-            )
+            address = self.address(value.array, value.array.flags.writeable)
             boxes = Boxes.of(value.array, value.rows)
             encoded = self.tensor_map(address, boxes)
             return np.frombuffer(encoded, TensorMap)[0]

@@ -436,9 +436,14 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             Launch(rows, q_tiles),
             Launch(main, min(k_tiles, device.num_sms)),
             rounding_launch(
-                problem, tile, (d, dv),
-                q_tiles + (k_tiles if hides else 0), dq_warps, "Wgmma",
-                repairs=hides, turns=turns_of_tile,
+                problem,
+                tile,
+                (d, dv),
+                q_tiles + (k_tiles if hides else 0),
+                dq_warps,
+                "Wgmma",
+                repairs=hides,
+                turns=turns_of_tile,
             ),
             *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip

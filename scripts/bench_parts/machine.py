@@ -44,9 +44,7 @@ def describe() -> dict:
         "commit": _first_line("git", "rev-parse", "HEAD"),
         "python": platform.python_version(),
         "versions": {
-            name: _version(name)
-            for name in PACKAGES
-            if _version(name)
+            name: _version(name) for name in PACKAGES if _version(name)
         },
     }
 

@@ -30,12 +30,8 @@ from .report import beside_plain, figure, ratio_to, summary
 
 MARK = re.compile(r"^<!-- bench: (.+) -->$", re.M)
 # A mark and the table below it.
-BLOCK = re.compile(
-    r"^(<!-- bench: (.+) -->\n)(?:\n?(?:\|.*\n)+)?", re.M
-)
-WAITING = re.compile(
-    r"^<!-- when (\S+) is there:\n(.*?\n)-->\n", re.M | re.S
-)
+BLOCK = re.compile(r"^(<!-- bench: (.+) -->\n)(?:\n?(?:\|.*\n)+)?", re.M)
+WAITING = re.compile(r"^<!-- when (\S+) is there:\n(.*?\n)-->\n", re.M | re.S)
 NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
          "fa4": "FlashAttention-4", "cudnn": "cuDNN", "cupy": "plain CuPy",
          "flashinfer": "FlashInfer", "jax": "cuDNN in JAX",
@@ -217,14 +213,16 @@ def _options(records: list[dict], wanted: Wanted) -> list[str]:
         words += ["causal"] if row["causal"] else []
         times = (row["ms"].get(x) for x in ("cuflash", "plain"))
         pairs, faster, *of_pairs = beside_plain(row)
-        lines.append([
-            ", ".join(words),
-            f"{row['seqlen']:,}",
-            *("–" if x is None else f"{x:.3f}" for x in times),
-            "–" if faster is None else f"{faster:.2f}",
-            f"{pairs:.1%}",
-            *("–" if x is None else f"{x:.2f}" for x in of_pairs),
-        ])
+        lines.append(
+            [
+                ", ".join(words),
+                f"{row['seqlen']:,}",
+                *("–" if x is None else f"{x:.3f}" for x in times),
+                "–" if faster is None else f"{faster:.2f}",
+                f"{pairs:.1%}",
+                *("–" if x is None else f"{x:.2f}" for x in of_pairs),
+            ]
+        )
     first = wanted.directions[0] if len(wanted.directions) == 1 else ""
     return _table(
         [first, "seqlen", "ms", "without it", "times as fast",

@@ -80,7 +80,5 @@ def find_peers(
         except (OSError, RuntimeError, AttributeError) as error:
             # An extension that was built for something else.
             reason = str(error).strip().partition("\n")[0]
-            words.append(
-                f"{name} left out: {type(error).__name__}: {reason}"
-            )
+            words.append(f"{name} left out: {type(error).__name__}: {reason}")
     return found, words

@@ -36,9 +36,7 @@ def _prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
         hidden = ~cupy.tri(cell.seqlen, dtype=bool)
 
     def weights():
-        s = (cupy.matmul(q, k.swapaxes(2, 3)) * scale).astype(
-            wide, copy=False
-        )
+        s = (cupy.matmul(q, k.swapaxes(2, 3)) * scale).astype(wide, copy=False)
         if hidden is not None:
             s[..., hidden] = -cupy.inf
         p = cupy.exp(s - s.max(axis=-1, keepdims=True))

@@ -62,9 +62,7 @@ def _flashinfer() -> Runner:
             0, (cell.batch + 1) * cell.seqlen, cell.seqlen,
             dtype=torch.int32, device=q.device,
         )  # fmt: skip
-        room = torch.empty(
-            WORKSPACE_BYTES, dtype=torch.uint8, device=q.device
-        )
+        room = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(room, "NHD")
         wrapper.plan(
             starts, starts, cell.heads, cell.heads // cell.group_size,

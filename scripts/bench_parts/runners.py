@@ -117,9 +117,7 @@ VARIANTS = {
         "bfloat16",
         "cuflash in bfloat16",
         _prepare_cuflash,
-        variant=lambda cell: replace(
-            cell, dtype="bfloat16", precision=None
-        ),
+        variant=lambda cell: replace(cell, dtype="bfloat16", precision=None),
     ),
 }
 

@@ -91,9 +91,7 @@ def attention(x, w_qkv, w_out, config):
     shape = (*x.shape[:2], 3, config.num_heads, config.head_dim)
     qkv = (x @ w_qkv).astype(config.attention_dtype, copy=False)
     q, k, v = (qkv.reshape(shape)[:, :, i] for i in range(3))
-    out, lse = config.attention.forward(
-        q, k, v, causal=True, return_lse=True
-    )
+    out, lse = config.attention.forward(q, k, v, causal=True, return_lse=True)
     joined = out.reshape(x.shape).astype(x.dtype, copy=False)
     return joined @ w_out, (x, q, k, v, out, lse)
 

@@ -54,8 +54,9 @@ def _group(
     left = list(listed)
     for kernel, report in pool.results(list(dict.fromkeys(kernels)), until):
         reports[kernel] = report
-        for choice in [c for c in left
-                       if all(k in reports for k in c.main(group.family))]:
+        for choice in [
+            c for c in left if all(k in reports for k in c.main(group.family))
+        ]:
             left.remove(choice)
             meter.step()
             rows.append(_row(group, choice, reports, device, cell))

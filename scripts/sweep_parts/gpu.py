@@ -150,8 +150,6 @@ def _call(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
     q, k, v, dout = inputs
     options = {"causal": cell.causal, "precision": cell.precision}
     if cell.direction == "forward":
-        return lambda: cuflash.forward(
-            q, k, v, **options, return_lse=True
-        )[:1]
+        return lambda: cuflash.forward(q, k, v, **options, return_lse=True)[:1]
     out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
     return lambda: cuflash.backward(dout, q, k, v, out, lse, **options)

@@ -107,9 +107,7 @@ class Sweep:
                 )
             if "fault" not in self.record.checked[choice.digest]:
                 good.append(choice)
-        missing = sum(
-            x.digest not in self.record.checked for x in swept
-        )
+        missing = sum(x.digest not in self.record.checked for x in swept)
         if missing:
             self.left_out.append(
                 f"{group}: {missing} of {len(swept)} tiles, for want of time"

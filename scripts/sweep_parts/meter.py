@@ -55,9 +55,7 @@ class Meter:
         self.done += count
         self.what = what or self.what
         if self._bar:
-            self._bar.update(
-                self._task, advance=count, description=self.what
-            )
+            self._bar.update(self._task, advance=count, description=self.what)
         elif time.monotonic() - self._said >= SAY_EVERY:
             self._said = time.monotonic()
             say(self.line())

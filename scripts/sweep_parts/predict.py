@@ -23,8 +23,8 @@ def traffic_bytes(cell: Cell, family: str, tile: Tile) -> float:
     L2 cache saves part of it. A causal mask leaves out its share of pairs,
     and so about that share of all that is moved tile by tile.
     """
-    counts = SCHEDULES.get((family, cell.direction)) or (
-        DEFAULTS[cell.direction]
+    counts = (
+        SCHEDULES.get((family, cell.direction)) or (DEFAULTS[cell.direction])
     )
     sizes = traffic.Sizes(
         cell.seqlen, cell.seqlen, cell.head_dim, cell.head_dim,

@@ -153,9 +153,7 @@ def groups(
         problem = any_family.problem(1, 1024, 1)
         for family in families or [family_of(problem, device)]:
             if family_of(problem, device, family) == family:
-                found.append(
-                    Group(family, direction, dtype, head_dim, causal)
-                )
+                found.append(Group(family, direction, dtype, head_dim, causal))
     return found
 
 

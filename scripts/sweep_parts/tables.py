@@ -73,9 +73,7 @@ def verdicts(record: Record) -> list[Verdict]:
 
 def group_of(entry: dict) -> Group:
     """The group of a record's cell."""
-    return Group(
-        **{name: entry[name] for name in Group.__dataclass_fields__}
-    )
+    return Group(**{name: entry[name] for name in Group.__dataclass_fields__})
 
 
 def lines(record: Record) -> list[dict[str, Any]]:

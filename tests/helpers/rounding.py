@@ -214,9 +214,11 @@ class Rounding:
         of_lse = self.lse() + 2 * e * np.abs(self.lse_ref) + 8 * e
         error = of_lse[..., None] * terms + self.p_sink * delta_error
         spread = np.sqrt((error**2).sum(axis=(0, 2, 3)))
-        return 3 * spread + (e * np.sqrt(rows) + e) * terms.sum(
-            axis=(0, 2, 3)
-        ) + f
+        return (
+            3 * spread
+            + (e * np.sqrt(rows) + e) * terms.sum(axis=(0, 2, 3))
+            + f
+        )
 
     def _of_keys(self, squares, weights, rows, scale):
         """Errors of weights^T rows, summed over a group of query heads."""
