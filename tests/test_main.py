@@ -5,9 +5,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import GPU
 
 import cuflash
+from conftest import GPU
 from cuflash import __main__, compiler
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.plan import device_of_arch
