@@ -99,9 +99,9 @@ def box_stored():
 def summed():
     """Blocks in turn: sums = 2 sums + x, in which their order shows."""
     x = np.arange(4 * 64, dtype=np.float32).reshape(4, 64)
-    sums, turn = np.zeros(64, np.float32), np.zeros(1, np.int32)
+    sums, turns = np.zeros(64, np.float32), np.zeros(2, np.int32)
     right = np.float32([8, 4, 2, 1]) @ x
-    return {"x": read_only(x), "sums": sums, "turn": turn}, {"sums": right}
+    return {"x": read_only(x), "sums": sums, "turns": turns}, {"sums": right}
 
 
 # ---- The kernels
@@ -335,6 +335,7 @@ WRONG_RESULTS = [
 FOUND_BY_SOME_SEEDS = [
     Case("no_turns", **IN_TURN),
     Case("turn_not_waited_for", **IN_TURN),
+    Case("turn_by_block_index", STUCK, **IN_TURN),
     Case("turn_passed_too_early", **IN_TURN),
     Case("syncwarp_mask_too_small"),
     Case("mbarrier_waits_once", **LOAD),
@@ -395,7 +396,7 @@ def test_some_seed_finds_a_bug(case):
         try:
             return not case.launch(True, seed=seed, resident=2)
         except KernelFault as fault:
-            return re.search(RACE, fault.message)
+            return re.search(case.words or RACE, fault.message)
 
     assert any(map(found, range(100)))
 

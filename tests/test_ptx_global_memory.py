@@ -104,19 +104,20 @@ def test_atomic_additions_see_one_another(backend, kind, seed, places):
 def test_a_block_sees_what_the_one_before_it_wrote(backend, blocks, seed):
     """The threads of one block wait; its other threads' values are seen."""
     values = np.arange(64, dtype=np.uint32)
-    turn = np.zeros(1, np.int32)
+    turns = np.zeros(2, np.int32)
     expected = values.copy()
     for block in range(blocks):
         expected = expected * 3 + block
     run(
         "primitives/take_turns",
-        {"turn": turn, "values": values},
+        {"turns": turns, "values": values},
         backend,
+        shared_bytes=4,
         threads=64,
         blocks=blocks,
         seed=seed,
     )
-    assert turn[0] == blocks
+    assert turns.tolist() == [blocks, blocks]
     np.testing.assert_array_equal(values, expected)
 
 
@@ -124,11 +125,12 @@ def test_a_block_sees_what_the_one_before_it_wrote(backend, blocks, seed):
 @given(seed=SEEDS)
 def test_a_warp_that_waits_lets_the_block_s_others_run(backend, seed):
     """Else a block that waits for another one might keep it waiting."""
-    turn, warps = np.zeros(1, np.int32), np.zeros(6, np.int32)
+    turns, warps = np.zeros(2, np.int32), np.zeros(6, np.int32)
     run(
         "primitives/warps_take_turns",
-        {"turn": turn, "warps": warps},
+        {"turns": turns, "warps": warps},
         backend,
+        shared_bytes=4,
         threads=96,
         blocks=2,
         seed=seed,

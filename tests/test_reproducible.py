@@ -44,8 +44,39 @@ def test_forward_in_any_order(backend, case):
             assert_bitwise(a, b, f"{name} ({other})")
 
 
+# One block at a time: whom a block waits for has to have started before it.
+ONE_BLOCK = [
+    Case(
+        "float16", seqlen_q=1, seqlen_k=129, num_heads_q=2, num_heads_kv=2,
+        deterministic=True,
+        on=Emulation("sm_90a", num_sms=3, resident=1),
+    ),
+    Case(
+        "bfloat16", seqlen_q=1, seqlen_k=65, num_heads_q=2, num_heads_kv=2,
+        head_dim=1, head_dim_v=1, deterministic=True,
+        on=Emulation(
+            "sm_90a", num_sms=3, resident=1,
+            backward_tile=Tile(64, 64, 16, 1, 3, 4, 1, 3),
+        ),
+    ),
+    *(
+        Case(
+            dtype, seqlen_q=9, seqlen_k=150, deterministic=True,
+            precision=precision, on=Emulation("sm_80", resident=1),
+        )
+        for dtype, precision in [
+            ("bfloat16", None), ("float32", None), ("float64", None),
+            ("float32", "tf32x3"),
+        ]
+    ),
+]  # fmt: skip
+
+
 @on_each_backend(
-    strategies.cases, backends=[EMULATED], archs=strategies.FAMILIES
+    strategies.cases,
+    backends=[EMULATED],
+    archs=strategies.FAMILIES,
+    examples=ONE_BLOCK,
 )
 def test_backward_in_any_order(backend, case):
     """dk and dv always, dq where that is asked for."""

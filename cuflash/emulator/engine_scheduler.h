@@ -96,10 +96,17 @@ enum class Order { ANY, SAME, RANKED };
 void run_all() {
     const int most = launch.resident > 0 ? launch.resident : 1 + draw(4);
     const Order order = static_cast<Order>(draw(3));
-    int next = 0;
-    while (static_cast<int>(resident.size()) < most && next < launch.blocks) {
+    // CUDA promises no order in which blocks start.
+    std::vector<int> waiting(launch.blocks);
+    std::iota(waiting.begin(), waiting.end(), 0);
+    std::shuffle(waiting.begin(), waiting.end(), random_bits);
+    const auto start_next = [&](Block& b) {
+        start_block(b, waiting.back());
+        waiting.pop_back();
+    };
+    while (static_cast<int>(resident.size()) < most && !waiting.empty()) {
         resident.push_back(std::make_unique<Block>());
-        start_block(*resident.back(), next++);
+        start_next(*resident.back());
     }
     if (resident.empty()) return;
     const int num_warps = resident[0]->num_warps();
@@ -109,10 +116,10 @@ void run_all() {
     int warp = 0;
     switch_block(resident[0].get());
     for (;;) {
-        if (block->living == 0 && next < launch.blocks) {
+        if (block->living == 0 && !waiting.empty()) {
             Block* ended = block;
             block = nullptr;
-            start_block(*ended, next++);
+            start_next(*ended);
             switch_block(ended);
         }
         if (block->ready == 0 || block_may_change) {

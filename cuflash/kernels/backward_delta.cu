@@ -29,7 +29,7 @@ inline void clear_sums(const Arguments& all) {
             sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     if (arguments.turns == nullptr) return;
-    for (i64 i = thread; i < tiles; i += threads) static_cast<int*>(arguments.turns)[i] = 0;
+    for (i64 i = thread; i <= tiles; i += threads) static_cast<int*>(arguments.turns)[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)

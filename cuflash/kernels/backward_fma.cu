@@ -178,7 +178,8 @@ backward_fma(const __grid_constant__ Arguments whole) {
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     const int group_size = grid.num_heads_q / grid.num_heads_kv;
     TileOfHead where = tile_of_block(
-        blockIdx.x, num_k_tiles, grid.num_heads_kv, grid.batch, arrays_of(whole).schedule);
+        number_of_block(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
+        grid.batch, arrays_of(whole).schedule);
     const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
@@ -274,8 +275,9 @@ backward_fma(const __grid_constant__ Arguments whole) {
                 return at.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
             },
             k_nonfinite);
-        int* turn = static_cast<int*>(arguments.turns)
-                  + (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile;
+        int* turn = turn_of_query_tile(
+            arguments.turns,
+            (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile);
         // Turns are counted from the first key tile that visits the query tile.
         const int own_turn = DETERMINISTIC && (WINDOW || SEGMENTS)
             ? at.pairs.key_tiles_before(tile, where.tile, at.mask.first_key(at.q_start) / BLOCK_K)

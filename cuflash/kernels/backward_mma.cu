@@ -334,7 +334,8 @@ backward_mma(const __grid_constant__ Arguments whole) {
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     const int group_size = grid.num_heads_q / grid.num_heads_kv;
     TileOfHead where = tile_of_block(
-        blockIdx.x, num_k_tiles, grid.num_heads_kv, grid.batch, arrays_of(whole).schedule);
+        number_of_block(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
+        grid.batch, arrays_of(whole).schedule);
     const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& all = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
@@ -428,7 +429,7 @@ backward_mma(const __grid_constant__ Arguments whole) {
     // dQ = dS K of a tile, added to its sum, DQ_SLICE columns of 8 at a time.
     const auto add_dq = [&](auto masked, int head, int tile) {
         const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
-        int* turn = static_cast<int*>(arguments.turns) + pair * num_q_tiles + tile;
+        int* turn = turn_of_query_tile(arguments.turns, pair * num_q_tiles + tile);
         float* sum = dq_sum_tile(arguments.dq_sum, pair * num_q_tiles + tile)
                    + dq_sum_first(threadIdx.x);
         // Turns are counted from the first key tile that visits the query tile.

@@ -2,10 +2,11 @@
 // tiles a block takes, who loads them, and P and dS of a tile.
 //
 // A block takes one tile of BLOCK_K keys of one key head after another: that of its own number,
-// then whichever is next when it is done (a counter in global memory). With SEGMENTS it is the tile
-// of that number in the order of segment_order.cu. The thread that loads Q and dO tells the others
-// which, and of which packed sequence, a tile ahead, in `work`. A step is a tile of BLOCK_Q queries
-// that sees the keys, of each query head of the group in turn.
+// then whichever is next when it is done (a counter in global memory); if DETERMINISTIC, all from
+// the counter. With SEGMENTS it is the tile of that number in the order of segment_order.cu. The
+// thread that loads Q and dO tells the others which, and of which packed sequence, a tile ahead, in
+// `work`. A step is a tile of BLOCK_Q queries that sees the keys, of each query head of the group
+// in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
 // TURNS; Arguments and the options (docs/masks.md), SEGMENTS and PACKED without TURNS.
@@ -126,8 +127,14 @@ __device__ __forceinline__ TileOfHead place_of_doubts(const TileOfSequence& wher
 
 // ---- The threads that load ----
 
+// If DETERMINISTIC, a tile waits for those of smaller indices, so each of these has to be in the
+// hands of a block that has started: CUDA promises no order in which blocks do, nor that all run at
+// once. A block takes its tiles in order, and the smallest index under way waits for nobody.
 __device__ __forceinline__ int next_index(const Arguments& all) {
-    return gridDim.x + atomicAdd(tiles_handed_out(all), 1);
+    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(tiles_handed_out(all), 1);
+}
+__device__ __forceinline__ int first_index(const Arguments& all) {
+    return DETERMINISTIC ? next_index(all) : blockIdx.x;
 }
 
 // Of packed sequences, moves `index` on to the first one whose tile is somebody's, `found`. By a
@@ -156,7 +163,7 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
     const int num_k_tiles = num_key_tiles(arguments, BLOCK_K);
     Ring<STAGES> ring;
     Count count;
-    for (int index = blockIdx.x;; ++count.tiles) {
+    for (int index = first_index(arguments);; ++count.tiles) {
         Work found = {};
         skip_empty(arguments, index, num_k_tiles, found);
         const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;

@@ -25,8 +25,9 @@
 // Grid: as many blocks as multiprocessors, or as key tiles if those are fewer. Tiles are numbered
 // by scheduler.cuh, the first keys first: if CAUSAL, most queries see those. A block takes the tile
 // of its own number, then whichever is next when it is done (a counter in global memory).
-// DETERMINISTIC: key tiles add to dQ in the order in which they are begun. If CAUSAL the last keys
-// come first then: their first queries are those that the others come to later.
+// DETERMINISTIC: all come from the counter, and key tiles add to dQ in the order of their indices.
+// If CAUSAL the last keys come first then: their first queries are those that the others come to
+// later.
 // Block: 1 + MATH_WARPGROUPS warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
@@ -139,7 +140,7 @@ __device__ __forceinline__ void add_dq(const Arguments& all, SharedPlan& shared,
         int* turns = turns_of_query_tile(all, number) + group;
         barrier_sync(DQ_FULL + group, DQ_THREADS);
         if (lane == 0) {
-            // Those before were begun by blocks that run or have ended: the wait ends.
+            // Those before are of smaller indices, and taken: the wait ends (next_index).
             if (DETERMINISTIC && others_before) while (load_acquire(turns) != turn) {}
             bulk_reduce_add(dq_sum_tile(arguments.dq_sum, number) + group * (DQ_PART_BYTES / 4),
                             part, DQ_PART_BYTES);

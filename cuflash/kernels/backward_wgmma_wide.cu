@@ -79,7 +79,7 @@ __device__ __forceinline__ void take_turns(const Arguments& all, SharedPlan& sha
     const int lane = threadIdx.x % 32;
     follow_steps(all, shared, [&](int number, int turn, bool others_before) {
         int* turns = turns_of_query_tile(all, number);
-        // Those before were begun by blocks that run or have ended: the wait ends.
+        // Those before are of smaller indices, and taken: the wait ends (next_index).
         if (lane == 0 && others_before) while (load_acquire(turns) != turn) {}
         __syncwarp();
         barrier_arrive(TURN_HAS_COME, TURN_THREADS);

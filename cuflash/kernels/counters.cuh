@@ -1,7 +1,7 @@
 // The integers in global memory by which the blocks of backward_wgmma.cu know of one another, one
-// array: how many key tiles were handed out besides each block's first; of each key tile whether
-// its dK and dV are doubtful; TURNS of each query tile, whose turn it is to add to its dQ.
-// backward_rows.cu zeroes them.
+// array: how many key tiles were handed out, if not DETERMINISTIC besides each block's first; of
+// each key tile whether its dK and dV are doubtful; TURNS of each query tile, whose turn it is to
+// add to its dQ. backward_rows.cu zeroes them.
 //
 // Constants: Arguments, PACKED, BLOCK_K, TURNS.
 #pragma once

@@ -45,7 +45,7 @@ struct BackwardArguments {
     const void* lse;
     void* delta;                                // rowsum(dO * O), written by backward_delta.cu
     void* dq_sum;                               // float sums of dQ, ordered by dq_sums.cuh
-    void* turns;                                // int, a query tile: key tiles added to dQ; or null
+    void* turns;                                // int: turns.cuh, counters.cuh; or null
     void* dq; void* dk; void* dv;
     Strides dout_stride, q_stride, k_stride, v_stride, out_stride, dq_stride, dk_stride, dv_stride;
     Shape shape;

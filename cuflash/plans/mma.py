@@ -146,7 +146,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             problem, device, problem.num_heads_kv, shared_by_head
         ),
         sum_elements=q_tiles * tile.block_q * d * q_pairs,
-        num_turns=q_tiles * q_pairs if problem.deterministic else 0,
+        num_turns=1 + q_tiles * q_pairs if problem.deterministic else 0,
         num_found=num_found(problem, tile),
     )
 

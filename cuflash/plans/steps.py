@@ -422,7 +422,7 @@ def backward_in_one(
             problem, device, problem.num_heads_kv, shared_by_head
         ),
         num_turns=(
-            q_tiles * problem.batch * problem.num_heads_q
+            1 + q_tiles * problem.batch * problem.num_heads_q
             if problem.deterministic
             else 0
         ),

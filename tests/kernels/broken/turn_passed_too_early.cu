@@ -1,14 +1,17 @@
 // Passes the turn to the next block when not all warps have added.
-#include "ptx.cuh"
+constexpr bool DETERMINISTIC = true;
+#include "turns.cuh"
 
-struct Arguments { const float* x; float* sums; int* turn; };
+struct Arguments { const float* x; float* sums; int* turns; };
 
 extern "C" __global__ void turn_passed_too_early(const __grid_constant__ Arguments a) {
-    const int thread = threadIdx.x;
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    const int thread = threadIdx.x, block = number_of_block(a.turns, shared_bytes);
+    int* turn = turn_of_query_tile(a.turns, 0);
     if (thread == 0)
-        while (load_acquire(a.turn) != int(blockIdx.x)) {}
+        while (load_acquire(turn) != block) {}
     __syncthreads();
-    a.sums[thread] = 2 * a.sums[thread] + a.x[blockIdx.x * 64 + thread];
+    a.sums[thread] = 2 * a.sums[thread] + a.x[block * 64 + thread];
     if constexpr (!BROKEN) __syncthreads();
-    if (thread == 0) store_release(a.turn, blockIdx.x + 1);
+    if (thread == 0) store_release(turn, block + 1);
 }

@@ -1,15 +1,18 @@
-// load_acquire, store_release and __threadfence: block b waits until the turn, at first 0, is b. It
-// makes each value x, one a thread, 3 x + b, and passes the turn on.
-#include "ptx.cuh"
+// load_acquire, store_release and __threadfence: the b-th block waits until the turn, at first 0,
+// is b. It makes each value x, one a thread, 3 x + b, and passes the turn on.
+constexpr bool DETERMINISTIC = true;
+#include "turns.cuh"
 
-struct Arguments { int* turn; u32* values; };
+struct Arguments { int* turns; u32* values; };
 
 extern "C" __global__ void take_turns(const __grid_constant__ Arguments a) {
-    const int own = blockIdx.x;
-    if (threadIdx.x == 0) while (load_acquire(a.turn) != own) {}
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    const int own = number_of_block(a.turns, shared_bytes);
+    int* turn = turn_of_query_tile(a.turns, 0);
+    if (threadIdx.x == 0) while (load_acquire(turn) != own) {}
     __syncthreads();
     a.values[threadIdx.x] = a.values[threadIdx.x] * 3 + own;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) store_release(a.turn, own + 1);
+    if (threadIdx.x == 0) store_release(turn, own + 1);
 }

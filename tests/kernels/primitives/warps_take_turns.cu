@@ -1,15 +1,19 @@
 // load_acquire where a block that waits is waited for: the turns are those of all blocks' last
 // warps, then of the last but one, and so on. Each notes who it is.
-#include "ptx.cuh"
+constexpr bool DETERMINISTIC = true;
+#include "turns.cuh"
 
-struct Arguments { int* turn; int* warps; };
+struct Arguments { int* turns; int* warps; };
 
 extern "C" __global__ void warps_take_turns(const __grid_constant__ Arguments a) {
     const int num_warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    const int own = (num_warps - 1 - warp) * gridDim.x + blockIdx.x;
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    const int block = number_of_block(a.turns, shared_bytes);
+    const int own = (num_warps - 1 - warp) * gridDim.x + block;
+    int* turn = turn_of_query_tile(a.turns, 0);
     if (threadIdx.x % 32 != 0) return;
-    while (load_acquire(a.turn) != own) {}
+    while (load_acquire(turn) != own) {}
     a.warps[own] = warp;
     __threadfence();
-    store_release(a.turn, own + 1);
+    store_release(turn, own + 1);
 }
