@@ -8,7 +8,14 @@ namespace emulator {
 
 // Where in the kernel's text an operation stands. The built-in functions take it as their last
 // parameters, whose defaults are the caller's file and line.
-struct Site { const char* file; int line; };
+struct Site {
+    const char* file;
+    int line;
+    bool operator==(const Site& other) const {
+        // Files are told apart by address: all sites are those of one translation unit.
+        return line == other.line && file == other.file;
+    }
+};
 #define EMULATOR_SITE const char* file = __builtin_FILE(), int line = __builtin_LINE()
 
 constexpr uint32_t WHOLE_WARP = 0xFFFFFFFFu;

@@ -20,10 +20,10 @@ inline void check(
         return std::string(number);
     };
     if (p >= thread->stack && p + bytes <= thread->stack + STACK_BYTES) {
-        if (own_warp().in_flight == 0) return;
-        const std::string used = register_in_use(p, bytes, access);
-        if (used.empty()) return;
-        fault_at(where(), (access == Access::WRITE ? "writes " : "reads ") + used
+        if (own_warp().accumulators.empty()) return;
+        const char* used = register_in_use(p, bytes, access);
+        if (used == nullptr) return;
+        fault_at(where(), std::string(access == Access::WRITE ? "writes " : "reads ") + used
                  + " of a product that it has not waited for");
     }
     const auto address = reinterpret_cast<uint64_t>(p);

@@ -356,7 +356,7 @@ void read_source(BulkStore& store) {
             store.bytes.insert(store.bytes.end(), shared_bytes + at_byte,
                                shared_bytes + at_byte + 2);
         block->granules[at_byte / GRANULE].leaving = 0;
-        note_read(block->reads[at_byte / GRANULE]);
+        note_reads(at_byte / GRANULE, at_byte / GRANULE + 1);
     };
     if (store.map == nullptr)
         for (int i = 0; i < store.count; i += 2) read(store.source + i, true);
@@ -516,12 +516,8 @@ void issue(void* const (&lanes)[32]) {
     const ProductOperands& first = operands(0);
     Warp& warp = own_warp();
     Product p{};
-    const auto same = [&](const Product& other) { return other.d->registers[0] == first.d; };
-    for (const auto& group : warp.product_groups)
-        for (const Product& other : group)
-            if (same(other)) p.d = other.d;
-    for (const Product& other : warp.products)
-        if (same(other)) p.d = other.d;
+    for (const auto& d : warp.accumulators)
+        if (d->registers[0] == first.d) p.d = d;
     if (p.d == nullptr) {
         p.d = std::make_shared<Accumulator>();
         p.d->count = first.count;
@@ -531,9 +527,9 @@ void issue(void* const (&lanes)[32]) {
             p.d->registers[lane] = operands(lane).d;
             memcpy(&p.d->values[lane * first.count], operands(lane).d, first.count * sizeof(float));
         }
+        warp.accumulators.push_back(p.d);
     }
     ++p.d->pending;
-    ++warp.in_flight;
     for (int lane = 0; lane < LANES; ++lane) {
         memset(operands(lane).d, 0xFF, first.count * sizeof(float));
         p.a_registers[lane] = operands(lane).a_registers;
@@ -553,25 +549,26 @@ void issue(void* const (&lanes)[32]) {
 }
 
 // Registers of products under way, where the running thread accesses its own memory: an
-// accumulator is theirs alone, and A may not be overwritten. Empty if there is none.
+// accumulator is theirs alone, and A may not be overwritten. Null if there is none.
 const char* register_in_use(const unsigned char* p, int bytes, Access access) {
     const int lane = thread->index % LANES;
     const auto among = [&](const void* registers, size_t count) {
         const auto* first = static_cast<const unsigned char*>(registers);
         return first != nullptr && p + bytes > first && p < first + count * sizeof(float);
     };
-    const auto use = [&](const Product& product) {
-        if (among(product.d->registers[lane], static_cast<size_t>(product.d->count)))
-            return "the accumulator";
-        return access == Access::WRITE && among(product.a_registers[lane], 4) ? "an operand" : "";
+    const auto are_operands = [&](const std::vector<Product>& products) {
+        return std::any_of(products.begin(), products.end(), [&](const Product& product) {
+            return among(product.a_registers[lane], 4);
+        });
     };
     const Warp& warp = own_warp();
-    for (const auto& group : warp.product_groups)
-        for (const Product& product : group)
-            if (*use(product)) return use(product);
-    for (const Product& product : warp.products)
-        if (*use(product)) return use(product);
-    return "";
+    for (const auto& d : warp.accumulators)
+        if (among(d->registers[lane], static_cast<size_t>(d->count))) return "the accumulator";
+    if (access != Access::WRITE) return nullptr;
+    const auto& groups = warp.product_groups;
+    const bool used = are_operands(warp.products)
+                   || std::any_of(groups.begin(), groups.end(), are_operands);
+    return used ? "an operand" : nullptr;
 }
 
 }  // namespace
@@ -606,11 +603,12 @@ void wait_for_products(int pending, Site site) {
         while (warp.product_groups.size() > most) {
             for (const Product& p : warp.product_groups.front()) {
                 run_product(p);
-                --warp.in_flight;
                 if (--p.d->pending > 0) continue;
                 for (int lane = 0; lane < LANES; ++lane)
                     memcpy(p.d->registers[lane], &p.d->values[lane * p.d->count],
                            p.d->count * sizeof(float));
+                auto& all = warp.accumulators;
+                all.erase(std::find(all.begin(), all.end(), p.d));
             }
             warp.product_groups.erase(warp.product_groups.begin());
         }

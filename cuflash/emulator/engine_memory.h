@@ -22,33 +22,44 @@ bool write_is_ordered(const Granule& g, Access access = Access::READ) {
     return g.write_epoch <= block->heard[w * block->num_warps() + v];
 }
 
-// The first warp whose last read is not ordered before the running thread's access, or -1.
-int unordered_reader(const Reads& r) {
+// The first warp that has read granules [first, end) last, and not ordered before the running
+// thread's access; or -1.
+int unordered_reader(int64_t first, int64_t end) {
     const int w = thread->index / LANES, n = block->num_warps();
+    const auto own_lane = static_cast<unsigned>(thread->index % LANES);
     for (int v = 0; v < n; ++v) {
-        if (r.epoch[v] == 0) continue;
+        const Read* reads = block->reads_of(v);
         if (v != w) {
-            if (r.epoch[v] > block->heard[w * n + v]) return v;
-        } else if (r.syncs[v] == block->syncs[w] && r.lane[v] != thread->index % LANES) {
-            return v;
+            const uint32_t heard = block->heard[w * n + v];
+            for (int64_t i = first; i < end; ++i)
+                if (reads[i].epoch > heard) return v;
+        } else {
+            for (int64_t i = first; i < end; ++i)
+                if (reads[i].epoch != 0 && reads[i].syncs == block->syncs[w]
+                    && reads[i].lane != own_lane) return v;
         }
     }
     return -1;
 }
 
-void note_read(Reads& r, Access access = Access::READ) {
+void note_reads(int64_t first, int64_t end, Access access = Access::READ) {
     const int w = thread->index / LANES;
-    const auto lane = static_cast<uint8_t>(thread->index % LANES);
-    const bool now = r.epoch[w] != 0 && r.syncs[w] == block->syncs[w];
-    r.epoch[w] = block->epoch[w];
-    // A product's reads are noted where the whole warp has waited for it: all lanes are past them.
-    if (access == Access::READ_BY_PRODUCT) {
-        if (!now) r.syncs[w] = block->syncs[w] - 1;
-        return;
+    const auto lane = static_cast<unsigned>(thread->index % LANES);
+    const uint32_t epoch = block->epoch[w], syncs = block->syncs[w];
+    Read* reads = block->reads_of(w);
+    for (int64_t i = first; i < end; ++i) {
+        Read& r = reads[i];
+        const bool now = r.epoch != 0 && r.syncs == syncs;
+        r.epoch = epoch;
+        // A product's reads are noted where the whole warp has waited for it: all lanes are past
+        // them.
+        if (access == Access::READ_BY_PRODUCT) {
+            if (!now) r.syncs = syncs - 1;
+            continue;
+        }
+        r.lane = (now && r.lane != lane) || access == Access::READ_BY_WARP ? SEVERAL : lane;
+        r.syncs = syncs;
     }
-    const bool again = now && r.lane[w] != lane;
-    r.lane[w] = again || access == Access::READ_BY_WARP ? SEVERAL : lane;
-    r.syncs[w] = block->syncs[w];
 }
 
 void note_write(Granule& g) {
@@ -72,10 +83,13 @@ void check_shared(
     const auto what = [&] { return bytes_at(access, bytes, offset) + " of shared memory"; };
     if (offset < 0 || offset + bytes > launch.shared)
         fault_at(where(), what() + ", which has " + std::to_string(launch.shared));
-    const int64_t end = (offset + bytes - 1) / GRANULE;
-    for (int64_t i = offset / GRANULE; i <= end; ++i) {
-        Granule& g = block->granules[i];
-        Reads& r = block->reads[i];
+    const int64_t first = offset / GRANULE, end = (offset + bytes - 1) / GRANULE + 1;
+    const Granule* before = nullptr;
+    for (int64_t i = first; i < end; ++i) {
+        const Granule& g = block->granules[i];
+        const bool checked = before != nullptr && memcmp(before, &g, sizeof g) == 0;
+        before = &g;
+        if (checked) continue;                              // most are as their neighbour is
         if (g.landing != 0)
             fault_at(where(), what() + ", where a copy of thread " + std::to_string(g.landing - 1)
                      + " is under way that it has not waited for");
@@ -92,16 +106,13 @@ void check_shared(
         if (access == Access::WRITE && g.leaving != 0)
             fault_at(where(), what() + ", which a bulk store of thread "
                      + std::to_string(g.leaving - 1) + " may still read");
-        if (access != Access::WRITE) {
-            note_read(r, access);
-        } else {
-            const int reader = unordered_reader(r);
-            if (reader >= 0)
-                fault_at(where(), what() + ", which warp " + std::to_string(reader)
-                         + " has read without a barrier in between");
-            note_write(g);
-        }
     }
+    if (access != Access::WRITE) return note_reads(first, end, access);
+    const int reader = unordered_reader(first, end);
+    if (reader >= 0)
+        fault_at(where(), what() + ", which warp " + std::to_string(reader)
+                 + " has read without a barrier in between");
+    for (int64_t i = first; i < end; ++i) note_write(block->granules[i]);
 }
 
 template <class Where>

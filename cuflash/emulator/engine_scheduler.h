@@ -27,7 +27,7 @@ void start_block(Block& b, int index) {
     if (b.threads.empty()) {
         b.threads.resize(launch.threads);
         b.granules.resize(launch.shared / GRANULE + 1);
-        b.reads.resize(launch.shared / GRANULE + 1);
+        b.reads.resize(num_warps * b.granules.size());
         b.epoch.assign(num_warps, 1);
         b.syncs.assign(num_warps, 1);
         b.heard.assign(num_warps * num_warps, 0);

@@ -78,8 +78,8 @@ struct Warp {
     std::vector<Meeting> meetings;
     std::vector<Product> products;                          // not committed yet
     std::vector<std::vector<Product>> product_groups;
+    std::vector<std::shared_ptr<Accumulator>> accumulators; // of either
     bool fenced = false;                                    // since the last wait
-    int in_flight = 0;                                      // products, committed or not
     int registers = 0;                                      // of each thread
 };
 
@@ -107,7 +107,6 @@ struct NamedBarrier {
 // heard of the writer's epoch. Before an access of another lane of its warp it is ordered if the
 // lanes have synchronised since, which `syncs` counts.
 constexpr int GRANULE = 2;
-constexpr int MOST_WARPS = 32;
 struct Granule {
     uint32_t written_in = 0;                                // run of a block, 0: never
     uint32_t write_epoch = 0, write_syncs = 0;
@@ -116,10 +115,10 @@ struct Granule {
     uint16_t leaving = 0;                                   // thread + 1 whose bulk store reads it
     uint16_t unfenced = 0;                                  // 1 + fences of the writer, 0: none due
 };
-struct Reads {
-    uint32_t epoch[MOST_WARPS];                             // of each warp's last read
-    uint32_t syncs[MOST_WARPS];
-    uint8_t lane[MOST_WARPS];                               // its lane, SEVERAL if more than one
+struct Read {
+    uint64_t epoch : 28;                                    // of a warp's last read, 0: none
+    uint64_t syncs : 28;
+    uint64_t lane : 8;                                      // SEVERAL if more than one
 };
 constexpr uint8_t SEVERAL = 255;
 
@@ -132,7 +131,7 @@ struct Block {
     std::vector<Warp> warps;
     std::vector<unsigned char> shared;
     std::vector<Granule> granules;
-    std::vector<Reads> reads;
+    std::vector<Read> reads;                                // [warp * granules.size() + granule]
     std::vector<uint32_t> epoch, syncs;                     // of each warp
     std::vector<uint32_t> heard;                            // [warp * num_warps + other]
     int at_barrier = 0;
@@ -143,6 +142,7 @@ struct Block {
     std::map<uint32_t, Mbarrier> mbarriers;                 // by address
     NamedBarrier named_barriers[16];
     int num_warps() const { return static_cast<int>(warps.size()); }
+    Read* reads_of(int warp) { return reads.data() + warp * granules.size(); }
 };
 
 std::vector<std::unique_ptr<Block>> resident;

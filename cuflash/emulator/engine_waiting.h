@@ -20,9 +20,8 @@ void meet(const char* operation, uint32_t mask, void* operands, Meaning meaning,
     auto& meetings = block->warps[thread->index / LANES].meetings;
     size_t i = 0;
     while (i < meetings.size()
-           && (meetings[i].operation != operation || meetings[i].mask != mask
-               || meetings[i].site.line != site.line
-               || strcmp(meetings[i].site.file, site.file) != 0)) ++i;
+           && !(meetings[i].operation == operation && meetings[i].mask == mask
+                && meetings[i].site == site)) ++i;
     if (i == meetings.size()) meetings.push_back({operation, mask, 0, site, {}});
     meetings[i].arrived |= 1u << lane;
     meetings[i].operands[lane] = operands;
@@ -53,7 +52,7 @@ bool wait_for_block(const char* operation, bool predicate, Site site) {
         b.predicate = false;
         b.barrier = operation;
         b.barrier_site = site;
-    } else if (b.barrier_site.line != site.line || strcmp(b.barrier_site.file, site.file) != 0) {
+    } else if (!(b.barrier_site == site)) {
         fault(site, "waits in %s while other threads of the block wait in %s at %s", operation,
               b.barrier, text(b.barrier_site).c_str());
     }
