@@ -1,5 +1,6 @@
 # make demo    train a small language model with cuflash, about a minute
-# make test    all tests that this machine can run
+# make test    what finds most faults of a change, five minutes
+# make test-all  all tests that this machine can run, 25 minutes
 # make fuzz    the tests that draw calls at random, for hours
 # make fuzz-gpu  random calls of all sizes on this machine's GPU, ten minutes
 # make mutate  plant faults in the kernels: which do the tests catch? an hour
@@ -21,6 +22,7 @@ BIN := .venv/bin
 # The extras of setup.cfg that each target needs; a GPU adds its own.
 EXTRAS_demo := scripts
 EXTRAS_test := test,scripts
+EXTRAS_test-all := test,scripts
 EXTRAS_fuzz := test,scripts
 EXTRAS_fuzz-gpu := scripts
 EXTRAS_mutate := test,scripts
@@ -29,7 +31,7 @@ EXTRAS_bench := scripts
 EXTRAS_sweep := test,scripts
 EXTRAS_lint := lint
 
-.PHONY: demo test fuzz fuzz-gpu mutate coverage bench sweep lint clean
+.PHONY: demo test test-all fuzz fuzz-gpu mutate coverage bench sweep lint clean
 .DELETE_ON_ERROR:
 # make would take the stamps for intermediate files.
 .PRECIOUS: .venv/installed-%
@@ -45,8 +47,13 @@ demo: .venv/installed-demo
 # Some tests take a minute, most no time: who is through takes from others.
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --dist worksteal
 
+ALL_CORES := -n auto --maxprocesses 4
+
 test: .venv/installed-test
-	$(PYTEST) -n auto --maxprocesses 4 $(ARGS)
+	HYPOTHESIS_PROFILE=quick $(PYTEST) $(ALL_CORES) -m "not slow" $(ARGS)
+
+test-all: .venv/installed-test-all
+	HYPOTHESIS_PROFILE=ci $(PYTEST) $(ALL_CORES) $(ARGS)
 
 # Prints each failing example as one line, to be kept in the test.
 fuzz: .venv/installed-fuzz

@@ -4,7 +4,9 @@ Profiles, chosen by HYPOTHESIS_PROFILE; `ci` where CI is set, else `dev`:
 
 ci       the same examples every time (derandomize), so that a red run is
          the fault of the change at hand and not of the day's luck, and the
-         kernels that they need are compiled once.
+         kernels that they need are compiled once. `make test-all`.
+quick    the same, with fewer calls drawn for the emulator (drawn.py): each
+         compiles kernels. `make test`.
 dev      new examples every run: this is where new faults are found. A
          failing example is printed as one line to paste into a test.
 nightly  many of them, of all kernels that there are (strategies.py): hours.
@@ -33,15 +35,16 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 # Drawing a case is cheap, but running one may include a compilation.
 SLOW = [HealthCheck.too_slow]
 
-settings.register_profile(
-    "ci",
-    max_examples=6,  # most are kernels to compile, and CI has two cores
-    derandomize=True,
-    deadline=None,
-    database=None,
-    print_blob=True,
-    suppress_health_check=SLOW,
-)
+for name in ("ci", "quick"):
+    settings.register_profile(
+        name,
+        max_examples=6,  # most are kernels to compile, and CI has two cores
+        derandomize=True,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=SLOW,
+    )
 settings.register_profile(
     "dev", max_examples=30, deadline=None, suppress_health_check=SLOW
 )

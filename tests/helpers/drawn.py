@@ -3,9 +3,21 @@
 import inspect
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from .backends import BACKENDS
+
+
+# In the quick profile: each compiles some four kernels, a second of work.
+QUICK_EMULATED_EXAMPLES = 2
+
+
+def num_examples(backend):
+    """How many calls are drawn for a backend in the current profile."""
+    quick = settings.get_current_profile_name() == "quick"
+    if quick and backend.name == "emulated":
+        return QUICK_EMULATED_EXAMPLES
+    return settings().max_examples
 
 
 def on_each_backend(
@@ -42,6 +54,7 @@ def on_each_backend(
             which = check.__module__, check.__name__, backend.name, chosen
             on_case._hypothesis_internal_add_digest = repr(which).encode()
             run = given(case=make(backend, **options, **chosen))(on_case)
+            run = settings(max_examples=num_examples(backend))(run)
             for kept in examples:
                 fits = (getattr(kept, k) == v for k, v in chosen.items())
                 if all(fits):
