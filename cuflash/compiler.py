@@ -19,31 +19,22 @@ import contextlib
 import hashlib
 import os
 import re
-import struct
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from cuflash import source
+from cuflash import cache, source
 from cuflash.errors import CompileError, UnsupportedError, ValueRangeError
 from cuflash.folders import cache_folder, tile_tables
 
 if TYPE_CHECKING:
     from cuflash.plan import Device, KernelPlan
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-    import msvcrt
-
 
 # ---- Compiling: text to cubin, by NVRTC ----
 
@@ -210,52 +201,11 @@ def cubin_file(kernel: KernelPlan, arch: str) -> Path:
     """
     key = repr((source.build(kernel), options(kernel, arch), nvrtc_version()))
     name = f"cuflash_{hashlib.sha256(key.encode()).hexdigest()[:40]}"
-    path = cache_folder() / f"{name}.cubin"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with only_one(path.with_suffix(".lock")):
-            if not path.exists():  # still: it may have been waited for
-                _write(path, _compile(kernel, arch)[0])
-    return path
 
+    def build(path: Path) -> None:
+        path.write_bytes(_compile(kernel, arch)[0])
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file so that others see all of it or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix="cuflash_")
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-@contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Hold a file's lock, among the threads of all processes.
-
-    The system takes the lock back when its holder ends, however it ends.
-    """
-    with open(path, "ab") as file:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        else:
-            _lock_on_windows(file)
-        try:
-            yield
-        finally:
-            if fcntl:  # closing is not enough where a fork holds it too
-                fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _lock_on_windows(file: IO[bytes]) -> None:
-    file.seek(0)
-    while True:
-        try:
-            return msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-        except OSError:  # not free after ten seconds: once more
-            pass
+    return cache.kept(f"{name}.cubin", build)
 
 
 # ---- Loading: a cubin to a function of the current device, by CuPy ----
@@ -295,29 +245,9 @@ def function(kernel: KernelPlan, device: Device) -> Any:
 
 
 def _load(kernel: KernelPlan, arch: str) -> Any:
-    path = cubin_file(kernel, arch)
-    if not _is_whole(path.read_bytes()):  # as after a loss of power
-        path.unlink(missing_ok=True)
-        path = cubin_file(kernel, arch)
-    return _load_file(path, kernel)
-
-
-def _is_whole(cubin: bytes) -> bool:
-    """Whether an ELF file reaches to the end of its two tables.
-
-    The driver does not look, and crashes on one that does not.
-    """
-    if len(cubin) < 64 or cubin[:4] != b"\x7fELF":
-        return False
-    ph_start, sh_start = struct.unpack_from("<QQ", cubin, 32)
-    ph_size, ph_num, sh_size, sh_num = struct.unpack_from("<HHHH", cubin, 54)
-    end = max(ph_start + ph_size * ph_num, sh_start + sh_size * sh_num)
-    return end <= len(cubin)
-
-
-def _load_file(path: Path, kernel: KernelPlan) -> Any:
     import cupy
 
+    path = cubin_file(kernel, arch)
     with _also_while_capturing():
         module = cupy.RawModule(path=str(path))
         loaded = module.get_function(kernel.entry)

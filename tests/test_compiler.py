@@ -189,8 +189,11 @@ def test_a_failed_compilation_leaves_nothing_behind(compiled):
     assert not list(compiler.cache_folder().glob("*.cubin"))
 
 
-def test_a_cubin_without_its_end_is_known(compiled):
-    whole = compiler.cubin_file(small_kernel(), "sm_80").read_bytes()
-    assert compiler._is_whole(whole)
-    assert not compiler._is_whole(whole[:-1])
-    assert not compiler._is_whole(b"")
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_damaged_cubin_is_compiled_again(compiled, size):
+    path = compiler.cubin_file(small_kernel(), "sm_80")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    assert compiler.cubin_file(small_kernel(), "sm_80") == path
+    assert path.read_bytes() == whole
+    assert len(compiled) == 2

@@ -118,6 +118,18 @@ def test_a_kernel_is_compiled_once_and_then_kept(launch, cache, compiled):
     assert compiled[2:] == ["kernel.cpp", "kernel.cpp"]
 
 
+@pytest.mark.parametrize("size", [0, 100, 100_000])
+@pytest.mark.parametrize("name", ["small", "engine"])
+def test_a_damaged_program_is_built_again(launch, cache, name, size):
+    launch()
+    (path,) = cache.glob(f"{name}_" + "?" * 40)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    launch("// another text\n" + DOUBLE)
+    launch()
+    assert len(path.read_bytes()) == len(whole)
+
+
 def test_a_changed_emulator_is_compiled_again(launch, monkeypatch, tmp_path):
     kernel = launch()
     before = runtime.executable(kernel, "sm_90a")

@@ -36,7 +36,8 @@ LAW = {
     "plan": "errors problem tiles plans plans.kernel plans.rounding"
     " plans.steps plans.fma plans.mma plans.mma8 plans.simt plans.wgmma",
     "source": "errors",
-    "compiler": "errors source plan folders",
+    "cache": "folders",
+    "compiler": "errors source plan folders cache",
     "softcap": "",
     "calls": "errors problem plan arguments softcap",
     "launch": "errors problem plan compiler calls arguments",
@@ -45,7 +46,7 @@ LAW = {
     "emulator.machine": "errors problem plan compiler calls arguments"
     " emulator.memory emulator.runtime",
     "emulator.memory": "",
-    "emulator.runtime": "errors plan source compiler",
+    "emulator.runtime": "errors plan source cache",
     "api": "errors problem validate plan launch cpu emulator",
     "__init__": "errors api compiler emulator",
     "__main__": "errors problem folders tiles plan source compiler launch"

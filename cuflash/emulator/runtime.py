@@ -20,7 +20,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from cuflash import compiler, source
+from cuflash import cache, source
 from cuflash.errors import CompileError, KernelFault
 from cuflash.plan import Device, KernelPlan
 
@@ -212,13 +212,7 @@ def _hash(key: object) -> str:
 
 def _kept(name: str, build: Callable[[Path], None]) -> Path:
     """The file of that name in the cache folder, built if it is not there."""
-    path = compiler.cache_folder() / "cuflash_emulator" / name
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with compiler.only_one(path.with_suffix(".lock")):
-            if not path.exists():  # still: it may have been waited for
-                build(path)
-    return path
+    return cache.kept(f"cuflash_emulator/{name}", build)
 
 
 def _log(done: subprocess.CompletedProcess[str]) -> str:
