@@ -45,7 +45,8 @@ def launch(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder."""
+    """An empty cache folder, for an engine that compiles fast."""
+    monkeypatch.setattr(runtime, "_ENGINE_FLAGS", (*runtime._FLAGS, "-O0"))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "cuflash_emulator"
 
@@ -130,7 +131,14 @@ def test_a_damaged_program_is_built_again(launch, cache, name, size):
     assert len(path.read_bytes()) == len(whole)
 
 
-def test_a_changed_emulator_is_compiled_again(launch, monkeypatch, tmp_path):
+def test_another_linker_where_gold_fails(launch, cache, monkeypatch):
+    monkeypatch.setattr(runtime, "_GOLD", ("-fuse-ld=none",))
+    launch()
+
+
+def test_a_changed_emulator_is_compiled_again(
+    launch, cache, monkeypatch, tmp_path
+):
     kernel = launch()
     before = runtime.executable(kernel, "sm_90a")
     for path in runtime.FOLDER.glob("*.[hc]*"):
