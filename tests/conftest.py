@@ -30,6 +30,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 
 import pytest  # noqa: E402
+import slow  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Drawing a case is cheap, but running one may include a compilation.
@@ -83,8 +84,13 @@ def pytest_report_header(config):
     return f"gpu: none ({WHY_NO_GPU}); tests marked gpu are deselected"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    """Leave out what needs a GPU, and count it as deselected."""
+    """Mark what is slow; leave out what needs a GPU, counted as deselected."""
+    rules = slow.rules(slow.FILE.read_text())
+    for item in items:
+        if slow.is_slow(item.nodeid.rpartition("tests/")[2], rules):
+            item.add_marker("slow")
     if GPU:
         return
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
