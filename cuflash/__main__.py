@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from typing import Any
 
-from cuflash import compiler, folders, tiles
+from cuflash import cache, compiler, folders, tiles
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plan import (
     Device,
@@ -208,6 +208,7 @@ def warmup(jobs: int) -> int:
     """
     devices = _devices()
     compiler.nvrtc_version()
+    cache.require_folder()
     tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
     tasks = list(dict.fromkeys(tasks))  # GPUs may be alike
     failed, start = 0, time.perf_counter()
@@ -219,7 +220,7 @@ def warmup(jobs: int) -> int:
             print(f"{arch} {_describe(kernel)}", flush=True)
     print(
         f"{len(tasks)} kernels in {time.perf_counter() - start:.1f} s,"
-        f" {failed} failed; they are in {compiler.cache_folder()}"
+        f" {failed} failed; they are in {folders.cache_folder()}"
     )
     if not failed:
         compiler.remember_default_compiles()
@@ -276,9 +277,13 @@ def _facts() -> Iterator[tuple[str, str]]:
             yield f"GPU {index}", f"{name}: {_abilities(index)}"
     except CuflashError as error:
         yield "GPU", f"none: {error}"
-    folder = compiler.cache_folder()
-    count = sum(1 for _ in folder.glob("cuflash_*.cubin"))
+    folder = folders.cache_folder()
+    count = len(folders.files(folder, "cuflash_*.cubin"))
     yield "cache folder", f"{folder} ({count} compiled kernels)"
+    try:
+        cache.require_folder()
+    except CuflashError as error:
+        yield "warning", str(error)
     folder = folders.tile_tables()
     count = len(tiles.entries(folder))
     yield "tiles measured here", f"{count}, in {folder}" if count else "none"

@@ -80,6 +80,14 @@ def test_another_setting_is_an_error(started, monkeypatch):
         compiler.start_default_compiles()
 
 
+def test_where_nothing_can_be_kept_nothing_is_started(
+    started, monkeypatch, tmp_path
+):
+    (tmp_path / "cache").write_text("no folder")
+    compiler.start_default_compiles()
+    assert not started
+
+
 def test_what_is_all_compiled_is_not_started_again(started):
     compiler.remember_default_compiles()
     compiler.start_default_compiles()
@@ -119,6 +127,7 @@ SHORT_LIFE = """
 import os
 os.environ["CUFLASH_COMPILE"] = "lazy"
 from cuflash import compiler
+from cuflash.errors import ValueRangeError
 compiler._CHILD = "import time; time.sleep(600)"
 print(compiler._start_child().pid)
 """

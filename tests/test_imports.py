@@ -36,7 +36,7 @@ LAW = {
     "plan": "errors problem tiles plans plans.kernel plans.rounding"
     " plans.steps plans.fma plans.mma plans.mma8 plans.simt plans.wgmma",
     "source": "errors",
-    "cache": "folders",
+    "cache": "errors folders",
     "compiler": "errors source plan folders cache",
     "softcap": "",
     "calls": "errors problem plan arguments softcap",
@@ -49,8 +49,8 @@ LAW = {
     "emulator.runtime": "errors plan source cache",
     "api": "errors problem validate plan launch cpu emulator",
     "__init__": "errors api compiler emulator",
-    "__main__": "errors problem folders tiles plan source compiler launch"
-    " __init__",
+    "__main__": "errors problem folders cache tiles plan source compiler"
+    " launch __init__",
 }
 MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
 
