@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from typing import Any
 
-from cuflash import cache, compiler, folders, tiles
+from cuflash import cache, compiler, folders, settings, tiles
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plan import (
     Device,
@@ -25,10 +25,6 @@ from cuflash.problem import Problem
 
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-VARIABLES = (
-    "CUFLASH_COMPILE", "CUFLASH_FAMILY", "CUFLASH_LOG", "CUFLASH_CHECK",
-    "CUPY_CACHE_DIR", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,6 +202,7 @@ def warmup(jobs: int) -> int:
     int
         1 if a kernel does not compile.
     """
+    settings.check()
     devices = _devices()
     compiler.nvrtc_version()
     cache.require_folder()
@@ -287,8 +284,19 @@ def _facts() -> Iterator[tuple[str, str]]:
     folder = folders.tile_tables()
     count = len(tiles.entries(folder))
     yield "tiles measured here", f"{count}, in {folder}" if count else "none"
-    for name in VARIABLES:
-        yield name, os.environ.get(name, "(not set)")
+    for name in settings.NAMES:
+        yield name, _setting(name)
+
+
+def _setting(name: str) -> str:
+    """What an environment variable is, and whether it may be that."""
+    text = os.environ.get(name, "(not set)")
+    try:
+        if name in settings.VALUES:
+            settings.read(name)
+    except CuflashError:
+        return f"{text} (unknown: expected {settings.expected(name)})"
+    return text
 
 
 def _version(package: str) -> str:

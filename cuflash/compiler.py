@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuflash import cache, folders, source
+from cuflash import cache, folders, settings, source
 from cuflash.errors import CompileError, UnsupportedError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -311,18 +311,11 @@ def start_default_compiles() -> None:
     ``background``, a child process does it and nobody waits for it;
     ``eager``, it is waited for; ``lazy``, nothing is compiled before its
     first use. The child ends, at the latest, with this process.
-
-    Raises
-    ------
-    ValueRangeError
-        If ``CUFLASH_COMPILE`` is something else.
     """
-    how = os.environ.get("CUFLASH_COMPILE") or "background"
-    if how not in ("background", "eager", "lazy"):
-        raise ValueRangeError(
-            f"the environment variable CUFLASH_COMPILE is {how!r}, expected"
-            " 'background', 'eager' or 'lazy'"
-        )
+    try:
+        how = settings.read("CUFLASH_COMPILE") or "background"
+    except ValueRangeError:  # which the first call raises
+        return
     # os.path: a folder that this user may not look into is none.
     if how == "lazy" or not _may_have_gpu() or os.path.exists(_stamp()):
         return

@@ -20,6 +20,7 @@ LAW = {
     "errors": "",
     "problem": "",
     "folders": "",
+    "settings": "errors",
     "arguments": "",
     "options": "errors problem",
     "validate": "errors options problem",
@@ -33,13 +34,13 @@ LAW = {
         " plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plan": "errors problem tiles plans plans.kernel plans.rounding"
+    "plan": "errors settings problem tiles plans plans.kernel plans.rounding"
     " plans.steps plans.fma plans.mma plans.mma8 plans.simt plans.wgmma",
     "source": "errors",
     "cache": "errors folders",
-    "compiler": "errors source plan folders cache",
+    "compiler": "errors settings source plan folders cache",
     "softcap": "",
-    "calls": "errors problem plan arguments softcap",
+    "calls": "errors settings problem plan arguments softcap",
     "launch": "errors problem plan compiler calls arguments",
     "cpu": "errors problem reference",
     "emulator": "emulator.machine plan",
@@ -47,10 +48,10 @@ LAW = {
     " emulator.memory emulator.runtime",
     "emulator.memory": "",
     "emulator.runtime": "errors plan source cache",
-    "api": "errors problem validate plan launch cpu emulator",
+    "api": "errors settings problem validate plan launch cpu emulator",
     "__init__": "errors api compiler emulator",
-    "__main__": "errors problem folders cache tiles plan source compiler"
-    " launch __init__",
+    "__main__": "errors settings problem folders cache tiles plan source"
+    " compiler launch __init__",
 }
 MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
 
