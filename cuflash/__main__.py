@@ -25,6 +25,7 @@ from cuflash.problem import Problem
 
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+STOPPED = 130  # the exit status after Ctrl-C: 128 + SIGINT
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     except CuflashError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("cuflash: stopped", file=sys.stderr)
+        return STOPPED
 
 
 def _num_cpus() -> int:
@@ -88,13 +92,16 @@ def _in_threads(
 
     A CompileError is a result too.
     """
-    with ThreadPoolExecutor(max_workers=max(jobs, 1)) as pool:
+    pool = ThreadPoolExecutor(max_workers=max(jobs, 1))
+    try:
         tasks_of = {pool.submit(work, *task): task for task in tasks}
         for done in as_completed(tasks_of):
             error = done.exception()
             if error and not isinstance(error, CuflashError):
                 raise error
             yield *tasks_of[done], error or done.result()
+    finally:  # after Ctrl-C, too, which waits for nothing
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _describe(kernel: KernelPlan) -> str:
@@ -324,5 +331,16 @@ def _abilities(index: int) -> str:
     return ", ".join(words)
 
 
+def _end(status: int) -> None:
+    """End the process; without the kernels that Ctrl-C left under way.
+
+    To exit is to wait for their threads.
+    """
+    if status == STOPPED:
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())
