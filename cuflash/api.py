@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import emulator, settings, validate
+from . import emulator, folders, settings, validate
 from .errors import CuflashError, DTypeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -488,6 +488,8 @@ def _on_cuda() -> ModuleType:
             'imported: pip install "cuflash[cuda13]", or "cuflash[cuda12]" '
             "for a driver of CUDA 12"
         ) from error
+    except OSError as error:
+        raise UnsupportedError(folders.why_no_cupy(error)) from error
     return launch
 
 

@@ -290,6 +290,8 @@ def gpus() -> list[str]:
             " cuflash[cuda13] or cuflash[cuda12], whichever fits the driver"
             f" ({error})"
         ) from error
+    except OSError as error:
+        raise UnsupportedError(folders.why_no_cupy(error)) from error
     except RuntimeError as error:
         raise UnsupportedError(f"no CUDA device ({error})") from error
 

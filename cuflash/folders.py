@@ -53,6 +53,14 @@ def files(folder: Path, pattern: str) -> list[Path]:
         return []
 
 
+def why_no_cupy(error: OSError) -> str:
+    """What to say if ``import cupy`` ends so, as it does without a folder."""
+    return (
+        f"CuPy cannot be imported ({error}); if that is about its cache"
+        f" folder, {ADVICE}"
+    )
+
+
 def _given() -> Path | None:
     folder = os.environ.get(VARIABLE)
     return Path(os.path.expanduser(folder)) if folder else None
