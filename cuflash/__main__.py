@@ -281,6 +281,7 @@ def _facts() -> Iterator[tuple[str, str]]:
             yield f"GPU {index}", f"{name}: {_abilities(index)}"
     except CuflashError as error:
         yield "GPU", f"none: {error}"
+    yield "emulator", _emulator()
     folder = folders.cache_folder()
     count = len(folders.files(folder, "cuflash_*.cubin"))
     yield "cache folder", f"{folder} ({count} compiled kernels)"
@@ -293,6 +294,16 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "tiles measured here", f"{count}, in {folder}" if count else "none"
     for name in settings.NAMES:
         yield name, _setting(name)
+
+
+def _emulator() -> str:
+    """What compiles kernels for the CPU, or why nothing does."""
+    from cuflash.emulator import runtime
+
+    try:
+        return f"compiles by {' '.join(runtime.host_compiler())}"
+    except CuflashError as error:
+        return str(error)
 
 
 def _setting(name: str) -> str:

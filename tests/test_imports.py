@@ -47,11 +47,11 @@ LAW = {
     "emulator.machine": "errors problem plan compiler calls arguments"
     " emulator.memory emulator.runtime",
     "emulator.memory": "",
-    "emulator.runtime": "errors plan source cache",
+    "emulator.runtime": "errors folders plan source cache",
     "api": "errors folders settings problem validate plan launch cpu emulator",
     "__init__": "errors api compiler emulator",
     "__main__": "errors settings problem folders cache tiles plan source"
-    " compiler launch __init__",
+    " compiler launch emulator.runtime __init__",
 }
 MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
 

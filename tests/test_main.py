@@ -160,6 +160,14 @@ __main__._end(__main__.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
     assert (process.returncode, said) == (130, "cuflash: stopped\n")
 
 
+def test_info_says_what_the_emulator_lacks(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert __main__.main(["info"]) == 0
+    assert "CXX is 'no-such-compiler', which is no program" in (
+        capsys.readouterr().out
+    )
+
+
 def test_info_names_an_unknown_setting(capsys, monkeypatch):
     monkeypatch.setenv("CUFLASH_LOG", "plans")
     assert __main__.main(["info"]) == 0
