@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from typing import Any
 
-from cuflash import compiler, folders, tiles
+from cuflash import cache, compiler, folders, settings, tiles
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plan import (
     Device,
@@ -25,10 +25,7 @@ from cuflash.problem import Problem
 
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-VARIABLES = (
-    "CUFLASH_COMPILE", "CUFLASH_FAMILY", "CUFLASH_LOG", "CUFLASH_CHECK",
-    "CUPY_CACHE_DIR", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
+STOPPED = 130  # the exit status after Ctrl-C: 128 + SIGINT
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     except CuflashError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("cuflash: stopped", file=sys.stderr)
+        return STOPPED
 
 
 def _num_cpus() -> int:
@@ -92,13 +92,16 @@ def _in_threads(
 
     A CompileError is a result too.
     """
-    with ThreadPoolExecutor(max_workers=max(jobs, 1)) as pool:
+    pool = ThreadPoolExecutor(max_workers=max(jobs, 1))
+    try:
         tasks_of = {pool.submit(work, *task): task for task in tasks}
         for done in as_completed(tasks_of):
             error = done.exception()
             if error and not isinstance(error, CuflashError):
                 raise error
             yield *tasks_of[done], error or done.result()
+    finally:  # after Ctrl-C, too, which waits for nothing
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _describe(kernel: KernelPlan) -> str:
@@ -206,8 +209,10 @@ def warmup(jobs: int) -> int:
     int
         1 if a kernel does not compile.
     """
+    settings.check()
     devices = _devices()
     compiler.nvrtc_version()
+    cache.require_folder()
     tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
     tasks = list(dict.fromkeys(tasks))  # GPUs may be alike
     failed, start = 0, time.perf_counter()
@@ -219,7 +224,7 @@ def warmup(jobs: int) -> int:
             print(f"{arch} {_describe(kernel)}", flush=True)
     print(
         f"{len(tasks)} kernels in {time.perf_counter() - start:.1f} s,"
-        f" {failed} failed; they are in {compiler.cache_folder()}"
+        f" {failed} failed; they are in {folders.cache_folder()}"
     )
     if not failed:
         compiler.remember_default_compiles()
@@ -276,14 +281,40 @@ def _facts() -> Iterator[tuple[str, str]]:
             yield f"GPU {index}", f"{name}: {_abilities(index)}"
     except CuflashError as error:
         yield "GPU", f"none: {error}"
-    folder = compiler.cache_folder()
-    count = sum(1 for _ in folder.glob("cuflash_*.cubin"))
+    yield "emulator", _emulator()
+    folder = folders.cache_folder()
+    count = len(folders.files(folder, "cuflash_*.cubin"))
     yield "cache folder", f"{folder} ({count} compiled kernels)"
+    try:
+        cache.require_folder()
+    except CuflashError as error:
+        yield "warning", str(error)
     folder = folders.tile_tables()
     count = len(tiles.entries(folder))
     yield "tiles measured here", f"{count}, in {folder}" if count else "none"
-    for name in VARIABLES:
-        yield name, os.environ.get(name, "(not set)")
+    for name in settings.NAMES:
+        yield name, _setting(name)
+
+
+def _emulator() -> str:
+    """What compiles kernels for the CPU, or why nothing does."""
+    from cuflash.emulator import runtime
+
+    try:
+        return f"compiles by {' '.join(runtime.host_compiler())}"
+    except CuflashError as error:
+        return str(error)
+
+
+def _setting(name: str) -> str:
+    """What an environment variable is, and whether it may be that."""
+    text = os.environ.get(name, "(not set)")
+    try:
+        if name in settings.VALUES:
+            settings.read(name)
+    except CuflashError:
+        return f"{text} (unknown: expected {settings.expected(name)})"
+    return text
 
 
 def _version(package: str) -> str:
@@ -311,5 +342,16 @@ def _abilities(index: int) -> str:
     return ", ".join(words)
 
 
+def _end(status: int) -> None:
+    """End the process; without the kernels that Ctrl-C left under way.
+
+    To exit is to wait for their threads.
+    """
+    if status == STOPPED:
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import emulator, validate
+from . import emulator, folders, settings, validate
 from .errors import CuflashError, DTypeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -449,7 +448,7 @@ def _asked(
 
 def _check_offsets(call: Any) -> None:
     """Look at the offsets of packed sequences, if that is asked for."""
-    if call.options and os.environ.get("CUFLASH_CHECK") == "1":
+    if call.options and settings.read("CUFLASH_CHECK") == "1":
         validate.offsets(call)
 
 
@@ -457,6 +456,7 @@ def _open(
     given: dict[str, Any], written: Any = None
 ) -> tuple[ModuleType | Emulator, dict[str, Any]]:
     """What runs the call, and the arrays as it takes them."""
+    settings.check()
     device = validate.device_of(**given)
     if written is not None:
         validate.writable(written)
@@ -488,6 +488,8 @@ def _on_cuda() -> ModuleType:
             'imported: pip install "cuflash[cuda13]", or "cuflash[cuda12]" '
             "for a driver of CUDA 12"
         ) from error
+    except OSError as error:
+        raise UnsupportedError(folders.why_no_cupy(error)) from error
     return launch
 
 

@@ -2,24 +2,30 @@
 
 Beside each file stands the SHA-256 of its content. A file is compared with it
 once a process: one that was cut short, emptied or changed is built again.
+
+Where the cache folder cannot be written to, a file that is not in it is built
+into a temporary folder, for this process alone.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING
 
-from cuflash.folders import cache_folder
+from cuflash import folders
+from cuflash.errors import CompileError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-    import msvcrt
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 # Files that were compared with their digest. A file that changes has another
 # size or time; a hard link to a file of the same name has not.
@@ -41,14 +47,95 @@ def kept(name: str, build: Callable[[Path], None]) -> Path:
     -------
     Path
         Its content is what `build` wrote, all of it.
+
+    Raises
+    ------
+    CompileError
+        If it cannot be written.
     """
-    path = cache_folder() / name
-    if not _is_whole(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with only_one(path.with_suffix(".lock")):
-            if not _is_whole(path):  # still: it may have been waited for
-                _build(path, build)
+    path = folders.cache_folder() / name
+    if _is_whole(path):
+        return path
+    try:
+        lock = _locked(path)
+    except (OSError, NotImplementedError) as error:
+        path = _instead_of(folders.cache_folder(), error) / name
+        lock = _locked(path)
+    try:
+        if not _is_whole(path):  # still: it may have been waited for
+            _build(path, build)
+    finally:
+        lock.release()
     return path
+
+
+def _locked(path: Path) -> BaseFileLock:
+    """Hold the lock of a file that is to be written, in its folder.
+
+    The system takes it back when its holder ends, however it ends.
+    """
+    from filelock import FileLock  # here, to keep the import of cuflash short
+
+    folders.make(path.parent)
+    lock = FileLock(path.with_suffix(".lock"))
+    lock.acquire()
+    return lock
+
+
+def can_keep() -> bool:
+    """Whether the cache folder can be written to."""
+    try:
+        require_folder()
+    except CompileError:
+        return False
+    return True
+
+
+def require_folder() -> None:
+    """Make the cache folder; CompileError if it cannot be written to."""
+    folder = folders.cache_folder()
+    try:
+        folders.make(folder)
+    except OSError as error:
+        raise CompileError(
+            f"{_cannot_keep(folder, error)}; {folders.ADVICE}"
+        ) from error
+
+
+def _cannot_keep(folder: Path, error: Exception) -> str:
+    return f"compiled kernels cannot be kept in {folder} ({error})"
+
+
+_temporary: dict[Path, Path] = {}
+_one_thread = threading.Lock()
+
+
+def _instead_of(folder: Path, error: Exception) -> Path:
+    """A folder that ends with this process; a warning when it is made."""
+    with _one_thread:
+        if folder in _temporary:
+            return _temporary[folder]
+        try:
+            made = Path(tempfile.mkdtemp(prefix="cuflash_"))
+        except OSError as second:
+            raise CompileError(
+                f"{_cannot_keep(folder, error)}, nor in a temporary folder"
+                f" ({second}); {folders.ADVICE}"
+            ) from second
+        atexit.register(_remove, made, os.getpid())
+        _temporary[folder] = made
+    warnings.warn(
+        f"{_cannot_keep(folder, error)}: each process compiles its own into"
+        f" a temporary folder; {folders.ADVICE}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return made
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _build(path: Path, build: Callable[[Path], None]) -> None:
@@ -60,9 +147,15 @@ def _build(path: Path, build: Callable[[Path], None]) -> None:
         # Until both are there they do not match.
         os.replace(digest, _digest_file(path))
         os.replace(made, path)
+    except OSError as error:  # a disk that is full, say
+        raise CompileError(
+            f"a compiled kernel cannot be written to {path.parent} ({error});"
+            f" {folders.ADVICE} and has room"
+        ) from error
     finally:
-        made.unlink(missing_ok=True)
-        digest.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)
+            digest.unlink(missing_ok=True)
 
 
 def _is_whole(path: Path) -> bool:
@@ -88,30 +181,3 @@ def _digest_file(path: Path) -> Path:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Hold a file's lock, among the threads of all processes.
-
-    The system takes the lock back when its holder ends, however it ends.
-    """
-    with open(path, "ab") as file:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        else:
-            _lock_on_windows(file)
-        try:
-            yield
-        finally:
-            if fcntl:  # closing is not enough where a fork holds it too
-                fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _lock_on_windows(file: IO[bytes]) -> None:
-    file.seek(0)
-    while True:
-        try:
-            return msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-        except OSError:  # not free after ten seconds: once more
-            pass

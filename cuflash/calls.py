@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cuflash import softcap
+from cuflash import settings, softcap
 from cuflash.arguments import (
     BackwardArguments,
     BackwardOptionsArguments,
@@ -153,6 +153,18 @@ class Recipe:
 _remembered = functools.lru_cache(maxsize=4096)
 
 
+def _decide(p: Problem, target: Target, family: Family | None) -> Plan:
+    """How a target runs a problem; logged when it does so first."""
+    decided = plan(p, target.device(), family)
+    _log(decided, target)
+    return decided
+
+
+@_remembered
+def _log(decided: Plan, target: Target) -> None:
+    settings.logger().info("%s", decided)
+
+
 # ---- The calls ----
 
 
@@ -181,7 +193,7 @@ def _forward_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
     p = signature.problem
-    decided = plan(p, target.device(), family)
+    decided = _decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
     given.setdefault("out", _new(_out_shape(p), given["q"].dtype))
@@ -268,7 +280,7 @@ def _backward_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
     p = signature.problem
-    decided = plan(p, target.device(), family)
+    decided = _decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
     for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
@@ -356,7 +368,7 @@ def _merge_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
     p, given = signature.problem, signature.layouts
-    decided = plan(p, target.device(), family)
+    decided = _decide(p, target, family)
     taken = {name: _contiguous(layout) for name, layout in given.items()}
     return Recipe(
         decided,

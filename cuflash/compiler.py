@@ -29,9 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuflash import cache, source
+from cuflash import cache, folders, settings, source
 from cuflash.errors import CompileError, UnsupportedError, ValueRangeError
-from cuflash.folders import cache_folder, tile_tables
 
 if TYPE_CHECKING:
     from cuflash.plan import Device, KernelPlan
@@ -291,6 +290,8 @@ def gpus() -> list[str]:
             " cuflash[cuda13] or cuflash[cuda12], whichever fits the driver"
             f" ({error})"
         ) from error
+    except OSError as error:
+        raise UnsupportedError(folders.why_no_cupy(error)) from error
     except RuntimeError as error:
         raise UnsupportedError(f"no CUDA device ({error})") from error
 
@@ -312,20 +313,16 @@ def start_default_compiles() -> None:
     ``background``, a child process does it and nobody waits for it;
     ``eager``, it is waited for; ``lazy``, nothing is compiled before its
     first use. The child ends, at the latest, with this process.
-
-    Raises
-    ------
-    ValueRangeError
-        If ``CUFLASH_COMPILE`` is something else.
     """
-    how = os.environ.get("CUFLASH_COMPILE") or "background"
-    if how not in ("background", "eager", "lazy"):
-        raise ValueRangeError(
-            f"the environment variable CUFLASH_COMPILE is {how!r}, expected"
-            " 'background', 'eager' or 'lazy'"
-        )
-    if how == "lazy" or not _may_have_gpu() or _stamp().exists():
+    try:
+        how = settings.read("CUFLASH_COMPILE") or "background"
+    except ValueRangeError:  # which the first call raises
         return
+    # os.path: a folder that this user may not look into is none.
+    if how == "lazy" or not _may_have_gpu() or os.path.exists(_stamp()):
+        return
+    if how == "background" and not cache.can_keep():
+        return  # the first call that compiles warns of it
     child = _start_child()
     if child and how == "eager" and child.wait() != 0:
         warnings.warn(
@@ -343,9 +340,8 @@ def remember_default_compiles() -> None:
     or the GPUs change. A note that is out of date costs time alone: what it
     takes for compiled is compiled on first use.
     """
-    stamp = _stamp()
-    stamp.parent.mkdir(parents=True, exist_ok=True)
-    stamp.touch()
+    folders.make(folders.cache_folder())
+    _stamp().touch()
 
 
 def _may_have_gpu() -> bool:
@@ -373,7 +369,7 @@ def _stamp() -> Path:
         *package.glob("*.py"),
         *package.glob("kernels/*"),
         *package.glob("tile_tables/*"),
-        *tile_tables().glob("*.json"),
+        *folders.files(folders.tile_tables(), "*.json"),
         _cupy().parent,  # site-packages: CuPy's neighbours, NVRTC among them
     ]
     known = [
@@ -382,7 +378,7 @@ def _stamp() -> Path:
         sorted(map(str, Path("/proc/driver/nvidia/gpus").glob("*"))),
     ]
     digest = hashlib.sha256(repr(known).encode()).hexdigest()[:40]
-    return cache_folder() / f"cuflash_{digest}.compiled"
+    return folders.cache_folder() / f"cuflash_{digest}.compiled"
 
 
 def _start_child() -> subprocess.Popen | None:

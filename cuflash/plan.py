@@ -9,13 +9,11 @@ GPU.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
+from typing import cast
 
-from cuflash import tiles
+from cuflash import settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plans import fma, mma, mma8, simt, wgmma
 from cuflash.plans.kernel import (
@@ -86,21 +84,17 @@ def plan(
         message lists those that can), or the tile.
     """
     if problem.direction == "merge":
-        made = merge_plan(problem)
-    else:
-        family = family_of(problem, device, family)
-        if tile is None:
-            tile = _choose_tile(problem, device, family)
-        elif not is_legal(problem, device, family, tile):
-            raise ValueRangeError(
-                f"{tile} cannot be run by the {family} {problem.direction}"
-                f" kernel on {device.arch}"
-            )
-        maker = _MAKERS[family, problem.direction]
-        made = maker.plan(problem, device, tile)
-    if os.environ.get("CUFLASH_LOG") == "plan":
-        print(f"cuflash: {made}", file=sys.stderr)
-    return made
+        return merge_plan(problem)
+    family = family_of(problem, device, family)
+    if tile is None:
+        tile = _choose_tile(problem, device, family)
+    elif not is_legal(problem, device, family, tile):
+        raise ValueRangeError(
+            f"{tile} cannot be run by the {family} {problem.direction}"
+            f" kernel on {device.arch}"
+        )
+    maker = _MAKERS[family, problem.direction]
+    return maker.plan(problem, device, tile)
 
 
 def _check_order(problem: Problem) -> None:
@@ -216,15 +210,7 @@ def main_file(family: str, file: str) -> bool:
 
 def wanted_family() -> Family | None:
     """What the environment variable ``CUFLASH_FAMILY`` asks for."""
-    family = os.environ.get("CUFLASH_FAMILY")
-    if not family:
-        return None
-    if family not in get_args(Family):
-        raise ValueRangeError(
-            f"the environment variable CUFLASH_FAMILY is {family!r}, expected"
-            f" one of {', '.join(get_args(Family))}"
-        )
-    return family
+    return cast("Family | None", settings.read("CUFLASH_FAMILY"))
 
 
 def legal_tiles(

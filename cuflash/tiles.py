@@ -287,7 +287,7 @@ def _entry(arch: int, found: dict[str, Any]) -> Entry:
 def entries(folder: Path) -> tuple[Entry, ...]:
     """The entries of all tables in a folder; what is broken is left out."""
     found = []
-    for path in sorted(folder.glob("sm_*.json")):
+    for path in folders.files(folder, "sm_*.json"):
         try:
             found += read_table(path)
         except (ValueRangeError, OSError) as error:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import command_line
 from bench_parts import (
     cells,
     imports,
@@ -39,6 +40,7 @@ from bench_parts import (
 from bench_parts.options import WithDefaults, in_words
 from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
+from command_line import number
 from cuflash.validate import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -57,9 +59,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--direction", nargs="+", choices=cells.DIRECTIONS,
         default=list(cells.DIRECTIONS))  # fmt: skip
-    add("--head-dim", nargs="+", type=size, default=None,
+    add("--head-dim", nargs="+", type=number, default=None,
         help=defaults("head_dims"))  # fmt: skip
-    add("--seqlen", nargs="+", type=size, default=None,
+    add("--seqlen", nargs="+", type=number, default=None,
         help=defaults("seqlens"))  # fmt: skip
     add("--causal", choices=("yes", "no", "both"), default=None,
         help="both if not given; no with --options")  # fmt: skip
@@ -68,13 +70,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--precision")  # fmt: skip
     add("--precision", choices=("tf32x3",), default=None,
         help="of our calls")  # fmt: skip
-    add("--tokens", type=size, default=cells.TOKENS,
+    add("--tokens", type=number, default=cells.TOKENS,
         help="batch * seqlen")  # fmt: skip
-    add("--width", type=size, default=None,
+    add("--width", type=number, default=None,
         help=f"heads * head_dim; {defaults('width')}")  # fmt: skip
-    add("--heads", type=size, default=None,
+    add("--heads", type=number, default=None,
         help="query heads, in place of --width")  # fmt: skip
-    add("--kv-heads", type=size, default=None,
+    add("--kv-heads", type=number, default=None,
         help="key heads, as many as query heads if not given")  # fmt: skip
     add("--peer", nargs="*", choices=peers.NAMES, default=None,
         help="all that are installed, if not given; none: --peer; mha and "
@@ -132,6 +134,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--memory knows the peers fa2 and cudnn alone")
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds}: more than 0")
+    if not (options.read or options.write_docs) and options.output:
+        command_line.check_file(parser, "--output", options.output)
+    if options.pictures:
+        command_line.check_folder(parser, "--pictures", options.pictures)
     return options
 
 
@@ -177,14 +183,6 @@ def defaults(name: str) -> str:
     return f"if not given {narrow}; {wide} for float32 and float64"
 
 
-def size(text: str) -> int:
-    """Read a number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run what was asked for; return the exit status."""
     options = parse(arguments)
@@ -212,7 +210,6 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             measure_speed(options, record)
     except KeyboardInterrupt:
-        say("stopped; what is measured is kept")
         record["complete"] = False
     finally:
         if options.output:
@@ -220,6 +217,12 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"written to {options.output}")
         if options.pictures and record.get("rows"):
             draw(options, record)
+    if not record.get("complete", True):
+        return command_line.stopped(
+            f"what was measured is in {options.output}"
+            if options.output
+            else "what was measured stands above; --output would keep it"
+        )
     return 1 if record.get("faults") else 0
 
 

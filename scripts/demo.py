@@ -28,6 +28,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+import command_line
 import cuflash
 from demo_parts import pictures
 from demo_parts.comparison import Materialised, compare, costs, random_inputs
@@ -160,27 +161,41 @@ def parse_arguments(arguments=None):
         default=Path("demo_output"),
         help="folder for the pictures (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, help="how many training steps")
+    parser.add_argument(
+        "--steps", type=command_line.number, help="how many training steps"
+    )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=command_line.positive,
         default=45,
         help="end training after this time (default: %(default)s)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="the shortest run: 40 steps"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="at least 0")
     parser.add_argument(
         "--plain",
         action="store_true",
         help="train with materialised attention in float64, and end",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.seed < 0:
+        parser.error(f"--seed {options.seed}: at least 0")
+    if not options.plain:
+        command_line.check_folder(parser, "--output", options.output)
+    return options
 
 
 def main(arguments=None):
     options = parse_arguments(arguments)
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        return command_line.stopped("no picture was saved")
+
+
+def run(options):
     console = Console(highlight=False)
     xp, config, device = choose_device()
     if options.quick:

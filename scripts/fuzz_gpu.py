@@ -19,6 +19,7 @@ import secrets
 import sys
 import time
 
+import command_line
 from bench_parts import machine
 from bench_parts.report import say
 from fuzz_parts.shapes import Shape, draw
@@ -60,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return run(first, options.count, options.seconds)
     except KeyboardInterrupt:
-        say("stopped")
-        return 1
+        return command_line.stopped("the calls that failed stand above")
 
 
 def run(first: int, count: int | None, seconds: float) -> int:

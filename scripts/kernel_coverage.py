@@ -14,6 +14,7 @@ one did that is.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -26,8 +27,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import command_line
+
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "cuflash" / "kernels"
+PASSED, FAILED, WRONG_USAGE = 0, 1, 4  # pytest's exit statuses
 
 Line = tuple[str, int]  # a file of kernels/ and a number from 1 on
 
@@ -201,13 +205,33 @@ def report(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tests, add up, report."""
+    """Read the command line and do it; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [-h] [options of pytest]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _, options = parser.parse_known_args(arguments)
     if shutil.which("gcov") is None:
         print("gcov was not found: it comes with g++", file=sys.stderr)
         return 1
-    options = sys.argv[1:] if arguments is None else arguments
+    try:
+        return count_and_report(options)
+    except KeyboardInterrupt:
+        return command_line.stopped("nothing was counted")
+
+
+def count_and_report(options: list[str]) -> int:
+    """Run the tests with pytest's options, add up, report."""
     with tempfile.TemporaryDirectory(prefix="cuflash_coverage_") as cache:
         status = run_tests(Path(cache), options)
+        if status not in (PASSED, FAILED):
+            print(
+                f"pytest ended with status {status}: nothing was counted",
+                file=sys.stderr,
+            )
+            return 2 if status == WRONG_USAGE else 1
         notes = Path(cache).rglob("*.gcno")
         texts = {x.name: x.read_text("ascii") for x in KERNELS.iterdir()}
         total = counts(map(gcov, notes), set(texts))

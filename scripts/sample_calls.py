@@ -15,13 +15,20 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 
-import cupy
 import ml_dtypes
 import numpy as np
 
+import command_line
 import cuflash
+from bench_parts import machine
+
+try:
+    import cupy
+except ImportError:  # `main` says so
+    cupy = None
 
 DTYPES = {
     "float16": np.float16,
@@ -140,22 +147,36 @@ def sample(names: list[str], kinds: list[str]) -> Iterator[Callable]:
             yield functools.partial(CALLS[kind], name, shape, seed)
 
 
-def main() -> None:
-    """Run what is asked for of every shape."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is asked for of every shape; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES])
     add("--calls", nargs="+", choices=CALLS, default=[*CALLS])
     add("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
         help="of the calls, the I-th of every N")  # fmt: skip
-    arguments = parser.parse_args()
-    first, step = arguments.part
-    every = [*sample(arguments.dtype, arguments.calls)]
-    for call in every[first::step]:
-        call()
+    options = parser.parse_args(arguments)
+    first, step = options.part
+    if not 0 <= first < step:
+        parser.error(f"--part {first} {step}: 0 <= I < N is needed")
+    reason = machine.find_gpu()
+    if reason is not None:
+        print(
+            f"sample_calls.py runs on an NVIDIA GPU and found none ({reason})."
+            " Nothing was run.",
+            file=sys.stderr,
+        )
+        return 1
+    every = [*sample(options.dtype, options.calls)]
+    try:
+        for call in every[first::step]:
+            call()
+    except KeyboardInterrupt:
+        return command_line.stopped("not all calls were run")
     cupy.cuda.runtime.deviceSynchronize()
     print(f"ran {len(every[first::step])} of {len(every)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,9 +29,11 @@ from typing import get_args
 # The kernels that an import would compile are not those that are swept.
 os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 
+import command_line  # noqa: E402
 from bench_parts import cells  # noqa: E402
 from bench_parts.options import WithDefaults, in_words  # noqa: E402
 from bench_parts.report import figure, save, say, show  # noqa: E402
+from command_line import number  # noqa: E402
 from cuflash import compiler, folders, tiles  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
 from cuflash.plan import Device, Family, device_of_arch  # noqa: E402
@@ -110,6 +112,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--arch goes with --dry-run")
     if not options.seconds > 0:
         parser.error(f"--seconds {options.seconds}: more than 0")
+    if options.compare is None and not options.measured:
+        command_line.check_folder(parser, "--output", options.output)
     options.chosen = lambda listed: [
         x
         for x in listed
@@ -129,14 +133,6 @@ def lengths(name: str) -> str:
         f"if not given {narrow}; {wide} for float32 and float64, {simt} by "
         "simt, so that a call takes some 20 ms at most"
     )
-
-
-def number(text: str) -> int:
-    """Read a number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
 
 
 def seconds(text: str) -> float:
@@ -172,8 +168,7 @@ def main(arguments: list[str] | None = None, make_gpu=open_gpu) -> int:
         print(f"sweep_blocks.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+        return command_line.stopped("nothing was written")
 
 
 def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
@@ -200,11 +195,12 @@ def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
         try:
             made.run(groups, until)
         except KeyboardInterrupt:
-            say(f"stopped; what is measured is kept in {record.path}, and the "
-                "same command goes on from there")  # fmt: skip
             record.save()
             finish(options, record, made.left_out)
-            return 130
+            return command_line.stopped(
+                f"what was measured is in {record.path}, and the same command"
+                " goes on from there"
+            )
         record.save()
     return finish(options, record, made.left_out)
 
@@ -333,10 +329,18 @@ def dry_run(options: argparse.Namespace, until: float, make_gpu) -> int:
     if not groups:
         say("no kernels for that: nothing to compile")
         return 1
-    rows = dry.run(groups, device, options, until)
     path = options.output / f"{device.arch}.dry.json"
-    save(path, {"device": asdict(device),
-                "nvrtc": compiler.nvrtc_version(), "rows": rows})  # fmt: skip
+    content = {"device": asdict(device), "nvrtc": compiler.nvrtc_version(),
+               "complete": False, "rows": []}  # fmt: skip
+    rows = content["rows"]
+    try:
+        content["complete"] = dry.run(groups, device, options, until, rows)
+    except KeyboardInterrupt:
+        if not rows:
+            return command_line.stopped("nothing was compiled yet")
+        save(path, content)
+        return command_line.stopped(f"what was compiled is in {path}")
+    save(path, content)
     say(f"written to {path}")
     return 1 if any("fault" in row for row in rows) else 0
 

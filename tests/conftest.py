@@ -109,9 +109,9 @@ if NIGHTLY:
 
 def remove_programs(unused_for):
     """Delete emulated kernels that were not run for so many seconds."""
-    from cuflash import compiler
+    from cuflash import folders
 
-    folder = compiler.cache_folder() / "cuflash_emulator"
+    folder = folders.cache_folder() / "cuflash_emulator"
     with contextlib.suppress(FileNotFoundError):  # another run was faster
         for path in folder.glob("*_*"):
             if path.is_dir() or path.name.startswith("engine_"):

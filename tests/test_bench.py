@@ -276,6 +276,9 @@ def test_no_gpu(monkeypatch, capsys):
         (["--memory", "--peer", "mha"], "--memory knows the peers fa2"),
         (["--memory", "--peer", "jax"], "--memory knows the peers fa2"),
         (["--heads", "6", "--kv-heads", "4"], "--kv-heads 4: no divisor of 6"),
+        (["--output", f"{__file__}/x.json"], "nothing can be written to"),
+        (["--output", "."], "--output .: a folder is there, not a file"),
+        (["--pictures", __file__], "nothing can be written to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
@@ -283,6 +286,26 @@ def test_wrong_options(arguments, message, capsys):
         bench.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, keeps):
+    def interrupted(options, record):
+        record["rows"] = ["a row"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.machine, "find_gpu", lambda: None)
+    monkeypatch.setattr(bench.machine, "describe", dict)
+    monkeypatch.setattr(bench, "measure_speed", interrupted)
+    path = tmp_path / "x.json"
+    assert bench.main(["--output", str(path)] if keeps else []) == 130
+    said = capsys.readouterr().err
+    if keeps:
+        assert said == f"stopped: what was measured is in {path}\n"
+        found = json.loads(path.read_text())
+        assert (found["rows"], found["complete"]) == (["a row"], False)
+    else:
+        assert "--output would keep it" in said
 
 
 def rows_of(tmp_path, *options):

@@ -1,12 +1,20 @@
 """Files in the cache folder: built once, checked by content, locked."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
+import platformdirs
 import pytest
 
-from cuflash import cache
+from cuflash import cache, folders
+from cuflash.errors import CompileError
 
+tile_tables = folders.tile_tables  # which conftest.py takes away from tests
 WHOLE = b"all of the file"
 
 
@@ -76,14 +84,118 @@ def test_threads_build_a_file_once(keep):
     assert len(files) == 1 and keep.times == 1
 
 
-def test_a_lock_keeps_others_out(tmp_path):
-    def enter():
-        with cache.only_one(tmp_path / "lock"):
-            entered.set()
+def test_another_process_waits_and_then_reads(keep, tmp_path):
+    text = f"""
+import sys
+from cuflash import cache
+def build(path):
+    print("building", flush=True)
+    sys.stdin.read()
+    path.write_bytes({WHOLE!r})
+cache.kept("a.bin", build)
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with other, ThreadPoolExecutor(1) as pool:
+        assert other.stdout.readline().strip() == b"building"
+        waiting = pool.submit(keep)
+        assert not wait([waiting], timeout=0.3).done
+        other.stdin.close()
+        assert waiting.result(timeout=60).read_bytes() == WHOLE
+    assert keep.times == 0
 
-    entered = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        with cache.only_one(tmp_path / "lock"):
-            waiting = pool.submit(enter)
-            assert not entered.wait(0.2)
-        waiting.result(timeout=60)
+
+# A folder that cannot be written to ------------------------------------------
+
+
+@pytest.fixture
+def read_only(keep, tmp_path, monkeypatch):
+    """Where the cache folder is to be stands a file."""
+    monkeypatch.setattr(cache, "_temporary", {})
+    (tmp_path / "cache").write_text("no folder")
+
+
+def test_without_a_folder_there_is_a_temporary_one(keep, read_only, tmp_path):
+    with pytest.warns(RuntimeWarning) as warned:
+        first = keep()
+    assert first.read_bytes() == WHOLE and keep() == first
+    assert keep.times == 1
+    (said,) = [str(x.message) for x in warned]
+    assert said.startswith(f"compiled kernels cannot be kept in {tmp_path}")
+    assert "set the environment variable CUPY_CACHE_DIR to a folder" in said
+
+
+def test_a_temporary_folder_ends_with_its_process(tmp_path):
+    text = f"""
+from cuflash import cache
+print(cache.kept("a/b.bin", lambda path: path.write_bytes({WHOLE!r})))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "CUPY_CACHE_DIR": os.devnull},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("RuntimeWarning") == 1
+    assert not Path(done.stdout.strip()).parent.parent.exists()
+
+
+def test_what_is_there_is_read_where_nothing_can_be_written(keep, monkeypatch):
+    def cannot(folder):
+        raise OSError("read-only")
+
+    path = keep()
+    cache._checked.clear()
+    monkeypatch.setattr(folders, "make", cannot)
+    assert keep() == path and keep.times == 1
+
+
+def test_no_folder_at_all_names_the_variable(keep, read_only, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/null/nowhere")
+    with pytest.raises(CompileError, match="nor in a temporary.*CUPY_CACHE_"):
+        keep()
+
+
+def test_a_disk_that_is_full(keep, tmp_path):
+    def fail(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CompileError) as caught:
+        cache.kept("a.bin", fail)
+    assert f"written to {tmp_path / 'cache'} ([Errno 28]" in str(caught.value)
+    assert "CUPY_CACHE_DIR" in str(caught.value)
+
+
+# Which folder ----------------------------------------------------------------
+
+
+def test_the_folders_of_cupy(monkeypatch):
+    monkeypatch.setenv("CUPY_CACHE_DIR", "~/kernels")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert folders.cache_folder() == Path("/home/me/kernels")
+    assert tile_tables() == Path("/home/me/kernels/cuflash_tiles")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="XDG")
+def test_the_folders_of_the_system(monkeypatch):
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    monkeypatch.setenv("XDG_DATA_HOME", "/d")
+    assert folders.cache_folder() == Path("/c/cuflash")
+    assert tile_tables() == Path("/d/cuflash/tiles")
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def none(*args, **kwargs):
+        raise RuntimeError
+
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", none)
+    folder = folders.cache_folder()
+    with pytest.raises(OSError, match="this user has no home folder"):
+        folders.make(folder)
+    assert folders.files(folder, "*") == []

@@ -1,8 +1,5 @@
 """The cases that Hypothesis draws: their line, and what is made of it."""
 
-import os
-from unittest import mock
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,8 +59,8 @@ def test_examples_run_first():
 
 @needs_compiler
 @pytest.mark.parametrize("tile", [Tile(32, 16, 2), Tile(64, 128, 2)])
-def test_the_emulated_tile_is_that_of_the_case(capfd, tile):
+def test_the_emulated_tile_is_that_of_the_case(caplog, tile):
     case = Case("float16", on=Emulation(forward_tile=tile))
-    with mock.patch.dict(os.environ, CUFLASH_LOG="plan"):
+    with caplog.at_level("INFO", "cuflash"):
         calls.forward(EMULATED, case, *inputs(case)[:3])
-    assert f"[{tile}]" in capfd.readouterr().err
+    assert f"[{tile}]" in caplog.text

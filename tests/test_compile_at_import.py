@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cuflash import compiler
-from cuflash.errors import ValueRangeError
 
 
 @pytest.fixture
@@ -74,10 +73,19 @@ def test_eager_warns_if_a_kernel_did_not_compile(started, monkeypatch):
         compiler.start_default_compiles()
 
 
-def test_another_setting_is_an_error(started, monkeypatch):
+def test_another_setting_stops_no_import(started, monkeypatch):
+    """The first call says it: see test_settings.py."""
     monkeypatch.setenv("CUFLASH_COMPILE", "never")
-    with pytest.raises(ValueRangeError, match="CUFLASH_COMPILE is 'never'"):
-        compiler.start_default_compiles()
+    compiler.start_default_compiles()
+    assert not started
+
+
+def test_where_nothing_can_be_kept_nothing_is_started(
+    started, monkeypatch, tmp_path
+):
+    (tmp_path / "cache").write_text("no folder")
+    compiler.start_default_compiles()
+    assert not started
 
 
 def test_what_is_all_compiled_is_not_started_again(started):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cuflash import compiler
+from cuflash import compiler, folders
 from cuflash.errors import CompileError
 from helpers.dtypes import DTYPES
 from helpers.kernels import kernels, small_kernel
@@ -186,7 +186,7 @@ def test_a_failed_compilation_leaves_nothing_behind(compiled):
         with pytest.raises(CompileError):
             compiler.cubin_file(wrong, "sm_80")
     assert len(compiled) == 2
-    assert not list(compiler.cache_folder().glob("*.cubin"))
+    assert not list(folders.cache_folder().glob("*.cubin"))
 
 
 @pytest.mark.parametrize("size", [0, 100])

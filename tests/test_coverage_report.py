@@ -93,6 +93,44 @@ def test_exceptions_name_lines_of_the_kernels():
         assert one.why, one
 
 
+def test_help_runs_no_test(monkeypatch, capsys):
+    monkeypatch.setattr(kernel_coverage, "run_tests", None)
+    with pytest.raises(SystemExit) as ended:
+        kernel_coverage.main(["--help"])
+    assert ended.value.code == 0
+    assert "[options of pytest]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("status", "expected"), [(4, 2), (5, 1)])
+def test_tests_that_did_not_run_are_not_counted(
+    monkeypatch, capsys, status, expected
+):
+    given = []
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(
+        kernel_coverage,
+        "run_tests",
+        lambda cache, options: given.append(options) or status,
+    )
+    assert kernel_coverage.main(["-k", "merge", "--no"]) == expected
+    assert given == [["-k", "merge", "--no"]]
+    said = capsys.readouterr()
+    assert (
+        said.err == f"pytest ended with status {status}: nothing was counted\n"
+    )
+    assert not said.out
+
+
+def test_ctrl_c_counts_nothing(monkeypatch, capsys):
+    def interrupted(cache, options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(kernel_coverage, "run_tests", interrupted)
+    assert kernel_coverage.main([]) == 130
+    assert capsys.readouterr().err == "stopped: nothing was counted\n"
+
+
 @needs_gcov
 def test_counts_of_two_kernels_are_added(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))

@@ -163,6 +163,33 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
         assert name in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "argument --steps: 0 is less than 1"),
+        (["--seconds", "0"], "argument --seconds: 0: more than 0 is needed"),
+        (["--seconds", "nan"], "nan: more than 0 is needed"),
+        (["--seed", "-1"], "--seed -1: at least 0"),
+        (["--output", __file__], "nothing can be written to"),
+    ],
+)
+def test_wrong_options(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_in_a_line(monkeypatch, tmp_path, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "train", interrupted)
+    assert demo.main(["--output", str(tmp_path / "new")]) == 130
+    assert capsys.readouterr().err == "stopped: no picture was saved\n"
+    assert not (tmp_path / "new").exists()
+
+
 def test_plain_attention_has_the_same_gradient():
     model, *batch = tiny_model()
     loss = model.loss(*batch, with_gradient=True)

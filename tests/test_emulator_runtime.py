@@ -179,6 +179,20 @@ def test_a_child_that_ends_otherwise(tmp_path):
         runtime.run(program, tmp_path, "f", 60)
 
 
+def test_a_program_that_cannot_be_started(tmp_path):
+    """As where the cache folder's file system lets no program run."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o644)
+    with pytest.raises(CompileError) as caught:
+        runtime.run(program, tmp_path, "f", 60)
+    said = str(caught.value)
+    assert "Permission denied" in said and str(program) in said
+    assert said.endswith(
+        "CUPY_CACHE_DIR to a folder that can be written and programs run from"
+    )
+
+
 def test_a_fault_tells_the_line_and_whence_it_was_inlined(launch):
     last = "[](float* p) __attribute__((always_inline)) { *p = 1; }"
     with pytest.raises(KernelFault) as caught:

@@ -37,6 +37,17 @@ def test_every_kind_of_call_is_drawn():
     assert longer_q == {-1, 0, 1}
 
 
+def test_ctrl_c_is_no_result(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fuzz_gpu.machine, "find_gpu", lambda: None)
+    monkeypatch.setattr(fuzz_gpu.machine, "describe", dict)
+    monkeypatch.setattr(fuzz_gpu, "run", interrupted)
+    assert fuzz_gpu.main([]) == 130
+    assert capsys.readouterr().err.startswith("stopped: ")
+
+
 def test_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(fuzz_gpu.machine, "find_gpu", lambda: "no driver")
     assert fuzz_gpu.main([]) == 1

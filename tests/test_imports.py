@@ -20,6 +20,7 @@ LAW = {
     "errors": "",
     "problem": "",
     "folders": "",
+    "settings": "errors",
     "arguments": "",
     "options": "errors problem",
     "validate": "errors options problem",
@@ -33,24 +34,24 @@ LAW = {
         " plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plan": "errors problem tiles plans plans.kernel plans.rounding"
+    "plan": "errors settings problem tiles plans plans.kernel plans.rounding"
     " plans.steps plans.fma plans.mma plans.mma8 plans.simt plans.wgmma",
     "source": "errors",
-    "cache": "folders",
-    "compiler": "errors source plan folders cache",
+    "cache": "errors folders",
+    "compiler": "errors settings source plan folders cache",
     "softcap": "",
-    "calls": "errors problem plan arguments softcap",
+    "calls": "errors settings problem plan arguments softcap",
     "launch": "errors problem plan compiler calls arguments",
     "cpu": "errors problem reference",
     "emulator": "emulator.machine plan",
     "emulator.machine": "errors problem plan compiler calls arguments"
     " emulator.memory emulator.runtime",
     "emulator.memory": "",
-    "emulator.runtime": "errors plan source cache",
-    "api": "errors problem validate plan launch cpu emulator",
+    "emulator.runtime": "errors folders plan source cache",
+    "api": "errors folders settings problem validate plan launch cpu emulator",
     "__init__": "errors api compiler emulator",
-    "__main__": "errors problem folders tiles plan source compiler launch"
-    " __init__",
+    "__main__": "errors settings problem folders cache tiles plan source"
+    " compiler launch emulator.runtime __init__",
 }
 MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
 
@@ -220,6 +221,36 @@ cuflash.forward(Array(), Array(), Array())
         'which could not be imported: pip install "cuflash[cuda13]", or '
         '"cuflash[cuda12]" for a driver of CUDA 12'
     )
+
+
+CUPY_THAT_HAS_NO_FOLDER = """
+import builtins
+known = builtins.__import__
+def without_folder(name, *more):
+    if name == "cupy":
+        open("/dev/null/.cupy")
+    return known(name, *more)
+builtins.__import__ = without_folder
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["cuflash.forward(Array(), Array(), Array())", "compiler.gpus()"]
+)
+def test_cupy_without_a_cache_folder_says_what_to_set(call):
+    text = f"""
+import cuflash
+from cuflash import compiler
+class Array:
+    __cuda_array_interface__ = {{"data": (0, False)}}
+{CUPY_THAT_HAS_NO_FOLDER}
+{call}
+"""
+    done = run_without([], text)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("cuflash.errors.UnsupportedError: CuPy cannot be")
+    assert "'/dev/null/.cupy'" in last and "CUPY_CACHE_DIR" in last
 
 
 def test_import_is_light():

@@ -1,5 +1,8 @@
 """``python -m cuflash``: what it prints and how it ends."""
 
+import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -131,6 +134,56 @@ def test_no_nvrtc_is_said_once(monkeypatch, capsys):
     assert capsys.readouterr().err.count("NVRTC was not found") == 1
 
 
+@pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
+def test_ctrl_c_waits_for_no_kernel():
+    text = """
+import time
+from cuflash import __main__, compiler
+def report(kernel, arch):
+    print("compiling", flush=True)
+    time.sleep(600)
+compiler.report = report
+__main__._end(__main__.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore it, and so do their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while process.stdout.readline().strip() != "compiling":
+        pass
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "cuflash: stopped\n")
+
+
+def test_info_says_what_the_emulator_lacks(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert __main__.main(["info"]) == 0
+    assert "CXX is 'no-such-compiler', which is no program" in (
+        capsys.readouterr().out
+    )
+
+
+def test_info_names_an_unknown_setting(capsys, monkeypatch):
+    monkeypatch.setenv("CUFLASH_LOG", "plans")
+    assert __main__.main(["info"]) == 0
+    line = "plans (unknown: expected 'plan' or unset)"
+    assert line in capsys.readouterr().out
+
+
+def test_info_goes_on_without_a_cache_folder(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
+    assert __main__.main(["info"]) == 0
+    said = capsys.readouterr().out
+    assert f"compiled kernels cannot be kept in {tmp_path / 'file'}" in said
+    assert "CUFLASH_LOG" in said
+
+
 def test_info_names_what_is_installed_and_set(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUFLASH_LOG", "plan")
@@ -179,6 +232,19 @@ def test_warmup_leaves_out_a_gpu_that_is_too_old(
     assert compiled == ["sm_80"]
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "left out: GPU 0 (GPU of 70): CUDA device 0 is too old"
+
+
+def test_warmup_that_could_keep_nothing_compiles_nothing(
+    default_kernels, monkeypatch, capsys, tmp_path
+):
+    gpus_of_capability(monkeypatch, 80)
+    monkeypatch.setattr(compiler, "cubin_file", None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
+    assert __main__.main(["warmup"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("cuflash: compiled kernels cannot be kept in ")
+    assert "CUPY_CACHE_DIR" in said
 
 
 def test_warmup_with_old_gpus_alone_fails(monkeypatch, capsys):

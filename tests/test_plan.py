@@ -17,7 +17,6 @@ from cuflash.plan import (
     occupancy,
     plan,
     tuned_by,
-    wanted_family,
 )
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
@@ -488,12 +487,6 @@ def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
     ]  # fmt: skip
 
 
-def test_an_unknown_family_is_an_error(monkeypatch):
-    monkeypatch.setenv("CUFLASH_FAMILY", "cuda")
-    with pytest.raises(ValueRangeError, match="'cuda', expected one of wg"):
-        wanted_family()
-
-
 def test_large_tiles_are_legal_only_where_they_fit():
     problem = small_problem("forward", "float16", 256)
     small, large = (
@@ -543,18 +536,6 @@ def test_a_call_of_a_default_shape_uses_a_default_kernel():
     for direction in DIRECTIONS:
         decided = planned(direction, "bfloat16", seqlen_q=77, batch=3)
         assert set(decided.kernels) <= defaults
-
-
-def test_a_new_plan_is_printed_once(monkeypatch, capsys):
-    monkeypatch.setenv("CUFLASH_LOG", "plan")
-    for _ in range(2):
-        planned("forward", seqlen_q=123, scale=0.0625)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("cuflash: forward batch 1 seqlen 123 x 128 ")
-    assert "forward_mma (" in line and "bytes)" in line
-    monkeypatch.delenv("CUFLASH_LOG")
-    planned("forward", seqlen_q=124, scale=0.0625)
-    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from cuflash.problem import Problem
 from helpers import fake_gpu
 from helpers.tables import entry, write_table
 from sweep_parts import forcing, measure, predict, space, tables, worker
+from sweep_parts.meter import Meter
 from sweep_parts.record import Record
 
 # Four tiles of a kernel that compiles in a tenth of a second.
@@ -270,7 +271,7 @@ def test_ctrl_c_keeps_what_is_measured(
     known = worker.Worker.ask
     monkeypatch.setattr(worker.Worker, "ask", ask)
     assert sweep(output) == 130
-    assert "the same command goes on from there" in capsys.readouterr().out
+    assert "the same command goes on from there" in capsys.readouterr().err
     assert [x["seqlen"] for x in recorded(output).cells] == [512]
     assert len(tiles.read_table(own_tables / "sm_80.json")) == 1
 
@@ -432,12 +433,34 @@ def test_a_dry_run(output, capsys):
     assert sweep(output, "--dry-run", "--arch", "sm_86") == 0
     said = capsys.readouterr().out
     assert "registers" in said and "32x16 4w" in said
-    rows = json.loads((output / "sm_86.dry.json").read_text())["rows"]
-    assert len(rows) == 4
+    found = json.loads((output / "sm_86.dry.json").read_text())
+    rows = found["rows"]
+    assert len(rows) == 4 and found["complete"]
     for row in rows:
         assert 0 < row["registers"] < 256
         assert 0 < row["occupancy"] <= 1 <= row["blocks_per_sm"]
         assert row["traffic_bytes"] > 0
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_dry_run_that_is_stopped_keeps_its_rows(
+    output, monkeypatch, capsys, count
+):
+    def step(meter, number=1, what=None):
+        meter.done += number
+        if meter.done > count:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Meter, "step", step)
+    assert sweep(output, "--dry-run", "--arch", "sm_86") == 130
+    path, said = output / "sm_86.dry.json", capsys.readouterr().err
+    if count:
+        assert said == f"stopped: what was compiled is in {path}\n"
+        found = json.loads(path.read_text())
+        assert len(found["rows"]) == count and not found["complete"]
+    else:
+        assert said == "stopped: nothing was compiled yet\n"
+        assert not path.exists()
 
 
 @pytest.mark.parametrize("family", ["fma", "tf32x3", "dmma"])
@@ -476,6 +499,7 @@ def test_a_budget(text, expected):
         (["--family", "cuda"], "invalid choice: 'cuda'"),
         (["--seconds", "0"], "--seconds 0.0: more than 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--output", __file__], "nothing can be written to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):

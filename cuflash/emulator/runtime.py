@@ -20,7 +20,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from cuflash import cache, source
+from cuflash import cache, folders, source
 from cuflash.errors import CompileError, KernelFault
 from cuflash.plan import Device, KernelPlan
 
@@ -264,6 +264,8 @@ def run(program: Path, folder: Path, entry: str, timeout: float) -> None:
     ------
     KernelFault
         If the kernel did what it must not, or did not come to its end.
+    CompileError
+        If the program cannot be started.
     """
     try:
         done = subprocess.run(
@@ -278,6 +280,11 @@ def run(program: Path, folder: Path, entry: str, timeout: float) -> None:
         raise KernelFault(
             entry, f"did not end within {timeout:g} s{said}"
         ) from None
+    except OSError as error:  # a file system without permission to execute
+        raise CompileError(
+            f"a compiled kernel cannot be started ({error});"
+            f" {folders.ADVICE} and programs run from"
+        ) from error
     if done.returncode == _FAULT:
         message = done.stderr.decode(errors="replace").strip()
         raise KernelFault(entry, _with_lines(message, program))

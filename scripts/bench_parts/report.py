@@ -1,4 +1,4 @@
-"""Figures on the terminal, by rich if it is installed, and as JSON."""
+"""Figures on the terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from .cells import Cell, geometric_mean
+from rich.console import Console
+from rich.table import Table
 
-try:
-    from rich.console import Console
-    from rich.table import Table
-except ImportError:
-    Console = Table = None
+from .cells import Cell, geometric_mean
 
 
 def say(text: str = "") -> None:
@@ -168,7 +165,7 @@ def cell_of(row: dict) -> Cell:
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table; words to the left, figures to the right."""
-    if Table is not None and sys.stdout.isatty():  # rich cuts to 80 columns
+    if sys.stdout.isatty():  # elsewhere rich cuts to 80 columns
         table = Table(title=title, title_justify="left")
         for number, column in enumerate(columns):
             table.add_column(column, justify="right" if number else "left")

@@ -20,10 +20,14 @@ SEQLEN = 4096  # of the predicted traffic, if it is among those asked for
 
 
 def run(
-    groups: list[Group], device: Device, options: Any, until: float
-) -> list[dict]:
-    """Compile every group's kernels; return a dict for each tile."""
-    rows: list[dict] = []
+    groups: list[Group], device: Device, options: Any, until: float,
+    rows: list[dict],
+) -> bool:  # fmt: skip
+    """Compile every group's kernels; add a dict for each tile to `rows`.
+
+    Those of what was compiled are there when it is interrupted, too. Returns
+    whether all were compiled.
+    """
     swept = {group: options.chosen(choices(group, device)) for group in groups}
     total = sum(map(len, swept.values()))
 
@@ -33,23 +37,28 @@ def run(
     with Compiler(report, options.jobs) as pool, Meter(total, "") as meter:
         for group, listed in swept.items():
             meter.step(0, str(group))
-            found = _group(group, listed, device, options, pool, until, meter)
-            rows += found
-            _show(group, found)
+            found: list[dict] = []
+            try:
+                _group(
+                    group, listed, device, options, pool, until, meter, found
+                )
+            finally:
+                rows += _in_order(found, listed)
+                if found:
+                    _show(group, found)
             if time.monotonic() >= until:
                 say(f"the time is up: {meter.done} of {total} were compiled")
                 break
-    return rows
+        return meter.done == total
 
 
 def _group(
     group: Group, listed: list[Choice], device: Device, options: Any,
-    pool: Compiler, until: float, meter: Meter,
-) -> list[dict]:  # fmt: skip
+    pool: Compiler, until: float, meter: Meter, rows: list[dict],
+) -> None:  # fmt: skip
     cells = options.cells(group)
     cell = next((x for x in cells if x.seqlen == SEQLEN), cells[-1])
     reports: dict[KernelPlan, Any] = {}
-    rows = []
     kernels = [k for choice in listed for k in choice.main(group.family)]
     left = list(listed)
     for kernel, report in pool.results(list(dict.fromkeys(kernels)), until):
@@ -60,7 +69,11 @@ def _group(
             left.remove(choice)
             meter.step()
             rows.append(_row(group, choice, reports, device, cell))
-    rows.sort(key=lambda x: [c.digest for c in listed].index(x["digest"]))
+
+
+def _in_order(rows: list[dict], listed: list[Choice]) -> list[dict]:
+    digests = [choice.digest for choice in listed]
+    rows.sort(key=lambda row: digests.index(row["digest"]))
     return rows
 
 

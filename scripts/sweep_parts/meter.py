@@ -6,19 +6,16 @@ import sys
 import time
 from typing import Any
 
-from bench_parts.report import say
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-try:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-except ImportError:
-    Progress = None
+from bench_parts.report import say
 
 SAY_EVERY = 10.0  # seconds, where there is no bar
 
@@ -29,7 +26,7 @@ class Meter:
     def __init__(self, total: int, what: str) -> None:
         self.total, self.what, self.done = total, what, 0
         self._bar = self._task = None
-        if Progress is not None and sys.stdout.isatty():
+        if sys.stdout.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
