@@ -7,7 +7,7 @@
 # make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
 # make sweep   tune tile sizes for this machine's GPU
-# make lint    style of the Python files
+# make lint    style and types of the Python files
 # make clean   remove .venv and all else that make made
 #
 # Each makes .venv and installs what it needs, CuPy too where there is a GPU.
@@ -78,29 +78,38 @@ sweep: .venv/installed-sweep
 	$(BIN)/python scripts/sweep_blocks.py $(ARGS)
 
 lint: .venv/installed-lint
-	$(BIN)/ruff check $(ARGS) .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(ARGS)
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
-.venv/installed-%: setup.cfg pyproject.toml scripts/cuda_extra.py \
-		| $(BIN)/python
+# Without an index first: that needs no network where .venv has all already.
+.venv/installed-%: setup.cfg pyproject.toml cuflash/_version.py \
+		scripts/cuda_extra.py | $(BIN)/python
 	@cuda=$$($(BIN)/python scripts/cuda_extra.py) && \
 	extras="$(EXTRAS_$*)$${cuda:+,$$cuda}" && \
-	echo "Installing cuflash[$$extras] into .venv" && \
-	$(BIN)/python -m pip install -qq --editable ".[$$extras]"
+	install="$(BIN)/python -m pip install -qq --editable .[$$extras]" && \
+	if ! PIP_FIND_LINKS= $$install --no-index --no-build-isolation \
+		>/dev/null 2>&1; then \
+		echo "Installing cuflash[$$extras] into .venv" && \
+		$$install || { echo "make $*: .venv lacks packages of" \
+		"cuflash[$$extras], and pip did not get them" >&2; exit 1; }; \
+	fi
 	@touch $@
 
 # pip is renewed because the one of early Pythons 3.10 knows no editable
-# installs from pyproject.toml.
+# installs from pyproject.toml; setuptools, for those without a network.
 $(BIN)/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || \
-	{ echo "$(PYTHON) is too old: cuflash needs Python 3.10 or newer." \
-	"Try make PYTHON=python3.12"; exit 1; }
+	{ echo "$(PYTHON) is not there, or too old: cuflash needs Python 3.10" \
+	"or newer. Try make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Making .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear .venv && \
-	$(BIN)/python -m pip install -qq --upgrade pip || \
-	{ rm -rf .venv; exit 1; }
+	$(BIN)/python -m pip install -qq --upgrade pip setuptools || \
+	{ rm -rf .venv; \
+	echo "make: .venv could not be made; pip needs a network for it" >&2; \
+	exit 1; }
 
 clean:
 	rm -rf .venv build dist cuflash.egg-info demo_output sweep_output
-	rm -rf .pytest_cache .hypothesis .ruff_cache .coverage
+	rm -rf .pytest_cache .hypothesis .ruff_cache .mypy_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,8 +10,11 @@ reference, `cuflash.reference`.
 
 from __future__ import annotations
 
-from . import compiler
+from typing import TYPE_CHECKING, Any
+
+from . import _checkout, compiler
 from . import emulator as emulator  # public, and no call
+from ._version import __version__
 from .api import backward, forward, merge_states
 from .errors import (
     CompileError,
@@ -38,13 +41,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    # setup.cfg owns the version; reading it takes longer than the import.
-    if name == "__version__":
-        from importlib.metadata import version
+if TYPE_CHECKING:
+    from . import reference as reference
 
-        return version("cuflash")
+
+def __getattr__(name: str) -> Any:
+    # With SciPy the reference takes longer than the rest of the import.
+    if name == "reference":
+        import cuflash.reference
+
+        return cuflash.reference
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return [*globals(), "reference"]
+
+
+_checkout.find_reference()
 compiler.start_default_compiles()

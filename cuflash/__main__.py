@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args
 
-from cuflash import cache, compiler, folders, settings, tiles
+from cuflash import __version__, cache, compiler, folders, settings, tiles
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plan import (
     Device,
@@ -21,16 +21,19 @@ from cuflash.plan import (
     device_of_arch,
     family_of,
 )
-from cuflash.problem import Problem
+from cuflash.problem import DType, Problem
 
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES: tuple[DType, ...] = get_args(DType)
 STOPPED = 130  # the exit status after Ctrl-C: 128 + SIGINT
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cuflash")
+    parser.add_argument(
+        "--version", action="version", version=f"cuflash {__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, folders and settings")
     compiling = commands.add_parser(
@@ -142,7 +145,7 @@ def compile_for(archs: list[str], jobs: int) -> int:
         fault = _fault(kernel, report)
         if fault:
             faults.append(f"{arch} {_describe(kernel)}: {fault}")
-        numbers = ("-", "-", "-", "-")
+        numbers: tuple[object, ...] = ("-", "-", "-", "-")
         if isinstance(report, compiler.Report):
             r = report
             numbers = (
@@ -260,7 +263,7 @@ def info() -> int:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "cuflash", _version("cuflash")
+    yield "cuflash", __version__
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     for package in ("numpy", "scipy", "ml_dtypes"):
         yield package, _version(package)

@@ -187,7 +187,7 @@ def forward(
         is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
         and type(dropout) is float and not dropout
     )  # fmt: skip
-    asked = {}
+    asked: dict[str, Any] = {}
     if not nothing_else:
         options = {
             "window": window,
@@ -332,7 +332,7 @@ def backward(
         and type(dropout) is float and not dropout
         and return_dbias is return_dsink is False
     )  # fmt: skip
-    asked = {}
+    asked: dict[str, Any] = {}
     if not nothing_else:
         options = {
             "window": window,

@@ -33,10 +33,11 @@ class Template:
     def __init__(self, kind: np.dtype, **constants: Any) -> None:
         filled = np.zeros((), kind)
         for name, value in constants.items():
-            fields = filled if name in kind.names else filled["arrays"]
+            fields = filled if name in (kind.names or ()) else filled["arrays"]
             fields[name] = value
         leaves = [*_leaves(kind)]
-        maps, pointers = leaves.count(TensorMap), leaves.count(np.uint64)
+        maps = leaves.count(TensorMap)
+        pointers = leaves.count(np.dtype(np.uint64))
         self.kind = kind
         self._first = struct.Struct(
             "=" + f"{TensorMap.itemsize}s" * maps + f"{pointers}Q"
@@ -60,11 +61,12 @@ def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
 def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
     """A struct whose size is a multiple of its alignment, as in C++."""
     struct = _struct(*fields)
+    names, places = list(struct.names or ()), dict(struct.fields or {})
     return np.dtype(
         {
-            "names": struct.names,
-            "formats": [struct[name] for name in struct.names],
-            "offsets": [struct.fields[name][1] for name in struct.names],
+            "names": names,
+            "formats": [struct[name] for name in names],
+            "offsets": [places[name][1] for name in names],
             "itemsize": -(-struct.itemsize // alignment) * alignment,
         }
     )

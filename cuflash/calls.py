@@ -48,11 +48,15 @@ class Target(Protocol):
     def load(self, decided: Plan) -> Any:
         """A plan's kernels, as `Machine.launch` takes them."""
 
+    def __hash__(self) -> int: ...
+
 
 class Machine(Protocol):
     """Where the kernels of a call run."""
 
-    target: Target
+    @property
+    def target(self) -> Target:
+        """What its recipes are made for."""
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """A new array in C order, aligned as CUDA's allocator does it."""
@@ -200,9 +204,10 @@ def _forward_recipe(
     taken = {x: _readable(given[x], decided.family) for x in "qkv"}
     taken["out"] = _writable(given["out"], by_tma)
     constants = {**_strides(taken), **_common(p, decided)}
-    boxes = ()
+    boxes: Iterable[tuple[int, Boxes]] = ()
     if by_tma:
         tile = decided.tile
+        assert tile is not None  # a merge's plan alone has none
         rows = tile.block_q, tile.block_k, tile.block_k, 16
         first = _pointers_before_arrays(ForwardOptionsArguments, p)
         boxes = enumerate(map(Boxes.of, taken.values(), rows), first)
@@ -254,7 +259,7 @@ def backward(call: Call, machine: Machine) -> tuple[Any, ...]:
             else gradient
             for name, gradient in zip(_GRADIENTS, gradients, strict=True)
         ]
-    first = ()
+    first: tuple[Any, ...] = ()
     if recipe.options:
         first = (_found(recipe, machine), dbias, dsink)
     _launch(recipe, call, machine, *written, first=first)
@@ -296,9 +301,10 @@ def _backward_recipe(
     for name in ("dk", "dv"):
         taken[name] = _writable(given[name], by_tma)
     strides = _strides({x: taken[x] for x in taken if x != "lse"})
-    boxes = ()
+    boxes: Iterable[tuple[int, Boxes]] = ()
     if by_tma:
         tile = decided.tile
+        assert tile is not None  # a merge's plan alone has none
         rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
                 "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
         first = _pointers_before_arrays(BackwardOptionsArguments, p)
@@ -338,7 +344,7 @@ def _rooms(p: Problem, decided: Plan) -> tuple[int, int, int]:
 
 
 def _pointers_of(kind: np.dtype) -> tuple[str, ...]:
-    return tuple(name for name in kind.names if kind[name] == np.uint64)
+    return tuple(name for name in kind.names or () if kind[name] == np.uint64)
 
 
 def _pointers_before_arrays(kind: np.dtype, p: Problem) -> int:
@@ -411,8 +417,8 @@ def _launch(
     )
     if recipe.options:
         copies, options = _options_read(recipe, call, machine)
-        first = machine.addresses(first, written=True)
-        addresses = (*options, call.seed, *first, *addresses)
+        before = machine.addresses(first, written=True)
+        addresses = (*options, call.seed, *before, *addresses)
     arguments = _arguments(recipe, machine.tensor_map, addresses)
     machine.launch(recipe.loaded, recipe.template.kind, arguments)
 
@@ -434,7 +440,8 @@ def _options_read(
     """Options as kernels read them, to be kept, and their addresses."""
     arrays = []
     for name in recipe.options:
-        array, layout = call.options.get(name), recipe.copies.get(name)
+        array: Any = call.options.get(name)
+        layout = recipe.copies.get(name)
         if layout is not None:
             missing = (1,) * (len(layout.shape) - array.ndim)
             given = array.reshape(missing + array.shape)

@@ -364,13 +364,14 @@ def _cupy() -> Path | None:
 
 def _stamp() -> Path:
     """The file that tells that all is compiled, named by what that means."""
-    package = Path(__file__).parent
+    package, cupy = Path(__file__).parent, _cupy()
     files = [
         *package.glob("*.py"),
         *package.glob("kernels/*"),
         *package.glob("tile_tables/*"),
         *folders.files(folders.tile_tables(), "*.json"),
-        _cupy().parent,  # site-packages: CuPy's neighbours, NVRTC among them
+        # site-packages: CuPy's neighbours, NVRTC among them
+        *([cupy.parent] if cupy else []),
     ]
     known = [
         sorted((str(file), file.stat().st_mtime_ns) for file in files),

@@ -57,7 +57,7 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
     k, v = (_keys(call.arrays[name], problem) for name in ("k", "v"))
     lse = call.arrays["lse"].reshape(q.shape[:-1]).astype(np.float64)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    others = {"bias": 0.0, "sink": 0.0}
+    others: dict[str, np.ndarray | float] = {"bias": 0.0, "sink": 0.0}
     for part in _parts(call):
         rows = (..., part.queries, slice(None))
         keys = (..., part.keys, slice(None))
@@ -112,8 +112,12 @@ def _parts(call: Call) -> Iterator[_Part]:
         yield _Part(slice(None), slice(None), options)
         return
     for number, queries, keys in spans(
-        *(call.options["cu_seqlens_q"], call.options["cu_seqlens_k"]),
-        *(p.seqlen_q, p.seqlen_k, p.max_seqlen_q, p.max_seqlen_k),
+        call.options["cu_seqlens_q"],
+        call.options["cu_seqlens_k"],
+        p.seqlen_q,
+        p.seqlen_k,
+        p.max_seqlen_q,
+        p.max_seqlen_k,
     ):
         dropout = options.get("dropout")
         if dropout:
@@ -146,8 +150,7 @@ def _options(call: Call) -> dict:
             options[name] = given[name][..., None, None, :]
     if p.dropout:
         batch = np.arange(p.batch)[:, None, None]
-        head = np.arange(p.num_heads_q)
-        head = head.reshape(p.num_heads_kv, p.group_size)
+        head = np.arange(p.num_heads_q).reshape(p.num_heads_kv, p.group_size)
         options["dropout"] = Dropout(p.dropout, call.seed, batch, head)
     return options
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import cupy
 import numpy as np
@@ -20,12 +20,12 @@ from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, Plan, wanted_family
 from cuflash.problem import Call
 
-Array = cupy.ndarray
+Array: TypeAlias = cupy.ndarray
 
 
 def to_cupy(array: Any) -> Array:
     """Any array on a CUDA device as CuPy's, sharing its memory."""
-    if isinstance(array, Array):
+    if isinstance(array, cupy.ndarray):
         return array
     if hasattr(array, "__dlpack__"):
         return cupy.from_dlpack(array)

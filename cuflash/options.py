@@ -77,14 +77,14 @@ def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
     given : mapping of str to object
         All options of a call that the user passed.
     """
-    flags = {
+    flags: dict[str, Any] = {
         name: flag(name, given[name])
         for name in ("return_dbias", "return_dsink")
         if name in given
     }
     # What is not wanted needs no partner: NumPy's False comes here as well.
     _check_partners({n: x for n, x in given.items() if flags.get(n, True)})
-    lengths = {
+    lengths: dict[str, Any] = {
         name: _whole(name, given[name], 0, 2**31 - 1)
         for name in ("max_seqlen_q", "max_seqlen_k")
         if name in given
@@ -188,9 +188,10 @@ def _real(name: str, x: Any) -> float:
 def _whole(name: str, x: Any, low: int, high: int) -> int:
     if isinstance(x, bool) or not isinstance(x, numbers.Integral):
         raise DTypeError(f"{name} is {in_words(x)}, expected an int")
-    if not low <= x <= high:
-        raise ValueRangeError(f"{name} is {int(x)}, expected {low} to {high}")
-    return int(x)
+    value = int(x)
+    if not low <= value <= high:
+        raise ValueRangeError(f"{name} is {value}, expected {low} to {high}")
+    return value
 
 
 def flag(name: str, given: Any) -> bool:
@@ -261,6 +262,7 @@ def _full_shape(
     name: str, shape: tuple[int, ...], sizes: Sizes
 ) -> tuple[int, ...]:
     batch, heads = sizes.batch, sizes.num_heads_q
+    full: tuple[int, ...]
     if name == "sink":
         return _expect(name, shape, (heads,), "(heads,)", ())
     if name == "alibi_slopes":
@@ -282,7 +284,13 @@ def _full_shape(
     return shape
 
 
-def _expect(name, shape, full, words, others):
+def _expect(
+    name: str,
+    shape: tuple[int, ...],
+    full: tuple[int, ...],
+    words: str,
+    others: tuple[tuple[int, ...], ...],
+) -> tuple[int, ...]:
     if shape != full and shape not in others:
         known = " or ".join(map(str, (full, *others)))
         raise ShapeError(
@@ -292,7 +300,9 @@ def _expect(name, shape, full, words, others):
     return full
 
 
-def _expect_broadcast(name, shape, full):
+def _expect_broadcast(
+    name: str, shape: tuple[int, ...], full: tuple[int, ...]
+) -> tuple[int, ...]:
     fits = len(shape) <= 4 and all(
         got in (1, size)
         for got, size in zip(shape[::-1], full[::-1], strict=False)
@@ -305,7 +315,9 @@ def _expect_broadcast(name, shape, full):
     return full
 
 
-def _broadcast(shape, strides, full):
+def _broadcast(
+    shape: tuple[int, ...], strides: tuple[int, ...], full: tuple[int, ...]
+) -> tuple[int, ...]:
     """Strides of the full shape: 0 along axes that were 1 or left out."""
     missing = len(full) - len(shape)
     kept = (

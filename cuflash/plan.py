@@ -301,7 +301,7 @@ def _no_room(
     )
 
 
-def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
+def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
     """The length and the number of tiles that a tile is chosen by.
 
     Tokens that a block walks over, and tiles of `tiles.ROWS_OF_A_TILE` rows
@@ -311,6 +311,7 @@ def tuned_by(problem: Problem, device: Device) -> tuple[int, float]:
     that are alike, and a block walks over the sequence that a pair is of, on
     average.
     """
+    walked: float
     walked, longest, rows, heads = (
         (problem.seqlen_k, problem.max_seqlen_k,
          problem.seqlen_q, problem.num_heads_q)

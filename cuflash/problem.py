@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+DType = Literal["float16", "bfloat16", "float32", "float64"]
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -28,7 +30,7 @@ class Problem:
     """
 
     direction: Literal["forward", "backward", "merge"]
-    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    dtype: DType
     batch: int
     seqlen_q: int
     seqlen_k: int

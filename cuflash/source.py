@@ -26,8 +26,11 @@ _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 class Kernel(Protocol):
     """What this module reads of a `plan.KernelPlan`."""
 
-    file: str
-    constants: tuple[tuple[str, bool | int | str], ...]
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def constants(self) -> tuple[tuple[str, bool | int | str], ...]: ...
 
 
 def build(
@@ -54,7 +57,8 @@ def build(
     CompileError
         If a file is included that is not in the folder.
     """
-    twins, done = twins or {}, set()
+    twins = twins or {}
+    done: set[str] = set()
     return "\n".join([
         *_splice("types.cuh", folder, twins, done),
         '#line 1 "constants"',

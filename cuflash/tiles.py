@@ -286,7 +286,7 @@ def _entry(arch: int, found: dict[str, Any]) -> Entry:
 @functools.cache
 def entries(folder: Path) -> tuple[Entry, ...]:
     """The entries of all tables in a folder; what is broken is left out."""
-    found = []
+    found: list[Entry] = []
     for path in folders.files(folder, "sm_*.json"):
         try:
             found += read_table(path)
@@ -324,7 +324,7 @@ def tuned(
     head_dim: int,
     causal: bool,
     option: str | None,
-    seqlen: int,
+    seqlen: float,
     tiles_per_sm: float,
 ) -> tuple[Tile, ...]:
     """The tiles of a family's entries, that of the nearest one first.

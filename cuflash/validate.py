@@ -269,7 +269,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
     return Call(_merge(_seen(given)), given)
 
 
-_NOTHING = (None, (), {}, 0)
+_NOTHING: tuple[None, tuple[()], dict[str, Any], int] = (None, (), {}, 0)
 
 
 def _asked(
@@ -420,7 +420,9 @@ def _arrays_there(
     `shapes` are those that the user gave them: a bias that has all its axes
     is not broadcast here, whatever its strides.
     """
-    has = {name: name in options for name in ("alibi_slopes", "mask", "sink")}
+    has: dict[str, Any] = {
+        name: name in options for name in ("alibi_slopes", "mask", "sink")
+    }
     has["segment_ids"] = "segment_ids_q" in options
     if "bias" in options:
         layout = options["bias"]
@@ -614,12 +616,12 @@ class _Arrays:
 
     def _words(self, *names: str) -> str:
         """The shapes of some arrays and what their axes mean."""
-        names = sorted(names, key=list(self.shapes).index)
-        shapes = ", ".join(f"{name} {self.shapes[name]}" for name in names)
+        known = sorted(names, key=list(self.shapes).index)
+        shapes = ", ".join(f"{name} {self.shapes[name]}" for name in known)
         layouts = [f"layout is {_LAYOUTS[self.rank]}"]
         layouts += [
             f"of {name} {_LAYOUTS_LSE[self.rank]}"
-            for name in names
+            for name in known
             if _is_lse(name)
         ]
         return f"({shapes}; {', '.join(layouts)})"

@@ -84,7 +84,13 @@ def attention(
     return masked_product(tiles.dropped(p, whole), v, visible), lse
 
 
-def _prepare(q, k, v, scale, options):
+def _prepare(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float | None,
+    options: dict[str, Any],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tiles]:
     """Convert to float64; say what is asked of the pairs."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale

@@ -213,7 +213,17 @@ def two_pass(
 class _Pass:
     """Operands in float64, D, and the gradients, zero at first."""
 
-    def __init__(self, dout, q, k, v, out, lse, scale, options):
+    def __init__(
+        self,
+        dout: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        out: np.ndarray,
+        lse: np.ndarray,
+        scale: float | None,
+        options: dict[str, Any],
+    ) -> None:
         dout, q, k, v, lse = (
             np.asarray(x, np.float64) for x in (dout, q, k, v, lse)
         )
@@ -230,12 +240,14 @@ class _Pass:
         if self.options.bias is not None:
             self.dbias = np.zeros(np.shape(self.options.bias))
 
-    def tile(self, q_start, q_stop, k_start, k_stop):
+    def tile(
+        self, q_start: int, q_stop: int, k_start: int, k_stop: int
+    ) -> _Tile | None:
         """Return the tile's P and dS, or None if nothing is visible."""
         tile = Tile(q_start, q_stop, k_start, k_stop)
         return None if self.pairs.skips(tile) else _Tile(self, tile)
 
-    def gradients(self):
+    def gradients(self) -> tuple[np.ndarray, ...]:
         """Return all that were asked for."""
         gradients = [self.dq, self.dk, self.dv]
         if self.dbias is not None:
@@ -249,7 +261,7 @@ class _Pass:
 class _Tile:
     """P and dS of one tile, and what each gradient takes from them."""
 
-    def __init__(self, p, tile):
+    def __init__(self, p: _Pass, tile: Tile) -> None:
         self.whole, self.tile = p, tile
         self.rows = rows = (..., tile.queries, slice(None))
         self.keys = keys = (..., tile.keys, slice(None))
@@ -264,17 +276,17 @@ class _Tile:
         with np.errstate(invalid="ignore"):
             self.ds = masked(self.ds_bias * slope, visible)
 
-    def add_dv(self):
+    def add_dv(self) -> None:
         """dV_j += P^T dO_i."""
         product = self._transposed(self.p, self.whole.dout[self.rows])
         _add(self.whole.dv[self.keys], product)
 
-    def add_dk(self):
+    def add_dk(self) -> None:
         """dK_j += scale * dS^T Q_i."""
         product = self._transposed(self.ds, self.whole.q[self.rows])
         _add(self.whole.dk[self.keys], product, self.whole.scale)
 
-    def add_dq(self):
+    def add_dq(self) -> None:
         """dQ_i += scale * dS K_j; and dbias, of the same pairs."""
         keys = self.whole.k[self.keys]
         product = masked_product(self.ds, keys, self.visible)
@@ -283,14 +295,18 @@ class _Tile:
             part = self.tile.of(self.whole.dbias)
             _add(part, reduce_to_shape(self.ds_bias, part.shape))
 
-    def _transposed(self, weights, values):
+    def _transposed(
+        self, weights: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
         seen_by = self.visible
         if seen_by is not None:
             seen_by = np.swapaxes(seen_by, -1, -2)
         return masked_product(np.swapaxes(weights, -1, -2), values, seen_by)
 
 
-def _add(gradient, product, scale=1.0):
+def _add(
+    gradient: np.ndarray, product: np.ndarray, scale: float = 1.0
+) -> None:
     """gradient += scale * product, in place; inf - inf is NaN, as meant."""
     with np.errstate(over="ignore", invalid="ignore"):
         gradient += scale * product

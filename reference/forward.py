@@ -209,7 +209,13 @@ def split_keys(
     return out, lse
 
 
-def _prepare(q, k, v, scale, options):
+def _prepare(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float | None,
+    options: dict[str, Any],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Tiles]:
     """Convert to float64, make empty results; say what is asked."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale

@@ -314,10 +314,10 @@ def without_repeated_loads(trace: Iterable[Instruction]) -> Trace:
 
     For traces that write no address which they load again.
     """
-    held: dict[int | Address, Address | None] = {}
+    held: dict[int | Address, int | Address | None] = {}
     kept: Trace = []
     for instruction in trace:
-        source = None
+        source: int | Address | None = None
         if instruction.name == "LOAD":
             (source,) = instruction.sources
             if held.get(instruction.target) == source:

@@ -112,17 +112,17 @@ class Tiles:
         """Return the tile's mask, (..., rows, keys); None for all of it."""
         o = self.options
         bounds = (self.seqlen_q, self.seqlen_k, o.causal, o.window)
-        parts = [masks.tile_mask(*tile, *bounds)]
+        given = [masks.tile_mask(*tile, *bounds)]
         if o.segment_ids_q is not None:
             ids_q = np.asarray(o.segment_ids_q)[..., tile.queries]
             ids_k = np.asarray(o.segment_ids_k)[..., tile.keys]
-            parts.append(masks.same_segment(ids_q, ids_k))
+            given.append(masks.same_segment(ids_q, ids_k))
         if o.mask is not None:
-            parts.append(tile.of(o.mask))
-        parts = [part for part in parts if part is not None]
+            given.append(tile.of(o.mask))
+        parts = [part for part in given if part is not None]
         if not parts:
             return None
-        together = functools.reduce(np.logical_and, parts)
+        together: np.ndarray = functools.reduce(np.logical_and, parts)
         shape = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start)
         return np.broadcast_to(together, (*together.shape[:-2], *shape))
 
@@ -146,7 +146,8 @@ class Tiles:
         tile : Tile
             Which rows they are.
         """
-        o, slope = self.options, 1.0
+        o = self.options
+        slope: np.ndarray | float = 1.0
         visible = self.visible(tile)
         s = scores.scores_of(q, k, self.scale)
         if o.softcap is not None:

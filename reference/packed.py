@@ -133,10 +133,9 @@ def packed_attention_vjp(
             *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
             **_of_sequence(options, b),
         )
-        places = [(..., rows, slice(None))] + [(..., keys, slice(None))] * 2
-        for x, part, place in zip(
-            gradients, parts, [*places, ...], strict=False
-        ):
+        of_keys = (..., keys, slice(None))
+        places: list[Any] = [(..., rows, slice(None)), of_keys, of_keys, ...]
+        for x, part, place in zip(gradients, parts, places, strict=False):
             x[place] += part
     return tuple(gradients)
 

@@ -775,7 +775,14 @@ def _memories(**arrays: np.ndarray) -> Memories:
     return {name: Memory(array) for name, array in arrays.items()}
 
 
-def _backward_memories(dout, q, k, v, out, lse) -> Memories:
+def _backward_memories(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> Memories:
     """Put the arguments and empty gradients in slow memory."""
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     slow = _memories(dout=dout, q=q, k=k, v=v, out=out, lse=lse)

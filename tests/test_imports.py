@@ -17,6 +17,8 @@ REFERENCE = Path(cuflash.reference.__file__).parent
 # Module: the modules of cuflash that it may import. `errors` and `problem`
 # know nothing and may be known by all.
 LAW = {
+    "_version": "",
+    "_checkout": "",
     "errors": "",
     "problem": "",
     "folders": "",
@@ -49,7 +51,7 @@ LAW = {
     "emulator.memory": "",
     "emulator.runtime": "errors folders plan source cache",
     "api": "errors folders settings problem validate plan launch cpu emulator",
-    "__init__": "errors api compiler emulator",
+    "__init__": "errors api compiler emulator reference _checkout _version",
     "__main__": "errors settings problem folders cache tiles plan source"
     " compiler launch emulator.runtime __init__",
 }

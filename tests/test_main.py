@@ -184,6 +184,13 @@ def test_info_goes_on_without_a_cache_folder(capsys, monkeypatch, tmp_path):
     assert "CUFLASH_LOG" in said
 
 
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"cuflash {cuflash.__version__}\n"
+
+
 def test_info_names_what_is_installed_and_set(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUFLASH_LOG", "plan")

@@ -85,7 +85,7 @@ def active(
     from cuflash.emulator.machine import Emulator
 
     if flags is None:
-        flags = os.environ.get("CUFLASH_EMULATOR_FLAGS", "").split()
+        flags = tuple(os.environ.get("CUFLASH_EMULATOR_FLAGS", "").split())
     emulator = Emulator(arch, seed, resident, timeout, tuple(flags), family)
     token = _current.set(emulator)
     try:

@@ -214,7 +214,7 @@ class Machine:
 
 def _pointers(struct: np.ndarray) -> Iterator[tuple[str, int]]:
     """(name, value) of a struct's pointers, last ones first."""
-    for name in reversed(struct.dtype.names):
+    for name in reversed(struct.dtype.names or ()):
         if struct.dtype[name] == np.uint64:
             yield name, int(struct[name])
         elif struct.dtype[name].names:

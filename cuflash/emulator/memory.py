@@ -120,7 +120,9 @@ def shared(
         copies = []
         for x, offset in zip(arrays, offsets, strict=True):
             like, at = x.array, offset + x.start
-            copy = np.ndarray(like.shape, like.dtype, memory, at, like.strides)
+            copy: np.ndarray = np.ndarray(
+                like.shape, like.dtype, memory, at, like.strides
+            )
             copy[...] = like
             copies.append(copy)
         yield Path(folder), lines

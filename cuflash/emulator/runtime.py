@@ -69,8 +69,9 @@ def host_compiler() -> tuple[str, ...]:
     wanted = os.environ.get("CXX")
     for command in [wanted] if wanted else ["g++", "clang++"]:
         words = shlex.split(command)
-        if words and shutil.which(words[0]):
-            return (shutil.which(words[0]), *words[1:])
+        program = shutil.which(words[0]) if words else None
+        if program:
+            return (program, *words[1:])
     tried = (
         f"the environment variable CXX is {wanted!r}, which is no program"
         if wanted

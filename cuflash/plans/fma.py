@@ -28,10 +28,11 @@ _REGISTERS = 200
 
 def _head_dims(problem: Problem) -> tuple[int, int]:
     """Rounded up to steps that every lane, and two warps, can share."""
-    return tuple(
+    d, dv = (
         round_up(d, 32 if d <= 128 else 64)
         for d in (problem.head_dim, problem.head_dim_v)
     )
+    return d, dv
 
 
 def _weight_keys(tile: Tile) -> int:

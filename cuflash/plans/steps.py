@@ -74,7 +74,7 @@ def option_constants(
         ("SOFTCAP", "softcap" in options),
         ("ALIBI", "alibi_slopes" in options),
         ("BIAS", "bias" in options),
-        ("Bias", ELEMENTS.get(problem.bias, problem.bias or "float")),
+        ("Bias", ELEMENTS.get(problem.bias or "", problem.bias or "float")),
         ("SINK", "sink" in options),
         ("SEGMENTS", "segment_ids" in options),
         ("KEEP", "mask" in options),
@@ -227,7 +227,7 @@ def num_found(problem: Problem, tile: Tile) -> int:
 
 def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
     """Of a head; of packed sequences places for them (sequences.cuh)."""
-    if not is_packed(problem):
+    if problem.num_sequences is None:
         return ceil_div(seqlen, block)
     return seqlen // block + problem.num_sequences + 1
 
@@ -442,5 +442,5 @@ def merge_plan(problem: Problem) -> Plan:
         shared_bytes=0,
     )
     blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp a row
-    family = "mma" if element(problem) == problem.dtype else "simt"
+    family: Family = "mma" if element(problem) == problem.dtype else "simt"
     return Plan(problem, family, None, (Launch(kernel, blocks),))

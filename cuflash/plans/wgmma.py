@@ -51,13 +51,13 @@ _WIDEST_WITH_SLOPES = 192
 _SEQUENCE_BYTES = 6 * 4  # kernels/sequences.cuh's Sequence
 
 
-def _head_dims(problem: Problem) -> tuple[int, int] | None:
-    """Rounded up to those that there are kernels for, None if too large."""
-    rounded = [
-        next((x for x in _HEAD_DIMS[problem.direction] if x >= d), None)
+def _head_dims(problem: Problem) -> tuple[int, int]:
+    """Rounded up to those that there are kernels for: see `runs`."""
+    d, dv = (
+        next(x for x in _HEAD_DIMS[problem.direction] if x >= d)
         for d in (problem.head_dim, problem.head_dim_v)
-    ]
-    return None if None in rounded else tuple(rounded)
+    )
+    return d, dv
 
 
 def runs(problem: Problem, device: Device) -> bool:
@@ -69,7 +69,8 @@ def runs(problem: Problem, device: Device) -> bool:
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
         and not in_turns
-        and _head_dims(problem) is not None
+        and max(problem.head_dim, problem.head_dim_v)
+        <= _HEAD_DIMS[problem.direction][-1]
     )
 
 

@@ -7,7 +7,6 @@ from hypothesis import example, given, settings
 
 from .backends import BACKENDS
 
-
 # In the quick profile: each compiles some four kernels, a second of work.
 QUICK_EMULATED_EXAMPLES = 2
 

@@ -1,0 +1,187 @@
+"""Build an sdist and a wheel, install the wheel elsewhere and use it.
+
+Makes all that it needs in a temporary folder, with pip; the checkout gets
+nothing. The wheel is built from the sdist, so that both are tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a user may do first. The checkout's modules must not be found.
+USE = """
+import numpy as np
+import cuflash
+
+q = np.ones((1, 5, 2, 8), np.float32)
+out, lse = cuflash.forward(q, q, q, causal=True, return_lse=True)
+gradients = cuflash.backward(out, q, q, q, out, lse, causal=True)
+assert np.allclose(out, 1) and len(gradients) == 3
+whole = cuflash.reference.attention.attention(np.eye(3), np.eye(3), np.eye(3))
+try:
+    with cuflash.emulator.active():
+        emulated = cuflash.forward(q, q, q, causal=True)
+    assert np.allclose(emulated, 1)
+except cuflash.CompileError as error:
+    print(f"kernels are not emulated: {error}")
+print(f"cuflash {cuflash.__version__} in {cuflash.__path__[0]}")
+"""
+
+# The same with types that a user's mypy can read.
+TYPED = """
+import cuflash
+import cuflash.reference.softmax
+
+reveal_type(cuflash.__version__)
+cuflash.forward(1, 2, 3, no_such_option=4)
+cuflash.reference.softmax.no_such_function()
+"""
+SAID_OF_TYPED = (
+    'Revealed type is "str"',
+    'Unexpected keyword argument "no_such_option"',
+    'Module has no attribute "no_such_function"',
+)
+
+# Of the sdist's tests, those that are through in a few seconds.
+SDIST_TESTS = (
+    "tests/test_api.py",
+    "tests/test_package.py",
+    "tests/test_readme.py",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--dist", type=Path, help="keep sdist and wheel in this folder"
+    )
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="cuflash_install_") as folder:
+        try:
+            check(Path(folder), given.dist)
+        except Failed as error:
+            print(f"check_install: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+class Failed(Exception):
+    """What went wrong, in a line."""
+
+
+def check(folder: Path, dist: Path | None) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    step("build")
+    python = make_venv(folder / "builds", "build")
+    build = ("-m", "build", "-o", folder / "dist", copy_of_tree(folder))
+    run(python, *build, quiet=True)
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    (wheel,) = (folder / "dist").glob("*.whl")
+    if dist:
+        dist.mkdir(parents=True, exist_ok=True)
+        for path in (sdist, wheel):
+            shutil.copy(path, dist)
+    print(f"{sdist.name} and {wheel.name}")
+
+    step("install the wheel and use it")
+    python = make_venv(folder / "uses", f"{wheel}[test,scripts]", "mypy")
+    run(python, "-c", USE, cwd=elsewhere)
+    run(python, "-m", "cuflash", "info", cwd=elsewhere)
+    run(python, "-m", "cuflash", "--version", cwd=elsewhere)
+    run(python, "-m", "pip", "check", cwd=elsewhere)
+
+    step("use it in the checkout, whose folder is found first")
+    run(python, "-c", USE, cwd=ROOT)
+
+    step("types, as another project's mypy reads them")
+    (elsewhere / "typed.py").write_text(TYPED)
+    said = run(python, "-m", "mypy", "typed.py", cwd=elsewhere, fails=True)
+    missing = [words for words in SAID_OF_TYPED if words not in said]
+    if missing:
+        raise Failed(f"mypy did not say {missing[0]!r}")
+
+    step("tests of the sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "sdist")
+    (unpacked,) = (folder / "sdist").iterdir()
+    pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    run(*pytest, "--collect-only", "-qq", cwd=unpacked, quiet=True)
+    run(*pytest, *SDIST_TESTS, cwd=unpacked)
+
+
+def step(what: str) -> None:
+    print(f"-- {time.strftime('%H:%M:%S')} {what}", flush=True)
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """The files that git knows or would add: a build leaves its own there."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:  # no git, or no checkout, as in an sdist
+        raise Failed(f"git cannot list the files: {listed.stderr.strip()}")
+    for name in filter(None, listed.stdout.split("\0")):
+        # Not so if deleted and not committed, or a link to a folder.
+        if (ROOT / name).is_file():
+            target = folder / "tree" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target)
+    return folder / "tree"
+
+
+def make_venv(folder: Path, *packages: object) -> Path:
+    """Return the Python of a new environment with these packages."""
+    venv.create(folder, with_pip=True)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    run(python, "-m", "pip", "install", "-q", *packages)
+    return python
+
+
+def run(
+    *command: object,
+    cwd: Path | None = None,
+    fails: bool = False,
+    quiet: bool = False,
+) -> str:
+    """Run a command, and return what it says; print it, unless `quiet`.
+
+    Raises
+    ------
+    Failed
+        If the command fails, or if it does not and `fails` is set.
+    """
+    ignored = ("PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV")
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={k: v for k, v in os.environ.items() if k not in ignored},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wrong = (done.returncode != 0) != fails
+    if wrong or not quiet:
+        print(done.stdout, end="", flush=True)
+    if wrong:
+        words = " ".join(str(w) for w in command if "\n" not in str(w))
+        raise Failed(f"exit status {done.returncode} from {words}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
