@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     compiling.add_argument(
         "--arch",
         default=ARCHS,
-        help="architectures, separated by commas (default: %(default)s)",
+        help="architectures, separated by commas; sm_90 means sm_90a, which"
+        " Hopper's kernels are for (default: %(default)s)",
     )
     for command in (
         compiling,
@@ -135,7 +137,8 @@ def compile_for(archs: list[str], jobs: int) -> int:
         wgmma products one after another.
     """
     compiler.nvrtc_version()  # a clear error, once, if there is no NVRTC
-    tasks = [(k, arch) for arch in archs for k in _kernels_of_arch(arch)]
+    devices = dict.fromkeys(_device_of_arch(arch) for arch in archs)
+    tasks = [(k, device.arch) for device in devices for k in _kernels(device)]
     width = max(len(_describe(kernel)) for kernel, _ in tasks)
     line = f"{{:8}} {{:{width}}} {{:>9}} {{:>8}} {{:>6}} {{:>8}}  {{}}".format
     heads = ("arch", "kernel", "registers", "shared", "spill", "seconds", "")
@@ -163,26 +166,30 @@ def compile_for(archs: list[str], jobs: int) -> int:
     return 1 if faults else 0
 
 
-def _kernels_of_arch(arch: str) -> list[KernelPlan]:
-    name = arch.removeprefix("sm_")
-    if name == arch or not name.rstrip("af").isdigit():
+def _device_of_arch(arch: str) -> Device:
+    """The device, if NVRTC compiles for it and it has default plans."""
+    name = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+    if not name:
         raise UnsupportedError(
             f"--arch got {arch!r}, expected architectures as in {ARCHS}"
         )
     known = compiler.nvrtc_capabilities()
-    if int(name.rstrip("af")) not in known:
+    # sm_90 is the first that has a suffix a, sm_100 the first with an f.
+    first = {"": 0, "a": 90, "f": 100}[name[2]]
+    if int(name[1]) not in known or int(name[1]) < first:
         raise UnsupportedError(
             f"--arch got {arch!r}, expected one that NVRTC"
             f" {compiler.nvrtc_version()} compiles for:"
             f" {', '.join(f'sm_{capability}' for capability in known)}"
         )
-    kernels = _kernels(device_of_arch(arch))
-    if not kernels:
+    # What an sm_90 GPU runs, as `launch.device` has it.
+    device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
+    if not _kernels(device):
         raise UnsupportedError(
             f"--arch got {arch!r}, expected sm_80 or newer: the default"
             " plans are those for float16 and bfloat16"
         )
-    return kernels
+    return device
 
 
 def _fault(kernel: KernelPlan, report: Any) -> str:

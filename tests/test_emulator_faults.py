@@ -297,6 +297,7 @@ FAULTS_ON_HOPPER = [
     Case("mbarrier_arrival_missing", STUCK, **LOAD),
     Case("mbarrier_not_fenced", "was not fenced", **LOAD),
     Case("mbarrier_no_barrier", "no mbarrier|without a barrier", **LOAD),
+    Case("pipeline_stage_never_filled", STUCK, shared_bytes=272),
     Case("tma_store_no_proxy_fence", UNFENCED, **STORE),
     Case("tma_store_no_syncthreads", RACE, **STORE),
     Case("tma_store_not_committed", "the thread ends while", **STORE),
@@ -436,11 +437,12 @@ def test_turns_of_any_number_of_blocks(seed, resident):
 
 
 def message(name):
+    """What is said, paths left out, and where the bug may be found."""
     case = next(case for case in CASES if case.name == name)
     with pytest.raises(KernelFault) as fault:
         replace(case, resident=1).launch(True)
-    (line,) = case.lines()
-    return str(fault.value), f"{name}.cu:{line}"
+    said = str(fault.value).replace(f"{FOLDER}/", "")
+    return said, *(f"{name}.cu:{line}" for line in sorted(case.lines()))
 
 
 def test_a_message_says_who_did_what_where():
@@ -453,9 +455,46 @@ def test_a_message_says_who_did_what_where():
 
 def test_a_message_says_who_waits_where():
     said, place = message("syncthreads_after_return")
-    said = said.replace(f"{FOLDER}/", "")
     assert said.splitlines() == [
         "syncthreads_after_return: no thread can go on:",
-        f"    block 0, thread 0 to 39 waits in __syncthreads at {place}",
-        "    block 0, thread 40 to 63 has ended",
+        "    block 0, threads 0 to 39 (warps 0 to 1) wait in __syncthreads at"
+        f" {place} for 24 of 64 threads",
+        "    block 0, threads 40 to 63 (warp 1) have ended",
     ]
+
+
+def test_a_message_names_barriers_and_says_what_they_lack():
+    said, waits, reads, meets = message("pipeline_stage_never_filled")
+    said = re.sub(r"(wgmma\.cuh):\d+", r"\1", said)
+    assert said.splitlines() == [
+        "pipeline_stage_never_filled: no thread can go on:",
+        "    block 0, mbarrier full[1]: phase 0 lacks 32 of 32 arrivals",
+        "    block 0, barrier 2 (STAGE_READ + 1): 32 of 64 threads have come",
+        "    block 0, threads 0 to 31 (warp 0) wait in bar.sync at"
+        f" {meets} for barrier 2 (STAGE_READ + 1)",
+        "    block 0, threads 32 to 63 (warp 1) wait in mbarrier.try_wait at"
+        f" wgmma.cuh (in {waits}, {reads}) for mbarrier full[1]",
+    ]
+
+
+def test_a_message_says_what_a_lane_and_a_loop_wait_for():
+    said, *_ = message("mma_without_a_lane")
+    assert "threads 0 to 30 (warp 0) wait in mma.sync at" in said
+    assert " for lane 31\n" in said
+    said, *_ = message("turn_never_passed")
+    assert " for byte 4 of turns, which holds 0\n" in said
+
+
+def test_a_message_says_what_bytes_an_mbarrier_lacks():
+    said, _ = message("tma_load_wrong_bytes")
+    assert (
+        "mbarrier at byte 1024: phase 0 lacks 0 of 1 arrival; 512 bytes are"
+        " expected, 1024 are on their way\n"
+    ) in said
+
+
+@pytest.mark.parametrize("name", ["wgmma_no_proxy_fence", "tma_store_no_wait"])
+def test_a_message_says_whence_an_instruction_was_inlined(name):
+    """Also if the thread has gone on when the fault shows."""
+    said, place = message(name)
+    assert re.search(rf", wgmma\.cuh:\d+ \(in {place}\): ", said)

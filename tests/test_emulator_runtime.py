@@ -8,7 +8,7 @@ import pytest
 
 import cuflash
 from cuflash import emulator
-from cuflash.emulator import runtime
+from cuflash.emulator import faults, runtime
 from cuflash.errors import CompileError, KernelFault, UnsupportedError
 from cuflash.plan import KernelPlan
 from helpers.host_compiler import needs_compiler
@@ -205,7 +205,7 @@ def test_a_fault_tells_the_line_and_whence_it_was_inlined(launch):
 
 def test_without_addr2line_a_fault_tells_the_address(launch, monkeypatch):
     monkeypatch.setenv("CXX", runtime.host_compiler()[0])
-    monkeypatch.setattr(runtime, "ADDR2LINE", "no-such-program")
+    monkeypatch.setattr(faults, "ADDR2LINE", "no-such-program")
     with pytest.raises(KernelFault, match=r"pc:0x[0-9a-f]+: writes 4 bytes"):
         launch("a.out[40] = 1;")
 

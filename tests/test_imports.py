@@ -47,7 +47,8 @@ LAW = {
     "cpu": "errors problem reference",
     "emulator": "emulator.machine plan",
     "emulator.machine": "errors problem plan compiler calls arguments"
-    " emulator.memory emulator.runtime",
+    " emulator.faults emulator.memory emulator.runtime",
+    "emulator.faults": "plan emulator.runtime",
     "emulator.memory": "",
     "emulator.runtime": "errors folders plan source cache",
     "api": "errors folders settings problem validate plan launch cpu emulator",

@@ -33,7 +33,7 @@ def report_of(kernel, **numbers):
     return compiler.Report(**{**of_all, **numbers})
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_every_default_plan_compiles_without_spills(arch, capsys):
     status = __main__.main(["compile", "--arch", arch])
     printed = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_every_default_plan_compiles_without_spills(arch, capsys):
     assert " 0 failed" in printed and "forward_" in printed
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_no_two_default_kernels_print_alike(arch):
     found = __main__._kernels(device_of_arch(arch))
     assert len({__main__._describe(k) for k in found}) == len(found)
@@ -117,9 +117,24 @@ def test_shared_memory_that_the_plan_does_not_know_fails(
     assert "takes 7 bytes of shared memory" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a", "sm_90,sm_90a"])
+def test_hopper_is_compiled_for_once_and_with_wgmma(
+    arch, default_kernels, monkeypatch, capsys
+):
+    archs = []
+    default_kernels(small_kernel())
+    monkeypatch.setattr(
+        compiler, "report", lambda k, arch: archs.append(arch) or report_of(k)
+    )
+    assert __main__.main(["compile", "--arch", arch]) == 0
+    assert archs == ["sm_90a"]
+
+
 @pytest.mark.parametrize(
-    "arch", ["90a", "sm_", "", "sm_80;sm_90a", "sm_75", "sm_999", "sm_9"]
-)
+    "arch",
+    ["90a", "sm_", "", "sm_80;sm_90a", "sm_75", "sm_999", "sm_9", "sm_80a",
+     "sm_90f", "sm_90aa"],
+)  # fmt: skip
 def test_an_architecture_without_default_plans_is_an_error(arch, capsys):
     assert __main__.main(["compile", "--arch", arch]) == 1
     assert f"--arch got '{arch}', expected " in capsys.readouterr().err

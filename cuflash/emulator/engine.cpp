@@ -22,6 +22,7 @@
 #include <string>
 #include <sys/mman.h>
 #include <unistd.h>
+#include <unwind.h>
 #include <vector>
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;

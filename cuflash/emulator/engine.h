@@ -35,8 +35,9 @@ void meet_and_order(uint32_t mask, Site site);
 // with a true predicate.
 bool wait_for_block(const char* operation, bool predicate, Site site);
 
-// Lets other threads run, other blocks' too: for loops that wait for a value in global memory.
-void give_way(Site site);
+// Lets other threads run, other blocks' too: for loops that wait for another value in global
+// memory.
+void give_way(const int* value, Site site);
 // What such loops wait for may have come.
 void progress();
 

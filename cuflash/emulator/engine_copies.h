@@ -4,14 +4,14 @@
 namespace emulator {
 
 void* shared_memory(uint32_t address, int bytes, int alignment, Access access, Site site) {
-    const auto where = [&] { return text(site); };
+    const auto where = [&] { return here(site); };
     check_alignment(address, alignment, where);
     check_shared(address, bytes, access, where);
     return shared_bytes + address;
 }
 
 void check_global(const void* address, int bytes, int alignment, Access access, Site site) {
-    const auto where = [&] { return text(site); };
+    const auto where = [&] { return here(site); };
     const auto number = reinterpret_cast<uint64_t>(address);
     check_alignment(number, alignment, where);
     check_array(number, bytes, access, where);
@@ -19,7 +19,7 @@ void check_global(const void* address, int bytes, int alignment, Access access, 
 
 void copy_later(uint32_t target, const void* source, int bytes, int read, Site site) {
     if (read < 0 || read > bytes) fault(site, "cp.async reads %d of %d bytes", read, bytes);
-    check_alignment(reinterpret_cast<uint64_t>(source), bytes, [&] { return text(site); });
+    check_alignment(reinterpret_cast<uint64_t>(source), bytes, [&] { return here(site); });
     if (read > 0) check_global(source, read, 1, Access::READ, site);
     memset(shared_memory(target, bytes, bytes, Access::WRITE, site), 0xFF,
            static_cast<size_t>(bytes));

@@ -73,6 +73,7 @@ constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
 #endif
 
 [[noreturn]] void run_thread();
+[[gnu::cold, gnu::noinline]] void report_trace();
 void check_end();
 void check_end_of_block();
 
@@ -93,6 +94,7 @@ void prepare_stack(Thread& t) {
 void leave() {
     in_engine = true;
     emulator_switch(&thread->stack_pointer, scheduler_stack);
+    while (reporting) report_trace();
     in_engine = false;
 }
 
@@ -114,10 +116,18 @@ void make_ready(Thread& t) {
     ++block->ready;
 }
 
-void wait_in(const char* operation, Site site) {
+void note_wait(const char* operation, Site site, Awaited awaited = Awaited::THREADS,
+               uint64_t awaited_at = 0) {
     thread->state = State::WAITS;
     thread->operation = operation;
     thread->site = site;
+    thread->awaited = awaited;
+    thread->awaited_at = awaited_at;
+}
+
+void wait_in(const char* operation, Site site, Awaited awaited = Awaited::THREADS,
+             uint64_t awaited_at = 0) {
+    note_wait(operation, site, awaited, awaited_at);
     leave();
 }
 

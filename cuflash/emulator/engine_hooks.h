@@ -14,11 +14,7 @@ inline void check(
     const void* pointer, int bytes, int alignment, Access access, void* caller) {
     if (in_engine) return;
     const auto* p = static_cast<const unsigned char*>(pointer);
-    const auto where = [caller] {
-        char number[32];
-        snprintf(number, sizeof number, "pc:%p", caller);
-        return std::string(number);
-    };
+    const auto where = [caller] { return trace_from(caller); };
     if (p >= thread->stack && p + bytes <= thread->stack + STACK_BYTES) {
         if (own_warp().accumulators.empty()) return;
         const char* used = register_in_use(p, bytes, access);

@@ -166,10 +166,8 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
     if (barrier->phase % 2 == parity) {
         if (draw(4) == 0) return false;                     // it may give up at any time
         barrier->waiting.push_back(thread->index);
-        thread->state = State::WAITS;                       // end_phase makes it ready
-        thread->operation = "mbarrier.try_wait";
-        thread->site = site;
-        end_phase(*barrier);
+        note_wait("mbarrier.try_wait", site, Awaited::MBARRIER, address);
+        end_phase(*barrier);                                // makes it ready
         leave();
         barrier = &mbarrier_at(address, site);
     }
@@ -188,11 +186,11 @@ void named_barrier(int id, int threads, bool wait, Site site) {
         fault(site, "comes to barrier %d for %d threads, others for %d", id, threads,
               barrier.threads);
     barrier.threads = threads;
-    barrier.site = site;
+    barrier.origin = {site, __builtin_return_address(0)};
     tell(barrier.told);
     if (wait) barrier.waiting.push_back(thread->index);
     if (++barrier.arrived < threads) {
-        if (wait) wait_in("bar.sync", site);
+        if (wait) wait_in("bar.sync", site, Awaited::NAMED_BARRIER, static_cast<uint64_t>(id));
         return;
     }
     in_engine = true;
@@ -225,15 +223,16 @@ Warp& own_warp() { return block->warps[thread->index / LANES]; }
 }  // namespace
 
 void set_registers(int count, bool more, Site site) {
-    struct Change { int count; bool more; Site site; } change{count, more, site};
+    struct Change { int count; bool more; Origin origin; };
+    Change change{count, more, {site, __builtin_return_address(0)}};
     meet("setmaxnreg", WHOLE_WARP, &change, [](void* const (&lanes)[32]) {
         const Change& own = *static_cast<const Change*>(lanes[0]);
         Warp& warp = own_warp();
         if (own.more ? own.count < warp.registers : own.count > warp.registers)
-            fault(own.site, "%s registers: from %d to %d", own.more ? "takes" : "gives",
+            fault(own.origin.site, "%s registers: from %d to %d", own.more ? "takes" : "gives",
                   warp.registers, own.count);
         warp.registers = own.count;
-        if (own.more) block->registers_site = own.site;
+        if (own.more) block->registers = own.origin;
     }, site);
 }
 
@@ -247,13 +246,13 @@ void check_end_of_block() {
     for (const Warp& warp : block->warps) registers += warp.registers * LANES;
     const int most = registers_at_start() * block->num_warps() * LANES;
     if (registers > most)
-        fault(block->registers_site, "the warps want %d registers, and the block has %d",
+        fault(block->registers, "the warps want %d registers, and the block has %d",
               registers, most);
     // Whoever comes to a barrier takes part in a meeting that has to be.
     for (int id = 1; id < 16; ++id) {
         const NamedBarrier& barrier = block->named_barriers[id];
         if (barrier.arrived > 0)
-            fault(barrier.site, "barrier %d has %d of its %d threads as the block ends", id,
+            fault(barrier.origin, "barrier %d has %d of its %d threads as the block ends", id,
                   barrier.arrived, barrier.threads);
     }
 }
@@ -276,7 +275,7 @@ Mbarrier& known_mbarrier_at(uint32_t address, Site site) {
 
 // 16 bytes of shared memory, which nobody may touch until a bulk copy has landed there.
 void expect_chunk(uint32_t to, Site site) {
-    check_shared(to, 16, Access::WRITE, [&] { return text(site); });
+    check_shared(to, 16, Access::WRITE, [&] { return here(site); });
     memset(shared_bytes + to, 0xFF, 16);
     for (uint32_t g = to / GRANULE; g < (to + 16) / GRANULE; ++g)
         block->granules[g].landing = static_cast<uint16_t>(thread->index + 1);
@@ -304,7 +303,7 @@ void check_bulk(const void* array, uint32_t shared, int bytes, Access access, Si
     if (bytes <= 0 || bytes % 16 != 0)
         fault(site, "a bulk copy of %d bytes, expected a multiple of 16", bytes);
     check_global(array, bytes, 16, access, site);
-    check_alignment(shared, 16, [&] { return text(site); });
+    check_alignment(shared, 16, [&] { return here(site); });
 }
 
 }  // namespace
@@ -320,7 +319,7 @@ void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes
 
 void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site site) {
     const TensorMap& map = checked_map(pointer, at, source, site);
-    const auto where = [&] { return text(site); };
+    const auto where = [&] { return here(site); };
     for_each_row(map, at, [&](const BoxRow& row) {
         if (row.bytes > 0) check_global(row.array, row.bytes, 1, Access::WRITE, site);
         for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2) {
@@ -329,16 +328,18 @@ void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site si
             block->granules[at_byte / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
         }
     });
-    thread->stores.push_back({source, &map, {at[0], at[1], at[2], at[3]}, site});
+    thread->stores.push_back({source, &map, {at[0], at[1], at[2], at[3]},
+                              {site, __builtin_return_address(0)}});
 }
 
 void add_floats(float* target, uint32_t source, int bytes, Site site) {
     check_bulk(target, source, bytes, Access::WRITE, site);
-    check_shared(source, bytes, Access::READ, [&] { return text(site); }, true);
+    check_shared(source, bytes, Access::READ, [&] { return here(site); }, true);
     for (int i = 0; i < bytes; i += GRANULE)
         block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
     thread->stores.push_back(
-        {source, nullptr, {}, site, false, {}, reinterpret_cast<unsigned char*>(target), bytes});
+        {source, nullptr, {}, {site, __builtin_return_address(0)}, false, {},
+         reinterpret_cast<unsigned char*>(target), bytes});
 }
 
 void commit_stores() {
@@ -410,7 +411,7 @@ void check_end() {
         for (const BulkStore& store : group)
             if (!store.read) unread = &store;
     if (unread != nullptr)
-        fault(unread->site, "the thread ends while this bulk store may still read shared memory");
+        fault(unread->origin, "the thread ends while this bulk store may still read shared memory");
     write_stores(0);
 }
 
@@ -435,7 +436,7 @@ struct Descriptor {
 
 void check_swizzle(uint64_t descriptor) {
     if (descriptor >> 46 != uint64_t{1} << 16)
-        fault(thread->site, "the matrix descriptor %#llx does not say 128-byte swizzle",
+        fault(thread->product.site, "the matrix descriptor %#llx does not say 128-byte swizzle",
               static_cast<unsigned long long>(descriptor));
 }
 
@@ -450,7 +451,7 @@ uint32_t place_of_a(const Product& p, const Descriptor& a, int step, int row_of_
 
 void check_operands(const Product& p) {
     const auto check = [&](uint32_t address) {              // 16 bytes, as they lie in a row
-        check_shared(address, 16, Access::READ_BY_PRODUCT, [&] { return text(p.site); }, true);
+        check_shared(address, 16, Access::READ_BY_PRODUCT, [&] { return here(p.origin); }, true);
     };
     const Descriptor a(p.a), b(p.b);
     const int columns = p.d->count * 2;
@@ -541,7 +542,7 @@ void issue(void* const (&lanes)[32]) {
     p.b_rows_contiguous = first.b_rows_contiguous;
     p.sign = first.sign;
     p.to_float = first.to_float;
-    p.site = thread->site;
+    p.origin = thread->product;
     check_swizzle(p.b);
     if (p.a_registers[0] == nullptr) check_swizzle(p.a);
     check_operands(p);
@@ -582,7 +583,7 @@ void start_product(ProductOperands& operands, Site site) {
     if (!own_warp().fenced)
         fault(site, "wgmma without wgmma.fence since the last wait: registers may not be there "
               "yet");
-    thread->site = site;
+    thread->product = {site, __builtin_return_address(0)};
     meet("wgmma.mma_async", WHOLE_WARP, &operands, issue, site);
 }
 

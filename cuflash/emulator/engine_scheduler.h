@@ -52,6 +52,7 @@ void start_block(Block& b, int index) {
         Thread& t = b.threads[i];
         t.index = i;
         t.state = State::READY;
+        t.operation = "";
         t.copies.clear();
         t.groups.clear();
         t.stores.clear();

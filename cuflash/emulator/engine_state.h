@@ -6,6 +6,9 @@ namespace {
 
 constexpr int LANES = 32;
 
+// Where an instruction stands whose fault shows later: its site and its return address.
+struct Origin { Site site; const void* caller; };
+
 struct Copy { uint32_t target; const unsigned char* source; int bytes, read; };
 
 // Bulk copies on their way, to shared memory and from there: a box of a tensor or, where there is
@@ -23,7 +26,7 @@ struct BulkStore {
     uint32_t source;
     const TensorMap* map;
     int at[4];
-    Site site;
+    Origin origin;
     bool read = false;
     std::vector<unsigned char> bytes;                       // that were read and are not written yet
     unsigned char* target = nullptr;                        // without a map: of so many bytes
@@ -32,6 +35,10 @@ struct BulkStore {
 
 enum class State { READY, WAITS, ENDED };
 
+// What a thread waits for, besides the operation: an mbarrier by its address in shared memory, a
+// named barrier by its number, another value by its address in global memory.
+enum class Awaited { THREADS, MBARRIER, NAMED_BARRIER, VALUE };
+
 struct Thread {
     int index = 0;
     void* stack_pointer = nullptr;
@@ -39,9 +46,13 @@ struct Thread {
     State state = State::READY;
     const char* operation = "";                             // that it waits in
     Site site = {"", 0};
+    Awaited awaited = Awaited::THREADS;
+    uint64_t awaited_at = 0;
+    std::string trace;                                      // for a report: see engine_faults.h
     std::vector<Copy> copies;                               // not committed yet
     std::vector<std::vector<Copy>> groups;                  // committed, oldest first
     uint16_t proxy_fences = 0;
+    Origin product = {};                                    // that it begins
     std::vector<BulkStore> stores;                          // not committed yet
     std::vector<std::vector<BulkStore>> store_groups;
 };
@@ -69,7 +80,7 @@ struct Product {
     bool accumulate, a_columns_contiguous, b_rows_contiguous;
     int sign;
     float (*to_float)(uint16_t);
-    Site site;
+    Origin origin;
 };
 
 struct Warp {
@@ -97,7 +108,7 @@ struct Mbarrier {
 // One of barriers 1 to 15.
 struct NamedBarrier {
     int arrived = 0, threads = 0;
-    Site site = {"", 0};                                    // of the last to come
+    Origin origin = {};                                     // of the last to come
     std::vector<uint32_t> told;
     std::vector<int> waiting;
 };
@@ -138,7 +149,7 @@ struct Block {
     bool predicate = false, outcome = false;               // so far; of the last barrier
     const char* barrier = "";
     Site barrier_site = {"", 0};
-    Site registers_site = {"", 0};                          // where a warp last took some
+    Origin registers = {};                                  // where a warp last took some
     std::map<uint32_t, Mbarrier> mbarriers;                 // by address
     NamedBarrier named_barriers[16];
     int num_warps() const { return static_cast<int>(warps.size()); }
@@ -150,6 +161,7 @@ Block* block = nullptr;                                     // that runs, its th
 Thread* thread = nullptr;
 bool block_may_change = false;                              // at the next choice
 bool in_engine = true;                                      // accesses are not checked
+bool reporting = false;                                     // threads run for report_trace alone
 void* scheduler_stack = nullptr;
 std::mt19937_64 random_bits;
 uint64_t idle_turns = 0;                                    // of waiting loops, in a row

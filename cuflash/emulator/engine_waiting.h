@@ -9,9 +9,20 @@ void fault(Site site, const char* format, ...) {
     va_list values;
     va_start(values, format);
     vsnprintf(message, sizeof message, format, values);
-    va_end(values);
-    fault_at(text(site), message);
+    fault_at(here(site), message);
 }
+
+namespace {
+
+[[noreturn]] void fault(const Origin& origin, const char* format, ...) {
+    char message[400];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(message, sizeof message, format, values);
+    fault_at(here(origin), message);
+}
+
+}  // namespace
 
 void meet(const char* operation, uint32_t mask, void* operands, Meaning meaning, Site site) {
     const int lane = thread->index % LANES;
@@ -74,19 +85,12 @@ bool wait_for_block(const char* operation, bool predicate, Site site) {
     return b.outcome;
 }
 
-void give_way(Site site) {
+void give_way(const int* value, Site site) {
+    note_wait("a loop", site, Awaited::VALUE, reinterpret_cast<uint64_t>(value));
     // No turn of a loop changes what it waits for: if all threads only take such turns, for long,
     // it will never come.
-    if (++idle_turns > 1000u * resident.size() * launch.threads) {
-        thread->state = State::WAITS;
-        thread->operation = "a loop";
-        thread->site = site;
-        report_standstill();
-    }
+    if (++idle_turns > 1000u * resident.size() * launch.threads) report_standstill();
     in_engine = true;
-    thread->operation = "a loop";
-    thread->site = site;
-    thread->state = State::WAITS;
     make_ready(*thread);
     block->warps[thread->index / LANES].gives_way = true;
     block_may_change = true;

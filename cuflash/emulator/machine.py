@@ -10,6 +10,7 @@ To run a kernel of one's own::
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
@@ -23,7 +24,7 @@ from cuflash import calls, compiler
 from cuflash import plan as planning
 from cuflash.arguments import TensorMap, padded
 from cuflash.calls import Boxes
-from cuflash.emulator import memory, runtime
+from cuflash.emulator import faults, memory, runtime
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
 from cuflash.problem import Call
@@ -187,8 +188,19 @@ class Machine:
             for program, launch in zip(programs, launches, strict=True):
                 text = "\n".join([*self._items(launch), *lines, ""])
                 (folder / "launch.txt").write_text(text)
-                entry = launch.kernel.entry
-                runtime.run(program, folder, entry, emulator.timeout)
+                kernel = launch.kernel
+                runtime.run(
+                    program,
+                    folder,
+                    kernel.entry,
+                    emulator.timeout,
+                    functools.partial(
+                        faults.explain,
+                        kernel=kernel,
+                        arch=emulator.arch,
+                        program=program,
+                    ),
+                )
 
     def _items(self, launch: Launch) -> list[str]:
         """What launch.txt says besides of the memory."""

@@ -315,7 +315,7 @@ inline void reduce_add_nonzero(float* target, float x, EMULATOR_SITE) {
 }
 
 inline int load_acquire(const int* source, EMULATOR_SITE) {
-    emulator::give_way({file, line});
+    emulator::give_way(source, {file, line});
     return *source;
 }
 
@@ -326,6 +326,9 @@ inline void store_release(int* target, int x, EMULATOR_SITE) {
 }
 
 // ======== Hopper (sm_90a) ========
+//
+// The engine keeps the return address of what is forced inline here: it is in the kernel then, and
+// not in this file.
 
 inline void mbarrier_init(u32 barrier, int arrivals, EMULATOR_SITE) {
     emulator::mbarrier_init(barrier, arrivals, {file, line});
@@ -349,20 +352,20 @@ inline bool mbarrier_try_wait(u32 barrier, u32 parity, EMULATOR_SITE) {
     return emulator::mbarrier_try_wait(barrier, parity, {file, line});
 }
 
-inline void barrier_sync(int id, int threads, EMULATOR_SITE) {
+__device__ __forceinline__ void barrier_sync(int id, int threads, EMULATOR_SITE) {
     emulator::named_barrier(id, threads, true, {file, line});
 }
 
-inline void barrier_arrive(int id, int threads, EMULATOR_SITE) {
+__device__ __forceinline__ void barrier_arrive(int id, int threads, EMULATOR_SITE) {
     emulator::named_barrier(id, threads, false, {file, line});
 }
 
-template <int COUNT> inline void take_registers(EMULATOR_SITE) {
+template <int COUNT> __device__ __forceinline__ void take_registers(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, true, {file, line});
 }
 
-template <int COUNT> inline void give_registers(EMULATOR_SITE) {
+template <int COUNT> __device__ __forceinline__ void give_registers(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, false, {file, line});
 }
@@ -374,8 +377,8 @@ inline void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int 
     emulator::load_box(target, &map, barrier, {x0, x1, x2, x3}, {file, line});
 }
 
-inline void tma_store(const TensorMap& map, u32 source, int x0, int x1, int x2, int x3,
-                      EMULATOR_SITE) {
+__device__ __forceinline__ void tma_store(
+    const TensorMap& map, u32 source, int x0, int x1, int x2, int x3, EMULATOR_SITE) {
     emulator::store_box(&map, source, {x0, x1, x2, x3}, {file, line});
 }
 
@@ -383,7 +386,8 @@ inline void bulk_load(u32 target, const void* source, u32 barrier, int bytes, EM
     emulator::load_bytes(target, source, barrier, bytes, {file, line});
 }
 
-inline void bulk_reduce_add(float* target, u32 source, int bytes, EMULATOR_SITE) {
+__device__ __forceinline__ void bulk_reduce_add(
+    float* target, u32 source, int bytes, EMULATOR_SITE) {
     emulator::add_floats(target, source, bytes, {file, line});
 }
 
@@ -431,7 +435,7 @@ template <class Element> float bits_to_float(uint16_t bits) { return to_float(El
 }  // namespace emulator
 
 template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, class Element>
-inline void wgmma_shared(
+__device__ __forceinline__ void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
     emulator::ProductOperands own{d, COUNT, a, b, nullptr, accumulate, A_TRANSPOSED, B_TRANSPOSED,
                                   SIGN, emulator::bits_to_float<Element>};
@@ -439,7 +443,7 @@ inline void wgmma_shared(
 }
 
 template <int COUNT, class Element>
-inline void wgmma_registers(
+__device__ __forceinline__ void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
     emulator::ProductOperands own{
         d, COUNT, 0, b, a, accumulate, false, true, 1, emulator::bits_to_float<Element>};

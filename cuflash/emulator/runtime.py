@@ -50,7 +50,6 @@ _LINK_FLAGS = ("-no-pie",)
 # A third of the default linker's time. It is no longer maintained, so the
 # default one follows where it fails.
 _GOLD = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
-ADDR2LINE = "addr2line"
 _FAULT = 70  # the exit status with which the engine reports one
 _LONGEST_TAIL = 2000  # characters of what a child said last
 
@@ -84,6 +83,35 @@ def host_compiler() -> tuple[str, ...]:
     )
 
 
+def text(kernel: KernelPlan) -> str:
+    """What a C++ compiler gets of a kernel."""
+    return "\n".join([
+        '#include "cuda_host.h"',
+        source.build(kernel, twins=TWINS),
+        f"EMULATOR_ENTRY({kernel.entry})\n",
+    ])  # fmt: skip
+
+
+def _text_flags(arch: str) -> tuple[str, ...]:
+    """What the text asks for."""
+    return f"-D__CUDA_ARCH__={10 * Device(arch).capability}", f"-I{FOLDER}"
+
+
+def explaining(arch: str) -> tuple[str, ...]:
+    """The command that notes all types of a text, for `faults`."""
+    command = host_compiler()
+    return (
+        *command,
+        "-std=c++17",
+        "-w",
+        "-g",
+        "-gdwarf-4",
+        "-fno-eliminate-unused-debug-types",
+        *_text_flags(arch),
+        "-c",
+    )
+
+
 def executable(
     kernel: KernelPlan, arch: str, flags: tuple[str, ...] = ()
 ) -> Path:
@@ -105,18 +133,12 @@ def executable(
         If there is no compiler, or the kernel does not compile.
     """
     command = host_compiler()
-    text = "\n".join([
-        '#include "cuda_host.h"',
-        source.build(kernel, twins=TWINS),
-        f"EMULATOR_ENTRY({kernel.entry})\n",
-    ])  # fmt: skip
-    capability = Device(arch).capability
+    built = text(kernel)
     compiling = (
         *command,
         *_KERNEL_FLAGS,
         *_own_flags(command),
-        f"-D__CUDA_ARCH__={10 * capability}",
-        f"-I{FOLDER}",
+        *_text_flags(arch),
         *flags,
     )
     linking = (*command, *_LINK_FLAGS, *flags)
@@ -126,7 +148,7 @@ def executable(
         folder.mkdir(exist_ok=True)
         try:
             written, made = folder / "kernel.cpp", folder / "kernel.o"
-            written.write_text(text)
+            written.write_text(built)
             done = _call(*compiling, "-c", written, "-o", made)
             if done.returncode == 0:
                 program = folder / "program"
@@ -137,14 +159,14 @@ def executable(
                     if done.returncode == 0:
                         break
             if done.returncode:
-                raise CompileError(_explain(kernel, command, text, done))
+                raise CompileError(_explain(kernel, command, built, done))
             os.replace(program, path)
         finally:
             if not flags:
                 shutil.rmtree(folder)
 
     engine = _engine(command)
-    key = (text, compiling, linking, engine.name)
+    key = (built, compiling, linking, engine.name)
     return _kept(f"{kernel.entry}_{_hash(key)}", build)
 
 
@@ -247,7 +269,13 @@ def _explain(
 # ---- Running ----
 
 
-def run(program: Path, folder: Path, entry: str, timeout: float) -> None:
+def run(
+    program: Path,
+    folder: Path,
+    entry: str,
+    timeout: float,
+    explain: Callable[[str], str] = str,
+) -> None:
     """Run a launch to its end.
 
     Parameters
@@ -260,6 +288,8 @@ def run(program: Path, folder: Path, entry: str, timeout: float) -> None:
         The kernel's name, for messages.
     timeout : float
         In seconds.
+    explain : callable, optional
+        What becomes of the engine's message of a fault.
 
     Raises
     ------
@@ -288,7 +318,7 @@ def run(program: Path, folder: Path, entry: str, timeout: float) -> None:
         ) from error
     if done.returncode == _FAULT:
         message = done.stderr.decode(errors="replace").strip()
-        raise KernelFault(entry, _with_lines(message, program))
+        raise KernelFault(entry, explain(message))
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         raise KernelFault(entry, f"died of {name}{_tail(done.stderr)}")
@@ -301,25 +331,3 @@ def run(program: Path, folder: Path, entry: str, timeout: float) -> None:
 def _tail(said: bytes | None) -> str:
     text = (said or b"").decode(errors="replace").strip()
     return f": {text[-_LONGEST_TAIL:]}" if text else ""
-
-
-def _with_lines(message: str, program: Path) -> str:
-    """A message with file and line for each address of the program in it."""
-    addresses = re.findall(r"pc:(0x[0-9a-f]+)", message)
-    if not shutil.which(ADDR2LINE):
-        return message
-    for address in dict.fromkeys(addresses):
-        message = message.replace(f"pc:{address}", _line(address, program))
-    return message
-
-
-def _line(address: str, program: Path) -> str:
-    """Where an address stands, and from where that was inlined."""
-    # What a call returns to is the instruction after it.
-    before = hex(int(address, 16) - 1)
-    done = _call(ADDR2LINE, "-i", "-e", program, before)
-    places = re.findall(r"([^/\n]+:\d+)(?: \(.*)?$", done.stdout, re.M)
-    if not places:
-        return f"pc:{address}"
-    first, *others = dict.fromkeys(places)
-    return f"{first} (in {', '.join(others)})" if others else first

@@ -1,5 +1,5 @@
 // On sm_90a: a bulk store that may read shared memory when the block has ended.
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };
 
@@ -13,8 +13,7 @@ extern "C" __global__ void tma_store_no_wait(const __grid_constant__ Arguments a
     fence_async_proxy();
     __syncthreads();
     if (thread == 0) {
-        tma_store(a.out, source, 0, 0, 0, 0);                   // caught here
-        tma_store_commit();
+        store<8, 64>(a.out, source, 0, 0, 0, 0);                // caught here
         if constexpr (!BROKEN) tma_store_wait_read<0>();
     }
 }

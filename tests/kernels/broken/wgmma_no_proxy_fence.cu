@@ -16,7 +16,7 @@ wgmma_no_proxy_fence(const __grid_constant__ Arguments a) {
     float d[32];
     wgmma_fence();
     const u64 x_tile = descriptor(x, 0), y_tile = descriptor(y, 0);
-    wgmma_shared<1, false, false>(d, x_tile, y_tile, false, float16{});        // caught here
+    multiply_transposed<float16, 1, 64, 64, 16>(d, x_tile, y_tile);           // caught here
     wgmma_commit();
     wgmma_wait<0>();
     keep_here(d);

@@ -1,0 +1,323 @@
+"""Lines and names for the message of a fault.
+
+The engine knows addresses of the program, bytes of shared memory and numbers
+of barriers. Their lines and names stand in debug information: addr2line reads
+that of the program; for readelf the kernel's text is compiled again, without
+its code, when there is a fault to explain.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cuflash.emulator import runtime
+from cuflash.plan import KernelPlan
+
+ADDR2LINE = "addr2line"
+READELF = "readelf"
+
+
+def explain(message: str, kernel: KernelPlan, arch: str, program: Path) -> str:
+    """The engine's message with lines and names in it.
+
+    Parameters
+    ----------
+    message : str
+    kernel : plan.KernelPlan
+    arch : str
+    program : Path
+        As `runtime.executable` returned it for the two.
+    """
+    return _with_names(_with_lines(message, kernel, program), kernel, arch)
+
+
+def _said(*words: str | Path) -> str:
+    """What a program prints; nothing if it is not there or fails."""
+    try:
+        return subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "LC_ALL": "C"},
+        ).stdout.decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# ---- Lines ----
+
+# A site of engine.h, and addresses behind it; or addresses alone.
+_TRACE = re.compile(r"(?:(\S+:\d+) )?pc:((?:0x[0-9a-f]+,?)+)")
+
+
+def _with_lines(message: str, kernel: KernelPlan, program: Path) -> str:
+    addresses = {
+        address
+        for trace in _TRACE.finditer(message)
+        for address in trace[2].split(",")
+    }
+    places = _places(addresses, program)
+    files = _files(kernel)
+
+    def line(trace: re.Match[str]) -> str:
+        found = [p for a in trace[2].split(",") for p in places.get(a, ())]
+        # The emulator calls the kernel, which calls the emulator.
+        inner = itertools.dropwhile(lambda p: p[0] not in files, found)
+        own = itertools.takewhile(lambda p: p[0] in files, inner)
+        lines = [f"{file}:{number}" for file, number in own]
+        lines = [x for x, _ in itertools.groupby(lines)]
+        if trace[1]:  # where a call begins; addr2line may say where it ends
+            lines[:1] = [Path(trace[1]).name]
+        if not lines:
+            return f"pc:{trace[2].split(',')[0]}"
+        first, *others = lines
+        return f"{first} (in {', '.join(others)})" if others else first
+
+    return _TRACE.sub(line, message)
+
+
+def _files(kernel: KernelPlan) -> set[str]:
+    """The names of the files that a kernel's text is made of."""
+    named = re.findall(r'^#line 1 "(.*)"$', runtime.text(kernel), re.M)
+    return {Path(file).name for file in named} - {
+        twin.name for twin in runtime.TWINS.values()
+    }
+
+
+def _places(
+    addresses: set[str], program: Path
+) -> dict[str, list[tuple[str, str]]]:
+    """(file, line) of each address and of the calls that were inlined."""
+    if not addresses:
+        return {}
+    # What a call returns to is the instruction after it.
+    before = {hex(int(address, 16) - 1): address for address in addresses}
+    said = _said(ADDR2LINE, "-a", "-i", "-e", program, *before)
+    places: dict[str, list[tuple[str, str]]] = {}
+    for line in said.splitlines():
+        if line.startswith("0x"):
+            here = places.setdefault(before[hex(int(line, 16))], [])
+        elif place := re.search(r"([^/]+):(\d+)(?: \(.*)?$", line):
+            here.append((place[1], place[2]))
+    return places
+
+
+# ---- Names ----
+
+
+def _with_names(message: str, kernel: KernelPlan, arch: str) -> str:
+    if not re.search(r"\bbyte \d|\bbarrier \d", message):
+        return message
+    names = _names(runtime.text(kernel), arch)
+
+    def mbarrier(found: re.Match[str]) -> str:
+        name = names.of_byte(int(found[1]))
+        return f"mbarrier {name}" if name else found[0]
+
+    def byte(found: re.Match[str]) -> str:
+        name = names.of_byte(int(found[1]))
+        return f"{found[0]} ({name})" if name else found[0]
+
+    def barrier(found: re.Match[str]) -> str:
+        name = names.of_barrier(int(found[1]))
+        return f"{found[0]} ({name})" if name else found[0]
+
+    message = re.sub(
+        r"mbarrier at byte (\d+)(?: of shared memory)?", mbarrier, message
+    )
+    message = re.sub(r"byte (\d+) of shared memory", byte, message)
+    return re.sub(r"\bbarrier (\d+)", barrier, message)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A member of the struct that lies in shared memory.
+
+    Attributes
+    ----------
+    start, size : int
+        In bytes.
+    name : str
+    lengths : tuple of int
+        Of an array, the outermost first.
+    """
+
+    start: int
+    size: int
+    name: str
+    lengths: tuple[int, ...]
+
+    def at(self, byte: int) -> str:
+        """What lies at a byte of it: ``q_full[1]``, ``k + 64``."""
+        rest, size, words = byte - self.start, self.size, self.name
+        for length in self.lengths:
+            size //= length
+            words += f"[{rest // size}]"
+            rest %= size
+        return f"{words} + {rest}" if rest else words
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a kernel calls its shared memory and its named barriers."""
+
+    members: tuple[_Member, ...] = ()
+    barriers: tuple[tuple[int, str], ...] = ()
+
+    def of_byte(self, byte: int) -> str:
+        for member in self.members:
+            if member.start <= byte < member.start + member.size:
+                return member.at(byte)
+        return ""
+
+    def of_barrier(self, number: int) -> str:
+        """The constant that is the next below, and what was added to it."""
+        below = [x for x in self.barriers if x[0] <= number]
+        if not below:
+            return ""
+        first, name = max(below)
+        return f"{name} + {number - first}" if number > first else name
+
+
+# The struct that a kernel lays out its shared memory by.
+_PLAN = "SharedPlan"
+# Of an argument of barrier_sync: what says which barriers, not which of them.
+_BARRIER = re.compile(r"\bbarrier_(?:sync|arrive)\(([^,;]*),")
+_CONSTANT = re.compile(r"(?<![%*/] )\b[A-Z][A-Z0-9_]+\b(?! *\?)")
+
+
+@functools.lru_cache(maxsize=64)
+def _names(text: str, arch: str) -> _Names:
+    barriers = {
+        name
+        for argument in _BARRIER.findall(text)
+        for name in _CONSTANT.findall(argument)
+    }
+    if not barriers and f"struct {_PLAN}" not in text:
+        return _Names()
+    with tempfile.TemporaryDirectory() as name:
+        file, made = Path(name, "names.cpp"), Path(name, "names.o")
+        file.write_text(_without_code(text, sorted(barriers)))
+        _said(*runtime.explaining(arch), file, "-o", made)
+        dump = _said(READELF, "--debug-dump=info", made)
+    try:
+        return _read_names(list(_entries(dump)))
+    except (KeyError, ValueError, ZeroDivisionError):
+        return _Names()  # a dump of another form: the fault is said anyway
+
+
+_ENUMERATOR = "emulator_barrier_"
+
+
+def _without_code(text: str, constants: list[str]) -> str:
+    """A text of which only types are left, with an enum of constants."""
+    named = ", ".join(f"{_ENUMERATOR}{x} = {x}" for x in constants)
+    *lines, entry = text.rstrip().splitlines()  # EMULATOR_ENTRY
+    return "\n".join([
+        lines[0],  # cuda_host.h
+        "#undef __global__",
+        "#define __global__ inline",  # and not called: no code
+        *lines[1:],
+        f"enum EmulatorBarriers {{ {named} }};",
+        "",
+    ])  # fmt: skip
+
+
+# ---- Debug information, as readelf prints it ----
+
+
+@dataclass
+class _Entry:
+    """A type, a member, ... with its attributes and those within it."""
+
+    offset: str
+    tag: str
+    attributes: dict[str, str] = field(default_factory=dict)
+    children: list[_Entry] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        # "(indirect string, offset: 0x1a76): SharedPlan" or the name alone.
+        return self.attributes.get("name", "").rpartition(": ")[2]
+
+    def number(self, attribute: str) -> int:
+        return int(self.attributes[attribute].split()[0], 0)
+
+    def type_among(self, by_offset: dict[str, _Entry]) -> _Entry:
+        return by_offset[
+            self.attributes["type"].strip("<>").removeprefix("0x")
+        ]
+
+
+_HEAD = re.compile(r" *<(\d+)><([0-9a-f]+)>: .*\(DW_TAG_(\w+)\)")
+_ATTRIBUTE = re.compile(r" *<[0-9a-f]+> +DW_AT_(\w+) *: ?(.*?)\s*$")
+
+
+def _entries(dump: str) -> Iterator[_Entry]:
+    """All entries of a dump, each of them in its parent as well."""
+    path: list[_Entry] = []
+    for line in dump.splitlines():
+        if head := _HEAD.match(line):
+            entry = _Entry(head[2], head[3])
+            del path[int(head[1]) :]
+            if path:
+                path[-1].children.append(entry)
+            path.append(entry)
+            yield entry
+        elif path and (attribute := _ATTRIBUTE.match(line)):
+            path[-1].attributes[attribute[1]] = attribute[2]
+
+
+def _members(
+    struct: _Entry, start: int, by_offset: dict[str, _Entry]
+) -> Iterator[_Member]:
+    """A struct's members and those of what it is derived from."""
+    for entry in struct.children:
+        if entry.tag not in ("inheritance", "member"):
+            continue
+        if "data_member_location" not in entry.attributes:  # static
+            continue
+        first = start + entry.number("data_member_location")
+        kind = entry.type_among(by_offset)
+        if entry.tag == "inheritance":
+            yield from _members(kind, first, by_offset)
+            continue
+        lengths: tuple[int, ...] = ()
+        while kind.tag in ("array_type", "const_type", "typedef"):
+            if kind.tag == "array_type":
+                lengths += tuple(
+                    x.number("upper_bound") + 1
+                    for x in kind.children
+                    if x.tag == "subrange_type"
+                )
+            kind = kind.type_among(by_offset)
+        size = kind.number("byte_size")
+        for length in lengths:
+            size *= length
+        yield _Member(first, size, entry.name, lengths)
+
+
+def _read_names(entries: list[_Entry]) -> _Names:
+    by_offset = {entry.offset: entry for entry in entries}
+    members: list[_Member] = []
+    constants: list[tuple[int, str]] = []
+    for entry in entries:
+        if entry.tag == "structure_type" and entry.name == _PLAN:
+            members += _members(entry, 0, by_offset)
+        if entry.tag == "enumerator" and entry.name.startswith(_ENUMERATOR):
+            constants.append(
+                (
+                    entry.number("const_value"),
+                    entry.name.removeprefix(_ENUMERATOR),
+                )
+            )
+    return _Names(tuple(members), tuple(constants))
