@@ -1,6 +1,7 @@
 """The calls on NumPy arrays, by the reference's tiled functions.
 
-Everything is computed in float64, and rounded to the arrays' dtype last.
+Everything is computed in float64, and rounded to the arrays' dtype last; but
+scores have the range that kernels have, which is float32's below float64.
 Heads become leading axes, (batch, num_heads_kv, group_size, seqlen, d), along
 which the query heads of a group share the keys without a copy.
 """
@@ -20,6 +21,7 @@ from .reference.packed import spans
 from .reference.tile_state import TileState
 
 DEFAULT_BLOCK = 128  # a tile's scores in float64 are 128 KiB
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 # Overflow and NaN are results here, whatever the caller has NumPy do.
 _quiet = np.errstate(all="ignore")
@@ -131,6 +133,8 @@ def _options(call: Call) -> dict:
         "block_q": p.block_q or DEFAULT_BLOCK,
         "block_k": p.block_k or DEFAULT_BLOCK,
     }
+    if p.lse_dtype == "float32":
+        options["largest_score"] = LARGEST_FLOAT32
     if p.softcap:
         options["softcap"] = p.softcap
     for name in ("alibi_slopes", "sink"):
