@@ -66,7 +66,8 @@ def forward(
         ``j <= i + seqlen_k - seqlen_q``: the last query sees every key.
     block_q, block_k : int, optional
         Queries and keys of a tile, in tokens; tuned by default. They change
-        rounding and speed, not the meaning.
+        rounding and speed, not the meaning. For NumPy arrays, sizes that a
+        kernel has on any GPU.
     precision : {None, "tf32x3"}, optional
         "tf32x3", for float32 and head dimensions up to 256 alone: products
         by the tensor cores, of operands in two parts of 11 bits. Errors stay
@@ -289,7 +290,7 @@ def backward(
     return_dbias, return_dsink : bool, optional
         Whether to return the gradients of `bias` and `sink` too. That of a
         broadcast bias is summed in no fixed order on a GPU, and so is refused
-        there with `deterministic`.
+        with `deterministic`, for NumPy arrays too.
 
     Returns
     -------

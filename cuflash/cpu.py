@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import plan
 from .problem import Call, Problem
 from .reference import backward as backward_of
 from .reference import forward as forward_of
@@ -31,6 +32,7 @@ _quiet = np.errstate(all="ignore")
 def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Return out (batch, seqlen_q, num_heads_q, head_dim_v), and lse."""
     problem = call.problem
+    plan.check(problem)
     q = _queries(call.arrays["q"], problem)
     k = _keys(call.arrays["k"], problem)
     v = _keys(call.arrays["v"], problem)
@@ -53,6 +55,7 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
 def backward(call: Call) -> tuple[np.ndarray, ...]:
     """Return dq, dk and dv, like q, k and v; dbias and dsink if wanted."""
     problem = call.problem
+    plan.check(problem)
     q, out, dout = (
         _queries(call.arrays[name], problem) for name in ("q", "out", "dout")
     )
