@@ -44,7 +44,7 @@ def results(backend, case, of_q, of_k, keys=KEY):
     q[:, QUERY, :, 0], k[:, keys, :, 0] = of_q, of_k
     out, lse = calls.forward(backend, case, q, k, v)
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
-    return out, lse.swapaxes(1, 2)[..., None], *grads
+    return out, lse.swapaxes(1, 2)[..., None], *grads[:3]
 
 
 def check_overflow(backend, case, factor):
@@ -93,6 +93,12 @@ def test_a_product_past_it_that_is_scaled_down(backend, dtype, arch):
 )
 def test_on_other_kernels(backend, case):
     check_overflow(backend, case, FACTOR[case.dtype])
+
+
+@on_each_kind_with_options
+def test_beside_a_sink(backend, dtype, arch):
+    case = case_of(dtype, arch, arrays_of=("sink",))
+    check_overflow(backend, case, FACTOR[dtype])
 
 
 @on_each_kind_with_options
