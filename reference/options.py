@@ -162,7 +162,8 @@ class Tiles:
             s = s + scores.alibi(o.alibi_slopes, query, key, shift)
         if o.bias is not None:
             s = s + tile.of(o.bias)
-        s = scores.in_range(s, o.largest_score)
+        if not (o.alibi_slopes is o.bias is None):
+            s = scores.in_range(s, o.largest_score)
         if visible is not None:
             s = np.where(visible, s, -np.inf)
         return Scores(s, slope, visible)

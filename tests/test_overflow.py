@@ -14,6 +14,7 @@ from helpers import calls
 from helpers.backends import (
     CUPY,
     EMULATED,
+    NUMPY,
     on_each_kind,
     on_each_kind_with_options,
 )
@@ -29,6 +30,13 @@ FACTOR = {
     "float32": 2.0**64,
     "float64": 2.0**512,
 }
+
+_names, _kinds = on_each_kind_with_options.args
+_numpy = [
+    pytest.param(*NUMPY.values, dtype, "sm_80", id=f"numpy-{dtype}")
+    for dtype in ("bfloat16", "float32")
+]
+on_each_kind_and_numpy = pytest.mark.parametrize(_names, [*_kinds, *_numpy])
 
 
 def case_of(dtype, arch="sm_80", **changes):
@@ -95,13 +103,13 @@ def test_on_other_kernels(backend, case):
     check_overflow(backend, case, FACTOR[case.dtype])
 
 
-@on_each_kind_with_options
+@on_each_kind_and_numpy
 def test_beside_a_sink(backend, dtype, arch):
     case = case_of(dtype, arch, arrays_of=("sink",))
     check_overflow(backend, case, FACTOR[dtype])
 
 
-@on_each_kind_with_options
+@on_each_kind_and_numpy
 def test_a_bias_past_the_largest_number(backend, dtype, arch):
     """With a score of half of it; float32's, also of 16-bit types."""
     case = case_of(dtype, arch)
@@ -126,7 +134,7 @@ def check_as_half(backend, case, of_k):
         np.testing.assert_array_equal(a, b)
 
 
-@on_each_kind_with_options
+@on_each_kind_and_numpy
 def test_a_softcap_takes_it_back(backend, dtype, arch):
     case = replace(case_of(dtype, arch), softcap=5.0)
     check_as_half(backend, case, FACTOR[dtype])
