@@ -65,7 +65,8 @@ def forward(
         ``j <= i + seqlen_k - seqlen_q``: the last query sees every key.
     block_q, block_k : int, optional
         Queries and keys of a tile, in tokens; tuned by default. They change
-        rounding and speed, not the meaning.
+        rounding and speed, not the meaning. For NumPy arrays, sizes that a
+        kernel has on any GPU.
     precision : {None, "tf32x3"}, optional
         "tf32x3", for float32 and head dimensions up to 256 alone: products
         by the tensor cores, of operands in two parts of 11 bits. Errors stay
@@ -106,13 +107,17 @@ def forward(
     cu_seqlens_q, cu_seqlens_k : array, (sequences + 1,), optional
         int32. The sequences stand end to end in `q` (total_q, num_heads_q,
         head_dim), `k` and `v`; these are the offsets of their first tokens,
-        then the end of the last. They are not read on the host: if one is
-        less than the one before, or beyond the end, or the first is not 0,
-        the result is 0 and lse -inf, and with the environment variable
-        ``CUFLASH_CHECK=1``, for which the call waits, a ValueRangeError.
+        then the end of the last. Tokens after that are of no sequence.
+        Offsets are bad if the first is not 0, one is less than the one
+        before or beyond the end, or a sequence is longer than `max_seqlen_q`
+        or `max_seqlen_k` says. On NumPy arrays that is a ValueRangeError. On
+        a CUDA device they are not read on the host: bad ones make the whole
+        result 0, lse -inf and all gradients 0, without an error, unless the
+        environment variable ``CUFLASH_CHECK=1`` is set, for which each call
+        waits.
     max_seqlen_q, max_seqlen_k : int, optional
-        No sequence is longer. Worth saying where one is much longer than the
-        mean: tile sizes are chosen by it.
+        No sequence is longer, or the offsets count as bad. Worth saying where
+        one is much longer than the mean: tile sizes are chosen by it.
 
     Returns
     -------
@@ -133,8 +138,9 @@ def forward(
         are mixed.
     ValueRangeError
         If `scale`, `block_q`, `block_k`, `precision` or an option cannot be
-        used, an option lacks one that it needs, `out` is read-only or shares
-        memory with an input, or the arrays are on several CUDA devices.
+        used, an option lacks one that it needs, offsets that are looked at
+        are bad, `out` is read-only or shares memory with an input, or the
+        arrays are on several CUDA devices.
     UnsupportedError
         If head_dim or head_dim_v is above 512, or above 256 and more than
         the GPU has shared memory for (float64 below sm_80 alone), another
@@ -157,6 +163,11 @@ def forward(
     what is seen, so a key of score -inf is, with weight 0. NaN or inf in an
     input spreads only to rows that see it. Bitwise reproducible from run to
     run.
+
+    Scores are float32 (float64 for float64 inputs), also for NumPy arrays. A
+    row with a score past the largest number has out NaN and lse inf; one
+    whose scores are all below the lowest has out 0 and lse -inf
+    (``docs/accuracy.md``).
 
     On a CUDA device the call is queued on CuPy's current stream and does
     not wait for it.
@@ -278,7 +289,7 @@ def backward(
     return_dbias, return_dsink : bool, optional
         Whether to return the gradients of `bias` and `sink` too. That of a
         broadcast bias is summed in no fixed order on a GPU, and so is refused
-        there with `deterministic`.
+        with `deterministic`, for NumPy arrays too.
 
     Returns
     -------
@@ -305,7 +316,9 @@ def backward(
     -----
     P is recomputed tile by tile as exp(S - lse), and the rows' sums
     D = rowsum(dO * O) stand for rowsum(P * dP) [1]_. A query that sees no
-    key contributes exactly 0 to every gradient.
+    key contributes exactly 0 to every gradient. One whose lse is inf, as a
+    score is past the largest number, has dq NaN and makes dk and dv of all
+    keys that it sees NaN.
 
     References
     ----------
@@ -402,7 +415,8 @@ def merge_states(
     -----
     lse = log(exp(lse_a) + exp(lse_b)), and out is the mean of the two with
     weights exp(lse_a - lse) and exp(lse_b - lse) [1]_. A row with lse -inf
-    has seen no key and leaves the other as it is; two such rows make one.
+    has seen no key and leaves the other as it is, whatever its out holds; two
+    such rows make one. A row with lse inf makes out NaN and lse inf.
 
     References
     ----------
@@ -447,8 +461,12 @@ def _asked(
 
 
 def _check_offsets(call: Any) -> None:
-    """Look at the offsets of packed sequences, if that is asked for."""
-    if call.options and settings.read("CUFLASH_CHECK") == "1":
+    """Look at offsets that lie on the host, and at others if asked to."""
+    offsets = call.options.get("cu_seqlens_q")
+    if offsets is None:
+        return
+    on_host = isinstance(offsets, np.ndarray)
+    if on_host or settings.read("CUFLASH_CHECK") == "1":
         validate.offsets(call)
 
 

@@ -1,6 +1,7 @@
 """The calls on NumPy arrays, by the reference's tiled functions.
 
-Everything is computed in float64, and rounded to the arrays' dtype last.
+Everything is computed in float64, and rounded to the arrays' dtype last; but
+scores have the range that kernels have, which is float32's below float64.
 Heads become leading axes, (batch, num_heads_kv, group_size, seqlen, d), along
 which the query heads of a group share the keys without a copy.
 """
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import plan
 from .problem import Call, Problem
 from .reference import backward as backward_of
 from .reference import forward as forward_of
@@ -20,6 +22,7 @@ from .reference.packed import spans
 from .reference.tile_state import TileState
 
 DEFAULT_BLOCK = 128  # a tile's scores in float64 are 128 KiB
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 # Overflow and NaN are results here, whatever the caller has NumPy do.
 _quiet = np.errstate(all="ignore")
@@ -29,6 +32,7 @@ _quiet = np.errstate(all="ignore")
 def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Return out (batch, seqlen_q, num_heads_q, head_dim_v), and lse."""
     problem = call.problem
+    plan.check(problem)
     q = _queries(call.arrays["q"], problem)
     k = _keys(call.arrays["k"], problem)
     v = _keys(call.arrays["v"], problem)
@@ -51,6 +55,7 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
 def backward(call: Call) -> tuple[np.ndarray, ...]:
     """Return dq, dk and dv, like q, k and v; dbias and dsink if wanted."""
     problem = call.problem
+    plan.check(problem)
     q, out, dout = (
         _queries(call.arrays[name], problem) for name in ("q", "out", "dout")
     )
@@ -135,6 +140,8 @@ def _options(call: Call) -> dict:
         "block_q": p.block_q or DEFAULT_BLOCK,
         "block_k": p.block_k or DEFAULT_BLOCK,
     }
+    if p.lse_dtype == "float32":
+        options["largest_score"] = LARGEST_FLOAT32
     if p.softcap:
         options["softcap"] = p.softcap
     for name in ("alibi_slopes", "sink"):

@@ -9,7 +9,7 @@ GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -35,8 +35,9 @@ from cuflash.tiles import Tile
 
 __all__ = [
     "SHARED_KIB", "Deal", "Device", "Family", "KernelPlan", "Launch", "Plan",
-    "default_plans", "device_of_arch", "family_of", "is_legal", "legal_tiles",
-    "main_file", "occupancy", "plan", "tuned_by", "wanted_family",
+    "check", "default_plans", "device_of_arch", "family_of", "is_legal",
+    "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
+    "wanted_family",
 ]  # fmt: skip
 
 _MAKERS: dict[tuple[str, str], Maker] = {
@@ -53,6 +54,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 
 # Above it there are no tensor cores: those kernels keep rows in registers.
 _MAX_OF_TENSOR_CORES = 256
+
+_OLDEST_IN_PARTS = 80  # the compute capability that tf32x3 needs
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,6 +100,52 @@ def plan(
     return maker.plan(problem, device, tile)
 
 
+@functools.lru_cache(maxsize=4096)
+def check(problem: Problem) -> None:
+    """Raise what a problem meets on every GPU; for calls that run on none.
+
+    Raises
+    ------
+    UnsupportedError
+        If no GPU could run it.
+    ValueRangeError
+        If no kernel on any GPU can run the block sizes that were asked for.
+    """
+    _check_precision(problem)
+    _check_order(problem)
+    if problem.block_q is problem.block_k is None:
+        return
+    legal = set()
+    for device in _known_devices():
+        if device.capability < _oldest(problem):
+            continue
+        if problem.precision and device.capability < _OLDEST_IN_PARTS:
+            continue
+        family = family_of(problem, device)
+        for tile in legal_tiles(problem, device, family):
+            if _has_sizes(tile, problem):
+                return
+            legal.add(tile)
+    raise _no_such_blocks(problem, "any", "any GPU", legal)
+
+
+def _known_devices() -> Iterator[Device]:
+    for capability in SHARED_KIB:
+        suffix = "a" if capability == 90 else ""
+        yield device_of_arch(f"sm_{capability}{suffix}")
+
+
+def _check_precision(problem: Problem) -> None:
+    """Raise UnsupportedError if no kernel multiplies such rows in parts."""
+    if problem.precision and _is_wide(problem):
+        raise UnsupportedError(
+            f"precision {problem.precision!r} needs head_dim and"
+            f" head_dim_v of at most {_MAX_OF_TENSOR_CORES}, this call"
+            f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
+            " out"
+        )
+
+
 def _check_order(problem: Problem) -> None:
     """Raise UnsupportedError if a gradient has no fixed order of sums."""
     wanted = problem.return_dbias and problem.deterministic
@@ -134,19 +183,13 @@ def _family_of(
             )
         )
     if problem.precision:
-        if device.capability < 80:
+        if device.capability < _OLDEST_IN_PARTS:
             raise UnsupportedError(
                 f"precision {problem.precision!r} needs a GPU of compute"
-                " capability 8.0 or newer, this one has"
+                f" capability {_OLDEST_IN_PARTS / 10} or newer, this one has"
                 f" {device.capability / 10} ({device.arch}): leave it out"
             )
-        if _is_wide(problem):
-            raise UnsupportedError(
-                f"precision {problem.precision!r} needs head_dim and"
-                f" head_dim_v of at most {_MAX_OF_TENSOR_CORES}, this call"
-                f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
-                " out"
-            )
+        _check_precision(problem)
         return "tf32x3"
     if wanted == "simt":
         return "simt"
@@ -241,12 +284,6 @@ def is_legal(
 
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
     """The nearest tuned tile of the sizes asked for, else a legal one."""
-    asked = problem.block_q, problem.block_k
-
-    def wanted(tile: Tile) -> bool:
-        sizes = tile.block_q, tile.block_k
-        return all(a in (None, x) for a, x in zip(asked, sizes, strict=True))
-
     seqlen, load = tuned_by(problem, device)
     nearest = tiles.tuned(
         device.capability,
@@ -259,20 +296,44 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         seqlen,
         load,
     )
-    for tile in filter(wanted, nearest):
-        if is_legal(problem, device, family, tile):
+    for tile in nearest:
+        if _has_sizes(tile, problem) and is_legal(
+            problem, device, family, tile
+        ):
             return tile
     legal = list(legal_tiles(problem, device, family))
     if not legal:
         raise _no_room(problem, device, family)
-    for tile in filter(wanted, legal):
-        return tile
+    for tile in legal:
+        if _has_sizes(tile, problem):
+            return tile
+    raise _no_such_blocks(problem, f"the {family}", device.arch, legal)
+
+
+def _has_sizes(tile: Tile, problem: Problem) -> bool:
+    """Whether a tile is of the block sizes that were asked for."""
+    return problem.block_q in (None, tile.block_q) and problem.block_k in (
+        None,
+        tile.block_k,
+    )
+
+
+def _no_such_blocks(
+    problem: Problem, kernels: str, where: str, legal: Iterable[Tile]
+) -> ValueRangeError:
+    """That no tile has the block sizes asked for, and which there are.
+
+    What is possible hangs on the options too, which take registers and shared
+    memory.
+    """
     sizes = sorted({(tile.block_q, tile.block_k) for tile in legal})
-    raise ValueRangeError(
-        f"block_q {asked[0]}, block_k {asked[1]} cannot be run by the"
-        f" {family} {problem.direction} kernel for head_dim"
-        f" {problem.head_dim}, head_dim_v {problem.head_dim_v},"
-        f" {problem.dtype} on {device.arch}; these (block_q, block_k) can: "
+    p = problem
+    options = " and ".join(", ".join(p.options).rsplit(", ", 1))
+    return ValueRangeError(
+        f"block_q {p.block_q}, block_k {p.block_k} cannot be run by {kernels}"
+        f" {p.direction} kernel for head_dim {p.head_dim}, head_dim_v"
+        f" {p.head_dim_v}, {p.dtype}{f' with {options}' if options else ''}"
+        f" on {where}; these (block_q, block_k) can: "
         + ", ".join(map(str, sizes))
     )
 

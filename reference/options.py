@@ -41,6 +41,9 @@ class Options:
     segment_ids_q, segment_ids_k : ndarray of int, (..., seqlen), or None
         Both or none.
     dropout : Dropout or None
+    largest_score : float or None
+        Scores beyond it, and products q_i k_j, are infinite; see
+        `scores.in_range`. None: float64's.
     """
 
     causal: bool = False
@@ -53,6 +56,7 @@ class Options:
     segment_ids_q: np.ndarray | None = None
     segment_ids_k: np.ndarray | None = None
     dropout: Dropout | None = None
+    largest_score: float | None = None
 
 
 class Tile(NamedTuple):
@@ -149,7 +153,7 @@ class Tiles:
         o = self.options
         slope: np.ndarray | float = 1.0
         visible = self.visible(tile)
-        s = scores.scores_of(q, k, self.scale)
+        s = scores.scores_of(q, k, self.scale, largest=o.largest_score)
         if o.softcap is not None:
             s = scores.softcap(s, o.softcap)
             slope = scores.softcap_slope(s, o.softcap)
@@ -159,6 +163,8 @@ class Tiles:
             s = s + scores.alibi(o.alibi_slopes, query, key, shift)
         if o.bias is not None:
             s = s + tile.of(o.bias)
+        if not (o.alibi_slopes is o.bias is None):
+            s = scores.in_range(s, o.largest_score)
         if visible is not None:
             s = np.where(visible, s, -np.inf)
         return Scores(s, slope, visible)

@@ -41,6 +41,7 @@ def scores_of(
     k: np.ndarray,
     scale: float,
     visible: np.ndarray | None = None,
+    largest: float | None = None,
 ) -> np.ndarray:
     r"""Return :math:`S = scale \cdot Q K^T`, -inf where not visible.
 
@@ -55,13 +56,33 @@ def scores_of(
     k : ndarray, (..., keys, head_dim)
     scale : float
     visible : ndarray of bool, broadcastable to (..., rows, keys), optional
+    largest : float, optional
+        See `in_range`: of the product, and of S.
 
     Returns
     -------
     ndarray, (..., rows, keys)
     """
-    s = rows_with_rows(q, k) * scale
+    s = in_range(in_range(rows_with_rows(q, k), largest) * scale, largest)
     return s if visible is None else np.where(visible, s, -np.inf)
+
+
+@quiet
+def in_range(s: np.ndarray, largest: float | None) -> np.ndarray:
+    """Return scores, infinite where they are beyond -largest and largest.
+
+    As an arithmetic has them of which that is the largest number.
+
+    Parameters
+    ----------
+    s : ndarray
+    largest : float or None
+        None for float64's, which s has in it already.
+    """
+    if largest is None:
+        return s
+    beyond = np.abs(s) > largest
+    return np.where(beyond, np.copysign(np.inf, s), s) if beyond.any() else s
 
 
 @quiet

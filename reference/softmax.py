@@ -2,11 +2,12 @@ r"""Softmax in three passes, softmax in two, and its gradient.
 
 Sources: [000], [003], [MG] Milakov and Gimelshein 2018, arXiv:1805.02867.
 
-Three rules hold here and in every other module. A score of -inf has weight
+Four rules hold here and in every other module. A score of -inf has weight
 0, also in a row that holds nothing else (where the bare formula says 0 / 0).
-NaN does not take part in a maximum, but the exponential of a NaN score makes
-the sum, and with it the row, NaN. The mask alone says which pairs a sum has:
-a visible pair of weight 0 is one of them, and 0 * inf and 0 * NaN are NaN.
+A score of inf makes every weight of its row NaN, and lse inf. NaN does not
+take part in a maximum, but the exponential of a NaN score makes the sum, and
+with it the row, NaN. The mask alone says which pairs a sum has: a visible
+pair of weight 0 is one of them, and 0 * inf and 0 * NaN are NaN.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class TileState:
 
 
 def logsumexp_of(m: np.ndarray, l: np.ndarray) -> np.ndarray:  # noqa: E741
-    """Return lse = m + log(l), -inf where l is 0.
+    """Return lse = m + log(l), -inf where l is 0, inf where m is.
 
     [001], "The log-sum-exp trick": lse = log(sum_j exp(S_j)).
 
@@ -183,7 +183,8 @@ def logsumexp_of(m: np.ndarray, l: np.ndarray) -> np.ndarray:  # noqa: E741
     """
     empty = l == 0
     with np.errstate(invalid="ignore"):
-        return np.where(empty, -np.inf, m + np.log(np.where(empty, 1.0, l)))
+        lse = np.where(empty, -np.inf, m + np.log(np.where(empty, 1.0, l)))
+    return np.where(m == np.inf, np.inf, lse)  # l is NaN there
 
 
 def probabilities_from_lse(
@@ -192,7 +193,8 @@ def probabilities_from_lse(
     """Recompute the weights: P = exp(S - lse).
 
     [001], "The log-sum-exp trick". A row whose lse is -inf saw no key, or
-    only scores of -inf: its weights are 0.
+    only scores of -inf: its weights are 0. One whose lse is inf has a score
+    of inf: its weights are NaN, as softmax has them.
 
     Parameters
     ----------
@@ -205,6 +207,7 @@ def probabilities_from_lse(
     ndarray, (..., rows, keys)
     """
     lse = np.asarray(lse, np.float64)
+    lse = np.where(lse == np.inf, np.nan, lse)
     p = np.where(lse[..., None] == -np.inf, 0.0, exp_shifted(scores, lse))
     return p if visible is None else np.where(visible, p, 0.0)
 

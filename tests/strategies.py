@@ -11,6 +11,7 @@ in every test of the nightly profile; from a few choices else, which the tests
 then share.
 """
 
+import functools
 from dataclasses import replace
 
 from hypothesis import settings
@@ -67,15 +68,28 @@ def head_dims(backend, wide=False, smallest=1):
     return one.map(lambda d: (d, d)) | st.tuples(one, one)
 
 
-@st.composite
-def block_sizes(draw, seqlen, backend):
-    """Draw any tile size on the CPU; what kernels allow is tested apart.
+def block_sizes(backend, dtype, head_dims, precision):
+    """Draw block_q and block_k on the CPU; on kernels they are tested apart.
 
-    The CPU path loops over tiles in Python: at most 16 along a sequence.
+    The CPU path has its own loops over tiles, in Python.
     """
-    if backend.name != "numpy" or draw(st.booleans()):
-        return None
-    return draw(st.integers(max(1, -(-seqlen // 16)), 256))
+    if backend.name != "numpy":
+        return st.just((None, None))
+    tuned = (None, None)  # alone where a head has few tiles, none in common
+    sizes = legal_blocks(dtype, *head_dims, precision)
+    return st.just(tuned) | st.sampled_from([*sizes, tuned])
+
+
+@functools.cache
+def legal_blocks(dtype, head_dim, head_dim_v, precision=None):
+    """Return the pairs that kernels on sm_80 run in both directions."""
+    case = Case(dtype, head_dim=head_dim, head_dim_v=head_dim_v,
+                precision=precision)  # fmt: skip
+    forward, backward = (
+        {(tile.block_q, tile.block_k) for tile in tiles(case, x, "sm_80")}
+        for x in ("forward", "backward")
+    )
+    return sorted(forward & backward)
 
 
 def scales(backend, wide):
@@ -166,8 +180,12 @@ def cases(
     if backend.name == "emulated":
         fitting = min(longest, LARGEST_WORK // (work * max(seqlen_q, 1)))
     seqlen_k = draw(lengths(fitting))
+    dtype = dtype or draw(st.sampled_from(dtypes))
+    block_q, block_k = draw(
+        block_sizes(backend, dtype, (head_dim, head_dim_v), precision)
+    )
     case = Case(
-        dtype=dtype or draw(st.sampled_from(dtypes)),
+        dtype=dtype,
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -177,8 +195,8 @@ def cases(
         head_dim_v=head_dim_v,
         causal=causal and draw(st.booleans()),
         scale=draw(scales(backend, wide)),
-        block_q=draw(block_sizes(seqlen_q, backend)),
-        block_k=draw(block_sizes(seqlen_k, backend)),
+        block_q=block_q,
+        block_k=block_k,
         deterministic=draw(st.booleans()),
         precision=precision,
         layout=layout,

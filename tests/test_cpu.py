@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import strategies
+from cuflash import plan, validate
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.backward import key_outer
 from helpers.backends import NumpyBackend
@@ -91,8 +92,10 @@ def test_backward_is_the_reference_rounded_once(dtype):
         assert_rounded(got, heads_last(want), q.dtype)
 
 
-@pytest.mark.parametrize("block_q", [1, 5, 1000])
-@pytest.mark.parametrize("block_k", [1, 7, 1000])
+BLOCKS = strategies.legal_blocks("float64", 24, 12)
+
+
+@pytest.mark.parametrize(("block_q", "block_k"), BLOCKS)
 def test_block_sizes_change_rounding_only(block_q, block_k):
     case = Case("float64", block_q=block_q, block_k=block_k, **GROUPED)
     q, k, v, dout, out, lse = call(case)
@@ -103,6 +106,69 @@ def test_block_sizes_change_rounding_only(block_q, block_k):
     exact = dq, sum_groups(dk, 2), sum_groups(dv, 2)
     for got, want in zip(grads, exact, strict=True):
         assert_rounded(got, heads_last(want), q.dtype)
+
+
+# What no GPU runs is refused here, too --------------------------------------
+
+
+def complaint(error, **options):
+    """Return the text of the error of a call of zeros, forward."""
+    q = np.zeros((1, 4, 1, options.pop("head_dim", 8)), np.float32)
+    with pytest.raises(error) as caught:
+        cuflash.forward(q, q, q, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ""),
+        ({"softcap": 3.0}, " with softcap"),
+        (
+            {"softcap": 3.0, "dropout": 0.5, "seed": 1},
+            " with softcap and dropout",
+        ),
+    ],
+)
+def test_blocks_that_no_kernel_has(options, said):
+    text = complaint(cuflash.ValueRangeError, block_q=7, **options)
+    assert text.startswith(
+        "block_q 7, block_k None cannot be run by any forward kernel for "
+        f"head_dim 8, head_dim_v 8, float32{said} on any GPU; these (block_q, "
+        "block_k) can: (4, 4), "
+    )
+
+
+def test_blocks_that_no_backward_kernel_has():
+    q = np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(cuflash.ValueRangeError, match="any backward kernel"):
+        cuflash.backward(q, q, q, q, q, q[..., 0].swapaxes(1, 2), block_k=7)
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_blocks_that_some_gpu_runs_are_run(arch):
+    """As the tuned ones of each kind of kernels."""
+    device = plan.device_of_arch(f"sm_{arch}{'a' if arch == 90 else ''}")
+    for dtype in DTYPES if arch >= 80 else ("float32", "float64"):
+        q = np.zeros((1, 4, 1, 64), DTYPES[dtype])
+        problem = validate.forward(q, q, q).problem
+        tile = plan.plan(problem, device).tile
+        cuflash.forward(q, q, q, block_q=tile.block_q, block_k=tile.block_k)
+
+
+def test_parts_of_wide_heads():
+    assert complaint(
+        cuflash.UnsupportedError, head_dim=300, precision="tf32x3"
+    ) == (
+        "precision 'tf32x3' needs head_dim and head_dim_v of at most 256, "
+        "this call has 300 and 300: leave it out"
+    )
+
+
+def test_what_is_refused_writes_nothing():
+    out = np.full((1, 4, 1, 8), 5, np.float32)
+    complaint(cuflash.ValueRangeError, block_q=7, out=out)
+    assert (out == 5).all()
 
 
 # lse, which loses the digits that gradients need -----------------------------

@@ -89,6 +89,29 @@ def test_parts_at_their_worst(backend):
     assert_bounded(backend, case, *arrays)
 
 
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_one_product_in_parts(backend):
+    """lse of a single key is its score, which is one product here.
+
+    Emulated alone, where a sum is rounded once: of the largest of the three
+    products by u, of the others, which are 2^-11 of it, by 2^-11 u each.
+    Parts that were cut and not rounded would leave out 24 u.
+    """
+    case = Case("float32", 1, 512, 1, HEADS, HEADS, head_dim=1, head_dim_v=1,
+                scale=1.0, precision="tf32x3")  # fmt: skip
+    q, k, v, _ = inputs(case)
+    # The whole range of what follows the first 11 bits, from both its ends.
+    ends = 1 + np.arange(256) * 2.0**-23
+    q[0, :, :, 0] = np.r_[ends, 1 + 2.0**-11 - (ends - 1)][:, None]
+    q[:, 1::2] += np.float32(2.0**-11)
+    k[0, 0, :, 0] = 1 + 2.0**-11 + (np.arange(HEADS) - 4) * 2.0**-23
+    _, lse = forward(backend, case, q, k, v)
+    exact = (q.astype(np.float64) * k)[..., 0].swapaxes(1, 2)
+    x, u = bounds.ARITHMETIC["tf32x3"], 2.0**-24
+    worst = (np.abs(lse - exact) / exact).max()
+    assert 6 * u < worst <= x.split + u + 2 * 2.0**-11 * u
+
+
 # Inputs that reach them ------------------------------------------------------
 
 

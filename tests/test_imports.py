@@ -44,7 +44,7 @@ LAW = {
     "softcap": "",
     "calls": "errors settings problem plan arguments softcap",
     "launch": "errors problem plan compiler calls arguments",
-    "cpu": "errors problem reference",
+    "cpu": "errors problem plan reference",
     "emulator": "emulator.machine plan",
     "emulator.machine": "errors problem plan compiler calls arguments"
     " emulator.faults emulator.memory emulator.runtime",

@@ -90,6 +90,39 @@ def test_minus_infinity_is_the_identity(backend, dtype, side):
 
 @on_backends
 @dtypes
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_blind_side_takes_no_part(backend, dtype, side, bad):
+    """Whatever its out is: a weight of 0 would make NaN of it."""
+    case = case_of(dtype, 3)
+    out, lse, blind_out, blind_lse = states(case)
+    blind_out[...], blind_lse[...] = bad, -np.inf
+    blind = [blind_out, blind_lse]
+    given = {"left": (blind, [out, lse]), "right": ([out, lse], blind)}
+    first, second = given.get(side, (blind, blind))
+    got_out, got_lse = calls.merge_states(backend, case, *first, *second)
+    if side == "both":
+        out, lse = np.zeros_like(out), blind_lse
+    assert_bitwise(got_out, out, "out")
+    assert_bitwise(got_lse, lse, "lse")
+
+
+@on_backends
+@dtypes
+@pytest.mark.parametrize("other", [0.0, -np.inf, np.inf, np.nan])
+def test_an_infinite_lse_stays(backend, dtype, other):
+    """A score past the largest number: out is NaN, of one side and both."""
+    case = case_of(dtype, 4)
+    out_a, lse_a, out_b, lse_b = states(case)
+    out_a[...], lse_a[...], lse_b[...] = np.nan, np.inf, other
+    for given in ((out_a, lse_a, out_b, lse_b), (out_b, lse_b, out_a, lse_a)):
+        out, lse = calls.merge_states(backend, case, *given)
+        assert np.isnan(out.astype(np.float64)).all()
+        assert np.isposinf(lse).all()
+
+
+@on_backends
+@dtypes
 @pytest.mark.parametrize("huge", [1e30, -1e30])
 def test_far_apart_the_larger_one_stays(backend, dtype, huge):
     case = case_of(dtype, 2)

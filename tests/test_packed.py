@@ -5,9 +5,16 @@ import pytest
 
 import cuflash
 import strategies
+from cuflash import validate
 from cuflash.errors import ValueRangeError
 from helpers import calls
-from helpers.backends import EMULATED, on_each_kind_with_options, on_kernels
+from helpers.backends import (
+    BACKENDS,
+    CUPY,
+    EMULATED,
+    on_each_kind_with_options,
+    on_kernels,
+)
 from helpers.checks import check_packed
 from helpers.compare import assert_bitwise
 from helpers.data import Case, Emulation
@@ -75,6 +82,12 @@ def test_what_is_of_another_sequence_spreads_nowhere(backend, dtype, arch):
                              offsets=((0, 5, 20), (0, 9, 22))))  # fmt: skip
 
 
+@pytest.fixture
+def unread_offsets(monkeypatch):
+    """As on a GPU, where nobody looks at them but the kernels."""
+    monkeypatch.setattr(validate, "offsets", lambda call: None)
+
+
 BAD = [
     ((1, 5, 40), (0, 5, 40), "cu_seqlens_q[0] is 1"),
     ((0, 5, 40), (0, 30, 20), "cu_seqlens_k[2] is 20"),
@@ -87,6 +100,7 @@ BAD = [
 
 @on_each_kind_with_options
 @pytest.mark.parametrize("bad", BAD)
+@pytest.mark.usefixtures("unread_offsets")
 def test_bad_offsets_give_zeros(backend, dtype, arch, bad):
     assert_all_zeros(backend, Case(
         dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2],
@@ -102,18 +116,33 @@ def assert_all_zeros(backend, case):
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize("backend", [EMULATED, CUPY])
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_offsets_are_named_if_asked(backend, bad, monkeypatch):
-    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    """Those of NumPy arrays always are."""
+    if backend.name == "cupy":
+        monkeypatch.setenv("CUFLASH_CHECK", "1")
     case = Case(seqlen_q=40, seqlen_k=40, offsets=bad[:2])
     with pytest.raises(ValueRangeError) as caught:
         calls.forward(backend, case, *packed_inputs(case)[1][:3])
     assert str(caught.value).startswith(bad[2])
 
 
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_longer_than_was_said_is_named(backend, name, monkeypatch):
+    if backend.name == "cupy":
+        monkeypatch.setenv("CUFLASH_CHECK", "1")
+    case = Case(seqlen_q=40, seqlen_k=40, offsets=((0, 9, 40), (0, 9, 40)))
+    _, (q, k, v, _) = packed_inputs(case)
+    calls.forward(backend, case, q, k, v, **{name: 31})
+    with pytest.raises(ValueRangeError, match=f"longer than {name}"):
+        calls.forward(backend, case, q, k, v, **{name: 30})
+
+
 @on_kernels
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.usefixtures("unread_offsets")
 def test_longer_than_was_said_gives_zeros(backend, name):
     case = Case(seqlen_q=40, seqlen_k=40, offsets=((0, 9, 40), (0, 9, 40)))
     _, (q, k, v, _) = packed_inputs(case)
@@ -221,6 +250,7 @@ def test_neighbours_spread_nowhere_on_hopper(backend, name):
 
 @on_kernels
 @pytest.mark.parametrize("bad", BAD[:2])
+@pytest.mark.usefixtures("unread_offsets")
 def test_bad_offsets_give_zeros_on_hopper(backend, bad):
     case = hopper_case(
         seqlen_q=40, seqlen_k=40, offsets=bad[:2], **OPTIONS["all"]

@@ -305,20 +305,30 @@ BAD_OFFSETS = [
 
 
 @pytest.mark.parametrize(("changes", "text"), BAD_OFFSETS)
-def test_bad_offsets_are_named_if_asked(monkeypatch, changes, text):
-    monkeypatch.setenv("CUFLASH_CHECK", "1")
+def test_bad_offsets_of_numpy_are_named(changes, text):
     assert complaint(ValueRangeError, PACKED, **packed(**changes)) == text
 
 
-NO_SEQUENCE = {"q": (0,), "k": (0,)}
-
-
-@pytest.mark.parametrize(
-    "changes", [NO_SEQUENCE, *(x for x, _ in BAD_OFFSETS)]
-)
-def test_tokens_of_no_sequence_give_zeros(changes):
+@pytest.mark.parametrize(("changes", "text"), BAD_OFFSETS)
+def test_bad_offsets_of_numpy_are_named_by_backward(changes, text):
     q, k, v = (np.ones(shape, np.float32) for shape in PACKED)
-    given = packed(**changes)
+    out, lse = cuflash.forward(q, k, v, **packed(), return_lse=True)
+    with pytest.raises(ValueRangeError) as caught:
+        cuflash.backward(out, q, k, v, out, lse, **packed(**changes))
+    assert str(caught.value) == text
+
+
+def test_bad_offsets_write_nothing():
+    q, k, v = (np.ones(shape, np.float32) for shape in PACKED)
+    out = np.full((5, 4, 6), 5, np.float32)
+    with pytest.raises(ValueRangeError):
+        cuflash.forward(q, k, v, out=out, **packed(q=(1, 2, 5)))
+    assert (out == 5).all()
+
+
+def test_tokens_of_no_sequence_give_zeros():
+    q, k, v = (np.ones(shape, np.float32) for shape in PACKED)
+    given = packed(q=(0,), k=(0,))
     out, lse = cuflash.forward(q, k, v, **given, return_lse=True)
     assert not out.any() and (lse == -np.inf).all()
     for gradient in cuflash.backward(out + 1, q, k, v, out, lse, **given):

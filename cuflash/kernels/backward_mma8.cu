@@ -87,7 +87,7 @@ __device__ __forceinline__ void weights(
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = ScoreGrid::first_row() + m * 16 + query_row(half);
-            const Element lse = shared.lse[row] == -infinity() ? infinity() : shared.lse[row];
+            const Element lse = effective_lse(shared.lse[row]);
             const Element delta = shared.delta[row];
             const int query = at.q_start + row;
             u32 kept = 0;

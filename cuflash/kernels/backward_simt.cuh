@@ -19,6 +19,12 @@ constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 struct Query { Real lse, delta; };
 
+// A query's lse as exp(S - lse) wants it: with -inf, P = 0; with inf, which says that a score is, P
+// is NaN.
+inline Real effective_lse(Real lse) {
+    return lse == -infinity() ? infinity() : lse + (lse - lse);
+}
+
 struct Weight { Real p, ds, ds_bias; };
 
 // What one head does to its pairs.
@@ -39,14 +45,13 @@ struct Options {
 };
 
 // P and dS of query i and key j: s = products of q and k, dp = products of dO and v, shift =
-// seqlen_k - seqlen_q. lse = -inf says that all of the query's scores are -inf: P is 0. With
-// dropout, p is what dV takes. ds_bias: dS before the slope of a softcap.
+// seqlen_k - seqlen_q. With dropout, p is what dV takes. ds_bias: dS before the slope of a softcap.
 inline Weight weight_of(
     Real s, Real dp, const Query& query, const Options& options, int i, int j, int shift) {
     Real derivative;
     const Real x = options.steps.score(
         s, Real(i + shift - j), options.steps.bias_of(i, j), derivative);
-    const Real p = query.lse == -infinity() ? Real(0) : exp(x - query.lse);
+    const Real p = exp(x - query.lse);
     const Real z = options.dropout.z(i, j);
     const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);
     return {DROPOUT ? p * z : p, SOFTCAP ? dx * derivative : dx, dx};
@@ -69,7 +74,7 @@ struct Head {
         delta = static_cast<const Real*>(a.delta) + row;
     }
 
-    Query query(int i) const { return {lse[i], delta[i]}; }
+    Query query(int i) const { return {effective_lse(lse[i]), delta[i]}; }
 };
 
 // A row of a gradient: scale times this thread's columns of the sum.

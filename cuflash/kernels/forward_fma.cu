@@ -76,8 +76,7 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
         #pragma unroll
         for (int j = 1; j < KEYS; ++j) m = fmaxf(m, s[i][j]);
         m = fmaxf(rows.m[i], row_max(m));
-        // m = -inf: all scores so far are -inf, and 2^(-inf - 0) = 0.
-        const float reference = m == -infinity() ? 0.0f : m * c;
+        const float reference = finite_reference(m, c);
         const float rescale = exp2_of_product(rows.m[i], c, reference);
         rows.m[i] = m;
         rows.l[i] *= rescale;
@@ -153,7 +152,7 @@ __device__ __forceinline__ void store(
             const float scale = LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
             const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
             static_cast<float*>(arguments.lse)[head * rows_of_head(all) + query] =
-                l == 0.0f ? -infinity() : m * scale + logf(l);
+                lse_of_row(m * scale, l);
         }
     }
 }

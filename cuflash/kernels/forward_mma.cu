@@ -154,8 +154,7 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
                 m = fmaxf(fmaxf(m, s[i][j][half * 2]), s[i][j][half * 2 + 1]);
             const float m_old = rows.m[i][half];
             m = fmaxf(m_old, quad_max(m));
-            // m = -inf: all scores so far are -inf, and 2^(-inf - 0) = 0.
-            reference[i][half] = m == -infinity() ? 0.0f : m * c;
+            reference[i][half] = finite_reference(m, c);
             const float rescale = exp2_of_product(m_old, c, reference[i][half]);
             rows.m[i][half] = m;
             rows.l[i][half] *= rescale;
@@ -229,7 +228,7 @@ __device__ __forceinline__ void store(
                     LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
                 static_cast<float*>(arguments.lse)[head * rows_of_head(all) + row] =
-                    l == 0.0f ? -infinity() : m * scale + logf(l);
+                    lse_of_row(m * scale, l);
             }
         }
     Packed<M_TILES, O_TILES> out;
@@ -287,7 +286,7 @@ __device__ __forceinline__ void repair(
                     score, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key),
                     steps.bias_of(query, key));
             float weight = m[row] == -infinity()
-                ? 0.0f : exp2_of_product(score, problem.c, m[row] * problem.c);
+                ? 0.0f : exp2_of_product(score, problem.c, finite_reference(m[row], problem.c));
             if (DROPOUT) weight *= dropout.z(query, key);
             x = low_half<Element>(pack<Element>(to_float(x) + weight * value, 0.0f));
         }

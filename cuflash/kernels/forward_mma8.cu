@@ -190,7 +190,7 @@ __device__ __forceinline__ void store(
             if (arguments.lse != nullptr && t == 0) {
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
                 static_cast<Element*>(arguments.lse)[head * rows_of_head(all) + query] =
-                    l == 0 ? -infinity() : m + log(l);
+                    lse_of_row(m, l);
             }
         }
 }

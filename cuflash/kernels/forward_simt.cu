@@ -186,6 +186,6 @@ forward_simt(const __grid_constant__ Arguments whole) {
     if (arguments.lse && thread_of_row == 0) {
         Real* lse = static_cast<Real*>(arguments.lse);
         const i64 index = (i64(batch) * shape.num_heads_q + head) * rows_of_head(all) + query;
-        lse[index] = l == 0 ? -infinity() : state.m + log(l);
+        lse[index] = lse_of_row(state.m, l);
     }
 }

@@ -736,7 +736,7 @@ __device__ __forceinline__ RowEnd end_of_row(
     const bool nothing = m == -infinity();
     const WithSink<float> row(nothing ? m : m * scale, l / excess, sink_of<float>(all, head));
     if (row.sum == 0.0f) return {0.0f, -infinity()};
-    return {row.rescale / (excess * row.sum), row.top + logf(row.sum)};
+    return {row.rescale / (excess * row.sum), lse_of_row(row.top, row.sum)};
 }
 
 // What softmax() multiplies a row's P by: 2^(c m - round(c m)).
@@ -858,7 +858,7 @@ __device__ __forceinline__ void exact_row(
     for (int key = first + lane; key < seen; key += 32)
         if (!hides(key)) m = fmaxf(m, score(key));
     for (int i = 1; i < 32; i *= 2) m = fmaxf(m, __shfl_xor_sync(WHOLE_WARP, m, i));
-    const float subtracted = reference(m, c);
+    const float subtracted = finite_reference(m, c);
     for (int start = first; start < seen; start += 32) {
         const bool hidden = PAIRWISE && start + lane < seen && hides(start + lane);
         const u32 left_out = PAIRWISE ? __ballot_sync(WHOLE_WARP, hidden) : 0u;
@@ -884,7 +884,7 @@ __device__ __forceinline__ void exact_row(
     if (lse != nullptr && lane == 0) {
         const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
         *lse = SINK ? end_of_row(all, m, l, 1.0f, head).lse
-             : l == 0.0f ? -infinity() : m * scale + logf(l);
+             : lse_of_row(m * scale, l);
     }
 }
 

@@ -4,6 +4,7 @@
 //     m = max(lse_a, lse_b),  w_a = exp(lse_a - m),  w_b = exp(lse_b - m)
 //     out = (w_a out_a + w_b out_b) / (w_a + w_b),  lse = m + log(w_a + w_b)
 //
+// A side with lse = inf makes the weights NaN, and lse inf.
 // A side with lse = -inf has seen no key and takes no part, whatever its out is: the result is the
 // other side, bit for bit. With both so, out is 0 and lse -inf.
 //
@@ -17,7 +18,7 @@ using Real = Accumulator<Element>;
 
 static_assert(NUM_THREADS % 32 == 0, "whole warps");
 
-inline Real minus_infinity() { return __int_as_float(0xff800000); }
+inline Real infinity() { return __int_as_float(0x7f800000); }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 merge(const __grid_constant__ MergeArguments arguments) {
@@ -31,7 +32,7 @@ merge(const __grid_constant__ MergeArguments arguments) {
     const i64 index = (batch * num_heads + head) * seqlen_q + query;
     const Real lse_a = static_cast<const Real*>(arguments.lse_a)[index];
     const Real lse_b = static_cast<const Real*>(arguments.lse_b)[index];
-    const bool has_a = lse_a != minus_infinity(), has_b = lse_b != minus_infinity();
+    const bool has_a = lse_a != -infinity(), has_b = lse_b != -infinity();
     const Real m = fmax(lse_a, lse_b);                                  // skips NaN
     const Real w_a = has_a ? exp(lse_a - m) : Real(0), w_b = has_b ? exp(lse_b - m) : Real(0);
     const Real sum = w_a + w_b;
@@ -46,5 +47,5 @@ merge(const __grid_constant__ MergeArguments arguments) {
     }
     if (lane == 0)
         static_cast<Real*>(arguments.lse)[index] =
-            has_a || has_b ? m + log(sum) : minus_infinity();
+            !has_a && !has_b ? -infinity() : m == infinity() ? m : m + log(sum);
 }

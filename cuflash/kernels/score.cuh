@@ -236,6 +236,15 @@ private:
     }
 };
 
+// lse = m + log(l) of a row of maximum m and sum l: -inf where l is 0, as there is no key, or no
+// score but -inf. A score past the largest number is inf, or becomes so where exp2 takes it times
+// log2(e): it makes l NaN, and lse is inf.
+template <class Real> inline Real lse_of_row(Real m, Real l) {
+    if (l == 0) return -Real(infinity());
+    const bool overflows = l != l && m * Real(1.4426950408889634) == Real(infinity());
+    return overflows ? Real(infinity()) : m + log(l);
+}
+
 // A row's sum with the sink's weight in it: l exp(m) + exp(sink) = sum exp(top). What was summed
 // with m is to be multiplied by rescale. m and sink may be -inf.
 template <class Real> struct WithSink {

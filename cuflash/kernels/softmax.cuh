@@ -27,9 +27,17 @@ __device__ __forceinline__ float exp2_of_product(float score, float c, float ref
     return exp2_approx(__fmul_rn(score, c) - reference);
 }
 
-// A query's lse as the exponentials want it: with -inf, P = 0.
-__device__ __forceinline__ float effective_lse(float lse) {
-    return lse == -infinity() ? infinity() : lse;
+// c m, which is subtracted from a row's c S. Of no key, or scores of -inf alone, the lowest float:
+// there -inf + inf would be NaN, and 2^(-inf - lowest) is 0.
+__device__ __forceinline__ float finite_reference(float m, float c) {
+    constexpr float LOWEST = -3.4028234663852886e38f;
+    return fmaxf(m * c, LOWEST);
+}
+
+// A query's lse as the exponentials want it: with -inf, P = 0; with inf, which says that a score
+// is, P is NaN.
+template <class Real> __device__ __forceinline__ Real effective_lse(Real lse) {
+    return lse == -infinity() ? Real(infinity()) : lse + (lse - lse);
 }
 
 // P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded it: however

@@ -33,6 +33,12 @@ template <class Real> struct Steps {
     }
 };
 
+template <class Real> inline Real lse_of_row(Real m, Real l) {
+    if (l == 0) return -Real(infinity());
+    const bool overflows = l != l && m * Real(1.4426950408889634) == Real(infinity());
+    return overflows ? Real(infinity()) : m + log(l);
+}
+
 template <class Real> struct WithSink {
     Real top, sum, rescale;
     WithSink(Real m, Real l, Real sink);

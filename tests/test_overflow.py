@@ -1,0 +1,159 @@
+"""Scores past the largest number of their type: inf, or -inf, everywhere.
+
+That type is float32, for float64 inputs float64. All scores here are 0 but
+one query's, so that what other rows and keys get is the same to the last bit
+whatever that query's scores are.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helpers import calls
+from helpers.backends import (
+    CUPY,
+    EMULATED,
+    NUMPY,
+    on_each_kind,
+    on_each_kind_with_options,
+)
+from helpers.compare import assert_bitwise
+from helpers.data import Case, Emulation, inputs
+
+QUERY, KEY = 7, 3  # QUERY sees the keys up to its own number
+
+# Two of them multiply to twice the largest power of two, times the scale.
+FACTOR = {
+    "float16": 2.0**7,  # 2^14 times the scale, which is 2^114
+    "bfloat16": 2.0**64,
+    "float32": 2.0**64,
+    "float64": 2.0**512,
+}
+
+_names, _kinds = on_each_kind_with_options.args
+_numpy = [
+    pytest.param(*NUMPY.values, dtype, "sm_80", id=f"numpy-{dtype}")
+    for dtype in ("bfloat16", "float32")
+]
+on_each_kind_and_numpy = pytest.mark.parametrize(_names, [*_kinds, *_numpy])
+
+
+def case_of(dtype, arch="sm_80", **changes):
+    scale = 2.0**114 if dtype == "float16" else 1.0
+    return Case(dtype, seqlen_q=20, seqlen_k=20, causal=True, scale=scale,
+                deterministic=True, on=Emulation(arch), **changes)  # fmt: skip
+
+
+def results(backend, case, of_q, of_k, keys=KEY):
+    """Return out, lse, dq, dk, dv; the query scores scale * of_q * of_k."""
+    q, k, v, dout = inputs(case)
+    q[...], k[...] = 0, 0
+    q[:, QUERY, :, 0], k[:, keys, :, 0] = of_q, of_k
+    out, lse = calls.forward(backend, case, q, k, v)
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    return out, lse.swapaxes(1, 2)[..., None], *grads[:3]
+
+
+def check_overflow(backend, case, factor):
+    """Check rows and keys that read a score of inf, and all others."""
+    got = results(backend, case, factor, factor)
+    want = results(backend, case, 0, factor)
+    names = "out", "lse", "dq", "dk", "dv"
+    for name, x, sound in zip(names, got, want, strict=True):
+        bad = np.zeros(x.shape, bool)
+        bad[:, slice(QUERY + 1) if name in ("dk", "dv") else QUERY] = True
+        assert (np.isposinf if name == "lse" else np.isnan)(
+            x[bad].astype(np.float64)
+        ).all(), name
+        assert_bitwise(x[~bad], sound[~bad], name)
+
+
+@on_each_kind
+def test_a_product_past_the_largest_number(backend, dtype, arch):
+    check_overflow(backend, case_of(dtype, arch), FACTOR[dtype])
+
+
+@on_each_kind
+def test_a_scaled_score_past_the_largest_number(backend, dtype, arch):
+    case = case_of(dtype, arch)
+    case = replace(case, scale=4 * case.scale)
+    check_overflow(backend, case, FACTOR[dtype] / 2)
+
+
+@on_each_kind
+def test_a_product_past_it_that_is_scaled_down(backend, dtype, arch):
+    """Except of float16, whose products float32 holds."""
+    if dtype != "float16":
+        case = replace(case_of(dtype, arch), scale=2.0**-20)
+        check_overflow(backend, case, FACTOR[dtype])
+
+
+@pytest.mark.parametrize("backend", [EMULATED, CUPY])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_of("float32", precision="tf32x3"),
+        case_of("float16", head_dim=320, head_dim_v=16),
+        case_of("bfloat16", "sm_90a", head_dim=256, head_dim_v=256),
+    ],
+    ids=["tf32x3", "simt", "wide"],
+)
+def test_on_other_kernels(backend, case):
+    check_overflow(backend, case, FACTOR[case.dtype])
+
+
+@on_each_kind_and_numpy
+def test_beside_a_sink(backend, dtype, arch):
+    case = case_of(dtype, arch, arrays_of=("sink",))
+    check_overflow(backend, case, FACTOR[dtype])
+
+
+@on_each_kind_and_numpy
+def test_a_bias_past_the_largest_number(backend, dtype, arch):
+    """With a score of half of it; float32's, also of 16-bit types."""
+    case = case_of(dtype, arch)
+    factor = 2.0**63
+    bias = np.zeros((20, 20), np.float32)
+    bias[QUERY, KEY] = 2.0**127
+    q, k, v, _ = inputs(case)
+    q[...], k[...] = 0, 0
+    q[:, QUERY, :, 0], k[:, KEY, :, 0] = factor, 2 * factor
+    out, lse = calls.forward(backend, case, q, k, v, bias=backend.place(bias))
+    assert np.isposinf(lse[0, 0, QUERY]) and np.isnan(out[0, QUERY]).all()
+    assert np.isfinite(np.delete(lse[0, 0], QUERY)).all()
+
+
+def check_as_half(backend, case, of_k):
+    """Check that a score is worth what half of it is, which is a number."""
+    factor = FACTOR[case.dtype]
+    got = results(backend, case, factor, of_k)
+    *want, dk, dv = results(backend, case, factor / 2, of_k)
+    want += 2 * dk, dv  # of no other query is dk, as theirs are 0
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@on_each_kind_and_numpy
+def test_a_softcap_takes_it_back(backend, dtype, arch):
+    case = replace(case_of(dtype, arch), softcap=5.0)
+    check_as_half(backend, case, FACTOR[dtype])
+
+
+@on_each_kind
+def test_one_score_of_minus_infinity_has_no_weight(backend, dtype, arch):
+    check_as_half(backend, case_of(dtype, arch), -FACTOR[dtype])
+
+
+@on_each_kind
+def test_a_row_of_minus_infinity_is_told_by_lse(backend, dtype, arch):
+    """And has no weights, as a row without keys."""
+    case, factor = case_of(dtype, arch), FACTOR[dtype]
+    got = results(backend, case, factor, -factor, keys=slice(None))
+    sound = results(backend, case, 0, -factor, keys=slice(None))
+    out, lse, dq = (x[:, QUERY] for x in got[:3])
+    assert np.isneginf(lse).all() and not out.any() and not dq.any()
+    for a, b in zip(got[:3], sound[:3], strict=True):
+        assert_bitwise(*(np.delete(x, QUERY, 1) for x in (a, b)), "others")
+    for a, b in zip(got[3:], sound[3:], strict=True):
+        assert_bitwise(a[:, QUERY + 1 :], b[:, QUERY + 1 :], "others")
