@@ -31,6 +31,10 @@ class WorkerError(RuntimeError):
     """A worker could not do what it was asked."""
 
 
+class ChildError(WorkerError):
+    """One job could not be done: its child left no result."""
+
+
 class Worker:
     """A process that has collected the tests: see worker.py."""
 
@@ -102,8 +106,8 @@ class Pool:
             for file in ("tests.json", "ran.json", "result.json"):
                 if (folder / file).exists():
                     return json.loads((folder / file).read_text())
-            log = (folder / "log.txt").read_text()
-            raise WorkerError(f"pytest ended with status {status}\n{log}")
+            log = (folder / "log.txt").read_text()[-500:]
+            raise ChildError(f"pytest ended with status {status}: {log}")
 
     def each(self, do: Callable, items: Iterable) -> Iterator:
         """What `do` gives for each item, side by side, as they end."""
@@ -197,7 +201,10 @@ def check(mutant: Mutant, made: Pool, record: Record, budget: float) -> Result:
         "budget": budget,
     }  # fmt: skip
     text = (KERNELS / mutant.file).read_text("ascii")
-    said = made.do(job, mutant.applied(text))
+    try:
+        said = made.do(job, mutant.applied(text))
+    except ChildError as error:
+        return Result(mutant.id, MISSED, line, mutant.what, str(error))
     outcome, why = verdict(said)
     return Result(
         mutant.id, outcome, line, mutant.what, why, round(said["seconds"], 1),
