@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +64,7 @@ def _digest(path: Path) -> str:
 @functools.cache
 def common() -> str:
     """A hash of what all tests depend on: no kernels, no test files."""
-    compiler = runtime.host_compiler()
+    command = [*runtime.host_compiler(), "--version"]
     paths = [
         path
         for folder in ("cuflash", "reference", "tests")
@@ -73,7 +75,7 @@ def common() -> str:
         and not (path.parent.name == "tests" and path.match("test_*.py"))
     ]
     said = [(str(x.relative_to(ROOT)), _digest(x)) for x in paths]
-    version = runtime._version(compiler)
+    version = subprocess.run(command, capture_output=True, check=True).stdout
     return hashlib.sha256(repr((said, version)).encode()).hexdigest()
 
 
@@ -104,18 +106,21 @@ def make(
         _add(record, said)
     left = [x for x in tests if x not in record.tests]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        file.writelines(json.dumps(x) + "\n" for x in kept)
-        jobs = [
-            {"tests": left[i : i + BATCH], "record": True}
-            for i in range(0, len(left), BATCH)
-        ]
-        for i, done in enumerate(run(jobs) if jobs else (), start=1):
-            for said in _lines(done):
-                file.write(json.dumps(said) + "\n")
-                _add(record, said)
-            file.flush()
-            print(f"\rrecorded {i} of {len(jobs)} batches", end="", flush=True)
+    if len(kept) < len(lines):
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text("".join(json.dumps(x) + "\n" for x in kept))
+        os.replace(part, path)
+    jobs = [
+        {"tests": left[i : i + BATCH], "record": True}
+        for i in range(0, len(left), BATCH)
+    ]
+    for i, done in enumerate(run(jobs) if jobs else (), start=1):
+        said = [*_lines(done)]
+        with open(path, "a") as file:
+            file.write("".join(json.dumps(x) + "\n" for x in said))
+        for one in said:
+            _add(record, one)
+        print(f"\rrecorded {i} of {len(jobs)} batches", end="", flush=True)
     if jobs:
         print()
     record.tests = {x: record.tests[x] for x in tests if x in record.tests}

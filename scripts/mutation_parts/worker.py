@@ -160,7 +160,7 @@ class Job:
         nothing.
         """
         return bool(self.mutated) and all(
-            code(path) == code(_executable(*rest))
+            path.exists() and code(path) == code(_executable(*rest))
             for path, rest in self.mutated.items()
         )
 
