@@ -26,6 +26,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -276,4 +277,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -19,6 +19,7 @@ MERGE = (
 
 
 def mutant(name, line=1, file="a.cu", **rest):
+    rest = {"function": (line,), **rest}
     return Mutant(f"{file}/f/{name}", file, 0, 1, "", (line,), **rest)
 
 
@@ -89,7 +90,9 @@ def record():
         (mutant("x/1", 1), ["cheap", "all", "again"], ["r"]),
         (mutant("x/1", 3), ["all"], ["p2", "r"]),
         (mutant("x/1", 9, statement=(3,)), ["all"], ["p2", "r"]),
-        (mutant("x/1", 9), ["cheap", "all", "again"], ["r"]),
+        (mutant("x/1", 9, function=(2, 8)), ["all", "again"], ["r"]),
+        (mutant("x/1", 9), [], ["p", "p2", "r"]),  # compiled nowhere
+        (mutant("x/1", 9, function=()), ["cheap", "all", "again"], ["r"]),
         (mutant("x/1", 3, constant=True), ["all", "cheap", "again"], ["r"]),
         (mutant("x/1", 1, "c.cuh"), [], ["p", "p2", "r"]),
     ],

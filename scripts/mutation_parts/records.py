@@ -180,8 +180,8 @@ def choose(mutant: Mutant, record: Record, budget: float) -> Choice:
     """The tests that run a mutated line, the cheapest first.
 
     A line without code, as a constant, stands for its statement or else its
-    function or else the file. So does one of a constexpr function for the
-    file, but the tests that run it come first.
+    function. One of a constexpr function, or of none, stands for the file, but
+    the tests that run it come first.
     """
     file = mutant.file
     bits = 0
@@ -189,9 +189,7 @@ def choose(mutant: Mutant, record: Record, budget: float) -> Choice:
         bits = sum(1 << line for line in set(lines))
         if any(x.holds.get(file, 0) & bits for x in record.programs.values()):
             break
-    else:
-        bits = 0  # no line of it has code anywhere
-    whole = mutant.constant or not bits
+    whole = mutant.constant or not mutant.function
     hit = {
         key: file in x.files if whole else bool(x.holds.get(file, 0) & bits)
         for key, x in record.programs.items()
