@@ -169,7 +169,7 @@ def sample(
     def run(mutant: Mutant) -> Result:
         return running.check(mutant, pool, record, options.budget)
 
-    with running.pool(options.jobs) as pool:
+    with running.pool(options.suite, options.jobs) as pool:
         # Further ones for those that do not compile.
         while batch := [*islice(order, options.count - len(results))]:
             left = []
@@ -254,10 +254,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     cache = folders.cache_folder() / "cuflash_mutate"
     try:
-        with running.recording_pool(options.jobs, cache) as pool:
+        with running.recording_pool(
+            options.suite, options.jobs, cache
+        ) as pool:
             record = records.make(
-                cache / "record.jsonl",
-                pool.tests(options.suite),
+                cache / f"record_{options.suite}.jsonl",
+                pool.tests(),
                 lambda jobs: pool.each(pool.do, jobs),
             )
         for test, ran in record.tests.items():

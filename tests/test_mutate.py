@@ -203,8 +203,8 @@ def of_merge(name, old, new):
 @needs_compiler
 @pytest.mark.skipif(not running.GCOV, reason="gcov was not found")
 def test_a_record_of_one_test(tmp_path):
-    with running.recording_pool(1, tmp_path) as pool:
-        assert MERGE in pool.tests("test")
+    with running.recording_pool("test", 1, tmp_path) as pool:
+        assert MERGE in pool.tests()
         said = pool.do({"tests": [MERGE], "record": True})
     (ran,), (program,) = said["tests"], said["programs"].values()
     assert ran["passed"] and program["files"] == [
@@ -223,7 +223,7 @@ def test_one_worker_runs_mutant_after_mutant():
     file = frozenset(["merge.cu"])
     known = Record({MERGE: Ran({}, ("p",), 1.0)},
                    {"p": Program(file, {}, 1.0)})  # fmt: skip
-    with running.pool(1) as pool:
+    with running.pool("test", 1) as pool:
         outcomes = [
             running.check(of_merge(*x), pool, known, 60).outcome
             for x in (

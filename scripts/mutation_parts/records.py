@@ -174,6 +174,7 @@ class Choice:
 
     tests: list[str]
     spared: list[str]
+    holding: int  # how many programs have it
 
 
 def choose(mutant: Mutant, record: Record, budget: float) -> Choice:
@@ -209,7 +210,8 @@ def choose(mutant: Mutant, record: Record, budget: float) -> Choice:
     ]
     order = _cheapest_first(first, record, hit, budget)
     order += _cheapest_first(others, record, hit, budget)
-    return Choice(order, [key for key in hit if not hit[key]])
+    spared = [key for key in hit if not hit[key]]
+    return Choice(order, spared, len(hit) - len(spared))
 
 
 def _cheapest_first(

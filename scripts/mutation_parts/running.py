@@ -20,7 +20,8 @@ from mutation_parts.mutants import Mutant
 from mutation_parts.records import KERNELS, ROOT, Record, choose
 
 GCOV = shutil.which("gcov")
-SUITES = ("test", "test-all")  # as make's targets
+# make's targets, and Hypothesis's profiles there.
+SUITES = {"test": "quick", "test-all": "ci"}
 
 CAUGHT, EQUIVALENT, MISSED, OUT_OF_BUDGET, DOES_NOT_COMPILE = OUTCOMES = (
     "caught", "equivalent", "missed", "out of budget", "does not compile"
@@ -45,7 +46,7 @@ class Worker:
              "-k", "emulated"],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"),
-                 "HYPOTHESIS_PROFILE": "ci", "CI": "1", **env},
+                 "CI": "1", **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,8 +76,9 @@ class Worker:
 class Pool:
     """So many workers, each of which is started when it is needed."""
 
-    def __init__(self, jobs: int, **env: str):
-        self._jobs, self._env = jobs, env
+    def __init__(self, suite: str, jobs: int, **env: str):
+        self._jobs, self._suite = jobs, suite
+        self._env = {"HYPOTHESIS_PROFILE": SUITES[suite], **env}
         self._started: list[Worker] = []
         self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         for _ in range(jobs):
@@ -121,10 +123,10 @@ class Pool:
                 self.kill()
                 raise
 
-    def tests(self, suite: str) -> list[str]:
-        """The names of all tests of a suite: `test` is without slow ones."""
+    def tests(self) -> list[str]:
+        """The names of all tests of the suite: `test` is without slow ones."""
         slow = self.do({"tests": None})
-        return [x for x in slow if suite == "test-all" or not slow[x]]
+        return [x for x in slow if self._suite == "test-all" or not slow[x]]
 
     def kill(self) -> None:
         """End all, with what they run."""
@@ -141,9 +143,9 @@ class Pool:
 
 
 @contextmanager
-def pool(jobs: int, **env: str) -> Iterator[Pool]:
+def pool(suite: str, jobs: int, **env: str) -> Iterator[Pool]:
     """A `Pool` that ends."""
-    made = Pool(jobs, **env)
+    made = Pool(suite, jobs, **env)
     try:
         yield made
     finally:
@@ -151,7 +153,7 @@ def pool(jobs: int, **env: str) -> Iterator[Pool]:
 
 
 @contextmanager
-def recording_pool(jobs: int, beside: Path) -> Iterator[Pool]:
+def recording_pool(suite: str, jobs: int, beside: Path) -> Iterator[Pool]:
     """One whose programs say which lines ran, and which are not kept."""
     if not GCOV:
         raise WorkerError("gcov was not found: it comes with g++")
@@ -159,7 +161,7 @@ def recording_pool(jobs: int, beside: Path) -> Iterator[Pool]:
     folder = tempfile.mkdtemp(prefix="cuflash_mutate_", dir=beside)
     env = {"CUPY_CACHE_DIR": folder, "CUFLASH_EMULATOR_FLAGS": "--coverage"}
     try:
-        with pool(jobs, **env) as made:
+        with pool(suite, jobs, **env) as made:
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -198,7 +200,7 @@ def check(mutant: Mutant, made: Pool, record: Record, budget: float) -> Result:
         return Result(mutant.id, MISSED, line, mutant.what, why)
     job = {
         "tests": chosen.tests, "file": mutant.file, "spared": chosen.spared,
-        "budget": budget,
+        "holding": chosen.holding, "budget": budget,
     }  # fmt: skip
     text = (KERNELS / mutant.file).read_text("ascii")
     try:

@@ -13,6 +13,7 @@ collected them. A folder's ``job.json`` says what to do::
               --coverage then, which the environment has to say
     file      of the kernels, with the text ``mutant`` in the folder
     spared    keys of programs that do not hold the mutated line
+    holding   how many do
     budget    CPU seconds, after which no other test is begun
 
 Left there are ``result.json`` and ``log.txt``.
@@ -67,6 +68,7 @@ class Job:
         self.tests, self.record = job["tests"], job.get("record", False)
         self.file, self.budget = job.get("file"), job.get("budget")
         self.spared = frozenset(job.get("spared", ()))
+        self.holding = job.get("holding", 0)
         self.compiling = 0.0  # CPU seconds, of the test that runs
         self.launched: dict[str, Path] = {}  # by it: programs
         self.ran: list[dict] = []
@@ -157,9 +159,10 @@ class Job:
         """Whether the mutated programs are what they are without the mutant.
 
         Of mutants that nothing has caught: the compiler may see that they do
-        nothing.
+        nothing. That counts if it has seen all programs with the line: in
+        others an option may be on for which it matters.
         """
-        return bool(self.mutated) and all(
+        return len(self.mutated) >= self.holding > 0 and all(
             path.exists() and code(path) == code(_executable(*rest))
             for path, rest in self.mutated.items()
         )
@@ -226,9 +229,11 @@ _job: Job | None = None
 
 def pytest_configure(config):
     """Look for no smaller example."""
+    name = settings.get_current_profile_name()  # which tests may ask for
     phases = (Phase.explicit, Phase.generate)
-    settings.register_profile("mutants", settings.default, phases=phases)
-    settings.load_profile("mutants")
+    profile = settings(settings.get_profile(name), phases=phases)
+    settings.register_profile(name, profile)
+    settings.load_profile(name)
 
 
 @pytest.hookimpl(tryfirst=True)
