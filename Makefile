@@ -3,7 +3,7 @@
 # make test-all  all tests that this machine can run, 25 minutes
 # make fuzz    the tests that draw calls at random, for hours
 # make fuzz-gpu  random calls of all sizes on this machine's GPU, ten minutes
-# make mutate  plant faults in the kernels: which do the tests catch? an hour
+# make mutate  mutate the kernels: do the tests notice? ten minutes
 # make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
 # make sweep   tune tile sizes for this machine's GPU
@@ -63,7 +63,7 @@ fuzz: .venv/installed-fuzz
 fuzz-gpu: .venv/installed-fuzz-gpu
 	$(BIN)/python scripts/fuzz_gpu.py $(ARGS)
 
-# docs/emulator.md says what came out, and why.
+# Prints for each mutant the command that runs it again; docs/emulator.md.
 mutate: .venv/installed-mutate
 	$(ONE_THREAD) $(BIN)/python scripts/mutate.py $(ARGS)
 

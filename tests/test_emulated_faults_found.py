@@ -1,4 +1,4 @@
-"""What scripts/mutate.py planted and no other test found."""
+"""Mutants that no other test caught (scripts/mutate.py)."""
 
 from dataclasses import replace
 from unittest import mock

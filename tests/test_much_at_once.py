@@ -1,7 +1,7 @@
 """Small calls with much in them, one or two a kind of kernels.
 
-A kernel that was changed for the worse fails here first, after one or two
-compilations: scripts/mutate.py begins with these.
+A kernel that was changed for the worse fails here after one or two
+compilations.
 """
 
 import pytest

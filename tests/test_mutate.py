@@ -1,201 +1,236 @@
-"""scripts/mutate.py: its faults fit the kernels, and are planted and found."""
+"""scripts/mutate.py: what is drawn, which tests run, what comes out."""
 
+import argparse
 import json
-import shutil
 
 import pytest
 
 import mutate
 from helpers.host_compiler import needs_compiler
-from mutation_parts import faults
-from mutation_parts.faults import Fault, StaleFault
+from mutation_parts import mutants, records, running
+from mutation_parts.mutants import HandMade, Mutant
+from mutation_parts.records import Program, Ran, Record
+from mutation_parts.running import Result
 
-TEST = "test_far_apart_the_larger_one_stays[-1e+30-float16-emulated]"
-MERGE = f"tests/test_merge.py::{TEST}"
-TEXT = "a = b;\nif (a) f();\nif (a) g();\n"
+MERGE = (
+    "tests/test_merge.py::"
+    "test_far_apart_the_larger_one_stays[-1e+30-float16-emulated]"
+)
 
 
-def result(how="wrong result", **fault):
-    said = {"stopped": "cuflash.errors.KernelFault: far out",
-            "does not compile": "cuflash.errors.CompileError: no",
-            "wrong result": "AssertionError: out"}  # fmt: skip
-    planted = Fault("a.cu", "wrong", "a", "b", **fault)
-    test = "" if how == "survived" else "tests/test_a.py::test[emulated]"
-    return mutate.Result(planted, 1.0, test, said.get(how, ""))
+def mutant(name, line=1, file="a.cu", **rest):
+    rest = {"function": (line,), **rest}
+    return Mutant(f"{file}/f/{name}", file, 0, 1, "", (line,), **rest)
+
+
+def result(outcome="caught", name="compare/1", **rest):
+    return Result(f"a.cu/f/{name}", outcome, 1, "<  ->  <=", **rest)
+
+
+# ---- What is drawn ----
+
+
+def sample(names, seed):
+    return [x.id for x in mutate.drawn(map(mutant, names), seed)]
+
+
+def test_a_seed_draws_the_same_mutants_in_any_order():
+    names = [f"{kind}/{i}" for kind in ("zero", "bound") for i in range(20)]
+    assert sample(names, 1) == sample(names[::-1], 1) != sample(names, 2)
+
+
+def test_each_operator_gives_one_in_turn():
+    names = [*(f"zero/{i}" for i in range(30)), "bound/0", "bound/1"]
+    first = [x.split("/")[2] for x in sample(names, 0)[:4]]
+    assert sorted(first[:2]) == sorted(first[2:]) == ["bound", "zero"]
 
 
 @pytest.mark.parametrize(
-    "fault", faults.read(), ids=lambda fault: str(fault).replace(" ", "-")
+    ("patterns", "count"),
+    [
+        ([], 3),
+        (["a.cu"], 2),
+        (["a.cu/f/zero/1"], 1),
+        (["b.cuh", "a.cu/f/zero/1"], 2),
+        (["*/zero/*"], 2),
+        (["none"], 0),
+    ],
 )
-def test_every_fault_can_be_planted(fault):
-    text = (mutate.KERNELS / fault.file).read_text("ascii")
-    assert fault.planted(text) != text
+def test_which_mutants_are_meant(patterns, count):
+    made = [mutant("zero/1"), mutant("bound/1"), mutant("zero/1", 1, "b.cuh")]
+    found = mutants.Population({x.id: x for x in made}, {}, [])
+    assert len(mutate.matching(found, patterns)) == count
 
 
-def test_there_are_faults_in_every_kernel_of_the_emulator():
-    files = {x.file for x in faults.read()}
-    kernels = {x.name for x in mutate.KERNELS.iterdir()}
-    assert kernels - files == {
-        "ptx.cuh",  # the emulator has a twin in its place
-        "types.cuh",  # declarations
-        "backward_layout.cuh",
+# ---- Which tests a mutant takes ----
+
+
+def record():
+    """Program p has lines 1 to 3, p2 has 1 and 2, and r is of another file."""
+    file = frozenset(["a.cu"])
+    programs = {
+        "p": Program(file, {"a.cu": 0b1110}, 5.0),
+        "p2": Program(file, {"a.cu": 0b0110}, 1.0),
+        "r": Program(frozenset(["b.cuh"]), {"b.cuh": 0b10}, 1.0),
     }
-
-
-def test_one_of_several_places():
-    fault = Fault("a.cu", "always", "if (a) ", "", which=2, of=2)
-    assert fault.planted(TEXT) == "a = b;\nif (a) f();\ng();\n"
-
-
-def test_a_text_that_is_gone_or_elsewhere_too_is_an_error():
-    with pytest.raises(StaleFault, match="a.cu: wrong: found 0 times"):
-        Fault("a.cu", "wrong", "c = d;", "").planted(TEXT)
-    with pytest.raises(StaleFault, match="found 2 times, expected 1"):
-        Fault("a.cu", "wrong", "if (a)", "").planted(TEXT)
-
-
-def test_what_a_text_says():
-    first, second = faults.parsed(
-        "a.cu",
-        "# one\n- a = b;\n-   c\n+ a = c;\n"
-        "~ nonfinite float16\n! not seen,\n! as it is\n\n"
-        "# two\n- d\n@ 2 of 3\n",
-    )
-    assert first == Fault(
-        "a.cu", "one", "a = b;\n  c", "a = c;",
-        first="nonfinite float16", survives="not seen, as it is",
-    )  # fmt: skip
-    assert second == Fault("a.cu", "two", "d", "", 2, 3, second.first)
-
-
-def test_a_fault_needs_a_name_and_a_text():
-    with pytest.raises(ValueError, match="a.cu: a fault needs # and -"):
-        faults.parsed("a.cu", "# one\n+ a\n")
-
-
-def test_which_tests_a_fault_takes():
-    ran = {
-        "many": {"kernels": {"a.cu": 3}, "seconds": 1.0},
-        "slow": {"kernels": {"a.cu": 1, "b.cuh": 1}, "seconds": 9.0},
-        "other": {"kernels": {"b.cuh": 1}, "seconds": 1.0},
-        "quick": {"kernels": {"a.cu": 1}, "seconds": 2.0},
-        "float16 likely": {"kernels": {"a.cu": 5}, "seconds": 30.0},
+    tests = {
+        "all": Ran({"a.cu": 0b1110}, ("p", "r"), 1.0),
+        "again": Ran({"a.cu": 0b0110}, ("p",), 2.0),
+        "cheap": Ran({"a.cu": 0b0010}, ("p2",), 1.0),
+        "fails": Ran({"a.cu": 0b1110}, ("p",), 0.1, passed=False),
+        "other": Ran({"b.cuh": 0b10}, ("r",), 0.1),
     }
-    fault = Fault("a.cu", "wrong", "a", "b", first="likely float16")
-    want = ["float16 likely", "quick", "slow", "many"]
-    assert mutate.tests_of(fault, ran) == want
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Of programs, for all of these tests."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@needs_compiler
-def test_a_fault_reaches_the_tests(tmp_path, cache):
-    what = "merge.cu: lse without the logarithm"
-    (fault,) = (x for x in faults.read() if str(x) == what)
-    fault.plant(mutate.KERNELS, tmp_path / "kernels")
-    options = "-x", "tests/test_merge.py", "-k", "emulated and far_apart"
-    done = mutate.run_tests(tmp_path, cache, *options)
-    assert done.returncode == mutate.FAILED, done.stdout
-    failed = json.loads((tmp_path / "failed.json").read_text())
-    assert failed["test"].startswith("tests/test_merge.py::test_far_apart")
-    assert failed["said"].startswith("AssertionError: lse:")
-
-
-@needs_compiler
-def test_what_is_noted_of_the_tests_that_run(tmp_path, cache):
-    what = "far_apart and 1e and float16"
-    shutil.copytree(mutate.KERNELS, tmp_path / "kernels")
-    options = "-n", "1", "tests/test_merge.py", "-k", f"emulated and {what}"
-    done = mutate.run_tests(tmp_path, cache, *options)
-    assert done.returncode == mutate.PASSED, done.stdout
-    ran = json.loads((tmp_path / "ran.json").read_text())
-    noted = ran[MERGE]
-    assert noted["seconds"] > 0
-    assert noted["kernels"]["merge.cu"] == 1
-    assert noted["kernels"]["elements.cuh"] == 1
-
-
-@pytest.fixture
-def room(tmp_path_factory, cache):
-    """Two tests of merge.cu, and a process that runs them."""
-    folder = tmp_path_factory.mktemp("faults")
-    ran = {
-        test: {"kernels": {"merge.cu": 1}, "seconds": seconds}
-        for seconds, test in enumerate([MERGE, MERGE.replace("-1e", "1e")])
-    }
-    room = mutate.Room(folder, cache, ran)
-    yield room
-    for server in room.servers:
-        server.close()
-
-
-@needs_compiler
-def test_one_process_for_fault_after_fault(room):
-    lse = Fault("merge.cu", "lse", "m + log(sum)", "m + sum")
-    both = Fault("merge.cu", "both", "x + y : x", "x : x")
-    found = mutate.check(lse, room)
-    assert (found.how, found.test) == ("wrong result", MERGE)
-    assert mutate.check(both, room).how == "survived"  # one side is nothing
-    assert len(room.servers) == 1
-
-
-def test_no_fault_is_begun_too_late(room):
-    room.end = 0
-    assert mutate.check(Fault("merge.cu", "lse", "a", "b"), room) is None
-
-
-def test_results_are_kept(tmp_path):
-    file = tmp_path / "results"
-    mutate.Results(file).add(result())
-    file.write_text(file.read_text() + '[["a.cu", "c", "d", 1, 1], 2.0, "t')
-    kept = mutate.Results(file)
-    assert kept.get(result().fault) == result()
-    renamed = Fault("a.cu", "what it does", "a", "b", survives="as it is")
-    assert kept.get(renamed).test == result().test
-    assert kept.get(Fault("a.cu", "wrong", "a", "c")) is None
-
-
-def test_faults_that_were_not_run_are_a_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(mutate, "run_sound", lambda *_: {})
-    assert mutate.main(["--only", "^merge", "--minutes", "0"]) == 1
-    count = len([x for x in faults.read() if x.file == "merge.cu"])
-    assert f"NOT RUN: {count} of {count}" in capsys.readouterr().out
+    return Record(tests, programs)
 
 
 @pytest.mark.parametrize(
-    "how", ["stopped", "wrong result", "survived", "does not compile"]
+    ("one", "tests", "spared"),
+    [
+        # "again" after "all": its program is compiled then.
+        (mutant("x/1", 1), ["cheap", "all", "again"], ["r"]),
+        (mutant("x/1", 3), ["all"], ["p2", "r"]),
+        (mutant("x/1", 9, statement=(3,)), ["all"], ["p2", "r"]),
+        (mutant("x/1", 9, function=(2, 8)), ["all", "again"], ["r"]),
+        (mutant("x/1", 9), [], ["p", "p2", "r"]),  # compiled nowhere
+        (mutant("x/1", 9, function=()), ["cheap", "all", "again"], ["r"]),
+        (mutant("x/1", 3, constant=True), ["all", "cheap", "again"], ["r"]),
+        (mutant("x/1", 1, "c.cuh"), [], ["p", "p2", "r"]),
+    ],
 )
-def test_what_became_of_a_fault(how):
-    assert result(how).how == how
-    assert result(how).as_expected == (how in ("stopped", "wrong result"))
-    explained = result(how, survives="no memory model")
-    assert explained.as_expected == (how == "survived")
+def test_which_tests_run(one, tests, spared):
+    chosen = records.choose(one, record(), budget=60)
+    assert (chosen.tests, chosen.spared) == (tests, spared)
 
 
-def test_enough_must_be_caught(capsys):
-    explained = result("survived", survives="no memory model")
-    assert mutate.verdict([result()] * 19 + [explained])
-    assert not mutate.verdict([result()] * 18 + [explained])
-    assert not mutate.verdict([result()] * 99 + [result("survived")])
+# ---- What comes out ----
+
+
+FAULT = {"test": "tests/test_a.py::test", "said": "KernelFault: far out"}
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        ({"failed": FAULT}, "caught"),
+        ({"failed": {**FAULT, "said": "CompileError: no"}},
+         "does not compile"),
+        ({"failed": None, "same_code": True}, "equivalent"),
+        ({"failed": None, "out_of_budget": True}, "out of budget"),
+        ({"failed": None, "out_of_budget": False}, "missed"),
+    ],
+)  # fmt: skip
+def test_what_became_of_a_mutant(said, outcome):
+    assert running.verdict(said)[0] == outcome
+
+
+def options(**values):
+    return argparse.Namespace(**{"suite": "test", "only": [], **values})
+
+
+def test_equivalents_do_not_count(capsys):
+    caught = [result(name=f"zero/{i}") for i in range(93)]
+    missed = [result("missed", f"bound/{i}") for i in range(7)]
+    same = [result("equivalent", "logic/1")]
+    assert mutate.report(caught + missed + same, options()) == 0
+    assert mutate.report(caught[1:] + missed + same, options()) == 1
+    assert mutate.report(caught + missed, options(suite="test-all")) == 1
     said = capsys.readouterr().out
-    assert "caught 18 of 19: 94.7%" in said
-    assert "not as expected: survived: a.cu: wrong" in said
+    assert "93.0% of 100 mutants" in said
+    assert "| all | 101 | 93 | 1 | 7 | 0 |" in said
 
 
-def test_summary():
-    table = mutate.summary([result(), result("stopped"), result("survived")])
-    assert table.splitlines()[2:] == [
-        "| a.cu | 3 | 1 | 1 | 1 |",
-        "| all | 3 | 1 | 1 | 1 |",
+def test_the_command_that_repeats_one():
+    said = mutate.described(
+        result("missed", run=2, chosen=9), options(suite="test-all")
+    )
+    assert said.splitlines() == [
+        "missed: a.cu:1: <  ->  <= (0 CPU s, 2 of 9 tests)",
+        '    make mutate ARGS="--only a.cu/f/compare/1 --suite test-all"',
     ]
 
 
+def test_results_are_kept_until_something_changes(tmp_path):
+    path = tmp_path / "results.json"
+    mutate.Results(path, "state").add(result(seconds=2.5))
+    assert mutate.Results(path, "state").known == {
+        result().id: result(seconds=2.5)
+    }
+    assert mutate.Results(path, "another").known == {}
+    path.write_text('{"state": "st')
+    assert mutate.Results(path, "state").known == {}
+
+
+def test_records_are_kept_until_something_changes(tmp_path):
+    ran = {"tests": [{"test": "t", "passed": True, "programs": ["p"],
+                      "seconds": 1.0, "ran": {"merge.cu": "0x6"}}],
+           "programs": {"p": {"compile": 2.0, "files": ["merge.cu"],
+                              "holds": {"merge.cu": "0xe"}}}}  # fmt: skip
+    asked = []
+
+    def run(jobs):
+        asked.extend(jobs)
+        return [ran for _ in jobs]
+
+    first = records.make(tmp_path / "record", ["t"], run)
+    assert records.make(tmp_path / "record", ["t"], run) == first
+    assert len(asked) == 1 and first.tests["t"].ran == {"merge.cu": 6}
+    kept = (tmp_path / "record").read_text()
+    other = kept.replace('"state": "', '"state": "other ')
+    (tmp_path / "record").write_text(other)
+    records.make(tmp_path / "record", ["t"], run)
+    assert len(asked) == 2
+
+
+def test_a_list_runs_nothing(capsys):
+    assert mutate.main(["--list", "--only", "merge.cu", "--count", "2"]) == 0
+    assert capsys.readouterr().out.count("merge.cu/merge/") == 2
+
+
 def test_nothing_by_that_name(capsys):
-    with pytest.raises(SystemExit):
-        mutate.main(["--only", "no such file"])
-    assert "no fault has that in its name" in capsys.readouterr().err
+    assert mutate.main(["--only", "no such file"]) == 2
+    assert "no mutant is called no such file" in capsys.readouterr().out
+
+
+# ---- From end to end ----
+
+
+def of_merge(name, old, new):
+    made = HandMade("merge.cu", name, old, new)
+    text = (records.KERNELS / "merge.cu").read_text("ascii")
+    return made.mutant(mutants.Source("merge.cu", text))
+
+
+@needs_compiler
+@pytest.mark.skipif(not running.GCOV, reason="gcov was not found")
+def test_a_record_of_one_test(tmp_path):
+    with running.recording_pool("test", 1, tmp_path) as pool:
+        assert MERGE in pool.tests()
+        said = pool.do({"tests": [MERGE], "record": True})
+    (ran,), (program,) = said["tests"], said["programs"].values()
+    assert ran["passed"] and program["files"] == [
+        "elements.cuh", "merge.cu", "types.cuh"
+    ]  # fmt: skip
+    lines = (records.KERNELS / "merge.cu").read_text("ascii").splitlines()
+    returns = next(i for i, x in enumerate(lines, 1) if "return;" in x)
+    held = int(program["holds"]["merge.cu"], 16)
+    assert held >> returns & 1
+    assert not json.dumps(said).count("cuda_host.h")
+
+
+@needs_compiler
+def test_one_worker_runs_mutant_after_mutant():
+    """One side of a merge has no keys here."""
+    file = frozenset(["merge.cu"])
+    known = Record({MERGE: Ran({}, ("p",), 1.0)},
+                   {"p": Program(file, {}, 1.0)})  # fmt: skip
+    with running.pool("test", 1) as pool:
+        outcomes = [
+            running.check(of_merge(*x), pool, known, 60).outcome
+            for x in (
+                ("lse", "m + log(sum)", "m + sum"),
+                ("no sum", "x + y : x", "x : x"),
+                ("same code", "w_a + w_b", "w_b + w_a"),
+                ("nonsense", "w_a + w_b", "w_a + nonsense"),
+            )
+        ]
+    assert outcomes == ["caught", "missed", "equivalent", "does not compile"]

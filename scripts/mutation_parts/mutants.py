@@ -1,0 +1,242 @@
+"""Mutants: their ids, those made by rules, by hand, and known equivalents.
+
+An id says file, function and operator, and a hash of the tokens changed, of
+what they become and of some around. So it outlives moved lines, comments and
+reformatting. Mutants that are alike in all this are numbered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutation_parts import operators
+from mutation_parts.operators import Edit
+from mutation_parts.tokens import Function, Source, tokens_of
+
+BY_HAND = Path(__file__).parent / "by_hand.txt"
+EQUIVALENTS = Path(__file__).parent / "equivalents.txt"
+# The emulator has a twin in its place.
+NO_MUTANTS = frozenset(["ptx.cuh"])
+AROUND = 6  # tokens on each side that are part of an id
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one kernel file: text[start:end] becomes `new`."""
+
+    id: str
+    file: str
+    start: int
+    end: int
+    new: str
+    # Where it stands, as lines from 1 on: itself, its statement, its function.
+    lines: tuple[int, ...]
+    statement: tuple[int, ...] = ()
+    function: tuple[int, ...] = ()
+    constant: bool = False  # the function is constexpr
+    what: str = ""
+
+    def applied(self, text: str) -> str:
+        """The file's text with the change, of as many lines."""
+        old = text[self.start : self.end]
+        lines = old.count("\n") - self.new.count("\n")
+        new = self.new + "\n" * max(lines, 0)
+        return text[: self.start] + new + text[self.end :]
+
+    def rank(self, seed: int) -> bytes:
+        """Where in a sample: depends on the id and the seed alone."""
+        return hashlib.sha256(f"{seed} {self.id}".encode()).digest()
+
+
+# ---- By rules ----
+
+
+def _id_of(source: Source, of: Function, operator: str, edit: Edit) -> str:
+    around = [
+        source.joined(max(of.first, edit.first - AROUND), edit.first),
+        source.joined(edit.first, edit.last),
+        " ".join(map(str, tokens_of(edit.new))),
+        source.joined(edit.last, min(of.last, edit.last + AROUND)),
+    ]
+    digest = hashlib.sha256("\n".join(around).encode()).hexdigest()[:8]
+    return f"{source.file}/{of.name}/{operator}/{digest}"
+
+
+def _lines(source: Source, first: int, last: int) -> tuple[int, ...]:
+    """The lines of tokens [first, last)."""
+    tokens = source.tokens
+    begin = source.line(tokens[first].start)
+    end = source.line(tokens[max(first, last - 1)].start)
+    return tuple(range(begin, end + 1))
+
+
+def by_rules(source: Source) -> Iterator[Mutant]:
+    """All mutants of a file, in the order of its functions."""
+    known: Counter[str] = Counter()
+    made: set[tuple[int, int, str]] = set()
+    for of in source.functions:
+        for operator, edit in operators.edits(source, of):
+            start = source.tokens[edit.first].start
+            end = source.tokens[edit.last - 1].end
+            if (start, end, edit.new) in made:  # by another rule
+                continue
+            made.add((start, end, edit.new))
+            name = _id_of(source, of, operator, edit)
+            known[name] += 1
+            if known[name] > 1:
+                name += f".{known[name]}"
+            first, last = source.statement(edit.first)
+            old = " ".join(source.text[start:end].split())
+            new = " ".join(edit.new.split())
+            yield Mutant(
+                name, source.file, start, end, edit.new,
+                _lines(source, edit.first, edit.last),
+                _lines(source, first, last + 1),
+                _lines(source, of.first - 1, of.last + 1), of.constant,
+                f"{old}  ->  {new or '(nothing)'}",
+            )  # fmt: skip
+
+
+# ---- By hand ----
+
+
+@dataclass(frozen=True)
+class HandMade:
+    """A change that no rule makes: tokens `old` become `new`.
+
+    If `old` stands in the file `among` times, the `number`-th is changed.
+    """
+
+    file: str
+    name: str
+    old: str
+    new: str
+    number: int = 1
+    among: int = 1
+
+    @property
+    def id(self) -> str:
+        """Of the mutant."""
+        slug = re.sub(r"\W+", "-", self.name.lower()).strip("-")
+        return f"{self.file}/by-hand/{slug}"
+
+    def mutant(self, source: Source) -> Mutant | None:
+        """The mutant, or None if the text is not there, or elsewhere too."""
+        wanted = [x.text for x in tokens_of(self.old)]
+        texts, count = [x.text for x in source.tokens], len(wanted)
+        found = [
+            i
+            for i in range(len(texts) - count + 1)
+            if texts[i : i + count] == wanted
+        ]
+        if len(found) != self.among:
+            return None
+        first = found[self.number - 1]
+        last = first + count
+        inside = [x for x in source.functions if x.first <= first < x.last]
+        return Mutant(
+            self.id, source.file, source.tokens[first].start,
+            source.tokens[last - 1].end, self.new,
+            _lines(source, first, last),
+            function=tuple(
+                line
+                for x in inside
+                for line in _lines(source, x.first - 1, x.last + 1)
+            ),
+            constant=any(x.constant for x in inside), what=self.name,
+        )  # fmt: skip
+
+
+def hand_made(text: str) -> list[HandMade]:
+    """What a text like by_hand.txt describes: blocks between blank lines.
+
+    ::
+
+        # file: what is wrong then
+        - the kernel's text, of one line or more
+        + what replaces it: also of no line
+        @ 2 of 3
+    """
+    found = []
+    for block in filter(None, text.strip().split("\n\n")):
+        parts: dict[str, list[str]] = {mark: [] for mark in "#-+@"}
+        for line in block.splitlines():
+            parts[line[0]].append(line[2:])
+        if not parts["#"] or not parts["-"]:
+            raise ValueError(f"a mutant by hand needs # and -:\n{block}")
+        file, _, name = " ".join(parts["#"]).partition(": ")
+        number, among = (
+            map(int, parts["@"][0].split(" of ")) if parts["@"] else (1, 1)
+        )
+        old, new = "\n".join(parts["-"]), "\n".join(parts["+"])
+        found.append(HandMade(file, name, old, new, number, among))
+    return found
+
+
+# ---- Known equivalents ----
+
+
+def equivalents(text: str) -> dict[str, str]:
+    """Id by id why no test can see it.
+
+    Blocks between blank lines: lines with # say why, the others are ids.
+    """
+    known = {}
+    for block in filter(str.strip, text.split("\n\n")):
+        lines = block.strip().splitlines()
+        why = " ".join(x[1:].strip() for x in lines if x.startswith("#"))
+        for line in lines:
+            if not line.startswith("#"):
+                known[line.split()[0]] = why
+    return known
+
+
+# ---- All ----
+
+
+@dataclass
+class Population:
+    """All mutants by id, why some are equivalent, and entries that are stale.
+
+    A stale entry is a line in a report: to mend it, or to drop it.
+    """
+
+    mutants: dict[str, Mutant]
+    equivalent: dict[str, str]
+    stale: list[str]
+
+
+def population(
+    kernels: Path,
+    by_hand: Iterable[HandMade] | None = None,
+    known: dict[str, str] | None = None,
+) -> Population:
+    """The mutants of a folder of kernels as it is."""
+    if by_hand is None:
+        by_hand = hand_made(BY_HAND.read_text("ascii"))
+    if known is None:
+        known = equivalents(EQUIVALENTS.read_text("ascii"))
+    sources = {
+        path.name: Source(path.name, path.read_text("ascii"))
+        for path in sorted(kernels.iterdir())
+        if path.name not in NO_MUTANTS
+    }
+    made = [x for source in sources.values() for x in by_rules(source)]
+    stale = []
+    for entry in by_hand:
+        source = sources.get(entry.file)
+        mutant = source and entry.mutant(source)
+        if mutant:
+            made.append(mutant)
+        else:
+            stale.append(f"by_hand.txt: {entry.id}: its text is not there")
+    mutants = {x.id: x for x in made}
+    for name in known:
+        if name not in mutants:
+            stale.append(f"equivalents.txt: {name}: no such mutant")
+    return Population(mutants, known, stale)

@@ -1,0 +1,227 @@
+"""Run mutants: a pool of workers, and what became of each mutant."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutation_parts.mutants import Mutant
+from mutation_parts.records import KERNELS, ROOT, Record, choose
+
+GCOV = shutil.which("gcov")
+# make's targets, and Hypothesis's profiles there.
+SUITES = {"test": "quick", "test-all": "ci"}
+
+CAUGHT, EQUIVALENT, MISSED, OUT_OF_BUDGET, DOES_NOT_COMPILE = OUTCOMES = (
+    "caught", "equivalent", "missed", "out of budget", "does not compile"
+)  # fmt: skip
+
+
+class WorkerError(RuntimeError):
+    """A worker could not do what it was asked."""
+
+
+class ChildError(WorkerError):
+    """One job could not be done: its child left no result."""
+
+
+class Worker:
+    """A process that has collected the tests: see worker.py."""
+
+    def __init__(self, env: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "-s", "-x",
+             "-p", "no:cacheprovider", "-p", "mutation_parts.worker",
+             "-k", "emulated"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"),
+                 "CI": "1", **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is the parent's alone
+        )  # fmt: skip
+
+    def do(self, folder: Path, job: dict) -> int:
+        """Do a job in a folder; pytest's status."""
+        (folder / "job.json").write_text(json.dumps(job))
+        said = []
+        try:
+            print(folder, file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # it has said why
+        for line in self.process.stdout:
+            if line.startswith("status "):
+                return int(line.split()[1])
+            said.append(line)
+        raise WorkerError("pytest could not collect\n" + "".join(said))
+
+    def close(self) -> None:
+        """Let it end."""
+        self.process.communicate("")
+
+
+class Pool:
+    """So many workers, each of which is started when it is needed."""
+
+    def __init__(self, suite: str, jobs: int, **env: str):
+        self._jobs, self._suite = jobs, suite
+        self._env = {"HYPOTHESIS_PROFILE": SUITES[suite], **env}
+        self._started: list[Worker] = []
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
+        for _ in range(jobs):
+            self._idle.put(None)
+
+    @contextmanager
+    def _worker(self) -> Iterator[Worker]:
+        worker = self._idle.get()
+        if worker is None:
+            worker = Worker(self._env)
+            self._started.append(worker)
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+    def do(self, job: dict, text: str | None = None) -> dict:
+        """Do one job, with the text of a mutated file; what it left."""
+        with (
+            self._worker() as worker,
+            tempfile.TemporaryDirectory(prefix="cuflash_mutate_") as name,
+        ):
+            folder = Path(name)
+            if text is not None:
+                (folder / "mutant").write_text(text, "ascii")
+            status = worker.do(folder, job)
+            for file in ("tests.json", "ran.json", "result.json"):
+                if (folder / file).exists():
+                    return json.loads((folder / file).read_text())
+            log = (folder / "log.txt").read_text()[-500:]
+            raise ChildError(f"pytest ended with status {status}: {log}")
+
+    def each(self, do: Callable, items: Iterable) -> Iterator:
+        """What `do` gives for each item, side by side, as they end."""
+        with ThreadPoolExecutor(self._jobs) as threads:
+            waited = [threads.submit(do, x) for x in items]
+            try:
+                for done in as_completed(waited):
+                    yield done.result()
+            except BaseException:  # Ctrl-C too: wait for none
+                threads.shutdown(wait=False, cancel_futures=True)
+                self.kill()
+                raise
+
+    def tests(self) -> list[str]:
+        """The names of all tests of the suite: `test` is without slow ones."""
+        slow = self.do({"tests": None})
+        return [x for x in slow if self._suite == "test-all" or not slow[x]]
+
+    def kill(self) -> None:
+        """End all, with what they run."""
+        for worker in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        """Let those end that have nothing to do."""
+        while not self._idle.empty():
+            worker = self._idle.get()
+            if worker:
+                worker.close()
+
+
+@contextmanager
+def pool(suite: str, jobs: int, **env: str) -> Iterator[Pool]:
+    """A `Pool` that ends."""
+    made = Pool(suite, jobs, **env)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def recording_pool(suite: str, jobs: int, beside: Path) -> Iterator[Pool]:
+    """One whose programs say which lines ran, and which are not kept."""
+    if not GCOV:
+        raise WorkerError("gcov was not found: it comes with g++")
+    beside.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="cuflash_mutate_", dir=beside)
+    env = {"CUPY_CACHE_DIR": folder, "CUFLASH_EMULATOR_FLAGS": "--coverage"}
+    try:
+        with pool(suite, jobs, **env) as made:
+            yield made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant."""
+
+    id: str
+    outcome: str  # one of OUTCOMES
+    line: int
+    what: str
+    why: str = ""  # what failed, or why nothing could
+    seconds: float = 0.0  # CPU seconds
+    run: int = 0  # tests
+    chosen: int = 0  # tests that run the line
+
+    @property
+    def file(self) -> str:
+        """That was mutated."""
+        return self.id.partition("/")[0]
+
+    @property
+    def operator(self) -> str:
+        """That made the mutant."""
+        return self.id.split("/")[-2]
+
+
+def check(mutant: Mutant, made: Pool, record: Record, budget: float) -> Result:
+    """Run the tests that a mutant takes until one fails."""
+    chosen = choose(mutant, record, budget)
+    line = mutant.lines[0]
+    if not chosen.tests:
+        why = "no test runs the line"
+        return Result(mutant.id, MISSED, line, mutant.what, why)
+    job = {
+        "tests": chosen.tests, "file": mutant.file, "spared": chosen.spared,
+        "holding": chosen.holding, "budget": budget,
+    }  # fmt: skip
+    text = (KERNELS / mutant.file).read_text("ascii")
+    try:
+        said = made.do(job, mutant.applied(text))
+    except ChildError as error:
+        return Result(mutant.id, MISSED, line, mutant.what, str(error))
+    outcome, why = verdict(said)
+    return Result(
+        mutant.id, outcome, line, mutant.what, why, round(said["seconds"], 1),
+        said["run"], len(chosen.tests),
+    )  # fmt: skip
+
+
+def verdict(said: dict) -> tuple[str, str]:
+    """The outcome of a job, and why."""
+    failed = said["failed"]
+    if failed and "CompileError" in failed["said"]:
+        return DOES_NOT_COMPILE, " ".join(failed["said"].split())[:300]
+    if failed:
+        test = failed["test"].rpartition("/")[2]
+        return CAUGHT, f"{test}: {' '.join(failed['said'].split())[:200]}"
+    if said.get("same_code"):
+        return EQUIVALENT, "the compiler makes the same code of it"
+    return (OUT_OF_BUDGET if said["out_of_budget"] else MISSED), ""

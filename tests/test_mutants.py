@@ -1,0 +1,112 @@
+"""mutation_parts/mutants.py: ids that outlive edits, entries that do not."""
+
+import pytest
+
+from mutation_parts import mutants
+from mutation_parts.mutants import HandMade
+from mutation_parts.tokens import Source
+
+TEXT = """\
+void f(int n) {
+    if (n < 2) g(n + 1);
+}
+void h(int n) {
+    for (int i = 0; i < n; ++i) g(i);
+}
+"""
+
+
+def ids(text):
+    return [x.id for x in mutants.by_rules(Source("a.cu", text))]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda x: "// a line before\n\n" + x,
+        lambda x: x.replace(" g(", "\n        g("),
+        lambda x: x.replace("2)", "2) /* two */"),
+        lambda x: "void new_one(int n) { g(n + 1); }\n" + x,
+    ],
+)
+def test_ids_outlive_what_changes_no_tokens_around(edit):
+    assert set(ids(TEXT)) <= set(ids(edit(TEXT)))
+
+
+def test_an_id_changes_with_what_is_around():
+    assert not set(ids(TEXT)) <= set(ids(TEXT.replace("n + 1", "n + 3")))
+
+
+def test_mutants_that_are_alike_are_numbered():
+    row = " ".join(["__syncthreads();"] * 9)
+    found = ids(f"void f() {{ {row} }}")
+    assert len(found) == len(set(found)) == 9
+    assert any(x.endswith(".2") for x in found)
+
+
+def test_a_mutant_has_as_many_lines():
+    text = "void f() {\n    x = a\n      + b;\n    g();\n}\n"
+    for mutant in mutants.by_rules(Source("a.cu", text)):
+        assert mutant.applied(text).count("\n") == text.count("\n"), mutant
+
+
+def test_where_a_mutant_stands():
+    found = mutants.by_rules(Source("a.cu", TEXT))
+    one = next(x for x in found if "/bound/" in x.id and "/h/" in x.id)
+    assert one.lines == one.statement == (5,)
+    assert one.function == (4, 5, 6)
+    assert one.what == "n  ->  n - 1"
+
+
+def test_by_hand():
+    (made,) = mutants.hand_made(
+        "# a.cu: the bound and the sum\n- n < 2)\n-  g(n + 1\n+ n) g(n\n"
+    )
+    assert made.id == "a.cu/by-hand/the-bound-and-the-sum"
+    text = made.mutant(Source("a.cu", TEXT)).applied(TEXT)
+    assert "if (n) g(n);" in text
+
+
+def test_by_hand_in_one_of_several_places():
+    made = HandMade("a.cu", "second", "int n", "int m", number=2, among=2)
+    changed = made.mutant(Source("a.cu", TEXT)).applied(TEXT)
+    assert changed == TEXT.replace("h(int n)", "h(int m)")
+
+
+def test_what_no_longer_applies_is_reported(tmp_path):
+    (tmp_path / "a.cu").write_text(TEXT)
+    by_hand = [
+        HandMade("a.cu", "gone", "n < 3", "n"),
+        HandMade("b.cu", "no such file", "n", "m"),
+        HandMade("a.cu", "twice", "int n", "int m"),
+        HandMade("a.cu", "good", "n < 2", "n < 7"),
+    ]
+    known = {"a.cu/by-hand/good": "as it is", "a.cu/f/compare/0": "gone"}
+    found = mutants.population(tmp_path, by_hand, known)
+    assert "a.cu/by-hand/good" in found.mutants
+    assert [x.partition(": ")[2] for x in found.stale] == [
+        "a.cu/by-hand/gone: its text is not there",
+        "b.cu/by-hand/no-such-file: its text is not there",
+        "a.cu/by-hand/twice: its text is not there",
+        "a.cu/f/compare/0: no such mutant",
+    ]
+
+
+def test_known_equivalents():
+    known = mutants.equivalents(
+        "# never 0,\n# so it is the same\na.cu/f/compare/1\na.cu/g/zero/2\n"
+        "\n# other\nb.cu/h/bound/3\n"
+    )
+    assert known == {
+        "a.cu/f/compare/1": "never 0, so it is the same",
+        "a.cu/g/zero/2": "never 0, so it is the same",
+        "b.cu/h/bound/3": "other",
+    }
+
+
+def test_the_files_can_be_read():
+    """Whether their entries apply is a matter of `make mutate`."""
+    by_hand = mutants.hand_made(mutants.BY_HAND.read_text("ascii"))
+    known = mutants.equivalents(mutants.EQUIVALENTS.read_text("ascii"))
+    assert len({x.id for x in by_hand}) == len(by_hand) > 0
+    assert all(known.values())
