@@ -30,8 +30,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 
 import pytest  # noqa: E402
-import slow  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+import slow  # noqa: E402
 
 # Drawing a case is cheap, but running one may include a compilation.
 SLOW = [HealthCheck.too_slow]
