@@ -220,9 +220,9 @@ def test_a_record_of_one_test(tmp_path):
 @needs_compiler
 def test_one_worker_runs_mutant_after_mutant():
     """One side of a merge has no keys here."""
-    file = frozenset(["merge.cu"])
-    known = Record({MERGE: Ran({}, ("p",), 1.0)},
-                   {"p": Program(file, {}, 1.0)})  # fmt: skip
+    lines = {"merge.cu": (1 << 60) - 1}
+    program = Program(frozenset(lines), lines, 1.0)
+    known = Record({MERGE: Ran(lines, ("p",), 1.0)}, {"p": program})
     with running.pool("test", 1) as pool:
         outcomes = [
             running.check(of_merge(*x), pool, known, 60).outcome
