@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         for test, ran in record.tests.items():
             if not ran.passed:
-                print(f"left out: fails without a mutant: {test}")
+                print(f"left out: fails unmutated, with --coverage: {test}")
         path = options.output or cache / f"results_{options.suite}.json"
         state = state_of(record, options.suite, options.budget)
         kept = Results(path, state)
