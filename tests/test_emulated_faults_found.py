@@ -13,6 +13,7 @@ from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
     assert_gradients_match,
+    assert_matches,
 )
 from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES, lse_dtype
@@ -104,3 +105,17 @@ def test_huge_scores_that_scale_rounds(backend, dtype, arch):
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **exact)
     assert_gradients_match(grads, want, case)
+
+
+@emulated
+def test_an_infinity_of_dout_is_nan_for_dropped_pairs(backend):
+    """In dV, as 0 * inf; in dK the sum of two kinds may be either."""
+    case = Case(
+        "bfloat16", 1, 30, 40, causal=True, dropout=0.5,
+        spoiled=(("dout", (0, 20, 0, 3), "inf"),),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    *_, dv = calls.backward(backend, case, dout, q, k, v, out, lse)
+    *_, want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_matches(dv, want, "dv", case)
