@@ -116,7 +116,7 @@ class Job:
         known["compile"] = max(known["compile"], spent)
         return path
 
-    def run(self, program, folder, entry, timeout):
+    def run(self, program, folder, *rest):
         """As `runtime.run`, for a limited time, noting what it runs."""
         key = self._keys.get(Path(program))
         if self.record and key:
@@ -130,7 +130,7 @@ class Job:
         longest = int(own + LONGEST_LAUNCH)
         resource.setrlimit(resource.RLIMIT_CPU, (longest, most))
         try:
-            _run(program, folder, entry, timeout)
+            _run(program, folder, *rest)
         finally:
             resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
 
