@@ -108,14 +108,19 @@ def test_huge_scores_that_scale_rounds(backend, dtype, arch):
 
 
 @emulated
-def test_an_infinity_of_dout_is_nan_for_dropped_pairs(backend):
-    """In dV, as 0 * inf; in dK the sum of two kinds may be either."""
+@pytest.mark.parametrize("values", [Case.values, "one_huge"])
+def test_an_infinity_of_dout_meets_weights_of_0(backend, values):
+    """Of dropped pairs; beside a huge score. NaN in dV, as 0 * inf is.
+
+    In dK, whose terms are infinities and NaN, a sum may be either.
+    """
     case = Case(
-        "bfloat16", 1, 30, 40, causal=True, dropout=0.5,
+        "bfloat16", 1, 30, 40, causal=True, dropout=0.5, values=values,
         spoiled=(("dout", (0, 20, 0, 3), "inf"),),
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     *_, dv = calls.backward(backend, case, dout, q, k, v, out, lse)
-    *_, want = expected.backward(dout, q, k, v, **case.meaning())
+    exact = {**case.meaning(), "exact_scores": values == "one_huge"}
+    *_, want = expected.backward(dout, q, k, v, **exact)
     assert_matches(dv, want, "dv", case)

@@ -108,6 +108,17 @@ def test_bad_offsets_give_zeros(backend, dtype, arch, bad):
     ))  # fmt: skip
 
 
+@on_each_kind_with_options
+@pytest.mark.usefixtures("unread_offsets")
+def test_bad_offsets_give_zeros_whatever_the_arrays_hold(backend, dtype, arch):
+    """The keys see no queries: 0 * NaN would be NaN."""
+    spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
+    assert_all_zeros(backend, Case(
+        dtype, 1, 40, 40, spoiled=tuple(spoiled), offsets=BAD[0][:2],
+        on=Emulation(arch),
+    ))  # fmt: skip
+
+
 def assert_all_zeros(backend, case):
     _, (q, k, v, dout) = packed_inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
