@@ -124,3 +124,16 @@ def test_an_infinity_of_dout_meets_weights_of_0(backend, values):
     exact = {**case.meaning(), "exact_scores": values == "one_huge"}
     *_, want = expected.backward(dout, q, k, v, **exact)
     assert_matches(dv, want, "dv", case)
+
+
+@on_each_emulated_kind
+def test_a_mask_of_each_head(backend, dtype, arch):
+    case = Case(
+        dtype, 1, 30, 40, 2, 2, arrays_of=("mask",), seed=2,
+        on=Emulation(arch),
+    )  # fmt: skip
+    assert case.options()["mask"].shape[1:] == (2, 30, 40)
+    q, k, v, _ = inputs(case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
