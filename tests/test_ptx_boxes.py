@@ -59,3 +59,16 @@ def test_a_box_before_the_start_is_a_fault():
     with pytest.raises(KernelFault, match=r"from \(0, -1, 0, 0\) on, before"):
         run("primitives/copy_boxes", {**arguments, "seen": seen, **at},
             constants={"ROWS": ROWS}, shared_bytes=ROWS * 128 + 8)  # fmt: skip
+
+
+@needs_compiler
+def test_a_store_lands_when_its_thread_has_ended():
+    """Its map has left the stack by then: --coverage writes over that."""
+    x = random_halves(0, (1, ROWS, 1, COLUMNS))
+    y, seen = np.zeros_like(x), np.zeros((ROWS, COLUMNS), np.float16)
+    arguments = {"x": BoxesOf(read_only(x), ROWS), "y": BoxesOf(y, ROWS),
+                 "seen": seen, "column": 0, "token": 0, "head": 0,
+                 "batch": 0}  # fmt: skip
+    run("primitives/copy_boxes", arguments, constants={"ROWS": ROWS},
+        shared_bytes=ROWS * 128 + 8, flags=("--coverage",))  # fmt: skip
+    np.testing.assert_array_equal(y, x)

@@ -94,7 +94,7 @@ void land(Mbarrier& barrier) {
             g.write_epoch = block->epoch[warp];
             g.write_syncs = 0;                              // the barrier orders lanes, too
         };
-        if (load.map == nullptr)
+        if (!load.map)
             for (int i = 0; i < load.bytes; i += 2) write(load.target + i, load.source + i);
         else
             for_each_row(*load.map, load.at, [&](const BoxRow& row) {
@@ -293,7 +293,7 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
             expect_chunk(swizzled(target + row.from + i), site);
     });
     barrier.loads.push_back(
-        {target, &map, {at[0], at[1], at[2], at[3]}, thread->index, site, nullptr, 0});
+        {target, map, {at[0], at[1], at[2], at[3]}, thread->index, site, nullptr, 0});
     end_phase(barrier);
 }
 
@@ -312,7 +312,7 @@ void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes
     check_bulk(source, target, bytes, Access::READ, site);
     Mbarrier& barrier = known_mbarrier_at(address, site);
     for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
-    barrier.loads.push_back({target, nullptr, {}, thread->index, site,
+    barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
                              static_cast<const unsigned char*>(source), bytes});
     end_phase(barrier);
 }
@@ -328,7 +328,7 @@ void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site si
             block->granules[at_byte / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
         }
     });
-    thread->stores.push_back({source, &map, {at[0], at[1], at[2], at[3]},
+    thread->stores.push_back({source, map, {at[0], at[1], at[2], at[3]},
                               {site, __builtin_return_address(0)}});
 }
 
@@ -338,7 +338,7 @@ void add_floats(float* target, uint32_t source, int bytes, Site site) {
     for (int i = 0; i < bytes; i += GRANULE)
         block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
     thread->stores.push_back(
-        {source, nullptr, {}, {site, __builtin_return_address(0)}, false, {},
+        {source, std::nullopt, {}, {site, __builtin_return_address(0)}, false, {},
          reinterpret_cast<unsigned char*>(target), bytes});
 }
 
@@ -359,7 +359,7 @@ void read_source(BulkStore& store) {
         block->granules[at_byte / GRANULE].leaving = 0;
         note_reads(at_byte / GRANULE, at_byte / GRANULE + 1);
     };
-    if (store.map == nullptr)
+    if (!store.map)
         for (int i = 0; i < store.count; i += 2) read(store.source + i, true);
     else
         for_each_row(*store.map, store.at, [&](const BoxRow& row) {
@@ -370,7 +370,7 @@ void read_source(BulkStore& store) {
 
 void write_target(const BulkStore& store) {
     const unsigned char* from = store.bytes.data();
-    if (store.map == nullptr) {
+    if (!store.map) {
         for (int i = 0; i < store.count; i += static_cast<int>(sizeof(float))) {
             float x;
             memcpy(&x, from + i, sizeof x);

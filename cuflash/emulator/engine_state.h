@@ -12,10 +12,11 @@ struct Origin { Site site; const void* caller; };
 struct Copy { uint32_t target; const unsigned char* source; int bytes, read; };
 
 // Bulk copies on their way, to shared memory and from there: a box of a tensor or, where there is
-// no map, neighbouring bytes. Bytes that go to global memory are floats to be added there.
+// no map, neighbouring bytes. Bytes that go to global memory are floats to be added there. The map
+// is copied: the kernel's own is gone when the thread ends, which may be before a copy lands.
 struct BulkLoad {
     uint32_t target;
-    const TensorMap* map;
+    std::optional<TensorMap> map;
     int at[4];
     int thread;
     Site site;
@@ -24,7 +25,7 @@ struct BulkLoad {
 };
 struct BulkStore {
     uint32_t source;
-    const TensorMap* map;
+    std::optional<TensorMap> map;
     int at[4];
     Origin origin;
     bool read = false;
