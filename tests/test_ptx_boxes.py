@@ -26,15 +26,8 @@ def whole_box(array, column, token, head, batch):
     return whole[token : token + ROWS, column : column + COLUMNS]
 
 
-@on_hopper
-@given(
-    tokens=st.integers(1, 40),
-    columns=st.sampled_from([1, 8, 40, 64, 100, 128]),
-    token=st.integers(0, 40),
-    column=st.sampled_from([0, 8, 64]),
-    seed=SEEDS,
-)
-def test_a_box_and_its_way_back(backend, tokens, columns, token, column, seed):
+def check_a_box(backend, tokens, columns, token, column, seed, **options):
+    """Load a box of x, look at it, store it in y."""
     width = -(-columns // 8) * 8  # rows at multiples of 16 bytes
     x = random_halves(seed, (2, tokens, 3, width))[..., :columns]
     y = np.full((2, tokens, 3, width), 7, np.float16)[..., :columns]
@@ -44,11 +37,24 @@ def test_a_box_and_its_way_back(backend, tokens, columns, token, column, seed):
     arguments = {"x": BoxesOf(read_only(x), ROWS), "y": BoxesOf(y, ROWS),
                  "seen": seen, **at}  # fmt: skip
     run("primitives/copy_boxes", arguments, backend, seed=seed,
-        constants={"ROWS": ROWS}, shared_bytes=ROWS * 128 + 8)  # fmt: skip
+        constants={"ROWS": ROWS}, shared_bytes=ROWS * 128 + 8,
+        **options)  # fmt: skip
     np.testing.assert_array_equal(seen, whole_box(x, **at))
     inside = np.zeros(y.shape, bool)
     inside[1, token : token + ROWS, 2, column : column + COLUMNS] = True
     np.testing.assert_array_equal(y, np.where(inside, x, 7))
+
+
+@on_hopper
+@given(
+    tokens=st.integers(1, 40),
+    columns=st.sampled_from([1, 8, 40, 64, 100, 128]),
+    token=st.integers(0, 40),
+    column=st.sampled_from([0, 8, 64]),
+    seed=SEEDS,
+)
+def test_a_box_and_its_way_back(backend, tokens, columns, token, column, seed):
+    check_a_box(backend, tokens, columns, token, column, seed)
 
 
 @needs_compiler
@@ -64,11 +70,4 @@ def test_a_box_before_the_start_is_a_fault():
 @needs_compiler
 def test_a_store_lands_when_its_thread_has_ended():
     """Its map has left the stack by then: --coverage writes over that."""
-    x = random_halves(0, (1, ROWS, 1, COLUMNS))
-    y, seen = np.zeros_like(x), np.zeros((ROWS, COLUMNS), np.float16)
-    arguments = {"x": BoxesOf(read_only(x), ROWS), "y": BoxesOf(y, ROWS),
-                 "seen": seen, "column": 0, "token": 0, "head": 0,
-                 "batch": 0}  # fmt: skip
-    run("primitives/copy_boxes", arguments, constants={"ROWS": ROWS},
-        shared_bytes=ROWS * 128 + 8, flags=("--coverage",))  # fmt: skip
-    np.testing.assert_array_equal(y, x)
+    check_a_box("emulated", 1, 1, 0, 8, seed=0, flags=("--coverage",))
