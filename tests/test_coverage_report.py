@@ -110,7 +110,7 @@ def test_tests_that_did_not_run_are_not_counted(
     monkeypatch.setattr(
         kernel_coverage,
         "run_tests",
-        lambda cache, options: given.append(options) or status,
+        lambda cache, suite, options: given.append(options) or status,
     )
     assert kernel_coverage.main(["-k", "merge", "--no"]) == expected
     assert given == [["-k", "merge", "--no"]]
@@ -121,8 +121,24 @@ def test_tests_that_did_not_run_are_not_counted(
     assert not said.out
 
 
+@pytest.mark.parametrize(
+    ("asked", "suite"),
+    [([], "test-all"), (["--suite", "test"], "test")],
+)
+def test_a_suite_is_asked_for(monkeypatch, asked, suite):
+    given = []
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(
+        kernel_coverage,
+        "run_tests",
+        lambda cache, suite, options: given.append((suite, options)) or 5,
+    )
+    assert kernel_coverage.main([*asked, "-x"]) == 1
+    assert given == [(suite, ["-x"])]
+
+
 def test_ctrl_c_counts_nothing(monkeypatch, capsys):
-    def interrupted(cache, options):
+    def interrupted(cache, suite, options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "which", lambda name: name)
