@@ -30,17 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import command_line
+from mutation_parts.running import SUITES
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "cuflash" / "kernels"
 PASSED, FAILED, WRONG_USAGE = 0, 1, 4  # pytest's exit statuses
 
-# make's targets: options for pytest, and Hypothesis's profile there.
-SUITES = {
-    "test": (["-m", "not slow"], "quick"),
-    "test-all": ([], "ci"),
-}
-# Of lines with code, by the tests of `make test`: what CONTRIBUTING promises.
+# Of lines with code, by the tests of `make test` (docs/testing.md).
 LEAST_SHARE = 0.97
 
 Line = tuple[str, int]  # a file of kernels/ and a number from 1 on
@@ -72,13 +68,13 @@ EXCEPTIONS = (
 
 def run_tests(cache: Path, suite: str, options: list[str]) -> int:
     """Run the emulated tests on instrumented kernels; pytest's status."""
-    chosen, profile = SUITES[suite]
+    chosen = ["-m", "not slow"] if suite == "test" else []
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "emulated",
          "-n", str(os.cpu_count()), "--dist", "worksteal", *chosen,
          *options],
         cwd=ROOT,
-        env={"HYPOTHESIS_PROFILE": profile, **os.environ, "CI": "1",
+        env={"HYPOTHESIS_PROFILE": SUITES[suite], **os.environ, "CI": "1",
              "CUPY_CACHE_DIR": str(cache),
              "CUFLASH_EMULATOR_FLAGS": "--coverage"},
         stdin=subprocess.DEVNULL,
