@@ -29,7 +29,7 @@ from cuflash.plans.kernel import (
     occupancy,
 )
 from cuflash.plans.rounding import ceil_div
-from cuflash.plans.steps import family_file, merge_plan, window_of
+from cuflash.plans.steps import FOLDERS, merge_plan, window_of
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -248,7 +248,7 @@ def _dmma_runs(problem: Problem, device: Device) -> bool:
 
 def main_file(family: str, file: str) -> bool:
     """Whether a kernel's file is of a family, and not of several."""
-    return f"_{family_file(family)}" in file
+    return file.startswith(f"{FOLDERS[family]}/")
 
 
 def wanted_family() -> Family | None:

@@ -1,9 +1,9 @@
 """From a planned kernel to the one string that the compiler gets.
 
-The string holds, in this order: ``types.cuh`` (the element types must have
-been declared), the generated constants, the kernel's file. Every
-``#include "x.cuh"`` is replaced by that file of ``kernels/``, the first time
-it is met; ``#line`` directives keep the true file and line in messages.
+The string holds, in this order: ``common/types.cuh`` (the element types must
+have been declared), the generated constants, the kernel's file. Every
+``#include "folder/x.cuh"`` is replaced by that file of ``kernels/``, the first
+time it is met; ``#line`` directives keep the true file and line in messages.
 Nothing outside ``kernels/`` can be included, so the string is all that the
 binary depends on.
 """
@@ -33,6 +33,14 @@ class Kernel(Protocol):
     def constants(self) -> tuple[tuple[str, bool | int | str], ...]: ...
 
 
+def kernel_files(folder: Path = KERNELS) -> dict[str, Path]:
+    """Every file of the kernels by its name, as ``sm90/forward.cu``."""
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*.cu*"))
+    }
+
+
 def build(
     kernel: Kernel,
     folder: Path = KERNELS,
@@ -60,7 +68,7 @@ def build(
     twins = twins or {}
     done: set[str] = set()
     return "\n".join([
-        *_splice("types.cuh", folder, twins, done),
+        *_splice("common/types.cuh", folder, twins, done),
         '#line 1 "constants"',
         *map(_constant, kernel.constants),
         *_splice(kernel.file, folder, twins, done),

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import command_line
+from cuflash import source
 from mutation_parts.running import SUITES
 
 ROOT = Path(__file__).parent.parent
@@ -54,9 +55,11 @@ class Excepted:
 
 # Of all lines of a file if the text is empty.
 EXCEPTIONS = (
-    Excepted("ptx.cuh", "", "in its place stands its twin of the emulator"),
     Excepted(
-        "smem.cuh",
+        "common/ptx.cuh", "", "in its place stands its twin of the emulator"
+    ),
+    Excepted(
+        "common/smem.cuh",
         "template <bool PADDED> constexpr Missing missing(bool ragged) {",
         "a template argument: the compiler evaluates it",
     ),
@@ -242,7 +245,10 @@ def count_and_report(suite: str, options: list[str]) -> int:
             )
             return 2 if status == WRONG_USAGE else 1
         notes = Path(cache).rglob("*.gcno")
-        texts = {x.name: x.read_text("ascii") for x in KERNELS.iterdir()}
+        texts = {
+            name: path.read_text("ascii")
+            for name, path in source.kernel_files().items()
+        }
         total = counts(map(gcov, notes), set(texts))
     wrong = report(total, texts)
     print("\n".join(wrong))

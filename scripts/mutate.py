@@ -2,7 +2,7 @@
 
     python scripts/mutate.py                        # 100, drawn by rules
     python scripts/mutate.py --count 1000 --jobs 16 --output results.json
-    python scripts/mutate.py --only mask.cuh        # of a file
+    python scripts/mutate.py --only common/mask.cuh        # of a file
     python scripts/mutate.py --only ID              # one again
     python scripts/mutate.py --list --only "*/by-hand/*"
 
@@ -33,7 +33,7 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from cuflash import folders
+from cuflash import folders, source
 from cuflash.errors import CompileError
 from mutation_parts import mutants, records, running
 from mutation_parts.mutants import Mutant, Population
@@ -108,7 +108,8 @@ class Results:
 
 def state_of(record: records.Record, suite: str, budget: float) -> str:
     """A hash of all that results depend on, besides a mutant itself."""
-    kernels = [(x.name, x.read_text()) for x in records.KERNELS.iterdir()]
+    files = source.kernel_files(records.KERNELS)
+    kernels = [(name, path.read_text()) for name, path in files.items()]
     tests = [records.state(x, ()) for x in sorted(record.tests)]
     said = repr((sorted(kernels), tests, suite, budget))
     return hashlib.sha256(said.encode()).hexdigest()[:16]

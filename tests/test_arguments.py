@@ -1,4 +1,4 @@
-"""The structs that a launch passes: types.cuh and arguments.py agree."""
+"""The structs of a launch: common/types.cuh and arguments.py agree."""
 
 import re
 
@@ -8,7 +8,7 @@ import pytest
 from cuflash import arguments, compiler, source
 from helpers.kernels import small_kernel
 
-TEXT = (source.KERNELS / "types.cuh").read_text()
+TEXT = (source.KERNELS / "common/types.cuh").read_text()
 BODIES = dict(
     re.findall(
         r"^struct (?:alignas\(64\) )?(\w+) \{(.*?)\};", TEXT, re.M | re.S

@@ -33,7 +33,7 @@ def with_l2_of(nbytes):
 
 @emulated
 def test_heads_in_sections(backend):
-    """Two heads at a time of five (scheduler.cuh), three tiles each."""
+    """Two heads at a time of five (common/scheduler.cuh), three tiles each."""
     case = Case(
         "float16", 1, 70, 70, 5, 5, head_dim=32, head_dim_v=32,
         causal=True, block_q=32, block_k=32,

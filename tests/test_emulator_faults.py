@@ -292,7 +292,12 @@ FAULTS_ON_HOPPER = [
     # Bulk copies, and barriers that count their bytes
     Case("tma_load_no_wait", UNDER_WAY, **LOAD),
     Case("tma_load_wrong_bytes", STUCK, **LOAD),
-    Case("tma_load_overwrites_what_is_read", RACE, **LOAD),
+    Case(
+        "tma_load_overwrites_what_is_read",
+        # Or the copy is through while a thread still waits for the first.
+        rf"{RACE}|phase 2 lacks 1 of 1 arrival",
+        **LOAD,
+    ),
     Case("mbarrier_wrong_parity", UNDER_WAY, **LOAD),
     Case("mbarrier_arrival_missing", STUCK, **LOAD),
     Case("mbarrier_not_fenced", "was not fenced", **LOAD),
@@ -473,7 +478,7 @@ def test_a_message_names_barriers_and_says_what_they_lack():
         "    block 0, threads 0 to 31 (warp 0) wait in bar.sync at"
         f" {meets} for barrier 2 (STAGE_READ + 1)",
         "    block 0, threads 32 to 63 (warp 1) wait in mbarrier.try_wait at"
-        f" wgmma.cuh (in {waits}, {reads}) for mbarrier full[1]",
+        f" sm90/wgmma.cuh (in {waits}, {reads}) for mbarrier full[1]",
     ]
 
 

@@ -16,7 +16,7 @@ pytestmark = needs_compiler
 
 # out[i * out_step] = x[i * x_step] for as many i as there are threads
 TEXT = """\
-#include "types.cuh"
+#include "common/types.cuh"
 struct Arguments { const i64* x; i64* out; int x_step, out_step; };
 extern "C" __global__ void copy(const __grid_constant__ Arguments a) {
     a.out[(i64)threadIdx.x * a.out_step] = a.x[(i64)threadIdx.x * a.x_step];

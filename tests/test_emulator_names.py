@@ -32,7 +32,7 @@ extern "C" __global__ void named(const __grid_constant__ int group) {
 @pytest.fixture
 def explained(tmp_path):
     file = tmp_path / "named.cu"
-    file.write_text('#include "ptx.cuh"\n' + TEXT)
+    file.write_text('#include "common/ptx.cuh"\n' + TEXT)
     kernel = KernelPlan(str(file), "named", (("BROKEN", True),), 64, 256)
 
     def explain(message):

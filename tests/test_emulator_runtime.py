@@ -16,7 +16,7 @@ from helpers.host_compiler import needs_compiler
 pytestmark = needs_compiler
 
 TEXT = """\
-#include "types.cuh"
+#include "common/types.cuh"
 struct Arguments { const float* x; float* out; int size; };
 extern "C" __global__ void small(const __grid_constant__ Arguments a) {
     const int i = blockIdx.x * 32 + threadIdx.x;

@@ -1,11 +1,11 @@
-"""ptx_host.h is the twin of ptx.cuh: the same functions, for a caller."""
+"""ptx_host.h is the twin of common/ptx.cuh: a caller sees no difference."""
 
 import re
 
 from cuflash import source
 from cuflash.emulator import runtime
 
-PTX = source.KERNELS / "ptx.cuh"
+PTX = source.KERNELS / "common/ptx.cuh"
 (HOST,) = runtime.TWINS.values()
 
 OWN = re.compile(r"^namespace emulator \{.*?^\}  // namespace", re.M | re.S)
@@ -60,5 +60,5 @@ def test_every_function_is_found():
 
 
 def test_the_twin_takes_the_place_of_its_original():
-    assert runtime.TWINS.keys() == {"ptx.cuh"}
+    assert runtime.TWINS.keys() == {"common/ptx.cuh"}
     assert HOST.name == "ptx_host.h"

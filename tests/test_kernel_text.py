@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from cuflash.source import KERNELS
+from cuflash.source import kernel_files
 
-FILES = {path.name: path.read_text() for path in KERNELS.glob("*.cu*")}
+PTX = "common/ptx.cuh"
+FILES = {name: path.read_text() for name, path in kernel_files().items()}
 
 
 def code_of(name):
@@ -27,17 +28,17 @@ def test_only_files_of_the_folder_are_included(name):
 
 def test_inline_ptx_stands_in_one_file():
     inline = {name for name in FILES if re.search(r"\basm\b", code_of(name))}
-    assert inline == {"ptx.cuh"}
+    assert inline == {PTX}
 
 
 def test_every_function_of_ptx_is_used():
-    defined = re.findall(r"__forceinline__ [\w ]+? (\w+)\(", FILES["ptx.cuh"])
-    others = " ".join(code_of(name) for name in FILES if name != "ptx.cuh")
+    defined = re.findall(r"__forceinline__ [\w ]+? (\w+)\(", FILES[PTX])
+    others = " ".join(code_of(name) for name in FILES if name != PTX)
     assert "ldmatrix_x4" in defined
     assert set(defined) <= set(re.findall(r"\w+", others))
 
 
 def test_sections_of_the_ptx_manual_go_by_title():
     """Their numbers change between its versions."""
-    assert "PTX ISA: " in FILES["ptx.cuh"]
+    assert "PTX ISA: " in FILES[PTX]
     assert not re.search(r"PTX ISA[ :]+\d", " ".join(FILES.values()))

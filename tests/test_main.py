@@ -65,7 +65,7 @@ def test_compile_prints_a_line_a_kernel(default_kernels, monkeypatch, capsys):
 def test_a_tensor_core_kernel_that_spills_fails(
     default_kernels, monkeypatch, capsys
 ):
-    default_kernels(replace(small_kernel(), file="forward_wgmma.cu"))
+    default_kernels(replace(small_kernel(), file="sm90/forward.cu"))
     monkeypatch.setattr(
         compiler, "report", lambda k, arch: report_of(k, spill_bytes=8)
     )
@@ -77,7 +77,7 @@ def test_products_that_wait_for_one_another_fail(
     default_kernels, monkeypatch, capsys
 ):
     (kernel,) = kernels("forward", "float16", "sm_90a")
-    assert kernel.file == "forward_wgmma.cu"
+    assert kernel.file == "sm90/forward.cu"
     default_kernels(kernel)
     said = ("(C7514) wgmma.mma_async instructions are serialized",)
     monkeypatch.setattr(

@@ -208,7 +208,7 @@ def test_a_record_of_one_test(tmp_path):
         said = pool.do({"tests": [MERGE], "record": True})
     (ran,), (program,) = said["tests"], said["programs"].values()
     assert ran["passed"] and program["files"] == [
-        "elements.cuh", "merge.cu", "types.cuh"
+        "common/elements.cuh", "common/types.cuh", "merge.cu"
     ]  # fmt: skip
     lines = (records.KERNELS / "merge.cu").read_text("ascii").splitlines()
     returns = next(i for i, x in enumerate(lines, 1) if "return;" in x)

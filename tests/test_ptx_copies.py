@@ -1,4 +1,4 @@
-"""Asynchronous copies of ptx.cuh: which bytes land, and when."""
+"""Asynchronous copies of common/ptx.cuh: which bytes land, and when."""
 
 import numpy as np
 import pytest

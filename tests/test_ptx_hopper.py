@@ -1,4 +1,4 @@
-"""Instructions of ptx.cuh that came with Hopper, to the bit.
+"""Instructions of common/ptx.cuh that came with Hopper, to the bit.
 
 What the TMA unit does is in test_ptx_boxes.py.
 """

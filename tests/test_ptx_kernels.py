@@ -53,7 +53,7 @@ def test_a_kernel_of_a_primitive_compiles(name, arch):
 
 
 def test_every_function_of_ptx_is_tested():
-    ptx = (KERNELS / "ptx.cuh").read_text()
+    ptx = (KERNELS / "common/ptx.cuh").read_text()
     defined = re.findall(r"__forceinline__ [\w ]+?(\w+)[(<]", ptx)
     code = re.sub(r"//.*", "", " ".join(TEXTS.values()))
     used = set(re.findall(r"\w+", code))

@@ -1,4 +1,4 @@
-"""Loads and stores of shared memory in ptx.cuh, to the bit."""
+"""Loads and stores of shared memory in common/ptx.cuh, to the bit."""
 
 import numpy as np
 import pytest

@@ -17,7 +17,9 @@ def kernel(**constants):
 @pytest.fixture
 def folder(tmp_path):
     def write(**files):
-        files.setdefault("types", "struct bfloat16 {};\n")
+        types = tmp_path / "common" / "types.cuh"
+        types.parent.mkdir()
+        types.write_text("struct bfloat16 {};\n")
         files.setdefault("kernel", "// nothing\n")
         for name, text in files.items():
             suffix = ".cu" if name == "kernel" else ".cuh"
@@ -51,7 +53,8 @@ def test_types_come_first_then_constants_then_the_kernel(folder):
 
 def test_a_file_is_spliced_once_however_often_it_is_included(folder):
     path = folder(
-        kernel='#include "types.cuh"\n#include "a.cuh"\n#include "b.cuh"\n',
+        kernel='#include "common/types.cuh"\n#include "a.cuh"\n'
+        '#include "b.cuh"\n',
         a='#pragma once\n#include "b.cuh"\nint in_a;\n',
         b="#pragma once\nint in_b;\n",
     )

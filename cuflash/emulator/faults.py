@@ -69,14 +69,19 @@ def _with_lines(message: str, kernel: KernelPlan, program: Path) -> str:
     files = _files(kernel)
 
     def line(trace: re.Match[str]) -> str:
-        found = [p for a in trace[2].split(",") for p in places.get(a, ())]
+        found = [
+            (_own_file(path, files), number)
+            for a in trace[2].split(",")
+            for path, number in places.get(a, ())
+        ]
         # The emulator calls the kernel, which calls the emulator.
         inner = itertools.dropwhile(lambda p: p[0] not in files, found)
         own = itertools.takewhile(lambda p: p[0] in files, inner)
         lines = [f"{file}:{number}" for file, number in own]
         lines = [x for x, _ in itertools.groupby(lines)]
         if trace[1]:  # where a call begins; addr2line may say where it ends
-            lines[:1] = [Path(trace[1]).name]
+            path, _, number = trace[1].rpartition(":")
+            lines[:1] = [f"{_own_file(path, files)}:{number}"]
         if not lines:
             return f"pc:{trace[2].split(',')[0]}"
         first, *others = lines
@@ -88,9 +93,14 @@ def _with_lines(message: str, kernel: KernelPlan, program: Path) -> str:
 def _files(kernel: KernelPlan) -> set[str]:
     """The names of the files that a kernel's text is made of."""
     named = re.findall(r'^#line 1 "(.*)"$', runtime.text(kernel), re.M)
-    return {Path(file).name for file in named} - {
-        twin.name for twin in runtime.TWINS.values()
-    }
+    shown = {Path(x).name if Path(x).is_absolute() else x for x in named}
+    return shown - {twin.name for twin in runtime.TWINS.values()}
+
+
+def _own_file(path: str, files: set[str]) -> str:
+    """One of some files, as the kernel's text names it, or the last part."""
+    inside = [x for x in files if path == x or path.endswith(f"/{x}")]
+    return max(inside, key=len) if inside else Path(path).name
 
 
 def _places(
@@ -106,7 +116,7 @@ def _places(
     for line in said.splitlines():
         if line.startswith("0x"):
             here = places.setdefault(before[hex(int(line, 16))], [])
-        elif place := re.search(r"([^/]+):(\d+)(?: \(.*)?$", line):
+        elif place := re.search(r"^(.+):(\d+)(?: \(.*)?$", line):
             here.append((place[1], place[2]))
     return places
 

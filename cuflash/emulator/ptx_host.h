@@ -1,7 +1,7 @@
 // The twin of ptx.cuh for the emulator: the same functions, in C++. What an instruction does is
 // described there. Functions that only some lanes' operands decide meet first (engine.h).
 #pragma once
-#include "types.cuh"
+#include "common/types.cuh"
 
 // ---- Conversions ----
 

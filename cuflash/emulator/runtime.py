@@ -1,7 +1,8 @@
 """From a planned kernel to a program for this machine, and its child process.
 
 A kernel's text is compiled by g++ or clang++, with ``ptx_host.h`` in place
-of ``ptx.cuh``, and linked with ``engine.cpp`` to one executable, which is
+of ``common/ptx.cuh``, and linked with ``engine.cpp`` to one executable, which
+is
 kept in the cache folder as cubins are. Each launch is a process of its own,
 so that no fault of a kernel can take this one down.
 """
@@ -25,7 +26,7 @@ from cuflash.errors import CompileError, KernelFault
 from cuflash.plan import Device, KernelPlan
 
 FOLDER = Path(__file__).parent
-TWINS = {"ptx.cuh": FOLDER / "ptx_host.h"}
+TWINS = {"common/ptx.cuh": FOLDER / "ptx_host.h"}
 
 # The instrumentation that -fsanitize=thread adds is what engine.cpp defines:
 # a call before each access to memory. The program is linked without it.

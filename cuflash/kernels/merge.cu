@@ -11,8 +11,8 @@
 // Grid: one warp a row of out, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
 //     row = (batch_index * seqlen_q + query) * num_heads_q + head
 // Block: NUM_THREADS threads, a multiple of 32. Constants: Element, NUM_THREADS. No shared memory.
-#include "types.cuh"
-#include "elements.cuh"
+#include "common/types.cuh"
+#include "common/elements.cuh"
 
 using Real = Accumulator<Element>;
 

@@ -136,7 +136,7 @@ class Plan:
     launches : tuple of Launch
         In order.
     heads_per_section : int
-        How many heads walk their tiles side by side (scheduler.cuh).
+        How many heads walk their tiles side by side (common/scheduler.cuh).
     deal : Deal or None
         Of a kernel whose blocks take one tile after another.
     sum_elements : int

@@ -49,7 +49,8 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 def _shares_rows(tile: Tile) -> bool:
     """Whether a warp has whole 16-row tiles, a thread whole columns.
 
-    smem.cuh's load_tile: eight threads take a row, and a thread's rows are
+    common/smem.cuh's load_tile: eight threads take a row, and a thread's rows
+    are
     multiples of 8 apart.
     """
     rows_at_once = tile.num_warps * 4

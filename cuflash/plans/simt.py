@@ -21,7 +21,7 @@ from .steps import (
 def _sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
     """Bytes of a Real; head_dim and head_dim_v as the kernels pad them.
 
-    `rows` is the side of the tile that owns the threads (simt.cuh).
+    `rows` is the side of the tile that owns the threads (simt/simt.cuh).
     """
     step = tile.num_warps * 32 // rows
     return (
@@ -76,12 +76,17 @@ _REGISTERS = 128
 
 
 def _kernel(
-    file: str, problem: Problem, tile: Tile, rows: int, shared: int
+    file: str,
+    entry: str,
+    problem: Problem,
+    tile: Tile,
+    rows: int,
+    shared: int,
 ) -> KernelPlan:
     _, d, dv = _sizes(problem, tile, rows)
     return KernelPlan(
-        file=f"{file}.cu",
-        entry=file,
+        file=file,
+        entry=entry,
         constants=(
             ("Element", element(problem)),
             ("HEAD_DIM", d),
@@ -100,6 +105,7 @@ def _kernel(
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     kernel = _kernel(
+        "simt/forward.cu",
         "forward_simt",
         problem,
         tile,
@@ -119,6 +125,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     dkdv = _kernel(
+        "simt/backward_dkdv.cu",
         "backward_simt_dkdv",
         problem,
         tile,
@@ -126,6 +133,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         _dkdv_shared(problem, tile),
     )
     dq = _kernel(
+        "simt/backward_dq.cu",
         "backward_simt_dq",
         problem,
         tile,

@@ -13,6 +13,17 @@ from .rounding import ceil_div, round_up
 _FILES = {"dmma": "mma8", "tf32x3": "mma8"}
 
 
+# Where the kernels of a family stand.
+FOLDERS: dict[str, str] = {
+    "wgmma": "sm90",
+    "mma": "sm80",
+    "fma": "fma",
+    "dmma": "mma8",
+    "tf32x3": "mma8",
+    "simt": "simt",
+}
+
+
 def family_file(family: str) -> str:
     """What the names of a family's files end in."""
     return _FILES.get(family, family)
@@ -31,7 +42,7 @@ _PANEL_COLUMNS, _PANEL_ROW_BYTES = 64, 128
 
 
 def tile_bytes(rows: int, columns: int) -> int:
-    """Size of smem.cuh's Tile<rows, columns>, aligned to 1024 bytes."""
+    """Size of common/smem.cuh's Tile<rows, columns>, aligned to 1024 bytes."""
     panels = ceil_div(columns, _PANEL_COLUMNS)
     return round_up(panels * rows * _PANEL_ROW_BYTES, 1024)
 
@@ -107,7 +118,7 @@ def packed(problem: Problem) -> tuple[str, bool]:
 
 
 def is_linear(problem: Problem) -> bool:
-    """score.cuh's LINEAR: scores are products times scale."""
+    """score/score_mod.cuh's LINEAR: scores are products times scale."""
     return not (problem.softcap or problem.alibi_slopes or problem.bias)
 
 
@@ -126,7 +137,8 @@ def window_of(problem: Problem) -> float:
 ROW_THREADS = 256  # of the kernels that take rows one by one
 
 
-# segment_order.cu has places for so many tiles, and for four times as many
+# prepare/segment_order.cu has places for so many tiles, and for four times as
+# many
 # ranges: no tile is longer than three of the other kind.
 ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 
@@ -139,7 +151,7 @@ def delta_launch(
     chunks = ceil_div(problem.head_dim_v, in_chunk)
     lanes = min(1 << (chunks - 1).bit_length(), 32)
     kernel = KernelPlan(
-        file="backward_delta.cu",
+        file="prepare/delta.cu",
         entry="backward_delta",
         constants=(
             ("Element", element(problem)),
@@ -170,7 +182,7 @@ def finding_launches(
     if problem.segment_ids:  # a warp a tile
         sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
         kernel = KernelPlan(
-            file="segment_ranges.cu",
+            file="prepare/segment_ranges.cu",
             entry="segment_ranges",
             constants=(*sizes, *constants),
             threads=ROW_THREADS,
@@ -183,7 +195,7 @@ def finding_launches(
         return ranges, _order_launch(problem, tile, kind)
     if is_packed(problem):
         kernel = KernelPlan(
-            file="sequences.cu",
+            file="prepare/packed_sequences.cu",
             entry="sequences",
             constants=(("Element", element(problem)), *constants),
             threads=ROW_THREADS,
@@ -197,7 +209,7 @@ def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
     """In which order blocks take tiles from a counter."""
     shared = ORDER_BYTES * ORDER_THREADS
     kernel = KernelPlan(
-        file="segment_order.cu",
+        file="prepare/segment_order.cu",
         entry="segment_order",
         constants=(
             ("CAUSAL", problem.causal),
@@ -226,7 +238,7 @@ def num_found(problem: Problem, tile: Tile) -> int:
 
 
 def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
-    """Of a head; of packed sequences places for them (sequences.cuh)."""
+    """Of a head; of packed sequences slots (common/packed_sequences.cuh)."""
     if problem.num_sequences is None:
         return ceil_div(seqlen, block)
     return seqlen // block + problem.num_sequences + 1
@@ -252,7 +264,7 @@ def rounding_launch(
     shared = tile_bytes(tile.block_q, d)
     options = (option_constants if repairs else some_options)(problem, kind)
     kernel = KernelPlan(
-        file="backward_dq.cu",
+        file="finish/dq.cu",
         entry="backward_dq",
         constants=(
             ("Element", problem.dtype),
@@ -282,7 +294,7 @@ def sink_launches(
         return ()
     shared = 8 * ROW_THREADS
     kernel = KernelPlan(
-        file="backward_sink.cu",
+        file="finish/dsink.cu",
         entry="backward_sink",
         constants=(
             ("Element", element(problem)),
@@ -323,7 +335,7 @@ def main_kernel(
     """A family's kernel of the problem's direction, with `own` constants."""
     entry = f"{problem.direction}_{family_file(family)}"
     return KernelPlan(
-        file=f"{entry}.cu",
+        file=f"{FOLDERS[family]}/{problem.direction}.cu",
         entry=entry,
         constants=(
             ("Element", element(problem)),

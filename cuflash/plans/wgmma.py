@@ -97,7 +97,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 
 def _is_staged(problem: Problem) -> bool:
-    """forward_wgmma.cu's STAGED."""
+    """sm90/forward.cu's STAGED."""
     return problem.bias in ("float16", "bfloat16")
 
 
@@ -112,7 +112,7 @@ def _ids_bytes(tile: Tile) -> int:
 
 
 def _in_product(problem: Problem) -> bool:
-    """forward_wgmma.cu's SLOPES_IN_PRODUCT."""
+    """sm90/forward.cu's SLOPES_IN_PRODUCT."""
     beside = problem.softcap or problem.bias
     return (
         problem.alibi_slopes
@@ -126,12 +126,12 @@ def _slopes_bytes(tile: Tile) -> int:
 
 
 def _is_listed(problem: Problem) -> bool:
-    """forward_wgmma.cu's LISTED."""
+    """sm90/forward.cu's LISTED."""
     return problem.segment_ids or problem.mask
 
 
 def _is_counted(problem: Problem) -> bool:
-    """forward_wgmma.cu's COUNTED."""
+    """sm90/forward.cu's COUNTED."""
     return is_packed(problem) or problem.segment_ids
 
 
@@ -161,7 +161,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         if (room := _shared(problem, tile, stages)) <= device.shared_bytes
     )
     kernel = KernelPlan(
-        file="forward_wgmma.cu",
+        file="sm90/forward.cu",
         entry="forward_wgmma",
         constants=(
             ("Element", problem.dtype),
@@ -208,7 +208,7 @@ def _num_found(
 
 
 def _is_in_rounds(problem: Problem) -> bool:
-    """forward_wgmma.cu's IN_ROUNDS, where tiles are not counted."""
+    """sm90/forward.cu's IN_ROUNDS, where tiles are not counted."""
     has_window = "window" in problem.options
     return has_window or bool(problem.bias and not problem.causal)
 
@@ -260,7 +260,7 @@ def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
 def _heads_in_order(heads: int, beside: int) -> int:
     """Heads of a section where tiles are taken longest first.
 
-    Each is one of all batches: scheduler.cuh's tile_in_order.
+    Each is one of all batches: common/scheduler.cuh's tile_in_order.
     """
     return _alike(heads, max(beside, _HEADS_IN_ORDER))
 
@@ -306,7 +306,7 @@ def _rows_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def _is_wide(tile: Tile) -> bool:
-    """Whether a wgmma tile is one of backward_wgmma_wide.cu's.
+    """Whether a wgmma tile is one of sm90/backward_wide.cu's.
 
     Its warpgroups have the same 64 keys, and one thing to compute each.
     """
@@ -314,7 +314,7 @@ def _is_wide(tile: Tile) -> bool:
 
 
 def _has_short_walks(problem: Problem) -> bool:
-    """Of few steps: K has two places then (backward_wgmma.cu)."""
+    """Of few steps: K has two places then (sm90/backward.cu)."""
     return not {"window", "segment_ids"}.isdisjoint(problem.options)
 
 
@@ -362,7 +362,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem)
     shared = _backward_shared(problem, tile)
-    name = "backward_wgmma_wide" if _is_wide(tile) else "backward_wgmma"
+    wide = "_wide" if _is_wide(tile) else ""
     # Those that have dq: a warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     turns_of_tile = dq_warps // 4 if problem.deterministic else 0
@@ -379,7 +379,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     lanes = ceil_div(problem.head_dim_v, 8)
     rows = KernelPlan(
-        file="backward_rows.cu",
+        file="prepare/query_rows.cu",
         entry="backward_rows",
         constants=(
             ("Element", problem.dtype),
@@ -397,8 +397,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared_bytes=0,
     )
     main = KernelPlan(
-        file=f"{name}.cu",
-        entry=name,
+        file=f"sm90/backward{wide}.cu",
+        entry=f"backward_wgmma{wide}",
         constants=(
             *layout,
             ("STAGES", tile.num_stages),

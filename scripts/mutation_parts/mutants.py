@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cuflash.source import kernel_files
 from mutation_parts import operators
 from mutation_parts.operators import Edit
 from mutation_parts.tokens import Function, Source, tokens_of
@@ -21,7 +22,7 @@ from mutation_parts.tokens import Function, Source, tokens_of
 BY_HAND = Path(__file__).parent / "by_hand.txt"
 EQUIVALENTS = Path(__file__).parent / "equivalents.txt"
 # The emulator has a twin in its place.
-NO_MUTANTS = frozenset(["ptx.cuh"])
+NO_MUTANTS = frozenset(["common/ptx.cuh"])
 AROUND = 6  # tokens on each side that are part of an id
 
 
@@ -222,9 +223,9 @@ def population(
     if known is None:
         known = equivalents(EQUIVALENTS.read_text("ascii"))
     sources = {
-        path.name: Source(path.name, path.read_text("ascii"))
-        for path in sorted(kernels.iterdir())
-        if path.name not in NO_MUTANTS
+        name: Source(name, path.read_text("ascii"))
+        for name, path in kernel_files(kernels).items()
+        if name not in NO_MUTANTS
     }
     made = [x for source in sources.values() for x in by_rules(source)]
     stale = []

@@ -71,7 +71,7 @@ def common() -> str:
         for path in sorted((ROOT / folder).rglob("*"))
         if path.is_file()
         and "__pycache__" not in path.parts
-        and path.parent != KERNELS
+        and KERNELS not in path.parents
         and not (path.parent.name == "tests" and path.match("test_*.py"))
     ]
     said = [(str(x.relative_to(ROOT)), _digest(x)) for x in paths]

@@ -183,7 +183,7 @@ class Result:
     @property
     def file(self) -> str:
         """That was mutated."""
-        return self.id.partition("/")[0]
+        return self.id.rsplit("/", 3)[0]
 
     @property
     def operator(self) -> str:

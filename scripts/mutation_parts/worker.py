@@ -37,7 +37,7 @@ from hypothesis import Phase, settings
 from cuflash import source
 from cuflash.emulator import runtime
 
-KERNEL_FILES = frozenset(path.name for path in source.KERNELS.iterdir())
+KERNEL_FILES = frozenset(source.kernel_files())
 LONGEST_LAUNCH = 30  # CPU seconds, after which a program counts as hanging
 
 _executable, _run, _build = runtime.executable, runtime.run, source.build
@@ -83,9 +83,10 @@ class Job:
         runtime.executable, runtime.run = self.executable, self.run
         source.build = self.build
         if self.file:
-            (self.folder / "kernels").mkdir()
-            for path in source.KERNELS.iterdir():
-                (self.folder / "kernels" / path.name).symlink_to(path)
+            for name, path in source.kernel_files().items():
+                link = self.folder / "kernels" / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path)
             mutant = self.folder / "kernels" / self.file
             mutant.unlink()
             mutant.symlink_to(self.folder / "mutant")

@@ -1,5 +1,5 @@
 // On sm_90a: reads what another warp writes where it should wait for it.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

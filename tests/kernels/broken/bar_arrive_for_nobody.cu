@@ -1,5 +1,5 @@
 // On sm_90a: a barrier to which a warp comes once more than the other.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

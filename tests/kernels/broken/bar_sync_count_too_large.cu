@@ -1,5 +1,5 @@
 // On sm_90a: a barrier for more threads than come.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

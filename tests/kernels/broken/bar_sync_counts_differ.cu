@@ -1,5 +1,5 @@
 // On sm_90a: two warps come to a barrier for different numbers of threads.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: two warps wait at two barriers, each for the other.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Copies 16 bytes from where only 4 are aligned.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

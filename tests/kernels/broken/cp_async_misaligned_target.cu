@@ -1,5 +1,5 @@
 // Copies 16 bytes to where only 8 are aligned: rows of 6 floats.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

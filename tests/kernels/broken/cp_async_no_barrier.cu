@@ -1,5 +1,5 @@
 // Each thread waits for its own copy and then reads another's.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

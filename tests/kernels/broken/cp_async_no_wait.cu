@@ -1,5 +1,5 @@
 // Reads what a copy brings without waiting for it.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Waits for all groups of copies, but the copy is in none.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Loads ahead into the one of two buffers that other warps may still read.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Copies 16 bytes where the array has 8 left.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

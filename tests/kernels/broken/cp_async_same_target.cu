@@ -1,5 +1,5 @@
 // Two threads copy to one place.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Overwrites what a copy reads while the copy is under way.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

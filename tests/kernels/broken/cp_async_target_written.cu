@@ -1,5 +1,5 @@
 // Clears the target of a copy that is under way.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

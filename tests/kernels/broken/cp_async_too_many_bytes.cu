@@ -1,5 +1,5 @@
 // Reads 20 bytes by a copy of 16.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Waits for the older of two groups of copies and reads both.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

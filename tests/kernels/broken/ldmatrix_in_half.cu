@@ -1,5 +1,5 @@
 // Half of a warp comes to ldmatrix.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

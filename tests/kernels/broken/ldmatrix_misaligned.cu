@@ -1,5 +1,5 @@
 // Gives ldmatrix rows of 16 bytes that start at 8.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Reads rows by ldmatrix that other lanes have just written.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

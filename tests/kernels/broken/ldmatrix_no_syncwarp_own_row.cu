@@ -1,5 +1,5 @@
 // Every lane writes the row whose address it gives to ldmatrix, but gets parts of all.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

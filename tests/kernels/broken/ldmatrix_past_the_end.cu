@@ -1,5 +1,5 @@
 // Gives ldmatrix the address of a row past the end of shared memory.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

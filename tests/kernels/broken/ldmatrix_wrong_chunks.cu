@@ -1,5 +1,5 @@
 // x y^T by mma.sync; ldmatrix brings two quarters of x in each other's place.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; const float* y; float* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: an mbarrier expects an arrival that never comes.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: threads use an mbarrier that may not have been made yet.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: the TMA unit may not know the mbarrier that it is to tell.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 

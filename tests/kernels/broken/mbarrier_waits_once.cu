@@ -1,5 +1,5 @@
 // On sm_90a: takes a wait that gave up for one that is over.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 

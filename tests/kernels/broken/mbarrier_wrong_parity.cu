@@ -1,5 +1,5 @@
 // On sm_90a: waits for the end of a phase that has not begun.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 

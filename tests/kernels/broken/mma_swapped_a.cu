@@ -1,5 +1,5 @@
 // x y by mma.sync, with two registers of x swapped.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; const float* y; float* out; };
 

@@ -1,5 +1,5 @@
 // x y by mma.sync, with the two registers of y swapped.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; const float* y; float* out; };
 

@@ -1,5 +1,5 @@
 // One lane has ended when its warp comes to mma.sync.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

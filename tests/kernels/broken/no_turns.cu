@@ -1,6 +1,6 @@
 // Blocks add to one sum, each in two steps: another may come in between.
 constexpr bool DETERMINISTIC = true;
-#include "turns.cuh"
+#include "common/dq_semaphore.cuh"
 
 struct Arguments { const float* x; float* sums; int* turns; };
 

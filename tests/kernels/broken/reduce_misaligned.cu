@@ -1,5 +1,5 @@
 // Adds to four floats whose address is not a multiple of 16.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

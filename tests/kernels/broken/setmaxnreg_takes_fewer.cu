@@ -1,5 +1,5 @@
 // On sm_90a: takes fewer registers than there are, which only giving does.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: warps wait for more registers than others give.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // Reads 16 bytes of shared memory from an odd multiple of 4: rows of 5 floats.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

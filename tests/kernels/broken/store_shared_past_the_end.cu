@@ -1,5 +1,5 @@
 // Writes past the end of shared memory by address, not by pointer.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: reads what a bulk copy brings without waiting for it.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: a bulk copy to where threads may still read.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 
@@ -16,7 +16,7 @@ extern "C" __global__ void tma_load_overwrites_what_is_read(const __grid_constan
     }
     __syncthreads();
     u32 sum = 0;
-    while (!mbarrier_try_wait(barrier, 0)) {}
+    while (!mbarrier_try_wait(barrier, 0)) {}                   // caught here
     for (int i = thread; i < 256; i += 64) sum += tile[i];      // caught here
     if constexpr (!BROKEN) __syncthreads();
     if (thread == 0) {

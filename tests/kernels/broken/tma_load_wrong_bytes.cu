@@ -1,5 +1,5 @@
 // On sm_90a: an mbarrier is told fewer bytes than the copy brings.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: a bulk store of what threads have stored without a fence.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };
 

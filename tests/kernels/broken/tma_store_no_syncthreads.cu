@@ -1,5 +1,5 @@
 // On sm_90a: a bulk store of what other threads may not have stored yet.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: a bulk store that may read shared memory when the block has ended.
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };
 

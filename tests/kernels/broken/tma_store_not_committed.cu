@@ -1,5 +1,5 @@
 // On sm_90a: a bulk store that no wait waits for, as it is not committed.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };
 

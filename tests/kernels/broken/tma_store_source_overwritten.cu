@@ -1,5 +1,5 @@
 // On sm_90a: overwrites what a bulk store may still read.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };
 

@@ -1,6 +1,6 @@
 // Blocks wait for smaller blockIdx.x, as if CUDA started them in that order.
 constexpr bool DETERMINISTIC = true;
-#include "turns.cuh"
+#include "common/dq_semaphore.cuh"
 
 struct Arguments { const float* x; float* sums; int* turns; };
 

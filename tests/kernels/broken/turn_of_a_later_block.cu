@@ -1,6 +1,6 @@
 // Blocks wait for those after them, which may not have begun.
 constexpr bool DETERMINISTIC = true;
-#include "turns.cuh"
+#include "common/dq_semaphore.cuh"
 
 struct Arguments { const float* x; float* sums; int* turns; };
 

@@ -1,6 +1,6 @@
 // Passes the turn to the next block when not all warps have added.
 constexpr bool DETERMINISTIC = true;
-#include "turns.cuh"
+#include "common/dq_semaphore.cuh"
 
 struct Arguments { const float* x; float* sums; int* turns; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: a product that no fence orders after the writes of its accumulator.
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };
 

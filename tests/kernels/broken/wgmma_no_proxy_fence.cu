@@ -1,5 +1,5 @@
 // On sm_90a: a product of what threads have stored without a fence.
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };
 

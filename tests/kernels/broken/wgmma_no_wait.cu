@@ -1,5 +1,5 @@
 // On sm_90a: reads a product's accumulator without waiting for it.
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };
 

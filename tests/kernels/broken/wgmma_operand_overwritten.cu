@@ -1,5 +1,5 @@
 // On sm_90a: overwrites registers from which a product under way may still read A.
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };
 

@@ -1,5 +1,5 @@
 // On sm_90a: waits for all products but the newest, and reads that one's accumulator.
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };
 

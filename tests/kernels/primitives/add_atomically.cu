@@ -1,6 +1,6 @@
 // atomicAdd: thread i adds x[i] to the number at place to[i], and keeps what stood there.
 // Constants: T.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const T* x; const int* to; T* sums; T* before; };
 

@@ -1,5 +1,5 @@
 // reduce_add_4: thread i adds its four floats to the four at place to[i].
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float4* x; const int* to; float* sums; };
 

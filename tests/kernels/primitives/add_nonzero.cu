@@ -1,6 +1,6 @@
 // reduce_add_nonzero: thread i adds x[i] to the float at place to[i], which may be none if x[i] is
 // 0.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; const int* to; float* sums; };
 

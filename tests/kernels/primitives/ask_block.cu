@@ -1,5 +1,5 @@
 // __syncthreads_or, twice in a row: whether a thread of the block has something in x, in y.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const int* x; const int* y; int* any_x; int* any_y; };
 

@@ -1,6 +1,6 @@
 // threadIdx, blockIdx, blockDim and gridDim, as every thread of the launch sees them, by way of
 // make_float4: one float4 a thread.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { float4* out; };
 

@@ -1,7 +1,7 @@
 // A box of 64 columns and ROWS tokens of a tensor x: as it stands in shared memory, undone the
 // swizzle, to `seen`; from there by a bulk store to the same place of the tensor y.
 // Constants: ROWS. Runs on sm_90a alone.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { TensorMap x, y; void* seen; int column, token, head, batch; };
 

@@ -1,6 +1,6 @@
 // __shfl_xor_sync: thread i gets the value of the lane that differs in the bits distance[i] of its
 // number. Only the lanes of `mask` take part. Constants: T.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const T* x; const int* distance; const u32* mask; T* y; };
 

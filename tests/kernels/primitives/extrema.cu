@@ -1,5 +1,5 @@
 // min and max: one pair a thread. Constants: T.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const T* a; const T* b; T* least; T* most; };
 

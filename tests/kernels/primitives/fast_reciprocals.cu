@@ -1,5 +1,5 @@
 // 1 / x by __fdividef: one number a thread.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* inverse; };
 

@@ -1,7 +1,7 @@
 // ldmatrix_x4: one warp. `words` are 32 rows of 16 bytes, which go to shared memory as they are.
 // Lane l gives the address of row rows[l]; its four registers become out[l].
 // Constants: TRANSPOSED. Shared memory: 512 bytes.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* words; const int* rows; u32* out; };
 

@@ -1,5 +1,5 @@
 // exp and log of a T, and logf of the same as a float: one number a thread. Constants: T.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const T* x; T* power; T* logarithm; float* of_float; };
 

@@ -1,7 +1,7 @@
 // mma_16x8x16: D = A B + C, one product a block of 32 threads. All arrays are row-major: a is
 // (blocks, 16, 16) and b (blocks, 16, 8), of Element; c and d are (blocks, 16, 8). ptx.cuh says
 // which lane holds what. Constants: Element.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const Element* a; const Element* b; const float* c; float* d; };
 

@@ -4,7 +4,7 @@
 // contiguous, or the other way round where they are TRANSPOSED, as B is if REGISTERS.
 // Constants: Element, COLUMNS, REGISTERS, SIGN, A_TRANSPOSED, B_TRANSPOSED.
 // Shared memory: A 8192 bytes, then B^T, 128 bytes a column, or B, 2048 bytes a panel.
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Arguments { const Element* a; const Element* b; const float* c; float* d; int accumulate; };
 

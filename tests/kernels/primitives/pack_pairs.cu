@@ -1,5 +1,5 @@
 // pack: one pair a thread. Constants: Element.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* low; const float* high; u32* pair; };
 

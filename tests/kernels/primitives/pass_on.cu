@@ -1,7 +1,7 @@
 // mbarrier_init, fence_mbarrier_init, mbarrier_arrive and mbarrier_try_wait, on sm_90a: four warps
 // in turn, in a ring and so many rounds of it, make each of 32 words x the word 3 x + warp. A warp
 // waits for the 32 arrivals of the one before it. Shared memory: 256 bytes.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* x; u32* y; int rounds; };
 

@@ -1,5 +1,5 @@
 // exp2_approx: one number a thread.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* y; };
 

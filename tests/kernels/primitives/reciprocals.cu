@@ -1,5 +1,5 @@
 // reciprocal_approx: one number a thread.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* y; };
 

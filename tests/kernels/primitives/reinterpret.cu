@@ -1,5 +1,5 @@
 // __int_as_float, __uint_as_float, __float_as_int and __float_as_uint: one number a thread.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* bits; float* of_int; float* of_uint; int* to_int; u32* to_uint; };
 

@@ -1,7 +1,7 @@
 // stmatrix_x4, on sm_90a, and store_shared of 2 bytes: one warp. Lane l gives its four registers
 // and the address of row rows[l] of shared memory, where 32 rows of 16 bytes stand and then the
 // lanes' elements: all that goes to `out`. Shared memory: 576 bytes.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* r; const int* rows; const u16* elements; u32* out; };
 

@@ -1,6 +1,6 @@
 // give_registers and take_registers, on sm_90a: the first of three warpgroups gives registers to
 // the others, and each thread goes on with its number. 384 threads.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* x; u32* y; };
 

@@ -1,5 +1,5 @@
 // movmatrix_transposed: one warp, of which lane l gives pairs[l] and gets out[l].
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* pairs; u32* out; };
 

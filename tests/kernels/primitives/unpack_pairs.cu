@@ -1,5 +1,5 @@
 // low_half and high_half: one pair a thread. Constants: Element.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* pair; Element* low; Element* high; };
 

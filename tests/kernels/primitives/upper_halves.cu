@@ -1,5 +1,5 @@
 // max_of_upper_halves, and that of sizes: three numbers a thread.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const u32* m; const float* a; const float* b; u32 *y, *of_sizes; };
 

@@ -1,7 +1,7 @@
 // load_acquire where a block that waits is waited for: the turns are those of all blocks' last
 // warps, then of the last but one, and so on. Each notes who it is.
 constexpr bool DETERMINISTIC = true;
-#include "turns.cuh"
+#include "common/dq_semaphore.cuh"
 
 struct Arguments { int* turns; int* warps; };
 

@@ -1,5 +1,5 @@
 // to_float: one element a thread. Constants: Element.
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct Arguments { const Element* x; float* y; };
 

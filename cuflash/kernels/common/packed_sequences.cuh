@@ -1,0 +1,223 @@
+// Packed sequences (PACKED): which of them a tile is of, and the arguments of a call of that one
+// alone.
+//
+// Sequence s has the tokens [offset(s), offset(s + 1)) of an array. What stands behind the last, or
+// everything where an offset is bad, is of one sequence more: its queries see no key, its keys no
+// query, and no sink takes part. So all results are written, as zeroes there.
+//
+// A head's tiles have numbers, slots: sequence s has those from offset(s) / block + s on. That many
+// it fills at most, since floor(a) + ceil(b) <= floor(a + b) + 1; of those that it does not fill
+// the blocks return at once. Nothing has to be counted before, and a head has total / block +
+// num_sequences + 1 slots.
+//
+// Constants: Arguments, Element, PACKED. Without PACKED a call has one sequence, and all this is
+// nothing.
+#pragma once
+#include "common/types.cuh"
+
+// What prepare/packed_sequences.cu found: whether an offset is bad; the sequences of most queries
+// and most keys. handed_out: how many tiles blocks took that take one after another, besides each
+// one's first.
+struct FoundSequences { int bad, most_queries, most_keys, handed_out; };
+
+// Offsets of queries or of keys.
+struct Offsets {
+    const int* first;
+    i64 stride;
+    int total;
+    int at(int i) const { return first[i * stride]; }
+};
+
+template <class Arguments> inline Offsets query_offsets(const Arguments& all) {
+    return {static_cast<const int*>(all.cu_seqlens_q), all.options.offset_q_stride,
+            all.options.total_q};
+}
+template <class Arguments> inline Offsets key_offsets(const Arguments& all) {
+    return {static_cast<const int*>(all.cu_seqlens_k), all.options.offset_k_stride,
+            all.options.total_k};
+}
+
+// Rows of a head in lse and delta.
+template <class Arguments> inline int rows_of_head(const Arguments& all) {
+    if constexpr (PACKED) return all.options.total_q;
+    else return arrays_of(all).shape.seqlen_q;
+}
+
+// Tiles of a head, or slots.
+template <class Arguments> inline int num_query_tiles(const Arguments& all, int block) {
+    if constexpr (PACKED) return all.options.total_q / block + all.options.num_sequences + 1;
+    else return (arrays_of(all).shape.seqlen_q + block - 1) / block;
+}
+template <class Arguments> inline int num_key_tiles(const Arguments& all, int block) {
+    if constexpr (PACKED) return all.options.total_k / block + all.options.num_sequences + 1;
+    else return (arrays_of(all).shape.seqlen_k + block - 1) / block;
+}
+
+// Sequence `number`, and of the slots of its tiles the first.
+struct Sequence { int number, first_q, first_k, seqlen_q, seqlen_k, first_slot; };
+
+// All that there is without PACKED.
+struct NoSequence {
+    static constexpr bool has_tile = true;
+    static constexpr int first_q = 0, first_k = 0;
+};
+
+template <bool> struct OwnSequenceOf { using type = NoSequence; };
+template <> struct OwnSequenceOf<true> { using type = Sequence; };
+using OwnSequence = OwnSequenceOf<PACKED>::type;
+
+inline int number_of(NoSequence) { return 0; }
+inline int number_of(const Sequence& sequence) { return sequence.number; }
+template <class Arguments> inline int seqlen_q_of(const Arguments& all, NoSequence) {
+    return arrays_of(all).shape.seqlen_q;
+}
+template <class Arguments> inline int seqlen_k_of(const Arguments& all, NoSequence) {
+    return arrays_of(all).shape.seqlen_k;
+}
+template <class Arguments> inline int seqlen_q_of(const Arguments&, const Sequence& sequence) {
+    return sequence.seqlen_q;
+}
+template <class Arguments> inline int seqlen_k_of(const Arguments&, const Sequence& sequence) {
+    return sequence.seqlen_k;
+}
+
+// The call's shape; with PACKED a copy, which gets the lengths of one sequence after another.
+template <class Arguments> inline decltype(auto) own_shape(const Arguments& all) {
+    if constexpr (PACKED) return Shape{arrays_of(all).shape};
+    else return (arrays_of(all).shape);
+}
+template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
+template <class Shape> inline void set_lengths(Shape& shape, const Sequence& sequence) {
+    shape.seqlen_q = sequence.seqlen_q;
+    shape.seqlen_k = sequence.seqlen_k;
+}
+
+// Whether it is the one of tokens that are of no sequence.
+template <class Arguments> inline bool is_none(const Arguments&, NoSequence) { return false; }
+template <class Arguments> inline bool is_none(const Arguments& all, const Sequence& sequence) {
+    return sequence.number == all.options.num_sequences;
+}
+
+// Of slots of queries, or of keys. By a whole warp, which looks at 32 offsets at a time.
+template <bool OF_KEYS, class Arguments>
+inline Sequence sequence_of_slot(const Arguments& all, int slot, int block) {
+    const Offsets of_q = query_offsets(all), of_k = key_offsets(all);
+    const Offsets of_tiles = OF_KEYS ? of_k : of_q;
+    const int count = all.options.num_sequences;
+    if (static_cast<const FoundSequences*>(all.found)->bad)
+        return {count, 0, 0, OF_KEYS ? 0 : of_q.total, OF_KEYS ? of_k.total : 0, 0};
+    int low = 0, high = count + 1;                          // it is one of [low, high)
+    while (high - low > 1) {
+        const int step = (high - low + 31) / 32, number = low + threadIdx.x % 32 * step;
+        const bool begins = number < high && of_tiles.at(number) / block + number <= slot;
+        low += (__popc(__ballot_sync(0xFFFFFFFFu, begins)) - 1) * step;
+        high = min(low + step, high);
+    }
+    const int first_q = of_q.at(low), first_k = of_k.at(low);
+    const int first_slot = (OF_KEYS ? first_k : first_q) / block + low;
+    if (low < count)
+        return {low, first_q, first_k, of_q.at(low + 1) - first_q, of_k.at(low + 1) - first_k,
+                first_slot};
+    return {low, first_q, first_k, OF_KEYS ? 0 : of_q.total - first_q,
+            OF_KEYS ? of_k.total - first_k : 0, first_slot};
+}
+
+// The first slot of the sequence of most keys (for tiles of queries) or most queries, or the first
+// after it: its tiles take longest, and the block that comes first takes that slot.
+template <bool OF_KEYS, class Arguments>
+inline int slot_of_longest(const Arguments& all, bool after, int block) {
+    const FoundSequences found = *static_cast<const FoundSequences*>(all.found);
+    if (found.bad || all.options.num_sequences == 0) return 0;
+    const int number = (OF_KEYS ? found.most_queries : found.most_keys) + (after ? 1 : 0);
+    const Offsets offsets = OF_KEYS ? key_offsets(all) : query_offsets(all);
+    return offsets.at(number) / block + number;
+}
+
+// The sequence of slot `tile`, which becomes the number among the sequence's own tiles. Tiles past
+// its end are nobody's.
+struct BlockSequence : Sequence { bool has_tile; };
+
+template <bool OF_KEYS, class Arguments>
+inline auto sequence_of_tile(const Arguments& all, int& tile, int block) {
+    if constexpr (PACKED) {
+        const Sequence found = sequence_of_slot<OF_KEYS>(all, tile, block);
+        tile -= found.first_slot;
+        const int length = OF_KEYS ? found.seqlen_k : found.seqlen_q;
+        return BlockSequence{found, i64(tile) * block < length};
+    } else {
+        return NoSequence{};
+    }
+}
+
+// The same of a block that is `order`-th to start, or with `descending` the num_tiles - 1 -
+// order-th.
+template <bool OF_KEYS, class Arguments>
+inline auto sequence_of_block(const Arguments& all, int& order, int block, bool descending) {
+    if constexpr (PACKED) {
+        const int slots =
+            OF_KEYS ? num_key_tiles(all, block) : num_query_tiles(all, block);
+        order = (order + slot_of_longest<OF_KEYS>(all, descending, block)) % slots;
+    }
+    return sequence_of_tile<OF_KEYS>(all, order, block);
+}
+
+template <class T> inline void advance(T*& pointer, i64 elements) {
+    using Bytes = const unsigned char;
+    pointer = const_cast<T*>(static_cast<const void*>(
+        static_cast<Bytes*>(pointer) + elements * static_cast<i64>(sizeof(Element))));
+}
+
+inline void advance(ForwardArguments& a, const Sequence& sequence, int, int) {
+    const int q = sequence.first_q, k = sequence.first_k;
+    advance(a.q, q * a.q_stride.token);
+    advance(a.k, k * a.k_stride.token);
+    advance(a.v, k * a.v_stride.token);
+    advance(a.out, q * a.out_stride.token);
+    if (a.lse != nullptr) a.lse = static_cast<Accumulator<Element>*>(a.lse) + q;
+}
+
+// slot: of the sequence's first query tile.
+inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, int sums_of_tile) {
+    const int q = sequence.first_q, k = sequence.first_k;
+    advance(a.dout, q * a.dout_stride.token);
+    advance(a.q, q * a.q_stride.token);
+    advance(a.k, k * a.k_stride.token);
+    advance(a.v, k * a.v_stride.token);
+    advance(a.out, q * a.out_stride.token);
+    advance(a.dq, q * a.dq_stride.token);
+    advance(a.dk, k * a.dk_stride.token);
+    advance(a.dv, k * a.dv_stride.token);
+    a.lse = static_cast<const Accumulator<Element>*>(a.lse) + q;
+    a.delta = static_cast<Accumulator<Element>*>(a.delta) + q;
+    a.dq_sum = static_cast<float*>(a.dq_sum) + i64(slot) * sums_of_tile;
+    if (a.turns != nullptr) a.turns = static_cast<int*>(a.turns) + slot;
+}
+
+// The arguments as of a call of that sequence alone, but for rows_of_head and num_query_tiles.
+// sums_of_tile: floats of the sums of dQ.
+template <class Arguments>
+inline Arguments of_sequence(
+    const Arguments& all, const Sequence& sequence, int block_q, int sums_of_tile = 0) {
+    Arguments own = all;
+    own.arrays.shape.seqlen_q = sequence.seqlen_q;
+    own.arrays.shape.seqlen_k = sequence.seqlen_k;
+    own.options.sequence = sequence.number;
+    advance(own.arrays, sequence, sequence.first_q / block_q + sequence.number, sums_of_tile);
+    return own;
+}
+template <class Arguments>
+inline const Arguments& of_sequence(const Arguments& all, NoSequence, int, int = 0) { return all; }
+
+// ---- Blocks that take one tile after another ----
+
+// The number of a block's next tile, by a whole warp. Its first is that of its own number.
+// handed_out: how many were taken besides.
+inline int take_tile(int* handed_out) {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(handed_out, 1);
+    return gridDim.x + __shfl_sync(0xFFFFFFFFu, taken, 0);
+}
+
+// The number of the tile that the block had before this one, which it keeps behind the counter, an
+// int for each number: so it can go through its tiles once more.
+inline int& tile_before(int* handed_out, int number) { return handed_out[1 + number]; }

@@ -1,0 +1,111 @@
+// Tiles of floats or doubles in shared memory, and rows of them in global memory, 16 bytes at a
+// time.
+#pragma once
+#include "common/softmax.cuh"
+
+constexpr int THREADS = NUM_WARPS * 32;
+constexpr int CHUNK = 16 / sizeof(Element);                 // numbers of 16 bytes
+
+// Rows are some numbers longer than their columns, so that the same columns of neighbouring rows
+// lie in different banks.
+constexpr int ROWS_PAD = 4;
+
+template <int ROWS, int COLUMNS, int PAD = ROWS_PAD> struct alignas(16) Tile {
+    static_assert(COLUMNS % CHUNK == 0 && PAD % CHUNK == 0, "whole chunks");
+    Element at[ROWS][COLUMNS + PAD];
+};
+
+// ---- Chunks ----
+
+template <class T> struct ChunkOf { using type = double2; };
+template <> struct ChunkOf<float> { using type = float4; };
+using Chunk = ChunkOf<Element>::type;
+
+__device__ __forceinline__ Chunk chunk_at(const Element* x) {
+    return *reinterpret_cast<const Chunk*>(x);
+}
+__device__ __forceinline__ double number(const double2& x, int i) { return i == 0 ? x.x : x.y; }
+__device__ __forceinline__ float number(const float4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+__device__ __forceinline__ double2 chunk_of(const double (&x)[2]) {
+    return make_double2(x[0], x[1]);
+}
+__device__ __forceinline__ float4 chunk_of(const float (&x)[4]) {
+    return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+// ---- Global memory ----
+
+// Where one head of an array (batch, seqlen, heads, columns) begins.
+__device__ __forceinline__ const Element* head_start(
+    const void* array, const Strides& stride, int batch, int head) {
+    return static_cast<const Element*>(array) + batch * stride.batch + head * stride.head;
+}
+
+// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
+// columns from num_columns on are not read and become zero. By the whole block: thread i copies the
+// chunks i, i + THREADS and so on, which are of one column if THREADS is a multiple of a row's.
+template <int ROWS, int COLUMNS, int PAD>
+__device__ __forceinline__ void load_tile(
+    Tile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
+    int num_columns) {
+    constexpr int CHUNKS = COLUMNS / CHUNK, BYTES = sizeof(Element);
+    const auto valid = [&](int column) {
+        return min(max(num_columns - column, 0), CHUNK) * BYTES;
+    };
+    if constexpr (THREADS % CHUNKS == 0 && ROWS * CHUNKS % THREADS == 0) {
+        constexpr int STEP = THREADS / CHUNKS, PITCH = (COLUMNS + PAD) * BYTES;
+        const int row = threadIdx.x / CHUNKS, column = threadIdx.x % CHUNKS * CHUNK;
+        const int bytes = valid(column);
+        const u32 target = shared_address(&tile.at[row][column]);
+        source += row * stride + column;
+        #pragma unroll 8
+        for (int first = 0; first < ROWS; first += STEP) {
+            cp_async_16_partly(
+                target + first * PITCH, source, first + row < num_rows ? bytes : 0);
+            source += STEP * stride;
+        }
+    } else {
+        #pragma unroll 4
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+            const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
+            cp_async_16_partly(
+                shared_address(&tile.at[row][column]), source + row * stride + column,
+                row < num_rows ? valid(column) : 0);
+        }
+    }
+}
+
+// Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
+// infinity. Needs the thread's own cp_async_wait, no barrier.
+template <int ROWS, int COLUMNS, int PAD>
+__device__ __forceinline__ bool loaded_nonfinite(const Tile<ROWS, COLUMNS, PAD>& tile) {
+    constexpr int CHUNKS = COLUMNS / CHUNK;
+    bool found = false;
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        const Chunk x = chunk_at(&tile.at[i / CHUNKS][i % CHUNKS * CHUNK]);
+        #pragma unroll
+        for (int c = 0; c < CHUNK; ++c) found |= !(fabs(number(x, c)) < infinity());
+    }
+    return found;
+}
+
+// Writes neighbouring numbers to a row that has num_columns columns.
+__device__ __forceinline__ void store_chunk(
+    Element* row, int column, int num_columns, bool aligned, const Element (&x)[CHUNK]) {
+    if (aligned && column + CHUNK <= num_columns) {
+        *reinterpret_cast<Chunk*>(row + column) = chunk_of(x);
+        return;
+    }
+    #pragma unroll
+    for (int c = 0; c < CHUNK; ++c)
+        if (column + c < num_columns) row[column + c] = x[c];
+}
+
+// Whether every row that `stride` leads to can be written 16 bytes at a time.
+__device__ __forceinline__ bool rows_aligned(const void* pointer, const Strides& stride) {
+    constexpr i64 BYTES = sizeof(Element);
+    return ((reinterpret_cast<u64>(pointer)
+             | stride.batch * BYTES | stride.token * BYTES | stride.head * BYTES) & 15) == 0;
+}

@@ -1,0 +1,519 @@
+// Every instruction that CUDA C++ has no word for: one function each, no logic. Above each stands
+// the section of the PTX ISA manual that describes it, by its title: section numbers change between
+// versions. Lane l is the thread of index l in its warp; u32 addresses are of shared memory.
+#pragma once
+#include "common/types.cuh"
+
+// ---- Conversions ----
+
+// Exact. PTX ISA: cvt.
+__device__ __forceinline__ float to_float(float16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+// A bfloat16 is the upper half of a float, so a shift will do.
+__device__ __forceinline__ float to_float(bfloat16 x) {
+    return __uint_as_float(static_cast<u32>(x.bits) << 16);
+}
+
+// Two floats, rounded to nearest even, as two elements in one register, `low` in the lower half.
+// PTX ISA: cvt. It names the upper half first.
+template <typename Element> __device__ __forceinline__ u32 pack(float low, float high);
+
+template <> __device__ __forceinline__ u32 pack<float16>(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+template <> __device__ __forceinline__ u32 pack<bfloat16>(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// The elements of such a register.
+template <typename Element> __device__ __forceinline__ Element low_half(u32 pair) {
+    return {static_cast<u16>(pair)};
+}
+
+template <typename Element> __device__ __forceinline__ Element high_half(u32 pair) {
+    return {static_cast<u16>(pair >> 16)};
+}
+
+// ---- Arithmetic ----
+
+// 2^x to about 2 ulp; 2^-inf = 0, denormal x and results are flushed to 0. PTX ISA: ex2.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x to about 1 ulp; denormal x and results are flushed to 0. PTX ISA: rcp.approx.ftz.f32.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Of upper halves, the largest of m's, a's and b's; 0x7FFF if one is NaN, or beyond 2^121 either
+// way. Lower ones say nothing. One instruction on sm_90: the halves are ordered as the float16
+// numbers with the same bits are. PTX ISA: max.f16x2.
+__device__ __forceinline__ u32 max_of_upper_halves(u32 m, float a, float b) {
+    asm("{\n"
+        "    max.NaN.f16x2 %0, %0, %1;\n"
+        "    max.NaN.f16x2 %0, %0, %2;\n"
+        "}" : "+r"(m) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
+    return m;
+}
+
+// The same of |a|'s and |b|'s. PTX ISA: abs.f16x2, max.f16x2.
+__device__ __forceinline__ u32 max_of_upper_halves_of_sizes(u32 m, float a, float b) {
+    asm("{\n"
+        "    .reg .b32 x, y;\n"
+        "    abs.f16x2 x, %1;\n"
+        "    abs.f16x2 y, %2;\n"
+        "    max.NaN.f16x2 %0, %0, x;\n"
+        "    max.NaN.f16x2 %0, %0, y;\n"
+        "}" : "+r"(m) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
+    return m;
+}
+
+// D += A B, A 16 x 16, B 16 x 8, D 16 x 8 in float. The last argument only names the element type.
+// Lane l holds, with g = l / 4 and t = l % 4:
+//     d[0] d[1]  row g, columns 2t 2t+1           d[2] d[3]  row g + 8, the same columns
+//     a[0]       row g, columns 2t 2t+1           a[1]       row g + 8, the same columns
+//     a[2]       row g, columns 2t+8 2t+9         a[3]       row g + 8, the same columns
+//     b0         rows 2t 2t+1 of column g         b1         rows 2t+8 2t+9 of column g
+// PTX ISA: Matrix Fragments for mma.m16n8k16 with floating point type.
+__device__ __forceinline__ void mma_16x8x16(
+    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_16x8x16(
+    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// D += A B in double, A 16 x 8, B 8 x 8, D 16 x 8. Lane l holds, with g = l / 4 and t = l % 4:
+//     d[0] d[1]  row g, columns 2t 2t+1           d[2] d[3]  row g + 8, the same columns
+//     a[0] a[2]  row g, columns t t+4             a[1] a[3]  row g + 8, the same columns
+//     b0 b1      rows t t+4 of column g
+// One instruction on sm_90, four of the smaller shape elsewhere, from sm_80 on. PTX ISA: Matrix
+// Fragments for mma.m16n8k8; Matrix Fragments for mma.m8n8k4 with .f64 floating point type.
+__device__ __forceinline__ void mma_16x8x8(
+    double (&d)[4], const double (&a)[4], double b0, double b1) {
+#if __CUDA_ARCH__ == 900
+    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+#else
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+            : "+d"(d[i % 2 * 2]), "+d"(d[i % 2 * 2 + 1]) : "d"(a[i]), "d"(i < 2 ? b0 : b1));
+#endif
+}
+
+// The same in float, of numbers with 11 bits as tf32 has them: of a and b, the bits of floats, the
+// lower 13 are not looked at. The fragments are alike. PTX ISA: Matrix Fragments for mma.m16n8k8.
+__device__ __forceinline__ void mma_16x8x8(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Shared memory ----
+
+// The address within shared memory of what a pointer points to there.
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// The same value, of which the compiler knows nothing: what follows from it is computed where it is
+// used instead of being kept in registers across a loop.
+__device__ __forceinline__ u32 opaque(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ __forceinline__ float* opaque(float* x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
+// Four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 (16 bytes) of
+// matrix l / 8. Of matrix i lane l gets in r[i] row l / 4, columns 2(l % 4) and 2(l % 4) + 1;
+// transposed: rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA: ldmatrix.
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+// An 8 x 8 matrix of 16-bit elements, of which lane l gives row l / 4, columns 2(l % 4) and
+// 2(l % 4) + 1, transposed: it gets rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA:
+// movmatrix.
+__device__ __forceinline__ u32 movmatrix_transposed(u32 pair) {
+    u32 transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+// 4 bytes. PTX ISA: st.
+__device__ __forceinline__ void store_shared(u32 address, u32 word) {
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(word) : "memory");
+}
+
+// 2 bytes. PTX ISA: st.
+__device__ __forceinline__ void store_shared(u32 address, u16 x) {
+    asm volatile("st.shared.b16 [%0], %1;" :: "r"(address), "h"(x) : "memory");
+}
+
+// 16 bytes, 16-byte aligned. PTX ISA: st.
+__device__ __forceinline__ void store_shared_16(u32 address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// 16 bytes, 16-byte aligned. PTX ISA: ld.
+__device__ __forceinline__ uint4 load_shared_16(u32 address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+
+// PTX ISA: ld.
+__device__ __forceinline__ float load_shared_float(u32 address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
+// Two neighbouring floats, 8-byte aligned. PTX ISA: ld.
+__device__ __forceinline__ void load_shared_floats(u32 address, float& x, float& y) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
+// ---- Asynchronous copies, global to shared ----
+
+// 16 bytes, both addresses 16-byte aligned. PTX ISA: cp.async.
+__device__ __forceinline__ void cp_async_16(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"(target), "l"(source) : "memory");
+}
+
+// Of the 16 bytes only the first `bytes` (0 to 16) are read; the others become zero. PTX ISA:
+// cp.async.
+__device__ __forceinline__ void cp_async_16_partly(u32 target, const void* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(target), "l"(source), "r"(bytes) : "memory");
+}
+
+// 4 bytes, or zeros if `bytes` is 0 and not 4. PTX ISA: cp.async.
+__device__ __forceinline__ void cp_async_4(u32 target, const void* source, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :: "r"(target), "l"(source), "r"(bytes) : "memory");
+}
+
+// This thread's copies since its last commit become one group. PTX ISA: cp.async.commit_group.
+__device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most PENDING of this thread's newest groups are under way. PTX ISA:
+// cp.async.wait_group.
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+// ---- Global memory ----
+
+// Adds to four neighbouring floats in global memory, 16-byte aligned, without reading them back:
+// one instruction from sm_90 on. PTX ISA: red.
+__device__ __forceinline__ void reduce_add_4(float* target, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#else
+    for (int i = 0; i < 4; ++i)
+        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;"
+                     :: "l"(target + i), "f"(x[i]) : "memory");
+#endif
+}
+
+// Adds to a float in global memory, without reading it back, unless x is 0. PTX ISA: red.
+__device__ __forceinline__ void reduce_add_nonzero(float* target, float x) {
+    asm volatile("{ .reg .pred p; setp.neu.f32 p, %1, 0f00000000;"
+                 " @p red.relaxed.gpu.global.add.f32 [%0], %1; }"
+                 :: "l"(target), "f"(x) : "memory");
+}
+
+// An integer that another block wrote with store_release: who reads its new value sees, from then
+// on, all that the writer had written before. PTX ISA: ld.
+__device__ __forceinline__ int load_acquire(const int* source) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(source) : "memory");
+    return x;
+}
+
+// PTX ISA: st.
+__device__ __forceinline__ void store_release(int* target, int x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(target), "r"(x) : "memory");
+}
+
+// ======== Hopper (sm_90a) ========
+
+// ---- Barriers in shared memory (mbarrier) ----
+//
+// A barrier's phase ends when all its arrivals have come and all bytes that they announced have
+// been copied. Then the next begins, with as many arrivals; phases are told apart by their parity.
+
+// PTX ISA: mbarrier.init.
+__device__ __forceinline__ void mbarrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+// Makes initialised barriers known to the TMA unit. PTX ISA: fence.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// The same if `condition`, by a predicate: a branch would part the lanes of a warp, which products
+// of warpgroups need together. PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive_if(bool condition, u32 barrier) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0;"
+                 " @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+                 :: "r"(barrier), "r"(static_cast<u32>(condition)) : "memory");
+}
+
+// Arrives, and announces bytes. PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of that parity has ended; waits for it a while. PTX ISA: mbarrier.try_wait.
+__device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
+    u32 ended;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+                 " selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return ended != 0;
+}
+
+// ---- Barriers of some of a block's threads ----
+
+// Waits until `threads` threads have come to barrier `id`, by this or by barrier_arrive. PTX ISA:
+// bar.sync.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Comes there and goes on. PTX ISA: bar.arrive.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// ---- Registers ----
+
+// The warpgroup's threads get more registers, or give some back. PTX ISA: setmaxnreg.
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// ---- Bulk copies ----
+
+// What this thread wrote to shared memory is seen by later bulk copies and warpgroup products.
+// PTX ISA: fence.proxy.
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts the copy of a box of a 4-D tensor to shared memory; its bytes count for `barrier`. What of
+// the box lies outside the tensor becomes zero, and counts too. PTX ISA: cp.async.bulk.tensor.
+__device__ __forceinline__ void tma_load(
+    u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(target), "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+                 : "memory");
+}
+
+// The other way; what lies outside the tensor is not written. PTX ISA: cp.async.bulk.tensor.
+__device__ __forceinline__ void tma_store(
+    const TensorMap& map, u32 source, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
+                 " [%0, {%2, %3, %4, %5}], [%1];"
+                 :: "l"(&map), "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
+
+// Starts the copy of neighbouring bytes to shared memory, where they count for `barrier`. Addresses
+// and `bytes` are multiples of 16. PTX ISA: cp.async.bulk.
+__device__ __forceinline__ void bulk_load(
+    u32 target, const void* source, u32 barrier, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %3, [%2];"
+                 :: "r"(target), "l"(source), "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Starts the addition of neighbouring floats in shared memory to those from `target` on in global
+// memory, each of them atomically. Addresses and `bytes` are multiples of 16. It counts as a store:
+// of a group, which is committed and waited for. PTX ISA: cp.reduce.async.bulk.
+__device__ __forceinline__ void bulk_reduce_add(float* target, u32 source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 :: "l"(target), "r"(source), "r"(bytes) : "memory");
+}
+
+// This thread's stores since its last commit become one group. PTX ISA: cp.async.bulk.commit_group.
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all groups but the newest PENDING have read their source. PTX ISA:
+// cp.async.bulk.wait_group.
+template <int PENDING> __device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
+}
+
+// The same until they have written what all threads then see.
+template <int PENDING> __device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices to shared memory, as ldmatrix_x4 reads them. PTX ISA: stmatrix.
+__device__ __forceinline__ void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// ---- Products of a warpgroup: four warps, the first of an index that 4 divides ----
+
+// Registers and shared memory that the thread wrote are seen by the products that follow. PTX ISA:
+// wgmma.fence.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// The products since the last commit become one group. PTX ISA: wgmma.commit_group.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits for all groups but the newest PENDING. PTX ISA: wgmma.wait_group.
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+// To the compiler: d is read and written here. Stands where a product that it thinks done is still
+// writing d, so that nothing that concerns d moves across.
+template <int N> __device__ __forceinline__ void keep_here(float (&d)[N]) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+// The accumulators of an asm statement: "%0, %1, ..." and their constraints.
+#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+              "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+#define D40(i) D32(i), D8(i + 32)
+#define D48(i) D32(i), D8(i + 32), D8(i + 40)
+#define D56(i) D48(i), D8(i + 48)
+#define D64(i) D32(i), D32(i + 32)
+#define D72(i) D64(i), D8(i + 64)
+#define D80(i) D72(i), D8(i + 72)
+#define D88(i) D64(i), D8(i + 64), D8(i + 72), D8(i + 80)
+#define D96(i) D64(i), D32(i + 64)
+#define D128(i) D64(i), D64(i + 64)
+#define NAMES32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+                "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES40 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES48 NAMES40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES56 NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define NAMES64 NAMES56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES72 NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define NAMES80 NAMES72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES88 NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define NAMES96 NAMES88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES128 NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
+                 "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
+                 "%121, %122, %123, %124, %125, %126, %127"
+
+// D = A B, or D += A B if `accumulate`: A 64 x 16 and B 16 x N elements, D 64 x N floats, N / 2 of
+// them in each thread. Warp w of the warpgroup holds rows 16w to 16w + 15 of D, as the C fragments
+// of mma_16x8x16, tile after tile of 8 columns: d[4j .. 4j + 3] are tile j's. SIGN is that of A.
+//
+// wgmma_shared: A and B in shared memory, by descriptors (wgmma.cuh), rows of A and columns of B
+// contiguous; columns of A if A_TRANSPOSED, rows of B if B_TRANSPOSED. wgmma_registers: A as
+// fragments of mma_16x8x16 in registers, rows of B contiguous. The last argument only names the
+// element type. Asynchronous: d, and A in registers, may not be touched before the wait. PTX ISA:
+// Asynchronous Warpgroup Level Matrix Instructions: wgmma.
+template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, typename Element>
+__device__ __forceinline__ void wgmma_shared(
+    float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element);
+
+template <int COUNT, typename Element>
+__device__ __forceinline__ void wgmma_registers(
+    float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element);
+
+#define WGMMA(N, COUNT, ELEMENT, TYPE, A0, A1, A2, A3, A4, A5)                                     \
+    template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED>                                      \
+    __device__ __forceinline__ void wgmma_shared(                                                  \
+        float (&d)[COUNT], u64 a, u64 b, bool accumulate, ELEMENT) {                               \
+        asm volatile(                                                                              \
+            "{ .reg .pred p; setp.ne.b32 p, " A2 ", 0;"                                            \
+            " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                       \
+            " {" NAMES##COUNT "}, " A0 ", " A1 ", p, " A3 ", 1, " A4 ", " A5 "; }"                 \
+            : D##COUNT(0) : "l"(a), "l"(b), "r"(static_cast<u32>(accumulate)), "n"(SIGN),          \
+              "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));                                               \
+    }                                                                                              \
+    __device__ __forceinline__ void wgmma_registers(                                               \
+        float (&d)[COUNT], const u32* a, u64 b, bool accumulate, ELEMENT) {                        \
+        asm volatile(                                                                              \
+            "{ .reg .pred p; setp.ne.b32 p, " A5 ", 0;"                                            \
+            " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                       \
+            " {" NAMES##COUNT "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4 ", p, 1, 1, 1; }"         \
+            : D##COUNT(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                    \
+              "r"(static_cast<u32>(accumulate)));                                                  \
+    }
+#define WGMMA_OF_BOTH(N, COUNT, ...)                                                               \
+    WGMMA(N, COUNT, float16, "f16", __VA_ARGS__)                                                   \
+    WGMMA(N, COUNT, bfloat16, "bf16", __VA_ARGS__)
+
+WGMMA_OF_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA_OF_BOTH(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
+WGMMA_OF_BOTH(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+WGMMA_OF_BOTH(112, 56, "%56", "%57", "%58", "%59", "%60", "%61")
+WGMMA_OF_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+WGMMA_OF_BOTH(144, 72, "%72", "%73", "%74", "%75", "%76", "%77")
+WGMMA_OF_BOTH(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
+WGMMA_OF_BOTH(176, 88, "%88", "%89", "%90", "%91", "%92", "%93")
+WGMMA_OF_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
+WGMMA_OF_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")

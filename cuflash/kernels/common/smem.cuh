@@ -1,0 +1,151 @@
+// Tiles of 16-bit elements in shared memory: how they are laid out, filled and emptied.
+//
+// A tile of ROWS x COLUMNS stands in panels of 64 columns, a panel's row is 128 bytes. The 16-byte
+// chunk c of row r stands at chunk c ^ (r % 8): eight rows of one column of chunks then lie in
+// eight different groups of banks, and ldmatrix reads without conflicts. (The layout is the one
+// that TMA and wgmma call 128-byte swizzle.)
+#pragma once
+#include "common/ptx.cuh"
+
+constexpr int PANEL_COLUMNS = 64, PANEL_ROW_BYTES = 128, CHUNK_BYTES = 16, CHUNK_ELEMENTS = 8;
+
+constexpr int num_panels(int columns) { return (columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
+
+template <int ROWS, int COLUMNS> struct alignas(1024) Tile {
+    static constexpr int PANEL_BYTES = ROWS * PANEL_ROW_BYTES;
+    unsigned char bytes[num_panels(COLUMNS) * PANEL_BYTES];
+};
+
+// Where element (row, column) stands, in bytes from the tile's start.
+template <int ROWS> inline u32 tile_offset(int row, int column) {
+    const int chunk = column / CHUNK_ELEMENTS % 8;
+    return column / PANEL_COLUMNS * (ROWS * PANEL_ROW_BYTES) + row * PANEL_ROW_BYTES
+         + (chunk ^ (row % 8)) * CHUNK_BYTES + column % CHUNK_ELEMENTS * 2;
+}
+
+// Deals the chunks of a tile to THREADS threads, eight to a row of a panel, and calls f(row,
+// column) with the first column of each chunk of this thread.
+template <int ROWS, int COLUMNS, int THREADS, class F>
+__device__ __forceinline__ void for_each_chunk(int thread, F f) {
+    constexpr int ROWS_AT_ONCE = THREADS / 8;
+    #pragma unroll
+    for (int panel = 0; panel < num_panels(COLUMNS); ++panel) {
+        const int column = panel * PANEL_COLUMNS + thread % 8 * CHUNK_ELEMENTS;
+        if (COLUMNS % PANEL_COLUMNS != 0 && column >= COLUMNS) break;
+        #pragma unroll
+        for (int i = 0; i < (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE; ++i) {
+            const int row = i * ROWS_AT_ONCE + thread / 8;
+            if (ROWS % ROWS_AT_ONCE == 0 || row < ROWS) f(row, column);
+        }
+    }
+}
+
+// How much of a tile the array may lack: rows past its end, columns past its head_dim.
+enum class Missing { NOTHING, COLUMNS, ROWS_AND_COLUMNS };
+
+// PADDED: the array's head_dim is less than the kernel's. ragged: the tile may reach past the end.
+template <bool PADDED> constexpr Missing missing(bool ragged) {
+    return ragged ? Missing::ROWS_AND_COLUMNS : PADDED ? Missing::COLUMNS : Missing::NOTHING;
+}
+
+// The first element that the calling thread loads of a tile whose first element is source[offset],
+// its rows `stride` elements apart.
+__device__ __forceinline__ const u16* thread_source(const void* source, i64 offset, i64 stride) {
+    return static_cast<const u16*>(source) + offset
+         + threadIdx.x / 8 * stride + threadIdx.x % 8 * CHUNK_ELEMENTS;
+}
+
+// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned; `from` is the tile's
+// thread_source. Rows from num_rows and columns from num_columns on, as far as MISSING says that
+// there may be such, are not read and become zero. By the whole block.
+template <int ROWS, int COLUMNS, int THREADS, Missing MISSING>
+__device__ __forceinline__ void load_tile(
+    u32 tile, const u16* from, i64 stride, int num_rows, int num_columns) {
+    constexpr int ROWS_AT_ONCE = THREADS / 8;
+    static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread are swizzled alike");
+    static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread loads as many rows");
+    const int thread_row = threadIdx.x / 8, thread_column = threadIdx.x % 8 * CHUNK_ELEMENTS;
+    const u32 to = tile + tile_offset<ROWS>(thread_row, thread_column);
+    #pragma unroll
+    for (int row = 0; row < ROWS; row += ROWS_AT_ONCE) {
+        #pragma unroll
+        for (int panel = 0; panel < num_panels(COLUMNS); ++panel) {
+            const int column = panel * PANEL_COLUMNS + thread_column;
+            if (COLUMNS % PANEL_COLUMNS != 0 && column >= COLUMNS) break;
+            const int valid = min(max(num_columns - column, 0), CHUNK_ELEMENTS) * 2;
+            const u32 chunk = to + (panel * ROWS + row) * PANEL_ROW_BYTES;
+            const u16* source = from + panel * PANEL_COLUMNS;
+            if constexpr (MISSING == Missing::NOTHING)
+                cp_async_16(chunk, source);
+            else if constexpr (MISSING == Missing::COLUMNS)
+                cp_async_16_partly(chunk, source, valid);
+            else
+                cp_async_16_partly(chunk, source, row + thread_row < num_rows ? valid : 0);
+        }
+        from += ROWS_AT_ONCE * stride;
+    }
+}
+
+// The exponent bits of a pair of elements. An element with all of them set is NaN or infinite.
+template <typename Element> __device__ __forceinline__ u32 exponent_mask();
+template <> __device__ __forceinline__ u32 exponent_mask<float16>() { return 0x7C007C00u; }
+template <> __device__ __forceinline__ u32 exponent_mask<bfloat16>() { return 0x7F807F80u; }
+
+// Bit 15 or bit 31 set where the lower or the upper element of the pair is NaN or infinite: adding
+// the exponent's lowest bit to a full exponent, and only to that, carries into the sign's place.
+template <typename Element> __device__ __forceinline__ u32 nonfinite_bits(u32 pair) {
+    constexpr u32 SIGNS = 0x80008000u;
+    const u32 exponents = exponent_mask<Element>();
+    const u32 lowest = exponents & ~(exponents << 1) & ~SIGNS;
+    return ((pair & exponents) + lowest) & SIGNS;
+}
+
+// Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
+// infinity. Needs the thread's own cp_async_wait, no barrier. Two chunks at a time: the callers
+// have few registers left.
+template <typename Element, int ROWS, int COLUMNS, int THREADS>
+__device__ __forceinline__ bool loaded_nonfinite(u32 tile) {
+    u32 found = 0;
+    #pragma unroll 2
+    for (int i = threadIdx.x; i < num_panels(COLUMNS) * ROWS * 8; i += THREADS) {
+        const int row = i / 8 % ROWS;
+        const int column = i / 8 / ROWS * PANEL_COLUMNS + i % 8 * CHUNK_ELEMENTS;
+        if (COLUMNS % PANEL_COLUMNS != 0 && column >= COLUMNS) continue;
+        const uint4 x = load_shared_16(tile + tile_offset<ROWS>(row, column));
+        found |= nonfinite_bits<Element>(x.x) | nonfinite_bits<Element>(x.y)
+               | nonfinite_bits<Element>(x.z) | nonfinite_bits<Element>(x.w);
+    }
+    return found != 0;
+}
+
+// Writes the first num_columns elements of a chunk, all at once where that is `aligned`.
+__device__ __forceinline__ void store_chunk(u16* to, uint4 chunk, int num_columns, bool aligned) {
+    if (aligned && CHUNK_ELEMENTS <= num_columns) {
+        *reinterpret_cast<uint4*>(to) = chunk;
+    } else {
+        const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+        #pragma unroll
+        for (int i = 0; i < CHUNK_ELEMENTS; ++i)
+            if (i < num_columns) to[i] = static_cast<u16>(words[i / 2] >> (i % 2 * 16));
+    }
+}
+
+// Copies ROWS rows of a tile of TILE_ROWS rows, from row first_row on, to `target`, whose rows are
+// `stride` elements apart: num_columns columns of the first num_rows of them. `aligned`: 16 bytes
+// at a time, which rows_aligned allows. By THREADS threads, numbered by `thread`.
+template <int ROWS, int COLUMNS, int THREADS, int TILE_ROWS>
+__device__ __forceinline__ void store_tile(
+    u32 tile, int first_row, u16* target, i64 stride, int num_rows, int num_columns, bool aligned,
+    int thread) {
+    for_each_chunk<ROWS, COLUMNS, THREADS>(thread, [&](int row, int column) {
+        if (row >= num_rows) return;
+        const uint4 chunk = load_shared_16(tile + tile_offset<TILE_ROWS>(first_row + row, column));
+        store_chunk(target + row * stride + column, chunk, num_columns - column, aligned);
+    });
+}
+
+// Whether every row that `stride` leads to can be written 16 bytes at a time.
+inline bool rows_aligned(const void* pointer, Strides stride) {
+    return ((reinterpret_cast<u64>(pointer)
+             | stride.batch * 2 | stride.token * 2 | stride.head * 2) & 15) == 0;
+}

@@ -1,0 +1,82 @@
+// The gradient of a head's sink: a logit of every row of the head that has no value.
+//
+//     dsink = - sum exp(sink - lse) delta          over the head's rows of all batches
+//
+// since dS = P (dP - delta), and dP is 0 there. delta = rowsum(dO * O) comes from
+// prepare/delta.cu. Always added in the same order.
+//
+// Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
+// and so on of each batch.
+// Rows of lse -inf are of no sequence: others have at least their sink's.
+// Constants: Arguments, what it takes; Element, PACKED, NUM_THREADS, SHARED_BYTES; IN_TILES: delta
+// stands in QueryRows (query_rows.cuh) of BLOCK_Q queries; of packed sequences a warp then takes
+// the rows of one slot after another. Shared memory: a double for each thread.
+//
+// Bound by memory: lse and delta read once.
+#include "common/elements.cuh"
+#include "sm90/query_rows.cuh"
+#include "common/packed_sequences.cuh"
+
+using Real = Accumulator<Element>;
+
+struct SharedPlan { double sums[NUM_THREADS]; };
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// Of a row of a (batch, head), of which `pair` come before.
+inline Real delta_of(const BackwardArguments& arguments, i64 pair, int row) {
+    const int length = arguments.shape.seqlen_q;
+    if constexpr (IN_TILES) {
+        const i64 tile = pair * ((length + BLOCK_Q - 1) / BLOCK_Q) + row / BLOCK_Q;
+        return static_cast<const QueryRows*>(arguments.delta)[tile].delta[row % BLOCK_Q];
+    } else {
+        return static_cast<const Real*>(arguments.delta)[pair * length + row];
+    }
+}
+
+// The thread's part of the sum where rows stand in slots of packed sequences: a warp a slot.
+inline double sum_of_slots(const Arguments& all, int head, Real sink) {
+    const BackwardArguments& arguments = all.arrays;
+    const int slots = num_query_tiles(all, BLOCK_Q);
+    double sum = 0;
+    for (int slot = threadIdx.x / 32; slot < slots; slot += NUM_THREADS / 32) {
+        int tile = slot;
+        const auto sequence = sequence_of_tile<false>(all, tile, BLOCK_Q);
+        const int end = min(seqlen_q_of(all, sequence), (tile + 1) * BLOCK_Q);
+        const QueryRows& rows =
+            static_cast<const QueryRows*>(arguments.delta)[i64(head) * slots + slot];
+        const Real* lse = static_cast<const Real*>(arguments.lse)
+                        + i64(head) * rows_of_head(all) + sequence.first_q;
+        for (int row = tile * BLOCK_Q + threadIdx.x % 32; row < end; row += 32)
+            if (lse[row] != -Real(__int_as_float(0x7F800000)))
+                sum -= exp(sink - lse[row]) * rows.delta[row % BLOCK_Q];
+    }
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+backward_sink(const __grid_constant__ Arguments all) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    double (&sums)[NUM_THREADS] = reinterpret_cast<SharedPlan*>(shared_bytes)->sums;
+    const BackwardArguments& arguments = all.arrays;
+    const Shape& shape = arguments.shape;
+    const int head = blockIdx.x, thread = threadIdx.x;
+    const Real sink = static_cast<const Real*>(all.sink)[head * all.options.sink_stride];
+    const Real infinite = static_cast<Real>(__int_as_float(0x7F800000));
+    const bool weightless = sink == -infinite;
+
+    double sum = 0;
+    if (PACKED && IN_TILES && !weightless) sum = sum_of_slots(all, head, sink);
+    for (int batch = 0; !(PACKED && IN_TILES) && batch < shape.batch; ++batch) {
+        const i64 pair = i64(batch) * shape.num_heads_q + head;
+        const Real* lse = static_cast<const Real*>(arguments.lse) + pair * shape.seqlen_q;
+        for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)
+            if (!weightless && !(PACKED && lse[row] == -infinite))
+                sum -= exp(sink - lse[row]) * delta_of(arguments, pair, row);
+    }
+    sums[thread] = sum;
+    for (int half = NUM_THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (thread < half) sums[thread] += sums[thread + half];
+    }
+    if (thread == 0) static_cast<Real*>(all.dsink)[head] = static_cast<Real>(sums[0]);
+}

@@ -1,0 +1,57 @@
+// Before the backward kernels: delta = rowsum(dO * O) (FlashAttention-2, arXiv:2307.08691, Alg. 2,
+// line 4), in float, or in double for double elements. It also zeroes what the main kernel adds to:
+// sums of dQ (DQ_COLUMNS floats a row of every query tile) or dQ itself and, if wanted, the turns.
+//
+// Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of up to 16 bytes.
+// Grid: blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as in a contiguous array:
+//     row = (batch * seqlen_q + query) * num_heads_q + head
+// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums), ADDS_TO_DQ; Arguments,
+// what it takes, and PACKED. No shared memory.
+//
+// Bound by memory: O and dO read once, the sums written once.
+#include "prepare/delta.cuh"
+#include "common/packed_sequences.cuh"
+
+// Zeroes the grid's share of what the main kernel adds to. dQ is contiguous, as a new array.
+inline void clear_sums(const Arguments& all) {
+    const BackwardArguments& arguments = arrays_of(all);
+    const Shape& shape = arguments.shape;
+    const i64 num_q_tiles = num_query_tiles(all, BLOCK_Q);
+    const i64 heads = i64(shape.batch) * shape.num_heads_q, tiles = num_q_tiles * heads;
+    const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    const i64 threads = i64(gridDim.x) * NUM_THREADS;
+    if constexpr (ADDS_TO_DQ) {
+        Element* dq = static_cast<Element*>(arguments.dq);
+        for (i64 i = thread; i < heads * shape.seqlen_q * shape.head_dim; i += threads) dq[i] = {};
+    } else {
+        float4* sums = static_cast<float4*>(arguments.dq_sum);
+        for (i64 i = thread; i < tiles * (BLOCK_Q * DQ_COLUMNS / 4); i += threads)
+            sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    if (arguments.turns == nullptr) return;
+    for (i64 i = thread; i <= tiles; i += threads) static_cast<int*>(arguments.turns)[i] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+backward_delta(const __grid_constant__ Arguments all) {
+    const BackwardArguments& arguments = arrays_of(all);
+    if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(all);
+
+    const Shape& shape = arguments.shape;
+    const int lane = threadIdx.x % LANES;
+    const i64 row = i64(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES;
+    const i64 head = row % shape.num_heads_q;
+    const i64 query = row / shape.num_heads_q % shape.seqlen_q;
+    const i64 batch = row / shape.num_heads_q / shape.seqlen_q;
+    const bool exists = batch < shape.batch;                // all lanes stay for the sum
+
+    const Strides &dos = arguments.dout_stride, &os = arguments.out_stride;
+    const Element* dout = static_cast<const Element*>(arguments.dout)
+                        + batch * dos.batch + query * dos.token + head * dos.head;
+    const Element* out = static_cast<const Element*>(arguments.out)
+                       + batch * os.batch + query * os.token + head * os.head;
+    const Real sum = row_sum(partial_product(dout, out, lane, exists ? shape.head_dim_v : 0));
+    Real* delta = static_cast<Real*>(arguments.delta);
+    if (exists && lane == 0)
+        delta[(batch * shape.num_heads_q + head) * shape.seqlen_q + query] = sum;
+}

@@ -1,0 +1,80 @@
+// Before sm90/backward.cu: what it has to know of each query, QueryRows, and zeroes for what it
+// adds to: the sums of dQ, and counters.
+//
+//     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
+//
+// Grid: one block a tile of BLOCK_Q queries of one head,
+//     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
+// Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
+//
+// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of sums;
+// TURNS of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, what it takes, and the options
+// (docs/masks.md). No shared memory.
+//
+// Bound by memory: O and dO read once, the sums written once.
+#include "sm90/counters.cuh"
+#include "score/pair_mask.cuh"
+#include "sm90/query_rows.cuh"
+#include "prepare/delta.cuh"
+#include "common/softmax.cuh"
+#include "score/score_mod.cuh"
+#include "common/packed_sequences.cuh"
+
+static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+backward_rows(const __grid_constant__ Arguments all) {
+    const BackwardArguments& arguments = all.arrays;
+    const Shape& shape = arguments.shape;
+    const int num_q_tiles = num_query_tiles(all, BLOCK_Q);
+    int tile = blockIdx.x % num_q_tiles;
+    const int pair = blockIdx.x / num_q_tiles;
+    const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
+    // Slots without a tile have rows like those past the end: a key tile without queries takes one.
+    const auto sequence = sequence_of_tile<false>(all, tile, BLOCK_Q);
+    const int seqlen_q = seqlen_q_of(all, sequence), first_q = sequence.first_q;
+    const int num_rows = min(BLOCK_Q, seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;
+    QueryRows& rows = static_cast<QueryRows*>(arguments.delta)[blockIdx.x];
+
+    float4* sums = static_cast<float4*>(arguments.dq_sum)
+                 + static_cast<i64>(blockIdx.x) * (BLOCK_Q * HEAD_DIM / 4);
+    #pragma unroll
+    for (int i = thread; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
+        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    int* counters = static_cast<int*>(arguments.turns);
+    const i64 num_counters = turns_of_query_tile(all, gridDim.x) - counters;
+    for (i64 i = blockIdx.x * NUM_THREADS + thread; i < num_counters; i += gridDim.x * NUM_THREADS)
+        counters[i] = 0;
+
+    float lse = infinity();
+    if (thread < num_rows)
+        lse = effective_lse(static_cast<const float*>(arguments.lse)[
+            static_cast<i64>(pair) * shape.seqlen_q + first_q + tile * BLOCK_Q + thread]);
+    const float size = fabsf(lse * LOG2_E);
+    const bool huge = __syncthreads_or(size > LARGEST_FUSED_LSE && lse < infinity());
+    if (thread < BLOCK_Q) rows.lse[thread] = huge ? lse : lse * LOG2_E;
+    if constexpr (SEGMENTS)
+        if (thread < num_rows)
+            rows.set_id(thread, Pairs(all, batch).id_of_query(tile * BLOCK_Q + thread));
+    if (thread == 0) {
+        rows.huge = huge;
+        rows.scale = LINEAR ? static_cast<float>(arguments.scale) : 1.0f;
+        rows.q_start = tile * BLOCK_Q;
+        rows.head = head;
+    }
+
+    constexpr int ROWS_AT_ONCE = NUM_THREADS / LANES;
+    const Strides &dos = arguments.dout_stride, &os = arguments.out_stride;
+    const int lane = thread % LANES;
+    #pragma unroll 4
+    for (int i = thread / LANES; i < BLOCK_Q; i += ROWS_AT_ONCE) {
+        const i64 query = first_q + tile * BLOCK_Q + i;
+        const Element* dout = static_cast<const Element*>(arguments.dout)
+                            + batch * dos.batch + query * dos.token + head * dos.head;
+        const Element* out = static_cast<const Element*>(arguments.out)
+                           + batch * os.batch + query * os.token + head * os.head;
+        const int columns = i < num_rows ? shape.head_dim_v : 0;
+        const float sum = row_sum(partial_product(dout, out, lane, columns));
+        if (lane == 0) rows.delta[i] = sum;
+    }
+}

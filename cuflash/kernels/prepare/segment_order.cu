@@ -1,0 +1,106 @@
+// The order in which blocks take tiles with segment ids: those that visit most tiles first, so that
+// none of the long ones begins last. Tiles of all batches together, queries' or, OF_KEYS, keys';
+// of as long ones that of the smaller number first. A tile's number is batch * tiles + tile.
+//
+// All ranges of ids come to shared memory at once, while each thread looks what the mask lets its
+// tile visit. There LANES lanes a tile count what it visits, then how many tiles come before it.
+//
+// More tiles than threads, or more ranges than places, stay in the order of their numbers, a
+// batch's query tiles in the reverse order: under the causal mask the first are the longest. So
+// many are some for each multiprocessor, of each head, and what it has last matters little.
+//
+// Grid: one block, after prepare/segment_ranges.cu. Block: NUM_THREADS threads.
+// Constants: Arguments, what it takes; SEGMENTS, KEEP (of pair_mask.cuh), WINDOW, CAUSAL, OF_KEYS,
+// BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES. Shared memory: SharedPlan. Bound by latency: global
+// memory's once, then a few hundred instructions'. These are fetched, too: no long unrolled loops.
+#include "score/pair_mask.cuh"
+#include "common/ptx.cuh"
+
+constexpr int LANES = 4;                                    // that count together
+constexpr int MAX_RANGES = 4 * NUM_THREADS;
+
+// What the mask lets a tile visit: the tiles of the other kind [first, end) of its batch. Of two
+// tiles that of the higher place is taken first.
+struct Walk { int batch, first, end, place; };
+
+struct SharedPlan {
+    Range ranges[MAX_RANGES];
+    Walk walks[NUM_THREADS];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// As if all ids were one; without a place yet.
+inline Walk walk_of(const Mask<CAUSAL, WINDOW>& mask, int batch, int tile) {
+    if constexpr (OF_KEYS) {
+        const QueryTiles tiles = mask.query_tiles(tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+        return {batch, tiles.first, tiles.end, 0};
+    } else {
+        const KeyTiles tiles = mask.key_tiles(tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
+        return {batch, tiles.first, tiles.num_visited, 0};
+    }
+}
+
+// For each number below `count` take(number, sum), where the sum is that of part(number, lane) over
+// LANES lanes. By the whole block.
+template <class Part, class Take> inline void for_each_sum(int count, Part part, Take take) {
+    const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    #pragma unroll 1
+    for (int first = 0; first < count; first += NUM_THREADS / LANES) {
+        const int number = first + group;
+        int sum = number < count ? part(number, lane) : 0;
+        for (int distance = 1; distance < LANES; distance *= 2)
+            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+        if (lane == 0 && number < count) take(number, sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+segment_order(const __grid_constant__ Arguments all) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    const Shape& shape = arrays_of(all).shape;
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const int q_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
+    const int k_tiles = mask.num_tiles(shape.seqlen_k, BLOCK_K);
+    const int tiles = OF_KEYS ? k_tiles : q_tiles, count = shape.batch * tiles;
+    const i64 num_ranges = i64(shape.batch) * (q_tiles + k_tiles);
+    const int thread = threadIdx.x;
+    int* order = order_behind_counter(all);
+    if (count > NUM_THREADS || num_ranges > MAX_RANGES) {
+        #pragma unroll 1
+        for (int i = thread; i < count; i += NUM_THREADS)
+            order[i] = OF_KEYS ? i : i / tiles * tiles + (tiles - 1 - i % tiles);
+        return;
+    }
+    const u32 ranges = shared_address(shared.ranges);
+    #pragma unroll 1
+    for (int i = thread; i < 2 * static_cast<int>(num_ranges); i += NUM_THREADS)
+        cp_async_4(ranges + 4 * i, static_cast<const int*>(all.found) + i, 4);
+    cp_async_commit();
+    if (thread < count) shared.walks[thread] = walk_of(mask, thread / tiles, thread % tiles);
+    cp_async_wait<0>();
+    __syncthreads();                                        // all ranges and walks are there
+    Arguments own = all;
+    own.found = shared.ranges;                              // there Pairs looks
+    for_each_sum(count, [&](int number, int lane) {
+        const Walk& walk = shared.walks[number];
+        const Pairs pairs(own, walk.batch);
+        const int tile = number - walk.batch * tiles;
+        int met = 0;
+        #pragma unroll 4
+        for (int other = walk.first + lane; other < walk.end; other += LANES)
+            met += !(OF_KEYS ? pairs.skips(other, tile) : pairs.skips(tile, other));
+        return met;
+    }, [&](int number, int met) {
+        const int length = max(met, 1);                     // one that is hidden, if no other is
+        shared.walks[number].place = length * NUM_THREADS + (NUM_THREADS - 1 - number);
+    });
+    __syncthreads();                                        // all places are there
+    for_each_sum(count, [&](int number, int lane) {
+        const int place = shared.walks[number].place;
+        int before = 0;
+        #pragma unroll 4
+        for (int i = lane; i < count; i += LANES) before += shared.walks[i].place > place;
+        return before;
+    }, [&](int number, int before) { order[before] = number; });
+}

@@ -1,0 +1,97 @@
+// Which pairs dropout keeps: a function of seed, batch, head, query and key alone (docs/masks.md).
+//
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, doi:10.1145/2063384.2063405): word key % 4 of the
+// counter (key / 4, query, head, batch) decides. Packed sequences count as batches.
+//
+// Constants: DROPOUT, PACKED.
+#pragma once
+#include "common/types.cuh"
+
+inline u32 high_word(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
+
+struct Words { u32 x[4]; };
+
+inline Words philox(Words counter, u32 key0, u32 key1) {
+    u32 (&c)[4] = counter.x;
+    #pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const u32 a = 0xD2511F53u, b = 0xCD9E8D57u;
+        const u32 high_a = high_word(a, c[0]), high_b = high_word(b, c[2]);
+        const Words next = {{high_b ^ c[1] ^ key0, b * c[2], high_a ^ c[3] ^ key1, a * c[0]}};
+        counter = next;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    return counter;
+}
+
+// One head's.
+template <class Real> struct Dropout {
+    u32 key0, key1, batch, head, drop_below;
+    Real factor;
+
+    template <class Arguments> explicit Dropout(const Arguments& arguments) {
+        if constexpr (DROPOUT) {
+            key0 = static_cast<u32>(arguments.seed);
+            key1 = static_cast<u32>(arguments.seed >> 32);
+            drop_below = arguments.options.drop_below;
+            factor = static_cast<Real>(arguments.options.keep_factor);
+            if constexpr (PACKED) batch = arguments.options.sequence;
+        }
+    }
+    // Of a kernel that takes one packed sequence after another.
+    void set_sequence(int number) {
+        if constexpr (DROPOUT && PACKED) batch = number;
+    }
+    void set_head(int new_batch, int new_head) {
+        if constexpr (DROPOUT) {
+            if constexpr (!PACKED) batch = new_batch;
+            head = new_head;
+        }
+    }
+
+    // Those of a query and the four keys from key / 4 * 4 on.
+    Words words_of(int query, int key) const {
+        return philox({{static_cast<u32>(key) / 4, static_cast<u32>(query), head, batch}},
+                      key0, key1);
+    }
+
+    // Of the pairs of a query and keys key and key + 1, key being even: whether they are kept.
+    void keeps(int query, int key, bool& first, bool& second) const {
+        const Words words = words_of(query, key);
+        first = (key % 4 == 0 ? words.x[0] : words.x[2]) >= drop_below;
+        second = (key % 4 == 0 ? words.x[1] : words.x[3]) >= drop_below;
+    }
+
+    // Of COUNT such pairs of keys, 8 keys from one to the next: bits 2 n and 2 n + 1 are of pair n.
+    // One after the other: all at once would take more registers than there are.
+    template <int COUNT> u32 kept_bits(int query, int key) const {
+        static_assert(COUNT <= 16, "a word has 32 bits");
+        u32 bits = 0;
+        #pragma unroll 1
+        for (int n = 0; n < COUNT; ++n) {
+            bool first, second;
+            keeps(query, key + n * 8, first, second);
+            bits |= (first ? 1u : 0u) << (n * 2) | (second ? 2u : 0u) << (n * 2);
+        }
+        return bits;
+    }
+
+    // Of the pairs of a query and keys key .. key + 3, key being a multiple of 4: bit n is of the
+    // n-th, 1 if it is kept.
+    u32 kept_of_four(int query, int key) const {
+        const Words words = words_of(query, key);
+        u32 bits = 0;
+        #pragma unroll
+        for (int n = 0; n < 4; ++n) bits |= (words.x[n] >= drop_below ? 1u : 0u) << n;
+        return bits;
+    }
+
+    // Z of a pair: 0, or the factor if it is kept.
+    Real z(int query, int key) const {
+        if constexpr (!DROPOUT) return 1;
+        bool kept[2];
+        keeps(query, key & ~1, kept[0], kept[1]);
+        return (key % 2 == 0 ? kept[0] : kept[1]) ? factor : Real(0);
+    }
+};

@@ -1,0 +1,88 @@
+// What the two plain backward kernels have in common: the weight of a pair and its gradient.
+//
+//     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  D = rowsum(dO O),  dS = P (dP - D)
+//
+// (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) With options (docs/masks.md) scale S stands
+// for the score that score_mod.cuh makes of it, and dS for the gradient by scale S. P comes from
+// lse alone; S is computed in the order of simt/forward.cu. The mask alone says which pairs take
+// part: one that is visible does so where P = 0 too, and 0 * inf and 0 * NaN are NaN.
+#pragma once
+#include "common/types.cuh"
+#include "common/mask.cuh"
+#include "simt/simt.cuh"
+#include "score/dropout.cuh"
+#include "score/pair_mask.cuh"
+#include "score/score_mod.cuh"
+#include "common/packed_sequences.cuh"
+
+constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+
+struct Query { Real lse, delta; };
+
+// A query's lse as exp(S - lse) wants it: with -inf, P = 0; with inf, which says that a score is, P
+// is NaN.
+inline Real effective_lse(Real lse) {
+    return lse == -infinity() ? infinity() : lse + (lse - lse);
+}
+
+struct Weight { Real p, ds, ds_bias; };
+
+// What one head does to its pairs.
+struct Options {
+    Steps<Real> steps;
+    Pairs pairs;
+    Dropout<Real> dropout;
+
+    template <class Arguments>
+    Options(const Arguments& all, int batch) : steps(all), pairs(all, batch), dropout(all) {}
+
+    template <class Arguments> void set_head(const Arguments& all, int batch, int head) {
+        steps.set_head(all, batch, head);
+        pairs.set_head(head);
+        dropout.set_head(batch, head);
+    }
+    bool hides(int query, int key) const { return PAIRWISE && !pairs.visible(query, key); }
+};
+
+// P and dS of query i and key j: s = products of q and k, dp = products of dO and v, shift =
+// seqlen_k - seqlen_q. With dropout, p is what dV takes. ds_bias: dS before the slope of a softcap.
+inline Weight weight_of(
+    Real s, Real dp, const Query& query, const Options& options, int i, int j, int shift) {
+    Real derivative;
+    const Real x = options.steps.score(
+        s, Real(i + shift - j), options.steps.bias_of(i, j), derivative);
+    const Real p = exp(x - query.lse);
+    const Real z = options.dropout.z(i, j);
+    const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);
+    return {DROPOUT ? p * z : p, SOFTCAP ? dx * derivative : dx, dx};
+}
+
+// One head's pieces of all arrays.
+struct Head {
+    const Element *dout, *q, *k, *v;
+    const Real *lse, *delta;
+
+    template <class Arguments> Head(const Arguments& all, int batch, int head) {
+        const BackwardArguments& a = arrays_of(all);
+        const int kv_head = head / (a.shape.num_heads_q / a.shape.num_heads_kv);
+        dout = head_start(a.dout, a.dout_stride, batch, head);
+        q = head_start(a.q, a.q_stride, batch, head);
+        k = head_start(a.k, a.k_stride, batch, kv_head);
+        v = head_start(a.v, a.v_stride, batch, kv_head);
+        const i64 row = (i64(batch) * a.shape.num_heads_q + head) * rows_of_head(all);
+        lse = static_cast<const Real*>(a.lse) + row;
+        delta = static_cast<const Real*>(a.delta) + row;
+    }
+
+    Query query(int i) const { return {effective_lse(lse[i]), delta[i]}; }
+};
+
+// A row of a gradient: scale times this thread's columns of the sum.
+template <int N>
+inline void store_row(
+    Element* row, const Real (&sum)[N], Real scale, int thread_of_row, int step, int columns) {
+    for (int n = 0; n < N; ++n) {
+        const int column = thread_of_row + n * step;
+        if (column < columns) row[column] = from_accumulator<Element>(sum[n] * scale);
+    }
+}

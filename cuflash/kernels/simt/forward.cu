@@ -1,0 +1,191 @@
+// Forward, plainly: O = softmax(scale Q K^T) V and lse, without tensor cores.
+// Online softmax over key tiles (Milakov & Gimelshein 2018, arXiv:1805.02867; FlashAttention-2,
+// arXiv:2307.08691, Algorithm 1). No fast arithmetic: exp and log are the library's, sums are fused
+// multiply-adds of Real (simt.cuh). 16-bit elements are rounded once, when they are stored.
+//
+// Grid: one block a tile of BLOCK_Q queries of one head,
+//     blockIdx.x = (order * batch + batch_index) * num_heads_q + head
+// with order = q_tile, or num_q_tiles - 1 - q_tile if CAUSAL: the longest tiles start first.
+// Block: NUM_THREADS threads, NUM_THREADS / BLOCK_Q of them a query (simt.cuh).
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
+// the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q; Arguments and the options
+// (docs/masks.md).
+// Shared memory, in Real:
+//     q   BLOCK_Q * (HEAD_DIM + 1)
+//     kv  BLOCK_K * (max(HEAD_DIM, HEAD_DIM_V) + 1)     a tile of K, then the same tile of V
+//     p   BLOCK_Q * (BLOCK_K + 1)                       scores, then weights
+//
+// Bad at speed: one row's products at a time come from shared memory, nothing is loaded ahead.
+#include "common/types.cuh"
+#include "common/mask.cuh"
+#include "simt/simt.cuh"
+#include "score/dropout.cuh"
+#include "score/pair_mask.cuh"
+#include "score/score_mod.cuh"
+#include "common/packed_sequences.cuh"
+
+constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
+constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+constexpr int KEYS_PER_THREAD = (BLOCK_K + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
+constexpr int COLUMNS_PER_THREAD = HEAD_DIM_V / THREADS_PER_ROW;
+
+static_assert(NUM_THREADS % BLOCK_Q == 0, "every query has as many threads");
+static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "room for a sum of each of a row's threads");
+static_assert(HEAD_DIM_V % THREADS_PER_ROW == 0, "every thread has as many columns");
+
+struct SharedPlan {
+    Real q[BLOCK_Q][HEAD_DIM + 1];
+    Real kv[BLOCK_K][WIDEST + 1];
+    Real p[BLOCK_Q][BLOCK_K + 1];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// A query's state after some of the keys. m is known to all threads of its row; l is a thread's
+// part of the sum, over the keys that are its own; acc its columns of the accumulator.
+struct State {
+    Real m = -infinity();
+    Real l = 0;
+    Real acc[COLUMNS_PER_THREAD] = {};
+};
+
+// m' = max(m, x);  P = exp(x - m'), l' = l exp(m - m') + rowsum(P)  (FlashAttention-2, Alg. 1)
+// for the tile's visible keys, others having no weight. own: this thread's keys of x, the scores;
+// the whole row stands in row, and the weights take its place.
+// One barrier inside: a row is overwritten when all its threads have read it.
+// hidden(j): whether key j is hidden all the same. z(j): the pair's factor of dropout.
+template <class Hidden, class Factor>
+inline void softmax_step(
+    State& state, Real (&row)[BLOCK_K + 1], const Real (&own)[KEYS_PER_THREAD],
+    int thread_of_row, Visible visible, Hidden hidden, Factor z) {
+    Real m = state.m;
+    for (int j = visible.first; j < visible.end; ++j)
+        if (!hidden(j)) m = row[j] > m ? row[j] : m;        // skips NaN
+    const Real base = m == -infinity() ? Real(0) : m;
+    const Real correction = exp(state.m - base);
+    state.m = m;
+    state.l *= correction;
+    for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= correction;
+    __syncthreads();
+    Real sum = 0;                                           // see sm90/forward.cu
+    for (int n = 0; n < KEYS_PER_THREAD; ++n) {
+        const int j = thread_of_row + n * THREADS_PER_ROW;
+        if (WINDOW && j < visible.first) continue;
+        if (PAIRWISE && (j >= visible.end || hidden(j))) continue;
+        if (j < visible.end) sum += row[j] = exp(own[n] - base);
+        if (DROPOUT && j < visible.end) row[j] *= z(j);
+    }
+    state.l += sum;
+}
+
+// acc += P V, over the visible keys only: 0 * NaN is NaN, so that the others cannot take part.
+template <class Hidden>
+inline void accumulate(
+    State& state, const Real (&row)[BLOCK_K + 1], const Real (&v)[BLOCK_K][WIDEST + 1],
+    int thread_of_row, Visible visible, Hidden hidden) {
+    for (int j = visible.first; j < visible.end; ++j)
+        if (!hidden(j)) for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
+            state.acc[n] = fma(row[j], v[j][thread_of_row + n * THREADS_PER_ROW], state.acc[n]);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+forward_simt(const __grid_constant__ Arguments whole) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Which tile of which head.
+    const Shape& grid = arrays_of(whole).shape;
+    const int head = blockIdx.x % grid.num_heads_q;
+    const int batch = blockIdx.x / grid.num_heads_q % grid.batch;
+    const int order = blockIdx.x / grid.num_heads_q / grid.batch;
+    int q_tile = CAUSAL ? num_query_tiles(whole, BLOCK_Q) - 1 - order : order;
+    const auto sequence = sequence_of_block<false>(whole, q_tile, BLOCK_Q, CAUSAL);
+    if (!sequence.has_tile) return;
+    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(all);
+    const Shape& shape = arguments.shape;
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const int q_start = q_tile * BLOCK_Q;
+    const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
+
+    const Strides &qs = arguments.q_stride, &ks = arguments.k_stride, &vs = arguments.v_stride;
+    const Element* q = head_start(arguments.q, qs, batch, head);
+    const Element* k = head_start(arguments.k, ks, batch, kv_head);
+    const Element* v = head_start(arguments.v, vs, batch, kv_head);
+
+    // Which query of the tile, and which of its threads.
+    const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;
+    const int query = q_start + row;
+    const int num_keys = query < shape.seqlen_q ? mask.num_keys(query) : 0;
+    const int first_key = mask.first_key(query);
+    Steps<Real> steps(all);
+    steps.set_head(all, batch, head);
+    Pairs pairs(all, batch);
+    pairs.set_head(head);
+    Dropout<Real> dropout(all);
+    dropout.set_head(batch, head);
+
+    load_tile<BLOCK_Q, HEAD_DIM>(shared.q, q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
+    State state;
+
+    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+    const int k_end = tiles.num_visited * BLOCK_K;
+    for (int k_start = tiles.first * BLOCK_K; k_start < k_end; k_start += BLOCK_K) {
+        if (pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
+        const Visible visible = visible_keys(first_key, num_keys, k_start);
+        const auto hidden = [&](int j) { return PAIRWISE && !pairs.visible(query, k_start + j); };
+        const auto z = [&](int j) { return dropout.z(query, k_start + j); };
+
+        // x, the scores of S = Q K^T
+        load_tile<BLOCK_K, HEAD_DIM>(
+            shared.kv, k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
+        __syncthreads();                                    // K, and the first time Q, are there
+        Real x[KEYS_PER_THREAD];
+        products<KEYS_PER_THREAD, HEAD_DIM>(
+            x, shared.q[row], shared.kv, thread_of_row, THREADS_PER_ROW);
+        for (int n = 0; n < KEYS_PER_THREAD; ++n) {
+            const int j = thread_of_row + n * THREADS_PER_ROW;
+            x[n] = steps.score(x[n], Real(query + (shape.seqlen_k - shape.seqlen_q) - k_start - j),
+                               steps.bias_of(query, k_start + j));
+            if (j < BLOCK_K) shared.p[row][j] = x[n];
+        }
+        __syncthreads();                                    // the scores are there, K is done with
+
+        load_tile<BLOCK_K, HEAD_DIM_V>(
+            shared.kv, v, vs.token, k_start, shape.seqlen_k, shape.head_dim_v);
+        softmax_step(state, shared.p[row], x, thread_of_row, visible, hidden, z);
+        __syncthreads();                                    // V and the weights are there
+        accumulate(state, shared.p[row], shared.kv, thread_of_row, visible, hidden);
+        __syncthreads();                                    // V and the weights are done with
+    }
+
+    // l is the sum of the threads' parts, added in one order by all of them. Q is done with.
+    __syncthreads();
+    shared.q[row][thread_of_row] = state.l;
+    __syncthreads();
+    Real l = 0;
+    for (int t = 0; t < THREADS_PER_ROW; ++t) l += shared.q[row][t];
+    if (query >= shape.seqlen_q) return;
+    if constexpr (SINK) {
+        const WithSink<Real> row_with_sink(state.m, l, sink_of<Real>(all, head));
+        l = row_with_sink.sum;
+        state.m = row_with_sink.top;
+        for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= row_with_sink.rescale;
+    }
+
+    // O = acc / l, lse = m + log(l). Without a key, or with scores of -inf alone, l and lse are 0
+    // and -inf, and acc is 0, or NaN where a weight of 0 met an infinite value or NaN: O is that.
+    const Strides& os = arguments.out_stride;
+    Element* out = static_cast<Element*>(arguments.out)
+        + batch * os.batch + query * os.token + head * os.head;
+    for (int n = 0; n < COLUMNS_PER_THREAD; ++n) {
+        const int column = thread_of_row + n * THREADS_PER_ROW;
+        if (column < shape.head_dim_v) out[column] = from_accumulator<Element>(
+            state.acc[n] / (l == 0 ? Real(1) : l));
+    }
+    if (arguments.lse && thread_of_row == 0) {
+        Real* lse = static_cast<Real*>(arguments.lse);
+        const i64 index = (i64(batch) * shape.num_heads_q + head) * rows_of_head(all) + query;
+        lse[index] = lse_of_row(state.m, l);
+    }
+}

@@ -1,0 +1,27 @@
+// The integers in global memory by which the blocks of sm90/backward.cu know of one another, one
+// array: how many key tiles were handed out, if not DETERMINISTIC besides each block's first; of
+// each key tile whether its dK and dV are doubtful; TURNS of each query tile, whose turn it is to
+// add to its dQ. prepare/query_rows.cu zeroes them.
+//
+// Constants: Arguments, PACKED, BLOCK_K, TURNS.
+#pragma once
+#include "common/scheduler.cuh"
+#include "common/packed_sequences.cuh"
+
+__device__ __forceinline__ int* tiles_handed_out(const Arguments& all) {
+    return static_cast<int*>(arrays_of(all).turns);
+}
+
+// Of packed sequences the tile's number is that of its slot.
+__device__ __forceinline__ int* doubtful_key_tile(const Arguments& all, TileOfHead where) {
+    const BackwardArguments& arguments = arrays_of(all);
+    const Shape& shape = arguments.shape;
+    return static_cast<int*>(arguments.turns) + 1
+         + (where.batch * shape.num_heads_kv + where.head) * num_key_tiles(all, BLOCK_K)
+         + where.tile;
+}
+
+// `number` counts the query tiles of all heads.
+__device__ __forceinline__ int* turns_of_query_tile(const Arguments& all, int number) {
+    return doubtful_key_tile(all, {0, 0, arrays_of(all).shape.batch}) + number * TURNS;
+}

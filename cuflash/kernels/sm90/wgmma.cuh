@@ -1,0 +1,173 @@
+// Tiles of smem.cuh as operands of warpgroup products. A tile's panel of 64 columns is what the TMA
+// unit copies with 128-byte swizzle, and what a descriptor calls so.
+#pragma once
+#include "common/smem.cuh"
+
+constexpr int WARPGROUP = 128;                              // threads
+constexpr int PRODUCT_ROWS = 64;                            // of A, in a product
+constexpr int K_STEP = 16;                                  // columns of A, rows of B
+
+// A matrix descriptor (PTX ISA: Matrix Descriptor Format): addresses and offsets in 16 bytes. Rows
+// are 128 bytes, eight of them repeat the swizzle's pattern. `panel_bytes` leads to the next 64
+// columns where a product's N or M runs along the columns.
+__device__ __forceinline__ u64 descriptor(u32 address, int panel_bytes) {
+    constexpr u64 PATTERN_BYTES = 8 * PANEL_ROW_BYTES, SWIZZLE_128 = u64{1} << 62;
+    return static_cast<u64>(address >> 4) | static_cast<u64>(panel_bytes >> 4) << 16
+         | (PATTERN_BYTES >> 4) << 32 | SWIZZLE_128;
+}
+
+// The same with the address so many bytes further on: the sum stays in the lower half.
+__device__ __forceinline__ u64 advance(u64 descriptor, int bytes) {
+    const u32 low = static_cast<u32>(descriptor) + (bytes >> 4);
+    return descriptor >> 32 << 32 | low;
+}
+
+// Where 16 columns that a product sums over begin in a tile of ROWS rows: bytes from its start.
+template <int ROWS> constexpr int column_step(int step) {
+    constexpr int STEPS = PANEL_COLUMNS / K_STEP;
+    return step / STEPS * ROWS * PANEL_ROW_BYTES + step % STEPS * K_STEP * 2;
+}
+
+// D = SIGN A B^T, 64 rows of A from the one on at which `a` points, over COLUMNS columns of both.
+template <typename Element, int SIGN, int A_ROWS, int B_ROWS, int COLUMNS, int COUNT>
+__device__ __forceinline__ void multiply_transposed(float (&d)[COUNT], u64 a, u64 b) {
+    #pragma unroll
+    for (int step = 0; step < COLUMNS / K_STEP; ++step)
+        wgmma_shared<SIGN, false, false>(
+            d, advance(a, column_step<A_ROWS>(step)), advance(b, column_step<B_ROWS>(step)),
+            step > 0, Element{});
+}
+
+// D = A B, or D += A B if `accumulate`: A in registers, ROWS rows of B.
+template <typename Element, int ROWS, int COUNT, int FRAGMENTS>
+__device__ __forceinline__ void multiply(
+    float (&d)[COUNT], const u32 (&a)[FRAGMENTS], u64 b, bool accumulate) {
+    static_assert(FRAGMENTS == ROWS / 4, "16 rows take four registers");
+    #pragma unroll
+    for (int step = 0; step < ROWS / K_STEP; ++step)
+        wgmma_registers(d, a + 4 * step, advance(b, step * K_STEP * PANEL_ROW_BYTES),
+                        step > 0 || accumulate, Element{});
+}
+
+// The same with 64 rows of A in a shared tile of as many, from its start on.
+template <typename Element, int ROWS, int COUNT>
+__device__ __forceinline__ void multiply_rows(float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
+    #pragma unroll
+    for (int step = 0; step < ROWS / K_STEP; ++step)
+        wgmma_shared<1, false, true>(
+            d, advance(a, column_step<64>(step)), advance(b, step * K_STEP * PANEL_ROW_BYTES),
+            step > 0 || accumulate, Element{});
+}
+
+// D = A^T B over ROWS rows of both, 64 columns of A from the one on at which `a` points.
+template <typename Element, int ROWS, int COUNT>
+__device__ __forceinline__ void multiply_columns(float (&d)[COUNT], u64 a, u64 b) {
+    #pragma unroll
+    for (int step = 0; step < ROWS / K_STEP; ++step)
+        wgmma_shared<1, true, true>(
+            d, advance(a, step * K_STEP * PANEL_ROW_BYTES),
+            advance(b, step * K_STEP * PANEL_ROW_BYTES), step > 0, Element{});
+}
+
+// An accumulator rounded to Element, as the A operand of a product: its order is a fragment's.
+template <typename Element, int COUNT>
+__device__ __forceinline__ void pack_pairs(u32 (&packed)[COUNT], const float (&d)[2 * COUNT]) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) packed[i] = pack<Element>(d[2 * i], d[2 * i + 1]);
+}
+
+// Stores a warp's 16 rows of a rounded accumulator in a tile of ROWS rows, from first_row on.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void store_rows(
+    u32 tile, int first_row, int lane, const u32 (&packed)[COUNT]) {
+    const u32 chunk_of_lane = tile + tile_offset<ROWS>(first_row + lane % 16, lane / 16 * 8);
+    #pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j)                     // 16 rows, 16 columns
+        stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + j / 4 * (ROWS * PANEL_ROW_BYTES),
+                    packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
+}
+
+// ---- An accumulator's way out, past shared memory ----
+
+// The four lanes of a quad hold row q of a 4 x 4 matrix of words each; after this, column q.
+__device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
+    #pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = (threadIdx.x & distance) != 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & distance) != 0) continue;
+            const u32 low = words[i], high = words[i + distance];
+            const u32 sent = upper ? low : high;
+            const u32 received = __shfl_xor_sync(0xFFFFFFFFu, sent, distance);
+            words[i] = upper ? received : low;
+            words[i + distance] = upper ? high : received;
+        }
+    }
+}
+
+// The lane's two rows of an accumulator, rounded, to an array with 16-byte aligned rows, if they
+// are less than num_rows: `row` is the first, and `out` where it begins.
+template <typename Element, int COUNT>
+__device__ __forceinline__ void store_to_array(
+    Element* out, i64 stride, const float (&d)[COUNT], int row, int num_rows, int num_columns) {
+    static_assert(COUNT % 16 == 0, "a quad has four tiles of 8 columns at a time");
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        #pragma unroll
+        for (int j = 0; j < COUNT / 16; ++j) {
+            u32 words[4];
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = d + (j * 4 + i) * 4 + half * 2;
+                words[i] = pack<Element>(pair[0], pair[1]);
+            }
+            transpose_in_quad(words);
+            const int column = (j * 4 + threadIdx.x % 4) * CHUNK_ELEMENTS;
+            if (row + half * 8 < num_rows)
+                store_chunk(reinterpret_cast<u16*>(out) + half * 8 * stride + column,
+                            {words[0], words[1], words[2], words[3]}, num_columns - column, true);
+        }
+}
+
+// ---- Rings of tiles between a thread that loads and warpgroups that use ----
+
+// Which of STAGES places is next, and the parity of the phase that ends when it is full.
+template <int STAGES> struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    }
+    __device__ __forceinline__ int previous() const {
+        return stage == 0 ? STAGES - 1 : stage - 1;
+    }
+};
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    while (!mbarrier_try_wait(barrier, parity)) {}
+}
+
+// Starts the copy of one tile, a panel of 64 columns at a time. `more`: bytes that will come to the
+// same barrier besides.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void load(
+    u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more = 0) {
+    mbarrier_arrive_expect(full, ROWS * num_panels(COLUMNS) * PANEL_ROW_BYTES + more);
+    #pragma unroll
+    for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
+        tma_load(tile + panel * ROWS * PANEL_ROW_BYTES, map, full, panel * PANEL_COLUMNS, token,
+                 head, batch);
+}
+
+// The other way: as many rows as the map's boxes have, from first_row on, of a tile of ROWS. They
+// become one group.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void store(
+    const TensorMap& map, u32 tile, int first_row, int token, int head, int batch) {
+    #pragma unroll
+    for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
+        tma_store(map, tile + (panel * ROWS + first_row) * PANEL_ROW_BYTES,
+                  panel * PANEL_COLUMNS, token, head, batch);
+    tma_store_commit();
+}

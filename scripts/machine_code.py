@@ -1,0 +1,191 @@
+"""Say which kernels' machine code a change of the sources has changed.
+
+    python scripts/machine_code.py --output before.json
+    python scripts/machine_code.py --against before.json
+    python scripts/machine_code.py --against before.json --only "sm90/*"
+
+Compiles the kernels of a list of problems: the default plans, every family,
+every option. Needs NVRTC and no GPU. With --against, ends with status 1 if
+the instructions of a kernel differ, and says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from command_line import number
+from cuflash import compiler
+from cuflash.errors import UnsupportedError
+from cuflash.plan import default_plans, device_of_arch, plan
+from cuflash.plans.kernel import Family, KernelPlan
+from cuflash.problem import Problem
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from helpers.machine_code import instructions
+
+# An architecture of each family, and what its kernels compute.
+FAMILIES: tuple[tuple[str, Family, str], ...] = (
+    ("sm_90a", "wgmma", "bfloat16"),
+    ("sm_80", "mma", "bfloat16"),
+    ("sm_80", "fma", "float32"),
+    ("sm_80", "tf32x3", "float32"),
+    ("sm_80", "dmma", "float64"),
+    ("sm_80", "simt", "float32"),
+)
+
+OPTIONS: dict[str, dict] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 100)},
+    "causal window": {"window": (100, None), "causal": True},
+    "softcap": {"softcap": 30.0},
+    "slopes": {"alibi_slopes": True, "causal": True},
+    "slopes softcap": {"alibi_slopes": True, "softcap": 30.0},
+    "bias": {"bias": "same"},
+    "bias causal slopes": {
+        "bias": "same",
+        "causal": True,
+        "alibi_slopes": True,
+    },
+    "dbias": {"bias": "same", "return_dbias": True},
+    "mask": {"mask": True},
+    "sink": {"sink": True, "return_dsink": True},
+    "segment_ids": {"segment_ids": True},
+    "segment_ids causal": {"segment_ids": True, "causal": True},
+    "dropout": {"dropout": 0.1},
+    "packed": {"num_sequences": 4, "batch": 1},
+    "packed causal": {"num_sequences": 4, "batch": 1, "causal": True},
+    "packed sink dropout": {
+        "num_sequences": 4,
+        "batch": 1,
+        "sink": True,
+        "dropout": 0.1,
+    },
+    "deterministic": {"deterministic": True},
+    "deterministic packed": {
+        "deterministic": True,
+        "num_sequences": 4,
+        "batch": 1,
+    },
+    "negative scale": {"scale": -0.125},
+}
+
+# Head dimensions of q and k, and of v, without options.
+HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 96), (40, 320))
+
+
+def _problem(
+    direction: str, dtype: str, head_dim: int, head_dim_v: int, options: dict
+) -> Problem:
+    known = Problem(
+        direction, dtype, 8, 2048, 2048, 16, 8, head_dim, head_dim_v, 0.125,
+        precision=None,
+    )  # fmt: skip
+    if options.get("bias") == "same":
+        options = {**options, "bias": dtype}
+    if direction == "forward":
+        backward = ("return_dbias", "return_dsink", "deterministic")
+        options = {k: v for k, v in options.items() if k not in backward}
+    return replace(known, **options)
+
+
+def cases() -> Iterator[tuple[str, str, KernelPlan]]:
+    """A name that outlives the constants', an architecture, a kernel."""
+    for arch in ("sm_80", "sm_90a", "sm_120"):
+        for chosen in default_plans(device_of_arch(arch)):
+            p = chosen.problem
+            name = f"{p.direction} {p.dtype} {p.head_dim}"
+            name += " causal" if p.causal else ""
+            for kernel in chosen.kernels:
+                yield f"{arch} default {name}", arch, kernel
+    for arch, family, dtype in FAMILIES:
+        for direction in ("forward", "backward"):
+            for name, heads, options in _variants():
+                problem = _problem(direction, dtype, *heads, options)
+                if family == "tf32x3":
+                    problem = replace(problem, precision="tf32x3")
+                device = device_of_arch(arch)
+                try:
+                    kernels = plan(problem, device, family).kernels
+                except UnsupportedError:  # tf32x3 has heads up to 256
+                    continue
+                for kernel in kernels:
+                    yield f"{arch} {family} {direction} {name}", arch, kernel
+
+
+def _variants() -> Iterator[tuple[str, tuple[int, int], dict]]:
+    for name, options in OPTIONS.items():
+        yield f"64 {name}", (64, 64), options
+        if name in ("window", "bias", "segment_ids", "softcap", "slopes"):
+            yield f"128 {name}", (128, 128), options
+    for heads in HEADS[1:]:
+        for name in ("plain", "causal"):
+            yield f"{heads[0]}/{heads[1]} {name}", heads, OPTIONS[name]
+
+
+def digest(task: tuple[str, KernelPlan]) -> str:
+    """A hash of a kernel's instructions."""
+    arch, kernel = task
+    return hashlib.sha256(instructions(kernel, arch)).hexdigest()[:16]
+
+
+def compiled(only: str, jobs: int) -> dict[str, str]:
+    """The hash of each kernel's code, by name."""
+    tasks: dict[tuple[str, KernelPlan], list[str]] = {}
+    for name, arch, kernel in cases():
+        if fnmatch.fnmatch(kernel.file, only):
+            key = f"{name}: {kernel.entry}"
+            tasks.setdefault((arch, kernel), []).append(key)
+    found = {}
+    with ProcessPoolExecutor(jobs) as pool:
+        for i, (names, code) in enumerate(
+            zip(tasks.values(), pool.map(digest, tasks), strict=True)
+        ):
+            found.update(dict.fromkeys(names, code))
+            print(f"\r{i + 1} of {len(tasks)} kernels", end="", flush=True)
+    print()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--output", type=Path, help="write the hashes to a JSON file")
+    add("--against", type=Path, help="a JSON file to compare with")
+    add("--only", default="*", help="kernel files by pattern")
+    add("--jobs", type=number, default=os.cpu_count())
+    given = parser.parse_args(arguments)
+    now = compiled(given.only, given.jobs)
+    if given.output:
+        given.output.write_text(json.dumps(now, indent=0))
+    if not given.against:
+        return 0
+    before = json.loads(given.against.read_text())
+    unknown = sorted(now.keys() - before.keys())
+    changed = sorted(x for x in now.keys() & before.keys()
+                     if now[x] != before[x])  # fmt: skip
+    for name in unknown:
+        print(f"not in {given.against}: {name}")
+    for name in changed:
+        print(f"changed: {name}")
+    print(
+        f"{len(now) - len(unknown) - len(changed)} kernels with the same"
+        f" instructions, {len(changed)} changed; NVRTC"
+        f" {compiler.nvrtc_version()}"
+    )
+    return 1 if changed or unknown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

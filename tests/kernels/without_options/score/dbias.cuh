@@ -1,0 +1,8 @@
+// dbias.cuh for kernels of calls without options. What has no body is not to be called.
+#pragma once
+#include "common/types.cuh"
+
+struct BiasGradient {
+    template <class Arguments> void set_head(const Arguments&, int, int) {}
+    void add(int query, int key, Accumulator<Element> ds) const;
+};

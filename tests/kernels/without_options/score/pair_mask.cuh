@@ -1,0 +1,26 @@
+// pair_mask.cuh for kernels of calls without options. What has no body is not to be called.
+#pragma once
+#include "common/mask.cuh"
+
+constexpr bool PAIRWISE = false;
+
+struct Range { int low, high; };
+bool are_apart(Range a, Range b);
+
+struct Pairs {
+    int batch;
+
+    template <class Arguments> Pairs(const Arguments&, int) {}
+    void set_head(int) {}
+    int id_of_query(int query) const;
+    int id_of_key(int key) const;
+    bool keeps(int query, int key) const;
+    bool visible(int query, int key) const;
+    bool skips(int, int) const { return false; }
+    bool sees_all(int, int) const { return true; }
+    Range of_queries(int tile) const;
+    Range of_keys(int tile) const;
+    int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
+    int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
+    int key_tiles_before(int q_tile, int k_tile, int first) const;
+};

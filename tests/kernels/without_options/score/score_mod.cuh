@@ -1,0 +1,47 @@
+// score_mod.cuh for kernels of calls without options. What has no body is not to be called.
+#pragma once
+#include "common/elements.cuh"
+
+constexpr bool LINEAR = true;
+constexpr int NO_HEAD = -1;
+
+struct BiasChunk { u32 words[4]; };
+
+template <class Real> struct Steps {
+    Real scale;
+
+    template <class Arguments>
+    explicit Steps(const Arguments& all) : scale(static_cast<Real>(arrays_of(all).scale)) {}
+    template <class Arguments> void set_head(const Arguments&, int, int) {}
+    Real bias_of(int, int) const { return 0; }
+    Real slope;
+    bool has_chunks;
+    const BiasChunk* chunks_of_bias(int, int) const;
+    Real added(Real, Real) const;
+    template <int TOGETHER, int N, class Added>
+    void scores(Real (&)[N], Added, Real (&)[N]) const;
+    template <int N> bool all_small(const float (&)[N]) const;
+    template <int N> bool all_slight(const float (&)[N], float) const;
+    float slight_factor_log2(float) const;
+    float small_score(float) const;
+    float small_factor_log2(float) const;
+    float small_tanh(float) const;
+    Real score(Real product, Real, Real) const { return rounded(product, scale); }
+    Real score(Real product, Real, Real, Real& derivative) const {
+        derivative = 1;
+        return rounded(product, scale);
+    }
+};
+
+template <class Real> inline Real lse_of_row(Real m, Real l) {
+    if (l == 0) return -Real(infinity());
+    const bool overflows = l != l && m * Real(1.4426950408889634) == Real(infinity());
+    return overflows ? Real(infinity()) : m + log(l);
+}
+
+template <class Real> struct WithSink {
+    Real top, sum, rescale;
+    WithSink(Real m, Real l, Real sink);
+};
+
+template <class Real, class Arguments> Real sink_of(const Arguments& arguments, int head);
