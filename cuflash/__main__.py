@@ -201,7 +201,7 @@ def _fault(kernel: KernelPlan, report: Any) -> str:
             f"takes {report.shared_bytes} bytes of shared memory, its plan"
             f" says {kernel.shared_bytes}"
         )
-    if "mma" in kernel.file and report.spill_bytes:
+    if "mma" in kernel.entry and report.spill_bytes:
         return f"spills {report.spill_bytes} bytes a thread"
     if any("serialized" in warning for warning in report.warnings):
         return "its wgmma products wait for one another"

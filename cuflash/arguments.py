@@ -100,12 +100,14 @@ ForwardArguments = _struct(
 )
 # 128 bytes that are the driver's own affair, at multiples of 64.
 TensorMap = _struct(("opaque", (np.uint64, (16,))))
-Deal = _struct(*_fields("pairs singles paired_items items", np.int32))
+StaticSchedule = _struct(
+    *_fields("pairs singles paired_items items", np.int32)
+)
 ForwardWgmmaArguments = padded(
     64,
     *_fields("q_map k_map v_map out_map", TensorMap),
     ("arrays", ForwardArguments),
-    ("deal", Deal),
+    ("work_items", StaticSchedule),
 )
 BackwardArguments = _struct(
     *_pointers("dout q k v out lse delta dq_sum turns dq dk dv"),
@@ -154,7 +156,7 @@ ForwardWgmmaOptionsArguments = padded(
     *_pointers(_OPTION_POINTERS),
     ("arrays", ForwardArguments),
     ("options", OptionNumbers),
-    ("deal", Deal),
+    ("work_items", StaticSchedule),
 )
 BackwardOptionsArguments = _struct(
     *_pointers(f"{_OPTION_POINTERS} dbias dsink"),

@@ -211,7 +211,7 @@ def _forward_recipe(
         rows = tile.block_q, tile.block_k, tile.block_k, 16
         first = _pointers_before_arrays(ForwardOptionsArguments, p)
         boxes = enumerate(map(Boxes.of, taken.values(), rows), first)
-        constants["deal"] = decided.deal
+        constants["work_items"] = decided.work_items
     kind = ForwardWgmmaArguments if by_tma else ForwardArguments
     options, copies = {}, _changes(given, taken)
     if p.options:

@@ -18,13 +18,13 @@ from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plans import fma, mma, mma8, simt, wgmma
 from cuflash.plans.kernel import (
     SHARED_KIB,
-    Deal,
     Device,
     Family,
     KernelPlan,
     Launch,
     Maker,
     Plan,
+    StaticSchedule,
     device_of_arch,
     occupancy,
 )
@@ -34,7 +34,8 @@ from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
 __all__ = [
-    "SHARED_KIB", "Deal", "Device", "Family", "KernelPlan", "Launch", "Plan",
+    "SHARED_KIB", "Device", "Family", "KernelPlan", "Launch", "Plan",
+    "StaticSchedule",
     "check", "default_plans", "device_of_arch", "family_of", "is_legal",
     "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
     "wanted_family",

@@ -70,7 +70,7 @@ def test_kernels_are_compiled_before_they_are_timed(
 
     monkeypatch.setattr(compiler, "cubin_file", cubin_file)
     compiling.compile_all(grid, device_of_arch("sm_90a"))
-    files = [f"forward_{family}.cu", f"backward_{family}.cu",
+    files = [f"{family}/forward.cu", f"{family}/backward.cu",
              "prepare/delta.cu"]  # fmt: skip
     assert {x for x, _ in given} == set(files)
     assert {arch for _, arch in given} == {"sm_90a"}

@@ -117,8 +117,8 @@ def order_found(ids, threads=None):
     options["window_left"], options["window_right"] = ids.window or (0, 0)
     if ids.causal:
         options["window_right"] = 0
-    if decided.deal is not None:
-        arguments["deal"] = tuple(decided.deal)
+    if decided.work_items is not None:
+        arguments["work_items"] = tuple(decided.work_items)
     with emulator.active("sm_90a") as emulated:
         machine = Machine(emulated)
         found = machine.empty(decided.num_found, np.int32)

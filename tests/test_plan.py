@@ -465,9 +465,11 @@ def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
     device = replace(device_of_arch("sm_90a"), num_sms=blocks)
     decided = plan(small_problem("forward", "float16", num_sequences=2),
                    device)  # fmt: skip
-    assert decided.deal.items == 2 * (128 // decided.tile.block_q + 2 + 1)
-    assert decided.num_found == 4 + decided.deal.items
-    assert decided.launches[-1].blocks == min(blocks, decided.deal.items)
+    assert decided.work_items.items == 2 * (
+        128 // decided.tile.block_q + 2 + 1
+    )
+    assert decided.num_found == 4 + decided.work_items.items
+    assert decided.launches[-1].blocks == min(blocks, decided.work_items.items)
 
 
 @pytest.mark.parametrize(("head_dim", "k_tiles"), [(64, 6), (256, 10)])
@@ -603,7 +605,7 @@ def test_few_heads_share_a_bias_at_a_time(tokens, is_broadcast, beside):
 )  # fmt: skip
 def test_tiles_that_the_causal_mask_makes_differ_go_in_pairs(options, pairs):
     """One after another, the slowest block had half more than the mean."""
-    assert plan_of_sixteen_heads(16384, **options).deal.pairs == pairs
+    assert plan_of_sixteen_heads(16384, **options).work_items.pairs == pairs
 
 
 @pytest.mark.parametrize(

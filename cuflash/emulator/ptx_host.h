@@ -360,12 +360,12 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads, EMULATOR_SIT
     emulator::named_barrier(id, threads, false, {file, line});
 }
 
-template <int COUNT> __device__ __forceinline__ void take_registers(EMULATOR_SITE) {
+template <int COUNT> __device__ __forceinline__ void warpgroup_reg_alloc(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, true, {file, line});
 }
 
-template <int COUNT> __device__ __forceinline__ void give_registers(EMULATOR_SITE) {
+template <int COUNT> __device__ __forceinline__ void warpgroup_reg_dealloc(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, false, {file, line});
 }
@@ -426,7 +426,7 @@ template <int PENDING> inline void wgmma_wait(EMULATOR_SITE) {
     emulator::wait_for_products(PENDING, {file, line});
 }
 
-template <int N> inline void keep_here(float (&)[N]) {}
+template <int N> inline void warpgroup_fence_operand(float (&)[N]) {}
 
 namespace emulator {
 

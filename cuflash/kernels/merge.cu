@@ -33,7 +33,7 @@ merge(const __grid_constant__ MergeArguments arguments) {
     const Real lse_a = static_cast<const Real*>(arguments.lse_a)[index];
     const Real lse_b = static_cast<const Real*>(arguments.lse_b)[index];
     const bool has_a = lse_a != -infinity(), has_b = lse_b != -infinity();
-    const Real m = fmax(lse_a, lse_b);                                  // skips NaN
+    const Real m = fmax(lse_a, lse_b);                      // skips NaN
     const Real w_a = has_a ? exp(lse_a - m) : Real(0), w_b = has_b ? exp(lse_b - m) : Real(0);
     const Real sum = w_a + w_b;
 

@@ -102,7 +102,7 @@ class Launch:
     blocks: int
 
 
-class Deal(NamedTuple):
+class StaticSchedule(NamedTuple):
     """How tiles are dealt to blocks that take one after another.
 
     Attributes
@@ -137,7 +137,7 @@ class Plan:
         In order.
     heads_per_section : int
         How many heads walk their tiles side by side (common/scheduler.cuh).
-    deal : Deal or None
+    work_items : StaticSchedule or None
         Of a kernel whose blocks take one tile after another.
     sum_elements : int
         float32 elements of the sums of dq, 0 if there are none.
@@ -156,7 +156,7 @@ class Plan:
     tile: Tile | None
     launches: tuple[Launch, ...]
     heads_per_section: int = 1
-    deal: Deal | None = None
+    work_items: StaticSchedule | None = None
     sum_elements: int = 0
     row_elements: int = 0
     num_turns: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .kernel import Deal, Device, KernelPlan, Launch, Maker, Plan
+from .kernel import Device, KernelPlan, Launch, Maker, Plan, StaticSchedule
 from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
@@ -126,12 +126,12 @@ def _slopes_bytes(tile: Tile) -> int:
 
 
 def _is_listed(problem: Problem) -> bool:
-    """sm90/forward.cu's LISTED."""
+    """sm90/forward.cu's SPARSE_TILES."""
     return problem.segment_ids or problem.mask
 
 
 def _is_counted(problem: Problem) -> bool:
-    """sm90/forward.cu's COUNTED."""
+    """sm90/forward.cu's DYNAMIC_SCHEDULER."""
     return is_packed(problem) or problem.segment_ids
 
 
@@ -184,17 +184,17 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     items = heads * num_tiles
     is_counted = _is_counted(problem)
     by_length = not (is_counted or _is_in_rounds(problem)) and problem.causal
-    deal = _deal(num_tiles, heads, by_length, device)
+    schedule = _static_schedule(num_tiles, heads, by_length, device)
     return Plan(
         problem,
         "wgmma",
         tile,
         (
             *finding_launches(problem, tile, "Wgmma"),
-            Launch(kernel, min(deal.items, device.num_sms)),
+            Launch(kernel, min(schedule.items, device.num_sms)),
         ),
         heads_per_section=_heads_beside(problem, tile, device),
-        deal=deal,
+        work_items=schedule,
         num_found=_num_found(problem, tile, num_tiles, items * is_counted),
     )
 
@@ -270,13 +270,17 @@ def _alike(heads: int, least: int) -> int:
     return ceil_div(heads, max(heads // least, 1))
 
 
-def _deal(num_tiles: int, heads: int, by_length: bool, device: Device) -> Deal:
+def _static_schedule(
+    num_tiles: int, heads: int, by_length: bool, device: Device
+) -> StaticSchedule:
     """In pairs where tiles differ in length and there are many."""
     pairs = num_tiles // 2 if by_length else 0
     if heads * (num_tiles - pairs) < device.num_sms:
         pairs = 0
     singles = num_tiles - 2 * pairs
-    return Deal(pairs, singles, heads * pairs, heads * (pairs + singles))
+    return StaticSchedule(
+        pairs, singles, heads * pairs, heads * (pairs + singles)
+    )
 
 
 # What a query tile's rows are known by: kernels/query_rows.cuh. lse, delta;

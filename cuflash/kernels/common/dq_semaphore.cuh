@@ -20,12 +20,12 @@ __device__ __forceinline__ int number_of_block(void* turns, void* shared) {
     return own;
 }
 
-__device__ __forceinline__ int* turn_of_query_tile(void* turns, i64 tile) {
+__device__ __forceinline__ int* dq_semaphore(void* turns, i64 tile) {
     return static_cast<int*>(turns) + 1 + tile;
 }
 
 // Waits until the key tiles before this one have added to the tile of dQ.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
+__device__ __forceinline__ void semaphore_wait(const int* turn, int own) {
     if (threadIdx.x == 0) while (load_acquire(turn) != own) {}
     __syncthreads();
 }

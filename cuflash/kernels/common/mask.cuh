@@ -109,7 +109,7 @@ struct Mask {
 
     QueryTiles query_tiles(int k_start, int block_q, int block_k) const {
         const int end = num_tiles(seqlen_q, block_q);
-        const int first_any = first_query(k_start);                  // sees the tile's first key
+        const int first_any = first_query(k_start);         // sees the tile's first key
         const int first_all = first_query(k_start + block_k - 1);    // sees its last key, hence all
         QueryTiles tiles = {first_any < seqlen_q ? first_any / block_q : end,
                             first_all < seqlen_q ? num_tiles(first_all, block_q) : end,

@@ -28,29 +28,29 @@ struct Offsets {
     int at(int i) const { return first[i * stride]; }
 };
 
-template <class Arguments> inline Offsets query_offsets(const Arguments& all) {
-    return {static_cast<const int*>(all.cu_seqlens_q), all.options.offset_q_stride,
-            all.options.total_q};
+template <class Arguments> inline Offsets query_offsets(const Arguments& args) {
+    return {static_cast<const int*>(args.cu_seqlens_q), args.options.offset_q_stride,
+            args.options.total_q};
 }
-template <class Arguments> inline Offsets key_offsets(const Arguments& all) {
-    return {static_cast<const int*>(all.cu_seqlens_k), all.options.offset_k_stride,
-            all.options.total_k};
+template <class Arguments> inline Offsets key_offsets(const Arguments& args) {
+    return {static_cast<const int*>(args.cu_seqlens_k), args.options.offset_k_stride,
+            args.options.total_k};
 }
 
 // Rows of a head in lse and delta.
-template <class Arguments> inline int rows_of_head(const Arguments& all) {
-    if constexpr (PACKED) return all.options.total_q;
-    else return arrays_of(all).shape.seqlen_q;
+template <class Arguments> inline int rows_of_head(const Arguments& args) {
+    if constexpr (PACKED) return args.options.total_q;
+    else return arrays_of(args).shape.seqlen_q;
 }
 
 // Tiles of a head, or slots.
-template <class Arguments> inline int num_query_tiles(const Arguments& all, int block) {
-    if constexpr (PACKED) return all.options.total_q / block + all.options.num_sequences + 1;
-    else return (arrays_of(all).shape.seqlen_q + block - 1) / block;
+template <class Arguments> inline int num_query_tiles(const Arguments& args, int block) {
+    if constexpr (PACKED) return args.options.total_q / block + args.options.num_sequences + 1;
+    else return (arrays_of(args).shape.seqlen_q + block - 1) / block;
 }
-template <class Arguments> inline int num_key_tiles(const Arguments& all, int block) {
-    if constexpr (PACKED) return all.options.total_k / block + all.options.num_sequences + 1;
-    else return (arrays_of(all).shape.seqlen_k + block - 1) / block;
+template <class Arguments> inline int num_key_tiles(const Arguments& args, int block) {
+    if constexpr (PACKED) return args.options.total_k / block + args.options.num_sequences + 1;
+    else return (arrays_of(args).shape.seqlen_k + block - 1) / block;
 }
 
 // Sequence `number`, and of the slots of its tiles the first.
@@ -68,11 +68,11 @@ using OwnSequence = OwnSequenceOf<PACKED>::type;
 
 inline int number_of(NoSequence) { return 0; }
 inline int number_of(const Sequence& sequence) { return sequence.number; }
-template <class Arguments> inline int seqlen_q_of(const Arguments& all, NoSequence) {
-    return arrays_of(all).shape.seqlen_q;
+template <class Arguments> inline int seqlen_q_of(const Arguments& args, NoSequence) {
+    return arrays_of(args).shape.seqlen_q;
 }
-template <class Arguments> inline int seqlen_k_of(const Arguments& all, NoSequence) {
-    return arrays_of(all).shape.seqlen_k;
+template <class Arguments> inline int seqlen_k_of(const Arguments& args, NoSequence) {
+    return arrays_of(args).shape.seqlen_k;
 }
 template <class Arguments> inline int seqlen_q_of(const Arguments&, const Sequence& sequence) {
     return sequence.seqlen_q;
@@ -82,9 +82,9 @@ template <class Arguments> inline int seqlen_k_of(const Arguments&, const Sequen
 }
 
 // The call's shape; with PACKED a copy, which gets the lengths of one sequence after another.
-template <class Arguments> inline decltype(auto) own_shape(const Arguments& all) {
-    if constexpr (PACKED) return Shape{arrays_of(all).shape};
-    else return (arrays_of(all).shape);
+template <class Arguments> inline decltype(auto) own_shape(const Arguments& args) {
+    if constexpr (PACKED) return Shape{arrays_of(args).shape};
+    else return (arrays_of(args).shape);
 }
 template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
 template <class Shape> inline void set_lengths(Shape& shape, const Sequence& sequence) {
@@ -94,17 +94,17 @@ template <class Shape> inline void set_lengths(Shape& shape, const Sequence& seq
 
 // Whether it is the one of tokens that are of no sequence.
 template <class Arguments> inline bool is_none(const Arguments&, NoSequence) { return false; }
-template <class Arguments> inline bool is_none(const Arguments& all, const Sequence& sequence) {
-    return sequence.number == all.options.num_sequences;
+template <class Arguments> inline bool is_none(const Arguments& args, const Sequence& sequence) {
+    return sequence.number == args.options.num_sequences;
 }
 
 // Of slots of queries, or of keys. By a whole warp, which looks at 32 offsets at a time.
 template <bool OF_KEYS, class Arguments>
-inline Sequence sequence_of_slot(const Arguments& all, int slot, int block) {
-    const Offsets of_q = query_offsets(all), of_k = key_offsets(all);
+inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
+    const Offsets of_q = query_offsets(args), of_k = key_offsets(args);
     const Offsets of_tiles = OF_KEYS ? of_k : of_q;
-    const int count = all.options.num_sequences;
-    if (static_cast<const FoundSequences*>(all.found)->bad)
+    const int count = args.options.num_sequences;
+    if (static_cast<const FoundSequences*>(args.found)->bad)
         return {count, 0, 0, OF_KEYS ? 0 : of_q.total, OF_KEYS ? of_k.total : 0, 0};
     int low = 0, high = count + 1;                          // it is one of [low, high)
     while (high - low > 1) {
@@ -125,11 +125,11 @@ inline Sequence sequence_of_slot(const Arguments& all, int slot, int block) {
 // The first slot of the sequence of most keys (for tiles of queries) or most queries, or the first
 // after it: its tiles take longest, and the block that comes first takes that slot.
 template <bool OF_KEYS, class Arguments>
-inline int slot_of_longest(const Arguments& all, bool after, int block) {
-    const FoundSequences found = *static_cast<const FoundSequences*>(all.found);
-    if (found.bad || all.options.num_sequences == 0) return 0;
+inline int slot_of_longest(const Arguments& args, bool after, int block) {
+    const FoundSequences found = *static_cast<const FoundSequences*>(args.found);
+    if (found.bad || args.options.num_sequences == 0) return 0;
     const int number = (OF_KEYS ? found.most_queries : found.most_keys) + (after ? 1 : 0);
-    const Offsets offsets = OF_KEYS ? key_offsets(all) : query_offsets(all);
+    const Offsets offsets = OF_KEYS ? key_offsets(args) : query_offsets(args);
     return offsets.at(number) / block + number;
 }
 
@@ -138,9 +138,9 @@ inline int slot_of_longest(const Arguments& all, bool after, int block) {
 struct BlockSequence : Sequence { bool has_tile; };
 
 template <bool OF_KEYS, class Arguments>
-inline auto sequence_of_tile(const Arguments& all, int& tile, int block) {
+inline auto sequence_of_tile(const Arguments& args, int& tile, int block) {
     if constexpr (PACKED) {
-        const Sequence found = sequence_of_slot<OF_KEYS>(all, tile, block);
+        const Sequence found = sequence_of_slot<OF_KEYS>(args, tile, block);
         tile -= found.first_slot;
         const int length = OF_KEYS ? found.seqlen_k : found.seqlen_q;
         return BlockSequence{found, i64(tile) * block < length};
@@ -152,13 +152,13 @@ inline auto sequence_of_tile(const Arguments& all, int& tile, int block) {
 // The same of a block that is `order`-th to start, or with `descending` the num_tiles - 1 -
 // order-th.
 template <bool OF_KEYS, class Arguments>
-inline auto sequence_of_block(const Arguments& all, int& order, int block, bool descending) {
+inline auto sequence_of_block(const Arguments& args, int& order, int block, bool descending) {
     if constexpr (PACKED) {
         const int slots =
-            OF_KEYS ? num_key_tiles(all, block) : num_query_tiles(all, block);
-        order = (order + slot_of_longest<OF_KEYS>(all, descending, block)) % slots;
+            OF_KEYS ? num_key_tiles(args, block) : num_query_tiles(args, block);
+        order = (order + slot_of_longest<OF_KEYS>(args, descending, block)) % slots;
     }
-    return sequence_of_tile<OF_KEYS>(all, order, block);
+    return sequence_of_tile<OF_KEYS>(args, order, block);
 }
 
 template <class T> inline void advance(T*& pointer, i64 elements) {
@@ -197,8 +197,8 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
 // sums_of_tile: floats of the sums of dQ.
 template <class Arguments>
 inline Arguments of_sequence(
-    const Arguments& all, const Sequence& sequence, int block_q, int sums_of_tile = 0) {
-    Arguments own = all;
+    const Arguments& args, const Sequence& sequence, int block_q, int sums_of_tile = 0) {
+    Arguments own = args;
     own.arrays.shape.seqlen_q = sequence.seqlen_q;
     own.arrays.shape.seqlen_k = sequence.seqlen_k;
     own.options.sequence = sequence.number;
@@ -206,7 +206,9 @@ inline Arguments of_sequence(
     return own;
 }
 template <class Arguments>
-inline const Arguments& of_sequence(const Arguments& all, NoSequence, int, int = 0) { return all; }
+inline const Arguments& of_sequence(const Arguments& args, NoSequence, int, int = 0) {
+    return args;
+}
 
 // ---- Blocks that take one tile after another ----
 

@@ -10,7 +10,7 @@ constexpr int CHUNK = 16 / sizeof(Element);                 // numbers of 16 byt
 // lie in different banks.
 constexpr int ROWS_PAD = 4;
 
-template <int ROWS, int COLUMNS, int PAD = ROWS_PAD> struct alignas(16) Tile {
+template <int ROWS, int COLUMNS, int PAD = ROWS_PAD> struct alignas(16) SmemTile {
     static_assert(COLUMNS % CHUNK == 0 && PAD % CHUNK == 0, "whole chunks");
     Element at[ROWS][COLUMNS + PAD];
 };
@@ -48,7 +48,7 @@ __device__ __forceinline__ const Element* head_start(
 // chunks i, i + THREADS and so on, which are of one column if THREADS is a multiple of a row's.
 template <int ROWS, int COLUMNS, int PAD>
 __device__ __forceinline__ void load_tile(
-    Tile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
+    SmemTile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
     int num_columns) {
     constexpr int CHUNKS = COLUMNS / CHUNK, BYTES = sizeof(Element);
     const auto valid = [&](int column) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_tile(
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
 // infinity. Needs the thread's own cp_async_wait, no barrier.
 template <int ROWS, int COLUMNS, int PAD>
-__device__ __forceinline__ bool loaded_nonfinite(const Tile<ROWS, COLUMNS, PAD>& tile) {
+__device__ __forceinline__ bool loaded_nonfinite(const SmemTile<ROWS, COLUMNS, PAD>& tile) {
     constexpr int CHUNKS = COLUMNS / CHUNK;
     bool found = false;
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {

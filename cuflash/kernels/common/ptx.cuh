@@ -342,10 +342,10 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
 // ---- Registers ----
 
 // The warpgroup's threads get more registers, or give some back. PTX ISA: setmaxnreg.
-template <int COUNT> __device__ __forceinline__ void take_registers() {
+template <int COUNT> __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
-template <int COUNT> __device__ __forceinline__ void give_registers() {
+template <int COUNT> __device__ __forceinline__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
 
@@ -434,7 +434,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 
 // To the compiler: d is read and written here. Stands where a product that it thinks done is still
 // writing d, so that nothing that concerns d moves across.
-template <int N> __device__ __forceinline__ void keep_here(float (&d)[N]) {
+template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[N]) {
     #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }

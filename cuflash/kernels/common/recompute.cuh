@@ -13,7 +13,7 @@
 #include "common/packed_sequences.cuh"
 
 // Any row may be such a one: of packed sequences, as a tile reaches into the next one; and where an
-// unseen pair has P = 0 and dS = 0 (dP - delta) as it comes (HIDES_DS, backward_steps.cuh), of
+// unseen pair has P = 0 and dS = 0 (dP - delta) as it comes (MASKS_DS, backward_steps.cuh), of
 // which dP takes V's row and dO's, and may overflow, delta takes O's.
 constexpr bool REACHES_ALL = PACKED || WINDOW || PAIRWISE;
 
@@ -22,29 +22,29 @@ struct OneHead {
     const Shape& shape;
     Mask<CAUSAL, WINDOW> mask;
     Pairs pairs;
-    Steps<float> steps;
+    ScoreMod<float> steps;
     Dropout<float> dropout;
     HeadRows q, dout, out, k, v;
     const float* lse;
     float scale;
-    __device__ __forceinline__ OneHead(const Arguments& all, int batch, int head)
-        : OneHead(all, arrays_of(all), batch, head) {}
+    __device__ __forceinline__ OneHead(const Arguments& args, int batch, int head)
+        : OneHead(args, arrays_of(args), batch, head) {}
     __device__ __forceinline__ OneHead(
-        const Arguments& all, const BackwardArguments& arguments, int batch, int head)
+        const Arguments& args, const BackwardArguments& arguments, int batch, int head)
         : shape(arguments.shape),
-          mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)},
-          pairs(all, batch),
-          steps(all),
-          dropout(all),
+          mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)},
+          pairs(args, batch),
+          steps(args),
+          dropout(args),
           q(arguments.q, arguments.q_stride, batch, head),
           dout(arguments.dout, arguments.dout_stride, batch, head),
           out(arguments.out, arguments.out_stride, batch, head),
           k(arguments.k, arguments.k_stride, batch, head / group_size()),
           v(arguments.v, arguments.v_stride, batch, head / group_size()),
           lse(static_cast<const float*>(arguments.lse)
-              + (static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(all)),
+              + (static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(args)),
           scale(static_cast<float>(arguments.scale)) {
-        steps.set_head(all, batch, head);
+        steps.set_head(args, batch, head);
         pairs.set_head(head);
         dropout.set_head(batch, head);
     }
@@ -124,11 +124,11 @@ __device__ __forceinline__ bool has_nonfinite(const HeadRows& rows, int token, i
 }
 
 // dQ: what may have reached it are keys that it does not see, of key tiles that its tile sees.
-__device__ __forceinline__ void repair_query(
-    const Arguments& all, int batch, int head, int query) {
-    const BackwardArguments& arguments = arrays_of(all);
+__device__ __forceinline__ void recompute_query(
+    const Arguments& args, int batch, int head, int query) {
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
-    const OneHead one(all, batch, head);
+    const OneHead one(args, batch, head);
     const HeadRows dq(arguments.dq, arguments.dq_stride, batch, head);
     const KeyTiles tiles = one.mask.key_tiles(query / BLOCK_Q * BLOCK_Q, BLOCK_Q, BLOCK_K);
     const int taken = min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
@@ -143,12 +143,12 @@ __device__ __forceinline__ void repair_query(
 }
 
 // dV and dK: queries that do not see the key, of query tiles that see its tile.
-__device__ __forceinline__ void repair_key(
-    const Arguments& all, int batch, int kv_head, int key) {
-    const BackwardArguments& arguments = arrays_of(all);
+__device__ __forceinline__ void recompute_key(
+    const Arguments& args, int batch, int kv_head, int key) {
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const Mask<CAUSAL, WINDOW> mask{
-        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+        shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     const int first_head = kv_head * group_size;
     const int first = mask.first_query(key), end = mask.end_query(key);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void repair_key(
     const int first_taken = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K).first * BLOCK_Q;
     bool of_v = REACHES_ALL, of_k = REACHES_ALL;
     for (int head = first_head; !REACHES_ALL && head < first_head + group_size; ++head) {
-        const OneHead one(all, batch, head);
+        const OneHead one(args, batch, head);
         const auto seen = [&](int query) { return one.visible(query, key); };
         of_v |= has_nonfinite(one.dout, first_taken, shape.seqlen_q, shape.head_dim_v, seen);
         of_k |= has_nonfinite(one.q, first_taken, shape.seqlen_q, shape.head_dim, seen);
@@ -166,7 +166,7 @@ __device__ __forceinline__ void repair_key(
     if (of_v && has_nonfinite(dv, key, shape.head_dim_v)) {
         RowSum<HEAD_DIM_V> sum;
         for (int head = first_head; head < first_head + group_size; ++head) {
-            const OneHead one(all, batch, head);
+            const OneHead one(args, batch, head);
             for (int query = first; query < end; ++query)
                 if (one.visible(query, key)
                     && !sum.add(one.pz(query, key), one.dout, query, shape.head_dim_v)) break;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void repair_key(
     if (of_k && has_nonfinite(dk, key, shape.head_dim)) {
         RowSum<HEAD_DIM> sum;
         for (int head = first_head; head < first_head + group_size; ++head) {
-            const OneHead one(all, batch, head);
+            const OneHead one(args, batch, head);
             for (int query = first; query < end; ++query)
                 if (one.visible(query, key)
                     && !sum.add(one.scaled_ds(query, key), one.q, query, shape.head_dim)) break;

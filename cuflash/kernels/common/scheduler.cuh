@@ -5,9 +5,9 @@
 #pragma once
 #include "common/types.cuh"
 
-struct TileOfHead { int tile, head, batch; };
+struct TileCoord { int tile, head, batch; };
 
-inline TileOfHead tile_of_block(
+inline TileCoord tile_of_block(
     int block, int num_tiles, int num_heads, int batch, Schedule schedule) {
     const int section_blocks = schedule.heads_per_section * num_tiles;
     const int section = block / section_blocks, rest = block % section_blocks;
@@ -19,9 +19,9 @@ inline TileOfHead tile_of_block(
 
 // The same where an order was found in which tiles of all batches are taken: their numbers, batch
 // by batch. Sections are of heads, and the first tile of the order comes first of each of them.
-inline TileOfHead tile_in_order(
+inline TileCoord tile_in_order(
     int block, const int* order, int num_tiles, int num_heads, int batch, Schedule schedule) {
-    const TileOfHead where = tile_of_block(block, batch * num_tiles, num_heads, 1, schedule);
+    const TileCoord where = tile_of_block(block, batch * num_tiles, num_heads, 1, schedule);
     const int number = order[where.tile];
     return {number % num_tiles, where.head, number / num_tiles};
 }
@@ -32,24 +32,24 @@ inline TileOfHead tile_in_order(
 // A pair is a head's longest tile and its shortest, its second longest and its second shortest, and
 // so on: where tile i is longer than tile i - 1 by always as much, all pairs take as long. After
 // them come the single tiles, as those of odd numbers' middles.
-struct TileWalk {
-    const Deal& deal;
+struct StaticScheduler {
+    const StaticSchedule& work_items;
     int num_heads;
     int half_item = 2 * blockIdx.x;     // 2 i, then 2 i + 1, of pairs i; then 2 i of single tiles i
 
     // The next tile, or a tile of -1 after the last.
-    __device__ __forceinline__ TileOfHead next() {
+    __device__ __forceinline__ TileCoord next() {
         int item = half_item / 2, tile, head;
-        if (item < deal.paired_items) {
+        if (item < work_items.paired_items) {
             const bool second = half_item % 2 != 0;
-            head = item / deal.pairs;
-            tile = item % deal.pairs;
-            if (!second) tile = 2 * deal.pairs + deal.singles - 1 - tile;
+            head = item / work_items.pairs;
+            tile = item % work_items.pairs;
+            if (!second) tile = 2 * work_items.pairs + work_items.singles - 1 - tile;
             half_item += second ? 2 * gridDim.x - 1 : 1;
-        } else if (item < deal.items) {
-            item -= deal.paired_items;
-            head = item / deal.singles;
-            tile = deal.pairs + deal.singles - 1 - item % deal.singles;
+        } else if (item < work_items.items) {
+            item -= work_items.paired_items;
+            head = item / work_items.singles;
+            tile = work_items.pairs + work_items.singles - 1 - item % work_items.singles;
             half_item += 2 * gridDim.x;
         } else {
             return {-1, 0, 0};
@@ -64,22 +64,22 @@ struct TileWalk {
 // of items goes to the blocks in the reverse order of the round before, so that who got more gets
 // less: the longest block then works for 2 % longer than the mean, with pairs as above for 5 to 8
 // %. (With a left bound alone tiles get shorter instead: the longest come last.)
-struct EvenWalk {
-    const Deal& deal;                   // without pairs
+struct BalancedScheduler {
+    const StaticSchedule& work_items;                   // without pairs
     Schedule schedule;
     int num_heads, batch, shorter, round = 0;
 
-    __device__ __forceinline__ TileOfHead next() {
+    __device__ __forceinline__ TileCoord next() {
         const int block = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
         const int item = round * gridDim.x + block;
         ++round;
-        if (item >= deal.items) return {-1, 0, 0};
-        const int even = deal.singles - shorter, even_items = even * num_heads * batch;
+        if (item >= work_items.items) return {-1, 0, 0};
+        const int even = work_items.singles - shorter, even_items = even * num_heads * batch;
         if (item < even_items) {
             const int head = item / even;
-            return {deal.singles - 1 - item % even, head % num_heads, head / num_heads};
+            return {work_items.singles - 1 - item % even, head % num_heads, head / num_heads};
         }
-        TileOfHead where = tile_of_block(item - even_items, shorter, num_heads, batch, schedule);
+        TileCoord where = tile_of_block(item - even_items, shorter, num_heads, batch, schedule);
         where.tile = shorter - 1 - where.tile;
         return where;
     }

@@ -11,7 +11,7 @@ constexpr int PANEL_COLUMNS = 64, PANEL_ROW_BYTES = 128, CHUNK_BYTES = 16, CHUNK
 
 constexpr int num_panels(int columns) { return (columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
-template <int ROWS, int COLUMNS> struct alignas(1024) Tile {
+template <int ROWS, int COLUMNS> struct alignas(1024) SmemTile {
     static constexpr int PANEL_BYTES = ROWS * PANEL_ROW_BYTES;
     unsigned char bytes[num_panels(COLUMNS) * PANEL_BYTES];
 };
@@ -62,7 +62,7 @@ template <int ROWS, int COLUMNS, int THREADS, Missing MISSING>
 __device__ __forceinline__ void load_tile(
     u32 tile, const u16* from, i64 stride, int num_rows, int num_columns) {
     constexpr int ROWS_AT_ONCE = THREADS / 8;
-    static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread are swizzled alike");
+    static_assert(ROWS_AT_ONCE % 8 == 0, "args rows of a thread are swizzled alike");
     static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread loads as many rows");
     const int thread_row = threadIdx.x / 8, thread_column = threadIdx.x % 8 * CHUNK_ELEMENTS;
     const u32 to = tile + tile_offset<ROWS>(thread_row, thread_column);

@@ -15,22 +15,22 @@ struct TilePair {
     using Real = Accumulator<Element>;
     Mask<CAUSAL, WINDOW> mask;
     int q_start, k_start;
-    Steps<Real> steps;
+    ScoreMod<Real> steps;
     Pairs pairs;
     Dropout<Real> dropout;
     BiasGradient dbias;
 
     // Of a key tile; set_head() and q_start say the rest.
-    __device__ __forceinline__ TilePair(const Arguments& all, int batch, int k_tile)
-        : mask{arrays_of(all).shape.seqlen_q, arrays_of(all).shape.seqlen_k,
-               window_of<WINDOW>(all)},
-          q_start(0), k_start(k_tile * BLOCK_K), steps(all), pairs(all, batch), dropout(all) {}
+    __device__ __forceinline__ TilePair(const Arguments& args, int batch, int k_tile)
+        : mask{arrays_of(args).shape.seqlen_q, arrays_of(args).shape.seqlen_k,
+               window_of<WINDOW>(args)},
+          q_start(0), k_start(k_tile * BLOCK_K), steps(args), pairs(args, batch), dropout(args) {}
 
-    __device__ __forceinline__ void set_head(const Arguments& all, int batch, int head) {
-        steps.set_head(all, batch, head);
+    __device__ __forceinline__ void set_head(const Arguments& args, int batch, int head) {
+        steps.set_head(args, batch, head);
         pairs.set_head(head);
         dropout.set_head(batch, head);
-        dbias.set_head(all, batch, head);
+        dbias.set_head(args, batch, head);
     }
 
     // Query i and key j of the tiles; a query past the end is none.

@@ -27,7 +27,7 @@ struct Schedule { int heads_per_section; };
 
 // How tiles are dealt to blocks that take one after another: scheduler.cuh. A head has so many
 // pairs of tiles and single tiles, all heads together so many items, pairs and single tiles.
-struct Deal { int pairs, singles, paired_items, items; };
+struct StaticSchedule { int pairs, singles, paired_items, items; };
 
 // lse and delta are contiguous (batch, num_heads_q, seqlen_q) arrays of Accumulator<Element>.
 struct ForwardArguments {
@@ -124,7 +124,7 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 struct ForwardWgmmaArguments {
     TensorMap q_map, k_map, v_map, out_map;
     ForwardArguments arrays;
-    Deal deal;
+    StaticSchedule work_items;
 };
 
 struct ForwardWgmmaOptionsArguments {
@@ -141,7 +141,7 @@ struct ForwardWgmmaOptionsArguments {
     void* found;
     ForwardArguments arrays;
     OptionNumbers options;
-    Deal deal;
+    StaticSchedule work_items;
 };
 
 // The maps of q and dout have boxes of 64 columns and a query tile's rows, those of k and v a key

@@ -1,15 +1,15 @@
 // dQ from its sums: scales by the softmax scale, rounds, and puts every element in its place.
 //
 // Runs after sm80/backward.cu or sm90/backward.cu, which add to the sums in the order of their
-// fragments (dq_accum.cuh). After the latter it also REPAIRS rows (recompute.cuh).
+// fragments (dq_accum.cuh). After the latter it also RECOMPUTES rows (recompute.cuh).
 //
 // Grid: one block a tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
-// and, if it REPAIRS, then one a tile of BLOCK_K keys of one key head, in the same order.
+// and, if it RECOMPUTES, then one a tile of BLOCK_K keys of one key head, in the same order.
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
 // Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the kernel before;
-// Arguments and the options; REPAIRS, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
+// Arguments and the options; RECOMPUTES, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
 // SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).
@@ -22,10 +22,10 @@
 
 // Windows and segments leave little else to do, so it is to keep memory busy: with three blocks a
 // multiprocessor it takes 52 us instead of 58 for 16,384 tokens of 16 heads. Repairs spill then.
-constexpr int BLOCKS_PER_SM = WINDOW || SEGMENTS ? 3 : 0;      // 0: as many as there are
+constexpr int BLOCKS_PER_SM = WINDOW || SEGMENTS ? 3 : 0;   // 0: as many as there are
 
 struct SharedPlan {
-    Tile<BLOCK_Q, HEAD_DIM> dq;
+    SmemTile<BLOCK_Q, HEAD_DIM> dq;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -35,13 +35,13 @@ __device__ __forceinline__ void repair_keys(const Arguments& whole, int number) 
     int tile = number % tiles;
     const int pair = number / tiles, num_heads = arrays_of(whole).shape.num_heads_kv;
     const int head = pair % num_heads, batch = pair / num_heads;
-    if (*doubtful_key_tile(whole, {tile, head, batch}) == 0) return;
+    if (*recompute_flag(whole, {tile, head, batch}) == 0) return;
     const auto sequence = sequence_of_tile<true>(whole, tile, BLOCK_K);
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const Shape& shape = arrays_of(all).shape;
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const Shape& shape = arrays_of(args).shape;
     const int end = min((tile + 1) * BLOCK_K, shape.seqlen_k);
     for (int key = tile * BLOCK_K + threadIdx.x / 32; key < end; key += NUM_WARPS)
-        repair_key(all, batch, head, key);
+        recompute_key(args, batch, head, key);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -52,16 +52,16 @@ backward_dq(const __grid_constant__ Arguments whole) {
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     int tile = blockIdx.x % num_q_tiles;
     const int pair = blockIdx.x / num_q_tiles;
-    if (REPAIRS && PACKED && pair >= arrays_of(whole).shape.num_heads_q)
+    if (RECOMPUTES && PACKED && pair >= arrays_of(whole).shape.num_heads_q)
         return repair_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
     const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
-    const BackwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
-    if (REPAIRS && !PACKED && batch >= shape.batch)
-        return repair_keys(all, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
+    if (RECOMPUTES && !PACKED && batch >= shape.batch)
+        return repair_keys(args, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
     const float* sums =
         dq_sum_tile(arguments.dq_sum, PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x)
         + dq_sum_first(threadIdx.x);
@@ -78,7 +78,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
             dq[m][n][1] = sum.y * scale;
             dq[m][n][2] = sum.z * scale;
             dq[m][n][3] = sum.w * scale;
-            if (REPAIRS)
+            if (RECOMPUTES)
                 #pragma unroll
                 for (int i = 0; i < 4; ++i) finite &= !is_nonfinite(dq[m][n][i]);
         }
@@ -95,10 +95,10 @@ backward_dq(const __grid_constant__ Arguments whole) {
         dq_tile, 0, rows, stride.token, shape.seqlen_q - tile * BLOCK_Q, shape.head_dim,
         rows_aligned(arguments.dq, stride), threadIdx.x);
 
-    if (REPAIRS && doubtful) {
+    if (RECOMPUTES && doubtful) {
         __syncthreads();
         const int end = min((tile + 1) * BLOCK_Q, shape.seqlen_q);
         for (int query = tile * BLOCK_Q + threadIdx.x / 32; query < end; query += NUM_WARPS)
-            repair_query(all, batch, head, query);
+            recompute_query(args, batch, head, query);
     }
 }

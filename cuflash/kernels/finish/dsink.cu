@@ -34,18 +34,18 @@ inline Real delta_of(const BackwardArguments& arguments, i64 pair, int row) {
 }
 
 // The thread's part of the sum where rows stand in slots of packed sequences: a warp a slot.
-inline double sum_of_slots(const Arguments& all, int head, Real sink) {
-    const BackwardArguments& arguments = all.arrays;
-    const int slots = num_query_tiles(all, BLOCK_Q);
+inline double sum_of_slots(const Arguments& args, int head, Real sink) {
+    const BackwardArguments& arguments = args.arrays;
+    const int slots = num_query_tiles(args, BLOCK_Q);
     double sum = 0;
     for (int slot = threadIdx.x / 32; slot < slots; slot += NUM_THREADS / 32) {
         int tile = slot;
-        const auto sequence = sequence_of_tile<false>(all, tile, BLOCK_Q);
-        const int end = min(seqlen_q_of(all, sequence), (tile + 1) * BLOCK_Q);
+        const auto sequence = sequence_of_tile<false>(args, tile, BLOCK_Q);
+        const int end = min(seqlen_q_of(args, sequence), (tile + 1) * BLOCK_Q);
         const QueryRows& rows =
             static_cast<const QueryRows*>(arguments.delta)[i64(head) * slots + slot];
         const Real* lse = static_cast<const Real*>(arguments.lse)
-                        + i64(head) * rows_of_head(all) + sequence.first_q;
+                        + i64(head) * rows_of_head(args) + sequence.first_q;
         for (int row = tile * BLOCK_Q + threadIdx.x % 32; row < end; row += 32)
             if (lse[row] != -Real(__int_as_float(0x7F800000)))
                 sum -= exp(sink - lse[row]) * rows.delta[row % BLOCK_Q];
@@ -54,18 +54,18 @@ inline double sum_of_slots(const Arguments& all, int head, Real sink) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_sink(const __grid_constant__ Arguments all) {
+backward_sink(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     double (&sums)[NUM_THREADS] = reinterpret_cast<SharedPlan*>(shared_bytes)->sums;
-    const BackwardArguments& arguments = all.arrays;
+    const BackwardArguments& arguments = args.arrays;
     const Shape& shape = arguments.shape;
     const int head = blockIdx.x, thread = threadIdx.x;
-    const Real sink = static_cast<const Real*>(all.sink)[head * all.options.sink_stride];
+    const Real sink = static_cast<const Real*>(args.sink)[head * args.options.sink_stride];
     const Real infinite = static_cast<Real>(__int_as_float(0x7F800000));
     const bool weightless = sink == -infinite;
 
     double sum = 0;
-    if (PACKED && IN_TILES && !weightless) sum = sum_of_slots(all, head, sink);
+    if (PACKED && IN_TILES && !weightless) sum = sum_of_slots(args, head, sink);
     for (int batch = 0; !(PACKED && IN_TILES) && batch < shape.batch; ++batch) {
         const i64 pair = i64(batch) * shape.num_heads_q + head;
         const Real* lse = static_cast<const Real*>(arguments.lse) + pair * shape.seqlen_q;
@@ -78,5 +78,5 @@ backward_sink(const __grid_constant__ Arguments all) {
         __syncthreads();
         if (thread < half) sums[thread] += sums[thread + half];
     }
-    if (thread == 0) static_cast<Real*>(all.dsink)[head] = static_cast<Real>(sums[0]);
+    if (thread == 0) static_cast<Real*>(args.dsink)[head] = static_cast<Real>(sums[0]);
 }

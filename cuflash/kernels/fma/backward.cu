@@ -36,10 +36,10 @@
 #include "common/dq_semaphore.cuh"
 
 struct SharedPlan {
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V> v;
-    Tile<BLOCK_Q, HEAD_DIM> q;
-    Tile<BLOCK_Q, HEAD_DIM_V> dout;
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
+    SmemTile<BLOCK_Q, HEAD_DIM> q;
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout;
     WeightTile<BLOCK_Q, BLOCK_K> weights;
     float lse[BLOCK_Q], delta[BLOCK_Q];
 };
@@ -66,10 +66,10 @@ using KeyGrid = WarpGrid<BLOCK_K, HEAD_DIM, GRADIENT_WARPS_K>;          // dK
 using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;      // dV
 using Scores = ScoreGrid::Sums;
 
-static_assert(QueryGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dQ are chunks of all lanes");
-static_assert(KeyGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dK are chunks of all lanes");
-static_assert(ValueGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dV are chunks of all lanes");
-static_assert(KeyGrid::WARP_ROWS % 16 == 0, "a warp's keys are chunks of all lanes");
+static_assert(QueryGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dQ are chunks of args lanes");
+static_assert(KeyGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dK are chunks of args lanes");
+static_assert(ValueGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dV are chunks of args lanes");
+static_assert(KeyGrid::WARP_ROWS % 16 == 0, "a warp's keys are chunks of args lanes");
 
 // P = exp(scale S - lse) and dS = scale P (dP - delta), in the places of S and dP; 0 for pairs that
 // do not count. With dropout P becomes that of dV, and dP Z is in place of dP.
@@ -147,7 +147,7 @@ __device__ __forceinline__ void add_to_dq(
 // Stores the lane's chunks of dK or dV.
 template <class Grid>
 __device__ __forceinline__ void store_gradient(
-    const typename Grid::Sums& sums, void* target, const Strides& stride, TileOfHead where,
+    const typename Grid::Sums& sums, void* target, const Strides& stride, TileCoord where,
     int seqlen, int num_columns) {
     const bool aligned = rows_aligned(target, stride);
     float* rows = static_cast<float*>(target) + where.batch * stride.batch
@@ -177,15 +177,15 @@ backward_fma(const __grid_constant__ Arguments whole) {
     const int num_k_tiles = num_key_tiles(whole, BLOCK_K);
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     const int group_size = grid.num_heads_q / grid.num_heads_kv;
-    TileOfHead where = tile_of_block(
+    TileCoord where = tile_of_block(
         number_of_block(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
         grid.batch, arrays_of(whole).schedule);
     const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const BackwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
-    TilePair at(all, where.batch, where.tile);
+    TilePair at(args, where.batch, where.tile);
     const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
     const auto after = [&](int tile) {
         return at.pairs.query_tile_after(tile, where.tile, tiles.end);
@@ -200,7 +200,7 @@ backward_fma(const __grid_constant__ Arguments whole) {
             const int start = tile * BLOCK_Q, num_rows = shape.seqlen_q - start;
             const i64 stride = arguments.dout_stride.token;
             const i64 row =
-                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * rows_of_head(all)
+                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * rows_of_head(args)
                 + start;
             load_tile(shared.dout,
                       head_start(arguments.dout, arguments.dout_stride, where.batch, head)
@@ -275,14 +275,14 @@ backward_fma(const __grid_constant__ Arguments whole) {
                 return at.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
             },
             k_nonfinite);
-        int* turn = turn_of_query_tile(
+        int* turn = dq_semaphore(
             arguments.turns,
             (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile);
         // Turns are counted from the first key tile that visits the query tile.
         const int own_turn = DETERMINISTIC && (WINDOW || SEGMENTS)
             ? at.pairs.key_tiles_before(tile, where.tile, at.mask.first_key(at.q_start) / BLOCK_K)
             : where.tile;
-        if (DETERMINISTIC) wait_for_turn(turn, own_turn);
+        if (DETERMINISTIC) semaphore_wait(turn, own_turn);
         add_to_dq(arguments, where.batch, head, at.q_start, dq);
         if (DETERMINISTIC) pass_turn(turn, own_turn);
         add_weighted_rows_transposed<MASKED>(
@@ -309,7 +309,7 @@ backward_fma(const __grid_constant__ Arguments whole) {
             k_nonfinite = barrier_or_nonfinite<true>(shared.k);
         }
         for (int head = first_head; head < end_head; ++head) {
-            at.set_head(all, where.batch, head);
+            at.set_head(args, where.batch, head);
             for (int tile = first_tile; tile < tiles.end; tile = after(tile))
                 if (at.full(tiles, tile)) step(Bool<false>{}, head, tile);
                 else step(Bool<true>{}, head, tile);

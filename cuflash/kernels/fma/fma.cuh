@@ -76,8 +76,8 @@ __device__ __forceinline__ void find_kept(
 // the order of d: forward and backward get the same scores to the last bit.
 template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void row_products(
-    float (&s)[M][N], const Tile<A_ROWS, COLUMNS>& a, int first_row,
-    const Tile<B_ROWS, COLUMNS>& b, int first_column) {
+    float (&s)[M][N], const SmemTile<A_ROWS, COLUMNS>& a, int first_row,
+    const SmemTile<B_ROWS, COLUMNS>& b, int first_column) {
     set_zero(s);
     const float* rows = a.at[first_row + lane_row()];
     const float* others = b.at[first_column + lane_column()];
@@ -102,7 +102,7 @@ __device__ __forceinline__ void row_products(
 // A barrier. Where it decides how weighted rows of the tile are added (below), also whether one of
 // its threads has loaded a NaN or an infinity.
 template <bool MASKED, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool barrier_or_nonfinite(const Tile<ROWS, COLUMNS>& tile) {
+__device__ __forceinline__ bool barrier_or_nonfinite(const SmemTile<ROWS, COLUMNS>& tile) {
     if constexpr (MASKED && PAIRWISE) {
         return __syncthreads_or(loaded_nonfinite(tile));
     } else {
@@ -116,7 +116,7 @@ __device__ __forceinline__ bool barrier_or_nonfinite(const Tile<ROWS, COLUMNS>& 
 // part at all, as 0 * NaN is NaN; asked if MASKED and, where that takes long, b is `nonfinite`.
 template <bool MASKED, int K, int M, int N, int PITCH, int B_ROWS, int COLUMNS, class F>
 __device__ __forceinline__ void add_weighted_rows(
-    float (&sum)[M][N], const float (*weights)[PITCH], const Tile<B_ROWS, COLUMNS>& b,
+    float (&sum)[M][N], const float (*weights)[PITCH], const SmemTile<B_ROWS, COLUMNS>& b,
     int first_k, int first_column, F takes, bool nonfinite) {
     if (MASKED && PAIRWISE && !nonfinite)
         return add_weighted_rows<false, K>(sum, weights, b, first_k, first_column, takes, false);
@@ -149,7 +149,8 @@ __device__ __forceinline__ void add_weighted_rows(
 // takes(i, k) and `nonfinite`: as above.
 template <bool MASKED, int K, int M, int N, int PITCH, int COLUMNS, class F>
 __device__ __forceinline__ void add_weighted_rows_transposed(
-    float (&sum)[M][N], const float (&weights)[K][PITCH], int first_row, const Tile<K, COLUMNS>& b,
+    float (&sum)[M][N], const float (&weights)[K][PITCH], int first_row,
+    const SmemTile<K, COLUMNS>& b,
     int first_column, F takes, bool nonfinite) {
     if (MASKED && PAIRWISE && !nonfinite)
         return add_weighted_rows_transposed<false>(

@@ -38,9 +38,9 @@ static_assert(BLOCK_K % WEIGHT_KEYS == 0, "weights change hands so many at a tim
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 struct SharedPlan {
-    Tile<BLOCK_Q, HEAD_DIM> q;
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V> v;
+    SmemTile<BLOCK_Q, HEAD_DIM> q;
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
     WeightTile<BLOCK_Q, WEIGHT_KEYS> p;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -92,9 +92,9 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
     }
 }
 
-// The scores of products; see Steps. The lane's first are of that query and that key.
+// The scores of products; see ScoreMod. The lane's first are of that query and that key.
 __device__ __forceinline__ void apply_steps(
-    Scores& s, const Steps<float>& steps, int first_query, int first_key, int shift) {
+    Scores& s, const ScoreMod<float>& steps, int first_query, int first_key, int shift) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
@@ -120,8 +120,8 @@ __device__ __forceinline__ void apply_dropout(
 // O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. A sink takes part in
 // l.
 __device__ __forceinline__ void store(
-    const Arguments& all, TileOfHead where, int first_query, Output& acc, const Rows& state) {
-    const ForwardArguments& arguments = arrays_of(all);
+    const Arguments& args, TileCoord where, int first_query, Output& acc, const Rows& state) {
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const Strides os = arguments.out_stride;
     const bool aligned = rows_aligned(arguments.out, os);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void store(
         if constexpr (SINK) {
             const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
             const WithSink<float> row_with_sink(
-                m == -infinity() ? m : m * scale, l, sink_of<float>(all, where.head));
+                m == -infinity() ? m : m * scale, l, sink_of<float>(args, where.head));
             m = row_with_sink.top;
             l = row_with_sink.sum;
             rescale = row_with_sink.rescale;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store(
         if (arguments.lse != nullptr && lane_column() == 0) {
             const float scale = LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
             const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-            static_cast<float*>(arguments.lse)[head * rows_of_head(all) + query] =
+            static_cast<float*>(arguments.lse)[head * rows_of_head(args) + query] =
                 lse_of_row(m * scale, l);
         }
     }
@@ -159,11 +159,11 @@ __device__ __forceinline__ void store(
 
 // The block's tile; the last tiles, which see the most keys, come first. Computed at the start and
 // again at the end: that costs a few divisions and saves registers in between.
-__device__ __forceinline__ TileOfHead tile_of_this_block(const Arguments& all) {
-    const Shape& shape = arrays_of(all).shape;
-    const int num_tiles = num_query_tiles(all, BLOCK_Q);
-    TileOfHead where = tile_of_block(
-        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(all).schedule);
+__device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& args) {
+    const Shape& shape = arrays_of(args).shape;
+    const int num_tiles = num_query_tiles(args, BLOCK_Q);
+    TileCoord where = tile_of_block(
+        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(args).schedule);
     where.tile = num_tiles - 1 - where.tile;
     return where;
 }
@@ -176,18 +176,18 @@ forward_fma(const __grid_constant__ Arguments whole) {
     // Prologue: which tile; the first Q and K are on their way.
     const Shape& grid = arrays_of(whole).shape;
     Mask<CAUSAL, WINDOW> mask{grid.seqlen_q, grid.seqlen_k, window_of<WINDOW>(whole)};
-    TileOfHead where = tile_of_this_block(whole);
+    TileCoord where = tile_of_this_block(whole);
     const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const ForwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;                   // of PACKED ones the block's own
     if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};
-    Steps<float> steps(all);
-    steps.set_head(all, where.batch, where.head);
-    Pairs pairs(all, where.batch);
+    ScoreMod<float> steps(args);
+    steps.set_head(args, where.batch, where.head);
+    Pairs pairs(args, where.batch);
     pairs.set_head(where.head);
-    Dropout<float> dropout(all);
+    Dropout<float> dropout(args);
     dropout.set_head(where.batch, where.head);
     const int q_start = where.tile * BLOCK_Q;
     const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);

@@ -36,11 +36,11 @@
 #include "common/dq_semaphore.cuh"
 
 struct SharedPlan {
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V> v;
-    Tile<BLOCK_Q, HEAD_DIM> q;
-    Tile<BLOCK_Q, HEAD_DIM_V> dout;
-    Tile<BLOCK_Q, BLOCK_K> weights;
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
+    SmemTile<BLOCK_Q, HEAD_DIM> q;
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout;
+    SmemTile<BLOCK_Q, BLOCK_K> weights;
     Element lse[BLOCK_Q], delta[BLOCK_Q];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_weights(
 // apart.
 template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
 __device__ __forceinline__ void add_product(
-    typename Grid::Sums& d, const SharedPlan& shared, const Tile<K, COLUMNS>& b) {
+    typename Grid::Sums& d, const SharedPlan& shared, const SmemTile<K, COLUMNS>& b) {
     constexpr int M = Grid::M_TILES, N = Grid::N_TILES;
     static_assert(N % CHUNK == 0, "tiles of columns come by CHUNK");
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void add_product(
 // B holds a NaN or an infinity, as 0 * NaN is NaN. Slow, rare.
 template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
 __device__ __forceinline__ void add_visible(
-    typename Grid::Sums& d, const SharedPlan& shared, const Tile<K, COLUMNS>& b,
+    typename Grid::Sums& d, const SharedPlan& shared, const SmemTile<K, COLUMNS>& b,
     const TilePair& at) {
     #pragma unroll 1
     for (int k = 0; k < K; ++k)
@@ -227,7 +227,7 @@ __device__ __forceinline__ void add_visible(
 
 template <class Grid, bool TRANSPOSED, bool MASKED, int K, int COLUMNS>
 __device__ __forceinline__ void gradient_product(
-    typename Grid::Sums& d, const SharedPlan& shared, const Tile<K, COLUMNS>& b,
+    typename Grid::Sums& d, const SharedPlan& shared, const SmemTile<K, COLUMNS>& b,
     const TilePair& at, bool nonfinite) {
     if (MASKED && nonfinite) add_visible<Grid, TRANSPOSED>(d, shared, b, at);
     else add_product<Grid, TRANSPOSED>(d, shared, b);
@@ -300,7 +300,7 @@ __device__ __forceinline__ void add_to_dq(
 // Stores the lane's part of dK or dV.
 template <class Grid>
 __device__ __forceinline__ void store_gradient(
-    const typename Grid::Sums& sums, void* target, const Strides& stride, TileOfHead where,
+    const typename Grid::Sums& sums, void* target, const Strides& stride, TileCoord where,
     int seqlen, int num_columns) {
     const bool aligned = rows_aligned(target, stride);
     Element* rows = static_cast<Element*>(target) + where.batch * stride.batch
@@ -333,16 +333,16 @@ backward_mma8(const __grid_constant__ Arguments whole) {
     const int num_k_tiles = num_key_tiles(whole, BLOCK_K);
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     const int group_size = grid.num_heads_q / grid.num_heads_kv;
-    TileOfHead where = tile_of_block(
+    TileCoord where = tile_of_block(
         number_of_block(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
         grid.batch, arrays_of(whole).schedule);
     const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const BackwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const Element scale = static_cast<Element>(arguments.scale);
-    TilePair at(all, where.batch, where.tile);
+    TilePair at(args, where.batch, where.tile);
     const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
     const auto after = [&](int tile) {                      // the next of those that are visited
         return at.pairs.query_tile_after(tile, where.tile, tiles.end);
@@ -357,7 +357,7 @@ backward_mma8(const __grid_constant__ Arguments whole) {
             const int start = tile * BLOCK_Q, num_rows = shape.seqlen_q - start;
             const i64 stride = arguments.dout_stride.token;
             const i64 row =
-                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * rows_of_head(all)
+                (static_cast<i64>(where.batch) * shape.num_heads_q + head) * rows_of_head(args)
                 + start;
             load_tile(shared.dout,
                       head_start(arguments.dout, arguments.dout_stride, where.batch, head)
@@ -423,7 +423,7 @@ backward_mma8(const __grid_constant__ Arguments whole) {
         QueryGrid::Sums dq;
         set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
         gradient_product<QueryGrid, false, MASKED>(dq, shared, shared.k, at, k_nonfinite);
-        int* turn = turn_of_query_tile(
+        int* turn = dq_semaphore(
             arguments.turns,
             (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile);
         // Turns are counted from the first key tile that visits the query tile.
@@ -431,7 +431,7 @@ backward_mma8(const __grid_constant__ Arguments whole) {
             ? at.pairs.key_tiles_before(
                   tile, where.tile, at.mask.first_key(tile * BLOCK_Q) / BLOCK_K)
             : where.tile;
-        if (DETERMINISTIC) wait_for_turn(turn, own_turn);
+        if (DETERMINISTIC) semaphore_wait(turn, own_turn);
         add_to_dq(arguments, where.batch, head, at.q_start, dq);
         if (DETERMINISTIC) pass_turn(turn, own_turn);
         gradient_product<KeyGrid, true, MASKED>(dk, shared, shared.q, at, q_nonfinite);
@@ -454,7 +454,7 @@ backward_mma8(const __grid_constant__ Arguments whole) {
         cp_async_wait<1>();
         k_nonfinite = __syncthreads_or(loaded_nonfinite(shared.k));
         for (int head = first_head; head < end_head; ++head) {
-            at.set_head(all, where.batch, head);
+            at.set_head(args, where.batch, head);
             for (int tile = first_tile; tile < tiles.end; tile = SEGMENTS ? after(tile) : tile + 1)
                 if (PAIRWISE ? at.full(tiles, tile) : tiles.full(tile))
                     step(Bool<false>{}, head, tile);

@@ -39,9 +39,9 @@ static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles 
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 struct SharedPlan {
-    Tile<BLOCK_Q, HEAD_DIM> q;
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v;
+    SmemTile<BLOCK_Q, HEAD_DIM> q;
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -151,9 +151,9 @@ __device__ __forceinline__ void add_visible_rows(
 
 // O = acc / l and lse = m + log(l); rows that saw no key: 0 and -inf. A sink takes part in l.
 __device__ __forceinline__ void store(
-    const Arguments& all, TileOfHead where, int first_query, const Output& acc,
+    const Arguments& args, TileCoord where, int first_query, const Output& acc,
     const Rows& state) {
-    const ForwardArguments& arguments = arrays_of(all);
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const Strides os = arguments.out_stride;
     const int t = threadIdx.x % 4;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void store(
             if (query >= shape.seqlen_q) continue;
             Element rescale = 1;
             if constexpr (SINK) {
-                const WithSink<Element> row_with_sink(m, l, sink_of<Element>(all, where.head));
+                const WithSink<Element> row_with_sink(m, l, sink_of<Element>(args, where.head));
                 m = row_with_sink.top;
                 l = row_with_sink.sum;
                 rescale = row_with_sink.rescale;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void store(
                 }
             if (arguments.lse != nullptr && t == 0) {
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-                static_cast<Element*>(arguments.lse)[head * rows_of_head(all) + query] =
+                static_cast<Element*>(arguments.lse)[head * rows_of_head(args) + query] =
                     lse_of_row(m, l);
             }
         }
@@ -205,13 +205,13 @@ forward_mma8(const __grid_constant__ Arguments whole) {
     Mask<CAUSAL, WINDOW> mask{grid.seqlen_q, grid.seqlen_k, window_of<WINDOW>(whole)};
     const int num_tiles = PACKED
         ? num_query_tiles(whole, BLOCK_Q) : mask.num_tiles(grid.seqlen_q, BLOCK_Q);
-    TileOfHead where = tile_of_block(
+    TileCoord where = tile_of_block(
         blockIdx.x, num_tiles, grid.num_heads_q, grid.batch, arrays_of(whole).schedule);
     where.tile = num_tiles - 1 - where.tile;
     const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const ForwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     if constexpr (PACKED) {
         mask.seqlen_q = shape.seqlen_q;
@@ -223,11 +223,11 @@ forward_mma8(const __grid_constant__ Arguments whole) {
 
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
-    Steps<Element> steps(all);
-    steps.set_head(all, where.batch, where.head);
-    Pairs pairs(all, where.batch);
+    ScoreMod<Element> steps(args);
+    steps.set_head(args, where.batch, where.head);
+    Pairs pairs(args, where.batch);
     pairs.set_head(where.head);
-    Dropout<Element> dropout(all);
+    Dropout<Element> dropout(args);
     dropout.set_head(where.batch, where.head);
 
     Rows rows;
@@ -319,5 +319,5 @@ forward_mma8(const __grid_constant__ Arguments whole) {
         for (; tile >= 0; --tile) step(Bool<false>{});
     }
 
-    store(all, where, first_query, acc, rows);
+    store(args, where, first_query, acc, rows);
 }

@@ -99,8 +99,8 @@ __device__ __forceinline__ void load_rows(
 // columns. Forward and backward add in the same order and get the same scores to the last bit.
 template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void row_products(
-    Element (&d)[M][N][4], const Tile<A_ROWS, COLUMNS>& a, int first_row,
-    const Tile<B_ROWS, COLUMNS>& b, int first_column) {
+    Element (&d)[M][N][4], const SmemTile<A_ROWS, COLUMNS>& a, int first_row,
+    const SmemTile<B_ROWS, COLUMNS>& b, int first_column) {
     set_zero<M, N>(d);
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const Element* rows = &a.at[first_row + g][t];
@@ -153,7 +153,7 @@ __device__ __forceinline__ void add_chunks(
 template <int M, int KEY_TILES, int N, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_weighted_rows(
     Element (&d)[M][N][4], const Element (&p)[M][KEY_TILES][4],
-    const Tile<ROWS, COLUMNS, VALUES_PAD>& v) {
+    const SmemTile<ROWS, COLUMNS, VALUES_PAD>& v) {
     static_assert(N % CHUNK == 0, "tiles of columns come by CHUNK");
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const auto fragments = [&](Operand (&x)[M][4], int j) {

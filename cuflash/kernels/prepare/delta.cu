@@ -13,10 +13,10 @@
 #include "common/packed_sequences.cuh"
 
 // Zeroes the grid's share of what the main kernel adds to. dQ is contiguous, as a new array.
-inline void clear_sums(const Arguments& all) {
-    const BackwardArguments& arguments = arrays_of(all);
+inline void clear_sums(const Arguments& args) {
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
-    const i64 num_q_tiles = num_query_tiles(all, BLOCK_Q);
+    const i64 num_q_tiles = num_query_tiles(args, BLOCK_Q);
     const i64 heads = i64(shape.batch) * shape.num_heads_q, tiles = num_q_tiles * heads;
     const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
     const i64 threads = i64(gridDim.x) * NUM_THREADS;
@@ -33,9 +33,9 @@ inline void clear_sums(const Arguments& all) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_delta(const __grid_constant__ Arguments all) {
-    const BackwardArguments& arguments = arrays_of(all);
-    if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(all);
+backward_delta(const __grid_constant__ Arguments args) {
+    const BackwardArguments& arguments = arrays_of(args);
+    if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(args);
 
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % LANES;

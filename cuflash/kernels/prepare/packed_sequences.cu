@@ -24,17 +24,17 @@ inline void look(const Offsets& offsets, int i, int most, Longest& longest, bool
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-sequences(const __grid_constant__ Arguments all) {
+sequences(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Longest (&longest)[2][NUM_THREADS] =
         *reinterpret_cast<Longest (*)[2][NUM_THREADS]>(shared_bytes);
-    const Offsets of_q = query_offsets(all), of_k = key_offsets(all);
+    const Offsets of_q = query_offsets(args), of_k = key_offsets(args);
     const int thread = threadIdx.x;
     Longest q = {0, 0}, k = {0, 0};
     bool bad = false;
-    for (int i = thread; i <= all.options.num_sequences; i += NUM_THREADS) {
-        look(of_q, i, all.options.max_seqlen_q, q, bad);
-        look(of_k, i, all.options.max_seqlen_k, k, bad);
+    for (int i = thread; i <= args.options.num_sequences; i += NUM_THREADS) {
+        look(of_q, i, args.options.max_seqlen_q, q, bad);
+        look(of_k, i, args.options.max_seqlen_k, k, bad);
     }
     longest[0][thread] = q;
     longest[1][thread] = k;
@@ -46,6 +46,6 @@ sequences(const __grid_constant__ Arguments all) {
         __syncthreads();
     }
     if (thread == 0)
-        *static_cast<FoundSequences*>(all.found) =
+        *static_cast<FoundSequences*>(args.found) =
             {bad, longest[0][0].number, longest[1][0].number, 0};
 }

@@ -23,16 +23,16 @@
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_rows(const __grid_constant__ Arguments all) {
-    const BackwardArguments& arguments = all.arrays;
+backward_rows(const __grid_constant__ Arguments args) {
+    const BackwardArguments& arguments = args.arrays;
     const Shape& shape = arguments.shape;
-    const int num_q_tiles = num_query_tiles(all, BLOCK_Q);
+    const int num_q_tiles = num_query_tiles(args, BLOCK_Q);
     int tile = blockIdx.x % num_q_tiles;
     const int pair = blockIdx.x / num_q_tiles;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
     // Slots without a tile have rows like those past the end: a key tile without queries takes one.
-    const auto sequence = sequence_of_tile<false>(all, tile, BLOCK_Q);
-    const int seqlen_q = seqlen_q_of(all, sequence), first_q = sequence.first_q;
+    const auto sequence = sequence_of_tile<false>(args, tile, BLOCK_Q);
+    const int seqlen_q = seqlen_q_of(args, sequence), first_q = sequence.first_q;
     const int num_rows = min(BLOCK_Q, seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;
     QueryRows& rows = static_cast<QueryRows*>(arguments.delta)[blockIdx.x];
 
@@ -42,7 +42,7 @@ backward_rows(const __grid_constant__ Arguments all) {
     for (int i = thread; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     int* counters = static_cast<int*>(arguments.turns);
-    const i64 num_counters = turns_of_query_tile(all, gridDim.x) - counters;
+    const i64 num_counters = turns_of_query_tile(args, gridDim.x) - counters;
     for (i64 i = blockIdx.x * NUM_THREADS + thread; i < num_counters; i += gridDim.x * NUM_THREADS)
         counters[i] = 0;
 
@@ -55,7 +55,7 @@ backward_rows(const __grid_constant__ Arguments all) {
     if (thread < BLOCK_Q) rows.lse[thread] = huge ? lse : lse * LOG2_E;
     if constexpr (SEGMENTS)
         if (thread < num_rows)
-            rows.set_id(thread, Pairs(all, batch).id_of_query(tile * BLOCK_Q + thread));
+            rows.set_id(thread, Pairs(args, batch).id_of_query(tile * BLOCK_Q + thread));
     if (thread == 0) {
         rows.huge = huge;
         rows.scale = LINEAR ? static_cast<float>(arguments.scale) : 1.0f;

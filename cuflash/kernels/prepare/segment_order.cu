@@ -10,9 +10,11 @@
 // many are some for each multiprocessor, of each head, and what it has last matters little.
 //
 // Grid: one block, after prepare/segment_ranges.cu. Block: NUM_THREADS threads.
-// Constants: Arguments, what it takes; SEGMENTS, KEEP (of pair_mask.cuh), WINDOW, CAUSAL, OF_KEYS,
-// BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES. Shared memory: SharedPlan. Bound by latency: global
-// memory's once, then a few hundred instructions'. These are fetched, too: no long unrolled loops.
+// Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), WINDOW, CAUSAL,
+// OF_KEYS, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES. Shared memory: SharedPlan.
+//
+// Bound by latency: global memory once, then a few hundred instructions, which are fetched too: no
+// long unrolled loops.
 #include "score/pair_mask.cuh"
 #include "common/ptx.cuh"
 
@@ -55,17 +57,17 @@ template <class Part, class Take> inline void for_each_sum(int count, Part part,
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-segment_order(const __grid_constant__ Arguments all) {
+segment_order(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
-    const Shape& shape = arrays_of(all).shape;
-    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const Shape& shape = arrays_of(args).shape;
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
     const int k_tiles = mask.num_tiles(shape.seqlen_k, BLOCK_K);
     const int tiles = OF_KEYS ? k_tiles : q_tiles, count = shape.batch * tiles;
     const i64 num_ranges = i64(shape.batch) * (q_tiles + k_tiles);
     const int thread = threadIdx.x;
-    int* order = order_behind_counter(all);
+    int* order = order_behind_counter(args);
     if (count > NUM_THREADS || num_ranges > MAX_RANGES) {
         #pragma unroll 1
         for (int i = thread; i < count; i += NUM_THREADS)
@@ -75,12 +77,12 @@ segment_order(const __grid_constant__ Arguments all) {
     const u32 ranges = shared_address(shared.ranges);
     #pragma unroll 1
     for (int i = thread; i < 2 * static_cast<int>(num_ranges); i += NUM_THREADS)
-        cp_async_4(ranges + 4 * i, static_cast<const int*>(all.found) + i, 4);
+        cp_async_4(ranges + 4 * i, static_cast<const int*>(args.found) + i, 4);
     cp_async_commit();
     if (thread < count) shared.walks[thread] = walk_of(mask, thread / tiles, thread % tiles);
     cp_async_wait<0>();
     __syncthreads();                                        // all ranges and walks are there
-    Arguments own = all;
+    Arguments own = args;
     own.found = shared.ranges;                              // there Pairs looks
     for_each_sum(count, [&](int number, int lane) {
         const Walk& walk = shared.walks[number];

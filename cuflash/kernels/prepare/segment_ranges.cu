@@ -3,7 +3,7 @@
 // batch by batch, then all key tiles. Behind them, no tile has been taken yet.
 //
 // Grid: a warp a tile. Block: NUM_THREADS threads.
-// Constants: Arguments, what it takes; SEGMENTS, KEEP (of pair_mask.cuh), BLOCK_Q, BLOCK_K,
+// Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), BLOCK_Q, BLOCK_K,
 // NUM_THREADS. No shared memory. Bound by memory: 4 bytes a token.
 #include "score/pair_mask.cuh"
 
@@ -22,8 +22,8 @@ template <class IdOf> inline Range range_of(int first, int end, IdOf id_of) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-segment_ranges(const __grid_constant__ Arguments all) {
-    const Shape& shape = arrays_of(all).shape;
+segment_ranges(const __grid_constant__ Arguments args) {
+    const Shape& shape = arrays_of(args).shape;
     const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
     const int k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
     const i64 first_k = i64(shape.batch) * q_tiles;
@@ -33,12 +33,12 @@ segment_ranges(const __grid_constant__ Arguments all) {
     const i64 rest = of_keys ? number - first_k : number;
     const int tiles = of_keys ? k_tiles : q_tiles, block = of_keys ? BLOCK_K : BLOCK_Q;
     const int batch = rest / tiles, start = rest % tiles * block;
-    if (number == 0 && threadIdx.x == 0) *counter_behind_ranges(all) = 0;
-    const Pairs pairs(all, batch);
+    if (number == 0 && threadIdx.x == 0) *counter_behind_ranges(args) = 0;
+    const Pairs pairs(args, batch);
     const Range range = of_keys
         ? range_of(start, min(start + block, shape.seqlen_k),
                    [&](int token) { return pairs.id_of_key(token); })
         : range_of(start, min(start + block, shape.seqlen_q),
                    [&](int token) { return pairs.id_of_query(token); });
-    if (threadIdx.x % 32 == 0) static_cast<Range*>(all.found)[number] = range;
+    if (threadIdx.x % 32 == 0) static_cast<Range*>(args.found)[number] = range;
 }

@@ -1,15 +1,15 @@
 // Pairs that a call hides besides those past the bounds of mask.cuh: by segment ids (SEGMENTS), of
-// which only equal ones see each other, and by a boolean mask (KEEP).
+// which only equal ones see each other, and by a boolean mask (HAS_MASK).
 //
 // What prepare/segment_ranges.cu found of each tile, the smallest and the largest of its ids,
 // answers for a whole tile of pairs. Of a mask nothing is known before: it may hide part of any
 // tile.
 //
-// Constants: Arguments, SEGMENTS, KEEP, BLOCK_Q, BLOCK_K.
+// Constants: Arguments, SEGMENTS, HAS_MASK, BLOCK_Q, BLOCK_K.
 #pragma once
 #include "common/mask.cuh"
 
-constexpr bool PAIRWISE = SEGMENTS || KEEP;                 // whether pairs are asked one by one
+constexpr bool PAIRWISE = SEGMENTS || HAS_MASK;             // whether pairs are asked one by one
 
 enum class Visibility { NONE, PARTLY, ALL };
 
@@ -20,27 +20,27 @@ inline bool are_apart(Range a, Range b) { return a.high < b.low || b.high < a.lo
 
 // One head's. What it reads is found anew each time: that takes no registers in between.
 template <class Arguments> struct PairsOf {
-    const Arguments& all;
+    const Arguments& args;
     int batch, head = 0;
 
-    PairsOf(const Arguments& all, int batch) : all(all), batch(batch) {}
+    PairsOf(const Arguments& args, int batch) : args(args), batch(batch) {}
     void set_head(int new_head) {
-        if constexpr (KEEP) head = new_head;
+        if constexpr (HAS_MASK) head = new_head;
     }
 
     int id_of_query(int query) const {
-        const TokenStrides& stride = all.options.ids_q_stride;
-        return static_cast<const int*>(all.segment_ids_q)[
+        const TokenStrides& stride = args.options.ids_q_stride;
+        return static_cast<const int*>(args.segment_ids_q)[
             batch * stride.batch + query * stride.token];
     }
     int id_of_key(int key) const {
-        const TokenStrides& stride = all.options.ids_k_stride;
-        return static_cast<const int*>(all.segment_ids_k)[
+        const TokenStrides& stride = args.options.ids_k_stride;
+        return static_cast<const int*>(args.segment_ids_k)[
             batch * stride.batch + key * stride.token];
     }
     const unsigned char* byte_of(int query, int key) const {
-        const PairStrides& stride = all.options.mask_stride;
-        return static_cast<const unsigned char*>(all.mask)
+        const PairStrides& stride = args.options.mask_stride;
+        return static_cast<const unsigned char*>(args.mask)
              + batch * stride.batch + head * stride.head
              + query * stride.query + key * stride.key;
     }
@@ -50,8 +50,8 @@ template <class Arguments> struct PairsOf {
     // that the array lacks, that of another. IN_WORDS: with has_words().
     template <bool IN_WORDS> u32 keeps_of_four(int query, int key) const {
         u32 bits = 0;
-        if constexpr (KEEP) {
-            const Shape& shape = arrays_of(all).shape;
+        if constexpr (HAS_MASK) {
+            const Shape& shape = arrays_of(args).shape;
             const int own_query = min(query, shape.seqlen_q - 1);
             if constexpr (IN_WORDS) {
                 // A byte's upper bit becomes whether it is not 0; the product brings those of all
@@ -69,9 +69,9 @@ template <class Arguments> struct PairsOf {
     }
     // Whether bytes of four keys, from a multiple of 4 on and up to `end`, are a word of memory.
     bool has_words(int end) const {
-        if constexpr (KEEP) {
-            const PairStrides& stride = all.options.mask_stride;
-            return stride.key == 1 && stride.query % 4 == 0 && end <= arrays_of(all).shape.seqlen_k
+        if constexpr (HAS_MASK) {
+            const PairStrides& stride = args.options.mask_stride;
+            return stride.key == 1 && stride.query % 4 == 0 && end <= arrays_of(args).shape.seqlen_k
                 && reinterpret_cast<u64>(byte_of(0, 0)) % 4 == 0;
         } else {
             return false;
@@ -82,22 +82,22 @@ template <class Arguments> struct PairsOf {
     bool visible(int query, int key) const {
         if constexpr (SEGMENTS)
             if (id_of_query(query) != id_of_key(key)) return false;
-        if constexpr (KEEP)
+        if constexpr (HAS_MASK)
             if (!keeps(query, key)) return false;
         return true;
     }
 
     // Of a tile: its segment ids. First come all query tiles, batch by batch.
     Range of_queries(int tile) const {
-        const Shape& shape = arrays_of(all).shape;
+        const Shape& shape = arrays_of(args).shape;
         const int tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-        return static_cast<const Range*>(all.found)[i64(batch) * tiles + tile];
+        return static_cast<const Range*>(args.found)[i64(batch) * tiles + tile];
     }
     Range* ranges_of_keys() const {
-        const Shape& shape = arrays_of(all).shape;
+        const Shape& shape = arrays_of(args).shape;
         const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
         const int tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-        return static_cast<Range*>(all.found)
+        return static_cast<Range*>(args.found)
              + (i64(shape.batch) * q_tiles + i64(batch) * tiles);
     }
     Range of_keys(int tile) const { return ranges_of_keys()[tile]; }
@@ -109,7 +109,7 @@ template <class Arguments> struct PairsOf {
             if (are_apart(q, k)) return Visibility::NONE;
             if (q.low != q.high || k.low != k.high) return Visibility::PARTLY;
         }
-        return KEEP ? Visibility::PARTLY : Visibility::ALL;
+        return HAS_MASK ? Visibility::PARTLY : Visibility::ALL;
     }
     bool skips(int q_tile, int k_tile) const {
         return SEGMENTS && of_tile(q_tile, k_tile) == Visibility::NONE;
@@ -178,15 +178,17 @@ using Pairs = PairsOf<Arguments>;
 
 // Behind the last batch's ranges stands how many tiles were taken by blocks that take one after
 // another.
-template <class Arguments> inline int* counter_behind_ranges(const Arguments& all) {
-    const PairsOf<Arguments> of_batch_behind(all, arrays_of(all).shape.batch);
+template <class Arguments> inline int* counter_behind_ranges(const Arguments& args) {
+    const PairsOf<Arguments> of_batch_behind(args, arrays_of(args).shape.batch);
     return reinterpret_cast<int*>(of_batch_behind.ranges_of_keys());
 }
 
 // Behind the counter stands, forward, an int for each item (tile_before, packed_sequences.cuh);
 // then the order in which blocks take the tiles of all batches (prepare/segment_order.cu).
-inline int items_behind_counter(const ForwardWgmmaOptionsArguments& all) { return all.deal.items; }
+inline int items_behind_counter(const ForwardWgmmaOptionsArguments& args) {
+    return args.work_items.items;
+}
 inline int items_behind_counter(const BackwardWgmmaOptionsArguments&) { return 0; }
-template <class Arguments> inline int* order_behind_counter(const Arguments& all) {
-    return counter_behind_ranges(all) + 1 + items_behind_counter(all);
+template <class Arguments> inline int* order_behind_counter(const Arguments& args) {
+    return counter_behind_ranges(args) + 1 + items_behind_counter(args);
 }

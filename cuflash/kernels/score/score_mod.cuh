@@ -38,7 +38,7 @@ template <int N> inline void invert(float* x) {
 struct alignas(16) BiasChunk { u32 words[4]; };
 
 // What one head does to its scores.
-template <class Real> struct Steps {
+template <class Real> struct ScoreMod {
     Real scale, softcap, inverse_softcap, slope;
     float twice_by_cap;                                     // 2 scale / softcap, for powers of two
     float terms[4], terms_log2[4], small, inverse_log2;     // of small products
@@ -49,7 +49,7 @@ template <class Real> struct Steps {
     bool has_chunks;                                        // of 16-bit biases, in memory
 
     template <class Arguments>
-    explicit Steps(const Arguments& arguments)
+    explicit ScoreMod(const Arguments& arguments)
         : scale(static_cast<Real>(arrays_of(arguments).scale)) {
         if constexpr (SOFTCAP) {
             softcap = static_cast<Real>(arguments.options.softcap);
@@ -151,7 +151,7 @@ template <class Real> struct Steps {
     //
     // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share
     // the unit of the maxima. That asks for more than it must, by sqrt(8) at most. No NaN is small.
-    template <int N> bool all_small(const float (&products)[N]) const {
+    template <int N> bool fits_tanh_poly4(const float (&products)[N]) const {
         static_assert(N % 8 == 0, "each is looked at");
         bool are_small = true;
         #pragma unroll
@@ -169,7 +169,7 @@ template <class Real> struct Steps {
     // a maximum of `lowest` or more, by log2(e), that their row had before: it may stay as it is.
     // Whether they are: by the upper halves of all, of which `slight` has no other. That takes half
     // an instruction each, and none is free for maxima where these are wanted anyway.
-    template <int N> bool all_slight(const float (&products)[N], float lowest_maximum) const {
+    template <int N> bool fits_tanh_poly3(const float (&products)[N], float lowest_maximum) const {
         const bool are_slight = largest_upper_half<true>(products) < __float_as_uint(slight)
                              && lowest_maximum >= lowest;
         return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
@@ -177,23 +177,23 @@ template <class Real> struct Steps {
 
     // cap * tanh(scale S / cap) of a small product S; the same by log2(e) as a factor of S, to be
     // multiplied where something is added; tanh of that score by log2(e).
-    float small_score(float product) const {
+    float poly4_score(float product) const {
         return product * polynomial(terms, product * product);
     }
-    float small_factor_log2(float product) const {
+    float poly4_factor_log2(float product) const {
         return polynomial(terms_log2, product * product);
     }
-    float slight_factor_log2(float product) const {
+    float poly3_factor_log2(float product) const {
         return polynomial(slight_terms_log2, product * product);
     }
-    float small_tanh(float score_log2) const { return score_log2 * inverse_log2; }
+    float poly4_tanh(float score_log2) const { return score_log2 * inverse_log2; }
 
     // scores() of small products.
     template <int N, class Added>
-    void small_scores(float (&x)[N], Added added, float (&derivative)[N]) const {
+    void poly4_scores(float (&x)[N], Added added, float (&derivative)[N]) const {
         #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const float capped = small_score(x[i]), t = capped * inverse_softcap;
+            const float capped = poly4_score(x[i]), t = capped * inverse_softcap;
             derivative[i] = fmaf(-t, t, 1.0f);
             x[i] = capped + added(i);
         }

@@ -29,15 +29,15 @@ struct Weight { Real p, ds, ds_bias; };
 
 // What one head does to its pairs.
 struct Options {
-    Steps<Real> steps;
+    ScoreMod<Real> steps;
     Pairs pairs;
     Dropout<Real> dropout;
 
     template <class Arguments>
-    Options(const Arguments& all, int batch) : steps(all), pairs(all, batch), dropout(all) {}
+    Options(const Arguments& args, int batch) : steps(args), pairs(args, batch), dropout(args) {}
 
-    template <class Arguments> void set_head(const Arguments& all, int batch, int head) {
-        steps.set_head(all, batch, head);
+    template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
+        steps.set_head(args, batch, head);
         pairs.set_head(head);
         dropout.set_head(batch, head);
     }
@@ -62,14 +62,14 @@ struct Head {
     const Element *dout, *q, *k, *v;
     const Real *lse, *delta;
 
-    template <class Arguments> Head(const Arguments& all, int batch, int head) {
-        const BackwardArguments& a = arrays_of(all);
+    template <class Arguments> Head(const Arguments& args, int batch, int head) {
+        const BackwardArguments& a = arrays_of(args);
         const int kv_head = head / (a.shape.num_heads_q / a.shape.num_heads_kv);
         dout = head_start(a.dout, a.dout_stride, batch, head);
         q = head_start(a.q, a.q_stride, batch, head);
         k = head_start(a.k, a.k_stride, batch, kv_head);
         v = head_start(a.v, a.v_stride, batch, kv_head);
-        const i64 row = (i64(batch) * a.shape.num_heads_q + head) * rows_of_head(all);
+        const i64 row = (i64(batch) * a.shape.num_heads_q + head) * rows_of_head(args);
         lse = static_cast<const Real*>(a.lse) + row;
         delta = static_cast<const Real*>(a.delta) + row;
     }

@@ -93,24 +93,24 @@ backward_simt_dkdv(const __grid_constant__ Arguments whole) {
     int k_tile = blockIdx.x / grid.num_heads_kv / grid.batch;
     const auto sequence = sequence_of_block<true>(whole, k_tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const BackwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int k_start = k_tile * BLOCK_K;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
 
     // Which key of the tile, and which of its threads.
     const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;
     const int key = k_start + row;
-    const int first_query = mask.first_query(key);              // seqlen_q if there is no such key
+    const int first_query = mask.first_query(key);          // seqlen_q if there is no such key
     const int end_query = mask.end_query(key);
     const Real scale = arguments.scale;
-    Options options(all, batch);
+    Options options(args, batch);
 
     const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
     const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
-    const Head any(all, batch, kv_head * group_size);
+    const Head any(args, batch, kv_head * group_size);
     load_tile<BLOCK_K, HEAD_DIM>(
         shared.k, any.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
     load_tile<BLOCK_K, HEAD_DIM_V>(
@@ -119,8 +119,8 @@ backward_simt_dkdv(const __grid_constant__ Arguments whole) {
 
     const QueryTiles tiles = mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     for (int member = 0; member < group_size; ++member) {
-        const Head head(all, batch, kv_head * group_size + member);
-        options.set_head(all, batch, kv_head * group_size + member);
+        const Head head(args, batch, kv_head * group_size + member);
+        options.set_head(args, batch, kv_head * group_size + member);
         const int q_end = WINDOW ? min(tiles.end * BLOCK_Q, shape.seqlen_q) : shape.seqlen_q;
         for (int q_start = tiles.first * BLOCK_Q; q_start < q_end; q_start += BLOCK_Q) {
             if (options.pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
@@ -131,15 +131,15 @@ backward_simt_dkdv(const __grid_constant__ Arguments whole) {
             const int num_queries = min(BLOCK_Q, shape.seqlen_q - q_start);
             for (int i = threadIdx.x; i < BLOCK_Q; i += NUM_THREADS)
                 shared.queries[i] = i < num_queries ? head.query(q_start + i) : Query{0, 0};
-            __syncthreads();                                    // the tile and K, V are there
+            __syncthreads();                                // the tile and K, V are there
             weights(shared, row, thread_of_row, options, q_start, key,
                     shape.seqlen_k - shape.seqlen_q);
-            __syncthreads();                                    // the weights are there
+            __syncthreads();                                // the weights are there
             accumulate(
                 sums, shared, row, thread_of_row, mask.clamp(first_query - q_start, 0, BLOCK_Q),
                 WINDOW ? min(num_queries, end_query - q_start) : num_queries,
                 [&](int i) { return options.hides(q_start + i, key); });
-            __syncthreads();                                    // all that is done with
+            __syncthreads();                                // all that is done with
         }
     }
 

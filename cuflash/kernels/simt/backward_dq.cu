@@ -72,12 +72,12 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
     int q_tile = CAUSAL ? num_query_tiles(whole, BLOCK_Q) - 1 - order : order;
     const auto sequence = sequence_of_block<false>(whole, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const BackwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_start = q_tile * BLOCK_Q;
-    const Head head(all, batch, head_index);
+    const Head head(args, batch, head_index);
 
     // Which query of the tile, and which of its threads.
     const int row = threadIdx.x / THREADS_PER_ROW, thread_of_row = threadIdx.x % THREADS_PER_ROW;
@@ -86,10 +86,10 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
     const int num_keys = i < shape.seqlen_q ? mask.num_keys(i) : 0;
     const int first_key = mask.first_key(i);
     const Real scale = arguments.scale;
-    Options options(all, batch);
-    options.set_head(all, batch, head_index);
+    Options options(args, batch);
+    options.set_head(args, batch, head_index);
     BiasGradient dbias;
-    dbias.set_head(all, batch, head_index);
+    dbias.set_head(args, batch, head_index);
 
     const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
     const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
@@ -97,7 +97,7 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
         shared.q, head.q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
     load_tile<BLOCK_Q, HEAD_DIM_V>(
         shared.dout, head.dout, dos.token, q_start, shape.seqlen_q, shape.head_dim_v);
-    Real dq[COLUMNS_PER_THREAD] = {};                           // this thread's columns
+    Real dq[COLUMNS_PER_THREAD] = {};                       // this thread's columns
 
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
     const int k_end = tiles.num_visited * BLOCK_K;
@@ -107,21 +107,21 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
             shared.k, head.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
         load_tile<BLOCK_K, HEAD_DIM_V>(
             shared.v, head.v, vs.token, k_start, shape.seqlen_k, shape.head_dim_v);
-        __syncthreads();                                        // the tile and Q, dO are there
+        __syncthreads();                                    // the tile and Q, dO are there
         const auto sees = [&](int j) {
             const Visible visible = visible_keys(first_key, num_keys, k_start);
             return j >= visible.first && j < visible.end && !options.hides(i, k_start + j);
         };
         score_gradients(shared, row, thread_of_row, query, options, i, k_start,
                         shape.seqlen_k - shape.seqlen_q, sees, dbias);
-        __syncthreads();                                        // dS is there
+        __syncthreads();                                    // dS is there
         // dQ += dS K, over the visible keys only: 0 * NaN is NaN
         const Visible visible = visible_keys(first_key, num_keys, k_start);
         for (int j = visible.first; j < visible.end; ++j)
             if (!options.hides(i, k_start + j)) for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
                 dq[n] = fma(
                     shared.ds[row][j], shared.k[j][thread_of_row + n * THREADS_PER_ROW], dq[n]);
-        __syncthreads();                                        // all that is done with
+        __syncthreads();                                    // all that is done with
     }
 
     if (i >= shape.seqlen_q) return;

@@ -101,10 +101,10 @@ forward_simt(const __grid_constant__ Arguments whole) {
     int q_tile = CAUSAL ? num_query_tiles(whole, BLOCK_Q) - 1 - order : order;
     const auto sequence = sequence_of_block<false>(whole, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const ForwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
-    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_start = q_tile * BLOCK_Q;
     const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
 
@@ -118,11 +118,11 @@ forward_simt(const __grid_constant__ Arguments whole) {
     const int query = q_start + row;
     const int num_keys = query < shape.seqlen_q ? mask.num_keys(query) : 0;
     const int first_key = mask.first_key(query);
-    Steps<Real> steps(all);
-    steps.set_head(all, batch, head);
-    Pairs pairs(all, batch);
+    ScoreMod<Real> steps(args);
+    steps.set_head(args, batch, head);
+    Pairs pairs(args, batch);
     pairs.set_head(head);
-    Dropout<Real> dropout(all);
+    Dropout<Real> dropout(args);
     dropout.set_head(batch, head);
 
     load_tile<BLOCK_Q, HEAD_DIM>(shared.q, q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
@@ -167,7 +167,7 @@ forward_simt(const __grid_constant__ Arguments whole) {
     for (int t = 0; t < THREADS_PER_ROW; ++t) l += shared.q[row][t];
     if (query >= shape.seqlen_q) return;
     if constexpr (SINK) {
-        const WithSink<Real> row_with_sink(state.m, l, sink_of<Real>(all, head));
+        const WithSink<Real> row_with_sink(state.m, l, sink_of<Real>(args, head));
         l = row_with_sink.sum;
         state.m = row_with_sink.top;
         for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= row_with_sink.rescale;
@@ -185,7 +185,7 @@ forward_simt(const __grid_constant__ Arguments whole) {
     }
     if (arguments.lse && thread_of_row == 0) {
         Real* lse = static_cast<Real*>(arguments.lse);
-        const i64 index = (i64(batch) * shape.num_heads_q + head) * rows_of_head(all) + query;
+        const i64 index = (i64(batch) * shape.num_heads_q + head) * rows_of_head(args) + query;
         lse[index] = lse_of_row(state.m, l);
     }
 }

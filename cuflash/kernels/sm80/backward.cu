@@ -42,11 +42,11 @@
 #include "common/dq_semaphore.cuh"
 
 struct SharedPlan {
-    Tile<BLOCK_K, HEAD_DIM> k;                              // dK leaves through it
-    Tile<BLOCK_K, HEAD_DIM_V> v;                            // dV leaves through it
-    Tile<BLOCK_Q, HEAD_DIM> q[NUM_STAGES];
-    Tile<BLOCK_Q, HEAD_DIM_V> dout[NUM_STAGES];
-    Tile<BLOCK_Q, BLOCK_K> p, ds;
+    SmemTile<BLOCK_K, HEAD_DIM> k;                          // dK leaves through it
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;                        // dV leaves through it
+    SmemTile<BLOCK_Q, HEAD_DIM> q[NUM_STAGES];
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout[NUM_STAGES];
+    SmemTile<BLOCK_Q, BLOCK_K> p, ds;
     alignas(1024) float lse[NUM_STAGES][BLOCK_Q];
     float delta[NUM_STAGES][BLOCK_Q];
 };
@@ -68,17 +68,17 @@ struct TilePair {
     Mask<CAUSAL, WINDOW> mask;
     int q_start, k_start;
     float scale;
-    Steps<float> steps;
+    ScoreMod<float> steps;
     Pairs pairs;
     Dropout<float> dropout;
     BiasGradient dbias;
 
     template <class Arguments>
-    __device__ __forceinline__ void set_head(const Arguments& all, int batch, int head) {
-        steps.set_head(all, batch, head);
+    __device__ __forceinline__ void set_head(const Arguments& args, int batch, int head) {
+        steps.set_head(args, batch, head);
         pairs.set_head(head);
         dropout.set_head(batch, head);
-        dbias.set_head(all, batch, head);
+        dbias.set_head(args, batch, head);
     }
     // Whether the kernel's tile has no pair that is hidden.
     __device__ __forceinline__ bool full(QueryTiles tiles, int q_tile) const {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void gradient_product(
 template <class Grid, int COLUMNS, int M_TILES, int N_TILES>
 __device__ __forceinline__ void store_gradient(
     float (&gradient)[M_TILES][N_TILES][4], float scale, u32 tile, void* target, Strides stride,
-    TileOfHead where, int num_rows, int num_columns) {
+    TileCoord where, int num_rows, int num_columns) {
     #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
         #pragma unroll
@@ -265,12 +265,12 @@ __device__ __forceinline__ void add_nonfinite(Element& x, float weight, float va
 // dO, Q and K, in query tiles that the mask cuts, for visible pairs. A warp takes a key at a time
 // and the queries one after the other, so no two write one row of dV or dK. Slow, rare.
 __device__ __forceinline__ void repair(
-    const Arguments& all, TileOfHead where, TilePair at, QueryTiles tiles) {
-    const BackwardArguments& arguments = arrays_of(all);
+    const Arguments& args, TileCoord where, TilePair at, QueryTiles tiles) {
+    const BackwardArguments& arguments = arrays_of(args);
     const auto& mask = at.mask;
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32, group_size = shape.num_heads_q / shape.num_heads_kv;
-    const int num_q_tiles = num_query_tiles(all, BLOCK_Q);
+    const int num_q_tiles = num_query_tiles(args, BLOCK_Q);
     const float scale = static_cast<float>(arguments.scale);
     const HeadRows k(arguments.k, arguments.k_stride, where.batch, where.head);
     const HeadRows v(arguments.v, arguments.v_stride, where.batch, where.head);
@@ -287,14 +287,14 @@ __device__ __forceinline__ void repair(
             const HeadRows q(arguments.q, arguments.q_stride, where.batch, head);
             const HeadRows dout(arguments.dout, arguments.dout_stride, where.batch, head);
             const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
-            at.set_head(all, where.batch, head);
+            at.set_head(args, where.batch, head);
             for (int query = mask.first_query(key); query < mask.end_query(key); ++query) {
                 if (at.full(tiles, query / BLOCK_Q)) continue;
                 if (PAIRWISE && !at.pairs.visible(query, key)) continue;
                 const float lse =
-                    static_cast<const float*>(arguments.lse)[pair * rows_of_head(all) + query];
+                    static_cast<const float*>(arguments.lse)[pair * rows_of_head(args) + query];
                 const float delta =
-                    static_cast<const float*>(arguments.delta)[pair * rows_of_head(all) + query];
+                    static_cast<const float*>(arguments.delta)[pair * rows_of_head(args) + query];
                 const float s = row_product(q, query, k, key, shape.head_dim);
                 float derivative = 1.0f;
                 const float past =
@@ -333,18 +333,18 @@ backward_mma(const __grid_constant__ Arguments whole) {
     const int num_k_tiles = num_key_tiles(whole, BLOCK_K);
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     const int group_size = grid.num_heads_q / grid.num_heads_kv;
-    TileOfHead where = tile_of_block(
+    TileCoord where = tile_of_block(
         number_of_block(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
         grid.batch, arrays_of(whole).schedule);
     const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
-    const BackwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int k_start = where.tile * BLOCK_K;
     const float scale = static_cast<float>(arguments.scale);
-    TilePair at{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)}, 0, k_start, scale,
-                Steps<float>(all), Pairs(all, where.batch), Dropout<float>(all), {}};
+    TilePair at{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)}, 0, k_start, scale,
+                ScoreMod<float>(args), Pairs(args, where.batch), Dropout<float>(args), {}};
     const QueryTiles tiles = at.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     const Strides qs = arguments.q_stride, dos = arguments.dout_stride;
 
@@ -362,7 +362,7 @@ backward_mma(const __grid_constant__ Arguments whole) {
     const u16* dout = thread_source(
         arguments.dout, where.batch * dos.batch + first_head * dos.head + first_row * dos.token,
         dos.token);
-    i64 row = (static_cast<i64>(where.batch) * shape.num_heads_q + first_head) * rows_of_head(all)
+    i64 row = (static_cast<i64>(where.batch) * shape.num_heads_q + first_head) * rows_of_head(args)
             + first_row;
     // Tiles; or, where not all are visited, heads.
     int loads_left = SEGMENTS ? (tiles_of_head > 0 ? group_size : 0) : tiles_of_head * group_size;
@@ -397,7 +397,7 @@ backward_mma(const __grid_constant__ Arguments whole) {
         }
         q += tiles_on * (BLOCK_Q * qs.token) + heads_on * qs.head;
         dout += tiles_on * (BLOCK_Q * dos.token) + heads_on * dos.head;
-        row += tiles_on * BLOCK_Q + heads_on * rows_of_head(all);
+        row += tiles_on * BLOCK_Q + heads_on * rows_of_head(args);
     };
 
     KeyGrid::Fragments dk;
@@ -420,7 +420,7 @@ backward_mma(const __grid_constant__ Arguments whole) {
             v_tile, v, vs.token, num_rows, shape.head_dim_v);
     }
 
-    if (WINDOW || SEGMENTS || PACKED) cp_async_commit();              // there may be no query tile
+    if (WINDOW || SEGMENTS || PACKED) cp_async_commit();    // there may be no query tile
     load_queries(0);
     cp_async_wait<0>();
     const bool k_nonfinite = __syncthreads_or(
@@ -429,7 +429,7 @@ backward_mma(const __grid_constant__ Arguments whole) {
     // dQ = dS K of a tile, added to its sum, DQ_SLICE columns of 8 at a time.
     const auto add_dq = [&](auto masked, int head, int tile) {
         const i64 pair = static_cast<i64>(where.batch) * shape.num_heads_q + head;
-        int* turn = turn_of_query_tile(arguments.turns, pair * num_q_tiles + tile);
+        int* turn = dq_semaphore(arguments.turns, pair * num_q_tiles + tile);
         float* sum = dq_sum_tile(arguments.dq_sum, pair * num_q_tiles + tile)
                    + dq_sum_first(threadIdx.x);
         // Turns are counted from the first key tile that visits the query tile.
@@ -437,7 +437,7 @@ backward_mma(const __grid_constant__ Arguments whole) {
             ? at.pairs.key_tiles_before(
                   tile, where.tile, at.mask.first_key(tile * BLOCK_Q) / BLOCK_K)
             : where.tile;
-        if (DETERMINISTIC) wait_for_turn(turn, own_turn);
+        if (DETERMINISTIC) semaphore_wait(turn, own_turn);
         #pragma unroll
         for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
             float dq[QueryGrid::M_TILES][DQ_SLICE][4];
@@ -527,7 +527,7 @@ backward_mma(const __grid_constant__ Arguments whole) {
     };
 
     for (int head = first_head; head < first_head + group_size; ++head) {
-        at.set_head(all, where.batch, head);
+        at.set_head(args, where.batch, head);
         for (int tile = first_tile; tile < tiles.end; tile = after(tile))
             if (at.full(tiles, tile)) step(Bool<false>{}, head, tile);
             else step(Bool<true>{}, head, tile);
@@ -539,5 +539,5 @@ backward_mma(const __grid_constant__ Arguments whole) {
         dk, scale, k_tile, arguments.dk, arguments.dk_stride, where, num_rows, shape.head_dim);
     store_gradient<ValueGrid, HEAD_DIM_V>(
         dv, 1.0f, v_tile, arguments.dv, arguments.dv_stride, where, num_rows, shape.head_dim_v);
-    if (needs_repair) repair(all, where, at, tiles);
+    if (needs_repair) repair(args, where, at, tiles);
 }

@@ -41,9 +41,9 @@ static_assert(BLOCK_K % 16 == 0, "P V takes 16 keys at a time");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 struct SharedPlan {
-    Tile<BLOCK_Q, (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> q_then_out;
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V> v;
+    SmemTile<BLOCK_Q, (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> q_then_out;
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -74,9 +74,9 @@ __device__ __forceinline__ void scores(Scores& s, u32 q, u32 k) {
                 for (float& x : fragment) x = -x;
 }
 
-// The scores of products of a tile; see Steps.
+// The scores of products of a tile; see ScoreMod.
 __device__ __forceinline__ void apply_steps(
-    Scores& s, const Problem& problem, const Steps<float>& steps, int k_start) {
+    Scores& s, const Problem& problem, const ScoreMod<float>& steps, int k_start) {
     const int shift = problem.mask.seqlen_k - problem.mask.seqlen_q;
     const int first_key = k_start + threadIdx.x % 4 * 2;
     #pragma unroll
@@ -197,8 +197,8 @@ __device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v, 
 // l. Each warp stores its own rows: O goes through the place of Q, of which no other warp reads
 // these rows.
 __device__ __forceinline__ void store(
-    const Arguments& all, TileOfHead where, u32 out_tile, Output& acc, Rows& state) {
-    const ForwardArguments& arguments = arrays_of(all);
+    const Arguments& args, TileCoord where, u32 out_tile, Output& acc, Rows& state) {
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_row = where.tile * BLOCK_Q + warp * WARP_ROWS;
@@ -212,7 +212,7 @@ __device__ __forceinline__ void store(
             if constexpr (SINK) {
                 const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
                 const WithSink<float> row_with_sink(
-                    m == -infinity() ? m : m * scale, l, sink_of<float>(all, where.head));
+                    m == -infinity() ? m : m * scale, l, sink_of<float>(args, where.head));
                 m = row_with_sink.top;
                 l = row_with_sink.sum;
                 rescale = row_with_sink.rescale;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void store(
                 const float scale =
                     LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
                 const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-                static_cast<float*>(arguments.lse)[head * rows_of_head(all) + row] =
+                static_cast<float*>(arguments.lse)[head * rows_of_head(args) + row] =
                     lse_of_row(m * scale, l);
             }
         }
@@ -247,9 +247,9 @@ __device__ __forceinline__ void store(
 // each to the queries that see its key, times its weight, of which it matters only whether it is 0
 // (0 * inf is NaN). m: the rows' maxima, in shared memory. By the whole block; slow, rare.
 __device__ __forceinline__ void repair(
-    const Arguments& all, TileOfHead where, const Problem& problem, const Steps<float>& steps,
+    const Arguments& args, TileCoord where, const Problem& problem, const ScoreMod<float>& steps,
     const Pairs& pairs, const Dropout<float>& dropout, const float* m) {
-    const ForwardArguments& arguments = arrays_of(all);
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const Strides qs = arguments.q_stride, ks = arguments.k_stride;
     const Strides vs = arguments.v_stride, os = arguments.out_stride;
@@ -295,11 +295,11 @@ __device__ __forceinline__ void repair(
 
 // The block's tile; the last tiles, which see the most keys, come first. Computed at the start and
 // again at the end: that costs a few divisions and saves registers in between.
-__device__ __forceinline__ TileOfHead tile_of_this_block(const Arguments& all) {
-    const Shape& shape = arrays_of(all).shape;
-    const int num_tiles = num_query_tiles(all, BLOCK_Q);
-    TileOfHead where = tile_of_block(
-        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(all).schedule);
+__device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& args) {
+    const Shape& shape = arrays_of(args).shape;
+    const int num_tiles = num_query_tiles(args, BLOCK_Q);
+    TileCoord where = tile_of_block(
+        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(args).schedule);
     where.tile = num_tiles - 1 - where.tile;
     return where;
 }
@@ -312,11 +312,11 @@ forward_mma(const __grid_constant__ Arguments whole) {
     const u32 k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
 
     // Prologue: which tile; the first Q and K are on their way.
-    TileOfHead where = tile_of_this_block(whole);
+    TileCoord where = tile_of_this_block(whole);
     const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& all = of_sequence(whole, sequence, BLOCK_Q);
-    const ForwardArguments& arguments = arrays_of(all);
+    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int q_start = where.tile * BLOCK_Q;
     const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
@@ -327,12 +327,12 @@ forward_mma(const __grid_constant__ Arguments whole) {
     // Never 0: 0 * inf is NaN.
     const float c = LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
     const Problem problem{
-        {shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)}, c, lane_row};
-    Steps<float> steps(all);
-    steps.set_head(all, where.batch, where.head);
-    Pairs pairs(all, where.batch);
+        {shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)}, c, lane_row};
+    ScoreMod<float> steps(args);
+    steps.set_head(args, where.batch, where.head);
+    Pairs pairs(args, where.batch);
     pairs.set_head(where.head);
-    Dropout<float> dropout(all);
+    Dropout<float> dropout(args);
     dropout.set_head(where.batch, where.head);
     const KeyTiles tiles = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 

@@ -28,19 +28,19 @@ template <bool> struct SlopeTile {
 // B, filled once by a whole block of THREADS.
 template <> struct SlopeTile<true> {
     static_assert(BLOCK_K <= 256, "bfloat16 has eight bits");
-    Tile<K_STEP, BLOCK_K> keys;
+    SmemTile<WGMMA_K, BLOCK_K> keys;
     template <int THREADS> __device__ __forceinline__ void fill_slopes() {
-        for (int i = threadIdx.x; i < K_STEP * BLOCK_K / 2; i += THREADS) {
-            const int row = i % K_STEP, key = i / K_STEP * 2;
+        for (int i = threadIdx.x; i < WGMMA_K * BLOCK_K / 2; i += THREADS) {
+            const int row = i % WGMMA_K, key = i / WGMMA_K * 2;
             const float first = static_cast<float>(row < 8 ? key - (BLOCK_K - 1) : -key);
             const float second = row < 8 ? first + 1.0f : first - 1.0f;
-            store_shared(shared_address(&keys) + tile_offset<K_STEP>(row, key),
+            store_shared(shared_address(&keys) + tile_offset<WGMMA_K>(row, key),
                          row % 8 < 3 ? pack<Element>(first, second) : 0u);
         }
         fence_async_proxy();
     }
     __device__ __forceinline__ u64 slope_keys() const {
-        return descriptor(shared_address(&keys), K_STEP * PANEL_ROW_BYTES);
+        return descriptor(shared_address(&keys), WGMMA_K * PANEL_ROW_BYTES);
     }
 };
 
@@ -75,10 +75,10 @@ template <> struct SlopeRows<true> {
     __device__ __forceinline__ void multiply_add(float (&s)[COUNT], int k_start, u64 keys) {
         side = !served ? Side::ACROSS
              : k_start + BLOCK_K - 1 <= first_query ? Side::BEFORE
-             : k_start >= first_query + PRODUCT_ROWS - 1 ? Side::AFTER : Side::ACROSS;
+             : k_start >= first_query + WGMMA_M - 1 ? Side::AFTER : Side::ACROSS;
         words[0] = words[1] = side == Side::BEFORE ? word : 0u;
         words[2] = words[3] = side == Side::AFTER ? word : 0u;
-        multiply<Element, K_STEP>(s, words, keys, true);
+        gemm_ab_rs<Element, WGMMA_K>(s, words, keys, true);
     }
 
     // From which that product counts.

@@ -69,15 +69,15 @@ static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= 64 * HEAD_DIM * 2,
 // as others'. k_read: among the math warps, an arrival of each; nobody reads the tile's K any more.
 template <bool> struct KeyPlaces {
     static constexpr int K_PLACES = 1;
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V> v;
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
     __device__ __forceinline__ u32 k_place(Count) { return shared_address(&k); }
 };
 template <> struct KeyPlaces<true> {
     static constexpr int K_PLACES = 2;
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V> v;
-    Tile<BLOCK_K, HEAD_DIM> second_k;
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
+    SmemTile<BLOCK_K, HEAD_DIM> second_k;
     __device__ __forceinline__ u32 k_place(Count count) {
         return shared_address(&k) + count.place() * static_cast<u32>(sizeof k + sizeof v);
     }
@@ -95,7 +95,7 @@ template <> struct KeyBarriers<true> {
         mbarrier_init(shared_address(&k_read), MATH_THREADS / 32);
     }
     __device__ __forceinline__ void await_place(Count count) {
-        wait(shared_address(&k_empty[count.place()]), count.work_parity() ^ 1);
+        mbarrier_wait(shared_address(&k_empty[count.place()]), count.work_phase() ^ 1);
     }
     // That of the tile before.
     __device__ __forceinline__ void give_place(bool gives, Count count) {
@@ -106,14 +106,14 @@ template <> struct KeyBarriers<true> {
         mbarrier_arrive_if(says, shared_address(&k_read));
     }
     __device__ __forceinline__ void await_readers(Count count) {
-        wait(shared_address(&k_read), count.kv_parity());
+        mbarrier_wait(shared_address(&k_read), count.kv_phase());
     }
 };
 
 struct Places : KeyPlaces<KEYS_AHEAD> {
-    Tile<BLOCK_Q, HEAD_DIM> q[STAGES];
-    Tile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
-    Tile<BLOCK_K, BLOCK_Q> ds[2];                           // dS^T
+    SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
+    SmemTile<BLOCK_K, BLOCK_Q> ds[2];                       // dS^T
     alignas(1024) unsigned char dq_then_out[MATH_WARPGROUPS][DQ_PART_BYTES];
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
@@ -132,12 +132,12 @@ constexpr int DQ_FULL = 2, DQ_EMPTY = 4, OWN = 6, DQ_THREADS = WARPGROUP + 32;
 
 // ---- The warps that add to dQ, one for each math warpgroup ----
 
-__device__ __forceinline__ void add_dq(const Arguments& all, SharedPlan& shared, int group) {
-    const BackwardArguments& arguments = all.arrays;
+__device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int group) {
+    const BackwardArguments& arguments = args.arrays;
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.dq_then_out[group]);
-    follow_steps(all, shared, [&](int number, int turn, bool others_before) {
-        int* turns = turns_of_query_tile(all, number) + group;
+    follow_steps(args, shared, [&](int number, int turn, bool others_before) {
+        int* turns = turns_of_query_tile(args, number) + group;
         barrier_sync(DQ_FULL + group, DQ_THREADS);
         if (lane == 0) {
             // Those before are of smaller indices, and taken: the wait ends (next_index).
@@ -173,7 +173,7 @@ __device__ __forceinline__ void store_last_rows(
         tile, warp_row, rows, stride.token, where.seqlen_k - key, num_columns, true,
         threadIdx.x % 32);
 }
-__device__ __forceinline__ bool has_rows_behind(const TileOfHead&, int) { return false; }
+__device__ __forceinline__ bool has_rows_behind(const TileCoord&, int) { return false; }
 __device__ __forceinline__ bool has_rows_behind(const TileOfSequence& where, int key) {
     return key + 16 > where.seqlen_k;
 }
@@ -201,7 +201,7 @@ __device__ __forceinline__ bool send_out(
         if (by_rows)
             store_last_rows<COUNT * 2>(where, key, tile, warp_row, array, stride, num_columns);
     if (lane == 0 && !by_rows)
-        store<64, COUNT * 2>(
+        tma_store_tile<64, COUNT * 2>(
             map, tile, warp_row, sequence_of(where).first_k + key, where.head, where.batch);
     __syncwarp();
     return finite;
@@ -231,10 +231,10 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
 
     float dk[DK_COUNT], dv[DV_COUNT];
     u32 ds[S_COUNT / 2];                                    // read until the next step
-    Ring<STAGES> ring;
-    Ring<2> place;                                          // of dS^T
+    PipelineState<STAGES> ring;
+    PipelineState<2> place;                                 // of dS^T
     for (Count count;; ++count.tiles) {
-        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
         const int k_tile = shared.work[count.place()].tile;
         if (k_tile < 0) break;
         const int batch = OPTIONS ? shared.work[count.place()].batch : 0;
@@ -249,17 +249,17 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
         const Pairs pairs(arguments, batch);
         dropout.set_sequence(number_of(sequence));
-        wait(shared_address(&shared.k_full) + (KEYS_AHEAD ? 8 * count.place() : 0),
-             KEYS_AHEAD ? count.work_parity() : count.kv_parity());
-        wait(shared_address(&shared.v_full), count.kv_parity());
+        mbarrier_wait(shared_address(&shared.k_full) + (KEYS_AHEAD ? 8 * count.place() : 0),
+             KEYS_AHEAD ? count.work_phase() : count.kv_phase());
+        mbarrier_wait(shared_address(&shared.v_full), count.kv_phase());
         bool started = false;                               // dk and dv hold something
         bool sent = false;                                  // a part of dQ
 
         const auto issue_dq = [&](float (&dq)[DQ_COUNT], u32 ds_tile) {
             const u32 own_rows = opaque(group_rows), own_panel = own_rows * (BLOCK_K / 64);
-            keep_here(dq);
+            warpgroup_fence_operand(dq);
             wgmma_fence();
-            multiply_columns<Element, BLOCK_K>(
+            gemm_atb_ss<Element, BLOCK_K>(
                 dq, descriptor(ds_tile + (BY_ROWS ? own_panel : 0), 0),
                 descriptor(shared.k_place(count) + (BY_ROWS ? 0 : own_panel), PANEL_BYTES));
             wgmma_commit();
@@ -267,8 +267,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         // Of the step before. At a tile's first step there is none, and the product is one of K and
         // V, side by side, for nothing: round a branch the compiler runs out of registers.
         const auto issue_last_dq = [&](float (&dq)[DQ_COUNT]) {
-            const u32 parity = place.stage == 0 ? place.parity ^ 1 : place.parity;
-            if (started) wait(ds_full + 8 * place.previous(), parity);
+            const u32 phase = place.index == 0 ? place.phase ^ 1 : place.phase;
+            if (started) mbarrier_wait(ds_full + 8 * place.previous(), phase);
             issue_dq(dq, started ? shared_address(&shared.ds[place.previous()])
                                  : shared_address(KEYS_AHEAD && count.place() > 0
                                                   ? static_cast<void*>(&shared.v) : &shared.k));
@@ -292,7 +292,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         };
 
         const auto step = [&](bool last) {
-            const QueryRows& rows = shared.rows[ring.stage];
+            const QueryRows& rows = shared.rows[ring.index];
             // Opaque: what follows from these, kept across the loop, would fill the registers.
             const u32 own_rows = opaque(group_rows);
             const int thread = opaque(math_thread), lane = thread % 32;
@@ -302,23 +302,23 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             const u64 v_rows = descriptor(shared_address(&shared.v) + own_rows, 0);
             // Columns of B for the scores, rows of B for the gradients.
             const u64 q = descriptor(
-                shared_address(&shared.q[ring.stage]), BLOCK_Q * PANEL_ROW_BYTES);
+                shared_address(&shared.q[ring.index]), BLOCK_Q * PANEL_ROW_BYTES);
             const u64 dout = descriptor(
-                shared_address(&shared.dout[ring.stage]), BLOCK_Q * PANEL_ROW_BYTES);
+                shared_address(&shared.dout[ring.index]), BLOCK_Q * PANEL_ROW_BYTES);
             float s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT], derivatives[S_COUNT];
             u32 p[S_COUNT / 2];
 
-            wait(q_full + 8 * ring.stage, ring.parity);
-            keep_here(s);
+            mbarrier_wait(q_full + 8 * ring.index, ring.phase);
+            warpgroup_fence_operand(s);
             wgmma_fence();
-            multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(s, k_rows, q);
+            gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(s, k_rows, q);
             wgmma_commit();
             wgmma_wait<1>();                                // dK of the last step
-            keep_here(dk);
+            warpgroup_fence_operand(dk);
             mbarrier_arrive_if(started && lane == 0, q_empty + 8 * ring.previous());
             const int q_start = rows.q_start;
             const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
-            const bool parted = SEGMENTS && shared.parted[ring.stage];
+            const bool parted = SEGMENTS && shared.parted[ring.index];
             const int query = q_start + first_column;       // the lane's first
             LanePairs of = {batch, rows.head, query, key_of_lane,
                             query + shape.seqlen_k - shape.seqlen_q - key_of_lane};
@@ -326,53 +326,53 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
                 if (!SEEN_AS_BITS && masked)
                     apply_mask(x, mask, first_query, q_start + first_column);
                 // A window's bits, lane by lane. Segments' may be late: to ask them costs as much.
-                if (KEEP || (SEGMENTS ? masked || parted : of.hides_any())) hide_unseen(x, of);
+                if (HAS_MASK || (SEGMENTS ? masked || parted : of.hides_any())) hide_unseen(x, of);
             };
-            wait(dout_full + 8 * ring.stage, ring.parity);
-            keep_here(dp);
+            mbarrier_wait(dout_full + 8 * ring.index, ring.phase);
+            warpgroup_fence_operand(dp);
             wgmma_fence();
-            multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(dp, v_rows, dout);
+            gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(dp, v_rows, dout);
             wgmma_commit();
             load_biases(of, arguments);
             look_at_pairs(of, arguments, pairs, dropout, mask, rows, masked, parted);
             wgmma_wait<1>();                                // S
-            keep_here(s);
+            warpgroup_fence_operand(s);
 
             compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide,
                       masked || parted);
-            keep_here(dv);
+            warpgroup_fence_operand(dv);
             wgmma_fence();
-            multiply<Element, BLOCK_Q>(dv, p, dout, started);
+            gemm_ab_rs<Element, BLOCK_Q>(dv, p, dout, started);
             wgmma_commit();
             if (LAGS) issue_last_dq(dq);
             wgmma_wait<LAGS ? 2 : 1>();                     // dP
-            keep_here(dp);
+            warpgroup_fence_operand(dp);
             if (KEYS_AHEAD && !LAGS)
                 mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
 
             score_gradients(dp, s, p, rows, first_column, of, dropout);
-            if (HIDES_DS) hide(dp);
+            if (MASKS_DS) hide(dp);
             add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
-            if (LAGS) wait(ds_empty + 8 * place.stage, place.parity ^ 1);
-            const u32 ds_tile = shared_address(&shared.ds[place.stage]);
+            if (LAGS) mbarrier_wait(ds_empty + 8 * place.index, place.phase ^ 1);
+            const u32 ds_tile = shared_address(&shared.ds[place.index]);
             store_rows<BLOCK_K>(ds_tile, thread / 32 * 16, lane, ds);
             fence_async_proxy();
             __syncwarp();
-            mbarrier_arrive_if(lane == 0, ds_full + 8 * place.stage);
+            mbarrier_arrive_if(lane == 0, ds_full + 8 * place.index);
 
             if (!LAGS) {
-                wait(ds_full + 8 * place.stage, place.parity);
+                mbarrier_wait(ds_full + 8 * place.index, place.phase);
                 issue_dq(dq, ds_tile);
             }
-            keep_here(dk);
+            warpgroup_fence_operand(dk);
             wgmma_fence();
-            multiply<Element, BLOCK_Q>(dk, ds, q, started);
+            gemm_ab_rs<Element, BLOCK_Q>(dk, ds, q, started);
             wgmma_commit();
             wgmma_wait<1>();                                // dV, dQ
-            keep_here(dv);
-            keep_here(dq);
-            mbarrier_arrive_if(lane == 0, dout_empty + 8 * ring.stage);
+            warpgroup_fence_operand(dv);
+            warpgroup_fence_operand(dq);
+            mbarrier_arrive_if(lane == 0, dout_empty + 8 * ring.index);
             // Not before: a first step's product for nothing reads V, too.
             if (KEYS_AHEAD && LAGS)
                 mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
@@ -388,12 +388,12 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
             step(left == 1);
 
         wgmma_wait<0>();
-        keep_here(dk);
+        warpgroup_fence_operand(dk);
         if (LAGS) {
             float dq[DQ_COUNT];
             issue_last_dq(dq);
             wgmma_wait<0>();
-            keep_here(dq);
+            warpgroup_fence_operand(dq);
             mbarrier_arrive_if(threadIdx.x % 32 == 0, ds_empty + 8 * place.previous());
             send_dq(dq);
         }
@@ -421,7 +421,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         finite &= send_out(arguments.dk_map, where, key, dk_place, dk,
                            static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
                            shape.head_dim);
-        if (HIDES && !finite) *doubtful_key_tile(arguments, place_of_doubts(where)) = 1;
+        if (MASKED && !finite) *recompute_flag(arguments, place_of_doubts(where)) = 1;
         __syncwarp();
         if (!KEYS_AHEAD) tma_store_wait_read<0>();
     }
@@ -460,12 +460,12 @@ backward_wgmma(const __grid_constant__ Arguments arguments) {
     // with SEGMENTS takes more, which is spilt: the others could not do with less.)
     const int warp = threadIdx.x / 32;
     if (threadIdx.x < WARPGROUP) {
-        give_registers<24>();
+        warpgroup_reg_dealloc<24>();
         if (threadIdx.x < LOADING_THREADS) load_queries(arguments, shared);
         if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
         if (warp >= 1 && warp <= MATH_WARPGROUPS) add_dq(arguments, shared, warp - 1);
     } else {
-        take_registers<240>();
+        warpgroup_reg_alloc<240>();
         compute_all(arguments, shared);
     }
 }

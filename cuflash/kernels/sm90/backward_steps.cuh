@@ -30,7 +30,7 @@ constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool BY_WARP = SEGMENTS || PACKED;                // Q is loaded, tiles are found
 constexpr int LOADING_THREADS = BY_WARP ? 32 : 1;
 constexpr int PARTED = SEGMENTS ? STAGES : 1;
-constexpr bool HIDES = CAUSAL || WINDOW || PAIRWISE || PACKED;      // rows need not see all
+constexpr bool MASKED = CAUSAL || WINDOW || PAIRWISE || PACKED;      // rows need not see all
 constexpr bool DETERMINISTIC = TURNS > 0, LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 // P stays in float until dS is computed. Where there is no room, dS comes from the rounded P.
 constexpr bool KEEPS_P = BLOCK_Q <= 64;
@@ -39,7 +39,7 @@ constexpr bool KEEPS_P = BLOCK_Q <= 64;
 constexpr bool SEEN_AS_BITS = WINDOW || PAIRWISE;
 // Where P is 0, so is dS, or it is NaN, as may be what unseen tokens reach in other ways, too:
 // recompute.cuh sees to that. Not to sums that dS goes into by itself.
-constexpr bool HIDES_DS = !SEEN_AS_BITS || DBIAS;
+constexpr bool MASKS_DS = !SEEN_AS_BITS || DBIAS;
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
 static_assert(!(BY_WARP && DETERMINISTIC), "turns are those of neighbouring key tiles");
@@ -52,17 +52,17 @@ constexpr int WORKS = 2;                                    // in hand: one begi
 struct Count {
     u32 tiles = 0;
     __device__ __forceinline__ int place() const { return tiles % WORKS; }
-    __device__ __forceinline__ u32 work_parity() const { return tiles / WORKS % 2; }
-    __device__ __forceinline__ u32 kv_parity() const { return tiles % 2; }
+    __device__ __forceinline__ u32 work_phase() const { return tiles / WORKS % 2; }
+    __device__ __forceinline__ u32 kv_phase() const { return tiles % 2; }
 };
 
 // A key tile, and the packed sequence that it is of: so its number is counted among that one's.
-struct TileOfSequence : TileOfHead, Sequence {};
-template <bool> struct WorkOf { using type = TileOfHead; };
+struct TileOfSequence : TileCoord, Sequence {};
+template <bool> struct WorkOf { using type = TileCoord; };
 template <> struct WorkOf<true> { using type = TileOfSequence; };
 using Work = WorkOf<PACKED>::type;
 
-__device__ __forceinline__ NoSequence sequence_of(const TileOfHead&) { return {}; }
+__device__ __forceinline__ NoSequence sequence_of(const TileCoord&) { return {}; }
 __device__ __forceinline__ const Sequence& sequence_of(const TileOfSequence& work) { return work; }
 
 // The query tiles of a key tile. Keys before all that a WINDOW reaches are seen by nobody, nor are
@@ -70,9 +70,9 @@ __device__ __forceinline__ const Sequence& sequence_of(const TileOfSequence& wor
 // their ends, and neighbours stay neighbours.
 template <class Sequence>
 __device__ __forceinline__ QueryTiles query_tiles(
-    const Arguments& all, int k_tile, const Sequence& sequence) {
+    const Arguments& args, int k_tile, const Sequence& sequence) {
     const Mask<CAUSAL, WINDOW> mask{
-        seqlen_q_of(all, sequence), seqlen_k_of(all, sequence), window_of<WINDOW>(all)};
+        seqlen_q_of(args, sequence), seqlen_k_of(args, sequence), window_of<WINDOW>(args)};
     QueryTiles tiles = mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
     if (WINDOW || PACKED) tiles.end = max(tiles.end, tiles.first + 1);
     return tiles;
@@ -83,23 +83,23 @@ __device__ __forceinline__ QueryTiles query_tiles(
 struct QuerySteps {
     int first, end, head, tile, left;
     __device__ __forceinline__ QuerySteps(
-        const Arguments& all, QueryTiles tiles, TileOfHead where)
+        const Arguments& args, QueryTiles tiles, TileCoord where)
         : first(tiles.first), end(tiles.end), tile(tiles.first) {
-        const Shape& shape = arrays_of(all).shape;
+        const Shape& shape = arrays_of(args).shape;
         const int group_size = shape.num_heads_q / shape.num_heads_kv;
         head = where.head * group_size;
         left = group_size * (end - first);
         if constexpr (SEGMENTS) {
-            const Pairs pairs(all, where.batch);
+            const Pairs pairs(args, where.batch);
             const int met = pairs.query_tiles_between(first, end, where.tile);
             left = group_size * max(met, 1);
             if (met > 0) tile = first = pairs.query_tile_after(first - 1, where.tile, end);
         }
     }
-    __device__ __forceinline__ void next(const Arguments& all, TileOfHead where) {
+    __device__ __forceinline__ void next(const Arguments& args, TileCoord where) {
         --left;
         if constexpr (SEGMENTS)
-            tile = Pairs(all, where.batch).query_tile_after(tile, where.tile, end);
+            tile = Pairs(args, where.batch).query_tile_after(tile, where.tile, end);
         else
             ++tile;
         if (tile < end) return;
@@ -110,18 +110,18 @@ struct QuerySteps {
 
 // The number of a query tile among those of all heads; of packed sequences, among slots.
 __device__ __forceinline__ int number_of(
-    const Arguments& all, NoSequence, int batch, int head, int tile) {
-    return (batch * all.arrays.shape.num_heads_q + head) * num_query_tiles(all, BLOCK_Q) + tile;
+    const Arguments& args, NoSequence, int batch, int head, int tile) {
+    return (batch * args.arrays.shape.num_heads_q + head) * num_query_tiles(args, BLOCK_Q) + tile;
 }
 __device__ __forceinline__ int number_of(
-    const Arguments& all, const Sequence& sequence, int batch, int head, int tile) {
-    return number_of(all, NoSequence{}, batch, head, tile)
+    const Arguments& args, const Sequence& sequence, int batch, int head, int tile) {
+    return number_of(args, NoSequence{}, batch, head, tile)
          + sequence.first_q / BLOCK_Q + sequence.number;
 }
 
 // The number that the key tile's doubts are noted by.
-__device__ __forceinline__ TileOfHead place_of_doubts(TileOfHead where) { return where; }
-__device__ __forceinline__ TileOfHead place_of_doubts(const TileOfSequence& where) {
+__device__ __forceinline__ TileCoord place_of_doubts(TileCoord where) { return where; }
+__device__ __forceinline__ TileCoord place_of_doubts(const TileOfSequence& where) {
     return {where.first_slot + where.tile, where.head, where.batch};
 }
 
@@ -130,26 +130,26 @@ __device__ __forceinline__ TileOfHead place_of_doubts(const TileOfSequence& wher
 // If DETERMINISTIC, a tile waits for those of smaller indices, so each of these has to be in the
 // hands of a block that has started: CUDA promises no order in which blocks do, nor that all run at
 // once. A block takes its tiles in order, and the smallest index under way waits for nobody.
-__device__ __forceinline__ int next_index(const Arguments& all) {
-    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(tiles_handed_out(all), 1);
+__device__ __forceinline__ int next_index(const Arguments& args) {
+    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(tiles_handed_out(args), 1);
 }
-__device__ __forceinline__ int first_index(const Arguments& all) {
-    return DETERMINISTIC ? next_index(all) : blockIdx.x;
+__device__ __forceinline__ int first_index(const Arguments& args) {
+    return DETERMINISTIC ? next_index(args) : blockIdx.x;
 }
 
 // Of packed sequences, moves `index` on to the first one whose tile is somebody's, `found`. By a
 // whole warp. The index of a tile is all that others need.
-__device__ __forceinline__ void skip_empty(const Arguments&, int&, int, TileOfHead&) {}
+__device__ __forceinline__ void skip_empty(const Arguments&, int&, int, TileCoord&) {}
 template <class Arguments>
 __device__ __forceinline__ void skip_empty(
-    const Arguments& all, int& index, int num_k_tiles, TileOfSequence& found) {
-    const int num_heads = all.arrays.shape.num_heads_kv;
+    const Arguments& args, int& index, int num_k_tiles, TileOfSequence& found) {
+    const int num_heads = args.arrays.shape.num_heads_kv;
     while (index < num_k_tiles * num_heads) {
-        TileOfHead tile = tile_of_block(index, num_k_tiles, num_heads, 1, all.arrays.schedule);
-        const auto sequence = sequence_of_block<true>(all, tile.tile, BLOCK_K, false);
+        TileCoord tile = tile_of_block(index, num_k_tiles, num_heads, 1, args.arrays.schedule);
+        const auto sequence = sequence_of_block<true>(args, tile.tile, BLOCK_K, false);
         found = {tile, sequence};
         if (sequence.has_tile) return;
-        if (threadIdx.x % 32 == 0) index = next_index(all);
+        if (threadIdx.x % 32 == 0) index = next_index(args);
         index = __shfl_sync(WHOLE_WARP, index, 0);
     }
 }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
     const Shape& shape = arguments.arrays.shape;
     const bool loads = !BY_WARP || threadIdx.x % 32 == 0;
     const int num_k_tiles = num_key_tiles(arguments, BLOCK_K);
-    Ring<STAGES> ring;
+    PipelineState<STAGES> ring;
     Count count;
     for (int index = first_index(arguments);; ++count.tiles) {
         Work found = {};
@@ -170,7 +170,7 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
         Work where = {-1, 0, 0};
         if (!ended && PACKED) where = found;
         if (!ended && !PACKED) {
-            TileOfHead& tile = where;
+            TileCoord& tile = where;
             if constexpr (SEGMENTS)
                 tile = tile_in_order(index, order_behind_counter(arguments), num_k_tiles,
                                      shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
@@ -180,7 +180,8 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
         }
         if (LAST_KEYS_FIRST && !ended) where.tile = num_k_tiles - 1 - where.tile;
         if (loads) {
-            wait(shared_address(&shared.work_empty[count.place()]), count.work_parity() ^ 1);
+            mbarrier_wait(
+                shared_address(&shared.work_empty[count.place()]), count.work_phase() ^ 1);
             shared.work[count.place()] = where;
             mbarrier_arrive(shared_address(&shared.work_full[count.place()]));
         }
@@ -191,12 +192,12 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
             if (BY_WARP) __syncwarp();
             if (!loads) continue;
             if (step.left == 1) index = next_index(arguments);
-            wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
-            const u32 q_full = shared_address(&shared.q_full[ring.stage]);
+            mbarrier_wait(shared_address(&shared.q_empty[ring.index]), ring.phase ^ 1);
+            const u32 q_full = shared_address(&shared.q_full[ring.index]);
             if (SEGMENTS)
-                shared.parted[ring.stage] =
+                shared.parted[ring.index] =
                     !Pairs(arguments, where.batch).sees_all(step.tile, where.tile);
-            bulk_load(shared_address(&shared.rows[ring.stage]),
+            bulk_load(shared_address(&shared.rows[ring.index]),
                       static_cast<const QueryRows*>(arguments.arrays.delta)
                           + number_of(arguments, sequence_of(where), where.batch, step.head,
                                       step.tile),
@@ -204,13 +205,13 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
             // Where a sequence has no query, the array's last is loaded all the same.
             const int token = sequence_of(where).first_q + step.tile * BLOCK_Q;
             const int first = PACKED ? min(token, shape.seqlen_q - 1) : token;
-            load<BLOCK_Q, HEAD_DIM>(
-                shared_address(&shared.q[ring.stage]), arguments.q_map, q_full, first, step.head,
+            tma_load_tile<BLOCK_Q, HEAD_DIM>(
+                shared_address(&shared.q[ring.index]), arguments.q_map, q_full, first, step.head,
                 where.batch, sizeof(QueryRows));
-            wait(shared_address(&shared.dout_empty[ring.stage]), ring.parity ^ 1);
-            load<BLOCK_Q, HEAD_DIM_V>(
-                shared_address(&shared.dout[ring.stage]), arguments.dout_map,
-                shared_address(&shared.dout_full[ring.stage]), first, step.head, where.batch);
+            mbarrier_wait(shared_address(&shared.dout_empty[ring.index]), ring.phase ^ 1);
+            tma_load_tile<BLOCK_Q, HEAD_DIM_V>(
+                shared_address(&shared.dout[ring.index]), arguments.dout_map,
+                shared_address(&shared.dout_full[ring.index]), first, step.head, where.batch);
         }
         if (BY_WARP) index = __shfl_sync(WHOLE_WARP, index, 0);
     }
@@ -219,19 +220,20 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
 template <class Shared>
 __device__ __forceinline__ void load_keys(const Arguments& arguments, Shared& shared) {
     for (Count count;; ++count.tiles) {
-        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
         const Work where = shared.work[count.place()];
         if (where.tile < 0) return;
         mbarrier_arrive(shared_address(&shared.work_empty[count.place()]));
         if constexpr (Shared::K_PLACES > 1) shared.await_place(count);
-        else wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
+        else mbarrier_wait(shared_address(&shared.kv_empty), count.kv_phase() ^ 1);
         const int first = sequence_of(where).first_k + where.tile * BLOCK_K;
         const int place = Shared::K_PLACES > 1 ? count.place() : 0;
-        load<BLOCK_K, HEAD_DIM>(
+        tma_load_tile<BLOCK_K, HEAD_DIM>(
             shared.k_place(count), arguments.k_map, shared_address(&shared.k_full[place]), first,
             where.head, where.batch);
-        if (Shared::K_PLACES > 1) wait(shared_address(&shared.kv_empty), count.kv_parity() ^ 1);
-        load<BLOCK_K, HEAD_DIM_V>(
+        if (Shared::K_PLACES > 1)
+            mbarrier_wait(shared_address(&shared.kv_empty), count.kv_phase() ^ 1);
+        tma_load_tile<BLOCK_K, HEAD_DIM_V>(
             shared_address(&shared.v), arguments.v_map, shared_address(&shared.v_full), first,
             where.head, where.batch);
     }
@@ -246,7 +248,7 @@ template <class Shared, class F>
 __device__ __forceinline__ void follow_steps(const Arguments& arguments, Shared& shared, F f) {
     const int lane = threadIdx.x % 32;
     for (Count count;; ++count.tiles) {
-        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
         const Work where = shared.work[count.place()];
         if (where.tile < 0) break;
         __syncwarp();
@@ -325,11 +327,11 @@ struct LanePairs {
     u32 biases[BIAS ? S_COUNT / 2 / BIAS_PARTS : 1];        // of 16 bits, in twos: load_biases()
 
     __device__ __forceinline__ bool hides_any() const {
-        u32 all = ~0u;
+        u32 args = ~0u;
         if constexpr (SEEN_AS_BITS)
             #pragma unroll
-            for (u32 bits : seen) all &= bits;
-        return all != ~0u;
+            for (u32 bits : seen) args &= bits;
+        return args != ~0u;
     }
 };
 
@@ -364,11 +366,11 @@ __device__ __forceinline__ void ask_by_fours(
 // Biases, of pairs that the array lacks those of others. The warp, whose 16 keys begin at
 // key - lane / 4, reads 8 queries by 8 keys at a time, two keys a lane: neighbours in memory. Those
 // of the lane's own pairs they become in take_steps().
-__device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& all, int part = 0) {
+__device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& args, int part = 0) {
     if constexpr (BIAS && sizeof(Bias) == 2) {
         constexpr int COUNT = sizeof(of.biases) / sizeof(u32);
-        Steps<float> steps(all);
-        steps.set_head(all, of.batch, of.head);
+        ScoreMod<float> steps(args);
+        steps.set_head(args, of.batch, of.head);
         const int lane = threadIdx.x % 32, first_key = of.key - lane / 4;
         const int first_row = of.query - lane % 4 * 2 + part * (COUNT / 2 * 8);
         const int row = first_row + lane / 4, column = first_key + lane % 4 * 2;
@@ -426,7 +428,7 @@ __device__ __forceinline__ void hide_other_segments(
 
 // masked: the mask cuts the step's tile of pairs; parted: segments do.
 __device__ __forceinline__ void look_at_pairs(
-    LanePairs& of, const Arguments& all, const Pairs& pairs, const Dropout<float>& dropout,
+    LanePairs& of, const Arguments& args, const Pairs& pairs, const Dropout<float>& dropout,
     const Mask<CAUSAL, WINDOW>& mask, const QueryRows& rows, bool masked, bool parted) {
     if constexpr (SEEN_AS_BITS) {
         #pragma unroll
@@ -434,7 +436,7 @@ __device__ __forceinline__ void look_at_pairs(
         if (masked) hide_masked(of, mask);
         if (parted) hide_other_segments(of, rows, pairs, mask.seqlen_k);
     }
-    if constexpr (KEEP) {
+    if constexpr (HAS_MASK) {
         Pairs of_head = pairs;
         of_head.set_head(of.head);
         u32 kept[LanePairs::WORDS];
@@ -473,14 +475,14 @@ __device__ __forceinline__ float drop(
     else return x;
 }
 
-// The scores of products, and their derivatives; see Steps. With DBIAS no number goes with another:
+// The scores of products, and their derivatives: ScoreMod. With DBIAS no number goes with another:
 // a NaN that is hidden may not reach the gradient of a bias. are_small: all of the warp's products.
 __device__ __forceinline__ void take_steps(
     float (&scores)[S_COUNT], float (&derivatives)[S_COUNT], const float (&products)[S_COUNT],
-    const Arguments& all, LanePairs& of, bool are_small) {
+    const Arguments& args, LanePairs& of, bool are_small) {
     constexpr int COUNT = S_COUNT / LanePairs::BIAS_PARTS;
-    Steps<float> steps(all);
-    steps.set_head(all, of.batch, of.head);
+    ScoreMod<float> steps(args);
+    steps.set_head(args, of.batch, of.head);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Two keys of a query, 8 apart, next to one another.
@@ -488,7 +490,7 @@ __device__ __forceinline__ void take_steps(
             return part * COUNT + i / 4 * 4 + i / 2 % 2 + i % 2 * 2;
         };
         if constexpr (BIAS && sizeof(Bias) == 2) {
-            if (part > 0) load_biases(of, all, part);
+            if (part > 0) load_biases(of, args, part);
             #pragma unroll
             for (u32& pair : of.biases) pair = movmatrix_transposed(pair);
         }
@@ -506,7 +508,7 @@ __device__ __forceinline__ void take_steps(
                 static_cast<float>(of.past) + static_cast<float>(query - key), bias);
         };
         if (are_small) {
-            if constexpr (SOFTCAP) steps.small_scores(of_pairs, added, slopes);
+            if constexpr (SOFTCAP) steps.poly4_scores(of_pairs, added, slopes);
         } else {
             steps.scores<DBIAS ? 1 : 2>(of_pairs, added, slopes);
         }
@@ -522,7 +524,7 @@ __device__ __forceinline__ void take_steps(
 // begins, so that no derivatives stand in registers beside all of P^T.
 __device__ __forceinline__ void compute_small_p(
     float (&s)[S_COUNT], u32 (&p)[S_COUNT / 2], const QueryRows& rows, int first_column,
-    const Steps<float>& steps, int past) {
+    const ScoreMod<float>& steps, int past) {
     const u32 lse_of_lane = shared_address(rows.lse) + first_column * 4;
     #pragma unroll
     for (int j = 0; j < S_COUNT / 4; ++j) {
@@ -531,7 +533,7 @@ __device__ __forceinline__ void compute_small_p(
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float& x = s[j * 4 + i];
-            const float score = x * steps.small_factor_log2(x), t = steps.small_tanh(score);
+            const float score = x * steps.poly4_factor_log2(x), t = steps.poly4_tanh(score);
             const float further = j * 8 + i % 2 - i / 2 * 8;
             const float added = ALIBI
                 ? fmaf(steps.added(static_cast<float>(past) + further, 0.0f), LOG2_E, -lse[i % 2])
@@ -550,15 +552,15 @@ __device__ __forceinline__ void compute_small_p(
 template <class Hide>
 __device__ __forceinline__ void compute_p(
     float (&s)[S_COUNT], float (&derivatives)[S_COUNT], u32 (&p)[S_COUNT / 2],
-    const QueryRows& rows, int first_column, float c, const Arguments& all, LanePairs& of,
+    const QueryRows& rows, int first_column, float c, const Arguments& args, LanePairs& of,
     const Dropout<float>& dropout, Hide hide, bool hides) {
     bool are_small = false;
     if constexpr (SOFTCAP) {
-        Steps<float> steps(all);
-        are_small = steps.all_small(s);
-        if constexpr (!(BIAS || KEEP || DROPOUT))
+        ScoreMod<float> steps(args);
+        are_small = steps.fits_tanh_poly4(s);
+        if constexpr (!(BIAS || HAS_MASK || DROPOUT))
             if (are_small && !hides && !rows.huge) {
-                steps.set_head(all, of.batch, of.head);
+                steps.set_head(args, of.batch, of.head);
                 return compute_small_p(s, p, rows, first_column, steps, of.past);
             }
     }
@@ -570,14 +572,14 @@ __device__ __forceinline__ void compute_p(
     };
     if constexpr (SOFTCAP && !DBIAS) {
         float weights[S_COUNT];
-        take_steps(weights, s, s, all, of, are_small);
+        take_steps(weights, s, s, args, of, are_small);
         probabilities(weights, rows, first_column, c);
         hide(weights);
         pack_kept(weights);
         #pragma unroll
         for (int i = 0; i < S_COUNT; ++i) s[i] *= weights[i];
     } else {
-        if constexpr (!LINEAR) take_steps(s, derivatives, s, all, of, are_small);
+        if constexpr (!LINEAR) take_steps(s, derivatives, s, args, of, are_small);
         probabilities(s, rows, first_column, c);
         hide(s);
         pack_kept(s);
@@ -611,11 +613,11 @@ __device__ __forceinline__ void score_gradients(
 // dS^T, 0 where pairs are hidden, to the sums of dbias; then times the scores' derivatives, which
 // are NaN where a score is, also of hidden pairs.
 __device__ __forceinline__ void add_dbias(
-    float (&ds)[S_COUNT], const float (&derivatives)[S_COUNT], const Arguments& all,
+    float (&ds)[S_COUNT], const float (&derivatives)[S_COUNT], const Arguments& args,
     const LanePairs& of) {
     if constexpr (DBIAS) {
         BiasGradient dbias;
-        dbias.set_head(all, of.batch, of.head);
+        dbias.set_head(args, of.batch, of.head);
         float* of_query = dbias.sums + (of.query * dbias.stride_q + of.key * dbias.stride_k);
         #pragma unroll
         for (int i = 0; i < S_COUNT / 2; ++i) {             // queries

@@ -50,16 +50,16 @@ constexpr bool BIASES_BESIDE_DQ = SCORE_REGISTERS > DQ_COUNT + 2 * S_COUNT + 64;
 
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
-static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
+static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has args of dQ");
 static_assert(TURNS == 0 || TURNS == 1, "one warpgroup adds to dQ");
 
 struct SharedPlan {
     static constexpr int K_PLACES = 1;
-    Tile<BLOCK_K, HEAD_DIM> k;
-    Tile<BLOCK_K, HEAD_DIM_V> v;
-    Tile<BLOCK_Q, HEAD_DIM> q[STAGES];
-    Tile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
-    Tile<BLOCK_K, BLOCK_Q> p[STAGES], ds[STAGES];           // P^T, dS^T
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
+    SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
+    SmemTile<BLOCK_K, BLOCK_Q> p[STAGES], ds[STAGES];       // P^T, dS^T
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
     u64 p_full[STAGES], ds_full[STAGES];
@@ -75,10 +75,10 @@ constexpr int TURN_HAS_COME = 1, DQ_ADDED = 2, TURN_THREADS = WARPGROUP + 32;
 
 // ---- The warp that takes turns, if DETERMINISTIC ----
 
-__device__ __forceinline__ void take_turns(const Arguments& all, SharedPlan& shared) {
+__device__ __forceinline__ void take_turns(const Arguments& args, SharedPlan& shared) {
     const int lane = threadIdx.x % 32;
-    follow_steps(all, shared, [&](int number, int turn, bool others_before) {
-        int* turns = turns_of_query_tile(all, number);
+    follow_steps(args, shared, [&](int number, int turn, bool others_before) {
+        int* turns = turns_of_query_tile(args, number);
         // Those before are of smaller indices, and taken: the wait ends (next_index).
         if (lane == 0 && others_before) while (load_acquire(turns) != turn) {}
         __syncwarp();
@@ -117,27 +117,27 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
     const u64 k_columns = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
 
     float s[S_COUNT], dp[S_COUNT];
-    Ring<STAGES> ring, next;                                // of the step's; of the one to issue
+    PipelineState<STAGES> ring, next;                       // of the step's; of the one to issue
     const auto issue_s = [&] {
-        wait(shared_address(&shared.q_full[next.stage]), next.parity);
-        keep_here(s);
+        mbarrier_wait(shared_address(&shared.q_full[next.index]), next.phase);
+        warpgroup_fence_operand(s);
         wgmma_fence();
-        multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(
-            s, k_rows, descriptor(shared_address(&shared.q[next.stage]), 0));
+        gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(
+            s, k_rows, descriptor(shared_address(&shared.q[next.index]), 0));
         wgmma_commit();
     };
     const auto issue_dp = [&] {
-        wait(shared_address(&shared.dout_full[next.stage]), next.parity);
-        keep_here(dp);
+        mbarrier_wait(shared_address(&shared.dout_full[next.index]), next.phase);
+        warpgroup_fence_operand(dp);
         wgmma_fence();
-        multiply_transposed<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(
-            dp, v_rows, descriptor(shared_address(&shared.dout[next.stage]), 0));
+        gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(
+            dp, v_rows, descriptor(shared_address(&shared.dout[next.index]), 0));
         wgmma_commit();
         next.next();
     };
 
     for (Count count;; ++count.tiles) {
-        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
         const Work where = shared.work[count.place()];
         if (where.tile < 0) break;
         __syncwarp();
@@ -155,9 +155,9 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         dropout.set_sequence(number_of(sequence));
         QuerySteps steps(arguments, tiles, where);
 
-        wait(shared_address(&shared.k_full), count.kv_parity());
+        mbarrier_wait(shared_address(&shared.k_full), count.kv_phase());
         issue_s();
-        wait(shared_address(&shared.v_full), count.kv_parity());
+        mbarrier_wait(shared_address(&shared.v_full), count.kv_phase());
         issue_dp();
         LanePairs of = {where.batch, 0, 0, first_key, 0};
         // Of the step whose S is on its way, and with it its rows.
@@ -172,44 +172,44 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                           SEGMENTS && shared.parted[stage]);
             if (BIASES_BESIDE_DQ) load_biases(of, arguments);
         };
-        look(ring.stage);
+        look(ring.index);
         if (!BIASES_BESIDE_DQ) load_biases(of, arguments);
         wgmma_wait<1>();
-        keep_here(s);
+        warpgroup_fence_operand(s);
 
         const auto step = [&](auto last) {
-            const QueryRows& rows = shared.rows[ring.stage];
+            const QueryRows& rows = shared.rows[ring.index];
             const int q_start = rows.q_start;
             const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
-            const bool parted = SEGMENTS && shared.parted[ring.stage];
+            const bool parted = SEGMENTS && shared.parted[ring.index];
             const auto hide = [&](float (&x)[S_COUNT]) {
                 if (!SEEN_AS_BITS && masked)
                     apply_mask(x, mask, first_query, q_start + first_column);
-                if (KEEP || masked || parted) hide_unseen(x, of);
+                if (HAS_MASK || masked || parted) hide_unseen(x, of);
             };
-            const u32 ds_tile = shared_address(&shared.ds[ring.stage]);
+            const u32 ds_tile = shared_address(&shared.ds[ring.index]);
             float derivatives[S_COUNT];
             u32 p[S_COUNT / 2], ds[S_COUNT / 2];
 
             compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide,
                       masked || parted);
-            store_rows<BLOCK_K>(shared_address(&shared.p[ring.stage]), warp_row, lane, p);
+            store_rows<BLOCK_K>(shared_address(&shared.p[ring.index]), warp_row, lane, p);
             fence_async_proxy();
             __syncwarp();
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.p_full[ring.stage]));
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.p_full[ring.index]));
 
             wgmma_wait<0>();                                // dP
-            keep_here(dp);
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.stage]));
+            warpgroup_fence_operand(dp);
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.index]));
             score_gradients(dp, s, p, rows, first_column, of, dropout);
-            if (HIDES_DS) hide(dp);
+            if (MASKS_DS) hide(dp);
             add_dbias(dp, derivatives, arguments, of);
             pack_pairs<Element>(ds, dp);
             store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
             fence_async_proxy();
             __syncwarp();
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.ds_full[ring.stage]));
-            wait(shared_address(&shared.ds_full[ring.stage]), ring.parity);
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.ds_full[ring.index]));
+            mbarrier_wait(shared_address(&shared.ds_full[ring.index]), ring.phase);
 
             float* sums = dq_sum_tile(arguments.arrays.dq_sum,
                                       number_of(arguments, sequence_of(where), where.batch,
@@ -220,27 +220,27 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                 constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
                 const bool first = part == 0, final = part == DQ_PARTS - 1;
                 float dq[DQ_COUNT];
-                keep_here(dq);
+                warpgroup_fence_operand(dq);
                 wgmma_fence();
-                multiply_columns<Element, BLOCK_K>(
+                gemm_atb_ss<Element, BLOCK_K>(
                     dq, descriptor(ds_tile, 0), advance(k_columns, part * PART_BYTES));
                 wgmma_commit();
                 if (!last.value && first) issue_s();
                 if (!last.value && final) {
                     issue_dp();
-                    look((ring.stage + 1) % STAGES);
+                    look((ring.index + 1) % STAGES);
                 }
                 if (last.value) wgmma_wait<0>();
                 else if (first && final) wgmma_wait<2>();
                 else wgmma_wait<1>();
-                keep_here(dq);
+                warpgroup_fence_operand(dq);
                 if (DETERMINISTIC && first) barrier_sync(TURN_HAS_COME, TURN_THREADS);
                 add_dq(sums, dq, part);
             }
             if (DETERMINISTIC) barrier_arrive(DQ_ADDED, TURN_THREADS);
             if (!last.value && !BIASES_BESIDE_DQ) load_biases(of, arguments);
             if (!last.value) wgmma_wait<1>();               // the next S
-            keep_here(s);
+            warpgroup_fence_operand(s);
             steps.next(arguments, where);
             ring.next();
         };
@@ -264,7 +264,7 @@ struct Gradient {
 };
 
 template <int COLUMNS>
-__device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPlan& shared,
+__device__ __forceinline__ void compute_gradient(const Arguments& args, SharedPlan& shared,
                                                  const Gradient& of) {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
     const u64 a = descriptor(shared_address(of.a), 0);
@@ -273,32 +273,32 @@ __device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPla
     constexpr int PARTS = COLUMNS > 192 ? 2 : 1, PART_COLUMNS = COLUMNS / PARTS;
     constexpr int PART_BYTES = PART_COLUMNS / PANEL_COLUMNS * BLOCK_Q * PANEL_ROW_BYTES;
     float sum[PARTS][PART_COLUMNS / 2];
-    Ring<STAGES> ring;
+    PipelineState<STAGES> ring;
     for (Count count;; ++count.tiles) {
-        wait(shared_address(&shared.work_full[count.place()]), count.work_parity());
+        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
         const Work where = shared.work[count.place()];
         if (where.tile < 0) break;
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
         const auto sequence = sequence_of(where);
-        const int num_steps = QuerySteps(all, query_tiles(all, where.tile, sequence), where).left;
+        const int num_steps = QuerySteps(args, query_tiles(args, where.tile, sequence), where).left;
         for (int i = 0; i < num_steps; ++i, ring.next()) {
-            wait(shared_address(of.b_full + ring.stage), ring.parity);
-            wait(shared_address(of.a_full + ring.stage), ring.parity);
-            const u64 a_of_step = advance(a, ring.stage * of.a_bytes);
-            const u64 b_of_step = advance(b, ring.stage * of.b_bytes);
+            mbarrier_wait(shared_address(of.b_full + ring.index), ring.phase);
+            mbarrier_wait(shared_address(of.a_full + ring.index), ring.phase);
+            const u64 a_of_step = advance(a, ring.index * of.a_bytes);
+            const u64 b_of_step = advance(b, ring.index * of.b_bytes);
             #pragma unroll
-            for (int part = 0; part < PARTS; ++part) keep_here(sum[part]);
+            for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sum[part]);
             wgmma_fence();
             #pragma unroll
             for (int part = 0; part < PARTS; ++part)
-                multiply_rows<Element, BLOCK_Q>(
+                gemm_ab_ss<Element, BLOCK_Q>(
                     sum[part], a_of_step, advance(b_of_step, part * PART_BYTES), i > 0);
             wgmma_commit();
             wgmma_wait<0>();
             #pragma unroll
-            for (int part = 0; part < PARTS; ++part) keep_here(sum[part]);
-            mbarrier_arrive_if(lane == 0, shared_address(of.b_empty + ring.stage));
+            for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sum[part]);
+            mbarrier_arrive_if(lane == 0, shared_address(of.b_empty + ring.index));
         }
         bool finite = true;
         const int key = where.tile * BLOCK_K + thread / 32 * 16 + lane / 4;
@@ -312,9 +312,9 @@ __device__ __forceinline__ void compute_gradient(const Arguments& all, SharedPla
                 finite &= fabsf(sum[part][i]) < infinity();
             }
             store_to_array(target + part * PART_COLUMNS, of.stride.token, sum[part], key,
-                           seqlen_k_of(all, sequence), of.num_columns - part * PART_COLUMNS);
+                           seqlen_k_of(args, sequence), of.num_columns - part * PART_COLUMNS);
         }
-        if (HIDES && !finite) *doubtful_key_tile(all, place_of_doubts(where)) = 1;
+        if (MASKED && !finite) *recompute_flag(args, place_of_doubts(where)) = 1;
         __syncwarp();
     }
 }
@@ -348,22 +348,22 @@ backward_wgmma_wide(const __grid_constant__ Arguments arguments) {
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
     if (role == 0) {
-        give_registers<LOADING_REGISTERS>();
+        warpgroup_reg_dealloc<LOADING_REGISTERS>();
         if (threadIdx.x < LOADING_THREADS) load_queries(arguments, shared);
         if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
         if (DETERMINISTIC && warp == 1) take_turns(arguments, shared);
     } else if (role == 1) {
-        take_registers<SCORE_REGISTERS>();
+        warpgroup_reg_alloc<SCORE_REGISTERS>();
         compute_scores(arguments, shared);
     } else if (role == 2) {
-        take_registers<GRADIENT_REGISTERS>();
+        warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM_V>(
             arguments, shared,
             {shared.p, sizeof(shared.p[0]), shared.dout, sizeof(shared.dout[0]), shared.p_full,
              shared.dout_full, shared.dout_empty, arrays.dv, arrays.dv_stride,
              arrays.shape.head_dim_v, 1.0f});
     } else {
-        take_registers<GRADIENT_REGISTERS>();
+        warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM>(
             arguments, shared,
             {shared.ds, sizeof(shared.ds[0]), shared.q, sizeof(shared.q[0]), shared.ds_full,

@@ -8,20 +8,20 @@
 #include "common/scheduler.cuh"
 #include "common/packed_sequences.cuh"
 
-__device__ __forceinline__ int* tiles_handed_out(const Arguments& all) {
-    return static_cast<int*>(arrays_of(all).turns);
+__device__ __forceinline__ int* tiles_handed_out(const Arguments& args) {
+    return static_cast<int*>(arrays_of(args).turns);
 }
 
 // Of packed sequences the tile's number is that of its slot.
-__device__ __forceinline__ int* doubtful_key_tile(const Arguments& all, TileOfHead where) {
-    const BackwardArguments& arguments = arrays_of(all);
+__device__ __forceinline__ int* recompute_flag(const Arguments& args, TileCoord where) {
+    const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     return static_cast<int*>(arguments.turns) + 1
-         + (where.batch * shape.num_heads_kv + where.head) * num_key_tiles(all, BLOCK_K)
+         + (where.batch * shape.num_heads_kv + where.head) * num_key_tiles(args, BLOCK_K)
          + where.tile;
 }
 
 // `number` counts the query tiles of all heads.
-__device__ __forceinline__ int* turns_of_query_tile(const Arguments& all, int number) {
-    return doubtful_key_tile(all, {0, 0, arrays_of(all).shape.batch}) + number * TURNS;
+__device__ __forceinline__ int* turns_of_query_tile(const Arguments& args, int number) {
+    return recompute_flag(args, {0, 0, arrays_of(args).shape.batch}) + number * TURNS;
 }

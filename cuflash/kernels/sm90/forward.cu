@@ -26,7 +26,7 @@
 // tile's bytes. *_empty, back: an arrival of every math warp.
 //
 // Rows whose result hangs on more than this arithmetic gives (NaN, infinities, scores above 2^24)
-// are found at the end of a tile and computed again, one by one: exact_row. Slow, rare.
+// are found at the end of a tile and computed again, one by one: recompute_row. Slow, rare.
 #include "score/dropout.cuh"
 #include "common/mask.cuh"
 #include "score/pair_mask.cuh"
@@ -37,23 +37,23 @@
 #include "sm90/alibi_mma.cuh"
 #include "common/upper_halves.cuh"
 
-constexpr int GROUP_ROWS = PRODUCT_ROWS;                    // queries of a math warpgroup
+constexpr int GROUP_ROWS = WGMMA_M;                    // queries of a math warpgroup
 constexpr int MATH_WARPGROUPS = BLOCK_Q / GROUP_ROWS, MATH_WARPS = MATH_WARPGROUPS * 4;
 constexpr int THREADS = (1 + MATH_WARPGROUPS) * WARPGROUP;
 constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 // Work goes with its Q, and is read until the rows are out.
-constexpr int WORK_PLACES = Q_STAGES > 1 ? Q_STAGES : 2;
-__device__ __forceinline__ int work_place(Ring<Q_STAGES> q) {
-    return Q_STAGES > 1 ? q.stage : static_cast<int>(q.parity);
+constexpr int WORK_SLOTS = Q_STAGES > 1 ? Q_STAGES : 2;
+__device__ __forceinline__ int work_slot(PipelineState<Q_STAGES> q) {
+    return Q_STAGES > 1 ? q.index : static_cast<int>(q.phase);
 }
 
 // Key tiles are visited anywhere, not one after another: which, the loading warp says with each.
-constexpr bool LISTED = PAIRWISE;
-constexpr bool COUNTED = PACKED || SEGMENTS;                // query tiles are taken from a counter
-constexpr bool OPTIONS = WINDOW || LISTED || !LINEAR || DROPOUT;
-constexpr bool HIDES = CAUSAL || WINDOW || LISTED || PACKED;    // rows need not see what is loaded
+constexpr bool SPARSE_TILES = PAIRWISE;
+constexpr bool DYNAMIC_SCHEDULER = PACKED || SEGMENTS;      // query tiles are taken from a counter
+constexpr bool OPTIONS = WINDOW || SPARSE_TILES || !LINEAR || DROPOUT;
+constexpr bool MASKED = CAUSAL || WINDOW || SPARSE_TILES || PACKED;  // rows may not see a key
 constexpr int LAST_BIT = 1, HIDDEN_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;     // of what it says
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)), "those are asked for by tokens of the whole array");
@@ -68,7 +68,7 @@ struct Queries : OwnSequence { int first, num_rows, head, batch; };
 // key that its first query sees, and are at least one, which the mask may hide wholly.
 struct Work { Queries queries; int num_visited; };
 
-// COUNTED: the warp that takes tiles tells the one that loads keys, too (full); which asks for more
+// DYNAMIC_SCHEDULER: the Q producer publishes each tile (full); the K/V producer asks for the next
 // when it comes to a tile's last keys (asked): what is taken while its block is still busy with a
 // long tile waits for that, and other blocks may be idle. An arrival each.
 // With segment ids that is when its last key tile is looked up. TAKEN_BEFORE: key tiles of a packed
@@ -83,24 +83,24 @@ template <bool> struct WorkBarriers {
     __device__ __forceinline__ void await_asking(u32) {}
 };
 template <> struct WorkBarriers<true> {
-    u64 full[WORK_PLACES], asked;
+    u64 full[WORK_SLOTS], asked;
     __device__ __forceinline__ void init() {
         for (u64& barrier : full) mbarrier_init(shared_address(&barrier), 1);
         mbarrier_init(shared_address(&asked), 1);
     }
     __device__ __forceinline__ void ask() { mbarrier_arrive(shared_address(&asked)); }
-    __device__ __forceinline__ void await_asking(u32 parity) {
-        wait(shared_address(&asked), parity);
+    __device__ __forceinline__ void await_asking(u32 phase) {
+        mbarrier_wait(shared_address(&asked), phase);
     }
     __device__ __forceinline__ void tell(int place) {
         mbarrier_arrive(shared_address(&full[place]));
     }
-    __device__ __forceinline__ void await(int place, u32 parity) {
-        wait(shared_address(&full[place]), parity);
+    __device__ __forceinline__ void await(int place, u32 phase) {
+        mbarrier_wait(shared_address(&full[place]), phase);
     }
 };
-struct Works : WorkBarriers<COUNTED> {
-    Work at[WORK_PLACES];
+struct Works : WorkBarriers<DYNAMIC_SCHEDULER> {
+    Work at[WORK_SLOTS];
     __device__ __forceinline__ Work& operator[](int place) { return at[place]; }
 };
 
@@ -110,12 +110,12 @@ struct Works : WorkBarriers<COUNTED> {
 // n + KV_STAGES ids may be written where those of n - KV_STAGES stand: who gave n back has done
 // with n - 1.
 template <bool> struct IdsOfKeys {
-    __device__ __forceinline__ int* ids(Ring<KV_STAGES>) { return nullptr; }
+    __device__ __forceinline__ int* ids(PipelineState<KV_STAGES>) { return nullptr; }
 };
 template <> struct IdsOfKeys<true> {
     alignas(8) int at[2 * KV_STAGES][BLOCK_K];
-    __device__ __forceinline__ int* ids(Ring<KV_STAGES> k) {
-        return at[static_cast<int>(k.parity) * KV_STAGES + k.stage];
+    __device__ __forceinline__ int* ids(PipelineState<KV_STAGES> k) {
+        return at[static_cast<int>(k.phase) * KV_STAGES + k.index];
     }
 };
 
@@ -124,22 +124,24 @@ template <> struct IdsOfKeys<true> {
 // before have been read: under its softmax, too. A row's place is 16 bytes longer than the row, so
 // that the 8 rows that ldmatrix reads at once are in different banks.
 constexpr bool STAGED = BIAS && sizeof(Bias) == 2;
-constexpr bool BIASES_AHEAD = STAGED && !LISTED;
+constexpr bool BIASES_AHEAD = STAGED && !SPARSE_TILES;
 constexpr int BIAS_CHUNKS = (BLOCK_K + 31) / 32 * 4, BIAS_PITCH = BIAS_CHUNKS + 1;
 template <bool> struct BiasesOfWarps {};
 template <> struct BiasesOfWarps<true> { BiasChunk biases[MATH_WARPS][16][BIAS_PITCH]; };
 
 // What goes with key tiles besides. words: the loading warp's about the tile in each place of K;
 // with k_full, and read before the place is given back.
-struct Beside : BiasesOfWarps<STAGED>, IdsOfKeys<SEGMENTS> { int words[LISTED ? KV_STAGES : 1]; };
+struct Beside : BiasesOfWarps<STAGED>, IdsOfKeys<SEGMENTS> {
+    int words[SPARSE_TILES ? KV_STAGES : 1];
+};
 
 // Larger heads leave no room.
 constexpr bool SLOPES_IN_PRODUCT = ALIBI && !SOFTCAP && !BIAS && WIDEST <= 192;
 
 struct SharedPlan : SlopeTile<SLOPES_IN_PRODUCT> {
-    Tile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
-    Tile<BLOCK_K, HEAD_DIM> k[KV_STAGES];
-    Tile<BLOCK_K, HEAD_DIM_V> v[KV_STAGES];
+    SmemTile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
+    SmemTile<BLOCK_K, HEAD_DIM> k[KV_STAGES];
+    SmemTile<BLOCK_K, HEAD_DIM_V> v[KV_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
     Works work;
@@ -171,16 +173,16 @@ __device__ __forceinline__ int first_key_tile(const Mask<CAUSAL, WINDOW>& mask, 
 
 template <class Sequence>
 __device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
-    const Arguments& all, const Sequence& sequence) {
-    return {seqlen_q_of(all, sequence), seqlen_k_of(all, sequence), window_of<WINDOW>(all)};
+    const Arguments& args, const Sequence& sequence) {
+    return {seqlen_q_of(args, sequence), seqlen_k_of(args, sequence), window_of<WINDOW>(args)};
 }
 
 // A tile that is not full, but of whole warpgroups' queries, comes where queries see least: under
 // the causal mask first, else last. Segments' tiles are counted from the first query.
 __device__ __forceinline__ Queries queries_of_tile(
-    TileOfHead where, const OwnSequence& sequence, const Arguments& all) {
+    TileCoord where, const OwnSequence& sequence, const Arguments& args) {
     if (where.tile < 0) return {sequence, 0, 0, 0, 0};
-    const int length = seqlen_q_of(all, sequence), groups = (length + GROUP_ROWS - 1) / GROUP_ROWS;
+    const int length = seqlen_q_of(args, sequence), groups = (length + GROUP_ROWS - 1) / GROUP_ROWS;
     const int lacking = CAUSAL && !SEGMENTS
         ? (MATH_WARPGROUPS - 1 - (groups - 1) % MATH_WARPGROUPS) * GROUP_ROWS : 0;
     const int first = where.tile * BLOCK_Q - lacking, end = min(first + BLOCK_Q, length);
@@ -198,121 +200,124 @@ __device__ __forceinline__ Work next_work(Tiles& tiles, const Arguments& argumen
 // shorter. With a bias alone all count as those, and go section by section, as heads may share it.
 // (Under the causal mask alone tiles differ too much for rounds: they go in pairs.)
 constexpr bool IN_ROUNDS = WINDOW || (BIAS && !CAUSAL);
-template <bool> struct WalkOf { using type = TileWalk; };
-template <> struct WalkOf<true> { using type = EvenWalk; };
+template <bool> struct WalkOf { using type = StaticScheduler; };
+template <> struct WalkOf<true> { using type = BalancedScheduler; };
 using Walk = WalkOf<IN_ROUNDS>::type;
 
-template <class Arguments> __device__ __forceinline__ Walk walk_of(const Arguments& all) {
-    const Shape& shape = all.arrays.shape;
+template <class Arguments> __device__ __forceinline__ Walk walk_of(const Arguments& args) {
+    const Shape& shape = args.arrays.shape;
     if constexpr (IN_ROUNDS) {
-        const int growing = mask_of(all, NoSequence{}).end_query(0);
-        const int shorter = WINDOW ? (growing + BLOCK_Q - 1) / BLOCK_Q : all.deal.singles;
-        return {all.deal, all.arrays.schedule, shape.num_heads_q, shape.batch, shorter};
+        const int growing = mask_of(args, NoSequence{}).end_query(0);
+        const int shorter = WINDOW ? (growing + BLOCK_Q - 1) / BLOCK_Q : args.work_items.singles;
+        return {args.work_items, args.arrays.schedule, shape.num_heads_q, shape.batch, shorter};
     } else {
-        return {all.deal, shape.num_heads_q};
+        return {args.work_items, shape.num_heads_q};
     }
 }
 
 // A block's tiles, one after another. Each who asks counts them for itself.
-struct DealtTiles {
+struct StaticTiles {
     Walk walk;
-    explicit __device__ __forceinline__ DealtTiles(const Arguments& all, int = 0)
-        : walk(walk_of(all)) {}
-    __device__ __forceinline__ Queries next(const Arguments& all) {
-        return queries_of_tile(walk.next(), {}, all);
+    explicit __device__ __forceinline__ StaticTiles(const Arguments& args, int = 0)
+        : walk(walk_of(args)) {}
+    __device__ __forceinline__ Queries next(const Arguments& args) {
+        return queries_of_tile(walk.next(), {}, args);
     }
-    __device__ __forceinline__ Work told(const Arguments& all, SharedPlan&) {
-        return next_work(*this, all);
+    __device__ __forceinline__ Work told(const Arguments& args, SharedPlan&) {
+        return next_work(*this, args);
     }
-    __device__ __forceinline__ Queries again(const Arguments& all) { return next(all); }
+    __device__ __forceinline__ Queries again(const Arguments& args) { return next(args); }
 };
 
-// COUNTED ones: one warp takes them from a counter, and tells the others. Slots of packed sequences
+// Taken from a counter by one warp, which publishes them. Slots of packed sequences
 // are numbered as tiles are, but of a head those of the longest sequence come first. Tiles with
 // segment ids come in the order that was found, longest first.
-template <class Arguments> struct TakenTiles {
+template <class Arguments> struct DynamicTiles {
     int last;
     bool begun = false;
-    Ring<WORK_PLACES> place;
-    explicit __device__ __forceinline__ TakenTiles(const Arguments&, int last = -1) : last(last) {}
+    PipelineState<WORK_SLOTS> place;
+    explicit __device__ __forceinline__ DynamicTiles(const Arguments&, int last = -1)
+        : last(last) {}
 
     // By a whole warp.
-    static __device__ __forceinline__ Queries of_slot(const Arguments& all, int number) {
-        const int slots = num_query_tiles(all, BLOCK_Q);
-        const Shape& shape = all.arrays.shape;
+    static __device__ __forceinline__ Queries of_slot(const Arguments& args, int number) {
+        const int slots = num_query_tiles(args, BLOCK_Q);
+        const Shape& shape = args.arrays.shape;
         if constexpr (SEGMENTS)
             return queries_of_tile(
-                tile_in_order(number, order_behind_counter(all), slots, shape.num_heads_q,
-                              shape.batch, all.arrays.schedule), {}, all);
-        TileOfHead where = tile_of_block(
-            number, slots, shape.num_heads_q, shape.batch, all.arrays.schedule);
+                tile_in_order(number, order_behind_counter(args), slots, shape.num_heads_q,
+                              shape.batch, args.arrays.schedule), {}, args);
+        TileCoord where = tile_of_block(
+            number, slots, shape.num_heads_q, shape.batch, args.arrays.schedule);
         where.tile = slots - 1 - where.tile;
-        auto sequence = sequence_of_block<false>(all, where.tile, BLOCK_Q, true);
+        auto sequence = sequence_of_block<false>(args, where.tile, BLOCK_Q, true);
         // Where there is no key, one of the array's is loaded all the same.
         if constexpr (PACKED) sequence.first_k = min(sequence.first_k, shape.seqlen_k - 1);
-        return queries_of_tile(where, sequence, all);
+        return queries_of_tile(where, sequence, args);
     }
-    static __device__ __forceinline__ int* counter(const Arguments& all) {
-        if constexpr (PACKED) return &static_cast<FoundSequences*>(all.found)->handed_out;
-        else return counter_behind_ranges(all);
+    static __device__ __forceinline__ int* counter(const Arguments& args) {
+        if constexpr (PACKED) return &static_cast<FoundSequences*>(args.found)->handed_out;
+        else return counter_behind_ranges(args);
     }
     // By the warp that takes them. When none is left, `first` is the last one's number.
-    __device__ __forceinline__ Queries next(const Arguments& all) {
+    __device__ __forceinline__ Queries next(const Arguments& args) {
         for (;;) {
-            const int number = begun ? take_tile(counter(all)) : blockIdx.x;
+            const int number = begun ? take_tile(counter(args)) : blockIdx.x;
             begun = true;
-            if (number >= all.deal.items) return {{}, last, 0, 0, 0};
-            const Queries queries = of_slot(all, number);
+            if (number >= args.work_items.items) return {{}, last, 0, 0, 0};
+            const Queries queries = of_slot(args, number);
             if (queries.num_rows <= 0) continue;
-            if (threadIdx.x % 32 == 0) tile_before(counter(all), number) = last;
+            if (threadIdx.x % 32 == 0) tile_before(counter(args), number) = last;
             last = number;
             return queries;
         }
     }
     // By those who load keys.
     __device__ __forceinline__ Work told(const Arguments&, SharedPlan& shared) {
-        shared.work.await(place.stage, place.parity);
-        const Work now = shared.work[place.stage];
+        shared.work.await(place.index, place.phase);
+        const Work now = shared.work[place.index];
         place.next();
         return now;
     }
     // By each warp that wants them once more, the last one first.
-    __device__ __forceinline__ Queries again(const Arguments& all) {
+    __device__ __forceinline__ Queries again(const Arguments& args) {
         if (last < 0) return {{}, 0, 0, 0, 0};
-        const Queries queries = of_slot(all, last);
-        last = tile_before(counter(all), last);
+        const Queries queries = of_slot(args, last);
+        last = tile_before(counter(args), last);
         return queries;
     }
 };
 
-template <bool, class Arguments> struct TilesOf { using type = DealtTiles; };
-template <class Arguments> struct TilesOf<true, Arguments> { using type = TakenTiles<Arguments>; };
-using Tiles = TilesOf<COUNTED, Arguments>::type;
+template <bool, class Arguments> struct TileSchedulerOf { using type = StaticTiles; };
+template <class Arguments> struct TileSchedulerOf<true, Arguments> {
+    using type = DynamicTiles<Arguments>;
+};
+using Tiles = TileSchedulerOf<DYNAMIC_SCHEDULER, Arguments>::type;
 
 // Two threads load, so that the next Q need not wait for this one's last keys. The first also says
 // what to do: the work goes with its Q.
 __device__ __forceinline__ void load_queries(const Arguments& arguments,
                                              SharedPlan& shared) {
     Tiles tiles(arguments);
-    Ring<1> asking;
-    for (Ring<Q_STAGES> ring;; ring.next(), asking.next()) {
-        shared.work.await_asking(asking.parity ^ 1);
-        if (COUNTED) __syncwarp();                          // all lanes have, before it asks again
+    PipelineState<1> asking;
+    for (PipelineState<Q_STAGES> ring;; ring.next(), asking.next()) {
+        shared.work.await_asking(asking.phase ^ 1);
+        if (DYNAMIC_SCHEDULER) __syncwarp();                // all lanes have, before it asks again
         const Work now = next_work(tiles, arguments);
-        if (COUNTED && threadIdx.x != 0) {
+        if (DYNAMIC_SCHEDULER && threadIdx.x != 0) {
             if (now.queries.num_rows == 0) return;
             continue;
         }
-        const u32 full = shared_address(&shared.q_full[ring.stage]);
-        wait(shared_address(&shared.q_empty[ring.stage]), ring.parity ^ 1);
-        shared.work[work_place(ring)] = now;
-        shared.work.tell(work_place(ring));
+        const u32 full = shared_address(&shared.q_full[ring.index]);
+        mbarrier_wait(shared_address(&shared.q_empty[ring.index]), ring.phase ^ 1);
+        shared.work[work_slot(ring)] = now;
+        shared.work.tell(work_slot(ring));
         if (now.queries.num_rows == 0) {
             mbarrier_arrive(full);
             return;
         }
-        load<BLOCK_Q, HEAD_DIM>(
-            shared_address(&shared.q_then_out[ring.stage]), arguments.q_map, full,
+        tma_load_tile<BLOCK_Q, HEAD_DIM>(
+            shared_address(&shared.q_then_out[ring.index]), arguments.q_map, full,
             now.queries.first_q + now.queries.first, now.queries.head, now.queries.batch);
     }
 }
@@ -322,7 +327,7 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     Tiles tiles(arguments);
-    Ring<KV_STAGES> ring;
+    PipelineState<KV_STAGES> ring;
     for (;;) {
         const Work now = tiles.told(arguments, shared);
         if (now.queries.num_rows == 0) return;
@@ -332,14 +337,14 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
         for (int tile = now.num_visited - 1; tile >= first_tile; --tile, ring.next()) {
             if (PACKED && tile == min(first_tile + TAKEN_BEFORE, now.num_visited - 1))
                 shared.work.ask();
-            wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
-            load<BLOCK_K, HEAD_DIM>(
-                shared_address(&shared.k[ring.stage]), arguments.k_map,
-                shared_address(&shared.k_full[ring.stage]), first + tile * BLOCK_K, head, batch);
-            wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
-            load<BLOCK_K, HEAD_DIM_V>(
-                shared_address(&shared.v[ring.stage]), arguments.v_map,
-                shared_address(&shared.v_full[ring.stage]), first + tile * BLOCK_K, head, batch);
+            mbarrier_wait(shared_address(&shared.k_empty[ring.index]), ring.phase ^ 1);
+            tma_load_tile<BLOCK_K, HEAD_DIM>(
+                shared_address(&shared.k[ring.index]), arguments.k_map,
+                shared_address(&shared.k_full[ring.index]), first + tile * BLOCK_K, head, batch);
+            mbarrier_wait(shared_address(&shared.v_empty[ring.index]), ring.phase ^ 1);
+            tma_load_tile<BLOCK_K, HEAD_DIM_V>(
+                shared_address(&shared.v[ring.index]), arguments.v_map,
+                shared_address(&shared.v_full[ring.index]), first + tile * BLOCK_K, head, batch);
         }
     }
 }
@@ -390,7 +395,7 @@ template <class Pairs> struct ListedTiles {
                 const bool is_one = keys.low == keys.high;
                 left = __ballot_sync(WHOLE_WARP, tile >= first && !are_apart(queries, keys));
                 hidden = __ballot_sync(
-                    WHOLE_WARP, KEEP || !is_one || queries.low != queries.high);
+                    WHOLE_WARP, HAS_MASK || !is_one || queries.low != queries.high);
                 of_one_id = __ballot_sync(WHOLE_WARP, is_one);
             } else {
                 left = __ballot_sync(WHOLE_WARP, tile >= first);
@@ -418,7 +423,7 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
     const Mask<CAUSAL, WINDOW> mask = mask_of(arguments, OwnSequence{});
     const int lane = threadIdx.x % 32;
     Tiles tiles(arguments);
-    Ring<KV_STAGES> ring;
+    PipelineState<KV_STAGES> ring;
     for (;;) {
         const Queries queries = tiles.told(arguments, shared).queries;
         if (queries.num_rows == 0) return;
@@ -432,30 +437,30 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         const auto look_at_next = [&] {
             if (listed.has_more()) tile = listed.take();
             if (tile.hides) ids.load(pairs, tile.number * BLOCK_K, shape.seqlen_k);
-            if (COUNTED && !listed.has_more() && lane == 0) shared.work.ask();
+            if (DYNAMIC_SCHEDULER && !listed.has_more() && lane == 0) shared.work.ask();
         };
         look_at_next();
         for (bool last = false; !last; ring.next()) {
             last = !listed.has_more();
             const int k_start = tile.number * BLOCK_K;
-            wait(shared_address(&shared.k_empty[ring.stage]), ring.parity ^ 1);
+            mbarrier_wait(shared_address(&shared.k_empty[ring.index]), ring.phase ^ 1);
             if (tile.hides) ids.store(shared.beside.ids(ring));
             __syncwarp();                                   // before lane 0 says that it is done
             if (lane == 0) {
-                shared.beside.words[ring.stage] =
+                shared.beside.words[ring.index] =
                     tile.number << TILE_SHIFT | (last ? LAST_BIT : 0)
                     | (tile.hides ? HIDDEN_BIT : 0) | (tile.has_one_id ? ONE_ID_BIT : 0);
-                load<BLOCK_K, HEAD_DIM>(
-                    shared_address(&shared.k[ring.stage]), arguments.k_map,
-                    shared_address(&shared.k_full[ring.stage]), k_start, head, queries.batch);
+                tma_load_tile<BLOCK_K, HEAD_DIM>(
+                    shared_address(&shared.k[ring.index]), arguments.k_map,
+                    shared_address(&shared.k_full[ring.index]), k_start, head, queries.batch);
             }
             // What the next tile needs is read before anyone waits for V's place.
             if (!last) look_at_next();
             if (lane == 0) {
-                wait(shared_address(&shared.v_empty[ring.stage]), ring.parity ^ 1);
-                load<BLOCK_K, HEAD_DIM_V>(
-                    shared_address(&shared.v[ring.stage]), arguments.v_map,
-                    shared_address(&shared.v_full[ring.stage]), k_start, head, queries.batch);
+                mbarrier_wait(shared_address(&shared.v_empty[ring.index]), ring.phase ^ 1);
+                tma_load_tile<BLOCK_K, HEAD_DIM_V>(
+                    shared_address(&shared.v[ring.index]), arguments.v_map,
+                    shared_address(&shared.v_full[ring.index]), k_start, head, queries.batch);
             }
             __syncwarp();
         }
@@ -479,7 +484,7 @@ __device__ __forceinline__ float reference(float m, float c) {
 // do. Other biases are read when they are added.
 template <class Shared>
 __device__ __forceinline__ bool load_biases(
-    Shared& shared, const Steps<float>& steps, int seqlen_k, int first_row, int k_start) {
+    Shared& shared, const ScoreMod<float>& steps, int seqlen_k, int first_row, int k_start) {
     if constexpr (STAGED) {
         if (!steps.has_chunks || k_start + BIAS_CHUNKS * 8 > seqlen_k) return false;
         if constexpr (BIASES_AHEAD) __syncwarp();           // all lanes have read the last tile's
@@ -530,19 +535,19 @@ struct Origins {
     }
 };
 
-// The scores of products; see Steps.
+// The scores of products; see ScoreMod.
 template <class Shared>
 __device__ __forceinline__ void apply_steps(
-    float (&s)[S_COUNT], const Steps<float>& steps, Shared& shared, bool biases_come, int shift,
+    float (&s)[S_COUNT], const ScoreMod<float>& steps, Shared& shared, bool biases_come, int shift,
     int first_row, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     const float past = static_cast<float>(first_row + shift - first_key);
     const auto apply = [&](auto added) {                    // of half and key, from the first on
         if constexpr (SOFTCAP)
-            if (steps.all_small(s)) {
+            if (steps.fits_tanh_poly4(s)) {
                 #pragma unroll
                 for (int i = 0; i < S_COUNT; ++i)
-                    s[i] = steps.small_score(s[i]) + added(i / 2 % 2, i / 4 * 8 + i % 2);
+                    s[i] = steps.poly4_score(s[i]) + added(i / 2 % 2, i / 4 * 8 + i % 2);
                 return;
             }
         // Four keys of a row next to one another.
@@ -593,7 +598,7 @@ __device__ __forceinline__ void hide_segments(
 __device__ __forceinline__ void hide_pairs(
     float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, int first_row, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
-    if constexpr (KEEP)
+    if constexpr (HAS_MASK)
         #pragma unroll
         for (int i = 0; i < S_COUNT / 2; ++i) {
             const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
@@ -692,11 +697,11 @@ __device__ __forceinline__ void softmax(
 }
 
 // What makes scores of slight products, by log2(e) already: while exponentials are waited for.
-struct SlightProducts {
-    const Steps<float>& steps;
+struct Poly3Scores {
+    const ScoreMod<float>& steps;
     __device__ __forceinline__ float subtracted(int, float cm, float) const { return cm; }
     __device__ __forceinline__ float exponent(float s, float, float subtracted) const {
-        return fmaf(steps.slight_factor_log2(s), s, -subtracted);
+        return fmaf(steps.poly3_factor_log2(s), s, -subtracted);
     }
 };
 
@@ -731,10 +736,10 @@ __device__ __forceinline__ bool maxima_may_stay(
 struct RowEnd { float inverse, lse; };
 
 __device__ __forceinline__ RowEnd end_of_row(
-    const Arguments& all, float m, float l, float excess, int head) {
-    const float scale = LINEAR ? fabsf(static_cast<float>(all.arrays.scale)) : 1.0f;
+    const Arguments& args, float m, float l, float excess, int head) {
+    const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
     const bool nothing = m == -infinity();
-    const WithSink<float> row(nothing ? m : m * scale, l / excess, sink_of<float>(all, head));
+    const WithSink<float> row(nothing ? m : m * scale, l / excess, sink_of<float>(args, head));
     if (row.sum == 0.0f) return {0.0f, -infinity()};
     return {row.rescale / (excess * row.sum), lse_of_row(row.top, row.sum)};
 }
@@ -748,16 +753,16 @@ __device__ __forceinline__ float excess_of(float m, float c) {
 // that is the result for both rows of all the warp's lanes. If not, such rows begin with a NaN.
 // A sink takes part in l.
 __device__ __forceinline__ bool normalise(
-    const Arguments& all, float (&acc)[O_COUNT], const Rows& rows, float c, int row,
+    const Arguments& args, float (&acc)[O_COUNT], const Rows& rows, float c, int row,
     const Queries& queries, float* lse) {
-    const ForwardArguments& arguments = all.arrays;
+    const ForwardArguments& arguments = args.arrays;
     const int num_rows = queries.num_rows;
-    const int head = PACKED && is_none(all, queries) ? NO_HEAD : queries.head;
+    const int head = PACKED && is_none(args, queries) ? NO_HEAD : queries.head;
     bool exact = true;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float m = rows.m[half], l = quad_sum(rows.l[half]);
-        const float inverse = SINK ? end_of_row(all, m, l, excess_of(m, c), head).inverse
+        const float inverse = SINK ? end_of_row(args, m, l, excess_of(m, c), head).inverse
                             : l == 0.0f ? 0.0f : __fdividef(1.0f, l);
         #pragma unroll
         for (int j = 0; j < O_COUNT / 4; ++j)
@@ -767,13 +772,13 @@ __device__ __forceinline__ bool normalise(
                 o *= inverse;
                 // A NaN or an infinity of V spreads to rows that do not see it too, as 0 * NaN. And
                 // weights above 1 may have been too much.
-                if (HIDES || OPTIONS) exact &= fabsf(o) < infinity();
+                if (MASKED || OPTIONS) exact &= fabsf(o) < infinity();
             }
         const float subtracted = reference(m, c);
         exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
         if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < num_rows) {
             if constexpr (SINK) {
-                lse[row + half * 8] = end_of_row(all, m, l, excess_of(m, c), head).lse;
+                lse[row + half * 8] = end_of_row(args, m, l, excess_of(m, c), head).lse;
             } else {
                 const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
                 const float rest = fmaf(m, c, -subtracted) * LN_2;
@@ -820,20 +825,20 @@ __device__ __forceinline__ void store_to_tile(u32 rows, const float (&o)[O_COUNT
 // ---- Rows that need more than that ----
 
 // One row from the definition, by one warp.
-__device__ __forceinline__ void exact_row(
-    const Arguments& all, int query, int head, int batch, float c, Element* out,
+__device__ __forceinline__ void recompute_row(
+    const Arguments& args, int query, int head, int batch, float c, Element* out,
     float* lse) {
-    const ForwardArguments& arguments = all.arrays;
+    const ForwardArguments& arguments = args.arrays;
     const Shape& shape = arguments.shape;
     const int lane = threadIdx.x % 32;
     const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
-    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(all)};
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int first = mask.first_key(query), seen = mask.num_keys(query);
-    Pairs pairs(all, batch);
+    Pairs pairs(args, batch);
     pairs.set_head(head);
-    Steps<float> steps(all);
-    steps.set_head(all, batch, head);
-    Dropout<float> dropout(all);
+    ScoreMod<float> steps(args);
+    steps.set_head(args, batch, head);
+    Dropout<float> dropout(args);
     dropout.set_head(batch, head);
     const auto hides = [&](int key) { return PAIRWISE && !pairs.visible(query, key); };
     const Strides qs = arguments.q_stride, ks = arguments.k_stride, vs = arguments.v_stride;
@@ -875,7 +880,7 @@ __device__ __forceinline__ void exact_row(
                     acc[j] += kept * to_float(v[(start + i) * vs.token + lane + j * 32]);
         }
     }
-    const float inverse = SINK ? end_of_row(all, m, l, 1.0f, head).inverse
+    const float inverse = SINK ? end_of_row(args, m, l, 1.0f, head).inverse
                         : l == 0.0f ? 0.0f : 1.0f / l;
     #pragma unroll
     for (int j = 0; j < COLUMNS; ++j)
@@ -883,14 +888,14 @@ __device__ __forceinline__ void exact_row(
             out[lane + j * 32].bits = static_cast<u16>(pack<Element>(acc[j] * inverse, 0.0f));
     if (lse != nullptr && lane == 0) {
         const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
-        *lse = SINK ? end_of_row(all, m, l, 1.0f, head).lse
+        *lse = SINK ? end_of_row(args, m, l, 1.0f, head).lse
              : lse_of_row(m * scale, l);
     }
 }
 
 // Computes again what begins with a NaN, in the warp's rows of all the block's tiles. That may be
-// the result, too. last_tile: the number of the last one, if they are COUNTED.
-__device__ __forceinline__ void compute_inexact(
+// the result, too. last_tile: the number of the last one, if they are DYNAMIC_SCHEDULER.
+__device__ __forceinline__ void recompute_rows(
     const Arguments& arguments, int warp_row, float c, int last_tile) {
     const ForwardArguments& arrays = arguments.arrays;
     Tiles tiles(arguments, last_tile);
@@ -902,9 +907,9 @@ __device__ __forceinline__ void compute_inexact(
             Element* out = out_of(arrays, queries) + row * arrays.out_stride.token;
             float* lse = lse_of(arrays, queries);
             const bool marked = !(fabsf(to_float(out[0])) <= infinity());
-            __syncwarp();                                   // before exact_row writes there
+            __syncwarp();                                   // before recompute_row writes there
             if (marked)
-                exact_row(of_sequence(arguments, queries, BLOCK_Q), queries.first + row,
+                recompute_row(of_sequence(arguments, queries, BLOCK_Q), queries.first + row,
                           queries.head, queries.batch, c, out, lse == nullptr ? lse : lse + row);
         }
     }
@@ -942,7 +947,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     const float c = LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
     Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k};
     if constexpr (WINDOW) mask.window = window_of<WINDOW>(arguments);
-    Steps<float> steps(arguments);
+    ScoreMod<float> steps(arguments);
     Pairs pairs(arguments, 0);
     Dropout<float> dropout(arguments);
     bool biases_come = false;                               // of the key tile at hand
@@ -960,8 +965,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     bool exact = true;                                      // all rows so far
     u32 p[P_COUNT];
     Rows rows = no_rows();
-    Ring<Q_STAGES> q;
-    Ring<KV_STAGES> k, v{KV_STAGES - 1, 1};                 // v: of P, the last key tile; k: next
+    PipelineState<Q_STAGES> q;
+    PipelineState<KV_STAGES> k, v{KV_STAGES - 1, 1};        // v: of P, the last key tile; k: next
 
     const auto await_turn = [&] {
         barrier_sync(FIRST_TURN + group, TURN_THREADS);
@@ -971,22 +976,22 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     };
     SlopeRows<SLOPES_IN_PRODUCT> slopes;
     const auto issue_scores = [&](int tile) {
-        multiply_transposed<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
-            s, advance(q_rows, q.stage * static_cast<int>(sizeof(shared.q_then_out[0]))),
-            advance(k_tile, k.stage * static_cast<int>(sizeof(shared.k[0]))));
+        gemm_abt_ss<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
+            s, advance(q_rows, q.index * static_cast<int>(sizeof(shared.q_then_out[0]))),
+            advance(k_tile, k.index * static_cast<int>(sizeof(shared.k[0]))));
         slopes.multiply_add(s, tile * BLOCK_K, shared.slope_keys());
         wgmma_commit();
     };
     const auto issue_output = [&] {
-        multiply<Element, BLOCK_K>(
-            acc, p, advance(v_tile, v.stage * static_cast<int>(sizeof(shared.v[0]))), started);
+        gemm_ab_rs<Element, BLOCK_K>(
+            acc, p, advance(v_tile, v.index * static_cast<int>(sizeof(shared.v[0]))), started);
         wgmma_commit();
         started = true;
     };
     const auto await_output = [&] {
         wgmma_wait<0>();
-        keep_here(acc);
-        if (lane == 0) mbarrier_arrive(v_empty + 8 * v.stage);
+        warpgroup_fence_operand(acc);
+        if (lane == 0) mbarrier_arrive(v_empty + 8 * v.index);
     };
 
     // Of the query tile at hand: the lane's first row, and the key tiles that the warpgroup visits.
@@ -995,10 +1000,10 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     int first_row, num_skipped;
     KeyTiles visited;
     int ids[2];                                             // of the lane's rows, with SEGMENTS
-    int listed = 0;                                         // of the last key tile, if LISTED
+    int listed = 0;                                         // of the last key tile, if SPARSE_TILES
     const auto begin_tile = [&] {
-        wait(q_full + 8 * q.stage, q.parity);
-        const Work& work = shared.work[work_place(q)];
+        mbarrier_wait(q_full + 8 * q.index, q.phase);
+        const Work& work = shared.work[work_slot(q)];
         if (work.queries.num_rows == 0) return false;
         first_row = work.queries.first + lane_row;
         set_lengths(shape, work.queries);
@@ -1023,21 +1028,21 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         return true;
     };
     const auto skip_tiles = [&] {
-        if constexpr (!LISTED) for (int i = 0; i < num_skipped; ++i) {
-            wait(k_full + 8 * k.stage, k.parity);
+        if constexpr (!SPARSE_TILES) for (int i = 0; i < num_skipped; ++i) {
+            mbarrier_wait(k_full + 8 * k.index, k.phase);
             await_turn();
             pass_turn();
-            if (lane == 0) mbarrier_arrive(k_empty + 8 * k.stage);
-            wait(v_full + 8 * k.stage, k.parity);
-            if (lane == 0) mbarrier_arrive(v_empty + 8 * k.stage);
+            if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
+            mbarrier_wait(v_full + 8 * k.index, k.phase);
+            if (lane == 0) mbarrier_arrive(v_empty + 8 * k.index);
             k.next();
         }
     };
 
     // Of key tile `tile`. A single place of Q is given back after its last S.
     const auto scores_done = [&](int tile) {
-        keep_here(s);
-        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.stage);
+        warpgroup_fence_operand(s);
+        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
         if (Q_STAGES == 1 && tile == 0 && lane == 0) mbarrier_arrive(q_empty);
     };
     const auto mask_scores = [&](int tile) {
@@ -1046,15 +1051,15 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     };
     // What steps with OPTIONS do besides. They know their key tile when it has come.
     const auto find_tile = [&](int expected) {
-        if constexpr (LISTED) {
-            listed = shared.beside.words[k.stage];
+        if constexpr (SPARSE_TILES) {
+            listed = shared.beside.words[k.index];
             return listed >> TILE_SHIFT;
         } else {
             return expected;
         }
     };
     const auto tiles_left = [&](int tile) {
-        return LISTED ? (listed & LAST_BIT) == 0 : tile - visited.first;
+        return SPARSE_TILES ? (listed & LAST_BIT) == 0 : tile - visited.first;
     };
     const auto begin_steps = [&](int tile) {
         biases_come = load_biases(shared, steps, shape.seqlen_k, first_row, tile * BLOCK_K);
@@ -1074,7 +1079,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
             }
         }
         if constexpr (may_leave.value)
-            if (steps.all_slight(s, fminf(rows.cm[0], rows.cm[1]))) return true;
+            if (steps.fits_tanh_poly3(s, fminf(rows.cm[0], rows.cm[1]))) return true;
         if constexpr (!LINEAR)
             apply_steps(
                 s, steps, shared, biases_come, shape.seqlen_k - shape.seqlen_q, first_row,
@@ -1087,7 +1092,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         if constexpr (SEGMENTS)
             if ((listed & HIDDEN_BIT) != 0)
                 hide_segments(s, shared.beside.ids(k), ids, (listed & ONE_ID_BIT) != 0);
-        if constexpr (KEEP) hide_pairs(s, pairs, shape, first_row, tile * BLOCK_K);
+        if constexpr (HAS_MASK) hide_pairs(s, pairs, shape, first_row, tile * BLOCK_K);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     };
@@ -1156,10 +1161,10 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         k.next();
         skip_tiles();
         int tile = visited.num_visited - 1;
-        wait(k_full + 8 * k.stage, k.parity);
+        mbarrier_wait(k_full + 8 * k.index, k.phase);
         if constexpr (options.any) tile = options.find_tile(tile);
         await_turn();
-        keep_here(s);
+        warpgroup_fence_operand(s);
         wgmma_fence();
         issue_scores(tile);
         pass_turn();
@@ -1186,14 +1191,14 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
         k = v;
         k.next();
         if constexpr (new_rows.value) skip_tiles();
-        wait(k_full + 8 * k.stage, k.parity);
+        mbarrier_wait(k_full + 8 * k.index, k.phase);
         if constexpr (options.any) tile = options.find_tile(tile);
         await_turn();
-        keep_here(acc);
-        keep_here(s);
+        warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(s);
         wgmma_fence();
         issue_scores(tile);
-        wait(v_full + 8 * v.stage, v.parity);
+        mbarrier_wait(v_full + 8 * v.index, v.phase);
         wgmma_fence();
         issue_output();
         pass_turn();
@@ -1233,7 +1238,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
                 if (stays != (way == 1)) continue;
                 if (rescales) softmax<masked.value || BIAS>(s, rows, c, rescale, origins);
                 else if constexpr (may_leave)
-                    softmax_of_old_maxima(s, rows, c, SlightProducts{steps});
+                    softmax_of_old_maxima(s, rows, c, Poly3Scores{steps});
                 else softmax_of_old_maxima(s, rows, c, origins);
                 if constexpr (options.any) options.drop(tile);
                 if (waits_after) continue;
@@ -1252,8 +1257,8 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
 
     // The last P V, alone.
     const auto last_step = [&] {
-        wait(v_full + 8 * v.stage, v.parity);
-        keep_here(acc);
+        mbarrier_wait(v_full + 8 * v.index, v.phase);
+        warpgroup_fence_operand(acc);
         wgmma_fence();
         issue_output();
         await_output();
@@ -1266,7 +1271,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     if constexpr (!PACKED) begin_tile();
     first_step([] {}, options);
     for (;;) {
-        if constexpr (LISTED) {
+        if constexpr (SPARSE_TILES) {
             while ((listed & LAST_BIT) == 0) step(0, Bool<true>{}, Bool<false>{}, -1, options);
         } else {
             int tile = visited.num_visited - 2;
@@ -1279,7 +1284,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
                     step(tile, Bool<true>{}, Bool<false>{}, -1, options);
         }
         release_place();
-        const int done = work_place(q);
+        const int done = work_slot(q);
         if constexpr (Q_STAGES == 1) last_step();
         q.next();
         const bool more = begin_tile();
@@ -1298,7 +1303,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     }
     if (group == 0) await_turn();                           // takes back the first turn
     if (Q_STAGES > 1 && lane == 0) tma_store_wait<0>();
-    if (!exact) compute_inexact(arguments, warp_row, c, shared.work[work_place(q)].queries.first);
+    if (!exact) recompute_rows(arguments, warp_row, c, shared.work[work_slot(q)].queries.first);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -1322,21 +1327,21 @@ forward_wgmma(const __grid_constant__ Arguments arguments) {
     shared.fill_slopes<THREADS>();
     __syncthreads();
 
-    // 64 K registers: the math warpgroups get what the loading one does not need. To find LISTED
-    // tiles takes some; but of 160 no math warpgroup can spare any.
-    constexpr int MORE = LISTED && MATH_WARPGROUPS == 2 ? 8 : 0;
+    // 64 K registers: the math warpgroups get what the loading one does not need. SPARSE_TILES take
+    // some; but of 160 no math warpgroup can spare any.
+    constexpr int MORE = SPARSE_TILES && MATH_WARPGROUPS == 2 ? 8 : 0;
     constexpr int MATH_REGISTERS = (MATH_WARPGROUPS == 2 ? 240 : 160) - MORE;
     constexpr int LOAD_REGISTERS = (MATH_WARPGROUPS == 2 ? 24 : 32) + MORE * MATH_WARPGROUPS;
     if (threadIdx.x < WARPGROUP) {
-        give_registers<LOAD_REGISTERS>();
-        if (threadIdx.x < (COUNTED ? 32 : 1)) load_queries(arguments, shared);
-        if constexpr (LISTED) {
+        warpgroup_reg_dealloc<LOAD_REGISTERS>();
+        if (threadIdx.x < (DYNAMIC_SCHEDULER ? 32 : 1)) load_queries(arguments, shared);
+        if constexpr (SPARSE_TILES) {
             if (threadIdx.x / 32 == 1) load_listed_keys(arguments, shared);
         } else {
             if (threadIdx.x == 32) load_keys(arguments, shared);
         }
     } else {
-        take_registers<MATH_REGISTERS>();
+        warpgroup_reg_alloc<MATH_REGISTERS>();
         compute_all(arguments, shared);
     }
 }

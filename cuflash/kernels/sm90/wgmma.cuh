@@ -4,8 +4,8 @@
 #include "common/smem.cuh"
 
 constexpr int WARPGROUP = 128;                              // threads
-constexpr int PRODUCT_ROWS = 64;                            // of A, in a product
-constexpr int K_STEP = 16;                                  // columns of A, rows of B
+constexpr int WGMMA_M = 64;                            // of A, in a product
+constexpr int WGMMA_K = 16;                                 // columns of A, rows of B
 
 // A matrix descriptor (PTX ISA: Matrix Descriptor Format): addresses and offsets in 16 bytes. Rows
 // are 128 bytes, eight of them repeat the swizzle's pattern. `panel_bytes` leads to the next 64
@@ -24,15 +24,15 @@ __device__ __forceinline__ u64 advance(u64 descriptor, int bytes) {
 
 // Where 16 columns that a product sums over begin in a tile of ROWS rows: bytes from its start.
 template <int ROWS> constexpr int column_step(int step) {
-    constexpr int STEPS = PANEL_COLUMNS / K_STEP;
-    return step / STEPS * ROWS * PANEL_ROW_BYTES + step % STEPS * K_STEP * 2;
+    constexpr int STEPS = PANEL_COLUMNS / WGMMA_K;
+    return step / STEPS * ROWS * PANEL_ROW_BYTES + step % STEPS * WGMMA_K * 2;
 }
 
 // D = SIGN A B^T, 64 rows of A from the one on at which `a` points, over COLUMNS columns of both.
 template <typename Element, int SIGN, int A_ROWS, int B_ROWS, int COLUMNS, int COUNT>
-__device__ __forceinline__ void multiply_transposed(float (&d)[COUNT], u64 a, u64 b) {
+__device__ __forceinline__ void gemm_abt_ss(float (&d)[COUNT], u64 a, u64 b) {
     #pragma unroll
-    for (int step = 0; step < COLUMNS / K_STEP; ++step)
+    for (int step = 0; step < COLUMNS / WGMMA_K; ++step)
         wgmma_shared<SIGN, false, false>(
             d, advance(a, column_step<A_ROWS>(step)), advance(b, column_step<B_ROWS>(step)),
             step > 0, Element{});
@@ -40,33 +40,33 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[COUNT], u64 a, u6
 
 // D = A B, or D += A B if `accumulate`: A in registers, ROWS rows of B.
 template <typename Element, int ROWS, int COUNT, int FRAGMENTS>
-__device__ __forceinline__ void multiply(
+__device__ __forceinline__ void gemm_ab_rs(
     float (&d)[COUNT], const u32 (&a)[FRAGMENTS], u64 b, bool accumulate) {
     static_assert(FRAGMENTS == ROWS / 4, "16 rows take four registers");
     #pragma unroll
-    for (int step = 0; step < ROWS / K_STEP; ++step)
-        wgmma_registers(d, a + 4 * step, advance(b, step * K_STEP * PANEL_ROW_BYTES),
+    for (int step = 0; step < ROWS / WGMMA_K; ++step)
+        wgmma_registers(d, a + 4 * step, advance(b, step * WGMMA_K * PANEL_ROW_BYTES),
                         step > 0 || accumulate, Element{});
 }
 
 // The same with 64 rows of A in a shared tile of as many, from its start on.
 template <typename Element, int ROWS, int COUNT>
-__device__ __forceinline__ void multiply_rows(float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
+__device__ __forceinline__ void gemm_ab_ss(float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
     #pragma unroll
-    for (int step = 0; step < ROWS / K_STEP; ++step)
+    for (int step = 0; step < ROWS / WGMMA_K; ++step)
         wgmma_shared<1, false, true>(
-            d, advance(a, column_step<64>(step)), advance(b, step * K_STEP * PANEL_ROW_BYTES),
+            d, advance(a, column_step<64>(step)), advance(b, step * WGMMA_K * PANEL_ROW_BYTES),
             step > 0 || accumulate, Element{});
 }
 
 // D = A^T B over ROWS rows of both, 64 columns of A from the one on at which `a` points.
 template <typename Element, int ROWS, int COUNT>
-__device__ __forceinline__ void multiply_columns(float (&d)[COUNT], u64 a, u64 b) {
+__device__ __forceinline__ void gemm_atb_ss(float (&d)[COUNT], u64 a, u64 b) {
     #pragma unroll
-    for (int step = 0; step < ROWS / K_STEP; ++step)
+    for (int step = 0; step < ROWS / WGMMA_K; ++step)
         wgmma_shared<1, true, true>(
-            d, advance(a, step * K_STEP * PANEL_ROW_BYTES),
-            advance(b, step * K_STEP * PANEL_ROW_BYTES), step > 0, Element{});
+            d, advance(a, step * WGMMA_K * PANEL_ROW_BYTES),
+            advance(b, step * WGMMA_K * PANEL_ROW_BYTES), step > 0, Element{});
 }
 
 // An accumulator rounded to Element, as the A operand of a product: its order is a fragment's.
@@ -130,28 +130,28 @@ __device__ __forceinline__ void store_to_array(
         }
 }
 
-// ---- Rings of tiles between a thread that loads and warpgroups that use ----
+// ---- Pipelines of tiles between a producer thread and consumer warpgroups ----
 
-// Which of STAGES places is next, and the parity of the phase that ends when it is full.
-template <int STAGES> struct Ring {
-    int stage = 0;
-    u32 parity = 0;
+// Which of STAGES stages is next, and the phase (its parity) that ends when the stage is full.
+template <int STAGES> struct PipelineState {
+    int index = 0;
+    u32 phase = 0;
     __device__ __forceinline__ void next() {
-        if (++stage == STAGES) { stage = 0; parity ^= 1; }
+        if (++index == STAGES) { index = 0; phase ^= 1; }
     }
     __device__ __forceinline__ int previous() const {
-        return stage == 0 ? STAGES - 1 : stage - 1;
+        return index == 0 ? STAGES - 1 : index - 1;
     }
 };
 
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    while (!mbarrier_try_wait(barrier, parity)) {}
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
+    while (!mbarrier_try_wait(barrier, phase)) {}
 }
 
 // Starts the copy of one tile, a panel of 64 columns at a time. `more`: bytes that will come to the
 // same barrier besides.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void load(
+__device__ __forceinline__ void tma_load_tile(
     u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more = 0) {
     mbarrier_arrive_expect(full, ROWS * num_panels(COLUMNS) * PANEL_ROW_BYTES + more);
     #pragma unroll
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load(
 // The other way: as many rows as the map's boxes have, from first_row on, of a tile of ROWS. They
 // become one group.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void store(
+__device__ __forceinline__ void tma_store_tile(
     const TensorMap& map, u32 tile, int first_row, int token, int head, int batch) {
     #pragma unroll
     for (int panel = 0; panel < num_panels(COLUMNS); ++panel)

@@ -5,7 +5,7 @@ struct Arguments { const float* x; float* out; };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 setmaxnreg_takes_fewer(const __grid_constant__ Arguments a) {
-    if (threadIdx.x < 128) give_registers<24>();
-    else take_registers<BROKEN ? 160 : 240>();                  // caught here
+    if (threadIdx.x < 128) warpgroup_reg_dealloc<24>();
+    else warpgroup_reg_alloc<BROKEN ? 160 : 240>();                  // caught here
     a.out[threadIdx.x] = a.x[threadIdx.x];
 }

@@ -13,7 +13,7 @@ extern "C" __global__ void tma_store_no_wait(const __grid_constant__ Arguments a
     fence_async_proxy();
     __syncthreads();
     if (thread == 0) {
-        store<8, 64>(a.out, source, 0, 0, 0, 0);                // caught here
+        tma_store_tile<8, 64>(a.out, source, 0, 0, 0, 0);                // caught here
         if constexpr (!BROKEN) tma_store_wait_read<0>();
     }
 }

@@ -16,10 +16,10 @@ wgmma_no_proxy_fence(const __grid_constant__ Arguments a) {
     float d[32];
     wgmma_fence();
     const u64 x_tile = descriptor(x, 0), y_tile = descriptor(y, 0);
-    multiply_transposed<float16, 1, 64, 64, 16>(d, x_tile, y_tile);           // caught here
+    gemm_abt_ss<float16, 1, 64, 64, 16>(d, x_tile, y_tile);           // caught here
     wgmma_commit();
     wgmma_wait<0>();
-    keep_here(d);
+    warpgroup_fence_operand(d);
     float* out = a.out + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;
     for (int i = 0; i < 32; ++i) out[i / 2 % 2 * 512 + i / 4 * 8 + i % 2] = d[i];
 }

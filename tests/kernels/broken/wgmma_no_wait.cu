@@ -18,7 +18,7 @@ wgmma_no_wait(const __grid_constant__ Arguments a) {
     wgmma_shared<1, false, false>(d, descriptor(x, 0), descriptor(y, 0), false, float16{});
     wgmma_commit();
     if constexpr (!BROKEN) wgmma_wait<0>();
-    keep_here(d);
+    warpgroup_fence_operand(d);
     float* out = a.out + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;
     for (int i = 0; i < 32; ++i) out[i / 2 % 2 * 512 + i / 4 * 8 + i % 2] = d[i];    // caught here
 }

@@ -22,7 +22,7 @@ wgmma_operand_overwritten(const __grid_constant__ Arguments a) {
     wgmma_commit();
     if constexpr (BROKEN) fragment[threadIdx.x % 4] = 0;                // caught here
     wgmma_wait<0>();
-    keep_here(d);
+    warpgroup_fence_operand(d);
     float* out = a.out + row * 64 + column;
     for (int i = 0; i < 32; ++i) out[i / 2 % 2 * 512 + i / 4 * 8 + i % 2] = d[i];
 }

@@ -20,8 +20,8 @@ wgmma_waits_for_one_too_few(const __grid_constant__ Arguments a) {
     wgmma_shared<1, false, false>(d, descriptor(x, 0), descriptor(y, 0), false, float16{});
     wgmma_commit();
     wgmma_wait<BROKEN ? 1 : 0>();
-    keep_here(d);
-    keep_here(e);
+    warpgroup_fence_operand(d);
+    warpgroup_fence_operand(e);
     float* out = a.out + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 64 + threadIdx.x % 4 * 2;
     for (int i = 0; i < 32; ++i) out[i / 2 % 2 * 512 + i / 4 * 8 + i % 2] = d[i];    // caught here
 }

@@ -51,7 +51,7 @@ multiply_warpgroup(const __grid_constant__ Arguments arguments) {
             d, descriptor(a_tile, 0), b, accumulate, Element{});
     wgmma_commit();
     wgmma_wait<0>();
-    keep_here(d);
+    warpgroup_fence_operand(d);
     #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) arguments.d[place(i)] = d[i];
 }

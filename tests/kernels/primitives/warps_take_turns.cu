@@ -10,7 +10,7 @@ extern "C" __global__ void warps_take_turns(const __grid_constant__ Arguments a)
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     const int block = number_of_block(a.turns, shared_bytes);
     const int own = (num_warps - 1 - warp) * gridDim.x + block;
-    int* turn = turn_of_query_tile(a.turns, 0);
+    int* turn = dq_semaphore(a.turns, 0);
     if (threadIdx.x % 32 != 0) return;
     while (load_acquire(turn) != own) {}
     a.warps[own] = warp;

@@ -2,14 +2,14 @@
 #pragma once
 #include "common/types.cuh"
 
-template <class Arguments> inline int rows_of_head(const Arguments& all) {
-    return arrays_of(all).shape.seqlen_q;
+template <class Arguments> inline int rows_of_head(const Arguments& args) {
+    return arrays_of(args).shape.seqlen_q;
 }
-template <class Arguments> inline int num_query_tiles(const Arguments& all, int block) {
-    return (arrays_of(all).shape.seqlen_q + block - 1) / block;
+template <class Arguments> inline int num_query_tiles(const Arguments& args, int block) {
+    return (arrays_of(args).shape.seqlen_q + block - 1) / block;
 }
-template <class Arguments> inline int num_key_tiles(const Arguments& all, int block) {
-    return (arrays_of(all).shape.seqlen_k + block - 1) / block;
+template <class Arguments> inline int num_key_tiles(const Arguments& args, int block) {
+    return (arrays_of(args).shape.seqlen_k + block - 1) / block;
 }
 
 struct Sequence { int seqlen_q, seqlen_k, first_k; };
@@ -20,14 +20,14 @@ struct NoSequence {
 using OwnSequence = NoSequence;
 
 inline int number_of(NoSequence) { return 0; }
-template <class Arguments> inline int seqlen_q_of(const Arguments& all, NoSequence) {
-    return arrays_of(all).shape.seqlen_q;
+template <class Arguments> inline int seqlen_q_of(const Arguments& args, NoSequence) {
+    return arrays_of(args).shape.seqlen_q;
 }
-template <class Arguments> inline int seqlen_k_of(const Arguments& all, NoSequence) {
-    return arrays_of(all).shape.seqlen_k;
+template <class Arguments> inline int seqlen_k_of(const Arguments& args, NoSequence) {
+    return arrays_of(args).shape.seqlen_k;
 }
-template <class Arguments> inline const Shape& own_shape(const Arguments& all) {
-    return arrays_of(all).shape;
+template <class Arguments> inline const Shape& own_shape(const Arguments& args) {
+    return arrays_of(args).shape;
 }
 template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
 template <class Arguments> bool is_none(const Arguments&, NoSequence);
@@ -41,4 +41,4 @@ template <bool OF_KEYS, class Arguments>
 inline NoSequence sequence_of_tile(const Arguments&, int, int) { return {}; }
 
 template <class Arguments>
-inline const Arguments& of_sequence(const Arguments& all, NoSequence, int, int = 0) { return all; }
+inline const Arguments& of_sequence(const Arguments& args, NoSequence, int, int = 0) { return args; }

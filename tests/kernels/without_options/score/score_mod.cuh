@@ -7,11 +7,11 @@ constexpr int NO_HEAD = -1;
 
 struct BiasChunk { u32 words[4]; };
 
-template <class Real> struct Steps {
+template <class Real> struct ScoreMod {
     Real scale;
 
     template <class Arguments>
-    explicit Steps(const Arguments& all) : scale(static_cast<Real>(arrays_of(all).scale)) {}
+    explicit ScoreMod(const Arguments& args) : scale(static_cast<Real>(arrays_of(args).scale)) {}
     template <class Arguments> void set_head(const Arguments&, int, int) {}
     Real bias_of(int, int) const { return 0; }
     Real slope;
@@ -20,12 +20,12 @@ template <class Real> struct Steps {
     Real added(Real, Real) const;
     template <int TOGETHER, int N, class Added>
     void scores(Real (&)[N], Added, Real (&)[N]) const;
-    template <int N> bool all_small(const float (&)[N]) const;
-    template <int N> bool all_slight(const float (&)[N], float) const;
-    float slight_factor_log2(float) const;
-    float small_score(float) const;
-    float small_factor_log2(float) const;
-    float small_tanh(float) const;
+    template <int N> bool fits_tanh_poly4(const float (&)[N]) const;
+    template <int N> bool fits_tanh_poly3(const float (&)[N], float) const;
+    float poly3_factor_log2(float) const;
+    float poly4_score(float) const;
+    float poly4_factor_log2(float) const;
+    float poly4_tanh(float) const;
     Real score(Real product, Real, Real) const { return rounded(product, scale); }
     Real score(Real product, Real, Real, Real& derivative) const {
         derivative = 1;
