@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import _checkout, compiler
+from . import _checkout
 from . import emulator as emulator  # public, and no call
 from ._version import __version__
 from .api import backward, forward, merge_states
+from .build import warmup
 from .errors import (
     CompileError,
     CuflashError,
@@ -59,4 +60,4 @@ def __dir__() -> list[str]:
 
 
 _checkout.find_reference()
-compiler.start_default_compiles()
+warmup.start_default_compiles()

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from typing import Any, get_args
 
-from cuflash import __version__, cache, compiler, folders, settings, tiles
+from cuflash import __version__, folders, settings, tiles
+from cuflash.build import cache, nvrtc, warmup
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plan import (
     Device,
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.command == "compile":
             archs = [arch.strip() for arch in given.arch.split(",")]
             return compile_for(archs, given.jobs)
-        return warmup(given.jobs)
+        return warm_up(given.jobs)
     except CuflashError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1
@@ -136,7 +137,7 @@ def compile_for(archs: list[str], jobs: int) -> int:
         tensor-core kernel spills registers or has the assembler put its
         wgmma products one after another.
     """
-    compiler.nvrtc_version()  # a clear error, once, if there is no NVRTC
+    nvrtc.version()  # a clear error, once, if there is no NVRTC
     devices = dict.fromkeys(_device_of_arch(arch) for arch in archs)
     tasks = [(k, device.arch) for device in devices for k in _kernels(device)]
     width = max(len(_describe(kernel)) for kernel, _ in tasks)
@@ -144,12 +145,12 @@ def compile_for(archs: list[str], jobs: int) -> int:
     heads = ("arch", "kernel", "registers", "shared", "spill", "seconds", "")
     print(line(*heads).rstrip())
     faults, start = [], time.perf_counter()
-    for kernel, arch, report in _in_threads(compiler.report, tasks, jobs):
+    for kernel, arch, report in _in_threads(nvrtc.report, tasks, jobs):
         fault = _fault(kernel, report)
         if fault:
             faults.append(f"{arch} {_describe(kernel)}: {fault}")
         numbers: tuple[object, ...] = ("-", "-", "-", "-")
-        if isinstance(report, compiler.Report):
+        if isinstance(report, nvrtc.Report):
             r = report
             numbers = (
                 r.registers, r.shared_bytes, r.spill_bytes, f"{r.seconds:.1f}"
@@ -159,7 +160,7 @@ def compile_for(archs: list[str], jobs: int) -> int:
         print(text.rstrip(), flush=True)
     print(
         f"{len(tasks)} kernels in {time.perf_counter() - start:.1f} s,"
-        f" NVRTC {compiler.nvrtc_version()}, {len(faults)} failed"
+        f" NVRTC {nvrtc.version()}, {len(faults)} failed"
     )
     for fault in faults:
         print(f"\n{fault}")
@@ -173,16 +174,16 @@ def _device_of_arch(arch: str) -> Device:
         raise UnsupportedError(
             f"--arch got {arch!r}, expected architectures as in {ARCHS}"
         )
-    known = compiler.nvrtc_capabilities()
+    known = nvrtc.capabilities()
     # sm_90 is the first that has a suffix a, sm_100 the first with an f.
     first = {"": 0, "a": 90, "f": 100}[name[2]]
     if int(name[1]) not in known or int(name[1]) < first:
         raise UnsupportedError(
             f"--arch got {arch!r}, expected one that NVRTC"
-            f" {compiler.nvrtc_version()} compiles for:"
+            f" {nvrtc.version()} compiles for:"
             f" {', '.join(f'sm_{capability}' for capability in known)}"
         )
-    # What an sm_90 GPU runs, as `launch.device` has it.
+    # What an sm_90 GPU runs, as `backends.cupy.device` has it.
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
     if not _kernels(device):
         raise UnsupportedError(
@@ -194,7 +195,7 @@ def _device_of_arch(arch: str) -> Device:
 
 def _fault(kernel: KernelPlan, report: Any) -> str:
     """What is wrong with a kernel, or nothing."""
-    if not isinstance(report, compiler.Report):
+    if not isinstance(report, nvrtc.Report):
         return str(report)
     if report.shared_bytes != kernel.shared_bytes:
         return (
@@ -211,7 +212,7 @@ def _fault(kernel: KernelPlan, report: Any) -> str:
 # ---- warmup ----
 
 
-def warmup(jobs: int) -> int:
+def warm_up(jobs: int) -> int:
     """Compile the default plans of the GPUs at hand into the cache.
 
     Returns
@@ -221,12 +222,12 @@ def warmup(jobs: int) -> int:
     """
     settings.check()
     devices = _devices()
-    compiler.nvrtc_version()
+    nvrtc.version()
     cache.require_folder()
     tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
     tasks = list(dict.fromkeys(tasks))  # GPUs may be alike
     failed, start = 0, time.perf_counter()
-    for kernel, arch, result in _in_threads(compiler.cubin_file, tasks, jobs):
+    for kernel, arch, result in _in_threads(nvrtc.cubin_file, tasks, jobs):
         if isinstance(result, Exception):
             failed += 1
             print(f"{arch} {_describe(kernel)}: {result}", flush=True)
@@ -237,19 +238,19 @@ def warmup(jobs: int) -> int:
         f" {failed} failed; they are in {folders.cache_folder()}"
     )
     if not failed:
-        compiler.remember_default_compiles()
+        warmup.remember_default_compiles()
     return 1 if failed else 0
 
 
 def _devices() -> list[Device]:
     """The GPUs at hand that kernels run on; UnsupportedError if none."""
-    names = compiler.gpus()
-    from cuflash import launch  # imports CuPy, which gpus() has found
+    names = warmup.gpus()
+    from cuflash.backends import cupy as gpu  # CuPy, which gpus() has found
 
     devices, reasons = [], []
     for index, name in enumerate(names):
         try:
-            devices.append(launch.device(index))
+            devices.append(gpu.device(index))
         except UnsupportedError as error:  # too old
             reasons.append(f"GPU {index} ({name}): {error}")
     if not devices:
@@ -279,12 +280,12 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "CuPy", ", ".join(versions) or "not installed"
     yield "cuda-bindings", _version("cuda-bindings") or "not installed"
     try:
-        yield "NVRTC", compiler.nvrtc_version()
+        yield "NVRTC", nvrtc.version()
     except CuflashError as error:
         yield "NVRTC", str(error)
     yield "NumPy arrays", "run on the CPU: " + ", ".join(DTYPES)
     try:
-        names = compiler.gpus()
+        names = warmup.gpus()
         if not names:
             yield "GPU", "none"
         for index, name in enumerate(names):
@@ -308,7 +309,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 def _emulator() -> str:
     """What compiles kernels for the CPU, or why nothing does."""
-    from cuflash.emulator import runtime
+    from cuflash.backends.emulator import runtime
 
     try:
         return f"compiles by {' '.join(runtime.host_compiler())}"
@@ -336,10 +337,10 @@ def _version(package: str) -> str:
 
 def _abilities(index: int) -> str:
     """What runs on a GPU, and by which kernels."""
-    from cuflash import launch
+    from cuflash.backends import cupy as gpu
 
     try:
-        device = launch.device(index)
+        device = gpu.device(index)
     except UnsupportedError as error:
         return str(error)
     words = [f"{device.arch}, {device.num_sms} multiprocessors"]

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import emulator, folders, settings, validate
+from . import folders, settings, validate
+from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .emulator.machine import Emulator
+    from .backends.emulator.machine import Emulator
 
 __all__ = ["backward", "forward", "merge_states"]
 
@@ -483,12 +484,12 @@ def _open(
         emulated = emulator.current()
         if emulated:
             return emulated, arrays
-        from . import cpu
+        from .backends import numpy
 
-        return cpu, arrays
-    launch = _on_cuda()
-    return launch, {
-        name: x if type(x) is launch.Array else _to_cupy(launch, name, x)
+        return numpy, arrays
+    cupy = _on_cuda()
+    return cupy, {
+        name: x if type(x) is cupy.Array else _to_cupy(cupy, name, x)
         for name, x in given.items()
     }
 
@@ -497,7 +498,7 @@ def _open(
 def _on_cuda() -> ModuleType:
     """What runs calls on CUDA arrays."""
     try:
-        from . import launch
+        from .backends import cupy
     except ImportError as error:
         if (error.name or "").startswith("cuflash"):
             raise
@@ -508,12 +509,12 @@ def _on_cuda() -> ModuleType:
         ) from error
     except OSError as error:
         raise UnsupportedError(folders.why_no_cupy(error)) from error
-    return launch
+    return cupy
 
 
-def _to_cupy(launch: ModuleType, name: str, array: Any) -> Any:
+def _to_cupy(cupy: ModuleType, name: str, array: Any) -> Any:
     try:
-        return launch.to_cupy(array)
+        return cupy.to_cupy(array)
     except CuflashError:
         raise
     except (BufferError, TypeError, ValueError) as error:

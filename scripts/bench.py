@@ -324,7 +324,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
     """Fill in `rows`, `ceilings`, `summary`; show each row as it comes."""
     from bench_parts import compiling, timing
     from bench_parts.runners import OURS
-    from cuflash import launch
+    from cuflash.backends import cupy as gpu
 
     found, words = peers.find_peers(options.peer, options.dtype)
     runners = [OURS, *found]
@@ -348,7 +348,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
         options.heads,
         options.precision,
     )
-    compiling.compile_all(grid, launch.device(0))
+    compiling.compile_all(grid, gpu.device(0))
     say(heading(names))
     measure_rows(
         record, grid, runners, options.seconds, lambda row: line(row, names)
@@ -363,7 +363,7 @@ def measure_options(options: argparse.Namespace, record: dict) -> None:
     """Fill in `rows` of calls with options; show each as it comes."""
     from bench_parts import compiling
     from bench_parts.runners import OURS, PLAIN
-    from cuflash import launch
+    from cuflash.backends import cupy as gpu
 
     record["options"] = options.options
     record["runners"] = {x.name: x.label for x in (OURS, PLAIN)}
@@ -381,7 +381,7 @@ def measure_options(options: argparse.Namespace, record: dict) -> None:
         options.heads,
     )
     plain = [cell.plain for cell in grid]
-    compiling.compile_all([*grid, *plain], launch.device(0))
+    compiling.compile_all([*grid, *plain], gpu.device(0))
     say(report.option_heading())
     measure_rows(
         record, grid, [OURS, PLAIN], options.seconds, report.option_line

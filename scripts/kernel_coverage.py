@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import command_line
-from cuflash import source
+from cuflash.build import source
 from mutation_parts.running import SUITES
 
 ROOT = Path(__file__).parent.parent

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from command_line import number
-from cuflash import compiler
+from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.plan import default_plans, device_of_arch, plan
 from cuflash.plans.kernel import Family, KernelPlan
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{len(now) - len(unknown) - len(changed)} kernels with the same"
         f" instructions, {len(changed)} changed; NVRTC"
-        f" {compiler.nvrtc_version()}"
+        f" {nvrtc.version()}"
     )
     return 1 if changed or unknown else 0
 

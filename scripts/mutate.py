@@ -33,7 +33,8 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from cuflash import folders, source
+from cuflash import folders
+from cuflash.build import source
 from cuflash.errors import CompileError
 from mutation_parts import mutants, records, running
 from mutation_parts.mutants import Mutant, Population

@@ -34,7 +34,8 @@ from bench_parts import cells  # noqa: E402
 from bench_parts.options import WithDefaults, in_words  # noqa: E402
 from bench_parts.report import figure, save, say, show  # noqa: E402
 from command_line import number  # noqa: E402
-from cuflash import compiler, folders, tiles  # noqa: E402
+from cuflash import folders, tiles  # noqa: E402
+from cuflash.build import nvrtc  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
 from cuflash.plan import Device, Family, device_of_arch  # noqa: E402
 from cuflash.validate import MAX_HEAD_DIM  # noqa: E402
@@ -320,17 +321,17 @@ def dry_run(options: argparse.Namespace, until: float, make_gpu) -> int:
                 device, _ = worker.ask(START_SECONDS, "describe")
             except NoGpu:
                 say(f"no GPU here: {device.arch} is taken; see --arch")
-    if device.capability not in compiler.nvrtc_capabilities():
+    if device.capability not in nvrtc.capabilities():
         raise CuflashError(
             f"--arch got {options.arch!r}, which NVRTC "
-            f"{compiler.nvrtc_version()} does not compile for"
+            f"{nvrtc.version()} does not compile for"
         )
     groups = groups_of(options, device)
     if not groups:
         say("no kernels for that: nothing to compile")
         return 1
     path = options.output / f"{device.arch}.dry.json"
-    content = {"device": asdict(device), "nvrtc": compiler.nvrtc_version(),
+    content = {"device": asdict(device), "nvrtc": nvrtc.version(),
                "complete": False, "rows": []}  # fmt: skip
     rows = content["rows"]
     try:

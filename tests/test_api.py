@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api, cpu, validate
+from cuflash import api, validate
+from cuflash.backends import numpy as cpu
 from cuflash.errors import DTypeError, UnsupportedError
 from helpers.data import Case, inputs
 

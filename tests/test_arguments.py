@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from cuflash import arguments, compiler, source
+from cuflash import arguments
+from cuflash.build import nvrtc, source
 from helpers.kernels import small_kernel
 
 TEXT = (source.KERNELS / "common/types.cuh").read_text()
@@ -92,4 +93,4 @@ def test_the_compiler_lays_the_structs_out_like_numpy(monkeypatch):
         ]
     assert len(checks) > 60
     monkeypatch.setattr(source, "build", lambda kernel: "\n".join(checks))
-    compiler._compile(small_kernel(), "sm_80")  # raises CompileError
+    nvrtc._compile(small_kernel(), "sm_80")  # raises CompileError

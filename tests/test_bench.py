@@ -9,7 +9,7 @@ import pytest
 
 import bench
 from bench_parts import compiling, markdown, peers, report
-from cuflash import compiler
+from cuflash.build import nvrtc
 from cuflash.errors import CompileError
 from cuflash.plan import device_of_arch
 
@@ -68,7 +68,7 @@ def test_kernels_are_compiled_before_they_are_timed(
         given.append((kernel.file, arch))
         raise CompileError("not now")
 
-    monkeypatch.setattr(compiler, "cubin_file", cubin_file)
+    monkeypatch.setattr(nvrtc, "cubin_file", cubin_file)
     compiling.compile_all(grid, device_of_arch("sm_90a"))
     files = [f"{family}/forward.cu", f"{family}/backward.cu",
              "prepare/delta.cu"]  # fmt: skip

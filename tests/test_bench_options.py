@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bench
-import cuflash.cpu
+import cuflash.backends.numpy
 from bench_parts import compiling, markdown, option_cells, report
 from bench_parts.option_cells import OPTIONS
 from cuflash.plan import device_of_arch
@@ -154,9 +154,9 @@ def test_packed_sequences_beside_as_many_pairs(monkeypatch):
 @pytest.fixture
 def on_numpy(monkeypatch):
     # It imports CuPy, and may have done so already.
-    launch = SimpleNamespace(device=lambda _: device_of_arch("sm_90a"))
-    monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
-    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    gpu = SimpleNamespace(device=lambda _: device_of_arch("sm_90a"))
+    monkeypatch.setitem(sys.modules, "cuflash.backends.cupy", gpu)
+    monkeypatch.setattr(cuflash.backends, "cupy", gpu, raising=False)
     known = stand_in.MODULES
     monkeypatch.setattr(
         stand_in,
@@ -202,9 +202,11 @@ def test_results_without_the_option_do_not(
 def test_a_problem_is_that_of_the_call(
     on_numpy, monkeypatch, option, direction, tokens
 ):
-    calls, known = [], getattr(cuflash.cpu, direction)
+    calls, known = [], getattr(cuflash.backends.numpy, direction)
     monkeypatch.setattr(
-        cuflash.cpu, direction, lambda x: calls.append(x) or known(x)
+        cuflash.backends.numpy,
+        direction,
+        lambda x: calls.append(x) or known(x),
     )
     (cell,) = cells_of(option, direction, tokens=tokens)
     inputs = on_numpy.runners.make_inputs(cell, seed=0)

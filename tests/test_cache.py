@@ -11,7 +11,8 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from cuflash import cache, folders
+from cuflash import folders
+from cuflash.build import cache
 from cuflash.errors import CompileError
 
 tile_tables = folders.tile_tables  # which conftest.py takes away from tests
@@ -87,7 +88,7 @@ def test_threads_build_a_file_once(keep):
 def test_another_process_waits_and_then_reads(keep, tmp_path):
     text = f"""
 import sys
-from cuflash import cache
+from cuflash.build import cache
 def build(path):
     print("building", flush=True)
     sys.stdin.read()
@@ -130,7 +131,7 @@ def test_without_a_folder_there_is_a_temporary_one(keep, read_only, tmp_path):
 
 def test_a_temporary_folder_ends_with_its_process(tmp_path):
     text = f"""
-from cuflash import cache
+from cuflash.build import cache
 print(cache.kept("a/b.bin", lambda path: path.write_bytes({WHOLE!r})))
 """
     done = subprocess.run(

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cuflash import compiler, folders
+from cuflash import folders
+from cuflash.build import nvrtc
 from cuflash.errors import CompileError
 from helpers.dtypes import DTYPES
 from helpers.kernels import kernels, small_kernel
@@ -23,14 +24,14 @@ def compiled(tmp_path, monkeypatch):
         names.append((kernel.entry, arch))
         return original(kernel, arch, *more)
 
-    original = compiler._compile
+    original = nvrtc._compile
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "_compile", compile_and_note)
+    monkeypatch.setattr(nvrtc, "_compile", compile_and_note)
     return names
 
 
 def test_the_architecture_is_among_the_options():
-    assert "-arch=sm_90a" in compiler.options(small_kernel(), "sm_90a")
+    assert "-arch=sm_90a" in nvrtc.options(small_kernel(), "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -44,7 +45,7 @@ def test_every_plain_kernel_compiles(arch, dtype, head_dim):
     ]
     assert len(of_both) == 4
     for kernel in of_both:
-        report = compiler.report(kernel, arch)
+        report = nvrtc.report(kernel, arch)
         assert report.shared_bytes == kernel.shared_bytes
         assert not report.warnings
 
@@ -58,7 +59,7 @@ def test_every_plain_kernel_compiles(arch, dtype, head_dim):
 )  # fmt: skip
 def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
     for kernel in kernels(direction, dtype, arch, head_dim):
-        report = compiler.report(kernel, arch)
+        report = nvrtc.report(kernel, arch)
         assert report.shared_bytes == kernel.shared_bytes
         assert report.spill_bytes == 0 and not report.warnings
 
@@ -66,7 +67,7 @@ def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_compiles(dtype):
     (kernel,) = kernels("merge", dtype, "sm_80")
-    report = compiler.report(kernel, "sm_80")
+    report = nvrtc.report(kernel, "sm_80")
     assert kernel.file == "merge.cu"
     assert report.spill_bytes == 0 and not report.warnings
 
@@ -76,13 +77,13 @@ def test_a_padded_tensor_core_kernel_compiles(direction):
     """What no default plan has: padded, deterministic, a scale below 0."""
     options = {"scale": -1.0, "deterministic": direction == "backward"}
     for kernel in kernels(direction, "float16", "sm_80", 40, **options):
-        report = compiler.report(kernel, "sm_80")
+        report = nvrtc.report(kernel, "sm_80")
         assert report.shared_bytes == kernel.shared_bytes
         assert report.spill_bytes == 0 and not report.warnings
 
 
 def test_a_report_has_all_its_numbers():
-    report = compiler.report(small_kernel(), "sm_80")
+    report = nvrtc.report(small_kernel(), "sm_80")
     assert 16 <= report.registers <= 255
     assert report.spill_bytes == 0
     assert report.seconds > 0
@@ -90,7 +91,7 @@ def test_a_report_has_all_its_numbers():
 
 def test_a_second_report_has_them_too():
     """NVRTC's own cache, where a driver gives it one, knows no numbers."""
-    first, again = (compiler.report(small_kernel(), "sm_80") for _ in "12")
+    first, again = (nvrtc.report(small_kernel(), "sm_80") for _ in "12")
     assert first.registers > 0
     assert again.registers == first.registers
 
@@ -110,16 +111,16 @@ def test_a_report_asks_nvrtc_not_to_use_its_cache(monkeypatch, version, flags):
         return b"", ""
 
     asked = []
-    monkeypatch.setattr(compiler, "nvrtc_version", lambda: version)
-    monkeypatch.setattr(compiler, "_compile", note)
-    compiler.report(small_kernel(), "sm_80")
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    monkeypatch.setattr(nvrtc, "_compile", note)
+    nvrtc.report(small_kernel(), "sm_80")
     assert asked == [("--ptxas-options=-v", *flags)]
 
 
 def test_a_wrong_shared_memory_plan_does_not_compile():
     wrong = small_kernel(SHARED_BYTES=123)
     with pytest.raises(CompileError, match="does not compile for sm_80") as e:
-        compiler.report(wrong, "sm_80")
+        nvrtc.report(wrong, "sm_80")
     message = str(e.value)
     assert "SHARED_BYTES=123" in message
     assert "the plan and the kernel disagree" in message
@@ -131,13 +132,13 @@ def test_a_wrong_shared_memory_plan_does_not_compile():
 def test_a_fault_in_the_constants_is_shown_there():
     wrong = small_kernel(Element="half_a_float")
     with pytest.raises(CompileError, match=r"constants\(1\): error") as e:
-        compiler.report(wrong, "sm_80")
+        nvrtc.report(wrong, "sm_80")
     assert "\n>    1 | using Element = half_a_float;\n" in str(e.value)
 
 
 def test_a_kernel_is_compiled_once_and_then_read(compiled):
-    first = compiler.cubin_file(small_kernel(), "sm_80")
-    assert compiler.cubin_file(small_kernel(), "sm_80") == first
+    first = nvrtc.cubin_file(small_kernel(), "sm_80")
+    assert nvrtc.cubin_file(small_kernel(), "sm_80") == first
     assert first.read_bytes().startswith(b"\x7fELF")
     assert compiled == [("forward_simt", "sm_80")]
 
@@ -148,13 +149,13 @@ def test_another_constant_or_architecture_is_another_file(compiled):
         (small_kernel(CAUSAL=False), "sm_80"),
         (small_kernel(), "sm_90a"),
     ]
-    assert len({compiler.cubin_file(*one) for one in asked}) == 3
+    assert len({nvrtc.cubin_file(*one) for one in asked}) == 3
 
 
 def test_threads_that_need_one_kernel_compile_it_once(compiled):
     with ThreadPoolExecutor(4) as pool:
         files = pool.map(
-            lambda _: compiler.cubin_file(small_kernel(), "sm_80"), range(4)
+            lambda _: nvrtc.cubin_file(small_kernel(), "sm_80"), range(4)
         )
         assert len(set(files)) == 1
     assert len(compiled) == 1
@@ -162,7 +163,7 @@ def test_threads_that_need_one_kernel_compile_it_once(compiled):
 
 def test_a_call_waits_for_no_other_kernel(compiled, monkeypatch):
     under_way, may_end = threading.Event(), threading.Event()
-    compile_at_once = compiler._compile
+    compile_at_once = nvrtc._compile
 
     def compile_slowly(kernel, arch):
         if arch == "sm_120":
@@ -170,11 +171,11 @@ def test_a_call_waits_for_no_other_kernel(compiled, monkeypatch):
             may_end.wait()
         return compile_at_once(kernel, arch)
 
-    monkeypatch.setattr(compiler, "_compile", compile_slowly)
+    monkeypatch.setattr(nvrtc, "_compile", compile_slowly)
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(compiler.cubin_file, small_kernel(), "sm_120")
+        slow = pool.submit(nvrtc.cubin_file, small_kernel(), "sm_120")
         under_way.wait()
-        assert compiler.cubin_file(small_kernel(), "sm_80").exists()
+        assert nvrtc.cubin_file(small_kernel(), "sm_80").exists()
         assert not slow.done()
         may_end.set()
     assert slow.result().exists()
@@ -184,16 +185,16 @@ def test_a_failed_compilation_leaves_nothing_behind(compiled):
     wrong = small_kernel(SHARED_BYTES=1)
     for _ in range(2):
         with pytest.raises(CompileError):
-            compiler.cubin_file(wrong, "sm_80")
+            nvrtc.cubin_file(wrong, "sm_80")
     assert len(compiled) == 2
     assert not list(folders.cache_folder().glob("*.cubin"))
 
 
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_damaged_cubin_is_compiled_again(compiled, size):
-    path = compiler.cubin_file(small_kernel(), "sm_80")
+    path = nvrtc.cubin_file(small_kernel(), "sm_80")
     whole = path.read_bytes()
     path.write_bytes(whole[:size])
-    assert compiler.cubin_file(small_kernel(), "sm_80") == path
+    assert nvrtc.cubin_file(small_kernel(), "sm_80") == path
     assert path.read_bytes() == whole
     assert len(compiled) == 2

@@ -12,7 +12,7 @@ from cuflash.arguments import (
     BackwardWgmmaOptionsArguments,
     ForwardWgmmaOptionsArguments,
 )
-from cuflash.emulator.machine import Machine
+from cuflash.backends.emulator.machine import Machine
 from cuflash.plan import device_of_arch, legal_tiles, plan
 from cuflash.plans.steps import ORDER_BYTES
 from helpers.host_compiler import needs_compiler

@@ -9,7 +9,7 @@ import os
 import pytest
 
 import cuflash
-from cuflash.emulator import runtime
+from cuflash.backends.emulator import runtime
 from helpers.data import Case, inputs
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import kernels, small_kernel

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.emulator.machine import BoxesOf
+from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.errors import KernelFault
 from helpers.host_compiler import needs_compiler
 from helpers.small_kernels import KERNELS, is_hopper, read_only, run

@@ -5,7 +5,7 @@ import pytest
 
 import cuflash
 from cuflash import emulator
-from cuflash.emulator.machine import Emulator, Machine
+from cuflash.backends.emulator.machine import Emulator, Machine
 from cuflash.errors import KernelFault
 from cuflash.plan import KernelPlan
 from helpers.compare import assert_bitwise

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cuflash.emulator import faults, runtime
+from cuflash.backends.emulator import faults, runtime
 from cuflash.plan import KernelPlan
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import kernels

@@ -8,7 +8,7 @@ import pytest
 
 import cuflash
 from cuflash import emulator
-from cuflash.emulator import faults, runtime
+from cuflash.backends.emulator import faults, runtime
 from cuflash.errors import CompileError, KernelFault, UnsupportedError
 from cuflash.plan import KernelPlan
 from helpers.host_compiler import needs_compiler

@@ -2,8 +2,8 @@
 
 import re
 
-from cuflash import source
-from cuflash.emulator import runtime
+from cuflash.backends.emulator import runtime
+from cuflash.build import source
 
 PTX = source.KERNELS / "common/ptx.cuh"
 (HOST,) = runtime.TWINS.values()

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from cuflash import calls, compiler
+from cuflash import calls
+from cuflash.build import nvrtc
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.compare import assert_bitwise
@@ -111,12 +112,12 @@ def test_graph_capture(cp, stream, dtype, head_dim):
 
 def forget_calls(monkeypatch):
     """Have the next call load, decide and encode as the first one did."""
-    from cuflash import launch
+    from cuflash.backends import cupy as gpu
 
-    monkeypatch.setattr(compiler, "_functions", {})
+    monkeypatch.setattr(nvrtc, "_functions", {})
     calls._forward_recipe.cache_clear()
     calls._backward_recipe.cache_clear()
-    launch._tensor_map.cache_clear()
+    gpu._tensor_map.cache_clear()
 
 
 @each_dtype

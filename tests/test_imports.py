@@ -16,6 +16,7 @@ REFERENCE = Path(cuflash.reference.__file__).parent
 
 # Module: the modules of cuflash that it may import. `errors` and `problem`
 # know nothing and may be known by all.
+_PLANS = "problem tiles plans.kernel plans.rounding"
 LAW = {
     "_version": "",
     "_checkout": "",
@@ -28,35 +29,44 @@ LAW = {
     "validate": "errors options problem",
     "tiles": "errors folders",
     "plans": "",
-    "plans.kernel": "problem tiles plans.rounding",
     "plans.rounding": "",
-    "plans.steps": "problem tiles plans.kernel plans.rounding",
+    "plans.kernel": "problem tiles plans.rounding",
+    "plans.steps": _PLANS,
     **{
-        f"plans.{family}": "problem tiles plans.kernel plans.rounding"
-        " plans.steps"
+        f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plan": "errors settings problem tiles plans plans.kernel plans.rounding"
-    " plans.steps plans.fma plans.mma plans.mma8 plans.simt plans.wgmma",
-    "source": "errors",
-    "cache": "errors folders",
-    "compiler": "errors settings source plan folders cache",
+    "plan": f"errors settings {_PLANS} plans.steps plans.fma plans.mma"
+    " plans.mma8 plans.simt plans.wgmma",
     "softcap": "",
     "calls": "errors settings problem plan arguments softcap",
-    "launch": "errors problem plan compiler calls arguments",
-    "cpu": "errors problem plan reference",
-    "emulator": "emulator.machine plan",
-    "emulator.machine": "errors problem plan compiler calls arguments"
-    " emulator.faults emulator.memory emulator.runtime",
-    "emulator.faults": "plan emulator.runtime",
-    "emulator.memory": "",
-    "emulator.runtime": "errors folders plan source cache",
-    "api": "errors folders settings problem validate plan launch cpu emulator",
-    "__init__": "errors api compiler emulator reference _checkout _version",
-    "__main__": "errors settings problem folders cache tiles plan source"
-    " compiler launch emulator.runtime __init__",
+    "build": "",
+    "build.source": "errors",
+    "build.cache": "errors folders",
+    "build.nvrtc": "errors plan build.source build.cache",
+    "build.warmup": "errors folders settings build.cache",
+    "backends": "",
+    "backends.numpy": "errors problem plan reference",
+    "backends.cupy": "errors problem plan calls arguments build.nvrtc",
+    "backends.emulator": "plan backends.emulator.machine",
+    "backends.emulator.machine": "errors problem plan calls arguments"
+    " build.nvrtc backends.emulator.faults backends.emulator.memory"
+    " backends.emulator.runtime",
+    "backends.emulator.faults": "plan backends.emulator.runtime",
+    "backends.emulator.memory": "",
+    "backends.emulator.runtime": "errors folders plan build.source"
+    " build.cache",
+    "emulator": "backends.emulator",
+    "api": "errors folders settings problem validate plan backends.numpy"
+    " backends.cupy backends.emulator backends.emulator.machine",
+    "__init__": "errors api build.warmup emulator reference _checkout"
+    " _version",
+    "__main__": "errors settings problem folders tiles plan build.cache"
+    " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
+    " __init__",
 }
-MAY_IMPORT_CUPY = {"api", "compiler", "launch"}
+MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
+PACKAGES = ("backends", "backends.emulator", "build", "plans")
 
 
 class Imports(ast.NodeVisitor):
@@ -83,7 +93,8 @@ class Imports(ast.NodeVisitor):
         parts = self.package.split(".")[: -node.level + 1 or None]
         base = [*parts] if node.level else []
         base = ".".join(base + ([node.module] if node.module else []))
-        if base in (self.package, "cuflash", "cuflash.emulator"):
+        packages = {"cuflash", *(f"cuflash.{name}" for name in PACKAGES)}
+        if base in {self.package, *packages}:
             self.found.update(f"{base}.{a.name}" for a in node.names)
         else:
             self.found.add(base)
@@ -97,13 +108,13 @@ def modules(folder, package):
 
 
 def all_modules():
-    """The package's and the emulator's, by their names in LAW."""
-    emulator = modules(PACKAGE / "emulator", "cuflash.emulator")
-    return {
-        **modules(PACKAGE, "cuflash"),
-        "emulator": emulator.pop("__init__"),
-        **{f"emulator.{name}": module for name, module in emulator.items()},
-    }
+    """The package's and those of its packages, by their names in LAW."""
+    found = modules(PACKAGE, "cuflash")
+    for name in PACKAGES:
+        inside = modules(PACKAGE / name.replace(".", "/"), f"cuflash.{name}")
+        found[name] = inside.pop("__init__")
+        found |= {f"{name}.{module}": x for module, x in inside.items()}
+    return found
 
 
 CUFLASH = all_modules()
@@ -116,7 +127,7 @@ def of_cuflash(imports):
     for name in imports.top | imports.later:
         first, *rest = name.split(".")
         if first == "cuflash":
-            own = [".".join(rest[:2]), *rest[:1]]
+            own = [".".join(rest[:n]) for n in (3, 2, 1)]
             known = (x for x in own if x in LAW or x == "reference")
             names.add(next(known, "__init__"))
     return names
@@ -126,9 +137,9 @@ def test_the_visitor_sees_every_form():
     text = """
 from . import plan
 from .errors import ShapeError
-from cuflash import source
-from cuflash.emulator import runtime
-from cuflash.emulator.machine import Machine
+from cuflash.build import source
+from cuflash.backends.emulator import runtime
+from cuflash.backends.emulator.machine import Machine
 import cuflash.tiles
 import numpy as np
 def f():
@@ -139,8 +150,8 @@ if TYPE_CHECKING:
 """
     imports = Imports(text, "cuflash")
     assert of_cuflash(imports) == {
-        "plan", "errors", "source", "tiles", "reference",
-        "emulator.runtime", "emulator.machine",
+        "plan", "errors", "build.source", "tiles", "reference",
+        "backends.emulator.runtime", "backends.emulator.machine",
     }  # fmt: skip
     assert "numpy" in imports.top
     assert imports.later == {"cuflash.reference.attention", "cupy.cuda"}
@@ -184,7 +195,7 @@ def test_cupy_is_imported_where_the_law_says(module):
     cupy = {"cupy", "cupyx", "cupy_backends"}
     if module not in MAY_IMPORT_CUPY:
         assert not {name.partition(".")[0] for name in all_of_it} & cupy
-    if module != "launch":  # launch itself is imported by the first call
+    if module != "backends.cupy":  # imported by the first call itself
         assert not {name.partition(".")[0] for name in top} & cupy
 
 
@@ -238,12 +249,12 @@ builtins.__import__ = without_folder
 
 
 @pytest.mark.parametrize(
-    "call", ["cuflash.forward(Array(), Array(), Array())", "compiler.gpus()"]
+    "call", ["cuflash.forward(Array(), Array(), Array())", "warmup.gpus()"]
 )
 def test_cupy_without_a_cache_folder_says_what_to_set(call):
     text = f"""
 import cuflash
-from cuflash import compiler
+from cuflash.build import warmup
 class Array:
     __cuda_array_interface__ = {{"data": (0, False)}}
 {CUPY_THAT_HAS_NO_FOLDER}
@@ -262,4 +273,4 @@ def test_import_is_light():
     loaded = set(run_without([], text).stdout.split())
     assert "cuflash.api" in loaded
     assert not loaded & {"cupy", "scipy", "cuda", "cuflash.reference"}
-    assert "cuflash.emulator.machine" not in loaded
+    assert "cuflash.backends.emulator.machine" not in loaded

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cuflash.source import kernel_files
+from cuflash.build.source import kernel_files
 
 PTX = "common/ptx.cuh"
 FILES = {name: path.read_text() for name, path in kernel_files().items()}

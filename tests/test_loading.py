@@ -2,7 +2,7 @@
 
 import pytest
 
-from cuflash import compiler
+from cuflash.build import nvrtc
 from helpers.kernels import small_kernel
 
 pytestmark = pytest.mark.gpu
@@ -10,40 +10,41 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def device(cp, tmp_path, monkeypatch):
-    from cuflash import launch
+
+    from cuflash.backends import cupy as gpu
 
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "_functions", {})
-    return launch.device(cp.cuda.runtime.getDevice())
+    monkeypatch.setattr(nvrtc, "_functions", {})
+    return gpu.device(cp.cuda.runtime.getDevice())
 
 
 def test_a_function_is_loaded_once(device):
     kernel = small_kernel(device.arch)
-    first = compiler.function(kernel, device)
-    assert compiler.function(kernel, device) is first
+    first = nvrtc.function(kernel, device)
+    assert nvrtc.function(kernel, device) is first
     assert first.name == kernel.entry
     assert first.max_dynamic_shared_size_bytes == kernel.shared_bytes
 
 
 def test_the_device_runs_what_nvrtc_reported(device):
     kernel = small_kernel(device.arch)
-    report = compiler.report(kernel, device.arch)
-    loaded = compiler.function(kernel, device)
+    report = nvrtc.report(kernel, device.arch)
+    loaded = nvrtc.function(kernel, device)
     assert loaded.num_regs == report.registers
     assert loaded.local_size_bytes >= report.spill_bytes
 
 
 def test_a_damaged_file_is_compiled_again(device):
     kernel = small_kernel(device.arch)
-    path = compiler.cubin_file(kernel, device.arch)
+    path = nvrtc.cubin_file(kernel, device.arch)
     path.write_bytes(path.read_bytes()[:100])
-    assert compiler.function(kernel, device).num_regs > 0
+    assert nvrtc.function(kernel, device).num_regs > 0
 
 
 def test_a_function_can_be_loaded_while_a_stream_records(cp, device):
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        loaded = compiler.function(small_kernel(device.arch, 32), device)
+        loaded = nvrtc.function(small_kernel(device.arch, 32), device)
         stream.end_capture()
     assert loaded.num_regs > 0

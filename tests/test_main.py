@@ -11,7 +11,8 @@ import pytest
 
 import cuflash
 from conftest import GPU
-from cuflash import __main__, compiler
+from cuflash import __main__
+from cuflash.build import nvrtc, warmup
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.plan import device_of_arch
 from helpers.kernels import kernels, small_kernel
@@ -30,7 +31,7 @@ def default_kernels(monkeypatch):
 def report_of(kernel, **numbers):
     of_all = dict(registers=99, shared_bytes=kernel.shared_bytes,
                   spill_bytes=0, seconds=1.25, warnings=())  # fmt: skip
-    return compiler.Report(**{**of_all, **numbers})
+    return nvrtc.Report(**{**of_all, **numbers})
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -50,7 +51,7 @@ def test_no_two_default_kernels_print_alike(arch):
 def test_compile_prints_a_line_a_kernel(default_kernels, monkeypatch, capsys):
     kernel = small_kernel()
     default_kernels(kernel)
-    monkeypatch.setattr(compiler, "report", lambda k, arch: report_of(k))
+    monkeypatch.setattr(nvrtc, "report", lambda k, arch: report_of(k))
     assert __main__.main(["compile", "--arch", "sm_80, sm_86"]) == 0
     head, *lines, total = capsys.readouterr().out.splitlines()
     assert head.split() == [
@@ -65,9 +66,9 @@ def test_compile_prints_a_line_a_kernel(default_kernels, monkeypatch, capsys):
 def test_a_tensor_core_kernel_that_spills_fails(
     default_kernels, monkeypatch, capsys
 ):
-    default_kernels(replace(small_kernel(), file="sm90/forward.cu"))
+    default_kernels(replace(small_kernel(), entry="forward_wgmma"))
     monkeypatch.setattr(
-        compiler, "report", lambda k, arch: report_of(k, spill_bytes=8)
+        nvrtc, "report", lambda k, arch: report_of(k, spill_bytes=8)
     )
     assert __main__.main(["compile", "--arch", "sm_80"]) == 1
     assert "spills 8 bytes a thread" in capsys.readouterr().out
@@ -81,7 +82,7 @@ def test_products_that_wait_for_one_another_fail(
     default_kernels(kernel)
     said = ("(C7514) wgmma.mma_async instructions are serialized",)
     monkeypatch.setattr(
-        compiler, "report", lambda k, arch: report_of(k, warnings=said)
+        nvrtc, "report", lambda k, arch: report_of(k, warnings=said)
     )
     assert __main__.main(["compile", "--arch", "sm_90a"]) == 1
     assert "its wgmma products wait for one another" in capsys.readouterr().out
@@ -90,7 +91,7 @@ def test_products_that_wait_for_one_another_fail(
 def test_a_plain_kernel_may_spill(default_kernels, monkeypatch):
     default_kernels(small_kernel())
     monkeypatch.setattr(
-        compiler, "report", lambda k, arch: report_of(k, spill_bytes=8)
+        nvrtc, "report", lambda k, arch: report_of(k, spill_bytes=8)
     )
     assert __main__.main(["compile", "--arch", "sm_80"]) == 0
 
@@ -111,7 +112,7 @@ def test_shared_memory_that_the_plan_does_not_know_fails(
 ):
     default_kernels(small_kernel())
     monkeypatch.setattr(
-        compiler, "report", lambda k, arch: report_of(k, shared_bytes=7)
+        nvrtc, "report", lambda k, arch: report_of(k, shared_bytes=7)
     )
     assert __main__.main(["compile", "--arch", "sm_80"]) == 1
     assert "takes 7 bytes of shared memory" in capsys.readouterr().out
@@ -124,7 +125,7 @@ def test_hopper_is_compiled_for_once_and_with_wgmma(
     archs = []
     default_kernels(small_kernel())
     monkeypatch.setattr(
-        compiler, "report", lambda k, arch: archs.append(arch) or report_of(k)
+        nvrtc, "report", lambda k, arch: archs.append(arch) or report_of(k)
     )
     assert __main__.main(["compile", "--arch", arch]) == 0
     assert archs == ["sm_90a"]
@@ -144,7 +145,7 @@ def test_no_nvrtc_is_said_once(monkeypatch, capsys):
     def none():
         raise CompileError("NVRTC was not found; install cuflash[cuda13]")
 
-    monkeypatch.setattr(compiler, "_nvrtc", none)
+    monkeypatch.setattr(nvrtc, "_nvrtc", none)
     assert __main__.main(["compile"]) == 1
     assert capsys.readouterr().err.count("NVRTC was not found") == 1
 
@@ -153,11 +154,12 @@ def test_no_nvrtc_is_said_once(monkeypatch, capsys):
 def test_ctrl_c_waits_for_no_kernel():
     text = """
 import time
-from cuflash import __main__, compiler
+from cuflash import __main__
+from cuflash.build import nvrtc, warmup
 def report(kernel, arch):
     print("compiling", flush=True)
     time.sleep(600)
-compiler.report = report
+nvrtc.report = report
 __main__._end(__main__.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
 """
     process = subprocess.Popen(
@@ -213,7 +215,7 @@ def test_info_names_what_is_installed_and_set(capsys, monkeypatch, tmp_path):
     lines = dict(
         line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()
     )
-    assert lines["NVRTC"] == compiler.nvrtc_version()
+    assert lines["NVRTC"] == nvrtc.version()
     assert lines["CUFLASH_LOG"] == "plan"
     assert str(tmp_path) in lines["cache"]
     assert "GPU" in lines
@@ -235,9 +237,9 @@ def gpus_of_capability(monkeypatch, *capabilities):
 
     fake = SimpleNamespace(device=device)
     names = [f"GPU of {c}" for c in capabilities]
-    monkeypatch.setattr(compiler, "gpus", lambda: names)
-    monkeypatch.setitem(sys.modules, "cuflash.launch", fake)
-    monkeypatch.setattr(cuflash, "launch", fake, raising=False)
+    monkeypatch.setattr(warmup, "gpus", lambda: names)
+    monkeypatch.setitem(sys.modules, "cuflash.backends.cupy", fake)
+    monkeypatch.setattr(cuflash.backends, "cupy", fake, raising=False)
 
 
 def test_warmup_leaves_out_a_gpu_that_is_too_old(
@@ -247,9 +249,9 @@ def test_warmup_leaves_out_a_gpu_that_is_too_old(
     default_kernels(small_kernel())
     compiled = []
     monkeypatch.setattr(
-        compiler, "cubin_file", lambda kernel, arch: compiled.append(arch)
+        nvrtc, "cubin_file", lambda kernel, arch: compiled.append(arch)
     )
-    monkeypatch.setattr(compiler, "remember_default_compiles", lambda: None)
+    monkeypatch.setattr(warmup, "remember_default_compiles", lambda: None)
     assert __main__.main(["warmup"]) == 0
     assert compiled == ["sm_80"]
     first = capsys.readouterr().out.splitlines()[0]
@@ -260,7 +262,7 @@ def test_warmup_that_could_keep_nothing_compiles_nothing(
     default_kernels, monkeypatch, capsys, tmp_path
 ):
     gpus_of_capability(monkeypatch, 80)
-    monkeypatch.setattr(compiler, "cubin_file", None)
+    monkeypatch.setattr(nvrtc, "cubin_file", None)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
     assert __main__.main(["warmup"]) == 1

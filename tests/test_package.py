@@ -131,9 +131,9 @@ def test_python_in_a_checkout_finds_the_reference_there(checkout):
     """Not that of the checkout which is installed, and each in one copy."""
     text = """
 import pickle
-import cuflash.cpu
+import cuflash.backends.numpy
 from cuflash.reference.tile_state import TileState
-assert cuflash.cpu.TileState is TileState
+assert cuflash.backends.numpy.TileState is TileState
 assert pickle.loads(pickle.dumps(TileState)) is TileState
 print(cuflash.reference.__file__)
 """
@@ -181,9 +181,12 @@ def named(folder, pattern, prefix):
     [
         ("cuflash", "*.py", "cuflash"),
         ("cuflash", "py.typed", "cuflash"),
-        ("cuflash", "kernels/*.cu*", "cuflash"),
+        ("cuflash", "plans/*.py", "cuflash"),
+        ("cuflash", "kernels/**/*.cu*", "cuflash"),
         ("cuflash", "tile_tables/*.json", "cuflash"),
-        ("cuflash", "emulator/*.*", "cuflash"),
+        ("cuflash", "backends/*.py", "cuflash"),
+        ("cuflash", "backends/emulator/*.*", "cuflash"),
+        ("cuflash", "build/*.py", "cuflash"),
         ("reference", "*.py", "cuflash/reference"),
         ("reference", "py.typed", "cuflash/reference"),
     ],

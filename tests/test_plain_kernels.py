@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import compiler, source
+from cuflash.build import nvrtc, source
 from helpers.kernels import kernels
 from helpers.machine_code import instructions
 
@@ -42,7 +42,7 @@ def test_options_leave_no_trace(
     planned = kernels(direction, dtype, arch, head_dim, family, causal=causal)
     got = [instructions(kernel, arch) for kernel in planned]
     without = partial(source.build, twins=TWINS)
-    monkeypatch.setattr(compiler.source, "build", without)
+    monkeypatch.setattr(nvrtc.source, "build", without)
     assert got == [instructions(kernel, arch) for kernel in planned]
 
 

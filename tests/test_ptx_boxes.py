@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.emulator.machine import BoxesOf
+from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.errors import KernelFault
 from helpers.bits import SEEDS
 from helpers.host_compiler import needs_compiler

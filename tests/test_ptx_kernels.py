@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from cuflash import compiler
+from cuflash.build import nvrtc
+from cuflash.build.source import KERNELS
 from cuflash.plan import KernelPlan
-from cuflash.source import KERNELS
 from helpers.small_kernels import KERNELS as FOLDER
 
 FILES = {x.stem: x for x in sorted((FOLDER / "primitives").glob("*.cu"))}
@@ -48,7 +48,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_a_kernel_of_a_primitive_compiles(name, arch):
     for kernel in kernels(name):
-        report = compiler.report(kernel, arch)
+        report = nvrtc.report(kernel, arch)
         assert report.spill_bytes == 0 and not report.warnings
 
 

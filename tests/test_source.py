@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cuflash import source
+from cuflash.build import source
 from cuflash.errors import CompileError
 
 

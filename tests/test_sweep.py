@@ -511,7 +511,7 @@ def test_wrong_options(arguments, message, capsys):
 
 @pytest.mark.gpu
 def test_calls_run_on_the_tile_that_is_forced(cp, monkeypatch):
-    from cuflash.launch import CupyMachine, device
+    from cuflash.backends.cupy import CupyMachine, device
 
     def noted(machine, decided):
         ran.append(decided.tile)

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from cuflash import compiler, folders, tiles
+from cuflash import folders, tiles
+from cuflash.build import nvrtc
 from cuflash.errors import ValueRangeError
 from cuflash.plan import device_of_arch, plan
 from helpers.kernels import small_problem
@@ -105,7 +106,7 @@ def name_of(value):
 @pytest.mark.parametrize("arch, kernel", kernels(), ids=name_of)
 def test_every_entry_compiles(arch, kernel):
     """Its text asserts that shared memory is laid out as the plan says."""
-    assert compiler.cubin_file(kernel, arch).stat().st_size > 0
+    assert nvrtc.cubin_file(kernel, arch).stat().st_size > 0
 
 
 def test_every_architecture_says_whether_it_was_measured():

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from cuflash import compiler
+from cuflash.build import nvrtc
 from cuflash.errors import CompileError
 from cuflash.plan import Device, KernelPlan, plan, wanted_family
 from cuflash.problem import Problem
@@ -44,7 +44,7 @@ def compile_all(cells: Iterable[Cell], device: Device) -> None:
 
     def compiled(kernel: KernelPlan) -> None:
         with contextlib.suppress(CompileError):
-            compiler.cubin_file(kernel, device.arch)
+            nvrtc.cubin_file(kernel, device.arch)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiled, kernels_of(cells, device)))

@@ -8,7 +8,7 @@ import sys
 
 import cupy
 
-from cuflash import launch
+from cuflash.backends import cupy as gpu
 from cuflash.plan import Plan, plan, wanted_family
 
 from . import checks
@@ -108,7 +108,7 @@ def _result_bytes(cell: Cell) -> int:
 
 def _plan(cell: Cell) -> Plan:
     problem = problem_of(cell, cell.direction)
-    return plan(problem, launch.device(0), wanted_family())
+    return plan(problem, gpu.device(0), wanted_family())
 
 
 def _free() -> None:

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cuflash import compiler, launch
+from cuflash.backends import cupy as gpu
+from cuflash.build import nvrtc
 from cuflash.plan import KernelPlan, plan, wanted_family
 
 from .shapes import Shape
@@ -34,7 +35,7 @@ def compiled_ahead(shapes: Iterable[Shape]) -> Iterator[Iterator[Shape]]:
 def _in_order(
     shapes: Iterable[Shape], pool: ThreadPoolExecutor
 ) -> Iterator[Shape]:
-    device = launch.device(0)
+    device = gpu.device(0)
     compiling: dict[KernelPlan, Future] = {}
     waiting: deque[Shape] = deque()
 
@@ -48,7 +49,7 @@ def _in_order(
         for kernel in _kernels(shape):
             if kernel not in compiling:
                 compiling[kernel] = pool.submit(
-                    compiler.cubin_file, kernel, device.arch
+                    nvrtc.cubin_file, kernel, device.arch
                 )
         waiting.append(shape)
         if len(waiting) > AHEAD:
@@ -62,6 +63,6 @@ def _kernels(shape: Shape) -> list[KernelPlan]:
         kernel
         for direction in ("forward", "backward")
         for kernel in plan(
-            shape.problem(direction), launch.device(0), wanted_family()
+            shape.problem(direction), gpu.device(0), wanted_family()
         ).kernels
     ]

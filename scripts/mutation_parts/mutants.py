@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuflash.source import kernel_files
+from cuflash.build.source import kernel_files
 from mutation_parts import operators
 from mutation_parts.operators import Edit
 from mutation_parts.tokens import Function, Source, tokens_of

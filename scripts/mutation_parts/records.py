@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cuflash.emulator import runtime
+from cuflash.backends.emulator import runtime
 from mutation_parts.mutants import Mutant
 
 ROOT = Path(__file__).parent.parent.parent

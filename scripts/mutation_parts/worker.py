@@ -34,8 +34,8 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from cuflash import source
-from cuflash.emulator import runtime
+from cuflash.backends.emulator import runtime
+from cuflash.build import source
 
 KERNEL_FILES = frozenset(source.kernel_files())
 LONGEST_LAUNCH = 30  # CPU seconds, after which a program counts as hanging

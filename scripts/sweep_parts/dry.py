@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from bench_parts.report import say, show
-from cuflash import compiler
+from cuflash.build import nvrtc
 from cuflash.errors import CompileError
 from cuflash.plan import Device, KernelPlan, occupancy
 
@@ -31,8 +31,8 @@ def run(
     swept = {group: options.chosen(choices(group, device)) for group in groups}
     total = sum(map(len, swept.values()))
 
-    def report(kernel: KernelPlan) -> compiler.Report:
-        return compiler.report(kernel, device.arch)
+    def report(kernel: KernelPlan) -> nvrtc.Report:
+        return nvrtc.report(kernel, device.arch)
 
     with Compiler(report, options.jobs) as pool, Meter(total, "") as meter:
         for group, listed in swept.items():

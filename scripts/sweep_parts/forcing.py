@@ -29,10 +29,10 @@ def force(choice: Forced | None) -> None:
     """Have all further calls on CuPy's current device run on a choice."""
     import cupy
 
-    from cuflash import launch
+    from cuflash.backends import cupy as gpu
 
     calls.plan = _plan
-    launch.machine(cupy.cuda.Device().id).family = choice
+    gpu.machine(cupy.cuda.Device().id).family = choice
 
 
 def _plan(problem: Problem, device: Device, wanted: Forced | None) -> Plan:

@@ -15,7 +15,8 @@ import cuflash
 from bench_parts import checks, machine, timing
 from bench_parts.cells import Cell
 from bench_parts.runners import Inputs, make_inputs
-from cuflash import compiler, launch
+from cuflash.backends import cupy as gpu
+from cuflash.build import nvrtc
 from cuflash.plan import Device, main_file, plan
 from cuflash.tiles import Tile
 from fuzz_parts import check as fuzz
@@ -41,15 +42,13 @@ class Gpu:
         reason = machine.find_gpu()
         if reason is not None:
             raise RuntimeError(reason)
-        self.flushed = cupy.empty(
-            L2_TIMES * launch.device(0).l2_bytes, np.uint8
-        )
+        self.flushed = cupy.empty(L2_TIMES * gpu.device(0).l2_bytes, np.uint8)
 
     def describe(self) -> tuple[Device, dict]:
         """The device as plans see it, and what a figure needs beside it."""
         record = machine.describe()
-        record["nvrtc"] = compiler.nvrtc_version()
-        return launch.device(0), record
+        record["nvrtc"] = nvrtc.version()
+        return gpu.device(0), record
 
     def check(self, group: Group, tile: Tile) -> dict:
         """Compare a tile's results with plain attention in float64.
@@ -64,10 +63,10 @@ class Gpu:
         error = max(
             max(check(shape).values()) for shape in check_shapes(group)
         )
-        device = launch.device(0)
+        device = gpu.device(0)
         decided = plan(group.problem(1, 1024, 1), device, group.family, tile)
         loaded = [
-            compiler.function(kernel, device)
+            nvrtc.function(kernel, device)
             for kernel in decided.kernels
             if main_file(group.family, kernel.file)
         ]

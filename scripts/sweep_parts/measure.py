@@ -8,7 +8,7 @@ from typing import Any
 
 from bench_parts.cells import Cell
 from bench_parts.report import say
-from cuflash import compiler
+from cuflash.build import nvrtc
 from cuflash.errors import CompileError
 from cuflash.plan import Device, KernelPlan
 
@@ -77,7 +77,7 @@ class Sweep:
                     self.record.save()
 
     def _compiled(self, kernel: KernelPlan) -> None:
-        compiler.cubin_file(kernel, self.device.arch)
+        nvrtc.cubin_file(kernel, self.device.arch)
 
     def _tasks(
         self, group: Group, cells: list[Cell], swept: list[Choice]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from bench_parts import cells
 from bench_parts.cells import Cell
-from cuflash import compiler, source, tiles
+from cuflash import tiles
+from cuflash.build import nvrtc, source
 from cuflash.plan import (
     Device,
     KernelPlan,
@@ -227,7 +228,7 @@ def steps(tile: Tile, other: Tile) -> float:
 
 def digest(kernels: tuple[KernelPlan, ...], arch: str) -> str:
     """A name for all that NVRTC is given."""
-    given = [(source.build(k), compiler.options(k, arch)) for k in kernels]
+    given = [(source.build(k), nvrtc.options(k, arch)) for k in kernels]
     return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
 

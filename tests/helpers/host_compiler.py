@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from cuflash.emulator import runtime
+from cuflash.backends.emulator import runtime
 from cuflash.errors import CompileError
 
 

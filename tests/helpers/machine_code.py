@@ -2,12 +2,12 @@
 
 import struct
 
-from cuflash import compiler
+from cuflash.build import nvrtc
 
 
 def instructions(kernel, arch):
     """Return the bytes of a planned kernel's code, compiled for `arch`."""
-    cubin, _ = compiler._compile(kernel, arch)
+    cubin, _ = nvrtc._compile(kernel, arch)
     return _code_section(cubin, kernel.entry)
 
 

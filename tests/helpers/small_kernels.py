@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import compiler, emulator
+from cuflash import emulator
 from cuflash.arguments import TensorMap, padded
+from cuflash.backends.emulator.machine import BoxesOf
+from cuflash.build import nvrtc
 from cuflash.calls import Boxes
-from cuflash.emulator.machine import BoxesOf
 from cuflash.plan import KernelPlan
 from helpers.backends import CupyBackend
 from helpers.host_compiler import needs_compiler
@@ -111,7 +112,7 @@ def read_only(array):
 def _run_on_gpu(kernel, blocks, arguments):
     import cupy
 
-    from cuflash.launch import CupyMachine
+    from cuflash.backends.cupy import CupyMachine
 
     gpu = CupyBackend()
     machine = CupyMachine(cupy.cuda.Device().id)
@@ -133,7 +134,7 @@ def _run_on_gpu(kernel, blocks, arguments):
     argument = np.zeros((), struct)
     for name, value in values.items():
         argument[name] = value
-    function = compiler.function(kernel, machine.device())
+    function = nvrtc.function(kernel, machine.device())
     function(
         (blocks,),
         (kernel.threads,),

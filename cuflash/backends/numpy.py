@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import plan
-from .problem import Call, Problem
-from .reference import backward as backward_of
-from .reference import forward as forward_of
-from .reference.dropout import Dropout
-from .reference.packed import spans
-from .reference.tile_state import TileState
+from cuflash import plan
+from cuflash.problem import Call, Problem
+from cuflash.reference import backward as backward_of
+from cuflash.reference import forward as forward_of
+from cuflash.reference.dropout import Dropout
+from cuflash.reference.packed import spans
+from cuflash.reference.tile_state import TileState
 
 DEFAULT_BLOCK = 128  # a tile's scores in float64 are 128 KiB
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported by `active`: few need it
-    from cuflash.emulator.machine import Emulator
+    from cuflash.backends.emulator.machine import Emulator
     from cuflash.plan import Family
 
 __all__ = ["active", "current"]
@@ -82,7 +82,7 @@ def active(
     KernelFault
         From a call: if a kernel does what it must not, or does not end.
     """
-    from cuflash.emulator.machine import Emulator
+    from cuflash.backends.emulator.machine import Emulator
 
     if flags is None:
         flags = tuple(os.environ.get("CUFLASH_EMULATOR_FLAGS", "").split())

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cuflash.emulator import runtime
+from cuflash.backends.emulator import runtime
 from cuflash.plan import KernelPlan
 
 ADDR2LINE = "addr2line"

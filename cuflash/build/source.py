@@ -17,7 +17,7 @@ from typing import Protocol
 
 from cuflash.errors import CompileError
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).parent.parent / "kernels"
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*(["<])([^">]*)[">]')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import cupy
 import numpy as np
 
-from cuflash import calls, compiler
+from cuflash import calls
 from cuflash.arguments import TensorMap
+from cuflash.build import nvrtc
 from cuflash.calls import Boxes
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, Plan, wanted_family
@@ -115,7 +116,7 @@ class CupyMachine:
     def load(self, decided: Plan) -> tuple[tuple[Any, ...], ...]:
         """(function, blocks, threads, shared bytes) of each launch."""
         return tuple(
-            (compiler.function(x.kernel, self.device()).kernel, x.blocks,
+            (nvrtc.function(x.kernel, self.device()).kernel, x.blocks,
              x.kernel.threads, x.kernel.shared_bytes)
             for x in decided.launches
         )  # fmt: skip

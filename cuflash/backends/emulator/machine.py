@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import calls, compiler
+from cuflash import calls
 from cuflash import plan as planning
 from cuflash.arguments import TensorMap, padded
+from cuflash.backends.emulator import faults, memory, runtime
+from cuflash.build import nvrtc
 from cuflash.calls import Boxes
-from cuflash.emulator import faults, memory, runtime
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
 from cuflash.problem import Call
@@ -205,7 +206,7 @@ class Machine:
     def _items(self, launch: Launch) -> list[str]:
         """What launch.txt says besides of the memory."""
         kernel, emulator = launch.kernel, self.target
-        flush = "-ftz=true" in compiler.options(kernel, emulator.arch)
+        flush = "-ftz=true" in nvrtc.options(kernel, emulator.arch)
         return [
             f"kernel {kernel.entry}",
             f"blocks {launch.blocks}",

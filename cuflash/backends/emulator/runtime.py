@@ -21,7 +21,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from cuflash import cache, folders, source
+from cuflash import folders
+from cuflash.build import cache, source
 from cuflash.errors import CompileError, KernelFault
 from cuflash.plan import Device, KernelPlan
 

@@ -1,0 +1,1 @@
+"""From a planned kernel to machine code: text, NVRTC, files that are kept."""
