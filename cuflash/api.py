@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import folders, settings, validate
+from . import execute, folders, settings, validate
 from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .backends.emulator.machine import Emulator
+    from .backends.base import Runner
 
 __all__ = ["backward", "forward", "merge_states"]
 
@@ -218,7 +218,7 @@ def forward(
             "max_seqlen_k": max_seqlen_k,
         }
         asked, given = _asked(options, given)
-    backend, arrays = _open(given, written=out)
+    runner, arrays = _open(given, written=out)
     call = validate.forward(
         **arrays,
         **asked,
@@ -230,7 +230,7 @@ def forward(
         return_lse=return_lse,
     )
     _check_offsets(call)
-    result, lse = backend.forward(call)
+    result, lse = runner.forward(call)
     result = _strip(result, call.rank) if out is None else out
     return (result, _strip_lse(lse, call.rank)) if return_lse else result
 
@@ -367,7 +367,7 @@ def backward(
             "return_dsink": _unless(False, return_dsink),
         }
         asked, given = _asked(options, given)
-    backend, arrays = _open(given)
+    runner, arrays = _open(given)
     call = validate.backward(
         **arrays,
         **asked,
@@ -379,7 +379,7 @@ def backward(
         precision=precision,
     )
     _check_offsets(call)
-    dq, dk, dv, *others = backend.backward(call)
+    dq, dk, dv, *others = runner.backward(call)
     rank = call.rank
     return (_strip(dq, rank), _strip(dk, rank), _strip(dv, rank), *others)
 
@@ -436,11 +436,11 @@ def merge_states(
     >>> np.allclose(out, cuflash.forward(q, k, v))
     True
     """
-    backend, arrays = _open(
+    runner, arrays = _open(
         {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     )
     call = validate.merge_states(**arrays)
-    out, lse = backend.merge_states(call)
+    out, lse = runner.merge_states(call)
     return _strip(out, call.rank), _strip_lse(lse, call.rank)
 
 
@@ -473,7 +473,7 @@ def _check_offsets(call: Any) -> None:
 
 def _open(
     given: dict[str, Any], written: Any = None
-) -> tuple[ModuleType | Emulator, dict[str, Any]]:
+) -> tuple[Runner, dict[str, Any]]:
     """What runs the call, and the arrays as it takes them."""
     settings.check()
     device = validate.device_of(**given)
@@ -483,15 +483,17 @@ def _open(
         arrays = {name: np.asarray(x) for name, x in given.items()}
         emulated = emulator.current()
         if emulated:
-            return emulated, arrays
+            return execute.Kernels(emulated.backend()), arrays
         from .backends import numpy
 
         return numpy, arrays
     cupy = _on_cuda()
-    return cupy, {
+    arrays = {
         name: x if type(x) is cupy.Array else _to_cupy(cupy, name, x)
         for name, x in given.items()
     }
+    first = next(iter(arrays.values()))
+    return execute.Kernels(cupy.backend_of(first)), arrays
 
 
 @functools.cache  # an import statement takes 0.6 us

@@ -58,6 +58,17 @@ def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
         yield from _leaves(kind[name])
 
 
+def pointers_of(kind: np.dtype) -> tuple[str, ...]:
+    """The names of a struct's pointers, and of those in its structs."""
+    names: list[str] = []
+    for name in kind.names or ():
+        if kind[name] == np.uint64:
+            names.append(name)
+        elif kind[name] != TensorMap:
+            names += pointers_of(kind[name])
+    return tuple(names)
+
+
 def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
     """A struct whose size is a multiple of its alignment, as in C++."""
     struct = _struct(*fields)

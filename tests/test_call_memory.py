@@ -6,7 +6,7 @@ On a GPU test_gpu_large.py measures it.
 import numpy as np
 import pytest
 
-from cuflash import calls, validate
+from cuflash import execute, validate
 from helpers.counting import Counting
 from helpers.data import Case, shapes
 from helpers.dtypes import DTYPES, lse_dtype
@@ -41,7 +41,7 @@ def test_forward_grows_with_rows(dtype):
     """A matrix of pairs would be 8 GiB a head."""
     _, qkv = arrays(dtype)
     machine = Counting("sm_80")
-    calls.forward(validate.forward(**qkv, return_lse=True), machine)
+    execute.forward(validate.forward(**qkv, return_lse=True), machine)
     out, row = qkv["q"].nbytes, row_bytes(dtype)
     assert machine.nbytes == out + row
 
@@ -52,7 +52,7 @@ def test_backward_adds_sums_of_dq_and_rows(dtype):
     lse = np.zeros((1, HEADS, TOKENS), lse_dtype(DTYPES[dtype]))
     machine = Counting("sm_80")
     call = validate.backward(dout, **qkv, out=dout, lse=lse)
-    calls.backward(call, machine)
+    execute.backward(call, machine)
     gradients, row = 3 * qkv["q"].nbytes, row_bytes(dtype)
     sums = row * HEAD_DIM if dtype == "bfloat16" else 0
     assert machine.nbytes == gradients + sums + row

@@ -121,13 +121,14 @@ def order_found(ids, threads=None):
         arguments["work_items"] = tuple(decided.work_items)
     with emulator.active("sm_90a") as emulated:
         machine = Machine(emulated)
-        found = machine.empty(decided.num_found, np.int32)
+        (buffer,) = (x for x in decided.workspace if x.name == "found")
+        found = machine.empty(buffer.elements, np.int32)
         for name, array in (("q", ids.of_q), ("k", ids.of_k)):
-            arguments[f"segment_ids_{name}"] = machine.address(
+            arguments[f"segment_ids_{name}"] = machine.address_of(
                 read_only(array)
             )
             options[f"ids_{name}_stride"] = array.shape[1], 1
-        arguments["found"] = machine.address(found, written=True)
+        arguments["found"] = machine.address_of(found, written=True)
         machine.run((ranges,), arguments)
         before = found.copy()
         machine.run((order,), arguments)

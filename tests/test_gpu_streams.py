@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cuflash import calls
+from cuflash import execute
 from cuflash.build import nvrtc
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
@@ -115,8 +115,8 @@ def forget_calls(monkeypatch):
     from cuflash.backends import cupy as gpu
 
     monkeypatch.setattr(nvrtc, "_functions", {})
-    calls._forward_recipe.cache_clear()
-    calls._backward_recipe.cache_clear()
+    execute._forward_recipe.cache_clear()
+    execute._backward_recipe.cache_clear()
     gpu._tensor_map.cache_clear()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import calls, emulator, validate
+from cuflash import emulator, execute, validate
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.compare import assert_bitwise
@@ -35,8 +35,8 @@ def counted_recipes():
         made.append(make(*args, **kwargs))
         return made[-1]
 
-    make = calls.Recipe
-    with mock.patch.object(calls, "Recipe", recipe):
+    make = execute.Recipe
+    with mock.patch.object(execute, "Recipe", recipe):
         yield made
 
 
@@ -52,7 +52,7 @@ def arguments(call, rank=4, case=CASE):
 
 
 def run(machine, call, **given):
-    getattr(calls, call)(getattr(validate, call)(**given), machine)
+    getattr(execute, call)(getattr(validate, call)(**given), machine)
 
 
 def recipes_of_forward(machine, **changes):
@@ -73,7 +73,7 @@ def test_a_call_like_one_before_decides_nothing(call, rank):
     launches = machine.launches
     with (
         mock.patch.object(validate, "_Arrays", side_effect=AssertionError),
-        mock.patch.object(calls, "plan", side_effect=AssertionError),
+        mock.patch.object(execute, "plan", side_effect=AssertionError),
         counted_recipes() as made,
     ):
         run(machine, call, **arguments(call, rank))

@@ -16,7 +16,7 @@ REFERENCE = Path(cuflash.reference.__file__).parent
 
 # Module: the modules of cuflash that it may import. `errors` and `problem`
 # know nothing and may be known by all.
-_PLANS = "problem tiles plans.kernel plans.rounding"
+_PLANS = "problem tiles workspace plans.kernel plans.rounding"
 LAW = {
     "_version": "",
     "_checkout": "",
@@ -30,7 +30,7 @@ LAW = {
     "tiles": "errors folders",
     "plans": "",
     "plans.rounding": "",
-    "plans.kernel": "problem tiles plans.rounding",
+    "plans.kernel": "problem tiles workspace plans.rounding",
     "plans.steps": _PLANS,
     **{
         f"plans.{family}": f"{_PLANS} plans.steps"
@@ -39,7 +39,10 @@ LAW = {
     "plan": f"errors settings {_PLANS} plans.steps plans.fma plans.mma"
     " plans.mma8 plans.simt plans.wgmma",
     "softcap": "",
-    "calls": "errors settings problem plan arguments softcap",
+    "layouts": "problem",
+    "workspace": "",
+    "execute": "errors settings problem plan arguments softcap layouts"
+    " workspace backends.base",
     "build": "",
     "build.source": "errors",
     "build.cache": "errors folders",
@@ -47,9 +50,11 @@ LAW = {
     "build.warmup": "errors folders settings build.cache",
     "backends": "",
     "backends.numpy": "errors problem plan reference",
-    "backends.cupy": "errors problem plan calls arguments build.nvrtc",
+    "backends.base": "plan layouts problem",
+    "backends.cupy": "errors problem plan layouts workspace arguments"
+    " build.nvrtc",
     "backends.emulator": "plan backends.emulator.machine",
-    "backends.emulator.machine": "errors problem plan calls arguments"
+    "backends.emulator.machine": "errors plan layouts arguments"
     " build.nvrtc backends.emulator.faults backends.emulator.memory"
     " backends.emulator.runtime",
     "backends.emulator.faults": "plan backends.emulator.runtime",
@@ -57,8 +62,8 @@ LAW = {
     "backends.emulator.runtime": "errors folders plan build.source"
     " build.cache",
     "emulator": "backends.emulator",
-    "api": "errors folders settings problem validate plan backends.numpy"
-    " backends.cupy backends.emulator backends.emulator.machine",
+    "api": "errors folders settings problem validate execute backends.base"
+    " backends.numpy backends.cupy backends.emulator",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

@@ -259,7 +259,9 @@ def test_the_order_of_tiles_is_found_for_hopper_s(direction, arch, finding):
         of_items = {"forward": 2 * 3 * tiles_q, "backward": 0}[direction]
         of_tiles = tiles_q if direction == "forward" else tiles_k
         expected += of_items + 3 * of_tiles
-    assert decided.num_found == expected
+    (found,) = (x for x in decided.workspace if x.name == "found")
+    assert found.elements == expected
+    assert found.start("tiles_handed_out") == 2 * 3 * (tiles_q + tiles_k)
 
 
 @given(
@@ -468,7 +470,8 @@ def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
     assert decided.work_items.items == 2 * (
         128 // decided.tile.block_q + 2 + 1
     )
-    assert decided.num_found == 4 + decided.work_items.items
+    (found,) = decided.workspace
+    assert found.elements == 4 + decided.work_items.items
     assert decided.launches[-1].blocks == min(blocks, decided.work_items.items)
 
 
@@ -518,9 +521,11 @@ def test_occupancy(threads, registers, shared, expected):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_only_a_deterministic_dq_takes_turns(deterministic):
     decided = planned("backward", deterministic=deterministic)
-    assert (decided.num_turns > 0) == deterministic
-    assert decided.sum_elements >= 128 * 2 * 64
-    assert planned("backward", "float32").sum_elements == 0
+    elements = {x.name: x.elements for x in decided.workspace}
+    assert ("turns" in elements) == deterministic
+    assert elements["dq_sum"] >= 128 * 2 * 64
+    others = planned("backward", "float32").workspace
+    assert [x.name for x in others] == ["delta"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import calls, settings, validate
+from cuflash import execute, settings, validate
 from cuflash.errors import ValueRangeError
 from cuflash.plan import Family
 from helpers.counting import Counting
@@ -87,11 +87,11 @@ CALL = f"""
 import sys
 sys.path.append({str(Path(__file__).parent)!r})
 import numpy as np
-from cuflash import calls, validate
+from cuflash import execute, validate
 from helpers.counting import Counting
 q = np.ones((3, 4), np.float32)
 for machine in [Counting("sm_80")] * 2 + [Counting("sm_90a")]:
-    calls.forward(validate.forward(q, q, q), machine)
+    execute.forward(validate.forward(q, q, q), machine)
 """
 
 
@@ -99,7 +99,9 @@ def plans(caplog, machine, q=HALVES, **options):
     """Make a call; the plans that were logged for it."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "cuflash"):
-        calls.forward(validate.forward(q, HALVES, HALVES, **options), machine)
+        execute.forward(
+            validate.forward(q, HALVES, HALVES, **options), machine
+        )
     return [x.getMessage() for x in caplog.records if x.name == "cuflash"]
 
 

@@ -511,14 +511,14 @@ def test_wrong_options(arguments, message, capsys):
 
 @pytest.mark.gpu
 def test_calls_run_on_the_tile_that_is_forced(cp, monkeypatch):
-    from cuflash.backends.cupy import CupyMachine, device
+    from cuflash.backends.cupy import CupyBackend, device
 
-    def noted(machine, decided):
+    def noted(backend, decided):
         ran.append(decided.tile)
-        return load(machine, decided)
+        return load(backend, decided)
 
-    load, ran = CupyMachine.load, []
-    monkeypatch.setattr(CupyMachine, "load", noted)
+    load, ran = CupyBackend.load, []
+    monkeypatch.setattr(CupyBackend, "load", noted)
     q = cp.zeros((1, 99, 1, 64), cp.float32)
     problem = Problem("forward", "float32", 1, 99, 99, 1, 1, 64, 64, 1.0)
     few = list(islice(legal_tiles(problem, device(0), "simt"), 3))

@@ -1,25 +1,25 @@
-"""Runs calls on CuPy arrays.
+"""CuPy's arrays, its allocator and its current stream, as a `Backend`.
 
-Every call is queued on CuPy's current stream and reads nothing back.
+Every call is queued on that stream and reads nothing back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import cupy
-import numpy as np
 
-from cuflash import calls
+from cuflash import workspace
 from cuflash.arguments import TensorMap
 from cuflash.build import nvrtc
-from cuflash.calls import Boxes
 from cuflash.errors import UnsupportedError
+from cuflash.layouts import Boxes
 from cuflash.plan import Device, Family, Plan, wanted_family
-from cuflash.problem import Call
 
 Array: TypeAlias = cupy.ndarray
 
@@ -89,25 +89,19 @@ def _encodable(boxes: Boxes) -> tuple[Any, ...]:
     )
 
 
-ROOM_ALIGNMENT = 256  # as that of whole allocations, in bytes
+_HERE = contextlib.nullcontext()
 
 
-@functools.lru_cache(maxsize=4096)
-def _side_by_side(sizes: tuple[int, ...]) -> tuple[int, list[int | None]]:
-    """Bytes of rooms together, and where each begins; None: without a byte."""
-    total, offsets = 0, []
-    for size in sizes:
-        offsets.append(total if size else None)
-        total += -(-size // ROOM_ALIGNMENT) * ROOM_ALIGNMENT
-    return total, offsets
+class CupyBackend:
+    """The CUDA device `index`, its `Target` too: it keeps nothing of a call.
 
-
-class CupyMachine:
-    """The CUDA device `index`, which is CuPy's current one."""
+    A bridge to another library's arrays on CUDA devices replaces the methods
+    that are about arrays, `workspace` and `stream`.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.target = self  # it keeps nothing of a call
+        self.target = self
         self.family: Family | None = wanted_family()
 
     def device(self) -> Device:
@@ -121,37 +115,50 @@ class CupyMachine:
             for x in decided.launches
         )  # fmt: skip
 
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+    def current(self) -> AbstractContextManager[Any]:
+        if self.index == cupy.cuda.runtime.getDevice():  # as a rule
+            return _HERE  # saves 1 us
+        return cupy.cuda.Device(self.index)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return cupy.ndarray(shape, dtype)
 
-    def rooms(self, sizes: tuple[int, ...]) -> tuple[Any, list[int]]:
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        array = cupy.ndarray(shape, dtype)
+        array.fill(0)
+        return array
+
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
+
+    def workspace(self, nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
+        total, offsets = workspace.side_by_side(nbytes)
+        if not total:
+            return None, [0] * len(nbytes)
         # One allocation: an array of CuPy's takes as long as a launch.
-        if not sizes:
-            return None, []
-        total, offsets = _side_by_side(sizes)
         memory = cupy.cuda.alloc(total)
         start = memory.ptr
         return memory, [0 if x is None else start + x for x in offsets]
 
-    def addresses(
+    def address(
         self, arrays: Iterable[Array | None], written: bool = False
     ) -> list[int]:
         return [0 if x is None else x.data.ptr for x in arrays]
 
     tensor_map = staticmethod(_tensor_map)
 
+    def stream(self) -> int:
+        return cupy.cuda.get_current_stream().ptr
+
     def launch(
-        self,
-        loaded: tuple[tuple[Any, ...], ...],
-        kind: np.dtype,
-        arguments: bytes,
+        self, loaded: tuple[tuple[Any, ...], ...], arguments: bytes, kind: Any
     ) -> None:
         # To call a function of CuPy's takes twice as long: it looks at each
         # argument. The driver wants an array of pointers to them, here one.
         pointers = ctypes.c_char_p(arguments)
         address = ctypes.addressof(pointers)
         launch = cupy.cuda.driver.launchKernel
-        stream = cupy.cuda.get_current_stream().ptr
+        stream = self.stream()
         for function, blocks, threads, shared in loaded:
             launch(
                 function.ptr, blocks, 1, 1, threads, 1, 1, shared, stream,
@@ -160,30 +167,11 @@ class CupyMachine:
 
 
 @functools.cache
-def machine(index: int) -> CupyMachine:
-    """That of the CUDA device `index`: recipes are remembered by it."""
-    return CupyMachine(index)
+def backend(index: int) -> CupyBackend:
+    """The one of the CUDA device `index`: recipes are remembered by it."""
+    return CupyBackend(index)
 
 
-def forward(call: Call) -> tuple[Array, Array | None]:
-    """Run a forward call: out in full rank and, if wanted, lse."""
-    return _run(calls.forward, call, call.given["q"])
-
-
-def backward(call: Call) -> tuple[Array, ...]:
-    """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
-    return _run(calls.backward, call, call.given["q"])
-
-
-def merge_states(call: Call) -> tuple[Array, Array]:
-    """Run a merge_states call: out and lse in full rank."""
-    return _run(calls.merge_states, call, call.given["out_a"])
-
-
-def _run(steps: Callable[..., Any], call: Call, first: Array) -> Any:
-    """Run a call on the device that its first array is on."""
-    index = first.data.device_id
-    if index == cupy.cuda.runtime.getDevice():  # as a rule; saves 1 us
-        return steps(call, machine(index))
-    with cupy.cuda.Device(index):
-        return steps(call, machine(index))
+def backend_of(array: Array) -> CupyBackend:
+    """The one of the device that an array is on."""
+    return backend(array.data.device_id)

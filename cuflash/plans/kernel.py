@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
+from cuflash.workspace import Buffer
 
 from .rounding import round_up
 
@@ -139,16 +140,8 @@ class Plan:
         How many heads walk their tiles side by side (common/scheduler.cuh).
     work_items : StaticSchedule or None
         Of a kernel whose blocks take one tile after another.
-    sum_elements : int
-        float32 elements of the sums of dq, 0 if there are none.
-    row_elements : int
-        float32 elements of what is known of each query, 0 if that is delta
-        alone.
-    num_turns : int
-        Integers by which blocks know of one another, 0 if there are none.
-    num_found : int
-        Integers that the first launches find for the others, and that blocks
-        keep behind them; 0 if there are none.
+    workspace : tuple of Buffer
+        Memory that its kernels need besides the results.
     """
 
     problem: Problem
@@ -157,10 +150,7 @@ class Plan:
     launches: tuple[Launch, ...]
     heads_per_section: int = 1
     work_items: StaticSchedule | None = None
-    sum_elements: int = 0
-    row_elements: int = 0
-    num_turns: int = 0
-    num_found: int = 0
+    workspace: tuple[Buffer, ...] = ()
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:

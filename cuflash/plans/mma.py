@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -10,17 +11,19 @@ from .rounding import round_up
 from .steps import (
     HEAD_DIM_STEP,
     count_tiles,
+    delta_buffer,
     delta_launch,
     finding_launches,
     forward_in_one,
+    found_buffers,
     gradient_constants,
     heads_per_section,
     is_linear,
     kept_and_summed,
     main_kernel,
-    num_found,
     option_constants,
     rounding_launch,
+    semaphore_buffers,
     sink_launches,
     tile_bytes,
 )
@@ -146,9 +149,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head
         ),
-        sum_elements=q_tiles * tile.block_q * d * q_pairs,
-        num_turns=1 + q_tiles * q_pairs if problem.deterministic else 0,
-        num_found=num_found(problem, tile),
+        workspace=(
+            *found_buffers(problem, tile),
+            delta_buffer(problem),
+            workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),
+            *semaphore_buffers(problem, q_tiles * q_pairs),
+        ),
     )
 
 

@@ -9,10 +9,11 @@ from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import round_up
 from .steps import (
     count_tiles,
+    delta_buffer,
     delta_launch,
     element,
     finding_launches,
-    num_found,
+    found_buffers,
     option_constants,
     sink_launches,
 )
@@ -119,7 +120,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "simt",
         tile,
         (*finding_launches(problem, tile), Launch(kernel, blocks)),
-        num_found=num_found(problem, tile),
+        workspace=found_buffers(problem, tile),
     )
 
 
@@ -153,7 +154,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
             *sink_launches(problem, tile),
         ),
-        num_found=num_found(problem, tile),
+        workspace=(*found_buffers(problem, tile), delta_buffer(problem)),
     )
 
 

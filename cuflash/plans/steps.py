@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
+from cuflash.workspace import Buffer
 
 from .kernel import Device, Family, KernelPlan, Launch, Plan
 from .rounding import ceil_div, round_up
@@ -188,7 +190,7 @@ def finding_launches(
             threads=ROW_THREADS,
             shared_bytes=0,
         )
-        warps = num_found(problem, tile) // 2
+        warps = _tiles_of_segments(problem, tile)
         ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
         if not kind:
             return (ranges,)
@@ -226,15 +228,38 @@ def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
     return Launch(kernel, 1)
 
 
-def num_found(problem: Problem, tile: Tile) -> int:
-    """Two of each tile with segments, and one; four of packed sequences."""
-    if is_packed(problem):
-        return 4
-    if not problem.segment_ids:
-        return 0
+def _tiles_of_segments(problem: Problem, tile: Tile) -> int:
+    """Tiles of queries and of keys, of all batches."""
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
-    return 2 * problem.batch * (q_tiles + k_tiles) + 1
+    return problem.batch * (q_tiles + k_tiles)
+
+
+def found_buffers(
+    problem: Problem,
+    tile: Tile,
+    tiles_of_blocks: int = 0,
+    ordered_tiles: int = 0,
+) -> tuple[Buffer, ...]:
+    """What `finding_launches` write to, and what stands behind it."""
+    if is_packed(problem):
+        return (workspace.sequences(tiles_of_blocks),)
+    if not problem.segment_ids:
+        return ()
+    tiles = _tiles_of_segments(problem, tile)
+    return (workspace.segments(tiles, tiles_of_blocks, ordered_tiles),)
+
+
+def delta_buffer(problem: Problem) -> Buffer:
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    return workspace.delta(rows, 8 if problem.lse_dtype == "float64" else 4)
+
+
+def semaphore_buffers(problem: Problem, q_tiles: int) -> tuple[Buffer, ...]:
+    """One semaphore for each query tile whose dQ is summed in order."""
+    if not problem.deterministic:
+        return ()
+    return (workspace.counters(dq_semaphores=q_tiles),)
 
 
 def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
@@ -386,7 +411,7 @@ def forward_in_one(
         family,
         tile,
         (*finding_launches(problem, tile), Launch(kernel, blocks)),
-        num_found=num_found(problem, tile),
+        workspace=found_buffers(problem, tile),
         heads_per_section=heads_per_section(
             problem,
             device,
@@ -433,12 +458,13 @@ def backward_in_one(
         heads_per_section=heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head
         ),
-        num_turns=(
-            1 + q_tiles * problem.batch * problem.num_heads_q
-            if problem.deterministic
-            else 0
+        workspace=(
+            *found_buffers(problem, tile),
+            delta_buffer(problem),
+            *semaphore_buffers(
+                problem, q_tiles * problem.batch * problem.num_heads_q
+            ),
         ),
-        num_found=num_found(problem, tile),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
+from cuflash.workspace import Buffer
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan, StaticSchedule
 from .rounding import ceil_div, round_up
@@ -11,10 +13,10 @@ from .steps import (
     ROW_THREADS,
     count_tiles,
     finding_launches,
+    found_buffers,
     heads_per_section,
     is_linear,
     is_packed,
-    num_found,
     option_constants,
     rounding_launch,
     sink_launches,
@@ -195,16 +197,17 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         heads_per_section=_heads_beside(problem, tile, device),
         work_items=schedule,
-        num_found=_num_found(problem, tile, num_tiles, items * is_counted),
+        workspace=_found_buffers(
+            problem, tile, num_tiles, items if is_counted else 0
+        ),
     )
 
 
-def _num_found(
-    problem: Problem, tile: Tile, num_tiles: int, num_kept: int = 0
-) -> int:
-    """What is found, what blocks keep behind it, and the order of tiles."""
-    num_ordered = problem.batch * num_tiles if problem.segment_ids else 0
-    return num_found(problem, tile) + num_kept + num_ordered
+def _found_buffers(
+    problem: Problem, tile: Tile, num_tiles: int, tiles_of_blocks: int = 0
+) -> tuple[Buffer, ...]:
+    ordered = problem.batch * num_tiles if problem.segment_ids else 0
+    return found_buffers(problem, tile, tiles_of_blocks, ordered)
 
 
 def _is_in_rounds(problem: Problem) -> bool:
@@ -453,10 +456,15 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip
         heads_per_section=heads,
-        sum_elements=q_tiles * tile.block_q * d,
-        row_elements=q_tiles * _rows_bytes(problem, tile) // 4,
-        num_turns=1 + k_tiles + q_tiles * turns_of_tile,
-        num_found=_num_found(problem, tile, k_tiles_of_head),
+        workspace=(
+            *_found_buffers(problem, tile, k_tiles_of_head),
+            workspace.query_rows(q_tiles, _rows_bytes(problem, tile)),
+            workspace.dq_sum(q_tiles * tile.block_q * d),
+            workspace.counters(
+                recompute_flags=k_tiles,
+                dq_semaphores=q_tiles * turns_of_tile,
+            ),
+        ),
     )
 
 

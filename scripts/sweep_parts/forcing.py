@@ -2,7 +2,7 @@
 
 No argument of a call asks for a tile, and none should: block_q and block_k
 leave many. What a call is decided by is its problem, its device and the
-family that its machine was asked for, and recipes are remembered by the last
+family that its backend was asked for, and recipes are remembered by the last
 one too. So a `Forced` takes its place.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cuflash import calls
+from cuflash import execute
 from cuflash import plan as planning
 from cuflash.plan import Device, Plan
 from cuflash.problem import Problem
@@ -31,8 +31,8 @@ def force(choice: Forced | None) -> None:
 
     from cuflash.backends import cupy as gpu
 
-    calls.plan = _plan
-    gpu.machine(cupy.cuda.Device().id).family = choice
+    execute.plan = _plan
+    gpu.backend(cupy.cuda.Device().id).family = choice
 
 
 def _plan(problem: Problem, device: Device, wanted: Forced | None) -> Plan:

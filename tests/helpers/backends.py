@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
 
-from cuflash import calls, emulator, plan, tiles
+from cuflash import emulator, execute, plan, tiles
 
 from .dtypes import DTYPES
 from .host_compiler import needs_compiler
@@ -71,7 +71,7 @@ class EmulatedBackend(NumpyBackend):
             mock.patch.object(tiles, "tuned", tuned),
             mock.patch.object(plan, "device_of_arch", lambda arch: device),
             # Plans are kept by problem, and these are not for keeps.
-            mock.patch.object(calls, "plan", plan.plan.__wrapped__),
+            mock.patch.object(execute, "plan", plan.plan.__wrapped__),
             emulator.active(on.arch, seed=on.seed, resident=on.resident),
         ):
             yield

@@ -1,8 +1,12 @@
-"""A machine for `cuflash.calls` that runs nothing."""
+"""A machine for `cuflash.execute` that runs nothing."""
+
+import contextlib
 
 import numpy as np
 
 from cuflash.plan import device_of_arch
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Counting:
@@ -27,11 +31,22 @@ class Counting:
         self.nbytes += array.nbytes
         return array
 
-    def rooms(self, sizes):
-        arrays = [self.empty(size, np.uint8) for size in sizes]
-        return arrays, self.addresses(arrays)
+    zeros = empty
 
-    def addresses(self, arrays, written=False):
+    def current(self):
+        return _NOTHING
+
+    def copy(self, target, source):
+        pass
+
+    def stream(self):
+        return 0
+
+    def workspace(self, nbytes):
+        arrays = [self.empty(size, np.uint8) for size in nbytes]
+        return arrays, self.address(arrays)
+
+    def address(self, arrays, written=False):
         return [
             0 if x is None else x.__array_interface__["data"][0]
             for x in arrays
@@ -41,5 +56,5 @@ class Counting:
     def tensor_map(address, boxes):
         return bytes(128)
 
-    def launch(self, loaded, kind, arguments):
+    def launch(self, loaded, arguments, kind):
         self.launches += len(loaded)

@@ -15,7 +15,7 @@ from cuflash import emulator
 from cuflash.arguments import TensorMap, padded
 from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.build import nvrtc
-from cuflash.calls import Boxes
+from cuflash.layouts import Boxes
 from cuflash.plan import KernelPlan
 from helpers.backends import CupyBackend
 from helpers.host_compiler import needs_compiler
@@ -112,10 +112,10 @@ def read_only(array):
 def _run_on_gpu(kernel, blocks, arguments):
     import cupy
 
-    from cuflash.backends.cupy import CupyMachine
+    from cuflash.backends import cupy as cuda
 
     gpu = CupyBackend()
-    machine = CupyMachine(cupy.cuda.Device().id)
+    machine = cuda.backend(cupy.cuda.Device().id)
     placed, values = {}, {}
     for name, value in arguments.items():
         if isinstance(value, BoxesOf):

@@ -10,6 +10,7 @@ To run a kernel of one's own::
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -20,15 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import calls
 from cuflash import plan as planning
 from cuflash.arguments import TensorMap, padded
 from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.build import nvrtc
-from cuflash.calls import Boxes
 from cuflash.errors import UnsupportedError
+from cuflash.layouts import Boxes
 from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
-from cuflash.problem import Call
 
 ALIGNMENT = 256  # of CUDA's allocator, in bytes
 
@@ -77,17 +76,9 @@ class Emulator:
         """Of the kernels just the names: `Machine.run` compiles them."""
         return decided.launches
 
-    def forward(self, call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-        """As `calls.forward`."""
-        return calls.forward(call, Machine(self))
-
-    def backward(self, call: Call) -> tuple[np.ndarray, ...]:
-        """As `calls.backward`."""
-        return calls.backward(call, Machine(self))
-
-    def merge_states(self, call: Call) -> tuple[np.ndarray, np.ndarray]:
-        """As `calls.merge_states`."""
-        return calls.merge_states(call, Machine(self))
+    def backend(self) -> Machine:
+        """Memory and launches of one call: a `backends.base.Backend`."""
+        return Machine(self)
 
     def launch(
         self, kernel: KernelPlan, blocks: int, /, **fields: Any
@@ -114,11 +105,14 @@ class Emulator:
 
 
 class Machine:
-    """The memory of one call, and its launches: a `calls.Machine`."""
+    """The memory of one call, and its launches: a `Backend`."""
 
     def __init__(self, emulator: Emulator) -> None:
         self.target = emulator
         self._placed: dict[int, memory.Placed] = {}
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype).newbyteorder("=")
@@ -128,17 +122,27 @@ class Machine:
         skip = -memory.pointer(room) % ALIGNMENT
         return room[skip : skip + nbytes].view(dtype).reshape(shape)
 
-    def rooms(self, sizes: tuple[int, ...]) -> tuple[Any, list[int]]:
-        """An array each, as kernels may not go past the end of one."""
-        arrays = [self.empty(size, np.uint8) for size in sizes]
-        return arrays, self.addresses(arrays, written=True)
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
 
-    def addresses(
+    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        target[...] = source
+
+    def workspace(self, nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
+        """An array each, as kernels may not go past the end of one."""
+        arrays = [self.empty(size, np.uint8) for size in nbytes]
+        return arrays, self.address(arrays, written=True)
+
+    def address(
         self, arrays: Iterable[np.ndarray | None], written: bool = False
     ) -> list[int]:
-        return [self.address(x, written) for x in arrays]
+        return [self.address_of(x, written) for x in arrays]
 
-    def address(self, array: np.ndarray | None, written: bool = False) -> int:
+    def address_of(
+        self, array: np.ndarray | None, written: bool = False
+    ) -> int:
         """Of one of them; 0 if it has no element."""
         if array is None or array.size == 0:
             return 0
@@ -161,9 +165,9 @@ class Machine:
     def field(self, value: Any) -> Any:
         """What stands for a value in an argument struct."""
         if isinstance(value, np.ndarray):
-            return np.uint64(self.address(value, value.flags.writeable))
+            return np.uint64(self.address_of(value, value.flags.writeable))
         if isinstance(value, BoxesOf):
-            address = self.address(value.array, value.array.flags.writeable)
+            address = self.address_of(value.array, value.array.flags.writeable)
             boxes = Boxes.of(value.array, value.rows)
             encoded = self.tensor_map(address, boxes)
             return np.frombuffer(encoded, TensorMap)[0]
@@ -171,8 +175,11 @@ class Machine:
             return value
         return np.int32(value) if type(value) is int else np.array(value)[()]
 
+    def stream(self) -> int:
+        return 0
+
     def launch(
-        self, loaded: tuple[Launch, ...], kind: np.dtype, arguments: bytes
+        self, loaded: tuple[Launch, ...], arguments: bytes, kind: Any
     ) -> None:
         self.run(loaded, np.ndarray((), kind, arguments))
 

@@ -4,7 +4,7 @@
 
 using Real = Accumulator<Element>;
 
-// 16-bit rows are 16-byte aligned (calls.py sees to it), others only as their elements are.
+// 16-bit rows are 16-byte aligned (layouts.py sees to it), others only as their elements are.
 constexpr int CHUNK = sizeof(Element) == 2 ? 8 : 1;
 struct alignas(CHUNK * sizeof(Element)) Chunk { Element x[CHUNK]; };
 

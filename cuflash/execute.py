@@ -1,0 +1,509 @@
+"""From a checked call to launches, for any array library.
+
+All that follows from a call's signature is decided once and kept, as its
+`Recipe`: the plan, which inputs have to be copied, every constant of the
+argument struct. What is left for a call like one before are its addresses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cuflash import layouts, settings, softcap, workspace
+from cuflash.arguments import (
+    BackwardArguments,
+    BackwardOptionsArguments,
+    BackwardWgmmaArguments,
+    BackwardWgmmaOptionsArguments,
+    ForwardArguments,
+    ForwardOptionsArguments,
+    ForwardWgmmaArguments,
+    ForwardWgmmaOptionsArguments,
+    MergeArguments,
+    Template,
+    pointers_of,
+)
+from cuflash.backends.base import Backend, Target
+from cuflash.layouts import Boxes
+from cuflash.plan import Family, Plan, plan
+from cuflash.problem import Call, Layout, Problem, Signature
+
+
+class Kernels:
+    """Runs checked calls by kernels: a `backends.base.Runner`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def forward(self, call: Call) -> tuple[Any, Any]:
+        """Out in full rank and, if wanted, lse."""
+        return forward(call, self.backend)
+
+    def backward(self, call: Call) -> tuple[Any, ...]:
+        """dq, dk, dv in full rank; dbias and dsink if wanted."""
+        return backward(call, self.backend)
+
+    def merge_states(self, call: Call) -> tuple[Any, Any]:
+        """Out and lse in full rank."""
+        return merge_states(call, self.backend)
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What is decided about all calls of one signature.
+
+    Attributes
+    ----------
+    decided : Plan
+    loaded
+        Its kernels, as the backend launches them.
+    template : Template
+        Of their argument struct.
+    inputs : tuple of str
+        What kernels read, in the order of the struct.
+    copies : mapping of str to Layout
+        What kernels cannot read, or write, in place; and as what they can.
+    boxes : tuple of (int, Boxes)
+        Which of the struct's pointers have a TensorMap too.
+    workspace : tuple of int
+        Bytes of the plan's buffers, in the struct's order.
+    options : tuple of str
+        Options that are arrays, in the order of the struct, which they
+        lead; then come the seed and the first of `workspace`, ``found``.
+        Calls without one of them have null there. Empty for a call without
+        options, whose struct has neither.
+    """
+
+    decided: Plan
+    loaded: Any
+    template: Template
+    inputs: tuple[str, ...]
+    copies: Mapping[str, Layout]
+    boxes: tuple[tuple[int, Boxes], ...] = ()
+    workspace: tuple[int, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+_remembered = functools.lru_cache(maxsize=4096)
+
+_GRADIENTS = ("dq", "dk", "dv")
+_BACKWARD_POINTERS = pointers_of(BackwardArguments)
+_BUFFERS = ("delta", "dq_sum", "turns")  # between its inputs and outputs
+_OPTION_POINTERS = pointers_of(ForwardOptionsArguments)
+_OPTION_POINTERS = _OPTION_POINTERS[: _OPTION_POINTERS.index("seed")]
+
+
+def _decide(p: Problem, target: Target, family: Family | None) -> Plan:
+    """How a target runs a problem; logged when it does so first."""
+    decided = plan(p, target.device(), family)
+    _log(decided, target)
+    return decided
+
+
+@_remembered
+def _log(decided: Plan, target: Target) -> None:
+    settings.logger().info("%s", decided)
+
+
+# ---- The calls ----
+
+
+def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
+    """Run a forward call: out in full rank and, if wanted, lse."""
+    signature, out, lse = call.signature, call.out, None
+    p = signature.problem
+    lse_shape = _lse_shape(p)
+    with backend.current():
+        if out is None:
+            dtype = signature.layouts["q"].dtype
+            out = backend.empty(_out_shape(p), dtype)
+        if signature.return_lse:
+            lse = backend.empty(lse_shape, p.lse_dtype)
+        if 0 in lse_shape:
+            return out, lse
+        target = backend.target
+        recipe = _forward_recipe(signature, target, target.family)
+        written = _written(recipe, "out", out, backend)
+        _launch(recipe, call, backend, (written, lse))
+        if written is not out:
+            backend.copy(out, written)
+    return out, lse
+
+
+def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
+    signature = call.signature
+    p, dtype = signature.problem, signature.layouts["q"].dtype
+    shapes = _gradient_shapes(p)
+    with backend.current():
+        has_pairs = 0 not in shapes[0] and 0 not in shapes[1]
+        new = backend.empty if has_pairs else backend.zeros
+        gradients = [new(shape, dtype) for shape in shapes]
+        dbias = dsink = None
+        if p.return_dbias:  # sums, to which pairs are added
+            dbias = backend.zeros(call.options["bias"].shape, p.lse_dtype)
+        if p.return_dsink:
+            dsink = new((p.num_heads_q,), p.lse_dtype)
+        if has_pairs:
+            target = backend.target
+            recipe = _backward_recipe(signature, target, target.family)
+            written = gradients
+            if recipe.copies:
+                written = [
+                    _written(recipe, name, gradient, backend)
+                    for name, gradient in zip(
+                        _GRADIENTS, gradients, strict=True
+                    )
+                ]
+            others = (dbias, dsink) if recipe.options else ()
+            _launch(recipe, call, backend, written, others)
+            for gradient, copy in zip(gradients, written, strict=True):
+                if copy is not gradient:
+                    backend.copy(gradient, copy)
+        if dbias is not None:
+            dtype = signature.options["bias"].dtype
+            gradients.append(_converted(dbias, dtype, backend))
+        if dsink is not None:
+            gradients.append(dsink)
+    return tuple(gradients)
+
+
+def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
+    """Run a merge_states call: out and lse in full rank."""
+    signature = call.signature
+    p, dtype = signature.problem, signature.layouts["out_a"].dtype
+    lse_shape = _lse_shape(p)
+    with backend.current():
+        out = backend.empty(_out_shape(p), dtype)
+        lse = backend.empty(lse_shape, p.lse_dtype)
+        if 0 not in lse_shape:
+            target = backend.target
+            recipe = _merge_recipe(signature, target, target.family)
+            _launch(recipe, call, backend, (out, lse))
+    return out, lse
+
+
+# ---- Recipes ----
+
+
+@_remembered
+def _forward_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> Recipe:
+    p = signature.problem
+    decided = _decide(p, target, family)
+    by_tma = decided.family == "wgmma"
+    given = dict(signature.layouts)
+    given.setdefault("out", layouts.new(_out_shape(p), given["q"].dtype))
+    taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
+    taken["out"] = layouts.writable(given["out"], by_tma)
+    constants = {**layouts.row_strides(taken), **_common(p, decided)}
+    rows: dict[str, int] = {}
+    if by_tma:
+        tile = decided.tile
+        assert tile is not None  # a merge's plan alone has none
+        rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k,
+                "out": 16}  # fmt: skip
+        constants["work_items"] = decided.work_items
+    kinds = {
+        (False, False): ForwardArguments,
+        (False, True): ForwardOptionsArguments,
+        (True, False): ForwardWgmmaArguments,
+        (True, True): ForwardWgmmaOptionsArguments,
+    }
+    return _recipe(
+        signature,
+        target,
+        decided,
+        kinds[by_tma, bool(p.options)],
+        constants,
+        inputs=("q", "k", "v"),
+        copies=layouts.changes(given, taken),
+        boxes={name: Boxes.of(taken[name], n) for name, n in rows.items()},
+    )
+
+
+@_remembered
+def _backward_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> Recipe:
+    p = signature.problem
+    decided = _decide(p, target, family)
+    by_tma = decided.family == "wgmma"
+    given = dict(signature.layouts)
+    for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
+        given[name] = layouts.new(shape, given["q"].dtype)
+    taken = {
+        x: layouts.readable(given[x], decided.family)
+        for x in ("dout", "q", "k", "v")
+    }
+    # No TensorMap is made of out.
+    rows_by = "mma" if by_tma else decided.family
+    taken["out"] = layouts.readable(given["out"], rows_by)
+    taken["dq"] = given["dq"]
+    for name in ("dk", "dv"):
+        taken[name] = layouts.writable(given[name], by_tma)
+    constants = {**layouts.row_strides(taken), **_common(p, decided)}
+    taken["lse"] = layouts.contiguous(given["lse"])
+    rows: dict[str, int] = {}
+    if by_tma:
+        tile = decided.tile
+        assert tile is not None  # a merge's plan alone has none
+        rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
+                "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
+    kinds = {
+        (False, False): BackwardArguments,
+        (False, True): BackwardOptionsArguments,
+        (True, False): BackwardWgmmaArguments,
+        (True, True): BackwardWgmmaOptionsArguments,
+    }
+    return _recipe(
+        signature,
+        target,
+        decided,
+        kinds[by_tma, bool(p.options)],
+        constants,
+        inputs=_BACKWARD_POINTERS[:6],
+        copies=layouts.changes(given, taken),
+        boxes={name: Boxes.of(taken[name], n) for name, n in rows.items()},
+        buffers=_BUFFERS,
+    )
+
+
+@_remembered
+def _merge_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> Recipe:
+    p, given = signature.problem, signature.layouts
+    decided = _decide(p, target, family)
+    taken = {name: layouts.contiguous(x) for name, x in given.items()}
+    sizes = {
+        "batch": p.batch,
+        "seqlen_q": p.seqlen_q,
+        "num_heads_q": p.num_heads_q,
+        "head_dim_v": p.head_dim_v,
+    }
+    return _recipe(
+        signature,
+        target,
+        decided,
+        MergeArguments,
+        sizes,
+        inputs=tuple(taken),
+        copies=layouts.changes(given, taken),
+    )
+
+
+def _recipe(
+    signature: Signature,
+    target: Target,
+    decided: Plan,
+    kind: Any,
+    constants: dict[str, Any],
+    *,
+    inputs: tuple[str, ...],
+    copies: dict[str, Layout],
+    boxes: Mapping[str, Boxes] | None = None,
+    buffers: tuple[str, ...] = (),
+) -> Recipe:
+    """A recipe with what options add to it.
+
+    `boxes` are those of the arrays of such names; `buffers` what the struct
+    has pointers to between inputs and outputs.
+    """
+    has_options = bool(signature.problem.options)
+    if has_options:
+        options = {
+            name: layouts.by_element(x)
+            for name, x in signature.options.items()
+        }
+        constants["options"] = _option_numbers(signature, options)
+        copies |= layouts.changes(signature.options, options)
+        buffers = ("found", *buffers)
+    names = pointers_of(kind)
+    return Recipe(
+        decided,
+        target.load(decided),
+        Template(kind, **constants),
+        inputs=inputs,
+        copies=copies,
+        boxes=tuple(
+            (names.index(name), box) for name, box in (boxes or {}).items()
+        ),
+        workspace=workspace.sizes(decided.workspace, buffers),
+        options=_OPTION_POINTERS if has_options else (),
+    )
+
+
+# ---- Launches ----
+
+
+def _launch(
+    recipe: Recipe,
+    call: Call,
+    backend: Backend,
+    written: Any,
+    gradients: tuple[Any, ...] = (),
+) -> None:
+    """Run the kernels on a call's inputs, and on what they write to.
+
+    `gradients` are those of options, right after ``found`` in the struct.
+    """
+    arrays = [call.given[name] for name in recipe.inputs]
+    if recipe.copies:
+        arrays = [
+            _readable(recipe, call, name, backend) for name in recipe.inputs
+        ]
+    # Kept until the kernels are queued: then the next in the queue may have
+    # the memory.
+    kept, buffers = backend.workspace(recipe.workspace)
+    inputs = backend.address(arrays)
+    outputs = backend.address(written, written=True)
+    if recipe.options:
+        copies, options = _options_read(recipe, call, backend)
+        found, *buffers = buffers
+        addresses = (
+            *options,
+            call.seed,
+            found,
+            *backend.address(gradients, written=True),
+            *inputs,
+            *buffers,
+            *outputs,
+        )
+    else:
+        addresses = (*inputs, *buffers, *outputs)
+    arguments = _arguments(recipe, backend.tensor_map, addresses)
+    backend.launch(recipe.loaded, arguments, recipe.template.kind)
+
+
+# Addresses repeat: results come from a pool, weights stay where they are.
+@_remembered
+def _arguments(
+    recipe: Recipe,
+    tensor_map: Callable[[int, Boxes], bytes],
+    addresses: tuple[int, ...],
+) -> bytes:
+    maps = [tensor_map(addresses[i], boxes) for i, boxes in recipe.boxes]
+    return recipe.template.fill(maps, addresses)
+
+
+def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
+    """An input as kernels take it."""
+    layout = recipe.copies.get(name)
+    if layout is None:
+        return call.given[name]
+    copy = _new(layout, backend)
+    backend.copy(copy, call.arrays[name])
+    return copy
+
+
+def _written(recipe: Recipe, name: str, result: Any, backend: Backend) -> Any:
+    """What kernels write a result to: itself or, to be copied, another."""
+    layout = recipe.copies.get(name)
+    return result if layout is None else _new(layout, backend)
+
+
+def _options_read(
+    recipe: Recipe, call: Call, backend: Backend
+) -> tuple[list[Any], list[int]]:
+    """Options as kernels read them, to be kept, and their addresses."""
+    arrays = []
+    for name in recipe.options:
+        array: Any = call.options.get(name)
+        layout = recipe.copies.get(name)
+        if layout is not None:
+            missing = (1,) * (len(layout.shape) - array.ndim)
+            given = array.reshape(missing + array.shape)
+            array = backend.empty(layout.shape, layout.dtype)
+            backend.copy(array, given[tuple(slice(n) for n in layout.shape)])
+        arrays.append(array)
+    return arrays, backend.address(arrays)
+
+
+def _new(layout: Layout, backend: Backend) -> Any:
+    """A new array of a layout that `layouts.new` made."""
+    rows = backend.empty(layouts.allocated(layout), layout.dtype)
+    return rows[..., : layout.shape[-1]]
+
+
+def _converted(array: Any, dtype: Any, backend: Backend) -> Any:
+    """The array, or a copy where it has another dtype."""
+    if array.dtype == dtype:
+        return array
+    copy = backend.empty(array.shape, dtype)
+    backend.copy(copy, array)
+    return copy
+
+
+# ---- Shapes and other constants ----
+
+
+def _out_shape(p: Problem) -> tuple[int, ...]:
+    return p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v
+
+
+def _lse_shape(p: Problem) -> tuple[int, ...]:
+    return p.batch, p.num_heads_q, p.seqlen_q
+
+
+def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """Of dq, dk and dv."""
+    return (
+        (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim),
+        (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
+        (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v),
+    )
+
+
+def _common(p: Problem, decided: Plan) -> dict[str, Any]:
+    """The fields that all attention kernels take."""
+    return {
+        "shape": (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q,
+                  p.num_heads_kv, p.head_dim, p.head_dim_v),
+        "schedule": (decided.heads_per_section,),
+        "scale": p.scale,
+    }  # fmt: skip
+
+
+def _option_numbers(
+    signature: Signature, options: Mapping[str, Layout]
+) -> tuple:
+    """`OptionNumbers` of a call."""
+    p = signature.problem
+
+    def strides(name: str, axes: int) -> tuple[int, ...]:
+        if name not in options:
+            return (0,) * axes
+        return layouts.element_strides(options[name])
+
+    left, right = p.window
+    if p.causal:
+        right = 0
+    return (
+        strides("bias", 4),
+        strides("mask", 4),
+        layouts.sum_strides(signature.bias_shape),
+        strides("alibi_slopes", 2),
+        strides("segment_ids_q", 2),
+        strides("segment_ids_k", 2),
+        strides("sink", 1)[0],
+        p.softcap,
+        *softcap.terms(p.scale, p.softcap),
+        *softcap.slight_terms(p.scale, p.softcap, p.dtype, p.dropout),
+        1.0 / (1.0 - p.dropout),
+        strides("cu_seqlens_q", 1)[0],
+        strides("cu_seqlens_k", 1)[0],
+        p.seqlen_k if left is None else left,
+        p.seqlen_q if right is None else right,
+        int(p.dropout * 2.0**32),
+        p.num_sequences or 0,
+        p.seqlen_q,
+        p.seqlen_k,
+        p.seqlen_q if p.max_seqlen_q is None else p.max_seqlen_q,
+        p.seqlen_k if p.max_seqlen_k is None else p.max_seqlen_k,
+        0,
+    )
