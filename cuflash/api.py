@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import execute, folders, settings, validate
+from . import execute, folders, options, settings, validate
 from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
 
@@ -192,32 +192,34 @@ def forward(
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
-    # All that are not there: this is asked in every call.
-    nothing_else = (
+    # Fast path: no options given.
+    no_options = (
         window is softcap is alibi_slopes is bias is mask is sink
         is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
         is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
         and type(dropout) is float and not dropout
     )  # fmt: skip
     asked: dict[str, Any] = {}
-    if not nothing_else:
-        options = {
-            "window": window,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-            "mask": mask,
-            "sink": sink,
-            "segment_ids_q": segment_ids_q,
-            "segment_ids_k": segment_ids_k,
-            "dropout": _unless(0.0, dropout),
-            "seed": seed,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        }
-        asked, given = _asked(options, given)
+    if not no_options:
+        asked, given = _asked(
+            {
+                "window": window,
+                "softcap": softcap,
+                "alibi_slopes": alibi_slopes,
+                "bias": bias,
+                "mask": mask,
+                "sink": sink,
+                "segment_ids_q": segment_ids_q,
+                "segment_ids_k": segment_ids_k,
+                "dropout": dropout,
+                "seed": seed,
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_k": max_seqlen_k,
+            },
+            given,
+        )
     runner, arrays = _open(given, written=out)
     call = validate.forward(
         **arrays,
@@ -338,8 +340,8 @@ def backward(
     ((16, 8), (16, 8), (16, 8))
     """
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    # All that are not there: this is asked in every call.
-    nothing_else = (
+    # Fast path: no options given.
+    no_options = (
         window is softcap is alibi_slopes is bias is mask is sink
         is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
         is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
@@ -347,26 +349,28 @@ def backward(
         and return_dbias is return_dsink is False
     )  # fmt: skip
     asked: dict[str, Any] = {}
-    if not nothing_else:
-        options = {
-            "window": window,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-            "mask": mask,
-            "sink": sink,
-            "segment_ids_q": segment_ids_q,
-            "segment_ids_k": segment_ids_k,
-            "dropout": _unless(0.0, dropout),
-            "seed": seed,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-            "return_dbias": _unless(False, return_dbias),
-            "return_dsink": _unless(False, return_dsink),
-        }
-        asked, given = _asked(options, given)
+    if not no_options:
+        asked, given = _asked(
+            {
+                "window": window,
+                "softcap": softcap,
+                "alibi_slopes": alibi_slopes,
+                "bias": bias,
+                "mask": mask,
+                "sink": sink,
+                "segment_ids_q": segment_ids_q,
+                "segment_ids_k": segment_ids_k,
+                "dropout": dropout,
+                "seed": seed,
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_k": max_seqlen_k,
+                "return_dbias": return_dbias,
+                "return_dsink": return_dsink,
+            },
+            given,
+        )
     runner, arrays = _open(given)
     call = validate.backward(
         **arrays,
@@ -444,21 +448,13 @@ def merge_states(
     return _strip(out, call.rank), _strip_lse(lse, call.rank)
 
 
-def _unless(default: Any, value: Any) -> Any:
-    """None for a default, which asks for nothing."""
-    same = type(value) is type(default) and value == default
-    return None if same else value
-
-
 def _asked(
-    options: dict[str, Any], given: dict[str, Any]
+    given: dict[str, Any], arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The numbers among the options; the arrays, with those of the call."""
-    asked = {name: x for name, x in options.items() if x is not None}
-    if asked:
-        arrays = {x: asked.pop(x) for x in validate.ARRAYS if x in asked}
-        given = {**given, **arrays}
-    return asked, given
+    asked = options.passed(given)
+    of_options = {x: asked.pop(x) for x in options.ARRAYS if x in asked}
+    return asked, {**arrays, **of_options}
 
 
 def _check_offsets(call: Any) -> None:

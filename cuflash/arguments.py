@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import options
+
 
 def _struct(*fields: tuple[str, Any]) -> np.dtype:
     return np.dtype(list(fields), align=True)
@@ -27,14 +29,19 @@ class Template:
     kind : dtype
         One of the structs below.
     **constants
-        Its other fields, and those of its field ``arrays``.
+        Its other fields, and those of its field ``arrays``. Of a struct a
+        dict may have some fields; the others are 0.
     """
 
     def __init__(self, kind: np.dtype, **constants: Any) -> None:
         filled = np.zeros((), kind)
         for name, value in constants.items():
             fields = filled if name in (kind.names or ()) else filled["arrays"]
-            fields[name] = value
+            if isinstance(value, dict):
+                for inner, number in value.items():
+                    fields[name][inner] = number
+            else:
+                fields[name] = value
         leaves = [*_leaves(kind)]
         maps = leaves.count(TensorMap)
         pointers = leaves.count(np.dtype(np.uint64))
@@ -152,10 +159,7 @@ OptionNumbers = _struct(
     *_fields("max_seqlen_q max_seqlen_k sequence", np.int32),
 )
 # Options that are arrays, then a number, then what kernels write.
-_OPTION_POINTERS = (
-    "alibi_slopes bias mask sink segment_ids_q segment_ids_k"
-    " cu_seqlens_q cu_seqlens_k seed found"
-)
+_OPTION_POINTERS = " ".join([*options.ARRAYS, "seed", "found"])
 ForwardOptionsArguments = _struct(
     *_pointers(_OPTION_POINTERS),
     ("arrays", ForwardArguments),

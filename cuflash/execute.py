@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash import layouts, settings, softcap, workspace
+from cuflash import layouts, options, settings, workspace
 from cuflash.arguments import (
     BackwardArguments,
     BackwardOptionsArguments,
@@ -92,8 +92,6 @@ _remembered = functools.lru_cache(maxsize=4096)
 _GRADIENTS = ("dq", "dk", "dv")
 _BACKWARD_POINTERS = pointers_of(BackwardArguments)
 _BUFFERS = ("delta", "dq_sum", "turns")  # between its inputs and outputs
-_OPTION_POINTERS = pointers_of(ForwardOptionsArguments)
-_OPTION_POINTERS = _OPTION_POINTERS[: _OPTION_POINTERS.index("seed")]
 
 
 def _decide(p: Problem, target: Target, family: Family | None) -> Plan:
@@ -316,12 +314,12 @@ def _recipe(
     """
     has_options = bool(signature.problem.options)
     if has_options:
-        options = {
+        read = {
             name: layouts.by_element(x)
             for name, x in signature.options.items()
         }
-        constants["options"] = _option_numbers(signature, options)
-        copies |= layouts.changes(signature.options, options)
+        constants["options"] = options.numbers(signature, read)
+        copies |= layouts.changes(signature.options, read)
         buffers = ("found", *buffers)
     names = pointers_of(kind)
     return Recipe(
@@ -334,7 +332,7 @@ def _recipe(
             (names.index(name), box) for name, box in (boxes or {}).items()
         ),
         workspace=workspace.sizes(decided.workspace, buffers),
-        options=_OPTION_POINTERS if has_options else (),
+        options=options.ARRAYS if has_options else (),
     )
 
 
@@ -363,10 +361,10 @@ def _launch(
     inputs = backend.address(arrays)
     outputs = backend.address(written, written=True)
     if recipe.options:
-        copies, options = _options_read(recipe, call, backend)
+        copies, given = _options_read(recipe, call, backend)
         found, *buffers = buffers
         addresses = (
-            *options,
+            *given,
             call.seed,
             found,
             *backend.address(gradients, written=True),
@@ -467,43 +465,3 @@ def _common(p: Problem, decided: Plan) -> dict[str, Any]:
         "schedule": (decided.heads_per_section,),
         "scale": p.scale,
     }  # fmt: skip
-
-
-def _option_numbers(
-    signature: Signature, options: Mapping[str, Layout]
-) -> tuple:
-    """`OptionNumbers` of a call."""
-    p = signature.problem
-
-    def strides(name: str, axes: int) -> tuple[int, ...]:
-        if name not in options:
-            return (0,) * axes
-        return layouts.element_strides(options[name])
-
-    left, right = p.window
-    if p.causal:
-        right = 0
-    return (
-        strides("bias", 4),
-        strides("mask", 4),
-        layouts.sum_strides(signature.bias_shape),
-        strides("alibi_slopes", 2),
-        strides("segment_ids_q", 2),
-        strides("segment_ids_k", 2),
-        strides("sink", 1)[0],
-        p.softcap,
-        *softcap.terms(p.scale, p.softcap),
-        *softcap.slight_terms(p.scale, p.softcap, p.dtype, p.dropout),
-        1.0 / (1.0 - p.dropout),
-        strides("cu_seqlens_q", 1)[0],
-        strides("cu_seqlens_k", 1)[0],
-        p.seqlen_k if left is None else left,
-        p.seqlen_q if right is None else right,
-        int(p.dropout * 2.0**32),
-        p.num_sequences or 0,
-        p.seqlen_q,
-        p.seqlen_k,
-        p.seqlen_q if p.max_seqlen_q is None else p.max_seqlen_q,
-        p.seqlen_k if p.max_seqlen_k is None else p.max_seqlen_k,
-        0,
-    )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
-from cuflash import settings, tiles
+from cuflash import options, settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plans import fma, mma, mma8, simt, wgmma
 from cuflash.plans.kernel import (
@@ -113,7 +113,7 @@ def check(problem: Problem) -> None:
         If no kernel on any GPU can run the block sizes that were asked for.
     """
     _check_precision(problem)
-    _check_order(problem)
+    options.check_order(problem)
     if problem.block_q is problem.block_k is None:
         return
     legal = set()
@@ -147,24 +147,12 @@ def _check_precision(problem: Problem) -> None:
         )
 
 
-def _check_order(problem: Problem) -> None:
-    """Raise UnsupportedError if a gradient has no fixed order of sums."""
-    wanted = problem.return_dbias and problem.deterministic
-    if wanted and problem.bias_is_broadcast:
-        raise UnsupportedError(
-            "deterministic and return_dbias are both True and bias is"
-            " broadcast, expected one of them False or a bias of the full"
-            " shape: what is broadcast has its gradient summed in no fixed"
-            " order on a GPU"
-        )
-
-
 def family_of(
     problem: Problem, device: Device, wanted: Family | None = None
 ) -> Family:
     """The kernel family for a problem on a device."""
     family = _family_of(problem, device, wanted)
-    _check_order(problem)
+    options.check_order(problem)
     return family
 
 
@@ -329,11 +317,11 @@ def _no_such_blocks(
     """
     sizes = sorted({(tile.block_q, tile.block_k) for tile in legal})
     p = problem
-    options = " and ".join(", ".join(p.options).rsplit(", ", 1))
+    given = " and ".join(", ".join(p.options).rsplit(", ", 1))
     return ValueRangeError(
         f"block_q {p.block_q}, block_k {p.block_k} cannot be run by {kernels}"
         f" {p.direction} kernel for head_dim {p.head_dim}, head_dim_v"
-        f" {p.head_dim_v}, {p.dtype}{f' with {options}' if options else ''}"
+        f" {p.head_dim_v}, {p.dtype}{f' with {given}' if given else ''}"
         f" on {where}; these (block_q, block_k) can: "
         + ", ".join(map(str, sizes))
     )

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from . import checks
 from .errors import (
     DTypeError,
     ShapeError,
@@ -24,15 +25,7 @@ from .errors import (
     in_words,
     type_name,
 )
-from .options import (
-    ARRAYS,
-    NO_NUMBERS,
-    Numbers,
-    Sizes,
-    check,
-    flag,
-    numbers_of,
-)
+from .options import ARRAYS, Numbers, Sizes, check, numbers_of
 from .problem import ALIGNMENT, Call, Layout, Problem, Signature
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -214,12 +207,12 @@ def forward(
         "forward",
         _seen(arrays),
         _scale(scale),
-        flag("causal", causal),
+        checks.flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
         _precision(precision),
         *asked[:2],
-        return_lse=flag("return_lse", return_lse),
+        return_lse=checks.flag("return_lse", return_lse),
     )
     if out is not None:
         _check_apart({**arrays, **asked[2]})
@@ -253,12 +246,12 @@ def backward(
         "backward",
         _seen(given),
         _scale(scale),
-        flag("causal", causal),
+        checks.flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
         _precision(precision),
         *asked[:2],
-        deterministic=flag("deterministic", deterministic),
+        deterministic=checks.flag("deterministic", deterministic),
     )
     return Call(signature, given, None, *asked[2:])
 
@@ -269,7 +262,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
     return Call(_merge(_seen(given)), given)
 
 
-_NOTHING: tuple[None, tuple[()], dict[str, Any], int] = (None, (), {}, 0)
+_NOTHING: tuple[Numbers, tuple[()], dict[str, Any], int] = ((), (), {}, 0)
 
 
 def _asked(
@@ -323,7 +316,7 @@ def _attention(
     block_q: int | None,
     block_k: int | None,
     precision: Literal["tf32x3"] | None,
-    asked: Numbers | None,
+    asked: Numbers,
     seen_options: tuple[tuple, ...],
     *,
     deterministic: bool = False,
@@ -331,7 +324,7 @@ def _attention(
 ) -> Signature:
     """Check a forward or backward call, but for where its data are."""
     _check_one_device(seen + seen_options)
-    asked = asked or NO_NUMBERS
+    numbers_asked = dict(asked)
     arrays = _Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")
     arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
@@ -363,7 +356,11 @@ def _attention(
     options = _check_options(arrays, asked, seen_options)
     shapes = {name: tuple(shape) for name, shape, *_ in seen_options}
     causal, window = _bounds_that_cut(
-        causal, asked.window, seqlen_q, seqlen_k, "cu_seqlens_q" in options
+        causal,
+        numbers_asked.get("window", (None, None)),
+        seqlen_q,
+        seqlen_k,
+        "cu_seqlens_q" in options,
     )
     problem = Problem(
         direction=direction,
@@ -381,7 +378,7 @@ def _attention(
         block_k=block_k,
         deterministic=deterministic,
         precision=precision,
-        **{**vars(asked), "window": window},
+        **{**numbers_asked, "window": window},
         **_arrays_there(options, shapes),
     )
     return Signature(
@@ -394,7 +391,7 @@ def _check_options(
     arrays: _Arrays, asked: Numbers, seen: tuple[tuple, ...]
 ) -> dict[str, Layout]:
     """The layouts of options that are arrays."""
-    if not seen and asked == NO_NUMBERS:
+    if not seen and not asked:
         return {}
     batch, seqlen_q, num_heads_q, _ = arrays.full["q"]
     seqlen_k = arrays.full["k"][1]

@@ -16,7 +16,7 @@ REFERENCE = Path(cuflash.reference.__file__).parent
 
 # Module: the modules of cuflash that it may import. `errors` and `problem`
 # know nothing and may be known by all.
-_PLANS = "problem tiles workspace plans.kernel plans.rounding"
+_PLANS = "options problem tiles workspace plans.kernel plans.rounding"
 LAW = {
     "_version": "",
     "_checkout": "",
@@ -24,9 +24,12 @@ LAW = {
     "problem": "",
     "folders": "",
     "settings": "errors",
-    "arguments": "",
-    "options": "errors problem",
-    "validate": "errors options problem",
+    "arguments": "options",
+    "checks": "errors",
+    "layouts": "problem",
+    "softcap": "",
+    "options": "checks errors layouts problem softcap",
+    "validate": "checks errors options problem",
     "tiles": "errors folders",
     "plans": "",
     "plans.rounding": "",
@@ -38,10 +41,8 @@ LAW = {
     },
     "plan": f"errors settings {_PLANS} plans.steps plans.fma plans.mma"
     " plans.mma8 plans.simt plans.wgmma",
-    "softcap": "",
-    "layouts": "problem",
     "workspace": "",
-    "execute": "errors settings problem plan arguments softcap layouts"
+    "execute": "errors settings problem options plan arguments layouts"
     " workspace backends.base",
     "build": "",
     "build.source": "errors",
@@ -62,8 +63,8 @@ LAW = {
     "backends.emulator.runtime": "errors folders plan build.source"
     " build.cache",
     "emulator": "backends.emulator",
-    "api": "errors folders settings problem validate execute backends.base"
-    " backends.numpy backends.cupy backends.emulator",
+    "api": "errors folders options settings problem validate execute"
+    " backends.base backends.numpy backends.cupy backends.emulator",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cuflash import workspace
+from cuflash import options, workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
@@ -80,20 +80,11 @@ def option_constants(
     problem: Problem, kind: str = ""
 ) -> tuple[tuple[str, bool | str], ...]:
     """What every kernel of a family with options is compiled for."""
-    options = problem.options
+    bias = ELEMENTS.get(problem.bias or "", problem.bias or "float")
     return (
         arguments(problem, kind),
-        ("WINDOW", "window" in options),
-        ("SOFTCAP", "softcap" in options),
-        ("ALIBI", "alibi_slopes" in options),
-        ("BIAS", "bias" in options),
-        ("Bias", ELEMENTS.get(problem.bias or "", problem.bias or "float")),
-        ("SINK", "sink" in options),
-        ("SEGMENTS", "segment_ids" in options),
-        ("HAS_MASK", "mask" in options),
-        ("DROPOUT", "dropout" in options),
-        ("DBIAS", problem.return_dbias),
-        packed(problem),
+        *options.flags(problem),
+        ("Bias", bias),
     )
 
 
@@ -179,8 +170,8 @@ def finding_launches(
     Compiled for no option besides, so they serve calls with any; but for the
     order of tiles, which follows from the window, too.
     """
-    options = some_options(problem, kind, "SEGMENTS")
-    constants = (("NUM_THREADS", ROW_THREADS), *options)
+    asked = some_options(problem, kind, "SEGMENTS")
+    constants = (("NUM_THREADS", ROW_THREADS), *asked)
     if problem.segment_ids:  # a warp a tile
         sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
         kernel = KernelPlan(
@@ -287,7 +278,7 @@ def rounding_launch(
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
-    options = (option_constants if repairs else some_options)(problem, kind)
+    asked = (option_constants if repairs else some_options)(problem, kind)
     kernel = KernelPlan(
         file="finish/dq.cu",
         entry="backward_dq",
@@ -300,7 +291,7 @@ def rounding_launch(
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
-            *(option for option in options if option[0] != "DBIAS"),
+            *(constant for constant in asked if constant[0] != "DBIAS"),
             ("RECOMPUTES", repairs),
             ("CAUSAL", repairs and problem.causal),
             ("TURNS", turns if repairs else 0),

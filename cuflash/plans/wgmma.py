@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cuflash import workspace
+from cuflash.options import has_order
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
@@ -63,14 +64,12 @@ def _head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    # In turns are neighbouring key tiles alone.
-    in_turns = problem.deterministic and (
-        problem.segment_ids or is_packed(problem)
-    )
+    # Only neighbouring key tiles add to dQ in order.
+    no_order = problem.deterministic and not has_order(problem, "wgmma")
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
-        and not in_turns
+        and not no_order
         and max(problem.head_dim, problem.head_dim_v)
         <= _HEAD_DIMS[problem.direction][-1]
     )

@@ -1,0 +1,106 @@
+"""Checks of values that are no arrays: numbers, flags, windows."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from .errors import DTypeError, ValueRangeError, in_words
+
+# float32 scores divided by it, and multiplied again, stay what they are.
+SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
+
+
+def window(name: str, given: Any) -> tuple[int | None, int | None]:
+    """A window's bounds, (None, None) without one."""
+    if given is None:
+        return (None, None)
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise DTypeError(
+            f"{name} is {in_words(given)}, expected (left, right), each an "
+            "int, or None for no bound"
+        )
+    for bound in given:
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, numbers.Integral):
+            raise DTypeError(
+                f"{name} has a bound {in_words(bound)}, expected an int, or "
+                "None for no bound"
+            )
+        if bound < 0:
+            raise ValueRangeError(
+                f"{name} is {tuple(given)}, expected bounds of at least 0, "
+                "or None for no bound: a query sees left keys before its own "
+                "place, that key, and right keys after it"
+            )
+    left, right = (None if x is None else int(x) for x in given)
+    return left, right
+
+
+def softcap(name: str, given: Any) -> float:
+    """A softcap, 0 without one."""
+    value = 0.0 if given is None else real(name, given)
+    if value and not SMALLEST_SOFTCAP <= value <= LARGEST_SOFTCAP:
+        raise ValueRangeError(
+            f"{name} is {given}, expected {SMALLEST_SOFTCAP} to "
+            f"{LARGEST_SOFTCAP}, or 0 or None for none: scores stay between "
+            "-softcap and softcap"
+        )
+    return value
+
+
+def dropout(name: str, given: Any) -> float:
+    """A probability below 1, 0 without dropout."""
+    value = 0.0 if given is None else real(name, given)
+    if not 0.0 <= value < 1.0:
+        raise ValueRangeError(
+            f"{name} is {given}, expected at least 0 and less than 1: it "
+            "is the probability of a pair to be dropped"
+        )
+    return value
+
+
+def real(name: str, x: Any) -> float:
+    """A finite real number."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise DTypeError(f"{name} is {in_words(x)}, expected a real number")
+    try:
+        value = float(x)
+    except OverflowError:  # an int beyond float64
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueRangeError(f"{name} is {x}, expected a finite number")
+    return value
+
+
+def whole(name: str, x: Any, low: int, high: int) -> int:
+    """An int from low to high."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+        raise DTypeError(f"{name} is {in_words(x)}, expected an int")
+    value = int(x)
+    if not low <= value <= high:
+        raise ValueRangeError(f"{name} is {value}, expected {low} to {high}")
+    return value
+
+
+def flag(name: str, given: Any) -> bool:
+    """Check an argument that is True or False."""
+    if not isinstance(given, (bool, np.bool_)):
+        raise DTypeError(
+            f"{name} is {in_words(given)}, expected True or False"
+        )
+    return bool(given)
+
+
+def length(name: str, given: Any) -> int:
+    """A number of tokens."""
+    return whole(name, given, 0, 2**31 - 1)
+
+
+def seed(name: str, given: Any) -> int:
+    """A seed of dropout."""
+    return whole(name, given, 0, 2**64 - 1)
