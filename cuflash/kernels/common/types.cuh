@@ -1,5 +1,6 @@
 // Element types, and the arguments that a kernel gets from the host. arguments.py mirrors those
-// structs field by field; tests/test_arguments.py holds the two together. Strides count elements.
+// structs field by field; tests/unit/test_arguments.py holds the two together. Strides
+// count elements.
 #pragma once
 
 using u16 = unsigned short;

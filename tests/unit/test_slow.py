@@ -1,7 +1,5 @@
 """slow.txt names tests that there are, and is read as it says."""
 
-from pathlib import Path
-
 import pytest
 
 import slow
@@ -31,7 +29,7 @@ def test_a_name_is_slow(name, expected):
 @pytest.mark.parametrize("tests, kept", slow.rules(slow.FILE.read_text()))
 def test_a_line_names_tests_that_there_are(tests, kept):
     file, _, function = tests.partition("::")
-    text = (Path(__file__).parent / file).read_text()
+    text = (slow.FILE.parent / file).read_text()
     name = function.partition("[")[0].rstrip("*")
     assert f"def {name}" in text
     assert all("*" in pattern for pattern in kept)

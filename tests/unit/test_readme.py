@@ -14,7 +14,7 @@ from cuflash.plan import device_of_arch
 from cuflash.plans import wgmma
 from helpers.kernels import small_problem
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from mutation_parts.records import Program, Ran, Record
 from mutation_parts.running import Result
 
 MERGE = (
-    "tests/test_merge.py::"
+    "tests/kernels/test_merge.py::"
     "test_far_apart_the_larger_one_stays[-1e+30-float16-emulated]"
 )
 

@@ -16,7 +16,7 @@ from cuflash.errors import ValueRangeError
 from cuflash.plan import Family
 from helpers.counting import Counting
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Q = np.ones((3, 4), np.float32)
 HALVES = np.ones((2, 40, 4, 32), np.float16)
 
@@ -85,7 +85,7 @@ def test_no_value_stops_an_import():
 
 CALL = f"""
 import sys
-sys.path.append({str(Path(__file__).parent)!r})
+sys.path.append({str(ROOT / "tests")!r})
 import numpy as np
 from cuflash import calls, validate
 from helpers.counting import Counting

@@ -15,7 +15,7 @@ import pytest
 import cuda_extra
 import cuflash
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = (
     "cuflash",
     "reference",
@@ -181,7 +181,7 @@ def named(folder, pattern, prefix):
     [
         ("cuflash", "*.py", "cuflash"),
         ("cuflash", "py.typed", "cuflash"),
-        ("cuflash", "kernels/*.cu*", "cuflash"),
+        ("cuflash", "kernels/**/*.cu*", "cuflash"),
         ("cuflash", "tile_tables/*.json", "cuflash"),
         ("cuflash", "emulator/*.*", "cuflash"),
         ("reference", "*.py", "cuflash/reference"),

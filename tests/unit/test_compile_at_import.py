@@ -74,7 +74,7 @@ def test_eager_warns_if_a_kernel_did_not_compile(started, monkeypatch):
 
 
 def test_another_setting_stops_no_import(started, monkeypatch):
-    """The first call says it: see test_settings.py."""
+    """The first call says it: see unit/test_settings.py."""
     monkeypatch.setenv("CUFLASH_COMPILE", "never")
     compiler.start_default_compiles()
     assert not started

@@ -1,6 +1,6 @@
 """Instructions of common/ptx.cuh that came with Hopper, to the bit.
 
-What the TMA unit does is in test_ptx_boxes.py.
+What the TMA unit does is in emulator/test_ptx_boxes.py.
 """
 
 import numpy as np

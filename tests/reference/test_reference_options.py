@@ -128,7 +128,7 @@ def test_gradient_is_the_finite_difference(name, case):
     asked = [x for x in ARGUMENTS if given.get(x) is not None]
     gradients = attention_vjp(dout, q, k, v, **case.meaning())
     got = (gradients[asked.index(name)] * direction).sum()
-    # As in test_reference_attention.py: |D(2h) - D(h)| is three times the
+    # As in reference/test_attention.py: |D(2h) - D(h)| is three times the
     # error of D(h), but for higher orders; and the loss is rounded.
     h = 1e-4
     once, twice = slope(h), slope(2 * h)

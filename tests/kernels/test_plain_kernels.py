@@ -5,18 +5,15 @@ what only options ask. The machine code has to be the same.
 """
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from cuflash import compiler, source
 from helpers.kernels import kernels
 from helpers.machine_code import instructions
+from helpers.small_kernels import KERNELS as CUDA
 
-TWINS = {
-    path.name: path
-    for path in (Path(__file__).parent / "kernels/without_options").iterdir()
-}
+TWINS = source.kernel_files(CUDA / "without_options")
 
 CALLS = [
     ("forward", "bfloat16", "mma", 64),
@@ -44,6 +41,10 @@ def test_options_leave_no_trace(
     without = partial(source.build, twins=TWINS)
     monkeypatch.setattr(compiler.source, "build", without)
     assert got == [instructions(kernel, arch) for kernel in planned]
+
+
+def test_each_twin_has_a_kernel_file_s_place():
+    assert TWINS and TWINS.keys() <= source.kernel_files().keys()
 
 
 def test_an_option_leaves_one():

@@ -1,6 +1,6 @@
 """Kernels with one bug each: the emulator finds it, and only where it is.
 
-A kernel of ``tests/kernels/broken/`` has its bug while the constant BROKEN
+A kernel of ``tests/cuda/broken/`` has its bug while the constant BROKEN
 is true, and is sound without it. Its lines marked ``caught here`` are those
 at which the fault may be found, by the order of the warps.
 """

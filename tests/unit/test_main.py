@@ -65,7 +65,7 @@ def test_compile_prints_a_line_a_kernel(default_kernels, monkeypatch, capsys):
 def test_a_tensor_core_kernel_that_spills_fails(
     default_kernels, monkeypatch, capsys
 ):
-    default_kernels(replace(small_kernel(), file="sm90/forward.cu"))
+    default_kernels(replace(small_kernel(), entry="forward_wgmma"))
     monkeypatch.setattr(
         compiler, "report", lambda k, arch: report_of(k, spill_bytes=8)
     )

@@ -123,7 +123,7 @@ def test_a_wrong_shared_memory_plan_does_not_compile():
     message = str(e.value)
     assert "SHARED_BYTES=123" in message
     assert "the plan and the kernel disagree" in message
-    fault = re.search(r"forward_simt\.cu\((\d+)\): error", message)
+    fault = re.search(r"simt/forward\.cu\((\d+)\): error", message)
     marked = rf"(?m)^> +{fault[1]} \| static_assert\(sizeof\(SharedPlan\)"
     assert re.search(marked, message)
 

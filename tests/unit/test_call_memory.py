@@ -1,6 +1,6 @@
 """What calls allocate, without a GPU: a machine that only counts.
 
-On a GPU test_gpu_large.py measures it.
+On a GPU gpu/test_large.py measures it.
 """
 
 import numpy as np
