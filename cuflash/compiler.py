@@ -9,7 +9,7 @@ kernel and then reads it.
 
 At import the default kernels are compiled in a child process, started at
 once and not waited for. It is a process and not a thread for the reasons in
-CONTRIBUTING.md, "Compiling at import".
+docs/internals/host.md, "Compiling at import".
 """
 
 from __future__ import annotations

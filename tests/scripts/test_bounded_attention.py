@@ -1,4 +1,4 @@
-"""scripts/bounded_attention.py says what docs/accuracy.md says."""
+"""scripts/bounded_attention.py says what docs/guide/accuracy.md says."""
 
 import numpy as np
 import pytest

@@ -28,17 +28,52 @@ def test_examples_run():
 
 
 DOCS = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *DOCS])
+def text_of(path):
+    """A page without its comments: a link in a comment may be broken."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_links_to_files_lead_somewhere(name):
-    """Pictures too; what waits in a comment is not there yet."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    """Pictures too."""
+    text = text_of(ROOT / name)
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     targets += re.findall(r'src="(?!https?:)([^"]+)"', text)
     folder = (ROOT / name).parent
     assert [t for t in targets if not (folder / t).exists()] == []
+
+
+def anchors(path):
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text_of(path), flags=re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_to_headings_lead_somewhere(name):
+    path = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text_of(path))
+    broken = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in anchors(path.parent / target if target else path)
+    ]
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", [x for x in PAGES if "lab/" not in x])
+def test_kernel_files_that_pages_name_exist(name):
+    """The lab log and sample output may name files of their time."""
+    kernels = ROOT / "cuflash/kernels"
+    folders = "|".join(x.name for x in kernels.iterdir() if x.is_dir())
+    text = re.sub(r"^ {4}.*$", "", text_of(ROOT / name), flags=re.MULTILINE)
+    named = re.findall(rf"(?:{folders})/\w+\.cuh?\b", text)
+    assert [x for x in named if not (kernels / x).exists()] == []
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\w+)", README, re.M))

@@ -54,7 +54,7 @@ struct BackwardArguments {
     double scale;
 };
 
-// What options are (docs/masks.md), in elements; 0 along axes that the user left out.
+// What options are (docs/guide/options.md), in elements; 0 along axes that the user left out.
 struct HeadStrides { i64 batch, head; };
 struct TokenStrides { i64 batch, token; };
 struct PairStrides { i64 batch, head, query, key; };

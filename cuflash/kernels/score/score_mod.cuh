@@ -1,4 +1,5 @@
-// From products to scores: what happens between scale * Q K^T and the softmax (docs/masks.md).
+// From products to scores: what happens between scale * Q K^T and the softmax
+// (docs/guide/options.md).
 //
 //     x = scale * S,  x = cap * tanh(x / cap),  x = x + (bias - slope * |past|)
 //
