@@ -63,7 +63,8 @@ fuzz: .venv/installed-fuzz
 fuzz-gpu: .venv/installed-fuzz-gpu
 	$(BIN)/python scripts/fuzz_gpu.py $(ARGS)
 
-# Prints for each mutant the command that runs it again; docs/emulator.md.
+# Prints for each mutant the command that runs it again:
+# docs/internals/emulator.md.
 mutate: .venv/installed-mutate
 	$(ONE_THREAD) $(BIN)/python scripts/mutate.py $(ARGS)
 

@@ -168,7 +168,7 @@ def forward(
     Scores are float32 (float64 for float64 inputs), also for NumPy arrays. A
     row with a score past the largest number has out NaN and lse inf; one
     whose scores are all below the lowest has out 0 and lse -inf
-    (``docs/accuracy.md``).
+    (``docs/guide/accuracy.md``).
 
     On a CUDA device the call is queued on CuPy's current stream and does
     not wait for it.

@@ -18,11 +18,12 @@ DType = Literal["float16", "bfloat16", "float32", "float64"]
 class Problem:
     """One attention problem, without its arrays.
 
-    Equal problems get equal plans. Of the options (docs/masks.md) it has the
-    numbers, 0 or None for none, and whether there is an array. `window` is
-    as small as it can be: a right bound of 0 is `causal`, and bounds that
-    cut nothing are None. With `num_sequences`, even 0 of them, sequences
-    are packed: ``batch`` is 1, and the lengths are of all of them together.
+    Equal problems get equal plans. Of the options (docs/guide/options.md) it
+    has the numbers, 0 or None for none, and whether there is an array.
+    `window` is as small as it can be: a right bound of 0 is `causal`, and
+    bounds that cut nothing are None. With `num_sequences`, even 0 of them,
+    sequences are packed: ``batch`` is 1, and the lengths are of all of them
+    together.
 
     A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
     ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``

@@ -6,9 +6,10 @@ import math
 
 # tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) for x^2 <= SMALL, absolutely
 # right to 2^-24.2: of all such polynomials the one whose largest error is
-# smallest (by Remez's exchange; tests/test_softcap.py). tanh has its poles at
-# x^2 = -(pi / 2)^2, and another term is worth a factor of 4 * 2.47 / 0.2 = 50:
-# with three the error is 2^-18.6, with five 2^-30, below what rounding takes.
+# smallest (by Remez's exchange; tests/unit/test_softcap.py). tanh has its
+# poles at x^2 = -(pi / 2)^2, and another term is worth a factor of 4 * 2.47 /
+# 0.2 = 50: with three the error is 2^-18.6, with five 2^-30, below what
+# rounding takes.
 SMALL = 0.2
 COEFFICIENTS = (
     0.9999989997227811,

@@ -1,9 +1,9 @@
 """Attention in float64, and how far off a result may be: one head.
 
-The bounds are those of docs/accuracy.md, to be had for every input: of out,
-lse, dq, dk and dv, element by element. Used by bench.py and sweep_blocks.py
-where plain attention in the dtype is no measure: for float64, which is as
-exact as what it is compared with, and for float32 in parts.
+The bounds are those of docs/guide/accuracy.md, to be had for every input: of
+out, lse, dq, dk and dv, element by element. Used by bench.py and
+sweep_blocks.py where plain attention in the dtype is no measure: for float64,
+which is as exact as what it is compared with, and for float32 in parts.
 
 With NumPy or CuPy, in chunks of rows, so that long sequences fit.
 """
@@ -81,8 +81,8 @@ def attend(
 ) -> tuple[Results, Results]:
     """Attention of one head, with `dout` its gradients, and the bounds.
 
-    What is computed here is float64, and errs as docs/accuracy.md says as
-    well: by less than a kernel, for it has P without lse. So a bound is the
+    What is computed here is float64, and errs as docs/guide/accuracy.md says
+    as well: by less than a kernel, for it has P without lse. So a bound is the
     sum of two, one of the kind and one of float64.
 
     Parameters
@@ -136,7 +136,7 @@ def _joined(chunks: Any, xp: ModuleType) -> Results:
 
 
 class _Rows:
-    """Some queries against all keys; names as in docs/accuracy.md."""
+    """Some queries against all keys; names as in docs/guide/accuracy.md."""
 
     def __init__(self, q, k, v, dout, see, scale, xp):
         self.q, self.k, self.v, self.dout = q, k, v, dout

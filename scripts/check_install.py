@@ -55,9 +55,9 @@ SAID_OF_TYPED = (
 
 # Of the sdist's tests, those that are through in a few seconds.
 SDIST_TESTS = (
-    "tests/test_api.py",
-    "tests/test_package.py",
-    "tests/test_readme.py",
+    "tests/unit/test_api.py",
+    "tests/unit/test_package.py",
+    "tests/unit/test_readme.py",
 )
 
 

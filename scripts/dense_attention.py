@@ -1,6 +1,6 @@
 """Plain attention with CuPy, to check results against: one head, row by row.
 
-Masks and score steps are those of docs/masks.md. Used by bench.py and
+Masks and score steps are those of docs/guide/options.md. Used by bench.py and
 fuzz_gpu.py.
 """
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "cuflash" / "kernels"
 PASSED, FAILED, WRONG_USAGE = 0, 1, 4  # pytest's exit statuses
 
-# Of lines with code, by the tests of `make test` (docs/testing.md).
+# Of lines with code, by the tests of `make test` (docs/internals/testing.md).
 LEAST_SHARE = 0.97
 
 Line = tuple[str, int]  # a file of kernels/ and a number from 1 on

@@ -48,7 +48,7 @@ from mutation_parts.running import (
     WorkerError,
 )
 
-# Of those that are not equivalent; docs/emulator.md.
+# Of those that are not equivalent; docs/internals/emulator.md.
 ENOUGH = {"test": 0.93, "test-all": 0.97}
 
 

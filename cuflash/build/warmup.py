@@ -1,7 +1,7 @@
 """The default kernels, compiled at import in a child process.
 
 The child is started at once and not waited for. It is a process and not a
-thread for the reasons in CONTRIBUTING.md, "Compiling at import".
+thread for the reasons in docs/internals/host.md, "Compiling at import".
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Cell:
 
     @property
     def problem_fields(self) -> dict[str, Any]:
-        """What a `Problem` says of options: docs/masks.md."""
+        """What a `Problem` says of options: docs/guide/options.md."""
         return {}
 
     def __str__(self) -> str:

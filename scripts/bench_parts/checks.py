@@ -10,7 +10,7 @@ added to its distance.
 
 float64 has nothing finer on a GPU to be compared with, and float32 in parts
 errs in other ways than plain float32. There each element may be off by the
-bound of docs/accuracy.md.
+bound of docs/guide/accuracy.md.
 
 Memory that results will lie in is filled with NaN before, so elements that
 nobody writes show.

@@ -1,7 +1,7 @@
 """Calls with options: what is timed, and how many pairs they see.
 
 Each stands beside the same call without its option. Options and what they
-mean: docs/masks.md.
+mean: docs/guide/options.md.
 """
 
 from __future__ import annotations

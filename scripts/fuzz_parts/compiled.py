@@ -28,7 +28,7 @@ def compiled_ahead(shapes: Iterable[Shape]) -> Iterator[Iterator[Shape]]:
         try:
             yield _in_order(shapes, pool)
         finally:
-            # What compiles is waited for: see CONTRIBUTING.md, "Compiling".
+            # What compiles is waited for: see docs/internals/host.md.
             pool.shutdown(cancel_futures=True)
 
 

@@ -35,7 +35,7 @@ class Compiler:
 
     def __exit__(self, *error: Any) -> None:
         # A process that ends while NVRTC is at work may crash: what has
-        # begun is waited for (CONTRIBUTING.md, "Compiling at import").
+        # begun is waited for (docs/internals/host.md, "Compiling at import").
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, tasks: Iterable[Hashable]) -> None:

@@ -1,4 +1,4 @@
-"""A tile of float32 or float64 against the bounds of docs/accuracy.md.
+"""A tile of float32 or float64 against the bounds of docs/guide/accuracy.md.
 
 Like fuzz_parts/check.py, whose bound is for 16 bits: some key heads with all
 their query heads are computed whole, in float64 on the GPU.

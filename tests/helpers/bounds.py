@@ -1,4 +1,4 @@
-"""Exact results and the worst-case errors that docs/accuracy.md derives.
+"""Exact results and the worst-case errors that docs/guide/accuracy.md derives.
 
 Unlike `rounding`, which allows what rounding at random comes to, these bounds
 hold for every input, to first order, element by element. Rows of keys see a

@@ -1,7 +1,7 @@
 """Masks and score steps of a case, and what they come to, written densely.
 
-The formulas of docs/masks.md stand here a second time on purpose. Public
-layout: (batch, heads, seqlen_q, seqlen_k), in which all broadcasts.
+The formulas of docs/guide/options.md stand here a second time on purpose.
+Public layout: (batch, heads, seqlen_q, seqlen_k), in which all broadcasts.
 """
 
 from dataclasses import dataclass

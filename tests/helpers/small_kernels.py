@@ -20,7 +20,7 @@ from cuflash.plan import KernelPlan
 from helpers.backends import CupyBackend
 from helpers.host_compiler import needs_compiler
 
-KERNELS = Path(__file__).parent.parent / "kernels"
+KERNELS = Path(__file__).parent.parent / "cuda"
 
 on_both = pytest.mark.parametrize(
     "backend",
@@ -72,7 +72,7 @@ def run(
     Parameters
     ----------
     file : str
-        In ``tests/kernels/``, without its ``.cu``.
+        In ``tests/cuda/``, without its ``.cu``.
     arguments : dict
         The fields of the argument struct, in its order: ints, and arrays,
         of which the kernel gets a pointer (null, if there are no elements)

@@ -1,6 +1,6 @@
 // The pairs of a tile of queries and a tile of keys, as backward kernels for float and double ask
-// about them: which of them see each other, and what the options of a call (docs/masks.md) do to
-// them.
+// about them: which of them see each other, and what the options of a call (docs/guide/options.md)
+// do to them.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K; Arguments and the options. infinity():
 // score_mod.cuh.

@@ -1,5 +1,6 @@
 // Element types, and the arguments that a kernel gets from the host. arguments.py mirrors those
-// structs field by field; tests/test_arguments.py holds the two together. Strides count elements.
+// structs field by field; tests/unit/test_arguments.py holds the two together. Strides
+// count elements.
 #pragma once
 
 using u16 = unsigned short;
@@ -53,7 +54,7 @@ struct BackwardArguments {
     double scale;
 };
 
-// What options are (docs/masks.md), in elements; 0 along axes that the user left out.
+// What options are (docs/guide/options.md), in elements; 0 along axes that the user left out.
 struct HeadStrides { i64 batch, head; };
 struct TokenStrides { i64 batch, token; };
 struct PairStrides { i64 batch, head, query, key; };

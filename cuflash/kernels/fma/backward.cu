@@ -17,8 +17,8 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
 // multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
-// their key tiles; Arguments and the options (docs/masks.md): with them scale S above stands for
-// the score that score_mod.cuh makes of it, and dS / scale for the gradient by scale S.
+// their key tiles; Arguments and the options (docs/guide/options.md): with them scale S above
+// stands for the score that score_mod.cuh makes of it, and dS / scale for the gradient by scale S.
 // Shared memory, in floats:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)

@@ -12,7 +12,7 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; NEGATE_SCORES, whether
-// scale < 0 and scores are LINEAR; WEIGHT_KEYS; Arguments and the options (docs/masks.md).
+// scale < 0 and scores are LINEAR; WEIGHT_KEYS; Arguments and the options (docs/guide/options.md).
 // Shared memory, in floats:
 //     q   BLOCK_Q * (HEAD_DIM + 4)             k   BLOCK_K * (HEAD_DIM + 4)
 //     p   BLOCK_Q * (WEIGHT_KEYS + 8)          v   BLOCK_K * (HEAD_DIM_V + 4)

@@ -13,7 +13,8 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; Arguments and the options
-// (docs/masks.md): with them scale S above stands for the score that score_mod.cuh makes of it.
+// (docs/guide/options.md): with them scale S above stands for the score that score_mod.cuh makes of
+// it.
 // Shared memory, in elements:
 //     q  BLOCK_Q * (HEAD_DIM + 4)     k  BLOCK_K * (HEAD_DIM + 4)
 //     v  BLOCK_K * (HEAD_DIM_V + VALUES_PAD), which is 2 for double and 4 for float

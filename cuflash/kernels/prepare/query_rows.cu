@@ -9,7 +9,7 @@
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of sums;
 // TURNS of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, what it takes, and the options
-// (docs/masks.md). No shared memory.
+// (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "sm90/counters.cuh"

@@ -1,4 +1,5 @@
-// Which pairs dropout keeps: a function of seed, batch, head, query and key alone (docs/masks.md).
+// Which pairs dropout keeps: a function of seed, batch, head, query and key alone
+// (docs/guide/options.md).
 //
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, doi:10.1145/2063384.2063405): word key % 4 of the
 // counter (key / 4, query, head, batch) decides. Packed sequences count as batches.

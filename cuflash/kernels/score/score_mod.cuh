@@ -1,4 +1,5 @@
-// From products to scores: what happens between scale * Q K^T and the softmax (docs/masks.md).
+// From products to scores: what happens between scale * Q K^T and the softmax
+// (docs/guide/options.md).
 //
 //     x = scale * S,  x = cap * tanh(x / cap),  x = x + (bias - slope * |past|)
 //
@@ -146,7 +147,7 @@ template <class Real> struct ScoreMod {
 
     // Where all products of a warp are small, tanh(x) = x p(x^2) is a polynomial, whose terms the
     // host has multiplied by what else there is (cuflash/softcap.py): right to 2.3 * 2^-24, with
-    // what is rounded here (tests/test_softcap.py). Which way is taken hangs on what a warp has at
+    // what is rounded here (unit/test_softcap.py). Which way is taken hangs on what a warp has at
     // once, so the scores of a pair may differ between passes by the errors of both.
     //
     // Whether they are: by sums of eight squares, a multiply-add each, where a maximum would share

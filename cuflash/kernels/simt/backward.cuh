@@ -2,10 +2,10 @@
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  D = rowsum(dO O),  dS = P (dP - D)
 //
-// (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) With options (docs/masks.md) scale S stands
-// for the score that score_mod.cuh makes of it, and dS for the gradient by scale S. P comes from
-// lse alone; S is computed in the order of simt/forward.cu. The mask alone says which pairs take
-// part: one that is visible does so where P = 0 too, and 0 * inf and 0 * NaN are NaN.
+// (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) With options (docs/guide/options.md) scale S
+// stands for the score that score_mod.cuh makes of it, and dS for the gradient by scale S. P comes
+// from lse alone; S is computed in the order of simt/forward.cu. The mask alone says which pairs
+// take part: one that is visible does so where P = 0 too, and 0 * inf and 0 * NaN are NaN.
 #pragma once
 #include "common/types.cuh"
 #include "common/mask.cuh"

@@ -13,7 +13,7 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
 // the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_K; Arguments and the options
-// (docs/masks.md).
+// (docs/guide/options.md).
 // Shared memory, in Real:
 //     k      BLOCK_K * (HEAD_DIM + 1)          v      BLOCK_K * (HEAD_DIM_V + 1)
 //     q      BLOCK_Q * (HEAD_DIM + 1)          dout   BLOCK_Q * (HEAD_DIM_V + 1)

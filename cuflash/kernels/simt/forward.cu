@@ -10,7 +10,7 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V,
 // the head dimensions rounded up to multiples of NUM_THREADS / BLOCK_Q; Arguments and the options
-// (docs/masks.md).
+// (docs/guide/options.md).
 // Shared memory, in Real:
 //     q   BLOCK_Q * (HEAD_DIM + 1)
 //     kv  BLOCK_K * (max(HEAD_DIM, HEAD_DIM_V) + 1)     a tile of K, then the same tile of V

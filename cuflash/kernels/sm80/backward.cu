@@ -16,9 +16,9 @@
 // NUM_STAGES, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up
 // to multiples of 32; PADDED, whether that changed one of them; DETERMINISTIC: the blocks of one
 // head add to a query tile's dQ in the order of their key tiles; Arguments and the
-// options (docs/masks.md): with them scale S above stands for the score that score_mod.cuh makes of
-// it, and dS for the gradient by scale S. Shared memory, in bytes, columns rounded up to multiples
-// of 64 (smem.cuh):
+// options (docs/guide/options.md): with them scale S above stands for the score that score_mod.cuh
+// makes of it, and dS for the gradient by scale S. Shared memory, in bytes, columns rounded up to
+// multiples of 64 (smem.cuh):
 //     k           BLOCK_K * HEAD_DIM * 2                      in the end dK
 //     v           BLOCK_K * HEAD_DIM_V * 2                    in the end dV
 //     q           NUM_STAGES * BLOCK_Q * HEAD_DIM * 2

@@ -13,7 +13,7 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; PADDED, whether that changed
 // one of them; NEGATE_SCORES, whether scale < 0 and scores are LINEAR; Arguments and the options
-// (docs/masks.md).
+// (docs/guide/options.md).
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     q_then_out  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2     Q, in the end O
 //     k           BLOCK_K * HEAD_DIM * 2

@@ -9,7 +9,7 @@
 // of each query head of the group in turn.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES (places for Q and dO),
-// TURNS; Arguments and the options (docs/masks.md), SEGMENTS and PACKED without TURNS.
+// TURNS; Arguments and the options (docs/guide/options.md), SEGMENTS and PACKED without TURNS.
 // A kernel's SharedPlan has the tiles k, v, q[STAGES], dout[STAGES]; rows[STAGES]; parted[PARTED],
 // whether segments hide pairs of a step; work[WORKS]; the barriers *_full, from those that load or
 // say what to do, and *_empty, back. K has K_PLACES, one of which a tile has at k_place(count). If

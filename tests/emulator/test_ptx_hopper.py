@@ -1,0 +1,168 @@
+"""Instructions of common/ptx.cuh that came with Hopper, to the bit.
+
+What the TMA unit does is in emulator/test_ptx_boxes.py.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.bits import SEEDS, bits_of
+from helpers.dtypes import DTYPES
+from helpers.small_kernels import on_hopper, read_only, run
+
+
+def drawn_words(seed, shape):
+    return np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32)
+
+
+@on_hopper
+@given(seed=SEEDS, rounds=st.integers(1, 5))
+def test_warps_wait_for_the_phases_of_barriers(backend, seed, rounds):
+    x = drawn_words(seed, 32)
+    y, expected = np.empty_like(x), x
+    run(
+        "primitives/pass_on",
+        {"x": read_only(x), "y": y, "rounds": rounds},
+        backend,
+        threads=128,
+        shared_bytes=256,
+        seed=seed,
+    )
+    for step in range(rounds * 4):
+        expected = expected * 3 + step % 4
+    np.testing.assert_array_equal(y, expected)
+
+
+@on_hopper
+@given(seed=SEEDS)
+def test_pairs_of_warps_meet(backend, seed):
+    x = drawn_words(seed, (2, 2, 32))
+    y = np.empty_like(x)
+    run(
+        "primitives/meet_in_pairs",
+        {"x": read_only(x), "y": y},
+        backend,
+        threads=128,
+        shared_bytes=512,
+        seed=seed,
+    )
+    np.testing.assert_array_equal(y, x[:, ::-1])
+
+
+@on_hopper
+def test_threads_keep_what_they_have_when_registers_move(backend):
+    x = drawn_words(0, 384)
+    y = np.empty_like(x)
+    arguments = {"x": read_only(x), "y": y}
+    run("primitives/trade_registers", arguments, backend, threads=384)
+    np.testing.assert_array_equal(y, x)
+
+
+@on_hopper
+@given(seed=SEEDS)
+def test_stmatrix_stores_the_elements(backend, seed):
+    """As ldmatrix loads them: lane l has pair l of each matrix."""
+    rng = np.random.default_rng(seed)
+    matrices = drawn_words(seed, (4, 8, 4))
+    rows = rng.permutation(32).astype(np.int32)
+    elements = rng.integers(0, 2**16, 32, np.uint16)
+    out = np.empty(144, np.uint32)
+    run(
+        "primitives/store_matrices",
+        {"r": read_only(matrices.reshape(4, 32).T.copy()),
+         "rows": read_only(rows), "elements": read_only(elements),
+         "out": out},
+        backend,
+        shared_bytes=576,
+    )  # fmt: skip
+    stored = out[:128].reshape(32, 4)[rows]
+    np.testing.assert_array_equal(stored, matrices.reshape(32, 4))
+    np.testing.assert_array_equal(out[128:].view(np.uint16), elements)
+
+
+@on_hopper
+@given(seed=SEEDS, chunks=st.integers(1, 5), rounds=st.integers(1, 3))
+def test_bytes_are_copied_and_floats_added(backend, seed, chunks, rounds):
+    """Small integers: every order of the additions is exact."""
+    rng = np.random.default_rng(seed)
+    x, sums = rng.integers(-99, 100, (2, chunks * 4)).astype(np.float32)
+    expected = sums + 3 * rounds * x
+    seen = np.empty_like(x)
+    run(
+        "primitives/add_in_bulk",
+        {"x": read_only(x), "sums": sums, "seen": seen,
+         "bytes": x.nbytes, "rounds": rounds},
+        backend,
+        blocks=3,
+        shared_bytes=256,
+        seed=seed,
+    )  # fmt: skip
+    np.testing.assert_array_equal(seen, x)
+    np.testing.assert_array_equal(sums, expected)
+
+
+@on_hopper
+@given(seed=SEEDS, waits=st.integers(0, 1))
+def test_a_sum_is_there_after_the_wait_for_it(backend, seed, waits):
+    """Which a wait for its source alone is not."""
+    x, sums = np.ones(4, np.float32), np.zeros(4, np.float32)
+    seen = np.empty_like(x)
+    run(
+        "primitives/add_and_look",
+        {"x": read_only(x), "sums": sums, "seen": seen, "wait": waits},
+        backend,
+        shared_bytes=64,
+        seed=seed,
+    )
+    if waits or backend == "emulated":
+        np.testing.assert_array_equal(seen, x * waits)
+    np.testing.assert_array_equal(sums, x)
+
+
+def check_wgmma(backend, name, columns, sign=1, **how):
+    """Every partial sum is an integer below 2^24, so any order is exact."""
+    rng = np.random.default_rng(columns)
+    a = rng.integers(-128, 129, (64, 16)).astype(DTYPES[name])
+    b = rng.integers(-128, 129, (16, columns)).astype(DTYPES[name])
+    c = rng.integers(-128, 129, (64, columns)).astype(np.float32)
+    product = sign * (a.astype(np.float32) @ b.astype(np.float32))
+    for accumulate in (0, 1):
+        d = np.empty_like(c)
+        run(
+            "primitives/multiply_warpgroup",
+            {"a": read_only(bits_of(a)), "b": read_only(bits_of(b)),
+             "c": read_only(c), "d": d, "accumulate": accumulate},
+            backend,
+            constants={"Element": name, "COLUMNS": columns, "SIGN": sign,
+                       "REGISTERS": False, "A_TRANSPOSED": False,
+                       "B_TRANSPOSED": False, **how},
+            threads=128,
+            shared_bytes=8192 + columns * 128,
+        )  # fmt: skip
+        np.testing.assert_array_equal(d, product + accumulate * c)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "columns", [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
+)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("registers", "sign"), [(True, 1), (False, 1), (False, -1)]
+)
+def test_wgmma_of_small_integers_is_exact(
+    registers, sign, name, columns, backend
+):
+    check_wgmma(backend, name, columns, sign, REGISTERS=registers)
+
+
+@on_hopper
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("of_a", "of_b"), [(True, False), (False, True), (True, True)]
+)
+def test_wgmma_takes_operands_either_way(of_a, of_b, columns, backend):
+    how = {"A_TRANSPOSED": of_a, "B_TRANSPOSED": of_b}
+    check_wgmma(backend, "float16", columns, **how)

@@ -1,0 +1,55 @@
+"""Calls without options run the kernels that they would if there were none.
+
+Headers of options are replaced by others that know none and lack a body for
+what only options ask. The machine code has to be the same.
+"""
+
+from functools import partial
+
+import pytest
+
+from cuflash.build import nvrtc, source
+from helpers.kernels import kernels
+from helpers.machine_code import instructions
+from helpers.small_kernels import KERNELS as CUDA
+
+TWINS = source.kernel_files(CUDA / "without_options")
+
+CALLS = [
+    ("forward", "bfloat16", "mma", 64),
+    ("backward", "bfloat16", "mma", 64),
+    ("forward", "float32", "simt", 32),
+    ("backward", "float32", "simt", 32),
+    ("forward", "float32", "fma", 64),
+    ("backward", "float32", "fma", 64),
+    ("forward", "float64", "dmma", 64),
+    ("backward", "float64", "dmma", 64),
+    ("forward", "float32", "tf32x3", 64),
+    ("forward", "bfloat16", "wgmma", 64),
+    ("forward", "bfloat16", "wgmma", 128),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("direction", "dtype", "family", "head_dim"), CALLS)
+def test_options_leave_no_trace(
+    direction, dtype, family, head_dim, causal, monkeypatch
+):
+    arch = "sm_90a" if family == "wgmma" else "sm_80"
+    planned = kernels(direction, dtype, arch, head_dim, family, causal=causal)
+    got = [instructions(kernel, arch) for kernel in planned]
+    without = partial(source.build, twins=TWINS)
+    monkeypatch.setattr(nvrtc.source, "build", without)
+    assert got == [instructions(kernel, arch) for kernel in planned]
+
+
+def test_each_twin_has_a_kernel_file_s_place():
+    assert TWINS and TWINS.keys() <= source.kernel_files().keys()
+
+
+def test_an_option_leaves_one():
+    plain, capped = (
+        kernels("forward", "float32", "sm_80", 32, "simt", softcap=cap)[-1]
+        for cap in (0.0, 30.0)
+    )
+    assert instructions(plain, "sm_80") != instructions(capped, "sm_80")

@@ -1,0 +1,192 @@
+"""Masks, score steps, sink and dropout, all drawn together."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.special
+from hypothesis import assume, given
+
+from cuflash.reference.attention import attention, attention_vjp
+from helpers.reference_cases import (
+    EPS,
+    ReferenceCase,
+    assert_close,
+    backward_results,
+    bounds,
+    forward_results,
+)
+from reference_strategies import optional_cases
+
+
+def dense_scores(case, q, k):
+    """The scores by their definition, pair by pair where that is short."""
+    o = case.meaning()
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    s = scale * np.einsum("...id,...jd->...ij", q, k)
+    if case.softcap is not None:
+        s = case.softcap * np.tanh(s / case.softcap)
+    i, j = np.indices(s.shape[-2:])
+    past = i + case.seqlen_k - case.seqlen_q - j  # how far back the key is
+    if "alibi_slopes" in o:
+        s = s - o["alibi_slopes"][..., None, None] * abs(past)
+    if "bias" in o:
+        s = s + o["bias"]
+    left, right = case.window
+    seen = (past >= 0) | (not case.causal)
+    seen &= (left is None or past <= left) & (right is None or -past <= right)
+    seen = seen & o.get("mask", True)
+    if "segment_ids_q" in o:
+        ids = (
+            o["segment_ids_q"][..., :, None],
+            o["segment_ids_k"][..., None, :],
+        )
+        seen = seen & (ids[0] == ids[1])
+    return np.where(seen, s, -np.inf)
+
+
+def dense_weights(case, q, k):
+    """P by SciPy's softmax, and lse by its logsumexp; a sink is a key."""
+    s = dense_scores(case, q, k)
+    sink = case.meaning().get("sink")
+    sink = np.full((), -np.inf) if sink is None else sink
+    column = np.broadcast_to(sink[..., None, None], (*s.shape[:-1], 1))
+    s = np.concatenate([s, column], axis=-1)
+    lse = scipy.special.logsumexp(s, axis=-1)
+    blind = (lse == -np.inf)[..., None]
+    p = scipy.special.softmax(np.where(blind, 0, s), axis=-1)
+    return np.where(blind, 0, p)[..., :-1], lse
+
+
+def keep_factors(case):
+    """Z of every pair, one leading index at a time."""
+    shape = (*case.lead, case.seqlen_q, case.seqlen_k)
+    dropout = case.dropped()
+    if dropout is None:
+        return np.ones(shape)
+    i, j = np.arange(case.seqlen_q), np.arange(case.seqlen_k)
+    z = np.empty(shape)
+    for at in np.ndindex(*case.lead):
+        batch, head = (0, 0, *at)[-2:]
+        one = dropout._replace(batch=batch, head=head)
+        z[at] = one.factors(i, j)
+    return z
+
+
+@given(optional_cases())
+def test_out_is_scipys_softmax_times_v(case):
+    assume(case.seqlen_k)
+    q, k, v, dout = case.arrays()
+    p, expected_lse = dense_weights(case, q, k)
+    out, lse = attention(q, k, v, **case.meaning())
+    bound = bounds(case, q, k, v, dout)
+    assert_close(out, (p * keep_factors(case)) @ v, bound.out)
+    assert_close(lse, expected_lse, bound.lse)
+
+
+@given(optional_cases())
+def test_every_forward_schedule_equals_attention(case):
+    q, k, v, dout = case.arrays()
+    expected, expected_lse = attention(q, k, v, **case.meaning())
+    bound = bounds(case, q, k, v, dout)
+    for name, (out, lse) in forward_results(case, q, k, v):
+        assert_close(out, expected, bound.out, name)
+        assert_close(lse, expected_lse, bound.lse, name)
+
+
+@given(optional_cases())
+def test_every_backward_schedule_equals_the_vjp(case):
+    q, k, v, dout = case.arrays()
+    out, lse = attention(q, k, v, **case.meaning())
+    expected = attention_vjp(dout, q, k, v, **case.meaning())
+    limits = bounds(case, q, k, v, dout).gradients(case)
+    for name, got in backward_results(case, dout, q, k, v, out, lse):
+        for a, b, bound in zip(got, expected, limits, strict=True):
+            assert_close(a, b, bound, name)
+
+
+ARGUMENTS = ("q", "k", "v", "bias", "sink")
+
+
+@given(optional_cases())
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_gradient_is_the_finite_difference(name, case):
+    q, k, v, dout = case.arrays()
+    given = {"q": q, "k": k, "v": v, **case.meaning()}
+    assume(given.get(name) is not None and given[name].size)
+    rng = np.random.default_rng(case.seed + 2)
+    direction = rng.standard_normal(given[name].shape)
+    direction /= np.linalg.norm(direction)
+
+    def slope(h):
+        losses = []
+        for step in (h, -h):
+            moved = {**given, name: given[name] + step * direction}
+            losses.append((dout * attention(**moved)[0]).sum())
+        return (losses[0] - losses[1]) / (2 * h)
+
+    asked = [x for x in ARGUMENTS if given.get(x) is not None]
+    gradients = attention_vjp(dout, q, k, v, **case.meaning())
+    got = (gradients[asked.index(name)] * direction).sum()
+    # As in reference/test_attention.py: |D(2h) - D(h)| is three times the
+    # error of D(h), but for higher orders; and the loss is rounded.
+    h = 1e-4
+    once, twice = slope(h), slope(2 * h)
+    rounding = bounds(case, q, k, v, dout).out + dout.size * EPS
+    atol = abs(twice - once) + rounding * abs(dout).sum() * 10 / h
+    np.testing.assert_allclose(got, once, rtol=0, atol=atol)
+
+
+def plain(**changes):
+    """A case without options, but for `changes`."""
+    return replace(ReferenceCase((2,), 5, 7), **changes)
+
+
+def test_a_sink_takes_all_that_a_row_without_keys_has():
+    case = plain(seqlen_k=0, arrays_of=("sink",))
+    q, k, v, _ = case.arrays()
+    out, lse = attention(q, k, v, **case.meaning())
+    sink = case.meaning()["sink"]
+    np.testing.assert_array_equal(out, np.zeros((2, 5, 4)))
+    np.testing.assert_array_equal(lse, np.repeat(sink[:, None], 5, axis=1))
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    case = plain(causal=True, seqlen_k=3)  # and rows that see nothing
+    q, k, v, dout = case.arrays()
+    none = np.full((2,), -np.inf)
+    got = attention(q, k, v, causal=True, sink=none)
+    for a, b in zip(got, attention(q, k, v, causal=True), strict=True):
+        np.testing.assert_array_equal(a, b)
+    *_, dsink = attention_vjp(dout, q, k, v, causal=True, sink=none)
+    np.testing.assert_array_equal(dsink, [0, 0])
+
+
+def test_what_a_mask_hides_spreads_nowhere():
+    case = plain()
+    q, k, v, dout = case.arrays()
+    mask = np.arange(7) != 3
+    want = attention(q, k, v, mask=mask)
+    gradients = attention_vjp(dout, q, k, v, mask=mask)
+    k[:, 3], v[:, 3] = np.nan, np.inf
+    got = attention(q, k, v, mask=mask)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(
+        attention_vjp(dout, q, k, v, mask=mask), gradients, strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_softcap_of_small_scores_is_the_score():
+    q, k, v, _ = plain().arrays()
+    capped, _ = attention(q, k, v, softcap=1e9)
+    assert_close(capped, attention(q, k, v)[0], 1e-9)  # s - s^3 / 3 cap^2
+
+
+def test_each_head_has_its_alibi_slope():
+    q, k, v, _ = plain().arrays()
+    out, _ = attention(q, k, v, alibi_slopes=np.array([0.0, 1e4]))
+    np.testing.assert_array_equal(out[0], attention(q, k, v)[0][0])
+    # The last query stands at the last key, and sees little but it.
+    np.testing.assert_array_equal(out[1], v[1, 2:])

@@ -1,0 +1,200 @@
+"""NVRTC without a GPU: options, reports, errors, the cache and its locks."""
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cuflash import folders
+from cuflash.build import nvrtc
+from cuflash.errors import CompileError
+from helpers.dtypes import DTYPES
+from helpers.kernels import kernels, small_kernel
+
+ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """Names of what is compiled from now on, the cache being empty."""
+    names = []
+
+    def compile_and_note(kernel, arch, *more):
+        names.append((kernel.entry, arch))
+        return original(kernel, arch, *more)
+
+    original = nvrtc._compile
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_compile", compile_and_note)
+    return names
+
+
+def test_the_architecture_is_among_the_options():
+    assert "-arch=sm_90a" in nvrtc.options(small_kernel(), "sm_90a")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_every_plain_kernel_compiles(arch, dtype, head_dim):
+    of_both = [
+        kernel
+        for direction in ("forward", "backward")
+        for kernel in kernels(direction, dtype, arch, head_dim, "simt")
+    ]
+    assert len(of_both) == 4
+    for kernel in of_both:
+        report = nvrtc.report(kernel, arch)
+        assert report.shared_bytes == kernel.shared_bytes
+        assert not report.warnings
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float32", 64), ("float32", 128), ("float32", 256), ("float64", 64),
+     ("float64", 128)],
+)  # fmt: skip
+def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
+    for kernel in kernels(direction, dtype, arch, head_dim):
+        report = nvrtc.report(kernel, arch)
+        assert report.shared_bytes == kernel.shared_bytes
+        assert report.spill_bytes == 0 and not report.warnings
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_compiles(dtype):
+    (kernel,) = kernels("merge", dtype, "sm_80")
+    report = nvrtc.report(kernel, "sm_80")
+    assert kernel.file == "merge.cu"
+    assert report.spill_bytes == 0 and not report.warnings
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_padded_tensor_core_kernel_compiles(direction):
+    """What no default plan has: padded, deterministic, a scale below 0."""
+    options = {"scale": -1.0, "deterministic": direction == "backward"}
+    for kernel in kernels(direction, "float16", "sm_80", 40, **options):
+        report = nvrtc.report(kernel, "sm_80")
+        assert report.shared_bytes == kernel.shared_bytes
+        assert report.spill_bytes == 0 and not report.warnings
+
+
+def test_a_report_has_all_its_numbers():
+    report = nvrtc.report(small_kernel(), "sm_80")
+    assert 16 <= report.registers <= 255
+    assert report.spill_bytes == 0
+    assert report.seconds > 0
+
+
+def test_a_second_report_has_them_too():
+    """NVRTC's own cache, where a driver gives it one, knows no numbers."""
+    first, again = (nvrtc.report(small_kernel(), "sm_80") for _ in "12")
+    assert first.registers > 0
+    assert again.registers == first.registers
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        ("12.8", ()),
+        ("12.9", ("--no-cache",)),
+        ("12.10", ("--no-cache",)),
+        ("13.0", ("--no-cache",)),
+    ],
+)
+def test_a_report_asks_nvrtc_not_to_use_its_cache(monkeypatch, version, flags):
+    def note(kernel, arch, *more):
+        asked.append(more)
+        return b"", ""
+
+    asked = []
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    monkeypatch.setattr(nvrtc, "_compile", note)
+    nvrtc.report(small_kernel(), "sm_80")
+    assert asked == [("--ptxas-options=-v", *flags)]
+
+
+def test_a_wrong_shared_memory_plan_does_not_compile():
+    wrong = small_kernel(SHARED_BYTES=123)
+    with pytest.raises(CompileError, match="does not compile for sm_80") as e:
+        nvrtc.report(wrong, "sm_80")
+    message = str(e.value)
+    assert "SHARED_BYTES=123" in message
+    assert "the plan and the kernel disagree" in message
+    fault = re.search(r"simt/forward\.cu\((\d+)\): error", message)
+    marked = rf"(?m)^> +{fault[1]} \| static_assert\(sizeof\(SharedPlan\)"
+    assert re.search(marked, message)
+
+
+def test_a_fault_in_the_constants_is_shown_there():
+    wrong = small_kernel(Element="half_a_float")
+    with pytest.raises(CompileError, match=r"constants\(1\): error") as e:
+        nvrtc.report(wrong, "sm_80")
+    assert "\n>    1 | using Element = half_a_float;\n" in str(e.value)
+
+
+def test_a_kernel_is_compiled_once_and_then_read(compiled):
+    first = nvrtc.cubin_file(small_kernel(), "sm_80")
+    assert nvrtc.cubin_file(small_kernel(), "sm_80") == first
+    assert first.read_bytes().startswith(b"\x7fELF")
+    assert compiled == [("forward_simt", "sm_80")]
+
+
+def test_another_constant_or_architecture_is_another_file(compiled):
+    asked = [
+        (small_kernel(), "sm_80"),
+        (small_kernel(CAUSAL=False), "sm_80"),
+        (small_kernel(), "sm_90a"),
+    ]
+    assert len({nvrtc.cubin_file(*one) for one in asked}) == 3
+
+
+def test_threads_that_need_one_kernel_compile_it_once(compiled):
+    with ThreadPoolExecutor(4) as pool:
+        files = pool.map(
+            lambda _: nvrtc.cubin_file(small_kernel(), "sm_80"), range(4)
+        )
+        assert len(set(files)) == 1
+    assert len(compiled) == 1
+
+
+def test_a_call_waits_for_no_other_kernel(compiled, monkeypatch):
+    under_way, may_end = threading.Event(), threading.Event()
+    compile_at_once = nvrtc._compile
+
+    def compile_slowly(kernel, arch):
+        if arch == "sm_120":
+            under_way.set()
+            may_end.wait()
+        return compile_at_once(kernel, arch)
+
+    monkeypatch.setattr(nvrtc, "_compile", compile_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(nvrtc.cubin_file, small_kernel(), "sm_120")
+        under_way.wait()
+        assert nvrtc.cubin_file(small_kernel(), "sm_80").exists()
+        assert not slow.done()
+        may_end.set()
+    assert slow.result().exists()
+
+
+def test_a_failed_compilation_leaves_nothing_behind(compiled):
+    wrong = small_kernel(SHARED_BYTES=1)
+    for _ in range(2):
+        with pytest.raises(CompileError):
+            nvrtc.cubin_file(wrong, "sm_80")
+    assert len(compiled) == 2
+    assert not list(folders.cache_folder().glob("*.cubin"))
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_damaged_cubin_is_compiled_again(compiled, size):
+    path = nvrtc.cubin_file(small_kernel(), "sm_80")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    assert nvrtc.cubin_file(small_kernel(), "sm_80") == path
+    assert path.read_bytes() == whole
+    assert len(compiled) == 2

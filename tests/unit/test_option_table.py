@@ -1,0 +1,183 @@
+"""Whoever knows options agrees with the one table of them."""
+
+import inspect
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+import cuflash
+from cuflash import arguments, options
+from cuflash.plan import device_of_arch
+from cuflash.plans import wgmma
+from cuflash.plans.steps import option_constants
+from cuflash.problem import Problem
+from helpers.kernels import small_problem
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+NAMES = [option.name for option in options.TABLE]
+of_each_option = pytest.mark.parametrize("option", options.TABLE, ids=NAMES)
+HOPPER = device_of_arch("sm_90a")
+
+# Problems that have an option, by its name in `Problem.options`.
+ASKED = {
+    "window": {"window": (5, 5)},
+    "softcap": {"softcap": 1.0},
+    "alibi_slopes": {"alibi_slopes": True},
+    "bias": {"bias": "float16"},
+    "mask": {"mask": True},
+    "sink": {"sink": True},
+    "segment_ids": {"segment_ids": True},
+    "dropout": {"dropout": 0.5},
+    "cu_seqlens": {"num_sequences": 3},
+    "return_dbias": {"bias": "float16", "return_dbias": True},
+    "return_dsink": {"sink": True, "return_dsink": True},
+}
+
+
+def asked(option, direction="backward"):
+    changes = ASKED[option.part_of or option.name]
+    return small_problem(direction, "float16", **changes)
+
+
+def calls(option):
+    return [cuflash.backward] + [cuflash.forward] * (not option.of_gradients)
+
+
+# What users see ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [cuflash.forward, cuflash.backward])
+def test_calls_have_the_options_in_its_order(call):
+    parameters = list(inspect.signature(call).parameters)
+    known = [option.name for option in options.TABLE if call in calls(option)]
+    assert parameters[parameters.index("window") :] == known
+
+
+@of_each_option
+def test_defaults_are_those_of_the_calls(option):
+    for call in calls(option):
+        default = inspect.signature(call).parameters[option.name].default
+        assert type(default) is type(option.default)
+        assert default == option.default
+
+
+def entry(name, call=cuflash.forward):
+    """What a docstring's parameters say of an option, with its head."""
+    found = re.search(
+        rf"^    [\w, ]*\b{name}\b[\w, ]* : .*(?:\n        .*)*",
+        call.__doc__.partition("Returns\n")[0],
+        re.M,
+    )
+    return found and found[0]
+
+
+@of_each_option
+def test_docstrings_describe_each(option):
+    if option.of_gradients:
+        assert entry(option.name, cuflash.backward)
+        return
+    assert entry(option.name)
+    as_of_forward = re.search(
+        r"^    scale, causal(.*\n)+?        As given to `forward`",
+        cuflash.backward.__doc__,
+        re.M,
+    )
+    assert option.name in re.findall(r"\w+", as_of_forward[0])
+
+
+@of_each_option
+def test_docstrings_say_what_arrays_may_be(option):
+    if option.array is None:
+        return
+    text = entry(option.name)
+    for dtype in option.array.dtypes:
+        assert (f"`{dtype}`" if dtype in ("q", "lse") else dtype) in text
+    assert option.array.broadcasts == ("roadcastable" in text)
+    for axis in option.array.axes:
+        named = {"num_heads_q": "num_heads_q,"}.get(axis, axis)
+        assert option.array.broadcasts or named.strip(",") in text
+
+
+@of_each_option
+def test_the_readme_says_which_families_lack_an_order(option):
+    """Rows: options, families that take all, wgmma."""
+    if option.of_gradients or not option.flag:
+        return
+    table = README.split("<!-- options:")[1].split("\n\n")[1]
+    (row,) = (x for x in table.splitlines() if f"`{option.name}`" in x)
+    hopper = row.strip("|").split("|")[2]
+    assert ("not with `deterministic" in hopper) == bool(option.no_order)
+    assert ("not with bias, mask or segment" in row) == any(
+        option.name in other.not_with for other in options.TABLE
+    )
+
+
+# What the other rooms know -------------------------------------------------
+
+
+@of_each_option
+def test_a_problem_knows_it(option):
+    own = {field.name for field in fields(Problem)}
+    if option.name == "seed":  # of which nothing is decided
+        assert not option.part_of
+    elif option.part_of:
+        assert asked(option).options == (option.part_of,)
+    else:
+        assert option.name in own
+
+
+def test_a_problem_knows_no_other():
+    everything = {}
+    for changes in ASKED.values():
+        everything |= changes
+    problem = small_problem("backward", "float16", **everything)
+    parts = dict.fromkeys(x.part_of for x in options.TABLE if x.part_of)
+    assert set(problem.options) == set(parts)
+
+
+@of_each_option
+def test_kernels_are_told_of_it(option):
+    if not option.flag:
+        return
+    without = small_problem("backward", "float16")
+    assert dict(option_constants(asked(option)))[option.flag] is True
+    assert dict(option_constants(without))[option.flag] is False
+
+
+@of_each_option
+def test_families_without_an_order_leave_it_to_others(option):
+    if not (option.part_of or option.of_gradients):
+        return
+    problem = asked(option)
+    assert wgmma.runs(problem, HOPPER)
+    in_order = replace(problem, deterministic=True)
+    assert wgmma.runs(in_order, HOPPER) == ("wgmma" not in option.no_order)
+
+
+def test_structs_have_the_fields_of_all():
+    signature = options.Signature(small_problem("forward", "float16"), 4, {})
+    fields = set(options.numbers(signature, {}))
+    fields |= {x.stride for x in options.TABLE if x.stride}
+    # Which sequence a block has, it finds itself.
+    assert fields == set(arguments.OptionNumbers.names) - {"sequence"}
+
+
+def test_structs_have_a_pointer_for_each_array():
+    names = arguments.pointers_of(arguments.ForwardWgmmaOptionsArguments)
+    assert names[: len(options.ARRAYS)] == options.ARRAYS
+
+
+@of_each_option
+def test_strides_are_as_many_as_axes(option):
+    if option.array is None:
+        return
+    field = arguments.OptionNumbers[option.stride]
+    assert len(field.names or "1") == max(len(option.array.axes), 1)
+
+
+@of_each_option
+def test_partners_are_options(option):
+    assert {*option.needs, *option.not_with} <= set(NAMES)
+    assert (option.array is None) != (option.check is None)

@@ -1,0 +1,257 @@
+"""What is installed: the version, what wheel and sdist hold, the extras."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import cuda_extra
+import cuflash
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (
+    "cuflash",
+    "reference",
+    "docs",
+    "scripts",
+    "tests",
+    ".ci",
+    ".github",
+)
+BUILD = """
+import sys
+from setuptools import build_meta
+sys.argv[1:] = ["-q"]
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
+
+
+def setup_cfg():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    return config
+
+
+def copy_of_tree(target, folders=FOLDERS):
+    """What the tests see of a checkout, or of an sdist, without its builds."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in folders:
+        shutil.copytree(ROOT / name, target / name, ignore=ignored)
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name not in (".git", ".coverage"):
+            shutil.copy(path, target)
+    return target
+
+
+def python(text, folder):
+    """What Python prints that was started in a folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """The folder with sdist and wheel, built where there was a build before.
+
+    As pip builds them, but with the setuptools that is here.
+    """
+    tree = copy_of_tree(tmp_path_factory.mktemp("tree"))
+    before = tree / "build" / "lib" / "cuflash" / "of_an_earlier_build.py"
+    before.parent.mkdir(parents=True)
+    before.touch()
+    python(BUILD, tree)
+    return tree / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    (path,) = dist.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def built(wheel):
+    return set(wheel.namelist())
+
+
+@pytest.fixture(scope="module")
+def in_sdist(dist):
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = [x.name for x in archive.getmembers() if x.isfile()]
+    return {name.partition("/")[2] for name in files}
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    (name,) = (x for x in wheel.namelist() if x.endswith("/METADATA"))
+    return wheel.read(name).decode()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """Another checkout than the one that is installed, of another version."""
+    tree = copy_of_tree(
+        tmp_path_factory.mktemp("checkout"), ("cuflash", "reference")
+    )
+    (tree / "cuflash" / "_version.py").write_text('__version__ = "9.8.7"')
+    return tree
+
+
+def test_the_version_is_that_of_what_is_installed(metadata):
+    assert importlib.metadata.version("cuflash") == cuflash.__version__
+    assert f"\nVersion: {cuflash.__version__}\n" in metadata
+
+
+def test_the_version_of_a_checkout_is_its_own(checkout):
+    """And not that of what is installed beside it."""
+    main = "from cuflash.__main__ import main; main(['--version'])"
+    with_exit = f"try:\n    {main}\nexcept SystemExit:\n    pass"
+    assert python(with_exit, checkout) == "cuflash 9.8.7\n"
+    info = python("from cuflash.__main__ import info; info()", checkout)
+    assert info.splitlines()[0].split() == ["cuflash", "9.8.7"]
+
+
+def test_python_in_a_checkout_finds_the_reference_there(checkout):
+    """Not that of the checkout which is installed, and each in one copy."""
+    text = """
+import pickle
+import cuflash.backends.numpy
+from cuflash.reference.tile_state import TileState
+assert cuflash.backends.numpy.TileState is TileState
+assert pickle.loads(pickle.dumps(TileState)) is TileState
+print(cuflash.reference.__file__)
+"""
+    found = Path(python(text, checkout).strip())
+    assert found == checkout / "reference" / "__init__.py"
+
+
+def test_nothing_else_of_a_checkout_is_a_package_of_cuflash(checkout):
+    (checkout / "scripts").mkdir(exist_ok=True)
+    text = """
+import pkgutil, cuflash
+from importlib.util import find_spec
+print(find_spec("cuflash.scripts"), find_spec("cuflash.cuflash"))
+"""
+    assert python(text, checkout) == "None None\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["reference.softmax.safe_softmax", "emulator.active"]
+)
+def test_submodules_are_there_without_an_import_of_their_own(name):
+    printed = python(f"import cuflash; print(cuflash.{name})", ROOT)
+    assert name.rpartition(".")[2] in printed
+
+
+def test_the_reference_is_offered_where_names_are_listed():
+    assert "reference" in python("import cuflash; print(dir(cuflash))", ROOT)
+
+
+def test_changelog_names_the_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {cuflash.__version__}" in text
+
+
+def named(folder, pattern, prefix):
+    """Paths under `folder` as they are to be installed under `prefix`."""
+    folder = ROOT / folder
+    found = {path.relative_to(folder) for path in folder.glob(pattern)}
+    assert found
+    return {f"{prefix}/{path.as_posix()}" for path in found}
+
+
+@pytest.mark.parametrize(
+    ("folder", "pattern", "prefix"),
+    [
+        ("cuflash", "*.py", "cuflash"),
+        ("cuflash", "py.typed", "cuflash"),
+        ("cuflash", "plans/*.py", "cuflash"),
+        ("cuflash", "kernels/**/*.cu*", "cuflash"),
+        ("cuflash", "tile_tables/*.json", "cuflash"),
+        ("cuflash", "backends/*.py", "cuflash"),
+        ("cuflash", "backends/emulator/*.*", "cuflash"),
+        ("cuflash", "build/*.py", "cuflash"),
+        ("reference", "*.py", "cuflash/reference"),
+        ("reference", "py.typed", "cuflash/reference"),
+    ],
+)
+def test_every_file_is_installed(built, folder, pattern, prefix):
+    assert named(folder, pattern, prefix) <= built
+
+
+def test_nothing_else_is_installed(built):
+    tops = {name.partition("/")[0] for name in built}
+    assert tops == {"cuflash", f"cuflash-{cuflash.__version__}.dist-info"}
+
+
+def test_nothing_of_an_earlier_build_is_installed(built):
+    modules = {x for x in built if re.fullmatch(r"cuflash/\w+\.py", x)}
+    assert modules == named("cuflash", "*.py", "cuflash")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_an_sdist_holds_all_that_a_checkout_does(in_sdist, folder):
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert files and files <= in_sdist
+
+
+def test_an_sdist_holds_what_stands_at_the_top(in_sdist):
+    names = "README CHANGELOG CONTRIBUTING".split()
+    assert {f"{name}.md" for name in names} <= in_sdist
+    assert {"LICENSE", "Makefile", "setup.cfg", "pyproject.toml"} <= in_sdist
+    assert not [name for name in in_sdist if name.endswith(".pyc")]
+
+
+def test_the_description_needs_no_file_beside_it(metadata):
+    """An index shows it alone: every link has to be a whole address."""
+    _, _, description = metadata.partition("\n\n")
+    targets = re.findall(r"\]\(([^)]*)\)", description)
+    assert targets and "<img" not in description
+    assert [x for x in targets if not x.startswith("https://")] == []
+
+
+def test_the_example_of_the_description_runs(metadata):
+    (example,) = re.findall(r"```python\n(.*?)```", metadata, re.DOTALL)
+    names = {}
+    exec(example, names)
+    assert names["dq"].shape == names["q"].shape
+    extras = set(re.findall(r"cuflash\[(\w+)\]", metadata))
+    assert extras <= set(setup_cfg()["options.extras_require"])
+
+
+def test_pythons_that_are_named_are_those_that_are_tested():
+    classifiers = setup_cfg()["metadata"]["classifiers"]
+    named = re.findall(r"Python :: (3\.\d+)", classifiers)
+    workflow = ROOT / ".github" / "workflows" / "tests.yml"
+    (tested,) = re.findall(r"python: \[(.*)\]", workflow.read_text())
+    assert tested == ", ".join(f'"{version}"' for version in named)
+    assert f">={named[0]}" == setup_cfg()["options"]["python_requires"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "extra"),
+    [(None, ""), (11, ""), (12, "cuda12"), (13, "cuda13"), (14, "cuda13")],
+)
+def test_extra_by_the_version_of_the_driver(driver, extra):
+    assert cuda_extra.extra_for(driver) == extra
+    assert not extra or extra in setup_cfg()["options.extras_require"]

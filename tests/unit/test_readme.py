@@ -1,0 +1,147 @@
+"""The README's examples run, and what it names exists."""
+
+import inspect
+import re
+from configparser import ConfigParser
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import cuflash
+from cuflash import __main__
+from cuflash.plan import device_of_arch
+from cuflash.plans import wgmma
+from helpers.kernels import small_problem
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_examples_run():
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["dq"].shape == names["q"].shape
+
+
+DOCS = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
+
+
+def text_of(path):
+    """A page without its comments: a link in a comment may be broken."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_to_files_lead_somewhere(name):
+    """Pictures too."""
+    text = text_of(ROOT / name)
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    targets += re.findall(r'src="(?!https?:)([^"]+)"', text)
+    folder = (ROOT / name).parent
+    assert [t for t in targets if not (folder / t).exists()] == []
+
+
+def anchors(path):
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text_of(path), flags=re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_to_headings_lead_somewhere(name):
+    path = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text_of(path))
+    broken = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in anchors(path.parent / target if target else path)
+    ]
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", [x for x in PAGES if "lab/" not in x])
+def test_kernel_files_that_pages_name_exist(name):
+    """The lab log and sample output may name files of their time."""
+    kernels = ROOT / "cuflash/kernels"
+    folders = "|".join(x.name for x in kernels.iterdir() if x.is_dir())
+    text = re.sub(r"^ {4}.*$", "", text_of(ROOT / name), flags=re.MULTILINE)
+    named = re.findall(rf"(?:{folders})/\w+\.cuh?\b", text)
+    assert [x for x in named if not (kernels / x).exists()] == []
+
+
+@pytest.mark.parametrize("target", re.findall(r"^make (\w+)", README, re.M))
+def test_make_targets_exist(target):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_commands_are_those_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["--help"])
+    assert stopped.value.code == 0
+    (known,) = re.findall(r"\{([\w,]+)\}", capsys.readouterr().out)[:1]
+    named = re.findall(r"^python -m cuflash (\w+)", README, re.M)
+    assert sorted(named) == sorted(known.split(","))
+
+
+HOPPER = device_of_arch("sm_90a")
+ASKED = {
+    "window": {"window": (5, 5)},
+    "softcap": {"softcap": 1.0},
+    "alibi_slopes": {"alibi_slopes": True},
+    "bias": {"bias": "float16"},
+    "mask": {"mask": True},
+    "sink": {"sink": True},
+    "segment_ids": {"segment_ids": True},
+    "dropout": {"dropout": 0.5},
+    "cu_seqlens": {"num_sequences": 3},
+}
+
+
+def test_the_table_of_options_is_what_hopper_takes():
+    """The kernels that take all are held by the tests of options."""
+    table = README.split("<!-- options:")[1].split("\n\n")[1]
+    given = {name: re.sub(r"_[qk]$", "", name) for name in api_options()}
+    for row in table.splitlines()[2:]:
+        option, others, hopper = row.strip("|").split("|")
+        named = re.findall(r"`(\w+)`", option)
+        names = {given[name] for name in named if name in given}
+        assert names
+        for direction in ("forward", "backward"):
+            assert direction in others
+            for name in names:
+                problem = small_problem(direction, "float16", **ASKED[name])
+                assert wgmma.runs(problem, HOPPER) == (direction in hopper)
+                problem = replace(problem, deterministic=True)
+                in_turns = "not with `deterministic" not in hopper
+                assert wgmma.runs(problem, HOPPER) == in_turns
+    assert set(given) <= set(re.findall(r"\w+", table))
+
+
+def api_options():
+    """The options of forward that kernels may take or not."""
+    names = list(inspect.signature(cuflash.forward).parameters)
+    others = {"seed", "max_seqlen_q", "max_seqlen_k"}
+    return set(names[names.index("window") :]) - others
+
+
+def test_extras_exist():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    named = re.findall(r"'\.\[([\w,]+)\]'", README)
+    assert named
+    extras = set(config["options.extras_require"])
+    assert {e for names in named for e in names.split(",")} <= extras
+
+
+def test_public_calls_are_named():
+    calls = [n for n in cuflash.__all__ if n.islower() and n[0] != "_"]
+    assert calls
+    assert [n for n in calls if f"cuflash.{n}(" not in README] == []
