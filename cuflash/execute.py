@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuflash import layouts, options, settings, workspace
-from cuflash.arguments import (
+from cuflash.abi import (
     BackwardArguments,
     BackwardOptionsArguments,
     BackwardWgmmaArguments,

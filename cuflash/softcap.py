@@ -44,7 +44,7 @@ _SCALES, _RATIOS = 20, 16
 def terms(
     scale: float, softcap: float
 ) -> tuple[list[float], list[float], float, float]:
-    """What a kernel takes of a call: see `OptionNumbers` of common/types.cuh.
+    """What a kernel takes of a call: see `abi.OptionNumbers`.
 
     Returns
     -------

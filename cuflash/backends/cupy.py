@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import cupy
 
 from cuflash import workspace
-from cuflash.arguments import TensorMap
+from cuflash.abi import TensorMap
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.layouts import Boxes

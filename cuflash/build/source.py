@@ -4,8 +4,8 @@ The string holds, in this order: ``common/types.cuh`` (the element types must
 have been declared), the generated constants, the kernel's file. Every
 ``#include "folder/x.cuh"`` is replaced by that file of ``kernels/``, the first
 time it is met; ``#line`` directives keep the true file and line in messages.
-Nothing outside ``kernels/`` can be included, so the string is all that the
-binary depends on.
+One file, ``common/arguments.cuh``, is made by `cuflash.abi`. Nothing outside
+``kernels/`` can be included, so the string is all that the binary depends on.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from cuflash import abi
 from cuflash.errors import CompileError
 
 KERNELS = Path(__file__).parent.parent / "kernels"
+
+# Files that are made, by name; none of them stands in the folder.
+GENERATED = {"common/arguments.cuh": abi.c_text}
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*(["<])([^">]*)[">]')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
@@ -95,6 +99,8 @@ def _splice(
 ) -> list[str]:
     """The lines of a file with its includes in their places."""
     done.add(file)
+    if file in GENERATED:
+        return [f'#line 1 "{file}"', *GENERATED[file]().splitlines()]
     path = twins.get(file, folder / file)
     if file in twins:
         file = path.name
@@ -104,7 +110,8 @@ def _splice(
         include = _INCLUDE.match(line)
         if include:
             quote, name = include.groups()
-            if quote != '"' or not (folder / name).is_file():
+            known = name in GENERATED or (folder / name).is_file()
+            if quote != '"' or not known:
                 raise CompileError(
                     f"{file}({number}) includes {name}, which is not a file"
                     f" of {folder}: a kernel has only those"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cuflash import emulator
-from cuflash.arguments import TensorMap, padded
+from cuflash.abi import TensorMap, padded
 from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.build import nvrtc
 from cuflash.layouts import Boxes

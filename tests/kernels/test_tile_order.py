@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import emulator
-from cuflash.arguments import (
+from cuflash.abi import (
     BackwardWgmmaOptionsArguments,
     ForwardWgmmaOptionsArguments,
 )

@@ -1,96 +1,115 @@
-"""The structs of a launch: common/types.cuh and arguments.py agree."""
+"""The structs of a launch: what compilers make of abi's text, and NumPy."""
 
-import re
+import subprocess
 
 import numpy as np
 import pytest
 
-from cuflash import arguments
+from cuflash import abi
+from cuflash.backends.emulator import runtime
 from cuflash.build import nvrtc, source
+from helpers.host_compiler import needs_compiler
 from helpers.kernels import small_kernel
 
-TEXT = (source.KERNELS / "common/types.cuh").read_text()
-BODIES = dict(
-    re.findall(
-        r"^struct (?:alignas\(64\) )?(\w+) \{(.*?)\};", TEXT, re.M | re.S
+STRUCTS = {x: y for x, y in vars(abi).items() if isinstance(y, np.dtype)}
+TYPES = (source.KERNELS / "common/types.cuh").read_text()
+GENERATED = '#include "common/arguments.cuh"'
+
+
+def text():
+    """What every kernel's text begins with."""
+    return source.build(small_kernel()).partition('#line 1 "constants"')[0]
+
+
+def layout_checks():
+    """Assertions that a compiler lays the structs out like NumPy."""
+    for name, dtype in STRUCTS.items():
+        yield f"static_assert(sizeof({name}) == {dtype.itemsize});"
+        for field, (kind, offset, *_) in dtype.fields.items():
+            yield f"static_assert(offsetof({name}, {field}) == {offset});"
+            size = f"sizeof({name}::{field})"
+            yield f"static_assert({size} == {kind.itemsize});"
+
+
+def test_the_text_has_every_struct_once():
+    for name in STRUCTS:
+        words = f"struct {name} {{", f"struct alignas(64) {name} {{"
+        assert sum(text().count(x) for x in words) == 1
+    assert abi.c_text().count("struct ") == len(STRUCTS)
+
+
+def test_the_text_stands_after_the_element_types():
+    """And nothing else describes a struct of arguments."""
+    before, _, after = TYPES.partition(GENERATED)
+    assert "struct alignas(2) bfloat16" in before
+    assert "Arguments {" not in before + after
+    lines = source.lines_by_place(text())
+    assert ("common/arguments.cuh", 1) in lines
+    assert abi.c_text().splitlines()[0] == lines["common/arguments.cuh", 1]
+
+
+def test_the_text_is_written_as_kernels_are():
+    assert abi.c_text().isascii()
+    assert max(map(len, abi.c_text().splitlines())) <= 100
+
+
+def test_an_error_in_it_is_shown_there():
+    shown = source.excerpt(text(), "common/arguments.cuh", 2)
+    assert "common/arguments.cuh" in shown
+    assert any(line.startswith(">    2 | struct Strides") for line in shown)
+
+
+@needs_compiler
+def test_a_host_compiler_lays_the_structs_out_like_numpy(tmp_path):
+    file = tmp_path / "layout.cpp"
+    inline = "#define __device__\n#define __forceinline__ inline"
+    checks = ["#include <cstddef>", inline, text(), *layout_checks()]
+    file.write_text("\n".join(checks))
+    subprocess.run(
+        [*runtime.host_compiler(), "-std=c++17", "-fsyntax-only", file],
+        check=True,
     )
-)
-TYPES = {
-    "void*": np.uint64,
-    "int": np.int32,
-    "u32": np.uint32,
-    "u64": np.uint64,
-    "i64": np.int64,
-    "double": np.float64,
-    "float": np.float32,
-    **vars(arguments),  # structs in structs
-}
 
 
-def declared(body):
-    """(name, dtype) of the fields of a struct's body, in order."""
-    code = re.sub(r"//.*", "", body)
-    for kind, names in re.findall(r"(?:const )?([\w*]+) ([\w, [\]]+);", code):
-        for name, size in re.findall(r"(\w+)(?:\[(\d+)\])?(?:, |$)", names):
-            yield name, (TYPES[kind], (int(size),)) if size else TYPES[kind]
-
-
-def test_each_has_the_other_s_structs():
-    dtypes = {x for x, y in vars(arguments).items() if isinstance(y, np.dtype)}
-    assert dtypes == set(BODIES)
-
-
-@pytest.mark.parametrize("struct", BODIES)
-def test_fields_have_the_names_types_and_order_of_types_cuh(struct):
-    expected = np.dtype(list(declared(BODIES[struct])), align=True)
-    assert getattr(arguments, struct).fields == expected.fields
+def test_nvrtc_lays_the_structs_out_like_numpy(monkeypatch):
+    offsetof = "#define offsetof(s, m) __INTADDR__(&((s*)0)->m)"
+    checks = [text(), offsetof, *layout_checks()]
+    assert len(checks) > 120
+    monkeypatch.setattr(source, "build", lambda kernel: "\n".join(checks))
+    nvrtc._compile(small_kernel(), "sm_80")  # raises CompileError
 
 
 def leaves(value):
     """The numbers and TensorMaps of a struct, in order."""
-    if value.dtype.names is None or value.dtype == arguments.TensorMap:
+    if value.dtype.names is None or value.dtype == abi.TensorMap:
         yield value
         return
     for name in value.dtype.names:
         yield from leaves(value[name])
 
 
-@pytest.mark.parametrize("name", [x for x in BODIES if "Arguments" in x])
+@pytest.mark.parametrize("name", [x for x in STRUCTS if "Arguments" in x])
 def test_a_template_lacks_maps_and_pointers_alone(name):
-    struct = getattr(arguments, name)
+    struct = getattr(abi, name)
     ones = np.frombuffer(bytes([1]) * struct.itemsize, struct)[0]
     parts = [ones, ones["arrays"]] if "arrays" in struct.names else [ones]
     constants = {
         name: part[name]
         for part in parts
         for name in part.dtype.names
-        if part.dtype[name] not in (np.uint64, arguments.TensorMap)
+        if part.dtype[name] not in (np.uint64, abi.TensorMap)
     }
     constants.pop("arrays", None)
     kinds = [x.dtype for x in leaves(ones)]
-    maps = [bytes([i]) * 128 for i in range(kinds.count(arguments.TensorMap))]
+    maps = [bytes([i]) * 128 for i in range(kinds.count(abi.TensorMap))]
     pointers = [*range(kinds.count(np.uint64))]
-    template = arguments.Template(struct, **constants)
+    template = abi.Template(struct, **constants)
     filled = [*leaves(np.frombuffer(template.fill(maps, pointers), struct)[0])]
     for value, one in zip(filled, leaves(ones), strict=True):
-        if value.dtype == arguments.TensorMap:
+        if value.dtype == abi.TensorMap:
             assert value.tobytes() == maps.pop(0)
         else:
             is_pointer = value.dtype == np.uint64
             expected = pointers.pop(0) if is_pointer else one
             np.testing.assert_array_equal(value, expected)
     assert not maps and not pointers
-
-
-def test_the_compiler_lays_the_structs_out_like_numpy(monkeypatch):
-    checks = [TEXT, "#define offsetof(s, m) __INTADDR__(&((s*)0)->m)"]
-    for struct in BODIES:
-        dtype = getattr(arguments, struct)
-        checks.append(f"static_assert(sizeof({struct}) == {dtype.itemsize});")
-        checks += [
-            f"static_assert(offsetof({struct}, {name}) == {offset});"
-            for name, (_, offset) in dtype.fields.items()
-        ]
-    assert len(checks) > 60
-    monkeypatch.setattr(source, "build", lambda kernel: "\n".join(checks))
-    nvrtc._compile(small_kernel(), "sm_80")  # raises CompileError

@@ -24,7 +24,7 @@ LAW = {
     "problem": "",
     "folders": "",
     "settings": "errors",
-    "arguments": "options",
+    "abi": "options",
     "checks": "errors",
     "layouts": "problem",
     "softcap": "",
@@ -42,20 +42,19 @@ LAW = {
     "plan": f"errors settings {_PLANS} plans.steps plans.fma plans.mma"
     " plans.mma8 plans.simt plans.wgmma",
     "workspace": "",
-    "execute": "errors settings problem options plan arguments layouts"
+    "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",
     "build": "",
-    "build.source": "errors",
+    "build.source": "abi errors",
     "build.cache": "errors folders",
     "build.nvrtc": "errors plan build.source build.cache",
     "build.warmup": "errors folders settings build.cache",
     "backends": "",
     "backends.numpy": "errors problem plan reference",
     "backends.base": "plan layouts problem",
-    "backends.cupy": "errors problem plan layouts workspace arguments"
-    " build.nvrtc",
+    "backends.cupy": "errors problem plan layouts workspace abi build.nvrtc",
     "backends.emulator": "plan backends.emulator.machine",
-    "backends.emulator.machine": "errors plan layouts arguments"
+    "backends.emulator.machine": "errors plan layouts abi"
     " build.nvrtc backends.emulator.faults backends.emulator.memory"
     " backends.emulator.runtime",
     "backends.emulator.faults": "plan backends.emulator.runtime",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cuflash
-from cuflash import arguments, options
+from cuflash import abi, options
 from cuflash.plan import device_of_arch
 from cuflash.plans import wgmma
 from cuflash.plans.steps import option_constants
@@ -161,11 +161,11 @@ def test_structs_have_the_fields_of_all():
     fields = set(options.numbers(signature, {}))
     fields |= {x.stride for x in options.TABLE if x.stride}
     # Which sequence a block has, it finds itself.
-    assert fields == set(arguments.OptionNumbers.names) - {"sequence"}
+    assert fields == set(abi.OptionNumbers.names) - {"sequence"}
 
 
 def test_structs_have_a_pointer_for_each_array():
-    names = arguments.pointers_of(arguments.ForwardWgmmaOptionsArguments)
+    names = abi.pointers_of(abi.ForwardWgmmaOptionsArguments)
     assert names[: len(options.ARRAYS)] == options.ARRAYS
 
 
@@ -173,7 +173,7 @@ def test_structs_have_a_pointer_for_each_array():
 def test_strides_are_as_many_as_axes(option):
     if option.array is None:
         return
-    field = arguments.OptionNumbers[option.stride]
+    field = abi.OptionNumbers[option.stride]
     assert len(field.names or "1") == max(len(option.array.axes), 1)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import plan as planning
-from cuflash.arguments import TensorMap, padded
+from cuflash.abi import TensorMap, padded
 from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError

@@ -1,0 +1,327 @@
+"""The argument structs of the kernels: NumPy dtypes, and the C text of them.
+
+Each struct is described once, by `_struct`. An array without axes of its
+dtype is passed to a kernel by value; `c_text` stands in every kernel's text,
+as ``common/arguments.cuh`` (build/source.py). Pointers are addresses, strides
+count elements. What differs between calls that are alike, maps and pointers,
+comes first: see `Template`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from cuflash import options
+
+# ---- Describing a struct ----
+
+_KINDS: dict[str, Any] = {
+    "const void*": np.uint64,
+    "void*": np.uint64,
+    "u64": np.uint64,
+    "i64": np.int64,
+    "int": np.int32,
+    "u32": np.uint32,
+    "double": np.float64,
+    "float": np.float32,
+}
+_TEXTS: dict[str, str] = {}
+
+# A type, names of fields of that type, and a comment. A name may have a
+# length: ``"terms[4]"``.
+_Fields = tuple[str, ...]
+
+
+def _struct(name: str, comment: str, *fields: _Fields) -> np.dtype:
+    """A struct's dtype. Its C text is kept for `c_text`."""
+    kinds, lines = [], []
+    for kind, names, *notes in fields:
+        for field in names.split():
+            found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", field)
+            assert found
+            own = _KINDS[kind]
+            length = (int(found[2]),) if found[2] else None
+            kinds.append((found[1], (own, length) if length else own))
+        lines += _declarations(kind, names.split(), *notes)
+    has_maps = any(kind == "TensorMap" for kind, *_ in fields)
+    dtype = padded(64, *kinds) if has_maps else _aligned(*kinds)
+    aligned = "alignas(64) " if name == "TensorMap" else ""
+    _TEXTS[name] = "\n".join([
+        *(f"// {line}" for line in comment.splitlines()),
+        f"struct {aligned}{name} {{", *lines, "};",
+    ])  # fmt: skip
+    _KINDS[name] = dtype
+    return dtype
+
+
+def _declarations(kind: str, names: list[str], note: str = "") -> list[str]:
+    """Lines of C, of at most 100 columns."""
+    if kind.endswith("*"):  # it would belong to the first name alone
+        lines = [f"    {kind} {name};" for name in names]
+    else:
+        lines = [f"    {kind} {', '.join(names)};"]
+    if note:
+        lines[0] = f"{lines[0]:<48}// {note}"
+    return lines
+
+
+def _aligned(*fields: tuple[str, Any]) -> np.dtype:
+    return np.dtype(list(fields), align=True)
+
+
+def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
+    """A struct whose size is a multiple of its alignment, as in C++."""
+    kind = _aligned(*fields)
+    names, places = list(kind.names or ()), dict(kind.fields or {})
+    return np.dtype(
+        {
+            "names": names,
+            "formats": [kind[name] for name in names],
+            "offsets": [places[name][1] for name in names],
+            "itemsize": -(-kind.itemsize // alignment) * alignment,
+        }
+    )
+
+
+@functools.cache
+def c_text() -> str:
+    """All structs in C++, for after the element types of common/types.cuh."""
+    return "\n\n".join(_TEXTS.values()) + "\n"
+
+
+# ---- The structs ----
+
+Strides = _struct(
+    "Strides",
+    "Of an array (batch, seqlen, heads, head_dim), whose last axis has stride"
+    " 1.",
+    ("i64", "batch token head"),
+)
+Shape = _struct(
+    "Shape",
+    "",
+    ("int", "batch seqlen_q seqlen_k"),
+    ("int", "num_heads_q num_heads_kv head_dim head_dim_v"),
+)
+Schedule = _struct(
+    "Schedule",
+    "How many (batch, head) pairs work through their tiles side by side;"
+    " heads, where tiles of all\nbatches are in one order: scheduler.cuh.",
+    ("int", "heads_per_section"),
+)
+StaticSchedule = _struct(
+    "StaticSchedule",
+    "The tiles of blocks that take one after another: scheduler.cuh. A head"
+    " has pairs of tiles and\nsingle tiles; all heads together have items,"
+    " which are pairs and single tiles.",
+    ("int", "pairs singles paired_items items"),
+)
+
+_COMMON: tuple[_Fields, ...] = (
+    ("Shape", "shape"),
+    ("Schedule", "schedule"),
+    ("double", "scale"),
+)
+ForwardArguments = _struct(
+    "ForwardArguments",
+    "lse and delta are contiguous (batch, num_heads_q, seqlen_q) arrays of"
+    " Accumulator<Element>.",
+    ("const void*", "q k v"),
+    ("void*", "out"),
+    ("void*", "lse", "null: not wanted"),
+    ("Strides", "q_stride k_stride v_stride out_stride"),
+    *_COMMON,
+)
+BackwardArguments = _struct(
+    "BackwardArguments",
+    "",
+    ("const void*", "dout q k v out lse"),
+    ("void*", "delta", "rowsum(dO * O); on Hopper query_rows.cuh"),
+    ("void*", "dq_sum", "float sums of dQ, ordered by dq_accum.cuh"),
+    ("void*", "turns", "int: dq_semaphore.cuh, counters.cuh; or null"),
+    ("void*", "dq dk dv"),
+    ("Strides", "dout_stride q_stride k_stride v_stride out_stride"),
+    ("Strides", "dq_stride dk_stride dv_stride"),
+    *_COMMON,
+)
+
+HeadStrides = _struct(
+    "HeadStrides",
+    "Strides of options, in elements; 0 along axes that the user left out.",
+    ("i64", "batch head"),
+)
+TokenStrides = _struct("TokenStrides", "", ("i64", "batch token"))
+PairStrides = _struct("PairStrides", "", ("i64", "batch head query key"))
+OptionNumbers = _struct(
+    "OptionNumbers",
+    "Options (docs/guide/options.md) that are no arrays.",
+    ("PairStrides", "bias_stride mask_stride dbias_stride"),
+    ("HeadStrides", "alibi_stride"),
+    ("TokenStrides", "ids_q_stride ids_k_stride"),
+    ("i64", "sink_stride", "from head to head"),
+    ("double", "softcap"),
+    ("float", "cap_terms[4] cap_terms_log2[4]", "polynomials: score_mod.cuh"),
+    ("float", "cap_small cap_inverse_log2"),
+    ("float", "cap_slight_terms_log2[3] cap_slight cap_lowest"),
+    ("double", "keep_factor", "of dropout: 1 / (1 - probability)"),
+    ("i64", "offset_q_stride offset_k_stride", "of cu_seqlens"),
+    ("int", "window_left window_right", "from 0 to less than 2^30"),
+    ("u32", "drop_below", "of dropout: words below drop a pair"),
+    ("int", "num_sequences", "of packed sequences"),
+    ("int", "total_q total_k", "tokens of all sequences"),
+    ("int", "max_seqlen_q max_seqlen_k"),
+    ("int", "sequence", "a block's own: packed_sequences.cuh"),
+)
+
+# Options that are arrays, then a number, then what kernels write.
+_OPTIONS: tuple[_Fields, ...] = (
+    *(
+        (
+            "const void*",
+            option.name,
+            f"{' or '.join(option.array.dtypes)}, {option.array.words}",
+        )
+        for option in options.TABLE
+        if option.array
+    ),
+    ("u64", "seed", "of dropout"),
+    ("void*", "found", "by the kernels of prepare/"),
+)
+_GRADIENTS: tuple[_Fields, ...] = (
+    ("void*", "dbias", "its sums (dbias.cuh); null: not wanted"),
+    ("void*", "dsink", "contiguous; null: not wanted"),
+)
+ForwardOptionsArguments = _struct(
+    "ForwardOptionsArguments",
+    'Of calls that have options. Arrays that a call lacks are null. "q" and'
+    ' "lse": the type of\nthat array.',
+    *_OPTIONS,
+    ("ForwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+)
+BackwardOptionsArguments = _struct(
+    "BackwardOptionsArguments",
+    "",
+    *_OPTIONS,
+    *_GRADIENTS,
+    ("BackwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+)
+MergeArguments = _struct(
+    "MergeArguments",
+    "All arrays are contiguous: out, out_a and out_b (batch, seqlen_q,"
+    " num_heads_q, head_dim_v); lse,\nlse_a and lse_b (batch, num_heads_q,"
+    " seqlen_q).",
+    ("const void*", "out_a lse_a out_b lse_b"),
+    ("void*", "out lse"),
+    ("int", "batch seqlen_q num_heads_q head_dim_v"),
+)
+
+TensorMap = _struct(
+    "TensorMap",
+    "A 4-D tensor in global memory as the TMA unit sees it. The driver encodes"
+    " it: opaque.",
+    ("u64", "opaque[16]"),
+)
+_FORWARD_MAPS: _Fields = ("TensorMap", "q_map k_map v_map out_map")
+_BACKWARD_MAPS: _Fields = (
+    "TensorMap",
+    "q_map dout_map k_map v_map dk_map dv_map",
+)
+ForwardWgmmaArguments = _struct(
+    "ForwardWgmmaArguments",
+    "Maps are of (head_dim, token, head, batch), boxes of 64 columns and a"
+    " tile's rows.",
+    _FORWARD_MAPS,
+    ("ForwardArguments", "arrays"),
+    ("StaticSchedule", "work_items"),
+)
+ForwardWgmmaOptionsArguments = _struct(
+    "ForwardWgmmaOptionsArguments",
+    "",
+    _FORWARD_MAPS,
+    *_OPTIONS,
+    ("ForwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+    ("StaticSchedule", "work_items"),
+)
+BackwardWgmmaArguments = _struct(
+    "BackwardWgmmaArguments",
+    "The maps of q and dout have boxes of 64 columns and a query tile's rows,"
+    " those of k and v a key\ntile's rows, those of dk and dv 16 rows.",
+    _BACKWARD_MAPS,
+    ("BackwardArguments", "arrays"),
+)
+BackwardWgmmaOptionsArguments = _struct(
+    "BackwardWgmmaOptionsArguments",
+    "",
+    _BACKWARD_MAPS,
+    *_OPTIONS,
+    *_GRADIENTS,
+    ("BackwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+)
+
+
+# ---- Filling one in ----
+
+
+class Template:
+    """An argument struct that lacks its TensorMaps and pointers alone.
+
+    Parameters
+    ----------
+    kind : dtype
+        One of the structs above.
+    **constants
+        Its other fields, and those of its field ``arrays``. Of a struct a
+        dict may have some fields; the others are 0.
+    """
+
+    def __init__(self, kind: np.dtype, **constants: Any) -> None:
+        filled = np.zeros((), kind)
+        for name, value in constants.items():
+            fields = filled if name in (kind.names or ()) else filled["arrays"]
+            if isinstance(value, dict):
+                for inner, number in value.items():
+                    fields[name][inner] = number
+            else:
+                fields[name] = value
+        leaves = [*_leaves(kind)]
+        maps = leaves.count(TensorMap)
+        pointers = leaves.count(np.dtype(np.uint64))
+        self.kind = kind
+        self._first = struct.Struct(
+            "=" + f"{TensorMap.itemsize}s" * maps + f"{pointers}Q"
+        )
+        self._rest = filled.tobytes()[self._first.size :]
+
+    def fill(self, maps: Iterable[bytes], pointers: Iterable[int]) -> bytes:
+        """The struct's bytes."""
+        return self._first.pack(*maps, *pointers) + self._rest
+
+
+def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
+    """The dtypes of a struct's fields, and of theirs, in order."""
+    if kind.names is None or kind == TensorMap:
+        yield kind
+        return
+    for name in kind.names:
+        yield from _leaves(kind[name])
+
+
+def pointers_of(kind: np.dtype) -> tuple[str, ...]:
+    """The names of a struct's pointers, and of those in its structs."""
+    names: list[str] = []
+    for name in kind.names or ():
+        if kind[name] == np.uint64:
+            names.append(name)
+        elif kind[name] != TensorMap:
+            names += pointers_of(kind[name])
+    return tuple(names)
