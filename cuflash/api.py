@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import execute, folders, options, settings, validate
+from . import folders, options, settings, validate
 from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .backends.base import Runner
+    from .backends.base import Backend, Runner
 
 __all__ = ["backward", "forward", "merge_states"]
 
@@ -479,7 +480,7 @@ def _open(
         arrays = {name: np.asarray(x) for name, x in given.items()}
         emulated = emulator.current()
         if emulated:
-            return execute.Kernels(emulated.backend()), arrays
+            return _kernels()(emulated.backend()), arrays
         from .backends import numpy
 
         return numpy, arrays
@@ -489,10 +490,22 @@ def _open(
         for name, x in given.items()
     }
     first = next(iter(arrays.values()))
-    return execute.Kernels(cupy.backend_of(first)), arrays
+    return _kernels()(cupy.backend_of(first)), arrays
 
 
-@functools.cache  # an import statement takes 0.6 us
+# These are imported by the first call that needs them, to keep the import of
+# cuflash short. Cached: an import statement takes 0.6 us.
+
+
+@functools.cache
+def _kernels() -> Callable[[Backend], Runner]:
+    """What makes a runner of a backend."""
+    from .execute import Kernels
+
+    return Kernels
+
+
+@functools.cache
 def _on_cuda() -> ModuleType:
     """What runs calls on CUDA arrays."""
     try:

@@ -7,7 +7,6 @@ the system has for caches and for data.
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 VARIABLE = "CUPY_CACHE_DIR"
@@ -37,6 +36,8 @@ def make(folder: Path) -> None:
     OSError
         If that is not possible. Its text names the folder.
     """
+    import tempfile  # here, to keep the import of cuflash short
+
     if str(folder).startswith("~"):
         raise OSError(f"{folder}: this user has no home folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 `TABLE` has a row for each option of `cuflash.forward` and `cuflash.backward`.
 Validation, the constants that kernels are compiled with and the argument
 structs follow from it; signatures, docstrings and README.md are tested
-against it (tests/test_option_table.py).
+against it (tests/unit/test_option_table.py).
 """
 
 from __future__ import annotations

@@ -8,10 +8,13 @@ have used the variable.
 from __future__ import annotations
 
 import functools
-import logging
 import os
+from typing import TYPE_CHECKING
 
 from cuflash.errors import ValueRangeError
+
+if TYPE_CHECKING:
+    import logging
 
 # Name: the values that are known. An empty variable counts as unset.
 VALUES = {
@@ -62,6 +65,8 @@ def logger() -> logging.Logger:
     A program that has set up its own logging gets the lines there, another
     one on stderr.
     """
+    import logging  # here, to keep the import of cuflash short
+
     found = logging.getLogger("cuflash")
     if read("CUFLASH_LOG") == "plan":
         if not found.isEnabledFor(logging.INFO):

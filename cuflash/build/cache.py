@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import os
-import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -112,6 +109,8 @@ _one_thread = threading.Lock()
 
 def _instead_of(folder: Path, error: Exception) -> Path:
     """A folder that ends with this process; a warning when it is made."""
+    import tempfile  # here, to keep the import of cuflash short
+
     with _one_thread:
         if folder in _temporary:
             return _temporary[folder]
@@ -134,6 +133,8 @@ def _instead_of(folder: Path, error: Exception) -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
+    import shutil
+
     if os.getpid() == process:  # and not a fork of it
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -180,4 +181,6 @@ def _digest_file(path: Path) -> Path:
 
 
 def _digest(path: Path) -> str:
+    import hashlib  # here, to keep the import of cuflash short
+
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -7,7 +7,6 @@ thread for the reasons in docs/internals/host.md, "Compiling at import".
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import sys
 import warnings
@@ -91,6 +90,8 @@ def _cupy() -> Path | None:
 
 def _stamp() -> Path:
     """The file that tells that all is compiled, named by what that means."""
+    import hashlib  # here, to keep the import of cuflash short
+
     cupy = _cupy()
     files = [
         *PACKAGE.glob("**/*.py"),

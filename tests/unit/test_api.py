@@ -47,7 +47,7 @@ def launch(monkeypatch):
         merge_states=cpu.merge_states,
     )
     monkeypatch.setattr(api, "_on_cuda", lambda: fake)
-    monkeypatch.setattr(api.execute, "Kernels", lambda backend: fake)
+    monkeypatch.setattr(api, "_kernels", lambda: lambda backend: fake)
     return fake
 
 

@@ -278,4 +278,5 @@ def test_import_is_light():
     loaded = set(run_without([], text).stdout.split())
     assert "cuflash.api" in loaded
     assert not loaded & {"cupy", "scipy", "cuda", "cuflash.reference"}
+    assert "cuflash.execute" not in loaded
     assert "cuflash.backends.emulator.machine" not in loaded
