@@ -124,7 +124,9 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
             return out, lse
         target = backend.target
         recipe = _forward_recipe(signature, target, target.family)
-        written = _written(recipe, "out", out, backend)
+        written = out
+        if recipe.copies:
+            written = _written(recipe, "out", out, backend)
         _launch(recipe, call, backend, (written, lse))
         if written is not out:
             backend.copy(out, written)
@@ -357,7 +359,10 @@ def _launch(
         ]
     # Kept until the kernels are queued: then the next in the queue may have
     # the memory.
-    kept, buffers = backend.workspace(recipe.workspace)
+    kept: Any = None
+    buffers: list[int] = []
+    if recipe.workspace:
+        kept, buffers = backend.workspace(recipe.workspace)
     inputs = backend.address(arrays)
     outputs = backend.address(written, written=True)
     if recipe.options:

@@ -8,7 +8,7 @@ import pytest
 
 import cuflash
 from cuflash import emulator
-from cuflash.backends.emulator import faults, runtime
+from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.errors import CompileError, KernelFault, UnsupportedError
 from cuflash.plan import KernelPlan
 from helpers.host_compiler import needs_compiler
@@ -213,7 +213,7 @@ def test_without_addr2line_a_fault_tells_the_address(launch, monkeypatch):
 def test_nothing_is_left_of_a_launch(launch, monkeypatch, tmp_path):
     folder = tmp_path / "memory"
     folder.mkdir()
-    monkeypatch.setattr(emulator.memory, "_held_in_memory", lambda: folder)
+    monkeypatch.setattr(memory, "_held_in_memory", lambda: folder)
     launch()
     with pytest.raises(KernelFault):
         launch("a.out[40] = 1;")
