@@ -1,0 +1,117 @@
+"""In CuPy's place: arrays without data, and a log of what is queued.
+
+It has what `cuflash.backends.cupy` and `validate` ask of CuPy, no more.
+"""
+
+import importlib
+import sys
+import types
+from contextlib import contextmanager
+from itertools import count
+
+import numpy as np
+
+STREAM = 77
+STEP = 1 << 32  # from one allocation to the next
+
+
+class Memory:
+    def __init__(self, ptr, device_id=0):
+        self.ptr, self.device_id = ptr, device_id
+
+
+class ndarray:
+    """Of CuPy's class as far as `type` is asked."""
+
+    def __init__(self, shape, dtype, memptr=None, strides=None):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        like = np.broadcast_to(np.zeros((), self.dtype), self.shape)
+        self.ndim, self.size = like.ndim, like.size
+        steps = np.cumprod([self.dtype.itemsize, *self.shape[:0:-1]])
+        self.strides = strides or tuple(map(int, steps[::-1]))
+        self.data = memptr or FAKE.alloc(like.nbytes)
+
+    def __getitem__(self, index):
+        view = np.broadcast_to(np.zeros((), self.dtype), self.shape)[index]
+        return ndarray(view.shape, self.dtype, self.data)
+
+    def __setitem__(self, index, value):
+        FAKE.log.append(("copy", self.data.ptr, value.data.ptr))
+
+    def fill(self, value):
+        FAKE.log.append(("fill", self.data.ptr, value))
+
+
+class Function:
+    kernel = types.SimpleNamespace(ptr=5)
+
+
+class FakeCupy(types.ModuleType):
+    """The module. `log` has what was allocated, copied and launched."""
+
+    ndarray = ndarray
+
+    def __init__(self):
+        super().__init__("cupy")
+        self.log, self.device = [], 0
+        self._addresses = count(STEP, STEP)
+        properties = {
+            "name": b"A fake GPU", "major": 9, "minor": 0,
+            "multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 << 10,
+            "l2CacheSize": 50 << 20,
+        }  # fmt: skip
+        self.cuda = types.SimpleNamespace(
+            runtime=types.SimpleNamespace(
+                getDevice=lambda: self.device,
+                getDeviceProperties=lambda index: properties,
+            ),
+            driver=types.SimpleNamespace(launchKernel=self._launch),
+            alloc=self._alloc_for_kernels,
+            get_current_stream=lambda: types.SimpleNamespace(ptr=STREAM),
+            Device=self._device,
+        )
+
+    def alloc(self, nbytes, device=None):
+        return Memory(
+            next(self._addresses), self.device if device is None else device
+        )
+
+    def _alloc_for_kernels(self, nbytes):
+        memory = self.alloc(nbytes)
+        self.log.append(("alloc", memory.ptr, nbytes))
+        return memory
+
+    @contextmanager
+    def _device(self, index):
+        before, self.device = self.device, index
+        yield
+        self.device = before
+
+    def _launch(self, function, *sizes):
+        *dims, shared, stream, pointers, _ = sizes
+        self.log.append(("launch", self.device, stream))
+
+    def logged(self, kind):
+        return [x for x in self.log if x[0] == kind]
+
+
+FAKE = FakeCupy()
+
+
+def in_place(monkeypatch):
+    """Put it in CuPy's place; return it and the backend's module, anew."""
+    import cuflash.backends
+    from cuflash import api
+    from cuflash.build import nvrtc
+
+    monkeypatch.setitem(sys.modules, "cupy", FAKE)
+    monkeypatch.setitem(sys.modules, "cuflash.backends.cupy", None)
+    del sys.modules["cuflash.backends.cupy"]
+    monkeypatch.setattr(cuflash.backends, "cupy", None, raising=False)
+    backend = importlib.import_module("cuflash.backends.cupy")
+    monkeypatch.setattr(nvrtc, "function", lambda kernel, device: Function)
+    encoded = staticmethod(lambda address, boxes: bytes(128))
+    monkeypatch.setattr(backend.CupyBackend, "tensor_map", encoded)
+    monkeypatch.setattr(api, "_on_cuda", lambda: backend)
+    FAKE.log.clear()
+    return FAKE, backend

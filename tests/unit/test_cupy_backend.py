@@ -1,0 +1,137 @@
+"""CuPy's backend without CuPy: what is allocated, copied and launched."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import execute, validate
+from cuflash.backends.base import Backend, Target
+from cuflash.backends.emulator.machine import Emulator
+from cuflash.workspace import ALIGNMENT
+from helpers import fake_cupy
+from helpers.fake_cupy import STREAM, ndarray
+
+SHAPE = (2, 300, 4, 64)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return fake_cupy.in_place(monkeypatch)[0]
+
+
+@pytest.fixture
+def structs(fake, monkeypatch):
+    """The argument structs that are launched from now on."""
+
+    def launch(backend, loaded, arguments, kind):
+        found.append(np.frombuffer(arguments, kind)[0])
+        original(backend, loaded, arguments, kind)
+
+    backend = sys.modules["cuflash.backends.cupy"].CupyBackend
+    original, found = backend.launch, []
+    monkeypatch.setattr(backend, "launch", launch)
+    return found
+
+
+def inputs(dtype="float16", **changes):
+    arrays = {x: ndarray(SHAPE, dtype) for x in ("dout", "q", "k", "v", "out")}
+    arrays["lse"] = ndarray((2, 4, 300), "float32")
+    return {**arrays, **changes}
+
+
+def forward(**changes):
+    given = inputs(**changes)
+    options = {x: y for x, y in given.items() if x not in inputs()}
+    return cuflash.forward(given["q"], given["k"], given["v"], **options)
+
+
+def test_forward_allocates_results_alone(fake, structs):
+    out, lse = forward(return_lse=True)
+    assert (out.shape, lse.shape) == (SHAPE, (2, 4, 300))
+    assert fake.log == [("launch", 0, STREAM)]
+    (struct,) = structs
+    assert struct["arrays"]["out"] == out.data.ptr
+    assert struct["arrays"]["lse"] == lse.data.ptr
+
+
+def test_backward_has_one_allocation_for_all_buffers(fake, structs):
+    gradients = cuflash.backward(**inputs(), deterministic=True)
+    ((_, start, nbytes),) = fake.logged("alloc")
+    arrays = structs[0]["arrays"]
+    buffers = [int(arrays[name]) for name in ("delta", "dq_sum", "turns")]
+    assert buffers[0] == start and buffers == sorted(buffers)
+    assert all(start <= x < start + nbytes for x in buffers)
+    assert not any(x % ALIGNMENT for x in buffers)
+    assert len(fake.logged("launch")) == 3
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        assert arrays[name] == gradient.data.ptr
+
+
+def test_options_without_buffers_allocate_nothing(fake, structs):
+    sink = ndarray((4,), "float32")
+    forward(sink=sink, softcap=3.0)
+    assert not fake.logged("alloc")
+    (struct,) = structs
+    assert struct["sink"] == sink.data.ptr
+    assert struct["found"] == struct["bias"] == 0
+    assert struct["options"]["softcap"] == 3.0
+
+
+def test_what_launches_find_is_in_the_same_allocation(fake, structs):
+    ids = ndarray((2, 300), "int32")
+    forward(segment_ids_q=ids, segment_ids_k=ids)
+    ((_, start, _),) = fake.logged("alloc")
+    assert structs[0]["found"] == start
+
+
+def test_a_bias_in_16_bits_has_its_gradient_converted(fake, structs):
+    bias = ndarray((4, 300, 300), "float16")
+    *_, dbias = cuflash.backward(**inputs(), bias=bias, return_dbias=True)
+    assert (dbias.shape, dbias.dtype) == (bias.shape, np.float16)
+    sums = int(structs[0]["dbias"])
+    assert fake.logged("fill") == [("fill", sums, 0)]
+    assert fake.logged("copy") == [("copy", dbias.data.ptr, sums)]
+
+
+def test_misaligned_rows_are_copied(fake, structs):
+    strides = (300 * 4 * 65 * 2, 4 * 65 * 2, 65 * 2, 2)
+    q = ndarray(SHAPE, "float16", strides=strides)
+    forward(q=q)
+    ((_, copy, source),) = fake.logged("copy")
+    assert source == q.data.ptr and structs[0]["arrays"]["q"] == copy
+
+
+def test_a_call_runs_on_the_device_of_its_arrays(fake):
+    with fake.cuda.Device(1):
+        arrays = {name: ndarray(SHAPE, "float16") for name in "qkv"}
+    cuflash.forward(**arrays)
+    assert fake.log == [("launch", 1, STREAM)]
+    assert fake.device == 0
+
+
+def test_a_bridge_replaces_what_is_about_arrays(fake):
+    """As PyTorch's would: another allocator, another stream."""
+
+    class Bridge(sys.modules["cuflash.backends.cupy"].CupyBackend):
+        def empty(self, shape, dtype):
+            made.append(ndarray(shape, dtype))
+            return made[-1]
+
+        def stream(self):
+            return 99
+
+    made, arrays = [], inputs()
+    call = validate.forward(arrays["q"], arrays["k"], arrays["v"])
+    out, _ = execute.forward(call, Bridge(0))
+    assert made == [out] and fake.log == [("launch", 0, 99)]
+
+
+def test_backends_have_what_the_protocol_asks_for(fake):
+    wanted = {x for x in {**vars(Backend), **vars(Target)} if x[0] != "_"}
+    assert wanted >= {"empty", "zeros", "copy", "address", "launch", "stream"}
+    ours = sys.modules["cuflash.backends.cupy"].CupyBackend(0)
+    emulated = Emulator("sm_80")
+    assert wanted <= set(dir(ours))
+    assert wanted <= {*dir(emulated.backend()), *dir(emulated)}
