@@ -97,7 +97,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 
 def _is_staged(problem: Problem) -> bool:
-    """sm90/forward.cu's STAGED."""
+    """sm90/forward_shared.cuh's STAGED."""
     return problem.bias in ("float16", "bfloat16")
 
 
@@ -112,7 +112,7 @@ def _ids_bytes(tile: Tile) -> int:
 
 
 def _in_product(problem: Problem) -> bool:
-    """sm90/forward.cu's SLOPES_IN_PRODUCT."""
+    """sm90/forward_shared.cuh's SLOPES_IN_PRODUCT."""
     beside = problem.softcap or problem.bias
     return (
         problem.alibi_slopes
@@ -126,12 +126,12 @@ def _slopes_bytes(tile: Tile) -> int:
 
 
 def _is_listed(problem: Problem) -> bool:
-    """sm90/forward.cu's SPARSE_TILES."""
+    """sm90/forward_shared.cuh's SPARSE_TILES."""
     return problem.segment_ids or problem.mask
 
 
 def _is_counted(problem: Problem) -> bool:
-    """sm90/forward.cu's DYNAMIC_SCHEDULER."""
+    """sm90/forward_shared.cuh's DYNAMIC_SCHEDULER."""
     return is_packed(problem) or problem.segment_ids
 
 
@@ -208,7 +208,7 @@ def _num_found(
 
 
 def _is_in_rounds(problem: Problem) -> bool:
-    """sm90/forward.cu's IN_ROUNDS, where tiles are not counted."""
+    """sm90/forward_scheduler.cuh's IN_ROUNDS, where tiles are not counted."""
     has_window = "window" in problem.options
     return has_window or bool(problem.bias and not problem.causal)
 
