@@ -1,59 +1,82 @@
-// The end of a tile of queries in forward.cu: O = acc / l, lse = |scale| m + log(l), their stores.
+// Epilogue of forward.cu: O = acc / l, lse = |scale| m + log(l), and their stores.
 #pragma once
 #include "sm90/forward_softmax.cuh"
 
-// What a row of maximum m and sum l comes to with its head's sink: O = inverse * acc. P is `excess`
-// of what it should be, in l and acc (see softmax()).
-struct RowEnd { float inverse, lse; };
+constexpr int NAN_BITS = 0x7FC00000;
+constexpr float LN_2 = 0.6931471805599453f;
 
-__device__ __forceinline__ RowEnd end_of_row(
+// ---- Where a query tile's results go ----
+
+// lse of its first query; null if lse is not wanted.
+__device__ __forceinline__ float* lse_of(const ForwardArguments& arrays, QueryTile tile) {
+    const Shape& shape = arrays.shape;
+    if (arrays.lse == nullptr) return nullptr;
+    const i64 rows = (i64{tile.batch} * shape.num_heads_q + tile.head) * shape.seqlen_q;
+    return static_cast<float*>(arrays.lse) + rows + tile.first_q + tile.q_start;
+}
+
+// O of its first query.
+__device__ __forceinline__ Element* out_of(const ForwardArguments& arrays, QueryTile tile) {
+    const Strides stride = arrays.out_stride;
+    return static_cast<Element*>(arrays.out) + tile.batch * stride.batch
+         + tile.head * stride.head + (tile.first_q + tile.q_start) * stride.token;
+}
+
+// ---- Normalisation ----
+
+// O = inverse acc. `excess`: the factor by which P is too large, in l and acc (online_softmax).
+struct RowResult { float inverse, lse; };
+
+// A row of maximum m and sum l with its head's sink.
+__device__ __forceinline__ RowResult finish_row(
     const Arguments& args, float m, float l, float excess, int head) {
     const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
-    const bool nothing = m == -infinity();
-    const WithSink<float> row(nothing ? m : m * scale, l / excess, sink_of<float>(args, head));
+    const bool no_key = m == -infinity();
+    const WithSink<float> row(no_key ? m : m * scale, l / excess, sink_of<float>(args, head));
     if (row.sum == 0.0f) return {0.0f, -infinity()};
     return {row.rescale / (excess * row.sum), lse_of_row(row.top, row.sum)};
 }
 
-// What softmax() multiplies a row's P by: 2^(c m - round(c m)).
-__device__ __forceinline__ float excess_of(float m, float c) {
-    return m == -infinity() ? 1.0f : exp2_approx(fmaf(m, c, -reference(m, c)));
+// 2^(c m - round(c m)): see online_softmax.
+__device__ __forceinline__ float excess_of(float m, float scale_log2) {
+    return m == -infinity() ? 1.0f : exp2_approx(fmaf(m, scale_log2,
+                                                      -finite_max_scaled(m, scale_log2)));
 }
 
-// acc becomes O = acc / l, lse = |scale| m + log(l); rows that saw no key: 0 and -inf. Says whether
-// that is the result for both rows of all the warp's lanes. If not, such rows begin with a NaN.
-// A sink takes part in l.
+// acc becomes O; lse is stored. Rows that saw no key get 0 and -inf. A sink takes part in l.
+//
+// False if a row of the warp needs recompute_row; such rows of acc begin with a NaN.
 __device__ __forceinline__ bool normalise(
-    const Arguments& args, float (&acc)[O_COUNT], const Rows& rows, float c, int row,
-    const Queries& queries, float* lse) {
-    const ForwardArguments& arguments = args.arrays;
-    const int num_rows = queries.num_rows;
-    const int head = PACKED && is_none(args, queries) ? NO_HEAD : queries.head;
+    const Arguments& args, float (&acc)[O_COUNT], const RowState& rows, float scale_log2, int row,
+    const QueryTile& tile, float* lse) {
+    const int head = PACKED && is_none(args, tile) ? NO_HEAD : tile.head;
     bool exact = true;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float m = rows.m[half], l = quad_sum(rows.l[half]);
-        const float inverse = SINK ? end_of_row(args, m, l, excess_of(m, c), head).inverse
-                            : l == 0.0f ? 0.0f : __fdividef(1.0f, l);
+        const float m = rows.max[half], l = quad_sum(rows.sum[half]);
+        const float inverse =
+            SINK ? finish_row(args, m, l, excess_of(m, scale_log2), head).inverse
+                 : l == 0.0f ? 0.0f : __fdividef(1.0f, l);
         #pragma unroll
         for (int j = 0; j < O_COUNT / 4; ++j)
             #pragma unroll
             for (int x = 0; x < 2; ++x) {
                 float& o = acc[j * 4 + half * 2 + x];
                 o *= inverse;
-                // A NaN or an infinity of V spreads to rows that do not see it too, as 0 * NaN. And
-                // weights above 1 may have been too much.
+                // A NaN or an infinity of V reaches rows that do not see it, too, as 0 * NaN; and
+                // weights above 1 may overflow.
                 if (MASKED || OPTIONS) exact &= fabsf(o) < infinity();
             }
-        const float subtracted = reference(m, c);
-        exact &= l < infinity() && fabsf(subtracted) < 0x1p24f;
-        if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < num_rows) {
+        const float max_scaled = finite_max_scaled(m, scale_log2);
+        exact &= l < infinity() && fabsf(max_scaled) < 0x1p24f;
+        if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < tile.num_rows) {
             if constexpr (SINK) {
-                lse[row + half * 8] = end_of_row(args, m, l, excess_of(m, c), head).lse;
+                lse[row + half * 8] = finish_row(args, m, l, excess_of(m, scale_log2), head).lse;
             } else {
-                const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
-                const float rest = fmaf(m, c, -subtracted) * LN_2;
-                lse[row + half * 8] = l == 0.0f ? -infinity() : m * scale + (logf(l) - rest);
+                const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
+                const float log_excess = fmaf(m, scale_log2, -max_scaled) * LN_2;
+                lse[row + half * 8] =
+                    l == 0.0f ? -infinity() : m * scale + (logf(l) - log_excess);
             }
         }
     }
@@ -63,29 +86,16 @@ __device__ __forceinline__ bool normalise(
     return inexact == 0;
 }
 
-// Where lse of the first of the queries belongs, null if it is not wanted.
-__device__ __forceinline__ float* lse_of(const ForwardArguments& arguments, Queries queries) {
-    const Shape& shape = arguments.shape;
-    if (arguments.lse == nullptr) return nullptr;
-    const i64 rows = (i64{queries.batch} * shape.num_heads_q + queries.head) * shape.seqlen_q;
-    return static_cast<float*>(arguments.lse) + rows + queries.first_q + queries.first;
-}
+// ---- Stores ----
 
-// The row of O of the first of the queries.
-__device__ __forceinline__ Element* out_of(const ForwardArguments& arguments, Queries queries) {
-    const Strides stride = arguments.out_stride;
-    return static_cast<Element*>(arguments.out) + queries.batch * stride.batch
-         + queries.head * stride.head + (queries.first_q + queries.first) * stride.token;
-}
-
-// The warp's 16 rows of O as a tile of BLOCK_Q rows, from the row on at which `rows` points.
-__device__ __forceinline__ void store_to_tile(u32 rows, const float (&o)[O_COUNT]) {
+// The warp's 16 rows of O to shared memory: `rows` points at the first in a tile of BLOCK_Q rows.
+__device__ __forceinline__ void stage_rows(u32 rows, const float (&o)[O_COUNT]) {
     const int lane = threadIdx.x % 32;
-    const u32 chunk_of_lane = rows + tile_offset<BLOCK_Q>(lane % 16, lane / 16 * 8);
+    const u32 lane_chunk = rows + tile_offset<BLOCK_Q>(lane % 16, lane / 16 * 8);
     #pragma unroll
     for (int j = 0; j < O_COUNT / 8; ++j) {                 // 16 rows, 16 columns
         const u32 panel = j / 4 * (BLOCK_Q * PANEL_ROW_BYTES);
-        stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + panel,
+        stmatrix_x4((lane_chunk ^ (j % 4 * 2 * CHUNK_BYTES)) + panel,
                     pack<Element>(o[j * 8], o[j * 8 + 1]),
                     pack<Element>(o[j * 8 + 2], o[j * 8 + 3]),
                     pack<Element>(o[j * 8 + 4], o[j * 8 + 5]),

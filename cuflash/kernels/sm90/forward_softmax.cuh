@@ -1,110 +1,140 @@
-// The online softmax of forward.cu, on a warpgroup's accumulator S.
+// Online softmax of forward.cu, on a consumer warpgroup's accumulator S.
+//
+//     m' = max(m, rowmax(S)),  P = 2^(c S - c m'),  l' = l 2^(c m - c m') + rowsum(P)
+//
+// c = scale log2(e) (scale_log2), or log2(e) where score modifications have applied the scale.
 #pragma once
 #include "common/upper_halves.cuh"
 #include "sm90/forward_shared.cuh"
 
-// Of the lane's two rows, which are 8 apart. cm: c m, rounded. l: this lane's share of the sum.
-struct Rows { float m[2], cm[2], l[2]; };
-__device__ __forceinline__ Rows no_rows() {
+// State of the lane's two rows, which are 8 apart. max_scaled: c m, rounded. sum: this lane's share
+// of l.
+struct RowState { float max[2], max_scaled[2], sum[2]; };
+__device__ __forceinline__ RowState empty_rows() {
     return {{-infinity(), -infinity()}, {-infinity(), -infinity()}, {0.0f, 0.0f}};
 }
 
-// What m is multiplied to be subtracted: 2^(c S - reference).
-__device__ __forceinline__ float reference(float m, float c) {
-    return m == -infinity() ? 0.0f : m * c;                 // else 2^(-inf + inf)
+// c m as it is subtracted: finite for rows that have seen no key, where 2^(-inf + inf) is NaN.
+__device__ __forceinline__ float finite_max_scaled(float max, float scale_log2) {
+    return max == -infinity() ? 0.0f : max * scale_log2;
 }
 
-// What makes scores of the lane's products where slopes are in those: factor, and what either row
-// lacks. It is added to their maxima, and not to each.
-struct Origins {
-    float of[2] = {0.0f, 0.0f}, factor = 1.0f;
-    __device__ __forceinline__ float score(int half, float s) const {
-        return SLOPES_IN_PRODUCT ? fmaf(s, factor, of[half]) : s;
+// ---- What an element s of the accumulator stands for ----
+
+// A score. Each of these types has `exponent`, c score - subtrahend; `subtrahend` is c m, adapted.
+struct PlainScore {
+    __device__ __forceinline__ void set(int, float, float) {}
+    __device__ __forceinline__ float value(int, float s) const { return s; }
+    __device__ __forceinline__ float subtrahend(int, float max_scaled, float) const {
+        return max_scaled;
     }
-    // What is subtracted from c S if it were cm from the score times c.
-    __device__ __forceinline__ float subtracted(int half, float cm, float c) const {
-        return SLOPES_IN_PRODUCT ? fmaf(-c, of[half], cm) : cm;
-    }
-    __device__ __forceinline__ float exponent(float s, float c, float subtracted) const {
-        return s * (SLOPES_IN_PRODUCT ? factor * c : c) - subtracted;
+    __device__ __forceinline__ float exponent(float s, float scale_log2, float subtrahend) const {
+        return s * scale_log2 - subtrahend;
     }
 };
 
-// S becomes P = 2^(c S - subtracted), and what that comes to in each row: of a tile by itself, as
-// roundings of one long sum are alike where weights are, and all to one side.
-template <class By>
-__device__ __forceinline__ void sum_weights(
-    float (&s)[S_COUNT], float (&sum)[2], float c, const float (&subtracted)[2], const By& by) {
+// ALIBI_MMA: score = factor s + offset of the row. The offset is added to the row's maximum only.
+struct AlibiScore {
+    float offset[2] = {0.0f, 0.0f}, factor = 1.0f;
+    __device__ __forceinline__ void set(int half, float row_offset, float row_factor) {
+        offset[half] = row_offset;
+        factor = row_factor;
+    }
+    __device__ __forceinline__ float value(int half, float s) const {
+        return fmaf(s, factor, offset[half]);
+    }
+    __device__ __forceinline__ float subtrahend(
+        int half, float max_scaled, float scale_log2) const {
+        return fmaf(-scale_log2, offset[half], max_scaled);
+    }
+    __device__ __forceinline__ float exponent(float s, float scale_log2, float subtrahend) const {
+        return s * (factor * scale_log2) - subtrahend;
+    }
+};
+
+// A product whose score under a softcap is the tanh_poly3 polynomial: evaluated here, it fills
+// issue slots while exponentials are waited for. It includes log2(e).
+struct Poly3Score {
+    const ScoreMod<float>& score_mod;
+    __device__ __forceinline__ float subtrahend(int, float max_scaled, float) const {
+        return max_scaled;
+    }
+    __device__ __forceinline__ float exponent(float s, float, float subtrahend) const {
+        return fmaf(score_mod.poly3_factor_log2(s), s, -subtrahend);
+    }
+};
+
+// ---- The softmax ----
+
+// S becomes P = 2^(c S - subtrahend); adds it to `sum`. The sum of a tile is kept apart from l: in
+// one long sum of similar weights all roundings go to one side.
+template <class Score>
+__device__ __forceinline__ void exp2_and_sum(
+    float (&s)[S_COUNT], float (&sum)[2], float scale_log2, const float (&subtrahend)[2],
+    const Score& score) {
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i) {
-        s[i] = exp2_approx(by.exponent(s[i], c, subtracted[i / 2 % 2]));
+        s[i] = exp2_approx(score.exponent(s[i], scale_log2, subtrahend[i / 2 % 2]));
         sum[i / 2 % 2] += s[i];
     }
 }
 
-// m' = max(m, rowmax(S)),  P = 2^(c S - c m'),  l' = l 2^(c m - c m') + rowsum(P): S becomes P. The
-// factor by which l, and acc, shrink is given back.
+// One step: S becomes P. `rescale` is the factor 2^(c m - c m') by which l shrinks, and acc must.
 //
-// The product c S is not rounded before c m', which is, is subtracted. That multiplies a row's P by
-// 2^(c m - round(c m)), in l and acc alike; store() takes it out of lse.
-//
-// by: what S lacks.
-template <bool MASKED>
-__device__ __forceinline__ void softmax(
-    float (&s)[S_COUNT], Rows& rows, float c, float (&rescale)[2], const Origins& by) {
-    float subtracted[2];
+// c S is not rounded before c m', which is, is subtracted. That multiplies a row's P by 2^(c m' -
+// round(c m')), in l and acc alike; normalise() takes it out of lse.
+template <bool IS_MASKED, class Score = PlainScore>
+__device__ __forceinline__ void online_softmax(
+    float (&s)[S_COUNT], RowState& rows, float scale_log2, float (&rescale)[2],
+    const Score& score = {}) {
+    float subtrahend[2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float m = s[half * 2];
         #pragma unroll
         for (int j = 0; j < S_COUNT / 4; ++j)
             m = fmaxf(fmaxf(m, s[j * 4 + half * 2]), s[j * 4 + half * 2 + 1]);
-        m = fmaxf(rows.m[half], quad_max(by.score(half, m)));
-        const float cm = __fmul_rn(m, c);                   // if fused, m' = m would rescale too
-        subtracted[half] = MASKED && m == -infinity() ? 0.0f : cm;
-        rescale[half] = exp2_approx(rows.cm[half] - subtracted[half]);
-        rows.m[half] = m;
-        rows.cm[half] = cm;
-        subtracted[half] = by.subtracted(half, subtracted[half], c);
+        m = fmaxf(rows.max[half], quad_max(score.value(half, m)));
+        const float max_scaled = __fmul_rn(m, scale_log2);  // if fused, m' = m would rescale too
+        subtrahend[half] = IS_MASKED && m == -infinity() ? 0.0f : max_scaled;
+        rescale[half] = exp2_approx(rows.max_scaled[half] - subtrahend[half]);
+        rows.max[half] = m;
+        rows.max_scaled[half] = max_scaled;
+        subtrahend[half] = score.subtrahend(half, subtrahend[half], scale_log2);
     }
     float sum[2] = {0.0f, 0.0f};
-    sum_weights(s, sum, c, subtracted, by);
+    exp2_and_sum(s, sum, scale_log2, subtrahend, score);
     #pragma unroll
     for (int half = 0; half < 2; ++half)
-        rows.l[half] = rows.l[half] * rescale[half] + sum[half];
+        rows.sum[half] = rows.sum[half] * rescale[half] + sum[half];
 }
 
-// What makes scores of slight products, by log2(e) already: while exponentials are waited for.
-struct Poly3Scores {
-    const ScoreMod<float>& steps;
-    __device__ __forceinline__ float subtracted(int, float cm, float) const { return cm; }
-    __device__ __forceinline__ float exponent(float s, float, float subtracted) const {
-        return fmaf(steps.poly3_factor_log2(s), s, -subtracted);
-    }
-};
-
-// The same where m stays, so neither l nor acc shrinks: P may be above 1.
-template <class By>
-__device__ __forceinline__ void softmax_of_old_maxima(
-    float (&s)[S_COUNT], Rows& rows, float c, const By& by) {
-    float subtracted[2], sum[2] = {0.0f, 0.0f};
+// The same with the old maximum: l and acc are not rescaled, and P may exceed 1.
+template <class Score>
+__device__ __forceinline__ void softmax_with_old_max(
+    float (&s)[S_COUNT], RowState& rows, float scale_log2, const Score& score) {
+    float subtrahend[2], sum[2] = {0.0f, 0.0f};
     #pragma unroll
-    for (int half = 0; half < 2; ++half) subtracted[half] = by.subtracted(half, rows.cm[half], c);
-    sum_weights(s, sum, c, subtracted, by);
+    for (int half = 0; half < 2; ++half)
+        subtrahend[half] = score.subtrahend(half, rows.max_scaled[half], scale_log2);
+    exp2_and_sum(s, sum, scale_log2, subtrahend, score);
     #pragma unroll
-    for (int half = 0; half < 2; ++half) rows.l[half] += sum[half];
+    for (int half = 0; half < 2; ++half) rows.sum[half] += sum[half];
 }
 
-// Whether m may stay, for all rows of the warp: no P is above 2^15, which float16 has, and by which
-// log(l) is less exact by a few 2^-24. Not if a score is NaN or infinite, or a row saw no key yet.
-// Two numbers take an instruction, a maximum of each row two.
-__device__ __forceinline__ bool maxima_may_stay(
-    const float (&s)[S_COUNT], const Rows& rows, float c, const Origins& by) {
-    constexpr float MOST = 15.0f;
+// Whether all rows of the warp may keep their maximum: no P exceeds 2^15, which float16 can hold
+// and which costs log(l) a few 2^-24 of accuracy. Not if a score is NaN or infinite or a row has
+// seen no key yet. The largest of two elements takes one instruction, each row's maximum two.
+template <class Score>
+__device__ __forceinline__ bool may_keep_max(
+    const float (&s)[S_COUNT], const RowState& rows, float scale_log2, const Score& score) {
+    constexpr float MAX_EXPONENT = 15.0f;
     const float top = largest_at_most(s);
-    bool may_stay = true;
+    bool may_keep = true;
     #pragma unroll
     for (int half = 0; half < 2; ++half)
-        may_stay &= by.exponent(top, c, by.subtracted(half, rows.cm[half], c)) <= MOST;
-    return __ballot_sync(WHOLE_WARP, may_stay) == WHOLE_WARP;
+        may_keep &= score.exponent(
+            top, scale_log2, score.subtrahend(half, rows.max_scaled[half], scale_log2))
+            <= MAX_EXPONENT;
+    return __ballot_sync(WHOLE_WARP, may_keep) == WHOLE_WARP;
 }
