@@ -26,15 +26,15 @@ from .steps import (
     window_of,
 )
 
-# What kernels/ptx.cuh has products for, and shared memory room.
+# What common/ptx.cuh has MMAs for, and shared memory room.
 _HEAD_DIMS = {
     "forward": (64, 96, 128, 192, 256),
     "backward": (64, 128, 192, 256),
 }
 
 
-# A thread's registers: 240 with two math warpgroups, 160 with three. S and P
-# take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
+# A thread's registers: 240 with two consumer warpgroups, 160 with three. S and
+# P take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
 # to spill, 132 with three was.
 _REGISTERS = {2: 196, 3: 128}
 
@@ -51,7 +51,7 @@ _MBARRIER_BYTES, _WORK_BYTES = 8, 20
 _WIDEST_WITH_SLOPES = 192
 
 
-_SEQUENCE_BYTES = 6 * 4  # kernels/sequences.cuh's Sequence
+_SEQUENCE_BYTES = 6 * 4  # common/packed_sequences.cuh's Sequence
 
 
 def _head_dims(problem: Problem) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     if is_packed(problem):
         work += _SEQUENCE_BYTES
     if _is_counted(problem):
-        barriers += works + 1  # told and asked
+        barriers += works + 1  # full and requested
     return round_up(
         q_stages * queries
         + tile.num_stages * keys
@@ -98,22 +98,22 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
 
 
 def _is_staged(problem: Problem) -> bool:
-    """sm90/forward.cu's STAGED."""
+    """sm90/forward_shared.cuh's STAGED_BIAS."""
     return problem.bias in ("float16", "bfloat16")
 
 
 def _biases_bytes(tile: Tile) -> int:
-    """Of all rows and, rounded up to 32, keys; 16 bytes more each row."""
+    """Of all rows and keys (rounded up to 32), each row padded by 16 bytes."""
     return tile.block_q * (round_up(tile.block_k, 32) * 2 + 16)
 
 
 def _ids_bytes(tile: Tile) -> int:
-    """Of keys, in twice as many places as there are of K."""
+    """Of keys, in twice as many stages as K."""
     return 2 * tile.num_stages * tile.block_k * 4
 
 
 def _in_product(problem: Problem) -> bool:
-    """sm90/forward.cu's SLOPES_IN_PRODUCT."""
+    """sm90/forward_shared.cuh's ALIBI_MMA."""
     beside = problem.softcap or problem.bias
     return (
         problem.alibi_slopes
@@ -127,12 +127,12 @@ def _slopes_bytes(tile: Tile) -> int:
 
 
 def _is_listed(problem: Problem) -> bool:
-    """sm90/forward.cu's SPARSE_TILES."""
+    """sm90/forward_shared.cuh's SPARSE_TILES."""
     return problem.segment_ids or problem.mask
 
 
 def _is_counted(problem: Problem) -> bool:
-    """sm90/forward.cu's DYNAMIC_SCHEDULER."""
+    """sm90/forward_shared.cuh's DYNAMIC_SCHEDULER."""
     return is_packed(problem) or problem.segment_ids
 
 
@@ -210,7 +210,7 @@ def _found_buffers(
 
 
 def _is_in_rounds(problem: Problem) -> bool:
-    """sm90/forward.cu's IN_ROUNDS, where tiles are not counted."""
+    """sm90/forward_scheduler.cuh's BALANCED_ROUNDS, for static schedules."""
     has_window = "window" in problem.options
     return has_window or bool(problem.bias and not problem.causal)
 

@@ -1,0 +1,320 @@
+// Consumer warpgroup of forward.cu, without options: 64 queries of each query tile.
+//
+// Consumer::iteration is the main loop's body. It issues S = Q K^T of its key tile and acc += P V
+// of the previous one, then runs the softmax of S while P V is still being computed. `k` is the
+// pipeline stage of S's key tile; `v`, that of P's, is one behind.
+#pragma once
+#include "sm90/forward_recompute.cuh"
+#include "sm90/forward_scores.cuh"
+
+// Waits until a stage is full.
+template <int STAGES>
+__device__ __forceinline__ void pipeline_wait(u32 full, const PipelineState<STAGES>& stage) {
+    mbarrier_wait(full + 8 * stage.index, stage.phase);
+}
+
+// Never 0: 0 * inf is NaN. Score modifications apply the scale themselves.
+__device__ __forceinline__ float scale_log2_of(const Arguments& args) {
+    const float scale = fabsf(static_cast<float>(args.arrays.scale));
+    return LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
+}
+
+// A thread's share of the matrices. They are not members of Consumer, whose scalars the compiler
+// would then keep in memory until it has unrolled the loops over these arrays.
+struct Fragments {
+    float s[S_COUNT], acc[O_COUNT], rescale[2];
+    u32 p[P_COUNT];
+    RowState rows = empty_rows();
+};
+
+struct Consumer {
+    const Arguments& args;
+    SharedPlan& shared;
+    float (&s)[S_COUNT];
+    float (&acc)[O_COUNT];
+    float (&rescale)[2];
+    u32 (&p)[P_COUNT];
+    RowState& rows;
+
+    // The shuffle tells the compiler that this is uniform across a warp, as is all that follows
+    // from it: descriptors are then computed once a warp and held in uniform registers.
+    const int warpgroup =
+        __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
+    const int lane = threadIdx.x % 32, warpgroup_row = warpgroup * CONSUMER_ROWS;
+    const int warp_row = (threadIdx.x / 32 - 4) * 16, lane_row = warp_row + lane / 4;
+    const float scale_log2 = scale_log2_of(args);
+
+    const u64 q_desc = descriptor(
+        shared_address(&shared.q_then_out) + warpgroup_row * PANEL_ROW_BYTES, 0);
+    const u64 k_desc = descriptor(shared_address(&shared.k), 0);
+    const u64 v_desc = descriptor(shared_address(&shared.v), BLOCK_K * PANEL_ROW_BYTES);
+    const u32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
+    const u32 k_full = shared_address(&shared.k_full), k_empty = shared_address(&shared.k_empty);
+    const u32 v_full = shared_address(&shared.v_full), v_empty = shared_address(&shared.v_empty);
+
+    bool accumulates = false;                               // false: P V overwrites acc
+    bool exact = true;                                      // no row so far needs recompute_row
+    PipelineState<Q_STAGES> q;
+    PipelineState<KV_STAGES> k, v{KV_STAGES - 1, 1};
+    int stored_stage = -1;                                  // of Q, through which rows are leaving
+
+    // The query tile: the lane's first query, and the key tiles that the warpgroup visits.
+    decltype(own_shape(args)) shape = own_shape(args);
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
+    int first_row, num_skipped;
+    KeyTiles visited;
+
+    __device__ __forceinline__ Consumer(
+        const Arguments& args, SharedPlan& shared, Fragments& fragments)
+        : args(args), shared(shared), s(fragments.s), acc(fragments.acc),
+          rescale(fragments.rescale), p(fragments.p), rows(fragments.rows) {}
+
+    // ---- Main loop ----
+
+    // The key tiles of a query tile after the first, from the last to the first: those at the end
+    // of the keys that queries see are masked.
+    __device__ __forceinline__ void main_loop() {
+        int tile = visited.num_visited - 2;
+        for (; tile >= visited.num_full; --tile) iteration<true>(tile);
+        for (; tile >= 0; --tile) iteration<false>(tile);
+    }
+
+    // S of key tile `tile`, acc += P V of the previous one; then P of `tile`.
+    template <bool IS_MASKED>
+    __device__ __forceinline__ void iteration(int tile) {
+        k = v;
+        k.next();
+        pipeline_wait(k_full, k);
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk();
+        pipeline_wait(v_full, v);
+        wgmma_fence();
+        gemm_pv();
+        scheduler_barrier_arrive();
+        wait_for_qk<1>();                                   // P V runs on
+        release_k(tile == 0);
+        if constexpr (IS_MASKED) mask_scores(tile);
+        online_softmax<IS_MASKED>(s, rows, scale_log2, rescale);
+        wait_for_pv();
+        release_v();
+        rescale_acc();
+        release_q();
+        v = k;
+        pack_pairs<Element>(p, s);
+    }
+
+    // The first S of a query tile, alone. STORES: the rows of the query tile in work slot `slot`
+    // leave meanwhile.
+    template <bool STORES>
+    __device__ __forceinline__ void first_iteration(int slot = -1) {
+        k = v;
+        k.next();
+        skip_tiles();
+        const int tile = visited.num_visited - 1;
+        pipeline_wait(k_full, k);
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk();
+        scheduler_barrier_arrive();
+        if constexpr (STORES) epilogue(slot);
+        wait_for_qk<0>();
+        release_k(tile == 0);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale);
+        v = k;
+        pack_pairs<Element>(p, s);
+    }
+
+    // The first S of a query tile with the last P V of the one in work slot `slot`, whose rows then
+    // leave: nothing drains between query tiles.
+    __device__ __forceinline__ void iteration_across_tiles(int slot) {
+        k = v;
+        k.next();
+        skip_tiles();
+        const int tile = visited.num_visited - 1;
+        pipeline_wait(k_full, k);
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk();
+        pipeline_wait(v_full, v);
+        wgmma_fence();
+        gemm_pv();
+        scheduler_barrier_arrive();
+        wait_for_qk<1>();
+        release_k(tile == 0);
+        wait_for_pv();
+        release_v();
+        epilogue(slot);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale);
+        v = k;
+        pack_pairs<Element>(p, s);
+    }
+
+    // The last P V of a query tile, alone.
+    __device__ __forceinline__ void last_gemm_pv() {
+        pipeline_wait(v_full, v);
+        warpgroup_fence_operand(acc);
+        wgmma_fence();
+        gemm_pv();
+        wait_for_pv();
+        release_v();
+    }
+
+    // ---- GEMMs ----
+
+    // S = Q K^T, asynchronously.
+    __device__ __forceinline__ void gemm_qk() {
+        issue_qk();
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_qk() {
+        gemm_abt_ss<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
+            s, advance(q_desc, q.index * static_cast<int>(sizeof(shared.q_then_out[0]))),
+            advance(k_desc, k.index * static_cast<int>(sizeof(shared.k[0]))));
+    }
+
+    // acc += P V, asynchronously.
+    __device__ __forceinline__ void gemm_pv() {
+        gemm_ab_rs<Element, BLOCK_K>(
+            acc, p, advance(v_desc, v.index * static_cast<int>(sizeof(shared.v[0]))), accumulates);
+        wgmma_commit();
+        accumulates = true;
+    }
+
+    // One warpgroup at a time issues its GEMMs, so that one's softmax runs under another's GEMMs.
+    __device__ __forceinline__ void scheduler_barrier_sync() {
+        barrier_sync(SCHEDULER_BARRIER + warpgroup, SCHEDULER_THREADS);
+    }
+    __device__ __forceinline__ void scheduler_barrier_arrive() {
+        barrier_arrive(SCHEDULER_BARRIER + (warpgroup + 1) % CONSUMER_WARPGROUPS,
+                       SCHEDULER_THREADS);
+    }
+
+    // PENDING: of the GEMMs issued since, how many may still run.
+    template <int PENDING> __device__ __forceinline__ void wait_for_qk() {
+        wgmma_wait<PENDING>();
+        warpgroup_fence_operand(s);
+    }
+    __device__ __forceinline__ void wait_for_pv() {
+        wgmma_wait<0>();
+        warpgroup_fence_operand(acc);
+    }
+
+    __device__ __forceinline__ void rescale_acc() {
+        #pragma unroll
+        for (int i = 0; i < O_COUNT; ++i) acc[i] *= rescale[i / 2 % 2];
+    }
+
+    __device__ __forceinline__ void mask_scores(int tile) {
+        if (tile < visited.num_full) return;
+        apply_mask(s, mask, first_row, tile * BLOCK_K);
+    }
+
+    // ---- Stages ----
+
+    // A single stage of Q is released after its last S.
+    __device__ __forceinline__ void release_k(bool is_last_tile) {
+        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
+        if (Q_STAGES == 1 && is_last_tile && lane == 0) mbarrier_arrive(q_empty);
+    }
+    __device__ __forceinline__ void release_v() {
+        if (lane == 0) mbarrier_arrive(v_empty + 8 * v.index);
+    }
+
+    // A stage of Q through which rows left is released an iteration later, when the TMA unit has
+    // surely read it.
+    __device__ __forceinline__ void release_q() {
+        if (stored_stage >= 0 && lane == 0) {
+            tma_store_wait_read<0>();
+            mbarrier_arrive(q_empty + 8 * stored_stage);
+        }
+        stored_stage = -1;
+    }
+
+    // ---- Query tiles ----
+
+    // Waits for the next query tile; false after the last.
+    //
+    // The producer loads every key tile that one of the block's warpgroups sees. Of those past the
+    // last that this one sees it skips num_skipped: at most KV_STAGES - 1, because it waits for
+    // them while it still holds the stage of P's key tile.
+    __device__ __forceinline__ bool begin_tile() {
+        pipeline_wait(q_full, q);
+        const WorkTile& work = shared.work_tiles[work_slot(q)];
+        if (work.num_rows == 0) return false;
+        first_row = work.q_start + lane_row;
+        set_lengths(shape, work);
+        set_lengths(mask, work);
+        visited = key_tiles(mask, work.q_start + warpgroup_row, CONSUMER_ROWS);
+        // Down to the block's first, which other warpgroups may see.
+        if constexpr (WINDOW) visited.first = first_key_tile(mask, work.q_start);
+        if (warpgroup_row >= work.num_rows) visited.num_visited = visited.first + 1;
+        num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
+        visited.num_visited = work.num_visited - num_skipped;
+        return true;
+    }
+
+    __device__ __forceinline__ void skip_tiles() {
+        for (int i = 0; i < num_skipped; ++i) {
+            pipeline_wait(k_full, k);
+            scheduler_barrier_sync();
+            scheduler_barrier_arrive();
+            if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
+            pipeline_wait(v_full, k);
+            if (lane == 0) mbarrier_arrive(v_empty + 8 * k.index);
+            k.next();
+        }
+    }
+
+    // O and lse of the query tile in work slot `slot`: O leaves through its stage of Q, or from
+    // registers where there is one stage only, which is being refilled.
+    __device__ __forceinline__ void epilogue(int slot) {
+        const QueryTile tile = shared.work_tiles[slot];
+        const ForwardArguments& arrays = args.arrays;
+        exact &= normalise(args, acc, rows, scale_log2, lane_row, tile, lse_of(arrays, tile));
+        if constexpr (Q_STAGES > 1) {
+            const u32 stage = shared_address(&shared.q_then_out)
+                            + slot * static_cast<int>(sizeof(shared.q_then_out[0]));
+            store_through(stage, tile);
+            stored_stage = slot;
+        } else {
+            const i64 stride = arrays.out_stride.token;
+            store_to_array(out_of(arrays, tile) + lane_row * stride, stride, acc, lane_row,
+                           tile.num_rows, shape.head_dim_v);
+        }
+        accumulates = false;
+        rows = empty_rows();
+    }
+
+    // The warp's rows of O, through a stage of Q: by the TMA unit, or by the warp itself where its
+    // 16 rows would reach into the next packed sequence.
+    __device__ __forceinline__ void store_through(u32 stage, const QueryTile& tile) {
+        stage_rows(stage + warp_row * PANEL_ROW_BYTES, acc);
+        fence_async_proxy();
+        __syncwarp();
+        const bool ends_sequence = PACKED && tile.num_rows < warp_row + 16;
+        if (ends_sequence) {
+            const i64 stride = args.arrays.out_stride.token;
+            store_tile<16, HEAD_DIM_V, 32, BLOCK_Q>(
+                stage, warp_row,
+                reinterpret_cast<u16*>(out_of(args.arrays, tile) + warp_row * stride),
+                stride, tile.num_rows - warp_row, shape.head_dim_v, true, lane);
+            __syncwarp();
+        }
+        if (lane == 0 && !ends_sequence && warp_row < tile.num_rows) {
+            #pragma unroll
+            for (int panel = 0; panel < num_panels(HEAD_DIM_V); ++panel)
+                tma_store(args.out_map, stage + (panel * BLOCK_Q + warp_row) * PANEL_ROW_BYTES,
+                          panel * PANEL_COLUMNS, tile.first_q + tile.q_start + warp_row,
+                          tile.head, tile.batch);
+            tma_store_commit();
+        }
+    }
+};

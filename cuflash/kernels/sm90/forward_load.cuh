@@ -1,0 +1,181 @@
+// Producer warpgroup of forward.cu. Q and K/V have separate producer threads, so loading the next Q
+// does not wait for this tile's last K/V. With SPARSE_TILES a whole warp produces K and V.
+#pragma once
+#include "sm90/forward_scheduler.cuh"
+
+// One thread (with DYNAMIC_SCHEDULER one warp) loads Q and publishes each work tile.
+__device__ __forceinline__ void load_queries(const Arguments& args, SharedPlan& shared) {
+    TileScheduler scheduler(args);
+    PipelineState<1> request;
+    for (PipelineState<Q_STAGES> q;; q.next(), request.next()) {
+        shared.work_tiles.wait_for_request(request.phase ^ 1);
+        if (DYNAMIC_SCHEDULER) __syncwarp();                // all lanes, before the next request
+        const WorkTile tile = next_work_tile(scheduler, args);
+        if (DYNAMIC_SCHEDULER && threadIdx.x != 0) {
+            if (tile.num_rows == 0) return;
+            continue;
+        }
+        const u32 full = shared_address(&shared.q_full[q.index]);
+        mbarrier_wait(shared_address(&shared.q_empty[q.index]), q.phase ^ 1);
+        shared.work_tiles[work_slot(q)] = tile;
+        shared.work_tiles.publish(work_slot(q));
+        if (tile.num_rows == 0) {
+            mbarrier_arrive(full);
+            return;
+        }
+        tma_load_tile<BLOCK_Q, HEAD_DIM>(
+            shared_address(&shared.q_then_out[q.index]), args.q_map, full,
+            tile.first_q + tile.q_start, tile.head, tile.batch);
+    }
+}
+
+// One thread loads the key tiles of each query tile, from the last to the first.
+__device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& shared) {
+    const Shape& shape = args.arrays.shape;
+    const int group_size = shape.num_heads_q / shape.num_heads_kv;
+    TileScheduler scheduler(args);
+    PipelineState<KV_STAGES> stage;
+    for (;;) {
+        const WorkTile work = scheduler.acquire(args, shared);
+        if (work.num_rows == 0) return;
+        const int batch = work.batch, kv_head = work.head / group_size;
+        const int first_k = work.first_k;
+        const int first_tile = first_key_tile(mask_of(args, work), work.q_start);
+        for (int tile = work.num_visited - 1; tile >= first_tile; --tile, stage.next()) {
+            if (PACKED && tile == min(first_tile + REQUEST_AHEAD, work.num_visited - 1))
+                shared.work_tiles.request();
+            mbarrier_wait(shared_address(&shared.k_empty[stage.index]), stage.phase ^ 1);
+            tma_load_tile<BLOCK_K, HEAD_DIM>(
+                shared_address(&shared.k[stage.index]), args.k_map,
+                shared_address(&shared.k_full[stage.index]), first_k + tile * BLOCK_K, kv_head,
+                batch);
+            mbarrier_wait(shared_address(&shared.v_empty[stage.index]), stage.phase ^ 1);
+            tma_load_tile<BLOCK_K, HEAD_DIM_V>(
+                shared_address(&shared.v[stage.index]), args.v_map,
+                shared_address(&shared.v_full[stage.index]), first_k + tile * BLOCK_K, kv_head,
+                batch);
+        }
+    }
+}
+
+// ---- Sparse key tiles ----
+
+// A lane's share of a key tile's segment ids, read from global memory before their stage is free.
+struct LaneSegmentIds {
+    int ids[(BLOCK_K + 31) / 32];
+    __device__ __forceinline__ void load(const Pairs& pairs, int k_start, int seqlen_k) {
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
+                const int key = k_start + i * 32 + threadIdx.x % 32;
+                ids[i] = pairs.id_of_key(min(key, seqlen_k - 1));
+            }
+    }
+    __device__ __forceinline__ void store(int* stage) const {
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
+                const int key = i * 32 + threadIdx.x % 32;
+                if (key < BLOCK_K) stage[key] = ids[i];
+            }
+    }
+};
+
+// The key tiles that a query tile visits, from the last to the first. With SEGMENTS, those that may
+// share an id with it. A whole warp examines 32 tiles at a time, one a lane, so a tile's flags are
+// known before its turn.
+template <class Pairs> struct SparseKeyTiles {
+    const Pairs& pairs;
+    Range query_ids;
+    int first, base;                                        // a lane's tile is base - lane
+    u32 remaining = 0;                                      // a bit a lane: still to visit
+    u32 masked = 0, one_id = 0;                             // a bit a lane: flags
+
+    __device__ __forceinline__ SparseKeyTiles(
+        const Pairs& pairs, int q_tile, const KeyTiles& visited)
+        : pairs(pairs), first(visited.first), base(visited.num_visited + 31) {
+        if constexpr (SEGMENTS) query_ids = pairs.of_queries(q_tile);
+        find_remaining();
+    }
+    // Moves to the next 32 tiles of which any is visited.
+    __device__ __forceinline__ void find_remaining() {
+        while (remaining == 0 && base - 32 >= first) {
+            base -= 32;
+            const int tile = base - threadIdx.x % 32;
+            if constexpr (SEGMENTS) {
+                const Range key_ids = pairs.of_keys(max(tile, first));
+                const bool is_one = key_ids.low == key_ids.high;
+                remaining = __ballot_sync(
+                    WHOLE_WARP, tile >= first && !are_apart(query_ids, key_ids));
+                masked = __ballot_sync(
+                    WHOLE_WARP, HAS_MASK || !is_one || query_ids.low != query_ids.high);
+                one_id = __ballot_sync(WHOLE_WARP, is_one);
+            } else {
+                remaining = __ballot_sync(WHOLE_WARP, tile >= first);
+            }
+        }
+    }
+    __device__ __forceinline__ bool has_more() const { return remaining != 0; }
+
+    // The next tile; has_more() must hold.
+    struct Tile { int number; bool is_masked, has_one_id; };
+    __device__ __forceinline__ Tile take() {
+        const int lane = __ffs(remaining) - 1;
+        const Tile tile = {
+            base - lane, (masked >> lane & 1) != 0, (one_id >> lane & 1) != 0};
+        remaining &= remaining - 1;
+        find_remaining();
+        return tile;
+    }
+};
+
+// One warp loads the visited key tiles; if there are none, tile 0, all of it masked.
+__device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPlan& shared) {
+    const Shape& shape = args.arrays.shape;
+    const int group_size = shape.num_heads_q / shape.num_heads_kv;
+    const Mask<CAUSAL, WINDOW> mask = mask_of(args, OwnSequence{});
+    const int lane = threadIdx.x % 32;
+    TileScheduler scheduler(args);
+    PipelineState<KV_STAGES> stage;
+    for (;;) {
+        const QueryTile work = scheduler.acquire(args, shared);
+        if (work.num_rows == 0) return;
+        const int kv_head = work.head / group_size;
+        const Pairs pairs(args, work.batch);
+        SparseKeyTiles<Pairs> tiles(
+            pairs, work.q_start / BLOCK_Q, mask.key_tiles(work.q_start, work.num_rows, BLOCK_K));
+        SparseKeyTiles<Pairs>::Tile tile = {0, true, false};
+        LaneSegmentIds ids;
+        const auto take_tile = [&] {
+            if (tiles.has_more()) tile = tiles.take();
+            if (tile.is_masked) ids.load(pairs, tile.number * BLOCK_K, shape.seqlen_k);
+            if (DYNAMIC_SCHEDULER && !tiles.has_more() && lane == 0) shared.work_tiles.request();
+        };
+        take_tile();
+        for (bool last = false; !last; stage.next()) {
+            last = !tiles.has_more();
+            const int k_start = tile.number * BLOCK_K;
+            mbarrier_wait(shared_address(&shared.k_empty[stage.index]), stage.phase ^ 1);
+            if (tile.is_masked) ids.store(shared.extras.ids(stage));
+            __syncwarp();                                   // before lane 0 publishes the ids
+            if (lane == 0) {
+                shared.extras.flags[stage.index].bits =
+                    tile.number << TileFlags::TILE_SHIFT | (last ? TileFlags::LAST_BIT : 0)
+                    | (tile.is_masked ? TileFlags::MASKED_BIT : 0)
+                    | (tile.has_one_id ? TileFlags::ONE_ID_BIT : 0);
+                tma_load_tile<BLOCK_K, HEAD_DIM>(
+                    shared_address(&shared.k[stage.index]), args.k_map,
+                    shared_address(&shared.k_full[stage.index]), k_start, kv_head, work.batch);
+            }
+            // Reads what the next tile needs before lane 0 waits for V's stage.
+            if (!last) take_tile();
+            if (lane == 0) {
+                mbarrier_wait(shared_address(&shared.v_empty[stage.index]), stage.phase ^ 1);
+                tma_load_tile<BLOCK_K, HEAD_DIM_V>(
+                    shared_address(&shared.v[stage.index]), args.v_map,
+                    shared_address(&shared.v_full[stage.index]), k_start, kv_head, work.batch);
+            }
+            __syncwarp();
+        }
+    }
+}

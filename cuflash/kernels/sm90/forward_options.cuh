@@ -1,0 +1,238 @@
+// Consumer warpgroup of forward.cu with options: score modifications, window, segment ids, boolean
+// mask, dropout. OptionsConsumer hides the iterations of Consumer by its own and shares the rest.
+#pragma once
+#include "sm90/forward_consumer.cuh"
+
+template <bool> struct ScoreOf { using type = PlainScore; };
+template <> struct ScoreOf<true> { using type = AlibiScore; };
+
+struct OptionsConsumer : Consumer {
+    ScoreMod<float> score_mod{args};
+    Pairs pairs{args, 0};
+    Dropout<float> dropout{args};
+    AlibiQueries<ALIBI_MMA> alibi;
+    ScoreOf<ALIBI_MMA>::type score;                         // of the key tile
+    bool bias_staged = false;                               // of the key tile
+    TileFlags flags{0};                                     // of the key tile, with SPARSE_TILES
+    int row_ids[2];                                         // of the lane's rows, with SEGMENTS
+
+    using Consumer::Consumer;
+
+    // ---- Main loop ----
+
+    // A window masks tiles at both ends. The flags of a sparse tile say whether it is masked.
+    __device__ __forceinline__ void main_loop() {
+        if constexpr (SPARSE_TILES) {
+            while (!flags.is_last()) iteration<true>(0);
+        } else {
+            int tile = visited.num_visited - 2;
+            for (; tile >= visited.num_full; --tile) iteration<true>(tile);
+            for (; tile >= (WINDOW ? visited.first_full : 0); --tile) iteration<false>(tile);
+            if constexpr (WINDOW)
+                for (; tile >= visited.first; --tile) iteration<true>(tile);
+        }
+    }
+
+    // As Consumer's. A warp may keep its rows' old maximum, which saves rescaling acc: under a
+    // softcap where all its products fit tanh_poly3, otherwise where may_keep_max says so.
+    template <bool IS_MASKED>
+    __device__ __forceinline__ void iteration(int tile) {
+        constexpr bool USES_POLY3 = SOFTCAP && !ALIBI && !BIAS && !IS_MASKED;
+        constexpr bool MAY_KEEP_MAX = USES_POLY3 || (!SOFTCAP && !DROPOUT);
+        k = v;
+        k.next();
+        pipeline_wait(k_full, k);
+        tile = acquire_key_tile(tile);
+        issue_gemms(tile);
+        if constexpr (!BIAS_PREFETCH) stage_biases(tile);
+        wait_for_qk<1>();
+        release_k(is_last(tile));
+        bool keeps_max = modify_scores<USES_POLY3>(tile);
+        if constexpr (MAY_KEEP_MAX && !USES_POLY3)          // before a masked pair becomes -inf
+            keeps_max = may_keep_max(s, rows, scale_log2, score);
+        if constexpr (IS_MASKED) mask_scores(tile);
+        // Warps may diverge, but wgmma.wait_group is .aligned: all warps of a warpgroup must
+        // execute the same instance of wait_for_pv. It comes before they diverge or, where scores
+        // take longest, after. Each path is written out to its end where it can be: the work that
+        // fits in while exponentials are waited for is then in one instruction stream with them.
+        if constexpr (!MAY_KEEP_MAX) {
+            online_softmax<IS_MASKED || BIAS>(s, rows, scale_log2, rescale, score);
+            drop(tile);
+            wait_for_pv();
+            release_v();
+            rescale_acc();
+            end_iteration();
+        } else if constexpr (SOFTCAP || ALIBI) {
+            if (!keeps_max) {
+                online_softmax<IS_MASKED || BIAS>(s, rows, scale_log2, rescale, score);
+            } else {
+                if constexpr (USES_POLY3)
+                    softmax_with_old_max(s, rows, scale_log2, Poly3Score{score_mod});
+                else softmax_with_old_max(s, rows, scale_log2, score);
+            }
+            drop(tile);
+            wait_for_pv();
+            release_v();
+            if (!keeps_max) rescale_acc();
+            end_iteration();
+        } else {
+            wait_for_pv();
+            release_v();
+            if (!keeps_max) {
+                online_softmax<IS_MASKED || BIAS>(s, rows, scale_log2, rescale, score);
+                rescale_acc();
+                end_iteration();
+            } else {
+                softmax_with_old_max(s, rows, scale_log2, score);
+                end_iteration();
+            }
+        }
+    }
+    __device__ __forceinline__ void end_iteration() {
+        release_q();
+        v = k;
+        pack_pairs<Element>(p, s);
+    }
+
+    template <bool STORES>
+    __device__ __forceinline__ void first_iteration(int slot = -1) {
+        k = v;
+        k.next();
+        if constexpr (!SPARSE_TILES) skip_tiles();
+        pipeline_wait(k_full, k);
+        const int tile = acquire_key_tile(visited.num_visited - 1);
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk(tile);
+        scheduler_barrier_arrive();
+        if constexpr (STORES) epilogue(slot);
+        stage_biases(tile);
+        wait_for_qk<0>();
+        release_k(is_last(tile));
+        modify_scores<false>(tile);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale, score);
+        drop(tile);
+        v = k;
+        pack_pairs<Element>(p, s);
+    }
+
+    __device__ __forceinline__ void iteration_across_tiles(int slot) {
+        k = v;
+        k.next();
+        if constexpr (!SPARSE_TILES) skip_tiles();
+        pipeline_wait(k_full, k);
+        const int tile = acquire_key_tile(visited.num_visited - 1);
+        issue_gemms(tile);
+        stage_biases(tile);
+        wait_for_qk<1>();
+        release_k(is_last(tile));
+        modify_scores<false>(tile);
+        wait_for_pv();
+        release_v();
+        epilogue(slot);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale, score);
+        drop(tile);
+        v = k;
+        pack_pairs<Element>(p, s);
+    }
+
+    // ---- GEMMs ----
+
+    __device__ __forceinline__ void gemm_qk(int tile) {
+        issue_qk();
+        alibi.gemm(s, tile * BLOCK_K, shared.alibi_desc());
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_gemms(int tile) {
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk(tile);
+        pipeline_wait(v_full, v);
+        wgmma_fence();
+        gemm_pv();
+        scheduler_barrier_arrive();
+    }
+
+    // ---- Query and key tiles ----
+
+    __device__ __forceinline__ bool begin_tile() {
+        if (!Consumer::begin_tile()) return false;
+        const WorkTile& work = shared.work_tiles[work_slot(q)];
+        score_mod.set_head(args, work.batch, work.head);
+        alibi.set_head(score_mod.slope, score_mod.scale,
+                       work.q_start + warpgroup_row + shape.seqlen_k - shape.seqlen_q);
+        pairs.set_head(work.head);
+        dropout.set_head(work.batch, work.head);
+        dropout.set_sequence(number_of(work));
+        if constexpr (PAIRWISE) pairs.batch = work.batch;
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                row_ids[half] = pairs.id_of_query(min(first_row + half * 8, shape.seqlen_q - 1));
+        return true;
+    }
+
+    // The number of the key tile in stage k, which is full.
+    __device__ __forceinline__ int acquire_key_tile(int expected) {
+        if constexpr (!SPARSE_TILES) return expected;
+        flags = shared.extras.flags[k.index];
+        return flags.tile();
+    }
+    // Whether it is the query tile's last.
+    __device__ __forceinline__ bool is_last(int tile) const {
+        return SPARSE_TILES ? flags.is_last() : tile == visited.first;
+    }
+
+    // ---- Scores ----
+
+    __device__ __forceinline__ void stage_biases(int tile) {
+        bias_staged = load_biases(shared, score_mod, shape.seqlen_k, first_row, tile * BLOCK_K);
+    }
+
+    // S becomes scores. True if it stays products, because all of them fit tanh_poly3.
+    template <bool USES_POLY3>
+    __device__ __forceinline__ bool modify_scores(int tile) {
+        if constexpr (ALIBI_MMA) {
+            score = {};
+            if (alibi.side != Side::ACROSS) {
+                const int past = first_row + shape.seqlen_k - shape.seqlen_q
+                               - alibi.nearest_key(tile * BLOCK_K);
+                for (int half = 0; half < 2; ++half)
+                    score.set(half, score_mod.added(static_cast<float>(past + half * 8), 0.0f),
+                              score_mod.scale);
+                return false;
+            }
+        }
+        if constexpr (USES_POLY3)
+            if (score_mod.fits_tanh_poly3(s, fminf(rows.max_scaled[0], rows.max_scaled[1])))
+                return true;
+        if constexpr (!LINEAR)
+            apply_score_mod(
+                s, score_mod, shared, bias_staged, shape.seqlen_k - shape.seqlen_q, first_row,
+                tile * BLOCK_K);
+        if constexpr (BIAS_PREFETCH)
+            if (tile > visited.first) stage_biases(tile - 1);
+        return false;
+    }
+
+    __device__ __forceinline__ void mask_scores(int tile) {
+        if constexpr (SEGMENTS)
+            if (flags.is_masked())
+                apply_segment_mask(s, shared.extras.ids(k), row_ids, flags.has_one_id());
+        if constexpr (HAS_MASK) apply_pair_mask(s, pairs, shape, first_row, tile * BLOCK_K);
+        if (visited.full(tile)) return;
+        apply_mask(s, mask, first_row, tile * BLOCK_K);
+    }
+
+    __device__ __forceinline__ void drop(int tile) {
+        if constexpr (DROPOUT) apply_dropout(s, dropout, first_row, tile * BLOCK_K);
+    }
+};
+
+template <bool> struct ConsumerOf { using type = Consumer; };
+template <> struct ConsumerOf<true> { using type = OptionsConsumer; };

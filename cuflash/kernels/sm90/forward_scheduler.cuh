@@ -1,0 +1,147 @@
+// Tile schedulers of forward.cu: which query tile a block computes next, and how many key tiles it
+// visits. StaticTileScheduler counts tiles; DynamicTileScheduler takes them from an atomic counter.
+#pragma once
+#include "common/scheduler.cuh"
+#include "sm90/forward_shared.cuh"
+
+// The key tiles of num_rows queries; at least one is visited.
+__device__ __forceinline__ KeyTiles key_tiles(
+    const Mask<CAUSAL, WINDOW>& mask, int first_row, int num_rows) {
+    const KeyTiles tiles = mask.key_tiles(first_row, num_rows, BLOCK_K);
+    return {tiles.num_full, max(tiles.num_visited, 1), tiles.first, tiles.first_full};
+}
+
+// The first key tile of queries from first_row on.
+__device__ __forceinline__ int first_key_tile(const Mask<CAUSAL, WINDOW>& mask, int first_row) {
+    return mask.first_key(first_row) / BLOCK_K;
+}
+
+template <class Sequence>
+__device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
+    const Arguments& args, const Sequence& sequence) {
+    return {seqlen_q_of(args, sequence), seqlen_k_of(args, sequence), window_of<WINDOW>(args)};
+}
+
+// The partial tile of a head has whole warpgroups' queries and lies where queries see least: first
+// under the causal mask, otherwise last. Tiles with segment ids start at the first query.
+__device__ __forceinline__ QueryTile make_query_tile(
+    TileCoord coord, const OwnSequence& sequence, const Arguments& args) {
+    if (coord.tile < 0) return {sequence, 0, 0, 0, 0};
+    const int length = seqlen_q_of(args, sequence);
+    const int groups = (length + CONSUMER_ROWS - 1) / CONSUMER_ROWS;
+    const int missing_rows = CAUSAL && !SEGMENTS
+        ? (CONSUMER_WARPGROUPS - 1 - (groups - 1) % CONSUMER_WARPGROUPS) * CONSUMER_ROWS : 0;
+    const int first = coord.tile * BLOCK_Q - missing_rows, end = min(first + BLOCK_Q, length);
+    return {sequence, max(first, 0), end - max(first, 0), coord.head, coord.batch};
+}
+
+template <class Scheduler>
+__device__ __forceinline__ WorkTile next_work_tile(Scheduler& scheduler, const Arguments& args) {
+    const QueryTile tile = scheduler.next(args);
+    const Mask<CAUSAL, WINDOW> mask = mask_of(args, tile);
+    return {tile, key_tiles(mask, tile.q_start, tile.num_rows).num_visited};
+}
+
+// ---- Static ----
+
+// BALANCED_ROUNDS: in rounds (BalancedScheduler) rather than in pairs of a long and a short tile
+// (StaticScheduler). Under a window the tiles that see key 0, or would see keys before it, are the
+// shorter ones. With a bias alone all tiles count as shorter and go section by section, as heads
+// may share the bias. Under the causal mask alone, tiles differ too much in length for rounds.
+constexpr bool BALANCED_ROUNDS = WINDOW || (BIAS && !CAUSAL);
+template <bool> struct BlockSchedulerOf { using type = StaticScheduler; };
+template <> struct BlockSchedulerOf<true> { using type = BalancedScheduler; };
+using BlockScheduler = BlockSchedulerOf<BALANCED_ROUNDS>::type;
+
+template <class Arguments>
+__device__ __forceinline__ BlockScheduler block_scheduler(const Arguments& args) {
+    const Shape& shape = args.arrays.shape;
+    if constexpr (BALANCED_ROUNDS) {
+        const int growing = mask_of(args, NoSequence{}).end_query(0);
+        const int shorter = WINDOW ? (growing + BLOCK_Q - 1) / BLOCK_Q : args.work_items.singles;
+        return {args.work_items, args.arrays.schedule, shape.num_heads_q, shape.batch, shorter};
+    } else {
+        return {args.work_items, shape.num_heads_q};
+    }
+}
+
+// Each producer thread, and each warp that recomputes rows, counts the block's tiles for itself.
+struct StaticTileScheduler {
+    BlockScheduler scheduler;
+    explicit __device__ __forceinline__ StaticTileScheduler(const Arguments& args, int = 0)
+        : scheduler(block_scheduler(args)) {}
+    __device__ __forceinline__ QueryTile next(const Arguments& args) {
+        return make_query_tile(scheduler.next(), {}, args);
+    }
+    __device__ __forceinline__ WorkTile acquire(const Arguments& args, SharedPlan&) {
+        return next_work_tile(*this, args);
+    }
+    __device__ __forceinline__ QueryTile revisit(const Arguments& args) { return next(args); }
+};
+
+// ---- Dynamic ----
+
+// One warp takes tiles from a counter and publishes them. Slots of packed sequences are numbered as
+// tiles are, but within a head the tiles of the longest sequence come first. Tiles with segment ids
+// come in the order that prepare/segment_order.cu found, longest first.
+template <class Arguments> struct DynamicTileScheduler {
+    int last;
+    bool started = false;
+    PipelineState<WORK_SLOTS> slot;
+    explicit __device__ __forceinline__ DynamicTileScheduler(const Arguments&, int last = -1)
+        : last(last) {}
+
+    // By a whole warp.
+    static __device__ __forceinline__ QueryTile tile_of_slot(const Arguments& args, int number) {
+        const int slots = num_query_tiles(args, BLOCK_Q);
+        const Shape& shape = args.arrays.shape;
+        if constexpr (SEGMENTS)
+            return make_query_tile(
+                tile_in_order(number, order_behind_counter(args), slots, shape.num_heads_q,
+                              shape.batch, args.arrays.schedule), {}, args);
+        TileCoord coord = tile_of_block(
+            number, slots, shape.num_heads_q, shape.batch, args.arrays.schedule);
+        coord.tile = slots - 1 - coord.tile;
+        auto sequence = sequence_of_block<false>(args, coord.tile, BLOCK_Q, true);
+        // A sequence without keys loads one of the array's keys instead.
+        if constexpr (PACKED) sequence.first_k = min(sequence.first_k, shape.seqlen_k - 1);
+        return make_query_tile(coord, sequence, args);
+    }
+    static __device__ __forceinline__ int* counter(const Arguments& args) {
+        if constexpr (PACKED) return &static_cast<FoundSequences*>(args.found)->handed_out;
+        else return counter_behind_ranges(args);
+    }
+    // By the warp that takes tiles. After the last, q_start is the number of the block's last tile.
+    __device__ __forceinline__ QueryTile next(const Arguments& args) {
+        for (;;) {
+            const int number = started ? take_tile(counter(args)) : blockIdx.x;
+            started = true;
+            if (number >= args.work_items.items) return {{}, last, 0, 0, 0};
+            const QueryTile tile = tile_of_slot(args, number);
+            if (tile.num_rows <= 0) continue;
+            if (threadIdx.x % 32 == 0) tile_before(counter(args), number) = last;
+            last = number;
+            return tile;
+        }
+    }
+    // By the producer of K and V.
+    __device__ __forceinline__ WorkTile acquire(const Arguments&, SharedPlan& shared) {
+        shared.work_tiles.acquire(slot.index, slot.phase);
+        const WorkTile tile = shared.work_tiles[slot.index];
+        slot.next();
+        return tile;
+    }
+    // By each warp that visits the block's tiles once more, from the last to the first.
+    __device__ __forceinline__ QueryTile revisit(const Arguments& args) {
+        if (last < 0) return {{}, 0, 0, 0, 0};
+        const QueryTile tile = tile_of_slot(args, last);
+        last = tile_before(counter(args), last);
+        return tile;
+    }
+};
+
+template <bool, class Arguments> struct TileSchedulerOf { using type = StaticTileScheduler; };
+template <class Arguments> struct TileSchedulerOf<true, Arguments> {
+    using type = DynamicTileScheduler<Arguments>;
+};
+using TileScheduler = TileSchedulerOf<DYNAMIC_SCHEDULER, Arguments>::type;

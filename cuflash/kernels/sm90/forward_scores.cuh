@@ -1,0 +1,176 @@
+// From S = Q K^T to masked scores, and dropout of P, on a consumer warpgroup's accumulator: element
+// i is of row i / 2 % 2 of the lane's two and of key i / 4 * 8 + i % 2 from the lane's first.
+// first_row: the lane's first query. k_start: the tile's first key.
+#pragma once
+#include "sm90/forward_shared.cuh"
+
+__device__ __forceinline__ int lane_key(int k_start) { return k_start + threadIdx.x % 4 * 2; }
+
+// ---- Bias ----
+
+// Starts the copy of the warp's biases of a key tile to shared memory; false if they are not in
+// chunks, and are read when they are added.
+template <class Shared>
+__device__ __forceinline__ bool load_biases(
+    Shared& shared, const ScoreMod<float>& score_mod, int seqlen_k, int first_row, int k_start) {
+    if constexpr (STAGED_BIAS) {
+        if (!score_mod.has_chunks || k_start + BIAS_CHUNKS * 8 > seqlen_k) return false;
+        if constexpr (BIAS_PREFETCH) __syncwarp();          // all lanes have read the last tile's
+        const int lane = threadIdx.x % 32;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const BiasChunk* chunks =
+                score_mod.chunks_of_bias(first_row + half * 8, k_start + lane % 4 * 8);
+            const u32 row = shared_address(
+                &shared.extras.biases[threadIdx.x / 32 - 4][lane / 4 + half * 8][lane % 4]);
+            #pragma unroll
+            for (int i = 0; i < BIAS_CHUNKS; i += 4)
+                cp_async_16(row + i * static_cast<u32>(sizeof(BiasChunk)), chunks + i);
+        }
+        cp_async_commit();
+        return true;
+    }
+    return false;
+}
+
+// Waits for them and reads the lane's, in the layout of S: the bias of key `key` from the lane's
+// first is of_pair(pairs[key / 16][key / 8 % 2 * 2 + half], key % 2).
+template <class Shared>
+__device__ __forceinline__ void wait_for_biases(u32 (&pairs)[BLOCK_K / 16][4], Shared& shared) {
+    cp_async_wait<0>();
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    const u32 row = shared_address(
+        &shared.extras.biases[threadIdx.x / 32 - 4][lane % 16][lane / 16]);
+    #pragma unroll
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+        ldmatrix_x4(pairs[i], row + i * 2 * static_cast<u32>(sizeof(BiasChunk)));
+}
+
+// ---- Score modifications ----
+
+// Products become scores (ScoreMod). added(half, key): slope and bias of the pair, keys counted
+// from the lane's first.
+template <class Added>
+__device__ __forceinline__ void apply_score_mod(
+    float (&s)[S_COUNT], const ScoreMod<float>& score_mod, const Added& added) {
+    if constexpr (SOFTCAP)
+        if (score_mod.fits_tanh_poly4(s)) {
+            #pragma unroll
+            for (int i = 0; i < S_COUNT; ++i)
+                s[i] = score_mod.poly4_score(s[i]) + added(i / 2 % 2, i / 4 * 8 + i % 2);
+            return;
+        }
+    // scores<4> shares a division among four neighbours: four keys of a row.
+    const auto element = [](int i) { return i / 8 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i % 2; };
+    float scores[S_COUNT], derivatives[S_COUNT];
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) scores[i] = s[element(i)];
+    score_mod.scores<4>(
+        scores, [&](int i) { return added(i / 4 % 2, i / 8 * 16 + i / 2 % 2 * 8 + i % 2); },
+        derivatives);
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) s[element(i)] = scores[i];
+}
+
+// The same with slopes and biases. bias_staged: the biases are in shared memory, or on their way.
+template <class Shared>
+__device__ __forceinline__ void apply_score_mod(
+    float (&s)[S_COUNT], const ScoreMod<float>& score_mod, Shared& shared, bool bias_staged,
+    int shift, int first_row, int k_start) {
+    const int first_key = lane_key(k_start);
+    const float past = static_cast<float>(first_row + shift - first_key);
+    if constexpr (STAGED_BIAS)
+        if (bias_staged) {
+            u32 pairs[BLOCK_K / 16][4];
+            wait_for_biases(pairs, shared);
+            return apply_score_mod(s, score_mod, [&](int half, int key) {
+                const u32 pair = pairs[key / 16][key / 8 % 2 * 2 + half];
+                return score_mod.added(past + static_cast<float>(half * 8 - key),
+                                       of_pair<Bias>(pair, key % 2));
+            });
+        }
+    apply_score_mod(s, score_mod, [&](int half, int key) {
+        return score_mod.added(past + static_cast<float>(half * 8 - key),
+                               score_mod.bias_of(first_row + half * 8, first_key + key));
+    });
+}
+
+// ---- Masks: S = -inf where a pair is masked ----
+
+// Causal mask, window and the end of the keys.
+__device__ __forceinline__ void apply_mask(
+    float (&s)[S_COUNT], const Mask<CAUSAL, WINDOW>& mask, int first_row, int k_start) {
+    const int first_key = lane_key(k_start);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int end = max(mask.num_keys(first_row + half * 8) - first_key, 0);
+        const int count = end / 8 * 2 + min(end % 8, 2);    // of the lane's columns
+        const int begin = WINDOW ? max(mask.first_key(first_row + half * 8) - first_key, 0) : 0;
+        const int num_before = begin / 8 * 2 + min(begin % 8, 2);
+        #pragma unroll
+        for (int word = 0; word < (S_COUNT + 63) / 64; ++word) {
+            const int bits = count - word * 32;
+            u32 visible = bits >= 32 ? ~0u : (1u << max(bits, 0)) - 1;
+            const int masked = num_before - word * 32;
+            if (WINDOW) visible &= masked >= 32 ? 0u : ~0u << max(masked, 0);
+            #pragma unroll
+            for (int i = word * 32; i < min(word * 32 + 32, S_COUNT / 2); ++i)
+                if ((visible >> i % 32 & 1) == 0)
+                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+        }
+    }
+}
+
+// Segment ids: a row's id is not the key's. one_id: all keys have the same id.
+__device__ __forceinline__ void apply_segment_mask(
+    float (&s)[S_COUNT], const int* key_ids, const int (&row_ids)[2], bool one_id) {
+    struct alignas(8) IdPair { int id[2]; };
+    const IdPair* keys = reinterpret_cast<const IdPair*>(key_ids) + threadIdx.x % 4;
+    const int first = keys->id[0];
+    const u32 differs = __ballot_sync(WHOLE_WARP, row_ids[0] != first || row_ids[1] != first);
+    if (one_id && differs == 0) return;
+    #pragma unroll
+    for (int i = 0; i < S_COUNT / 4; ++i) {
+        const IdPair pair = keys[i * 4];
+        #pragma unroll
+        for (int x = 0; x < 4; ++x)
+            if (pair.id[x % 2] != row_ids[x / 2]) s[i * 4 + x] = -infinity();
+    }
+}
+
+// The boolean mask.
+__device__ __forceinline__ void apply_pair_mask(
+    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, int first_row, int k_start) {
+    const int first_key = lane_key(k_start);
+    if constexpr (HAS_MASK)
+        #pragma unroll
+        for (int i = 0; i < S_COUNT / 2; ++i) {
+            const int key = min(first_key + i / 2 * 8 + i % 2, shape.seqlen_k - 1);
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int query = min(first_row + half * 8, shape.seqlen_q - 1);
+                if (!pairs.keeps(query, key)) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            }
+        }
+}
+
+// ---- Dropout ----
+
+// P = 0 for dropped pairs; the others are scaled up.
+__device__ __forceinline__ void apply_dropout(
+    float (&p)[S_COUNT], const Dropout<float>& dropout, int first_row, int k_start) {
+    constexpr int PAIRS = 8;                                // of keys, a word of bits
+    const int first_key = lane_key(k_start);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        #pragma unroll
+        for (int first = 0; first < S_COUNT / 4; first += PAIRS) {
+            const u32 kept =
+                dropout.kept_bits<PAIRS>(first_row + half * 8, first_key + first * 8);
+            #pragma unroll
+            for (int i = first * 2; i < min((first + PAIRS) * 2, S_COUNT / 2); ++i)
+                p[i / 2 * 4 + half * 2 + i % 2] *=
+                    (kept >> (i - first * 2) & 1) != 0 ? dropout.factor : 0.0f;
+        }
+}

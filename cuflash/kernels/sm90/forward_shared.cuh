@@ -1,0 +1,165 @@
+// Constants of forward.cu, what its producer publishes to its consumers, and SharedPlan.
+#pragma once
+#include "score/dropout.cuh"
+#include "common/mask.cuh"
+#include "score/pair_mask.cuh"
+#include "common/softmax.cuh"
+#include "score/score_mod.cuh"
+#include "common/packed_sequences.cuh"
+#include "sm90/alibi_mma.cuh"
+
+constexpr int CONSUMER_ROWS = WGMMA_M;                      // queries of a consumer warpgroup
+constexpr int CONSUMER_WARPGROUPS = BLOCK_Q / CONSUMER_ROWS;
+constexpr int CONSUMER_WARPS = CONSUMER_WARPGROUPS * 4;
+constexpr int THREADS = (1 + CONSUMER_WARPGROUPS) * WARPGROUP;
+constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4; // of a thread
+constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+
+// SPARSE_TILES: a query tile may skip key tiles anywhere; the producer publishes which one it
+// loaded, with flags. DYNAMIC_SCHEDULER: blocks take query tiles from an atomic counter.
+constexpr bool SPARSE_TILES = PAIRWISE;
+constexpr bool DYNAMIC_SCHEDULER = PACKED || SEGMENTS;
+constexpr bool OPTIONS = WINDOW || SPARSE_TILES || !LINEAR || DROPOUT;
+constexpr bool MASKED = CAUSAL || WINDOW || SPARSE_TILES || PACKED;     // some pairs may be masked
+
+static_assert(!(PACKED && (BIAS || PAIRWISE)),
+              "packed sequences support no bias, mask or segment ids");
+static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three consumer warpgroups");
+static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "an MMA sums over 16 elements");
+
+// ---- Named barriers (0 is __syncthreads) ----
+
+// SCHEDULER_BARRIER + w: consumer warpgroup w may issue its GEMMs. EPILOGUE_BARRIER + w: all of its
+// warps' GEMMs have read Q, so its rows of O may overwrite that stage. Only the last query tile
+// needs it: otherwise a scheduler barrier comes between.
+constexpr int SCHEDULER_BARRIER = 1, SCHEDULER_THREADS = 2 * WARPGROUP;
+constexpr int EPILOGUE_BARRIER = SCHEDULER_BARRIER + CONSUMER_WARPGROUPS;
+
+// ---- Query tiles ----
+
+// Queries [q_start, q_start + num_rows) of a head, counted from the first token of its packed
+// sequence. num_rows = 0: no tile is left.
+struct QueryTile : OwnSequence { int q_start, num_rows, head, batch; };
+
+// A query tile and the end of the key tiles that it visits. They start at the first key that its
+// first query sees. At least one is visited, though the mask may hide all of it.
+struct WorkTile : QueryTile { int num_visited; };
+
+// A work tile is published with its Q and read until its rows are stored.
+constexpr int WORK_SLOTS = Q_STAGES > 1 ? Q_STAGES : 2;
+__device__ __forceinline__ int work_slot(PipelineState<Q_STAGES> q) {
+    return Q_STAGES > 1 ? q.index : static_cast<int>(q.phase);
+}
+
+// Dynamic scheduler: the Q producer publishes each work tile (`full`); the K/V producer requests
+// the next one (`requested`). One arrival each. The request comes late, at a tile's last keys: a
+// tile taken while its block is still busy with a long one waits, and other blocks may be idle.
+// With segment ids it comes when the last key tile has been looked up, in packed sequences when
+// REQUEST_AHEAD key tiles are still to be loaded. Those and the ones in shared memory last an
+// iteration or two longer than an atomic addition, a search among offsets and a load of Q, one
+// after another.
+constexpr int REQUEST_AHEAD = 2;
+template <bool> struct WorkTileBarriers {
+    __device__ __forceinline__ void init() {}
+    __device__ __forceinline__ void publish(int) {}
+    __device__ __forceinline__ void acquire(int, u32) {}
+    __device__ __forceinline__ void request() {}
+    __device__ __forceinline__ void wait_for_request(u32) {}
+};
+template <> struct WorkTileBarriers<true> {
+    u64 full[WORK_SLOTS], requested;
+    __device__ __forceinline__ void init() {
+        for (u64& barrier : full) mbarrier_init(shared_address(&barrier), 1);
+        mbarrier_init(shared_address(&requested), 1);
+    }
+    __device__ __forceinline__ void publish(int slot) {
+        mbarrier_arrive(shared_address(&full[slot]));
+    }
+    __device__ __forceinline__ void acquire(int slot, u32 phase) {
+        mbarrier_wait(shared_address(&full[slot]), phase);
+    }
+    __device__ __forceinline__ void request() { mbarrier_arrive(shared_address(&requested)); }
+    __device__ __forceinline__ void wait_for_request(u32 phase) {
+        mbarrier_wait(shared_address(&requested), phase);
+    }
+};
+struct WorkTiles : WorkTileBarriers<DYNAMIC_SCHEDULER> {
+    WorkTile tiles[WORK_SLOTS];
+    __device__ __forceinline__ WorkTile& operator[](int slot) { return tiles[slot]; }
+};
+
+// ---- What accompanies a key tile ----
+
+// SPARSE_TILES: the producer writes it before K's barrier completes; consumers read it before they
+// release K.
+struct TileFlags {
+    static constexpr int LAST_BIT = 1, MASKED_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;
+    int bits;
+    __device__ __forceinline__ int tile() const { return bits >> TILE_SHIFT; }
+    __device__ __forceinline__ bool is_last() const { return (bits & LAST_BIT) != 0; }
+    // Some of its pairs are masked by segment ids or the boolean mask.
+    __device__ __forceinline__ bool is_masked() const { return (bits & MASKED_BIT) != 0; }
+    // All its keys have the same segment id.
+    __device__ __forceinline__ bool has_one_id() const { return (bits & ONE_ID_BIT) != 0; }
+};
+
+// Segment ids of keys, published with K of a tile that has the MASKED flag. Consumers read them
+// after they release K, so they have twice as many stages as K: K's odd rounds use the second half.
+// A producer that has waited for K of tile n may therefore write the ids of tile n + KV_STAGES over
+// those of tile n - KV_STAGES: whoever released K of n has finished n - 1.
+template <bool> struct KeySegmentIds {
+    __device__ __forceinline__ int* ids(PipelineState<KV_STAGES>) { return nullptr; }
+};
+template <> struct KeySegmentIds<true> {
+    alignas(8) int id_stages[2 * KV_STAGES][BLOCK_K];
+    __device__ __forceinline__ int* ids(PipelineState<KV_STAGES> k) {
+        return id_stages[static_cast<int>(k.phase) * KV_STAGES + k.index];
+    }
+};
+
+// 16-bit biases of a warp's 16 rows and a key tile, copied asynchronously in chunks of 8 keys where
+// memory has such chunks: while S is computed, or (BIAS_PREFETCH: the next key tile is known) as
+// soon as the biases of the previous tile have been read, so that the copy overlaps the softmax,
+// too. A row is padded by 16 bytes: the 8 rows that ldmatrix reads at once lie in different banks.
+constexpr bool STAGED_BIAS = BIAS && sizeof(Bias) == 2;
+constexpr bool BIAS_PREFETCH = STAGED_BIAS && !SPARSE_TILES;
+constexpr int BIAS_CHUNKS = (BLOCK_K + 31) / 32 * 4, BIAS_PITCH = BIAS_CHUNKS + 1;
+template <bool> struct BiasTiles {};
+template <> struct BiasTiles<true> { BiasChunk biases[CONSUMER_WARPS][16][BIAS_PITCH]; };
+
+struct KeyTileExtras : BiasTiles<STAGED_BIAS>, KeySegmentIds<SEGMENTS> {
+    TileFlags flags[SPARSE_TILES ? KV_STAGES : 1];
+};
+
+// ---- Shared memory ----
+
+// Larger heads leave no room for the operand.
+constexpr bool ALIBI_MMA = ALIBI && !SOFTCAP && !BIAS && WIDEST <= 192;
+
+struct SharedPlan : AlibiKeys<ALIBI_MMA> {
+    SmemTile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
+    SmemTile<BLOCK_K, HEAD_DIM> k[KV_STAGES];
+    SmemTile<BLOCK_K, HEAD_DIM_V> v[KV_STAGES];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES];
+    u64 k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
+    WorkTiles work_tiles;
+    KeyTileExtras extras;
+
+    // Once, by one thread. *_full: a producer thread arrives and the TMA unit adds a tile's bytes.
+    // *_empty: each consumer warp arrives.
+    __device__ __forceinline__ void init_barriers() {
+        for (int i = 0; i < Q_STAGES; ++i) {
+            mbarrier_init(shared_address(&q_full[i]), 1);
+            mbarrier_init(shared_address(&q_empty[i]), CONSUMER_WARPS);
+        }
+        for (int i = 0; i < KV_STAGES; ++i) {
+            mbarrier_init(shared_address(&k_full[i]), 1);
+            mbarrier_init(shared_address(&k_empty[i]), CONSUMER_WARPS);
+            mbarrier_init(shared_address(&v_full[i]), 1);
+            mbarrier_init(shared_address(&v_empty[i]), CONSUMER_WARPS);
+        }
+        work_tiles.init();
+        fence_mbarrier_init();
+    }
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");

@@ -1,0 +1,140 @@
+// Online softmax of forward.cu, on a consumer warpgroup's accumulator S.
+//
+//     m' = max(m, rowmax(S)),  P = 2^(c S - c m'),  l' = l 2^(c m - c m') + rowsum(P)
+//
+// c = scale log2(e) (scale_log2), or log2(e) where score modifications have applied the scale.
+#pragma once
+#include "common/upper_halves.cuh"
+#include "sm90/forward_shared.cuh"
+
+// State of the lane's two rows, which are 8 apart. max_scaled: c m, rounded. sum: this lane's share
+// of l.
+struct RowState { float max[2], max_scaled[2], sum[2]; };
+__device__ __forceinline__ RowState empty_rows() {
+    return {{-infinity(), -infinity()}, {-infinity(), -infinity()}, {0.0f, 0.0f}};
+}
+
+// c m as it is subtracted: finite for rows that have seen no key, where 2^(-inf + inf) is NaN.
+__device__ __forceinline__ float finite_max_scaled(float max, float scale_log2) {
+    return max == -infinity() ? 0.0f : max * scale_log2;
+}
+
+// ---- What an element s of the accumulator stands for ----
+
+// A score. Each of these types has `exponent`, c score - subtrahend; `subtrahend` is c m, adapted.
+struct PlainScore {
+    __device__ __forceinline__ void set(int, float, float) {}
+    __device__ __forceinline__ float value(int, float s) const { return s; }
+    __device__ __forceinline__ float subtrahend(int, float max_scaled, float) const {
+        return max_scaled;
+    }
+    __device__ __forceinline__ float exponent(float s, float scale_log2, float subtrahend) const {
+        return s * scale_log2 - subtrahend;
+    }
+};
+
+// ALIBI_MMA: score = factor s + offset of the row. The offset is added to the row's maximum only.
+struct AlibiScore {
+    float offset[2] = {0.0f, 0.0f}, factor = 1.0f;
+    __device__ __forceinline__ void set(int half, float row_offset, float row_factor) {
+        offset[half] = row_offset;
+        factor = row_factor;
+    }
+    __device__ __forceinline__ float value(int half, float s) const {
+        return fmaf(s, factor, offset[half]);
+    }
+    __device__ __forceinline__ float subtrahend(
+        int half, float max_scaled, float scale_log2) const {
+        return fmaf(-scale_log2, offset[half], max_scaled);
+    }
+    __device__ __forceinline__ float exponent(float s, float scale_log2, float subtrahend) const {
+        return s * (factor * scale_log2) - subtrahend;
+    }
+};
+
+// A product whose score under a softcap is the tanh_poly3 polynomial: evaluated here, it fills
+// issue slots while exponentials are waited for. It includes log2(e).
+struct Poly3Score {
+    const ScoreMod<float>& score_mod;
+    __device__ __forceinline__ float subtrahend(int, float max_scaled, float) const {
+        return max_scaled;
+    }
+    __device__ __forceinline__ float exponent(float s, float, float subtrahend) const {
+        return fmaf(score_mod.poly3_factor_log2(s), s, -subtrahend);
+    }
+};
+
+// ---- The softmax ----
+
+// S becomes P = 2^(c S - subtrahend); adds it to `sum`. The sum of a tile is kept apart from l: in
+// one long sum of similar weights all roundings go to one side.
+template <class Score>
+__device__ __forceinline__ void exp2_and_sum(
+    float (&s)[S_COUNT], float (&sum)[2], float scale_log2, const float (&subtrahend)[2],
+    const Score& score) {
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) {
+        s[i] = exp2_approx(score.exponent(s[i], scale_log2, subtrahend[i / 2 % 2]));
+        sum[i / 2 % 2] += s[i];
+    }
+}
+
+// One step: S becomes P. `rescale` is the factor 2^(c m - c m') by which l shrinks, and acc must.
+//
+// c S is not rounded before c m', which is, is subtracted. That multiplies a row's P by 2^(c m' -
+// round(c m')), in l and acc alike; normalise() takes it out of lse.
+template <bool IS_MASKED, class Score = PlainScore>
+__device__ __forceinline__ void online_softmax(
+    float (&s)[S_COUNT], RowState& rows, float scale_log2, float (&rescale)[2],
+    const Score& score = {}) {
+    float subtrahend[2];
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float m = s[half * 2];
+        #pragma unroll
+        for (int j = 0; j < S_COUNT / 4; ++j)
+            m = fmaxf(fmaxf(m, s[j * 4 + half * 2]), s[j * 4 + half * 2 + 1]);
+        m = fmaxf(rows.max[half], quad_max(score.value(half, m)));
+        const float max_scaled = __fmul_rn(m, scale_log2);  // if fused, m' = m would rescale too
+        subtrahend[half] = IS_MASKED && m == -infinity() ? 0.0f : max_scaled;
+        rescale[half] = exp2_approx(rows.max_scaled[half] - subtrahend[half]);
+        rows.max[half] = m;
+        rows.max_scaled[half] = max_scaled;
+        subtrahend[half] = score.subtrahend(half, subtrahend[half], scale_log2);
+    }
+    float sum[2] = {0.0f, 0.0f};
+    exp2_and_sum(s, sum, scale_log2, subtrahend, score);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        rows.sum[half] = rows.sum[half] * rescale[half] + sum[half];
+}
+
+// The same with the old maximum: l and acc are not rescaled, and P may exceed 1.
+template <class Score>
+__device__ __forceinline__ void softmax_with_old_max(
+    float (&s)[S_COUNT], RowState& rows, float scale_log2, const Score& score) {
+    float subtrahend[2], sum[2] = {0.0f, 0.0f};
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        subtrahend[half] = score.subtrahend(half, rows.max_scaled[half], scale_log2);
+    exp2_and_sum(s, sum, scale_log2, subtrahend, score);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) rows.sum[half] += sum[half];
+}
+
+// Whether all rows of the warp may keep their maximum: no P exceeds 2^15, which float16 can hold
+// and which costs log(l) a few 2^-24 of accuracy. Not if a score is NaN or infinite or a row has
+// seen no key yet. The largest of two elements takes one instruction, each row's maximum two.
+template <class Score>
+__device__ __forceinline__ bool may_keep_max(
+    const float (&s)[S_COUNT], const RowState& rows, float scale_log2, const Score& score) {
+    constexpr float MAX_EXPONENT = 15.0f;
+    const float top = largest_at_most(s);
+    bool may_keep = true;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        may_keep &= score.exponent(
+            top, scale_log2, score.subtrahend(half, rows.max_scaled[half], scale_log2))
+            <= MAX_EXPONENT;
+    return __ballot_sync(WHOLE_WARP, may_keep) == WHOLE_WARP;
+}
