@@ -78,7 +78,7 @@ def _with_aligned_rows(layout: Layout) -> Layout:
 
 
 def readable(given: Layout, family: str) -> Layout:
-    """The layout, or that of a copy with aligned rows where it has none."""
+    """The layout if kernels can read it, else a copy's, with aligned rows."""
     # All but simt's kernels read rows 16 bytes at a time, and rowsum(dO O)
     # rows of 16-bit elements.
     itemsize = given.dtype.itemsize
@@ -97,7 +97,7 @@ def writable(given: Layout, by_tma: bool) -> Layout:
 
 
 def contiguous(given: Layout) -> Layout:
-    """The layout, or that of a copy in C order where it is none."""
+    """The layout if it is in C order, else a copy's."""
     copy = new(given.shape, given.dtype)
     in_place = _is_in_place(given, given.dtype.itemsize)
     if in_place and _row_strides(given) == _row_strides(copy):

@@ -33,7 +33,7 @@ class Array:
     Attributes
     ----------
     dtypes : tuple of str
-        Names; ``"q"`` is the dtype of q, ``"lse"`` that of lse.
+        Names; ``"q"`` and ``"lse"`` stand for the dtypes of q and lse.
     why : str
         The reason, for messages.
     axes : tuple of str
@@ -411,11 +411,12 @@ def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
         Those that ask for something, as `Problem` has them.
     seed : int
     """
-    # What is not wanted needs no partner: NumPy's False comes here as well.
+    # A gradient that is not wanted needs no partner. NumPy's False, which is
+    # not the default itself, comes here as well.
     gradients = {
-        name: _BY_NAME[name].check(name, x)  # type: ignore[misc]
-        for name, x in given.items()
-        if _BY_NAME[name].of_gradients
+        option.name: option.check(option.name, given[option.name])
+        for option in TABLE
+        if option.of_gradients and option.check and option.name in given
     }
     _check_partners({n: x for n, x in given.items() if gradients.get(n, True)})
     found = {}

@@ -1,8 +1,8 @@
-"""Device memory that a plan needs besides its results: `Buffer`.
+"""Scratch memory of a plan: `Buffer`.
 
-A buffer is what one pointer of the argument struct points to. Where kernels
-keep several things behind one pointer, `parts` are these things in their
-order: the only place on the host that knows it.
+A buffer is what one pointer of the argument struct points to. Several things
+may share a buffer: its `parts`, in their order. No other place on the host
+knows that order.
 """
 
 from __future__ import annotations

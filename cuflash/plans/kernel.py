@@ -141,7 +141,7 @@ class Plan:
     work_items : StaticSchedule or None
         Of a kernel whose blocks take one tile after another.
     workspace : tuple of Buffer
-        Memory that its kernels need besides the results.
+        Scratch memory of its kernels.
     """
 
     problem: Problem
