@@ -42,7 +42,7 @@ backward_rows(const __grid_constant__ Arguments args) {
     for (int i = thread; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     int* counters = static_cast<int*>(arguments.turns);
-    const i64 num_counters = turns_of_query_tile(args, gridDim.x) - counters;
+    const i64 num_counters = dq_semaphores(args, gridDim.x) - counters;
     for (i64 i = blockIdx.x * NUM_THREADS + thread; i < num_counters; i += gridDim.x * NUM_THREADS)
         counters[i] = 0;
 
@@ -51,13 +51,13 @@ backward_rows(const __grid_constant__ Arguments args) {
         lse = effective_lse(static_cast<const float*>(arguments.lse)[
             static_cast<i64>(pair) * shape.seqlen_q + first_q + tile * BLOCK_Q + thread]);
     const float size = fabsf(lse * LOG2_E);
-    const bool huge = __syncthreads_or(size > LARGEST_FUSED_LSE && lse < infinity());
+    const bool huge = __syncthreads_or(size > MAX_FUSED_LSE && lse < infinity());
     if (thread < BLOCK_Q) rows.lse[thread] = huge ? lse : lse * LOG2_E;
     if constexpr (SEGMENTS)
         if (thread < num_rows)
             rows.set_id(thread, Pairs(args, batch).id_of_query(tile * BLOCK_Q + thread));
     if (thread == 0) {
-        rows.huge = huge;
+        rows.has_large_lse = huge;
         rows.scale = LINEAR ? static_cast<float>(arguments.scale) : 1.0f;
         rows.q_start = tile * BLOCK_Q;
         rows.head = head;

@@ -29,15 +29,16 @@
 // empty place of these two: it is the place of a Q and a dO, and they were read with them.
 //
 // Bad at: 64 keys share what is read of Q and dO, and a step's dQ is 64 KB of additions.
-#include "sm90/backward_steps.cuh"
+#include "sm90/backward_option_scores.cuh"
+#include "sm90/backward_producer.cuh"
 #include "common/dq_accum.cuh"
 
-constexpr int ALL_THREADS = 4 * WARPGROUP;
+constexpr int BLOCK_THREADS = 4 * WARPGROUP;
 constexpr int ROLE_WARPS = WARPGROUP / 32;
 
 // dQ leaves in so many columns at a time, as its accumulator is beside those of S and dP.
 constexpr int DQ_COLUMNS = HEAD_DIM % 128 == 0 ? 128 : HEAD_DIM;
-constexpr int DQ_PARTS = HEAD_DIM / DQ_COLUMNS, DQ_COUNT = DQ_COLUMNS / 2;
+constexpr int DQ_PARTS = HEAD_DIM / DQ_COLUMNS, DQ_REGS = DQ_COLUMNS / 2;
 
 // A multiprocessor's 64 K registers are 512 for each thread of a warpgroup, and all begin with 128.
 constexpr int LOADING_REGISTERS = 32;
@@ -46,7 +47,7 @@ constexpr int LEFT = 512 - LOADING_REGISTERS - 2 * GRADIENT_REGISTERS;
 constexpr int SCORE_REGISTERS = LEFT < 240 ? LEFT : 240;
 
 // Whether there is room for the next step's biases, S and dP beside dQ.
-constexpr bool BIASES_BESIDE_DQ = SCORE_REGISTERS > DQ_COUNT + 2 * S_COUNT + 64;
+constexpr bool BIASES_BESIDE_DQ = SCORE_REGISTERS > DQ_REGS + 2 * S_REGS + 64;
 
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
@@ -54,7 +55,7 @@ static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has 
 static_assert(TURNS == 0 || TURNS == 1, "one warpgroup adds to dQ");
 
 struct SharedPlan {
-    static constexpr int K_PLACES = 1;
+    static constexpr int K_STAGES = 1;
     SmemTile<BLOCK_K, HEAD_DIM> k;
     SmemTile<BLOCK_K, HEAD_DIM_V> v;
     SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
@@ -63,27 +64,27 @@ struct SharedPlan {
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
     u64 p_full[STAGES], ds_full[STAGES];
-    u64 k_full[K_PLACES], v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
-    Work work[WORKS];                                       // key tiles; none after -1
-    int parted[PARTED];
-    __device__ __forceinline__ u32 k_place(Count) { return shared_address(&k); }
+    u64 k_full[K_STAGES], v_full, kv_empty, work_full[WORK_STAGES], work_empty[WORK_STAGES];
+    WorkTile work_tiles[WORK_STAGES];                                       // key tiles; none after -1
+    int has_segment_boundary[BOUNDARY_FLAGS];
+    __device__ __forceinline__ u32 k_tile(WorkState) { return shared_address(&k); }
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Barrier 0 is __syncthreads. TURN_HAS_COME: of a step's dQ; DQ_ADDED, it may pass on.
-constexpr int TURN_HAS_COME = 1, DQ_ADDED = 2, TURN_THREADS = WARPGROUP + 32;
+// Barrier 0 is __syncthreads. SEMAPHORE_ACQUIRED: of a step's dQ; DQ_ADDED, it may pass on.
+constexpr int SEMAPHORE_ACQUIRED = 1, DQ_ADDED = 2, SEMAPHORE_THREADS = WARPGROUP + 32;
 
 // ---- The warp that takes turns, if DETERMINISTIC ----
 
-__device__ __forceinline__ void take_turns(const Arguments& args, SharedPlan& shared) {
+__device__ __forceinline__ void order_dq_additions(const Arguments& args, SharedPlan& shared) {
     const int lane = threadIdx.x % 32;
-    follow_steps(args, shared, [&](int number, int turn, bool others_before) {
-        int* turns = turns_of_query_tile(args, number);
+    for_each_iteration(args, shared, [&](int number, int turn, bool others_before) {
+        int* turns = dq_semaphores(args, number);
         // Those before are of smaller indices, and taken: the wait ends (next_index).
         if (lane == 0 && others_before) while (load_acquire(turns) != turn) {}
         __syncwarp();
-        barrier_arrive(TURN_HAS_COME, TURN_THREADS);
-        barrier_sync(DQ_ADDED, TURN_THREADS);
+        barrier_arrive(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
+        barrier_sync(DQ_ADDED, SEMAPHORE_THREADS);
         if (lane == 0) {
             __threadfence();                                // of all that the barrier has ordered
             store_release(turns, turn + 1);
@@ -96,28 +97,28 @@ __device__ __forceinline__ void take_turns(const Arguments& args, SharedPlan& sh
 
 // Adds columns [part * DQ_COLUMNS, (part + 1) * DQ_COLUMNS) of the step's dQ to the sums, of which
 // the thread's first stands at `sums`.
-__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_COUNT], int part) {
+__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_REGS], int part) {
     #pragma unroll
-    for (int n = 0; n < DQ_COUNT / 4; ++n)
-        reduce_add_4(sums + dq_sum_step(0, part * (DQ_COUNT / 4) + n),
+    for (int n = 0; n < DQ_REGS / 4; ++n)
+        reduce_add_4(sums + dq_sum_step(0, part * (DQ_REGS / 4) + n),
                      {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
 }
 
-__device__ __forceinline__ void compute_scores(const Arguments& arguments, SharedPlan& shared) {
-    auto&& shape = own_shape(arguments);
+__device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan& shared) {
+    auto&& shape = own_shape(args);
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
     const int first_column = lane % 4 * 2;                  // of a score fragment
-    const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
-    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
-    Dropout<float> dropout(arguments);
+    const float scale_log2 = LINEAR ? static_cast<float>(args.arrays.scale) * LOG2_E : LOG2_E;
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
+    Dropout<float> dropout(args);
 
     constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
     const u64 k_rows = descriptor(shared_address(&shared.k), 0);
     const u64 v_rows = descriptor(shared_address(&shared.v), 0);
     const u64 k_columns = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
 
-    float s[S_COUNT], dp[S_COUNT];
-    PipelineState<STAGES> ring, next;                       // of the step's; of the one to issue
+    float s[S_REGS], dp[S_REGS];
+    PipelineState<STAGES> stage, next;                       // of the step's; of the one to issue
     const auto issue_s = [&] {
         mbarrier_wait(shared_address(&shared.q_full[next.index]), next.phase);
         warpgroup_fence_operand(s);
@@ -136,90 +137,90 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         next.next();
     };
 
-    for (Count count;; ++count.tiles) {
-        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
-        const Work where = shared.work[count.place()];
-        if (where.tile < 0) break;
+    for (WorkState state;; ++state.count) {
+        mbarrier_wait(shared_address(&shared.work_full[state.stage()]), state.phase());
+        const WorkTile work = shared.work_tiles[state.stage()];
+        if (work.tile < 0) break;
         __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const auto sequence = sequence_of(where);
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[state.stage()]));
+        const auto sequence = sequence_of(work);
         set_lengths(shape, sequence);
         set_lengths(mask, sequence);
-        const QueryTiles tiles = query_tiles(arguments, where.tile, sequence);
+        const QueryTiles tiles = query_tiles(args, work.tile, sequence);
         const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
         const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
-        const int first_key = where.tile * BLOCK_K + warp_row + lane / 4;
+        const int first_key = work.tile * BLOCK_K + warp_row + lane / 4;
         const int first_query[2] = {
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
-        const Pairs pairs(arguments, where.batch);
+        const Pairs pair_mask(args, work.batch);
         dropout.set_sequence(number_of(sequence));
-        QuerySteps steps(arguments, tiles, where);
+        QueryTileIterator steps(args, tiles, work);
 
-        mbarrier_wait(shared_address(&shared.k_full), count.kv_phase());
+        mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
         issue_s();
-        mbarrier_wait(shared_address(&shared.v_full), count.kv_phase());
+        mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
         issue_dp();
-        LanePairs of = {where.batch, 0, 0, first_key, 0};
+        LanePairs pairs = {work.batch, 0, 0, first_key, 0};
         // Of the step whose S is on its way, and with it its rows.
         const auto look = [&](int stage) {
             const QueryRows& rows = shared.rows[stage];
-            of.head = rows.head;
-            of.query = rows.q_start + first_column;         // the lane's first
-            of.past = of.query + shape.seqlen_k - shape.seqlen_q - first_key;
-            const bool masked =
+            pairs.head = rows.head;
+            pairs.query = rows.q_start + first_column;         // the lane's first
+            pairs.distance = pairs.query + shape.seqlen_k - shape.seqlen_q - first_key;
+            const bool is_cut =
                 rows.q_start < first_full || rows.q_start + BLOCK_Q > end_full;
-            look_at_pairs(of, arguments, pairs, dropout, mask, rows, masked,
-                          SEGMENTS && shared.parted[stage]);
-            if (BIASES_BESIDE_DQ) load_biases(of, arguments);
+            compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut,
+                          SEGMENTS && shared.has_segment_boundary[stage]);
+            if (BIASES_BESIDE_DQ) load_biases(pairs, args);
         };
-        look(ring.index);
-        if (!BIASES_BESIDE_DQ) load_biases(of, arguments);
+        look(stage.index);
+        if (!BIASES_BESIDE_DQ) load_biases(pairs, args);
         wgmma_wait<1>();
         warpgroup_fence_operand(s);
 
         const auto step = [&](auto last) {
-            const QueryRows& rows = shared.rows[ring.index];
+            const QueryRows& rows = shared.rows[stage.index];
             const int q_start = rows.q_start;
-            const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
-            const bool parted = SEGMENTS && shared.parted[ring.index];
-            const auto hide = [&](float (&x)[S_COUNT]) {
-                if (!SEEN_AS_BITS && masked)
-                    apply_mask(x, mask, first_query, q_start + first_column);
-                if (HAS_MASK || masked || parted) hide_unseen(x, of);
+            const bool is_cut = q_start < first_full || q_start + BLOCK_Q > end_full;
+            const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+            const auto zero_invisible = [&](float (&x)[S_REGS]) {
+                if (!VISIBILITY_BITS && is_cut)
+                    zero_masked(x, mask, first_query, q_start + first_column);
+                if (HAS_MASK || is_cut || has_boundary) zero_masked(x, pairs);
             };
-            const u32 ds_tile = shared_address(&shared.ds[ring.index]);
-            float derivatives[S_COUNT];
-            u32 p[S_COUNT / 2], ds[S_COUNT / 2];
+            const u32 ds_tile = shared_address(&shared.ds[stage.index]);
+            float derivatives[S_REGS];
+            u32 p[S_REGS / 2], ds[S_REGS / 2];
 
-            compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide,
-                      masked || parted);
-            store_rows<BLOCK_K>(shared_address(&shared.p[ring.index]), warp_row, lane, p);
+            compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout, zero_invisible,
+                      is_cut || has_boundary);
+            store_rows<BLOCK_K>(shared_address(&shared.p[stage.index]), warp_row, lane, p);
             fence_async_proxy();
             __syncwarp();
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.p_full[ring.index]));
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.p_full[stage.index]));
 
             wgmma_wait<0>();                                // dP
             warpgroup_fence_operand(dp);
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.index]));
-            score_gradients(dp, s, p, rows, first_column, of, dropout);
-            if (MASKS_DS) hide(dp);
-            add_dbias(dp, derivatives, arguments, of);
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
+            compute_ds(dp, s, p, rows, first_column, pairs, dropout);
+            if (MASK_DS) zero_invisible(dp);
+            add_dbias(dp, derivatives, args, pairs);
             pack_pairs<Element>(ds, dp);
             store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
             fence_async_proxy();
             __syncwarp();
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.ds_full[ring.index]));
-            mbarrier_wait(shared_address(&shared.ds_full[ring.index]), ring.phase);
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.ds_full[stage.index]));
+            mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
 
-            float* sums = dq_sum_tile(arguments.arrays.dq_sum,
-                                      number_of(arguments, sequence_of(where), where.batch,
+            float* sums = dq_sum_tile(args.arrays.dq_sum,
+                                      query_tile_index(args, sequence_of(work), work.batch,
                                                 steps.head, steps.tile))
                         + dq_sum_first(thread);
             #pragma unroll
             for (int part = 0; part < DQ_PARTS; ++part) {
                 constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
                 const bool first = part == 0, final = part == DQ_PARTS - 1;
-                float dq[DQ_COUNT];
+                float dq[DQ_REGS];
                 warpgroup_fence_operand(dq);
                 wgmma_fence();
                 gemm_atb_ss<Element, BLOCK_K>(
@@ -228,24 +229,24 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
                 if (!last.value && first) issue_s();
                 if (!last.value && final) {
                     issue_dp();
-                    look((ring.index + 1) % STAGES);
+                    look((stage.index + 1) % STAGES);
                 }
                 if (last.value) wgmma_wait<0>();
                 else if (first && final) wgmma_wait<2>();
                 else wgmma_wait<1>();
                 warpgroup_fence_operand(dq);
-                if (DETERMINISTIC && first) barrier_sync(TURN_HAS_COME, TURN_THREADS);
+                if (DETERMINISTIC && first) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
                 add_dq(sums, dq, part);
             }
-            if (DETERMINISTIC) barrier_arrive(DQ_ADDED, TURN_THREADS);
-            if (!last.value && !BIASES_BESIDE_DQ) load_biases(of, arguments);
+            if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
+            if (!last.value && !BIASES_BESIDE_DQ) load_biases(pairs, args);
             if (!last.value) wgmma_wait<1>();               // the next S
             warpgroup_fence_operand(s);
-            steps.next(arguments, where);
-            ring.next();
+            steps.next(args, work);
+            stage.next();
         };
 
-        while (steps.left > 1) step(Bool<false>{});
+        while (steps.remaining > 1) step(Bool<false>{});
         step(Bool<true>{});
         mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
     }
@@ -265,28 +266,28 @@ struct Gradient {
 
 template <int COLUMNS>
 __device__ __forceinline__ void compute_gradient(const Arguments& args, SharedPlan& shared,
-                                                 const Gradient& of) {
+                                                 const Gradient& gradient) {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
-    const u64 a = descriptor(shared_address(of.a), 0);
-    const u64 b = descriptor(shared_address(of.b), BLOCK_Q * PANEL_ROW_BYTES);
-    // The assembler has no product of 256 columns where 512 threads begin with 128 registers.
+    const u64 a = descriptor(shared_address(gradient.a), 0);
+    const u64 b = descriptor(shared_address(gradient.b), BLOCK_Q * PANEL_ROW_BYTES);
+    // The assembler has no product of 256 columns work 512 threads begin with 128 registers.
     constexpr int PARTS = COLUMNS > 192 ? 2 : 1, PART_COLUMNS = COLUMNS / PARTS;
     constexpr int PART_BYTES = PART_COLUMNS / PANEL_COLUMNS * BLOCK_Q * PANEL_ROW_BYTES;
     float sum[PARTS][PART_COLUMNS / 2];
-    PipelineState<STAGES> ring;
-    for (Count count;; ++count.tiles) {
-        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
-        const Work where = shared.work[count.place()];
-        if (where.tile < 0) break;
+    PipelineState<STAGES> stage;
+    for (WorkState state;; ++state.count) {
+        mbarrier_wait(shared_address(&shared.work_full[state.stage()]), state.phase());
+        const WorkTile work = shared.work_tiles[state.stage()];
+        if (work.tile < 0) break;
         __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const auto sequence = sequence_of(where);
-        const int num_steps = QuerySteps(args, query_tiles(args, where.tile, sequence), where).left;
-        for (int i = 0; i < num_steps; ++i, ring.next()) {
-            mbarrier_wait(shared_address(of.b_full + ring.index), ring.phase);
-            mbarrier_wait(shared_address(of.a_full + ring.index), ring.phase);
-            const u64 a_of_step = advance(a, ring.index * of.a_bytes);
-            const u64 b_of_step = advance(b, ring.index * of.b_bytes);
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[state.stage()]));
+        const auto sequence = sequence_of(work);
+        const int num_steps = QueryTileIterator(args, query_tiles(args, work.tile, sequence), work).remaining;
+        for (int i = 0; i < num_steps; ++i, stage.next()) {
+            mbarrier_wait(shared_address(gradient.b_full + stage.index), stage.phase);
+            mbarrier_wait(shared_address(gradient.a_full + stage.index), stage.phase);
+            const u64 a_of_step = advance(a, stage.index * gradient.a_bytes);
+            const u64 b_of_step = advance(b, stage.index * gradient.b_bytes);
             #pragma unroll
             for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sum[part]);
             wgmma_fence();
@@ -298,29 +299,29 @@ __device__ __forceinline__ void compute_gradient(const Arguments& args, SharedPl
             wgmma_wait<0>();
             #pragma unroll
             for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sum[part]);
-            mbarrier_arrive_if(lane == 0, shared_address(of.b_empty + ring.index));
+            mbarrier_arrive_if(lane == 0, shared_address(gradient.b_empty + stage.index));
         }
         bool finite = true;
-        const int key = where.tile * BLOCK_K + thread / 32 * 16 + lane / 4;
-        Element* target = static_cast<Element*>(of.target) + where.batch * of.stride.batch
-                        + where.head * of.stride.head + (sequence.first_k + key) * of.stride.token;
+        const int key = work.tile * BLOCK_K + thread / 32 * 16 + lane / 4;
+        Element* target = static_cast<Element*>(gradient.target) + work.batch * gradient.stride.batch
+                        + work.head * gradient.stride.head + (sequence.first_k + key) * gradient.stride.token;
         #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             #pragma unroll
             for (int i = 0; i < PART_COLUMNS / 2; ++i) {
-                sum[part][i] *= of.scale;
+                sum[part][i] *= gradient.scale;
                 finite &= fabsf(sum[part][i]) < infinity();
             }
-            store_to_array(target + part * PART_COLUMNS, of.stride.token, sum[part], key,
-                           seqlen_k_of(args, sequence), of.num_columns - part * PART_COLUMNS);
+            store_to_array(target + part * PART_COLUMNS, gradient.stride.token, sum[part], key,
+                           seqlen_k_of(args, sequence), gradient.num_columns - part * PART_COLUMNS);
         }
-        if (MASKED && !finite) *recompute_flag(args, place_of_doubts(where)) = 1;
+        if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
         __syncwarp();
     }
 }
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
-backward_wgmma_wide(const __grid_constant__ Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+backward_wgmma_wide(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) {
@@ -335,7 +336,7 @@ backward_wgmma_wide(const __grid_constant__ Arguments arguments) {
         mbarrier_init(shared_address(&shared.k_full), 1);
         mbarrier_init(shared_address(&shared.v_full), 1);
         mbarrier_init(shared_address(&shared.kv_empty), ROLE_WARPS);
-        for (int i = 0; i < WORKS; ++i) {
+        for (int i = 0; i < WORK_STAGES; ++i) {
             mbarrier_init(shared_address(&shared.work_full[i]), 1);
             mbarrier_init(shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + TURNS);
         }
@@ -343,29 +344,29 @@ backward_wgmma_wide(const __grid_constant__ Arguments arguments) {
     }
     __syncthreads();
 
-    const BackwardArguments& arrays = arguments.arrays;
+    const BackwardArguments& arrays = args.arrays;
     const int warp = threadIdx.x / 32;
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
     if (role == 0) {
         warpgroup_reg_dealloc<LOADING_REGISTERS>();
-        if (threadIdx.x < LOADING_THREADS) load_queries(arguments, shared);
-        if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
-        if (DETERMINISTIC && warp == 1) take_turns(arguments, shared);
+        if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
+        if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
+        if (DETERMINISTIC && warp == 1) order_dq_additions(args, shared);
     } else if (role == 1) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
-        compute_scores(arguments, shared);
+        compute_scores(args, shared);
     } else if (role == 2) {
         warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM_V>(
-            arguments, shared,
+            args, shared,
             {shared.p, sizeof(shared.p[0]), shared.dout, sizeof(shared.dout[0]), shared.p_full,
              shared.dout_full, shared.dout_empty, arrays.dv, arrays.dv_stride,
              arrays.shape.head_dim_v, 1.0f});
     } else {
         warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM>(
-            arguments, shared,
+            args, shared,
             {shared.ds, sizeof(shared.ds[0]), shared.q, sizeof(shared.q[0]), shared.ds_full,
              shared.q_full, shared.q_empty, arrays.dk, arrays.dk_stride, arrays.shape.head_dim,
              static_cast<float>(arrays.scale)});

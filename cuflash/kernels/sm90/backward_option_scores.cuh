@@ -1,0 +1,70 @@
+// P and dS of a tile with options (docs/masks.md):
+//
+//     P = exp(score - lse),  dS = P (dP Z - delta) * d score / d (scale S)
+//
+// where score is scale S after the modifications, Z is dropout's factor (dV takes P Z), and P = 0
+// at masked pairs.
+//
+// Constants: those of backward_constants.cuh, BLOCK_K.
+#pragma once
+#include "sm90/backward_score_mod.cuh"
+
+// S^T becomes the factor of dP^T Z^T - delta in dS^T: P^T or, with SOFTCAP, P^T times the
+// derivative of the score, which DBIAS keeps apart in `derivatives`. p is P^T Z^T rounded.
+// zero_invisible(x): x = 0 at masked pairs. has_masked: there may be some.
+template <class Zero>
+__device__ __forceinline__ void compute_p(
+    float (&s)[S_REGS], float (&derivatives)[S_REGS], u32 (&p)[S_REGS / 2],
+    const QueryRows& rows, int first_column, float scale_log2, const Arguments& args,
+    LanePairs& pairs, const Dropout<float>& dropout, Zero zero_invisible, bool has_masked) {
+    bool fits_poly4 = false;
+    if constexpr (SOFTCAP) {
+        ScoreMod<float> score_mod(args);
+        fits_poly4 = score_mod.fits_tanh_poly4(s);
+        if constexpr (!(BIAS || HAS_MASK || DROPOUT))
+            if (fits_poly4 && !has_masked && !rows.has_large_lse) {
+                score_mod.set_head(args, pairs.batch, pairs.head);
+                return compute_p_poly4(s, p, rows, first_column, score_mod, pairs.distance);
+            }
+    }
+    const auto pack_kept = [&](const float (&weights)[S_REGS]) {
+        float kept[S_REGS];
+        #pragma unroll
+        for (int i = 0; i < S_REGS; ++i) kept[i] = apply_dropout(weights[i], i, pairs, dropout);
+        pack_pairs<Element>(p, kept);
+    };
+    if constexpr (SOFTCAP && !DBIAS) {
+        float weights[S_REGS];
+        apply_score_mod(weights, s, s, args, pairs, fits_poly4);
+        exponentiate(weights, rows, first_column, scale_log2);
+        zero_invisible(weights);
+        pack_kept(weights);
+        #pragma unroll
+        for (int i = 0; i < S_REGS; ++i) s[i] *= weights[i];
+    } else {
+        if constexpr (!LINEAR) apply_score_mod(s, derivatives, s, args, pairs, fits_poly4);
+        exponentiate(s, rows, first_column, scale_log2);
+        zero_invisible(s);
+        pack_kept(s);
+    }
+}
+
+// dP^T becomes dS^T = P^T (dP^T Z^T - delta), without the derivative of the score if DBIAS.
+__device__ __forceinline__ void compute_ds(
+    float (&dp)[S_REGS], const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2],
+    const QueryRows& rows, int first_column, LanePairs& pairs, const Dropout<float>& dropout) {
+    const u32 lane_delta = shared_address(rows.delta) + first_column * 4;
+    // Opaque: Z is recomputed from the bits instead of being kept since compute_p().
+    if constexpr (DROPOUT)
+        #pragma unroll
+        for (u32& bits : pairs.kept) bits = opaque(bits);
+    #pragma unroll
+    for (int j = 0; j < S_REGS / 4; ++j) {
+        float delta[2];
+        load_shared_floats(lane_delta + j * 32, delta[0], delta[1]);
+        #pragma unroll
+        for (int i = j * 4; i < j * 4 + 4; ++i)
+            dp[i] = p_element(p, rounded_p, i)
+                  * (apply_dropout(dp[i], i, pairs, dropout) - delta[i % 2]);
+    }
+}
