@@ -5,6 +5,7 @@
 // (docs/masks.md). TURNS: semaphores of a query tile's dQ if it is DETERMINISTIC, else 0.
 #pragma once
 #include "score/pair_mask.cuh"
+#include "common/softmax.cuh"
 #include "score/score_mod.cuh"
 
 constexpr int S_REGS = BLOCK_Q / 2;                         // a thread's floats of 64 keys' S^T

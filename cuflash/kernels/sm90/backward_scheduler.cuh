@@ -14,7 +14,6 @@
 #pragma once
 #include "sm90/backward_constants.cuh"
 #include "sm90/counters.cuh"
-#include "common/softmax.cuh"
 #include "common/packed_sequences.cuh"
 #include "sm90/wgmma.cuh"
 

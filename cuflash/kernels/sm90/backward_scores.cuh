@@ -10,8 +10,23 @@
 #include "sm90/backward_constants.cuh"
 #include "sm90/query_rows.cuh"
 #include "score/dropout.cuh"
-#include "common/softmax.cuh"
 #include "sm90/wgmma.cuh"
+
+// S^T = K Q^T or dP^T = V dO^T over COLUMNS columns: a descriptor of 64 rows of A, one of all of B.
+// Issued and committed, not waited for.
+template <int COLUMNS>
+__device__ __forceinline__ void issue_scores(float (&scores)[S_REGS], u64 a, u64 b) {
+    warpgroup_fence_operand(scores);
+    wgmma_fence();
+    gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, COLUMNS>(scores, a, b);
+    wgmma_commit();
+}
+
+// Whether the causal mask or window masks pairs of a query tile, given that the queries
+// [first_full, end_full) see all keys.
+__device__ __forceinline__ bool cuts(int first_full, int end_full, int q_start) {
+    return q_start < first_full || q_start + BLOCK_Q > end_full;
+}
 
 // Zeroes x at masked pairs and past the last query, whatever x was there. first_query: the first to
 // see each of the lane's two keys, 8 apart. query: the lane's first. Without a WINDOW: that has
