@@ -346,7 +346,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         + dq
         + barriers * _MBARRIER_BYTES
         + 2 * work
-        + 4 * (tile.num_stages if problem.segment_ids else 1),  # boundary flags
+        + 4 * (tile.num_stages if problem.segment_ids else 1),  # flags
         1024,
     )
 
