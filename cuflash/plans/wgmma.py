@@ -285,8 +285,8 @@ def _static_schedule(
     )
 
 
-# What a query tile's rows are known by: kernels/query_rows.cuh. lse, delta;
-# four numbers.
+# QueryRows (kernels/sm90/query_rows.cuh): lse and delta of each row, and four
+# numbers of the tile.
 _ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
 
 
@@ -320,7 +320,7 @@ def _is_wide(tile: Tile) -> bool:
 
 
 def _has_short_walks(problem: Problem) -> bool:
-    """Of few steps: K has two places then (sm90/backward.cu)."""
+    """Of few iterations: DOUBLE_BUFFERED_K (sm90/backward_shared.cuh)."""
     return not {"window", "segment_ids"}.isdisjoint(problem.options)
 
 
@@ -348,7 +348,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         + dq
         + barriers * _MBARRIER_BYTES
         + 2 * work
-        + 4 * (tile.num_stages if problem.segment_ids else 1),  # parted
+        + 4 * (tile.num_stages if problem.segment_ids else 1),  # flags
         1024,
     )
 

@@ -4,7 +4,7 @@
 // reached. Slow, rare.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K; Arguments and the options, as
-// in backward_steps.cuh.
+// in sm90/backward_constants.cuh.
 #pragma once
 #include "score/dropout.cuh"
 #include "common/head_rows.cuh"
@@ -13,7 +13,7 @@
 #include "common/packed_sequences.cuh"
 
 // Any row may be such a one: of packed sequences, as a tile reaches into the next one; and where an
-// unseen pair has P = 0 and dS = 0 (dP - delta) as it comes (MASKS_DS, backward_steps.cuh), of
+// unseen pair has P = 0 and dS = 0 (dP - delta) as it comes (MASK_DS, backward_constants.cuh), of
 // which dP takes V's row and dO's, and may overflow, delta takes O's.
 constexpr bool REACHES_ALL = PACKED || WINDOW || PAIRWISE;
 

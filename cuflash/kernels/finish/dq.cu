@@ -1,14 +1,15 @@
-// dQ from its sums: scales by the softmax scale, rounds, and puts every element in its place.
+// dQ from its sums: scales by the softmax scale, rounds, and stores rows in the array's order.
 //
-// Runs after sm80/backward.cu or sm90/backward.cu, which add to the sums in the order of their
-// fragments (dq_accum.cuh). After the latter it also RECOMPUTES rows (recompute.cuh).
+// Runs after sm80/backward.cu, sm90/backward.cu or sm90/backward_wide.cu, which add to the sums in
+// the order of their fragments (dq_accum.cuh). After the sm90 kernels it also RECOMPUTES rows of
+// dQ, dK and dV (recompute.cuh).
 //
 // Grid: one block a tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
 // and, if it RECOMPUTES, then one a tile of BLOCK_K keys of one key head, in the same order.
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
-// Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the kernel before;
+// Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the summing kernel;
 // Arguments and the options; RECOMPUTES, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and TURNS;
 // SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
@@ -20,20 +21,20 @@
 #include "common/recompute.cuh"
 #include "common/packed_sequences.cuh"
 
-// Windows and segments leave little else to do, so it is to keep memory busy: with three blocks a
-// multiprocessor it takes 52 us instead of 58 for 16,384 tokens of 16 heads. Repairs spill then.
-constexpr int BLOCKS_PER_SM = WINDOW || SEGMENTS ? 3 : 0;   // 0: as many as there are
+// With windows and segments this kernel is a larger share of the time. Three blocks an SM keep
+// memory busier: 52 us instead of 58 for 16,384 tokens of 16 heads. Recomputing then spills.
+constexpr int BLOCKS_PER_SM = WINDOW || SEGMENTS ? 3 : 0;   // 0: no minimum
 
 struct SharedPlan {
     SmemTile<BLOCK_Q, HEAD_DIM> dq;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// dV and dK of a key tile, counted over all key heads, if they are doubtful.
-__device__ __forceinline__ void repair_keys(const Arguments& whole, int number) {
+// Recomputes rows of dV and dK of a key tile, counted over all key heads, if it is flagged.
+__device__ __forceinline__ void recompute_keys(const Arguments& whole, int index) {
     const int tiles = num_key_tiles(whole, BLOCK_K);
-    int tile = number % tiles;
-    const int pair = number / tiles, num_heads = arrays_of(whole).shape.num_heads_kv;
+    int tile = index % tiles;
+    const int pair = index / tiles, num_heads = arrays_of(whole).shape.num_heads_kv;
     const int head = pair % num_heads, batch = pair / num_heads;
     if (*recompute_flag(whole, {tile, head, batch}) == 0) return;
     const auto sequence = sequence_of_tile<true>(whole, tile, BLOCK_K);
@@ -53,7 +54,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
     int tile = blockIdx.x % num_q_tiles;
     const int pair = blockIdx.x / num_q_tiles;
     if (RECOMPUTES && PACKED && pair >= arrays_of(whole).shape.num_heads_q)
-        return repair_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
+        return recompute_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
     const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
     if (!sequence.has_tile) return;
     const Arguments& args = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
@@ -61,7 +62,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
     if (RECOMPUTES && !PACKED && batch >= shape.batch)
-        return repair_keys(args, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
+        return recompute_keys(args, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
     const float* sums =
         dq_sum_tile(arguments.dq_sum, PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x)
         + dq_sum_first(threadIdx.x);
@@ -85,7 +86,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
     Packed<QueryGrid::M_TILES, QueryGrid::N_TILES> packed;
     pack_fragments<Element>(packed, dq);
     store_fragments<BLOCK_Q>(dq_tile, packed, QueryGrid::first_row(), QueryGrid::first_column());
-    const bool doubtful = __syncthreads_or(!finite);
+    const bool needs_recompute = __syncthreads_or(!finite);
 
     const Strides stride = arguments.dq_stride;
     const i64 first_row = static_cast<i64>(tile) * BLOCK_Q;
@@ -95,7 +96,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
         dq_tile, 0, rows, stride.token, shape.seqlen_q - tile * BLOCK_Q, shape.head_dim,
         rows_aligned(arguments.dq, stride), threadIdx.x);
 
-    if (RECOMPUTES && doubtful) {
+    if (RECOMPUTES && needs_recompute) {
         __syncthreads();
         const int end = min((tile + 1) * BLOCK_Q, shape.seqlen_q);
         for (int query = tile * BLOCK_Q + threadIdx.x / 32; query < end; query += NUM_WARPS)

@@ -1,16 +1,16 @@
-// The gradient of a head's sink: a logit of every row of the head that has no value.
+// The gradient of a head's sink, a logit without a value that all rows of the head share:
 //
 //     dsink = - sum exp(sink - lse) delta          over the head's rows of all batches
 //
-// since dS = P (dP - delta), and dP is 0 there. delta = rowsum(dO * O) comes from
-// prepare/delta.cu. Always added in the same order.
+// since dS = P (dP - delta), and dP of a sink is 0. delta = rowsum(dO * O) comes from
+// prepare/delta.cu. The order of additions is fixed.
 //
 // Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
 // and so on of each batch.
-// Rows of lse -inf are of no sequence: others have at least their sink's.
-// Constants: Arguments, what it takes; Element, PACKED, NUM_THREADS, SHARED_BYTES; IN_TILES: delta
-// stands in QueryRows (query_rows.cuh) of BLOCK_Q queries; of packed sequences a warp then takes
-// the rows of one slot after another. Shared memory: a double for each thread.
+// A row whose lse is -inf belongs to no sequence: others have at least the sink's weight.
+// Constants: Arguments, its argument's type; Element, PACKED, NUM_THREADS, SHARED_BYTES; IN_TILES:
+// delta stands in QueryRows (query_rows.cuh) of BLOCK_Q queries; a warp then takes packed sequences
+// slot by slot. Shared memory: a double for each thread.
 //
 // Bound by memory: lse and delta read once.
 #include "common/elements.cuh"
@@ -22,8 +22,8 @@ using Real = Accumulator<Element>;
 struct SharedPlan { double sums[NUM_THREADS]; };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Of a row of a (batch, head), of which `pair` come before.
-inline Real delta_of(const BackwardArguments& arguments, i64 pair, int row) {
+// delta of a row of a (batch, head), `pair` being batch * num_heads_q + head.
+inline Real row_delta(const BackwardArguments& arguments, i64 pair, int row) {
     const int length = arguments.shape.seqlen_q;
     if constexpr (IN_TILES) {
         const i64 tile = pair * ((length + BLOCK_Q - 1) / BLOCK_Q) + row / BLOCK_Q;
@@ -33,7 +33,7 @@ inline Real delta_of(const BackwardArguments& arguments, i64 pair, int row) {
     }
 }
 
-// The thread's part of the sum where rows stand in slots of packed sequences: a warp a slot.
+// The thread's part of the sum over packed sequences, a slot a warp.
 inline double sum_of_slots(const Arguments& args, int head, Real sink) {
     const BackwardArguments& arguments = args.arrays;
     const int slots = num_query_tiles(args, BLOCK_Q);
@@ -62,16 +62,16 @@ backward_sink(const __grid_constant__ Arguments args) {
     const int head = blockIdx.x, thread = threadIdx.x;
     const Real sink = static_cast<const Real*>(args.sink)[head * args.options.sink_stride];
     const Real infinite = static_cast<Real>(__int_as_float(0x7F800000));
-    const bool weightless = sink == -infinite;
+    const bool has_no_weight = sink == -infinite;
 
     double sum = 0;
-    if (PACKED && IN_TILES && !weightless) sum = sum_of_slots(args, head, sink);
+    if (PACKED && IN_TILES && !has_no_weight) sum = sum_of_slots(args, head, sink);
     for (int batch = 0; !(PACKED && IN_TILES) && batch < shape.batch; ++batch) {
         const i64 pair = i64(batch) * shape.num_heads_q + head;
         const Real* lse = static_cast<const Real*>(arguments.lse) + pair * shape.seqlen_q;
         for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)
-            if (!weightless && !(PACKED && lse[row] == -infinite))
-                sum -= exp(sink - lse[row]) * delta_of(arguments, pair, row);
+            if (!has_no_weight && !(PACKED && lse[row] == -infinite))
+                sum -= exp(sink - lse[row]) * row_delta(arguments, pair, row);
     }
     sums[thread] = sum;
     for (int half = NUM_THREADS / 2; half > 0; half /= 2) {

@@ -1,18 +1,20 @@
-// Before the backward kernels: delta = rowsum(dO * O) (FlashAttention-2, arXiv:2307.08691, Alg. 2,
-// line 4), in float, or in double for double elements. It also zeroes what the main kernel adds to:
-// sums of dQ (DQ_COLUMNS floats a row of every query tile) or dQ itself and, if wanted, the turns.
+// Runs before the backward kernels: delta = rowsum(dO * O) (FlashAttention-2, arXiv:2307.08691,
+// Alg. 2, line 4), in float, or in double for double elements. It also zeroes what the main kernel
+// adds to: sums of dQ (DQ_COLUMNS floats a row of every query tile) or dQ itself and, if not null,
+// the block counter and semaphores of dq_semaphore.cuh.
 //
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of up to 16 bytes.
-// Grid: blockIdx.x = row / (NUM_THREADS / LANES), the rows counted as in a contiguous array:
+// Grid: blockIdx.x = row / (NUM_THREADS / LANES), rows being counted as in a contiguous array:
 //     row = (batch * seqlen_q + query) * num_heads_q + head
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, DQ_COLUMNS (0: no sums), ADDS_TO_DQ; Arguments,
-// what it takes, and PACKED. No shared memory.
+// its argument's type, and PACKED. No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "prepare/delta.cuh"
 #include "common/packed_sequences.cuh"
 
-// Zeroes the grid's share of what the main kernel adds to. dQ is contiguous, as a new array.
+// Zeroes what the main kernel adds to; each thread of the grid has a share. dQ is contiguous, being
+// a new array.
 inline void clear_sums(const Arguments& args) {
     const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
@@ -43,7 +45,7 @@ backward_delta(const __grid_constant__ Arguments args) {
     const i64 head = row % shape.num_heads_q;
     const i64 query = row / shape.num_heads_q % shape.seqlen_q;
     const i64 batch = row / shape.num_heads_q / shape.seqlen_q;
-    const bool exists = batch < shape.batch;                // all lanes stay for the sum
+    const bool exists = batch < shape.batch;                // no return: all lanes join the sum
 
     const Strides &dos = arguments.dout_stride, &os = arguments.out_stride;
     const Element* dout = static_cast<const Element*>(arguments.dout)

@@ -4,13 +4,13 @@
 
 using Real = Accumulator<Element>;
 
-// 16-bit rows are 16-byte aligned (layouts.py sees to it), others only as their elements are.
+// layouts.py makes 16-bit rows 16-byte aligned; others are aligned as their elements are.
 constexpr int CHUNK = sizeof(Element) == 2 ? 8 : 1;
 struct alignas(CHUNK * sizeof(Element)) Chunk { Element x[CHUNK]; };
 
 static_assert(32 % LANES == 0 && NUM_THREADS % 32 == 0, "a row's lanes are of one warp");
 
-// The sum over a row's lanes, in each of them, always added in the same order.
+// The sum over a row's lanes, in each of them. The order of additions is fixed.
 inline Real row_sum(Real x) {
     for (int distance = LANES / 2; distance > 0; distance /= 2)
         x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);

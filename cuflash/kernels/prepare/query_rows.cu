@@ -1,5 +1,5 @@
-// Before sm90/backward.cu: what it has to know of each query, QueryRows, and zeroes for what it
-// adds to: the sums of dQ, and counters.
+// Runs before sm90/backward.cu and backward_wide.cu. Writes the QueryRows of each query tile, and
+// zeroes what these kernels add to: the sums of dQ, and counters (counters.cuh).
 //
 //     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
 //
@@ -8,8 +8,8 @@
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of sums;
-// TURNS of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, what it takes, and the options
-// (docs/guide/options.md). No shared memory.
+// TURNS, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, its argument's type,
+// and the options (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "sm90/counters.cuh"
@@ -22,6 +22,21 @@
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
+// Zeroes the sums of dQ of the block's tile, and the grid's counters.
+__device__ __forceinline__ void clear_sums(const Arguments& args) {
+    const BackwardArguments& arguments = args.arrays;
+    float4* sums = static_cast<float4*>(arguments.dq_sum)
+                 + static_cast<i64>(blockIdx.x) * (BLOCK_Q * HEAD_DIM / 4);
+    #pragma unroll
+    for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
+        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    int* counters = tile_counter(args);
+    const i64 num_counters = dq_semaphores(args, gridDim.x) - counters;
+    for (i64 i = blockIdx.x * NUM_THREADS + threadIdx.x; i < num_counters;
+         i += gridDim.x * NUM_THREADS)
+        counters[i] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 backward_rows(const __grid_constant__ Arguments args) {
     const BackwardArguments& arguments = args.arrays;
@@ -30,44 +45,35 @@ backward_rows(const __grid_constant__ Arguments args) {
     int tile = blockIdx.x % num_q_tiles;
     const int pair = blockIdx.x / num_q_tiles;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
-    // Slots without a tile have rows like those past the end: a key tile without queries takes one.
+    // Slots without a tile get rows like those past the end: a key tile without queries visits one.
     const auto sequence = sequence_of_tile<false>(args, tile, BLOCK_Q);
     const int seqlen_q = seqlen_q_of(args, sequence), first_q = sequence.first_q;
     const int num_rows = min(BLOCK_Q, seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;
     QueryRows& rows = static_cast<QueryRows*>(arguments.delta)[blockIdx.x];
 
-    float4* sums = static_cast<float4*>(arguments.dq_sum)
-                 + static_cast<i64>(blockIdx.x) * (BLOCK_Q * HEAD_DIM / 4);
-    #pragma unroll
-    for (int i = thread; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
-        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    int* counters = static_cast<int*>(arguments.turns);
-    const i64 num_counters = turns_of_query_tile(args, gridDim.x) - counters;
-    for (i64 i = blockIdx.x * NUM_THREADS + thread; i < num_counters; i += gridDim.x * NUM_THREADS)
-        counters[i] = 0;
-
+    clear_sums(args);
     float lse = infinity();
     if (thread < num_rows)
         lse = effective_lse(static_cast<const float*>(arguments.lse)[
             static_cast<i64>(pair) * shape.seqlen_q + first_q + tile * BLOCK_Q + thread]);
-    const float size = fabsf(lse * LOG2_E);
-    const bool huge = __syncthreads_or(size > LARGEST_FUSED_LSE && lse < infinity());
-    if (thread < BLOCK_Q) rows.lse[thread] = huge ? lse : lse * LOG2_E;
+    const float magnitude = fabsf(lse * LOG2_E);
+    const bool has_large_lse = __syncthreads_or(magnitude > MAX_FUSED_LSE && lse < infinity());
+    if (thread < BLOCK_Q) rows.lse[thread] = has_large_lse ? lse : lse * LOG2_E;
     if constexpr (SEGMENTS)
         if (thread < num_rows)
             rows.set_id(thread, Pairs(args, batch).id_of_query(tile * BLOCK_Q + thread));
     if (thread == 0) {
-        rows.huge = huge;
+        rows.has_large_lse = has_large_lse;
         rows.scale = LINEAR ? static_cast<float>(arguments.scale) : 1.0f;
         rows.q_start = tile * BLOCK_Q;
         rows.head = head;
     }
 
-    constexpr int ROWS_AT_ONCE = NUM_THREADS / LANES;
+    constexpr int PARALLEL_ROWS = NUM_THREADS / LANES;
     const Strides &dos = arguments.dout_stride, &os = arguments.out_stride;
     const int lane = thread % LANES;
     #pragma unroll 4
-    for (int i = thread / LANES; i < BLOCK_Q; i += ROWS_AT_ONCE) {
+    for (int i = thread / LANES; i < BLOCK_Q; i += PARALLEL_ROWS) {
         const i64 query = first_q + tile * BLOCK_Q + i;
         const Element* dout = static_cast<const Element*>(arguments.dout)
                             + batch * dos.batch + query * dos.token + head * dos.head;

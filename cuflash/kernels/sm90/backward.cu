@@ -3,469 +3,358 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 //
-// FlashAttention-3 (arXiv:2407.08608). A block stays on its multiprocessor and takes one tile of
-// BLOCK_K keys of one key head after another. Warpgroup 0 loads, and adds to dQ. Each of the others
-// has 64 keys of the tile, computes S^T and dP^T, of which P^T and dS^T are the A operands of dV
-// and dK as they stand in registers, and keeps dK and dV. A step is a query tile that sees the
-// keys, of each query head of the group in turn. All warpgroups then share dQ = dS K of the step,
-// dS^T coming from shared memory, and each has its part of dQ added in float to a sum in global
-// memory, which finish/dq.cu scales and rounds.
+// FlashAttention-3 (arXiv:2407.08608). A persistent block, one on each streaming multiprocessor
+// (SM), takes one work tile after another: BLOCK_K keys of one key head (backward_scheduler.cuh).
+// Warpgroup 0 produces: it loads tiles and adds dQ to global memory. Each of the others, the
+// consumers, has 64 keys of the tile and keeps their dK and dV in registers. An iteration is a
+// query tile that sees the keys, for each query head of the group in turn. A consumer computes S^T
+// and dP^T; P^T and dS^T are then, as they stand in registers, the A operands of dV and dK. All
+// consumers share dQ = dS K, with dS^T from shared memory. Each has a part of it added in float to
+// a sum in global memory, which finish/dq.cu scales and rounds.
 //
-// The products of a step are issued so that the tensor cores have work while the warps compute:
+// The matmuls of an iteration are issued so that the tensor cores have work while warps compute:
 //
 //     tensor cores   S  dP    dV     dQ dK   S' dP' ...
 //     warps             P     dS        dQ out   P'
 //
-// With 128 queries a step, exponentials take as long as two products. dQ then LAGS a step behind
-// and follows dV, so that they have company, and a warpgroup may be half a step ahead of the other:
+// With 128 queries an iteration, exponentials take as long as two matmuls. Then DEFERRED_DQ: dQ is
+// the previous iteration's and follows dV, so that these two run along with exponentials, and one
+// warpgroup may be half an iteration ahead of the other:
 //
 //     tensor cores   S  dP    dV dQ-  dK     S' dP' ...
 //     warps             P     dS      dQ- out   P'
 //
-// Grid: as many blocks as multiprocessors, or as key tiles if those are fewer. Tiles are numbered
-// by scheduler.cuh, the first keys first: if CAUSAL, most queries see those. A block takes the tile
-// of its own number, then whichever is next when it is done (a counter in global memory).
-// DETERMINISTIC: all come from the counter, and key tiles add to dQ in the order of their indices.
-// If CAUSAL the last keys come first then: their first queries are those that the others come to
-// later.
-// Block: 1 + MATH_WARPGROUPS warpgroups.
+// Grid: as many blocks as SMs, or as key tiles if those are fewer. scheduler.cuh numbers the tiles,
+// the first keys first: if CAUSAL, most queries see those. DETERMINISTIC: key tiles add to dQ in
+// the order of their indices. If CAUSAL the last keys then come first, as their first queries are
+// those that the other tiles reach later.
+// Block: 1 + CONSUMERS warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
-// BLOCK_Q, BLOCK_K, STAGES (places for Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; TURNS: 0, or MATH_WARPGROUPS to have the blocks of one head add to a query tile's
-// dQ in the order of their key tiles; Arguments and the options (backward_steps.cuh).
-// Shared memory: SharedPlan, tiles as in smem.cuh.
-//
-// Barriers: *_full, the TMA unit to the math warpgroups: an arrival of a loading thread, and a
-// tile's bytes. *_empty, back: an arrival of every math warp. work_full, from the thread that loads
-// Q to all others; work_empty, back: an arrival of each warp. ds_full, ds_empty: among the math
-// warps, an arrival of each. Named ones: below.
+// BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh), SHARED_BYTES;
+// TURNS: 0, or CONSUMERS if DETERMINISTIC; Arguments and the options (docs/guide/options.md).
+// Shared memory and barriers: backward_shared.cuh.
 //
 // A NaN or an infinity may reach rows that do not see it, as 0 * NaN, where the mask cuts a tile.
-// Key tiles with such rows of dK or dV are noted, for finish/dq.cu to compute these once more.
-#include "sm90/backward_steps.cuh"
+// Key tiles with such rows of dK or dV are flagged, and finish/dq.cu recomputes these rows.
+#include "sm90/backward_epilogue.cuh"
+#include "sm90/backward_option_scores.cuh"
 #include "common/dq_accum.cuh"
 
-constexpr int MATH_WARPGROUPS = BLOCK_K / 64, MATH_THREADS = MATH_WARPGROUPS * WARPGROUP;
-constexpr int ALL_THREADS = WARPGROUP + MATH_THREADS;
-constexpr int DK_COUNT = HEAD_DIM / 2, DV_COUNT = HEAD_DIM_V / 2;
-constexpr int DQ_COUNT = QueryGrid::N_TILES * 4;
-constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / MATH_WARPGROUPS;
-constexpr bool LAGS = BLOCK_Q > 64;                         // dQ is that of the step before
-// Where a tile has few steps, what stands between tiles counts. K has two places, and V is given
-// back after the last product with it, so the next tile's keys are there when it begins. A tile's
-// end does not wait for gradients to leave: dK does through K's place, dV through that of dQ.
-constexpr bool KEYS_AHEAD = WINDOW || SEGMENTS;
+constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
+constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
+constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
+constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 
-static_assert(TURNS == 0 || TURNS == MATH_WARPGROUPS, "each warpgroup adds a part of dQ");
-static_assert(MATH_THREADS == THREADS, "the plan's warps are those that compute");
-static_assert(MATH_WARPGROUPS == 2, "registers are dealt out for two");
+// 64 K registers: the consumers get what the producers do not need. (To search tiles with SEGMENTS
+// needs more, which are spilled: the consumers could not do with fewer.)
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+
+static_assert(TURNS == 0 || TURNS == CONSUMERS, "each warpgroup adds a part of dQ");
+static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
+static_assert(CONSUMERS == 2, "registers suffice for two consumers");
 static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS == 64,
               "a warpgroup's part of dQ is 64 queries and 64 columns");
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= 64 * HEAD_DIM * 2,
-              "64 rows of dK or dV leave through the place of a part of dQ");
+              "64 rows of dK or dV leave through the staging buffer of a part of dQ");
 
-// A key tile's K and V, and what K's second place takes, whose parities are those of work. k_empty:
-// as others'. k_read: among the math warps, an arrival of each; nobody reads the tile's K any more.
-template <bool> struct KeyPlaces {
-    static constexpr int K_PLACES = 1;
-    SmemTile<BLOCK_K, HEAD_DIM> k;
-    SmemTile<BLOCK_K, HEAD_DIM_V> v;
-    __device__ __forceinline__ u32 k_place(Count) { return shared_address(&k); }
-};
-template <> struct KeyPlaces<true> {
-    static constexpr int K_PLACES = 2;
-    SmemTile<BLOCK_K, HEAD_DIM> k;
-    SmemTile<BLOCK_K, HEAD_DIM_V> v;
-    SmemTile<BLOCK_K, HEAD_DIM> second_k;
-    __device__ __forceinline__ u32 k_place(Count count) {
-        return shared_address(&k) + count.place() * static_cast<u32>(sizeof k + sizeof v);
-    }
-};
-template <bool> struct KeyBarriers {
-    __device__ __forceinline__ void init() {}
-    __device__ __forceinline__ void give_place(bool, Count) {}
-    __device__ __forceinline__ void say_read(bool) {}
-    __device__ __forceinline__ void await_readers(Count) {}
-};
-template <> struct KeyBarriers<true> {
-    u64 k_empty[2], k_read;
-    __device__ __forceinline__ void init() {
-        for (u64& barrier : k_empty) mbarrier_init(shared_address(&barrier), MATH_THREADS / 32);
-        mbarrier_init(shared_address(&k_read), MATH_THREADS / 32);
-    }
-    __device__ __forceinline__ void await_place(Count count) {
-        mbarrier_wait(shared_address(&k_empty[count.place()]), count.work_phase() ^ 1);
-    }
-    // That of the tile before.
-    __device__ __forceinline__ void give_place(bool gives, Count count) {
-        mbarrier_arrive_if(
-            gives && count.tiles > 0, shared_address(&k_empty[count.place() ^ 1]));
-    }
-    __device__ __forceinline__ void say_read(bool says) {
-        mbarrier_arrive_if(says, shared_address(&k_read));
-    }
-    __device__ __forceinline__ void await_readers(Count count) {
-        mbarrier_wait(shared_address(&k_read), count.kv_phase());
-    }
-};
-
-struct Places : KeyPlaces<KEYS_AHEAD> {
-    SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
-    SmemTile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
-    SmemTile<BLOCK_K, BLOCK_Q> ds[2];                       // dS^T
-    alignas(1024) unsigned char dq_then_out[MATH_WARPGROUPS][DQ_PART_BYTES];
-    QueryRows rows[STAGES];
-    u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
-    u64 ds_full[2], ds_empty[2];
-    u64 k_full[K_PLACES], v_full, kv_empty;
-    u64 work_full[WORKS], work_empty[WORKS];
-    Work work[WORKS];                                       // key tiles; none after -1
-    int parted[PARTED];
-};
-struct SharedPlan : Places, KeyBarriers<KEYS_AHEAD> {};
-static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
-
-// Barrier 0 is __syncthreads. Of warpgroup g: DQ_FULL + g, its part of dQ is written; DQ_EMPTY + g,
-// it has been read; OWN + g, its warps meet.
-constexpr int DQ_FULL = 2, DQ_EMPTY = 4, OWN = 6, DQ_THREADS = WARPGROUP + 32;
-
-// ---- The warps that add to dQ, one for each math warpgroup ----
-
-__device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int group) {
-    const BackwardArguments& arguments = args.arrays;
+// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration.
+__device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int consumer) {
     const int lane = threadIdx.x % 32;
-    const u32 part = shared_address(&shared.dq_then_out[group]);
-    follow_steps(args, shared, [&](int number, int turn, bool others_before) {
-        int* turns = turns_of_query_tile(args, number) + group;
-        barrier_sync(DQ_FULL + group, DQ_THREADS);
+    const u32 part = shared_address(&shared.staging[consumer]);
+    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
+        int* semaphore = dq_semaphores(args, query_tile) + consumer;
+        barrier_sync(DQ_FULL + consumer, DQ_THREADS);
         if (lane == 0) {
-            // Those before are of smaller indices, and taken: the wait ends (next_index).
-            if (DETERMINISTIC && others_before) while (load_acquire(turns) != turn) {}
-            bulk_reduce_add(dq_sum_tile(arguments.dq_sum, number) + group * (DQ_PART_BYTES / 4),
-                            part, DQ_PART_BYTES);
+            // Predecessors have smaller indices and have started: the wait ends (next_index).
+            if (DETERMINISTIC && has_predecessors) while (load_acquire(semaphore) != turn) {}
+            bulk_reduce_add(
+                dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4),
+                part, DQ_PART_BYTES);
             tma_store_commit();
             if (DETERMINISTIC) {
                 tma_store_wait<0>();
                 __threadfence();
-                store_release(turns, turn + 1);
+                store_release(semaphore, turn + 1);
             } else {
                 tma_store_wait_read<0>();
             }
         }
         __syncwarp();
-        barrier_arrive(DQ_EMPTY + group, DQ_THREADS);
+        barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
     });
     tma_store_wait<0>();
 }
 
-// ---- The warpgroups that compute ----
+using CallShape = decltype(own_shape(*static_cast<const Arguments*>(nullptr)));
 
-// A warp's rows of a gradient that are not 16, from the sequence's key `key` on: behind a packed
-// sequence's last row comes the next one's first.
-template <int COLUMNS>
-__device__ __forceinline__ void store_last_rows(
-    const TileOfSequence& where, int key, u32 tile, int warp_row, void* array, Strides stride,
-    int num_columns) {
-    u16* rows = static_cast<u16*>(array) + where.batch * stride.batch + where.head * stride.head
-              + (where.first_k + key) * stride.token;
-    store_tile<16, COLUMNS, 32, 64>(
-        tile, warp_row, rows, stride.token, where.seqlen_k - key, num_columns, true,
-        threadIdx.x % 32);
-}
-__device__ __forceinline__ bool has_rows_behind(const TileCoord&, int) { return false; }
-__device__ __forceinline__ bool has_rows_behind(const TileOfSequence& where, int key) {
-    return key + 16 > where.seqlen_k;
-}
+// A consumer warpgroup: 64 keys of each work tile.
+struct Consumer {
+    const Arguments& args;
+    SharedPlan& shared;
+    CallShape shape;                        // lengths are the packed sequence's
+    int warpgroup, thread;                  // among consumers
+    u32 keys_offset;                        // of the warpgroup's keys in panels of K and V, bytes
+    float scale_log2;
+    KeyTileMask mask;
+    Dropout<float> dropout;
 
-// Scales, rounds and sends out the warp's 16 rows of dK or dV, which is `array`, through its
-// warpgroup's tile of 64; `key` is the first. Whether the lane's numbers are all finite.
-template <int COUNT>
-__device__ __forceinline__ bool send_out(
-    const TensorMap& map, const Work& where, int key, u32 tile, float (&gradient)[COUNT],
-    float scale, void* array, const Strides& stride, int num_columns) {
-    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-    bool finite = true;
-    #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        gradient[i] *= scale;
-        finite &= fabsf(gradient[i]) < infinity();
+    float dk[DK_REGS], dv[DV_REGS];
+    u32 ds[S_REGS / 2];                     // rounded dS^T, read until the next iteration
+    PipelineState<STAGES> stage;            // of Q and dO
+    PipelineState<2> ds_stage;
+    WorkState state;
+    int k_tile, batch;                      // the work tile's
+    bool started;                           // dk and dv hold a sum
+    bool sent;                              // a part of the work tile's dQ was staged
+
+    __device__ __forceinline__ Consumer(const Arguments& args, SharedPlan& shared)
+        : args(args),
+          shared(shared),
+          shape(own_shape(args)),
+          // By a shuffle, so that the compiler knows that it is uniform in the warp.
+          warpgroup(__shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1),
+          thread(threadIdx.x - WARPGROUP),
+          keys_offset(warpgroup * 64 * PANEL_ROW_BYTES),
+          scale_log2(LINEAR ? static_cast<float>(args.arrays.scale) * LOG2_E : LOG2_E),
+          mask{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)}},
+          dropout(args) {}
+
+    // ---- Matmuls, issued and committed but not waited for ----
+
+    // Addresses of an iteration's tiles as wgmma operands. q, dout: columns of B in S and dP, rows
+    // of B in dK and dV.
+    struct Operands { u64 k, v, q, dout; };
+    __device__ __forceinline__ Operands operands(u32 key_rows) {
+        return {descriptor(shared.k_tile(state) + key_rows, 0),
+                descriptor(shared_address(&shared.v) + key_rows, 0),
+                descriptor(shared_address(&shared.q[stage.index]), BLOCK_Q * PANEL_ROW_BYTES),
+                descriptor(shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES)};
     }
-    u32 packed[COUNT / 2];
-    pack_pairs<Element>(packed, gradient);
-    store_rows<64>(tile, warp_row, lane, packed);
-    fence_async_proxy();
-    __syncwarp();
-    const bool by_rows = has_rows_behind(where, key);
-    if constexpr (PACKED)
-        if (by_rows)
-            store_last_rows<COUNT * 2>(where, key, tile, warp_row, array, stride, num_columns);
-    if (lane == 0 && !by_rows)
-        tma_store_tile<64, COUNT * 2>(
-            map, tile, warp_row, sequence_of(where).first_k + key, where.head, where.batch);
-    __syncwarp();
-    return finite;
-}
-
-__device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPlan& shared) {
-    auto&& shape = own_shape(arguments);
-    // By a shuffle, so that the compiler knows it to be the same in all lanes.
-    const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
-    const int math_thread = threadIdx.x - WARPGROUP;
-    const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
-    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
-    Dropout<float> dropout(arguments);
-
-    // The warpgroup's keys, as rows of K and V; its part of dQ, 64 queries and all columns or 64 of
-    // them, as panels of dS^T or K.
-    constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
-    constexpr bool BY_ROWS = BLOCK_Q == MATH_WARPGROUPS * 64;
-    const u32 group_rows = group * 64 * PANEL_ROW_BYTES;
-    const u32 dq_part = shared_address(&shared.dq_then_out[group]);
-
-    const u32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
-    const u32 dout_full = shared_address(&shared.dout_full);
-    const u32 dout_empty = shared_address(&shared.dout_empty);
-    const u32 ds_full = shared_address(&shared.ds_full);
-    const u32 ds_empty = shared_address(&shared.ds_empty);
-
-    float dk[DK_COUNT], dv[DV_COUNT];
-    u32 ds[S_COUNT / 2];                                    // read until the next step
-    PipelineState<STAGES> ring;
-    PipelineState<2> place;                                 // of dS^T
-    for (Count count;; ++count.tiles) {
-        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
-        const int k_tile = shared.work[count.place()].tile;
-        if (k_tile < 0) break;
-        const int batch = OPTIONS ? shared.work[count.place()].batch : 0;
-        const auto sequence = sequence_of(shared.work[count.place()]);
-        set_lengths(shape, sequence);
-        set_lengths(mask, sequence);
-        const QueryTiles tiles = query_tiles(arguments, k_tile, sequence);
-        const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
-        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
-        const int first_key = k_tile * BLOCK_K + math_thread / 32 * 16 + math_thread % 32 / 4;
-        const int first_query[2] = {
-            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
-        const Pairs pairs(arguments, batch);
-        dropout.set_sequence(number_of(sequence));
-        mbarrier_wait(shared_address(&shared.k_full) + (KEYS_AHEAD ? 8 * count.place() : 0),
-             KEYS_AHEAD ? count.work_phase() : count.kv_phase());
-        mbarrier_wait(shared_address(&shared.v_full), count.kv_phase());
-        bool started = false;                               // dk and dv hold something
-        bool sent = false;                                  // a part of dQ
-
-        const auto issue_dq = [&](float (&dq)[DQ_COUNT], u32 ds_tile) {
-            const u32 own_rows = opaque(group_rows), own_panel = own_rows * (BLOCK_K / 64);
-            warpgroup_fence_operand(dq);
-            wgmma_fence();
-            gemm_atb_ss<Element, BLOCK_K>(
-                dq, descriptor(ds_tile + (BY_ROWS ? own_panel : 0), 0),
-                descriptor(shared.k_place(count) + (BY_ROWS ? 0 : own_panel), PANEL_BYTES));
-            wgmma_commit();
-        };
-        // Of the step before. At a tile's first step there is none, and the product is one of K and
-        // V, side by side, for nothing: round a branch the compiler runs out of registers.
-        const auto issue_last_dq = [&](float (&dq)[DQ_COUNT]) {
-            const u32 phase = place.index == 0 ? place.phase ^ 1 : place.phase;
-            if (started) mbarrier_wait(ds_full + 8 * place.previous(), phase);
-            issue_dq(dq, started ? shared_address(&shared.ds[place.previous()])
-                                 : shared_address(KEYS_AHEAD && count.place() > 0
-                                                  ? static_cast<void*>(&shared.v) : &shared.k));
-        };
-        const auto send_dq = [&](const float (&dq)[DQ_COUNT]) {
-            // The first time the place is the warpgroup's own: dK and dV have left.
-            if (KEYS_AHEAD && !sent) {
-                tma_store_wait_read<0>();
-                shared.give_place(math_thread % 32 == 0, count);
-            }
-            barrier_sync((sent ? DQ_EMPTY : OWN) + group, sent ? DQ_THREADS : WARPGROUP);
-            const u32 dq_of_thread =
-                shared_address(&shared.dq_then_out) + dq_sum_first(opaque(math_thread)) * 4;
-            #pragma unroll
-            for (int n = 0; n < DQ_COUNT / 4; ++n)
-                store_shared_16(dq_of_thread + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
-                                dq[n * 4 + 2], dq[n * 4 + 3]);
-            fence_async_proxy();
-            barrier_arrive(DQ_FULL + group, DQ_THREADS);
-            sent = true;
-        };
-
-        const auto step = [&](bool last) {
-            const QueryRows& rows = shared.rows[ring.index];
-            // Opaque: what follows from these, kept across the loop, would fill the registers.
-            const u32 own_rows = opaque(group_rows);
-            const int thread = opaque(math_thread), lane = thread % 32;
-            const int first_column = lane % 4 * 2;          // of a score fragment
-            const int key_of_lane = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
-            const u64 k_rows = descriptor(shared.k_place(count) + own_rows, 0);
-            const u64 v_rows = descriptor(shared_address(&shared.v) + own_rows, 0);
-            // Columns of B for the scores, rows of B for the gradients.
-            const u64 q = descriptor(
-                shared_address(&shared.q[ring.index]), BLOCK_Q * PANEL_ROW_BYTES);
-            const u64 dout = descriptor(
-                shared_address(&shared.dout[ring.index]), BLOCK_Q * PANEL_ROW_BYTES);
-            float s[S_COUNT], dp[S_COUNT], dq[DQ_COUNT], derivatives[S_COUNT];
-            u32 p[S_COUNT / 2];
-
-            mbarrier_wait(q_full + 8 * ring.index, ring.phase);
-            warpgroup_fence_operand(s);
-            wgmma_fence();
-            gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(s, k_rows, q);
-            wgmma_commit();
-            wgmma_wait<1>();                                // dK of the last step
-            warpgroup_fence_operand(dk);
-            mbarrier_arrive_if(started && lane == 0, q_empty + 8 * ring.previous());
-            const int q_start = rows.q_start;
-            const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
-            const bool parted = SEGMENTS && shared.parted[ring.index];
-            const int query = q_start + first_column;       // the lane's first
-            LanePairs of = {batch, rows.head, query, key_of_lane,
-                            query + shape.seqlen_k - shape.seqlen_q - key_of_lane};
-            const auto hide = [&](float (&x)[S_COUNT]) {
-                if (!SEEN_AS_BITS && masked)
-                    apply_mask(x, mask, first_query, q_start + first_column);
-                // A window's bits, lane by lane. Segments' may be late: to ask them costs as much.
-                if (HAS_MASK || (SEGMENTS ? masked || parted : of.hides_any())) hide_unseen(x, of);
-            };
-            mbarrier_wait(dout_full + 8 * ring.index, ring.phase);
-            warpgroup_fence_operand(dp);
-            wgmma_fence();
-            gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(dp, v_rows, dout);
-            wgmma_commit();
-            load_biases(of, arguments);
-            look_at_pairs(of, arguments, pairs, dropout, mask, rows, masked, parted);
-            wgmma_wait<1>();                                // S
-            warpgroup_fence_operand(s);
-
-            compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide,
-                      masked || parted);
-            warpgroup_fence_operand(dv);
-            wgmma_fence();
-            gemm_ab_rs<Element, BLOCK_Q>(dv, p, dout, started);
-            wgmma_commit();
-            if (LAGS) issue_last_dq(dq);
-            wgmma_wait<LAGS ? 2 : 1>();                     // dP
-            warpgroup_fence_operand(dp);
-            if (KEYS_AHEAD && !LAGS)
-                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
-
-            score_gradients(dp, s, p, rows, first_column, of, dropout);
-            if (MASKS_DS) hide(dp);
-            add_dbias(dp, derivatives, arguments, of);
-            pack_pairs<Element>(ds, dp);
-            if (LAGS) mbarrier_wait(ds_empty + 8 * place.index, place.phase ^ 1);
-            const u32 ds_tile = shared_address(&shared.ds[place.index]);
-            store_rows<BLOCK_K>(ds_tile, thread / 32 * 16, lane, ds);
-            fence_async_proxy();
-            __syncwarp();
-            mbarrier_arrive_if(lane == 0, ds_full + 8 * place.index);
-
-            if (!LAGS) {
-                mbarrier_wait(ds_full + 8 * place.index, place.phase);
-                issue_dq(dq, ds_tile);
-            }
-            warpgroup_fence_operand(dk);
-            wgmma_fence();
-            gemm_ab_rs<Element, BLOCK_Q>(dk, ds, q, started);
-            wgmma_commit();
-            wgmma_wait<1>();                                // dV, dQ
-            warpgroup_fence_operand(dv);
-            warpgroup_fence_operand(dq);
-            mbarrier_arrive_if(lane == 0, dout_empty + 8 * ring.index);
-            // Not before: a first step's product for nothing reads V, too.
-            if (KEYS_AHEAD && LAGS)
-                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
-            if (LAGS) mbarrier_arrive_if(started && lane == 0, ds_empty + 8 * place.previous());
-            if (!LAGS || started) send_dq(dq);
-
-            started = true;
-            place.next();
-            ring.next();
-        };
-
-        for (int left = QuerySteps(arguments, tiles, {k_tile, 0, batch}).left; left > 0; --left)
-            step(left == 1);
-
-        wgmma_wait<0>();
+    __device__ __forceinline__ void issue_s(float (&s)[S_REGS], const Operands& tiles) {
+        mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
+        issue_scores<HEAD_DIM>(s, tiles.k, tiles.q);
+    }
+    __device__ __forceinline__ void issue_dp(float (&dp)[S_REGS], const Operands& tiles) {
+        mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
+        issue_scores<HEAD_DIM_V>(dp, tiles.v, tiles.dout);
+    }
+    __device__ __forceinline__ void issue_dv(const u32 (&p)[S_REGS / 2], const Operands& tiles) {
+        warpgroup_fence_operand(dv);
+        wgmma_fence();
+        gemm_ab_rs<Element, BLOCK_Q>(dv, p, tiles.dout, started);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_dk(const Operands& tiles) {
         warpgroup_fence_operand(dk);
-        if (LAGS) {
-            float dq[DQ_COUNT];
-            issue_last_dq(dq);
-            wgmma_wait<0>();
-            warpgroup_fence_operand(dq);
-            mbarrier_arrive_if(threadIdx.x % 32 == 0, ds_empty + 8 * place.previous());
-            send_dq(dq);
-        }
-        count.tiles = opaque(count.tiles);
-        const int lane = threadIdx.x % 32;
-        const Work where = shared.work[count.place()];
-        __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        mbarrier_arrive_if(lane == 0, q_empty + 8 * ring.previous());
-        if (KEYS_AHEAD) shared.say_read(lane == 0);
-        else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
-        barrier_sync(DQ_EMPTY + group, DQ_THREADS);
-        // dK after dV, through the same place if there is no other.
-        constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
-        constexpr bool SIDE_BY_SIDE = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
-        const int key = where.tile * BLOCK_K + math_thread / 32 * 16;
-        const BackwardArguments& arrays = arguments.arrays;
-        bool finite = send_out(arguments.dv_map, where, key, dq_part, dv, 1.0f, arrays.dv,
-                               arrays.dv_stride, shape.head_dim_v);
-        if (KEYS_AHEAD) shared.await_readers(count);
-        else if (!SIDE_BY_SIDE) tma_store_wait_read<0>();
-        __syncwarp();
-        const u32 dk_place = KEYS_AHEAD ? shared.k_place(count) + group * DK_BYTES
-                                        : dq_part + (SIDE_BY_SIDE ? DV_BYTES : 0);
-        finite &= send_out(arguments.dk_map, where, key, dk_place, dk,
-                           static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
-                           shape.head_dim);
-        if (MASKED && !finite) *recompute_flag(arguments, place_of_doubts(where)) = 1;
-        __syncwarp();
-        if (!KEYS_AHEAD) tma_store_wait_read<0>();
+        wgmma_fence();
+        gemm_ab_rs<Element, BLOCK_Q>(dk, ds, tiles.q, started);
+        wgmma_commit();
     }
-    if (KEYS_AHEAD) tma_store_wait_read<0>();
-}
+    // The warpgroup's part of dQ: 64 queries and all columns, or 64 columns.
+    __device__ __forceinline__ void issue_dq(float (&dq)[DQ_REGS], u32 ds_tile) {
+        constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
+        constexpr bool SPLITS_QUERIES = BLOCK_Q == CONSUMERS * 64;
+        const u32 panel = opaque(keys_offset) * (BLOCK_K / 64);
+        warpgroup_fence_operand(dq);
+        wgmma_fence();
+        gemm_atb_ss<Element, BLOCK_K>(
+            dq, descriptor(ds_tile + (SPLITS_QUERIES ? panel : 0), 0),
+            descriptor(shared.k_tile(state) + (SPLITS_QUERIES ? 0 : panel), PANEL_BYTES));
+        wgmma_commit();
+    }
+    // The previous iteration's. A tile's first iteration has none and multiplies K and V, which are
+    // adjacent, for nothing: around a branch the compiler runs out of registers.
+    __device__ __forceinline__ void issue_previous_dq(float (&dq)[DQ_REGS]) {
+        const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
+        const int previous = ds_stage.previous();
+        if (started) mbarrier_wait(barrier_at(shared.ds_full, previous), phase);
+        issue_dq(dq, started ? shared_address(&shared.ds[previous])
+                             : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
+                                              ? static_cast<void*>(&shared.v) : &shared.k));
+    }
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
-backward_wgmma(const __grid_constant__ Arguments arguments) {
+    // ---- Steps of an iteration ----
+
+    // Rounds dS^T, and stores it for all warpgroups' dQ.
+    __device__ __forceinline__ void publish_ds(const float (&dp)[S_REGS], int thread) {
+        const int lane = thread % 32;
+        pack_pairs<Element>(ds, dp);
+        if (DEFERRED_DQ)
+            mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
+        store_rows<BLOCK_K>(
+            shared_address(&shared.ds[ds_stage.index]), thread / 32 * 16, lane, ds);
+        fence_async_proxy();
+        __syncwarp();
+        mbarrier_arrive_if(lane == 0, barrier_at(shared.ds_full, ds_stage.index));
+    }
+
+    // Stages the warpgroup's part of dQ for its writer warp. The first time in a work tile the
+    // buffer is still the warpgroup's own, and dK and dV of the tile before may be leaving.
+    __device__ __forceinline__ void stage_dq(const float (&dq)[DQ_REGS]) {
+        if (DOUBLE_BUFFERED_K && !sent) {
+            tma_store_wait_read<0>();
+            shared.release_previous_k(state, thread % 32 == 0);
+        }
+        barrier_sync((sent ? DQ_EMPTY : CONSUMER_SYNC) + warpgroup, sent ? DQ_THREADS : WARPGROUP);
+        const u32 target = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
+        #pragma unroll
+        for (int n = 0; n < DQ_REGS / 4; ++n)
+            store_shared_16(target + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
+                            dq[n * 4 + 2], dq[n * 4 + 3]);
+        fence_async_proxy();
+        barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
+        sent = true;
+    }
+
+    // ---- Mainloop and epilogue of a work tile ----
+
+    // One query tile. `last`: of the work tile.
+    __device__ __forceinline__ void iterate(bool last) {
+        // Opaque: what follows from these, kept across iterations, would fill the registers.
+        const u32 key_rows = opaque(keys_offset);
+        const int thread = opaque(this->thread), lane = thread % 32;
+        const int first_key = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
+        const Operands tiles = operands(key_rows);
+        float s[S_REGS], dp[S_REGS], dq[DQ_REGS];
+        u32 p[S_REGS / 2];
+
+        issue_s(s, tiles);
+        wgmma_wait<1>();                                    // dK of the previous iteration
+        warpgroup_fence_operand(dk);
+        mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
+        const QueryRows& rows = shared.rows[stage.index];
+        const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+        Scores scores(args, mask, dropout, scale_log2, batch, first_key);
+        scores.set_query_tile(rows, lane % 4 * 2, has_boundary);
+        scores.locate_pairs(rows, lane % 4 * 2);
+        issue_dp(dp, tiles);
+        scores.load_biases();
+        scores.compute_bits(rows, has_boundary);
+        wgmma_wait<1>();                                    // S
+        warpgroup_fence_operand(s);
+
+        scores.compute_p(s, p);
+        issue_dv(p, tiles);
+        if (DEFERRED_DQ) issue_previous_dq(dq);
+        wgmma_wait<DEFERRED_DQ ? 2 : 1>();                  // dP
+        warpgroup_fence_operand(dp);
+        if (DOUBLE_BUFFERED_K && !DEFERRED_DQ)
+            mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
+
+        scores.compute_ds(dp, s, p);
+        publish_ds(dp, thread);
+        if (!DEFERRED_DQ) {
+            mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
+            issue_dq(dq, shared_address(&shared.ds[ds_stage.index]));
+        }
+        issue_dk(tiles);
+        wgmma_wait<1>();                                    // dV, dQ
+        warpgroup_fence_operand(dv);
+        warpgroup_fence_operand(dq);
+        mbarrier_arrive_if(lane == 0, barrier_at(shared.dout_empty, stage.index));
+        // Not before: a first iteration's product for nothing (issue_previous_dq) reads V, too.
+        if (DOUBLE_BUFFERED_K && DEFERRED_DQ)
+            mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
+        if (DEFERRED_DQ)
+            mbarrier_arrive_if(
+                started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
+        if (!DEFERRED_DQ || started) stage_dq(dq);
+
+        started = true;
+        ds_stage.next();
+        stage.next();
+    }
+
+    // dQ of the last iteration.
+    __device__ __forceinline__ void finish_dq() {
+        float dq[DQ_REGS];
+        issue_previous_dq(dq);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dq);
+        mbarrier_arrive_if(
+            threadIdx.x % 32 == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
+        stage_dq(dq);
+    }
+
+    // dV leaves through the staging buffer. dK follows: through K's stage if there are two, else
+    // beside dV or, if both do not fit, once dV has left.
+    __device__ __forceinline__ void store_gradients() {
+        constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
+        constexpr bool BOTH_FIT = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
+        const BackwardArguments& arrays = args.arrays;
+        const int lane = threadIdx.x % 32;
+        state.count = opaque(state.count);
+        const WorkTile work = shared.work_tiles[state.stage()];
+        __syncwarp();
+        release_work_tile(shared, state, lane == 0);
+        mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
+        if (DOUBLE_BUFFERED_K) shared.arrive_k_read(lane == 0);
+        else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
+        barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
+
+        const int key = work.tile * BLOCK_K + thread / 32 * 16;
+        const u32 staging = shared_address(&shared.staging[warpgroup]);
+        bool finite = store_gradient(args.dv_map, work, key, staging, dv, 1.0f, arrays.dv,
+                                     arrays.dv_stride, shape.head_dim_v);
+        if (DOUBLE_BUFFERED_K) shared.wait_k_read(state);
+        else if (!BOTH_FIT) tma_store_wait_read<0>();
+        __syncwarp();
+        const u32 dk_tile = DOUBLE_BUFFERED_K ? shared.k_tile(state) + warpgroup * DK_BYTES
+                                              : staging + (BOTH_FIT ? DV_BYTES : 0);
+        finite &= store_gradient(args.dk_map, work, key, dk_tile, dk,
+                                 static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
+                                 shape.head_dim);
+        if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
+        __syncwarp();
+        if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
+    }
+
+    __device__ __forceinline__ void run() {
+        for (;; ++state.count) {
+            const WorkTile& work = acquire_work_tile(shared, state);
+            k_tile = work.tile;
+            if (k_tile < 0) break;
+            batch = OPTIONS ? work.batch : 0;
+            const auto sequence = sequence_of(work);
+            set_lengths(shape, sequence);
+            set_lengths(mask.bounds, sequence);
+            const QueryTiles tiles = query_tiles(args, k_tile, sequence);
+            mask.set_key_tile(tiles, k_tile * BLOCK_K + thread / 32 * 16 + thread % 32 / 4);
+            dropout.set_sequence(number_of(sequence));
+            if (DOUBLE_BUFFERED_K)
+                mbarrier_wait(shared_address(&shared.k_full) + 8 * state.stage(), state.phase());
+            else
+                mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
+            mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
+            started = sent = false;
+
+            int remaining = QueryTileIterator(args, tiles, {k_tile, 0, batch}).remaining;
+            for (; remaining > 0; --remaining) iterate(remaining == 1);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(dk);
+            if (DEFERRED_DQ) finish_dq();
+            store_gradients();
+        }
+        if (DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+backward_wgmma(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
-    constexpr int MATH_WARPS = MATH_THREADS / 32;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.q_full[i]), 1);
-            mbarrier_init(shared_address(&shared.q_empty[i]), MATH_WARPS);
-            mbarrier_init(shared_address(&shared.dout_full[i]), 1);
-            mbarrier_init(shared_address(&shared.dout_empty[i]), MATH_WARPS);
-        }
-        for (int i = 0; i < 2; ++i) {
-            mbarrier_init(shared_address(&shared.ds_full[i]), MATH_WARPS);
-            mbarrier_init(shared_address(&shared.ds_empty[i]), MATH_WARPS);
-        }
-        for (u64& barrier : shared.k_full) mbarrier_init(shared_address(&barrier), 1);
-        mbarrier_init(shared_address(&shared.v_full), 1);
-        mbarrier_init(shared_address(&shared.kv_empty), MATH_WARPS);
-        for (int i = 0; i < WORKS; ++i) {
-            mbarrier_init(shared_address(&shared.work_full[i]), 1);
-            mbarrier_init(shared_address(&shared.work_empty[i]), MATH_WARPS + MATH_WARPGROUPS + 1);
-        }
-        shared.init();
-        fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();
 
-    // 64 K registers: the math warpgroups get what the loading one does not need. (To find tiles
-    // with SEGMENTS takes more, which is spilt: the others could not do with less.)
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x < WARPGROUP) {
-        warpgroup_reg_dealloc<24>();
-        if (threadIdx.x < LOADING_THREADS) load_queries(arguments, shared);
-        if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
-        if (warp >= 1 && warp <= MATH_WARPGROUPS) add_dq(arguments, shared, warp - 1);
+    if (threadIdx.x < WARPGROUP) {                          // producers
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
+        if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
+        if (warp >= 1 && warp <= CONSUMERS) add_dq(args, shared, warp - 1);
     } else {
-        warpgroup_reg_alloc<240>();
-        compute_all(arguments, shared);
+        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+        Consumer(args, shared).run();
     }
 }

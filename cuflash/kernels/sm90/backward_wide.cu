@@ -4,16 +4,17 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 //
-// A block stays on its multiprocessor and takes one tile of 64 keys of one key head after another
-// (backward_steps.cuh). Warpgroup 0 loads. Each of the others does one thing:
-//     1, scores      S^T, dP^T, and from these P^T and dS^T, which it puts into shared memory;
+// A persistent block takes one work tile after another, 64 keys of one key head
+// (backward_scheduler.cuh). Warpgroup 0 produces: it loads tiles. Each of the others has one role:
+//     1, scores      S^T and dP^T, from these P^T and dS^T, which go to shared memory;
 //                    dQ, which it adds from its registers to a float sum in global memory
-//     2              dV += P^T dO
-//     3              dK += dS^T Q
+//     2, gradient    dV += P^T dO
+//     3, gradient    dK += dS^T Q
 // finish/dq.cu scales and rounds the sums of dQ.
 //
-// The scores are a step ahead: S and dP of the next query tile are issued with dQ of this one. So
-// the tensor cores have dV and dK to do, and what is left of dQ, while a new P and dS are computed:
+// The scores are an iteration ahead: S and dP of the next query tile are issued with dQ of this
+// one. The tensor cores then have dV and dK to do, and the rest of dQ, while the next P and dS are
+// computed:
 //
 //     tensor cores   dQ S' dQ dP'  (dV  dK, of two others)  dQ' S" dQ' dP"
 //     scores           |  |out |out,P'   dS'                  |  |out |out,P"
@@ -24,37 +25,40 @@
 // and SCORE_WARPS_Q of dQ alone; TURNS 0 or 1.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
-// Barriers: as sm90/backward.cu's. *_empty: an arrival of each warp that reads it last. p_full and
-// ds_full, from the scores to those who need P or dS: an arrival of each warp. Nobody waits for an
-// empty place of these two: it is the place of a Q and a dO, and they were read with them.
+// mbarriers: as in backward_shared.cuh. *_empty: an arrival of each warp of the role that reads
+// last. p_full and ds_full, from the scores to the roles that need P or dS: an arrival of each
+// warp. P and dS have no empty barriers: their stage is free when the same stage of Q and dO is, as
+// these are read with them.
 //
-// Bad at: 64 keys share what is read of Q and dO, and a step's dQ is 64 KB of additions.
-#include "sm90/backward_steps.cuh"
+// Bad at: only 64 keys share a load of Q and dO, and an iteration adds up to 64 KB of dQ.
+#include "sm90/backward_option_scores.cuh"
+#include "sm90/backward_producer.cuh"
 #include "common/dq_accum.cuh"
 
-constexpr int ALL_THREADS = 4 * WARPGROUP;
+constexpr int BLOCK_THREADS = 4 * WARPGROUP;
 constexpr int ROLE_WARPS = WARPGROUP / 32;
 
-// dQ leaves in so many columns at a time, as its accumulator is beside those of S and dP.
+// So many columns of dQ at a time: its accumulator takes registers in addition to S and dP.
 constexpr int DQ_COLUMNS = HEAD_DIM % 128 == 0 ? 128 : HEAD_DIM;
-constexpr int DQ_PARTS = HEAD_DIM / DQ_COLUMNS, DQ_COUNT = DQ_COLUMNS / 2;
+constexpr int DQ_PARTS = HEAD_DIM / DQ_COLUMNS, DQ_REGS = DQ_COLUMNS / 2;
 
-// A multiprocessor's 64 K registers are 512 for each thread of a warpgroup, and all begin with 128.
-constexpr int LOADING_REGISTERS = 32;
+// An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups, which
+// start with 128 each.
+constexpr int PRODUCER_REGISTERS = 32;
 constexpr int GRADIENT_REGISTERS = HEAD_DIM > 192 ? HEAD_DIM / 2 + 32 : 128;
-constexpr int LEFT = 512 - LOADING_REGISTERS - 2 * GRADIENT_REGISTERS;
-constexpr int SCORE_REGISTERS = LEFT < 240 ? LEFT : 240;
+constexpr int REMAINING_REGISTERS = 512 - PRODUCER_REGISTERS - 2 * GRADIENT_REGISTERS;
+constexpr int SCORE_REGISTERS = REMAINING_REGISTERS < 240 ? REMAINING_REGISTERS : 240;
 
-// Whether there is room for the next step's biases, S and dP beside dQ.
-constexpr bool BIASES_BESIDE_DQ = SCORE_REGISTERS > DQ_COUNT + 2 * S_COUNT + 64;
+// Whether registers hold the next iteration's biases, S and dP along with dQ.
+constexpr bool EARLY_BIASES = SCORE_REGISTERS > DQ_REGS + 2 * S_REGS + 64;
 
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
-static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has args of dQ");
+static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
 static_assert(TURNS == 0 || TURNS == 1, "one warpgroup adds to dQ");
 
 struct SharedPlan {
-    static constexpr int K_PLACES = 1;
+    static constexpr int K_STAGES = 1;
     SmemTile<BLOCK_K, HEAD_DIM> k;
     SmemTile<BLOCK_K, HEAD_DIM_V> v;
     SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
@@ -63,200 +67,206 @@ struct SharedPlan {
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];
     u64 p_full[STAGES], ds_full[STAGES];
-    u64 k_full[K_PLACES], v_full, kv_empty, work_full[WORKS], work_empty[WORKS];
-    Work work[WORKS];                                       // key tiles; none after -1
-    int parted[PARTED];
-    __device__ __forceinline__ u32 k_place(Count) { return shared_address(&k); }
+    u64 k_full[K_STAGES], v_full, kv_empty, work_full[WORK_STAGES], work_empty[WORK_STAGES];
+    WorkTile work_tiles[WORK_STAGES];
+    int has_segment_boundary[BOUNDARY_FLAGS];
+    __device__ __forceinline__ u32 k_tile(WorkState) { return shared_address(&k); }
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Barrier 0 is __syncthreads. TURN_HAS_COME: of a step's dQ; DQ_ADDED, it may pass on.
-constexpr int TURN_HAS_COME = 1, DQ_ADDED = 2, TURN_THREADS = WARPGROUP + 32;
+// Barrier 0 is __syncthreads. SEMAPHORE_ACQUIRED: an iteration's dQ may be added; DQ_ADDED: it has
+// been.
+constexpr int SEMAPHORE_ACQUIRED = 1, DQ_ADDED = 2, SEMAPHORE_THREADS = WARPGROUP + 32;
 
-// ---- The warp that takes turns, if DETERMINISTIC ----
-
-__device__ __forceinline__ void take_turns(const Arguments& args, SharedPlan& shared) {
+// If DETERMINISTIC, one warp acquires and releases the semaphore of each query tile's dQ.
+__device__ __forceinline__ void order_dq_additions(const Arguments& args, SharedPlan& shared) {
     const int lane = threadIdx.x % 32;
-    follow_steps(args, shared, [&](int number, int turn, bool others_before) {
-        int* turns = turns_of_query_tile(args, number);
-        // Those before are of smaller indices, and taken: the wait ends (next_index).
-        if (lane == 0 && others_before) while (load_acquire(turns) != turn) {}
+    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
+        int* semaphore = dq_semaphores(args, query_tile);
+        // Predecessors have smaller indices and have started: the wait ends (next_index).
+        if (lane == 0 && has_predecessors) while (load_acquire(semaphore) != turn) {}
         __syncwarp();
-        barrier_arrive(TURN_HAS_COME, TURN_THREADS);
-        barrier_sync(DQ_ADDED, TURN_THREADS);
+        barrier_arrive(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
+        barrier_sync(DQ_ADDED, SEMAPHORE_THREADS);
         if (lane == 0) {
-            __threadfence();                                // of all that the barrier has ordered
-            store_release(turns, turn + 1);
+            __threadfence();                                // all additions before the barrier
+            store_release(semaphore, turn + 1);
         }
         __syncwarp();
     });
 }
 
-// ---- The warpgroup of the scores, and of dQ ----
+// ---- The score warpgroup: S, dP, P, dS, and dQ ----
 
-// Adds columns [part * DQ_COLUMNS, (part + 1) * DQ_COLUMNS) of the step's dQ to the sums, of which
-// the thread's first stands at `sums`.
-__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_COUNT], int part) {
+// A warp's 16 rows of P^T or dS^T, for the warpgroups that need them.
+__device__ __forceinline__ void publish(
+    u32 tile, u32 full, const u32 (&rounded)[S_REGS / 2], int warp_row, int lane) {
+    store_rows<BLOCK_K>(tile, warp_row, lane, rounded);
+    fence_async_proxy();
+    __syncwarp();
+    mbarrier_arrive_if(lane == 0, full);
+}
+
+// Adds columns [part * DQ_COLUMNS, (part + 1) * DQ_COLUMNS) of an iteration's dQ to its sums, of
+// which `sums` is the thread's first.
+__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_REGS], int part) {
     #pragma unroll
-    for (int n = 0; n < DQ_COUNT / 4; ++n)
-        reduce_add_4(sums + dq_sum_step(0, part * (DQ_COUNT / 4) + n),
+    for (int n = 0; n < DQ_REGS / 4; ++n)
+        reduce_add_4(sums + dq_sum_step(0, part * (DQ_REGS / 4) + n),
                      {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
 }
 
-__device__ __forceinline__ void compute_scores(const Arguments& arguments, SharedPlan& shared) {
-    auto&& shape = own_shape(arguments);
-    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
-    const int first_column = lane % 4 * 2;                  // of a score fragment
-    const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
-    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(arguments)};
-    Dropout<float> dropout(arguments);
+using CallShape = decltype(own_shape(*static_cast<const Arguments*>(nullptr)));
 
-    constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
-    const u64 k_rows = descriptor(shared_address(&shared.k), 0);
-    const u64 v_rows = descriptor(shared_address(&shared.v), 0);
-    const u64 k_columns = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
+struct ScoreWarpgroup {
+    const Arguments& args;
+    SharedPlan& shared;
+    CallShape shape;                        // lengths are the packed sequence's
+    int thread, lane, warp_row;
+    int first_column;                       // the lane's first query in a tile
+    float scale_log2;
+    KeyTileMask mask;
+    Dropout<float> dropout;
 
-    float s[S_COUNT], dp[S_COUNT];
-    PipelineState<STAGES> ring, next;                       // of the step's; of the one to issue
-    const auto issue_s = [&] {
+    float s[S_REGS], dp[S_REGS];
+    PipelineState<STAGES> stage, next;      // this iteration's; the next to issue
+
+    __device__ __forceinline__ ScoreWarpgroup(const Arguments& args, SharedPlan& shared)
+        : args(args),
+          shared(shared),
+          shape(own_shape(args)),
+          thread(threadIdx.x % WARPGROUP),
+          lane(thread % 32),
+          warp_row(thread / 32 * 16),
+          first_column(lane % 4 * 2),
+          scale_log2(LINEAR ? static_cast<float>(args.arrays.scale) * LOG2_E : LOG2_E),
+          mask{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)}},
+          dropout(args) {}
+
+    // ---- The next iteration's matmuls, issued and committed but not waited for ----
+
+    __device__ __forceinline__ void issue_s() {
         mbarrier_wait(shared_address(&shared.q_full[next.index]), next.phase);
-        warpgroup_fence_operand(s);
-        wgmma_fence();
-        gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(
-            s, k_rows, descriptor(shared_address(&shared.q[next.index]), 0));
-        wgmma_commit();
-    };
-    const auto issue_dp = [&] {
-        mbarrier_wait(shared_address(&shared.dout_full[next.index]), next.phase);
-        warpgroup_fence_operand(dp);
-        wgmma_fence();
-        gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(
-            dp, v_rows, descriptor(shared_address(&shared.dout[next.index]), 0));
-        wgmma_commit();
-        next.next();
-    };
-
-    for (Count count;; ++count.tiles) {
-        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
-        const Work where = shared.work[count.place()];
-        if (where.tile < 0) break;
-        __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const auto sequence = sequence_of(where);
-        set_lengths(shape, sequence);
-        set_lengths(mask, sequence);
-        const QueryTiles tiles = query_tiles(arguments, where.tile, sequence);
-        const int first_full = tiles.first_full * BLOCK_Q;  // query, of which all see all keys
-        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
-        const int first_key = where.tile * BLOCK_K + warp_row + lane / 4;
-        const int first_query[2] = {
-            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
-        const Pairs pairs(arguments, where.batch);
-        dropout.set_sequence(number_of(sequence));
-        QuerySteps steps(arguments, tiles, where);
-
-        mbarrier_wait(shared_address(&shared.k_full), count.kv_phase());
-        issue_s();
-        mbarrier_wait(shared_address(&shared.v_full), count.kv_phase());
-        issue_dp();
-        LanePairs of = {where.batch, 0, 0, first_key, 0};
-        // Of the step whose S is on its way, and with it its rows.
-        const auto look = [&](int stage) {
-            const QueryRows& rows = shared.rows[stage];
-            of.head = rows.head;
-            of.query = rows.q_start + first_column;         // the lane's first
-            of.past = of.query + shape.seqlen_k - shape.seqlen_q - first_key;
-            const bool masked =
-                rows.q_start < first_full || rows.q_start + BLOCK_Q > end_full;
-            look_at_pairs(of, arguments, pairs, dropout, mask, rows, masked,
-                          SEGMENTS && shared.parted[stage]);
-            if (BIASES_BESIDE_DQ) load_biases(of, arguments);
-        };
-        look(ring.index);
-        if (!BIASES_BESIDE_DQ) load_biases(of, arguments);
-        wgmma_wait<1>();
-        warpgroup_fence_operand(s);
-
-        const auto step = [&](auto last) {
-            const QueryRows& rows = shared.rows[ring.index];
-            const int q_start = rows.q_start;
-            const bool masked = q_start < first_full || q_start + BLOCK_Q > end_full;
-            const bool parted = SEGMENTS && shared.parted[ring.index];
-            const auto hide = [&](float (&x)[S_COUNT]) {
-                if (!SEEN_AS_BITS && masked)
-                    apply_mask(x, mask, first_query, q_start + first_column);
-                if (HAS_MASK || masked || parted) hide_unseen(x, of);
-            };
-            const u32 ds_tile = shared_address(&shared.ds[ring.index]);
-            float derivatives[S_COUNT];
-            u32 p[S_COUNT / 2], ds[S_COUNT / 2];
-
-            compute_p(s, derivatives, p, rows, first_column, c, arguments, of, dropout, hide,
-                      masked || parted);
-            store_rows<BLOCK_K>(shared_address(&shared.p[ring.index]), warp_row, lane, p);
-            fence_async_proxy();
-            __syncwarp();
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.p_full[ring.index]));
-
-            wgmma_wait<0>();                                // dP
-            warpgroup_fence_operand(dp);
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[ring.index]));
-            score_gradients(dp, s, p, rows, first_column, of, dropout);
-            if (MASKS_DS) hide(dp);
-            add_dbias(dp, derivatives, arguments, of);
-            pack_pairs<Element>(ds, dp);
-            store_rows<BLOCK_K>(ds_tile, warp_row, lane, ds);
-            fence_async_proxy();
-            __syncwarp();
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.ds_full[ring.index]));
-            mbarrier_wait(shared_address(&shared.ds_full[ring.index]), ring.phase);
-
-            float* sums = dq_sum_tile(arguments.arrays.dq_sum,
-                                      number_of(arguments, sequence_of(where), where.batch,
-                                                steps.head, steps.tile))
-                        + dq_sum_first(thread);
-            #pragma unroll
-            for (int part = 0; part < DQ_PARTS; ++part) {
-                constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
-                const bool first = part == 0, final = part == DQ_PARTS - 1;
-                float dq[DQ_COUNT];
-                warpgroup_fence_operand(dq);
-                wgmma_fence();
-                gemm_atb_ss<Element, BLOCK_K>(
-                    dq, descriptor(ds_tile, 0), advance(k_columns, part * PART_BYTES));
-                wgmma_commit();
-                if (!last.value && first) issue_s();
-                if (!last.value && final) {
-                    issue_dp();
-                    look((ring.index + 1) % STAGES);
-                }
-                if (last.value) wgmma_wait<0>();
-                else if (first && final) wgmma_wait<2>();
-                else wgmma_wait<1>();
-                warpgroup_fence_operand(dq);
-                if (DETERMINISTIC && first) barrier_sync(TURN_HAS_COME, TURN_THREADS);
-                add_dq(sums, dq, part);
-            }
-            if (DETERMINISTIC) barrier_arrive(DQ_ADDED, TURN_THREADS);
-            if (!last.value && !BIASES_BESIDE_DQ) load_biases(of, arguments);
-            if (!last.value) wgmma_wait<1>();               // the next S
-            warpgroup_fence_operand(s);
-            steps.next(arguments, where);
-            ring.next();
-        };
-
-        while (steps.left > 1) step(Bool<false>{});
-        step(Bool<true>{});
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
+        issue_scores<HEAD_DIM>(s, descriptor(shared_address(&shared.k), 0),
+                               descriptor(shared_address(&shared.q[next.index]), 0));
     }
-}
+    __device__ __forceinline__ void issue_dp() {
+        mbarrier_wait(shared_address(&shared.dout_full[next.index]), next.phase);
+        issue_scores<HEAD_DIM_V>(dp, descriptor(shared_address(&shared.v), 0),
+                                 descriptor(shared_address(&shared.dout[next.index]), 0));
+        next.next();
+    }
+    // Bits and biases of the iteration whose S is being computed: its rows have come with Q.
+    __device__ __forceinline__ void prepare(Scores& scores, int index) {
+        const QueryRows& rows = shared.rows[index];
+        scores.locate_pairs(rows, first_column);
+        scores.compute_bits(rows, SEGMENTS && shared.has_segment_boundary[index]);
+        if (EARLY_BIASES) scores.load_biases();
+    }
 
-// ---- The warpgroups of dV and dK ----
+    // ---- The iteration ----
 
-// Where a warpgroup's gradient comes from and goes to: sum += A B over the queries of each step.
+    // From S and dP to P and dS in shared memory.
+    __device__ __forceinline__ void compute_p_and_ds(Scores& scores) {
+        u32 p[S_REGS / 2], ds[S_REGS / 2];
+        scores.set_query_tile(shared.rows[stage.index], first_column,
+                              SEGMENTS && shared.has_segment_boundary[stage.index]);
+        scores.compute_p(s, p);
+        publish(shared_address(&shared.p[stage.index]),
+                shared_address(&shared.p_full[stage.index]), p, warp_row, lane);
+        wgmma_wait<0>();                                    // dP
+        warpgroup_fence_operand(dp);
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
+        scores.compute_ds(dp, s, p);
+        pack_pairs<Element>(ds, dp);
+        publish(shared_address(&shared.ds[stage.index]),
+                shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
+        mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
+    }
+
+    // dQ, a part of its columns at a time. S and dP of the next iteration, if any, are issued after
+    // the first and the last part. `sums`: the thread's first.
+    template <bool IS_LAST>
+    __device__ __forceinline__ void compute_dq(Scores& scores, float* sums) {
+        constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
+        constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
+        const u64 ds = descriptor(shared_address(&shared.ds[stage.index]), 0);
+        const u64 k = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
+        #pragma unroll
+        for (int part = 0; part < DQ_PARTS; ++part) {
+            const bool first_part = part == 0, last_part = part == DQ_PARTS - 1;
+            float dq[DQ_REGS];
+            warpgroup_fence_operand(dq);
+            wgmma_fence();
+            gemm_atb_ss<Element, BLOCK_K>(dq, ds, advance(k, part * PART_BYTES));
+            wgmma_commit();
+            if (!IS_LAST && first_part) issue_s();
+            if (!IS_LAST && last_part) {
+                issue_dp();
+                prepare(scores, (stage.index + 1) % STAGES);
+            }
+            if (IS_LAST) wgmma_wait<0>();
+            else if (first_part && last_part) wgmma_wait<2>();
+            else wgmma_wait<1>();
+            warpgroup_fence_operand(dq);
+            if (DETERMINISTIC && first_part) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
+            add_dq(sums, dq, part);
+        }
+        if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
+    }
+
+    template <bool IS_LAST>
+    __device__ __forceinline__ void iterate(
+        Scores& scores, const WorkTile& work, QueryTileIterator& it) {
+        compute_p_and_ds(scores);
+        const int query_tile =
+            query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile);
+        compute_dq<IS_LAST>(
+            scores, dq_sum_tile(args.arrays.dq_sum, query_tile) + dq_sum_first(thread));
+        if (!IS_LAST && !EARLY_BIASES) scores.load_biases();
+        if (!IS_LAST) wgmma_wait<1>();                      // the next S
+        warpgroup_fence_operand(s);
+        it.next(args, work);
+        stage.next();
+    }
+
+    __device__ __forceinline__ void run() {
+        for (WorkState state;; ++state.count) {
+            const WorkTile work = acquire_work_tile(shared, state);
+            if (work.tile < 0) break;
+            __syncwarp();
+            release_work_tile(shared, state, lane == 0);
+            const auto sequence = sequence_of(work);
+            set_lengths(shape, sequence);
+            set_lengths(mask.bounds, sequence);
+            const QueryTiles tiles = query_tiles(args, work.tile, sequence);
+            const int lane_key = work.tile * BLOCK_K + warp_row + lane / 4;
+            mask.set_key_tile(tiles, lane_key);
+            dropout.set_sequence(number_of(sequence));
+            QueryTileIterator it(args, tiles, work);
+
+            mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
+            issue_s();
+            mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
+            issue_dp();
+            Scores scores(args, mask, dropout, scale_log2, work.batch, lane_key);
+            prepare(scores, stage.index);
+            if (!EARLY_BIASES) scores.load_biases();
+            wgmma_wait<1>();                                // S
+            warpgroup_fence_operand(s);
+            while (it.remaining > 1) iterate<false>(scores, work, it);
+            iterate<true>(scores, work, it);
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
+        }
+    }
+};
+
+// ---- The gradient warpgroups: dV, dK ----
+
+// Operands and result of a gradient: sum += A B over the queries of each iteration.
 struct Gradient {
-    const void* a; int a_bytes;                             // the first place of P or dS
-    const void* b; int b_bytes;                             // of dO or Q
+    const void* a; int a_bytes;                             // P^T or dS^T, the first stage
+    const void* b; int b_bytes;                             // dO or Q
     const u64* a_full; const u64* b_full; const u64* b_empty;
     void* target; Strides stride;
     int num_columns;
@@ -264,63 +274,65 @@ struct Gradient {
 };
 
 template <int COLUMNS>
-__device__ __forceinline__ void compute_gradient(const Arguments& args, SharedPlan& shared,
-                                                 const Gradient& of) {
+__device__ __forceinline__ void compute_gradient(
+    const Arguments& args, SharedPlan& shared, const Gradient& gradient) {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32;
-    const u64 a = descriptor(shared_address(of.a), 0);
-    const u64 b = descriptor(shared_address(of.b), BLOCK_Q * PANEL_ROW_BYTES);
-    // The assembler has no product of 256 columns where 512 threads begin with 128 registers.
+    const u64 first_a = descriptor(shared_address(gradient.a), 0);
+    const u64 first_b = descriptor(shared_address(gradient.b), BLOCK_Q * PANEL_ROW_BYTES);
+    // ptxas refuses a product of 256 columns in a kernel of 512 threads, which has 128 registers.
     constexpr int PARTS = COLUMNS > 192 ? 2 : 1, PART_COLUMNS = COLUMNS / PARTS;
     constexpr int PART_BYTES = PART_COLUMNS / PANEL_COLUMNS * BLOCK_Q * PANEL_ROW_BYTES;
     float sum[PARTS][PART_COLUMNS / 2];
-    PipelineState<STAGES> ring;
-    for (Count count;; ++count.tiles) {
-        mbarrier_wait(shared_address(&shared.work_full[count.place()]), count.work_phase());
-        const Work where = shared.work[count.place()];
-        if (where.tile < 0) break;
+    PipelineState<STAGES> stage;
+    for (WorkState state;; ++state.count) {
+        const WorkTile work = acquire_work_tile(shared, state);
+        if (work.tile < 0) break;
         __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.work_empty[count.place()]));
-        const auto sequence = sequence_of(where);
-        const int num_steps = QuerySteps(args, query_tiles(args, where.tile, sequence), where).left;
-        for (int i = 0; i < num_steps; ++i, ring.next()) {
-            mbarrier_wait(shared_address(of.b_full + ring.index), ring.phase);
-            mbarrier_wait(shared_address(of.a_full + ring.index), ring.phase);
-            const u64 a_of_step = advance(a, ring.index * of.a_bytes);
-            const u64 b_of_step = advance(b, ring.index * of.b_bytes);
+        release_work_tile(shared, state, lane == 0);
+        const auto sequence = sequence_of(work);
+        const QueryTiles tiles = query_tiles(args, work.tile, sequence);
+        const int num_iterations = QueryTileIterator(args, tiles, work).remaining;
+        for (int i = 0; i < num_iterations; ++i, stage.next()) {
+            mbarrier_wait(shared_address(gradient.b_full + stage.index), stage.phase);
+            mbarrier_wait(shared_address(gradient.a_full + stage.index), stage.phase);
+            const u64 a = advance(first_a, stage.index * gradient.a_bytes);
+            const u64 b = advance(first_b, stage.index * gradient.b_bytes);
             #pragma unroll
             for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sum[part]);
             wgmma_fence();
             #pragma unroll
             for (int part = 0; part < PARTS; ++part)
                 gemm_ab_ss<Element, BLOCK_Q>(
-                    sum[part], a_of_step, advance(b_of_step, part * PART_BYTES), i > 0);
+                    sum[part], a, advance(b, part * PART_BYTES), i > 0);
             wgmma_commit();
             wgmma_wait<0>();
             #pragma unroll
             for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sum[part]);
-            mbarrier_arrive_if(lane == 0, shared_address(of.b_empty + ring.index));
+            mbarrier_arrive_if(lane == 0, shared_address(gradient.b_empty + stage.index));
         }
+
+        const Strides& stride = gradient.stride;
+        const int key = work.tile * BLOCK_K + thread / 32 * 16 + lane / 4;
         bool finite = true;
-        const int key = where.tile * BLOCK_K + thread / 32 * 16 + lane / 4;
-        Element* target = static_cast<Element*>(of.target) + where.batch * of.stride.batch
-                        + where.head * of.stride.head + (sequence.first_k + key) * of.stride.token;
+        Element* target = static_cast<Element*>(gradient.target) + work.batch * stride.batch
+                        + work.head * stride.head + (sequence.first_k + key) * stride.token;
         #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             #pragma unroll
             for (int i = 0; i < PART_COLUMNS / 2; ++i) {
-                sum[part][i] *= of.scale;
+                sum[part][i] *= gradient.scale;
                 finite &= fabsf(sum[part][i]) < infinity();
             }
-            store_to_array(target + part * PART_COLUMNS, of.stride.token, sum[part], key,
-                           seqlen_k_of(args, sequence), of.num_columns - part * PART_COLUMNS);
+            store_to_array(target + part * PART_COLUMNS, stride.token, sum[part], key,
+                           seqlen_k_of(args, sequence), gradient.num_columns - part * PART_COLUMNS);
         }
-        if (MASKED && !finite) *recompute_flag(args, place_of_doubts(where)) = 1;
+        if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
         __syncwarp();
     }
 }
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
-backward_wgmma_wide(const __grid_constant__ Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+backward_wgmma_wide(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) {
@@ -335,37 +347,38 @@ backward_wgmma_wide(const __grid_constant__ Arguments arguments) {
         mbarrier_init(shared_address(&shared.k_full), 1);
         mbarrier_init(shared_address(&shared.v_full), 1);
         mbarrier_init(shared_address(&shared.kv_empty), ROLE_WARPS);
-        for (int i = 0; i < WORKS; ++i) {
+        for (int i = 0; i < WORK_STAGES; ++i) {
             mbarrier_init(shared_address(&shared.work_full[i]), 1);
+            // score and gradient warps, the K/V producer, the semaphore's warp
             mbarrier_init(shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + TURNS);
         }
         fence_mbarrier_init();
     }
     __syncthreads();
 
-    const BackwardArguments& arrays = arguments.arrays;
+    const BackwardArguments& arrays = args.arrays;
     const int warp = threadIdx.x / 32;
-    // By a shuffle, so that the compiler knows it to be the same in all lanes.
+    // By a shuffle, so that the compiler knows that it is uniform in the warp.
     const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
     if (role == 0) {
-        warpgroup_reg_dealloc<LOADING_REGISTERS>();
-        if (threadIdx.x < LOADING_THREADS) load_queries(arguments, shared);
-        if (threadIdx.x == WARPGROUP - 32) load_keys(arguments, shared);
-        if (DETERMINISTIC && warp == 1) take_turns(arguments, shared);
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
+        if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
+        if (DETERMINISTIC && warp == 1) order_dq_additions(args, shared);
     } else if (role == 1) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
-        compute_scores(arguments, shared);
+        ScoreWarpgroup(args, shared).run();
     } else if (role == 2) {
         warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM_V>(
-            arguments, shared,
+            args, shared,
             {shared.p, sizeof(shared.p[0]), shared.dout, sizeof(shared.dout[0]), shared.p_full,
              shared.dout_full, shared.dout_empty, arrays.dv, arrays.dv_stride,
              arrays.shape.head_dim_v, 1.0f});
     } else {
         warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM>(
-            arguments, shared,
+            args, shared,
             {shared.ds, sizeof(shared.ds[0]), shared.q, sizeof(shared.q[0]), shared.ds_full,
              shared.q_full, shared.q_empty, arrays.dk, arrays.dk_stride, arrays.shape.head_dim,
              static_cast<float>(arrays.scale)});

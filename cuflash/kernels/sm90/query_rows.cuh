@@ -1,30 +1,31 @@
-// What sm90/backward.cu has to know of a tile's queries besides Q and dO. prepare/query_rows.cu
-// writes it, one tile after the other of each (batch, head); the TMA unit copies it with the tile's
-// Q.
+// What sm90/backward.cu and backward_wide.cu need to know of a query tile in addition to Q and dO.
+// prepare/query_rows.cu writes one QueryRows for each tile of each (batch, head), one after
+// another; the TMA unit copies it together with the tile's Q.
 //
 // Constants: BLOCK_Q, SEGMENTS.
 #pragma once
 #include "common/types.cuh"
 
-// The segments of rows, if there are any.
-template <bool HAS> struct IdsOfRows {
+// Segment ids of the rows, if there are any.
+template <bool> struct RowSegmentIds {
     void set_id(int, int) {}
     int id(int) const { return 0; }
 };
-template <> struct IdsOfRows<true> {
+template <> struct RowSegmentIds<true> {
     int ids[BLOCK_Q];
     void set_id(int row, int id) { ids[row] = id; }
     int id(int row) const { return ids[row]; }
 };
 
-struct alignas(16) QueryRows : IdsOfRows<SEGMENTS> {
-    float lse[BLOCK_Q];                         // times log2(e) or, if huge, as it was; inf: P = 0
+struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS> {
+    float lse[BLOCK_Q];                         // lse log2(e), inf: P = 0; if has_large_lse, lse
     float delta[BLOCK_Q];                       // rowsum(dO * O)
-    int huge;
+    int has_large_lse;                          // of one row or more
     float scale;                                // of the scores: the call's, 1 if not LINEAR
     int q_start, head;                          // of the tile
 };
 
-// P = 2^(c S - lse log2 e) takes the product unrounded, lse log2 e rounded: up to this limit that
-// is at most 2^-14 in the exponent. Beyond it weight() is taken, which is exact where S is.
-constexpr float LARGEST_FUSED_LSE = 1024.0f;
+// P = 2^(scale_log2 S - lse log2 e) fuses the product, which is not rounded, with lse log2 e, which
+// is. Up to this |lse log2 e| the rounding changes the exponent by 2^-14 at most. Tiles with a
+// larger one use weight() (softmax.cuh), which is exact where S is.
+constexpr float MAX_FUSED_LSE = 1024.0f;

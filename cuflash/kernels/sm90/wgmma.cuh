@@ -1,34 +1,34 @@
-// Tiles of smem.cuh as operands of warpgroup products. A tile's panel of 64 columns is what the TMA
-// unit copies with 128-byte swizzle, and what a descriptor calls so.
+// Matmuls of a warpgroup (wgmma) on tiles of smem.cuh, and pipelines of such tiles. A tile's panel
+// of 64 columns has the layout that TMA copies and matrix descriptors call 128-byte swizzle.
 #pragma once
 #include "common/smem.cuh"
 
 constexpr int WARPGROUP = 128;                              // threads
-constexpr int WGMMA_M = 64;                            // of A, in a product
+constexpr int WGMMA_M = 64;                                 // rows of A
 constexpr int WGMMA_K = 16;                                 // columns of A, rows of B
 
-// A matrix descriptor (PTX ISA: Matrix Descriptor Format): addresses and offsets in 16 bytes. Rows
-// are 128 bytes, eight of them repeat the swizzle's pattern. `panel_bytes` leads to the next 64
-// columns where a product's N or M runs along the columns.
+// A matrix descriptor (PTX ISA: Matrix Descriptor Format): addresses and offsets in units of 16
+// bytes. Rows are 128 bytes; the swizzle's pattern repeats every eight rows. `panel_bytes` leads to
+// the next 64 columns where M or N runs along the columns.
 __device__ __forceinline__ u64 descriptor(u32 address, int panel_bytes) {
     constexpr u64 PATTERN_BYTES = 8 * PANEL_ROW_BYTES, SWIZZLE_128 = u64{1} << 62;
     return static_cast<u64>(address >> 4) | static_cast<u64>(panel_bytes >> 4) << 16
          | (PATTERN_BYTES >> 4) << 32 | SWIZZLE_128;
 }
 
-// The same with the address so many bytes further on: the sum stays in the lower half.
+// The same descriptor with the address `bytes` further: the sum stays in the lower half.
 __device__ __forceinline__ u64 advance(u64 descriptor, int bytes) {
     const u32 low = static_cast<u32>(descriptor) + (bytes >> 4);
     return descriptor >> 32 << 32 | low;
 }
 
-// Where 16 columns that a product sums over begin in a tile of ROWS rows: bytes from its start.
+// The byte offset, in a tile of ROWS rows, of the 16 columns that k-step `step` sums over.
 template <int ROWS> constexpr int column_step(int step) {
     constexpr int STEPS = PANEL_COLUMNS / WGMMA_K;
     return step / STEPS * ROWS * PANEL_ROW_BYTES + step % STEPS * WGMMA_K * 2;
 }
 
-// D = SIGN A B^T, 64 rows of A from the one on at which `a` points, over COLUMNS columns of both.
+// D = SIGN A B^T over COLUMNS columns of both; A is 64 rows, from the one at which `a` points.
 template <typename Element, int SIGN, int A_ROWS, int B_ROWS, int COLUMNS, int COUNT>
 __device__ __forceinline__ void gemm_abt_ss(float (&d)[COUNT], u64 a, u64 b) {
     #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ void gemm_ab_rs(
                         step > 0 || accumulate, Element{});
 }
 
-// The same with 64 rows of A in a shared tile of as many, from its start on.
+// The same with A in shared memory, a tile of 64 rows.
 template <typename Element, int ROWS, int COUNT>
 __device__ __forceinline__ void gemm_ab_ss(float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
     #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ void gemm_ab_ss(float (&d)[COUNT], u64 a, u64 b, bool
             step > 0 || accumulate, Element{});
 }
 
-// D = A^T B over ROWS rows of both, 64 columns of A from the one on at which `a` points.
+// D = A^T B over ROWS rows of both; A is 64 columns, from the one at which `a` points.
 template <typename Element, int ROWS, int COUNT>
 __device__ __forceinline__ void gemm_atb_ss(float (&d)[COUNT], u64 a, u64 b) {
     #pragma unroll
@@ -69,14 +69,14 @@ __device__ __forceinline__ void gemm_atb_ss(float (&d)[COUNT], u64 a, u64 b) {
             advance(b, step * WGMMA_K * PANEL_ROW_BYTES), step > 0, Element{});
 }
 
-// An accumulator rounded to Element, as the A operand of a product: its order is a fragment's.
+// Rounds an accumulator to Element: its registers are then in the order of an A operand.
 template <typename Element, int COUNT>
 __device__ __forceinline__ void pack_pairs(u32 (&packed)[COUNT], const float (&d)[2 * COUNT]) {
     #pragma unroll
     for (int i = 0; i < COUNT; ++i) packed[i] = pack<Element>(d[2 * i], d[2 * i + 1]);
 }
 
-// Stores a warp's 16 rows of a rounded accumulator in a tile of ROWS rows, from first_row on.
+// Stores a warp's 16 rows of a rounded accumulator to a tile of ROWS rows, from first_row on.
 template <int ROWS, int COUNT>
 __device__ __forceinline__ void store_rows(
     u32 tile, int first_row, int lane, const u32 (&packed)[COUNT]) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_rows(
                     packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
 }
 
-// ---- An accumulator's way out, past shared memory ----
+// ---- Stores of accumulators without shared memory ----
 
 // The four lanes of a quad hold row q of a 4 x 4 matrix of words each; after this, column q.
 __device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
@@ -106,8 +106,8 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
     }
 }
 
-// The lane's two rows of an accumulator, rounded, to an array with 16-byte aligned rows, if they
-// are less than num_rows: `row` is the first, and `out` where it begins.
+// Stores the lane's two rows of an accumulator, rounded, to an array with 16-byte aligned rows.
+// `row` is the first, at `out`; rows from num_rows on are left out.
 template <typename Element, int COUNT>
 __device__ __forceinline__ void store_to_array(
     Element* out, i64 stride, const float (&d)[COUNT], int row, int num_rows, int num_columns) {
@@ -148,8 +148,8 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
     while (!mbarrier_try_wait(barrier, phase)) {}
 }
 
-// Starts the copy of one tile, a panel of 64 columns at a time. `more`: bytes that will come to the
-// same barrier besides.
+// Starts the copy of one tile, a panel of 64 columns at a time. `more`: bytes of other copies that
+// arrive at the same barrier.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void tma_load_tile(
     u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more = 0) {
@@ -160,8 +160,8 @@ __device__ __forceinline__ void tma_load_tile(
                  head, batch);
 }
 
-// The other way: as many rows as the map's boxes have, from first_row on, of a tile of ROWS. They
-// become one group.
+// Starts the store of rows of a tile of ROWS rows, from first_row on, as one bulk group: as many as
+// the map's boxes have.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void tma_store_tile(
     const TensorMap& map, u32 tile, int first_row, int token, int head, int batch) {

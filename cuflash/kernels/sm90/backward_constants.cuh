@@ -1,0 +1,37 @@
+// Constants of the backward kernels on Hopper, sm90/backward.cu and sm90/backward_wide.cu, that
+// follow from the generated ones.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, STAGES (of Q and dO), TURNS; Arguments and the options
+// (docs/guide/options.md). TURNS: semaphores of a query tile's dQ if it is DETERMINISTIC, else 0.
+#pragma once
+#include "score/pair_mask.cuh"
+#include "common/softmax.cuh"
+#include "score/score_mod.cuh"
+
+constexpr int S_REGS = BLOCK_Q / 2;                         // a thread's floats of 64 keys' S^T
+constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
+constexpr bool MASKED = CAUSAL || WINDOW || PAIRWISE || PACKED;      // some pairs may be masked
+
+constexpr bool DETERMINISTIC = TURNS > 0;
+constexpr bool LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
+
+// Whether a whole warp, not one thread, produces Q: it takes 32 lanes to search for tiles.
+constexpr bool WARP_PRODUCER = SEGMENTS || PACKED;
+
+// Registers permitting, P stays in float until dS is computed. Otherwise dS comes from rounded P.
+constexpr bool FLOAT_P = BLOCK_Q <= 64;
+
+// Options that mask pairs give one bit a pair, computed while S is. The causal mask alone does not:
+// it cuts few tiles, and is applied to P by comparing positions.
+constexpr bool VISIBILITY_BITS = WINDOW || PAIRWISE;
+
+// P = 0 makes dS 0 or, if dP or delta is not finite, NaN. A NaN in dQ or dK makes finish/dq.cu
+// recompute the row (recompute.cuh), so with VISIBILITY_BITS dS is left as it is. Sums of dbias are
+// never recomputed, so DBIAS masks dS.
+constexpr bool MASK_DS = !VISIBILITY_BITS || DBIAS;
+
+static_assert(!(PACKED && (BIAS || PAIRWISE)),
+              "packed sequences do not support bias, mask or segment ids");
+static_assert(!(WARP_PRODUCER && DETERMINISTIC),
+              "deterministic order requires consecutive key tiles at every query tile");
+static_assert(FLOAT_P || !(SOFTCAP || DROPOUT), "dS does not follow from the rounded P alone");

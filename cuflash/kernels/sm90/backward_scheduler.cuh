@@ -1,0 +1,183 @@
+// Tile scheduler of the backward kernels on Hopper: which key tiles a block takes, and the query
+// tiles that it visits for each.
+//
+// A work tile is BLOCK_K keys of one key head. A block takes one work tile after another: first the
+// tile of its own index, then each time the next index of a counter in global memory. If
+// DETERMINISTIC, all indices come from the counter. With SEGMENTS an index counts tiles in the
+// order of prepare/segment_order.cu. The Q producer publishes each work tile, and its packed
+// sequence, one tile ahead of the consumers. An iteration is one query tile that sees the keys;
+// iterations go through the query heads of the group in turn.
+//
+// Constants: BLOCK_Q, BLOCK_K, and those of backward_constants.cuh.
+// SharedPlan has work_tiles[WORK_STAGES] and their barriers: work_full, an arrival of the thread
+// that publishes; work_empty, an arrival of each warp that reads.
+#pragma once
+#include "sm90/backward_constants.cuh"
+#include "sm90/counters.cuh"
+#include "common/packed_sequences.cuh"
+#include "sm90/wgmma.cuh"
+
+// ---- Work tiles ----
+
+constexpr int WORK_STAGES = 2;                              // one tile begins as another ends
+
+// How many work tiles the block had before this one. The stage and phase of the work tile, and the
+// phase of K and V, follow from it: one register holds them all.
+struct WorkState {
+    u32 count = 0;
+    __device__ __forceinline__ int stage() const { return count % WORK_STAGES; }
+    __device__ __forceinline__ u32 phase() const { return count / WORK_STAGES % 2; }
+    __device__ __forceinline__ u32 kv_phase() const { return count % 2; }
+};
+
+// A key tile of a packed sequence, counted among the sequence's tiles.
+struct SequenceTile : TileCoord, Sequence {};
+template <bool> struct WorkTileOf { using type = TileCoord; };
+template <> struct WorkTileOf<true> { using type = SequenceTile; };
+using WorkTile = WorkTileOf<PACKED>::type;                  // `tile` is -1 after the last
+
+__device__ __forceinline__ NoSequence sequence_of(const TileCoord&) { return {}; }
+__device__ __forceinline__ const Sequence& sequence_of(const SequenceTile& work) { return work; }
+
+// The tile of a work tile's recompute_flag: packed sequences count all slots.
+__device__ __forceinline__ TileCoord flag_coord(TileCoord work) { return work; }
+__device__ __forceinline__ TileCoord flag_coord(const SequenceTile& work) {
+    return {work.first_slot + work.tile, work.head, work.batch};
+}
+
+// Waits until the Q producer has published the work tile.
+template <class Shared>
+__device__ __forceinline__ WorkTile& acquire_work_tile(Shared& shared, WorkState state) {
+    mbarrier_wait(shared_address(&shared.work_full[state.stage()]), state.phase());
+    return shared.work_tiles[state.stage()];
+}
+
+// By each warp that reads work tiles; `arrives` in one of its lanes.
+template <class Shared>
+__device__ __forceinline__ void release_work_tile(Shared& shared, WorkState state, bool arrives) {
+    mbarrier_arrive_if(arrives, shared_address(&shared.work_empty[state.stage()]));
+}
+
+// ---- Indices of work tiles ----
+
+// If DETERMINISTIC, a tile waits for those of smaller indices, so blocks that have started must
+// hold all of these. CUDA promises neither an order in which blocks start nor that all are
+// resident at once, so blockIdx.x will not do. A block takes its tiles in the order of indices, and
+// the smallest index in progress waits for nobody.
+__device__ __forceinline__ int next_index(const Arguments& args) {
+    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(tile_counter(args), 1);
+}
+__device__ __forceinline__ int first_index(const Arguments& args) {
+    return DETERMINISTIC ? next_index(args) : blockIdx.x;
+}
+
+// Packed sequences leave slots empty: advances `index` to the first slot that has a tile, `work`.
+// By a whole warp.
+__device__ __forceinline__ void skip_empty_slots(const Arguments&, int&, int, TileCoord&) {}
+template <class Arguments>
+__device__ __forceinline__ void skip_empty_slots(
+    const Arguments& args, int& index, int num_k_tiles, SequenceTile& work) {
+    const int num_heads = args.arrays.shape.num_heads_kv;
+    while (index < num_k_tiles * num_heads) {
+        TileCoord coord = tile_of_block(index, num_k_tiles, num_heads, 1, args.arrays.schedule);
+        const auto sequence = sequence_of_block<true>(args, coord.tile, BLOCK_K, false);
+        work = {coord, sequence};
+        if (sequence.has_tile) return;
+        if (threadIdx.x % 32 == 0) index = next_index(args);
+        index = __shfl_sync(WHOLE_WARP, index, 0);
+    }
+}
+
+// The work tile of an index, not of packed sequences.
+__device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_tiles, int index) {
+    const Shape& shape = args.arrays.shape;
+    if constexpr (SEGMENTS)
+        return tile_in_order(index, order_behind_counter(args), num_k_tiles, shape.num_heads_kv,
+                             shape.batch, args.arrays.schedule);
+    else
+        return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,
+                             args.arrays.schedule);
+}
+
+// ---- Query tiles of a work tile ----
+
+// No query sees keys left of every WINDOW, nor keys of a sequence without queries. The first query
+// tile is visited all the same, so that every key tile takes part in the pipeline and consecutive
+// key tiles stay consecutive at a query tile.
+template <class Sequence>
+__device__ __forceinline__ QueryTiles query_tiles(
+    const Arguments& args, int k_tile, const Sequence& sequence) {
+    const Mask<CAUSAL, WINDOW> mask{
+        seqlen_q_of(args, sequence), seqlen_k_of(args, sequence), window_of<WINDOW>(args)};
+    QueryTiles tiles = mask.query_tiles(k_tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+    if (WINDOW || PACKED) tiles.end = max(tiles.end, tiles.first + 1);
+    return tiles;
+}
+
+// Iterations of a work tile: the query tiles that see it, for each query head of the group. With
+// SEGMENTS by a whole warp, and at least one query tile a head.
+struct QueryTileIterator {
+    int first, end, head, tile, remaining;
+    __device__ __forceinline__ QueryTileIterator(
+        const Arguments& args, QueryTiles tiles, TileCoord work)
+        : first(tiles.first), end(tiles.end), tile(tiles.first) {
+        const Shape& shape = arrays_of(args).shape;
+        const int group_size = shape.num_heads_q / shape.num_heads_kv;
+        head = work.head * group_size;
+        remaining = group_size * (end - first);
+        if constexpr (SEGMENTS) {
+            const Pairs pair_mask(args, work.batch);
+            const int visited = pair_mask.query_tiles_between(first, end, work.tile);
+            remaining = group_size * max(visited, 1);
+            if (visited > 0)
+                tile = first = pair_mask.query_tile_after(first - 1, work.tile, end);
+        }
+    }
+    __device__ __forceinline__ void next(const Arguments& args, TileCoord work) {
+        --remaining;
+        if constexpr (SEGMENTS)
+            tile = Pairs(args, work.batch).query_tile_after(tile, work.tile, end);
+        else
+            ++tile;
+        if (tile < end) return;
+        tile = first;
+        ++head;
+    }
+};
+
+// The index of a query tile among those of all heads; with packed sequences, among slots.
+__device__ __forceinline__ int query_tile_index(
+    const Arguments& args, NoSequence, int batch, int head, int tile) {
+    return (batch * args.arrays.shape.num_heads_q + head) * num_query_tiles(args, BLOCK_Q) + tile;
+}
+__device__ __forceinline__ int query_tile_index(
+    const Arguments& args, const Sequence& sequence, int batch, int head, int tile) {
+    return query_tile_index(args, NoSequence{}, batch, head, tile)
+         + sequence.first_q / BLOCK_Q + sequence.number;
+}
+
+// A warp's walk through the block's iterations, which calls f(query_tile, turn, has_predecessors)
+// at each: query_tile is an index as above. If DETERMINISTIC, the key tiles that add to a query
+// tile's dQ do so in the order of `turn`, without gaps; the first of them has no predecessors.
+template <class Shared, class F>
+__device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared& shared, F f) {
+    const int lane = threadIdx.x % 32;
+    for (WorkState state;; ++state.count) {
+        const WorkTile work = acquire_work_tile(shared, state);
+        if (work.tile < 0) break;
+        __syncwarp();
+        const auto sequence = sequence_of(work);
+        const int turn =
+            LAST_KEYS_FIRST ? num_key_tiles(args, BLOCK_K) - 1 - work.tile : work.tile;
+        // The key tile of the turn before visits the query tiles [first_before, end_before).
+        const int first_before =
+            LAST_KEYS_FIRST ? query_tiles(args, work.tile + 1, sequence).first : 0;
+        constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
+        const int end_before = BOUNDED ? query_tiles(args, work.tile - 1, sequence).end : 0;
+        release_work_tile(shared, state, lane == 0);
+        QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work);
+        for (; it.remaining > 0; it.next(args, work))
+            f(query_tile_index(args, sequence, work.batch, it.head, it.tile), turn,
+              turn > 0 && it.tile >= first_before && (!BOUNDED || it.tile < end_before));
+    }
+}

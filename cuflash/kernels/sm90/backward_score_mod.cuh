@@ -1,0 +1,135 @@
+// Score modifications of a lane's fragment: softcap, ALiBi slopes and biases (score_mod.cuh), the
+// derivatives of the scores, and the sums of dbias.
+//
+// Constants: those of backward_constants.cuh; Bias.
+#pragma once
+#include "sm90/backward_pair_bits.cuh"
+#include "score/dbias.cuh"
+
+// Loads 16-bit biases; for a pair past the array's end, those of another pair. A warp has 16 keys,
+// from key - lane / 4 on. It reads 8 queries by 8 keys at a time, two keys a lane, neighbours in
+// memory. apply_score_mod() transposes them to the lane's own pairs.
+__device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& args, int part = 0) {
+    if constexpr (BIAS && sizeof(Bias) == 2) {
+        constexpr int COUNT = sizeof(pairs.biases) / sizeof(u32);
+        ScoreMod<float> score_mod(args);
+        score_mod.set_head(args, pairs.batch, pairs.head);
+        const int lane = threadIdx.x % 32, first_key = pairs.key - lane / 4;
+        const int first_row = pairs.query - lane % 4 * 2 + part * (COUNT / 2 * 8);
+        const int row = first_row + lane / 4, column = first_key + lane % 4 * 2;
+        if (score_mod.has_chunks && first_key + 16 <= score_mod.last_key + 1
+                && first_row + COUNT / 2 * 8 <= score_mod.last_query + 1) {
+            const u32* words = reinterpret_cast<const u32*>(score_mod.chunks_of_bias(row, column));
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                pairs.biases[i] = words[i / 2 * (score_mod.bias_stride_q * 4) + i % 2 * 4];
+        } else {
+            const u16* biases = reinterpret_cast<const u16*>(score_mod.bias);
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int query = row + i / 2 * 8, key = column + i % 2 * 8;
+                const u32 high = biases[score_mod.place_of_bias(query, key + 1)];
+                pairs.biases[i] = biases[score_mod.place_of_bias(query, key)] | high << 16;
+                if (i % 4 == 3) __syncwarp();               // limits loads in flight: registers
+            }
+        }
+    }
+}
+
+// Raw products S become scores and their derivatives. fits_poly4: all products of the warp do
+// (ScoreMod::fits_tanh_poly4). One division serves two keys of a query, except with DBIAS: a NaN of
+// a masked pair must not reach the gradient of a bias.
+__device__ __forceinline__ void apply_score_mod(
+    float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
+    const Arguments& args, LanePairs& pairs, bool fits_poly4) {
+    constexpr int COUNT = S_REGS / LanePairs::BIAS_PARTS;
+    ScoreMod<float> score_mod(args);
+    score_mod.set_head(args, pairs.batch, pairs.head);
+    #pragma unroll
+    for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
+        // Element i of the part in the fragment: the two keys of a query become neighbours.
+        const auto position = [&](int i) {
+            return part * COUNT + i / 4 * 4 + i / 2 % 2 + i % 2 * 2;
+        };
+        if constexpr (BIAS && sizeof(Bias) == 2) {
+            if (part > 0) load_biases(pairs, args, part);
+            #pragma unroll
+            for (u32& pair : pairs.biases) pair = movmatrix_transposed(pair);
+        }
+        float part_scores[COUNT], part_derivatives[COUNT];
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) part_scores[i] = products[position(i)];
+        const auto added = [&](int i) {
+            const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
+            float bias = 0.0f;
+            if constexpr (BIAS && sizeof(Bias) == 2)
+                bias = of_pair<Bias>(pairs.biases[i / 4 * 2 + i % 2], i / 2 % 2);
+            else
+                bias = score_mod.bias_of(pairs.query + query, pairs.key + key);
+            return score_mod.added(
+                static_cast<float>(pairs.distance) + static_cast<float>(query - key), bias);
+        };
+        if (fits_poly4) {
+            if constexpr (SOFTCAP) score_mod.poly4_scores(part_scores, added, part_derivatives);
+        } else {
+            score_mod.scores<DBIAS ? 1 : 2>(part_scores, added, part_derivatives);
+        }
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            scores[position(i)] = part_scores[i];
+            derivatives[position(i)] = part_derivatives[i];
+        }
+    }
+}
+
+// With SOFTCAP, where all products fit the polynomial and all pairs are visible: S^T becomes P^T
+// times the derivative of the score, and p is P^T rounded. Each element is finished before the next
+// begins, so that derivatives and P^T are not all in registers at once.
+__device__ __forceinline__ void compute_p_poly4(
+    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const QueryRows& rows, int first_column,
+    const ScoreMod<float>& score_mod, int distance) {
+    const u32 lane_lse = shared_address(rows.lse) + first_column * 4;
+    #pragma unroll
+    for (int j = 0; j < S_REGS / 4; ++j) {
+        float lse[2], weights[4];
+        load_shared_floats(lane_lse + j * 32, lse[0], lse[1]);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float& x = s[j * 4 + i];
+            const float score = x * score_mod.poly4_factor_log2(x), t = score_mod.poly4_tanh(score);
+            const float offset = j * 8 + i % 2 - i / 2 * 8;
+            const float added = ALIBI
+                ? fmaf(score_mod.added(static_cast<float>(distance) + offset, 0.0f), LOG2_E,
+                       -lse[i % 2])
+                : -lse[i % 2];
+            weights[i] = exp2_approx(score + added);
+            x = weights[i] * fmaf(-t, t, 1.0f);
+        }
+        p[j * 2] = pack<Element>(weights[0], weights[1]);
+        p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
+    }
+}
+
+// Adds dS^T, 0 at masked pairs, to the sums of dbias, and then multiplies it by the derivatives of
+// the scores. These are NaN where a score is, also at masked pairs: zeroes are skipped.
+__device__ __forceinline__ void add_dbias(
+    float (&ds)[S_REGS], const float (&derivatives)[S_REGS], const Arguments& args,
+    const LanePairs& pairs) {
+    if constexpr (DBIAS) {
+        BiasGradient dbias;
+        dbias.set_head(args, pairs.batch, pairs.head);
+        float* sum = dbias.sums + (pairs.query * dbias.stride_q + pairs.key * dbias.stride_k);
+        #pragma unroll
+        for (int i = 0; i < S_REGS / 2; ++i) {              // queries
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                reduce_add_nonzero(sum + half * 8 * dbias.stride_k,
+                                   ds[i / 2 * 4 + half * 2 + i % 2]);
+            sum = opaque(sum + (i % 2 == 0 ? 1 : 7) * dbias.stride_q);
+        }
+        if constexpr (SOFTCAP)
+            #pragma unroll
+            for (int i = 0; i < S_REGS; ++i)
+                if (ds[i] != 0.0f) ds[i] *= derivatives[i];
+    }
+}
