@@ -13,10 +13,8 @@ from cuflash import compiler, source
 from helpers.kernels import kernels
 from helpers.machine_code import instructions
 
-TWINS = {
-    path.name: path
-    for path in (Path(__file__).parent / "kernels/without_options").iterdir()
-}
+FOLDER = Path(__file__).parent / "kernels/without_options"
+TWINS = source.kernel_files(FOLDER)
 
 CALLS = [
     ("forward", "bfloat16", "mma", 64),
@@ -44,6 +42,11 @@ def test_options_leave_no_trace(
     without = partial(source.build, twins=TWINS)
     monkeypatch.setattr(compiler.source, "build", without)
     assert got == [instructions(kernel, arch) for kernel in planned]
+
+
+def test_every_twin_stands_for_a_header():
+    assert TWINS
+    assert TWINS.keys() <= source.kernel_files().keys()
 
 
 def test_an_option_leaves_one():

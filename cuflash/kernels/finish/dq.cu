@@ -17,7 +17,7 @@
 // Bound by memory: 4 bytes read and 2 written an element.
 #include "sm90/counters.cuh"
 #include "common/dq_accum.cuh"
-#include "common/recompute.cuh"
+#include "finish/recompute.cuh"
 #include "common/packed_sequences.cuh"
 
 // Windows and segments leave little else to do, so it is to keep memory busy: with three blocks a

@@ -32,7 +32,7 @@
 #include "fma/fma.cuh"
 #include "common/scheduler.cuh"
 #include "common/packed_sequences.cuh"
-#include "common/tile_pair.cuh"
+#include "score/score_tile.cuh"
 #include "common/dq_semaphore.cuh"
 
 struct SharedPlan {
@@ -75,10 +75,10 @@ static_assert(KeyGrid::WARP_ROWS % 16 == 0, "a warp's keys are chunks of args la
 // do not count. With dropout P becomes that of dV, and dP Z is in place of dP.
 template <bool MASKED>
 __device__ __forceinline__ void weights(
-    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at) {
+    Scores& s, Scores& dp, const SharedPlan& shared, const ScoreTile& at) {
     constexpr int ROWS = ScoreGrid::WARP_ROWS / LANE_ROWS;
     constexpr int KEYS = ScoreGrid::WARP_COLUMNS / LANE_COLUMNS;
-    const float scale = at.steps.scale;
+    const float scale = at.score_mod.scale;
     const int first_key = ScoreGrid::first_column() + lane_column();
     Kept<ROWS, KEYS> kept;
     if constexpr (DROPOUT)
@@ -89,7 +89,7 @@ __device__ __forceinline__ void weights(
         const int row = ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
         const float lse = effective_lse(shared.lse[row]);
         const float delta = shared.delta[row];
-        const float past = at.past(row, first_key);
+        const float distance = at.distance(row, first_key);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
@@ -98,9 +98,9 @@ __device__ __forceinline__ void weights(
             if constexpr (LINEAR) {
                 s[i][j] = weight(s[i][j], scale, lse);
             } else {
-                const float score = at.steps.score(
-                    s[i][j], past - static_cast<float>(j * LANE_COLUMNS),
-                    at.steps.bias_of(at.q_start + row, at.k_start + key), derivative);
+                const float score = at.score_mod.score(
+                    s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
+                    at.score_mod.bias_of(at.q_start + row, at.k_start + key), derivative);
                 s[i][j] = weight(score, 1.0f, lse);
             }
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : at.dropout.factor;
@@ -178,17 +178,17 @@ backward_fma(const __grid_constant__ Arguments whole) {
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     const int group_size = grid.num_heads_q / grid.num_heads_kv;
     TileCoord where = tile_of_block(
-        number_of_block(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
+        block_ticket(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
         grid.batch, arrays_of(whole).schedule);
     const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
     const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
-    TilePair at(args, where.batch, where.tile);
+    ScoreTile at(args, where.batch, where.tile);
     const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
     const auto after = [&](int tile) {
-        return at.pairs.query_tile_after(tile, where.tile, tiles.end);
+        return at.pair_mask.query_tile_after(tile, where.tile, tiles.end);
     };
     const int first_tile = SEGMENTS ? after(tiles.first - 1) : tiles.first;
     const int first_head = where.head * group_size, end_head = first_head + group_size;
@@ -280,11 +280,11 @@ backward_fma(const __grid_constant__ Arguments whole) {
             (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile);
         // Turns are counted from the first key tile that visits the query tile.
         const int own_turn = DETERMINISTIC && (WINDOW || SEGMENTS)
-            ? at.pairs.key_tiles_before(tile, where.tile, at.mask.first_key(at.q_start) / BLOCK_K)
+            ? at.pair_mask.key_tiles_before(tile, where.tile, at.mask.first_key(at.q_start) / BLOCK_K)
             : where.tile;
         if (DETERMINISTIC) semaphore_wait(turn, own_turn);
         add_to_dq(arguments, where.batch, head, at.q_start, dq);
-        if (DETERMINISTIC) pass_turn(turn, own_turn);
+        if (DETERMINISTIC) semaphore_release(turn, own_turn);
         add_weighted_rows_transposed<MASKED>(
             dk, shared.weights.at, KeyGrid::first_row(), shared.q, KeyGrid::first_column(),
             of_keys(KeyGrid::first_row()), q_nonfinite);

@@ -94,15 +94,15 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
 
 // The scores of products; see ScoreMod. The lane's first are of that query and that key.
 __device__ __forceinline__ void apply_steps(
-    Scores& s, const ScoreMod<float>& steps, int first_query, int first_key, int shift) {
+    Scores& s, const ScoreMod<float>& score_mod, int first_query, int first_key, int shift) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
-        const float past = static_cast<float>(query + shift - first_key);
+        const float distance = static_cast<float>(query + shift - first_key);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j)
-            s[i][j] = steps.score(s[i][j], past - static_cast<float>(j * LANE_COLUMNS),
-                                  steps.bias_of(query, first_key + j * LANE_COLUMNS));
+            s[i][j] = score_mod.score(s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
+                                  score_mod.bias_of(query, first_key + j * LANE_COLUMNS));
     }
 }
 
@@ -183,10 +183,10 @@ forward_fma(const __grid_constant__ Arguments whole) {
     const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;                   // of PACKED ones the block's own
     if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};
-    ScoreMod<float> steps(args);
-    steps.set_head(args, where.batch, where.head);
-    Pairs pairs(args, where.batch);
-    pairs.set_head(where.head);
+    ScoreMod<float> score_mod(args);
+    score_mod.set_head(args, where.batch, where.head);
+    PairMask pair_mask(args, where.batch);
+    pair_mask.set_head(where.head);
     Dropout<float> dropout(args);
     dropout.set_head(where.batch, where.head);
     const int q_start = where.tile * BLOCK_Q;
@@ -223,7 +223,7 @@ forward_fma(const __grid_constant__ Arguments whole) {
     };
 
     int tile = tiles.num_visited - 1, next = 0;
-    if (SEGMENTS) tile = pairs.key_tile_before(where.tile, tiles.num_visited, tiles.first);
+    if (SEGMENTS) tile = pair_mask.key_tile_before(where.tile, tiles.num_visited, tiles.first);
     if (tile >= tiles.first) {
         const i64 step = arguments.q_stride.token;
         const float* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
@@ -240,7 +240,7 @@ forward_fma(const __grid_constant__ Arguments whole) {
             const int query = first_query + i * LANE_ROWS, key = k_start + j;
             if (WINDOW && key < mask.first_key(query)) return false;
             if constexpr (PAIRWISE)
-                if (query < shape.seqlen_q && key < shape.seqlen_k && !pairs.visible(query, key))
+                if (query < shape.seqlen_q && key < shape.seqlen_k && !pair_mask.visible(query, key))
                     return false;
             return key < mask.num_keys(query);
         };
@@ -250,7 +250,7 @@ forward_fma(const __grid_constant__ Arguments whole) {
         load_v(tile);
         row_products(s, shared.q, warp_row, shared.k, 0);
         if constexpr (!LINEAR)
-            apply_steps(s, steps, first_query, k_start + lane_column(),
+            apply_steps(s, score_mod, first_query, k_start + lane_column(),
                         shape.seqlen_k - shape.seqlen_q);
         #pragma unroll
         for (int i = 0; i < ROWS; ++i)
@@ -261,7 +261,7 @@ forward_fma(const __grid_constant__ Arguments whole) {
             }
         cp_async_wait<0>();
         const bool nonfinite = barrier_or_nonfinite<MASKED>(shared.v);
-        next = pairs.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
+        next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (SEGMENTS ? next >= tiles.first : tile > tiles.first) load_k(next);
         softmax_step(s, rows, acc, c);
         if constexpr (DROPOUT) apply_dropout(s, dropout, q_start + warp_row, k_start);
@@ -283,7 +283,7 @@ forward_fma(const __grid_constant__ Arguments whole) {
 
     if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
         for (; tile >= tiles.first; tile = next)
-            if (tiles.full(tile) && pairs.sees_all(q_start / BLOCK_Q, tile)) step(Bool<false>{});
+            if (tiles.full(tile) && pair_mask.sees_all(q_start / BLOCK_Q, tile)) step(Bool<false>{});
             else step(Bool<true>{});
     } else {
         for (; tile >= tiles.num_full; --tile) step(Bool<true>{});

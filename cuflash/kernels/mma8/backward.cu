@@ -32,7 +32,7 @@
 #include "mma8/mma8.cuh"
 #include "common/scheduler.cuh"
 #include "common/packed_sequences.cuh"
-#include "common/tile_pair.cuh"
+#include "score/score_tile.cuh"
 #include "common/dq_semaphore.cuh"
 
 struct SharedPlan {
@@ -81,7 +81,7 @@ __device__ __forceinline__ int key_row(int i) { return threadIdx.x % 32 / 4 * 2 
 // query's scores are -inf: P is 0.
 template <bool MASKED>
 __device__ __forceinline__ void weights(
-    Scores& s, Scores& dp, const SharedPlan& shared, const TilePair& at, Element scale) {
+    Scores& s, Scores& dp, const SharedPlan& shared, const ScoreTile& at, Element scale) {
     #pragma unroll
     for (int m = 0; m < ScoreGrid::M_TILES; ++m)
         #pragma unroll
@@ -105,8 +105,8 @@ __device__ __forceinline__ void weights(
                     if constexpr (LINEAR)
                         p = rounded(p, scale);
                     else
-                        p = at.steps.score(
-                            p, at.past(row, key), at.steps.bias_of(query, at.k_start + key),
+                        p = at.score_mod.score(
+                            p, at.distance(row, key), at.score_mod.bias_of(query, at.k_start + key),
                             derivative);
                     p = exponential(p - lse);
                     Element z = 1;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void add_product(
 template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
 __device__ __forceinline__ void add_visible(
     typename Grid::Sums& d, const SharedPlan& shared, const SmemTile<K, COLUMNS>& b,
-    const TilePair& at) {
+    const ScoreTile& at) {
     #pragma unroll 1
     for (int k = 0; k < K; ++k)
         #pragma unroll
@@ -228,7 +228,7 @@ __device__ __forceinline__ void add_visible(
 template <class Grid, bool TRANSPOSED, bool MASKED, int K, int COLUMNS>
 __device__ __forceinline__ void gradient_product(
     typename Grid::Sums& d, const SharedPlan& shared, const SmemTile<K, COLUMNS>& b,
-    const TilePair& at, bool nonfinite) {
+    const ScoreTile& at, bool nonfinite) {
     if (MASKED && nonfinite) add_visible<Grid, TRANSPOSED>(d, shared, b, at);
     else add_product<Grid, TRANSPOSED>(d, shared, b);
 }
@@ -334,7 +334,7 @@ backward_mma8(const __grid_constant__ Arguments whole) {
     const int num_q_tiles = num_query_tiles(whole, BLOCK_Q);
     const int group_size = grid.num_heads_q / grid.num_heads_kv;
     TileCoord where = tile_of_block(
-        number_of_block(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
+        block_ticket(arrays_of(whole).turns, shared_bytes), num_k_tiles, grid.num_heads_kv,
         grid.batch, arrays_of(whole).schedule);
     const auto sequence = sequence_of_block<true>(whole, where.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
@@ -342,10 +342,10 @@ backward_mma8(const __grid_constant__ Arguments whole) {
     const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const Element scale = static_cast<Element>(arguments.scale);
-    TilePair at(args, where.batch, where.tile);
+    ScoreTile at(args, where.batch, where.tile);
     const QueryTiles tiles = at.mask.query_tiles(at.k_start, BLOCK_Q, BLOCK_K);
     const auto after = [&](int tile) {                      // the next of those that are visited
-        return at.pairs.query_tile_after(tile, where.tile, tiles.end);
+        return at.pair_mask.query_tile_after(tile, where.tile, tiles.end);
     };
     const int first_tile = SEGMENTS ? after(tiles.first - 1) : tiles.first;
     const int first_head = where.head * group_size, end_head = first_head + group_size;
@@ -428,12 +428,12 @@ backward_mma8(const __grid_constant__ Arguments whole) {
             (static_cast<i64>(where.batch) * shape.num_heads_q + head) * num_q_tiles + tile);
         // Turns are counted from the first key tile that visits the query tile.
         const int own_turn = DETERMINISTIC && (WINDOW || SEGMENTS)
-            ? at.pairs.key_tiles_before(
+            ? at.pair_mask.key_tiles_before(
                   tile, where.tile, at.mask.first_key(tile * BLOCK_Q) / BLOCK_K)
             : where.tile;
         if (DETERMINISTIC) semaphore_wait(turn, own_turn);
         add_to_dq(arguments, where.batch, head, at.q_start, dq);
-        if (DETERMINISTIC) pass_turn(turn, own_turn);
+        if (DETERMINISTIC) semaphore_release(turn, own_turn);
         gradient_product<KeyGrid, true, MASKED>(dk, shared, shared.q, at, q_nonfinite);
         __syncthreads();                                    // dS and Q are done with
         load_q(next_head, next_tile);

@@ -223,10 +223,10 @@ forward_mma8(const __grid_constant__ Arguments whole) {
 
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
-    ScoreMod<Element> steps(args);
-    steps.set_head(args, where.batch, where.head);
-    Pairs pairs(args, where.batch);
-    pairs.set_head(where.head);
+    ScoreMod<Element> score_mod(args);
+    score_mod.set_head(args, where.batch, where.head);
+    PairMask pair_mask(args, where.batch);
+    pair_mask.set_head(where.head);
     Dropout<Element> dropout(args);
     dropout.set_head(where.batch, where.head);
 
@@ -256,7 +256,7 @@ forward_mma8(const __grid_constant__ Arguments whole) {
     };
 
     const auto before = [&](int tile) {                     // the next of those that are visited
-        return pairs.key_tile_before(where.tile, tile, tiles.first);
+        return pair_mask.key_tile_before(where.tile, tile, tiles.first);
     };
     int tile = SEGMENTS ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
     if (tile >= tiles.first) {
@@ -275,7 +275,7 @@ forward_mma8(const __grid_constant__ Arguments whole) {
             const int query = first_query + row;
             if (WINDOW && k_start + key < mask.first_key(query)) return false;
             if (PAIRWISE && query < shape.seqlen_q && k_start + key < shape.seqlen_k
-                && !pairs.visible(query, k_start + key)) return false;
+                && !pair_mask.visible(query, k_start + key)) return false;
             return k_start + key < mask.num_keys(first_query + row);
         };
         Scores s;
@@ -292,10 +292,10 @@ forward_mma8(const __grid_constant__ Arguments whole) {
                     const int row = i * 16 + x / 2 * 8;
                     const int column = j * 8 + threadIdx.x % 4 * 2 + x % 2;
                     const int query = first_query + row, key = k_start + column;
-                    s[i][j][x] = steps.score(
+                    s[i][j][x] = score_mod.score(
                         s[i][j][x],
                         static_cast<Element>(query + (shape.seqlen_k - shape.seqlen_q) - key),
-                        steps.bias_of(query, key));
+                        score_mod.bias_of(query, key));
                     if (MASKED && !visible(row, column)) s[i][j][x] = -infinity();
                 }
         cp_async_wait<0>();
@@ -312,7 +312,7 @@ forward_mma8(const __grid_constant__ Arguments whole) {
 
     if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
         for (; tile >= tiles.first; tile = next)
-            if (tiles.full(tile) && pairs.sees_all(where.tile, tile)) step(Bool<false>{});
+            if (tiles.full(tile) && pair_mask.sees_all(where.tile, tile)) step(Bool<false>{});
             else step(Bool<true>{});
     } else {
         for (; tile >= tiles.num_full; --tile) step(Bool<true>{});

@@ -26,7 +26,7 @@ constexpr int MAX_RANGES = 4 * NUM_THREADS;
 struct Walk { int batch, first, end, place; };
 
 struct SharedPlan {
-    Range ranges[MAX_RANGES];
+    IdRange ranges[MAX_RANGES];
     Walk walks[NUM_THREADS];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -67,7 +67,7 @@ segment_order(const __grid_constant__ Arguments args) {
     const int tiles = OF_KEYS ? k_tiles : q_tiles, count = shape.batch * tiles;
     const i64 num_ranges = i64(shape.batch) * (q_tiles + k_tiles);
     const int thread = threadIdx.x;
-    int* order = order_behind_counter(args);
+    int* order = tile_order(args);
     if (count > NUM_THREADS || num_ranges > MAX_RANGES) {
         #pragma unroll 1
         for (int i = thread; i < count; i += NUM_THREADS)
@@ -83,15 +83,15 @@ segment_order(const __grid_constant__ Arguments args) {
     cp_async_wait<0>();
     __syncthreads();                                        // all ranges and walks are there
     Arguments own = args;
-    own.found = shared.ranges;                              // there Pairs looks
+    own.found = shared.ranges;                              // there PairMask looks
     for_each_sum(count, [&](int number, int lane) {
         const Walk& walk = shared.walks[number];
-        const Pairs pairs(own, walk.batch);
+        const PairMask pair_mask(own, walk.batch);
         const int tile = number - walk.batch * tiles;
         int met = 0;
         #pragma unroll 4
         for (int other = walk.first + lane; other < walk.end; other += LANES)
-            met += !(OF_KEYS ? pairs.skips(other, tile) : pairs.skips(tile, other));
+            met += !(OF_KEYS ? pair_mask.skips(other, tile) : pair_mask.skips(tile, other));
         return met;
     }, [&](int number, int met) {
         const int length = max(met, 1);                     // one that is hidden, if no other is

@@ -27,21 +27,21 @@ inline Real effective_lse(Real lse) {
 
 struct Weight { Real p, ds, ds_bias; };
 
-// What one head does to its pairs.
+// One head's options.
 struct Options {
-    ScoreMod<Real> steps;
-    Pairs pairs;
+    ScoreMod<Real> score_mod;
+    PairMask pair_mask;
     Dropout<Real> dropout;
 
     template <class Arguments>
-    Options(const Arguments& args, int batch) : steps(args), pairs(args, batch), dropout(args) {}
+    Options(const Arguments& args, int batch) : score_mod(args), pair_mask(args, batch), dropout(args) {}
 
     template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
-        steps.set_head(args, batch, head);
-        pairs.set_head(head);
+        score_mod.set_head(args, batch, head);
+        pair_mask.set_head(head);
         dropout.set_head(batch, head);
     }
-    bool hides(int query, int key) const { return PAIRWISE && !pairs.visible(query, key); }
+    bool hides(int query, int key) const { return PAIRWISE && !pair_mask.visible(query, key); }
 };
 
 // P and dS of query i and key j: s = products of q and k, dp = products of dO and v, shift =
@@ -49,8 +49,8 @@ struct Options {
 inline Weight weight_of(
     Real s, Real dp, const Query& query, const Options& options, int i, int j, int shift) {
     Real derivative;
-    const Real x = options.steps.score(
-        s, Real(i + shift - j), options.steps.bias_of(i, j), derivative);
+    const Real x = options.score_mod.score(
+        s, Real(i + shift - j), options.score_mod.bias_of(i, j), derivative);
     const Real p = exp(x - query.lse);
     const Real z = options.dropout.z(i, j);
     const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);

@@ -123,7 +123,7 @@ backward_simt_dkdv(const __grid_constant__ Arguments whole) {
         options.set_head(args, batch, kv_head * group_size + member);
         const int q_end = WINDOW ? min(tiles.end * BLOCK_Q, shape.seqlen_q) : shape.seqlen_q;
         for (int q_start = tiles.first * BLOCK_Q; q_start < q_end; q_start += BLOCK_Q) {
-            if (options.pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
+            if (options.pair_mask.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
             load_tile<BLOCK_Q, HEAD_DIM>(
                 shared.q, head.q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
             load_tile<BLOCK_Q, HEAD_DIM_V>(

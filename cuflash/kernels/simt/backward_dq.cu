@@ -102,7 +102,7 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
     const int k_end = tiles.num_visited * BLOCK_K;
     for (int k_start = tiles.first * BLOCK_K; k_start < k_end; k_start += BLOCK_K) {
-        if (options.pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
+        if (options.pair_mask.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
         load_tile<BLOCK_K, HEAD_DIM>(
             shared.k, head.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
         load_tile<BLOCK_K, HEAD_DIM_V>(

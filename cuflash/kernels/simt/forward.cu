@@ -118,10 +118,10 @@ forward_simt(const __grid_constant__ Arguments whole) {
     const int query = q_start + row;
     const int num_keys = query < shape.seqlen_q ? mask.num_keys(query) : 0;
     const int first_key = mask.first_key(query);
-    ScoreMod<Real> steps(args);
-    steps.set_head(args, batch, head);
-    Pairs pairs(args, batch);
-    pairs.set_head(head);
+    ScoreMod<Real> score_mod(args);
+    score_mod.set_head(args, batch, head);
+    PairMask pair_mask(args, batch);
+    pair_mask.set_head(head);
     Dropout<Real> dropout(args);
     dropout.set_head(batch, head);
 
@@ -131,9 +131,9 @@ forward_simt(const __grid_constant__ Arguments whole) {
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
     const int k_end = tiles.num_visited * BLOCK_K;
     for (int k_start = tiles.first * BLOCK_K; k_start < k_end; k_start += BLOCK_K) {
-        if (pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
+        if (pair_mask.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
         const Visible visible = visible_keys(first_key, num_keys, k_start);
-        const auto hidden = [&](int j) { return PAIRWISE && !pairs.visible(query, k_start + j); };
+        const auto hidden = [&](int j) { return PAIRWISE && !pair_mask.visible(query, k_start + j); };
         const auto z = [&](int j) { return dropout.z(query, k_start + j); };
 
         // x, the scores of S = Q K^T
@@ -145,8 +145,8 @@ forward_simt(const __grid_constant__ Arguments whole) {
             x, shared.q[row], shared.kv, thread_of_row, THREADS_PER_ROW);
         for (int n = 0; n < KEYS_PER_THREAD; ++n) {
             const int j = thread_of_row + n * THREADS_PER_ROW;
-            x[n] = steps.score(x[n], Real(query + (shape.seqlen_k - shape.seqlen_q) - k_start - j),
-                               steps.bias_of(query, k_start + j));
+            x[n] = score_mod.score(x[n], Real(query + (shape.seqlen_k - shape.seqlen_q) - k_start - j),
+                               score_mod.bias_of(query, k_start + j));
             if (j < BLOCK_K) shared.p[row][j] = x[n];
         }
         __syncthreads();                                    // the scores are there, K is done with

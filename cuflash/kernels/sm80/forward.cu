@@ -67,7 +67,7 @@ __device__ __forceinline__ void scores(Scores& s, u32 q, u32 k) {
     const int warp = threadIdx.x / 32;
     const OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES> queries(q, warp * WARP_ROWS);
     const OperandB<BLOCK_K, Stored::TRANSPOSED, S_TILES / 2> keys(k, 0);
-    product<Element, HEAD_DIM / 16>(s, queries, keys);
+    gemm<Element, HEAD_DIM / 16>(s, queries, keys);
     if (NEGATE_SCORES)
         for (auto& tile : s)
             for (auto& fragment : tile)
@@ -76,7 +76,7 @@ __device__ __forceinline__ void scores(Scores& s, u32 q, u32 k) {
 
 // The scores of products of a tile; see ScoreMod.
 __device__ __forceinline__ void apply_steps(
-    Scores& s, const Problem& problem, const ScoreMod<float>& steps, int k_start) {
+    Scores& s, const Problem& problem, const ScoreMod<float>& score_mod, int k_start) {
     const int shift = problem.mask.seqlen_k - problem.mask.seqlen_q;
     const int first_key = k_start + threadIdx.x % 4 * 2;
     #pragma unroll
@@ -84,14 +84,14 @@ __device__ __forceinline__ void apply_steps(
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = problem.first_row + i * 16 + half * 8;
-            const float past = static_cast<float>(query + shift - first_key);
+            const float distance = static_cast<float>(query + shift - first_key);
             #pragma unroll
             for (int j = 0; j < S_TILES; ++j)
                 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     float& score = s[i][j][half * 2 + x];
-                    score = steps.score(score, past - static_cast<float>(j * 8 + x),
-                                        steps.bias_of(query, first_key + j * 8 + x));
+                    score = score_mod.score(score, distance - static_cast<float>(j * 8 + x),
+                                        score_mod.bias_of(query, first_key + j * 8 + x));
                 }
         }
 }
@@ -116,7 +116,7 @@ __device__ __forceinline__ void apply_dropout(
 
 // S = -inf where the query does not see the key.
 __device__ __forceinline__ void apply_mask(
-    Scores& s, const Problem& problem, const Pairs& pairs, int k_start) {
+    Scores& s, const Problem& problem, const PairMask& pair_mask, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
@@ -134,7 +134,7 @@ __device__ __forceinline__ void apply_mask(
                     if (WINDOW && key < first_seen) s[i][j][half * 2 + x] = -infinity();
                     if constexpr (PAIRWISE)
                         if (query < problem.mask.seqlen_q && key < num_keys
-                            && !pairs.visible(query, key))
+                            && !pair_mask.visible(query, key))
                             s[i][j][half * 2 + x] = -infinity();
                 }
         }
@@ -188,9 +188,9 @@ __device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v, 
     const RegisterA<Element, M_TILES, S_TILES> weights(p);
     const Values values(v, 0);
     if (MASKED && nonfinite)
-        product<Element, KEY_STEPS, KEY_STEPS>(acc, weights, Sanitized<Element, Values>{values});
+        gemm<Element, KEY_STEPS, KEY_STEPS>(acc, weights, Sanitized<Element, Values>{values});
     else
-        product<Element, KEY_STEPS, KEY_STEPS>(acc, weights, values);
+        gemm<Element, KEY_STEPS, KEY_STEPS>(acc, weights, values);
 }
 
 // O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. A sink takes part in
@@ -247,8 +247,8 @@ __device__ __forceinline__ void store(
 // each to the queries that see its key, times its weight, of which it matters only whether it is 0
 // (0 * inf is NaN). m: the rows' maxima, in shared memory. By the whole block; slow, rare.
 __device__ __forceinline__ void repair(
-    const Arguments& args, TileCoord where, const Problem& problem, const ScoreMod<float>& steps,
-    const Pairs& pairs, const Dropout<float>& dropout, const float* m) {
+    const Arguments& args, TileCoord where, const Problem& problem, const ScoreMod<float>& score_mod,
+    const PairMask& pair_mask, const Dropout<float>& dropout, const float* m) {
     const ForwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const Strides qs = arguments.q_stride, ks = arguments.k_stride;
@@ -273,8 +273,8 @@ __device__ __forceinline__ void repair(
         for (int key = WINDOW || PAIRWISE ? problem.mask.first_key(query) : first_cut;
              key < problem.mask.num_keys(query); ++key) {
             if ((WINDOW || PAIRWISE) && tiles.full(key / BLOCK_K)
-                && pairs.sees_all(where.tile, key / BLOCK_K)) continue;
-            if (PAIRWISE && !pairs.visible(query, key)) continue;
+                && pair_mask.sees_all(where.tile, key / BLOCK_K)) continue;
+            if (PAIRWISE && !pair_mask.visible(query, key)) continue;
             const float value = to_float(v[key * vs.token + column]);
             if (fabsf(value) < infinity()) continue;
             float score = 0.0f;
@@ -282,9 +282,9 @@ __device__ __forceinline__ void repair(
                 score += to_float(q[query * qs.token + d]) * to_float(k[key * ks.token + d]);
             if (NEGATE_SCORES) score = -score;
             if (!LINEAR)
-                score = steps.score(
+                score = score_mod.score(
                     score, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key),
-                    steps.bias_of(query, key));
+                    score_mod.bias_of(query, key));
             float weight = m[row] == -infinity()
                 ? 0.0f : exp2_of_product(score, problem.c, finite_reference(m[row], problem.c));
             if (DROPOUT) weight *= dropout.z(query, key);
@@ -328,10 +328,10 @@ forward_mma(const __grid_constant__ Arguments whole) {
     const float c = LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
     const Problem problem{
         {shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)}, c, lane_row};
-    ScoreMod<float> steps(args);
-    steps.set_head(args, where.batch, where.head);
-    Pairs pairs(args, where.batch);
-    pairs.set_head(where.head);
+    ScoreMod<float> score_mod(args);
+    score_mod.set_head(args, where.batch, where.head);
+    PairMask pair_mask(args, where.batch);
+    pair_mask.set_head(where.head);
     Dropout<float> dropout(args);
     dropout.set_head(where.batch, where.head);
     const KeyTiles tiles = problem.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
@@ -374,7 +374,7 @@ forward_mma(const __grid_constant__ Arguments whole) {
         if (!SEGMENTS) v -= BLOCK_K * vs.token;
     };
 
-    int tile = pairs.key_tile_before(where.tile, tiles.num_visited, tiles.first), next = 0;
+    int tile = pair_mask.key_tile_before(where.tile, tiles.num_visited, tiles.first), next = 0;
     if (tile >= tiles.first) {
         const u16* q = thread_source(
             arguments.q, where.batch * qs.batch + where.head * qs.head + q_start * qs.token,
@@ -394,8 +394,8 @@ forward_mma(const __grid_constant__ Arguments whole) {
         __syncthreads();
         load_v(tile, masked);
         scores(s, q_tile, k_tile);
-        if constexpr (!LINEAR) apply_steps(s, problem, steps, tile * BLOCK_K);
-        if constexpr (masked.value) apply_mask(s, problem, pairs, tile * BLOCK_K);
+        if constexpr (!LINEAR) apply_steps(s, problem, score_mod, tile * BLOCK_K);
+        if constexpr (masked.value) apply_mask(s, problem, pair_mask, tile * BLOCK_K);
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (masked.value)
@@ -403,7 +403,7 @@ forward_mma(const __grid_constant__ Arguments whole) {
                 loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_tile));
         else
             __syncthreads();
-        next = pairs.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
+        next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (next >= tiles.first) load_k(next, Bool<false>{});
         softmax_step(s, rows, acc, problem.c);
         if constexpr (DROPOUT) apply_dropout(s, problem, dropout, tile * BLOCK_K);
@@ -413,7 +413,7 @@ forward_mma(const __grid_constant__ Arguments whole) {
 
     if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
         for (; tile >= tiles.first; tile = next)
-            if (tiles.full(tile) && pairs.sees_all(q_start / BLOCK_Q, tile)) step(Bool<false>{});
+            if (tiles.full(tile) && pair_mask.sees_all(q_start / BLOCK_Q, tile)) step(Bool<false>{});
             else step(Bool<true>{});
     } else {
         for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
@@ -432,6 +432,6 @@ forward_mma(const __grid_constant__ Arguments whole) {
                 for (int half = 0; half < 2; ++half)
                     m[lane_row - q_start + i * 16 + half * 8] = rows.m[i][half];
         __syncthreads();
-        repair(again, where, problem, steps, pairs, dropout, m);
+        repair(again, where, problem, score_mod, pair_mask, dropout, m);
     }
 }

@@ -21,8 +21,8 @@ constexpr bool REACHES_ALL = PACKED || WINDOW || PAIRWISE;
 struct OneHead {
     const Shape& shape;
     Mask<CAUSAL, WINDOW> mask;
-    Pairs pairs;
-    ScoreMod<float> steps;
+    PairMask pair_mask;
+    ScoreMod<float> score_mod;
     Dropout<float> dropout;
     HeadRows q, dout, out, k, v;
     const float* lse;
@@ -33,8 +33,8 @@ struct OneHead {
         const Arguments& args, const BackwardArguments& arguments, int batch, int head)
         : shape(arguments.shape),
           mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)},
-          pairs(args, batch),
-          steps(args),
+          pair_mask(args, batch),
+          score_mod(args),
           dropout(args),
           q(arguments.q, arguments.q_stride, batch, head),
           dout(arguments.dout, arguments.dout_stride, batch, head),
@@ -44,22 +44,22 @@ struct OneHead {
           lse(static_cast<const float*>(arguments.lse)
               + (static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(args)),
           scale(static_cast<float>(arguments.scale)) {
-        steps.set_head(args, batch, head);
-        pairs.set_head(head);
+        score_mod.set_head(args, batch, head);
+        pair_mask.set_head(head);
         dropout.set_head(batch, head);
     }
     __device__ __forceinline__ int group_size() const {
         return shape.num_heads_q / shape.num_heads_kv;
     }
     __device__ __forceinline__ bool visible(int query, int key) const {
-        return mask.visible(query, key) && pairs.visible(query, key);
+        return mask.visible(query, key) && pair_mask.visible(query, key);
     }
     // P, and the derivative of the score.
     __device__ __forceinline__ float p(int query, int key, float& derivative) const {
         const float product = row_product(q, query, k, key, shape.head_dim);
-        const float past = static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
+        const float distance = static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
         const float score =
-            steps.score(product, past, steps.bias_of(query, key), derivative);
+            score_mod.score(product, distance, score_mod.bias_of(query, key), derivative);
         return weight(LINEAR ? product : score, LINEAR ? scale : 1.0f, effective_lse(lse[query]));
     }
     // What dO is weighted with.
