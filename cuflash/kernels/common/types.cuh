@@ -21,19 +21,19 @@ struct Strides { i64 batch, token, head; };
 
 struct Shape { int batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v; };
 
-// How many (batch, head) pairs work through their tiles side by side; heads, where tiles of all
-// batches are in one order: scheduler.cuh.
+// Tile order of the grid (scheduler.cuh): how many (batch, head) pairs a section has; heads, where
+// the tiles of all batches are in one order.
 struct Schedule { int heads_per_section; };
 
-// How tiles are dealt to blocks that take one after another: scheduler.cuh. A head has so many
-// pairs of tiles and single tiles, all heads together so many items, pairs and single tiles.
+// Work items of the static scheduler of persistent blocks (scheduler.cuh). pairs, singles: of one
+// head; paired_items, items: pairs, and pairs and single tiles, of all heads.
 struct StaticSchedule { int pairs, singles, paired_items, items; };
 
 // lse and delta are contiguous (batch, num_heads_q, seqlen_q) arrays of Accumulator<Element>.
 struct ForwardArguments {
     const void* q; const void* k; const void* v;
     void* out;
-    void* lse;                                  // null: not wanted
+    void* lse;                                  // null: not requested
     Strides q_stride, k_stride, v_stride, out_stride;
     Shape shape;
     Schedule schedule;
@@ -53,7 +53,7 @@ struct BackwardArguments {
     double scale;
 };
 
-// What options are (docs/masks.md), in elements; 0 along axes that the user left out.
+// Strides of options (docs/masks.md), in elements; 0 along axes that the user left out.
 struct HeadStrides { i64 batch, head; };
 struct TokenStrides { i64 batch, token; };
 struct PairStrides { i64 batch, head, query, key; };
@@ -64,19 +64,19 @@ struct OptionNumbers {
     TokenStrides ids_q_stride, ids_k_stride;
     i64 sink_stride;                            // from head to head
     double softcap;
-    float cap_terms[4], cap_terms_log2[4];      // small products capped: score_mod.cuh
+    float cap_terms[4], cap_terms_log2[4];      // the softcap's polynomials: softcap.cuh
     float cap_small, cap_inverse_log2;
     float cap_slight_terms_log2[3], cap_slight, cap_lowest;
     double keep_factor;                         // of dropout: 1 / (1 - probability)
     i64 offset_q_stride, offset_k_stride;       // of cu_seqlens
     int window_left, window_right;              // both at least 0, and less than 2^30
-    u32 drop_below;                             // of dropout: words below that drop a pair
-    int num_sequences, total_q, total_k;        // of packed sequences, and tokens of all of them
+    u32 drop_below;                             // of dropout: smaller words drop a pair
+    int num_sequences, total_q, total_k;        // of packed sequences; tokens of all of them
     int max_seqlen_q, max_seqlen_k;
-    int sequence;                               // a block's own: packed_sequences.cuh
+    int sequence;                               // the block's: packed_sequences.cuh
 };
 
-// Of calls that have options. Arrays that a call lacks are null.
+// Calls with options. Arrays that a call lacks are null.
 struct ForwardOptionsArguments {
     const void* alibi_slopes;                   // float, (batch, num_heads_q)
     const void* bias;                           // Bias, (batch, num_heads_q, seqlen_q, seqlen_k)
@@ -87,7 +87,8 @@ struct ForwardOptionsArguments {
     const void* cu_seqlens_q;                   // int, (num_sequences + 1)
     const void* cu_seqlens_k;
     u64 seed;                                   // of dropout
-    void* found;                                // by segment_*.cu or prepare/packed_sequences.cu
+    void* found;                                // workspace of prepare/segment_*.cu (see
+                                                // segment_ranges.cuh) or packed_sequences.cu
     ForwardArguments arrays;
     OptionNumbers options;
 };
@@ -103,7 +104,7 @@ struct BackwardOptionsArguments {
     const void* cu_seqlens_k;
     u64 seed;
     void* found;
-    void* dbias;                                // its sums (dbias.cuh); null: not wanted
+    void* dbias;                                // its sums (dbias.cuh); null: not requested
     void* dsink;                                // contiguous; null: not wanted
     BackwardArguments arrays;
     OptionNumbers options;
@@ -169,7 +170,7 @@ struct BackwardWgmmaOptionsArguments {
     OptionNumbers options;
 };
 
-// What all arguments of a direction have.
+// The arguments that all structs of a direction contain.
 inline const ForwardArguments& arrays_of(const ForwardArguments& arguments) { return arguments; }
 inline const ForwardArguments& arrays_of(const ForwardOptionsArguments& arguments) {
     return arguments.arrays;
@@ -191,5 +192,5 @@ inline const BackwardArguments& arrays_of(const BackwardWgmmaOptionsArguments& a
     return arguments.arrays;
 }
 
-// A compile-time truth as a function argument: `if constexpr (masked.value)`.
+// A compile-time bool as a function argument: `if constexpr (masked.value)`.
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };

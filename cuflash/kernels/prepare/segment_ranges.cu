@@ -1,10 +1,12 @@
-// The smallest and the largest segment id of each tile of BLOCK_Q queries and of BLOCK_K keys, by
-// which other kernels know tiles with nothing in common (pair_mask.cuh): first all query tiles,
-// batch by batch, then all key tiles. Behind them, no tile has been taken yet.
+// The smallest and the largest segment id of each tile of BLOCK_Q queries and of BLOCK_K keys, from
+// which other kernels see that tiles have no id in common (pair_mask.cuh). Also zeroes the tile
+// counter. segment_ranges.cuh has the layout.
 //
-// Grid: a warp a tile. Block: NUM_THREADS threads.
+// Grid: one warp a tile. Block: NUM_THREADS threads.
 // Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), BLOCK_Q, BLOCK_K,
-// NUM_THREADS. No shared memory. Bound by memory: 4 bytes a token.
+// NUM_THREADS. No shared memory.
+//
+// Bound by memory: 4 bytes a token.
 #include "score/pair_mask.cuh"
 
 // The range of id_of(token) over a tile's tokens, in every lane of the warp.

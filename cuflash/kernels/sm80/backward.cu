@@ -74,8 +74,8 @@ struct QueryLoader {
         dout = thread_source(
             arrays.dout, coord.batch * dos.batch + first_head * dos.head + first_row * dos.token,
             dos.token);
-        row = (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + first_head) * rows_of_head(args)
-            + first_row;
+        row = (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + first_head)
+            * rows_of_head(args) + first_row;
         loads_left = SEGMENTS ? (tiles_of_head > 0 ? group_size : 0) : tiles_of_head * group_size;
         next_tile = first_tile;
     }
@@ -138,6 +138,19 @@ __device__ __forceinline__ void load_keys(
         shared_address(&shared.v), v, vs.token, num_rows, arrays.shape.head_dim_v);
 }
 
+// Loads K, V and the first query tile and waits for them. The result, the same in all threads:
+// whether K has a NaN or an infinity.
+__device__ __forceinline__ bool load_first_tiles(
+    SharedPlan& shared, QueryLoader& loader, TileCoord coord, int k_start, int num_rows) {
+    load_keys(shared, loader.arrays, coord, k_start, num_rows);
+    if (WINDOW || SEGMENTS || PACKED) cp_async_commit();    // there may be no query tile
+    loader.load(shared, 0);
+    cp_async_wait<0>();
+    const bool k_nonfinite = __syncthreads_or(
+        loaded_nonfinite<Element, BLOCK_K, HEAD_DIM, THREADS>(shared_address(&shared.k)));
+    return k_nonfinite;
+}
+
 // Waits for Q and dO of a query tile. The result, the same in all threads: whether a partly masked
 // tile has a NaN or an infinity in Q or dO.
 template <bool MASKED>
@@ -189,11 +202,24 @@ __device__ __forceinline__ void compute_p_and_ds(
     store_scores(shared_address(&shared.ds), p);
 }
 
+// dK and dV leave through the tiles of K and V, once no warp reads those any more.
+__device__ __forceinline__ void store_gradients(
+    SharedPlan& shared, const BackwardArguments& arrays, TileCoord coord, int num_rows,
+    KeyGrid::Fragments& dk, ValueGrid::Fragments& dv, float scale) {
+    __syncthreads();
+    store_gradient<KeyGrid, HEAD_DIM>(
+        dk, scale, shared_address(&shared.k), arrays.dk, arrays.dk_stride, coord, num_rows,
+        arrays.shape.head_dim);
+    store_gradient<ValueGrid, HEAD_DIM_V>(
+        dv, 1.0f, shared_address(&shared.v), arrays.dv, arrays.dv_stride, coord, num_rows,
+        arrays.shape.head_dim_v);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 backward_mma(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
-    const u32 k_smem = shared_address(&shared.k), v_smem = shared_address(&shared.v);
+    const u32 k_smem = shared_address(&shared.k);
     const u32 p_smem = shared_address(&shared.p), ds_smem = shared_address(&shared.ds);
 
     // Prologue: which keys; which query tiles see them.
@@ -226,12 +252,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
     set_zero(dv);
 
     const int num_rows = shape.seqlen_k - k_start;
-    load_keys(shared, arrays, coord, k_start, num_rows);
-    if (WINDOW || SEGMENTS || PACKED) cp_async_commit();    // there may be no query tile
-    loader.load(shared, 0);
-    cp_async_wait<0>();
-    const bool k_nonfinite = __syncthreads_or(
-        loaded_nonfinite<Element, BLOCK_K, HEAD_DIM, THREADS>(k_smem));
+    const bool k_nonfinite = load_first_tiles(shared, loader, coord, k_start, num_rows);
 
     // Main loop, one query tile an iteration. Its Q and dO are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
@@ -271,11 +292,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
             else iterate(Bool<true>{}, head, tile);
     }
 
-    // Epilogue: dK and dV leave through the tiles of K and V, once no warp reads those any more.
-    __syncthreads();
-    store_gradient<KeyGrid, HEAD_DIM>(
-        dk, scale, k_smem, arrays.dk, arrays.dk_stride, coord, num_rows, shape.head_dim);
-    store_gradient<ValueGrid, HEAD_DIM_V>(
-        dv, 1.0f, v_smem, arrays.dv, arrays.dv_stride, coord, num_rows, shape.head_dim_v);
+    // Epilogue.
+    store_gradients(shared, arrays, coord, num_rows, dk, dv, scale);
     if (lacks_nonfinite) add_nonfinite_terms(args, coord, score_tile, tiles);
 }
