@@ -34,7 +34,7 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     }
 
     // bias - slope |distance|
-    Real additive_term(Real distance, Real bias) const {
+    Real addend(Real distance, Real bias) const {
         if constexpr (ALIBI && BIAS) return fma(-this->slope, fabs(distance), bias);
         else if constexpr (ALIBI) return rounded(-this->slope, fabs(distance));
         else return bias;
@@ -43,7 +43,7 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     // The score modification: N products S become scores x. Any other modification belongs here,
     // and its derivative with it.
     //
-    // additive(i): the additive_term of the i-th. derivative: dx / d(scale S). With a softcap,
+    // additive(i): the addend of the i-th. derivative: dx / d(scale S). With a softcap,
     // GROUP neighbours share one division: if one S is NaN, all scores of its group are.
     template <int GROUP, int N, class Additive>
     void scores(Real (&x)[N], Additive additive, Real (&derivative)[N]) const {
@@ -71,7 +71,7 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     // The same for one product.
     Real score(Real product, Real distance, Real bias, Real& derivative) const {
         Real x[1] = {product}, slope_of_x[1];
-        scores<1>(x, [&](int) { return additive_term(distance, bias); }, slope_of_x);
+        scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
         derivative = slope_of_x[0];
         return x[0];
     }
@@ -81,6 +81,6 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     }
 
     // Former names, for sm90/.
-    Real added(Real past, Real own_bias) const { return additive_term(past, own_bias); }
+    Real added(Real past, Real own_bias) const { return addend(past, own_bias); }
     i64 place_of_bias(int query, int key) const { return this->bias_index(query, key); }
 };

@@ -17,7 +17,7 @@ template <class Real> struct ScoreMod {
     Real slope;
     bool has_chunks;
     const BiasChunk* chunks_of_bias(int, int) const;
-    Real additive_term(Real, Real) const;
+    Real addend(Real, Real) const;
     template <int GROUP, int N, class Additive>
     void scores(Real (&)[N], Additive, Real (&)[N]) const;
     template <int N> bool fits_tanh_poly4(const float (&)[N]) const;
