@@ -18,7 +18,7 @@
 // The workspace that prepare/packed_sequences.cu fills: whether an offset is bad; the sequences
 // with the most queries and the most keys. handed_out: the dynamic scheduler's counter, the tiles
 // taken by persistent blocks after each one's first.
-struct FoundSequences { int bad, most_queries, most_keys, handed_out; };
+struct SequenceStats { int bad, most_queries, most_keys, handed_out; };
 
 // Offsets of queries or of keys.
 struct Offsets {
@@ -62,9 +62,9 @@ struct NoSequence {
     static constexpr int first_q = 0, first_k = 0;
 };
 
-template <bool> struct OwnSequenceOf { using type = NoSequence; };
-template <> struct OwnSequenceOf<true> { using type = Sequence; };
-using OwnSequence = OwnSequenceOf<PACKED>::type;
+template <bool> struct TileSequenceOf { using type = NoSequence; };
+template <> struct TileSequenceOf<true> { using type = Sequence; };
+using TileSequence = TileSequenceOf<PACKED>::type;
 
 inline int number_of(NoSequence) { return 0; }
 inline int number_of(const Sequence& sequence) { return sequence.number; }
@@ -82,7 +82,7 @@ template <class Arguments> inline int seqlen_k_of(const Arguments&, const Sequen
 }
 
 // The call's shape; with PACKED a copy, for set_lengths().
-template <class Arguments> inline decltype(auto) own_shape(const Arguments& args) {
+template <class Arguments> inline decltype(auto) tile_shape(const Arguments& args) {
     if constexpr (PACKED) return Shape{arrays_of(args).shape};
     else return (arrays_of(args).shape);
 }
@@ -105,7 +105,7 @@ inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
     const Offsets of_q = query_offsets(args), of_k = key_offsets(args);
     const Offsets of_tiles = OF_KEYS ? of_k : of_q;
     const int count = args.options.num_sequences;
-    if (static_cast<const FoundSequences*>(args.found)->bad)
+    if (static_cast<const SequenceStats*>(args.found)->bad)
         return {count, 0, 0, OF_KEYS ? 0 : of_q.total, OF_KEYS ? of_k.total : 0, 0};
     int low = 0, high = count + 1;                          // the sequence is in [low, high)
     while (high - low > 1) {
@@ -127,7 +127,7 @@ inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
 // the first slot after it. Its tiles take longest, so the first block starts there.
 template <bool OF_KEYS, class Arguments>
 inline int slot_of_longest(const Arguments& args, bool after, int block) {
-    const FoundSequences found = *static_cast<const FoundSequences*>(args.found);
+    const SequenceStats found = *static_cast<const SequenceStats*>(args.found);
     if (found.bad || args.options.num_sequences == 0) return 0;
     const int number = (OF_KEYS ? found.most_queries : found.most_keys) + (after ? 1 : 0);
     const Offsets offsets = OF_KEYS ? key_offsets(args) : query_offsets(args);
@@ -197,7 +197,7 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
 // The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.
 // sums_of_tile: floats of a tile's sums of dQ.
 template <class Arguments>
-inline Arguments of_sequence(
+inline Arguments sequence_arguments(
     const Arguments& args, const Sequence& sequence, int block_q, int sums_of_tile = 0) {
     Arguments own = args;
     own.arrays.shape.seqlen_q = sequence.seqlen_q;
@@ -207,7 +207,7 @@ inline Arguments of_sequence(
     return own;
 }
 template <class Arguments>
-inline const Arguments& of_sequence(const Arguments& args, NoSequence, int, int = 0) {
+inline const Arguments& sequence_arguments(const Arguments& args, NoSequence, int, int = 0) {
     return args;
 }
 

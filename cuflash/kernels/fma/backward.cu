@@ -252,7 +252,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
         call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     ScoreTile score_tile(args, coord.batch, coord.tile);

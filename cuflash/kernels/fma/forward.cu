@@ -244,7 +244,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
     TileCoord coord = tile_of_this_block(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;                      // with PACKED the block's sequence
     if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};
@@ -310,6 +310,6 @@ forward_fma(const __grid_constant__ Arguments call_args) {
     // Epilogue.
     coord = tile_of_this_block(call_args);
     const auto same_sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
-    const Arguments& same_args = of_sequence(call_args, same_sequence, BLOCK_Q);
+    const Arguments& same_args = sequence_arguments(call_args, same_sequence, BLOCK_Q);
     store(same_args, coord, coord.tile * BLOCK_Q + warp_row + lane_row(), acc, rows);
 }

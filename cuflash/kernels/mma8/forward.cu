@@ -267,7 +267,7 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
     TileCoord coord = tile_of_this_block(call_args, mask);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};

@@ -47,6 +47,6 @@ sequences(const __grid_constant__ Arguments args) {
         __syncthreads();
     }
     if (thread == 0)
-        *static_cast<FoundSequences*>(args.found) =
+        *static_cast<SequenceStats*>(args.found) =
             {bad, longest[0][0].number, longest[1][0].number, 0};
 }

@@ -164,21 +164,6 @@ template <class Arguments> struct PairMaskOf {
         else
             return k_tile - first;
     }
-
-    // Former names, for sm90/.
-    IdRange of_queries(int tile) const { return ids_of_queries(tile); }
-    IdRange of_keys(int tile) const { return ids_of_keys(tile); }
 };
 
 using PairMask = PairMaskOf<Arguments>;
-
-// Former names, for sm90/.
-using Pairs = PairMask;
-using Range = IdRange;
-inline bool are_apart(IdRange a, IdRange b) { return disjoint(a, b); }
-template <class Arguments> inline int* counter_behind_ranges(const Arguments& args) {
-    return tile_counter(args);
-}
-template <class Arguments> inline int* order_behind_counter(const Arguments& args) {
-    return tile_order(args);
-}

@@ -79,8 +79,4 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         Real derivative;
         return score(product, distance, bias, derivative);
     }
-
-    // Former names, for sm90/.
-    Real added(Real past, Real own_bias) const { return addend(past, own_bias); }
-    i64 place_of_bias(int query, int key) const { return this->bias_index(query, key); }
 };

@@ -93,7 +93,7 @@ backward_simt_dkdv(const __grid_constant__ Arguments call_args) {
     int k_tile = blockIdx.x / call_shape.num_heads_kv / call_shape.batch;
     const auto sequence = sequence_of_block<true>(call_args, k_tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};

@@ -73,7 +73,7 @@ backward_simt_dq(const __grid_constant__ Arguments call_args) {
     int q_tile = CAUSAL ? num_query_tiles(call_args, BLOCK_Q) - 1 - order : order;
     const auto sequence = sequence_of_block<false>(call_args, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};

@@ -232,7 +232,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
         call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const float scale = static_cast<float>(arrays.scale);

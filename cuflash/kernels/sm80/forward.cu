@@ -93,7 +93,7 @@ __device__ __forceinline__ void finish(
     Output& acc, SoftmaxState& softmax, bool lacks_nonfinite) {
     TileCoord coord = tile_of_this_block(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     store(args, coord, shared_address(&shared.q_then_out), acc, softmax);
     if (!lacks_nonfinite) return;
     // All warps are past the last iteration's second barrier: the tile of K is free.
@@ -113,7 +113,7 @@ forward_mma(const __grid_constant__ Arguments call_args) {
     TileCoord coord = tile_of_this_block(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(call_args, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int q_start = coord.tile * BLOCK_Q;

@@ -208,7 +208,7 @@ __device__ __forceinline__ bool send_out(
 }
 
 __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPlan& shared) {
-    auto&& shape = own_shape(arguments);
+    auto&& shape = tile_shape(arguments);
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int math_thread = threadIdx.x - WARPGROUP;
@@ -247,7 +247,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments, SharedPl
         const int first_key = k_tile * BLOCK_K + math_thread / 32 * 16 + math_thread % 32 / 4;
         const int first_query[2] = {
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
-        const Pairs pairs(arguments, batch);
+        const PairMask pairs(arguments, batch);
         dropout.set_sequence(number_of(sequence));
         mbarrier_wait(shared_address(&shared.k_full) + (KEYS_AHEAD ? 8 * count.place() : 0),
              KEYS_AHEAD ? count.work_phase() : count.kv_phase());

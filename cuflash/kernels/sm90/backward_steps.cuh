@@ -90,7 +90,7 @@ struct QuerySteps {
         head = where.head * group_size;
         left = group_size * (end - first);
         if constexpr (SEGMENTS) {
-            const Pairs pairs(args, where.batch);
+            const PairMask pairs(args, where.batch);
             const int met = pairs.query_tiles_between(first, end, where.tile);
             left = group_size * max(met, 1);
             if (met > 0) tile = first = pairs.query_tile_after(first - 1, where.tile, end);
@@ -99,7 +99,7 @@ struct QuerySteps {
     __device__ __forceinline__ void next(const Arguments& args, TileCoord where) {
         --left;
         if constexpr (SEGMENTS)
-            tile = Pairs(args, where.batch).query_tile_after(tile, where.tile, end);
+            tile = PairMask(args, where.batch).query_tile_after(tile, where.tile, end);
         else
             ++tile;
         if (tile < end) return;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
         if (!ended && !PACKED) {
             TileCoord& tile = where;
             if constexpr (SEGMENTS)
-                tile = tile_in_order(index, order_behind_counter(arguments), num_k_tiles,
+                tile = tile_in_order(index, tile_order(arguments), num_k_tiles,
                                      shape.num_heads_kv, shape.batch, arguments.arrays.schedule);
             else
                 tile = tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,
@@ -196,7 +196,7 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, Shared&
             const u32 q_full = shared_address(&shared.q_full[ring.index]);
             if (SEGMENTS)
                 shared.parted[ring.index] =
-                    !Pairs(arguments, where.batch).sees_all(step.tile, where.tile);
+                    !PairMask(arguments, where.batch).sees_all(step.tile, where.tile);
             bulk_load(shared_address(&shared.rows[ring.index]),
                       static_cast<const QueryRows*>(arguments.arrays.delta)
                           + number_of(arguments, sequence_of(where), where.batch, step.head,
@@ -385,8 +385,8 @@ __device__ __forceinline__ void load_biases(LanePairs& of, const Arguments& args
             #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const int query = row + i / 2 * 8, key = column + i % 2 * 8;
-                const u32 high = biases[steps.place_of_bias(query, key + 1)];
-                of.biases[i] = biases[steps.place_of_bias(query, key)] | high << 16;
+                const u32 high = biases[steps.bias_index(query, key + 1)];
+                of.biases[i] = biases[steps.bias_index(query, key)] | high << 16;
                 if (i % 4 == 3) __syncwarp();               // no more at once: registers
             }
         }
@@ -411,7 +411,7 @@ __device__ __forceinline__ void hide_masked(LanePairs& of, const Mask<CAUSAL, WI
     }
 }
 __device__ __forceinline__ void hide_other_segments(
-    LanePairs& of, const QueryRows& rows, const Pairs& pairs, int num_keys) {
+    LanePairs& of, const QueryRows& rows, const PairMask& pairs, int num_keys) {
     if constexpr (SEGMENTS) {
         const int row = of.query - rows.q_start;
         #pragma unroll
@@ -428,7 +428,7 @@ __device__ __forceinline__ void hide_other_segments(
 
 // masked: the mask cuts the step's tile of pairs; parted: segments do.
 __device__ __forceinline__ void look_at_pairs(
-    LanePairs& of, const Arguments& args, const Pairs& pairs, const Dropout<float>& dropout,
+    LanePairs& of, const Arguments& args, const PairMask& pairs, const Dropout<float>& dropout,
     const Mask<CAUSAL, WINDOW>& mask, const QueryRows& rows, bool masked, bool parted) {
     if constexpr (SEEN_AS_BITS) {
         #pragma unroll
@@ -437,7 +437,7 @@ __device__ __forceinline__ void look_at_pairs(
         if (parted) hide_other_segments(of, rows, pairs, mask.seqlen_k);
     }
     if constexpr (HAS_MASK) {
-        Pairs of_head = pairs;
+        PairMask of_head = pairs;
         of_head.set_head(of.head);
         u32 kept[LanePairs::WORDS];
         if (of_head.has_words(of.key - threadIdx.x % 32 / 4 + 16))
@@ -504,7 +504,7 @@ __device__ __forceinline__ void take_steps(
                 bias = of_pair<Bias>(of.biases[i / 4 * 2 + i % 2], i / 2 % 2);
             else
                 bias = steps.bias_of(of.query + query, of.key + key);
-            return steps.added(
+            return steps.addend(
                 static_cast<float>(of.past) + static_cast<float>(query - key), bias);
         };
         if (are_small) {
@@ -536,7 +536,7 @@ __device__ __forceinline__ void compute_small_p(
             const float score = x * steps.poly4_factor_log2(x), t = steps.poly4_tanh(score);
             const float further = j * 8 + i % 2 - i / 2 * 8;
             const float added = ALIBI
-                ? fmaf(steps.added(static_cast<float>(past) + further, 0.0f), LOG2_E, -lse[i % 2])
+                ? fmaf(steps.addend(static_cast<float>(past) + further, 0.0f), LOG2_E, -lse[i % 2])
                 : -lse[i % 2];
             weights[i] = exp2_approx(score + added);
             x = weights[i] * fmaf(-t, t, 1.0f);

@@ -104,7 +104,7 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_COUNT],
 }
 
 __device__ __forceinline__ void compute_scores(const Arguments& arguments, SharedPlan& shared) {
-    auto&& shape = own_shape(arguments);
+    auto&& shape = tile_shape(arguments);
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
     const int first_column = lane % 4 * 2;                  // of a score fragment
     const float c = LINEAR ? static_cast<float>(arguments.arrays.scale) * LOG2_E : LOG2_E;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& arguments, Share
         const int first_key = where.tile * BLOCK_K + warp_row + lane / 4;
         const int first_query[2] = {
             mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
-        const Pairs pairs(arguments, where.batch);
+        const PairMask pairs(arguments, where.batch);
         dropout.set_sequence(number_of(sequence));
         QuerySteps steps(arguments, tiles, where);
 

@@ -62,7 +62,7 @@ static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "products sum over 16 ele
 
 // Queries of a head from the first one on, num_rows of them. None are left if that is 0. Of packed
 // sequences they are one's, from whose first token `first` counts.
-struct Queries : OwnSequence { int first, num_rows, head, batch; };
+struct Queries : TileSequence { int first, num_rows, head, batch; };
 
 // A tile of queries, and where the key tiles that it walks end. They begin with that of the first
 // key that its first query sees, and are at least one, which the mask may hide wholly.
@@ -180,7 +180,7 @@ __device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
 // A tile that is not full, but of whole warpgroups' queries, comes where queries see least: under
 // the causal mask first, else last. Segments' tiles are counted from the first query.
 __device__ __forceinline__ Queries queries_of_tile(
-    TileCoord where, const OwnSequence& sequence, const Arguments& args) {
+    TileCoord where, const TileSequence& sequence, const Arguments& args) {
     if (where.tile < 0) return {sequence, 0, 0, 0, 0};
     const int length = seqlen_q_of(args, sequence), groups = (length + GROUP_ROWS - 1) / GROUP_ROWS;
     const int lacking = CAUSAL && !SEGMENTS
@@ -245,7 +245,7 @@ template <class Arguments> struct DynamicTiles {
         const Shape& shape = args.arrays.shape;
         if constexpr (SEGMENTS)
             return queries_of_tile(
-                tile_in_order(number, order_behind_counter(args), slots, shape.num_heads_q,
+                tile_in_order(number, tile_order(args), slots, shape.num_heads_q,
                               shape.batch, args.arrays.schedule), {}, args);
         TileCoord where = tile_of_block(
             number, slots, shape.num_heads_q, shape.batch, args.arrays.schedule);
@@ -256,8 +256,8 @@ template <class Arguments> struct DynamicTiles {
         return queries_of_tile(where, sequence, args);
     }
     static __device__ __forceinline__ int* counter(const Arguments& args) {
-        if constexpr (PACKED) return &static_cast<FoundSequences*>(args.found)->handed_out;
-        else return counter_behind_ranges(args);
+        if constexpr (PACKED) return &static_cast<SequenceStats*>(args.found)->handed_out;
+        else return tile_counter(args);
     }
     // By the warp that takes them. When none is left, `first` is the last one's number.
     __device__ __forceinline__ Queries next(const Arguments& args) {
@@ -352,7 +352,7 @@ __device__ __forceinline__ void load_keys(const Arguments& arguments,
 // A lane's share of a key tile's ids on their way: from global memory before their place is free.
 struct LaneIds {
     int ids[(BLOCK_K + 31) / 32];
-    __device__ __forceinline__ void load(const Pairs& pairs, int k_start, int seqlen_k) {
+    __device__ __forceinline__ void load(const PairMask& pairs, int k_start, int seqlen_k) {
         if constexpr (SEGMENTS)
             #pragma unroll
             for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
@@ -373,16 +373,17 @@ struct LaneIds {
 // The key tiles that a query tile visits, from the last one down: of those that the mask lets it,
 // with SEGMENTS, the ones that may have an id in common with it. By a whole warp, which looks at 32
 // tiles at a time, a lane at one: so all that is to be said of a tile is known before it comes.
-template <class Pairs> struct ListedTiles {
-    const Pairs& pairs;
-    Range queries;                                          // their ids
+template <class PairMask> struct ListedTiles {
+    const PairMask& pairs;
+    IdRange queries;                                          // their ids
     int first, from;                                        // a lane's tile is from - lane
     u32 left = 0;                                           // a bit a lane: it is still to come
     u32 hidden = 0, of_one_id = 0;                          // pairs of it are; all its ids are one
 
-    __device__ __forceinline__ ListedTiles(const Pairs& pairs, int q_tile, const KeyTiles& visited)
+    __device__ __forceinline__ ListedTiles(
+        const PairMask& pairs, int q_tile, const KeyTiles& visited)
         : pairs(pairs), first(visited.first), from(visited.num_visited + 31) {
-        if constexpr (SEGMENTS) queries = pairs.of_queries(q_tile);
+        if constexpr (SEGMENTS) queries = pairs.ids_of_queries(q_tile);
         look_further();
     }
     // To where there are tiles left, if anywhere.
@@ -391,9 +392,9 @@ template <class Pairs> struct ListedTiles {
             from -= 32;
             const int tile = from - threadIdx.x % 32;
             if constexpr (SEGMENTS) {
-                const Range keys = pairs.of_keys(max(tile, first));
+                const IdRange keys = pairs.ids_of_keys(max(tile, first));
                 const bool is_one = keys.low == keys.high;
-                left = __ballot_sync(WHOLE_WARP, tile >= first && !are_apart(queries, keys));
+                left = __ballot_sync(WHOLE_WARP, tile >= first && !disjoint(queries, keys));
                 hidden = __ballot_sync(
                     WHOLE_WARP, HAS_MASK || !is_one || queries.low != queries.high);
                 of_one_id = __ballot_sync(WHOLE_WARP, is_one);
@@ -420,7 +421,7 @@ template <class Pairs> struct ListedTiles {
 __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, SharedPlan& shared) {
     const Shape& shape = arguments.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    const Mask<CAUSAL, WINDOW> mask = mask_of(arguments, OwnSequence{});
+    const Mask<CAUSAL, WINDOW> mask = mask_of(arguments, TileSequence{});
     const int lane = threadIdx.x % 32;
     Tiles tiles(arguments);
     PipelineState<KV_STAGES> ring;
@@ -428,11 +429,11 @@ __device__ __forceinline__ void load_listed_keys(const Arguments& arguments, Sha
         const Queries queries = tiles.told(arguments, shared).queries;
         if (queries.num_rows == 0) return;
         const int head = queries.head / group_size;
-        const Pairs pairs(arguments, queries.batch);
-        ListedTiles<Pairs> listed(
+        const PairMask pairs(arguments, queries.batch);
+        ListedTiles<PairMask> listed(
             pairs, queries.first / BLOCK_Q,
             mask.key_tiles(queries.first, queries.num_rows, BLOCK_K));
-        ListedTiles<Pairs>::Tile tile = {0, true, false};
+        ListedTiles<PairMask>::Tile tile = {0, true, false};
         LaneIds ids;
         const auto look_at_next = [&] {
             if (listed.has_more()) tile = listed.take();
@@ -567,12 +568,12 @@ __device__ __forceinline__ void apply_steps(
             await_biases(pairs, shared);
             return apply([&](int half, int key) {
                 const u32 pair = pairs[key / 16][key / 8 % 2 * 2 + half];
-                return steps.added(past + static_cast<float>(half * 8 - key),
+                return steps.addend(past + static_cast<float>(half * 8 - key),
                                    of_pair<Bias>(pair, key % 2));
             });
         }
     apply([&](int half, int key) {
-        return steps.added(past + static_cast<float>(half * 8 - key),
+        return steps.addend(past + static_cast<float>(half * 8 - key),
                            steps.bias_of(first_row + half * 8, first_key + key));
     });
 }
@@ -596,7 +597,7 @@ __device__ __forceinline__ void hide_segments(
 
 // S = -inf where the mask hides the pair.
 __device__ __forceinline__ void hide_pairs(
-    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, int first_row, int k_start) {
+    float (&s)[S_COUNT], const PairMask& pairs, const Shape& shape, int first_row, int k_start) {
     const int first_key = k_start + threadIdx.x % 4 * 2;
     if constexpr (HAS_MASK)
         #pragma unroll
@@ -834,7 +835,7 @@ __device__ __forceinline__ void recompute_row(
     const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int first = mask.first_key(query), seen = mask.num_keys(query);
-    Pairs pairs(args, batch);
+    PairMask pairs(args, batch);
     pairs.set_head(head);
     ScoreMod<float> steps(args);
     steps.set_head(args, batch, head);
@@ -909,7 +910,7 @@ __device__ __forceinline__ void recompute_rows(
             const bool marked = !(fabsf(to_float(out[0])) <= infinity());
             __syncwarp();                                   // before recompute_row writes there
             if (marked)
-                recompute_row(of_sequence(arguments, queries, BLOCK_Q), queries.first + row,
+                recompute_row(sequence_arguments(arguments, queries, BLOCK_Q), queries.first + row,
                           queries.head, queries.batch, c, out, lse == nullptr ? lse : lse + row);
         }
     }
@@ -936,7 +937,7 @@ __device__ __forceinline__ auto step_options(
 
 __device__ __forceinline__ void compute_all(const Arguments& arguments,
                                             SharedPlan& shared) {
-    auto&& shape = own_shape(arguments);
+    auto&& shape = tile_shape(arguments);
     // Known to be a warp's, and all that follows from it: so which tiles a warp is at, and their
     // descriptors, are computed once for 32 lanes, and the products need not fetch them from there.
     const int group = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
@@ -948,7 +949,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
     Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k};
     if constexpr (WINDOW) mask.window = window_of<WINDOW>(arguments);
     ScoreMod<float> steps(arguments);
-    Pairs pairs(arguments, 0);
+    PairMask pairs(arguments, 0);
     Dropout<float> dropout(arguments);
     bool biases_come = false;                               // of the key tile at hand
 
@@ -1073,7 +1074,7 @@ __device__ __forceinline__ void compute_all(const Arguments& arguments,
                 const int past = first_row + shape.seqlen_k - shape.seqlen_q
                                - slopes.nearest_key(tile * BLOCK_K);
                 for (int half = 0; half < 2; ++half)
-                    origins.of[half] = steps.added(static_cast<float>(past + half * 8), 0.0f);
+                    origins.of[half] = steps.addend(static_cast<float>(past + half * 8), 0.0f);
                 origins.factor = steps.scale;
                 return false;
             }

@@ -23,12 +23,6 @@ struct PairMask {
     int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
     int key_tiles_before(int q_tile, int k_tile, int first) const;
-    IdRange of_queries(int tile) const;                     // former names, for sm90/
-    IdRange of_keys(int tile) const;
 };
-
-using Pairs = PairMask;                                     // former names, for sm90/
-using Range = IdRange;
-bool are_apart(IdRange a, IdRange b);
-template <class Arguments> int* counter_behind_ranges(const Arguments& args);
-template <class Arguments> int* order_behind_counter(const Arguments& args);
+template <class Arguments> int* tile_counter(const Arguments& args);
+template <class Arguments> int* tile_order(const Arguments& args);

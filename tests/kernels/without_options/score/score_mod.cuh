@@ -31,5 +31,4 @@ template <class Real> struct ScoreMod {
         derivative = 1;
         return rounded(product, scale);
     }
-    Real added(Real, Real) const;                           // former name, for sm90/
 };
