@@ -4,9 +4,9 @@
 //     m = max(lse_a, lse_b),  w_a = exp(lse_a - m),  w_b = exp(lse_b - m)
 //     out = (w_a out_a + w_b out_b) / (w_a + w_b),  lse = m + log(w_a + w_b)
 //
-// A side with lse = inf makes the weights NaN, and lse inf.
-// A side with lse = -inf has seen no key and takes no part, whatever its out is: the result is the
-// other side, bit for bit. With both so, out is 0 and lse -inf.
+// A side with lse = inf makes the weights NaN and lse inf.
+// A side with lse = -inf has no visible key and takes no part, whatever its out is: the result is
+// bitwise the other side. If both are such, out is 0 and lse -inf.
 //
 // Grid: one warp a row of out, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
 //     row = (batch_index * seqlen_q + query) * num_heads_q + head
@@ -42,8 +42,8 @@ merge(const __grid_constant__ MergeArguments arguments) {
     Element* out = static_cast<Element*>(arguments.out) + row * head_dim;
     for (int d = lane; d < head_dim; d += 32) {
         const Real x = w_a * to_accumulator(a[d]), y = w_b * to_accumulator(b[d]);
-        const Real of_both = has_a ? has_b ? x + y : x : has_b ? y : Real(0);
-        out[d] = from_accumulator<Element>(has_a || has_b ? of_both / sum : Real(0));
+        const Real weighted_sum = has_a ? has_b ? x + y : x : has_b ? y : Real(0);
+        out[d] = from_accumulator<Element>(has_a || has_b ? weighted_sum / sum : Real(0));
     }
     if (lane == 0)
         static_cast<Real*>(arguments.lse)[index] =

@@ -16,7 +16,7 @@ from .steps import (
     option_constants,
 )
 
-# kernels/fma.cuh: a warp's lanes over a product.
+# fma/fma.cuh: the grid of a warp's lanes over an output tile.
 _LANE_ROWS, _LANE_COLUMNS = 4, 8
 
 # The same: elements that are added to rows of P.

@@ -39,22 +39,22 @@ def heads_per_section(
     return max(1, min(fitting, problem.batch * num_heads))
 
 
-# kernels/smem.cuh: rows of 128 bytes, a panel of 64 columns each.
+# common/smem.cuh: rows of 128 bytes, a panel of 64 columns each.
 _PANEL_COLUMNS, _PANEL_ROW_BYTES = 64, 128
 
 
 def tile_bytes(rows: int, columns: int) -> int:
-    """Size of common/smem.cuh's Tile<rows, columns>, aligned to 1024 bytes."""
+    """Size of common/smem.cuh's SmemTile<rows, columns>, 1024-aligned."""
     panels = ceil_div(columns, _PANEL_COLUMNS)
     return round_up(panels * rows * _PANEL_ROW_BYTES, 1024)
 
 
-# kernels/mma.cuh: head_dim in steps that every grid of warps can share.
+# sm80/mma.cuh: head_dim in steps that every grid of warps can share.
 HEAD_DIM_STEP = 32
 
 ELEMENTS = {"float32": "float", "float64": "double"}
 
-# kernels/wide_tiles.cuh: elements that are added to a tile's rows.
+# common/padded_tiles.cuh: the padding of a tile's rows, in elements.
 ROWS_PAD = 4
 
 
@@ -130,8 +130,7 @@ def window_of(problem: Problem) -> float:
 ROW_THREADS = 256  # of the kernels that take rows one by one
 
 
-# prepare/segment_order.cu has places for so many tiles, and for four times as
-# many
+# prepare/segment_order.cu orders at most so many tiles, by four times as many
 # ranges: no tile is longer than three of the other kind.
 ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 

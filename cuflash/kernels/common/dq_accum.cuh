@@ -1,13 +1,14 @@
-// How warps share the products of a backward kernel, and the order in which the sums of dQ lie in
-// global memory: sm80/backward.cu and sm90/backward.cu add to them, finish/dq.cu reads them.
+// How a backward kernel's warps share a matmul, and the layout of dQ's float sums in global memory:
+// sm80/backward.cu and sm90/backward.cu add to the sums, finish/dq.cu reads them.
 //
-// Constants: NUM_WARPS, those that compute; SCORE_WARPS_Q, of them along the queries of dQ.
+// Constants: NUM_WARPS, the warps that compute; SCORE_WARPS_Q of them along the queries of dQ;
+// BLOCK_Q, HEAD_DIM.
 #pragma once
-#include "sm80/mma.cuh"
+#include "common/fragments.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32;
 
-// A grid of warps over a ROWS x COLUMNS product, WARPS_DOWN of them along the rows.
+// A grid of warps over a ROWS x COLUMNS output, WARPS_DOWN of them along the rows.
 template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
     static constexpr int WARPS_ACROSS = NUM_WARPS / WARPS_DOWN;
     static constexpr int WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
@@ -26,16 +27,16 @@ template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
 
 using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;           // dQ
 
-// The sums of a tile of dQ lie in the order in which threads hold them, a C fragment's four floats
-// side by side: a warp adds 512 bytes in a row. A thread's first fragment stands at dq_sum_first(),
-// its fragment (m, n) dq_sum_step(m, n) floats further on.
+// A tile's sums lie in the order in which threads hold them, the four floats of a C fragment side
+// by side, so a warp adds 512 contiguous bytes. A thread's first fragment is at dq_sum_first(), its
+// fragment (m, n) dq_sum_step(m, n) floats further on.
 __device__ __forceinline__ int dq_sum_first(int thread) {
     return (thread / 32 * (QueryGrid::M_TILES * QueryGrid::N_TILES) * 32 + thread % 32) * 4;
 }
 constexpr int dq_sum_step(int m, int n) { return (m * QueryGrid::N_TILES + n) * 32 * 4; }
 
-// Where element (row, column) of the tile stands: the same order, from the other side.
-__device__ __forceinline__ int dq_sum_place(int row, int column) {
+// The same layout by element: the offset of (row, column) in its tile's sums.
+__device__ __forceinline__ int dq_sum_offset(int row, int column) {
     const int warp = row / QueryGrid::WARP_ROWS + column / QueryGrid::WARP_COLUMNS * SCORE_WARPS_Q;
     const int m = row % QueryGrid::WARP_ROWS / 16, n = column % QueryGrid::WARP_COLUMNS / 8;
     const int lane = row % 8 * 4 + column % 8 / 2;
@@ -43,7 +44,7 @@ __device__ __forceinline__ int dq_sum_place(int row, int column) {
          + lane * 4 + row % 16 / 8 * 2 + column % 2;
 }
 
-// The start of a tile's sums: tiles of one (batch, head) follow one another, then the next head's.
-__device__ __forceinline__ float* dq_sum_tile(void* dq_sum, i64 number) {
-    return static_cast<float*>(dq_sum) + number * (BLOCK_Q * HEAD_DIM);
+// The start of a tile's sums. Tiles of one (batch, head) are contiguous, then come the next head's.
+__device__ __forceinline__ float* dq_sum_tile(void* dq_sum, i64 index) {
+    return static_cast<float*>(dq_sum) + index * (BLOCK_Q * HEAD_DIM);
 }

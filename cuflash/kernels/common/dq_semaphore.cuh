@@ -1,37 +1,39 @@
-// Turns of blocks at a query tile: the key tiles of one head add to its dQ in their order, so that
-// dQ is the same in every run. One array of integers, which start at 0: how many blocks have
-// started; of each query tile, whose turn it is. By whole blocks.
+// Deterministic dQ: the key tiles of one head add to a query tile's dQ in order, so that dQ is the
+// same in every run. All functions are called by whole blocks.
+//
+// The workspace is one array of ints, zeroed before the kernel: first the ticket counter, then one
+// semaphore a query tile, the number of key tiles that have added to it.
 //
 // Constants: DETERMINISTIC.
 #pragma once
 #include "common/ptx.cuh"
 
-// Which tile the block takes. CUDA promises no order in which blocks start, nor that all run at
-// once, so those that wait for one another are numbered as they start. A block waits for smaller
-// numbers alone: they have started, and the smallest that has not ended waits for nobody.
-// `shared`: four bytes that nobody uses yet.
-__device__ __forceinline__ int number_of_block(void* turns, void* shared) {
+// Which tile the block takes. CUDA neither promises an order in which blocks start nor that all run
+// at once, so blocks that wait for one another take tickets as they start. No deadlock: a block
+// waits only for smaller tickets, whose blocks have started, and the smallest ticket that has not
+// ended waits for nobody. `shared_bytes`: four bytes that are not in use yet.
+__device__ __forceinline__ int block_ticket(void* semaphores, void* shared_bytes) {
     if (!DETERMINISTIC) return blockIdx.x;
-    int* number = static_cast<int*>(shared);
-    if (threadIdx.x == 0) *number = atomicAdd(static_cast<int*>(turns), 1);
+    int* shared = static_cast<int*>(shared_bytes);
+    if (threadIdx.x == 0) *shared = atomicAdd(static_cast<int*>(semaphores), 1);
     __syncthreads();
-    const int own = *number;
+    const int ticket = *shared;
     __syncthreads();                                        // all have read it
-    return own;
+    return ticket;
 }
 
-__device__ __forceinline__ int* dq_semaphore(void* turns, i64 tile) {
-    return static_cast<int*>(turns) + 1 + tile;
+__device__ __forceinline__ int* dq_semaphore(void* semaphores, i64 tile) {
+    return static_cast<int*>(semaphores) + 1 + tile;
 }
 
-// Waits until the key tiles before this one have added to the tile of dQ.
-__device__ __forceinline__ void semaphore_wait(const int* turn, int own) {
-    if (threadIdx.x == 0) while (load_acquire(turn) != own) {}
+// Waits until `rank` key tiles, those before this one, have added to the tile of dQ.
+__device__ __forceinline__ void semaphore_wait(const int* semaphore, int rank) {
+    if (threadIdx.x == 0) while (load_acquire(semaphore) != rank) {}
     __syncthreads();
 }
 
-__device__ __forceinline__ void pass_turn(int* turn, int own) {
+__device__ __forceinline__ void semaphore_release(int* semaphore, int rank) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) store_release(turn, own + 1);
+    if (threadIdx.x == 0) store_release(semaphore, rank + 1);
 }

@@ -1,9 +1,9 @@
-// Rows of an array as one warp reads them, element by element: for the few rows of gradients that
-// are computed once more. Slow.
+// Rows of an array, read by one warp element by element, for the few rows of gradients that are
+// recomputed. Slow.
 #pragma once
 #include "common/softmax.cuh"
 
-// A head's rows of one array, by token.
+// One head's rows of an array, by token.
 struct HeadRows {
     const Element* first;
     i64 stride;
@@ -17,7 +17,7 @@ struct HeadRows {
 
 __device__ __forceinline__ bool is_nonfinite(float x) { return !(fabsf(x) < infinity()); }
 
-// The product of two rows, in every lane of the warp.
+// The dot product of two rows, in every lane of the warp.
 __device__ __forceinline__ float row_product(
     const HeadRows& a, int i, const HeadRows& b, int j, int columns) {
     float sum = 0.0f;

@@ -1,25 +1,24 @@
-// Which keys a query sees. Every kernel asks here: about a pair, and about tiles of pairs.
+// Which keys a query sees: the masks that follow from positions, for a pair and for tiles of pairs.
 //
 // Key j is visible to query i iff, with shift = seqlen_k - seqlen_q,
 //     j < seqlen_k                              (the array has that key)
 //     j <= i + shift                            (CAUSAL: aligned at the bottom right)
 //     i + shift - left <= j <= i + shift + right          (WINDOW; a causal one has right = 0)
 // so query i sees the keys first_key(i) .. num_keys(i) - 1, neither of which decreases with i.
-// Everything below follows from that. A query past seqlen_q is no query: a tile's answer is about
-// those it really has, and what becomes of the other rows (not stored; P = 0 in sums over queries)
-// is the kernel's business.
+// Everything below follows from that. Rows past seqlen_q are no queries: the answers for a tile
+// ignore them, and each kernel deals with them (they are not stored; P = 0 in sums over queries).
 #pragma once
 #include "common/types.cuh"
 
-// Key tiles of a query tile: [first_full, num_full) all visible, the others of [first, num_visited)
-// partly, those outside not at all. Without a left bound first and first_full are 0.
+// The key tiles of a query tile: [first_full, num_full) are entirely visible, the others of [first,
+// num_visited) partly, the rest not at all. Without a left bound first and first_full are 0.
 struct KeyTiles {
     int num_full, num_visited, first, first_full;
     bool full(int tile) const { return tile >= first_full && tile < num_full; }
 };
 
-// Query tiles of a key tile: those before `first` see nothing of it, [first_full, end_full) all of
-// it. The others before `end` see part of it or (the last one) have rows past seqlen_q.
+// The query tiles of a key tile: those before `first` see nothing of it, [first_full, end_full) see
+// all of it. The others before `end` see part of it or (the last one) have rows past seqlen_q.
 struct QueryTiles {
     int first, first_full, end_full, end;
     bool full(int tile) const { return tile >= first_full && tile < end_full; }
@@ -29,7 +28,7 @@ struct QueryTiles {
 template <bool WINDOW> struct Window {};
 template <> struct Window<true> { int left, right; };
 
-// As the host says them.
+// From the call's arguments.
 template <bool WINDOW, class Arguments>
 inline Window<WINDOW> window_of(const Arguments& arguments) {
     if constexpr (WINDOW) return {arguments.options.window_left, arguments.options.window_right};
@@ -65,7 +64,7 @@ struct Mask {
         return key < num_keys(query);
     }
 
-    // Key j is seen by the queries [first_query(j), end_query(j)), none if it is not there.
+    // Key j is seen by the queries [first_query(j), end_query(j)); by none if j >= seqlen_k.
     int first_query(int key) const {
         if (key >= seqlen_k) return seqlen_q;
         if constexpr (WINDOW) return clamp(key - (seqlen_k - seqlen_q) - window.right, 0, seqlen_q);
@@ -78,8 +77,8 @@ struct Mask {
             return seqlen_q;
     }
 
-    // The same in two steps, of which only the first's result is to be kept: it may be no query,
-    // below 0, and the end follows from it.
+    // The same in two steps, to keep one register instead of two: the end follows from the
+    // unclamped first query, which may be below 0.
     int open_first_query(int key) const {
         if constexpr (WINDOW)
             return key < seqlen_k ? key - (seqlen_k - seqlen_q) - window.right : seqlen_q;
@@ -110,7 +109,7 @@ struct Mask {
     QueryTiles query_tiles(int k_start, int block_q, int block_k) const {
         const int end = num_tiles(seqlen_q, block_q);
         const int first_any = first_query(k_start);         // sees the tile's first key
-        const int first_all = first_query(k_start + block_k - 1);    // sees its last key, hence all
+        const int first_all = first_query(k_start + block_k - 1);    // sees its last key, so all
         QueryTiles tiles = {first_any < seqlen_q ? first_any / block_q : end,
                             first_all < seqlen_q ? num_tiles(first_all, block_q) : end,
                             seqlen_q / block_q, end};

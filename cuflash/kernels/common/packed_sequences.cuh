@@ -1,24 +1,24 @@
-// Packed sequences (PACKED): which of them a tile is of, and the arguments of a call of that one
-// alone.
+// Packed sequences (PACKED): which sequence a tile belongs to, and the arguments of a call with
+// that sequence alone.
 //
-// Sequence s has the tokens [offset(s), offset(s + 1)) of an array. What stands behind the last, or
-// everything where an offset is bad, is of one sequence more: its queries see no key, its keys no
-// query, and no sink takes part. So all results are written, as zeroes there.
+// Sequence s has the tokens [offset(s), offset(s + 1)) of an array. The tokens after the last
+// sequence, or all tokens if an offset is bad, form one more sequence, whose queries see no key and
+// whose keys are seen by no query, without a sink. So all results are written, zero there.
 //
-// A head's tiles have numbers, slots: sequence s has those from offset(s) / block + s on. That many
-// it fills at most, since floor(a) + ceil(b) <= floor(a + b) + 1; of those that it does not fill
-// the blocks return at once. Nothing has to be counted before, and a head has total / block +
-// num_sequences + 1 slots.
+// The tiles of a head are numbered by slots. Sequence s has the slots from offset(s) / block + s
+// up to those of sequence s + 1. They suffice, since floor(a) + ceil(b) <= floor(a + b) + 1; the
+// blocks of slots that stay empty return at once. So no tiles need to be counted beforehand, and a
+// head has total / block + num_sequences + 1 slots.
 //
-// Constants: Arguments, Element, PACKED. Without PACKED a call has one sequence, and all this is
-// nothing.
+// Constants: Arguments, Element, PACKED. Without PACKED a call is one sequence, and everything here
+// compiles to nothing.
 #pragma once
 #include "common/types.cuh"
 
-// What prepare/packed_sequences.cu found: whether an offset is bad; the sequences of most queries
-// and most keys. handed_out: how many tiles blocks took that take one after another, besides each
-// one's first.
-struct FoundSequences { int bad, most_queries, most_keys, handed_out; };
+// The workspace that prepare/packed_sequences.cu fills: whether an offset is bad; the sequences
+// with the most queries and the most keys. handed_out: the dynamic scheduler's counter, the tiles
+// taken by persistent blocks after each one's first.
+struct SequenceStats { int bad, most_queries, most_keys, handed_out; };
 
 // Offsets of queries or of keys.
 struct Offsets {
@@ -43,7 +43,7 @@ template <class Arguments> inline int rows_of_head(const Arguments& args) {
     else return arrays_of(args).shape.seqlen_q;
 }
 
-// Tiles of a head, or slots.
+// Tiles of a head; with PACKED slots.
 template <class Arguments> inline int num_query_tiles(const Arguments& args, int block) {
     if constexpr (PACKED) return args.options.total_q / block + args.options.num_sequences + 1;
     else return (arrays_of(args).shape.seqlen_q + block - 1) / block;
@@ -53,18 +53,18 @@ template <class Arguments> inline int num_key_tiles(const Arguments& args, int b
     else return (arrays_of(args).shape.seqlen_k + block - 1) / block;
 }
 
-// Sequence `number`, and of the slots of its tiles the first.
+// Sequence `number`. first_slot: the slot of its first tile.
 struct Sequence { int number, first_q, first_k, seqlen_q, seqlen_k, first_slot; };
 
-// All that there is without PACKED.
+// Without PACKED: the whole call.
 struct NoSequence {
     static constexpr bool has_tile = true;
     static constexpr int first_q = 0, first_k = 0;
 };
 
-template <bool> struct OwnSequenceOf { using type = NoSequence; };
-template <> struct OwnSequenceOf<true> { using type = Sequence; };
-using OwnSequence = OwnSequenceOf<PACKED>::type;
+template <bool> struct TileSequenceOf { using type = NoSequence; };
+template <> struct TileSequenceOf<true> { using type = Sequence; };
+using TileSequence = TileSequenceOf<PACKED>::type;
 
 inline int number_of(NoSequence) { return 0; }
 inline int number_of(const Sequence& sequence) { return sequence.number; }
@@ -81,8 +81,8 @@ template <class Arguments> inline int seqlen_k_of(const Arguments&, const Sequen
     return sequence.seqlen_k;
 }
 
-// The call's shape; with PACKED a copy, which gets the lengths of one sequence after another.
-template <class Arguments> inline decltype(auto) own_shape(const Arguments& args) {
+// The call's shape; with PACKED a copy, for set_lengths().
+template <class Arguments> inline decltype(auto) tile_shape(const Arguments& args) {
     if constexpr (PACKED) return Shape{arrays_of(args).shape};
     else return (arrays_of(args).shape);
 }
@@ -92,21 +92,22 @@ template <class Shape> inline void set_lengths(Shape& shape, const Sequence& seq
     shape.seqlen_k = sequence.seqlen_k;
 }
 
-// Whether it is the one of tokens that are of no sequence.
+// Whether it holds the tokens outside all sequences.
 template <class Arguments> inline bool is_none(const Arguments&, NoSequence) { return false; }
 template <class Arguments> inline bool is_none(const Arguments& args, const Sequence& sequence) {
     return sequence.number == args.options.num_sequences;
 }
 
-// Of slots of queries, or of keys. By a whole warp, which looks at 32 offsets at a time.
+// The sequence of a slot of queries or, OF_KEYS, of keys. Whole warp, which tests 32 offsets at a
+// time.
 template <bool OF_KEYS, class Arguments>
 inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
     const Offsets of_q = query_offsets(args), of_k = key_offsets(args);
     const Offsets of_tiles = OF_KEYS ? of_k : of_q;
     const int count = args.options.num_sequences;
-    if (static_cast<const FoundSequences*>(args.found)->bad)
+    if (static_cast<const SequenceStats*>(args.found)->bad)
         return {count, 0, 0, OF_KEYS ? 0 : of_q.total, OF_KEYS ? of_k.total : 0, 0};
-    int low = 0, high = count + 1;                          // it is one of [low, high)
+    int low = 0, high = count + 1;                          // the sequence is in [low, high)
     while (high - low > 1) {
         const int step = (high - low + 31) / 32, number = low + threadIdx.x % 32 * step;
         const bool begins = number < high && of_tiles.at(number) / block + number <= slot;
@@ -122,35 +123,35 @@ inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
             OF_KEYS ? of_k.total - first_k : 0, first_slot};
 }
 
-// The first slot of the sequence of most keys (for tiles of queries) or most queries, or the first
-// after it: its tiles take longest, and the block that comes first takes that slot.
+// The first slot of the sequence with the most keys (for tiles of queries) or the most queries, or
+// the first slot after it. Its tiles take longest, so the first block starts there.
 template <bool OF_KEYS, class Arguments>
 inline int slot_of_longest(const Arguments& args, bool after, int block) {
-    const FoundSequences found = *static_cast<const FoundSequences*>(args.found);
+    const SequenceStats found = *static_cast<const SequenceStats*>(args.found);
     if (found.bad || args.options.num_sequences == 0) return 0;
     const int number = (OF_KEYS ? found.most_queries : found.most_keys) + (after ? 1 : 0);
     const Offsets offsets = OF_KEYS ? key_offsets(args) : query_offsets(args);
     return offsets.at(number) / block + number;
 }
 
-// The sequence of slot `tile`, which becomes the number among the sequence's own tiles. Tiles past
-// its end are nobody's.
+// The sequence of slot `tile`. `tile` becomes the tile's index within the sequence. has_tile:
+// whether that tile has tokens.
 struct BlockSequence : Sequence { bool has_tile; };
 
 template <bool OF_KEYS, class Arguments>
 inline auto sequence_of_tile(const Arguments& args, int& tile, int block) {
     if constexpr (PACKED) {
-        const Sequence found = sequence_of_slot<OF_KEYS>(args, tile, block);
-        tile -= found.first_slot;
-        const int length = OF_KEYS ? found.seqlen_k : found.seqlen_q;
-        return BlockSequence{found, i64(tile) * block < length};
+        const Sequence sequence = sequence_of_slot<OF_KEYS>(args, tile, block);
+        tile -= sequence.first_slot;
+        const int length = OF_KEYS ? sequence.seqlen_k : sequence.seqlen_q;
+        return BlockSequence{sequence, i64(tile) * block < length};
     } else {
         return NoSequence{};
     }
 }
 
-// The same of a block that is `order`-th to start, or with `descending` the num_tiles - 1 -
-// order-th.
+// The same for the block that is `order`-th to start; if `descending`, `order` counts from the last
+// tile down.
 template <bool OF_KEYS, class Arguments>
 inline auto sequence_of_block(const Arguments& args, int& order, int block, bool descending) {
     if constexpr (PACKED) {
@@ -176,7 +177,7 @@ inline void advance(ForwardArguments& a, const Sequence& sequence, int, int) {
     if (a.lse != nullptr) a.lse = static_cast<Accumulator<Element>*>(a.lse) + q;
 }
 
-// slot: of the sequence's first query tile.
+// slot: the sequence's first query tile.
 inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, int sums_of_tile) {
     const int q = sequence.first_q, k = sequence.first_k;
     advance(a.dout, q * a.dout_stride.token);
@@ -193,10 +194,10 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
     if (a.turns != nullptr) a.turns = static_cast<int*>(a.turns) + slot;
 }
 
-// The arguments as of a call of that sequence alone, but for rows_of_head and num_query_tiles.
-// sums_of_tile: floats of the sums of dQ.
+// The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.
+// sums_of_tile: floats of a tile's sums of dQ.
 template <class Arguments>
-inline Arguments of_sequence(
+inline Arguments sequence_arguments(
     const Arguments& args, const Sequence& sequence, int block_q, int sums_of_tile = 0) {
     Arguments own = args;
     own.arrays.shape.seqlen_q = sequence.seqlen_q;
@@ -206,20 +207,20 @@ inline Arguments of_sequence(
     return own;
 }
 template <class Arguments>
-inline const Arguments& of_sequence(const Arguments& args, NoSequence, int, int = 0) {
+inline const Arguments& sequence_arguments(const Arguments& args, NoSequence, int, int = 0) {
     return args;
 }
 
-// ---- Blocks that take one tile after another ----
+// ---- The dynamic tile scheduler ----
 
-// The number of a block's next tile, by a whole warp. Its first is that of its own number.
-// handed_out: how many were taken besides.
+// The index of a persistent block's next tile. Whole warp. A block's first tile is blockIdx.x;
+// handed_out counts the tiles taken after those.
 inline int take_tile(int* handed_out) {
     int taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(handed_out, 1);
     return gridDim.x + __shfl_sync(0xFFFFFFFFu, taken, 0);
 }
 
-// The number of the tile that the block had before this one, which it keeps behind the counter, an
-// int for each number: so it can go through its tiles once more.
+// A block stores each tile's predecessor after the counter, an int a tile, to be able to walk its
+// tiles a second time.
 inline int& tile_before(int* handed_out, int number) { return handed_out[1 + number]; }

@@ -4,10 +4,9 @@
 #include "common/softmax.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32;
-constexpr int CHUNK = 16 / sizeof(Element);                 // numbers of 16 bytes
+constexpr int CHUNK = 16 / sizeof(Element);                 // elements in 16 bytes
 
-// Rows are some numbers longer than their columns, so that the same columns of neighbouring rows
-// lie in different banks.
+// Rows are padded, so that the same columns of neighbouring rows lie in different banks.
 constexpr int ROWS_PAD = 4;
 
 template <int ROWS, int COLUMNS, int PAD = ROWS_PAD> struct alignas(16) SmemTile {
@@ -44,8 +43,8 @@ __device__ __forceinline__ const Element* head_start(
 }
 
 // Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
-// columns from num_columns on are not read and become zero. By the whole block: thread i copies the
-// chunks i, i + THREADS and so on, which are of one column if THREADS is a multiple of a row's.
+// columns from num_columns on are not read and become zero. Whole block: thread i copies the chunks
+// i, i + THREADS and so on, which have the same columns if THREADS is a multiple of a row's chunks.
 template <int ROWS, int COLUMNS, int PAD>
 __device__ __forceinline__ void load_tile(
     SmemTile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
@@ -91,7 +90,7 @@ __device__ __forceinline__ bool loaded_nonfinite(const SmemTile<ROWS, COLUMNS, P
     return found;
 }
 
-// Writes neighbouring numbers to a row that has num_columns columns.
+// Writes CHUNK neighbouring elements to a row of num_columns columns.
 __device__ __forceinline__ void store_chunk(
     Element* row, int column, int num_columns, bool aligned, const Element (&x)[CHUNK]) {
     if (aligned && column + CHUNK <= num_columns) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void store_chunk(
         if (column + c < num_columns) row[column + c] = x[c];
 }
 
-// Whether every row that `stride` leads to can be written 16 bytes at a time.
+// Whether rows can be written 16 bytes at a time: all of them are 16-byte aligned.
 __device__ __forceinline__ bool rows_aligned(const void* pointer, const Strides& stride) {
     constexpr i64 BYTES = sizeof(Element);
     return ((reinterpret_cast<u64>(pointer)

@@ -1,7 +1,9 @@
-// Which tile of which head a block takes. The grid is one-dimensional: blockIdx.x counts tiles of
-// all (batch, head) pairs, section by section. A section is heads_per_section pairs, as many as
-// have what their blocks read in L2 at once. Within it come first the pairs' tiles 0, then their
-// tiles 1, and so on: where tiles differ in length, a kernel numbers the longest first.
+// Tile schedulers: which tile of which head a block takes next.
+//
+// The grid is one-dimensional: blockIdx.x counts the tiles of all (batch, head) pairs, section by
+// section. A section is heads_per_section pairs, as many as share L2 with what their blocks read.
+// It starts with tile 0 of each of its pairs, then tile 1 of each, and so on. Where tiles differ in
+// length, a kernel numbers the longest first.
 #pragma once
 #include "common/types.cuh"
 
@@ -17,8 +19,9 @@ inline TileCoord tile_of_block(
     return {rest / pairs, pair % num_heads, pair / num_heads};
 }
 
-// The same where an order was found in which tiles of all batches are taken: their numbers, batch
-// by batch. Sections are of heads, and the first tile of the order comes first of each of them.
+// The same for tiles of all batches in a given order (prepare/segment_order.cu): order[i] is
+// batch * num_tiles + tile. A section is then heads_per_section heads, and starts with the first
+// tile of the order for each of them.
 inline TileCoord tile_in_order(
     int block, const int* order, int num_tiles, int num_heads, int batch, Schedule schedule) {
     const TileCoord where = tile_of_block(block, batch * num_tiles, num_heads, 1, schedule);
@@ -26,18 +29,20 @@ inline TileCoord tile_in_order(
     return {number % num_tiles, where.head, number / num_tiles};
 }
 
-// The tiles of a block that takes one after another: items i, i + gridDim.x, ... of all. All blocks
-// go through the heads together, so that few of them are at work at once and their keys stay in L2.
+// Static scheduler of persistent blocks: block b takes the work items b, b + gridDim.x, and so on.
+// All blocks go through the heads together, so few heads are in work at once and their keys stay in
+// L2.
 //
-// A pair is a head's longest tile and its shortest, its second longest and its second shortest, and
-// so on: where tile i is longer than tile i - 1 by always as much, all pairs take as long. After
-// them come the single tiles, as those of odd numbers' middles.
+// A work item is a pair of tiles or a single tile. A pair is a head's longest tile and its
+// shortest, its second longest and its second shortest, and so on: where each tile is longer than
+// the previous one by the same amount, all pairs take the same time. The single tiles, such as the
+// middle tile of an odd number, come after all pairs.
 struct StaticScheduler {
     const StaticSchedule& work_items;
     int num_heads;
-    int half_item = 2 * blockIdx.x;     // 2 i, then 2 i + 1, of pairs i; then 2 i of single tiles i
+    int half_item = 2 * blockIdx.x;     // 2 i and 2 i + 1: the tiles of pair i; 2 i: single tile i
 
-    // The next tile, or a tile of -1 after the last.
+    // The next tile; tile -1 after the last.
     __device__ __forceinline__ TileCoord next() {
         int item = half_item / 2, tile, head;
         if (item < work_items.paired_items) {
@@ -58,14 +63,15 @@ struct StaticScheduler {
     }
 };
 
-// The same where most of a head's tiles take as long, as under a window with a right bound: all
-// but the first `shorter` ones, of which each takes longer than the one before. Those of all heads
-// come first, head by head, then the shorter ones, longest first, section by section. Each round
-// of items goes to the blocks in the reverse order of the round before, so that who got more gets
-// less: the longest block then works for 2 % longer than the mean, with pairs as above for 5 to 8
-// %. (With a left bound alone tiles get shorter instead: the longest come last.)
+// Static scheduler for heads most of whose tiles take the same time, as under a window with a right
+// bound: all but the first `shorter` tiles, each of which takes longer than the previous one. The
+// equal tiles of all heads come first, head by head, then the shorter ones, longest first, section
+// by section. Each round of items goes to the blocks in the reverse order of the previous round, so
+// a block that got more gets less. The slowest block then works 2 % longer than the mean; with
+// pairs, as above, 5 to 8 % longer. (With only a left bound the tiles get shorter instead: the
+// longest come last.)
 struct BalancedScheduler {
-    const StaticSchedule& work_items;                   // without pairs
+    const StaticSchedule& work_items;                   // single tiles only
     Schedule schedule;
     int num_heads, batch, shorter, round = 0;
 

@@ -1,9 +1,9 @@
 // Tiles of 16-bit elements in shared memory: how they are laid out, filled and emptied.
 //
-// A tile of ROWS x COLUMNS stands in panels of 64 columns, a panel's row is 128 bytes. The 16-byte
-// chunk c of row r stands at chunk c ^ (r % 8): eight rows of one column of chunks then lie in
-// eight different groups of banks, and ldmatrix reads without conflicts. (The layout is the one
-// that TMA and wgmma call 128-byte swizzle.)
+// A tile of ROWS x COLUMNS is stored in panels of 64 columns; a panel's row is 128 bytes. The
+// 16-byte chunk c of row r is at chunk c ^ (r % 8), so eight rows of one column of chunks lie in
+// eight different groups of banks, and ldmatrix reads without conflicts. (TMA and wgmma call this
+// layout 128-byte swizzle.)
 #pragma once
 #include "common/ptx.cuh"
 
@@ -16,15 +16,15 @@ template <int ROWS, int COLUMNS> struct alignas(1024) SmemTile {
     unsigned char bytes[num_panels(COLUMNS) * PANEL_BYTES];
 };
 
-// Where element (row, column) stands, in bytes from the tile's start.
+// The offset of element (row, column) from the tile's start, in bytes.
 template <int ROWS> inline u32 tile_offset(int row, int column) {
     const int chunk = column / CHUNK_ELEMENTS % 8;
     return column / PANEL_COLUMNS * (ROWS * PANEL_ROW_BYTES) + row * PANEL_ROW_BYTES
          + (chunk ^ (row % 8)) * CHUNK_BYTES + column % CHUNK_ELEMENTS * 2;
 }
 
-// Deals the chunks of a tile to THREADS threads, eight to a row of a panel, and calls f(row,
-// column) with the first column of each chunk of this thread.
+// Distributes the chunks of a tile over THREADS threads, eight threads to a row of a panel, and
+// calls f(row, column) with the first column of each chunk of this thread.
 template <int ROWS, int COLUMNS, int THREADS, class F>
 __device__ __forceinline__ void for_each_chunk(int thread, F f) {
     constexpr int ROWS_AT_ONCE = THREADS / 8;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void for_each_chunk(int thread, F f) {
     }
 }
 
-// How much of a tile the array may lack: rows past its end, columns past its head_dim.
+// Which parts of a tile may lie outside the array: rows past its end, columns past its head_dim.
 enum class Missing { NOTHING, COLUMNS, ROWS_AND_COLUMNS };
 
 // PADDED: the array's head_dim is less than the kernel's. ragged: the tile may reach past the end.
@@ -56,13 +56,13 @@ __device__ __forceinline__ const u16* thread_source(const void* source, i64 offs
 }
 
 // Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned; `from` is the tile's
-// thread_source. Rows from num_rows and columns from num_columns on, as far as MISSING says that
-// there may be such, are not read and become zero. By the whole block.
+// thread_source. Rows from num_rows and columns from num_columns on, as far as MISSING
+// allows for them, are not read and become zero. Whole block.
 template <int ROWS, int COLUMNS, int THREADS, Missing MISSING>
 __device__ __forceinline__ void load_tile(
     u32 tile, const u16* from, i64 stride, int num_rows, int num_columns) {
     constexpr int ROWS_AT_ONCE = THREADS / 8;
-    static_assert(ROWS_AT_ONCE % 8 == 0, "args rows of a thread are swizzled alike");
+    static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread are swizzled alike");
     static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread loads as many rows");
     const int thread_row = threadIdx.x / 8, thread_column = threadIdx.x % 8 * CHUNK_ELEMENTS;
     const u32 to = tile + tile_offset<ROWS>(thread_row, thread_column);
@@ -92,7 +92,7 @@ template <> __device__ __forceinline__ u32 exponent_mask<float16>() { return 0x7
 template <> __device__ __forceinline__ u32 exponent_mask<bfloat16>() { return 0x7F807F80u; }
 
 // Bit 15 or bit 31 set where the lower or the upper element of the pair is NaN or infinite: adding
-// the exponent's lowest bit to a full exponent, and only to that, carries into the sign's place.
+// the exponent's lowest bit to a full exponent, and only to that, carries into the sign bit.
 template <typename Element> __device__ __forceinline__ u32 nonfinite_bits(u32 pair) {
     constexpr u32 SIGNS = 0x80008000u;
     const u32 exponents = exponent_mask<Element>();
@@ -101,8 +101,8 @@ template <typename Element> __device__ __forceinline__ u32 nonfinite_bits(u32 pa
 }
 
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
-// infinity. Needs the thread's own cp_async_wait, no barrier. Two chunks at a time: the callers
-// have few registers left.
+// infinity. Needs the thread's own cp_async_wait, no barrier. Two chunks at a time, because
+// the callers have few registers left.
 template <typename Element, int ROWS, int COLUMNS, int THREADS>
 __device__ __forceinline__ bool loaded_nonfinite(u32 tile) {
     u32 found = 0;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void store_tile(
     });
 }
 
-// Whether every row that `stride` leads to can be written 16 bytes at a time.
+// Whether rows can be written 16 bytes at a time: all of them are 16-byte aligned.
 inline bool rows_aligned(const void* pointer, Strides stride) {
     return ((reinterpret_cast<u64>(pointer)
              | stride.batch * 2 | stride.token * 2 | stride.head * 2) & 15) == 0;

@@ -1,5 +1,5 @@
-// What a softmax on mma C fragments is made of. Of each 16-row tile lane l holds rows l / 4 and
-// l / 4 + 8, each shared by the four lanes of a quad: a row's maximum or sum is that of its lanes'.
+// Softmax on mma C fragments. Of each 16-row tile lane l holds parts of rows l / 4 and l / 4 + 8.
+// The four lanes of a quad share a row: its maximum and sum are reduced over them.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -19,29 +19,31 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
 }
 
-// 2^(score * c - reference) with the product rounded by itself, as the reference was: the row's
-// maximum has weight 1 exactly, every other at most 1. A fused multiply-add would save an
-// instruction, but its product is not rounded, and where |score * c| is large it differs too much
-// from the reference: half an ulp of 2^30 is 64, in an exponent a factor 2^64.
-__device__ __forceinline__ float exp2_of_product(float score, float c, float reference) {
-    return exp2_approx(__fmul_rn(score, c) - reference);
+// 2^(score * scale_log2 - reference) with the product rounded on its own, as the reference was: the
+// row's maximum has weight 1 exactly, every other score at most 1. A fused multiply-add would save
+// an instruction, but does not round its product, which for large |score * scale_log2| differs too
+// much from the reference: half an ulp of 2^30 is 64, in an exponent a factor 2^64.
+__device__ __forceinline__ float exp2_of_product(
+    float score, float scale_log2, float reference) {
+    return exp2_approx(__fmul_rn(score, scale_log2) - reference);
 }
 
-// c m, which is subtracted from a row's c S. Of no key, or scores of -inf alone, the lowest float:
-// there -inf + inf would be NaN, and 2^(-inf - lowest) is 0.
-__device__ __forceinline__ float finite_reference(float m, float c) {
+// The reference of a row: m * scale_log2, which is subtracted from its scaled scores. For a row
+// without a key, or with scores of -inf only, the lowest float: -inf + inf would be NaN, and
+// 2^(-inf - lowest) is 0.
+__device__ __forceinline__ float finite_reference(float m, float scale_log2) {
     constexpr float LOWEST = -3.4028234663852886e38f;
-    return fmaxf(m * c, LOWEST);
+    return fmaxf(m * scale_log2, LOWEST);
 }
 
-// A query's lse as the exponentials want it: with -inf, P = 0; with inf, which says that a score
-// is, P is NaN.
+// A query's lse for P = exp(x - lse): lse = -inf becomes inf, so that P = 0; lse = inf, which means
+// that a score is inf, becomes NaN, and so does P.
 template <class Real> __device__ __forceinline__ Real effective_lse(Real lse) {
     return lse == -infinity() ? Real(infinity()) : lse + (lse - lse);
 }
 
-// P = exp(scale S - lse). The product is rounded by itself, as the forward pass rounded it: however
-// large the scores, a row's winner has the weight that it had there.
+// P = exp(scale S - lse). The product is rounded on its own, as in the forward pass: however large
+// the scores, a row's maximum has the weight that it had there.
 __device__ __forceinline__ float weight(float score, float scale, float lse) {
     return exp2_approx((__fmul_rn(score, scale) - lse) * LOG2_E);
 }

@@ -18,7 +18,7 @@ template <typename Element> using Accumulator = typename AccumulatorOf<Element>:
 // The argument structs, which cuflash/abi.py describes: no file of this folder.
 #include "common/arguments.cuh"
 
-// What all arguments of a direction have.
+// The arguments that all structs of a direction contain.
 inline const ForwardArguments& arrays_of(const ForwardArguments& arguments) { return arguments; }
 inline const ForwardArguments& arrays_of(const ForwardOptionsArguments& arguments) {
     return arguments.arrays;
@@ -40,5 +40,5 @@ inline const BackwardArguments& arrays_of(const BackwardWgmmaOptionsArguments& a
     return arguments.arrays;
 }
 
-// A compile-time truth as a function argument: `if constexpr (masked.value)`.
+// A compile-time bool as a function argument: `if constexpr (masked.value)`.
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };

@@ -18,7 +18,7 @@
 // Bound by memory: 4 bytes read and 2 written an element.
 #include "sm90/counters.cuh"
 #include "common/dq_accum.cuh"
-#include "common/recompute.cuh"
+#include "finish/recompute.cuh"
 #include "common/packed_sequences.cuh"
 
 // With windows and segments this kernel is a larger share of the time. Three blocks an SM keep
@@ -38,7 +38,7 @@ __device__ __forceinline__ void recompute_keys(const Arguments& whole, int index
     const int head = pair % num_heads, batch = pair / num_heads;
     if (*recompute_flag(whole, {tile, head, batch}) == 0) return;
     const auto sequence = sequence_of_tile<true>(whole, tile, BLOCK_K);
-    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
+    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q);
     const Shape& shape = arrays_of(args).shape;
     const int end = min((tile + 1) * BLOCK_K, shape.seqlen_k);
     for (int key = tile * BLOCK_K + threadIdx.x / 32; key < end; key += NUM_WARPS)
@@ -57,7 +57,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
         return recompute_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
     const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
+    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
     const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;

@@ -1,14 +1,14 @@
-// Products of float tiles by fused multiply-adds, without tensor cores: what fma/forward.cu and
-// fma/backward.cu have in common.
+// Matmuls of float tiles by fused multiply-adds, without tensor cores, for fma/forward.cu and
+// fma/backward.cu.
 //
-// A warp's lanes stand in a grid of 4 x 8 over the product. A lane has ROWS of its rows, 4 apart,
-// and N of its columns: 8 apart where a column of the product is a row of the tile (S = Q K^T), in
-// chunks of 4 that are 32 apart where it is a column (O = P V). With 8 x 8 numbers a lane, four
-// steps of the sum are 16 loads of 16 bytes and 256 multiply-adds.
+// A warp's lanes form a 4 x 8 grid over the output. A lane has rows that are 4 apart, and columns
+// that are 8 apart where an output column is a row of the tile (S = Q K^T), or chunks of 4 columns
+// that are 32 apart where it is a column (O = P V). With 8 x 8 numbers a lane, four steps of the
+// sum are 16 loads of 16 bytes and 256 multiply-adds.
 //
 // Rows of a tile are 16 bytes longer than their columns: 8 rows of one chunk of columns lie in 8
-// different groups of banks. Lanes are numbered so that either lanes l and l ^ 1 or lanes l and
-// l ^ 2 read the same 16 bytes: loads of two half-warps then take two cycles and not four.
+// different groups of banks. Either lanes l and l ^ 1 or lanes l and l ^ 2 read the same 16 bytes,
+// so the loads of two half-warps take two cycles instead of four.
 #pragma once
 #include "score/dropout.cuh"
 #include "score/pair_mask.cuh"
@@ -24,7 +24,8 @@ __device__ __forceinline__ int lane_row() {
 }
 __device__ __forceinline__ int lane_column() { return threadIdx.x / 2 % 8; }
 
-// What lanes write 4 rows of 8 neighbouring columns of: 8 floats more a row, no bank twice.
+// Weights. Lanes write 4 rows of 8 neighbouring columns; with 8 more floats a row they hit each
+// bank once.
 template <int ROWS, int COLUMNS> struct alignas(16) WeightTile {
     static_assert(COLUMNS % 32 == 0 || COLUMNS == 16, "rows of neighbouring lanes in other banks");
     float at[ROWS][COLUMNS + 8];
@@ -38,8 +39,8 @@ template <int M, int N> __device__ __forceinline__ void set_zero(float (&x)[M][N
 }
 
 // Which of a lane's M x N pairs of queries and keys dropout keeps. One call of Philox has the words
-// of four neighbouring keys, which four lanes have: they take the calls in turns, pair by pair, and
-// tell each other. bits[n]: of the calls of the n-th of them, 4 bits a call.
+// of four neighbouring keys, which four lanes hold: the lanes share the calls, pair by pair, and
+// exchange the results. bits[n]: the calls of the n-th lane, 4 bits a call.
 template <int M, int N> struct Kept {
     static constexpr int CALLS = (M * N + 3) / 4, WORDS = (CALLS + 7) / 8;
     u32 bits[4][WORDS];
@@ -75,7 +76,7 @@ __device__ __forceinline__ void find_kept(
 // s[i][j] = sum_d a[first_row + lane's row i][d] * b[first_column + lane's column j][d], added in
 // the order of d: forward and backward get the same scores to the last bit.
 template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
-__device__ __forceinline__ void row_products(
+__device__ __forceinline__ void gemm_abt(
     float (&s)[M][N], const SmemTile<A_ROWS, COLUMNS>& a, int first_row,
     const SmemTile<B_ROWS, COLUMNS>& b, int first_column) {
     set_zero(s);
@@ -99,8 +100,8 @@ __device__ __forceinline__ void row_products(
     }
 }
 
-// A barrier. Where it decides how weighted rows of the tile are added (below), also whether one of
-// its threads has loaded a NaN or an infinity.
+// A barrier. The result, where gemm_ab() and gemm_atb() ask for it: whether a thread has loaded a
+// NaN or an infinity.
 template <bool MASKED, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool barrier_or_nonfinite(const SmemTile<ROWS, COLUMNS>& tile) {
     if constexpr (MASKED && PAIRWISE) {
@@ -112,14 +113,14 @@ __device__ __forceinline__ bool barrier_or_nonfinite(const SmemTile<ROWS, COLUMN
 }
 
 // sum[i][n] += sum_k weight[lane's row i][k] * b[first_k + k][lane's column n] over K steps. The
-// lane's columns: chunks of 4, 32 apart, from first_column on. takes(i, k): whether the pair takes
-// part at all, as 0 * NaN is NaN; asked if MASKED and, where that takes long, b is `nonfinite`.
+// lane's columns: chunks of 4, 32 apart, from first_column on. visible(i, k): whether a pair takes
+// part, as 0 * NaN is NaN. Asked if MASKED and, where asking is slow, b is `nonfinite`.
 template <bool MASKED, int K, int M, int N, int PITCH, int B_ROWS, int COLUMNS, class F>
-__device__ __forceinline__ void add_weighted_rows(
+__device__ __forceinline__ void gemm_ab(
     float (&sum)[M][N], const float (*weights)[PITCH], const SmemTile<B_ROWS, COLUMNS>& b,
-    int first_k, int first_column, F takes, bool nonfinite) {
+    int first_k, int first_column, F visible, bool nonfinite) {
     if (MASKED && PAIRWISE && !nonfinite)
-        return add_weighted_rows<false, K>(sum, weights, b, first_k, first_column, takes, false);
+        return gemm_ab<false, K>(sum, weights, b, first_k, first_column, visible, false);
     const float* rows = weights[lane_row()];
     const float* others = &b.at[first_k][first_column + lane_column() * CHUNK];
     #pragma unroll 1
@@ -134,7 +135,7 @@ __device__ __forceinline__ void add_weighted_rows(
                 const float4 y = chunk_at(others + (k + kk) * (COLUMNS + ROWS_PAD) + n * 8);
                 #pragma unroll
                 for (int i = 0; i < M; ++i) {
-                    if (MASKED && !takes(i, first_k + k + kk)) continue;
+                    if (MASKED && !visible(i, first_k + k + kk)) continue;
                     #pragma unroll
                     for (int c = 0; c < CHUNK; ++c)
                         sum[i][n + c] = fmaf(number(x[i], kk), number(y, c), sum[i][n + c]);
@@ -145,16 +146,15 @@ __device__ __forceinline__ void add_weighted_rows(
 }
 
 // sum[i][n] += sum_k weight[k][lane's row i] * b[k][lane's column n] over K steps: the weights
-// transposed. The lane's rows: chunks of 4, 16 apart, from first_row on; its columns as above.
-// takes(i, k) and `nonfinite`: as above.
+// transposed. The lane's rows: chunks of 4, 16 apart, from first_row on. Its columns, visible(i, k)
+// and `nonfinite` as above.
 template <bool MASKED, int K, int M, int N, int PITCH, int COLUMNS, class F>
-__device__ __forceinline__ void add_weighted_rows_transposed(
+__device__ __forceinline__ void gemm_atb(
     float (&sum)[M][N], const float (&weights)[K][PITCH], int first_row,
-    const SmemTile<K, COLUMNS>& b,
-    int first_column, F takes, bool nonfinite) {
+    const SmemTile<K, COLUMNS>& b, int first_column, F visible, bool nonfinite) {
     if (MASKED && PAIRWISE && !nonfinite)
-        return add_weighted_rows_transposed<false>(
-            sum, weights, first_row, b, first_column, takes, false);
+        return gemm_atb<false>(
+            sum, weights, first_row, b, first_column, visible, false);
     static_assert(M % CHUNK == 0 && N % CHUNK == 0, "rows and columns come in chunks");
     const float* rows = &weights[0][first_row + lane_row() * CHUNK];
     const float* others = &b.at[0][first_column + lane_column() * CHUNK];
@@ -168,7 +168,7 @@ __device__ __forceinline__ void add_weighted_rows_transposed(
             const float4 y = chunk_at(others + k * (COLUMNS + ROWS_PAD) + n * 8);
             #pragma unroll
             for (int i = 0; i < M; ++i) {
-                if (MASKED && !takes(i, k)) continue;
+                if (MASKED && !visible(i, k)) continue;
                 #pragma unroll
                 for (int c = 0; c < CHUNK; ++c) {
                     const float weight = number(x[i / CHUNK], i % CHUNK);

@@ -2,13 +2,13 @@
 //
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
-// FlashAttention-2, Alg. 1 (arXiv:2307.08691), as sm80/forward.cu: one block computes BLOCK_Q
+// FlashAttention-2, Alg. 1 (arXiv:2307.08691), as sm80/forward.cu: a block computes BLOCK_Q
 // queries of one head and walks the key tiles that they see from the last to the first. A warp has
-// whole rows of S: their maxima take three shuffles, and its weights P change hands between its
-// lanes alone, WEIGHT_KEYS columns at a time, through shared memory of its own.
+// whole rows of S: their maxima take three shuffles, and its weights P are exchanged between its
+// lanes only, WEIGHT_KEYS columns at a time, through the warp's own shared memory.
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
-// Block: NUM_WARPS warps of WARP_ROWS queries each; fma.cuh says which lane has which numbers.
+// Block: NUM_WARPS warps of WARP_ROWS queries each; fma.cuh says which lane holds which numbers.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; NEGATE_SCORES, whether
@@ -16,17 +16,17 @@
 // Shared memory, in floats:
 //     q   BLOCK_Q * (HEAD_DIM + 4)             k   BLOCK_K * (HEAD_DIM + 4)
 //     p   BLOCK_Q * (WEIGHT_KEYS + 8)          v   BLOCK_K * (HEAD_DIM_V + 4)
-// K of the next step is under way while V of this one is used, and V while K is: two barriers a
-// step.
+// The next K loads while this V is used, and V loads while K is used: two barriers an iteration.
 //
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
 // element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
 // acc leaves registers for 4 rows a lane only; few queries with many keys.
 #include "fma/fma.cuh"
+#include "common/forward_loads.cuh"
 #include "common/mask.cuh"
 #include "score/pair_mask.cuh"
 #include "common/scheduler.cuh"
-#include "score/score_mod.cuh"
+#include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
 
 constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
@@ -34,7 +34,7 @@ constexpr int ROWS = WARP_ROWS / LANE_ROWS, KEYS = BLOCK_K / LANE_COLUMNS;
 constexpr int COLUMNS = HEAD_DIM_V / LANE_COLUMNS;
 
 static_assert(BLOCK_Q % (NUM_WARPS * LANE_ROWS) == 0, "every lane has as many rows");
-static_assert(BLOCK_K % WEIGHT_KEYS == 0, "weights change hands so many at a time");
+static_assert(BLOCK_K % WEIGHT_KEYS == 0, "weights are exchanged WEIGHT_KEYS at a time");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 struct SharedPlan {
@@ -45,10 +45,10 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Scores are kept as products S, which `c` scales in the exponent, if they are LINEAR; else as what
-// score_mod.cuh makes of them, and c is log2(e).
+// LINEAR scores are kept as S, and the exponent scales them by scale_log2. Others are the scores of
+// score_mod.cuh, and scale_log2 is log2(e).
 
-// m: the row's maximum of scores. l: this lane's share of the row's sum of P.
+// m: the row's maximum of scores. l: this lane's part of the row's sum of P.
 struct Rows { float m[ROWS], l[ROWS]; };
 using Scores = float[ROWS][KEYS];
 using Output = float[ROWS][COLUMNS];
@@ -67,17 +67,32 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
+// What scores are multiplied by in the exponent. Never 0: 0 * inf is NaN.
+__device__ __forceinline__ float exponent_scale(const ForwardArguments& arrays) {
+    const float scale = fabsf(static_cast<float>(arrays.scale));
+    return LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
+}
+
+__device__ __forceinline__ void reset(Rows& rows) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        rows.m[i] = -infinity();
+        rows.l[i] = 0.0f;
+    }
+}
+
 // m = max(m_old, rowmax(S)),  P = 2^(c S - c m),  l = l 2^(c m_old - c m) + rowsum(P),  and acc by
-// the same factor (FlashAttention-2, Alg. 1, lines 9 and 10). S becomes P. No barrier inside.
-__device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc, float c) {
+// the same factor (FlashAttention-2, Alg. 1, lines 9 and 10), c = scale_log2. S becomes P. No
+// barrier inside.
+__device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc, float scale_log2) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         float m = s[i][0];
         #pragma unroll
         for (int j = 1; j < KEYS; ++j) m = fmaxf(m, s[i][j]);
         m = fmaxf(rows.m[i], row_max(m));
-        const float reference = finite_reference(m, c);
-        const float rescale = exp2_of_product(rows.m[i], c, reference);
+        const float reference = finite_reference(m, scale_log2);
+        const float rescale = exp2_of_product(rows.m[i], scale_log2, reference);
         rows.m[i] = m;
         rows.l[i] *= rescale;
         #pragma unroll
@@ -85,28 +100,56 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
         float sum = 0.0f;                                   // see sm90/forward.cu
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
-            s[i][j] = exp2_of_product(s[i][j], c, reference);
+            s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);
             sum += s[i][j];
         }
         rows.l[i] += sum;
     }
 }
 
-// The scores of products; see ScoreMod. The lane's first are of that query and that key.
-__device__ __forceinline__ void apply_steps(
-    Scores& s, const ScoreMod<float>& steps, int first_query, int first_key, int shift) {
+// S becomes the scores of score_mod.cuh. The lane's first are of first_query and first_key.
+__device__ __forceinline__ void apply_score_mod(
+    Scores& s, const ScoreMod<float>& score_mod, int first_query, int first_key, int shift) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
-        const float past = static_cast<float>(query + shift - first_key);
+        const float distance = static_cast<float>(query + shift - first_key);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j)
-            s[i][j] = steps.score(s[i][j], past - static_cast<float>(j * LANE_COLUMNS),
-                                  steps.bias_of(query, first_key + j * LANE_COLUMNS));
+            s[i][j] = score_mod.score(s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
+                                  score_mod.bias_of(query, first_key + j * LANE_COLUMNS));
     }
 }
 
-// P = 0 where dropout drops the pair, and the others larger.
+// The lane's row i and key j of the tile: whether the query sees the key.
+struct LaneVisibility {
+    const Mask<CAUSAL, WINDOW>& mask;
+    const PairMask& pair_mask;
+    const Shape& shape;
+    const int &first_query, &k_start;
+    __device__ __forceinline__ bool operator()(int i, int j) const {
+        const int query = first_query + i * LANE_ROWS, key = k_start + j;
+        if (WINDOW && key < mask.first_key(query)) return false;
+        if constexpr (PAIRWISE)
+            if (query < shape.seqlen_q && key < shape.seqlen_k && !pair_mask.visible(query, key))
+                return false;
+        return key < mask.num_keys(query);
+    }
+};
+
+// S = -inf where the query does not see the key, and -S if scale < 0: the softmax takes |scale|.
+template <bool MASKED>
+__device__ __forceinline__ void apply_mask(Scores& s, const LaneVisibility& visible) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+        #pragma unroll
+        for (int j = 0; j < KEYS; ++j) {
+            if (NEGATE_SCORES) s[i][j] = -s[i][j];
+            if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) s[i][j] = -infinity();
+        }
+}
+
+// P = P Z: 0 where dropout drops the pair, larger elsewhere.
 __device__ __forceinline__ void apply_dropout(
     Scores& p, const Dropout<float>& dropout, int warp_query, int k_start) {
     Kept<ROWS, KEYS> kept;
@@ -117,24 +160,45 @@ __device__ __forceinline__ void apply_dropout(
         for (int j = 0; j < KEYS; ++j) p[i][j] *= kept.at(i, j) ? dropout.factor : 0.0f;
 }
 
-// O = acc / l and lse = |scale| m + log(l); rows that saw no key: 0 and -inf. A sink takes part in
-// l.
+// acc += P V. The warp exchanges P through shared memory, WEIGHT_KEYS columns at a time. visible(i,
+// j): whether the lane's row i sees the tile's key j.
+template <bool MASKED, class F>
+__device__ __forceinline__ void accumulate(
+    Output& acc, const Scores& s, SharedPlan& shared, int warp_row, F visible, bool nonfinite) {
+    #pragma unroll
+    for (int first = 0; first < BLOCK_K; first += WEIGHT_KEYS) {
+        __syncwarp();                                   // the last weights are free
+        float p[ROWS][WEIGHT_KEYS / LANE_COLUMNS];
+        #pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            #pragma unroll
+            for (int j = 0; j < WEIGHT_KEYS / LANE_COLUMNS; ++j)
+                p[i][j] = s[i][first / LANE_COLUMNS + j];
+        write_weights(shared.p.at, warp_row, 0, p);
+        __syncwarp();
+        gemm_ab<MASKED, WEIGHT_KEYS>(
+            acc, shared.p.at + warp_row, shared.v, first, 0, visible, nonfinite);
+    }
+}
+
+// O = acc / l and lse = |scale| m + log(l); 0 and -inf for rows without a visible key. A sink takes
+// part in l.
 __device__ __forceinline__ void store(
-    const Arguments& args, TileCoord where, int first_query, Output& acc, const Rows& state) {
-    const ForwardArguments& arguments = arrays_of(args);
-    const Shape& shape = arguments.shape;
-    const Strides os = arguments.out_stride;
-    const bool aligned = rows_aligned(arguments.out, os);
-    float* out = static_cast<float*>(arguments.out) + where.batch * os.batch + where.head * os.head;
+    const Arguments& args, TileCoord coord, int first_query, Output& acc, const Rows& state) {
+    const ForwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const Strides os = arrays.out_stride;
+    const bool aligned = rows_aligned(arrays.out, os);
+    float* out = static_cast<float*>(arrays.out) + coord.batch * os.batch + coord.head * os.head;
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
         float m = state.m[i], l = row_sum(state.l[i]), rescale = 1.0f;
         if (query >= shape.seqlen_q) continue;
         if constexpr (SINK) {
-            const float scale = LINEAR ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
+            const float scale = LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
             const WithSink<float> row_with_sink(
-                m == -infinity() ? m : m * scale, l, sink_of<float>(args, where.head));
+                m == -infinity() ? m : m * scale, l, sink_of<float>(args, coord.head));
             m = row_with_sink.top;
             l = row_with_sink.sum;
             rescale = row_with_sink.rescale;
@@ -148,150 +212,104 @@ __device__ __forceinline__ void store(
             store_chunk(out + query * os.token, lane_column() * CHUNK + n * 8, shape.head_dim_v,
                         aligned, numbers);
         }
-        if (arguments.lse != nullptr && lane_column() == 0) {
-            const float scale = LINEAR && !SINK ? fabsf(static_cast<float>(arguments.scale)) : 1.0f;
-            const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-            static_cast<float*>(arguments.lse)[head * rows_of_head(args) + query] =
+        if (arrays.lse != nullptr && lane_column() == 0) {
+            const float scale = LINEAR && !SINK ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
+            const i64 head = static_cast<i64>(coord.batch) * shape.num_heads_q + coord.head;
+            static_cast<float*>(arrays.lse)[head * rows_of_head(args) + query] =
                 lse_of_row(m * scale, l);
         }
     }
 }
 
-// The block's tile; the last tiles, which see the most keys, come first. Computed at the start and
-// again at the end: that costs a few divisions and saves registers in between.
+// The block's tile. The last tiles, which see the most keys, come first. Computed in the prologue
+// and again in the epilogue: a few divisions, but no registers in between.
 __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& args) {
     const Shape& shape = arrays_of(args).shape;
     const int num_tiles = num_query_tiles(args, BLOCK_Q);
-    TileCoord where = tile_of_block(
+    TileCoord coord = tile_of_block(
         opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(args).schedule);
-    where.tile = num_tiles - 1 - where.tile;
-    return where;
+    coord.tile = num_tiles - 1 - coord.tile;
+    return coord;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_fma(const __grid_constant__ Arguments whole) {
+forward_fma(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
-    // Prologue: which tile; the first Q and K are on their way.
-    const Shape& grid = arrays_of(whole).shape;
-    Mask<CAUSAL, WINDOW> mask{grid.seqlen_q, grid.seqlen_k, window_of<WINDOW>(whole)};
-    TileCoord where = tile_of_this_block(whole);
-    const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
+    // Prologue: find the tile; start loading Q and the last K.
+    const Shape& call_shape = arrays_of(call_args).shape;
+    Mask<CAUSAL, WINDOW> mask{
+        call_shape.seqlen_q, call_shape.seqlen_k, window_of<WINDOW>(call_args)};
+    TileCoord coord = tile_of_this_block(call_args);
+    const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
-    const ForwardArguments& arguments = arrays_of(args);
-    const Shape& shape = arguments.shape;                   // of PACKED ones the block's own
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const ForwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;                      // with PACKED the block's sequence
     if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};
-    ScoreMod<float> steps(args);
-    steps.set_head(args, where.batch, where.head);
-    Pairs pairs(args, where.batch);
-    pairs.set_head(where.head);
-    Dropout<float> dropout(args);
-    dropout.set_head(where.batch, where.head);
-    const int q_start = where.tile * BLOCK_Q;
-    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
+    HeadOptions<float> options(args, coord.batch);
+    options.set_head(args, coord.batch, coord.head);
+    const PairMask& pair_mask = options.pair_mask;
+    const int q_start = coord.tile * BLOCK_Q;
+    const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
-
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + lane_row();    // the lane's
-    const float scale = fabsf(static_cast<float>(arguments.scale));
-    // Never 0: 0 * inf is NaN.
-    const float c = LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
+    const float scale_log2 = exponent_scale(arrays);
 
     Rows rows;
     Output acc;
     set_zero(acc);
-    #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        rows.m[i] = -infinity();
-        rows.l[i] = 0.0f;
-    }
+    reset(rows);
 
-    const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
-    const float* k = head_start(arguments.k, arguments.k_stride, where.batch, kv_head);
-    const float* v = head_start(arguments.v, arguments.v_stride, where.batch, kv_head);
-    const auto load_k = [&](int tile) {
-        const int start = tile * BLOCK_K;
-        load_tile(shared.k, k + start * k_step, k_step, shape.seqlen_k - start, shape.head_dim);
-        cp_async_commit();
-    };
-    const auto load_v = [&](int tile) {
-        const int start = tile * BLOCK_K;
-        load_tile(shared.v, v + start * v_step, v_step, shape.seqlen_k - start, shape.head_dim_v);
-        cp_async_commit();
-    };
-
+    const i64 k_step = arrays.k_stride.token, v_step = arrays.v_stride.token;
+    const float* k = head_start(arrays.k, arrays.k_stride, coord.batch, kv_head);
+    const float* v = head_start(arrays.v, arrays.v_stride, coord.batch, kv_head);
+    const KeyLoader<SharedPlan> loader{shared, shape, k, v, k_step, v_step};
     int tile = tiles.num_visited - 1, next = 0;
-    if (SEGMENTS) tile = pairs.key_tile_before(where.tile, tiles.num_visited, tiles.first);
+    if (SEGMENTS) tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first);
     if (tile >= tiles.first) {
-        const i64 step = arguments.q_stride.token;
-        const float* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
-        load_tile(shared.q, q + q_start * step, step, shape.seqlen_q - q_start, shape.head_dim);
-        load_k(tile);
+        load_queries(shared, arrays, coord.batch, coord.head, q_start);
+        loader.load_k(tile);
     }
 
-    // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is
-    // free once all warps are past the first barrier; K's place is free past the second.
-    const auto step = [&](auto masked) {
+    // Main loop, one key tile an iteration. Its K is on its way; V's tile is free once all warps
+    // are past the first barrier, K's once they are past the second.
+    const auto iterate = [&](auto masked) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;
-        const auto visible = [&](int i, int j) {
-            const int query = first_query + i * LANE_ROWS, key = k_start + j;
-            if (WINDOW && key < mask.first_key(query)) return false;
-            if constexpr (PAIRWISE)
-                if (query < shape.seqlen_q && key < shape.seqlen_k && !pairs.visible(query, key))
-                    return false;
-            return key < mask.num_keys(query);
-        };
+        const LaneVisibility visible{mask, pair_mask, shape, first_query, k_start};
         Scores s;
         cp_async_wait<0>();
         __syncthreads();
-        load_v(tile);
-        row_products(s, shared.q, warp_row, shared.k, 0);
+        loader.load_v(tile);
+        gemm_abt(s, shared.q, warp_row, shared.k, 0);
         if constexpr (!LINEAR)
-            apply_steps(s, steps, first_query, k_start + lane_column(),
-                        shape.seqlen_k - shape.seqlen_q);
-        #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-            #pragma unroll
-            for (int j = 0; j < KEYS; ++j) {
-                if (NEGATE_SCORES) s[i][j] = -s[i][j];
-                if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) s[i][j] = -infinity();
-            }
+            apply_score_mod(s, options.score_mod, first_query, k_start + lane_column(),
+                            shape.seqlen_k - shape.seqlen_q);
+        apply_mask<MASKED>(s, visible);
         cp_async_wait<0>();
         const bool nonfinite = barrier_or_nonfinite<MASKED>(shared.v);
-        next = pairs.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
-        if (SEGMENTS ? next >= tiles.first : tile > tiles.first) load_k(next);
-        softmax_step(s, rows, acc, c);
-        if constexpr (DROPOUT) apply_dropout(s, dropout, q_start + warp_row, k_start);
-        #pragma unroll
-        for (int first = 0; first < BLOCK_K; first += WEIGHT_KEYS) {
-            __syncwarp();                                   // the weights before are done with
-            float p[ROWS][WEIGHT_KEYS / LANE_COLUMNS];
-            #pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                #pragma unroll
-                for (int j = 0; j < WEIGHT_KEYS / LANE_COLUMNS; ++j)
-                    p[i][j] = s[i][first / LANE_COLUMNS + j];
-            write_weights(shared.p.at, warp_row, 0, p);
-            __syncwarp();
-            add_weighted_rows<MASKED, WEIGHT_KEYS>(
-                acc, shared.p.at + warp_row, shared.v, first, 0, visible, nonfinite);
-        }
+        next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
+        if (SEGMENTS ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
+        softmax_step(s, rows, acc, scale_log2);
+        if constexpr (DROPOUT) apply_dropout(s, options.dropout, q_start + warp_row, k_start);
+        accumulate<MASKED>(acc, s, shared, warp_row, visible, nonfinite);
     };
 
-    if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
+    if constexpr (WINDOW || PAIRWISE) {                     // any tile may be partly masked
         for (; tile >= tiles.first; tile = next)
-            if (tiles.full(tile) && pairs.sees_all(q_start / BLOCK_Q, tile)) step(Bool<false>{});
-            else step(Bool<true>{});
+            if (tiles.full(tile) && pair_mask.sees_all(coord.tile, tile)) iterate(Bool<false>{});
+            else iterate(Bool<true>{});
     } else {
-        for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
-        for (; tile >= 0; --tile) step(Bool<false>{});
+        for (; tile >= tiles.num_full; --tile) iterate(Bool<true>{});
+        for (; tile >= 0; --tile) iterate(Bool<false>{});
     }
 
-    where = tile_of_this_block(whole);
-    const auto same = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
-    const Arguments& again = of_sequence(whole, same, BLOCK_Q);
-    store(again, where, where.tile * BLOCK_Q + warp_row + lane_row(), acc, rows);
+    // Epilogue.
+    coord = tile_of_this_block(call_args);
+    const auto same_sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
+    const Arguments& same_args = sequence_arguments(call_args, same_sequence, BLOCK_Q);
+    store(same_args, coord, coord.tile * BLOCK_Q + warp_row + lane_row(), acc, rows);
 }

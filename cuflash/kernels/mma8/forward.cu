@@ -4,33 +4,32 @@
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691), as sm80/forward.cu, but all in double, with the
-// library's exp and log, or all in float. One block computes BLOCK_Q queries of one head and walks
-// the key tiles that they see from the last to the first. P goes from the accumulators of S to the
-// products with V without leaving registers (mma8.cuh).
+// library's exp and log, or all in float. A block computes BLOCK_Q queries of one head and walks
+// the key tiles that they see from the last to the first. P stays in registers between the
+// accumulators of S and the matmul with V (mma8.cuh).
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; Arguments and the options
-// (docs/guide/options.md): with them scale S above stands for the score that score_mod.cuh makes of
-// it.
+// (docs/guide/options.md), with which scale S stands for the score of score_mod.cuh.
 // Shared memory, in elements:
 //     q  BLOCK_Q * (HEAD_DIM + 4)     k  BLOCK_K * (HEAD_DIM + 4)
 //     v  BLOCK_K * (HEAD_DIM_V + VALUES_PAD), which is 2 for double and 4 for float
-// K of the next step is under way while V of this one is used, and V while K is: two barriers a
-// step.
+// The next K loads while this V is used, and V loads while K is used: two barriers an iteration.
 //
-// Bound by the products; exp takes some 30 instructions an element of S in double, which has
+// Bound by the matmuls; exp takes some 30 instructions an element of S in double, which has
 // HEAD_DIM + HEAD_DIM_V multiply-adds, and the parts of a float three for each operand. Bad at:
-// head_dim_v above 128, for which acc is too large; NaN or infinity in V in a tile that the mask
-// cuts.
+// head_dim_v above 128, for which acc is too large; NaN or infinity in V in a partly masked
+// tile.
 #include "mma8/mma8.cuh"
+#include "common/forward_loads.cuh"
 #include "score/dropout.cuh"
 #include "common/mask.cuh"
 #include "score/pair_mask.cuh"
 #include "common/scheduler.cuh"
-#include "score/score_mod.cuh"
+#include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
 
 constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
@@ -46,7 +45,7 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// m: the row's maximum of scores. l: this lane's share of the row's sum of P.
+// m: the row's maximum of scores. l: this lane's part of the row's sum of P.
 struct Rows { Element m[M_TILES][2], l[M_TILES][2]; };
 using Scores = Fragments<M_TILES, S_TILES>;
 using Output = Fragments<M_TILES, O_TILES>;
@@ -61,6 +60,16 @@ __device__ __forceinline__ double quad_max(double x) {
 __device__ __forceinline__ double quad_sum(double x) {
     x += __shfl_xor_sync(WHOLE_WARP, x, 1);
     return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
+}
+
+__device__ __forceinline__ void reset(Rows& rows) {
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rows.m[i][half] = -infinity();
+            rows.l[i][half] = 0;
+        }
 }
 
 // m = max(m_old, rowmax(x)),  P = exp(x - m),  l = l exp(m_old - m) + rowsum(P),  and acc by the
@@ -99,7 +108,44 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
         }
 }
 
-// P = 0 where dropout drops the pair, and the others larger. first_query: the lane's.
+// The lane's `row` and the tile's `key`: whether the query sees the key.
+struct LaneVisibility {
+    const Mask<CAUSAL, WINDOW>& mask;
+    const PairMask& pair_mask;
+    const Shape& shape;
+    const int &first_query, &k_start;
+    __device__ __forceinline__ bool operator()(int row, int key) const {
+        const int query = first_query + row;
+        if (WINDOW && k_start + key < mask.first_key(query)) return false;
+        if (PAIRWISE && query < shape.seqlen_q && k_start + key < shape.seqlen_k
+            && !pair_mask.visible(query, k_start + key)) return false;
+        return k_start + key < mask.num_keys(first_query + row);
+    }
+};
+
+// S becomes the scores of score_mod.cuh, -inf where the query does not see the key.
+template <bool MASKED>
+__device__ __forceinline__ void apply_score_mod(
+    Scores& s, const ScoreMod<Element>& score_mod, const LaneVisibility& visible) {
+    const Shape& shape = visible.shape;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < S_TILES; ++j)
+            #pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                const int row = i * 16 + x / 2 * 8;
+                const int column = j * 8 + threadIdx.x % 4 * 2 + x % 2;
+                const int query = visible.first_query + row, key = visible.k_start + column;
+                s[i][j][x] = score_mod.score(
+                    s[i][j][x],
+                    static_cast<Element>(query + (shape.seqlen_k - shape.seqlen_q) - key),
+                    score_mod.bias_of(query, key));
+                if (MASKED && !visible(row, column)) s[i][j][x] = -infinity();
+            }
+}
+
+// P = P Z: 0 where dropout drops the pair, larger elsewhere. first_query: the lane's.
 __device__ __forceinline__ void apply_dropout(
     Scores& p, const Dropout<Element>& dropout, int first_query, int k_start) {
     #pragma unroll
@@ -117,8 +163,8 @@ __device__ __forceinline__ void apply_dropout(
         }
 }
 
-// acc += P V over visible pairs alone, without tensor cores: for a tile that the mask cuts and
-// whose V holds a NaN or an infinity, as 0 * NaN is NaN. Slow, rare.
+// acc += P V over visible pairs only, on CUDA cores: for a partly masked tile whose V has a NaN or
+// an infinity, since 0 * NaN is NaN. Slow, rare.
 template <class F>
 __device__ __forceinline__ void add_visible_rows(
     Output& acc, const Scores& p, const SharedPlan& shared, F visible) {
@@ -150,17 +196,18 @@ __device__ __forceinline__ void add_visible_rows(
                 }
 }
 
-// O = acc / l and lse = m + log(l); rows that saw no key: 0 and -inf. A sink takes part in l.
+// O = acc / l and lse = m + log(l); 0 and -inf for rows without a visible key. A sink takes part
+// in l.
 __device__ __forceinline__ void store(
-    const Arguments& args, TileCoord where, int first_query, const Output& acc,
+    const Arguments& args, TileCoord coord, int first_query, const Output& acc,
     const Rows& state) {
-    const ForwardArguments& arguments = arrays_of(args);
-    const Shape& shape = arguments.shape;
-    const Strides os = arguments.out_stride;
+    const ForwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const Strides os = arrays.out_stride;
     const int t = threadIdx.x % 4;
-    const bool aligned = rows_aligned(arguments.out, os);
-    Element* out = static_cast<Element*>(arguments.out)
-                 + where.batch * os.batch + where.head * os.head;
+    const bool aligned = rows_aligned(arrays.out, os);
+    Element* out = static_cast<Element*>(arrays.out)
+                 + coord.batch * os.batch + coord.head * os.head;
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
@@ -170,7 +217,7 @@ __device__ __forceinline__ void store(
             if (query >= shape.seqlen_q) continue;
             Element rescale = 1;
             if constexpr (SINK) {
-                const WithSink<Element> row_with_sink(m, l, sink_of<Element>(args, where.head));
+                const WithSink<Element> row_with_sink(m, l, sink_of<Element>(args, coord.head));
                 m = row_with_sink.top;
                 l = row_with_sink.sum;
                 rescale = row_with_sink.rescale;
@@ -188,137 +235,103 @@ __device__ __forceinline__ void store(
                     store_chunk(out + query * os.token, n * 8 + CHUNK * (2 * t + c),
                                 shape.head_dim_v, aligned, numbers);
                 }
-            if (arguments.lse != nullptr && t == 0) {
-                const i64 head = static_cast<i64>(where.batch) * shape.num_heads_q + where.head;
-                static_cast<Element*>(arguments.lse)[head * rows_of_head(args) + query] =
+            if (arrays.lse != nullptr && t == 0) {
+                const i64 head = static_cast<i64>(coord.batch) * shape.num_heads_q + coord.head;
+                static_cast<Element*>(arrays.lse)[head * rows_of_head(args) + query] =
                     lse_of_row(m, l);
             }
         }
 }
 
+// The block's tile. The last tiles, which see the most keys, come first.
+__device__ __forceinline__ TileCoord tile_of_this_block(
+    const Arguments& call_args, const Mask<CAUSAL, WINDOW>& mask) {
+    const Shape& shape = arrays_of(call_args).shape;
+    const int num_tiles = PACKED
+        ? num_query_tiles(call_args, BLOCK_Q) : mask.num_tiles(shape.seqlen_q, BLOCK_Q);
+    TileCoord coord = tile_of_block(
+        blockIdx.x, num_tiles, shape.num_heads_q, shape.batch, arrays_of(call_args).schedule);
+    coord.tile = num_tiles - 1 - coord.tile;
+    return coord;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_mma8(const __grid_constant__ Arguments whole) {
+forward_mma8(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
-    // Prologue: which tile; the first Q and K are on their way.
-    const Shape& grid = arrays_of(whole).shape;
-    Mask<CAUSAL, WINDOW> mask{grid.seqlen_q, grid.seqlen_k, window_of<WINDOW>(whole)};
-    const int num_tiles = PACKED
-        ? num_query_tiles(whole, BLOCK_Q) : mask.num_tiles(grid.seqlen_q, BLOCK_Q);
-    TileCoord where = tile_of_block(
-        blockIdx.x, num_tiles, grid.num_heads_q, grid.batch, arrays_of(whole).schedule);
-    where.tile = num_tiles - 1 - where.tile;
-    const auto sequence = sequence_of_block<false>(whole, where.tile, BLOCK_Q, true);
+    // Prologue: find the tile; start loading Q and the last K.
+    const Shape& call_shape = arrays_of(call_args).shape;
+    Mask<CAUSAL, WINDOW> mask{
+        call_shape.seqlen_q, call_shape.seqlen_k, window_of<WINDOW>(call_args)};
+    TileCoord coord = tile_of_this_block(call_args, mask);
+    const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
-    const ForwardArguments& arguments = arrays_of(args);
-    const Shape& shape = arguments.shape;
-    if constexpr (PACKED) {
-        mask.seqlen_q = shape.seqlen_q;
-        mask.seqlen_k = shape.seqlen_k;
-    }
-    const int q_start = where.tile * BLOCK_Q;
-    const int kv_head = where.head / (shape.num_heads_q / shape.num_heads_kv);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const ForwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    if constexpr (PACKED) mask = {shape.seqlen_q, shape.seqlen_k, mask.window};
+    const int q_start = coord.tile * BLOCK_Q;
+    const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
-    ScoreMod<Element> steps(args);
-    steps.set_head(args, where.batch, where.head);
-    Pairs pairs(args, where.batch);
-    pairs.set_head(where.head);
-    Dropout<Element> dropout(args);
-    dropout.set_head(where.batch, where.head);
+    HeadOptions<Element> options(args, coord.batch);
+    options.set_head(args, coord.batch, coord.head);
+    const PairMask& pair_mask = options.pair_mask;
 
     Rows rows;
     Output acc;
     set_zero<M_TILES, O_TILES>(acc);
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows.m[i][half] = -infinity();
-            rows.l[i][half] = 0;
-        }
+    reset(rows);
 
-    const i64 k_step = arguments.k_stride.token, v_step = arguments.v_stride.token;
-    const Element* k = head_start(arguments.k, arguments.k_stride, where.batch, kv_head);
-    const Element* v = head_start(arguments.v, arguments.v_stride, where.batch, kv_head);
-    const auto load_k = [&](int tile) {
-        const int start = tile * BLOCK_K;
-        load_tile(shared.k, k + start * k_step, k_step, shape.seqlen_k - start, shape.head_dim);
-        cp_async_commit();
-    };
-    const auto load_v = [&](int tile) {
-        const int start = tile * BLOCK_K;
-        load_tile(shared.v, v + start * v_step, v_step, shape.seqlen_k - start, shape.head_dim_v);
-        cp_async_commit();
-    };
-
+    const i64 k_step = arrays.k_stride.token, v_step = arrays.v_stride.token;
+    const Element* k = head_start(arrays.k, arrays.k_stride, coord.batch, kv_head);
+    const Element* v = head_start(arrays.v, arrays.v_stride, coord.batch, kv_head);
+    const KeyLoader<SharedPlan> loader{shared, shape, k, v, k_step, v_step};
     const auto before = [&](int tile) {                     // the next of those that are visited
-        return pairs.key_tile_before(where.tile, tile, tiles.first);
+        return pair_mask.key_tile_before(coord.tile, tile, tiles.first);
     };
     int tile = SEGMENTS ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
     if (tile >= tiles.first) {
-        const i64 step = arguments.q_stride.token;
-        const Element* q = head_start(arguments.q, arguments.q_stride, where.batch, where.head);
-        load_tile(shared.q, q + q_start * step, step, shape.seqlen_q - q_start, shape.head_dim);
-        load_k(tile);
+        load_queries(shared, arrays, coord.batch, coord.head, q_start);
+        loader.load_k(tile);
     }
 
-    // One key tile: S, softmax, acc. At its start K of this tile is on its way, and V's place is
-    // free once all warps are past the first barrier; K's place is free past the second.
-    const auto step = [&](auto masked) {
+    // Main loop, one key tile an iteration. Its K is on its way; V's tile is free once all warps
+    // are past the first barrier, K's once they are past the second.
+    const auto iterate = [&](auto masked) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;
-        const auto visible = [&](int row, int key) {        // the lane's `row`, the tile's `key`
-            const int query = first_query + row;
-            if (WINDOW && k_start + key < mask.first_key(query)) return false;
-            if (PAIRWISE && query < shape.seqlen_q && k_start + key < shape.seqlen_k
-                && !pairs.visible(query, k_start + key)) return false;
-            return k_start + key < mask.num_keys(first_query + row);
-        };
+        const LaneVisibility visible{mask, pair_mask, shape, first_query, k_start};
         Scores s;
         cp_async_wait<0>();
         __syncthreads();
-        load_v(tile);
-        row_products(s, shared.q, warp_row, shared.k, 0);
-        #pragma unroll
-        for (int i = 0; i < M_TILES; ++i)
-            #pragma unroll
-            for (int j = 0; j < S_TILES; ++j)
-                #pragma unroll
-                for (int x = 0; x < 4; ++x) {
-                    const int row = i * 16 + x / 2 * 8;
-                    const int column = j * 8 + threadIdx.x % 4 * 2 + x % 2;
-                    const int query = first_query + row, key = k_start + column;
-                    s[i][j][x] = steps.score(
-                        s[i][j][x],
-                        static_cast<Element>(query + (shape.seqlen_k - shape.seqlen_q) - key),
-                        steps.bias_of(query, key));
-                    if (MASKED && !visible(row, column)) s[i][j][x] = -infinity();
-                }
+        loader.load_v(tile);
+        gemm_abt(s, shared.q, warp_row, shared.k, 0);
+        apply_score_mod<MASKED>(s, options.score_mod, visible);
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite(shared.v));
         else __syncthreads();
         next = before(tile);
-        if (next >= tiles.first) load_k(next);
+        if (next >= tiles.first) loader.load_k(next);
         softmax_step(s, rows, acc);
-        if constexpr (DROPOUT) apply_dropout(s, dropout, first_query, k_start);
+        if constexpr (DROPOUT) apply_dropout(s, options.dropout, first_query, k_start);
         if (MASKED && nonfinite) add_visible_rows(acc, s, shared, visible);
-        else add_weighted_rows(acc, s, shared.v);
+        else gemm_ab(acc, s, shared.v);
     };
 
-    if constexpr (WINDOW || PAIRWISE) {                     // cut anywhere
+    if constexpr (WINDOW || PAIRWISE) {                     // any tile may be partly masked
         for (; tile >= tiles.first; tile = next)
-            if (tiles.full(tile) && pairs.sees_all(where.tile, tile)) step(Bool<false>{});
-            else step(Bool<true>{});
+            if (tiles.full(tile) && pair_mask.sees_all(coord.tile, tile)) iterate(Bool<false>{});
+            else iterate(Bool<true>{});
     } else {
-        for (; tile >= tiles.num_full; --tile) step(Bool<true>{});
-        for (; tile >= 0; --tile) step(Bool<false>{});
+        for (; tile >= tiles.num_full; --tile) iterate(Bool<true>{});
+        for (; tile >= 0; --tile) iterate(Bool<false>{});
     }
 
-    store(args, where, first_query, acc, rows);
+    // Epilogue.
+    store(args, coord, first_query, acc, rows);
 }

@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_rows(
 // d[m][n] = A B^T: rows first_row + 16 m.. of a with rows first_column + 8 n.. of b, of COLUMNS
 // columns. Forward and backward add in the same order and get the same scores to the last bit.
 template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
-__device__ __forceinline__ void row_products(
+__device__ __forceinline__ void gemm_abt(
     Element (&d)[M][N][4], const SmemTile<A_ROWS, COLUMNS>& a, int first_row,
     const SmemTile<B_ROWS, COLUMNS>& b, int first_column) {
     set_zero<M, N>(d);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void row_products(
 // d[m][n + i] += A B for the CHUNK tiles from n on and one step of the sum, of which the lane's two
 // rows of B begin their chunks at `first` and `second`.
 template <int M, int N>
-__device__ __forceinline__ void multiply_chunks(
+__device__ __forceinline__ void mma_chunks(
     Element (&d)[M][N][4], int n, const Operand (&a)[M][4], const Element* first,
     const Element* second) {
     const Chunk upper = chunk_at(first), lower = chunk_at(second);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void add_chunks(
 // d += P V, P in C fragments as they stand: their columns 2t and 2t + 1 are the sum's indices that
 // lane l takes, of operand A and so of V too.
 template <int M, int KEY_TILES, int N, int ROWS, int COLUMNS>
-__device__ __forceinline__ void add_weighted_rows(
+__device__ __forceinline__ void gemm_ab(
     Element (&d)[M][N][4], const Element (&p)[M][KEY_TILES][4],
     const SmemTile<ROWS, COLUMNS, VALUES_PAD>& v) {
     static_assert(N % CHUNK == 0, "tiles of columns come by CHUNK");
@@ -177,7 +177,7 @@ __device__ __forceinline__ void add_weighted_rows(
                 Operand x[M][4];
                 fragments(x, j);
                 const Element* row = rows + j * 8 * PITCH + n * 8;
-                multiply_chunks(sum, 0, x, row, row + PITCH);
+                mma_chunks(sum, 0, x, row, row + PITCH);
             }
             add_chunks(d, n, sum);
         }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void add_weighted_rows(
             #pragma unroll
             for (int n = 0; n < N; n += CHUNK) {
                 const Element* row = rows + j * 8 * PITCH + n * 8;
-                multiply_chunks(d, n, x, row, row + PITCH);
+                mma_chunks(d, n, x, row, row + PITCH);
             }
         }
     }

@@ -1,4 +1,4 @@
-// Looks at the offsets of packed sequences, before kernels use them (packed_sequences.cuh): whether
+// Checks the offsets of packed sequences before kernels use them (packed_sequences.cuh): whether
 // one is bad, and which sequences have the most queries and the most keys.
 //
 // Offsets begin at 0, do not decrease and do not pass the number of tokens; no sequence is longer
@@ -6,7 +6,8 @@
 //
 // Grid: one block. Block: NUM_THREADS threads.
 // Constants: Arguments, Element, PACKED, NUM_THREADS. Shared memory: two Longest a thread.
-// Bound by memory: 8 bytes a sequence, and by one multiprocessor's share of it.
+//
+// Bound by memory: 8 bytes a sequence, with the bandwidth of one SM.
 #include "common/packed_sequences.cuh"
 
 struct Longest { int length, number; };
@@ -15,8 +16,8 @@ inline Longest longer(Longest a, Longest b) {
     return b.length > a.length || (b.length == a.length && b.number < a.number) ? b : a;
 }
 
-// Offset `i`, if it is good; else `bad` becomes true.
-inline void look(const Offsets& offsets, int i, int most, Longest& longest, bool& bad) {
+// Checks offset i and sequence i - 1, which ends there.
+inline void check(const Offsets& offsets, int i, int most, Longest& longest, bool& bad) {
     const i64 offset = offsets.at(i), before = i == 0 ? 0 : offsets.at(i - 1);
     if (offset < before || offset > offsets.total || offset - before > most
         || (i == 0 && offset != 0)) bad = true;
@@ -28,24 +29,24 @@ sequences(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Longest (&longest)[2][NUM_THREADS] =
         *reinterpret_cast<Longest (*)[2][NUM_THREADS]>(shared_bytes);
-    const Offsets of_q = query_offsets(args), of_k = key_offsets(args);
+    const Offsets q_offsets = query_offsets(args), k_offsets = key_offsets(args);
     const int thread = threadIdx.x;
     Longest q = {0, 0}, k = {0, 0};
     bool bad = false;
     for (int i = thread; i <= args.options.num_sequences; i += NUM_THREADS) {
-        look(of_q, i, args.options.max_seqlen_q, q, bad);
-        look(of_k, i, args.options.max_seqlen_k, k, bad);
+        check(q_offsets, i, args.options.max_seqlen_q, q, bad);
+        check(k_offsets, i, args.options.max_seqlen_k, k, bad);
     }
     longest[0][thread] = q;
     longest[1][thread] = k;
     bad = __syncthreads_or(bad);
     for (int half = NUM_THREADS / 2; half > 0; half /= 2) {
         if (thread < half)
-            for (auto& of_all : longest)
-                of_all[thread] = longer(of_all[thread], of_all[thread + half]);
+            for (auto& of_threads : longest)
+                of_threads[thread] = longer(of_threads[thread], of_threads[thread + half]);
         __syncthreads();
     }
     if (thread == 0)
-        *static_cast<FoundSequences*>(args.found) =
+        *static_cast<SequenceStats*>(args.found) =
             {bad, longest[0][0].number, longest[1][0].number, 0};
 }

@@ -61,7 +61,7 @@ backward_rows(const __grid_constant__ Arguments args) {
     if (thread < BLOCK_Q) rows.lse[thread] = has_large_lse ? lse : lse * LOG2_E;
     if constexpr (SEGMENTS)
         if (thread < num_rows)
-            rows.set_id(thread, Pairs(args, batch).id_of_query(tile * BLOCK_Q + thread));
+            rows.set_id(thread, PairMask(args, batch).id_of_query(tile * BLOCK_Q + thread));
     if (thread == 0) {
         rows.has_large_lse = has_large_lse;
         rows.scale = LINEAR ? static_cast<float>(arguments.scale) : 1.0f;

@@ -1,13 +1,15 @@
-// The order in which blocks take tiles with segment ids: those that visit most tiles first, so that
-// none of the long ones begins last. Tiles of all batches together, queries' or, OF_KEYS, keys';
-// of as long ones that of the smaller number first. A tile's number is batch * tiles + tile.
+// The order in which blocks take tiles with segment ids: those that visit the most tiles first, so
+// that no long tile starts last. It orders the query tiles or, OF_KEYS, the key tiles of all
+// batches together; tiles of equal length by their numbers. A tile's number is
+// batch * tiles + tile.
 //
-// All ranges of ids come to shared memory at once, while each thread looks what the mask lets its
-// tile visit. There LANES lanes a tile count what it visits, then how many tiles come before it.
+// All ranges of ids are copied to shared memory at once, while each thread computes which tiles the
+// mask lets its tile visit. Then LANES lanes a tile count the tiles that it visits, and after that
+// the tiles that come before it.
 //
-// More tiles than threads, or more ranges than places, stay in the order of their numbers, a
-// batch's query tiles in the reverse order: under the causal mask the first are the longest. So
-// many are some for each multiprocessor, of each head, and what it has last matters little.
+// More tiles than threads, or more ranges than fit, stay in the order of their numbers, a batch's
+// query tiles in reverse order: under the causal mask the last are the longest. So many tiles are
+// several an SM for each head, and which comes last matters little.
 //
 // Grid: one block, after prepare/segment_ranges.cu. Block: NUM_THREADS threads.
 // Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), WINDOW, CAUSAL,
@@ -18,20 +20,20 @@
 #include "score/pair_mask.cuh"
 #include "common/ptx.cuh"
 
-constexpr int LANES = 4;                                    // that count together
+constexpr int LANES = 4;                                    // that count for one tile
 constexpr int MAX_RANGES = 4 * NUM_THREADS;
 
-// What the mask lets a tile visit: the tiles of the other kind [first, end) of its batch. Of two
-// tiles that of the higher place is taken first.
-struct Walk { int batch, first, end, place; };
+// The tiles of the other kind [first, end) of its batch that the mask lets a tile visit. The tile
+// with the higher rank is taken first.
+struct Walk { int batch, first, end, rank; };
 
 struct SharedPlan {
-    Range ranges[MAX_RANGES];
+    IdRange ranges[MAX_RANGES];
     Walk walks[NUM_THREADS];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// As if all ids were one; without a place yet.
+// As if all ids were equal; the rank is not known yet.
 inline Walk walk_of(const Mask<CAUSAL, WINDOW>& mask, int batch, int tile) {
     if constexpr (OF_KEYS) {
         const QueryTiles tiles = mask.query_tiles(tile * BLOCK_K, BLOCK_Q, BLOCK_K);
@@ -42,8 +44,8 @@ inline Walk walk_of(const Mask<CAUSAL, WINDOW>& mask, int batch, int tile) {
     }
 }
 
-// For each number below `count` take(number, sum), where the sum is that of part(number, lane) over
-// LANES lanes. By the whole block.
+// Calls take(number, sum) for each number below `count`, where sum adds part(number, lane) over
+// LANES lanes. Whole block.
 template <class Part, class Take> inline void for_each_sum(int count, Part part, Take take) {
     const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     #pragma unroll 1
@@ -67,7 +69,7 @@ segment_order(const __grid_constant__ Arguments args) {
     const int tiles = OF_KEYS ? k_tiles : q_tiles, count = shape.batch * tiles;
     const i64 num_ranges = i64(shape.batch) * (q_tiles + k_tiles);
     const int thread = threadIdx.x;
-    int* order = order_behind_counter(args);
+    int* order = tile_order(args);
     if (count > NUM_THREADS || num_ranges > MAX_RANGES) {
         #pragma unroll 1
         for (int i = thread; i < count; i += NUM_THREADS)
@@ -81,28 +83,28 @@ segment_order(const __grid_constant__ Arguments args) {
     cp_async_commit();
     if (thread < count) shared.walks[thread] = walk_of(mask, thread / tiles, thread % tiles);
     cp_async_wait<0>();
-    __syncthreads();                                        // all ranges and walks are there
-    Arguments own = args;
-    own.found = shared.ranges;                              // there Pairs looks
+    __syncthreads();                                        // all ranges and walks are written
+    Arguments shared_args = args;
+    shared_args.found = shared.ranges;                              // where PairMask reads them
     for_each_sum(count, [&](int number, int lane) {
         const Walk& walk = shared.walks[number];
-        const Pairs pairs(own, walk.batch);
+        const PairMask pair_mask(shared_args, walk.batch);
         const int tile = number - walk.batch * tiles;
-        int met = 0;
+        int num_visited = 0;
         #pragma unroll 4
         for (int other = walk.first + lane; other < walk.end; other += LANES)
-            met += !(OF_KEYS ? pairs.skips(other, tile) : pairs.skips(tile, other));
-        return met;
-    }, [&](int number, int met) {
-        const int length = max(met, 1);                     // one that is hidden, if no other is
-        shared.walks[number].place = length * NUM_THREADS + (NUM_THREADS - 1 - number);
+            num_visited += !(OF_KEYS ? pair_mask.skips(other, tile) : pair_mask.skips(tile, other));
+        return num_visited;
+    }, [&](int number, int num_visited) {
+        const int length = max(num_visited, 1);             // visits a masked tile if no other
+        shared.walks[number].rank = length * NUM_THREADS + (NUM_THREADS - 1 - number);
     });
-    __syncthreads();                                        // all places are there
+    __syncthreads();                                        // all ranks are written
     for_each_sum(count, [&](int number, int lane) {
-        const int place = shared.walks[number].place;
+        const int rank = shared.walks[number].rank;
         int before = 0;
         #pragma unroll 4
-        for (int i = lane; i < count; i += LANES) before += shared.walks[i].place > place;
+        for (int i = lane; i < count; i += LANES) before += shared.walks[i].rank > rank;
         return before;
     }, [&](int number, int before) { order[before] = number; });
 }

@@ -1,15 +1,17 @@
-// The smallest and the largest segment id of each tile of BLOCK_Q queries and of BLOCK_K keys, by
-// which other kernels know tiles with nothing in common (pair_mask.cuh): first all query tiles,
-// batch by batch, then all key tiles. Behind them, no tile has been taken yet.
+// The smallest and the largest segment id of each tile of BLOCK_Q queries and of BLOCK_K keys, from
+// which other kernels see that tiles have no id in common (pair_mask.cuh). Also zeroes the tile
+// counter. segment_ranges.cuh has the layout.
 //
-// Grid: a warp a tile. Block: NUM_THREADS threads.
+// Grid: one warp a tile. Block: NUM_THREADS threads.
 // Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), BLOCK_Q, BLOCK_K,
-// NUM_THREADS. No shared memory. Bound by memory: 4 bytes a token.
+// NUM_THREADS. No shared memory.
+//
+// Bound by memory: 4 bytes a token.
 #include "score/pair_mask.cuh"
 
 // The range of id_of(token) over a tile's tokens, in every lane of the warp.
-template <class IdOf> inline Range range_of(int first, int end, IdOf id_of) {
-    Range range = {2147483647, -2147483647 - 1};
+template <class IdOf> inline IdRange range_of(int first, int end, IdOf id_of) {
+    IdRange range = {2147483647, -2147483647 - 1};
     for (int token = first + threadIdx.x % 32; token < end; token += 32) {
         const int id = id_of(token);
         range = {min(range.low, id), max(range.high, id)};
@@ -33,12 +35,12 @@ segment_ranges(const __grid_constant__ Arguments args) {
     const i64 rest = of_keys ? number - first_k : number;
     const int tiles = of_keys ? k_tiles : q_tiles, block = of_keys ? BLOCK_K : BLOCK_Q;
     const int batch = rest / tiles, start = rest % tiles * block;
-    if (number == 0 && threadIdx.x == 0) *counter_behind_ranges(args) = 0;
-    const Pairs pairs(args, batch);
-    const Range range = of_keys
+    if (number == 0 && threadIdx.x == 0) *tile_counter(args) = 0;
+    const PairMask pair_mask(args, batch);
+    const IdRange range = of_keys
         ? range_of(start, min(start + block, shape.seqlen_k),
-                   [&](int token) { return pairs.id_of_key(token); })
+                   [&](int token) { return pair_mask.id_of_key(token); })
         : range_of(start, min(start + block, shape.seqlen_q),
-                   [&](int token) { return pairs.id_of_query(token); });
-    if (threadIdx.x % 32 == 0) static_cast<Range*>(args.found)[number] = range;
+                   [&](int token) { return pair_mask.id_of_query(token); });
+    if (threadIdx.x % 32 == 0) static_cast<IdRange*>(args.found)[number] = range;
 }

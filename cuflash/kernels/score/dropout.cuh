@@ -1,8 +1,8 @@
-// Which pairs dropout keeps: a function of seed, batch, head, query and key alone
-// (docs/guide/options.md).
+// Dropout (DROPOUT): P times Z, where Z is 0 or 1 / (1 - probability). Which pairs are kept is a
+// function of seed, batch, head, query and key alone (docs/guide/options.md).
 //
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, doi:10.1145/2063384.2063405): word key % 4 of the
-// counter (key / 4, query, head, batch) decides. Packed sequences count as batches.
+// counter (key / 4, query, head, batch) decides. A packed sequence counts as a batch.
 //
 // Constants: DROPOUT, PACKED.
 #pragma once
@@ -26,23 +26,23 @@ inline Words philox(Words counter, u32 key0, u32 key1) {
     return counter;
 }
 
-// One head's.
+// One head's dropout.
 template <class Real> struct Dropout {
     u32 key0, key1, batch, head, drop_below;
-    Real factor;
+    Real factor;                                            // Z of a pair that is kept
 
-    template <class Arguments> explicit Dropout(const Arguments& arguments) {
+    template <class Arguments> explicit Dropout(const Arguments& args) {
         if constexpr (DROPOUT) {
-            key0 = static_cast<u32>(arguments.seed);
-            key1 = static_cast<u32>(arguments.seed >> 32);
-            drop_below = arguments.options.drop_below;
-            factor = static_cast<Real>(arguments.options.keep_factor);
-            if constexpr (PACKED) batch = arguments.options.sequence;
+            key0 = static_cast<u32>(args.seed);
+            key1 = static_cast<u32>(args.seed >> 32);
+            drop_below = args.options.drop_below;
+            factor = static_cast<Real>(args.options.keep_factor);
+            if constexpr (PACKED) batch = args.options.sequence;
         }
     }
-    // Of a kernel that takes one packed sequence after another.
-    void set_sequence(int number) {
-        if constexpr (DROPOUT && PACKED) batch = number;
+    // For kernels whose blocks take one packed sequence after another.
+    void set_sequence(int sequence) {
+        if constexpr (DROPOUT && PACKED) batch = sequence;
     }
     void set_head(int new_batch, int new_head) {
         if constexpr (DROPOUT) {
@@ -51,21 +51,21 @@ template <class Real> struct Dropout {
         }
     }
 
-    // Those of a query and the four keys from key / 4 * 4 on.
+    // The words of a query and the four keys from key / 4 * 4 on.
     Words words_of(int query, int key) const {
         return philox({{static_cast<u32>(key) / 4, static_cast<u32>(query), head, batch}},
                       key0, key1);
     }
 
-    // Of the pairs of a query and keys key and key + 1, key being even: whether they are kept.
+    // Whether the pairs of a query with keys key and key + 1 are kept. key is even.
     void keeps(int query, int key, bool& first, bool& second) const {
         const Words words = words_of(query, key);
         first = (key % 4 == 0 ? words.x[0] : words.x[2]) >= drop_below;
         second = (key % 4 == 0 ? words.x[1] : words.x[3]) >= drop_below;
     }
 
-    // Of COUNT such pairs of keys, 8 keys from one to the next: bits 2 n and 2 n + 1 are of pair n.
-    // One after the other: all at once would take more registers than there are.
+    // COUNT such pairs of keys, 8 keys apart: bits 2 n and 2 n + 1 belong to pair n. The loop is
+    // not unrolled, which would take more registers than there are.
     template <int COUNT> u32 kept_bits(int query, int key) const {
         static_assert(COUNT <= 16, "a word has 32 bits");
         u32 bits = 0;
@@ -78,8 +78,8 @@ template <class Real> struct Dropout {
         return bits;
     }
 
-    // Of the pairs of a query and keys key .. key + 3, key being a multiple of 4: bit n is of the
-    // n-th, 1 if it is kept.
+    // The pairs of a query with keys key .. key + 3, key being a multiple of 4: bit n is 1 if the
+    // n-th is kept.
     u32 kept_of_four(int query, int key) const {
         const Words words = words_of(query, key);
         u32 bits = 0;
@@ -88,7 +88,7 @@ template <class Real> struct Dropout {
         return bits;
     }
 
-    // Z of a pair: 0, or the factor if it is kept.
+    // Z of a pair.
     Real z(int query, int key) const {
         if constexpr (!DROPOUT) return 1;
         bool kept[2];

@@ -1,18 +1,16 @@
-// What the two plain backward kernels have in common: the weight of a pair and its gradient.
+// Shared by the two backward kernels on CUDA cores: P of a pair and its gradient.
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  D = rowsum(dO O),  dS = P (dP - D)
 //
-// (FlashAttention-2, arXiv:2307.08691, Algorithm 2.) With options (docs/guide/options.md) scale S
-// stands for the score that score_mod.cuh makes of it, and dS for the gradient by scale S. P comes
-// from lse alone; S is computed in the order of simt/forward.cu. The mask alone says which pairs
-// take part: one that is visible does so where P = 0 too, and 0 * inf and 0 * NaN are NaN.
+// (FlashAttention-2, arXiv:2307.08691, Alg. 2.) With options (docs/guide/options.md) scale S stands
+// for the score of score_mod.cuh, and dS for the gradient by scale S. P comes from lse alone; S is
+// computed in the order of simt/forward.cu. The mask alone says which pairs take part: one that is
+// visible does so where P = 0 too, and 0 * inf and 0 * NaN are NaN.
 #pragma once
 #include "common/types.cuh"
 #include "common/mask.cuh"
 #include "simt/simt.cuh"
-#include "score/dropout.cuh"
-#include "score/pair_mask.cuh"
-#include "score/score_mod.cuh"
+#include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -27,30 +25,18 @@ inline Real effective_lse(Real lse) {
 
 struct Weight { Real p, ds, ds_bias; };
 
-// What one head does to its pairs.
-struct Options {
-    ScoreMod<Real> steps;
-    Pairs pairs;
-    Dropout<Real> dropout;
-
-    template <class Arguments>
-    Options(const Arguments& args, int batch) : steps(args), pairs(args, batch), dropout(args) {}
-
-    template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
-        steps.set_head(args, batch, head);
-        pairs.set_head(head);
-        dropout.set_head(batch, head);
-    }
-    bool hides(int query, int key) const { return PAIRWISE && !pairs.visible(query, key); }
-};
+inline bool is_masked(const HeadOptions<Real>& options, int query, int key) {
+    return PAIRWISE && !options.pair_mask.visible(query, key);
+}
 
 // P and dS of query i and key j: s = products of q and k, dp = products of dO and v, shift =
 // seqlen_k - seqlen_q. With dropout, p is what dV takes. ds_bias: dS before the slope of a softcap.
 inline Weight weight_of(
-    Real s, Real dp, const Query& query, const Options& options, int i, int j, int shift) {
+    Real s, Real dp, const Query& query, const HeadOptions<Real>& options, int i, int j,
+    int shift) {
     Real derivative;
-    const Real x = options.steps.score(
-        s, Real(i + shift - j), options.steps.bias_of(i, j), derivative);
+    const Real x = options.score_mod.score(
+        s, Real(i + shift - j), options.score_mod.bias_of(i, j), derivative);
     const Real p = exp(x - query.lse);
     const Real z = options.dropout.z(i, j);
     const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);

@@ -1,4 +1,4 @@
-// Backward, plainly, the first of two passes: dK and dV without tensor cores.
+// Backward attention on CUDA cores; correct, not optimised. First of two passes: dK and dV.
 //
 //     dV = P^T dO,  dK = scale dS^T Q              with P and dS from backward.cuh
 //
@@ -19,7 +19,7 @@
 //     q      BLOCK_Q * (HEAD_DIM + 1)          dout   BLOCK_Q * (HEAD_DIM_V + 1)
 //     p, ds  BLOCK_K * (BLOCK_Q + 1) each      queries  2 * BLOCK_Q
 //
-// Bad at speed, as simt/forward.cu; S and dP are computed here and once more for dQ.
+// Bad at: speed, as simt/forward.cu; S and dP are computed here and once more for dQ.
 #include "simt/backward.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_K;
@@ -48,12 +48,12 @@ struct Gradients {
 
 // P^T and dS^T of the tile, to shared memory: a thread has its key's pairs with its own queries.
 inline void weights(
-    SharedPlan& shared, int row, int thread_of_row, const Options& options, int q_start, int key,
-    int shift) {
+    SharedPlan& shared, int row, int thread_of_row, const HeadOptions<Real>& options, int q_start,
+    int key, int shift) {
     Real s[QUERIES_PER_THREAD], dp[QUERIES_PER_THREAD];
-    products<QUERIES_PER_THREAD, HEAD_DIM>(
+    dot_products<QUERIES_PER_THREAD, HEAD_DIM>(
         s, shared.k[row], shared.q, thread_of_row, THREADS_PER_ROW);
-    products<QUERIES_PER_THREAD, HEAD_DIM_V>(
+    dot_products<QUERIES_PER_THREAD, HEAD_DIM_V>(
         dp, shared.v[row], shared.dout, thread_of_row, THREADS_PER_ROW);
     for (int n = 0; n < QUERIES_PER_THREAD; ++n) {
         const int i = thread_of_row + n * THREADS_PER_ROW;
@@ -82,20 +82,20 @@ inline void accumulate(
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_simt_dkdv(const __grid_constant__ Arguments whole) {
+backward_simt_dkdv(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which key head.
-    const Shape& grid = arrays_of(whole).shape;
-    const int kv_head = blockIdx.x % grid.num_heads_kv;
-    const int batch = blockIdx.x / grid.num_heads_kv % grid.batch;
-    int k_tile = blockIdx.x / grid.num_heads_kv / grid.batch;
-    const auto sequence = sequence_of_block<true>(whole, k_tile, BLOCK_K, false);
+    const Shape& call_shape = arrays_of(call_args).shape;
+    const int kv_head = blockIdx.x % call_shape.num_heads_kv;
+    const int batch = blockIdx.x / call_shape.num_heads_kv % call_shape.batch;
+    int k_tile = blockIdx.x / call_shape.num_heads_kv / call_shape.batch;
+    const auto sequence = sequence_of_block<true>(call_args, k_tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
-    const BackwardArguments& arguments = arrays_of(args);
-    const Shape& shape = arguments.shape;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const BackwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int k_start = k_tile * BLOCK_K;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
@@ -105,11 +105,11 @@ backward_simt_dkdv(const __grid_constant__ Arguments whole) {
     const int key = k_start + row;
     const int first_query = mask.first_query(key);          // seqlen_q if there is no such key
     const int end_query = mask.end_query(key);
-    const Real scale = arguments.scale;
-    Options options(args, batch);
+    const Real scale = arrays.scale;
+    HeadOptions<Real> options(args, batch);
 
-    const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
-    const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
+    const Strides &qs = arrays.q_stride, &ks = arrays.k_stride;
+    const Strides &vs = arrays.v_stride, &dos = arrays.dout_stride;
     const Head any(args, batch, kv_head * group_size);
     load_tile<BLOCK_K, HEAD_DIM>(
         shared.k, any.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
@@ -123,7 +123,7 @@ backward_simt_dkdv(const __grid_constant__ Arguments whole) {
         options.set_head(args, batch, kv_head * group_size + member);
         const int q_end = WINDOW ? min(tiles.end * BLOCK_Q, shape.seqlen_q) : shape.seqlen_q;
         for (int q_start = tiles.first * BLOCK_Q; q_start < q_end; q_start += BLOCK_Q) {
-            if (options.pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
+            if (options.pair_mask.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
             load_tile<BLOCK_Q, HEAD_DIM>(
                 shared.q, head.q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
             load_tile<BLOCK_Q, HEAD_DIM_V>(
@@ -138,16 +138,16 @@ backward_simt_dkdv(const __grid_constant__ Arguments whole) {
             accumulate(
                 sums, shared, row, thread_of_row, mask.clamp(first_query - q_start, 0, BLOCK_Q),
                 WINDOW ? min(num_queries, end_query - q_start) : num_queries,
-                [&](int i) { return options.hides(q_start + i, key); });
-            __syncthreads();                                // all that is done with
+                [&](int i) { return is_masked(options, q_start + i, key); });
+            __syncthreads();                                // P, dS, Q and dO are free
         }
     }
 
     if (key >= shape.seqlen_k) return;
-    const Strides &dks = arguments.dk_stride, &dvs = arguments.dv_stride;
-    Element* dk = static_cast<Element*>(arguments.dk)
+    const Strides &dks = arrays.dk_stride, &dvs = arrays.dv_stride;
+    Element* dk = static_cast<Element*>(arrays.dk)
         + batch * dks.batch + key * dks.token + kv_head * dks.head;
-    Element* dv = static_cast<Element*>(arguments.dv)
+    Element* dv = static_cast<Element*>(arrays.dv)
         + batch * dvs.batch + key * dvs.token + kv_head * dvs.head;
     store_row(dk, sums.dk, scale, thread_of_row, THREADS_PER_ROW, shape.head_dim);
     store_row(dv, sums.dv, Real(1), thread_of_row, THREADS_PER_ROW, shape.head_dim_v);

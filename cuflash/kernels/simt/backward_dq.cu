@@ -1,4 +1,4 @@
-// Backward, plainly, the second of two passes: dQ without tensor cores.
+// Backward attention on CUDA cores; correct, not optimised. Second of two passes: dQ.
 //
 //     dQ = scale dS K                              with dS from backward.cuh
 //
@@ -18,7 +18,7 @@
 //     k   BLOCK_K * (HEAD_DIM + 1)             v      BLOCK_K * (HEAD_DIM_V + 1)
 //     ds  BLOCK_Q * (BLOCK_K + 1)
 //
-// Bad at speed, as simt/forward.cu.
+// Bad at: speed, as simt/forward.cu.
 #include "simt/backward.cuh"
 #include "score/dbias.cuh"
 
@@ -42,12 +42,13 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 // sees(j): whether the query sees the tile's key j.
 template <class Sees>
 inline void score_gradients(
-    SharedPlan& shared, int row, int thread_of_row, const Query& query, const Options& options,
-    int i, int k_start, int shift, Sees sees, const BiasGradient& dbias) {
+    SharedPlan& shared, int row, int thread_of_row, const Query& query,
+    const HeadOptions<Real>& options, int i, int k_start, int shift, Sees sees,
+    const BiasGradient& dbias) {
     Real s[KEYS_PER_THREAD], dp[KEYS_PER_THREAD];
-    products<KEYS_PER_THREAD, HEAD_DIM>(
+    dot_products<KEYS_PER_THREAD, HEAD_DIM>(
         s, shared.q[row], shared.k, thread_of_row, THREADS_PER_ROW);
-    products<KEYS_PER_THREAD, HEAD_DIM_V>(
+    dot_products<KEYS_PER_THREAD, HEAD_DIM_V>(
         dp, shared.dout[row], shared.v, thread_of_row, THREADS_PER_ROW);
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
@@ -60,21 +61,21 @@ inline void score_gradients(
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-backward_simt_dq(const __grid_constant__ Arguments whole) {
+backward_simt_dq(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Which tile of which head.
-    const Shape& grid = arrays_of(whole).shape;
-    const int head_index = blockIdx.x % grid.num_heads_q;
-    const int batch = blockIdx.x / grid.num_heads_q % grid.batch;
-    const int order = blockIdx.x / grid.num_heads_q / grid.batch;
-    int q_tile = CAUSAL ? num_query_tiles(whole, BLOCK_Q) - 1 - order : order;
-    const auto sequence = sequence_of_block<false>(whole, q_tile, BLOCK_Q, CAUSAL);
+    const Shape& call_shape = arrays_of(call_args).shape;
+    const int head_index = blockIdx.x % call_shape.num_heads_q;
+    const int batch = blockIdx.x / call_shape.num_heads_q % call_shape.batch;
+    const int order = blockIdx.x / call_shape.num_heads_q / call_shape.batch;
+    int q_tile = CAUSAL ? num_query_tiles(call_args, BLOCK_Q) - 1 - order : order;
+    const auto sequence = sequence_of_block<false>(call_args, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
-    const Arguments& args = of_sequence(whole, sequence, BLOCK_Q);
-    const BackwardArguments& arguments = arrays_of(args);
-    const Shape& shape = arguments.shape;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const BackwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_start = q_tile * BLOCK_Q;
     const Head head(args, batch, head_index);
@@ -85,14 +86,14 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
     const Query query = i < shape.seqlen_q ? head.query(i) : Query{0, 0};
     const int num_keys = i < shape.seqlen_q ? mask.num_keys(i) : 0;
     const int first_key = mask.first_key(i);
-    const Real scale = arguments.scale;
-    Options options(args, batch);
+    const Real scale = arrays.scale;
+    HeadOptions<Real> options(args, batch);
     options.set_head(args, batch, head_index);
     BiasGradient dbias;
     dbias.set_head(args, batch, head_index);
 
-    const Strides &qs = arguments.q_stride, &ks = arguments.k_stride;
-    const Strides &vs = arguments.v_stride, &dos = arguments.dout_stride;
+    const Strides &qs = arrays.q_stride, &ks = arrays.k_stride;
+    const Strides &vs = arrays.v_stride, &dos = arrays.dout_stride;
     load_tile<BLOCK_Q, HEAD_DIM>(
         shared.q, head.q, qs.token, q_start, shape.seqlen_q, shape.head_dim);
     load_tile<BLOCK_Q, HEAD_DIM_V>(
@@ -102,7 +103,7 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
     const int k_end = tiles.num_visited * BLOCK_K;
     for (int k_start = tiles.first * BLOCK_K; k_start < k_end; k_start += BLOCK_K) {
-        if (options.pairs.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
+        if (options.pair_mask.skips(q_start / BLOCK_Q, k_start / BLOCK_K)) continue;
         load_tile<BLOCK_K, HEAD_DIM>(
             shared.k, head.k, ks.token, k_start, shape.seqlen_k, shape.head_dim);
         load_tile<BLOCK_K, HEAD_DIM_V>(
@@ -110,7 +111,7 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
         __syncthreads();                                    // the tile and Q, dO are there
         const auto sees = [&](int j) {
             const Visible visible = visible_keys(first_key, num_keys, k_start);
-            return j >= visible.first && j < visible.end && !options.hides(i, k_start + j);
+            return j >= visible.first && j < visible.end && !is_masked(options, i, k_start + j);
         };
         score_gradients(shared, row, thread_of_row, query, options, i, k_start,
                         shape.seqlen_k - shape.seqlen_q, sees, dbias);
@@ -118,15 +119,15 @@ backward_simt_dq(const __grid_constant__ Arguments whole) {
         // dQ += dS K, over the visible keys only: 0 * NaN is NaN
         const Visible visible = visible_keys(first_key, num_keys, k_start);
         for (int j = visible.first; j < visible.end; ++j)
-            if (!options.hides(i, k_start + j)) for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
+            if (!is_masked(options, i, k_start + j)) for (int n = 0; n < COLUMNS_PER_THREAD; ++n)
                 dq[n] = fma(
                     shared.ds[row][j], shared.k[j][thread_of_row + n * THREADS_PER_ROW], dq[n]);
-        __syncthreads();                                    // all that is done with
+        __syncthreads();                                    // P, dS, Q and dO are free
     }
 
     if (i >= shape.seqlen_q) return;
-    const Strides& dqs = arguments.dq_stride;
-    Element* out = static_cast<Element*>(arguments.dq)
+    const Strides& dqs = arrays.dq_stride;
+    Element* out = static_cast<Element*>(arrays.dq)
         + batch * dqs.batch + i * dqs.token + head_index * dqs.head;
     store_row(out, dq, scale, thread_of_row, THREADS_PER_ROW, shape.head_dim);
 }

@@ -1,8 +1,8 @@
-// What the plain kernels (no tensor cores) have in common: tiles in shared memory and the score of
-// a pair. They take elements of all types; what they compute with, tiles in shared memory too, is
-// Real: float, or double for double elements.
+// Shared by the kernels on CUDA cores: tiles in shared memory and dot products. The kernels take
+// all element types; they compute, and keep tiles in shared memory, in Real: float, or double for
+// double elements.
 //
-// A block's threads stand in rows. A kernel that owns ROWS queries (or keys) has NUM_THREADS / ROWS
+// A block's threads form rows. A kernel that owns ROWS queries (or keys) has NUM_THREADS / ROWS
 // threads for each, thread / threads_per_row being the row. They share the columns: thread t of a
 // row has the columns t, t + threads_per_row, t + 2 threads_per_row, ... of every tile.
 // A row of a tile is one element longer than its columns, so that threads that read one column of
@@ -49,7 +49,7 @@ inline void load_tile(
 // order of d: forward and backward get the same score to the last bit. An other past the tile is
 // read as the tile's last; its product is not to be used.
 template <int N, int COLUMNS, int ROWS, int PITCH>
-inline void products(
+inline void dot_products(
     Real (&a)[N], const Real* row, const Real (&others)[ROWS][PITCH], int first, int step) {
     const Real* other[N];
     for (int n = 0; n < N; ++n) {

@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared
     tma_store_wait<0>();
 }
 
-using CallShape = decltype(own_shape(*static_cast<const Arguments*>(nullptr)));
+using CallShape = decltype(tile_shape(*static_cast<const Arguments*>(nullptr)));
 
 // A consumer warpgroup: 64 keys of each work tile.
 struct Consumer {
@@ -111,7 +111,7 @@ struct Consumer {
     __device__ __forceinline__ Consumer(const Arguments& args, SharedPlan& shared)
         : args(args),
           shared(shared),
-          shape(own_shape(args)),
+          shape(tile_shape(args)),
           // By a shuffle, so that the compiler knows that it is uniform in the warp.
           warpgroup(__shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1),
           thread(threadIdx.x - WARPGROUP),

@@ -36,7 +36,7 @@ struct OptionScores {
         pairs.distance = pairs.query + mask.bounds.seqlen_k - mask.bounds.seqlen_q - pairs.key;
     }
     __device__ __forceinline__ void compute_bits(const QueryRows& tile_rows, bool has_boundary) {
-        ::compute_bits(pairs, args, dropout, Pairs(args, pairs.batch), mask.bounds, tile_rows,
+        ::compute_bits(pairs, args, dropout, PairMask(args, pairs.batch), mask.bounds, tile_rows,
                        mask.cuts(tile_rows.q_start), has_boundary);
     }
     __device__ __forceinline__ void load_biases() { ::load_biases(pairs, args); }

@@ -76,7 +76,7 @@ __device__ __forceinline__ void clear_out_of_bounds(
 }
 
 __device__ __forceinline__ void clear_other_segments(
-    LanePairs& pairs, const QueryRows& rows, const Pairs& pair_mask, int num_keys) {
+    LanePairs& pairs, const QueryRows& rows, const PairMask& pair_mask, int num_keys) {
     if constexpr (SEGMENTS) {
         const int row = pairs.query - rows.q_start;
         #pragma unroll
@@ -92,7 +92,7 @@ __device__ __forceinline__ void clear_other_segments(
     }
 }
 
-__device__ __forceinline__ void clear_masked(LanePairs& pairs, Pairs pair_mask) {
+__device__ __forceinline__ void clear_masked(LanePairs& pairs, PairMask pair_mask) {
     pair_mask.set_head(pairs.head);
     u32 unmasked[LanePairs::WORDS];
     if (pair_mask.has_words(pairs.key - threadIdx.x % 32 / 4 + 16))
@@ -110,8 +110,8 @@ __device__ __forceinline__ void clear_masked(LanePairs& pairs, Pairs pair_mask) 
 // is_cut: the causal mask or window masks pairs of the tile; has_segment_boundary: segments do.
 __device__ __forceinline__ void compute_bits(
     LanePairs& pairs, const Arguments& args, const Dropout<float>& dropout,
-    const Pairs& pair_mask, const Mask<CAUSAL, WINDOW>& bounds, const QueryRows& rows, bool is_cut,
-    bool has_segment_boundary) {
+    const PairMask& pair_mask, const Mask<CAUSAL, WINDOW>& bounds, const QueryRows& rows,
+    bool is_cut, bool has_segment_boundary) {
     if constexpr (VISIBILITY_BITS) {
         #pragma unroll
         for (u32& bits : pairs.visible) bits = ~0u;

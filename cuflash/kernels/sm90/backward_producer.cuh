@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_query_tile(
     const u32 q_full = shared_address(&shared.q_full[stage.index]);
     if (SEGMENTS)
         shared.has_segment_boundary[stage.index] =
-            !Pairs(args, work.batch).sees_all(it.tile, work.tile);
+            !PairMask(args, work.batch).sees_all(it.tile, work.tile);
     bulk_load(shared_address(&shared.rows[stage.index]),
               static_cast<const QueryRows*>(args.arrays.delta)
                   + query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile),

@@ -92,7 +92,7 @@ __device__ __forceinline__ void skip_empty_slots(
 __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_tiles, int index) {
     const Shape& shape = args.arrays.shape;
     if constexpr (SEGMENTS)
-        return tile_in_order(index, order_behind_counter(args), num_k_tiles, shape.num_heads_kv,
+        return tile_in_order(index, tile_order(args), num_k_tiles, shape.num_heads_kv,
                              shape.batch, args.arrays.schedule);
     else
         return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,
@@ -126,7 +126,7 @@ struct QueryTileIterator {
         head = work.head * group_size;
         remaining = group_size * (end - first);
         if constexpr (SEGMENTS) {
-            const Pairs pair_mask(args, work.batch);
+            const PairMask pair_mask(args, work.batch);
             const int visited = pair_mask.query_tiles_between(first, end, work.tile);
             remaining = group_size * max(visited, 1);
             if (visited > 0)
@@ -136,7 +136,7 @@ struct QueryTileIterator {
     __device__ __forceinline__ void next(const Arguments& args, TileCoord work) {
         --remaining;
         if constexpr (SEGMENTS)
-            tile = Pairs(args, work.batch).query_tile_after(tile, work.tile, end);
+            tile = PairMask(args, work.batch).query_tile_after(tile, work.tile, end);
         else
             ++tile;
         if (tile < end) return;

@@ -28,8 +28,8 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
             #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const int query = row + i / 2 * 8, key = column + i % 2 * 8;
-                const u32 high = biases[score_mod.place_of_bias(query, key + 1)];
-                pairs.biases[i] = biases[score_mod.place_of_bias(query, key)] | high << 16;
+                const u32 high = biases[score_mod.bias_index(query, key + 1)];
+                pairs.biases[i] = biases[score_mod.bias_index(query, key)] | high << 16;
                 if (i % 4 == 3) __syncwarp();               // limits loads in flight: registers
             }
         }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void apply_score_mod(
                 bias = of_pair<Bias>(pairs.biases[i / 4 * 2 + i % 2], i / 2 % 2);
             else
                 bias = score_mod.bias_of(pairs.query + query, pairs.key + key);
-            return score_mod.added(
+            return score_mod.addend(
                 static_cast<float>(pairs.distance) + static_cast<float>(query - key), bias);
         };
         if (fits_poly4) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void compute_p_poly4(
             const float score = x * score_mod.poly4_factor_log2(x), t = score_mod.poly4_tanh(score);
             const float offset = j * 8 + i % 2 - i / 2 * 8;
             const float added = ALIBI
-                ? fmaf(score_mod.added(static_cast<float>(distance) + offset, 0.0f), LOG2_E,
+                ? fmaf(score_mod.addend(static_cast<float>(distance) + offset, 0.0f), LOG2_E,
                        -lse[i % 2])
                 : -lse[i % 2];
             weights[i] = exp2_approx(score + added);

@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_REGS], 
                      {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
 }
 
-using CallShape = decltype(own_shape(*static_cast<const Arguments*>(nullptr)));
+using CallShape = decltype(tile_shape(*static_cast<const Arguments*>(nullptr)));
 
 struct ScoreWarpgroup {
     const Arguments& args;
@@ -134,7 +134,7 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ ScoreWarpgroup(const Arguments& args, SharedPlan& shared)
         : args(args),
           shared(shared),
-          shape(own_shape(args)),
+          shape(tile_shape(args)),
           thread(threadIdx.x % WARPGROUP),
           lane(thread % 32),
           warp_row(thread / 32 * 16),

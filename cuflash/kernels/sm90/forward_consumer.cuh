@@ -59,7 +59,7 @@ struct Consumer {
     int stored_stage = -1;                                  // of Q, through which rows are leaving
 
     // The query tile: the lane's first query, and the key tiles that the warpgroup visits.
-    decltype(own_shape(args)) shape = own_shape(args);
+    decltype(tile_shape(args)) shape = tile_shape(args);
     Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     int first_row, num_skipped;
     KeyTiles visited;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& sha
 // A lane's share of a key tile's segment ids, read from global memory before their stage is free.
 struct LaneSegmentIds {
     int ids[(BLOCK_K + 31) / 32];
-    __device__ __forceinline__ void load(const Pairs& pairs, int k_start, int seqlen_k) {
+    __device__ __forceinline__ void load(const PairMask& pairs, int k_start, int seqlen_k) {
         if constexpr (SEGMENTS)
             #pragma unroll
             for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
@@ -84,17 +84,17 @@ struct LaneSegmentIds {
 // The key tiles that a query tile visits, from the last to the first. With SEGMENTS, those that may
 // share an id with it. A whole warp examines 32 tiles at a time, one a lane, so a tile's flags are
 // known before its turn.
-template <class Pairs> struct SparseKeyTiles {
-    const Pairs& pairs;
-    Range query_ids;
+template <class PairMask> struct SparseKeyTiles {
+    const PairMask& pairs;
+    IdRange query_ids;
     int first, base;                                        // a lane's tile is base - lane
     u32 remaining = 0;                                      // a bit a lane: still to visit
     u32 masked = 0, one_id = 0;                             // a bit a lane: flags
 
     __device__ __forceinline__ SparseKeyTiles(
-        const Pairs& pairs, int q_tile, const KeyTiles& visited)
+        const PairMask& pairs, int q_tile, const KeyTiles& visited)
         : pairs(pairs), first(visited.first), base(visited.num_visited + 31) {
-        if constexpr (SEGMENTS) query_ids = pairs.of_queries(q_tile);
+        if constexpr (SEGMENTS) query_ids = pairs.ids_of_queries(q_tile);
         find_remaining();
     }
     // Moves to the next 32 tiles of which any is visited.
@@ -103,10 +103,10 @@ template <class Pairs> struct SparseKeyTiles {
             base -= 32;
             const int tile = base - threadIdx.x % 32;
             if constexpr (SEGMENTS) {
-                const Range key_ids = pairs.of_keys(max(tile, first));
+                const IdRange key_ids = pairs.ids_of_keys(max(tile, first));
                 const bool is_one = key_ids.low == key_ids.high;
                 remaining = __ballot_sync(
-                    WHOLE_WARP, tile >= first && !are_apart(query_ids, key_ids));
+                    WHOLE_WARP, tile >= first && !disjoint(query_ids, key_ids));
                 masked = __ballot_sync(
                     WHOLE_WARP, HAS_MASK || !is_one || query_ids.low != query_ids.high);
                 one_id = __ballot_sync(WHOLE_WARP, is_one);
@@ -133,7 +133,7 @@ template <class Pairs> struct SparseKeyTiles {
 __device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPlan& shared) {
     const Shape& shape = args.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    const Mask<CAUSAL, WINDOW> mask = mask_of(args, OwnSequence{});
+    const Mask<CAUSAL, WINDOW> mask = mask_of(args, TileSequence{});
     const int lane = threadIdx.x % 32;
     TileScheduler scheduler(args);
     PipelineState<KV_STAGES> stage;
@@ -141,10 +141,10 @@ __device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPl
         const QueryTile work = scheduler.acquire(args, shared);
         if (work.num_rows == 0) return;
         const int kv_head = work.head / group_size;
-        const Pairs pairs(args, work.batch);
-        SparseKeyTiles<Pairs> tiles(
+        const PairMask pairs(args, work.batch);
+        SparseKeyTiles<PairMask> tiles(
             pairs, work.q_start / BLOCK_Q, mask.key_tiles(work.q_start, work.num_rows, BLOCK_K));
-        SparseKeyTiles<Pairs>::Tile tile = {0, true, false};
+        SparseKeyTiles<PairMask>::Tile tile = {0, true, false};
         LaneSegmentIds ids;
         const auto take_tile = [&] {
             if (tiles.has_more()) tile = tiles.take();

@@ -8,7 +8,7 @@ template <> struct ScoreOf<true> { using type = AlibiScore; };
 
 struct OptionsConsumer : Consumer {
     ScoreMod<float> score_mod{args};
-    Pairs pairs{args, 0};
+    PairMask pairs{args, 0};
     Dropout<float> dropout{args};
     AlibiQueries<ALIBI_MMA> alibi;
     ScoreOf<ALIBI_MMA>::type score;                         // of the key tile
@@ -203,7 +203,7 @@ struct OptionsConsumer : Consumer {
                 const int past = first_row + shape.seqlen_k - shape.seqlen_q
                                - alibi.nearest_key(tile * BLOCK_K);
                 for (int half = 0; half < 2; ++half)
-                    score.set(half, score_mod.added(static_cast<float>(past + half * 8), 0.0f),
+                    score.set(half, score_mod.addend(static_cast<float>(past + half * 8), 0.0f),
                               score_mod.scale);
                 return false;
             }

@@ -11,7 +11,7 @@ struct QueryRow {
     int query, kv_head;
     Mask<CAUSAL, WINDOW> mask;
     int first_key, end_key;                                 // of those that it sees, but for pairs
-    Pairs pairs;
+    PairMask pairs;
     ScoreMod<float> score_mod;
     Dropout<float> dropout;
     const Element *q, *k, *v;
@@ -107,8 +107,9 @@ __device__ __forceinline__ void recompute_rows(
             const bool marked = !(fabsf(to_float(out[0])) <= infinity());
             __syncwarp();                                   // before recompute_row writes there
             if (marked)
-                recompute_row(of_sequence(args, tile, BLOCK_Q), tile.q_start + row, tile.head,
-                              tile.batch, scale_log2, out, lse == nullptr ? lse : lse + row);
+                recompute_row(
+                    sequence_arguments(args, tile, BLOCK_Q), tile.q_start + row, tile.head,
+                    tile.batch, scale_log2, out, lse == nullptr ? lse : lse + row);
         }
     }
 }

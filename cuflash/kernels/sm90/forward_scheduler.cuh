@@ -25,7 +25,7 @@ __device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
 // The partial tile of a head has whole warpgroups' queries and lies where queries see least: first
 // under the causal mask, otherwise last. Tiles with segment ids start at the first query.
 __device__ __forceinline__ QueryTile make_query_tile(
-    TileCoord coord, const OwnSequence& sequence, const Arguments& args) {
+    TileCoord coord, const TileSequence& sequence, const Arguments& args) {
     if (coord.tile < 0) return {sequence, 0, 0, 0, 0};
     const int length = seqlen_q_of(args, sequence);
     const int groups = (length + CONSUMER_ROWS - 1) / CONSUMER_ROWS;
@@ -97,7 +97,7 @@ template <class Arguments> struct DynamicTileScheduler {
         const Shape& shape = args.arrays.shape;
         if constexpr (SEGMENTS)
             return make_query_tile(
-                tile_in_order(number, order_behind_counter(args), slots, shape.num_heads_q,
+                tile_in_order(number, tile_order(args), slots, shape.num_heads_q,
                               shape.batch, args.arrays.schedule), {}, args);
         TileCoord coord = tile_of_block(
             number, slots, shape.num_heads_q, shape.batch, args.arrays.schedule);
@@ -108,8 +108,8 @@ template <class Arguments> struct DynamicTileScheduler {
         return make_query_tile(coord, sequence, args);
     }
     static __device__ __forceinline__ int* counter(const Arguments& args) {
-        if constexpr (PACKED) return &static_cast<FoundSequences*>(args.found)->handed_out;
-        else return counter_behind_ranges(args);
+        if constexpr (PACKED) return &static_cast<SequenceStats*>(args.found)->handed_out;
+        else return tile_counter(args);
     }
     // By the warp that takes tiles. After the last, q_start is the number of the block's last tile.
     __device__ __forceinline__ QueryTile next(const Arguments& args) {

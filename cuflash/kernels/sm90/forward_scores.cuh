@@ -86,12 +86,12 @@ __device__ __forceinline__ void apply_score_mod(
             wait_for_biases(pairs, shared);
             return apply_score_mod(s, score_mod, [&](int half, int key) {
                 const u32 pair = pairs[key / 16][key / 8 % 2 * 2 + half];
-                return score_mod.added(past + static_cast<float>(half * 8 - key),
+                return score_mod.addend(past + static_cast<float>(half * 8 - key),
                                        of_pair<Bias>(pair, key % 2));
             });
         }
     apply_score_mod(s, score_mod, [&](int half, int key) {
-        return score_mod.added(past + static_cast<float>(half * 8 - key),
+        return score_mod.addend(past + static_cast<float>(half * 8 - key),
                                score_mod.bias_of(first_row + half * 8, first_key + key));
     });
 }
@@ -141,7 +141,7 @@ __device__ __forceinline__ void apply_segment_mask(
 
 // The boolean mask.
 __device__ __forceinline__ void apply_pair_mask(
-    float (&s)[S_COUNT], const Pairs& pairs, const Shape& shape, int first_row, int k_start) {
+    float (&s)[S_COUNT], const PairMask& pairs, const Shape& shape, int first_row, int k_start) {
     const int first_key = lane_key(k_start);
     if constexpr (HAS_MASK)
         #pragma unroll

@@ -39,7 +39,7 @@ constexpr int EPILOGUE_BARRIER = SCHEDULER_BARRIER + CONSUMER_WARPGROUPS;
 
 // Queries [q_start, q_start + num_rows) of a head, counted from the first token of its packed
 // sequence. num_rows = 0: no tile is left.
-struct QueryTile : OwnSequence { int q_start, num_rows, head, batch; };
+struct QueryTile : TileSequence { int q_start, num_rows, head, batch; };
 
 // A query tile and the end of the key tiles that it visits. They start at the first key that its
 // first query sees. At least one is visited, though the mask may hide all of it.

@@ -17,7 +17,7 @@ struct NoSequence {
     static constexpr bool has_tile = true;
     static constexpr int first_q = 0, first_k = 0;
 };
-using OwnSequence = NoSequence;
+using TileSequence = NoSequence;
 
 inline int number_of(NoSequence) { return 0; }
 template <class Arguments> inline int seqlen_q_of(const Arguments& args, NoSequence) {
@@ -26,7 +26,7 @@ template <class Arguments> inline int seqlen_q_of(const Arguments& args, NoSeque
 template <class Arguments> inline int seqlen_k_of(const Arguments& args, NoSequence) {
     return arrays_of(args).shape.seqlen_k;
 }
-template <class Arguments> inline const Shape& own_shape(const Arguments& args) {
+template <class Arguments> inline const Shape& tile_shape(const Arguments& args) {
     return arrays_of(args).shape;
 }
 template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
@@ -41,4 +41,4 @@ template <bool OF_KEYS, class Arguments>
 inline NoSequence sequence_of_tile(const Arguments&, int, int) { return {}; }
 
 template <class Arguments>
-inline const Arguments& of_sequence(const Arguments& args, NoSequence, int, int = 0) { return args; }
+inline const Arguments& sequence_arguments(const Arguments& args, NoSequence, int, int = 0) { return args; }

@@ -4,13 +4,13 @@
 
 constexpr bool PAIRWISE = false;
 
-struct Range { int low, high; };
-bool are_apart(Range a, Range b);
+struct IdRange { int low, high; };
+bool disjoint(IdRange a, IdRange b);
 
-struct Pairs {
+struct PairMask {
     int batch;
 
-    template <class Arguments> Pairs(const Arguments&, int) {}
+    template <class Arguments> PairMask(const Arguments&, int) {}
     void set_head(int) {}
     int id_of_query(int query) const;
     int id_of_key(int key) const;
@@ -18,9 +18,11 @@ struct Pairs {
     bool visible(int query, int key) const;
     bool skips(int, int) const { return false; }
     bool sees_all(int, int) const { return true; }
-    Range of_queries(int tile) const;
-    Range of_keys(int tile) const;
+    IdRange ids_of_queries(int tile) const;
+    IdRange ids_of_keys(int tile) const;
     int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
     int key_tiles_before(int q_tile, int k_tile, int first) const;
 };
+template <class Arguments> int* tile_counter(const Arguments& args);
+template <class Arguments> int* tile_order(const Arguments& args);

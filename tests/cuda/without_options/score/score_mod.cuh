@@ -1,9 +1,9 @@
 // score_mod.cuh for kernels of calls without options. What has no body is not to be called.
 #pragma once
 #include "common/elements.cuh"
+#include "score/sink.cuh"
 
 constexpr bool LINEAR = true;
-constexpr int NO_HEAD = -1;
 
 struct BiasChunk { u32 words[4]; };
 
@@ -17,9 +17,9 @@ template <class Real> struct ScoreMod {
     Real slope;
     bool has_chunks;
     const BiasChunk* chunks_of_bias(int, int) const;
-    Real added(Real, Real) const;
-    template <int TOGETHER, int N, class Added>
-    void scores(Real (&)[N], Added, Real (&)[N]) const;
+    Real addend(Real, Real) const;
+    template <int GROUP, int N, class Additive>
+    void scores(Real (&)[N], Additive, Real (&)[N]) const;
     template <int N> bool fits_tanh_poly4(const float (&)[N]) const;
     template <int N> bool fits_tanh_poly3(const float (&)[N], float) const;
     float poly3_factor_log2(float) const;
@@ -32,16 +32,3 @@ template <class Real> struct ScoreMod {
         return rounded(product, scale);
     }
 };
-
-template <class Real> inline Real lse_of_row(Real m, Real l) {
-    if (l == 0) return -Real(infinity());
-    const bool overflows = l != l && m * Real(1.4426950408889634) == Real(infinity());
-    return overflows ? Real(infinity()) : m + log(l);
-}
-
-template <class Real> struct WithSink {
-    Real top, sum, rescale;
-    WithSink(Real m, Real l, Real sink);
-};
-
-template <class Real, class Arguments> Real sink_of(const Arguments& arguments, int head);

@@ -1,0 +1,49 @@
+// Bias (BIAS): an array is added to the scores, x = x + bias[batch, head, query, key]. Axes along
+// which it is broadcast have stride 0. dbias.cuh has its gradient.
+//
+// Constants: BIAS, Bias (its element type).
+#pragma once
+#include "common/elements.cuh"
+
+// 16-bit biases of eight keys.
+struct alignas(16) BiasChunk { u32 words[4]; };
+
+// The biases of one head. Pairs past the arrays' ends are masked; they read the last row's or
+// column's bias instead.
+template <class Real> struct HeadBias {
+    const Bias* bias;
+    i64 bias_stride_q, bias_stride_k;
+    int last_query, last_key;
+    bool has_chunks;                    // whether eight 16-bit biases are an aligned BiasChunk
+
+    template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
+        if constexpr (BIAS) {
+            const PairStrides& stride = args.options.bias_stride;
+            const Shape& shape = arrays_of(args).shape;
+            bias = static_cast<const Bias*>(args.bias)
+                 + batch * stride.batch + head * stride.head;
+            bias_stride_q = stride.query;
+            bias_stride_k = stride.key;
+            last_query = shape.seqlen_q - 1;
+            last_key = shape.seqlen_k - 1;
+            has_chunks = sizeof(Bias) == 2 && bias_stride_k == 1 && bias_stride_q % 8 == 0
+                      && reinterpret_cast<u64>(bias) % sizeof(BiasChunk) == 0;
+        }
+    }
+
+    i64 bias_index(int query, int key) const {
+        return min(query, last_query) * bias_stride_q + min(key, last_key) * bias_stride_k;
+    }
+    Real bias_of(int query, int key) const {
+        if constexpr (BIAS)
+            return static_cast<Real>(to_accumulator(bias[bias_index(query, key)]));
+        else
+            return 0;
+    }
+    // With has_chunks: the biases of keys key .. key + 7, all within the array, and the chunks
+    // after them.
+    const BiasChunk* chunks_of_bias(int query, int key) const {
+        return reinterpret_cast<const BiasChunk*>(
+            bias + (min(query, last_query) * bias_stride_q + key));
+    }
+};

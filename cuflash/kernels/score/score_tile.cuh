@@ -1,0 +1,52 @@
+// A BLOCK_Q x BLOCK_K tile of scores, as backward kernels walk them: which (query, key) pairs are
+// visible, and how the options of a call (docs/guide/options.md) make scores and gradients of them.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K; Arguments and the options. infinity():
+// score_mod.cuh.
+#pragma once
+#include "score/dbias.cuh"
+#include "score/dropout.cuh"
+#include "common/mask.cuh"
+#include "score/pair_mask.cuh"
+#include "score/score_mod.cuh"
+
+struct ScoreTile {
+    using Real = Accumulator<Element>;
+    Mask<CAUSAL, WINDOW> mask;
+    int q_start, k_start;
+    ScoreMod<Real> score_mod;
+    PairMask pair_mask;
+    Dropout<Real> dropout;
+    BiasGradient dbias;
+
+    // Of a key tile. The caller then sets each head and q_start.
+    __device__ __forceinline__ ScoreTile(const Arguments& args, int batch, int k_tile)
+        : mask{arrays_of(args).shape.seqlen_q, arrays_of(args).shape.seqlen_k,
+               window_of<WINDOW>(args)},
+          q_start(0), k_start(k_tile * BLOCK_K), score_mod(args), pair_mask(args, batch),
+          dropout(args) {}
+
+    __device__ __forceinline__ void set_head(const Arguments& args, int batch, int head) {
+        score_mod.set_head(args, batch, head);
+        pair_mask.set_head(head);
+        dropout.set_head(batch, head);
+        dbias.set_head(args, batch, head);
+    }
+
+    // Row i is a query of the tile, column j a key. No row past seqlen_q is visible.
+    __device__ __forceinline__ bool visible(int i, int j) const {
+        const bool in_mask =
+            q_start + i < mask.seqlen_q && mask.visible(q_start + i, k_start + j);
+        if constexpr (PAIRWISE) return in_mask && pair_mask.visible(q_start + i, k_start + j);
+        else return in_mask;
+    }
+    // Whether every pair of the key tile and query tile q_tile is visible.
+    __device__ __forceinline__ bool full(QueryTiles tiles, int q_tile) const {
+        return tiles.full(q_tile) && pair_mask.sees_all(q_tile, k_start / BLOCK_K);
+    }
+
+    // How many tokens key j stands before query i.
+    __device__ __forceinline__ Real distance(int i, int j) const {
+        return static_cast<Real>(q_start + i + (mask.seqlen_k - mask.seqlen_q) - (k_start + j));
+    }
+};

@@ -1,0 +1,145 @@
+// Softcap (SOFTCAP, docs/guide/options.md): x = cap tanh(scale S / cap), dx / d(scale S) = 1 -
+// tanh^2.
+//
+// Three formulas compute tanh:
+//
+//   any S     16-bit Element: tanh|x| = 2 r - 1, r = 1 / (1 + e^(-2|x|)); 1 - tanh^2 = 4 r (1 - r).
+//             The absolute error is a few times 2^-24. Other elements use the library's tanh.
+//   poly4     tanh x = x p(x^2), p of four terms, if all S of a warp are small
+//   poly3     the same with three terms, if they are smaller still
+//
+// The host multiplies the polynomials' terms by cap, scale and log2(e) (cuflash/softcap.py). poly4
+// is right to 2.3 * 2^-24, including the rounding done here (test_softcap.py). A warp chooses
+// by all the products that it holds at once, so forward and backward may choose differently, and
+// the scores of a pair then differ by the errors of both.
+//
+// Constants: Element, SOFTCAP.
+#pragma once
+#include "common/elements.cuh"
+#include "common/upper_halves.cuh"
+
+// 1 / x of N numbers, a power of two up to 4, with a single division: the product of all N must be
+// finite. If one x is NaN, all results are.
+template <int N> inline void invert(float* x) {
+    if constexpr (N == 1) {
+        x[0] = reciprocal_approx(x[0]);
+    } else {
+        float inverse[N / 2];                               // of the products of neighbours
+        #pragma unroll
+        for (int i = 0; i < N / 2; ++i) inverse[i] = x[2 * i] * x[2 * i + 1];
+        invert<N / 2>(inverse);
+        #pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            const float first = x[2 * i];
+            x[2 * i] = inverse[i] * x[2 * i + 1];
+            x[2 * i + 1] = inverse[i] * first;
+        }
+    }
+}
+
+template <class Real> struct Softcap {
+    Real softcap, inverse_softcap;
+    float twice_by_cap;                                     // 2 scale / softcap * log2(e)
+    float terms[4], terms_log2[4], small, inverse_log2;     // poly4
+    float slight_terms_log2[3], slight, lowest;             // poly3
+
+    template <class Arguments> explicit Softcap(const Arguments& args) {
+        if constexpr (SOFTCAP) {
+            const OptionNumbers& options = args.options;
+            softcap = static_cast<Real>(options.softcap);
+            inverse_softcap = static_cast<Real>(1.0 / options.softcap);
+            twice_by_cap = static_cast<float>(
+                2.8853900817779268 * arrays_of(args).scale / options.softcap);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                terms[i] = options.cap_terms[i];
+                terms_log2[i] = options.cap_terms_log2[i];
+            }
+            small = options.cap_small;
+            inverse_log2 = options.cap_inverse_log2;
+            #pragma unroll
+            for (int i = 0; i < 3; ++i) slight_terms_log2[i] = options.cap_slight_terms_log2[i];
+            slight = options.cap_slight;
+            lowest = options.cap_lowest;
+        }
+    }
+
+    // Caps N products S and returns the derivatives. Groups of GROUP neighbours share one division.
+    template <int GROUP, int N>
+    void cap(Real (&x)[N], Real (&derivative)[N], Real scale) const {
+        if constexpr (sizeof(Element) == 2) {
+            #pragma unroll
+            for (int first = 0; first < N; first += GROUP) {
+                float r[GROUP];
+                #pragma unroll
+                for (int i = first; i < first + GROUP; ++i) {
+                    x[i] *= twice_by_cap;
+                    r[i - first] = exp2_approx(-fabsf(x[i])) + 1.0f;
+                }
+                invert<GROUP>(r);
+                #pragma unroll
+                for (int i = first; i < first + GROUP; ++i) {
+                    const float y = r[i - first];
+                    derivative[i] = fmaf(-4.0f * y, y, 4.0f * y);
+                    x[i] = copysignf(fmaf(2.0f * softcap, y, -softcap), x[i]);
+                }
+            }
+        } else {
+            #pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const Real t = tanh(rounded(rounded(x[i], scale), inverse_softcap));
+                derivative[i] = fma(-t, t, Real(1));
+                x[i] = rounded(t, softcap);
+            }
+        }
+    }
+
+    // Whether poly4 serves all products of a warp. Compares sums of eight squares, one multiply-add
+    // each, because a maximum would compete with the row maxima for their unit. The sum is stricter
+    // than a maximum by up to sqrt(8). A NaN is never small.
+    template <int N> bool fits_tanh_poly4(const float (&products)[N]) const {
+        static_assert(N % 8 == 0, "each product is tested");
+        bool are_small = true;
+        #pragma unroll
+        for (int first = 0; first < N; first += 8) {
+            float squares = 0.0f;
+            #pragma unroll
+            for (int i = first; i < first + 8; ++i)
+                squares = fmaf(products[i], products[i], squares);
+            are_small &= squares <= small;
+        }
+        return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
+    }
+
+    // Whether poly3 serves all products of a warp. Its range is so small that no power of two
+    // overflows relative to a row maximum (times log2(e)) of `lowest` or more, which may therefore
+    // stay as it is. Compares upper halves: `slight` has no lower half. That takes half an
+    // instruction a product, and the row maxima, where wanted, leave no unit idle.
+    template <int N> bool fits_tanh_poly3(const float (&products)[N], float lowest_maximum) const {
+        const bool are_slight = largest_upper_half<true>(products) < __float_as_uint(slight)
+                             && lowest_maximum >= lowest;
+        return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
+    }
+
+    // cap tanh(scale S / cap) of a product S.
+    float poly4_score(float product) const {
+        return product * polynomial(terms, product * product);
+    }
+    // The factor of S that gives that score times log2(e), for a multiply-add with another term.
+    float poly4_factor_log2(float product) const {
+        return polynomial(terms_log2, product * product);
+    }
+    float poly3_factor_log2(float product) const {
+        return polynomial(slight_terms_log2, product * product);
+    }
+    // tanh, from the score times log2(e).
+    float poly4_tanh(float score_log2) const { return score_log2 * inverse_log2; }
+
+private:
+    static float polynomial(const float (&terms)[4], float x) {
+        return fmaf(fmaf(fmaf(terms[3], x, terms[2]), x, terms[1]), x, terms[0]);
+    }
+    static float polynomial(const float (&terms)[3], float x) {
+        return fmaf(fmaf(terms[2], x, terms[1]), x, terms[0]);
+    }
+};
