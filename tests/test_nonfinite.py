@@ -140,3 +140,18 @@ def test_scores_of_minus_infinity_are_read(backend, dtype, arch, bad):
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case, kinds=False)
+
+
+@on_each_kind
+def test_a_weight_that_underflows_is_read(backend, dtype, arch):
+    """The value of key 3 is inf, its weight exp(-2000): 0 * inf is NaN."""
+    case = Case(
+        dtype, seqlen_q=20, seqlen_k=20, head_dim=1, scale=1.0, causal=True,
+        on=Emulation(arch),
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    q[...], k[...], k[:, 3], v[:, 3, :, 0] = 1, 0, -2000, np.inf
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert np.isnan(got[0][0, 3:, 0, 0]).all()
+    assert_forward_matches(got, want, case)

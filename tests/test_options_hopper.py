@@ -58,6 +58,7 @@ RARE = {
     },
     "capped bias": {"softcap": 5.0, "arrays_of": ("bias",)},
     "huge softcap, mask": {"softcap": 3e4, "arrays_of": ("mask",)},
+    "bias, slopes": {"arrays_of": ("bias", "alibi_slopes")},
 }
 
 # Batches and grouped heads; one place for Q; many key tiles of few queries.
@@ -80,6 +81,7 @@ EACH = [
     *((name, shape) for name in OPTIONS for shape in SHAPES),
     *((name, SHAPES[0]) for name in RARE),
     *((name, SHAPES[2]) for name in RARE if "slight" in name),
+    ("bias, slopes", SHAPES[2]),  # whole key tiles: biases come in chunks
 ]
 
 
