@@ -146,6 +146,16 @@ def test_large_scores_below_0_are_not_slight(backend):
 
 
 @on_kernels
+def test_gradients_of_large_scores_below_0(backend):
+    """All are -16, beside a cap of 1/4: exp of their ratio is no number."""
+    check_gradients(backend, Case(
+        "bfloat16", 1, 70, 140, head_dim=64, head_dim_v=64, softcap=0.25,
+        on=Emulation("sm_90a", num_sms=1),
+        spoiled=(("q", (0,), "2"), ("k", (0,), "-1")),
+    ))  # fmt: skip
+
+
+@on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
 @pytest.mark.parametrize("name", ["window", "left", "segments", "all"])
 def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
