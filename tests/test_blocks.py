@@ -9,6 +9,7 @@ import cuflash
 from cuflash import ValueRangeError
 from helpers import calls, expected
 from helpers.backends import on_kernels
+from helpers.checks import check_forward
 from helpers.compare import assert_gradients_match, assert_matches
 from helpers.data import Case, inputs
 
@@ -93,3 +94,19 @@ def test_refused_blocks_write_nothing(backend):
     with backend.running(case), pytest.raises(ValueRangeError):
         cuflash.forward(q, k, v, block_q=7, out=out)
     assert (out == 5).all()
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16", "block_k": 128},
+        {"dtype": "float32", "precision": "tf32x3", "block_q": 128},
+    ],
+    ids=str,
+)
+def test_dropout_in_large_blocks(backend, changes):
+    """32 keys of a lane, and 32 rows of a warp."""
+    check_forward(backend, Case(
+        seqlen_q=40, seqlen_k=140, dropout=0.25, **changes
+    ))  # fmt: skip

@@ -187,3 +187,19 @@ def test_a_weight_that_underflows_is_read(backend, dtype, arch):
     want = expected.forward(q, k, v, **case.meaning())
     assert np.isnan(got[0][0, 3:, 0, 0]).all()
     assert_forward_matches(got, want, case)
+
+
+@on_each_kind
+def test_infinities_meet_weights_of_1_and_0(backend, dtype, arch):
+    """Rows by turns see their key with weight 0, with some and with 1."""
+    case = Case(
+        dtype, seqlen_q=20, seqlen_k=20, head_dim=1, scale=-1.0, causal=True,
+        on=Emulation(arch),
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    q[0, :, 0, 0] = np.resize([-1, 0, 1], 20)
+    k[...], k[:, 0], k[:, 3] = 0, 1000, -1000
+    v[:, 3, :, 0], v[:, 3, :, 1] = np.inf, -np.inf
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)

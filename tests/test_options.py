@@ -92,10 +92,11 @@ def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
 
 
 @on_each_kind_with_options
-def test_rows_without_keys_have_the_sink(backend, dtype, arch):
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_rows_without_keys_have_the_sink(backend, dtype, arch, scale):
     """Of 40 queries 24 see none of 16 keys."""
     case = Case(dtype, seqlen_q=40, causal=True, arrays_of=("sink",),
-                on=Emulation(arch))  # fmt: skip
+                scale=scale, on=Emulation(arch))  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out[:, :24].any()
