@@ -149,10 +149,10 @@ def test_what_is_seen_spreads_by_scores_with_options(backend, dtype, arch):
 
 @on_each_kind_with_options
 def test_the_gradient_of_a_bias_of_each_pair(backend, dtype, arch):
-    """In several tiles of several heads."""
-    case = Case(dtype, 2, 70, 90, 2, 2, causal=True, arrays_of=("bias",),
+    """In tiles that the mask cuts and in whole ones, of several heads."""
+    case = Case(dtype, 2, 70, 150, 2, 2, causal=True, arrays_of=("bias",),
                 seed=1, on=Emulation(arch))  # fmt: skip
-    assert case.options()["bias"].shape == (2, 2, 70, 90)
+    assert case.options()["bias"].shape == (2, 2, 70, 150)
     check_gradients_of_forward(backend, case)
 
 

@@ -8,6 +8,7 @@ load 1,000).
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import cuflash
@@ -149,6 +150,27 @@ def test_key_tiles_take_turns(backend, case):
 @pytest.mark.parametrize("case", MASKED_TURNS.values(), ids=MASKED_TURNS)
 def test_key_tiles_take_turns_where_a_mask_cuts(backend, case):
     check_turns(backend, case, 4)
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_key_tiles_take_turns_beside_nan(backend):
+    """What is noted of keys stands next to the counters of turns.
+
+    With these seeds a block notes its own while others wait for turns.
+    """
+    case = replace(
+        TURNS["wgmma"], seqlen_q=3, seqlen_k=400, num_heads_q=3,
+        num_heads_kv=3, causal=True,
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    dout[:, -1] = np.nan
+    arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    for seed in (7, 8):
+        other = replace(case, on=replace(case.on, seed=seed, resident=9))
+        dq, dk, dv = calls.backward(backend, other, *arrays)
+        finite = [np.isfinite(x.astype(np.float32)) for x in (dq, dk, dv)]
+        assert finite[0][:, :-1].all()
+        assert not any(x.any() for x in (finite[0][:, -1], *finite[1:]))
 
 
 def placed(dtype, head_dim):
