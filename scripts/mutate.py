@@ -8,9 +8,9 @@
 
 A mutant is a kernel with one small change, made by an operator, which is a
 rule on tokens (mutation_parts/operators.py), or by hand (by_hand.txt). For
-each, the tests that run the changed line are run, the cheapest first, until
-one fails. Which tests those are says a recorded run, which is made first where
-there is none, and kept in the cache folder.
+each, the tests that run the changed line are run, those first that run most
+other lines for their time, until one fails. A recorded run says which tests
+those are; it is made first where there is none, and kept in the cache folder.
 
 The sample depends on the seed and on the mutants' ids: each operator in turn
 gives one. A mutant that does not compile is replaced by the next.

@@ -178,19 +178,20 @@ class Choice:
 
 
 def choose(mutant: Mutant, record: Record, budget: float) -> Choice:
-    """The tests that run a mutated line, the cheapest first.
+    """The tests that run a mutated line, in the order of `_ordered`.
 
     A line without code, as a constant, stands for its statement or else its
-    function. One of a constexpr function, or of none, stands for the file, but
-    the tests that run it come first.
+    function. One of a constexpr function, of none, or of one that is inlined
+    without a trace, stands for the file, but the tests that run it come first.
     """
     file = mutant.file
-    bits = 0
     for lines in (mutant.lines, mutant.statement, mutant.function):
         bits = sum(1 << line for line in set(lines))
         if any(x.holds.get(file, 0) & bits for x in record.programs.values()):
             break
-    whole = mutant.constant or not mutant.function
+    else:
+        bits = 0
+    whole = mutant.constant or not mutant.function or not bits
     hit = {
         key: file in x.files if whole else bool(x.holds.get(file, 0) & bits)
         for key, x in record.programs.items()
@@ -208,30 +209,44 @@ def choose(mutant: Mutant, record: Record, budget: float) -> Choice:
         and not runs[x]
         and any(map(hit.get, record.tests[x].programs))
     ]
-    order = _cheapest_first(first, record, hit, budget)
-    order += _cheapest_first(others, record, hit, budget)
+    order = _ordered(first, record, hit, budget)
+    order += _ordered(others, record, hit, budget)
     spared = [key for key in hit if not hit[key]]
     return Choice(order, spared, len(hit) - len(spared))
 
 
-def _cheapest_first(
+def _ordered(
     tests: list[str], record: Record, hit: dict[str, bool], budget: float
 ) -> list[str]:
-    """Tests by what each adds: its time, and programs not yet compiled."""
+    """Tests by the lines that each adds, for the time that it adds.
+
+    The time is its own and that of programs not yet compiled. Tests alike
+    come late: they run what others have run. When no line is new, the
+    cheapest is next.
+    """
     order, left, made, spent = [], set(tests), set(), 0.0
+    seen: Bits = {}
     needs = {
         test: [x for x in record.tests[test].programs if hit[x]]
         for test in tests
     }
 
-    def cost(test: str) -> tuple[float, str]:
+    def cost(test: str) -> float:
         new = (x for x in needs[test] if x not in made)
         compiling = sum(record.programs[x].compile for x in new)
-        return record.tests[test].seconds + compiling, test
+        return record.tests[test].seconds + compiling
+
+    def worth(test: str) -> tuple[float, str]:
+        ran = record.tests[test].ran.items()
+        new = sum((x & ~seen.get(file, 0)).bit_count() for file, x in ran)
+        return -(1 + new) / max(cost(test), 1e-3), test
 
     while left and spent < budget:
-        spent += (best := min(map(cost, left)))[0]
-        order.append(best[1])
-        left.remove(best[1])
-        made.update(needs[best[1]])
-    return order + sorted(left, key=cost)
+        best = min(map(worth, left))[1]
+        spent += cost(best)
+        order.append(best)
+        left.remove(best)
+        made.update(needs[best])
+        for file, lines in record.tests[best].ran.items():
+            seen[file] = seen.get(file, 0) | lines
+    return order + sorted(left, key=worth)

@@ -8,9 +8,10 @@ import pytest
 import cuflash
 from cuflash import ValueRangeError
 from helpers import calls, expected
-from helpers.backends import on_kernels
+from helpers.backends import EMULATED, on_kernels
+from helpers.checks import check_forward, check_gradients
 from helpers.compare import assert_gradients_match, assert_matches
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 
 SIZES = (16, 32, 64, 128)
 LENGTHS = {"emulated": (140, 150), "cupy": (300, 333)}
@@ -93,3 +94,31 @@ def test_refused_blocks_write_nothing(backend):
     with backend.running(case), pytest.raises(ValueRangeError):
         cuflash.forward(q, k, v, block_q=7, out=out)
     assert (out == 5).all()
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16", "block_k": 128},
+        {"dtype": "float32", "precision": "tf32x3", "block_q": 128},
+    ],
+    ids=str,
+)
+def test_dropout_in_large_blocks(backend, changes):
+    """32 keys of a lane, and 32 rows of a warp."""
+    check_forward(backend, Case(
+        seqlen_q=40, seqlen_k=140, dropout=0.25, **changes
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize(("block_q", "block_k"), [(4, 16), (16, 4)])
+def test_fewer_numbers_in_a_row_than_threads(backend, block_q, block_k):
+    """Of the plain kernels: what is past the row's end is not read."""
+    case = Case(
+        "float32", seqlen_q=20, seqlen_k=24, causal=True,
+        block_q=block_q, block_k=block_k, on=Emulation("sm_75"),
+    )  # fmt: skip
+    check_forward(backend, case)
+    check_gradients(backend, case)

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import strategies as st
 
 import strategies
+from cuflash.tiles import Tile
 from helpers import calls, expected, extreme
-from helpers.backends import on_backends, on_each_emulated_kind
+from helpers.backends import on_backends, on_each_emulated_kind, on_kernels
 from helpers.compare import assert_forward_matches, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
@@ -113,6 +114,20 @@ def test_rows_that_see_nothing(backend, dtype, seqlen_k):
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
 
 
+@on_each_emulated_kind
+def test_each_row_has_its_own_maximum(backend, dtype, arch):
+    """At its own key; above others by 1, by 40 or by 300."""
+    case = Case(dtype, 1, 200, 200, head_dim=64, head_dim_v=64, scale=1.0,
+                on=Emulation(arch))  # fmt: skip
+    q, k, v, _ = inputs(case)
+    k[...] = np.sign(k)
+    above = 2.0 ** np.resize(np.repeat([0, 3, -5], 4), 200)
+    q[0, :, 0] = k[0, np.arange(200) * 37 % 200, 0] * above[:, None]
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning(), exact_scores=True)
+    assert_forward_matches(got, want, case)
+
+
 # The second one times log2(e) is half a step from the nearest float32.
 @pytest.mark.parametrize("top", [0, 24.125])
 @on_each_emulated_kind
@@ -134,3 +149,21 @@ def test_many_weights_alike(backend, dtype, arch, top):
     step = np.finfo(lse.dtype).eps
     bound = step * ((8 + 128) / 4 + 2 * want + top)
     assert np.abs(lse - want).max() <= bound
+
+
+@on_kernels
+def test_weights_alike_of_rows_that_see_no_last_tile(backend):
+    """Those of 1,024 keys or less, of tiles of 128.
+
+    A sum of a lane's weights of a tile, or of its tiles, is of 64 at most.
+    """
+    on = Emulation("sm_90a", forward_tile=Tile(128, 128, 12, num_stages=2))
+    case = Case("bfloat16", 1, 20, 1034, causal=True, scale=1.0, on=on)
+    q, k, v, _ = inputs(case)
+    q[...], k[...] = 0, 0
+    q[..., 0], k[..., 0], k[:, 0, :, 0] = 1, -0.2, 0
+    _, lse = calls.forward(backend, case, q, k, v)
+    weight = np.exp(k[0, 1, 0, 0].astype(np.float64))
+    want = np.log(1 + weight * np.arange(1014, 1034))
+    step = np.finfo(lse.dtype).eps
+    assert np.abs(lse - want).max() <= step * (64 / 4 + 2 * want.max())

@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import plan
 from helpers import calls, expected
 from helpers.backends import EMULATED, on_backends, on_each_emulated_kind
@@ -137,3 +138,14 @@ def test_a_mask_of_each_head(backend, dtype, arch):
     got = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
     assert_forward_matches(got, want, case)
+
+
+@on_each_emulated_kind
+def test_out_alone(backend, dtype, arch):
+    """Nobody asks for lse."""
+    case = Case(dtype, on=Emulation(arch))
+    q, k, v, _ = inputs(case)
+    want, _ = calls.forward(backend, case, q, k, v)
+    with backend.running(case):
+        got = cuflash.forward(q, k, v)
+    assert_bitwise(got, want, "out")

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import strategies as st
 
 import strategies
+from cuflash.tiles import Tile
 from helpers import calls, expected
-from helpers.backends import on_each_kind
+from helpers.backends import EMULATED, on_each_kind
 from helpers.compare import assert_forward_matches, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
@@ -115,16 +116,47 @@ def test_scores_of_minus_infinity_have_no_weight(
     assert_gradients_match(grads, want, case)
 
 
+def check_key_of_minus_infinity(backend, case):
+    q, k, v, dout = inputs(case)
+    q, k[:, 7] = np.abs(q) + q.dtype.type(1), -np.inf
+    grads = calls.both(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(grads, want, case)
+
+
 @on_each_kind
 def test_a_key_of_minus_infinity_has_no_weight(backend, dtype, arch):
     """Nor do the rows that fill up a tile see it: 0 * -inf is NaN."""
     case = Case(
         dtype, seqlen_q=80, seqlen_k=100, head_dim=1, on=Emulation(arch)
     )
+    check_key_of_minus_infinity(backend, case)
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_a_key_of_minus_infinity_by_wide_tiles(backend):
+    on = Emulation("sm_90a", backward_tile=Tile(64, 64, 16, 1, 3, 4, 1, 3))
+    case = Case(
+        "bfloat16", seqlen_q=80, seqlen_k=100, head_dim=1, head_dim_v=1, on=on
+    )
+    check_key_of_minus_infinity(backend, case)
+
+
+@on_each_kind
+def test_whole_tiles_of_nan_spread_nowhere(backend, dtype, arch):
+    """Rows without one finite number; of 104 queries 40 see none of them."""
+    case = Case(
+        dtype, seqlen_q=104, seqlen_k=128, head_dim=64, head_dim_v=64,
+        causal=True, on=Emulation(arch),
+    )  # fmt: skip
     q, k, v, dout = inputs(case)
-    q, k[:, 7] = np.abs(q) + q.dtype.type(1), -np.inf
-    grads = calls.both(backend, case, q, k, v, dout)
+    k[:, 64:], v[:, 64:] = np.nan, np.nan
+    out, lse = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches((out, lse), want, case)
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
+    assert np.isfinite(grads[0][:, :40].astype(np.float32)).all()
     assert_gradients_match(grads, want, case)
 
 
@@ -140,3 +172,34 @@ def test_scores_of_minus_infinity_are_read(backend, dtype, arch, bad):
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case, kinds=False)
+
+
+@on_each_kind
+def test_a_weight_that_underflows_is_read(backend, dtype, arch):
+    """The value of key 3 is inf, its weight exp(-2000): 0 * inf is NaN."""
+    case = Case(
+        dtype, seqlen_q=20, seqlen_k=20, head_dim=1, scale=1.0, causal=True,
+        on=Emulation(arch),
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    q[...], k[...], k[:, 3], v[:, 3, :, 0] = 1, 0, -2000, np.inf
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert np.isnan(got[0][0, 3:, 0, 0]).all()
+    assert_forward_matches(got, want, case)
+
+
+@on_each_kind
+def test_infinities_meet_weights_of_1_and_0(backend, dtype, arch):
+    """Rows by turns see their key with weight 0, with some and with 1."""
+    case = Case(
+        dtype, seqlen_q=20, seqlen_k=20, head_dim=1, scale=-1.0, causal=True,
+        on=Emulation(arch),
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    q[0, :, 0, 0] = np.resize([-1, 0, 1], 20)
+    k[...], k[:, 0], k[:, 3] = 0, 1000, -1000
+    v[:, 3, :, 0], v[:, 3, :, 1] = np.inf, -np.inf
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)

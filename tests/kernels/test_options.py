@@ -92,10 +92,11 @@ def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
 
 
 @on_each_kind_with_options
-def test_rows_without_keys_have_the_sink(backend, dtype, arch):
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_rows_without_keys_have_the_sink(backend, dtype, arch, scale):
     """Of 40 queries 24 see none of 16 keys."""
     case = Case(dtype, seqlen_q=40, causal=True, arrays_of=("sink",),
-                on=Emulation(arch))  # fmt: skip
+                scale=scale, on=Emulation(arch))  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out[:, :24].any()
@@ -125,6 +126,34 @@ def test_what_is_hidden_spreads_nowhere(backend, dtype, arch, changes):
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(got, want, case)
+
+
+@on_each_kind_with_options
+def test_what_is_seen_spreads_by_scores_with_options(backend, dtype, arch):
+    """NaN and infinities, whose own products the kernels add one by one."""
+    spoiled = (
+        ("q", (0, 20, 1, 3), "inf"),
+        ("k", (0, 30, 0, 5), "nan"),
+        ("dout", (0, 10, 0, 2), "-inf"),
+    )
+    case = Case(
+        dtype, 1, 40, 50, 2, 1, causal=True, softcap=2.0, seed=1,
+        arrays_of=("alibi_slopes", "bias"), spoiled=spoiled,
+        on=Emulation(arch),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    got = calls.both(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case, kinds=False)
+
+
+@on_each_kind_with_options
+def test_the_gradient_of_a_bias_of_each_pair(backend, dtype, arch):
+    """In tiles that the mask cuts and in whole ones, of several heads."""
+    case = Case(dtype, 2, 70, 150, 2, 2, causal=True, arrays_of=("bias",),
+                seed=1, on=Emulation(arch))  # fmt: skip
+    assert case.options()["bias"].shape == (2, 2, 70, 150)
+    check_gradients_of_forward(backend, case)
 
 
 SEEING = [

@@ -75,6 +75,14 @@ def test_forward(backend, shape, name):
 
 
 @on_kernels
+def test_dropout_of_many_pairs(backend):
+    """A lane has 64, and their bits are of two words."""
+    on = Emulation(forward_tile=Tile(128, 64, 4, ptxas_level=3))
+    case = Case("float32", 1, 50, 90, dropout=0.5, seed=1, on=on)
+    check_forward(backend, case)
+
+
+@on_kernels
 @on_shapes
 @pytest.mark.parametrize("name", OPTIONS)
 def test_backward(backend, shape, name):

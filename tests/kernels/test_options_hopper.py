@@ -1,10 +1,13 @@
 """Masks and score steps in Hopper's kernels."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 import cuflash
 from cuflash.tiles import Tile
-from helpers import expected
+from helpers import calls, expected
 from helpers.backends import on_kernels
 from helpers.checks import (
     check_forward,
@@ -58,6 +61,7 @@ RARE = {
     },
     "capped bias": {"softcap": 5.0, "arrays_of": ("bias",)},
     "huge softcap, mask": {"softcap": 3e4, "arrays_of": ("mask",)},
+    "bias, slopes": {"arrays_of": ("bias", "alibi_slopes")},
 }
 
 # Batches and grouped heads; one place for Q; many key tiles of few queries.
@@ -90,7 +94,7 @@ def test_forward(backend, shape, name):
 
 
 @on_kernels
-@pytest.mark.parametrize("v", ["1", "huge"])
+@pytest.mark.parametrize("v", ["1", "huge", "-huge"])
 @pytest.mark.parametrize(
     ("dtype", "k"), [("bfloat16", "-1"), ("float16", "-.5")]
 )
@@ -102,7 +106,7 @@ def test_weights_above_1(backend, name, dtype, k, v):
     number, and one of 300 times such a weight none.
     """
     huge = "3e35" if dtype == "bfloat16" else "6e4"
-    of_v = () if v == "1" else (("v", (0,), huge),)
+    of_v = () if v == "1" else (("v", (0,), v.replace("huge", huge)),)
     spoiled = (
         *of_v,
         ("q", (0,), "0.5"),
@@ -136,6 +140,16 @@ def test_large_scores_below_0_are_not_slight(backend):
     """All are -16, beside a cap of 30."""
     check_forward(backend, Case(
         "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
+        on=Emulation("sm_90a", num_sms=1),
+        spoiled=(("q", (0,), "2"), ("k", (0,), "-1")),
+    ))  # fmt: skip
+
+
+@on_kernels
+def test_gradients_of_large_scores_below_0(backend):
+    """All are -16, beside a cap of 1/4: exp of their ratio is no number."""
+    check_gradients(backend, Case(
+        "bfloat16", 1, 70, 140, head_dim=64, head_dim_v=64, softcap=0.25,
         on=Emulation("sm_90a", num_sms=1),
         spoiled=(("q", (0,), "2"), ("k", (0,), "-1")),
     ))  # fmt: skip
@@ -180,6 +194,16 @@ def full_case(names, head_dim, seqlen_k, **more):
     for name in {"bias", "mask"} & set(names):
         assert option_arrays(case)[name].shape == (1, 2, 150, seqlen_k)
     return case
+
+
+@on_kernels
+@pytest.mark.parametrize("names", [("bias",), ("bias", "alibi_slopes")])
+def test_biases_in_chunks(backend, names):
+    """Of each batch, head, tile and row its own.
+
+    The last ones of the array are of a warp that has six queries.
+    """
+    check_forward(backend, replace(full_case(names, 64, 328), batch=2))
 
 
 @on_kernels
@@ -446,4 +470,31 @@ def test_hidden_gradients_of_batches(backend, array, head_dim, name):
         "float16", 2, 170, 200, 2, 1, head_dim, head_dim, seed=25,
         spoiled=spoiled, on=Emulation("sm_90a", num_sms=1), arrays_of=arrays,
         **options,
+    ))  # fmt: skip
+
+
+@on_kernels
+def test_slopes_whose_product_is_no_number(backend):
+    """Over the scale, times a distance; the scores are numbers.
+
+    The keys that are seen stand in one tile, behind them some that are not.
+    """
+    case = Case(
+        "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, scale=2.0**-10,
+        on=Emulation("sm_90a", forward_tile=Tile(128, 128, 12, num_stages=2)),
+    )  # fmt: skip
+    mask = np.isin(np.arange(300), range(90, 100))
+    options = {"mask": mask, "alibi_slopes": np.float32([2.0**117])}
+    q, k, v, _ = inputs(case)
+    placed = {name: backend.place(x) for name, x in options.items()}
+    out, _ = calls.forward(backend, case, q, k, v, **placed)
+    np.testing.assert_array_equal(out, np.broadcast_to(v[:, 99], out.shape))
+
+
+@on_kernels
+def test_a_row_of_minus_infinity_beside_a_sink(backend):
+    check_forward(backend, Case(
+        "bfloat16", 1, 70, 100, head_dim=64, head_dim_v=64,
+        arrays_of=("sink",), on=Emulation("sm_90a"),
+        spoiled=(("q", (0, 7), "-inf"), ("k", (0,), "1")),
     ))  # fmt: skip

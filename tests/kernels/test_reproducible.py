@@ -8,6 +8,7 @@ load 1,000).
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import cuflash
@@ -109,13 +110,21 @@ TURNS = {
         ),
     ),
 }  # fmt: skip
+# Which key tiles come before one hangs on the mask and on the window.
+MASKED_TURNS = {
+    name: replace(TURNS["wgmma_wide"], seqlen_q=150, **changes)
+    for name, changes in {
+        "causal": {"causal": True},
+        "window": {"window": (230, 230)},
+        "causal_window": {"causal": True, "window": (150, 0)},
+    }.items()
+}
 
 
-@pytest.mark.parametrize("backend", [EMULATED])
-@pytest.mark.parametrize("case", TURNS.values(), ids=TURNS)
-def test_key_tiles_take_turns(backend, case):
-    """The first two add nothing to dq, unless others come in between.
+def check_turns(backend, case, seeds):
+    """Compare dq in orders that are drawn from so many seeds.
 
+    The first two key tiles add nothing, unless others come in between.
     Without that a bit that differs is mostly lost when dq is rounded.
     """
     tile = case.on.backward_tile.block_k
@@ -125,10 +134,43 @@ def test_key_tiles_take_turns(backend, case):
     k[:, : 2 * tile] *= 2**20
     arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
     dq, _, _ = calls.backward(backend, case, *arrays)
-    for seed in range(20):
+    for seed in range(seeds):
         other = replace(case, on=replace(case.on, seed=seed, resident=5))
         again, _, _ = calls.backward(backend, other, *arrays)
         assert_bitwise(again, dq, f"dq ({other})")
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize("case", TURNS.values(), ids=TURNS)
+def test_key_tiles_take_turns(backend, case):
+    check_turns(backend, case, 20)
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize("case", MASKED_TURNS.values(), ids=MASKED_TURNS)
+def test_key_tiles_take_turns_where_a_mask_cuts(backend, case):
+    check_turns(backend, case, 4)
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_key_tiles_take_turns_beside_nan(backend):
+    """What is noted of keys stands next to the counters of turns.
+
+    With these seeds a block notes its own while others wait for turns.
+    """
+    case = replace(
+        TURNS["wgmma"], seqlen_q=3, seqlen_k=400, num_heads_q=3,
+        num_heads_kv=3, causal=True,
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    dout[:, -1] = np.nan
+    arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    for seed in (7, 8):
+        other = replace(case, on=replace(case.on, seed=seed, resident=9))
+        dq, dk, dv = calls.backward(backend, other, *arrays)
+        finite = [np.isfinite(x.astype(np.float32)) for x in (dq, dk, dv)]
+        assert finite[0][:, :-1].all()
+        assert not any(x.any() for x in (finite[0][:, -1], *finite[1:]))
 
 
 def placed(dtype, head_dim):

@@ -86,6 +86,13 @@ def test_an_exception_that_ran_or_is_gone_is_stale(text):
     assert f"a.cu: stale exception: {text}" in wrong
 
 
+def test_an_exception_by_what_follows():
+    """Where several lines are alike."""
+    one = Excepted("a.cu", "return 0;\n}\nint", "for the test")
+    text = "    return 0;\n}\n    return 0;\n}\n    int two() {\n"
+    assert kernel_coverage.excepted(one, text) == [3]
+
+
 def test_exceptions_name_lines_of_the_kernels():
     for one in kernel_coverage.EXCEPTIONS:
         text = (kernel_coverage.KERNELS / one.file).read_text("ascii")

@@ -91,7 +91,8 @@ def record():
         (mutant("x/1", 3), ["all"], ["p2", "r"]),
         (mutant("x/1", 9, statement=(3,)), ["all"], ["p2", "r"]),
         (mutant("x/1", 9, function=(2, 8)), ["all", "again"], ["r"]),
-        (mutant("x/1", 9), [], ["p", "p2", "r"]),  # compiled nowhere
+        # Inlined without a trace: the whole file.
+        (mutant("x/1", 9), ["cheap", "all", "again"], ["r"]),
         (mutant("x/1", 9, function=()), ["cheap", "all", "again"], ["r"]),
         (mutant("x/1", 3, constant=True), ["all", "cheap", "again"], ["r"]),
         (mutant("x/1", 1, "c.cuh"), [], ["p", "p2", "r"]),
@@ -100,6 +101,14 @@ def record():
 def test_which_tests_run(one, tests, spared):
     chosen = records.choose(one, record(), budget=60)
     assert (chosen.tests, chosen.spared) == (tests, spared)
+
+
+def test_a_test_that_runs_other_lines_comes_before_one_alike():
+    known = record()
+    known.tests["alike"] = Ran({"a.cu": 0b0010}, ("p2",), 0.5)
+    known.programs["p"] = Program(frozenset(["a.cu"]), {"a.cu": 0b1110}, 1.0)
+    chosen = records.choose(mutant("x/1", 1), known, budget=60)
+    assert chosen.tests == ["all", "alike", "cheap", "again"]
 
 
 # ---- What comes out ----
