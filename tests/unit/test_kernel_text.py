@@ -5,6 +5,7 @@ import re
 import pytest
 
 from cuflash.build.source import GENERATED, kernel_files
+from mutation_parts.tokens import Source
 
 PTX = "common/ptx.cuh"
 FILES = {name: path.read_text() for name, path in kernel_files().items()}
@@ -42,3 +43,27 @@ def test_sections_of_the_ptx_manual_go_by_title():
     """Their numbers change between its versions."""
     assert "PTX ISA: " in FILES[PTX]
     assert not re.search(r"PTX ISA[ :]+\d", " ".join(FILES.values()))
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {PTX}))
+def test_files_are_at_most_450_lines(name):
+    assert FILES[name].count("\n") <= 450
+
+
+def lines_of_functions():
+    """Return (lines, file, name) of each function body, the longest first."""
+    found = []
+    for name, text in FILES.items():
+        source = Source(name, text)
+        for body in source.functions:
+            first, last = source.tokens[body.first], source.tokens[body.last]
+            lines = source.line(last.start) - source.line(first.start) + 1
+            found.append((lines, name, body.name))
+    return sorted(found, reverse=True)
+
+
+def test_functions_are_at_most_80_lines():
+    """A body, from its first line to its closing brace."""
+    longest = lines_of_functions()[:10]
+    print(*(f"{n:3} {file} {name}" for n, file, name in longest), sep="\n")
+    assert longest[0][0] <= 80

@@ -35,7 +35,7 @@ segment_ranges(const __grid_constant__ Arguments args) {
     const i64 rest = of_keys ? number - first_k : number;
     const int tiles = of_keys ? k_tiles : q_tiles, block = of_keys ? BLOCK_K : BLOCK_Q;
     const int batch = rest / tiles, start = rest % tiles * block;
-    if (number == 0 && threadIdx.x == 0) *tile_counter(args) = 0;
+    if (number == 0 && threadIdx.x == 0) *segment_tile_counter(args) = 0;
     const PairMask pair_mask(args, batch);
     const IdRange range = of_keys
         ? range_of(start, min(start + block, shape.seqlen_k),

@@ -3,7 +3,7 @@
 //
 //     IdRange  [batch][query tiles]       the ids of each query tile
 //     IdRange  [batch][key tiles]         the ids of each key tile
-//     int      tile_counter               tiles that the dynamic scheduler has handed out
+//     int      segment_tile_counter               tiles that the dynamic scheduler has handed out
 //     int      [items]                    sm90/forward.cu only: a block's previous tile
 //                                         (tile_before, packed_sequences.cuh)
 //     int      tile_order[]               the order in which blocks take the tiles of all batches
@@ -30,7 +30,7 @@ template <class Arguments> inline IdRange* key_tile_ids(const Arguments& args, i
          + (i64(shape.batch) * q_tiles + i64(batch) * tiles);
 }
 
-template <class Arguments> inline int* tile_counter(const Arguments& args) {
+template <class Arguments> inline int* segment_tile_counter(const Arguments& args) {
     return reinterpret_cast<int*>(key_tile_ids(args, arrays_of(args).shape.batch));
 }
 
@@ -39,5 +39,5 @@ inline int ints_after_counter(const ForwardWgmmaOptionsArguments& args) {
 }
 inline int ints_after_counter(const BackwardWgmmaOptionsArguments&) { return 0; }
 template <class Arguments> inline int* tile_order(const Arguments& args) {
-    return tile_counter(args) + 1 + ints_after_counter(args);
+    return segment_tile_counter(args) + 1 + ints_after_counter(args);
 }

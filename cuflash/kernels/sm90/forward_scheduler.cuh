@@ -109,7 +109,7 @@ template <class Arguments> struct DynamicTileScheduler {
     }
     static __device__ __forceinline__ int* counter(const Arguments& args) {
         if constexpr (PACKED) return &static_cast<SequenceStats*>(args.found)->handed_out;
-        else return tile_counter(args);
+        else return segment_tile_counter(args);
     }
     // By the warp that takes tiles. After the last, q_start is the number of the block's last tile.
     __device__ __forceinline__ QueryTile next(const Arguments& args) {
