@@ -62,8 +62,19 @@ def lines_of_functions():
     return sorted(found, reverse=True)
 
 
+# As structs whose members are the registers, in functions of at most 55 lines,
+# these two were 1 to 7 % slower on an H200: docs/lab/sm90_backward.md.
+LONG_FUNCTIONS = {
+    ("sm90/backward.cu", "consume"),
+    ("sm90/backward_wide.cu", "compute_scores"),
+}
+
+
 def test_functions_are_at_most_80_lines():
     """A body, from its first line to its closing brace."""
-    longest = lines_of_functions()[:10]
-    print(*(f"{n:3} {file} {name}" for n, file, name in longest), sep="\n")
-    assert longest[0][0] <= 80
+    found = lines_of_functions()
+    print(*(f"{n:3} {file} {name}" for n, *x in found[:10]
+            for file, name in [x]), sep="\n")  # fmt: skip
+    assert {(file, name) for n, file, name in found if n > 80} == (
+        LONG_FUNCTIONS
+    )

@@ -86,259 +86,250 @@ __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared
     tma_store_wait<0>();
 }
 
-using CallShape = decltype(tile_shape(*static_cast<const Arguments*>(nullptr)));
+// ---- Matmuls of a consumer warpgroup: issued and committed, not waited for ----
 
-// A consumer warpgroup: 64 keys of each work tile.
-struct Consumer {
-    const Arguments& args;
-    SharedPlan& shared;
-    CallShape shape;                        // lengths are the packed sequence's
-    int warpgroup, thread;                  // among consumers
-    u32 keys_offset;                        // of the warpgroup's keys in panels of K and V, bytes
-    float scale_log2;
-    KeyTileMask mask;
-    Dropout<float> dropout;
+// dV += P^T dO or dK += dS^T Q, from registers; = if not `accumulate`.
+template <int COUNT>
+__device__ __forceinline__ void issue_gradient(
+    float (&gradient)[COUNT], const u32 (&a)[S_REGS / 2], u64 b, bool accumulate) {
+    warpgroup_fence_operand(gradient);
+    wgmma_fence();
+    gemm_ab_rs<Element, BLOCK_Q>(gradient, a, b, accumulate);
+    wgmma_commit();
+}
+
+// The warpgroup's part of dQ = dS K.
+__device__ __forceinline__ void issue_dq(float (&dq)[DQ_REGS], u64 ds, u64 k) {
+    warpgroup_fence_operand(dq);
+    wgmma_fence();
+    gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
+    wgmma_commit();
+}
+
+// ---- What a consumer warpgroup puts into shared memory ----
+
+// A warp's 16 rows of rounded dS^T, for the dQ of all consumers.
+__device__ __forceinline__ void publish_ds(
+    SharedPlan& shared, PipelineState<2> ds_stage, const u32 (&ds)[S_REGS / 2], int warp_row,
+    int lane) {
+    if (DEFERRED_DQ) mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
+    store_rows<BLOCK_K>(shared_address(&shared.ds[ds_stage.index]), warp_row, lane, ds);
+    fence_async_proxy();
+    __syncwarp();
+    mbarrier_arrive_if(lane == 0, barrier_at(shared.ds_full, ds_stage.index));
+}
+
+// The warpgroup's part of dQ, for its writer warp. `staged`: not the first of the work tile. Before
+// the first, the staging buffer belongs to the warpgroup, whose dV or dK may still be leaving.
+__device__ __forceinline__ void stage_dq(
+    SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], int warpgroup, int thread,
+    bool& staged) {
+    if (DOUBLE_BUFFERED_K && !staged) {
+        tma_store_wait_read<0>();
+        shared.release_previous_k(state, thread % 32 == 0);
+    }
+    barrier_sync((staged ? DQ_EMPTY : CONSUMER_SYNC) + warpgroup, staged ? DQ_THREADS : WARPGROUP);
+    const u32 target = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
+    #pragma unroll
+    for (int n = 0; n < DQ_REGS / 4; ++n)
+        store_shared_16(target + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2],
+                        dq[n * 4 + 3]);
+    fence_async_proxy();
+    barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
+    staged = true;
+}
+
+// The epilogue of a work tile. dV leaves through the staging buffer. dK follows: through K's stage
+// if there are two, else beside dV or, if both do not fit, once dV has left.
+__device__ __forceinline__ void store_gradients(
+    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
+    int warpgroup, int thread, const Shape& shape, float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
+    constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
+    constexpr bool BOTH_FIT = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
+    const BackwardArguments& arrays = args.arrays;
+    const int lane = threadIdx.x % 32;
+    const WorkTile work = shared.work_tiles[state.stage()];
+    __syncwarp();
+    release_work_tile(shared, state, lane == 0);
+    mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
+    if (DOUBLE_BUFFERED_K) shared.arrive_k_read(lane == 0);
+    else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
+    barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
+
+    const int key = work.tile * BLOCK_K + thread / 32 * 16;
+    const u32 staging = shared_address(&shared.staging[warpgroup]);
+    bool finite = store_gradient(args.dv_map, work, key, staging, dv, 1.0f, arrays.dv,
+                                 arrays.dv_stride, shape.head_dim_v);
+    if (DOUBLE_BUFFERED_K) shared.wait_k_read(state);
+    else if (!BOTH_FIT) tma_store_wait_read<0>();
+    __syncwarp();
+    const u32 dk_tile = DOUBLE_BUFFERED_K ? shared.k_tile(state) + warpgroup * DK_BYTES
+                                          : staging + (BOTH_FIT ? DV_BYTES : 0);
+    finite &= store_gradient(args.dk_map, work, key, dk_tile, dk, static_cast<float>(arrays.scale),
+                             arrays.dk, arrays.dk_stride, shape.head_dim);
+    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
+    __syncwarp();
+    if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
+}
+
+// ---- A consumer warpgroup ----
+
+__device__ __forceinline__ void consume(const Arguments& args, SharedPlan& shared) {
+    auto&& shape = tile_shape(args);
+    // By a shuffle, so that the compiler knows that it is uniform in the warp.
+    const int warpgroup = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
+    const int consumer_thread = threadIdx.x - WARPGROUP;
+    const u32 key_rows = warpgroup * 64 * PANEL_ROW_BYTES;  // of the 64 keys in a panel, bytes
+    const float scale_log2 = LINEAR ? static_cast<float>(args.arrays.scale) * LOG2_E : LOG2_E;
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
+    Dropout<float> dropout(args);
 
     float dk[DK_REGS], dv[DV_REGS];
-    u32 ds[S_REGS / 2];                     // rounded dS^T, read until the next iteration
-    PipelineState<STAGES> stage;            // of Q and dO
+    u32 ds[S_REGS / 2];                                     // read until the next iteration
+    PipelineState<STAGES> stage;                            // of Q and dO
     PipelineState<2> ds_stage;
-    WorkState state;
-    int k_tile, batch;                      // the work tile's
-    bool started;                           // dk and dv hold a sum
-    bool sent;                              // a part of the work tile's dQ was staged
+    for (WorkState state;; ++state.count) {
+        const WorkTile& work = acquire_work_tile(shared, state);
+        const int k_tile = work.tile;
+        if (k_tile < 0) break;
+        const int batch = OPTIONS ? work.batch : 0;
+        const auto sequence = sequence_of(work);
+        set_lengths(shape, sequence);
+        set_lengths(mask, sequence);
+        const QueryTiles tiles = query_tiles(args, k_tile, sequence);
+        // Queries in [first_full, end_full) see all keys. first_query: to see the lane's two keys.
+        const int first_full = tiles.first_full * BLOCK_Q;
+        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
+        const int first_key =
+            k_tile * BLOCK_K + consumer_thread / 32 * 16 + consumer_thread % 32 / 4;
+        const int first_query[2] = {
+            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
+        const PairMask pair_mask(args, batch);
+        dropout.set_sequence(number_of(sequence));
+        mbarrier_wait(shared_address(&shared.k_full) + (DOUBLE_BUFFERED_K ? 8 * state.stage() : 0),
+                      DOUBLE_BUFFERED_K ? state.phase() : state.kv_phase());
+        mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
+        bool started = false;                               // dk and dv hold a sum
+        bool staged = false;                                // a part of this tile's dQ
 
-    __device__ __forceinline__ Consumer(const Arguments& args, SharedPlan& shared)
-        : args(args),
-          shared(shared),
-          shape(tile_shape(args)),
-          // By a shuffle, so that the compiler knows that it is uniform in the warp.
-          warpgroup(__shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1),
-          thread(threadIdx.x - WARPGROUP),
-          keys_offset(warpgroup * 64 * PANEL_ROW_BYTES),
-          scale_log2(LINEAR ? static_cast<float>(args.arrays.scale) * LOG2_E : LOG2_E),
-          mask{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)}},
-          dropout(args) {}
+        // The part is 64 queries and all columns, or all queries and 64 columns.
+        const auto issue_dq_part = [&](float (&dq)[DQ_REGS], u32 ds_tile) {
+            constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
+            constexpr bool BY_QUERIES = BLOCK_Q == CONSUMERS * 64;
+            const u32 panel = opaque(key_rows) * (BLOCK_K / 64);
+            issue_dq(dq, descriptor(ds_tile + (BY_QUERIES ? panel : 0), 0),
+                     descriptor(shared.k_tile(state) + (BY_QUERIES ? 0 : panel), PANEL_BYTES));
+        };
+        // A tile's first iteration has no previous dQ and multiplies K and V, which are adjacent,
+        // for nothing: around a branch the compiler runs out of registers.
+        const auto issue_previous_dq = [&](float (&dq)[DQ_REGS]) {
+            const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
+            if (started) mbarrier_wait(barrier_at(shared.ds_full, ds_stage.previous()), phase);
+            issue_dq_part(
+                dq, started ? shared_address(&shared.ds[ds_stage.previous()])
+                            : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
+                                             ? static_cast<void*>(&shared.v) : &shared.k));
+        };
 
-    // ---- Matmuls, issued and committed but not waited for ----
+        const auto iterate = [&](bool last) {
+            const QueryRows& rows = shared.rows[stage.index];
+            // Opaque: what follows from these, kept across iterations, would fill the registers.
+            const u32 keys = opaque(key_rows);
+            const int thread = opaque(consumer_thread), lane = thread % 32;
+            const int first_column = lane % 4 * 2;          // the lane's first query in `rows`
+            const int lane_key = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
+            const u64 k = descriptor(shared.k_tile(state) + keys, 0);
+            const u64 v = descriptor(shared_address(&shared.v) + keys, 0);
+            // Columns of B in S and dP, rows of B in dK and dV.
+            const u64 q = descriptor(
+                shared_address(&shared.q[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
+            const u64 dout = descriptor(
+                shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
+            float s[S_REGS], dp[S_REGS], dq[DQ_REGS], derivatives[S_REGS];
+            u32 p[S_REGS / 2];
 
-    // Addresses of an iteration's tiles as wgmma operands. q, dout: columns of B in S and dP, rows
-    // of B in dK and dV.
-    struct Operands { u64 k, v, q, dout; };
-    __device__ __forceinline__ Operands operands(u32 key_rows) {
-        return {descriptor(shared.k_tile(state) + key_rows, 0),
-                descriptor(shared_address(&shared.v) + key_rows, 0),
-                descriptor(shared_address(&shared.q[stage.index]), BLOCK_Q * PANEL_ROW_BYTES),
-                descriptor(shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES)};
-    }
-    __device__ __forceinline__ void issue_s(float (&s)[S_REGS], const Operands& tiles) {
-        mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
-        issue_scores<HEAD_DIM>(s, tiles.k, tiles.q);
-    }
-    __device__ __forceinline__ void issue_dp(float (&dp)[S_REGS], const Operands& tiles) {
-        mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
-        issue_scores<HEAD_DIM_V>(dp, tiles.v, tiles.dout);
-    }
-    __device__ __forceinline__ void issue_dv(const u32 (&p)[S_REGS / 2], const Operands& tiles) {
-        warpgroup_fence_operand(dv);
-        wgmma_fence();
-        gemm_ab_rs<Element, BLOCK_Q>(dv, p, tiles.dout, started);
-        wgmma_commit();
-    }
-    __device__ __forceinline__ void issue_dk(const Operands& tiles) {
-        warpgroup_fence_operand(dk);
-        wgmma_fence();
-        gemm_ab_rs<Element, BLOCK_Q>(dk, ds, tiles.q, started);
-        wgmma_commit();
-    }
-    // The warpgroup's part of dQ: 64 queries and all columns, or 64 columns.
-    __device__ __forceinline__ void issue_dq(float (&dq)[DQ_REGS], u32 ds_tile) {
-        constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
-        constexpr bool SPLITS_QUERIES = BLOCK_Q == CONSUMERS * 64;
-        const u32 panel = opaque(keys_offset) * (BLOCK_K / 64);
-        warpgroup_fence_operand(dq);
-        wgmma_fence();
-        gemm_atb_ss<Element, BLOCK_K>(
-            dq, descriptor(ds_tile + (SPLITS_QUERIES ? panel : 0), 0),
-            descriptor(shared.k_tile(state) + (SPLITS_QUERIES ? 0 : panel), PANEL_BYTES));
-        wgmma_commit();
-    }
-    // The previous iteration's. A tile's first iteration has none and multiplies K and V, which are
-    // adjacent, for nothing: around a branch the compiler runs out of registers.
-    __device__ __forceinline__ void issue_previous_dq(float (&dq)[DQ_REGS]) {
-        const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
-        const int previous = ds_stage.previous();
-        if (started) mbarrier_wait(barrier_at(shared.ds_full, previous), phase);
-        issue_dq(dq, started ? shared_address(&shared.ds[previous])
-                             : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
-                                              ? static_cast<void*>(&shared.v) : &shared.k));
-    }
-
-    // ---- Steps of an iteration ----
-
-    // Rounds dS^T, and stores it for all warpgroups' dQ.
-    __device__ __forceinline__ void publish_ds(const float (&dp)[S_REGS], int thread) {
-        const int lane = thread % 32;
-        pack_pairs<Element>(ds, dp);
-        if (DEFERRED_DQ)
-            mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
-        store_rows<BLOCK_K>(
-            shared_address(&shared.ds[ds_stage.index]), thread / 32 * 16, lane, ds);
-        fence_async_proxy();
-        __syncwarp();
-        mbarrier_arrive_if(lane == 0, barrier_at(shared.ds_full, ds_stage.index));
-    }
-
-    // Stages the warpgroup's part of dQ for its writer warp. The first time in a work tile the
-    // buffer is still the warpgroup's own, and dK and dV of the tile before may be leaving.
-    __device__ __forceinline__ void stage_dq(const float (&dq)[DQ_REGS]) {
-        if (DOUBLE_BUFFERED_K && !sent) {
-            tma_store_wait_read<0>();
-            shared.release_previous_k(state, thread % 32 == 0);
-        }
-        barrier_sync((sent ? DQ_EMPTY : CONSUMER_SYNC) + warpgroup, sent ? DQ_THREADS : WARPGROUP);
-        const u32 target = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
-        #pragma unroll
-        for (int n = 0; n < DQ_REGS / 4; ++n)
-            store_shared_16(target + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
-                            dq[n * 4 + 2], dq[n * 4 + 3]);
-        fence_async_proxy();
-        barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
-        sent = true;
-    }
-
-    // ---- Mainloop and epilogue of a work tile ----
-
-    // One query tile. `last`: of the work tile.
-    __device__ __forceinline__ void iterate(bool last) {
-        // Opaque: what follows from these, kept across iterations, would fill the registers.
-        const u32 key_rows = opaque(keys_offset);
-        const int thread = opaque(this->thread), lane = thread % 32;
-        const int first_key = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
-        const Operands tiles = operands(key_rows);
-        float s[S_REGS], dp[S_REGS], dq[DQ_REGS];
-        u32 p[S_REGS / 2];
-
-        issue_s(s, tiles);
-        wgmma_wait<1>();                                    // dK of the previous iteration
-        warpgroup_fence_operand(dk);
-        mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
-        const QueryRows& rows = shared.rows[stage.index];
-        const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
-        Scores scores(args, mask, dropout, scale_log2, batch, first_key);
-        scores.set_query_tile(rows, lane % 4 * 2, has_boundary);
-        scores.locate_pairs(rows, lane % 4 * 2);
-        issue_dp(dp, tiles);
-        scores.load_biases();
-        scores.compute_bits(rows, has_boundary);
-        wgmma_wait<1>();                                    // S
-        warpgroup_fence_operand(s);
-
-        scores.compute_p(s, p);
-        issue_dv(p, tiles);
-        if (DEFERRED_DQ) issue_previous_dq(dq);
-        wgmma_wait<DEFERRED_DQ ? 2 : 1>();                  // dP
-        warpgroup_fence_operand(dp);
-        if (DOUBLE_BUFFERED_K && !DEFERRED_DQ)
-            mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
-
-        scores.compute_ds(dp, s, p);
-        publish_ds(dp, thread);
-        if (!DEFERRED_DQ) {
-            mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
-            issue_dq(dq, shared_address(&shared.ds[ds_stage.index]));
-        }
-        issue_dk(tiles);
-        wgmma_wait<1>();                                    // dV, dQ
-        warpgroup_fence_operand(dv);
-        warpgroup_fence_operand(dq);
-        mbarrier_arrive_if(lane == 0, barrier_at(shared.dout_empty, stage.index));
-        // Not before: a first iteration's product for nothing (issue_previous_dq) reads V, too.
-        if (DOUBLE_BUFFERED_K && DEFERRED_DQ)
-            mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
-        if (DEFERRED_DQ)
-            mbarrier_arrive_if(
-                started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-        if (!DEFERRED_DQ || started) stage_dq(dq);
-
-        started = true;
-        ds_stage.next();
-        stage.next();
-    }
-
-    // dQ of the last iteration.
-    __device__ __forceinline__ void finish_dq() {
-        float dq[DQ_REGS];
-        issue_previous_dq(dq);
-        wgmma_wait<0>();
-        warpgroup_fence_operand(dq);
-        mbarrier_arrive_if(
-            threadIdx.x % 32 == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-        stage_dq(dq);
-    }
-
-    // dV leaves through the staging buffer. dK follows: through K's stage if there are two, else
-    // beside dV or, if both do not fit, once dV has left.
-    __device__ __forceinline__ void store_gradients() {
-        constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
-        constexpr bool BOTH_FIT = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
-        const BackwardArguments& arrays = args.arrays;
-        const int lane = threadIdx.x % 32;
-        state.count = opaque(state.count);
-        const WorkTile work = shared.work_tiles[state.stage()];
-        __syncwarp();
-        release_work_tile(shared, state, lane == 0);
-        mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
-        if (DOUBLE_BUFFERED_K) shared.arrive_k_read(lane == 0);
-        else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
-        barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
-
-        const int key = work.tile * BLOCK_K + thread / 32 * 16;
-        const u32 staging = shared_address(&shared.staging[warpgroup]);
-        bool finite = store_gradient(args.dv_map, work, key, staging, dv, 1.0f, arrays.dv,
-                                     arrays.dv_stride, shape.head_dim_v);
-        if (DOUBLE_BUFFERED_K) shared.wait_k_read(state);
-        else if (!BOTH_FIT) tma_store_wait_read<0>();
-        __syncwarp();
-        const u32 dk_tile = DOUBLE_BUFFERED_K ? shared.k_tile(state) + warpgroup * DK_BYTES
-                                              : staging + (BOTH_FIT ? DV_BYTES : 0);
-        finite &= store_gradient(args.dk_map, work, key, dk_tile, dk,
-                                 static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
-                                 shape.head_dim);
-        if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
-        __syncwarp();
-        if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
-    }
-
-    __device__ __forceinline__ void run() {
-        for (;; ++state.count) {
-            const WorkTile& work = acquire_work_tile(shared, state);
-            k_tile = work.tile;
-            if (k_tile < 0) break;
-            batch = OPTIONS ? work.batch : 0;
-            const auto sequence = sequence_of(work);
-            set_lengths(shape, sequence);
-            set_lengths(mask.bounds, sequence);
-            const QueryTiles tiles = query_tiles(args, k_tile, sequence);
-            mask.set_key_tile(tiles, k_tile * BLOCK_K + thread / 32 * 16 + thread % 32 / 4);
-            dropout.set_sequence(number_of(sequence));
-            if (DOUBLE_BUFFERED_K)
-                mbarrier_wait(shared_address(&shared.k_full) + 8 * state.stage(), state.phase());
-            else
-                mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
-            mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
-            started = sent = false;
-
-            int remaining = QueryTileIterator(args, tiles, {k_tile, 0, batch}).remaining;
-            for (; remaining > 0; --remaining) iterate(remaining == 1);
-            wgmma_wait<0>();
+            mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
+            issue_scores<HEAD_DIM>(s, k, q);
+            wgmma_wait<1>();                                // dK of the previous iteration
             warpgroup_fence_operand(dk);
-            if (DEFERRED_DQ) finish_dq();
-            store_gradients();
+            mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
+            const int q_start = rows.q_start;
+            const bool is_cut = cuts(first_full, end_full, q_start);
+            const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+            const int query = q_start + first_column;       // the lane's first
+            LanePairs pairs = {batch, rows.head, query, lane_key,
+                               query + shape.seqlen_k - shape.seqlen_q - lane_key};
+            const auto zero_invisible = [&](float (&x)[S_REGS]) {
+                if (!VISIBILITY_BITS && is_cut)
+                    zero_masked(x, mask, first_query, q_start + first_column);
+                // A window's bits are tested lane by lane. Segments' bits may come late: testing
+                // them costs as much as applying them.
+                if (HAS_MASK || (SEGMENTS ? is_cut || has_boundary : pairs.any_masked()))
+                    zero_masked(x, pairs);
+            };
+            mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
+            issue_scores<HEAD_DIM_V>(dp, v, dout);
+            load_biases(pairs, args);
+            compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut, has_boundary);
+            wgmma_wait<1>();                                // S
+            warpgroup_fence_operand(s);
+
+            compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
+                      zero_invisible, is_cut || has_boundary);
+            issue_gradient(dv, p, dout, started);
+            if (DEFERRED_DQ) issue_previous_dq(dq);
+            wgmma_wait<DEFERRED_DQ ? 2 : 1>();              // dP
+            warpgroup_fence_operand(dp);
+            if (DOUBLE_BUFFERED_K && !DEFERRED_DQ)
+                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
+
+            compute_ds(dp, s, p, rows, first_column, pairs, dropout);
+            if (MASK_DS) zero_invisible(dp);
+            add_dbias(dp, derivatives, args, pairs);
+            pack_pairs<Element>(ds, dp);
+            publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);
+            if (!DEFERRED_DQ) {
+                mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
+                issue_dq_part(dq, shared_address(&shared.ds[ds_stage.index]));
+            }
+            issue_gradient(dk, ds, q, started);
+            wgmma_wait<1>();                                // dV, dQ
+            warpgroup_fence_operand(dv);
+            warpgroup_fence_operand(dq);
+            mbarrier_arrive_if(lane == 0, barrier_at(shared.dout_empty, stage.index));
+            // Not before: a first iteration's product for nothing reads V, too.
+            if (DOUBLE_BUFFERED_K && DEFERRED_DQ)
+                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
+            if (DEFERRED_DQ)
+                mbarrier_arrive_if(
+                    started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
+            if (!DEFERRED_DQ || started)
+                stage_dq(shared, state, dq, warpgroup, consumer_thread, staged);
+
+            started = true;
+            ds_stage.next();
+            stage.next();
+        };
+
+        int remaining = QueryTileIterator(args, tiles, {k_tile, 0, batch}).remaining;
+        for (; remaining > 0; --remaining) iterate(remaining == 1);
+
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dk);
+        if (DEFERRED_DQ) {
+            float dq[DQ_REGS];
+            issue_previous_dq(dq);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(dq);
+            mbarrier_arrive_if(
+                threadIdx.x % 32 == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
+            stage_dq(shared, state, dq, warpgroup, consumer_thread, staged);
         }
-        if (DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
+        state.count = opaque(state.count);
+        store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);
     }
-};
+    if (DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
+}
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 backward_wgmma(const __grid_constant__ Arguments args) {
@@ -355,6 +346,6 @@ backward_wgmma(const __grid_constant__ Arguments args) {
         if (warp >= 1 && warp <= CONSUMERS) add_dq(args, shared, warp - 1);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-        Consumer(args, shared).run();
+        consume(args, shared);
     }
 }

@@ -22,36 +22,27 @@ __device__ __forceinline__ void issue_scores(float (&scores)[S_REGS], u64 a, u64
     wgmma_commit();
 }
 
-// Which queries see the keys of a work tile, as one lane needs it.
-struct KeyTileMask {
-    Mask<CAUSAL, WINDOW> bounds;
-    int first_full, end_full;               // queries [first_full, end_full) see all keys
-    int first_query[2];                     // the first to see each of the lane's keys, 8 apart
+// Whether the causal mask or window masks pairs of a query tile, given that the queries
+// [first_full, end_full) see all keys.
+__device__ __forceinline__ bool cuts(int first_full, int end_full, int q_start) {
+    return q_start < first_full || q_start + BLOCK_Q > end_full;
+}
 
-    __device__ __forceinline__ void set_key_tile(QueryTiles tiles, int lane_key) {
-        first_full = tiles.first_full * BLOCK_Q;
-        end_full = WINDOW ? tiles.end_full * BLOCK_Q : bounds.seqlen_q;
-        first_query[0] = bounds.open_first_query(lane_key);
-        first_query[1] = bounds.open_first_query(lane_key + 8);
-    }
-    // Whether it masks pairs of a query tile.
-    __device__ __forceinline__ bool cuts(int q_start) const {
-        return q_start < first_full || q_start + BLOCK_Q > end_full;
-    }
-    // Zeroes x at masked pairs and past the last query, whatever x was there. `query`: the lane's
-    // first. Without a WINDOW: that has visibility bits.
-    __device__ __forceinline__ void zero_masked(float (&x)[S_REGS], int query) const {
+// Zeroes x at masked pairs and past the last query, whatever x was there. first_query: the first to
+// see each of the lane's two keys, 8 apart. query: the lane's first. Without a WINDOW: that has
+// visibility bits.
+__device__ __forceinline__ void zero_masked(
+    float (&x)[S_REGS], const Mask<CAUSAL, WINDOW>& mask, const int (&first_query)[2], int query) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first = first_query[half] - query, end = mask.seqlen_q - query;
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int first = first_query[half] - query, end = bounds.seqlen_q - query;
+        for (int j = 0; j < S_REGS / 4; ++j)
             #pragma unroll
-            for (int j = 0; j < S_REGS / 4; ++j)
-                #pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    if (j * 8 + k < first || j * 8 + k >= end) x[j * 4 + half * 2 + k] = 0.0f;
-        }
+            for (int k = 0; k < 2; ++k)
+                if (j * 8 + k < first || j * 8 + k >= end) x[j * 4 + half * 2 + k] = 0.0f;
     }
-};
+}
 
 // S^T becomes P^T = 2^(scale_log2 S^T - lse log2 e). first_column: the lane's first query in rows.
 __device__ __forceinline__ void exponentiate(
@@ -87,50 +78,17 @@ __device__ __forceinline__ float p_element(
     return FLOAT_P ? p[i] : rounded;
 }
 
-// P and dS of one query tile without options. OptionScores (backward_option_scores.cuh) has the
-// same members.
-struct PlainScores {
-    const KeyTileMask& mask;
-    float scale_log2;
-    const QueryRows* rows;                  // the query tile's
-    int first_column, query;                // the lane's first query, in rows and in the sequence
-    bool is_cut;                            // the mask cuts the tile
-
-    __device__ __forceinline__ PlainScores(
-        const Arguments&, const KeyTileMask& mask, const Dropout<float>&, float scale_log2, int,
-        int)
-        : mask(mask), scale_log2(scale_log2) {}
-
-    // For options, while the tensor cores compute S and dP.
-    __device__ __forceinline__ void locate_pairs(const QueryRows&, int) {}
-    __device__ __forceinline__ void compute_bits(const QueryRows&, bool) {}
-    __device__ __forceinline__ void load_biases() {}
-
-    __device__ __forceinline__ void set_query_tile(
-        const QueryRows& tile_rows, int lane_column, bool) {
-        rows = &tile_rows;
-        first_column = lane_column;
-        query = tile_rows.q_start + lane_column;
-        is_cut = mask.cuts(tile_rows.q_start);
-    }
-    // S^T becomes P^T; p is P^T rounded.
-    __device__ __forceinline__ void compute_p(float (&s)[S_REGS], u32 (&p)[S_REGS / 2]) {
-        exponentiate(s, *rows, first_column, scale_log2);
-        if (is_cut) mask.zero_masked(s, query);
-        pack_pairs<Element>(p, s);
-    }
-    // dP^T becomes dS^T = P^T (dP^T - delta).
-    __device__ __forceinline__ void compute_ds(
-        float (&dp)[S_REGS], const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2]) {
-        const u32 lane_delta = shared_address(rows->delta) + first_column * 4;
+// dP^T becomes dS^T = P^T (dP^T - delta).
+__device__ __forceinline__ void compute_ds(
+    float (&dp)[S_REGS], const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2],
+    const QueryRows& rows, int first_column) {
+    const u32 lane_delta = shared_address(rows.delta) + first_column * 4;
+    #pragma unroll
+    for (int j = 0; j < S_REGS / 4; ++j) {
+        float delta[2];
+        load_shared_floats(lane_delta + j * 32, delta[0], delta[1]);
         #pragma unroll
-        for (int j = 0; j < S_REGS / 4; ++j) {
-            float delta[2];
-            load_shared_floats(lane_delta + j * 32, delta[0], delta[1]);
-            #pragma unroll
-            for (int i = j * 4; i < j * 4 + 4; ++i)
-                dp[i] = p_element(p, rounded_p, i) * (dp[i] - delta[i % 2]);
-        }
-        if (is_cut) mask.zero_masked(dp, query);
+        for (int i = j * 4; i < j * 4 + 4; ++i)
+            dp[i] = p_element(p, rounded_p, i) * (dp[i] - delta[i % 2]);
     }
-};
+}

@@ -116,150 +116,139 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_REGS], 
                      {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
 }
 
-using CallShape = decltype(tile_shape(*static_cast<const Arguments*>(nullptr)));
+__device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan& shared) {
+    auto&& shape = tile_shape(args);
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
+    const int first_column = lane % 4 * 2;                  // the lane's first query in a tile
+    const float scale_log2 = LINEAR ? static_cast<float>(args.arrays.scale) * LOG2_E : LOG2_E;
+    Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
+    Dropout<float> dropout(args);
 
-struct ScoreWarpgroup {
-    const Arguments& args;
-    SharedPlan& shared;
-    CallShape shape;                        // lengths are the packed sequence's
-    int thread, lane, warp_row;
-    int first_column;                       // the lane's first query in a tile
-    float scale_log2;
-    KeyTileMask mask;
-    Dropout<float> dropout;
+    constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
+    const u64 k_rows = descriptor(shared_address(&shared.k), 0);
+    const u64 v_rows = descriptor(shared_address(&shared.v), 0);
+    const u64 k_columns = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
 
     float s[S_REGS], dp[S_REGS];
-    PipelineState<STAGES> stage, next;      // this iteration's; the next to issue
-
-    __device__ __forceinline__ ScoreWarpgroup(const Arguments& args, SharedPlan& shared)
-        : args(args),
-          shared(shared),
-          shape(tile_shape(args)),
-          thread(threadIdx.x % WARPGROUP),
-          lane(thread % 32),
-          warp_row(thread / 32 * 16),
-          first_column(lane % 4 * 2),
-          scale_log2(LINEAR ? static_cast<float>(args.arrays.scale) * LOG2_E : LOG2_E),
-          mask{{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)}},
-          dropout(args) {}
-
-    // ---- The next iteration's matmuls, issued and committed but not waited for ----
-
-    __device__ __forceinline__ void issue_s() {
+    PipelineState<STAGES> stage, next;                      // this iteration's; the next to issue
+    const auto issue_s = [&] {
         mbarrier_wait(shared_address(&shared.q_full[next.index]), next.phase);
-        issue_scores<HEAD_DIM>(s, descriptor(shared_address(&shared.k), 0),
-                               descriptor(shared_address(&shared.q[next.index]), 0));
-    }
-    __device__ __forceinline__ void issue_dp() {
+        issue_scores<HEAD_DIM>(s, k_rows, descriptor(shared_address(&shared.q[next.index]), 0));
+    };
+    const auto issue_dp = [&] {
         mbarrier_wait(shared_address(&shared.dout_full[next.index]), next.phase);
-        issue_scores<HEAD_DIM_V>(dp, descriptor(shared_address(&shared.v), 0),
-                                 descriptor(shared_address(&shared.dout[next.index]), 0));
+        issue_scores<HEAD_DIM_V>(
+            dp, v_rows, descriptor(shared_address(&shared.dout[next.index]), 0));
         next.next();
-    }
-    // Bits and biases of the iteration whose S is being computed: its rows have come with Q.
-    __device__ __forceinline__ void prepare(Scores& scores, int index) {
-        const QueryRows& rows = shared.rows[index];
-        scores.locate_pairs(rows, first_column);
-        scores.compute_bits(rows, SEGMENTS && shared.has_segment_boundary[index]);
-        if (EARLY_BIASES) scores.load_biases();
-    }
+    };
 
-    // ---- The iteration ----
+    for (WorkState state;; ++state.count) {
+        const WorkTile work = acquire_work_tile(shared, state);
+        if (work.tile < 0) break;
+        __syncwarp();
+        release_work_tile(shared, state, lane == 0);
+        const auto sequence = sequence_of(work);
+        set_lengths(shape, sequence);
+        set_lengths(mask, sequence);
+        const QueryTiles tiles = query_tiles(args, work.tile, sequence);
+        // Queries in [first_full, end_full) see all keys. first_query: to see the lane's two keys.
+        const int first_full = tiles.first_full * BLOCK_Q;
+        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
+        const int first_key = work.tile * BLOCK_K + warp_row + lane / 4;
+        const int first_query[2] = {
+            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
+        const PairMask pair_mask(args, work.batch);
+        dropout.set_sequence(number_of(sequence));
+        QueryTileIterator it(args, tiles, work);
 
-    // From S and dP to P and dS in shared memory.
-    __device__ __forceinline__ void compute_p_and_ds(Scores& scores) {
-        u32 p[S_REGS / 2], ds[S_REGS / 2];
-        scores.set_query_tile(shared.rows[stage.index], first_column,
-                              SEGMENTS && shared.has_segment_boundary[stage.index]);
-        scores.compute_p(s, p);
-        publish(shared_address(&shared.p[stage.index]),
-                shared_address(&shared.p_full[stage.index]), p, warp_row, lane);
-        wgmma_wait<0>();                                    // dP
-        warpgroup_fence_operand(dp);
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
-        scores.compute_ds(dp, s, p);
-        pack_pairs<Element>(ds, dp);
-        publish(shared_address(&shared.ds[stage.index]),
-                shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
-        mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
-    }
-
-    // dQ, a part of its columns at a time. S and dP of the next iteration, if any, are issued after
-    // the first and the last part. `sums`: the thread's first.
-    template <bool IS_LAST>
-    __device__ __forceinline__ void compute_dq(Scores& scores, float* sums) {
-        constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
-        constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
-        const u64 ds = descriptor(shared_address(&shared.ds[stage.index]), 0);
-        const u64 k = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
-        #pragma unroll
-        for (int part = 0; part < DQ_PARTS; ++part) {
-            const bool first_part = part == 0, last_part = part == DQ_PARTS - 1;
-            float dq[DQ_REGS];
-            warpgroup_fence_operand(dq);
-            wgmma_fence();
-            gemm_atb_ss<Element, BLOCK_K>(dq, ds, advance(k, part * PART_BYTES));
-            wgmma_commit();
-            if (!IS_LAST && first_part) issue_s();
-            if (!IS_LAST && last_part) {
-                issue_dp();
-                prepare(scores, (stage.index + 1) % STAGES);
-            }
-            if (IS_LAST) wgmma_wait<0>();
-            else if (first_part && last_part) wgmma_wait<2>();
-            else wgmma_wait<1>();
-            warpgroup_fence_operand(dq);
-            if (DETERMINISTIC && first_part) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
-            add_dq(sums, dq, part);
-        }
-        if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
-    }
-
-    template <bool IS_LAST>
-    __device__ __forceinline__ void iterate(
-        Scores& scores, const WorkTile& work, QueryTileIterator& it) {
-        compute_p_and_ds(scores);
-        const int query_tile =
-            query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile);
-        compute_dq<IS_LAST>(
-            scores, dq_sum_tile(args.arrays.dq_sum, query_tile) + dq_sum_first(thread));
-        if (!IS_LAST && !EARLY_BIASES) scores.load_biases();
-        if (!IS_LAST) wgmma_wait<1>();                      // the next S
+        mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
+        issue_s();
+        mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
+        issue_dp();
+        LanePairs pairs = {work.batch, 0, 0, first_key, 0};
+        // Of the iteration whose S is being computed: its rows have come with Q.
+        const auto prepare_pairs = [&](int stage) {
+            const QueryRows& rows = shared.rows[stage];
+            pairs.head = rows.head;
+            pairs.query = rows.q_start + first_column;
+            pairs.distance = pairs.query + shape.seqlen_k - shape.seqlen_q - first_key;
+            const bool is_cut = cuts(first_full, end_full, rows.q_start);
+            compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut,
+                         SEGMENTS && shared.has_segment_boundary[stage]);
+            if (EARLY_BIASES) load_biases(pairs, args);
+        };
+        prepare_pairs(stage.index);
+        if (!EARLY_BIASES) load_biases(pairs, args);
+        wgmma_wait<1>();                                    // S
         warpgroup_fence_operand(s);
-        it.next(args, work);
-        stage.next();
-    }
 
-    __device__ __forceinline__ void run() {
-        for (WorkState state;; ++state.count) {
-            const WorkTile work = acquire_work_tile(shared, state);
-            if (work.tile < 0) break;
-            __syncwarp();
-            release_work_tile(shared, state, lane == 0);
-            const auto sequence = sequence_of(work);
-            set_lengths(shape, sequence);
-            set_lengths(mask.bounds, sequence);
-            const QueryTiles tiles = query_tiles(args, work.tile, sequence);
-            const int lane_key = work.tile * BLOCK_K + warp_row + lane / 4;
-            mask.set_key_tile(tiles, lane_key);
-            dropout.set_sequence(number_of(sequence));
-            QueryTileIterator it(args, tiles, work);
+        const auto iterate = [&](auto last) {
+            const QueryRows& rows = shared.rows[stage.index];
+            const int q_start = rows.q_start;
+            const bool is_cut = cuts(first_full, end_full, q_start);
+            const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+            const auto zero_invisible = [&](float (&x)[S_REGS]) {
+                if (!VISIBILITY_BITS && is_cut)
+                    zero_masked(x, mask, first_query, q_start + first_column);
+                if (HAS_MASK || is_cut || has_boundary) zero_masked(x, pairs);
+            };
+            const u32 ds_tile = shared_address(&shared.ds[stage.index]);
+            float derivatives[S_REGS];
+            u32 p[S_REGS / 2], ds[S_REGS / 2];
 
-            mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
-            issue_s();
-            mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
-            issue_dp();
-            Scores scores(args, mask, dropout, scale_log2, work.batch, lane_key);
-            prepare(scores, stage.index);
-            if (!EARLY_BIASES) scores.load_biases();
-            wgmma_wait<1>();                                // S
+            compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
+                      zero_invisible, is_cut || has_boundary);
+            publish(shared_address(&shared.p[stage.index]),
+                    shared_address(&shared.p_full[stage.index]), p, warp_row, lane);
+            wgmma_wait<0>();                                // dP
+            warpgroup_fence_operand(dp);
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
+            compute_ds(dp, s, p, rows, first_column, pairs, dropout);
+            if (MASK_DS) zero_invisible(dp);
+            add_dbias(dp, derivatives, args, pairs);
+            pack_pairs<Element>(ds, dp);
+            publish(ds_tile, shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
+            mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
+
+            float* sums = dq_sum_tile(args.arrays.dq_sum,
+                                      query_tile_index(args, sequence_of(work), work.batch,
+                                                       it.head, it.tile))
+                        + dq_sum_first(thread);
+            #pragma unroll
+            for (int part = 0; part < DQ_PARTS; ++part) {
+                constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
+                const bool is_first = part == 0, is_last = part == DQ_PARTS - 1;
+                float dq[DQ_REGS];
+                warpgroup_fence_operand(dq);
+                wgmma_fence();
+                gemm_atb_ss<Element, BLOCK_K>(
+                    dq, descriptor(ds_tile, 0), advance(k_columns, part * PART_BYTES));
+                wgmma_commit();
+                if (!last.value && is_first) issue_s();
+                if (!last.value && is_last) {
+                    issue_dp();
+                    prepare_pairs((stage.index + 1) % STAGES);
+                }
+                if (last.value) wgmma_wait<0>();
+                else if (is_first && is_last) wgmma_wait<2>();
+                else wgmma_wait<1>();
+                warpgroup_fence_operand(dq);
+                if (DETERMINISTIC && is_first) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
+                add_dq(sums, dq, part);
+            }
+            if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
+            if (!last.value && !EARLY_BIASES) load_biases(pairs, args);
+            if (!last.value) wgmma_wait<1>();               // the next S
             warpgroup_fence_operand(s);
-            while (it.remaining > 1) iterate<false>(scores, work, it);
-            iterate<true>(scores, work, it);
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
-        }
+            it.next(args, work);
+            stage.next();
+        };
+
+        while (it.remaining > 1) iterate(Bool<false>{});
+        iterate(Bool<true>{});
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
     }
-};
+}
 
 // ---- The gradient warpgroups: dV, dK ----
 
@@ -367,7 +356,7 @@ backward_wgmma_wide(const __grid_constant__ Arguments args) {
         if (DETERMINISTIC && warp == 1) order_dq_additions(args, shared);
     } else if (role == 1) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
-        ScoreWarpgroup(args, shared).run();
+        compute_scores(args, shared);
     } else if (role == 2) {
         warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM_V>(
