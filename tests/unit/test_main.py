@@ -71,7 +71,7 @@ def test_a_tensor_core_kernel_that_spills_fails(
         nvrtc, "report", lambda k, arch: report_of(k, spill_bytes=8)
     )
     assert __main__.main(["compile", "--arch", "sm_80"]) == 1
-    assert "spills 8 bytes a thread" in capsys.readouterr().out
+    assert "spills 8 bytes per thread" in capsys.readouterr().out
 
 
 def test_products_that_wait_for_one_another_fail(

@@ -270,7 +270,7 @@ def test_offsets_of_other_sequences():
 def test_offsets_of_no_sequence():
     assert complaint(ShapeError, PACKED, **packed(q=())) == (
         "cu_seqlens_q has shape (0,), expected (sequences + 1,): it holds "
-        "the offset of each sequence's first token, and the end of the last"
+        "the offset of each sequence's first token, then the end of the last"
     )
 
 
