@@ -189,7 +189,7 @@ def test_a_program_that_cannot_be_started(tmp_path):
     said = str(caught.value)
     assert "Permission denied" in said and str(program) in said
     assert said.endswith(
-        "CUPY_CACHE_DIR to a folder that can be written and programs run from"
+        "CUPY_CACHE_DIR to a writable folder that programs can run from"
     )
 
 

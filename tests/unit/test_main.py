@@ -180,7 +180,7 @@ __main__._end(__main__.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
 def test_info_says_what_the_emulator_lacks(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert __main__.main(["info"]) == 0
-    assert "CXX is 'no-such-compiler', which is no program" in (
+    assert "CXX is 'no-such-compiler', which is not a pro" in (
         capsys.readouterr().out
     )
 

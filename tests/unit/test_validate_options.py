@@ -241,7 +241,7 @@ def test_out_that_shares_memory_with_bias():
     text = complaint(
         ValueRangeError, bias=memory.swapaxes(1, 2), out=memory[..., :6]
     )
-    assert text.startswith("out shares memory with bias, expected memory")
+    assert text.startswith("out shares memory with bias, expected separate")
 
 
 # Packed sequences ----------------------------------------------------------
