@@ -503,4 +503,4 @@ def test_a_message_says_what_bytes_an_mbarrier_lacks():
 def test_a_message_says_whence_an_instruction_was_inlined(name):
     """Also if the thread has gone on when the fault shows."""
     said, place = message(name)
-    assert re.search(rf", wgmma\.cuh:\d+ \(in {place}\): ", said)
+    assert re.search(rf", sm90/wgmma\.cuh:\d+ \(in {place}\): ", said)

@@ -1,4 +1,4 @@
-"""The text of every error about masks and score steps."""
+"""The text of every error about masks and score modifications."""
 
 import numpy as np
 import pytest
