@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import _checkout
-from . import emulator as emulator  # public, and no call
+from . import emulator as emulator  # a public module
 from ._version import __version__
 from .api import backward, forward, merge_states
 from .build import warmup
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # With SciPy the reference takes longer than the rest of the import.
+    # Imported on first use: the reference imports SciPy, which takes longer
+    # than the rest of cuflash.
     if name == "reference":
         import cuflash.reference
 

@@ -40,14 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="versions, devices, folders and settings")
     compiling = commands.add_parser(
         "compile",
-        help="compile every default plan, needing no GPU, and print"
-        " registers, shared memory, spilled bytes and time of each kernel",
+        help="compile every default plan (no GPU needed) and print each"
+        " kernel's registers, shared memory, spilled bytes and compile time",
     )
     compiling.add_argument(
         "--arch",
         default=ARCHS,
         help="architectures, separated by commas; sm_90 means sm_90a, which"
-        " Hopper's kernels are for (default: %(default)s)",
+        " the Hopper kernels need (default: %(default)s)",
     )
     for command in (
         compiling,
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             "--jobs",
             type=int,
             default=_num_cpus(),
-            help="kernels compiled at a time (default: the CPUs there are)",
+            help="kernels compiled at a time (default: the number of CPUs)",
         )
     given = parser.parse_args(arguments)
     try:
@@ -84,7 +84,7 @@ def _num_cpus() -> int:
 
 
 def _kernels(device: Device) -> list[KernelPlan]:
-    """The kernels of the default plans, each once."""
+    """The kernels of the default plans, without repeats."""
     plans = default_plans(device)
     return list(dict.fromkeys(k for plan in plans for k in plan.kernels))
 
@@ -94,9 +94,9 @@ def _in_threads(
     tasks: Iterable[tuple[KernelPlan, str]],
     jobs: int,
 ) -> Iterator[tuple[KernelPlan, str, Any]]:
-    """Do work(kernel, arch) for all tasks; each result as it is there.
+    """Run work(kernel, arch) for all tasks; yield results as they complete.
 
-    A CompileError is a result too.
+    A CuflashError is yielded as a result.
     """
     pool = ThreadPoolExecutor(max_workers=max(jobs, 1))
     try:
@@ -106,7 +106,7 @@ def _in_threads(
             if error and not isinstance(error, CuflashError):
                 raise error
             yield *tasks_of[done], error or done.result()
-    finally:  # after Ctrl-C, too, which waits for nothing
+    finally:  # after Ctrl-C too: do not wait
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -127,17 +127,16 @@ def _describe(kernel: KernelPlan) -> str:
 
 
 def compile_for(archs: list[str], jobs: int) -> int:
-    """Compile every default plan and print a line a kernel.
+    """Compile every default plan and print one line per kernel.
 
     Returns
     -------
     int
-        1 if a kernel does not compile, which is also what becomes of one
-        that needs other shared memory than its plan says, or if a
-        tensor-core kernel spills registers or has the assembler put its
-        wgmma products one after another.
+        1 if a kernel does not compile, needs other shared memory than its
+        plan says, or, with tensor cores, spills registers or has its wgmma
+        instructions serialized by ptxas.
     """
-    nvrtc.version()  # a clear error, once, if there is no NVRTC
+    nvrtc.version()  # one clear error if NVRTC is missing
     devices = dict.fromkeys(_device_of_arch(arch) for arch in archs)
     tasks = [(k, device.arch) for device in devices for k in _kernels(device)]
     width = max(len(_describe(kernel)) for kernel, _ in tasks)
@@ -183,29 +182,29 @@ def _device_of_arch(arch: str) -> Device:
             f" {nvrtc.version()} compiles for:"
             f" {', '.join(f'sm_{capability}' for capability in known)}"
         )
-    # What an sm_90 GPU runs, as `backends.cupy.device` has it.
+    # An sm_90 GPU runs sm_90a code, as in `backends.cupy.device`.
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
     if not _kernels(device):
         raise UnsupportedError(
             f"--arch got {arch!r}, expected sm_80 or newer: the default"
-            " plans are those for float16 and bfloat16"
+            " plans are for float16 and bfloat16"
         )
     return device
 
 
 def _fault(kernel: KernelPlan, report: Any) -> str:
-    """What is wrong with a kernel, or nothing."""
+    """A description of what is wrong with a kernel, or ''."""
     if not isinstance(report, nvrtc.Report):
         return str(report)
     if report.shared_bytes != kernel.shared_bytes:
         return (
-            f"takes {report.shared_bytes} bytes of shared memory, its plan"
-            f" says {kernel.shared_bytes}"
+            f"needs {report.shared_bytes} bytes of shared memory, but its"
+            f" plan says {kernel.shared_bytes}"
         )
     if "mma" in kernel.entry and report.spill_bytes:
-        return f"spills {report.spill_bytes} bytes a thread"
+        return f"spills {report.spill_bytes} bytes per thread"
     if any("serialized" in warning for warning in report.warnings):
-        return "its wgmma products wait for one another"
+        return "ptxas serialized its wgmma instructions"
     return ""
 
 
@@ -213,7 +212,7 @@ def _fault(kernel: KernelPlan, report: Any) -> str:
 
 
 def warm_up(jobs: int) -> int:
-    """Compile the default plans of the GPUs at hand into the cache.
+    """Compile the default plans of this machine's GPUs into the cache.
 
     Returns
     -------
@@ -225,7 +224,7 @@ def warm_up(jobs: int) -> int:
     nvrtc.version()
     cache.require_folder()
     tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
-    tasks = list(dict.fromkeys(tasks))  # GPUs may be alike
+    tasks = list(dict.fromkeys(tasks))  # two GPUs may be the same model
     failed, start = 0, time.perf_counter()
     for kernel, arch, result in _in_threads(nvrtc.cubin_file, tasks, jobs):
         if isinstance(result, Exception):
@@ -243,9 +242,9 @@ def warm_up(jobs: int) -> int:
 
 
 def _devices() -> list[Device]:
-    """The GPUs at hand that kernels run on; UnsupportedError if none."""
+    """This machine's supported GPUs; UnsupportedError if there are none."""
     names = warmup.gpus()
-    from cuflash.backends import cupy as gpu  # CuPy, which gpus() has found
+    from cuflash.backends import cupy as gpu  # gpus() has imported CuPy
 
     devices, reasons = [], []
     for index, name in enumerate(names):
@@ -256,7 +255,7 @@ def _devices() -> list[Device]:
     if not devices:
         raise UnsupportedError("\n".join(["no GPU to compile for", *reasons]))
     for reason in reasons:
-        print(f"left out: {reason}", flush=True)
+        print(f"skipped: {reason}", flush=True)
     return devices
 
 
@@ -264,7 +263,7 @@ def _devices() -> list[Device]:
 
 
 def info() -> int:
-    """Print what is installed, found and set."""
+    """Print versions, devices, folders and settings."""
     for name, text in _facts():
         print(f"{name:22} {text}")
     return 0
@@ -308,17 +307,17 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _emulator() -> str:
-    """What compiles kernels for the CPU, or why nothing does."""
+    """The compiler of the emulator, or why there is none."""
     from cuflash.backends.emulator import runtime
 
     try:
-        return f"compiles by {' '.join(runtime.host_compiler())}"
+        return f"compiles with {' '.join(runtime.host_compiler())}"
     except CuflashError as error:
         return str(error)
 
 
 def _setting(name: str) -> str:
-    """What an environment variable is, and whether it may be that."""
+    """An environment variable's value, and whether it is a known one."""
     text = os.environ.get(name, "(not set)")
     try:
         if name in settings.VALUES:
@@ -336,14 +335,14 @@ def _version(package: str) -> str:
 
 
 def _abilities(index: int) -> str:
-    """What runs on a GPU, and by which kernels."""
+    """A GPU's architecture, SMs and the kernel family of each dtype."""
     from cuflash.backends import cupy as gpu
 
     try:
         device = gpu.device(index)
     except UnsupportedError as error:
         return str(error)
-    words = [f"{device.arch}, {device.num_sms} multiprocessors"]
+    words = [f"{device.arch}, {device.num_sms} SMs"]
     for dtype in DTYPES:
         problem = Problem("forward", dtype, 1, 1, 1, 1, 1, 64, 64, 1.0)
         try:
@@ -354,9 +353,9 @@ def _abilities(index: int) -> str:
 
 
 def _end(status: int) -> None:
-    """End the process; without the kernels that Ctrl-C left under way.
+    """Exit; after Ctrl-C, without waiting for kernels still compiling.
 
-    To exit is to wait for their threads.
+    sys.exit would wait for their threads.
     """
     if status == STOPPED:
         sys.stdout.flush()

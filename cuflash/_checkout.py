@@ -1,13 +1,13 @@
-"""Finds cuflash.reference in a checkout, where it stands beside cuflash/.
+"""An import finder for cuflash.reference in a checkout.
 
-An installed package has it in its own folder, by package_dir in setup.cfg.
-But Python started in a checkout takes the checkout's cuflash/ before anything
-that is installed, and nothing in that folder is called reference. So the one
-name that is elsewhere gets a finder.
+In an installed package, package_dir in setup.cfg puts reference/ inside
+cuflash/. In a checkout, reference/ is next to cuflash/, and Python started in
+the checkout's root imports that cuflash/ before any installed one. The finder
+makes ``cuflash.reference`` importable there.
 
-Not ``cuflash.__path__``: with the checkout's root on it, tests/ and scripts/
-would become packages of cuflash, and so would cuflash/ itself. Not a symbolic
-link: Windows and source archives have none.
+Extending ``cuflash.__path__`` by the checkout's root would make tests/,
+scripts/ and cuflash/ itself packages of cuflash. A symbolic link would not
+work on Windows or in source archives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REFERENCE = PACKAGE.parent / "reference" / "__init__.py"
 
 
 class ReferenceFinder:
-    """Knows where one package is."""
+    """Finds cuflash.reference, and nothing else."""
 
     @staticmethod
     def find_spec(
@@ -38,11 +38,10 @@ class ReferenceFinder:
 
 
 def find_reference() -> None:
-    """Have ``import cuflash.reference`` work in a checkout.
+    """Make ``import cuflash.reference`` work in a checkout.
 
-    The finder goes first: the finder of an editable install, which another
-    checkout may have left in this environment, would answer with that
-    checkout's reference.
+    The finder goes first: another checkout's editable install may have left a
+    finder in this environment, which would return that checkout's reference.
     """
     in_place = (PACKAGE / "reference").is_dir()
     if not in_place and REFERENCE.is_file():

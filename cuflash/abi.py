@@ -1,10 +1,10 @@
-"""The argument structs of the kernels: NumPy dtypes, and the C text of them.
+"""The argument structs of the kernels, as NumPy dtypes and as C text.
 
-Each struct is described once, by `_struct`. An array without axes of its
-dtype is passed to a kernel by value; `c_text` stands in every kernel's text,
-as ``common/arguments.cuh`` (build/source.py). Pointers are addresses, strides
-count elements. What differs between calls that are alike, maps and pointers,
-comes first: see `Template`.
+Each struct is described once, by `_struct`. A 0-d array of its dtype is passed
+to a kernel by value; `c_text` becomes ``common/arguments.cuh`` in every
+kernel's text (build/source.py). Pointers are addresses, strides count
+elements. TensorMaps and pointers, which differ between equal calls, come
+first: see `Template`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _KINDS: dict[str, Any] = {
 }
 _TEXTS: dict[str, str] = {}
 
-# A type, names of fields of that type, and a comment. A name may have a
-# length: ``"terms[4]"``.
+# A type, the names of its fields, and optionally a comment. A name may have
+# an array length: ``"terms[4]"``.
 _Fields = tuple[str, ...]
 
 
 def _struct(name: str, comment: str, *fields: _Fields) -> np.dtype:
-    """A struct's dtype. Its C text is kept for `c_text`."""
+    """A struct's dtype; also registers its C text for `c_text`."""
     kinds, lines = [], []
     for kind, names, *notes in fields:
         for field in names.split():
             found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", field)
             assert found
-            own = _KINDS[kind]
+            base = _KINDS[kind]
             length = (int(found[2]),) if found[2] else None
-            kinds.append((found[1], (own, length) if length else own))
+            kinds.append((found[1], (base, length) if length else base))
         lines += _declarations(kind, names.split(), *notes)
     has_maps = any(kind == "TensorMap" for kind, *_ in fields)
     dtype = padded(64, *kinds) if has_maps else _aligned(*kinds)
@@ -62,7 +62,7 @@ def _struct(name: str, comment: str, *fields: _Fields) -> np.dtype:
 
 def _declarations(kind: str, names: list[str], note: str = "") -> list[str]:
     """Lines of C, of at most 100 columns."""
-    if kind.endswith("*"):  # it would belong to the first name alone
+    if kind.endswith("*"):  # in C it applies to the first name only
         lines = [f"    {kind} {name};" for name in names]
     else:
         lines = [f"    {kind} {', '.join(names)};"]
@@ -78,12 +78,12 @@ def _aligned(*fields: tuple[str, Any]) -> np.dtype:
 def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
     """A struct whose size is a multiple of its alignment, as in C++."""
     kind = _aligned(*fields)
-    names, places = list(kind.names or ()), dict(kind.fields or {})
+    names, layout = list(kind.names or ()), dict(kind.fields or {})
     return np.dtype(
         {
             "names": names,
             "formats": [kind[name] for name in names],
-            "offsets": [places[name][1] for name in names],
+            "offsets": [layout[name][1] for name in names],
             "itemsize": -(-kind.itemsize // alignment) * alignment,
         }
     )
@@ -91,7 +91,7 @@ def padded(alignment: int, *fields: tuple[str, Any]) -> np.dtype:
 
 @functools.cache
 def c_text() -> str:
-    """All structs in C++, for after the element types of common/types.cuh."""
+    """All structs in C++; they need the element types of common/types.cuh."""
     return "\n\n".join(_TEXTS.values()) + "\n"
 
 
@@ -99,8 +99,8 @@ def c_text() -> str:
 
 Strides = _struct(
     "Strides",
-    "Of an array (batch, seqlen, heads, head_dim), whose last axis has stride"
-    " 1.",
+    "Strides of an array (batch, seqlen, heads, head_dim); the last axis has"
+    " stride 1.",
     ("i64", "batch token head"),
 )
 Shape = _struct(
@@ -111,15 +111,15 @@ Shape = _struct(
 )
 Schedule = _struct(
     "Schedule",
-    "How many (batch, head) pairs work through their tiles side by side;"
-    " heads, where tiles of all\nbatches are in one order: scheduler.cuh.",
+    "The number of (batch, head) pairs whose tiles run concurrently; of heads,"
+    " if the tiles of all\nbatches are in one order: common/scheduler.cuh.",
     ("int", "heads_per_section"),
 )
 StaticSchedule = _struct(
     "StaticSchedule",
-    "The tiles of blocks that take one after another: scheduler.cuh. A head"
-    " has pairs of tiles and\nsingle tiles; all heads together have items,"
-    " which are pairs and single tiles.",
+    "Work items of persistent blocks: common/scheduler.cuh. A head has pairs"
+    " of tiles and single\ntiles; items counts the pairs and single tiles of"
+    " all heads.",
     ("int", "pairs singles paired_items items"),
 )
 
@@ -134,7 +134,7 @@ ForwardArguments = _struct(
     " Accumulator<Element>.",
     ("const void*", "q k v"),
     ("void*", "out"),
-    ("void*", "lse", "null: not wanted"),
+    ("void*", "lse", "null: not stored"),
     ("Strides", "q_stride k_stride v_stride out_stride"),
     *_COMMON,
 )
@@ -142,7 +142,7 @@ BackwardArguments = _struct(
     "BackwardArguments",
     "",
     ("const void*", "dout q k v out lse"),
-    ("void*", "delta", "rowsum(dO * O); on Hopper query_rows.cuh"),
+    ("void*", "delta", "rowsum(dO * O); on sm90 see query_rows.cuh"),
     ("void*", "dq_sum", "float sums of dQ, ordered by dq_accum.cuh"),
     ("void*", "turns", "int: dq_semaphore.cuh, counters.cuh; or null"),
     ("void*", "dq dk dv"),
@@ -160,7 +160,7 @@ TokenStrides = _struct("TokenStrides", "", ("i64", "batch token"))
 PairStrides = _struct("PairStrides", "", ("i64", "batch head query key"))
 OptionNumbers = _struct(
     "OptionNumbers",
-    "Options (docs/guide/options.md) that are no arrays.",
+    "Scalar options (docs/guide/options.md).",
     ("PairStrides", "bias_stride mask_stride dbias_stride"),
     ("HeadStrides", "alibi_stride"),
     ("TokenStrides", "ids_q_stride ids_k_stride"),
@@ -176,10 +176,10 @@ OptionNumbers = _struct(
     ("int", "num_sequences", "of packed sequences"),
     ("int", "total_q total_k", "tokens of all sequences"),
     ("int", "max_seqlen_q max_seqlen_k"),
-    ("int", "sequence", "a block's own: packed_sequences.cuh"),
+    ("int", "sequence", "set by a block: packed_sequences.cuh"),
 )
 
-# Options that are arrays, then a number, then what kernels write.
+# The array options, then the seed, then the workspace of prepare/.
 _OPTIONS: tuple[_Fields, ...] = (
     *(
         (
@@ -191,16 +191,16 @@ _OPTIONS: tuple[_Fields, ...] = (
         if option.array
     ),
     ("u64", "seed", "of dropout"),
-    ("void*", "found", "by the kernels of prepare/"),
+    ("void*", "found", "written by prepare/"),
 )
 _GRADIENTS: tuple[_Fields, ...] = (
-    ("void*", "dbias", "its sums (dbias.cuh); null: not wanted"),
-    ("void*", "dsink", "contiguous; null: not wanted"),
+    ("void*", "dbias", "sums (dbias.cuh); null: not computed"),
+    ("void*", "dsink", "contiguous; null: not computed"),
 )
 ForwardOptionsArguments = _struct(
     "ForwardOptionsArguments",
-    'Of calls that have options. Arrays that a call lacks are null. "q" and'
-    ' "lse": the type of\nthat array.',
+    "For calls with options. The pointer of an absent array is null. Types"
+    ' "q" and "lse" mean\nthe type of that array.',
     *_OPTIONS,
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
@@ -225,8 +225,8 @@ MergeArguments = _struct(
 
 TensorMap = _struct(
     "TensorMap",
-    "A 4-D tensor in global memory as the TMA unit sees it. The driver encodes"
-    " it: opaque.",
+    "A CUtensorMap: a 4-D tensor in global memory for TMA. Opaque; the driver"
+    " encodes it.",
     ("u64", "opaque[16]"),
 )
 _FORWARD_MAPS: _Fields = ("TensorMap", "q_map k_map v_map out_map")
@@ -269,19 +269,19 @@ BackwardWgmmaOptionsArguments = _struct(
 )
 
 
-# ---- Filling one in ----
+# ---- Filling a struct ----
 
 
 class Template:
-    """An argument struct that lacks its TensorMaps and pointers alone.
+    """An argument struct that lacks only its TensorMaps and pointers.
 
     Parameters
     ----------
     kind : dtype
         One of the structs above.
     **constants
-        Its other fields, and those of its field ``arrays``. Of a struct a
-        dict may have some fields; the others are 0.
+        The other fields, and those of the field ``arrays``. A nested struct
+        is given as a dict of its fields; fields left out are 0.
     """
 
     def __init__(self, kind: np.dtype, **constants: Any) -> None:
@@ -308,7 +308,7 @@ class Template:
 
 
 def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
-    """The dtypes of a struct's fields, and of theirs, in order."""
+    """The dtypes of a struct's fields and nested fields, in order."""
     if kind.names is None or kind == TensorMap:
         yield kind
         return
@@ -317,7 +317,7 @@ def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
 
 
 def pointers_of(kind: np.dtype) -> tuple[str, ...]:
-    """The names of a struct's pointers, and of those in its structs."""
+    """The names of a struct's pointers, including nested structs'."""
     names: list[str] = []
     for name in kind.names or ():
         if kind[name] == np.uint64:

@@ -1,4 +1,4 @@
-"""The public calls: check, then run on the device that holds the arrays."""
+"""The public functions: validate, then run where the arrays are."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def forward(
     ----------
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         Queries: float16, bfloat16 (ml_dtypes), float32 or float64. A NumPy
-        array, or one on a CUDA device: CuPy, or any with DLPack or
-        ``__cuda_array_interface__``. Any strides. Also without batch (3-D)
-        or without batch and heads (2-D).
+        array, or an array on a CUDA device: CuPy's, or any other that
+        supports DLPack or ``__cuda_array_interface__``. Any strides. The
+        batch axis may be left out (3-D), or both batch and heads (2-D).
     k : array, (batch, seqlen_k, num_heads_kv, head_dim)
         Keys. `num_heads_q` is a multiple of `num_heads_kv`; query head h
         reads key head ``h // (num_heads_q // num_heads_kv)``.
@@ -66,91 +66,94 @@ def forward(
         Whether query i sees only the keys
         ``j <= i + seqlen_k - seqlen_q``: the last query sees every key.
     block_q, block_k : int, optional
-        Queries and keys of a tile, in tokens; tuned by default. They change
-        rounding and speed, not the meaning. For NumPy arrays, sizes that a
-        kernel has on any GPU.
+        Tile sizes: queries and keys per tile, in tokens; tuned by default.
+        They affect speed and rounding only. For NumPy arrays, pass sizes
+        that a kernel supports on some GPU.
     precision : {None, "tf32x3"}, optional
-        "tf32x3", for float32 and head dimensions up to 256 alone: products
-        by the tensor cores, of operands in two parts of 11 bits. Errors stay
-        those of float32, but an infinity counts as NaN. Changes nothing for
-        NumPy arrays.
+        "tf32x3" runs float32 matmuls on the tensor cores, with each operand
+        split into two parts of 11 bits. Errors stay those of float32, but an
+        infinity is treated as NaN. float32 only, and head dimensions up to
+        256. It has no effect on NumPy arrays.
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.
     out : array, optional
-        Receives the result. Shape and dtype as below, on the device of the
-        inputs, sharing no memory with them.
+        Receives the result. It has the shape and dtype given below, is on
+        the device of the inputs and shares no memory with them.
     window : (left, right), optional
         Query i sees only the keys from ``i + seqlen_k - seqlen_q - left`` to
-        ``i + seqlen_k - seqlen_q + right``, both included; None for no
-        bound. With `causal` too, both hold.
+        ``i + seqlen_k - seqlen_q + right``, both included; None means no
+        bound. With `causal`, both conditions apply.
     softcap : float, optional
         Scaled scores s become ``softcap * tanh(s / softcap)``.
     alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
-        float32. ``slope * abs(i + seqlen_k - seqlen_q - j)`` is taken from
-        the score of query i and key j.
+        float32. ``slope * abs(i + seqlen_k - seqlen_q - j)`` is subtracted
+        from the score of query i and key j.
     bias : array, optional
-        Added to scores, after softcap and slopes. In the dtype of `q` or of
-        `lse`, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
+        Added to the scores, after softcap and ALiBi. Has the dtype of `q` or
+        of `lse`; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
     mask : array of bool, optional
-        Only pairs that are True are seen. Broadcastable alike.
+        True where a query sees a key. Broadcastable like `bias`.
     sink : array, (num_heads_q,), optional
-        A logit, in the dtype of `lse`, that takes part in each row's
-        softmax like a key, and has no value.
+        A logit per head, in the dtype of `lse`, that takes part in each
+        row's softmax like the score of a key without a value.
     segment_ids_q, segment_ids_k : array, optional
         int32, (batch, seqlen_q) and (batch, seqlen_k), or without batch.
-        Only pairs of equal ids are seen.
+        A query sees only keys with its own id.
     dropout : float, optional
         The probability with which a weight is set to 0; the others are
-        divided by ``1 - dropout``. `lse` is without dropout.
+        divided by ``1 - dropout``. `lse` does not include dropout.
     seed : int, optional
-        Below 2**64; needed with `dropout`. Which weights are kept follows
-        from it, the batch, the head, i and j alone.
+        Below 2**64; required with `dropout`. Whether a weight is kept
+        depends only on the seed, the batch, the head, i and j.
     cu_seqlens_q, cu_seqlens_k : array, (sequences + 1,), optional
-        int32. The sequences stand end to end in `q` (total_q, num_heads_q,
-        head_dim), `k` and `v`; these are the offsets of their first tokens,
-        then the end of the last. Tokens after that are of no sequence.
-        Offsets are bad if the first is not 0, one is less than the one
-        before or beyond the end, or a sequence is longer than `max_seqlen_q`
-        or `max_seqlen_k` says. On NumPy arrays that is a ValueRangeError. On
-        a CUDA device they are not read on the host: bad ones make the whole
-        result 0, lse -inf and all gradients 0, without an error, unless the
-        environment variable ``CUFLASH_CHECK=1`` is set, for which each call
-        waits.
+        int32. Packed sequences: `q` (total_q, num_heads_q, head_dim), `k`
+        and `v` hold the sequences end to end, and these arrays hold the
+        offset of each sequence's first token, then the end of the last.
+        Tokens after that end belong to no sequence. Offsets are invalid if
+        they do not start at 0, decrease, exceed the number of tokens, or
+        make a sequence longer than `max_seqlen_q` or `max_seqlen_k`. With
+        NumPy arrays, invalid offsets raise a ValueRangeError. On a CUDA
+        device the host does not read them: invalid offsets set all of out
+        and all gradients to 0 and lse to -inf, without an error. Setting
+        the environment variable ``CUFLASH_CHECK=1`` raises the error there
+        too; each call then waits for the device.
     max_seqlen_q, max_seqlen_k : int, optional
-        No sequence is longer, or the offsets count as bad. Worth saying where
-        one is much longer than the mean: tile sizes are chosen by it.
+        An upper bound on the sequence lengths; a longer sequence makes the
+        offsets invalid. It determines the tile sizes, so pass it if one
+        sequence is much longer than the mean.
 
     Returns
     -------
     out : array, (batch, seqlen_q, num_heads_q, head_dim_v)
-        In the dtype of `q`; CuPy for arrays on a CUDA device, NumPy for
-        NumPy; `out` itself where it was given. Axes that `q` leaves out are
-        left out here.
+        In the dtype of `q`; a CuPy array for arrays on a CUDA device, a
+        NumPy array for NumPy arrays; `out` itself if it was given. Axes that
+        `q` leaves out are left out here.
     lse : array, (batch, num_heads_q, seqlen_q)
-        Only with `return_lse`. The natural logarithm of the sum of
-        exp(scaled, visible scores), float32 (float64 for float64 inputs).
+        Only with `return_lse`. log(sum(exp(scores))) over the visible keys,
+        after scale and options, natural logarithm; float32 (float64 for
+        float64 inputs).
 
     Raises
     ------
     ShapeError
-        If ranks or sizes do not fit each other.
+        If the ranks or sizes of the arrays do not match.
     DTypeError
         If an argument has the wrong type or dtype, or NumPy and CUDA arrays
         are mixed.
     ValueRangeError
-        If `scale`, `block_q`, `block_k`, `precision` or an option cannot be
-        used, an option lacks one that it needs, offsets that are looked at
-        are bad, `out` is read-only or shares memory with an input, or the
-        arrays are on several CUDA devices.
+        If `scale`, `block_q`, `block_k`, `precision` or an option is out of
+        range, an option lacks another that it requires, offsets that are
+        checked are invalid, `out` is read-only or shares memory with an
+        input, or the arrays are on several CUDA devices.
     UnsupportedError
-        If head_dim or head_dim_v is above 512, or above 256 and more than
-        the GPU has shared memory for (float64 below sm_80 alone), another
-        size does not fit 32 bits, `precision` is not for the dtype or such
-        head dimensions, a bias, a mask or segment ids are given with packed
-        sequences, an array is masked, takes part in automatic
-        differentiation or is another library's on the CPU, the GPU is too
-        old, or CUDA arrays come without CuPy installed.
+        If head_dim or head_dim_v is above 512, or above 256 and too large
+        for the GPU's shared memory (only float64 below sm_80); if another
+        size does not fit in 32 bits; if `precision` does not support the
+        dtype or the head dimensions; if a bias, a mask or segment ids are
+        given with packed sequences; if an array is a masked array, requires
+        grad or belongs to another library on the CPU; if the GPU is too old,
+        or CuPy is not installed for CUDA arrays.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 
@@ -161,18 +164,18 @@ def forward(
 
     Notes
     -----
-    A query that sees no key has out 0 and lse -inf; only the mask decides
-    what is seen, so a key of score -inf is, with weight 0. NaN or inf in an
-    input spreads only to rows that see it. Bitwise reproducible from run to
-    run.
+    A query that sees no key has out 0 and lse -inf. Only masks decide which
+    keys are visible: a key with score -inf is visible and has weight 0. NaN
+    or inf in an input spreads only to rows that see it. Results are bitwise
+    reproducible from run to run.
 
     Scores are float32 (float64 for float64 inputs), also for NumPy arrays. A
-    row with a score past the largest number has out NaN and lse inf; one
-    whose scores are all below the lowest has out 0 and lse -inf
+    row with a score that overflows has out NaN and lse inf; a row whose
+    scores all overflow to -inf has out 0 and lse -inf
     (``docs/guide/accuracy.md``).
 
-    On a CUDA device the call is queued on CuPy's current stream and does
-    not wait for it.
+    On a CUDA device the call is queued on CuPy's current stream and returns
+    without waiting.
 
     References
     ----------
@@ -284,28 +287,29 @@ def backward(
     cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As given to `forward`.
     block_q, block_k : int, optional
-        Queries and keys of a tile, in tokens; tuned by default.
+        Tile sizes: queries and keys per tile, in tokens; tuned by default.
     deterministic : bool, optional
-        Whether `dq` is summed in a fixed order too, and so is bitwise
+        Whether to sum `dq` in a fixed order, which makes it bitwise
         reproducible. `dk` and `dv` always are.
     precision : {None, "tf32x3"}, optional
-        As of `forward`; preferably as given to it.
+        As for `forward`; preferably the value that `forward` was given.
     return_dbias, return_dsink : bool, optional
-        Whether to return the gradients of `bias` and `sink` too. That of a
-        broadcast bias is summed in no fixed order on a GPU, and so is refused
-        with `deterministic`, for NumPy arrays too.
+        Whether to return the gradients of `bias` and `sink` too. A GPU sums
+        the gradient of a broadcast bias in no fixed order, so `return_dbias`
+        with a broadcast bias and `deterministic` is an UnsupportedError, for
+        NumPy arrays too.
 
     Returns
     -------
     dq, dk, dv : array
-        Of the shapes and the dtype of `q`, `k` and `v`; CuPy for arrays on
-        a CUDA device, NumPy for NumPy. `dk` and `dv` are summed over the
-        query heads that share a key head.
+        With the shapes and the dtype of `q`, `k` and `v`; CuPy arrays for
+        arrays on a CUDA device, NumPy arrays for NumPy arrays. `dk` and `dv`
+        are summed over the query heads that share a key head.
     dbias : array
-        Only with `return_dbias`, after `dv`. Of the shape and dtype of
-        `bias`: summed over the axes along which that was broadcast.
+        Only with `return_dbias`, after `dv`. With the shape and dtype of
+        `bias`: summed over its broadcast axes.
     dsink : array
-        Only with `return_dsink`, last. Of the shape and dtype of `sink`.
+        Only with `return_dsink`, last. With the shape and dtype of `sink`.
 
     Raises
     ------
@@ -318,11 +322,11 @@ def backward(
 
     Notes
     -----
-    P is recomputed tile by tile as exp(S - lse), and the rows' sums
-    D = rowsum(dO * O) stand for rowsum(P * dP) [1]_. A query that sees no
-    key contributes exactly 0 to every gradient. One whose lse is inf, as a
-    score is past the largest number, has dq NaN and makes dk and dv of all
-    keys that it sees NaN.
+    P is recomputed tile by tile as exp(S - lse), and D = rowsum(dO * O)
+    replaces rowsum(P * dP) [1]_. A query that sees no key contributes
+    exactly 0 to every gradient. A query with lse inf (one of its scores
+    overflowed) has dq NaN and makes dk and dv NaN for every key that it
+    sees.
 
     References
     ----------
@@ -392,21 +396,21 @@ def backward(
 def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
 ) -> tuple[Any, Any]:
-    """Attention over two sets of keys from attention over each.
+    """Merge the results of attention over two disjoint sets of keys.
 
     Parameters
     ----------
     out_a, out_b : array, (batch, seqlen_q, num_heads_q, head_dim_v)
-        What `forward` returned for the same queries over each set of keys;
-        also 3-D or 2-D, as there.
+        The results of `forward` for the same queries over each set of keys;
+        3-D or 2-D as there.
     lse_a, lse_b : array, (batch, num_heads_q, seqlen_q)
         Their lse, float32 (float64 for float64 `out_a`).
 
     Returns
     -------
     out, lse : array
-        As `forward` would return them over all the keys: CuPy for arrays on
-        a CUDA device, NumPy for NumPy.
+        As `forward` returns them over all the keys: CuPy arrays for arrays
+        on a CUDA device, NumPy arrays for NumPy arrays.
 
     Raises
     ------
@@ -419,10 +423,11 @@ def merge_states(
 
     Notes
     -----
-    lse = log(exp(lse_a) + exp(lse_b)), and out is the mean of the two with
-    weights exp(lse_a - lse) and exp(lse_b - lse) [1]_. A row with lse -inf
-    has seen no key and leaves the other as it is, whatever its out holds; two
-    such rows make one. A row with lse inf makes out NaN and lse inf.
+    lse = log(exp(lse_a) + exp(lse_b)) and
+    out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b [1]_. A row with
+    lse -inf sees no key: its out is ignored and the other row is returned
+    unchanged; merging two such rows gives another. A row with lse inf makes
+    out NaN and lse inf.
 
     References
     ----------
@@ -452,14 +457,14 @@ def merge_states(
 def _asked(
     given: dict[str, Any], arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The numbers among the options; the arrays, with those of the call."""
+    """Split options: (scalar options, `arrays` plus the option arrays)."""
     asked = options.passed(given)
-    of_options = {x: asked.pop(x) for x in options.ARRAYS if x in asked}
-    return asked, {**arrays, **of_options}
+    option_arrays = {x: asked.pop(x) for x in options.ARRAYS if x in asked}
+    return asked, {**arrays, **option_arrays}
 
 
 def _check_offsets(call: Any) -> None:
-    """Look at offsets that lie on the host, and at others if asked to."""
+    """Check offsets on the host; on a device only if CUFLASH_CHECK is 1."""
     offsets = call.options.get("cu_seqlens_q")
     if offsets is None:
         return
@@ -471,7 +476,7 @@ def _check_offsets(call: Any) -> None:
 def _open(
     given: dict[str, Any], written: Any = None
 ) -> tuple[Runner, dict[str, Any]]:
-    """What runs the call, and the arrays as it takes them."""
+    """The runner for the arrays' device, and the arrays in its library."""
     settings.check()
     device = validate.device_of(**given)
     if written is not None:
@@ -493,13 +498,13 @@ def _open(
     return _kernels()(cupy.backend_of(first)), arrays
 
 
-# These are imported by the first call that needs them, to keep the import of
-# cuflash short. Cached: an import statement takes 0.6 us.
+# Imported by the first call that needs them, to keep `import cuflash` fast.
+# Cached: an import statement takes 0.6 us.
 
 
 @functools.cache
 def _kernels() -> Callable[[Backend], Runner]:
-    """What makes a runner of a backend."""
+    """The class that runs calls on a backend."""
     from .execute import Kernels
 
     return Kernels
@@ -507,7 +512,7 @@ def _kernels() -> Callable[[Backend], Runner]:
 
 @functools.cache
 def _on_cuda() -> ModuleType:
-    """What runs calls on CUDA arrays."""
+    """The backend for CUDA arrays; UnsupportedError if CuPy is missing."""
     try:
         from .backends import cupy
     except ImportError as error:
@@ -516,7 +521,7 @@ def _on_cuda() -> ModuleType:
         raise UnsupportedError(
             "arrays on a CUDA device need CuPy, which could not be "
             'imported: pip install "cuflash[cuda13]", or "cuflash[cuda12]" '
-            "for a driver of CUDA 12"
+            "for a CUDA 12 driver"
         ) from error
     except OSError as error:
         raise UnsupportedError(folders.why_no_cupy(error)) from error
@@ -537,14 +542,14 @@ def _to_cupy(cupy: ModuleType, name: str, array: Any) -> Any:
 
 
 def _strip(array: Any, rank: int) -> Any:
-    """Take away the axes of (batch, seqlen, heads, d) that q lacks."""
+    """Drop the axes of (batch, seqlen, heads, d) that q lacks."""
     if rank == 4:
         return array
     return array[0] if rank == 3 else array[0, :, 0]
 
 
 def _strip_lse(lse: Any, rank: int) -> Any:
-    """Take away the axes of (batch, heads, seqlen) that q lacks."""
+    """Drop the axes of (batch, heads, seqlen) that q lacks."""
     if rank == 4:
         return lse
     return lse[0] if rank == 3 else lse[0, 0]

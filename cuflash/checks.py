@@ -1,4 +1,4 @@
-"""Checks of values that are no arrays: numbers, flags, windows."""
+"""Checks of scalar options: numbers, flags, windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from .errors import DTypeError, ValueRangeError, in_words
 
-# float32 scores divided by it, and multiplied again, stay what they are.
+# Within these bounds, dividing a float32 score by softcap and multiplying by
+# it again neither overflows nor underflows.
 SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
 
 
@@ -35,7 +36,7 @@ def window(name: str, given: Any) -> tuple[int | None, int | None]:
             raise ValueRangeError(
                 f"{name} is {tuple(given)}, expected bounds of at least 0, "
                 "or None for no bound: a query sees left keys before its own "
-                "place, that key, and right keys after it"
+                "position, the key at it, and right keys after it"
             )
     left, right = (None if x is None else int(x) for x in given)
     return left, right
@@ -59,7 +60,7 @@ def dropout(name: str, given: Any) -> float:
     if not 0.0 <= value < 1.0:
         raise ValueRangeError(
             f"{name} is {given}, expected at least 0 and less than 1: it "
-            "is the probability of a pair to be dropped"
+            "is the probability that a pair is dropped"
         )
     return value
 

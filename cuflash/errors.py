@@ -1,6 +1,6 @@
-"""The errors that cuflash raises, and words that their messages share.
+"""The errors that cuflash raises, and helpers for their messages.
 
-One root, and built-in parents besides.
+Every error derives from `CuflashError` and from a built-in exception.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = [
 
 
 class CuflashError(Exception):
-    """The root of every error that cuflash raises on purpose."""
+    """The base class of every error that cuflash raises on purpose."""
 
 
 class ShapeError(CuflashError, ValueError):
-    """An array has a rank or a size that does not fit the others."""
+    """The rank or a size of an array does not match the other arrays."""
 
 
 class ValueRangeError(CuflashError, ValueError):
-    """An argument of the right type has a value that cannot be used."""
+    """An argument has the right type but a value out of range."""
 
 
 class DTypeError(CuflashError, TypeError):
@@ -35,20 +35,20 @@ class DTypeError(CuflashError, TypeError):
 
 
 class UnsupportedError(CuflashError, NotImplementedError):
-    """A meaningful request that this version or this machine cannot run."""
+    """A valid request that this version or this machine cannot run."""
 
 
 class CompileError(CuflashError, RuntimeError):
-    """A kernel did not compile; the message shows the source at the fault."""
+    """A kernel did not compile; the message shows the failing source lines."""
 
 
 class KernelFault(CuflashError, RuntimeError):
-    """A kernel that the emulator ran did what no kernel may.
+    """The emulator caught a kernel in an illegal operation, such as a race.
 
     Attributes
     ----------
     kernel : str
-        Its entry.
+        The kernel's entry function.
     message : str
         Which block and thread did what, and where.
     """
@@ -61,11 +61,11 @@ class KernelFault(CuflashError, RuntimeError):
         return f"{self.kernel}: {self.message}"
 
 
-# Words of messages -------------------------------------------------------
+# Helpers for messages ----------------------------------------------------
 
 
 def type_name(value: Any) -> str:
-    """The type of a value, with its module if that is not builtins."""
+    """The name of a value's type, with its module unless that is builtins."""
     kind = type(value)
     if kind.__module__ == "builtins":
         return kind.__qualname__
@@ -73,7 +73,7 @@ def type_name(value: Any) -> str:
 
 
 def in_words(value: Any) -> str:
-    """A wrong value and its type; an array only by its type."""
+    """Describe a wrong value: the value and its type, or only the type."""
     if isinstance(value, (bool, int, float, complex, str)):
         return f"{value!r} of type {type_name(value)}"
     return f"of type {type_name(value)}"

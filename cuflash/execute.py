@@ -1,8 +1,8 @@
-"""From a checked call to launches, for any array library.
+"""Runs checked calls: from a `Call` to launches, for any array library.
 
-All that follows from a call's signature is decided once and kept, as its
-`Recipe`: the plan, which inputs have to be copied, every constant of the
-argument struct. What is left for a call like one before are its addresses.
+A call's signature determines its `Recipe`, which is cached: the plan, the
+inputs to copy, every constant of the argument struct. A repeated call only
+fills in its addresses.
 """
 
 from __future__ import annotations
@@ -53,28 +53,29 @@ class Kernels:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What is decided about all calls of one signature.
+    """All decisions about the calls of one signature.
 
     Attributes
     ----------
     decided : Plan
     loaded
-        Its kernels, as the backend launches them.
+        The plan's kernels, as the backend launches them.
     template : Template
-        Of their argument struct.
+        The kernels' argument struct, without addresses.
     inputs : tuple of str
-        What kernels read, in the order of the struct.
+        The arrays that kernels read, in the struct's order.
     copies : mapping of str to Layout
-        What kernels cannot read, or write, in place; and as what they can.
+        The arrays that kernels cannot access in place, and the layouts of
+        their copies.
     boxes : tuple of (int, Boxes)
-        Which of the struct's pointers have a TensorMap too.
+        The indices of the pointers that have a TensorMap too.
     workspace : tuple of int
         Bytes of the plan's buffers, in the struct's order.
     options : tuple of str
-        Options that are arrays, in the order of the struct, which they
-        lead; then come the seed and the first of `workspace`, ``found``.
-        Calls without one of them have null there. Empty for a call without
-        options, whose struct has neither.
+        The array options, in the struct's order, where they come first;
+        then come the seed and the first buffer of `workspace`, ``found``.
+        A pointer is null if the call lacks the option. Empty for a call
+        without options, whose struct has none of these fields.
     """
 
     decided: Plan
@@ -91,11 +92,11 @@ _remembered = functools.lru_cache(maxsize=4096)
 
 _GRADIENTS = ("dq", "dk", "dv")
 _BACKWARD_POINTERS = pointers_of(BackwardArguments)
-_BUFFERS = ("delta", "dq_sum", "turns")  # between its inputs and outputs
+_BUFFERS = ("delta", "dq_sum", "turns")  # between inputs and outputs
 
 
 def _decide(p: Problem, target: Target, family: Family | None) -> Plan:
-    """How a target runs a problem; logged when it does so first."""
+    """The plan for a problem on a target; logged the first time."""
     decided = plan(p, target.device(), family)
     _log(decided, target)
     return decided
@@ -143,7 +144,7 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         new = backend.empty if has_pairs else backend.zeros
         gradients = [new(shape, dtype) for shape in shapes]
         dbias = dsink = None
-        if p.return_dbias:  # sums, to which pairs are added
+        if p.return_dbias:  # zeros: kernels add to it
             dbias = backend.zeros(call.options["bias"].shape, p.lse_dtype)
         if p.return_dsink:
             dsink = new((p.num_heads_q,), p.lse_dtype)
@@ -204,7 +205,7 @@ def _forward_recipe(
     rows: dict[str, int] = {}
     if by_tma:
         tile = decided.tile
-        assert tile is not None  # a merge's plan alone has none
+        assert tile is not None  # only a merge plan has no tile
         rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k,
                 "out": 16}  # fmt: skip
         constants["work_items"] = decided.work_items
@@ -240,7 +241,7 @@ def _backward_recipe(
         x: layouts.readable(given[x], decided.family)
         for x in ("dout", "q", "k", "v")
     }
-    # No TensorMap is made of out.
+    # out has no TensorMap.
     rows_by = "mma" if by_tma else decided.family
     taken["out"] = layouts.readable(given["out"], rows_by)
     taken["dq"] = given["dq"]
@@ -251,7 +252,7 @@ def _backward_recipe(
     rows: dict[str, int] = {}
     if by_tma:
         tile = decided.tile
-        assert tile is not None  # a merge's plan alone has none
+        assert tile is not None  # only a merge plan has no tile
         rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
                 "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
     kinds = {
@@ -309,10 +310,10 @@ def _recipe(
     boxes: Mapping[str, Boxes] | None = None,
     buffers: tuple[str, ...] = (),
 ) -> Recipe:
-    """A recipe with what options add to it.
+    """Build a recipe, and add the fields and copies of the options.
 
-    `boxes` are those of the arrays of such names; `buffers` what the struct
-    has pointers to between inputs and outputs.
+    `boxes` maps array names to their boxes; `buffers` names the workspace
+    pointers between inputs and outputs.
     """
     has_options = bool(signature.problem.options)
     if has_options:
@@ -348,17 +349,17 @@ def _launch(
     written: Any,
     gradients: tuple[Any, ...] = (),
 ) -> None:
-    """Run the kernels on a call's inputs, and on what they write to.
+    """Launch a recipe's kernels on a call's inputs and the arrays `written`.
 
-    `gradients` are those of options, right after ``found`` in the struct.
+    `gradients` are dbias and dsink, which follow ``found`` in the struct.
     """
     arrays = [call.given[name] for name in recipe.inputs]
     if recipe.copies:
         arrays = [
             _readable(recipe, call, name, backend) for name in recipe.inputs
         ]
-    # Kept until the kernels are queued: then the next in the queue may have
-    # the memory.
+    # Kept alive until the kernels are queued: after that, the stream's order
+    # makes it safe to reuse the memory.
     kept: Any = None
     buffers: list[int] = []
     if recipe.workspace:
@@ -383,7 +384,7 @@ def _launch(
     backend.launch(recipe.loaded, arguments, recipe.template.kind)
 
 
-# Addresses repeat: results come from a pool, weights stay where they are.
+# Addresses repeat: results come from a memory pool, weights do not move.
 @_remembered
 def _arguments(
     recipe: Recipe,
@@ -395,7 +396,7 @@ def _arguments(
 
 
 def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
-    """An input as kernels take it."""
+    """An input, or its copy in a layout that kernels can read."""
     layout = recipe.copies.get(name)
     if layout is None:
         return call.given[name]
@@ -405,7 +406,7 @@ def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
 
 
 def _written(recipe: Recipe, name: str, result: Any, backend: Backend) -> Any:
-    """What kernels write a result to: itself or, to be copied, another."""
+    """The array that kernels write: the result or one to copy from."""
     layout = recipe.copies.get(name)
     return result if layout is None else _new(layout, backend)
 
@@ -413,7 +414,7 @@ def _written(recipe: Recipe, name: str, result: Any, backend: Backend) -> Any:
 def _options_read(
     recipe: Recipe, call: Call, backend: Backend
 ) -> tuple[list[Any], list[int]]:
-    """Options as kernels read them, to be kept, and their addresses."""
+    """The option arrays that kernels read, to keep alive, and addresses."""
     arrays = []
     for name in recipe.options:
         array: Any = call.options.get(name)
@@ -428,13 +429,13 @@ def _options_read(
 
 
 def _new(layout: Layout, backend: Backend) -> Any:
-    """A new array of a layout that `layouts.new` made."""
+    """A new array with a layout that `layouts.new` returned."""
     rows = backend.empty(layouts.allocated(layout), layout.dtype)
     return rows[..., : layout.shape[-1]]
 
 
 def _converted(array: Any, dtype: Any, backend: Backend) -> Any:
-    """The array, or a copy where it has another dtype."""
+    """The array, or a copy converted to the dtype."""
     if array.dtype == dtype:
         return array
     copy = backend.empty(array.shape, dtype)
@@ -454,7 +455,7 @@ def _lse_shape(p: Problem) -> tuple[int, ...]:
 
 
 def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
-    """Of dq, dk and dv."""
+    """The shapes of dq, dk and dv."""
     return (
         (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim),
         (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
@@ -463,7 +464,7 @@ def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def _common(p: Problem, decided: Plan) -> dict[str, Any]:
-    """The fields that all attention kernels take."""
+    """The struct fields that all attention kernels have."""
     return {
         "shape": (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q,
                   p.num_heads_kv, p.head_dim, p.head_dim_v),

@@ -1,7 +1,7 @@
-"""Where cuflash keeps what it makes on this machine.
+"""The folders in which cuflash stores compiled kernels and tile tables.
 
-``CUPY_CACHE_DIR`` if that is set, which CuPy reads too; else the folders that
-the system has for caches and for data.
+``CUPY_CACHE_DIR``, which CuPy reads too, if it is set; otherwise the system's
+folders for caches and for data.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import os
 from pathlib import Path
 
 VARIABLE = "CUPY_CACHE_DIR"
-ADVICE = (
-    f"set the environment variable {VARIABLE} to a folder that can be written"
-)
+ADVICE = f"set the environment variable {VARIABLE} to a writable folder"
 
 
 def cache_folder() -> Path:
@@ -21,7 +19,7 @@ def cache_folder() -> Path:
 
 
 def tile_tables() -> Path:
-    """The folder of the tile tables that were measured on this machine."""
+    """The folder of tile tables measured on this machine."""
     given = _given()
     if given:
         return given / "cuflash_tiles"
@@ -29,25 +27,25 @@ def tile_tables() -> Path:
 
 
 def make(folder: Path) -> None:
-    """Make a folder, unless it is there, that can be written to.
+    """Create a folder if it does not exist, and check that it is writable.
 
     Raises
     ------
     OSError
-        If that is not possible. Its text names the folder.
+        If that fails. The text names the folder.
     """
-    import tempfile  # here, to keep the import of cuflash short
+    import tempfile  # here, to keep `import cuflash` fast
 
     if str(folder).startswith("~"):
         raise OSError(f"{folder}: this user has no home folder")
     folder.mkdir(parents=True, exist_ok=True)
-    # os.access would not know of every reason: a quota, another system.
+    # os.access does not see every reason, such as a quota.
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def files(folder: Path, pattern: str) -> list[Path]:
-    """A folder's files of such names, sorted; none if it cannot be read."""
+    """A folder's files that match, sorted; none if it cannot be read."""
     try:
         return sorted(folder.glob(pattern))
     except OSError:
@@ -55,9 +53,12 @@ def files(folder: Path, pattern: str) -> list[Path]:
 
 
 def why_no_cupy(error: OSError) -> str:
-    """What to say if ``import cupy`` ends so, as it does without a folder."""
+    """The message for an OSError of ``import cupy``.
+
+    CuPy raises one if it cannot create its cache folder.
+    """
     return (
-        f"CuPy cannot be imported ({error}); if that is about its cache"
+        f"CuPy cannot be imported ({error}); if the cause is its cache"
         f" folder, {ADVICE}"
     )
 
@@ -68,10 +69,10 @@ def _given() -> Path | None:
 
 
 def _of_system(kind: str) -> Path:
-    import platformdirs  # here, to keep the import of cuflash short
+    import platformdirs  # here, to keep `import cuflash` fast
 
     try:
         folder = getattr(platformdirs, kind)("cuflash", appauthor=False)
-    except RuntimeError:  # no HOME, and a user whom the system does not know
+    except RuntimeError:  # no HOME, and a user unknown to the system
         folder = "~/.cache/cuflash"
     return Path(folder)

@@ -1,7 +1,7 @@
-"""Strides and alignment: what kernels take in place, and what is copied.
+"""Strides and alignment: which arrays kernels access in place, or by copy.
 
-Everything here is about a `Layout`, an array without its data, so it is
-decided once for all calls that are alike.
+All functions work on a `Layout`, an array without its data, so their results
+are cached for equal calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cuflash.problem import Layout
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """What a TensorMap says of a 4-D array, but for its address.
+    """The contents of a TensorMap of a 4-D array, without its address.
 
     Attributes
     ----------
@@ -37,9 +37,8 @@ class Boxes:
 
     @classmethod
     def of(cls, array: Any, rows: int) -> Boxes:
-        """Boxes of an array, or of a `Layout`."""
-        # An axis of one element may have any stride, and here gets a legal
-        # one.
+        """The boxes of an array or of a `Layout`."""
+        # The stride of an axis of length 1 is arbitrary; 16 is a legal one.
         batch, token, head, _ = (
             stride if length > 1 else 16
             for stride, length in zip(array.strides, array.shape, strict=True)
@@ -53,7 +52,7 @@ class Boxes:
 def new(
     shape: tuple[int, ...], dtype: np.dtype, width: int | None = None
 ) -> Layout:
-    """The layout of a new array with rows of so many elements."""
+    """The layout of a new array; its rows are `width` elements apart."""
     dtype = dtype.newbyteorder("=")
     strides = [dtype.itemsize]
     for length in (width or shape[-1], *shape[-2:0:-1]):
@@ -62,25 +61,25 @@ def new(
 
 
 def allocated(layout: Layout) -> tuple[int, ...]:
-    """The shape to allocate for a layout that `new` made: rows in full."""
+    """The shape to allocate for a layout of `new`, with whole rows."""
     width = layout.strides[-2] // layout.dtype.itemsize
     return (*layout.shape[:-1], width)
 
 
 def _with_aligned_rows(layout: Layout) -> Layout:
-    """A new array like it, with rows at multiples of 16 bytes."""
-    step = 16 // layout.dtype.itemsize
-    width = -(-layout.shape[-1] // step) * step
+    """The layout of a new array alike, with rows aligned to 16 bytes."""
+    elements = 16 // layout.dtype.itemsize
+    width = -(-layout.shape[-1] // elements) * elements
     return new(layout.shape, layout.dtype, width)
 
 
-# ---- What a kernel takes in place ----
+# ---- Access in place ----
 
 
 def readable(given: Layout, family: str) -> Layout:
     """The layout if kernels can read it, else a copy's, with aligned rows."""
-    # All but simt's kernels read rows 16 bytes at a time, and rowsum(dO O)
-    # rows of 16-bit elements.
+    # All families but simt read rows 16 bytes at a time; for simt,
+    # prepare/delta.cu does so with 16-bit elements.
     itemsize = given.dtype.itemsize
     alignment = itemsize if family == "simt" and itemsize > 2 else 16
     if _is_in_place(given, alignment, by_tma=family == "wgmma"):
@@ -89,7 +88,7 @@ def readable(given: Layout, family: str) -> Layout:
 
 
 def writable(given: Layout, by_tma: bool) -> Layout:
-    """The same for what is written, element by element or by TMA."""
+    """The same for a result, written element by element or by TMA."""
     alignment = 16 if by_tma else given.dtype.itemsize
     if _is_in_place(given, alignment, by_tma):
         return given
@@ -97,7 +96,7 @@ def writable(given: Layout, by_tma: bool) -> Layout:
 
 
 def contiguous(given: Layout) -> Layout:
-    """The layout if it is in C order, else a copy's."""
+    """The layout if it is C-contiguous, else a copy's."""
     copy = new(given.shape, given.dtype)
     in_place = _is_in_place(given, given.dtype.itemsize)
     if in_place and _row_strides(given) == _row_strides(copy):
@@ -106,9 +105,9 @@ def contiguous(given: Layout) -> Layout:
 
 
 def by_element(given: Layout) -> Layout:
-    """The layout of an option, which kernels read element by element.
+    """The layout of an option array, which kernels read element by element.
 
-    A copy has the axes that the user gave it: 1 where the stride is 0.
+    A copy keeps broadcast axes: it has length 1 where the stride is 0.
     """
     itemsize = given.dtype.itemsize
     in_place = given.dtype.isnative and not any(
@@ -129,14 +128,14 @@ def by_element(given: Layout) -> Layout:
 def changes(
     given: Mapping[str, Layout], taken: Mapping[str, Layout]
 ) -> dict[str, Layout]:
-    """The layouts of copies: those that are not the given ones."""
+    """The layouts of the copies: those that differ from the given ones."""
     return {name: x for name, x in taken.items() if x is not given[name]}
 
 
 def _is_in_place(layout: Layout, alignment: int, by_tma: bool = False) -> bool:
-    """Whether a kernel can take rows of `alignment` bytes where they are.
+    """Whether a kernel can access rows, aligned to `alignment`, in place.
 
-    The TMA unit has no strides of 0 or less.
+    TMA supports positive strides only.
     """
     if 0 in layout.shape:
         return True
@@ -152,19 +151,19 @@ def _is_in_place(layout: Layout, alignment: int, by_tma: bool = False) -> bool:
 
 
 def _row_strides(layout: Layout) -> list[int]:
-    """The strides between rows, of axes that have more than one."""
+    """The strides between rows, of axes longer than 1."""
     sizes = zip(layout.strides[:-1], layout.shape[:-1], strict=True)
     return [stride for stride, length in sizes if length > 1]
 
 
-# ---- Strides as the argument structs have them ----
+# ---- Strides for the argument structs ----
 
 
 def row_strides(layouts: Mapping[str, Layout]) -> dict[str, tuple[int, ...]]:
     """The (batch, token, head) strides of 4-D arrays, in elements.
 
-    0 for an axis of one, whose stride may be anything: kernels form the
-    addresses of rows past the end too, which have to be aligned.
+    0 for an axis of length 1, whose stride is arbitrary: kernels compute the
+    addresses of rows past the end too, and these must be aligned.
     """
     return {
         f"{name}_stride": tuple(
@@ -183,13 +182,13 @@ def element_strides(layout: Layout) -> tuple[int, ...]:
 
 
 def sum_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of sums of a bias's gradient in C order: 0 along axes that it lacks.
+    """The strides of the sums of dbias, in C order: 0 along broadcast axes.
 
-    They follow from the shape that the user gave it and not from its strides:
-    in a view of `broadcast_to` each element has a gradient of its own.
+    They follow from the shape that the user passed, not from its strides:
+    each element of a `broadcast_to` view has its own gradient.
     """
-    strides, step = [], 1
+    strides, stride = [], 1
     for size in ((1,) * (4 - len(shape)) + shape)[::-1]:
-        strides.append(0 if size == 1 else step)
-        step *= size
+        strides.append(0 if size == 1 else stride)
+        stride *= size
     return tuple(strides[::-1])

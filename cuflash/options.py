@@ -1,9 +1,9 @@
-"""The one table of options: masks, and what changes scores or weights.
+"""The table of options: masks, score modifications, dropout, packing.
 
 `TABLE` has a row for each option of `cuflash.forward` and `cuflash.backward`.
-Validation, the constants that kernels are compiled with and the argument
-structs follow from it; signatures, docstrings and README.md are tested
-against it (tests/unit/test_option_table.py).
+Validation, the kernels' compile-time constants and the argument structs are
+derived from it. Tests compare signatures, docstrings and README.md with it
+(tests/unit/test_option_table.py).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .problem import Layout, Problem, Signature
 
 @dataclass(frozen=True)
 class Array:
-    """What an option that is an array may be.
+    """The dtypes and shapes that an array option accepts.
 
     Attributes
     ----------
     dtypes : tuple of str
         Names; ``"q"`` and ``"lse"`` stand for the dtypes of q and lse.
     why : str
-        The reason, for messages.
+        The reason for these dtypes, for messages.
     axes : tuple of str
-        Fields of `Sizes`. Without any the array has one axis of any length.
+        Fields of `Sizes`. If empty, the array has one axis of any length.
     words : str
         The axes, for messages.
     broadcasts : bool
-        Whether axes may be 1 or left out. Otherwise, of several axes the
-        first, batch, may be left out.
+        Whether axes may be 1 or left out. If False, only the first of
+        several axes, batch, may be left out.
     """
 
     dtypes: tuple[str, ...]
@@ -59,36 +59,36 @@ class Option:
     Attributes
     ----------
     name : str
-        The argument of `cuflash.forward`, unless `of_gradients`, and of
-        `cuflash.backward`.
+        The name of the argument of `cuflash.backward` and, unless
+        `of_gradients`, of `cuflash.forward`.
     array : Array or None
-        What it may be, if it is an array. The argument structs have a pointer
-        of its name.
+        The accepted arrays, for an array option. The argument structs have a
+        pointer with the option's name.
     check : callable or None
-        (name, value) to the checked value, if it is no array.
+        (name, value) to the checked value, for any other option.
     default : object
-        The argument's, which asks for nothing.
+        The argument's default, which means that the option is absent.
     nothing : object
-        The checked value that asks for nothing.
+        The checked value that means that the option is absent.
     part_of : str
-        Its name in `Problem.options`, which two options may share; if none
-        has it, the option is the problem's field of its name.
+        Its name in `Problem.options`, which two options may share. If empty,
+        the problem's field with the option's name tells.
     flag : str
-        The constant that tells kernels whether a call has it.
+        The kernel constant that is true if a call has the option.
     stride : str
-        The field of `OptionNumbers` with an array's strides.
+        The field of `OptionNumbers` that holds an array's strides.
     numbers : callable or None
-        From a signature to further fields of `OptionNumbers`. Calls without
-        the option have them too.
+        Maps a signature to further fields of `OptionNumbers`, which calls
+        without the option fill in too.
     needs : tuple of str
-        Other options without which it means nothing: ValueRangeError.
+        Other options that it requires: ValueRangeError without them.
     not_with : tuple of str
-        Other options that cannot be given with it: UnsupportedError.
+        Other options that exclude it: UnsupportedError.
     no_order : tuple of str
-        Families that do not run it with ``deterministic=True``: another
-        family does.
+        Families that do not support it with ``deterministic=True``; another
+        family runs the call.
     of_gradients : bool
-        Whether `cuflash.backward` alone has it.
+        Whether only `cuflash.backward` has it.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Option:
     of_gradients: bool = False
 
     def is_in(self, problem: Problem) -> bool:
-        """Whether a problem has it."""
+        """Whether a problem has the option."""
         if self.part_of:
             return self.part_of in problem.options
         return bool(getattr(problem, self.name))
@@ -224,7 +224,7 @@ TABLE = (
         "mask",
         Array(
             ("bool",),
-            "True keeps a pair; an additive one is a bias",
+            "True keeps a pair; pass an additive mask as bias",
             _PAIRS,
             _IN_PAIRS,
             broadcasts=True,
@@ -326,22 +326,22 @@ ARRAYS = tuple(option.name for option in TABLE if option.array)
 _BY_NAME = {option.name: option for option in TABLE}
 
 
-# What follows from the table ----------------------------------------------
+# Derived from the table ---------------------------------------------------
 
 
 def passed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among a call's arguments that are not left at default."""
-    found = {}
+    """The options of a call that differ from their defaults."""
+    options = {}
     for name, value in given.items():
         default = _BY_NAME[name].default
         same = type(value) is type(default) and value == default
         if value is not None and not same:
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
-    """The constants that tell kernels which options a problem has."""
+    """The kernel constants that say which options a problem has."""
     return tuple(
         (option.flag, option.is_in(problem)) for option in TABLE if option.flag
     )
@@ -350,13 +350,13 @@ def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
 def numbers(
     signature: Signature, taken: Mapping[str, Layout]
 ) -> dict[str, Any]:
-    """The fields of `OptionNumbers`; those left out are 0.
+    """The fields of `OptionNumbers`; fields left out are 0.
 
     Parameters
     ----------
     signature : Signature
     taken : mapping of str to Layout
-        The options that are arrays, as kernels read them.
+        The layouts of the array options as kernels read them.
     """
     fields: dict[str, Any] = {}
     for option in TABLE:
@@ -381,75 +381,75 @@ def has_order(problem: Problem, family: str) -> bool:
 
 
 def check_order(problem: Problem) -> None:
-    """Raise UnsupportedError if a gradient has no fixed order of sums."""
+    """Raise UnsupportedError if dbias cannot be summed in a fixed order."""
     wanted = problem.return_dbias and problem.deterministic
     if wanted and problem.bias_is_broadcast:
         raise UnsupportedError(
             "deterministic and return_dbias are both True and bias is"
             " broadcast, expected one of them False or a bias of the full"
-            " shape: what is broadcast has its gradient summed in no fixed"
-            " order on a GPU"
+            " shape: a GPU sums the gradient of a broadcast bias in no fixed"
+            " order"
         )
 
 
 # Numbers -----------------------------------------------------------------
 
-Numbers = tuple[tuple[str, Any], ...]  # (name, value): they can be hashed
+Numbers = tuple[tuple[str, Any], ...]  # (name, value), hashable
 
 
 def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
-    """Check the options that are no arrays, and return the seed apart.
+    """Check the options that are not arrays; return the seed separately.
 
     Parameters
     ----------
     given : mapping of str to object
-        All options of a call that the user passed.
+        All options that the user passed.
 
     Returns
     -------
     numbers : tuple of (str, object)
-        Those that ask for something, as `Problem` has them.
+        The options that are present, as fields of `Problem`.
     seed : int
     """
-    # A gradient that is not wanted needs no partner. NumPy's False, which is
-    # not the default itself, comes here as well.
+    # return_dbias=False does not require bias. NumPy's False comes here too:
+    # it is not the default object.
     gradients = {
         option.name: option.check(option.name, given[option.name])
         for option in TABLE
         if option.of_gradients and option.check and option.name in given
     }
     _check_partners({n: x for n, x in given.items() if gradients.get(n, True)})
-    found = {}
+    scalars = {}
     for option in TABLE:
         if option.check and option.name in given:
             value = option.check(option.name, given[option.name])
             if value != option.nothing:
-                found[option.name] = value
-    seed = found.pop("seed", None)
-    if seed is None and "dropout" in found:
+                scalars[option.name] = value
+    seed = scalars.pop("seed", None)
+    if seed is None and "dropout" in scalars:
         raise ValueRangeError(
-            "seed is None, expected an int as there is dropout: forward and "
-            "backward have to drop the same pairs"
+            "seed is None, expected an int because dropout is given: forward "
+            "and backward must drop the same pairs"
         )
-    return tuple(found.items()), seed or 0
+    return tuple(scalars.items()), seed or 0
 
 
 def _check_partners(given: Mapping[str, Any]) -> None:
-    """Check that no option comes without another that it needs."""
+    """Check the options that require or exclude one another."""
     for name in given:
         for needed in _BY_NAME[name].needs:
             if needed not in given:
                 raise ValueRangeError(
                     f"{name} is given without {needed}, expected {needed} "
-                    "too: one says nothing without the other"
+                    "too: neither has an effect alone"
                 )
     for name in given:
         for other in _BY_NAME[name].not_with:
             if other in given:
                 raise UnsupportedError(
                     f"{name} is given with {other}, expected one of "
-                    "them: packed sequences have no common axes of queries "
-                    "and keys"
+                    "them: packed sequences do not support bias, mask or "
+                    "segment ids"
                 )
 
 
@@ -458,7 +458,7 @@ def _check_partners(given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the shapes of options follow from."""
+    """The sizes and dtypes that determine the shapes of array options."""
 
     batch: int
     seqlen_q: int
@@ -470,11 +470,12 @@ class Sizes:
 
 
 def check(seen: tuple[tuple, ...], sizes: Sizes) -> dict[str, Layout]:
-    """Check option arrays, and return their layouts in full rank.
+    """Check option arrays and return their layouts in full rank.
 
-    bias and mask are (batch, heads, seqlen_q, seqlen_k) there, alibi_slopes
-    (batch, heads), segment ids (batch, seqlen), with strides of 0 along axes
-    that the user left out; sink is (heads,), cu_seqlens (sequences + 1,).
+    Full rank is (batch, heads, seqlen_q, seqlen_k) for bias and mask,
+    (batch, heads) for alibi_slopes and (batch, seqlen) for segment ids, with
+    stride 0 along axes that the user left out; sink is (heads,) and
+    cu_seqlens (sequences + 1,).
 
     Parameters
     ----------
@@ -522,7 +523,7 @@ def _full_shape(
     if len(shape) != 1 or shape[0] < 1:
         raise ShapeError(
             f"{name} has shape {shape}, expected {rule.words}: it holds "
-            "the offset of each sequence's first token, and the end of the "
+            "the offset of each sequence's first token, then the end of the "
             "last"
         )
     return shape
@@ -562,7 +563,7 @@ def _expect_broadcast(
 def _broadcast(
     shape: tuple[int, ...], strides: tuple[int, ...], full: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Strides of the full shape: 0 along axes that were 1 or left out."""
+    """Strides for the full shape: 0 along axes of length 1 or left out."""
     missing = len(full) - len(shape)
     kept = (
         0 if size == 1 != wide else stride

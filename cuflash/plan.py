@@ -1,9 +1,8 @@
-"""What is decided: which kernel runs a problem, with which tiles, how often.
+"""The dispatcher: `plan` turns a `Problem` and a `Device` into a `Plan`.
 
-The only dispatcher: `plan` turns a `Problem` and a `Device` into a `Plan`.
-How each family's kernels are planned, with all arithmetic about shared memory
-and registers, stands in `cuflash.plans`. Pure Python, no array library, no
-GPU.
+It chooses the kernel family and the tile; `cuflash.plans` has the constants,
+grids, shared memory and registers of each family's kernels. Pure Python: no
+array library, no GPU.
 """
 
 from __future__ import annotations
@@ -53,10 +52,11 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 }  # fmt: skip
 
 
-# Above it there are no tensor cores: those kernels keep rows in registers.
+# The largest head dimension of tensor-core kernels, which keep rows in
+# registers.
 _MAX_OF_TENSOR_CORES = 256
 
-_OLDEST_IN_PARTS = 80  # the compute capability that tf32x3 needs
+_OLDEST_FOR_TF32X3 = 80  # compute capability
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,10 +73,9 @@ def plan(
     problem : Problem
     device : Device
     family : str, optional
-        Kernels of that family if it has some for the problem, else those
-        that are best.
+        Use this family if it supports the problem, else the best one.
     tile : Tile, optional
-        That tile and no other.
+        Use exactly this tile.
 
     Raises
     ------
@@ -84,8 +83,8 @@ def plan(
         If the device is too old for the problem's dtype, or has too little
         shared memory for its head dimensions.
     ValueRangeError
-        If no kernel can run the block sizes that were asked for (the
-        message lists those that can), or the tile.
+        If no kernel supports the requested block sizes (the message lists
+        the supported ones) or the tile.
     """
     if problem.direction == "merge":
         return merge_plan(problem)
@@ -103,14 +102,16 @@ def plan(
 
 @functools.lru_cache(maxsize=4096)
 def check(problem: Problem) -> None:
-    """Raise what a problem meets on every GPU; for calls that run on none.
+    """Raise the errors that a problem raises on every GPU.
+
+    Calls on NumPy arrays use it, so that they fail where all GPUs do.
 
     Raises
     ------
     UnsupportedError
-        If no GPU could run it.
+        If no GPU supports the problem.
     ValueRangeError
-        If no kernel on any GPU can run the block sizes that were asked for.
+        If no kernel on any GPU supports the requested block sizes.
     """
     _check_precision(problem)
     options.check_order(problem)
@@ -120,7 +121,7 @@ def check(problem: Problem) -> None:
     for device in _known_devices():
         if device.capability < _oldest(problem):
             continue
-        if problem.precision and device.capability < _OLDEST_IN_PARTS:
+        if problem.precision and device.capability < _OLDEST_FOR_TF32X3:
             continue
         family = family_of(problem, device)
         for tile in legal_tiles(problem, device, family):
@@ -137,7 +138,7 @@ def _known_devices() -> Iterator[Device]:
 
 
 def _check_precision(problem: Problem) -> None:
-    """Raise UnsupportedError if no kernel multiplies such rows in parts."""
+    """Raise UnsupportedError if the head dimensions are too large."""
     if problem.precision and _is_wide(problem):
         raise UnsupportedError(
             f"precision {problem.precision!r} needs head_dim and"
@@ -172,10 +173,10 @@ def _family_of(
             )
         )
     if problem.precision:
-        if device.capability < _OLDEST_IN_PARTS:
+        if device.capability < _OLDEST_FOR_TF32X3:
             raise UnsupportedError(
                 f"precision {problem.precision!r} needs a GPU of compute"
-                f" capability {_OLDEST_IN_PARTS / 10} or newer, this one has"
+                f" capability {_OLDEST_FOR_TF32X3 / 10} or newer, this one has"
                 f" {device.capability / 10} ({device.arch}): leave it out"
             )
         _check_precision(problem)
@@ -183,7 +184,7 @@ def _family_of(
     if wanted == "simt":
         return "simt"
     if _is_wide(problem):
-        # Tiles are few there: of both directions or of none.
+        # Few tiles fit: use fma only if both directions have one.
         both = (
             replace(problem, direction=direction)
             for direction in ("forward", "backward")
@@ -191,8 +192,8 @@ def _family_of(
         runs = all(_fma_runs(each, device) for each in both)
         return "fma" if runs else "simt"
     if not _has_sixteen_bits(problem):
-        parts = problem.dtype == "float32" and device.capability >= 80
-        if wanted == "tf32x3" and parts:
+        has_tf32 = problem.dtype == "float32" and device.capability >= 80
+        if wanted == "tf32x3" and has_tf32:
             return "tf32x3"
         if _fma_runs(problem, device):
             return "fma"
@@ -209,7 +210,7 @@ def _has_sixteen_bits(problem: Problem) -> bool:
 
 
 def _oldest(problem: Problem) -> int:
-    """The compute capability that a dtype needs."""
+    """The oldest compute capability that supports the problem's dtype."""
     return 80 if _has_sixteen_bits(problem) else 75
 
 
@@ -218,7 +219,7 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:
-    """float32, cp.async, and room for a tile of such head dimensions."""
+    """Needs float32, cp.async and shared memory for some tile."""
     return (
         problem.dtype == "float32"
         and device.capability >= 80
@@ -227,7 +228,7 @@ def _fma_runs(problem: Problem, device: Device) -> bool:
 
 
 def _dmma_runs(problem: Problem, device: Device) -> bool:
-    """float64, fast tensor cores, and registers enough for a tile."""
+    """Needs float64, fast tensor cores and registers for some tile."""
     return (
         problem.dtype == "float64"
         and device.capability in mma8.CAPABILITIES
@@ -236,12 +237,12 @@ def _dmma_runs(problem: Problem, device: Device) -> bool:
 
 
 def main_file(family: str, file: str) -> bool:
-    """Whether a kernel's file is of a family, and not of several."""
+    """Whether a kernel's file belongs to a family's folder."""
     return file.startswith(f"{FOLDERS[family]}/")
 
 
 def wanted_family() -> Family | None:
-    """What the environment variable ``CUFLASH_FAMILY`` asks for."""
+    """The family named by the environment variable ``CUFLASH_FAMILY``."""
     return cast("Family | None", settings.read("CUFLASH_FAMILY"))
 
 
@@ -250,7 +251,7 @@ def legal_tiles(
 ) -> Iterator[Tile]:
     """Every tile with which a family's kernel can run a problem.
 
-    The larger, and so usually the faster, come first.
+    Larger tiles, which are usually faster, come first.
     """
     for tile in tiles.candidates(family, problem.direction):
         if _fits(problem, device, family, tile):
@@ -272,7 +273,7 @@ def is_legal(
 
 
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
-    """The nearest tuned tile of the sizes asked for, else a legal one."""
+    """The nearest tuned tile with the requested sizes, else a legal one."""
     seqlen, load = tuned_by(problem, device)
     nearest = tiles.tuned(
         device.capability,
@@ -300,7 +301,7 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
 
 
 def _has_sizes(tile: Tile, problem: Problem) -> bool:
-    """Whether a tile is of the block sizes that were asked for."""
+    """Whether a tile has the requested block sizes."""
     return problem.block_q in (None, tile.block_q) and problem.block_k in (
         None,
         tile.block_k,
@@ -310,10 +311,9 @@ def _has_sizes(tile: Tile, problem: Problem) -> bool:
 def _no_such_blocks(
     problem: Problem, kernels: str, where: str, legal: Iterable[Tile]
 ) -> ValueRangeError:
-    """That no tile has the block sizes asked for, and which there are.
+    """The error for unsupported block sizes; it lists the supported ones.
 
-    What is possible hangs on the options too, which take registers and shared
-    memory.
+    These depend on the options too, which use registers and shared memory.
     """
     sizes = sorted({(tile.block_q, tile.block_k) for tile in legal})
     p = problem
@@ -330,7 +330,7 @@ def _no_such_blocks(
 def _no_room(
     problem: Problem, device: Device, family: str
 ) -> UnsupportedError:
-    """That no tile fits the device's shared memory, and where one would."""
+    """The error for too little shared memory; it lists GPUs with enough."""
     maker = _MAKERS[family, problem.direction]
     needed = min(
         maker.shared_bytes(problem, tile)
@@ -352,14 +352,16 @@ def _no_room(
 
 
 def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
-    """The length and the number of tiles that a tile is chosen by.
+    """The length and the load by which a tile is chosen.
 
-    Tokens that a block walks over, and tiles of `tiles.ROWS_OF_A_TILE` rows
-    for each multiprocessor: of queries in a forward pass, of keys in a
-    backward one. Of packed sequences no length is known but the longest, if
-    the user says it: they count as alike, or as one of that length and others
-    that are alike, and a block walks over the sequence that a pair is of, on
-    average.
+    The length is the number of tokens that a block iterates over (keys in a
+    forward pass, queries in a backward pass). The load is the number of tiles
+    of `tiles.ROWS_OF_A_TILE` rows (queries forward, keys backward) per SM.
+
+    The lengths of packed sequences are unknown, except for the longest if the
+    user gives it. They are assumed to be equal, or one of that length and the
+    others equal; the length is then that of the sequence that contains a
+    (query, key) pair, averaged over pairs.
     """
     walked: float
     walked, longest, rows, heads = (
@@ -377,32 +379,32 @@ def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
 
 
 def _tuned_option(problem: Problem) -> str | None:
-    """That of `tiles.OPTIONS` which says most of what a block walks over."""
+    """The one of `tiles.OPTIONS` that best describes a block's iterations."""
     if window_of(problem) < problem.seqlen_k:
         return "window"
     return "segment_ids" if problem.segment_ids else None
 
 
 def _length_of_pairs(total: int, count: int, longest: int | None) -> int:
-    """Tokens of the sequence that a pair of tokens is of, on average."""
+    """The length of the sequence of a token pair, averaged over pairs."""
     if longest is None:
         return ceil_div(total, count)
     longest = min(longest, total)
     other = (total - longest) / max(count - 1, 1)
-    pairs, of_others = longest**2, (total - longest) * other
-    tokens = pairs * longest + of_others * other
-    return round(tokens / max(pairs + of_others, 1))
+    pairs, other_pairs = longest**2, (total - longest) * other
+    tokens = pairs * longest + other_pairs * other
+    return round(tokens / max(pairs + other_pairs, 1))
 
 
 def default_plans(device: Device) -> list[Plan]:
-    """The plans that are compiled at import: what most calls need."""
+    """The plans compiled at import, which most calls need."""
     plans = []
     for direction in ("forward", "backward"):
         for dtype in ("float16", "bfloat16"):
             for head_dim in (64, 128):
                 for causal in (False, True):
-                    # Tiles are chosen by length and number: of 2048 tokens,
-                    # and enough of them for any GPU.
+                    # Length and load determine the tile: 2048 tokens, and
+                    # enough tiles to fill any GPU.
                     problem = Problem(
                         direction,
                         dtype,

@@ -1,7 +1,7 @@
-"""What was asked: `Problem`, the values, and `Call`, with the arrays.
+"""A checked request: `Problem`, its values, and `Call`, with the arrays.
 
-Calls that differ in nothing but their data share one `Signature`: what it
-led to can be remembered by it.
+Calls that differ only in their data share one `Signature`, which is the key
+of every cache of decisions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DType = Literal["float16", "bfloat16", "float32", "float64"]
 class Problem:
     """One attention problem, without its arrays.
 
-    Equal problems get equal plans. Of the options (docs/guide/options.md) it
-    has the numbers, 0 or None for none, and whether there is an array.
-    `window` is as small as it can be: a right bound of 0 is `causal`, and
-    bounds that cut nothing are None. With `num_sequences`, even 0 of them,
-    sequences are packed: ``batch`` is 1, and the lengths are of all of them
-    together.
+    Equal problems get equal plans. A scalar option (docs/guide/options.md)
+    is stored by value, 0 or None if absent; an array option as whether it is
+    present. `window` is normalised: a right bound of 0 becomes `causal`, and
+    bounds that mask nothing become None. If `num_sequences` is not None (it
+    may be 0), sequences are packed: ``batch`` is 1, and ``seqlen_q`` and
+    ``seqlen_k`` are the totals over all sequences.
 
     A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
     ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of the options that it has."""
+        """The names of the options that are present."""
         has = {
             "window": self.window != (None, None),
             "softcap": self.softcap,
@@ -94,10 +94,10 @@ class Layout:
     Attributes
     ----------
     shape, strides : tuple of int
-        Strides in bytes. Of an axis of one they may be anything.
+        Strides in bytes; arbitrary for an axis of length 1.
     dtype : dtype
     offset : int
-        Its address, as bytes past a multiple of `ALIGNMENT`.
+        The address modulo `ALIGNMENT`, in bytes.
     """
 
     shape: tuple[int, ...]
@@ -106,12 +106,12 @@ class Layout:
     offset: int = 0
 
 
-ALIGNMENT = 16  # the widest that a kernel reads at once, in bytes
+ALIGNMENT = 16  # the widest load of a kernel, in bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """A checked call without its data. Calls that are alike share one.
+    """A checked call without its data; equal calls share one object.
 
     Attributes
     ----------
@@ -123,9 +123,9 @@ class Signature:
     return_lse : bool
         Forward: whether lse is wanted.
     options : mapping of str to Layout
-        The options that are arrays, broadcast to their full shapes.
+        The array options, broadcast to their full shapes.
     bias_shape : tuple of int
-        Of the bias as the user passed it, which is that of its gradient.
+        The shape of the bias as the user passed it, which dbias has too.
     """
 
     problem: Problem
@@ -136,9 +136,9 @@ class Signature:
     bias_shape: tuple[int, ...] = ()
 
 
-@dataclass(eq=False)  # not frozen: that takes twice as long to make
+@dataclass(eq=False)  # not frozen: a frozen one takes twice as long to make
 class Call:
-    """A signature and the arrays, all on one device.
+    """A signature and its arrays, all on one device.
 
     Attributes
     ----------
@@ -146,11 +146,11 @@ class Call:
     given : mapping of str to array
         The inputs by argument name, as the user passed them.
     given_out : array or None
-        Forward: the user's ``out=``, to be written to.
+        Forward: the user's ``out=``, which receives the result.
     options : mapping of str to array
-        The options that are arrays, as the user passed them.
+        The array options, as the user passed them.
     seed : int
-        Of dropout.
+        The seed of dropout.
     """
 
     signature: Signature
@@ -161,7 +161,7 @@ class Call:
 
     @property
     def problem(self) -> Problem:
-        """What was asked."""
+        """The problem of the signature."""
         return self.signature.problem
 
     @property

@@ -1,8 +1,8 @@
 """The environment variables that cuflash reads.
 
-An unknown value never stops an import: the first call raises a
-ValueRangeError that says what was expected, whether or not that call would
-have used the variable.
+An unknown value never makes the import fail. The first call raises a
+ValueRangeError that names the expected values, even if that call does not use
+the variable.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from cuflash.errors import ValueRangeError
 if TYPE_CHECKING:
     import logging
 
-# Name: the values that are known. An empty variable counts as unset.
+# Variable: its known values. An empty variable counts as unset.
 VALUES = {
     "CUFLASH_COMPILE": ("background", "eager", "lazy"),
     "CUFLASH_FAMILY": ("wgmma", "mma", "fma", "dmma", "tf32x3", "simt"),
     "CUFLASH_LOG": ("plan",),
     "CUFLASH_CHECK": ("0", "1"),
 }
-# Those that may have any value, too.
+# These, and variables that accept any value.
 NAMES = (
     *VALUES, "CUFLASH_EMULATOR_FLAGS", "CUPY_CACHE_DIR", "CXX",
     "CUDA_VISIBLE_DEVICES",
@@ -31,7 +31,7 @@ NAMES = (
 
 
 def read(name: str) -> str | None:
-    """The value of one of `VALUES`; None if it is not set, or empty.
+    """The value of a variable in `VALUES`; None if it is unset or empty.
 
     Raises
     ------
@@ -48,11 +48,11 @@ def read(name: str) -> str | None:
 
 
 def expected(name: str) -> str:
-    """The values of one of `VALUES`, in words."""
+    """Describe the values that a variable in `VALUES` accepts."""
     return f"{', '.join(map(repr, VALUES[name]))} or unset"
 
 
-@functools.cache  # until it passes: an error is not remembered
+@functools.cache  # caches success only: an exception is not cached
 def check() -> None:
     """Raise a ValueRangeError if any variable has an unknown value."""
     for name in VALUES:
@@ -60,12 +60,11 @@ def check() -> None:
 
 
 def logger() -> logging.Logger:
-    """The logger ``cuflash``, which ``CUFLASH_LOG`` opens.
+    """The logger ``cuflash``, enabled by ``CUFLASH_LOG``.
 
-    A program that has set up its own logging gets the lines there, another
-    one on stderr.
+    Lines go to the program's own log handlers, or to stderr if it has none.
     """
-    import logging  # here, to keep the import of cuflash short
+    import logging  # here, to keep `import cuflash` fast
 
     found = logging.getLogger("cuflash")
     if read("CUFLASH_LOG") == "plan":

@@ -1,15 +1,14 @@
-"""softcap's tanh, where scores are small: a polynomial for 16-bit kernels."""
+"""Polynomials for softcap's tanh at small scores, for 16-bit kernels."""
 
 from __future__ import annotations
 
 import math
 
-# tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) for x^2 <= SMALL, absolutely
-# right to 2^-24.2: of all such polynomials the one whose largest error is
-# smallest (by Remez's exchange; tests/unit/test_softcap.py). tanh has its
-# poles at x^2 = -(pi / 2)^2, and another term is worth a factor of 4 * 2.47 /
-# 0.2 = 50: with three the error is 2^-18.6, with five 2^-30, below what
-# rounding takes.
+# tanh_poly4: tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) for x^2 <= SMALL,
+# with an absolute error of at most 2^-24.2. This is the minimax polynomial
+# (Remez exchange; tests/unit/test_softcap.py). The poles of tanh are at
+# x^2 = -(pi / 2)^2, so one more term divides the error by 4 * 2.47 / 0.2 = 50:
+# three terms give 2^-18.6, five give 2^-30, which is below the rounding error.
 SMALL = 0.2
 COEFFICIENTS = (
     0.9999989997227811,
@@ -18,10 +17,11 @@ COEFFICIENTS = (
     -0.045245803302449476,
 )
 
-# The same with a term less, for x^2 <= SLIGHT: right to 2^-23. With what is
-# rounded besides, which grows with x, that comes to 2.9 times 2^-24. Scores,
-# and so lse, may be off by 8 of those of the cap (tests/helpers/rounding.py).
-# That binds: weights are rounded to 16 bits.
+# tanh_poly3: one term fewer, for x^2 <= SLIGHT; absolute error 2^-23. With
+# the rounding errors, which grow with x, the total is 2.9 * 2^-24. The
+# tolerance of scores, and so of lse, is 8 * 2^-24 times the cap
+# (tests/helpers/rounding.py). lse is what binds: weights are rounded to 16
+# bits.
 SLIGHT = 0.08
 SLIGHT_COEFFICIENTS = (
     0.9999971746459902,
@@ -29,22 +29,23 @@ SLIGHT_COEFFICIENTS = (
     0.12608940748055775,
 )
 
-# Where scores are slight, a forward kernel's weights are relative to a maximum
-# that their row had before. By log2(e), a score is at most MOST; and a weight,
-# with dropout's factor, at most 2^LARGEST_WEIGHT. float16 has numbers up to
-# 2^16. Of bfloat16, sums in float32 are what might overflow.
+# On the tanh_poly3 path, a forward kernel's weights are relative to an earlier
+# maximum of their row. A score times log2(e) is at most MOST; a weight,
+# including dropout's factor, is at most 2^LARGEST_WEIGHT. float16 overflows at
+# 2^16. With bfloat16, it is the float32 sums that could overflow.
 MOST = {"float16": 12.0, "bfloat16": 48.0}
 LARGEST_WEIGHT = {"float16": 15.0, "bfloat16": 60.0}
 
-# Exponents of two within which nothing below is denormal or infinite in
-# float32: the last term is scale (scale / softcap)^6 c3, 2^-121 or more.
+# Bounds on the exponents of scale and of scale / softcap. Within them, no
+# value below is denormal or infinite in float32: the last term,
+# scale (scale / softcap)^6 c3, is at least 2^-121.
 _SCALES, _RATIOS = 20, 16
 
 
 def terms(
     scale: float, softcap: float
 ) -> tuple[list[float], list[float], float, float]:
-    """What a kernel takes of a call: see `abi.OptionNumbers`.
+    """The tanh_poly4 fields of `abi.OptionNumbers`.
 
     Returns
     -------
@@ -52,14 +53,14 @@ def terms(
         t with softcap tanh(x) = S (t0 + t1 S^2 + t2 S^4 + t3 S^6),
         x = scale S / softcap.
     terms_log2 : list of float
-        Those times log2(e).
+        `terms` times log2(e).
     small : float
-        The largest S^2 for which they serve. -1, which no square is, where
-        they do not: without a softcap, with a scale that is not positive (a
-        row's largest product would have its smallest score), or numbers
-        beyond all use.
+        The largest S^2 for which the polynomial is valid; -1, which no square
+        is, if it never is: no softcap, a scale that is not positive (the
+        largest q.k of a row would have the smallest score), or a scale or
+        softcap outside the bounds above.
     inverse_log2 : float
-        What makes tanh(x) of softcap tanh(x) log2(e).
+        The factor that turns softcap tanh(x) log2(e) into tanh(x).
     """
     if not _served(scale, softcap):
         return [0.0] * 4, [0.0] * 4, -1.0, 0.0
@@ -76,17 +77,18 @@ def terms(
 def slight_terms(
     scale: float, softcap: float, dtype: str, dropout: float
 ) -> tuple[list[float], float, float]:
-    """What it takes for slight scores.
+    """The tanh_poly3 fields of `abi.OptionNumbers`.
 
     Returns
     -------
     terms_log2 : list of float
-        As above.
+        As in `terms`, without the last.
     slight : float
-        They serve where |S| is below that, of which the lower half of a
-        float32's bits is 0; 0 where they do not.
+        The polynomial is valid where |S| is below it; 0 if it never is. The
+        lower 16 bits of its float32 are 0.
     lowest : float
-        The least maximum, by log2(e), that their weights may be relative to.
+        The smallest row maximum, times log2(e), that weights may be relative
+        to.
     """
     if not _served(scale, softcap) or dtype not in MOST:
         return [0.0] * 3, 0.0, 0.0

@@ -1,9 +1,9 @@
-"""Tile sizes: what a kernel can be asked for, and what was tuned.
+"""Tile sizes: those that kernels support, and tuned ones.
 
-`candidates` is the space that a family's kernel is written for; `plan.py`
-knows which of them fit a problem and a device. `tuned` looks up tables, one
-file an architecture: those that scripts/sweep_blocks.py has measured on this
-machine (`folders.tile_tables`) and those of the package (``tile_tables/``).
+`candidates` lists the tiles that a family's kernel supports; `plan.py` knows
+which of them fit a problem and a device. `tuned` looks up tables, one file
+per architecture: those that scripts/sweep_blocks.py measured on this machine
+(`folders.tile_tables`) and those of the package (``tile_tables/``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMAT = "cuflash tile table, version 1"
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's share of the work, and its warps' shares.
+    """The tile of a block, and how its warps share it.
 
     Attributes
     ----------
@@ -37,16 +37,16 @@ class Tile:
     num_warps : int
         Warps of a block.
     blocks_per_sm : int
-        Blocks that must fit a multiprocessor at once: bounds registers.
+        Blocks that must fit on an SM at once; bounds the registers.
     num_stages : int
-        Tiles that are loaded in turns: of keys in wgmma's forward pass, of
-        queries in backward passes.
+        Pipeline stages: of K and V in the wgmma forward pass, of Q and dO in
+        backward passes.
     score_warps_q, gradient_warps_k : int
         Backward: warps along the queries of S, dP and dQ; along the keys of
         dK and dV.
     ptxas_level : int
-        The assembler's optimisation level. At 3 it may load so far ahead
-        that it runs out of registers and spills; at 1 it does not.
+        The optimisation level of ptxas. At 3 it may hoist loads so far that
+        it runs out of registers and spills; at 1 it does not.
     """
 
     block_q: int
@@ -63,19 +63,19 @@ class Tile:
 
 
 def candidates(family: str, direction: str) -> Iterator[Tile]:
-    """Every tile that a family's kernel is written for, large ones first."""
+    """Every tile that a family's kernel supports, large ones first."""
     if (family, direction) == ("wgmma", "forward"):
-        # A warpgroup has 64 queries; one more loads.
+        # A consumer warpgroup per 64 queries, and one producer.
         for q, k, stages in product(
             (128, 192), (128, 176, 160, 144, 112, 96, 80, 64), (4, 3, 2)
         ):
             yield Tile(q, k, (q // 64 + 1) * 4, num_stages=stages)
     elif (family, direction) == ("wgmma", "backward"):
-        # Two warpgroups have 64 keys each; one more loads.
+        # Two consumer warpgroups with 64 keys each, and one producer.
         for q, stages in product((128, 64), (3, 2)):
             yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
                        ptxas_level=3)  # fmt: skip
-        # Or three have the same 64 keys.
+        # Or three consumers that share the same 64 keys.
         for stages in (3, 2):
             yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
                        ptxas_level=3)  # fmt: skip
@@ -136,18 +136,18 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             yield Tile(q, k, num_warps=4)
 
 
-# What any tile may be compiled with; some kernels make nothing of it.
+# Variants of any tile; some kernels ignore them.
 _BLOCKS_PER_SM, _PTXAS_LEVELS = (1, 2), (3, 1)
 
 
 def variants(tile: Tile) -> Iterator[Tile]:
-    """A tile with every bound on registers and optimisation level."""
+    """A tile with each bound on registers and each optimisation level."""
     for blocks, level in product(_BLOCKS_PER_SM, _PTXAS_LEVELS):
         yield replace(tile, blocks_per_sm=blocks, ptxas_level=level)
 
 
 def is_known(family: str, direction: str, tile: Tile) -> bool:
-    """Whether it is a variant of one of the `candidates`."""
+    """Whether a tile is a variant of one of the `candidates`."""
     return tile in _all_variants(family, direction)
 
 
@@ -165,27 +165,27 @@ def _all_variants(family: str, direction: str) -> frozenset[Tile]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a table: where a tile is the best that is known.
+    """A line of a table: the best known tile for a kind of problem.
 
     Attributes
     ----------
     arch : int
-        Compute capability, 90 meaning 9.0.
+        Compute capability; 90 means 9.0.
     family, direction : str
     head_dim : int
         The larger of head_dim and head_dim_v.
     tile : Tile
     dtype : str or None
-        None: any that the family runs.
+        None: any dtype of the family.
     causal : bool or None
-        None: with a mask or without.
+        None: causal or not.
     option : str or None
         One of `OPTIONS`; None: calls with none of them.
     seqlen : int or None
-        Tokens that a block walks over (keys forward, queries backward);
+        Tokens that a block iterates over (keys forward, queries backward);
         None: any number.
     tiles_per_sm : float or None
-        Tiles of `ROWS_OF_A_TILE` rows for each multiprocessor; None: any.
+        Tiles of `ROWS_OF_A_TILE` rows per SM; None: any number.
     measured : mapping or None
         Device, driver, NVRTC, date, ms and TFLOP/s, if it was measured.
     """
@@ -203,11 +203,11 @@ class Entry:
     measured: Mapping[str, Any] | None = None
 
 
-# Options with walks of their own: a few key tiles, of which both ends are cut;
-# key tiles of which any may be cut.
+# Options that change which key tiles a block visits: with a window a few, the
+# first and last partly masked; with segment ids any tile may be partly masked.
 OPTIONS = ("window", "segment_ids")
 
-# What is in an entry, besides of the tile; and what a tile is made of.
+# The types of an entry's fields, except for the tile; the tile's fields.
 _KINDS = {
     "family": (str,),
     "direction": (str,),
@@ -229,26 +229,28 @@ def read_table(path: Path) -> tuple[Entry, ...]:
     Raises
     ------
     ValueRangeError
-        If it is not a table of that architecture, or holds a tile that no
-        kernel is written for.
+        If it is not a table of that architecture, or has a tile that no
+        kernel supports.
     OSError
         If it cannot be read.
     """
     try:
         return parse_table(path.read_bytes(), path.stem)
     except ValueRangeError as error:
-        raise ValueRangeError(f"{path} is no tile table: {error}") from error
+        raise ValueRangeError(
+            f"{path} is not a tile table: {error}"
+        ) from error
 
 
 def parse_table(content: str | bytes, arch: str) -> tuple[Entry, ...]:
-    """The entries of a table of an architecture, named as ``sm_90``."""
+    """The entries of a table's text; `arch` is a name such as ``sm_90``."""
     named = re.fullmatch(r"sm_(\d+)", arch)
     try:
         table = json.loads(content)
         if table["format"] != FORMAT:
             raise ValueRangeError(f"its format is {table['format']!r}")
         if not named or table["arch"] != arch:
-            raise ValueRangeError(f"it is of {table['arch']!r}")
+            raise ValueRangeError(f"it is for {table['arch']!r}")
         return tuple(_entry(int(named[1]), x) for x in table["tiles"])
     except ValueRangeError:
         raise
@@ -285,7 +287,7 @@ def _entry(arch: int, found: dict[str, Any]) -> Entry:
 
 @functools.cache
 def entries(folder: Path) -> tuple[Entry, ...]:
-    """The entries of all tables in a folder; what is broken is left out."""
+    """The entries of all tables in a folder; invalid tables are ignored."""
     found: list[Entry] = []
     for path in folders.files(folder, "sm_*.json"):
         try:
@@ -299,19 +301,19 @@ def entries(folder: Path) -> tuple[Entry, ...]:
 
 # ---- The nearest entry ----
 
-ROWS_OF_A_TILE = 128  # of a tile when they are counted, whatever is chosen
+ROWS_OF_A_TILE = 128  # for counting tiles, whichever tile is chosen
 
-# How far an entry is from a problem: the sum of these. The unit is an
-# octave of length, a factor of two.
+# The distance of an entry from a problem is a sum of these. The unit is an
+# octave of length: a factor of two.
 _OLDER_ARCH, _NEWER_ARCH = 8.0, 16.0  # and a tenth for each 0.1 between
-_HEAD_DIM_OCTAVE = 4.0  # columns that the tile has too many
+_HEAD_DIM_OCTAVE = 4.0  # per octave of head_dim
 _TOO_FEW_COLUMNS = 8.0
 _OTHER_DTYPE, _OTHER_WIDTH = 0.25, 8.0
 _OTHER_MASK, _OTHER_OPTION = 1.5, 4.0
 _ANY_DTYPE, _ANY_MASK, _ANY_LENGTH, _ANY_LOAD = 0.25, 0.25, 2.0, 1.0
-# Where this machine was measured, what is known of others counts less.
+# Entries of the package's tables count less than this machine's own.
 _OF_THE_PACKAGE = 0.5
-# From here on there are tiles enough for every multiprocessor.
+# More tiles per SM than this make no difference.
 _MANY_TILES_PER_SM = 8.0
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -327,22 +329,22 @@ def tuned(
     seqlen: float,
     tiles_per_sm: float,
 ) -> tuple[Tile, ...]:
-    """The tiles of a family's entries, that of the nearest one first.
+    """The tiles of a family's entries, the nearest entry's tile first.
 
-    An entry's distance has a part for its architecture, dtype, head_dim,
-    mask, option, length, and number of tiles for each multiprocessor. Of
-    entries equally far, those that this machine has measured come first.
+    The distance of an entry adds up differences in architecture, dtype,
+    head_dim, causal, option, length and tiles per SM. At equal distance,
+    entries measured on this machine come first.
 
     Parameters
     ----------
     capability : int
-        Compute capability, 90 meaning 9.0.
+        Compute capability; 90 means 9.0.
     family, direction, dtype : str
     head_dim : int
         The larger of head_dim and head_dim_v.
     causal : bool
     option, seqlen, tiles_per_sm
-        As `Entry` has them.
+        As in `Entry`.
     """
     return _tuned(
         folders.tile_tables(), capability, family, direction, dtype,
@@ -352,7 +354,7 @@ def tuned(
 
 
 def _quarters(number: float) -> float:
-    """Its logarithm to base 2, rounded, so that near ones are alike."""
+    """log2 of a number, rounded to quarters: a coarser cache key."""
     return round(4 * math.log2(max(number, 2**-10))) / 4
 
 

@@ -1,9 +1,8 @@
-"""The only place that looks at user arguments and raises.
+"""Validation of user arguments, which happens only here.
 
-Arrays are known by ``.shape``, ``.dtype``, ``.strides`` and their address, so
-the same checks serve NumPy and CuPy, and CuPy is not imported. Whatever
-follows from these and from the options is checked once: a call that was seen
-costs a look-up.
+The checks use only ``.shape``, ``.dtype``, ``.strides`` and the address of an
+array, so they work for NumPy and CuPy, and CuPy is not imported. Results are
+cached by these and the options: validating a repeated call is one look-up.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("tf32x3",)
 MAX_HEAD_DIM = 512
 
-# Kernels count tokens, heads and batches in int32, and round lengths up to
-# whole tiles; no tile has more than 1024 tokens.
+# Kernels count tokens, heads and batches in int32 and round lengths up to
+# whole tiles. No tile has more than 1024 tokens.
 MAX_LENGTH = 2**31 - 1 - 1024
 
-# Sums of a place, which may be past the end as above, a length and a bound of
-# a window stay within int32.
+# Keeps position + length + window bound within int32, where the position may
+# be past the end as above.
 MAX_LENGTH_OF_OPTIONS = 2**30 - 1 - 1024
 
-# Kernels below float64 keep scale * log2(e) in float32 (largest 3.4e38).
+# Kernels for types below float64 keep scale * log2(e) in float32, whose
+# largest number is 3.4e38.
 MAX_SCALE = 1e38
 
 # DLPack's device types (DLDeviceType in dlpack.h).
@@ -65,7 +65,7 @@ _LAYOUTS_LSE = {
 
 
 def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
-    """Say where the arrays are, which must be one place for all.
+    """The kind of device that holds the arrays, the same for all of them.
 
     Parameters
     ----------
@@ -81,12 +81,11 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
     Raises
     ------
     DTypeError
-        If an argument is no array, or some are NumPy's and some on CUDA.
+        If an argument is not an array, or NumPy and CUDA arrays are mixed.
     UnsupportedError
-        If an array lives elsewhere, or takes part in automatic
-        differentiation.
+        If an array is on another kind of device, or requires grad.
     """
-    cupy = sys.modules.get("cupy")  # who has its arrays has imported it
+    cupy = sys.modules.get("cupy")  # imported if the user has CuPy arrays
     kinds = set(map(type, arrays.values()))
     if kinds == {np.ndarray}:
         return "cpu"
@@ -117,12 +116,12 @@ def writable(out: Any) -> None:
         try:
             interface = out.__cuda_array_interface__
             read_only, shape = interface["data"][1], interface["shape"]
-        except Exception:  # not there, or not for its dtype: taken on trust
+        except Exception:  # no interface, or none for its dtype: assume yes
             return
     if read_only:
         raise ValueRangeError(
             f"out is read-only ({type_name(out)} {tuple(shape)}), expected "
-            "an array that can be written to: it receives the result"
+            "a writable array: it receives the result"
         )
 
 
@@ -140,11 +139,11 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     if getattr(array, "requires_grad", False):
         raise UnsupportedError(
             f"{name} is a {type_name(array)} that requires grad, expected "
-            "one that does not: cuflash takes no part in automatic "
+            "one that does not: cuflash does not take part in automatic "
             f"differentiation (pass {name}.detach() and call "
             "cuflash.backward)"
         )
-    # The type is asked first: on an instance the attribute may be computed.
+    # Look on the type first: on an instance the attribute may be computed.
     if hasattr(type(array), "__dlpack_device__"):
         device_type = int(array.__dlpack_device__()[0])
         if device_type in _DLPACK_CUDA:
@@ -198,7 +197,7 @@ def forward(
 ) -> Call:
     """Check the arguments of `cuflash.forward`; see there.
 
-    Of the options those that the user passed.
+    `options` holds only the options that the user passed.
     """
     given = {"q": q, "k": k, "v": v}
     asked = _asked(options) if options else _NOTHING
@@ -237,9 +236,9 @@ def backward(
 ) -> Call:
     """Check the arguments of `cuflash.backward`; see there.
 
-    Of the options those that the user passed.
+    `options` holds only the options that the user passed.
     """
-    # q leads: the others are compared with it.
+    # q comes first: the others are compared with it.
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     asked = _asked(options) if options else _NOTHING
     signature = _attention(
@@ -268,16 +267,16 @@ _NOTHING: tuple[Numbers, tuple[()], dict[str, Any], int] = ((), (), {}, 0)
 def _asked(
     options: dict[str, Any],
 ) -> tuple[Numbers, tuple[tuple, ...], dict[str, Any], int]:
-    """Numbers, what is seen of the arrays, the arrays, and the seed."""
-    found, seed = numbers_of(options)
+    """Split options: scalars, array descriptions, arrays and the seed."""
+    scalars, seed = numbers_of(options)
     arrays = {name: options[name] for name in ARRAYS if name in options}
-    return found, _seen(arrays), arrays, seed
+    return scalars, _seen(arrays), arrays, seed
 
 
 def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
-    """Everything but the data, of each array, by which calls are known.
+    """Describe each array without its data: the cache key of a call.
 
-    That is (name, shape, strides, dtype, offset, device).
+    A description is (name, shape, strides, dtype, offset, device).
     """
     if isinstance(next(iter(arrays.values()), None), np.ndarray):
         return tuple(
@@ -293,7 +292,7 @@ def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
                 for name, x in arrays.items()
             ]
         )
-    # CuPy's memory is quicker to ask than the array.
+    # On CuPy, x.data answers faster than x itself.
     return tuple([
         (name, x.shape, x.strides, x.dtype,
          (memory := x.data).ptr % ALIGNMENT, memory.device_id)
@@ -303,7 +302,7 @@ def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
 
 # Shapes and dtypes -------------------------------------------------------
 
-# Typed, since 1 == 1.0 == True.
+# Typed, because 1 == 1.0 == True.
 _remembered = functools.lru_cache(maxsize=4096, typed=True)
 
 
@@ -322,7 +321,7 @@ def _attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Signature:
-    """Check a forward or backward call, but for where its data are."""
+    """Check a forward or backward call; nothing here depends on the data."""
     _check_one_device(seen + seen_options)
     numbers_asked = dict(asked)
     arrays = _Arrays(seen)
@@ -390,7 +389,7 @@ def _attention(
 def _check_options(
     arrays: _Arrays, asked: Numbers, seen: tuple[tuple, ...]
 ) -> dict[str, Layout]:
-    """The layouts of options that are arrays."""
+    """The layouts of the array options."""
     if not seen and not asked:
         return {}
     batch, seqlen_q, num_heads_q, _ = arrays.full["q"]
@@ -400,7 +399,8 @@ def _check_options(
             raise UnsupportedError(
                 f"{name} has seqlen {seqlen}, expected at most "
                 f"{MAX_LENGTH_OF_OPTIONS} in a call with masks or score "
-                "steps: kernels compute the ends of a window in 32 bits"
+                "modifications: kernels compute the ends of a window in "
+                "32 bits"
             )
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, num_heads_q, arrays.rank, arrays.dtype,
@@ -412,10 +412,10 @@ def _check_options(
 def _arrays_there(
     options: dict[str, Layout], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """A problem's fields that say which options are arrays.
+    """The fields of a `Problem` that describe its array options.
 
-    `shapes` are those that the user gave them: a bias that has all its axes
-    is not broadcast here, whatever its strides.
+    `shapes` are the shapes that the user passed: a bias with all its axes
+    does not count as broadcast here, whatever its strides.
     """
     has: dict[str, Any] = {
         name: name in options for name in ("alibi_slopes", "mask", "sink")
@@ -438,10 +438,11 @@ def _bounds_that_cut(
     seqlen_k: int,
     packed: bool,
 ) -> tuple[bool, tuple[int | None, int | None]]:
-    """The same bounds, said one way: see `problem.Problem`.
+    """Normalise causal and window: see `problem.Problem`.
 
-    The last query, which stands at the last key, sees the first one
-    seqlen_k - 1 before it; the first query the last key seqlen_q - 1 after.
+    The last query is at the position of the last key, so it reaches the first
+    key with left = seqlen_k - 1. The first query reaches the last key with
+    right = seqlen_q - 1. Larger bounds mask nothing.
     """
     left, right = window
     if causal or right == 0:
@@ -479,15 +480,15 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
 
 
 class _Arrays:
-    """A call's arrays without their data, and what can be wrong with them.
+    """A call's arrays without their data, and the checks on them.
 
     Attributes
     ----------
     dtype : str
     rank : int
-        Of all but lse, which has an axis less.
+        The rank of every array except lse, which has one axis fewer.
     shapes, full : dict
-        The shape of each array, as it is and in full rank.
+        The shape of each array, as passed and in full rank.
     """
 
     def __init__(self, seen: tuple[tuple, ...]) -> None:
@@ -544,7 +545,7 @@ class _Arrays:
             )
 
     def _full(self, name: str, shape: tuple) -> tuple:
-        """A shape in full rank; or strides, of which the new ones are 1."""
+        """A shape, or strides, in full rank; inserted axes have 1."""
         if self.rank == 4:
             return shape
         if self.rank == 3:
@@ -561,7 +562,7 @@ class _Arrays:
         }
 
     def check_same(self, name: str, axes: tuple[str, ...], other: str) -> None:
-        """Check that `name` agrees with `other` in the size of each axis."""
+        """Check that `name` and `other` have the same size on each axis."""
         names = _AXES_LSE if _is_lse(name) else _AXES
         for axis in axes:
             got = self.full[name][names.index(axis)]
@@ -573,7 +574,7 @@ class _Arrays:
                 )
 
     def check_groups(self) -> None:
-        """Check that the query heads can be shared out to the key heads."""
+        """Check that each key head serves the same number of query heads."""
         num_heads_q, num_heads_kv = self.full["q"][2], self.full["k"][2]
         if num_heads_q % num_heads_kv if num_heads_kv else num_heads_q:
             raise ShapeError(
@@ -583,7 +584,7 @@ class _Arrays:
             )
 
     def check_lengths(self, name: str) -> None:
-        """Check that a kernel could count tokens, heads and batches."""
+        """Check that tokens, heads and batches can be counted in int32."""
         batch, seqlen, heads, _ = self.full[name]
         sizes = {"batch": batch, "seqlen": seqlen, "heads": heads}
         sizes["batch * heads"] = batch * heads
@@ -597,7 +598,7 @@ class _Arrays:
                 )
 
     def check_head_dim(self, name: str) -> None:
-        """Check that a kernel could hold a row."""
+        """Check that some kernel supports the head dimension."""
         head_dim = self.shapes[name][-1]
         if head_dim < 1:
             raise ShapeError(
@@ -607,12 +608,12 @@ class _Arrays:
         if head_dim > MAX_HEAD_DIM:
             raise UnsupportedError(
                 f"{name} has head_dim {head_dim}, expected at most "
-                f"{MAX_HEAD_DIM}: no kernel holds wider rows "
+                f"{MAX_HEAD_DIM}: no kernel supports wider rows "
                 f"{self._words(name)}"
             )
 
     def _words(self, *names: str) -> str:
-        """The shapes of some arrays and what their axes mean."""
+        """The shapes of some arrays and the meaning of their axes."""
         known = sorted(names, key=list(self.shapes).index)
         shapes = ", ".join(f"{name} {self.shapes[name]}" for name in known)
         layouts = [f"layout is {_LAYOUTS[self.rank]}"]
@@ -632,9 +633,9 @@ def _is_lse(name: str) -> bool:
 
 
 def offsets(call: Call) -> None:
-    """Raise ValueRangeError if packed sequences lie where no tokens are.
+    """Raise ValueRangeError if the offsets of packed sequences are invalid.
 
-    Reads the offsets, and so waits for the device.
+    It reads the offsets, so it waits for the device.
     """
     p = call.problem
     if p.num_sequences is None:
@@ -677,9 +678,9 @@ def _check_offsets(
 
 
 def _check_apart(arrays: dict[str, Any]) -> None:
-    """Out must not share memory with an input, nor its rows with each other.
+    """Check that out shares no memory with an input and does not overlap.
 
-    An input would be overwritten while other rows still read it.
+    Otherwise kernels would overwrite an input that other rows still read.
     """
     out = arrays["out"]
     first, end = _bounds(out)
@@ -689,8 +690,8 @@ def _check_apart(arrays: dict[str, Any]) -> None:
             continue
         if np.shares_memory(_addresses(out), _addresses(arrays[name])):
             raise ValueRangeError(
-                f"out shares memory with {name}, expected memory of its "
-                f"own: {name} is read while out is written"
+                f"out shares memory with {name}, expected separate memory: "
+                f"{name} is read while out is written"
             )
     _check_elements_apart(out.shape, out.strides, out.dtype.itemsize)
 
@@ -699,25 +700,25 @@ def _check_apart(arrays: dict[str, Any]) -> None:
 def _check_elements_apart(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> None:
-    """No overlap if each axis steps over all that the smaller steps span."""
+    """Elements are disjoint if each stride covers the span of smaller ones."""
     span = itemsize
-    steps = sorted(
+    axes = sorted(
         (abs(stride), size)
         for stride, size in zip(strides, shape, strict=True)
         if size > 1
     )
-    for stride, size in steps:
+    for stride, size in axes:
         if stride < span and 0 not in shape:
             raise ValueRangeError(
                 "out has elements that share memory with each other (shape "
-                f"{shape}, strides {strides} bytes), expected each in a "
-                "place of its own"
+                f"{shape}, strides {strides} bytes), expected a separate "
+                "address for each"
             )
         span += stride * (size - 1)
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    """The addresses of an array's lowest byte, and past its highest one."""
+    """The address of an array's lowest byte, and one past its highest."""
     first = last = _address(array)
     for stride, size in zip(array.strides, array.shape, strict=True):
         if stride < 0:
@@ -734,7 +735,7 @@ def _address(array: Any) -> int:
 
 
 class _Addresses:
-    """Where an array's elements are, for NumPy to reason about, not read."""
+    """An array's addresses, for np.shares_memory; the data are not read."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {
@@ -777,8 +778,8 @@ def _precision(precision: Any) -> Literal["tf32x3"] | None:
     if precision is not None and precision not in PRECISIONS:
         raise ValueRangeError(
             f"precision is {in_words(precision)}, expected "
-            f"{' or '.join(map(repr, PRECISIONS))}, or None for that of the "
-            "dtype"
+            f"{' or '.join(map(repr, PRECISIONS))}, or None for the "
+            "precision of the dtype"
         )
     return precision
 
@@ -800,7 +801,7 @@ def _block(name: str, block: Any) -> int | None:
     return value
 
 
-# Words -------------------------------------------------------------------
+# Helpers for messages ----------------------------------------------------
 
 
 def _axes(count: int) -> str:

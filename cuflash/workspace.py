@@ -1,8 +1,8 @@
-"""Scratch memory of a plan: `Buffer`.
+"""Workspace of a plan: `Buffer`.
 
-A buffer is what one pointer of the argument struct points to. Several things
-may share a buffer: its `parts`, in their order. No other place on the host
-knows that order.
+A buffer is the memory behind one pointer of the argument struct. It consists
+of one or more `parts`, in a fixed order that only this module knows on the
+host.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ALIGNMENT = 256  # of each buffer in a common allocation, in bytes
+ALIGNMENT = 256  # bytes, of each buffer in the shared allocation
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Elements behind one pointer of the argument struct.
+    """The elements behind one pointer of the argument struct.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class Buffer:
     itemsize : int
         Bytes of an element.
     parts : tuple of (str, int)
-        What it holds, and how many elements of each.
+        The name and the number of elements of each part.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Buffer:
 
     @property
     def elements(self) -> int:
-        """Of all parts."""
+        """The number of elements of all parts."""
         return sum(count for _, count in self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """The size of all parts in bytes."""
         return self.itemsize * self.elements
 
     def start(self, part: str) -> int:
-        """The element at which a part begins."""
+        """The index of a part's first element."""
         first = 0
         for name, count in self.parts:
             if name == part:
@@ -53,27 +53,27 @@ class Buffer:
 
 
 def delta(rows: int, itemsize: int) -> Buffer:
-    """rowsum(dO * O) of each query (prepare/delta.cu)."""
+    """rowsum(dO * O) for each query (prepare/delta.cu)."""
     return Buffer("delta", itemsize, (("delta", rows),))
 
 
 def query_rows(tiles: int, bytes_of_tile: int) -> Buffer:
-    """All that sm90/'s backward kernels know of each query tile's rows.
+    """Row statistics of each query tile for the backward kernels of sm90/.
 
-    prepare/query_rows.cu writes it in place of `delta`.
+    prepare/query_rows.cu writes them in place of `delta`.
     """
     return Buffer("delta", 4, (("query_rows", tiles * bytes_of_tile // 4),))
 
 
 def dq_sum(elements: int) -> Buffer:
-    """Sums of dQ in float32, in the order of common/dq_accum.cuh."""
+    """float32 sums of dQ, in the element order of common/dq_accum.cuh."""
     return Buffer("dq_sum", 4, (("dq_sum", elements),))
 
 
 def counters(*, recompute_flags: int = 0, dq_semaphores: int = 0) -> Buffer:
-    """Integers by which the blocks of a backward kernel know of one another.
+    """Counters, flags and semaphores through which backward blocks interact.
 
-    sm90/counters.cuh has all three parts, common/dq_semaphore.cuh the first
+    sm90/counters.cuh uses all three parts, common/dq_semaphore.cuh the first
     and the last.
     """
     return Buffer(
@@ -88,10 +88,10 @@ def counters(*, recompute_flags: int = 0, dq_semaphores: int = 0) -> Buffer:
 
 
 def sequences(tiles_of_blocks: int = 0) -> Buffer:
-    """What prepare/packed_sequences.cu finds: its FoundSequences.
+    """The results of prepare/packed_sequences.cu (FoundSequences).
 
-    Behind it blocks with a dynamic scheduler keep which tile they took
-    before each.
+    After them, blocks with a dynamic scheduler record, for each tile, which
+    tile they took before it.
     """
     return Buffer(
         "found",
@@ -103,11 +103,11 @@ def sequences(tiles_of_blocks: int = 0) -> Buffer:
 def segments(
     tiles: int, tiles_of_blocks: int = 0, ordered_tiles: int = 0
 ) -> Buffer:
-    """What prepare/segment_ranges.cu and segment_order.cu find.
+    """The results of prepare/segment_ranges.cu and segment_order.cu.
 
-    The smallest and the largest id of each tile of queries, then of keys; a
-    counter of tiles that were handed out; then as `sequences`; the order in
-    which tiles are taken.
+    The smallest and the largest id of each query tile, then of each key tile;
+    a counter of tiles handed out; the tile that a block took before each
+    tile, as in `sequences`; the order in which tiles are handed out.
     """
     return Buffer(
         "found",
@@ -122,16 +122,16 @@ def segments(
 
 
 def sizes(buffers: Iterable[Buffer], names: Iterable[str]) -> tuple[int, ...]:
-    """Bytes of the buffers of such names, 0 of those that are not there."""
-    found = {buffer.name: buffer.nbytes for buffer in buffers}
-    return tuple(found.get(name, 0) for name in names)
+    """Bytes of the named buffers, 0 for a buffer that does not exist."""
+    nbytes = {buffer.name: buffer.nbytes for buffer in buffers}
+    return tuple(nbytes.get(name, 0) for name in names)
 
 
 @functools.lru_cache(maxsize=4096)
 def side_by_side(nbytes: tuple[int, ...]) -> tuple[int, list[int | None]]:
-    """Bytes of one allocation for buffers, and where in it each begins.
+    """The size of one allocation for all buffers, and each buffer's offset.
 
-    None: without a byte.
+    In bytes; the offset of an empty buffer is None.
     """
     total, offsets = 0, []
     for size in nbytes:

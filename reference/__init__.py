@@ -1,15 +1,15 @@
 """Every equation of cuflash in NumPy, written to be read.
 
-float64 throughout; arrays have any leading axes, then tokens, then a head's
-columns. Read `softmax` and `tile_state` first, then `attention` (every
-matrix in the open), then `forward` and `backward` (the tiled algorithms).
-`machine`, `traffic` and `roofline` count what these cost, `multihead` puts
-the projections around them, and `running` is the same idea elsewhere.
-What a call may ask for besides is in `options`, with `masks` (who sees
-whom), `scores` (what happens to a score) and `dropout`; `packed` has
-sequences of several lengths end to end.
+All arithmetic is float64; arrays have any leading axes, then tokens, then a
+head's columns. Read `softmax` and `tile_state` first, then `attention` (every
+matrix materialised), then `forward` and `backward` (the tiled algorithms).
+`machine`, `traffic` and `roofline` count their costs, `multihead` adds the
+projections, and `running` applies the idea of online softmax to the variance.
+`options` has the options of a call, with `masks` (which query sees which
+key), `scores` (score modifications) and `dropout`; `packed` has sequences of
+several lengths, end to end.
 
-Besides papers, four sets of notes are cited throughout:
+In addition to papers, four sets of notes are cited throughout:
 
 [000] "Flash attention", problems on a machine with a few registers.
 [001] "Flash Attention", an article with the blockwise equations.

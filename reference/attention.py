@@ -1,11 +1,11 @@
-r"""Attention and its gradient with every matrix in the open.
+r"""Attention and its gradient with every matrix materialised.
 
 .. math:: S = scale \cdot Q K^T,\quad P = softmax(S),\quad O = P V
 
-Nothing here is saved: S, P, dP and dS are whole (seqlen_q, seqlen_k)
-matrices. Every other algorithm of this package is measured against these
-functions. `options.Options` lists what may be asked for besides. Sources:
-[002], [003], [FA] Dao et al. 2022, arXiv:2205.14135, Algorithm 0.
+S, P, dP and dS are whole (seqlen_q, seqlen_k) matrices. Every other algorithm
+of this package is compared with these functions. `options.Options` lists the
+options. Sources: [002], [003], [FA] Dao et al. 2022, arXiv:2205.14135,
+Algorithm 0.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def attention(
     q : array_like, (..., seqlen_q, head_dim)
     k : array_like, (..., seqlen_k, head_dim)
     v : array_like, (..., seqlen_k, head_dim_v)
-        Leading axes alike in all three.
+        The same leading axes in all three.
     scale : float, optional
         Default head_dim ** -0.5.
     **options
-        Fields of `options.Options`, as causal.
+        Fields of `options.Options`, such as causal.
 
     Returns
     -------
@@ -91,7 +91,7 @@ def _prepare(
     scale: float | None,
     options: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tiles]:
-    """Convert to float64; say what is asked of the pairs."""
+    """Convert to float64; collect the options."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     seqlens = q.shape[-2], k.shape[-2]
@@ -99,13 +99,13 @@ def _prepare(
 
 
 class GradientSteps(NamedTuple):
-    """Every quantity of the backward pass, in the order of its making.
+    """Every quantity of the backward pass, in the order of computation.
 
     p, dp, ds_bias and ds are (..., seqlen_q, seqlen_k), delta is
-    (..., seqlen_q), dq, dk and dv are like q, k and v. ds is the gradient
-    of scale * QK^T, ds_bias that of the scores which the softmax takes:
-    they differ by the slope of a softcap. dbias is like bias, dsink like
-    sink, each None without it.
+    (..., seqlen_q), dq, dk and dv have the shapes of q, k and v. ds is the
+    gradient of scale * QK^T, ds_bias the gradient of the softmax's input:
+    they differ by the slope of a softcap. dbias has the shape of bias, dsink
+    that of sink; each is None without it.
     """
 
     p: np.ndarray
@@ -130,7 +130,7 @@ def gradient_steps(
     scale: float | None = None,
     **options: Any,
 ) -> GradientSteps:
-    r"""Compute the gradients of attention and all that leads to them.
+    r"""Compute the gradients of attention and all intermediate quantities.
 
     .. math::
         dV &= (Z \circ P)^T dO \\
@@ -141,8 +141,8 @@ def gradient_steps(
         dK &= scale \cdot dS^T Q
 
     [002], "Gradient formulas"; [003], "Summary of backward calculation".
-    Z is 1 without dropout. Pairs that are not visible are no part of any
-    sum; those that are stay so where P is 0.
+    Z is 1 without dropout. Sums include all visible pairs, even where P is 0,
+    and no others.
 
     Parameters
     ----------
@@ -160,23 +160,23 @@ def gradient_steps(
     bias, sink = tiles.options.bias, tiles.options.sink
     whole = tiles.whole()
     s, slope, visible = tiles.scores(q, k, whole)
-    seen_by = None if visible is None else np.swapaxes(visible, -1, -2)
+    visible_t = None if visible is None else np.swapaxes(visible, -1, -2)
 
     weights = safe_softmax(with_sink(s, sink))
     p, p_sink = np.split(weights, [tiles.seqlen_k], axis=-1)
     p = masked(p, visible)
     kept = tiles.dropped(p, whole)
-    dv = masked_product(np.swapaxes(kept, -1, -2), dout, seen_by)
+    dv = masked_product(np.swapaxes(kept, -1, -2), dout, visible_t)
     dp = tiles.dropped(rows_with_rows(dout, v), whole)
     delta = weighted_sum(p, dp, visible)
     ds_bias = score_gradient(p, dp, delta, visible)
     ds = masked(ds_bias * slope, visible)
     dq = scale * masked_product(ds, k, visible)
-    dk = scale * masked_product(np.swapaxes(ds, -1, -2), q, seen_by)
+    dk = scale * masked_product(np.swapaxes(ds, -1, -2), q, visible_t)
     dbias = dsink = None
     if bias is not None:
         dbias = reduce_to_shape(ds_bias, np.shape(bias))
-    if sink is not None:  # P (0 - D): it has no value
+    if sink is not None:  # P (0 - D): a sink's value is 0
         dsink = -(p_sink[..., 0] * delta).sum(axis=-1)
         dsink = reduce_to_shape(dsink, np.shape(sink))
     return GradientSteps(p, dv, dp, delta, ds_bias, ds, dq, dk, dbias, dsink)
@@ -191,7 +191,7 @@ def attention_vjp(
     scale: float | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """Return (dq, dk, dv), the last of `gradient_steps`.
+    """Return the gradients of `gradient_steps`.
 
     Parameters
     ----------
@@ -201,9 +201,9 @@ def attention_vjp(
     Returns
     -------
     dq, dk, dv : ndarray of float64
-        Of the shapes of q, k and v; then dbias if there is a bias, and
+        With the shapes of q, k and v; then dbias if there is a bias, and
         dsink if there is a sink.
     """
     steps = gradient_steps(dout, q, k, v, scale=scale, **options)
-    asked = [x for x in (steps.dbias, steps.dsink) if x is not None]
-    return steps.dq, steps.dk, steps.dv, *asked
+    others = [x for x in (steps.dbias, steps.dsink) if x is not None]
+    return steps.dq, steps.dk, steps.dv, *others

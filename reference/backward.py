@@ -1,7 +1,7 @@
 r"""The backward pass without the (seqlen_q, seqlen_k) matrices.
 
 Four schedules of one computation, all equal to `attention.attention_vjp`.
-P comes from lse alone, a tile at a time:
+P is recomputed from lse, tile by tile:
 
 .. math::
     P &= e^{S - lse},\quad dP = dO V^T,\quad dS = P (dP - D) \\
@@ -13,11 +13,11 @@ P comes from lse alone, a tile at a time:
 (..., seqlen_q, head_dim_v), q (..., seqlen_q, head_dim), k
 (..., seqlen_k, head_dim), v (..., seqlen_k, head_dim_v), lse
 (..., seqlen_q), with the same leading axes; options are the fields of
-`options.Options`, as causal. dq, dk, dv are float64 and like q, k, v; after
-them come dbias if there is a bias, and dsink if there is a sink. A row to
-which the mask shows no key gives to no gradient, even where its q or dout is
-NaN. A row of visible scores of -inf has lse -inf and P 0 alike, but its
-pairs are in every sum, and 0 * inf and 0 * NaN are NaN.
+`options.Options`, such as causal. dq, dk, dv are float64 with the shapes of
+q, k, v; dbias follows if there is a bias, and dsink if there is a sink. A row
+that sees no key contributes to no gradient, even if its q or dout is NaN. A
+row whose visible scores are all -inf has lse -inf and P 0 too, but its pairs
+take part in every sum, and 0 * inf and 0 * NaN are NaN.
 Sources: [001], [003], [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
 """
 
@@ -40,8 +40,8 @@ Gradients = tuple[np.ndarray, ...]
 def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     r"""Return :math:`D_i = \sum_c dO_{ic} O_{ic}`.
 
-    [003], eq. 24; [001]. It equals rowsum(P * dP), with head_dim_v terms a
-    row in place of seqlen_k.
+    [003], eq. 24; [001]. It equals rowsum(P * dP), with head_dim_v terms per
+    row instead of seqlen_k.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def row_by_row(
     scale: float | None = None,
     **options: Any,
 ) -> Gradients:
-    """Take one query row at a time, with k, v, dk and dv at hand.
+    """Process one query row at a time; k, v, dk and dv are whole.
 
     [003], Algorithm 5, with P from lse.
 
@@ -181,10 +181,10 @@ def two_pass(
     block_k: int = 64,
     **options: Any,
 ) -> Gradients:
-    """Make dk and dv in a loop over key tiles, dq in one over query tiles.
+    """Compute dk and dv in a loop over key tiles, dq over query tiles.
 
     [001], "Blockwise backward algorithm". S and P are computed twice; in
-    return each gradient tile is finished in one place and stored once.
+    return each gradient tile is completed in one loop and stored once.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def two_pass(
 
 
 class _Pass:
-    """Operands in float64, D, and the gradients, zero at first."""
+    """Operands in float64, D, and the gradients, initially zero."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class _Pass:
         return None if self.pairs.skips(tile) else _Tile(self, tile)
 
     def gradients(self) -> tuple[np.ndarray, ...]:
-        """Return all that were asked for."""
+        """Return dq, dk, dv, and dbias and dsink if they exist."""
         gradients = [self.dq, self.dk, self.dv]
         if self.dbias is not None:
             gradients.append(self.dbias)
@@ -259,7 +259,7 @@ class _Pass:
 
 
 class _Tile:
-    """P and dS of one tile, and what each gradient takes from them."""
+    """P and dS of one tile, and the tile's terms of each gradient."""
 
     def __init__(self, p: _Pass, tile: Tile) -> None:
         self.whole, self.tile = p, tile
@@ -287,7 +287,7 @@ class _Tile:
         _add(self.whole.dk[self.keys], product, self.whole.scale)
 
     def add_dq(self) -> None:
-        """dQ_i += scale * dS K_j; and dbias, of the same pairs."""
+        """dQ_i += scale * dS K_j; adds to dbias, too."""
         keys = self.whole.k[self.keys]
         product = masked_product(self.ds, keys, self.visible)
         _add(self.whole.dq[self.rows], product, self.whole.scale)
@@ -298,15 +298,15 @@ class _Tile:
     def _transposed(
         self, weights: np.ndarray, values: np.ndarray
     ) -> np.ndarray:
-        seen_by = self.visible
-        if seen_by is not None:
-            seen_by = np.swapaxes(seen_by, -1, -2)
-        return masked_product(np.swapaxes(weights, -1, -2), values, seen_by)
+        visible = self.visible
+        if visible is not None:
+            visible = np.swapaxes(visible, -1, -2)
+        return masked_product(np.swapaxes(weights, -1, -2), values, visible)
 
 
 def _add(
     gradient: np.ndarray, product: np.ndarray, scale: float = 1.0
 ) -> None:
-    """gradient += scale * product, in place; inf - inf is NaN, as meant."""
+    """gradient += scale * product, in place; inf - inf is rightly NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         gradient += scale * product

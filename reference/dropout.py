@@ -1,9 +1,9 @@
-r"""Which pairs dropout keeps: a function of the seed and of the pair alone.
+r"""Which pairs dropout keeps: a function of only the seed and the pair.
 
 [PH] Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as
 1, 2, 3", doi:10.1145/2063384.2063405: Philox4x32-10. A counter of four words
-and a key of two give four words of random bits, with nothing kept in
-between, so that a pair's can be had at any time and anywhere.
+and a key of two words give four words of random bits. The generator has no
+state, so a pair's bits can be computed at any time and anywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# [PH], section 4.3 and table 2: multipliers, and what the key grows by.
+# [PH], section 4.3 and table 2: multipliers, and increments of the key.
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -51,17 +51,17 @@ def philox(
 
 
 def threshold(probability: float) -> int:
-    """Return the word from which on a pair is kept."""
+    """Return the smallest word that keeps a pair."""
     return int(probability * 2.0**32)
 
 
 class Dropout(NamedTuple):
     """Drop pairs at random.
 
-    probability : in [0, 1), of a pair to be dropped.
+    probability : that a pair is dropped, in [0, 1).
     seed : below 2**64.
-    batch, head : which they are, int or ndarrays broadcastable to the
-        leading axes of q.
+    batch, head : their indices, int or ndarrays broadcastable to the leading
+        axes of q.
     """
 
     probability: float
@@ -70,7 +70,7 @@ class Dropout(NamedTuple):
     head: np.ndarray | int = 0
 
     def factors(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Return Z: 0 for pairs that are dropped, else 1 / (1 - probability).
+        """Return Z: 0 for dropped pairs, else 1 / (1 - probability).
 
         The counter is (key // 4, query, head, batch); the word is number
         key % 4.

@@ -4,8 +4,8 @@ Four schedules of one computation, all equal to `attention.attention`. In
 each, q is (..., seqlen_q, head_dim), k (..., seqlen_k, head_dim) and
 v (..., seqlen_k, head_dim_v), with the same leading axes; out is
 (..., seqlen_q, head_dim_v) and lse (..., seqlen_q), both float64; options
-are the fields of `options.Options`, as causal. Tiles that see nothing are
-skipped and tiles that see all need no mask. Sources:
+are the fields of `options.Options`, such as causal. Tiles without a visible
+pair are skipped; fully visible tiles need no mask. Sources:
 [003], [FA] Dao et al. 2022, arXiv:2205.14135, [FA2] Dao 2023,
 arXiv:2307.08691.
 """
@@ -42,7 +42,7 @@ def row_by_row(
     scale: float | None = None,
     **options: Any,
 ) -> Result:
-    """Compute one query row at a time, with k and v at hand.
+    """Compute one query row at a time; k and v are whole.
 
     [003], Algorithm 1. One row of S and P exists at a time.
 
@@ -126,9 +126,9 @@ def key_outer(
         l' &= l e^{m - m'} + \mathrm{rowsum}(P) \\
         O &\leftarrow (l e^{m - m'} O + P V) / l'
 
-    [FA], Algorithm 1; [003], Algorithm 4. O is divided at every step, so
-    that what lies in main memory is always the attention over the keys so
-    far.
+    [FA], Algorithm 1; [003], Algorithm 4. O is divided by l in every
+    iteration, so that main memory always holds the attention over the keys
+    so far.
 
     Parameters
     ----------
@@ -178,17 +178,18 @@ def split_keys(
     num_splits: int = 4,
     **options: Any,
 ) -> Result:
-    """Cut the keys in runs of tiles, a state each, merged by a tree.
+    """Split the keys into runs of tiles; merge the runs' states in a tree.
 
-    The merge is associative (`tile_state`), so runs may be computed apart
-    and in any order; this is how few queries fill a large device.
+    The merge is associative (`tile_state`), so runs may be computed
+    independently and in any order. This lets few queries fill a large
+    device.
 
     Parameters
     ----------
     q, k, v, scale, block_q, block_k, **options
         As in `query_outer`.
     num_splits : int, optional
-        Number of runs; runs without a tile of their own are empty states.
+        Number of runs; a run without tiles is an empty state.
 
     Returns
     -------
@@ -216,7 +217,7 @@ def _prepare(
     scale: float | None,
     options: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Tiles]:
-    """Convert to float64, make empty results; say what is asked."""
+    """Convert to float64, allocate the results, collect the options."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     out = np.zeros((*q.shape[:-1], v.shape[-1]))

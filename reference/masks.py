@@ -1,14 +1,14 @@
-"""Which query sees which key, for a pair, a tile and a product.
+"""Which query sees which key, for a pair, a tile and a matmul.
 
-Every mask of the library is one question, "does query i see key j", asked
-of a pair, of a tile (nothing, everything or a part of it is seen) and of a
-sum (only seen pairs are added). The causal mask is aligned bottom right:
+Every mask answers one question, "does query i see key j", for a pair, for a
+tile (nothing, all or a part of it is visible) and for a sum (only visible
+pairs are added). The causal mask is aligned bottom right:
 query i sees key j iff ``j <= i + seqlen_k - seqlen_q``, so that the last
-query sees every key. A window ``(left, right)`` is aligned alike: query i
-sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``, where a
-bound of None is none ([M] Jiang et al. 2023, arXiv:2310.06825; [LF] Beltagy
-et al. 2020, arXiv:2004.05150). Queries and keys with segment ids see those
-of their own segment ([PK] Krell et al. 2021, arXiv:2107.02027).
+query sees every key. A window ``(left, right)`` has the same alignment: query
+i sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``, where
+None means no bound ([M] Jiang et al. 2023, arXiv:2310.06825; [LF] Beltagy
+et al. 2020, arXiv:2004.05150). With segment ids, a query sees only keys of
+its own segment ([PK] Krell et al. 2021, arXiv:2107.02027).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNBOUNDED: Window = (None, None)
 
 
 class Visibility(Enum):
-    """What the queries of a tile see of its keys."""
+    """How many pairs of a tile are visible."""
 
     NONE = "none"
     PART = "part"
@@ -60,7 +60,7 @@ def key_interval(
     query : ndarray of int, or int
     seqlen_q, seqlen_k : int
     causal : bool, optional
-        A right bound of 0, whatever the window's.
+        A right bound of 0, whatever the window.
     window : tuple of (int or None), optional
         (left, right), both inclusive; None for no bound.
 
@@ -128,11 +128,11 @@ def tile_visibility(
     causal: bool,
     window: Window = UNBOUNDED,
 ) -> Visibility:
-    """Answer for a tile, without its mask, what is visible in it.
+    """Return a tile's visibility without computing its mask.
 
-    What its queries see together lies between the first one's first key and
-    the last one's last, without a gap; what each of them sees lies between
-    the last one's first key and the first one's last.
+    The union of the keys that its queries see is an interval: from the first
+    query's first key to the last query's last key. The intersection is the
+    interval from the last query's first key to the first query's last key.
     """
     if q_start >= q_stop or k_start >= k_stop:
         return Visibility.NONE

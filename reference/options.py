@@ -1,7 +1,7 @@
-"""Everything that a call may ask for besides scale, applied to a tile.
+"""The options of a call, except scale, and their effect on a tile.
 
-`Options` holds what was asked, in the leading axes of q; `Tiles` answers for
-any tile of the pairs: what is visible, the scores, what dropout keeps. Every
+`Options` holds the options, with the leading axes of q; `Tiles` computes for
+any tile which pairs are visible, the scores, and what dropout keeps. Every
 function of `attention`, `forward` and `backward` takes the fields of
 `Options` as keyword arguments.
 """
@@ -23,7 +23,7 @@ from .tile_state import TileState
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What a call asks for. Arrays broadcast to the leading axes of q.
+    """The options of a call. Arrays broadcast to the leading axes of q.
 
     Attributes
     ----------
@@ -31,19 +31,19 @@ class Options:
     window : tuple of (int or None)
         (left, right); see `masks`.
     softcap : float or None
-        See `scores`, as for alibi_slopes, bias and sink.
+        See `scores`, also for alibi_slopes, bias and sink.
     alibi_slopes : ndarray, (...), or None
     bias : ndarray, (..., seqlen_q, seqlen_k), or None
-        Or broadcastable to that.
+        Or broadcastable to this shape.
     mask : ndarray of bool, (..., seqlen_q, seqlen_k), or None
-        True keeps a pair. Or broadcastable to that.
+        True keeps a pair. Or broadcastable to this shape.
     sink : ndarray, (...), or None
     segment_ids_q, segment_ids_k : ndarray of int, (..., seqlen), or None
-        Both or none.
+        Both or neither.
     dropout : Dropout or None
     largest_score : float or None
-        Scores beyond it, and products q_i k_j, are infinite; see
-        `scores.in_range`. None: float64's.
+        Scores and dot products q_i k_j beyond it become infinite; see
+        `scores.in_range`. None: float64's largest number.
     """
 
     causal: bool = False
@@ -69,12 +69,12 @@ class Tile(NamedTuple):
 
     @property
     def queries(self) -> slice:
-        """Its queries, of an axis of queries."""
+        """The tile's slice of an axis of queries."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def keys(self) -> slice:
-        """Its keys, of an axis of keys."""
+        """The tile's slice of an axis of keys."""
         return slice(self.k_start, self.k_stop)
 
     def of(self, array: np.ndarray) -> np.ndarray:
@@ -87,11 +87,11 @@ class Tile(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of a tile, and their derivative after scale * QK^T.
+    """Scores of a tile, and their derivative with respect to scale * QK^T.
 
     s : (..., rows, keys), -inf where not visible.
-    slope : broadcastable to it; 1.0 without a softcap.
-    visible : ndarray of bool, broadcastable to it, or None: all is visible.
+    slope : broadcastable to s; 1.0 without a softcap.
+    visible : ndarray of bool, broadcastable to s; None: all is visible.
     """
 
     s: np.ndarray
@@ -113,7 +113,7 @@ class Tiles:
         return Tile(0, self.seqlen_q, 0, self.seqlen_k)
 
     def visible(self, tile: Tile) -> np.ndarray | None:
-        """Return the tile's mask, (..., rows, keys); None for all of it."""
+        """Return the tile's mask, (..., rows, keys); None: all visible."""
         o = self.options
         bounds = (self.seqlen_q, self.seqlen_k, o.causal, o.window)
         given = [masks.tile_mask(*tile, *bounds)]
@@ -148,7 +148,7 @@ class Tiles:
         q : ndarray, (..., rows, head_dim)
         k : ndarray, (..., keys, head_dim)
         tile : Tile
-            Which rows they are.
+            The tile that they belong to.
         """
         o = self.options
         slope: np.ndarray | float = 1.0
@@ -177,7 +177,7 @@ class Tiles:
         return weights * self.options.dropout.factors(*self._tokens(tile))
 
     def start(self, rows: tuple[int, ...], head_dim_v: int) -> TileState:
-        """Return the state of rows before any key: that of the sink."""
+        """Return the state of rows before any key: the sink's, if any."""
         if self.options.sink is None:
             return TileState.empty(rows, head_dim_v)
         sink = np.asarray(self.options.sink, np.float64)[..., None]

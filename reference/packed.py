@@ -1,9 +1,9 @@
 r"""Sequences of several lengths, end to end in one array.
 
 ``cu_seqlens`` are the offsets of a packed axis: sequence b has the tokens
-[cu_seqlens[b], cu_seqlens[b + 1]). Each attends to itself alone, as if it
-were called for by itself; tokens past the last offset belong to no sequence
-([PK] Krell et al. 2021, arXiv:2107.02027, where packing is masked).
+[cu_seqlens[b], cu_seqlens[b + 1]). Each sequence attends only to itself, as
+in a call of its own; tokens past the last offset belong to no sequence
+([PK] Krell et al. 2021, arXiv:2107.02027, where a mask separates sequences).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Span(NamedTuple):
 def first_bad(
     cu_seqlens: np.ndarray, total: int, longest: int | None = None
 ) -> int | None:
-    """Return the first entry that is no offset, None if all are.
+    """Return the index of the first invalid offset, None if all are valid.
 
-    Offsets start at 0, do not decrease and do not pass `total`; no sequence
-    is longer than `longest`.
+    Valid offsets start at 0, do not decrease and do not exceed `total`; no
+    sequence is longer than `longest`.
     """
     offsets = np.asarray(cu_seqlens, np.int64)
     before = np.concatenate([[0], offsets[:-1]])
@@ -49,7 +49,7 @@ def spans(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> Iterator[Span]:
-    """Yield each sequence; none if an entry of either is bad.
+    """Yield each sequence; none if an offset of either is invalid.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def packed_attention(
     k, v : array_like, (..., total_k, head_dim) and (..., head_dim_v)
     cu_seqlens_q, cu_seqlens_k : ndarray of int, (batch + 1,)
     **options
-        As there, and the same for all sequences.
+        As in `attention`, the same for all sequences.
 
     Returns
     -------
@@ -114,13 +114,13 @@ def packed_attention_vjp(
     cu_seqlens_k: np.ndarray,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """Pull a gradient back; see `attention.attention_vjp`.
+    """Compute the gradients; see `attention.attention_vjp`.
 
     Returns
     -------
     dq, dk, dv : ndarray
-        0 for tokens of no sequence; then dsink if there is a sink, which
-        all sequences add to.
+        0 for tokens of no sequence; then dsink if there is a sink, summed
+        over all sequences.
     """
     dout, q, k, v = (np.asarray(x, np.float64) for x in (dout, q, k, v))
     gradients = [np.zeros(x.shape) for x in (q, k, v)]
@@ -133,15 +133,15 @@ def packed_attention_vjp(
             *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
             **_of_sequence(options, b),
         )
-        of_keys = (..., keys, slice(None))
-        places: list[Any] = [(..., rows, slice(None)), of_keys, of_keys, ...]
-        for x, part, place in zip(gradients, parts, places, strict=False):
-            x[place] += part
+        q_index, k_index = (..., rows, slice(None)), (..., keys, slice(None))
+        indices: list[Any] = [q_index, k_index, k_index, ...]
+        for x, part, index in zip(gradients, parts, indices, strict=False):
+            x[index] += part
     return tuple(gradients)
 
 
 def _of_sequence(options: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return options in which dropout takes the sequence for its batch."""
+    """Return options in which dropout uses the sequence as its batch."""
     dropout = options.get("dropout")
     if dropout is None:
         return options

@@ -1,4 +1,4 @@
-r"""Arithmetic, bytes, and the time and tile sizes that they allow.
+r"""Operations and bytes of a problem, and the time and tiles they imply.
 
 A kernel that does F operations and moves N bytes takes at least
 max(F / peak, N / bandwidth): the roofline. A *problem* here is any object
@@ -37,7 +37,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do in a second.
+    """The peak rates of a device.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ def is_forward(problem: Problem) -> bool:
 
 
 def visible_pairs(problem: Problem) -> int:
-    """Return how many pairs (query, key) one head computes.
+    """Return the number of visible (query, key) pairs of one head.
 
     Causal, query i sees the keys j <= i + seqlen_k - seqlen_q.
     """
@@ -86,7 +86,7 @@ def visible_pairs(problem: Problem) -> int:
 
 
 def product_flops(problem: Problem) -> dict[str, int]:
-    r"""Return the operations of each matrix product.
+    r"""Return the operations of each matmul.
 
     A multiplication and an addition for each visible pair and column. The
     forward pass has two products, 4 T^2 d in all where head_dim_v = head_dim
@@ -127,7 +127,7 @@ def elementwise_flops(problem: Problem) -> int:
 
 
 def flops(problem: Problem) -> int:
-    """Return the operations of all matrix products."""
+    """Return the operations of all matmuls."""
     return sum(product_flops(problem).values())
 
 
@@ -232,7 +232,7 @@ def time_floor(
 def arithmetic_intensity(
     problem: Problem, *, moved: int | None = None
 ) -> float:
-    """Return operations a byte; 0 for a problem that moves nothing.
+    """Return operations per byte; 0 for a problem that moves nothing.
 
     Parameters
     ----------
@@ -245,7 +245,7 @@ def arithmetic_intensity(
 
 
 def ridge(device: Device) -> float:
-    """Return the intensity from which on arithmetic is the limit ([R])."""
+    """Return the intensity above which arithmetic is the limit ([R])."""
     return device.peak_flops / device.bandwidth
 
 

@@ -1,9 +1,9 @@
-r"""Welford's variance: the running state of online softmax, elsewhere.
+r"""Welford's variance: a running state, as in online softmax.
 
 The variance needs the mean of all values, as the softmax needs their
-maximum. In both a running state takes the place of the whole, and is
-corrected when its point of reference moves; in both two states merge, so
-that the data may be cut anywhere (compare `tile_state`):
+maximum. In both, a running state replaces the whole data and is corrected
+when its reference point changes. In both, two states merge, so the data may
+be split anywhere (compare `tile_state`):
 
     softmax     (m, l, acc)       corrected by the factor e^(m - m')
     variance    (n, mean, M2)     corrected by the term (x - mean)(x - mean')
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# inf and NaN have their ordinary results, without a warning.
+# inf and NaN give their usual results, without a warning.
 quiet = np.errstate(over="ignore", invalid="ignore")
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What is known of some values: how many, their mean, their spread.
+    """The number, mean and spread of some values.
 
     Attributes
     ----------

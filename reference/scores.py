@@ -1,4 +1,4 @@
-r"""What happens to a score between scale * QK^T and the mask.
+r"""Score modifications: from scale * QK^T to the mask.
 
 .. math::
     s \to cap \cdot \tanh(s / cap),\quad
@@ -7,9 +7,9 @@ r"""What happens to a score between scale * QK^T and the mask.
 
 in this order. The first is softcapping ([G2] Gemma Team 2024,
 arXiv:2408.00118, section 2), the second ALiBi ([AL] Press et al. 2021,
-arXiv:2108.12409, section 3). A sink is one more logit of a row, with no
-value ([SK] Xiao et al. 2023, arXiv:2309.17453; as a learned logit, OpenAI
-2025, arXiv:2508.10925, section 2.2). Each has its gradient beside it.
+arXiv:2108.12409, section 3). A sink is an additional logit of a row, without
+a value ([SK] Xiao et al. 2023, arXiv:2309.17453; as a learned logit, OpenAI
+2025, arXiv:2508.10925, section 2.2). The gradient of each follows it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def scores_of(
 ) -> np.ndarray:
     r"""Return :math:`S = scale \cdot Q K^T`, -inf where not visible.
 
-    [003], eq. 7. The product comes first and is scaled after. Forward and
-    backward both call this function: where scores are so large that their
-    last bit counts in exp(S - lse) (|S| beyond 1e13 or so), both must round
-    it alike, and BLAS rounds alike only for tiles of the same shape.
+    [003], eq. 7. The matmul comes first, then the scale. Forward and backward
+    both call this function: if scores are so large that their last bit
+    matters in exp(S - lse) (|S| beyond 1e13 or so), both must round equally,
+    and BLAS rounds equally only for tiles of the same shape.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def scores_of(
     scale : float
     visible : ndarray of bool, broadcastable to (..., rows, keys), optional
     largest : float, optional
-        See `in_range`: of the product, and of S.
+        See `in_range`; applied to QK^T and to S.
 
     Returns
     -------
@@ -69,15 +69,15 @@ def scores_of(
 
 @quiet
 def in_range(s: np.ndarray, largest: float | None) -> np.ndarray:
-    """Return scores, infinite where they are beyond -largest and largest.
+    """Return scores, infinite where their magnitude exceeds `largest`.
 
-    As an arithmetic has them of which that is the largest number.
+    This models an arithmetic whose largest number is `largest`.
 
     Parameters
     ----------
     s : ndarray
     largest : float or None
-        None for float64's, which s has in it already.
+        None for float64's largest number: s is unchanged.
     """
     if largest is None:
         return s
@@ -106,7 +106,7 @@ def softcap_slope(capped: np.ndarray, cap: float) -> np.ndarray:
     Parameters
     ----------
     capped : ndarray
-        What `softcap` returned.
+        The result of `softcap`.
     cap : float
     """
     return 1.0 - (capped / cap) ** 2
@@ -121,11 +121,11 @@ def alibi(
     Parameters
     ----------
     slopes : ndarray, (...)
-        One a head.
+        One per head.
     query, key : ndarray of int, (rows,) and (keys,)
-        Which tokens they are.
+        Indices of tokens.
     shift : int
-        seqlen_k - seqlen_q: the last query stands at the last key.
+        seqlen_k - seqlen_q: aligns the last query with the last key.
 
     Returns
     -------
@@ -163,7 +163,7 @@ def reduce_to_shape(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def with_sink(s: np.ndarray, sink: np.ndarray | None) -> np.ndarray:
-    """Return scores with the sink as one more column, the last.
+    """Return scores with the sink as an additional, last column.
 
     Parameters
     ----------

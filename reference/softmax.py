@@ -1,13 +1,13 @@
-r"""Softmax in three passes, softmax in two, and its gradient.
+r"""Softmax in three passes, in two passes, and its gradient.
 
 Sources: [000], [003], [MG] Milakov and Gimelshein 2018, arXiv:1805.02867.
 
-Four rules hold here and in every other module. A score of -inf has weight
-0, also in a row that holds nothing else (where the bare formula says 0 / 0).
-A score of inf makes every weight of its row NaN, and lse inf. NaN does not
-take part in a maximum, but the exponential of a NaN score makes the sum, and
-with it the row, NaN. The mask alone says which pairs a sum has: a visible
-pair of weight 0 is one of them, and 0 * inf and 0 * NaN are NaN.
+Four rules hold here and in every other module. A score of -inf has weight 0,
+even if all scores of its row are -inf (where the formula gives 0 / 0). A
+score of inf makes every weight of its row NaN, and lse inf. The maximum
+ignores NaN, but the exponential of a NaN score makes the sum, and so the row,
+NaN. Only the mask decides which pairs a sum includes: a visible pair with
+weight 0 is included, and 0 * inf and 0 * NaN are NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def row_max(scores: np.ndarray) -> np.ndarray:
-    """Return the largest score of every row, NaN aside; -inf if none.
+    """Return the largest score of every row, ignoring NaN; -inf if none.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def row_max(scores: np.ndarray) -> np.ndarray:
 
 
 def shift_of(m: np.ndarray) -> np.ndarray:
-    """Return what to subtract for a row maximum m: m, but 0 for -inf.
+    """Return the number to subtract for a row maximum m: m, or 0 for -inf.
 
     -inf - (-inf) would be NaN; -inf - 0 has the right exponential, 0.
     """
@@ -52,17 +52,17 @@ def exp_shifted(scores: np.ndarray, m: np.ndarray) -> np.ndarray:
     -------
     ndarray, (..., keys)
     """
-    # -1e308 - 1e308 is -inf, which is as good; inf - inf is NaN, as meant.
+    # -1e308 - 1e308 is -inf, whose exponential is right; inf - inf is NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         return np.exp(scores - shift_of(m)[..., None])
 
 
 def normalise(weights: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Divide every row by its total, or by 1 where that is 0.
+    """Divide every row by its total, or by 1 if the total is 0.
 
-    A total of 0 says that the row has no weight but 0: no key, or no score
-    but -inf. What such weights add up to is 0, or NaN if inf or NaN was
-    among the values, and stays that.
+    A total of 0 means that all weights of the row are 0: there is no key, or
+    all scores are -inf. Their weighted sum is 0, or NaN if a value is inf or
+    NaN, and remains so.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def safe_softmax(scores: np.ndarray) -> np.ndarray:
 def online_states(
     scores: np.ndarray,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    r"""Walk along each row and yield the running state (m_k, s_k).
+    r"""Yield the running state (m_k, s_k) along each row.
 
     .. math::
         m_k &= \max(m_{k-1}, x_{k-1}) \\
@@ -153,7 +153,7 @@ def online_softmax(scores: np.ndarray) -> np.ndarray:
 def softmax_vjp(
     dp: np.ndarray, p: np.ndarray, visible: np.ndarray | None = None
 ) -> np.ndarray:
-    r"""Pull a gradient back through the softmax.
+    r"""Return the vector-Jacobian product of the softmax.
 
     .. math:: dS_{ij} = P_{ij} (dP_{ij} - \sum_k P_{ik} dP_{ik})
 
@@ -166,7 +166,7 @@ def softmax_vjp(
     p : ndarray, (..., keys)
         The weights that softmax returned.
     visible : ndarray of bool, broadcastable to (..., keys), optional
-        The pairs that exist. dS is 0 elsewhere, whatever dP holds there.
+        The pairs that exist. dS is 0 elsewhere, whatever dP is there.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-r"""The state (m, l, acc) of a part of the keys, and how parts merge.
+r"""The state (m, l, acc) of a subset of the keys, and the merge of states.
 
 For a set J of keys, a row's state is
 
@@ -6,9 +6,9 @@ For a set J of keys, a row's state is
     m = \max_{j \in J} S_j,\quad l = \sum_{j \in J} e^{S_j - m},\quad
     acc = \sum_{j \in J} e^{S_j - m} V_j .
 
-Merging the states of two sets gives the state of their union; the empty
-set is the identity. So the keys may be cut and bracketed in any way, and an
-element is a tile of size 1. Sources: [000], "Element is tile"; [001],
+Merging the states of two disjoint sets gives the state of their union; the
+empty set is the identity. So the keys may be split and grouped in any way,
+and an element is a tile of size 1. Sources: [000], "Element is tile"; [001],
 "Putting it all together"; [FA2] Dao 2023, arXiv:2307.08691, Algorithm 1.
 """
 
@@ -25,7 +25,7 @@ from .softmax import exp_shifted, normalise, row_max, shift_of
 
 @dataclass(frozen=True)
 class TileState:
-    """What is known of some rows after some of their keys.
+    """The state of some rows after some of their keys.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class TileState:
     def of_result(cls, out: np.ndarray, lse: np.ndarray) -> TileState:
         """Return a state that finalizes to a given (out, lse).
 
-        It has m = lse, l = 1 and acc = out: the division was done already.
+        It has m = lse, l = 1 and acc = out: out is already divided.
 
         Parameters
         ----------

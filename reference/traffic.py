@@ -1,10 +1,9 @@
-r"""What each schedule loads from slow memory and stores there.
+r"""Loads and stores of slow memory for each schedule.
 
-The model is [003]'s: a small fast memory in which all arithmetic happens,
-and a slow one in which the arrays lie. The schedules below do their
-arithmetic for real and reach slow memory through `Memory` alone, which
-counts. Beside each stands its closed form, ``..._counts``; both count
-elements of one head without a mask, and agree exactly.
+The model is that of [003]: all arithmetic uses a small fast memory; the
+arrays are in a slow one. The schedules below really compute, and access slow
+memory only through `Memory`, which counts. ``..._counts`` is the closed form
+of each; both count elements of one head without a mask and agree exactly.
 
 In elements, with n = T / B tiles each way and T x d matrices, the leading
 terms are
@@ -56,7 +55,7 @@ ALL = slice(None)
 
 
 class Count(NamedTuple):
-    """Elements that went to and fro."""
+    """Elements loaded and stored."""
 
     loads: int
     stores: int
@@ -76,8 +75,8 @@ class Memory:
     Attributes
     ----------
     array : ndarray of float64
-        The content. To look at it costs nothing: for results, not for use
-        in a schedule.
+        The content. Reading it is not counted: for results, not for use in
+        a schedule.
     loads, stores : int
         Elements so far.
     """
@@ -103,7 +102,7 @@ Memories = dict[str, Memory]
 
 
 def counts_of(memories: Memories) -> Counts:
-    """Return what each array of a schedule's slow memory has counted."""
+    """Return the counts of each array in a schedule's slow memory."""
     return {name: Count(x.loads, x.stores) for name, x in memories.items()}
 
 

@@ -1,4 +1,4 @@
-"""Time cuflash on this machine's GPU, beside the peers that it has.
+"""Time cuflash and its installed peers on this machine's GPU.
 
     python scripts/bench.py                      # the grid, both directions
     python scripts/bench.py --head-dim 128 --causal yes --peer fa2
@@ -9,7 +9,7 @@
     python scripts/bench.py --output h200.json --pictures docs/benchmarks
     python scripts/bench.py --read h200.json     # figures taken before
     python scripts/bench.py --write-docs         # tables, from the JSON files
-    python scripts/bench.py --options            # masks and score steps
+    python scripts/bench.py --options            # masks, score modifications
     python scripts/bench.py --options window softcap --direction forward
     python scripts/bench.py --memory             # peak extra memory
     python scripts/bench.py --import-time        # import and first call
@@ -142,7 +142,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def why_no_options(options: argparse.Namespace) -> str | None:
-    """Return what makes no sense beside --options, None if all does."""
+    """Return an argument that conflicts with --options, None if none does."""
     names = ", ".join(options.options)
     kinds = [option_cells.OPTIONS[name] for name in options.options]
     lengths = options.seqlen and all(x.own_seqlen for x in kinds)
@@ -166,7 +166,7 @@ def why_no_options(options: argparse.Namespace) -> str | None:
 
 
 def with_defaults_of_options(options: argparse.Namespace) -> None:
-    """Fill in what --options asks for if nothing else is."""
+    """Fill in the defaults of --options."""
     options.head_dim = options.head_dim or list(option_cells.HEAD_DIMS)
     options.causal = options.causal or "no"
     if all(option_cells.OPTIONS[x].own_seqlen for x in options.options):
@@ -175,7 +175,7 @@ def with_defaults_of_options(options: argparse.Namespace) -> None:
 
 
 def defaults(name: str) -> str:
-    """What an option is where it is not given, in words."""
+    """Describe an option's default."""
     narrow, wide = (
         in_words(getattr(cells.grid_of(dtype), name))
         for dtype in ("bfloat16", "float32")
@@ -184,7 +184,7 @@ def defaults(name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what was asked for; return the exit status."""
+    """Run the benchmark; return the exit status."""
     options = parse(arguments)
     if options.write_docs:
         return write_docs()
@@ -242,7 +242,7 @@ def draw(options: argparse.Namespace, record: dict) -> None:
 
 
 def read(options: argparse.Namespace) -> int:
-    """Show figures that were taken before, and draw them."""
+    """Show and plot the figures of an earlier record."""
     try:
         record = json.loads(options.read.read_text())
         lines = report.lines(record)
@@ -262,7 +262,7 @@ def read(options: argparse.Namespace) -> int:
 
 
 def write_docs(root: Path = Path(__file__).parents[1]) -> int:
-    """Make the tables of README and docs anew."""
+    """Regenerate the tables of README and docs."""
     for path in (root / "README.md", root / "docs/benchmarks/README.md"):
         text = path.read_text(encoding="utf-8")
         new = markdown.updated(text, path.parent)
@@ -390,7 +390,7 @@ def measure_options(options: argparse.Namespace, record: dict) -> None:
 
 
 def workload(options: argparse.Namespace) -> str:
-    """What the arrays of a run are, in words."""
+    """Describe the arrays of a run."""
     heads = f"heads * head_dim = {options.width}"
     if options.heads:
         heads = f"{options.heads} heads"
@@ -426,7 +426,7 @@ def measure_rows(
 
 
 def say_faults(record: dict) -> None:
-    """Say how many results were wrong, if some were."""
+    """Print the number of wrong results, if any."""
     if record["faults"]:
         say(f"{len(record['faults'])} results are wrong and not timed")
 

@@ -1,4 +1,4 @@
-"""Attention in float64, and how far off a result may be: one head.
+"""Attention of one head in float64, with error bounds.
 
 The bounds are those of docs/guide/accuracy.md, to be had for every input: of
 out, lse, dq, dk and dv, element by element. Used by bench.py and
@@ -19,7 +19,7 @@ PER_TILE, SMALLEST_BLOCK = 6, 16  # roundings that a tile of keys adds
 
 
 class Arithmetic(NamedTuple):
-    """What an operation may err by, relative to its result.
+    """The relative errors of an arithmetic's operations.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ ARITHMETIC = {
 
 
 class Results(NamedTuple):
-    """Of one head: (tokens, columns) arrays, and lse (tokens,)."""
+    """Results of one head: (tokens, columns) arrays, and lse (tokens,)."""
 
     out: Any
     lse: Any

@@ -1,4 +1,4 @@
-"""What the command lines of scripts share: numbers, folders, Ctrl-C."""
+"""Shared by the scripts' command lines: numbers, folders, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def check_file(
 
 
 def stopped(what: str) -> int:
-    """Say what Ctrl-C left behind; returns the exit status."""
+    """Print what Ctrl-C left behind; returns the exit status."""
     print(f"stopped: {what}", file=sys.stderr, flush=True)
     return STOPPED

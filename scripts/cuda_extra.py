@@ -1,4 +1,4 @@
-"""Print the extra of setup.cfg that suits this machine's GPU.
+"""Print the extra of setup.cfg that matches this machine's GPU.
 
 `cuda12` or `cuda13`, by the CUDA version of the driver; nothing where there
 is no GPU. The driver itself is asked, because nvidia-smi is not everywhere

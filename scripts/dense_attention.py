@@ -1,7 +1,7 @@
 """Plain attention with CuPy, to check results against: one head, row by row.
 
-Masks and score steps are those of docs/guide/options.md. Used by bench.py and
-fuzz_gpu.py.
+Masks and score modifications are those of docs/guide/options.md. Used by
+bench.py and fuzz_gpu.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attend(
         Rounds P, dP and dS, which plain code would keep in a narrower dtype.
         Results are not rounded.
     options : Options
-        Masks and score steps.
+        Masks and score modifications.
     """
     if causal:
         options = options._replace(window=(options.window[0], 0))

@@ -85,7 +85,7 @@ def run(name: str, shape: tuple, seed: int) -> None:
 
 
 def run_options(name: str, shape: tuple, seed: int) -> None:
-    """Forward and backward with masks and score steps: each, then all."""
+    """Forward and backward with each mask and score modification, then all."""
     seqlen_q, seqlen_k, heads, *_, causal = shape
     random, dtype = np.random.default_rng(seed), DTYPES[name]
     q, k, v, dout = inputs(random, name, shape, 2)
@@ -148,7 +148,7 @@ def sample(names: list[str], kinds: list[str]) -> Iterator[Callable]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is asked for of every shape; return the exit status."""
+    """Run the requested calls of every shape; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES])

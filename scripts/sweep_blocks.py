@@ -125,7 +125,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def lengths(name: str) -> str:
-    """What an option is where it is not given, in words."""
+    """Describe an option's default."""
     narrow, wide, simt = (
         in_words(getattr(space.lengths_of(family), name))
         for family in ("wgmma", "fma", "simt")
@@ -153,7 +153,7 @@ def _cores() -> int:
 
 
 def main(arguments: list[str] | None = None, make_gpu=open_gpu) -> int:
-    """Run what was asked for; return the exit status."""
+    """Run the sweep; return the exit status."""
     options = parse(arguments)
     until = time.monotonic() + (options.budget or float("inf"))
     try:
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None, make_gpu=open_gpu) -> int:
 
 
 def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     with Worker(make_gpu) as worker:
         try:
             device, machine = worker.ask(START_SECONDS, "describe")
@@ -209,7 +209,7 @@ def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
 def groups_of(
     options: argparse.Namespace, device: Device
 ) -> list[space.Group]:
-    """What the options ask for."""
+    """The groups that the options select."""
     masks = {"yes": [True], "no": [False], "both": [False, True]}
     return space.groups(
         options.family, options.direction, options.dtype, options.head_dim,
@@ -218,12 +218,12 @@ def groups_of(
 
 
 def file_of(folder: Path, device: Device) -> Path:
-    """Where a device's record is kept."""
+    """The file of a device's record."""
     return folder / f"sm_{device.capability}.measured.json"
 
 
 def newest(folder: Path) -> Record:
-    """The record that was written last."""
+    """The newest record."""
     files = sorted(
         folder.glob("sm_*.measured.json"), key=lambda x: x.stat().st_mtime
     )
@@ -296,7 +296,7 @@ def _ms(value: float | None) -> str:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Show today's tiles beside a record's, or beside a table's."""
+    """Compare today's tiles with a record's or a table's."""
     if options.compare is True:
         show_verdicts(tables.verdicts(newest(options.output)))
         return 0
@@ -313,7 +313,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def dry_run(options: argparse.Namespace, until: float, make_gpu) -> int:
-    """Compile, and show what can be said without a GPU."""
+    """Compile, and show the results that need no GPU."""
     device = device_of_arch(options.arch or "sm_90a")
     if not options.arch:
         with Worker(make_gpu) as worker:

@@ -285,7 +285,7 @@ def packed_cases(draw, backend, **others):
 
 @st.composite
 def optional_cases(draw, backend, **others):
-    """Draw a whole call with any masks and score steps together."""
+    """Draw a whole call with any masks and score modifications together."""
     case = draw(cases(backend, **others))
     names = draw(options(backend))
     if names & {"segment_ids_q", "segment_ids_k"}:

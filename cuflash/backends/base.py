@@ -1,8 +1,8 @@
-"""What runs calls: a `Backend`, where kernels do, and a `Runner`.
+"""Protocols: `Target`, `Backend` and `Runner`.
 
-`execute` knows arrays and devices by a `Backend` alone. A bridge to another
-array library brings one with that library's allocator and stream, and the
-`Target` of the device: no other array library is needed for it.
+`execute` accesses arrays and devices only through a `Backend`. A bridge to
+another array library provides one that uses the library's allocator and
+stream, and the device's `Target`; it needs no second array library.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from cuflash.problem import Call
 
 
 class Target(Protocol):
-    """A device. What is decided about calls is remembered by it."""
+    """A device; part of the key under which recipes are cached."""
 
     @property
     def family(self) -> Family | None:
-        """The kernel family that is asked for."""
+        """The requested kernel family, or None."""
 
     def device(self) -> Device:
-        """The device as plans see it."""
+        """The properties that plans depend on."""
 
     def load(self, decided: Plan) -> Any:
-        """A plan's kernels, as `Backend.launch` takes them."""
+        """A plan's kernels, in the form that `Backend.launch` expects."""
 
     def __hash__(self) -> int: ...
 
@@ -35,8 +35,8 @@ class Target(Protocol):
 class Backend(Protocol):
     """An array library on a device: its arrays, allocator and stream.
 
-    Of arrays themselves `execute` asks for ``shape``, ``ndim``, ``reshape``
-    and basic indexing.
+    `execute` uses ``shape``, ``ndim``, ``dtype``, ``reshape`` and basic
+    indexing of its arrays.
     """
 
     @property
@@ -44,42 +44,43 @@ class Backend(Protocol):
         """The device."""
 
     def current(self) -> AbstractContextManager[Any]:
-        """A context in which the device is the current one."""
+        """A context in which the device is current."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new array in C order and native bytes, aligned as CUDA does."""
+        """A new C-contiguous array, native bytes, aligned like CUDA's."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """The same, filled with 0."""
 
     def copy(self, target: Any, source: Any) -> None:
-        """Write an array's elements, converted, to one of its shape."""
+        """Copy `source` to `target`, of the same shape, converting dtypes."""
 
     def workspace(self, nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
-        """New memory for kernels alone, of so many bytes each.
+        """Allocate workspace buffers of the given sizes.
 
         Returns
         -------
         kept
-            What the memory lives as long as.
+            The object that keeps the memory alive.
         addresses : list of int
-            Where each begins; 0 of those without a byte.
+            The address of each buffer; 0 for an empty one.
         """
 
     def address(
         self, arrays: Iterable[Any], written: bool = False
     ) -> list[int]:
-        """The addresses of first elements; whether kernels write to them.
+        """The addresses of the arrays' first elements; 0 for None.
 
-        0 of None. All arrays of a kind at once: a call has twenty.
+        `written` tells whether kernels write to the arrays. Takes a list
+        because a call has up to twenty arrays.
         """
 
     @staticmethod
     def tensor_map(address: int, boxes: Boxes) -> bytes:
-        """A TensorMap of the array there that the boxes were made for."""
+        """The TensorMap of the array at `address` that `boxes` describe."""
 
     def stream(self) -> int:
-        """The stream on which launches are queued, as CUDA's handle."""
+        """The CUDA handle of the stream that launches are queued on."""
 
     def launch(self, loaded: Any, arguments: bytes, kind: Any) -> None:
         """Queue loaded kernels, in order, with one argument struct.
@@ -89,16 +90,16 @@ class Backend(Protocol):
 
 
 class Runner(Protocol):
-    """What computes checked calls: `execute.Kernels`, or backends/numpy.py.
+    """Runs checked calls: `execute.Kernels`, or backends/numpy.py.
 
     Results are in full rank.
     """
 
     def forward(self, call: Call) -> tuple[Any, Any]:
-        """Out and lse; None for an lse that is not wanted is allowed."""
+        """Out and lse; lse may be None if it is not requested."""
 
     def backward(self, call: Call) -> tuple[Any, ...]:
-        """dq, dk, dv; dbias and dsink if wanted."""
+        """dq, dk, dv; dbias and dsink if requested."""
 
     def merge_states(self, call: Call) -> tuple[Any, Any]:
         """Out and lse."""

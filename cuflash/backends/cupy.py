@@ -1,6 +1,6 @@
-"""CuPy's arrays, its allocator and its current stream, as a `Backend`.
+"""A `Backend` with CuPy's arrays, allocator and current stream.
 
-Every call is queued on that stream and reads nothing back.
+Calls are queued on that stream; the host reads nothing back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array: TypeAlias = cupy.ndarray
 
 
 def to_cupy(array: Any) -> Array:
-    """Any array on a CUDA device as CuPy's, sharing its memory."""
+    """A CuPy array that shares the memory of any CUDA array."""
     if isinstance(array, cupy.ndarray):
         return array
     if hasattr(array, "__dlpack__"):
@@ -35,14 +35,14 @@ def to_cupy(array: Any) -> Array:
 
 @functools.cache
 def device(index: int) -> Device:
-    """The CUDA device `index` as plans see it."""
+    """The properties of the CUDA device `index`."""
     properties = cupy.cuda.runtime.getDeviceProperties(index)
     capability = 10 * properties["major"] + properties["minor"]
     if capability < 75:
         raise UnsupportedError(
             f"CUDA device {index} has compute capability {capability / 10};"
-            " cuflash's kernels run from 7.5 (float32, float64) and 8.0"
-            " (float16, bfloat16) on"
+            " cuflash needs 7.5 for float32 and float64, 8.0 for float16 and"
+            " bfloat16"
         )
     return Device(
         arch="sm_90a" if capability == 90 else f"sm_{capability}",
@@ -75,7 +75,7 @@ def _tensor_map(address: int, boxes: Boxes) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _encodable(boxes: Boxes) -> tuple[Any, ...]:
-    """The type, sizes, strides, box and steps as the driver takes them."""
+    """Data type, sizes, strides, box and element strides for the driver."""
     from cuda.bindings import driver
 
     batch, tokens, heads, columns = boxes.shape
@@ -93,10 +93,10 @@ _HERE = contextlib.nullcontext()
 
 
 class CupyBackend:
-    """The CUDA device `index`, its `Target` too: it keeps nothing of a call.
+    """The backend of CUDA device `index`. It is stateless, so also a `Target`.
 
-    A bridge to another library's arrays on CUDA devices replaces the methods
-    that are about arrays, `workspace` and `stream`.
+    A bridge to another library overrides the methods that handle arrays,
+    `workspace` and `stream`.
     """
 
     def __init__(self, index: int) -> None:
@@ -108,7 +108,7 @@ class CupyBackend:
         return device(self.index)
 
     def load(self, decided: Plan) -> tuple[tuple[Any, ...], ...]:
-        """(function, blocks, threads, shared bytes) of each launch."""
+        """(function, blocks, threads, shared bytes) for each launch."""
         return tuple(
             (nvrtc.function(x.kernel, self.device()).kernel, x.blocks,
              x.kernel.threads, x.kernel.shared_bytes)
@@ -116,7 +116,7 @@ class CupyBackend:
         )  # fmt: skip
 
     def current(self) -> AbstractContextManager[Any]:
-        if self.index == cupy.cuda.runtime.getDevice():  # as a rule
+        if self.index == cupy.cuda.runtime.getDevice():  # usual case
             return _HERE  # saves 1 us
         return cupy.cuda.Device(self.index)
 
@@ -135,7 +135,7 @@ class CupyBackend:
         total, offsets = workspace.side_by_side(nbytes)
         if not total:
             return None, [0] * len(nbytes)
-        # One allocation: an array of CuPy's takes as long as a launch.
+        # A single allocation: creating a CuPy array costs as much as a launch.
         memory = cupy.cuda.alloc(total)
         start = memory.ptr
         return memory, [0 if x is None else start + x for x in offsets]
@@ -153,8 +153,9 @@ class CupyBackend:
     def launch(
         self, loaded: tuple[tuple[Any, ...], ...], arguments: bytes, kind: Any
     ) -> None:
-        # To call a function of CuPy's takes twice as long: it looks at each
-        # argument. The driver wants an array of pointers to them, here one.
+        # Calling cupy's function object takes twice as long, because it
+        # inspects each argument. The driver expects an array of pointers to
+        # the arguments; there is one argument.
         pointers = ctypes.c_char_p(arguments)
         address = ctypes.addressof(pointers)
         launch = cupy.cuda.driver.launchKernel
@@ -168,10 +169,10 @@ class CupyBackend:
 
 @functools.cache
 def backend(index: int) -> CupyBackend:
-    """The one of the CUDA device `index`: recipes are remembered by it."""
+    """The only backend of device `index`: it is a key of cached recipes."""
     return CupyBackend(index)
 
 
 def backend_of(array: Array) -> CupyBackend:
-    """The one of the device that an array is on."""
+    """The backend of the device that holds an array."""
     return backend(array.data.device_id)

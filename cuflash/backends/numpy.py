@@ -1,9 +1,9 @@
-"""The calls on NumPy arrays, by the reference's tiled functions.
+"""Runs calls on NumPy arrays with the reference's tiled functions.
 
-Everything is computed in float64, and rounded to the arrays' dtype last; but
-scores have the range that kernels have, which is float32's below float64.
-Heads become leading axes, (batch, num_heads_kv, group_size, seqlen, d), along
-which the query heads of a group share the keys without a copy.
+Everything is computed in float64 and finally rounded to the arrays' dtype.
+Scores have the range of the kernels' scores: float32, or float64 for float64
+arrays. Heads become leading axes, (batch, num_heads_kv, group_size, seqlen,
+d), so that the query heads of a group share the keys without a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cuflash.reference.tile_state import TileState
 DEFAULT_BLOCK = 128  # a tile's scores in float64 are 128 KiB
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
-# Overflow and NaN are results here, whatever the caller has NumPy do.
+# Overflow and NaN are valid results, whatever the caller's np.errstate.
 _quiet = np.errstate(all="ignore")
 
 
@@ -53,7 +53,7 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
 
 @_quiet
 def backward(call: Call) -> tuple[np.ndarray, ...]:
-    """Return dq, dk and dv, like q, k and v; dbias and dsink if wanted."""
+    """Return dq, dk and dv, like q, k and v; dbias, dsink if requested."""
     problem = call.problem
     plan.check(problem)
     q, out, dout = (
@@ -103,7 +103,7 @@ def merge_states(call: Call) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Part(NamedTuple):
-    """Queries and keys that are computed at once, and how."""
+    """A range of queries and keys that is computed at once, with options."""
 
     queries: slice
     keys: slice
@@ -131,7 +131,7 @@ def _parts(call: Call) -> Iterator[_Part]:
 
 
 def _options(call: Call) -> dict:
-    """As the reference takes them, without those that are not there."""
+    """The options that are present, in the form the reference expects."""
     p, given = call.problem, call.options
     options = {
         "scale": p.scale,
@@ -163,7 +163,7 @@ def _options(call: Call) -> dict:
 
 
 def _by_group(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """(batch, heads, ...) by key head and place in its group; 1 stays 1."""
+    """Split axis 1, heads, into (key head, head in group); 1 stays 1."""
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     groups = (problem.num_heads_kv, problem.group_size)
     if array.shape[1] == 1:
@@ -173,14 +173,14 @@ def _by_group(array: np.ndarray, problem: Problem) -> np.ndarray:
 
 
 def _like(array: np.ndarray, gradient: np.ndarray | float) -> np.ndarray:
-    """A gradient in the shape and the dtype of what it belongs to."""
+    """A gradient with the shape and the dtype of its array."""
     dtype = array.dtype.newbyteorder("=")
     gradient = np.broadcast_to(gradient, np.shape(gradient) or array.shape)
     return gradient.reshape(array.shape).astype(dtype, order="C")
 
 
 def _queries(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """(batch, seqlen_q, num_heads_q, d) by key head and place in its group."""
+    """(batch, seqlen_q, heads, d) as (batch, key head, group, seqlen_q, d)."""
     batch, seqlen_q, _, d = array.shape
     groups = (problem.num_heads_kv, problem.group_size)
     split = array.reshape(batch, seqlen_q, *groups, d)
@@ -188,8 +188,8 @@ def _queries(array: np.ndarray, problem: Problem) -> np.ndarray:
 
 
 def _keys(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """(batch, seqlen_k, num_heads_kv, d), seen by every place in a group."""
-    # Widened first: to widen what is broadcast would make the copies.
+    """(batch, seqlen_k, num_heads_kv, d), broadcast along the group axis."""
+    # Converted before broadcasting: converting a broadcast array copies it.
     by_head = array.swapaxes(1, 2).astype(np.float64)[:, :, None]
     batch, num_heads_kv, _, seqlen_k, d = by_head.shape
     shape = (batch, num_heads_kv, problem.group_size, seqlen_k, d)
@@ -204,7 +204,7 @@ def _tokens_first(array: np.ndarray, problem: Problem) -> np.ndarray:
 
 
 def _round(array: np.ndarray, call: Call) -> np.ndarray:
-    """To the dtype of the inputs, in C order and native bytes."""
+    """Convert to the dtype of the inputs, C-contiguous, native bytes."""
     dtype = next(iter(call.arrays.values())).dtype.newbyteorder("=")
     return array.astype(dtype, order="C")
 
@@ -212,14 +212,15 @@ def _round(array: np.ndarray, call: Call) -> np.ndarray:
 def _unrounded(
     lse: np.ndarray, q: np.ndarray, k: np.ndarray, options: dict
 ) -> np.ndarray:
-    """Undo the rounding of lse to float32 where these keys tell how.
+    """Undo the rounding of lse to float32 if these keys reproduce it.
 
-    P = exp(S - lse) takes the absolute error of lse as a relative one. At
-    scores of 1e4 that is 1e-3 already, and at 1e30 nothing is left of P. So
-    lse is computed again and used where it agrees to float32. It does not
-    where the caller's lse covers more keys than these; then his is used.
+    In P = exp(S - lse), the absolute error of lse becomes a relative error of
+    P: 1e-3 at scores of 1e4, and no correct digit at 1e30. So lse is
+    recomputed, and the result is used if it equals the caller's within a
+    float32 ulp. It differs if the caller's lse covers more keys than these;
+    the caller's is used then.
     """
     no_values = k[..., :0]
     _, exact = forward_of.query_outer(q, k, no_values, **options)
-    step = np.spacing(np.abs(lse).astype(np.float32))
-    return np.where(np.abs(exact - lse) <= step, exact, lse)
+    ulp = np.spacing(np.abs(lse).astype(np.float32))
+    return np.where(np.abs(exact - lse) <= ulp, exact, lse)

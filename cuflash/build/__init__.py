@@ -1,1 +1,1 @@
-"""From a planned kernel to machine code: text, NVRTC, files that are kept."""
+"""From a planned kernel to machine code: source text, NVRTC, cache."""

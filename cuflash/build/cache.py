@@ -1,10 +1,10 @@
-"""Files that are built once and kept: kernels compiled for a GPU or a CPU.
+"""A cache of built files: kernels compiled for a GPU or a CPU.
 
-Beside each file stands the SHA-256 of its content. A file is compared with it
-once a process: one that was cut short, emptied or changed is built again.
+The SHA-256 of each file's content is stored next to it and compared once per
+process: a truncated, empty or modified file is rebuilt.
 
-Where the cache folder cannot be written to, a file that is not in it is built
-into a temporary folder, for this process alone.
+If the cache folder is not writable, a missing file is built in a temporary
+folder for this process only.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from cuflash.errors import CompileError
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-# Files that were compared with their digest. A file that changes has another
-# size or time; a hard link to a file of the same name has not.
+# Files already compared with their digest. A changed file has another size or
+# time; a hard link with the same name has the same key.
 _checked: set[tuple[object, ...]] = set()
 
 
 def kept(name: str, build: Callable[[Path], None]) -> Path:
-    """The file of that name in the cache folder, built if it is not there.
+    """The named file in the cache folder; built if it does not exist.
 
     Parameters
     ----------
     name : str
-        Says all that the content depends on, as a hash does.
+        Contains a hash of everything that the content depends on.
     build : callable
-        Writes the file to the path that it is given, beside the one
-        returned. Among all threads and processes one builds at a time.
+        Writes the file to the path it receives, in the folder of the result.
+        Only one thread of all processes builds a name at a time.
 
     Returns
     -------
     Path
-        Its content is what `build` wrote, all of it.
+        The complete file that `build` wrote.
 
     Raises
     ------
     CompileError
-        If it cannot be written.
+        If the file cannot be written.
     """
     path = folders.cache_folder() / name
     if _is_whole(path):
@@ -59,7 +59,7 @@ def kept(name: str, build: Callable[[Path], None]) -> Path:
         path = _instead_of(folders.cache_folder(), error) / name
         lock = _locked(path)
     try:
-        if not _is_whole(path):  # still: it may have been waited for
+        if not _is_whole(path):  # another process may have built it meanwhile
             _build(path, build)
     finally:
         lock.release()
@@ -67,11 +67,11 @@ def kept(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def _locked(path: Path) -> BaseFileLock:
-    """Hold the lock of a file that is to be written, in its folder.
+    """Acquire the lock of a file to be written.
 
-    The system takes it back when its holder ends, however it ends.
+    The system releases it when the process ends, even by a crash.
     """
-    from filelock import FileLock  # here, to keep the import of cuflash short
+    from filelock import FileLock  # here, to keep `import cuflash` fast
 
     folders.make(path.parent)
     lock = FileLock(path.with_suffix(".lock"))
@@ -80,7 +80,7 @@ def _locked(path: Path) -> BaseFileLock:
 
 
 def can_keep() -> bool:
-    """Whether the cache folder can be written to."""
+    """Whether the cache folder is writable."""
     try:
         require_folder()
     except CompileError:
@@ -89,7 +89,7 @@ def can_keep() -> bool:
 
 
 def require_folder() -> None:
-    """Make the cache folder; CompileError if it cannot be written to."""
+    """Create the cache folder; CompileError if it is not writable."""
     folder = folders.cache_folder()
     try:
         folders.make(folder)
@@ -108,8 +108,8 @@ _one_thread = threading.Lock()
 
 
 def _instead_of(folder: Path, error: Exception) -> Path:
-    """A folder that ends with this process; a warning when it is made."""
-    import tempfile  # here, to keep the import of cuflash short
+    """This process's temporary folder; warns when it is created."""
+    import tempfile  # here, to keep `import cuflash` fast
 
     with _one_thread:
         if folder in _temporary:
@@ -135,23 +135,23 @@ def _instead_of(folder: Path, error: Exception) -> Path:
 def _remove(folder: Path, process: int) -> None:
     import shutil
 
-    if os.getpid() == process:  # and not a fork of it
+    if os.getpid() == process:  # not in a fork
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _build(path: Path, build: Callable[[Path], None]) -> None:
-    """Put a file and its digest in place: others see all of both or none."""
+    """Build a file and its digest; other processes see both or neither."""
     made, digest = path.with_suffix(".new"), path.with_suffix(".new_sha256")
     try:
         build(made)
         digest.write_text(_digest(made))
-        # Until both are there they do not match.
+        # The file and the digest do not match until both are replaced.
         os.replace(digest, _digest_file(path))
         os.replace(made, path)
-    except OSError as error:  # a disk that is full, say
+    except OSError as error:  # such as a full disk
         raise CompileError(
             f"a compiled kernel cannot be written to {path.parent} ({error});"
-            f" {folders.ADVICE} and has room"
+            f" {folders.ADVICE} with free space"
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ def _build(path: Path, build: Callable[[Path], None]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is there, with the content that it was built with."""
+    """Whether a file exists with the content that was built."""
     try:
         found = path.stat()
         key = (
@@ -181,6 +181,6 @@ def _digest_file(path: Path) -> Path:
 
 
 def _digest(path: Path) -> str:
-    import hashlib  # here, to keep the import of cuflash short
+    import hashlib  # here, to keep `import cuflash` fast
 
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,11 +1,10 @@
 """NVRTC and CuPy's modules: from a planned kernel to a function on the GPU.
 
-A kernel's text is compiled by NVRTC (through cuda-bindings, which needs no
-GPU) to a cubin in CuPy's cache folder, and CuPy loads that file. The name of
-the file is a hash of all that the cubin depends on: the text, the options and
-the version of NVRTC. Whoever compiles a kernel holds a lock on its name, so
-that another thread or process that needs the same kernel waits for this one
-kernel and then reads it.
+NVRTC (through cuda-bindings, without a GPU) compiles a kernel's text to a
+cubin in the cache folder, and CuPy loads that file. The file's name is a hash
+of everything the cubin depends on: the text, the options and the version of
+NVRTC. A lock on the name lets other threads and processes that need the same
+kernel wait for this one compilation, then read the file.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
 
 
 def options(kernel: KernelPlan, arch: str) -> tuple[str, ...]:
-    """The options that a kernel is compiled with.
+    """NVRTC's options for a kernel.
 
     Parameters
     ----------
     kernel : plan.KernelPlan
-        ``ptxas_level`` is read.
+        Its ``ptxas_level`` is used.
     arch : str
-        As ``sm_90a``: the suffix gives access to wgmma and setmaxnreg.
+        Such as ``sm_90a``: the suffix enables wgmma and setmaxnreg.
     """
     return (
         "-std=c++17",
@@ -49,21 +48,21 @@ def options(kernel: KernelPlan, arch: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler says of a kernel.
+    """The compiler's report about a kernel.
 
     Attributes
     ----------
     registers : int
-        Registers of a thread.
+        Registers per thread.
     shared_bytes : int
-        Shared memory of a block: what the plan asks for at the launch and
-        what the kernel declares itself.
+        Shared memory of a block: the plan's dynamic shared memory plus the
+        static shared memory that the kernel declares.
     spill_bytes : int
-        Bytes of registers that a thread stores to memory for want of room.
+        Bytes of registers that a thread spills to memory.
     seconds : float
-        Time that the compiler took.
+        Compile time.
     warnings : tuple of str
-        Its warnings.
+        The compiler's warnings.
     """
 
     registers: int
@@ -74,7 +73,7 @@ class Report:
 
 
 def report(kernel: KernelPlan, arch: str) -> Report:
-    """Compile a kernel, needing no GPU, and say what became of it.
+    """Compile a kernel, without a GPU, and report its resources.
 
     Raises
     ------
@@ -82,7 +81,7 @@ def report(kernel: KernelPlan, arch: str) -> Report:
         If the kernel does not compile.
     """
     start = time.perf_counter()
-    _, log = _compile(kernel, arch, "--ptxas-options=-v", *_afresh())
+    _, log = _compile(kernel, arch, "--ptxas-options=-v", *_no_cache())
     return Report(
         registers=max(_numbers(r"Used (\d+) registers", log)),
         shared_bytes=kernel.shared_bytes
@@ -92,20 +91,20 @@ def report(kernel: KernelPlan, arch: str) -> Report:
         warnings=tuple(
             line
             for line in log.splitlines()
-            # C7512, C7514: of wgmma, which the assembler calls information.
+            # C7512 and C7514, about wgmma, are only info messages of ptxas.
             if "warning" in line or "serialized" in line
         ),
     )
 
 
-def _afresh() -> tuple[str, ...]:
-    """The option against NVRTC's own cache, if it has one.
+def _no_cache() -> tuple[str, ...]:
+    """The option that disables NVRTC's own cache, if it has one.
 
-    From 12.9 on NVRTC keeps what it compiled in the driver's cache, and
-    then there is no log of what a compilation would say.
+    From 12.9 on, NVRTC caches compiled kernels in the driver's cache; a
+    cached result has no log.
     """
-    found = tuple(map(int, version().split(".")))
-    return ("--no-cache",) if found >= (12, 9) else ()
+    release = tuple(map(int, version().split(".")))
+    return ("--no-cache",) if release >= (12, 9) else ()
 
 
 def _numbers(pattern: str, log: str) -> list[int]:
@@ -113,7 +112,7 @@ def _numbers(pattern: str, log: str) -> list[int]:
 
 
 def _nvrtc() -> Any:
-    """cuda.bindings.nvrtc, if it and the library behind it are there."""
+    """cuda.bindings.nvrtc; CompileError if it or NVRTC is missing."""
     try:
         from cuda.bindings import nvrtc
 
@@ -121,22 +120,22 @@ def _nvrtc() -> Any:
     except (ImportError, RuntimeError) as error:
         raise CompileError(
             "NVRTC, which compiles the kernels, was not found; install"
-            " cuflash[cuda13] or cuflash[cuda12], whichever fits the driver"
-            f" ({error})"
+            " cuflash[cuda13] or cuflash[cuda12], whichever matches the"
+            f" driver ({error})"
         ) from error
     return nvrtc
 
 
 def version() -> str:
-    """Version of NVRTC, as ``13.0``; CompileError if there is none."""
+    """NVRTC's version, such as ``13.0``; CompileError if it is missing."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
 
 
 def capabilities() -> list[int]:
-    """Compute capabilities that NVRTC compiles for, 90 meaning 9.0."""
-    _, found = _nvrtc().nvrtcGetSupportedArchs()
-    return list(found)
+    """The compute capabilities that NVRTC supports; 90 means 9.0."""
+    _, supported = _nvrtc().nvrtcGetSupportedArchs()
+    return list(supported)
 
 
 def _compile(kernel: KernelPlan, arch: str, *more: str) -> tuple[bytes, str]:
@@ -166,23 +165,23 @@ def _compile(kernel: KernelPlan, arch: str, *more: str) -> tuple[bytes, str]:
 def _explain(
     kernel: KernelPlan, arch: str, text: str, result: Any, log: str
 ) -> str:
-    """The compiler's message and the numbered source around the fault."""
+    """The compiler's message and the numbered source around the error."""
     constants = ", ".join(f"{n}={value}" for n, value in kernel.constants)
     words = [
         f"{kernel.file} does not compile for {arch} ({constants}):",
         log.strip() or result.name,
     ]
-    fault = re.search(r"^(\S+)\((\d+)\): (?:catastrophic )?error", log, re.M)
-    if fault:
-        words += source.excerpt(text, fault[1], int(fault[2]))
+    error = re.search(r"^(\S+)\((\d+)\): (?:catastrophic )?error", log, re.M)
+    if error:
+        words += source.excerpt(text, error[1], int(error[2]))
     return "\n".join(words)
 
 
-# ---- Keeping: a cubin a file, compiled once ----
+# ---- Caching: one file per cubin, compiled once ----
 
 
 def cubin_file(kernel: KernelPlan, arch: str) -> Path:
-    """The file with a kernel's binary, compiled now if it is not there.
+    """The file with a kernel's cubin, compiled now if it does not exist.
 
     Raises
     ------
@@ -198,7 +197,7 @@ def cubin_file(kernel: KernelPlan, arch: str) -> Path:
     return cache.kept(f"{name}.cubin", build)
 
 
-# ---- Loading: a cubin to a function of the current device, by CuPy ----
+# ---- Loading: CuPy makes a cubin a function of the current device ----
 
 _functions: dict[tuple[int, KernelPlan], Any] = {}
 
@@ -206,19 +205,19 @@ _functions: dict[tuple[int, KernelPlan], Any] = {}
 def function(kernel: KernelPlan, device: Device) -> Any:
     """The function of a planned kernel on the current device.
 
-    Compiled, read from the cache or (a second time) remembered. Waits for
-    nothing but this kernel.
+    Compiles the kernel or reads it from the cache; a repeated call returns
+    the same function. It waits for no other kernel.
 
     Parameters
     ----------
     kernel : plan.KernelPlan
     device : plan.Device
-        What the current CUDA device is.
+        The current CUDA device.
 
     Returns
     -------
     cupy.RawKernel
-        Allowed to use the shared memory that the plan asks for.
+        With the plan's dynamic shared memory enabled.
 
     Raises
     ------
@@ -228,10 +227,10 @@ def function(kernel: KernelPlan, device: Device) -> Any:
     import cupy
 
     key = (cupy.cuda.runtime.getDevice(), kernel)
-    found = _functions.get(key)
-    if found is None:
-        found = _functions.setdefault(key, _load(kernel, device.arch))
-    return found
+    loaded = _functions.get(key)
+    if loaded is None:
+        loaded = _functions.setdefault(key, _load(kernel, device.arch))
+    return loaded
 
 
 def _load(kernel: KernelPlan, arch: str) -> Any:
@@ -247,7 +246,7 @@ def _load(kernel: KernelPlan, arch: str) -> Any:
 
 @contextlib.contextmanager
 def _also_while_capturing() -> Iterator[None]:
-    """Let this thread load a module while a stream records a CUDA graph."""
+    """Let this thread load a module while a stream is being captured."""
     from cuda.bindings import driver
 
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

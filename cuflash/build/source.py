@@ -1,11 +1,11 @@
-"""From a planned kernel to the one string that the compiler gets.
+"""From a planned kernel to the source text that the compiler gets.
 
-The string holds, in this order: ``common/types.cuh`` (the element types must
-have been declared), the generated constants, the kernel's file. Every
-``#include "folder/x.cuh"`` is replaced by that file of ``kernels/``, the first
-time it is met; ``#line`` directives keep the true file and line in messages.
-One file, ``common/arguments.cuh``, is made by `cuflash.abi`. Nothing outside
-``kernels/`` can be included, so the string is all that the binary depends on.
+The text consists of ``common/types.cuh`` (the constants use its element
+types), the generated constants and the kernel's file, in this order. The first
+``#include "folder/x.cuh"`` of a file of ``kernels/`` is replaced by the file;
+``#line`` directives keep the original file and line in messages. `cuflash.abi`
+generates ``common/arguments.cuh``. A kernel can include nothing from outside
+``kernels/``, so the binary depends on this text alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cuflash.errors import CompileError
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 
-# Files that are made, by name; none of them stands in the folder.
+# Generated files, by name; none of them exists in the folder.
 GENERATED = {"common/arguments.cuh": abi.c_text}
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*(["<])([^">]*)[">]')
@@ -28,7 +28,7 @@ _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
 
 class Kernel(Protocol):
-    """What this module reads of a `plan.KernelPlan`."""
+    """The fields of a `plan.KernelPlan` that this module reads."""
 
     @property
     def file(self) -> str: ...
@@ -38,7 +38,7 @@ class Kernel(Protocol):
 
 
 def kernel_files(folder: Path = KERNELS) -> dict[str, Path]:
-    """Every file of the kernels by its name, as ``sm90/forward.cu``."""
+    """Every kernel file by its name, such as ``sm90/forward.cu``."""
     return {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*.cu*"))
@@ -59,15 +59,14 @@ def build(
         ``constants`` are pairs of a name and a bool, an int or (a type's
         name) a str.
     folder : Path, optional
-        Where the files are.
+        The folder of the kernel files.
     twins : mapping of str to Path, optional
-        Files that are spliced in place of some of the folder, by the name
-        of those.
+        Files that replace files of the folder, by the names of the latter.
 
     Raises
     ------
     CompileError
-        If a file is included that is not in the folder.
+        If a kernel includes a file that is not in the folder.
     """
     twins = twins or {}
     done: set[str] = set()
@@ -97,7 +96,7 @@ def _constant(constant: tuple[str, bool | int | str]) -> str:
 def _splice(
     file: str, folder: Path, twins: Mapping[str, Path], done: set[str]
 ) -> list[str]:
-    """The lines of a file with its includes in their places."""
+    """The lines of a file with its includes expanded."""
     done.add(file)
     if file in GENERATED:
         return [f'#line 1 "{file}"', *GENERATED[file]().splitlines()]
@@ -114,20 +113,20 @@ def _splice(
             if quote != '"' or not known:
                 raise CompileError(
                     f"{file}({number}) includes {name}, which is not a file"
-                    f" of {folder}: a kernel has only those"
+                    f" of {folder}: a kernel can include only those"
                 )
             if name not in done:
                 lines += _splice(name, folder, twins, done)
             lines.append(f'#line {number + 1} "{file}"')
         elif _PRAGMA_ONCE.match(line):
-            lines.append("")  # a file is spliced once as it is
+            lines.append("")  # each file is included only once anyway
         else:
             lines.append(line)
     return lines
 
 
 def lines_by_place(text: str) -> dict[tuple[str, int], str]:
-    """The lines of a built text by (file, line), as messages name them."""
+    """The lines of a built text by (file, line), as in messages."""
     lines = {}
     file, number = "", 1
     for line in text.splitlines():
@@ -141,7 +140,7 @@ def lines_by_place(text: str) -> dict[tuple[str, int], str]:
 
 
 def excerpt(text: str, file: str, at: int) -> list[str]:
-    """The numbered lines of a built text around a fault, for a message."""
+    """The numbered lines of a built text around an error, for a message."""
     lines = lines_by_place(text)
     if (file, at) not in lines:
         return []

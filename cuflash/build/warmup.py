@@ -1,7 +1,7 @@
-"""The default kernels, compiled at import in a child process.
+"""Compiles the default kernels at import, in a child process.
 
-The child is started at once and not waited for. It is a process and not a
-thread for the reasons in docs/internals/host.md, "Compiling at import".
+The import does not wait for the child. docs/internals/host.md, "Compiling at
+import", explains why it is a process and not a thread.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ sys.exit(main(["warmup"]))
 
 
 def start_default_compiles() -> None:
-    """Have the default kernels compiled if there is a GPU.
+    """Start compiling the default kernels if there is a GPU.
 
-    The environment variable ``CUFLASH_COMPILE`` says how: unset or
-    ``background``, a child process does it and nobody waits for it;
-    ``eager``, it is waited for; ``lazy``, nothing is compiled before its
-    first use. The child ends, at the latest, with this process.
+    The environment variable ``CUFLASH_COMPILE`` selects the mode: unset or
+    ``background``, a child process compiles and the import does not wait;
+    ``eager``, the import waits for the child; ``lazy``, every kernel is
+    compiled on first use. The child ends with this process at the latest.
     """
     try:
         how = settings.read("CUFLASH_COMPILE") or "background"
-    except ValueRangeError:  # which the first call raises
+    except ValueRangeError:  # the first call raises it
         return
-    # os.path: a folder that this user may not look into is none.
+    # os.path.exists returns False for an unreadable folder; Path may raise.
     if how == "lazy" or not _may_have_gpu() or os.path.exists(_stamp()):
         return
     if how == "background" and not cache.can_keep():
-        return  # the first call that compiles warns of it
+        return  # the first call that compiles warns
     child = _start_child()
     if child and how == "eager" and child.wait() != 0:
         warnings.warn(
-            "the default kernels could not all be compiled; python -m"
-            " cuflash warmup says why",
+            "not all default kernels could be compiled; run python -m"
+            " cuflash warmup to see why",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def remember_default_compiles() -> None:
-    """Note that this machine's default kernels are all compiled.
+    """Create the stamp file: all default kernels are compiled.
 
-    An import has then no child to start, until the package, its neighbours
-    or the GPUs change. A note that is out of date costs time alone: what it
-    takes for compiled is compiled on first use.
+    Imports then start no child until the package, its neighbours in
+    site-packages or the GPUs change. A stale stamp only costs time: missing
+    kernels are compiled on first use.
     """
     folders.make(folders.cache_folder())
     _stamp().touch()
 
 
 def _may_have_gpu() -> bool:
-    """Whether CuPy and a GPU's driver are there, as far as files tell."""
+    """Whether the files of CuPy and of a GPU's driver exist."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     if sys.platform == "win32":
@@ -83,14 +83,14 @@ def _may_have_gpu() -> bool:
 
 
 def _cupy() -> Path | None:
-    """Where CuPy is installed, without importing it."""
+    """The folder of CuPy, found without importing it."""
     spec = find_spec("cupy")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def _stamp() -> Path:
-    """The file that tells that all is compiled, named by what that means."""
-    import hashlib  # here, to keep the import of cuflash short
+    """The stamp file; its name is a hash of what the kernels depend on."""
+    import hashlib  # here, to keep `import cuflash` fast
 
     cupy = _cupy()
     files = [
@@ -98,7 +98,7 @@ def _stamp() -> Path:
         *PACKAGE.glob("kernels/**/*.cu*"),
         *PACKAGE.glob("tile_tables/*"),
         *folders.files(folders.tile_tables(), "*.json"),
-        # site-packages: CuPy's neighbours, NVRTC among them
+        # site-packages: its time changes if NVRTC, say, is upgraded
         *([cupy.parent] if cupy else []),
     ]
     known = [
@@ -111,12 +111,12 @@ def _stamp() -> Path:
 
 
 def _start_child() -> subprocess.Popen | None:
-    """Start ``python -m cuflash warmup``, as found by this process."""
-    import subprocess  # here, to keep the import of cuflash short
+    """Start ``python -m cuflash warmup`` with this process's sys.path."""
+    import subprocess  # here, to keep `import cuflash` fast
 
     python = Path(sys.executable or "").name.lower()
     if getattr(sys, "frozen", False) or not python.startswith("python"):
-        return None  # a program with Python inside would start itself
+        return None  # an embedding program would start itself
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD.format(path=sys.path)],
@@ -125,14 +125,14 @@ def _start_child() -> subprocess.Popen | None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-    except OSError:  # no process to be had: every first use compiles its own
+    except OSError:  # no process: kernels are compiled on first use
         return None
     atexit.register(_stop_child, child, os.getpid())
     return child
 
 
 def _stop_child(child: subprocess.Popen, parent: int) -> None:
-    if os.getpid() == parent:  # and not a fork of it
+    if os.getpid() == parent:  # not in a fork
         child.kill()
         child.wait()
 
@@ -141,12 +141,12 @@ def _stop_child(child: subprocess.Popen, parent: int) -> None:
 
 
 def gpus() -> list[str]:
-    """The names of the CUDA devices, by their index.
+    """The names of the CUDA devices, in the order of their indices.
 
     Raises
     ------
     UnsupportedError
-        If there is none, or no CuPy to reach it by.
+        If there is no device, or CuPy cannot be imported.
     """
     try:
         import cupy
@@ -158,9 +158,9 @@ def gpus() -> list[str]:
         ]
     except ImportError as error:
         raise UnsupportedError(
-            "CuPy, which reaches the GPU, cannot be imported; install"
-            " cuflash[cuda13] or cuflash[cuda12], whichever fits the driver"
-            f" ({error})"
+            "CuPy, which cuflash needs for a GPU, cannot be imported; install"
+            " cuflash[cuda13] or cuflash[cuda12], whichever matches the"
+            f" driver ({error})"
         ) from error
     except OSError as error:
         raise UnsupportedError(folders.why_no_cupy(error)) from error

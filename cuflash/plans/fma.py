@@ -1,4 +1,4 @@
-"""Plans of the kernels for float32 by multiply-adds on register tiles."""
+"""Plans of the fma kernels: float32, FMA instructions on register tiles."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .steps import (
     option_constants,
 )
 
-# fma/fma.cuh: the grid of a warp's lanes over an output tile.
+# kernels/fma/fma.cuh: the layout of a warp's lanes over a matmul's result.
 _LANE_ROWS, _LANE_COLUMNS = 4, 8
 
-# The same: elements that are added to rows of P.
+# kernels/fma/fma.cuh: elements that pad each row of P.
 _WEIGHTS_PAD = 8
 
-# What a thread's sums and one operand's fragments may fill of its 255.
+# Registers, of 255, for a thread's accumulators and one operand's fragments.
 _REGISTERS = 200
 
 
 def _head_dims(problem: Problem) -> tuple[int, int]:
-    """Rounded up to steps that every lane, and two warps, can share."""
+    """Rounded up to multiples that all lanes and two warps can share."""
     d, dv = (
         round_up(d, 32 if d <= 128 else 64)
         for d in (problem.head_dim, problem.head_dim_v)

@@ -1,6 +1,6 @@
-"""What plans are made for, and of: devices, kernels, launches.
+"""The values of plans: devices, kernels, launches, schedules.
 
-Pure values: how they come about is `cuflash.plan`'s and the families'.
+`cuflash.plan` and the families' modules compute them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Family = Literal["wgmma", "mma", "fma", "dmma", "tf32x3", "simt"]
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, as far as plans depend on it.
+    """The properties of a GPU that plans depend on.
 
     Attributes
     ----------
     arch : str
-        As ``sm_90a``.
+        Such as ``sm_90a``.
     num_sms : int
-        Streaming multiprocessors.
+        Streaming multiprocessors (SMs).
     shared_bytes : int
-        Shared memory that one block may ask for.
+        The most shared memory that one block may use.
     l2_bytes : int
-        Second-level cache.
+        The size of the L2 cache.
     """
 
     arch: str
@@ -45,7 +45,7 @@ class Device:
         return int("".join(c for c in self.arch if c.isdigit()))
 
 
-# Shared memory that a block may have, by compute capability (CUDA C++
+# The most shared memory of a block in KiB, by compute capability (CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability").
 SHARED_KIB = {
     75: 64,
@@ -63,7 +63,7 @@ SHARED_KIB = {
 
 
 def device_of_arch(arch: str) -> Device:
-    """A device of an architecture that is not at hand, for compiling."""
+    """A typical device of an architecture, for compiling without the GPU."""
     device = Device(arch)
     shared = SHARED_KIB.get(device.capability, 99)
     return replace(device, shared_bytes=shared * 1024)
@@ -78,13 +78,13 @@ class KernelPlan:
     file, entry : str
         The file in ``kernels/`` and its ``__global__`` function.
     constants : tuple of (str, bool | int | str)
-        The generated block at the top of its text.
+        The generated constants at the top of its text.
     threads : int
-        Of a block.
+        Threads of a block.
     shared_bytes : int
         Dynamic shared memory of a block.
     ptxas_level : int
-        The assembler's optimisation level, 3 by default: see `tiles.Tile`.
+        The optimisation level of ptxas, 3 by default: see `tiles.Tile`.
     """
 
     file: str
@@ -104,14 +104,14 @@ class Launch:
 
 
 class StaticSchedule(NamedTuple):
-    """How tiles are dealt to blocks that take one after another.
+    """The work items of persistent blocks, for the static tile scheduler.
 
     Attributes
     ----------
     pairs, singles : int
-        Of a head: pairs of a long and a short tile, and single tiles.
+        Per head: pairs of a long and a short tile, and single tiles.
     paired_items, items : int
-        Of all heads: pairs; pairs and single tiles.
+        Over all heads: pairs; pairs and single tiles.
     """
 
     pairs: int
@@ -122,26 +122,27 @@ class StaticSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is decided about a problem.
+    """The decisions about a problem.
 
     Attributes
     ----------
     problem : Problem
     family : str
-        ``"wgmma"`` (16-bit types, Hopper's warpgroups), ``"mma"`` (16-bit
-        types, any tensor cores), ``"fma"`` (float32), ``"tf32x3"`` (float32
-        in parts, tensor cores), ``"dmma"`` (float64, tensor cores) or
-        ``"simt"`` (any, plainly: where no other family runs).
+        ``"wgmma"`` (16-bit types, Hopper), ``"mma"`` (16-bit types, tensor
+        cores from sm_80 on), ``"fma"`` (float32), ``"tf32x3"`` (float32
+        split into TF32 parts, tensor cores), ``"dmma"`` (float64, tensor
+        cores) or ``"simt"`` (everything else; CUDA cores, not optimised).
     tile : Tile or None
         None for "merge", which has no tiles.
     launches : tuple of Launch
         In order.
     heads_per_section : int
-        How many heads walk their tiles side by side (common/scheduler.cuh).
+        The number of heads whose tiles run concurrently
+        (common/scheduler.cuh).
     work_items : StaticSchedule or None
-        Of a kernel whose blocks take one tile after another.
+        The schedule of a kernel with persistent blocks.
     workspace : tuple of Buffer
-        Scratch memory of its kernels.
+        The workspace of its kernels.
     """
 
     problem: Problem
@@ -175,7 +176,7 @@ class Plan:
         return f"{p.direction} {shape}{causal}: {kernels}{tile}"
 
 
-# Warps and blocks that a multiprocessor holds at most (the same table).
+# The most warps and blocks resident on an SM (same table).
 _WARPS_AND_BLOCKS = {75: (32, 16), 80: (64, 32), 86: (48, 16), 87: (48, 16),
                      89: (48, 24), 90: (64, 32), 100: (64, 32),
                      103: (64, 32), 110: (48, 24), 120: (48, 24),
@@ -185,54 +186,54 @@ _WARPS_AND_BLOCKS = {75: (32, 16), 80: (64, 32), 86: (48, 16), 87: (48, 16),
 _REGISTERS_OF_SM = 64 * 1024
 
 
-_RESERVED_SHARED = 1024  # of each block, by the driver, from 8.0 on
+_RESERVED_SHARED = 1024  # bytes per block, by the driver, from 8.0 on
 
 
 def occupancy(
     kernel: KernelPlan, registers: int, device: Device
 ) -> tuple[int, float]:
-    """How much of a kernel a multiprocessor holds at once.
+    """The number of blocks resident on an SM, and the occupancy.
 
     Parameters
     ----------
     kernel : KernelPlan
     registers : int
-        Of a thread, as the compiler says.
+        Registers per thread, as reported by the compiler.
     device : Device
 
     Returns
     -------
     blocks : int
     share : float
-        Their warps over those that there is room for.
+        Resident warps over the most warps of an SM.
     """
     most_warps, most_blocks = _WARPS_AND_BLOCKS.get(
         device.capability, (48, 16)
     )
     warps = kernel.threads // 32
-    of_warp = round_up(registers * 32, 256)  # as they are given out
+    warp_registers = round_up(registers * 32, 256)  # allocation unit
     shared = device.shared_bytes + _RESERVED_SHARED
     blocks = min(
         most_blocks,
         most_warps // warps,
-        _REGISTERS_OF_SM // of_warp // warps,
+        _REGISTERS_OF_SM // warp_registers // warps,
         shared // (kernel.shared_bytes + _RESERVED_SHARED),
     )
     return blocks, blocks * warps / most_warps
 
 
 class Maker(NamedTuple):
-    """How a family's kernels of one direction are planned.
+    """The functions that plan a family's kernels of one direction.
 
     Attributes
     ----------
     plan : callable
         (problem, device, tile) to the Plan.
     shared_bytes : callable
-        (problem, tile) to the shared memory of the block that needs most.
+        (problem, tile) to the largest shared memory of any of its blocks.
     fits : callable
-        (problem, tile) to whether the tile is one that the kernels know and
-        have registers for.
+        (problem, tile) to whether the kernels support the tile and have
+        enough registers.
     """
 
     plan: Callable[[Problem, Device, Tile], Plan]

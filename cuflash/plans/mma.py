@@ -1,4 +1,4 @@
-"""Plans of the kernels for 16-bit types by mma.sync."""
+"""Plans of the mma.sync kernels for 16-bit types."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .steps import (
     tile_bytes,
 )
 
-# A thread has 255 registers. Accumulators may fill this many: the rest hold
-# fragments, addresses and the rows' statistics (seen: 224 still fit).
+# Registers, of 255, for a thread's accumulators. The rest hold fragments,
+# addresses and row statistics. 224 is the most that fits, as measured.
 _ACCUMULATOR_REGISTERS = 224
 
 
@@ -50,11 +50,10 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _shares_rows(tile: Tile) -> bool:
-    """Whether a warp has whole 16-row tiles, a thread whole columns.
+    """Whether warps share rows in 16-row tiles, and loads are even.
 
-    common/smem.cuh's load_tile: eight threads take a row, and a thread's rows
-    are
-    multiples of 8 apart.
+    In common/smem.cuh's load_tile, eight threads load a row, and a thread's
+    rows are multiples of 8 apart.
     """
     rows_at_once = tile.num_warps * 4
     return not (
@@ -102,7 +101,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
     shares = (
-        tile.block_q % (tile.num_warps * 4),  # rows that are loaded at once
+        tile.block_q % (tile.num_warps * 4),  # rows loaded at once
         tile.block_k % (tile.num_warps * 4),
         tile.block_q % (tile.score_warps_q * 16),
         tile.block_k % (across * 16),
@@ -132,7 +131,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     kv_pairs = problem.batch * problem.num_heads_kv
     shared_by_head = (
         problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
-    )  # q, dout: 2 bytes an element; the sums of dq: 4
+    )  # q and dout have 2 bytes per element, the sums of dq 4
     return Plan(
         problem,
         "mma",

@@ -1,4 +1,4 @@
-"""Plans of the kernels by mma.sync in steps of 8, for double and tf32x3."""
+"""Plans of the mma.sync kernels with K = 8, for float64 and tf32x3."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .steps import (
     option_constants,
 )
 
-# Where double products by tensor cores are no slower than without.
+# GPUs whose tensor cores are at least as fast for float64 as CUDA cores.
 CAPABILITIES = (80, 90, 100, 103)
 
-# Of 255: fragments and addresses need the others.
+# Registers, of 255, for accumulators; fragments and addresses need the rest.
 _REGISTERS = 192
 
 
@@ -29,9 +29,10 @@ def _family(problem: Problem) -> Family:
 
 
 def _head_dims(problem: Problem) -> tuple[int, int]:
-    """Rounded up to steps that warps can share: two if there are many.
+    """Rounded up to multiples that warps can share.
 
-    Of float more columns are a step (`_chunk`).
+    A float32 MMA takes more columns (`_chunk`), so wide heads, which two
+    warps share, need larger multiples.
     """
     dims = problem.head_dim, problem.head_dim_v
     wide = problem.dtype == "float32" and max(dims) > 128
@@ -40,7 +41,7 @@ def _head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def _chunk(problem: Problem) -> int:
-    """Elements of 16 bytes: tiles of columns come by so many."""
+    """Elements per 16 bytes, the unit in which column tiles are grouped."""
     return 16 // element_bytes(problem)
 
 
@@ -58,7 +59,7 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
         return False
     rows = tile.block_q // tile.num_warps
     words = element_bytes(problem) // 4
-    chunk = rows * 8 * 4 if words == 1 else 0  # sums that begin anew
+    chunk = rows * 8 * 4 if words == 1 else 0  # sums restarted per chunk
     kept = words * rows * (tile.block_k + dv) + chunk
     return kept // 32 <= _REGISTERS
 

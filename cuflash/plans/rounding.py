@@ -1,4 +1,4 @@
-"""Whole numbers of tiles, and multiples of them."""
+"""Integer division and rounding upwards."""
 
 from __future__ import annotations
 

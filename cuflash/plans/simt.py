@@ -1,4 +1,4 @@
-"""Plans of the plain kernels: any dtype, any head dimension, anywhere."""
+"""Plans of the simt kernels: any dtype, head dimension and GPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .steps import (
 
 
 def _sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
-    """Bytes of a Real; head_dim and head_dim_v as the kernels pad them.
+    """Bytes of a Real, and the padded head_dim and head_dim_v.
 
-    `rows` is the side of the tile that owns the threads (simt/simt.cuh).
+    `rows` is the tile side that threads are assigned to (simt/simt.cuh).
     """
     step = tile.num_warps * 32 // rows
     return (
@@ -63,7 +63,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _fits(problem: Problem, tile: Tile) -> bool:
-    """Whether a thread's sums stay in its registers."""
+    """Whether a thread's accumulators stay in registers."""
     rows = max(tile.block_q, tile.block_k)
     if tile.num_warps * 32 % rows:
         return False
@@ -72,7 +72,7 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     return columns * size // 4 <= _REGISTERS
 
 
-# Half of a thread's 255: the rest hold scores and addresses.
+# Registers, half of 255, for accumulators; scores and addresses use the rest.
 _REGISTERS = 128
 
 

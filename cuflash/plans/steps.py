@@ -1,4 +1,4 @@
-"""What families have in common: sizes, constants, launches beside the main."""
+"""Shared by all families: sizes, constants, prepare and finish launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rounding import ceil_div, round_up
 _FILES = {"dmma": "mma8", "tf32x3": "mma8"}
 
 
-# Where the kernels of a family stand.
+# The folder of each family's kernels.
 FOLDERS: dict[str, str] = {
     "wgmma": "sm90",
     "mma": "sm80",
@@ -27,34 +27,34 @@ FOLDERS: dict[str, str] = {
 
 
 def family_file(family: str) -> str:
-    """What the names of a family's files end in."""
+    """The suffix of a family's entry names."""
     return _FILES.get(family, family)
 
 
 def heads_per_section(
     problem: Problem, device: Device, num_heads: int, bytes_of_head: int
 ) -> int:
-    """As many heads as keep what their blocks share in half of L2."""
+    """The number of heads whose shared data fit in half of L2."""
     fitting = device.l2_bytes // 2 // max(bytes_of_head, 1)
     return max(1, min(fitting, problem.batch * num_heads))
 
 
-# common/smem.cuh: rows of 128 bytes, a panel of 64 columns each.
+# kernels/common/smem.cuh: rows of 128 bytes, panels of 64 columns.
 _PANEL_COLUMNS, _PANEL_ROW_BYTES = 64, 128
 
 
 def tile_bytes(rows: int, columns: int) -> int:
-    """Size of common/smem.cuh's SmemTile<rows, columns>, 1024-aligned."""
+    """Bytes of common/smem.cuh's SmemTile, rounded up to 1024."""
     panels = ceil_div(columns, _PANEL_COLUMNS)
     return round_up(panels * rows * _PANEL_ROW_BYTES, 1024)
 
 
-# sm80/mma.cuh: head_dim in steps that every grid of warps can share.
+# kernels/sm80/mma.cuh: multiples of head_dim that all warp layouts can share.
 HEAD_DIM_STEP = 32
 
 ELEMENTS = {"float32": "float", "float64": "double"}
 
-# common/padded_tiles.cuh: the padding of a tile's rows, in elements.
+# kernels/common/padded_tiles.cuh: elements that pad each row of a tile.
 ROWS_PAD = 4
 
 
@@ -71,7 +71,7 @@ def num_rows(problem: Problem) -> int:
 
 
 def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
-    """The struct that kernels of a family with options take."""
+    """The argument struct of kernels that support options."""
     kind = problem.direction.capitalize() + kind
     return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
 
@@ -79,7 +79,7 @@ def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
 def option_constants(
     problem: Problem, kind: str = ""
 ) -> tuple[tuple[str, bool | str], ...]:
-    """What every kernel of a family with options is compiled for."""
+    """The option constants of a kernel that supports all options."""
     bias = ELEMENTS.get(problem.bias or "", problem.bias or "float")
     return (
         arguments(problem, kind),
@@ -91,9 +91,10 @@ def option_constants(
 def some_options(
     problem: Problem, kind: str, *asked: str
 ) -> tuple[tuple[str, bool | str], ...]:
-    """The same of a kernel that asks for a few: others are as if not given.
+    """The option constants of a kernel that depends on a few options.
 
-    So it serves all calls that differ in those alone.
+    The other constants are as if those options were absent, so that one
+    compiled kernel serves all calls that differ only in them.
     """
     kept = {"Arguments", "PACKED", *asked}
     return tuple(
@@ -111,14 +112,14 @@ def packed(problem: Problem) -> tuple[str, bool]:
 
 
 def is_linear(problem: Problem) -> bool:
-    """score/score_mod.cuh's LINEAR: scores are products times scale."""
+    """score/score_mod.cuh's LINEAR: scores are QK^T times scale."""
     return not (problem.softcap or problem.alibi_slopes or problem.bias)
 
 
 def window_of(problem: Problem) -> float:
-    """The keys that a query sees at most by its window: infinite if any.
+    """The most keys that the window lets a query see; inf if unbounded.
 
-    As many queries see a key.
+    It is also the most queries that see a key.
     """
     left, right = problem.window
     right = 0 if problem.causal else right
@@ -127,20 +128,20 @@ def window_of(problem: Problem) -> float:
     return left + right + 1
 
 
-ROW_THREADS = 256  # of the kernels that take rows one by one
+ROW_THREADS = 256  # threads of the kernels that process rows
 
 
-# prepare/segment_order.cu orders at most so many tiles, by four times as many
-# ranges: no tile is longer than three of the other kind.
+# prepare/segment_order.cu has slots for this many tiles, and for four times
+# as many ranges: no tile is longer than three tiles of the other kind.
 ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 
 
 def delta_launch(
     problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
 ) -> Launch:
-    """rowsum(dO * O), and zeroes for what the main kernel adds to."""
-    in_chunk = 1 if problem.dtype in ("float32", "float64") else 8
-    chunks = ceil_div(problem.head_dim_v, in_chunk)
+    """Computes rowsum(dO * O), and zeroes what the main kernel adds to."""
+    chunk = 1 if problem.dtype in ("float32", "float64") else 8
+    chunks = ceil_div(problem.head_dim_v, chunk)
     lanes = min(1 << (chunks - 1).bit_length(), 32)
     kernel = KernelPlan(
         file="prepare/delta.cu",
@@ -164,14 +165,14 @@ def delta_launch(
 def finding_launches(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[Launch, ...]:
-    """What the others ask: segment ids of tiles, or packed sequences.
+    """Launches that prepare segment ranges or packed sequences.
 
-    Compiled for no option besides, so they serve calls with any; but for the
-    order of tiles, which follows from the window, too.
+    These kernels depend on no other option, so they serve calls with any
+    others. Only the order of tiles depends on the window too.
     """
     asked = some_options(problem, kind, "SEGMENTS")
     constants = (("NUM_THREADS", ROW_THREADS), *asked)
-    if problem.segment_ids:  # a warp a tile
+    if problem.segment_ids:  # one warp per tile
         sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
         kernel = KernelPlan(
             file="prepare/segment_ranges.cu",
@@ -198,7 +199,7 @@ def finding_launches(
 
 
 def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
-    """In which order blocks take tiles from a counter."""
+    """Computes the order in which the dynamic scheduler hands out tiles."""
     shared = ORDER_BYTES * ORDER_THREADS
     kernel = KernelPlan(
         file="prepare/segment_order.cu",
@@ -219,7 +220,7 @@ def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
 
 
 def _tiles_of_segments(problem: Problem, tile: Tile) -> int:
-    """Tiles of queries and of keys, of all batches."""
+    """The number of query tiles and key tiles of all batches."""
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
     return problem.batch * (q_tiles + k_tiles)
@@ -231,7 +232,7 @@ def found_buffers(
     tiles_of_blocks: int = 0,
     ordered_tiles: int = 0,
 ) -> tuple[Buffer, ...]:
-    """What `finding_launches` write to, and what stands behind it."""
+    """The buffer that `finding_launches` write, with the scheduler's parts."""
     if is_packed(problem):
         return (workspace.sequences(tiles_of_blocks),)
     if not problem.segment_ids:
@@ -246,14 +247,17 @@ def delta_buffer(problem: Problem) -> Buffer:
 
 
 def semaphore_buffers(problem: Problem, q_tiles: int) -> tuple[Buffer, ...]:
-    """One semaphore for each query tile whose dQ is summed in order."""
+    """One semaphore per query tile, if dQ is summed in order."""
     if not problem.deterministic:
         return ()
     return (workspace.counters(dq_semaphores=q_tiles),)
 
 
 def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
-    """Of a head; of packed sequences slots (common/packed_sequences.cuh)."""
+    """Tiles per head; for packed sequences, the number of tile slots.
+
+    See common/packed_sequences.cuh.
+    """
     if problem.num_sequences is None:
         return ceil_div(seqlen, block)
     return seqlen // block + problem.num_sequences + 1
@@ -267,17 +271,18 @@ def rounding_launch(
     num_warps: int,
     kind: str = "",
     *,
-    repairs: bool = False,
-    turns: int = 0,
+    recomputes: bool = False,
+    semaphores: int = 0,
 ) -> Launch:
-    """dQ from its sums in float, a block a tile of queries and repairs.
+    """Rounds the float32 sums of dQ, and recomputes rows if asked to.
 
-    The kernel asks for masks and score steps, and which turns dQ was summed
-    in, where it repairs rows; but never who wants the gradient of a bias.
+    One block per query tile, then one per key tile for recomputation. Only a
+    kernel that recomputes depends on masks, score modifications and
+    semaphores; no kernel depends on DBIAS.
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
-    asked = (option_constants if repairs else some_options)(problem, kind)
+    asked = (option_constants if recomputes else some_options)(problem, kind)
     kernel = KernelPlan(
         file="finish/dq.cu",
         entry="backward_dq",
@@ -291,9 +296,9 @@ def rounding_launch(
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
             *(constant for constant in asked if constant[0] != "DBIAS"),
-            ("RECOMPUTES", repairs),
-            ("CAUSAL", repairs and problem.causal),
-            ("TURNS", turns if repairs else 0),
+            ("RECOMPUTES", recomputes),
+            ("CAUSAL", recomputes and problem.causal),
+            ("TURNS", semaphores if recomputes else 0),
         ),
         threads=num_warps * 32,
         shared_bytes=shared,
@@ -304,7 +309,7 @@ def rounding_launch(
 def sink_launches(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[Launch, ...]:
-    """The gradient of sinks, a block a head, if it is wanted."""
+    """The gradient of sinks, one block per head, if requested."""
     if not problem.return_dsink:
         return ()
     shared = 8 * ROW_THREADS
@@ -328,9 +333,9 @@ def sink_launches(
 
 
 def kept_and_summed(tile: Tile, d: int, dv: int, words: int = 1) -> int:
-    """Registers of a thread: for dK and dV, and for scores or for dq.
+    """Accumulator registers of a thread: dK and dV, and scores or dq.
 
-    `words` is the size of their numbers in registers.
+    `words` is the number of registers per element.
     """
     threads = tile.num_warps * 32
     kept = words * tile.block_k * (d + dv) // threads
@@ -373,7 +378,7 @@ def main_kernel(
 def gradient_constants(
     problem: Problem, tile: Tile
 ) -> tuple[tuple[str, int | bool], ...]:
-    """What a backward kernel has besides: how its warps share products."""
+    """Constants of backward kernels: how warps share the matmuls."""
     return (
         ("DETERMINISTIC", problem.deterministic),
         ("SCORE_WARPS_Q", tile.score_warps_q),
@@ -390,7 +395,7 @@ def forward_in_one(
     shared: int,
     *own: tuple[str, int | bool | str],
 ) -> Plan:
-    """One kernel, a block a tile of queries; `own` are its own constants."""
+    """One kernel, one block per query tile; `own` are its own constants."""
     kernel = main_kernel(problem, tile, family, head_dims, shared, *own)
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     blocks = tiles * problem.batch * problem.num_heads_q
@@ -420,7 +425,7 @@ def backward_in_one(
     shared: int,
     *own: tuple[str, int | bool | str],
 ) -> Plan:
-    """One kernel that adds to dq itself, after that for delta."""
+    """The delta kernel, then one kernel that adds to dq itself."""
     d, dv = head_dims
     main = main_kernel(
         problem, tile, family, head_dims, shared,
@@ -469,6 +474,6 @@ def merge_plan(problem: Problem) -> Plan:
         threads=ROW_THREADS,
         shared_bytes=0,
     )
-    blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp a row
+    blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp per row
     family: Family = "mma" if element(problem) == problem.dtype else "simt"
     return Plan(problem, family, None, (Launch(kernel, blocks),))

@@ -1,4 +1,4 @@
-"""Plans of the kernels for 16-bit types by wgmma, on Hopper."""
+"""Plans of the wgmma kernels: 16-bit types, on Hopper."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from .steps import (
     window_of,
 )
 
-# What common/ptx.cuh has MMAs for, and shared memory room.
+# The head dimensions that common/ptx.cuh has MMAs for and that fit in shared
+# memory.
 _HEAD_DIMS = {
     "forward": (64, 96, 128, 192, 256),
     "backward": (64, 128, 192, 256),
 }
 
 
-# A thread's registers: 240 with two consumer warpgroups, 160 with three. S and
-# P take 3/4 of block_k, acc half of head_dim_v. Sums up to these were seen not
-# to spill, 132 with three was.
+# A thread has 240 registers with two consumer warpgroups, 160 with three. S
+# and P use block_k * 3/4 registers, acc head_dim_v / 2. Sums up to the values
+# below do not spill; with three consumers, 132 does.
 _REGISTERS = {2: 196, 3: 128}
 
 
-# What a mask takes besides, or a softcap next to some. At head_dim above 128
-# there is no smaller tile that is fast: there a few bytes are spilt.
+# Extra registers for a mask, or for a softcap with certain other options.
+# Above head_dim 128 no smaller tile is fast, so a few bytes are spilled.
 _OPTION_REGISTERS = 32
 
 
 _MBARRIER_BYTES, _WORK_BYTES = 8, 20
 
 
-# Larger heads leave no room for slopes as a product.
+# Larger head dimensions leave no shared memory for ALiBi's MMA.
 _WIDEST_WITH_SLOPES = 192
 
 
@@ -55,7 +56,7 @@ _SEQUENCE_BYTES = 6 * 4  # common/packed_sequences.cuh's Sequence
 
 
 def _head_dims(problem: Problem) -> tuple[int, int]:
-    """Rounded up to those that there are kernels for: see `runs`."""
+    """The head dimensions, rounded up to supported ones: see `runs`."""
     d, dv = (
         next(x for x in _HEAD_DIMS[problem.direction] if x >= d)
         for d in (problem.head_dim, problem.head_dim_v)
@@ -64,7 +65,7 @@ def _head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    # Only neighbouring key tiles add to dQ in order.
+    # A fixed order of dQ needs consecutive key tiles per query tile.
     no_order = problem.deterministic and not has_order(problem, "wgmma")
     return (
         device.arch == "sm_90a"
@@ -83,41 +84,40 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     works, work = max(q_stages, 2), _WORK_BYTES
     if is_packed(problem):
         work += _SEQUENCE_BYTES
-    if _is_counted(problem):
+    if _has_dynamic_scheduler(problem):
         barriers += works + 1  # full and requested
     return round_up(
         q_stages * queries
         + tile.num_stages * keys
         + round_up(works * work + barriers * _MBARRIER_BYTES, 16)
-        + (_biases_bytes(tile) if _is_staged(problem) else 0)
-        + (4 * tile.num_stages if _is_listed(problem) else 4)
+        + (_biases_bytes(tile) if _has_staged_bias(problem) else 0)
+        + (4 * tile.num_stages if _has_sparse_tiles(problem) else 4)
         + (_ids_bytes(tile) if problem.segment_ids else 0)
-        + (_slopes_bytes(tile) if _in_product(problem) else 0),
+        + (_slopes_bytes(tile) if _has_alibi_mma(problem) else 0),
         1024,
     )
 
 
-def _is_staged(problem: Problem) -> bool:
+def _has_staged_bias(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's STAGED_BIAS."""
     return problem.bias in ("float16", "bfloat16")
 
 
 def _biases_bytes(tile: Tile) -> int:
-    """Of all rows and keys (rounded up to 32), each row padded by 16 bytes."""
+    """Bias of the tile; keys rounded up to 32, rows padded by 16 bytes."""
     return tile.block_q * (round_up(tile.block_k, 32) * 2 + 16)
 
 
 def _ids_bytes(tile: Tile) -> int:
-    """Of keys, in twice as many stages as K."""
+    """Segment ids of the keys, with twice as many stages as K."""
     return 2 * tile.num_stages * tile.block_k * 4
 
 
-def _in_product(problem: Problem) -> bool:
+def _has_alibi_mma(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's ALIBI_MMA."""
-    beside = problem.softcap or problem.bias
     return (
         problem.alibi_slopes
-        and not beside
+        and not (problem.softcap or problem.bias)
         and max(_head_dims(problem)) <= _WIDEST_WITH_SLOPES
     )
 
@@ -126,31 +126,31 @@ def _slopes_bytes(tile: Tile) -> int:
     return tile_bytes(16, tile.block_k)
 
 
-def _is_listed(problem: Problem) -> bool:
+def _has_sparse_tiles(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's SPARSE_TILES."""
     return problem.segment_ids or problem.mask
 
 
-def _is_counted(problem: Problem) -> bool:
+def _has_dynamic_scheduler(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's DYNAMIC_SCHEDULER."""
     return is_packed(problem) or problem.segment_ids
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
-    """With one tile of queries; more are taken if there is room."""
+    """With one stage of Q; `_forward` uses more if they fit."""
     return _shared(problem, tile, 1)
 
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
     used = tile.block_k * 3 // 4 + dv // 2
-    capped_besides = problem.softcap and (
+    softcap_and_more = problem.softcap and (
         problem.bias or problem.segment_ids or is_packed(problem)
     )
-    if dv <= 128 and (problem.mask or capped_besides):
+    if dv <= 128 and (problem.mask or softcap_and_more):
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
-        used += tile.block_k // 4  # of them, from shared memory
+        used += tile.block_k // 4  # biases read from shared memory
     return used <= _REGISTERS[tile.block_q // 64]
 
 
@@ -183,9 +183,11 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
-    is_counted = _is_counted(problem)
-    by_length = not (is_counted or _is_in_rounds(problem)) and problem.causal
-    schedule = _static_schedule(num_tiles, heads, by_length, device)
+    is_dynamic = _has_dynamic_scheduler(problem)
+    has_pairs = problem.causal and not (
+        is_dynamic or _has_balanced_rounds(problem)
+    )
+    schedule = _static_schedule(num_tiles, heads, has_pairs, device)
     return Plan(
         problem,
         "wgmma",
@@ -194,10 +196,10 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *finding_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(schedule.items, device.num_sms)),
         ),
-        heads_per_section=_heads_beside(problem, tile, device),
+        heads_per_section=_section_heads(problem, tile, device),
         work_items=schedule,
         workspace=_found_buffers(
-            problem, tile, num_tiles, items if is_counted else 0
+            problem, tile, num_tiles, items if is_dynamic else 0
         ),
     )
 
@@ -209,74 +211,77 @@ def _found_buffers(
     return found_buffers(problem, tile, tiles_of_blocks, ordered)
 
 
-def _is_in_rounds(problem: Problem) -> bool:
+def _has_balanced_rounds(problem: Problem) -> bool:
     """sm90/forward_scheduler.cuh's BALANCED_ROUNDS, for static schedules."""
     has_window = "window" in problem.options
     return has_window or bool(problem.bias and not problem.causal)
 
 
-# Tiles of the last section, a multiprocessor's share. Its longest come first,
-# but none of another section fill up what the shortest leave at the end.
-_TILES_AT_LAST = 4
+# Tiles per SM in the last section. Its longest tiles run first, but no other
+# section's tiles fill the SMs that become idle at the end.
+_LAST_SECTION_TILES = 4
 
 
-# Where tiles are taken longest first: of as many heads at least, so that a
-# section has short ones enough for its end.
-_HEADS_IN_ORDER = 4
+# The fewest heads of a section whose tiles run longest first: it then has
+# enough short tiles for its end.
+_MIN_ORDERED_HEADS = 4
 
 
-# With one bias of 16,384 x 16,384 for 16 heads 1, 2, 4, 8 and 16 were seen to
-# take 5.92, 5.73, 5.59, 5.72 and 5.79 ms.
-_HEADS_BESIDE_A_BIAS = 4
+# Measured with one bias of 16,384 x 16,384 shared by 16 heads: sections of 1,
+# 2, 4, 8 and 16 heads take 5.92, 5.73, 5.59, 5.72 and 5.79 ms.
+_SHARED_BIAS_HEADS = 4
 
 
-def _heads_beside(problem: Problem, tile: Tile, device: Device) -> int:
-    """Heads whose query tiles are computed side by side, in a section.
+def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
+    """The number of heads in a section: their query tiles run concurrently.
 
-    As many as have their keys in L2. Where blocks take tiles of packed
-    sequences from a counter, at least as many as keep all of them busy with
-    the last section, and sections are alike. With a bias and no window one,
-    or, where many may have the same and L2 has no room for it, a few. With
-    segment ids `_heads_in_order`.
+    As many heads as keep their K and V in L2. With packed sequences (dynamic
+    scheduler), at least as many as keep all blocks busy in the last section,
+    in sections of equal size. With a bias and no window, one head; a few if
+    heads may share the bias and it does not fit in L2. With segment ids, see
+    `_ordered_heads`.
     """
     d, dv = _head_dims(problem)
     heads = problem.batch * problem.num_heads_q
-    seen = int(min(window_of(problem), problem.seqlen_k))
-    beside = heads_per_section(
-        problem, device, heads, seen * (d + dv) * 2 // problem.group_size
+    visible_keys = int(min(window_of(problem), problem.seqlen_k))
+    fitting = heads_per_section(
+        problem,
+        device,
+        heads,
+        visible_keys * (d + dv) * 2 // problem.group_size,
     )
     if problem.segment_ids:
-        return _heads_in_order(problem.num_heads_q, beside)
+        return _ordered_heads(problem.num_heads_q, fitting)
     if is_packed(problem):
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-        least = ceil_div(_TILES_AT_LAST * device.num_sms, num_tiles)
-        return _alike(heads, max(beside, least))
+        least = ceil_div(_LAST_SECTION_TILES * device.num_sms, num_tiles)
+        return _equal_sections(heads, max(fitting, least))
     if problem.bias and "window" not in problem.options:
         item_bytes = 4 if problem.bias == "float32" else 2
         bias_bytes = problem.seqlen_q * problem.seqlen_k * item_bytes
         shared = problem.bias_is_broadcast and bias_bytes > device.l2_bytes
-        return min(_HEADS_BESIDE_A_BIAS, heads) if shared else 1
-    return beside
+        return min(_SHARED_BIAS_HEADS, heads) if shared else 1
+    return fitting
 
 
-def _heads_in_order(heads: int, beside: int) -> int:
-    """Heads of a section where tiles are taken longest first.
+def _ordered_heads(heads: int, fitting: int) -> int:
+    """Heads of a section whose tiles run longest first.
 
-    Each is one of all batches: common/scheduler.cuh's tile_in_order.
+    A head counts for all batches: tile_in_order of common/scheduler.cuh.
     """
-    return _alike(heads, max(beside, _HEADS_IN_ORDER))
+    return _equal_sections(heads, max(fitting, _MIN_ORDERED_HEADS))
 
 
-def _alike(heads: int, least: int) -> int:
-    """Heads of a section, all as large and of at least so many, or all."""
+def _equal_sections(heads: int, least: int) -> int:
+    """Heads per section: sections of equal size, at least `least` or all."""
     return ceil_div(heads, max(heads // least, 1))
 
 
 def _static_schedule(
-    num_tiles: int, heads: int, by_length: bool, device: Device
+    num_tiles: int, heads: int, has_pairs: bool, device: Device
 ) -> StaticSchedule:
-    """In pairs where tiles differ in length and there are many."""
-    pairs = num_tiles // 2 if by_length else 0
+    """Pairs of tiles if their lengths differ and there are enough tiles."""
+    pairs = num_tiles // 2 if has_pairs else 0
     if heads * (num_tiles - pairs) < device.num_sms:
         pairs = 0
     singles = num_tiles - 2 * pairs
@@ -285,23 +290,23 @@ def _static_schedule(
     )
 
 
-# QueryRows (kernels/sm90/query_rows.cuh): lse and delta of each row, and four
-# numbers of the tile.
+# Row statistics of a query tile (sm90/query_rows.cuh): lse and delta of each
+# row, and four numbers per tile.
 _ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
 
 
-# Accumulators that were seen to fit 240 registers: 208 of them with P in
-# float, 192 with dS from the rounded P.
+# Accumulators that fit in 240 registers, as measured: 208 with P in float,
+# 192 with dS computed from the rounded P.
 _BACKWARD_REGISTERS = 208
 
 
-# Where key tiles take turns, more heads side by side were seen to cost up to
-# 10 % at seqlen 512; fewer cost as much at 4096.
-_MOST_HEADS_IN_TURNS = 16
+# With dq_semaphore, more concurrent heads cost up to 10 % at seqlen 512, as
+# measured; fewer cost as much at 4096.
+_MAX_SEMAPHORE_HEADS = 16
 
 
 def _backward_head_dims(problem: Problem) -> tuple[int, int]:
-    """As `_head_dims`, the first no smaller than the second."""
+    """`_head_dims`, with head_dim raised to at least head_dim_v."""
     d, dv = _head_dims(problem)
     return max(d, dv), dv
 
@@ -312,15 +317,18 @@ def _rows_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def _is_wide(tile: Tile) -> bool:
-    """Whether a wgmma tile is one of sm90/backward_wide.cu's.
+    """Whether a tile is for sm90/backward_wide.cu.
 
-    Its warpgroups have the same 64 keys, and one thing to compute each.
+    Its warpgroups share the same 64 keys, and each computes one gradient.
     """
     return tile.block_k == 64
 
 
-def _has_short_walks(problem: Problem) -> bool:
-    """Of few iterations: DOUBLE_BUFFERED_K (sm90/backward_shared.cuh)."""
+def _has_short_loops(problem: Problem) -> bool:
+    """Whether key tiles have few iterations: K then has two stages.
+
+    See DOUBLE_BUFFERED_K in sm90/backward_shared.cuh.
+    """
     return not {"window", "segment_ids"}.isdisjoint(problem.options)
 
 
@@ -334,11 +342,11 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
-        if _has_short_walks(problem):
+        if _has_short_loops(problem):
             keys += tile_bytes(tile.block_k, d)
             barriers += 3
     else:
-        ds *= tile.num_stages  # and p; dq leaves from registers
+        ds *= tile.num_stages  # and p; dq is added from registers
         dq = 0
         barriers += 2 * tile.num_stages
     return round_up(
@@ -348,7 +356,8 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         + dq
         + barriers * _MBARRIER_BYTES
         + 2 * work
-        + 4 * (tile.num_stages if problem.segment_ids else 1),  # flags
+        # has_segment_boundary
+        + 4 * (tile.num_stages if problem.segment_ids else 1),
         1024,
     )
 
@@ -356,11 +365,11 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
     d, dv = _backward_head_dims(problem)
     if _is_wide(tile):
-        return True  # it deals out registers by head_dim
+        return True  # it distributes registers by head_dim
     if tile.block_q * d != tile.block_k // 64 * 64 * 64:
-        return False  # a warpgroup's part of dq is 64 x 64
+        return False  # a warpgroup computes 64 x 64 of dq
     if (problem.softcap or problem.dropout) and tile.block_q > 64:
-        return False  # no room for derivatives, or for P and what is kept
+        return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
 
@@ -369,9 +378,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem)
     shared = _backward_shared(problem, tile)
     wide = "_wide" if _is_wide(tile) else ""
-    # Those that have dq: a warpgroup loads, two have dv and dk.
+    # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
-    turns_of_tile = dq_warps // 4 if problem.deterministic else 0
+    semaphores = dq_warps // 4 if problem.deterministic else 0
     layout = (
         ("Element", problem.dtype),
         ("HEAD_DIM", d),
@@ -381,7 +390,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("NUM_WARPS", dq_warps),
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("CAUSAL", problem.causal),
-        ("TURNS", turns_of_tile),
+        ("TURNS", semaphores),
     )
     lanes = ceil_div(problem.head_dim_v, 8)
     rows = KernelPlan(
@@ -392,7 +401,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("HEAD_DIM", d),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
-            ("TURNS", turns_of_tile),
+            ("TURNS", semaphores),
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
             *some_options(
@@ -420,20 +429,20 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     kv_pairs = problem.batch * problem.num_heads_kv
     k_tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
     k_tiles = k_tiles_of_head * kv_pairs
-    seen_by = int(min(window_of(problem), problem.seqlen_q))
+    visible_queries = int(min(window_of(problem), problem.seqlen_q))
     heads = heads_per_section(
         problem,
         device,
         problem.num_heads_kv,
-        # q, dout: 2 bytes an element; the sums of dq: 4
-        problem.group_size * seen_by * (6 * d + 2 * dv),
+        # q and dout have 2 bytes per element, the sums of dq 4
+        problem.group_size * visible_queries * (6 * d + 2 * dv),
     )
     if problem.segment_ids:
-        heads = _heads_in_order(problem.num_heads_kv, heads)
+        heads = _ordered_heads(problem.num_heads_kv, heads)
     if problem.deterministic and not problem.causal:
-        heads = min(heads, _MOST_HEADS_IN_TURNS)
-    options = {"window", "segment_ids", "mask", "cu_seqlens"}
-    hides = problem.causal or not options.isdisjoint(problem.options)
+        heads = min(heads, _MAX_SEMAPHORE_HEADS)
+    masks = {"window", "segment_ids", "mask", "cu_seqlens"}
+    is_masked = problem.causal or not masks.isdisjoint(problem.options)
     return Plan(
         problem,
         "wgmma",
@@ -446,11 +455,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 problem,
                 tile,
                 (d, dv),
-                q_tiles + (k_tiles if hides else 0),
+                q_tiles + (k_tiles if is_masked else 0),
                 dq_warps,
                 "Wgmma",
-                repairs=hides,
-                turns=turns_of_tile,
+                recomputes=is_masked,
+                semaphores=semaphores,
             ),
             *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip
@@ -461,7 +470,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             workspace.dq_sum(q_tiles * tile.block_q * d),
             workspace.counters(
                 recompute_flags=k_tiles,
-                dq_semaphores=q_tiles * turns_of_tile,
+                dq_semaphores=q_tiles * semaphores,
             ),
         ),
     )

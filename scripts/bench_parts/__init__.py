@@ -1,1 +1,1 @@
-"""What scripts/bench.py is made of."""
+"""The parts of scripts/bench.py."""

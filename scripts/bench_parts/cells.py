@@ -1,4 +1,4 @@
-"""The grid: what is timed, and the arithmetic it takes."""
+"""The grid of timed shapes, and their operation counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Grid(NamedTuple):
-    """What is timed of a dtype if nothing else is asked for."""
+    """The shapes timed by default for a dtype."""
 
     tokens: int
     width: int
@@ -55,23 +55,23 @@ class Cell:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of q, out and dout."""
+        """The shape of q, out and dout."""
         return self.batch, self.seqlen, self.heads, self.head_dim
 
     @property
     def shape_kv(self) -> tuple[int, int, int, int]:
-        """Of k and v."""
+        """The shape of k and v."""
         heads = self.kv_heads or self.heads
         return self.batch, self.seqlen, heads, self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Query heads of a key head."""
+        """Query heads per key head."""
         return self.heads // (self.kv_heads or self.heads)
 
     @property
     def kind(self) -> str:
-        """What results are judged by: see checks.py.
+        """The kind of check for results: see checks.py.
 
         By what plain code comes to in the dtype ("low"), or by the bounds of
         an arithmetic ("float64", "tf32x3").
@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of two products of all pairs forward, five backward.
+        """Operations: two matmuls over all pairs forward, five backward.
 
         The usual count: half under a causal mask, and 2.5 times for a
         backward pass, though it recomputes the scores.
@@ -91,20 +91,20 @@ class Cell:
         return forward * (2.5 if self.direction == "backward" else 1)
 
     def tflops(self, ms: float) -> float:
-        """Arithmetic per time, in TFLOP/s."""
+        """Operations per time, in TFLOP/s."""
         return self.flops / ms / 1e9
 
     @property
     def row(self) -> dict[str, Any]:
-        """What a row of figures says of its cell."""
+        """The cell's fields in a row of figures."""
         return asdict(self)
 
     def row_of_tiles(self, tile_of: Callable[[Cell], Tile]) -> dict[str, Any]:
-        """What it says besides, once it is known which tiles are taken."""
+        """Further fields of the row, which depend on the tiles."""
         return {}
 
     def keywords(self, xp: ModuleType, dtype: Any) -> dict[str, Any]:
-        """What our call is given besides its arrays; the same each time.
+        """The keyword arguments of our call, without arrays.
 
         Parameters
         ----------
@@ -117,7 +117,7 @@ class Cell:
 
     @property
     def problem_fields(self) -> dict[str, Any]:
-        """What a `Problem` says of options: docs/guide/options.md."""
+        """The option fields of a `Problem`: docs/guide/options.md."""
         return {}
 
     def __str__(self) -> str:
@@ -159,5 +159,5 @@ def grid(
 
 
 def geometric_mean(ratios: list[float]) -> float:
-    """Return the mean that treats twice and half as fast alike."""
+    """Return the geometric mean: 2x and 0.5x average to 1."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios))

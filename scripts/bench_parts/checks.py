@@ -1,4 +1,4 @@
-"""Is a result right? Asked of every cell before it is timed.
+"""Checks the result of every cell before it is timed.
 
 One head of one batch is computed whole, twice, on the GPU with CuPy: in
 float64, and as plain attention in the dtype with float32 softmax and sums.
@@ -73,7 +73,7 @@ def attend(cell: Cell, inputs: Inputs, wide, stored) -> tuple:
 def options_of_head(
     keywords: dict[str, Any], head: int, seqlen: int
 ) -> dense_attention.Options:
-    """Options of a head of the last batch.
+    """The options of one head of the last batch.
 
     Packed sequences see what segments see, each from its own first token.
     """
@@ -121,14 +121,14 @@ def attend_bounded(cell: Cell, inputs: Inputs, kind: str) -> list[tuple]:
 
 
 class Wanted(NamedTuple):
-    """A result of the last head, and an error over what is allowed."""
+    """The expected result of the last head, and its error bound."""
 
     name: str
     over_bound: Callable[[cupy.ndarray], float]
 
 
 def wanted(cell: Cell, inputs: Inputs, kind: str) -> list[Wanted]:
-    """What results that are judged by a kind should be."""
+    """The expected results for a kind of check."""
     names = NAMES[cell.direction]
     if kind != "low":
         return [
@@ -159,7 +159,7 @@ def wanted(cell: Cell, inputs: Inputs, kind: str) -> list[Wanted]:
 
 
 class Checker:
-    """Checks the results of one cell, whoever computed them."""
+    """Checks the results of one cell, from any runner."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
         self.cell, self.inputs = cell, inputs
@@ -217,6 +217,6 @@ def distance(array: cupy.ndarray, want: cupy.ndarray) -> float:
 
 
 def poison(nbytes: int) -> None:
-    """Leave blocks full of NaN in CuPy's pool, for the next results."""
+    """Leave NaN-filled blocks in CuPy's pool for the next results."""
     blocks = [cupy.full(nbytes, 0xFF, cupy.uint8) for _ in range(4)]
     del blocks

@@ -1,4 +1,4 @@
-"""Our kernels, compiled before the first is needed, many at a time."""
+"""Compiles our kernels in parallel before the first is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def problem_of(cell: Cell, direction: str) -> Problem:
 
 
 def kernels_of(cells: Iterable[Cell], device: Device) -> list[KernelPlan]:
-    """What our calls need; before a backward pass there is a forward one."""
+    """The kernels of our calls; a backward pass needs a forward pass first."""
     found = {}
     for cell in cells:
         for direction in dict.fromkeys(("forward", cell.direction)):
@@ -37,7 +37,7 @@ def kernels_of(cells: Iterable[Cell], device: Device) -> list[KernelPlan]:
 
 
 def compile_all(cells: Iterable[Cell], device: Device) -> None:
-    """Have them in the cache folder: NVRTC takes seconds for each.
+    """Compile them to the cache folder: NVRTC takes seconds for each.
 
     One that does not compile is left to the call that needs it.
     """

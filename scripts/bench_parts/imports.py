@@ -1,4 +1,4 @@
-"""Seconds until cuflash can be used, in processes of their own.
+"""Import times of cuflash, each in a new process.
 
 Once with an empty cache folder, then with the one that this has filled.
 """

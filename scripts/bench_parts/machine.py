@@ -1,4 +1,4 @@
-"""Where and when: what a figure is worth nothing without."""
+"""The device, versions and date that a figure refers to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables for README and docs, from the JSON files and nothing else.
+"""Tables for README and docs, generated from the JSON files only.
 
 A line like
 
@@ -40,7 +40,7 @@ NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
 
 
 class Wanted(NamedTuple):
-    """What a mark asks for."""
+    """The table that a mark requests."""
 
     files: list[str]
     directions: list[str]
@@ -67,7 +67,7 @@ def parse(text: str) -> Wanted:
 
 
 def updated(text: str, folder: Path) -> str:
-    """A document's text with all its tables made anew."""
+    """A document's text with all its tables regenerated."""
 
     def table(found: re.Match) -> str:
         wanted = parse(found[2])

@@ -1,4 +1,4 @@
-"""Peak extra memory at a length where a matrix of pairs would show."""
+"""Peak extra memory, at a length where a score matrix would show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls with options: what is timed, and how many pairs they see.
+"""Timed calls with options, and their numbers of visible pairs.
 
 Each stands beside the same call without its option. Options and what they
 mean: docs/guide/options.md.
@@ -29,7 +29,7 @@ PLAIN = "none"  # the option of a call without
 
 
 class Kind(NamedTuple):
-    """What an option leaves to be asked for."""
+    """The variants of an option."""
 
     causal: bool | None = None  # None: as asked for
     own_seqlen: bool = False
@@ -56,7 +56,7 @@ class OptionCell(Cell):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that a head sees, in all batches."""
+        """Visible (query, key) pairs of a head, over all batches."""
         if self.option == "segment_ids":
             ids = _documents(self.batch, self.seqlen)
             return sum(int(n) ** 2 for n in np.bincount(ids.ravel()))
@@ -73,13 +73,13 @@ class OptionCell(Cell):
 
     @property
     def flops(self) -> float:
-        """As of any cell, of the pairs that are seen."""
+        """Operations as in any cell, for the visible pairs."""
         forward = 4 * self.heads * self.pairs * self.head_dim
         return forward * (2.5 if self.direction == "backward" else 1)
 
     @property
     def plain(self) -> OptionCell:
-        """The cell that it stands beside.
+        """The same cell without the option.
 
         Beside packed sequences: as many tokens, in equal lengths that come
         nearest to as many pairs.
@@ -110,7 +110,7 @@ class OptionCell(Cell):
         }
 
     def visited_pairs(self, tile: Tile) -> int:
-        """The same of the tiles of pairs of which any is seen."""
+        """Pairs of all tiles with at least one visible pair."""
         size = tile.block_q * tile.block_k
         if self.option == "segment_ids":
             ids = _documents(self.batch, self.seqlen)
@@ -192,7 +192,7 @@ def grid(
     kv_heads: int | None = None,
     heads: int | None = None,
 ) -> list[OptionCell]:
-    """Every combination that the options leave; see `cells.grid`."""
+    """Every combination of the options; see `cells.grid`."""
     found = []
     for option in options:
         kind = OPTIONS[option]
@@ -216,7 +216,7 @@ def grid(
 
 
 def lengths(tokens: int) -> list[int]:
-    """Packed sequences: half of the tokens are one, among short ones."""
+    """Packed sequences: one has half of the tokens, the others are short."""
     before = tokens // (4 * SHORT)
     long = tokens - 2 * before * SHORT
     return [SHORT] * before + [long] + [SHORT] * before

@@ -1,4 +1,4 @@
-"""What bench.py and sweep_blocks.py say of their options."""
+"""Help texts shared by bench.py and sweep_blocks.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 class WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Names an option's default where there is one."""
+    """A help formatter that appends an option's default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None:
@@ -15,5 +15,5 @@ class WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def in_words(value: int | tuple[int, ...]) -> str:
-    """A default, as it would be typed."""
+    """A default as the user would type it."""
     return " ".join(map(str, value if isinstance(value, tuple) else [value]))

@@ -1,4 +1,4 @@
-"""Which peers there are, and which of them this machine has.
+"""The known peers, and those that this machine has.
 
 A peer is looked for by importing it; one that is absent is left out with a
 word. Nothing is imported before that.
@@ -20,7 +20,7 @@ MOST_BYTES = 8 << 30
 
 
 class Absent(Exception):
-    """A peer is not here; the message says why."""
+    """A peer is not available; the message says why."""
 
 
 def refuse_large_scores(cell: Cell) -> None:
@@ -57,7 +57,7 @@ def all_for(dtype: str) -> list[str]:
 def find_peers(
     names: list[str] | None, dtype: str
 ) -> tuple[list[Runner], list[str]]:
-    """Return the peers that are here, and a line for each that is not.
+    """Return the available peers, and a line for each missing one.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Plain CuPy: a matrix product, softmax, a matrix product.
+"""Plain CuPy: matmul, softmax, matmul.
 
 What a user of CuPy would write without cuflash: the matrix of scores lies in
 memory, and a few of its kind beside it.

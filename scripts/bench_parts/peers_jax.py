@@ -1,4 +1,4 @@
-"""JAX's dot_product_attention by cuDNN.
+"""JAX's dot_product_attention with cuDNN.
 
 JAX queues on streams of its own, so its calls are timed by the clock.
 """

@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention, held to one backend each."""
+"""PyTorch's scaled_dot_product_attention, one runner per backend."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _prepare_math(prepare: Callable) -> Callable:
 
 
 def check_torch() -> None:
-    """See that PyTorch has a GPU, and the stream that CuPy has."""
+    """Check that PyTorch has a GPU and uses CuPy's stream."""
     if not torch.cuda.is_available():
         raise Absent("torch sees no GPU")
     stream = torch.cuda.current_stream().cuda_stream

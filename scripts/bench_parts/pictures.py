@@ -1,4 +1,4 @@
-"""TFLOP/s over seqlen: a line a runner, the matrix product's above them."""
+"""TFLOP/s over seqlen: a line per runner, and the matmul's ceiling."""
 
 from __future__ import annotations
 

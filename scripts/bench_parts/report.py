@@ -1,4 +1,4 @@
-"""Figures on the terminal, and as JSON."""
+"""Prints figures, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cells import Cell, geometric_mean
 
 
 def say(text: str = "") -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line and flush, so that it shows in a pipe at once."""
     print(text, flush=True)
 
 
@@ -103,7 +103,7 @@ def option_line(row: dict) -> str:
 
 
 class BesidePlain(NamedTuple):
-    """A call with an option over the same without.
+    """A call with an option, relative to the same call without.
 
     Attributes
     ----------
@@ -158,7 +158,7 @@ def summary(rows: list[dict], peers: list[str]) -> list[dict]:
 
 
 def cell_of(row: dict) -> Cell:
-    """Return the cell that a row was made of."""
+    """Return the cell of a row."""
     names = [name for name in Cell.__dataclass_fields__ if name in row]
     return Cell(**{name: row[name] for name in names})
 
@@ -186,7 +186,7 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def show_summary(found: list[dict]) -> None:
-    """Print what `summary` found."""
+    """Print the result of `summary`."""
     show(
         "Our speed over the peer's",
         ["", "cells", "geometric mean", "worst", "where"],
@@ -204,7 +204,7 @@ def show_summary(found: list[dict]) -> None:
 
 
 def save(path: Path, content: dict) -> None:
-    """Write JSON; what stood there stays until the new text is complete."""
+    """Write JSON atomically: the old file stays until the new is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     try:

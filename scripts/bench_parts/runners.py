@@ -1,4 +1,4 @@
-"""Who takes part: cuflash, and what a peer is (peers.py has them).
+"""Runners: cuflash, and the type of a peer (see peers.py).
 
 All read the same memory. A runner gives a function of a set of inputs that
 queues one call on the null stream and returns its results.
@@ -52,7 +52,7 @@ def make_inputs(cell: Cell, seed: int) -> Inputs:
 
 
 class Runner(NamedTuple):
-    """Someone to time.
+    """An implementation to time.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""One cell: inputs, check, times."""
+"""One cell: make inputs, check, time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
 
 
 def _input_sets(cell: Cell) -> list[Inputs]:
-    """More sets than L2 can hold, so that every call reads memory."""
+    """Enough input sets to exceed L2, so that every call reads memory."""
     first = make_inputs(cell, 0)
     nbytes = sum(x.nbytes for x in first)
     l2 = cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"]

@@ -1,4 +1,4 @@
-"""Times of calls, by CUDA events on the null stream that all runners use."""
+"""Times calls with CUDA events on the null stream, which all runners use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Contender(NamedTuple):
 
 
 def elapsed_ms(call: Callable[[], Any], repeats: int = 1) -> float:
-    """Return the time of a call, roughly: for planning."""
+    """Return the approximate time of a call, for planning."""
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
     for _ in range(repeats):
@@ -52,7 +52,7 @@ def alternate(
     round_ms: float = ROUND_MS,
     before: Callable[[], Any] = lambda: None,
 ) -> dict[Hashable, Timing]:
-    """Time contenders in turns, so that clock drift hits all alike.
+    """Time contenders alternately, so that clock drift affects all equally.
 
     Everything is queued and nothing waited for before the end: while the
     GPU is behind, the time between two events holds no work of the host.
@@ -140,7 +140,7 @@ def _summary(times: list[float]) -> Timing:
 
 
 def ceilings(dtype: str, seconds: float) -> dict[str, float]:
-    """Measure what this GPU can do: a matrix product and a copy.
+    """Measure this GPU's ceilings: a matmul and a copy.
 
     The product is in float16 for the dtypes of 16 bits.
     """

@@ -1,1 +1,1 @@
-"""What scripts/demo.py is made of."""
+"""The parts of scripts/demo.py."""

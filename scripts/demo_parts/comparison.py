@@ -1,4 +1,4 @@
-"""cuflash beside attention that writes the whole matrix of scores down."""
+"""Compares cuflash with attention that materialises the scores."""
 
 from __future__ import annotations
 

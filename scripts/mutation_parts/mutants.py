@@ -1,4 +1,4 @@
-"""Mutants: their ids, those made by rules, by hand, and known equivalents.
+"""Mutants: their ids, rules, hand-written ones, and known equivalents.
 
 An id says file, function and operator, and a hash of the tokens changed, of
 what they become and of some around. So it outlives moved lines, comments and

@@ -159,7 +159,7 @@ def flip_phase(source: Source, of: Function) -> Iterator[Edit]:
 
 @_operator
 def wrong_stage(source: Source, of: Function) -> Iterator[Edit]:
-    """Take another stage of a pipeline."""
+    """Use another stage of a pipeline."""
     for i in _body(source, of):
         end = _behind_call(source, i)
         if source[i] in _STAGE and source[end] in (")", ",", ";", "]"):
@@ -170,7 +170,7 @@ def wrong_stage(source: Source, of: Function) -> Iterator[Edit]:
 
 @_operator
 def wait_for_fewer(source: Source, of: Function) -> Iterator[Edit]:
-    """Let one group more be under way: `wgmma_wait<0>` waits for all."""
+    """Let one more group be in flight: `wgmma_wait<0>` waits for all."""
     for i in range(of.first, of.last):
         if (
             "wait" in source[i]

@@ -47,7 +47,7 @@ class Ran:
 
 @dataclass
 class Record:
-    """All that is known of tests and of programs."""
+    """The recorded runs of tests and programs."""
 
     tests: dict[str, Ran] = field(default_factory=dict)
     programs: dict[str, Program] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Run mutants: a pool of workers, and what became of each mutant."""
+"""Runs mutants in a pool of workers, and reports each one's outcome."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAUGHT, EQUIVALENT, MISSED, OUT_OF_BUDGET, DOES_NOT_COMPILE = OUTCOMES = (
 
 
 class WorkerError(RuntimeError):
-    """A worker could not do what it was asked."""
+    """A worker failed to do a job."""
 
 
 class ChildError(WorkerError):
@@ -169,7 +169,7 @@ def recording_pool(suite: str, jobs: int, beside: Path) -> Iterator[Pool]:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant."""
+    """The outcome of a mutant."""
 
     id: str
     outcome: str  # one of OUTCOMES

@@ -1,1 +1,1 @@
-"""What scripts/sweep_blocks.py is made of."""
+"""The parts of scripts/sweep_blocks.py."""

@@ -1,4 +1,4 @@
-"""Kernels compiled many at a time, with an end to it."""
+"""Compiles kernels in parallel, and can be stopped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, tasks: Iterable[Hashable]) -> None:
-        """Have tasks done when those before them are."""
+        """Queue tasks after those already submitted."""
         for task in tasks:
             found = self._tasks.get(task)
             if found is None or found.cancelled():

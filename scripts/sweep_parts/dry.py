@@ -1,4 +1,4 @@
-"""A sweep without a GPU: what the compiler and the reference say of tiles."""
+"""A sweep without a GPU: compiler reports and predicted traffic of tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of cuflash that run on a tile of our choice.
+"""Forces calls of cuflash to use a given tile.
 
 No argument of a call asks for a tile, and none should: block_q and block_k
 leave many. What a call is decided by is its problem, its device and the
@@ -26,7 +26,7 @@ class Forced(NamedTuple):
 
 
 def force(choice: Forced | None) -> None:
-    """Have all further calls on CuPy's current device run on a choice."""
+    """Make all further calls on CuPy's current device use a choice."""
     import cupy
 
     from cuflash.backends import cupy as gpu

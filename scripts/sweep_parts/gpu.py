@@ -1,4 +1,4 @@
-"""What the child process does on the GPU: check tiles, and time them.
+"""The child process's work on the GPU: check and time tiles.
 
 Nobody else imports this: it needs CuPy.
 """

@@ -1,4 +1,4 @@
-"""A sweep on the GPU: compile, check, time, from group to group."""
+"""A sweep on the GPU: compile, check and time group by group."""
 
 from __future__ import annotations
 

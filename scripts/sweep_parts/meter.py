@@ -1,4 +1,4 @@
-"""How far a sweep is, and the time left: a bar, or lines where it is piped."""
+"""Progress and time left of a sweep: a bar, or lines in a pipe."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Meter:
             say(self.line())
 
     def line(self) -> str:
-        """How far it is, in words."""
+        """The progress as text."""
         seconds = time.monotonic() - self._start
         left = ""
         if self.done:

@@ -1,4 +1,4 @@
-"""What can be said of a tile without running it."""
+"""Predictions for a tile without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured so far, in a file, so that a sweep can go on."""
+"""Measurements so far, in a file, so that a sweep can resume."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Record:
         self, group: Group, cell: Cell, today: Tile, tiles: list[dict],
         date: str,
     ) -> None:  # fmt: skip
-        """Take a cell's times in, in place of those that were there."""
+        """Store a cell's times, replacing earlier ones."""
         fields = {**asdict(cell), "family": group.family}
         self.cells = [x for x in self.cells if key(x) != key(fields)]
         self.cells.append(
@@ -145,7 +145,7 @@ _KEY = ("family", "direction", "dtype", "head_dim", "causal", "seqlen",
 
 
 def key(entry: dict) -> tuple:
-    """What two entries of one cell have in common."""
+    """The key shared by all entries of a cell."""
     return tuple(entry[name] for name in _KEY)
 
 
@@ -162,7 +162,7 @@ def cell_of(entry: dict) -> Cell:
 
 
 def timed(entry: dict) -> Iterator[dict]:
-    """The tiles that were timed to the end, the fastest first."""
+    """The completely timed tiles, fastest first."""
     yield from sorted(
         (x for x in entry["tiles"] if "ms" in x), key=lambda x: x["ms"]
     )

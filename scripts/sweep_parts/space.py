@@ -1,4 +1,4 @@
-"""What is swept: groups of cells that share their kernels, and their tiles."""
+"""The sweep's groups of cells that share kernels, and their tiles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dtype_of(families: list[str] | None) -> str:
 
 
 class Lengths(NamedTuple):
-    """What is timed if nothing else is asked for."""
+    """The lengths timed by default."""
 
     tokens: int
     width: int
@@ -113,7 +113,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tile and what becomes of it.
+    """A tile and its plan.
 
     Attributes
     ----------
@@ -219,7 +219,7 @@ def companions(
 
 
 def steps(tile: Tile, other: Tile) -> float:
-    """How far two tiles are apart: octaves, all their numbers together."""
+    """The distance of two tiles: octaves, summed over all fields."""
     return sum(
         abs(math.log2(getattr(tile, name) / getattr(other, name)))
         for name in (field.name for field in fields(Tile))
@@ -227,13 +227,13 @@ def steps(tile: Tile, other: Tile) -> float:
 
 
 def digest(kernels: tuple[KernelPlan, ...], arch: str) -> str:
-    """A name for all that NVRTC is given."""
+    """A hash of NVRTC's input."""
     given = [(source.build(k), nvrtc.options(k, arch)) for k in kernels]
     return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
 
 def planned(cell: Cell, family: str, device: Device) -> Plan:
-    """What a call of a cell runs today."""
+    """The tile that a call of a cell uses today."""
     group = Group(
         family, cell.direction, cell.dtype, cell.head_dim, cell.causal
     )

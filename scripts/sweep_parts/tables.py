@@ -24,7 +24,7 @@ NOTE = "lines with 'measured' come from scripts/sweep_blocks.py"
 
 
 class Verdict(NamedTuple):
-    """A cell's best tile beside today's; times are None where unknown."""
+    """A cell's best tile and today's; unknown times are None."""
 
     group: Group
     seqlen: int
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(record: Record) -> list[Verdict]:
-    """What each cell of a record says; those without times are left out."""
+    """The verdict for each cell of a record that has times."""
     found = []
     for entry in record.cells:
         finished = list(timed(entry))
@@ -145,12 +145,12 @@ _FIELDS = ("family", "direction", "head_dim", "dtype", "causal", "option",
 
 
 def _what(line: dict[str, Any]) -> tuple:
-    """What a line is for."""
+    """The key of a line."""
     return tuple(line.get(name) for name in _FIELDS)
 
 
 def write(path: Path, arch: str, note: str, table: list[dict]) -> None:
-    """Write a table, a line an entry, all of it or nothing."""
+    """Write a table atomically, one line per entry."""
     ordered = sorted(
         table, key=lambda x: [(v is not None, v or 0) for v in _what(x)]
     )

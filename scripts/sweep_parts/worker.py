@@ -1,4 +1,4 @@
-"""The child process that holds the GPU, and how its parent speaks to it.
+"""The child process that uses the GPU, and its parent's interface to it.
 
 A tile that is wrong may never end, or leave the CUDA context useless: then
 the child is killed, and the next one goes on. The parent never touches CUDA.
@@ -23,7 +23,7 @@ class TileFault(Exception):
 
 
 class NoGpu(Exception):
-    """There is none; the message says why."""
+    """There is no GPU; the message says why."""
 
 
 def open_gpu() -> Any:
@@ -34,7 +34,7 @@ def open_gpu() -> Any:
 
 
 def serve(link: Connection, make: Callable[[], Any]) -> None:
-    """Answer requests (method, arguments) until the parent is through."""
+    """Answer requests (method, arguments) until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
     try:
         served = make()
@@ -95,7 +95,7 @@ class Worker:
         return answer
 
     def stop(self) -> None:
-        """Kill the child, whatever it does."""
+        """Kill the child process."""
         if self._child is not None:
             self._link.close()
             self._child.kill()

@@ -154,15 +154,15 @@ def some(count):
     return lambda: copied(count)
 
 
-UNDER_WAY = r"where a copy of thread \d+ is under way"
+UNDER_WAY = r"where a copy of thread \d+ is in flight"
 UNWRITTEN = "which no thread of the block has written"
 UNORDERED = "without a barrier in between"
 RACE = f"{UNWRITTEN}|{UNORDERED}|{UNDER_WAY}"
 OVERRUN = r"(\d+) of shared memory, which has \1$"
 UNDERRUN = r"byte -4 of shared memory, which has 256"
 UNFENCED = "has written without fence.proxy.async"
-IN_USE = "reads the accumulator of a product that it has not waited for"
-STUCK = "no thread can go on:"
+IN_USE = "reads the accumulator of a wgmma that it has not waited for"
+STUCK = "no thread can continue:"
 GAP = "in a gap between its rows|of (x|out), which has"
 MISALIGNED = r"0x[0-9a-f]+ is not aligned to 16 bytes"
 OUTSIDE = "out of the bounds of an array"
@@ -216,7 +216,7 @@ FAULTS = [
     Case("syncwarp_in_half", STUCK),
     Case(
         "shuffle_lane_outside_mask",
-        "mask 0x7fffffff, in which its own lane is not",
+        "mask 0x7fffffff, which lacks its own lane",
     ),
     Case("shuffle_lane_never_comes", STUCK),
     Case("shuffle_masks_differ", STUCK),
@@ -257,10 +257,10 @@ FAULTS = [
     Case("input_written", "of x, which is an input"),
     Case(
         "null_pointer",
-        "writes at address .*, where no array is",
+        "writes at address .*, which belongs to no array",
         lambda: copied_with(lse=np.empty(0, np.float32)),
     ),
-    Case("wild_pointer", "reads at address .*, where no array is"),
+    Case("wild_pointer", "reads at address .*, which belongs to no array"),
     Case("reduce_misaligned", MISALIGNED, threads=16),
     Case("float4_misaligned", MISALIGNED, threads=16),
     Case("shared_float4_misaligned", MISALIGNED, threads=16, shared_bytes=512),
@@ -313,10 +313,10 @@ FAULTS_ON_HOPPER = [
     Case("bar_sync_counts_differ", r"for (64|96) threads, others for"),
     Case("bar_sync_of_another_barrier", STUCK),
     Case("bar_arrive_does_not_wait", RACE),
-    Case("bar_arrive_for_nobody", "has 32 of its 64 threads as the block"),
+    Case("bar_arrive_for_nobody", "has 32 of its 64 threads when the block"),
     # Registers
-    Case("setmaxnreg_too_many", "want 66560 registers", **REGISTERS),
-    Case("setmaxnreg_never_given", "want 82944 registers", **REGISTERS),
+    Case("setmaxnreg_too_many", "need 66560 registers", **REGISTERS),
+    Case("setmaxnreg_never_given", "need 82944 registers", **REGISTERS),
     Case("setmaxnreg_takes_fewer", "takes registers: from 168", **REGISTERS),
 ]
 
@@ -461,7 +461,7 @@ def test_a_message_says_who_did_what_where():
 def test_a_message_says_who_waits_where():
     said, place = message("syncthreads_after_return")
     assert said.splitlines() == [
-        "syncthreads_after_return: no thread can go on:",
+        "syncthreads_after_return: no thread can continue:",
         "    block 0, threads 0 to 39 (warps 0 to 1) wait in __syncthreads at"
         f" {place} for 24 of 64 threads",
         "    block 0, threads 40 to 63 (warp 1) have ended",
@@ -472,9 +472,10 @@ def test_a_message_names_barriers_and_says_what_they_lack():
     said, waits, reads, meets = message("pipeline_stage_never_filled")
     said = re.sub(r"(wgmma\.cuh):\d+", r"\1", said)
     assert said.splitlines() == [
-        "pipeline_stage_never_filled: no thread can go on:",
+        "pipeline_stage_never_filled: no thread can continue:",
         "    block 0, mbarrier full[1]: phase 0 lacks 32 of 32 arrivals",
-        "    block 0, barrier 2 (STAGE_READ + 1): 32 of 64 threads have come",
+        "    block 0, barrier 2 (STAGE_READ + 1): 32 of 64 threads have"
+        " arrived",
         "    block 0, threads 0 to 31 (warp 0) wait in bar.sync at"
         f" {meets} for barrier 2 (STAGE_READ + 1)",
         "    block 0, threads 32 to 63 (warp 1) wait in mbarrier.try_wait at"
@@ -494,7 +495,7 @@ def test_a_message_says_what_bytes_an_mbarrier_lacks():
     said, _ = message("tma_load_wrong_bytes")
     assert (
         "mbarrier at byte 1024: phase 0 lacks 0 of 1 arrival; 512 bytes are"
-        " expected, 1024 are on their way\n"
+        " expected, 1024 are in flight\n"
     ) in said
 
 
@@ -502,4 +503,4 @@ def test_a_message_says_what_bytes_an_mbarrier_lacks():
 def test_a_message_says_whence_an_instruction_was_inlined(name):
     """Also if the thread has gone on when the fault shows."""
     said, place = message(name)
-    assert re.search(rf", wgmma\.cuh:\d+ \(in {place}\): ", said)
+    assert re.search(rf", sm90/wgmma\.cuh:\d+ \(in {place}\): ", said)

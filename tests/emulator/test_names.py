@@ -71,7 +71,7 @@ def test_an_mbarrier_has_its_name_instead(explained):
     [(1, None), (2, "EMPTY"), (3, "EMPTY + 1"), (4, "FULL"), (5, "FULL + 1")],
 )
 def test_a_named_barrier_has_the_constant_below(explained, number, name):
-    said = f"barrier {number}: 32 of 64 threads have come"
+    said = f"barrier {number}: 32 of 64 threads have arrived"
     named = f"barrier {number} ({name})" if name else f"barrier {number}"
     assert explained(said) == said.replace(f"barrier {number}", named)
 

@@ -94,7 +94,7 @@ def test_a_compiler_that_fails_without_a_word(
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(CompileError, match=r"by .*c\+\+.*\n.*status 3"):
+    with pytest.raises(CompileError, match=r"with .*c\+\+.*\n.*status 3"):
         launch()
     assert {path.suffix for path in cache.iterdir()} == {".lock"}
 
@@ -189,7 +189,7 @@ def test_a_program_that_cannot_be_started(tmp_path):
     said = str(caught.value)
     assert "Permission denied" in said and str(program) in said
     assert said.endswith(
-        "CUPY_CACHE_DIR to a folder that can be written and programs run from"
+        "CUPY_CACHE_DIR to a writable folder that programs can run from"
     )
 
 
@@ -242,7 +242,7 @@ def test_a_dtype_that_an_architecture_has_not():
 
 def test_another_system(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(UnsupportedError, match="Linux alone, this is darwin"):
+    with pytest.raises(UnsupportedError, match="on Linux, this is darwin"):
         with emulator.active():
             pass
 

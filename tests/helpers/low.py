@@ -3,7 +3,7 @@
 Every matrix stands whole. Products add up in float32 (float64 for
 float64), the softmax is float32 from the scores on, and whatever plain code
 would store in the dtype is rounded to it: P, dP, dS and the results. Masks
-and score steps come as `options.Terms`. Its
+and score modifications come as `options.Terms`. Its
 distance to the float64 reference is the error that the dtype costs anyone,
 and ours may be a small multiple of that (CONTRIBUTING, "Error").
 """

@@ -1,4 +1,4 @@
-"""Masks and score steps of a case, and what they come to, written densely.
+"""Masks and score modifications of a case, and their dense equivalents.
 
 The formulas of docs/guide/options.md stand here a second time on purpose.
 Public layout: (batch, heads, seqlen_q, seqlen_k), in which all broadcasts.

@@ -1,4 +1,4 @@
-"""Masks and score steps together, against the float64 reference."""
+"""Masks and score modifications together, against the float64 reference."""
 
 import contextlib
 

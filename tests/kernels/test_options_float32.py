@@ -1,4 +1,4 @@
-"""Masks and score steps in the kernels for float32."""
+"""Masks and score modifications in the kernels for float32."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Masks and score steps in Hopper's kernels."""
+"""Masks and score modifications in Hopper's kernels."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ SHAPES = [
 
 
 def option_case(name, shape, **more):
-    # Blocks that take turns wait for each other.
+    # Blocks wait for each other at dq_semaphore.
     on = Emulation("sm_90a", num_sms=2, seed=1, resident=2)
     return Case(
         "bfloat16", *shape, seed=4, on=on, **(OPTIONS | RARE)[name], **more

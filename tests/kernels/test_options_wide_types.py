@@ -1,4 +1,4 @@
-"""Masks and score steps in the kernels for float32 and float64."""
+"""Masks and score modifications in the kernels for float32 and float64."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Masks, score steps, sink and dropout, all drawn together."""
+"""Masks, score modifications, sink and dropout, all drawn together."""
 
 from dataclasses import replace
 

@@ -355,7 +355,7 @@ def test_a_broken_table_is_moved_aside(output, own_tables, capsys):
     (own_tables / "sm_80.json").write_text("{")
     with pytest.warns(RuntimeWarning, match="it is ignored"):
         assert sweep(output) == 0
-    assert "is no tile table" in capsys.readouterr().out
+    assert "is not a tile table" in capsys.readouterr().out
     assert (own_tables / "sm_80.json.broken").read_text() == "{"
     assert len(tiles.read_table(own_tables / "sm_80.json")) == 2
 

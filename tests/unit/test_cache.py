@@ -126,7 +126,7 @@ def test_without_a_folder_there_is_a_temporary_one(keep, read_only, tmp_path):
     assert keep.times == 1
     (said,) = [str(x.message) for x in warned]
     assert said.startswith(f"compiled kernels cannot be kept in {tmp_path}")
-    assert "set the environment variable CUPY_CACHE_DIR to a folder" in said
+    assert "set the environment variable CUPY_CACHE_DIR to a writable" in said
 
 
 def test_a_temporary_folder_ends_with_its_process(tmp_path):

@@ -238,7 +238,7 @@ cuflash.forward(Array(), Array(), Array())
     assert done.stderr.splitlines()[-1] == (
         "cuflash.errors.UnsupportedError: arrays on a CUDA device need CuPy, "
         'which could not be imported: pip install "cuflash[cuda13]", or '
-        '"cuflash[cuda12]" for a driver of CUDA 12'
+        '"cuflash[cuda12]" for a CUDA 12 driver'
     )
 
 

@@ -211,7 +211,7 @@ def test_a_plan_of_one_tile():
     [
         ({"format": "a table of ours"}, "format is 'a table of ours'"),
         ({"format": None}, "format is None"),
-        ({"arch": "sm_90"}, "it is of 'sm_90'"),
+        ({"arch": "sm_90"}, "it is for 'sm_90'"),
         ({"tiles": None}, "TypeError"),
         ({"tiles": [7]}, "TypeError"),
         ({"tiles": [{"family": "mma"}]}, "an entry has the fields"),
@@ -253,7 +253,7 @@ def test_a_wrong_entry_is_ignored_with_a_word(tmp_path, change, word):
 def test_a_broken_file_spoils_no_other(tmp_path, content):
     (tmp_path / "sm_86.json").write_bytes(content)
     write_table(tmp_path, "sm_80", entry())
-    with pytest.warns(RuntimeWarning, match="sm_86.json is no tile table"):
+    with pytest.warns(RuntimeWarning, match="sm_86.json is not a tile table"):
         (found,) = tiles.entries(tmp_path)
     assert found.arch == 80
 

@@ -138,8 +138,8 @@ def test_a_tensor_that_requires_grad():
     tensor.requires_grad = True
     assert complaint(UnsupportedError, "forward", q=tensor) == (
         "q is a test_validate.OnDevice that requires grad, expected one that "
-        "does not: cuflash takes no part in automatic differentiation (pass "
-        "q.detach() and call cuflash.backward)"
+        "does not: cuflash does not take part in automatic differentiation "
+        "(pass q.detach() and call cuflash.backward)"
     )
 
 
@@ -400,7 +400,7 @@ def test_heads_that_cannot_be_grouped(call, heads):
 @pytest.mark.parametrize(
     ("width", "error", "said"),
     [
-        (513, UnsupportedError, "at most 512: no kernel holds wider rows"),
+        (513, UnsupportedError, "at most 512: no kernel supports wider rows"),
         (0, ShapeError, "at least 1"),
     ],
 )
@@ -416,7 +416,7 @@ def test_head_dim_out_of_range(call, width, error, said):
 @pytest.mark.parametrize(
     ("width", "error", "said"),
     [
-        (513, UnsupportedError, "at most 512: no kernel holds wider rows"),
+        (513, UnsupportedError, "at most 512: no kernel supports wider rows"),
         (0, ShapeError, "at least 1"),
     ],
 )
@@ -587,7 +587,9 @@ def test_block_out_of_range(call, name, block):
 def test_precision_that_is_none(call, precision):
     said = complaint(ValueRangeError, call, precision=precision)
     assert said.startswith("precision is ")
-    assert said.endswith(", expected 'tf32x3', or None for that of the dtype")
+    assert said.endswith(
+        ", expected 'tf32x3', or None for the precision of the dtype"
+    )
 
 
 @both_directions
@@ -636,8 +638,8 @@ def test_out_that_is_read_only():
     out = zeros("out")
     out.flags.writeable = False
     assert complaint(ValueRangeError, "forward", out=out) == (
-        "out is read-only (numpy.ndarray (2, 5, 4, 6)), expected an array "
-        "that can be written to: it receives the result"
+        "out is read-only (numpy.ndarray (2, 5, 4, 6)), expected a writable "
+        "array: it receives the result"
     )
 
 
@@ -682,7 +684,7 @@ def test_out_that_overlaps_an_input(name):
     out = memory[array.size - 1 :][: out.size].reshape(out.shape)
     text = complaint(ValueRangeError, "forward", **{name: array}, out=out)
     assert text == (
-        f"out shares memory with {name}, expected memory of its own: {name} "
+        f"out shares memory with {name}, expected separate memory: {name} "
         "is read while out is written"
     )
 
@@ -703,8 +705,8 @@ def test_out_that_overlaps_itself(strides):
     out = np.ndarray(SHAPES["out"], np.float32, memory, strides=strides)
     assert complaint(ValueRangeError, "forward", out=out) == (
         "out has elements that share memory with each other (shape "
-        f"(2, 5, 4, 6), strides {strides} bytes), expected each in a place "
-        "of its own"
+        f"(2, 5, 4, 6), strides {strides} bytes), expected a separate "
+        "address for each"
     )
 
 

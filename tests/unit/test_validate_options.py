@@ -1,4 +1,4 @@
-"""The text of every error about masks and score steps."""
+"""The text of every error about masks and score modifications."""
 
 import numpy as np
 import pytest
@@ -77,8 +77,8 @@ def test_window_without_room(window):
     """As flash-attn writes no bound."""
     assert complaint(ValueRangeError, window=window) == (
         f"window is {window}, expected bounds of at least 0, or None for no "
-        "bound: a query sees left keys before its own place, that key, and "
-        "right keys after it"
+        "bound: a query sees left keys before its own position, the key at "
+        "it, and right keys after it"
     )
 
 
@@ -94,7 +94,7 @@ def test_softcap_out_of_range(softcap):
 def test_dropout_that_is_no_probability(dropout):
     assert complaint(ValueRangeError, dropout=dropout, seed=1) == (
         f"dropout is {dropout}, expected at least 0 and less than 1: it is "
-        "the probability of a pair to be dropped"
+        "the probability that a pair is dropped"
     )
 
 
@@ -116,8 +116,8 @@ def test_what_is_not_finite(name, value):
 
 def test_dropout_without_a_seed():
     assert complaint(ValueRangeError, dropout=0.5) == (
-        "seed is None, expected an int as there is dropout: forward and "
-        "backward have to drop the same pairs"
+        "seed is None, expected an int because dropout is given: forward and "
+        "backward must drop the same pairs"
     )
 
 
@@ -138,8 +138,8 @@ def test_seed_that_is_no_int():
 def test_gradients_of_what_is_not_there(name):
     needed = name.removeprefix("return_d")
     assert of_backward(**{name: True}) == (
-        f"{name} is given without {needed}, expected {needed} too: one says "
-        "nothing without the other"
+        f"{name} is given without {needed}, expected {needed} too: neither "
+        "has an effect alone"
     )
 
 
@@ -162,7 +162,7 @@ def test_gradients_that_are_not_wanted_need_nothing():
         (
             "mask",
             np.ones(PAIRS, np.uint8),
-            "bool: True keeps a pair; an additive one is a bias",
+            "bool: True keeps a pair; pass an additive mask as bias",
         ),
     ],
 )
@@ -224,8 +224,8 @@ def test_shape_of_segment_ids(shape):
 def test_one_of_two(name, sides):
     here, other = (f"{name}_{side}" for side in sides)
     assert complaint(ValueRangeError, **{here: ids(5)}) == (
-        f"{here} is given without {other}, expected {other} too: one says "
-        "nothing without the other"
+        f"{here} is given without {other}, expected {other} too: neither "
+        "has an effect alone"
     )
 
 
@@ -241,7 +241,7 @@ def test_out_that_shares_memory_with_bias():
     text = complaint(
         ValueRangeError, bias=memory.swapaxes(1, 2), out=memory[..., :6]
     )
-    assert text.startswith("out shares memory with bias, expected memory")
+    assert text.startswith("out shares memory with bias, expected separate")
 
 
 # Packed sequences ----------------------------------------------------------
@@ -270,7 +270,7 @@ def test_offsets_of_other_sequences():
 def test_offsets_of_no_sequence():
     assert complaint(ShapeError, PACKED, **packed(q=())) == (
         "cu_seqlens_q has shape (0,), expected (sequences + 1,): it holds "
-        "the offset of each sequence's first token, and the end of the last"
+        "the offset of each sequence's first token, then the end of the last"
     )
 
 
@@ -282,14 +282,14 @@ def test_what_packed_sequences_cannot_have(name):
         others["segment_ids_k"] = ids(7)
     assert complaint(UnsupportedError, PACKED, **packed(), **others) == (
         f"{name} is given with cu_seqlens_q, expected one of them: packed "
-        "sequences have no common axes of queries and keys"
+        "sequences do not support bias, mask or segment ids"
     )
 
 
 def test_longest_of_no_packed_sequences():
     assert complaint(ValueRangeError, max_seqlen_q=3) == (
         "max_seqlen_q is given without cu_seqlens_q, expected cu_seqlens_q "
-        "too: one says nothing without the other"
+        "too: neither has an effect alone"
     )
 
 

@@ -1,11 +1,11 @@
-"""Runs the kernels on a CPU: their very text, by a C++ compiler.
+"""Runs the kernels on a CPU: a C++ compiler compiles their actual text.
 
 >>> with cuflash.emulator.active(arch="sm_90a", seed=0):
 ...     out = cuflash.forward(q, k, v)
 
-Within the ``with``, calls on NumPy arrays go through the plan, the text and
-the kernels that a GPU of that architecture gets, and every access to memory
-is checked. Slow, and meant for tests.
+Within the ``with`` block, calls on NumPy arrays use the plans and kernel text
+of that architecture, and every memory access is checked. It is slow and meant
+for tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported by `active`: few need it
+if TYPE_CHECKING:  # imported in `active`, because few programs need it
     from cuflash.backends.emulator.machine import Emulator
     from cuflash.plan import Family
 
@@ -28,7 +28,7 @@ _current: ContextVar[Emulator | None] = ContextVar(
 
 
 def current() -> Emulator | None:
-    """The emulator that NumPy arrays go to, None if they do not."""
+    """The active emulator for NumPy arrays, or None."""
     return _current.get()
 
 
@@ -41,46 +41,45 @@ def active(
     flags: tuple[str, ...] | None = None,
     family: Family | None = None,
 ) -> Iterator[Emulator]:
-    """Have calls on NumPy arrays run the kernels, emulated on the CPU.
+    """Run calls on NumPy arrays with the kernels, emulated on the CPU.
 
-    For this thread (this context) alone, until the end of the ``with``.
+    Applies to this thread (this context) until the end of the ``with`` block.
 
     Parameters
     ----------
     arch : str, optional
-        The architecture whose plans and kernels are run.
+        The architecture whose plans and kernels are used.
     seed : int, optional
-        Draws the order in which warps take turns, and all else that a GPU
-        leaves open.
+        Determines the order in which warps run, and everything else that a
+        GPU leaves unspecified.
     resident : int, optional
-        How many blocks are alive at once; 0, the seed draws it.
+        The number of blocks alive at once; if 0, the seed determines it.
     timeout : float, optional
-        Seconds after which a kernel is given up.
+        Seconds after which a kernel is stopped.
     flags : tuple of str, optional
-        Further flags of the C++ compiler, to compile and to link kernels
-        with, as ``--coverage``. With any, the folder that a kernel was
-        compiled in is kept: see `runtime.executable`. By default those
-        in the environment variable CUFLASH_EMULATOR_FLAGS, if it is set.
+        Additional compiler and linker flags for kernels, such as
+        ``--coverage``. With any, a kernel's build folder is kept: see
+        `runtime.executable`. The default is the environment variable
+        CUFLASH_EMULATOR_FLAGS, if set.
     family : str, optional
-        ``"mma"``, ``"simt"`` or another: run these kernels where there are
-        some, as the environment variable ``CUFLASH_FAMILY`` does on a
-        GPU.
+        ``"mma"``, ``"simt"`` or another: use this kernel family if it
+        supports the problem, as ``CUFLASH_FAMILY`` does on a GPU.
 
     Yields
     ------
     Emulator
-        Its method `launch` runs kernels of one's own.
+        Its method `launch` runs custom kernels.
 
     Raises
     ------
     UnsupportedError
-        If no kernel runs on `arch`; from a call, if it or its dtype cannot
-        run there.
+        If no kernel runs on `arch`; from a call, if `arch` does not support
+        the call or its dtype.
     CompileError
         From a call: if there is no C++ compiler, or a kernel does not
         compile.
     KernelFault
-        From a call: if a kernel does what it must not, or does not end.
+        From a call: if a kernel performs an illegal operation or hangs.
     """
     from cuflash.backends.emulator.machine import Emulator
 

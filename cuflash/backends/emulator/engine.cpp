@@ -1,9 +1,9 @@
-// Runs one launch of one kernel on a CPU: `<executable> <folder>`, where runtime.py has written
-// what to run (launch.txt) and all memory that it may touch (memory.bin). Ends with status 0, or
-// with 70 and a message when a thread did what it must not.
+// Runs one launch of one kernel on a CPU: `<executable> <folder>`. runtime.py has written the
+// launch (launch.txt) and all memory that the kernel may access (memory.bin) to the folder. The
+// exit status is 0, or 70 with a message if a thread performed an illegal operation.
 //
-// The kernel's text is compiled with calls to __tsan_read4 and the like at every access to memory
-// that is not provably a thread's own: engine_hooks.h has them check it.
+// The compiler inserts calls to __tsan_read4 and the like before every memory access of the kernel
+// that is not provably private to a thread: engine_hooks.h implements them as checks.
 #include "engine.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;
 constexpr int MOST_SHARED_BYTES = 256 << 10;
-// Shared memory, with nothing of the program's own near it.
+// Shared memory, far from the program's own data.
 constexpr int NEAR_SHARED_BYTES = 64 << 10;
 extern "C" {
 alignas(1024) unsigned char emulator_shared[NEAR_SHARED_BYTES + MOST_SHARED_BYTES];

@@ -1,13 +1,13 @@
-// What the emulator's built-ins (cuda_host.h) and instructions (ptx_host.h) are made of. Every CUDA
-// thread is a fiber. It runs until it has to wait for others; engine.cpp then picks, by a seed, the
-// warp that goes on.
+// The engine's interface for the built-ins (cuda_host.h) and instructions (ptx_host.h). Every CUDA
+// thread is a fiber. It runs until it must wait for others; engine.cpp then chooses the next warp
+// from the seed.
 #pragma once
 #include <cstdint>
 
 namespace emulator {
 
-// Where in the kernel's text an operation stands. The built-in functions take it as their last
-// parameters, whose defaults are the caller's file and line.
+// The location of an operation in the kernel's text. The built-in functions take it as their last
+// parameters, which default to the caller's file and line.
 struct Site {
     const char* file;
     int line;
@@ -23,22 +23,22 @@ constexpr uint32_t WHOLE_WARP = 0xFFFFFFFFu;
 // Ends the process: the running thread did what `format` says, at `site`.
 [[noreturn]] void fault(Site site, const char* format, ...);
 
-// The calling lane waits until all lanes of `mask` have come to this operation. The last one runs
-// `meaning` with the operands of all lanes, null for those outside the mask.
+// The calling lane waits until all lanes of `mask` have reached this operation. The last one runs
+// `meaning` with the operands of all lanes, null for lanes outside the mask.
 using Meaning = void (*)(void* const (&lanes)[32]);
 void meet(const char* operation, uint32_t mask, void* operands, Meaning meaning, Site site);
 
 // As meet; afterwards all memory operations of these lanes are ordered.
 void meet_and_order(uint32_t mask, Site site);
 
-// The calling thread waits until all threads of the block have come here: whether any of them came
-// with a true predicate.
+// The calling thread waits until all threads of the block have arrived. Returns whether any
+// predicate was true.
 bool wait_for_block(const char* operation, bool predicate, Site site);
 
 // Lets other threads run, other blocks' too: for loops that wait for another value in global
 // memory.
 void give_way(const int* value, Site site);
-// What such loops wait for may have come.
+// Called when a value that such loops wait for may have changed.
 void progress();
 
 // Shared memory, by its address there. READ_BY_WARP: the lane gives the address, all lanes read.
@@ -49,14 +49,14 @@ void* shared_memory(uint32_t address, int bytes, int alignment, Access access, S
 void check_global(const void* address, int bytes, int alignment, Access access, Site site);
 
 // A copy global to shared of which the first `read` bytes are read and the others zero. It lands
-// at the thread's wait for its group, and until then nobody may touch the target.
+// at the thread's wait for its group; until then no thread may access the target.
 void copy_later(uint32_t target, const void* source, int bytes, int read, Site site);
 void commit_copies();
 void wait_for_copies(int pending);
 
 // ---- Hopper: what the instructions of the same names in ptx.cuh do ----
 
-// A tensor's map, as machine.py writes it into the 128 bytes that are a GPU's own affair.
+// A TensorMap, as machine.py encodes it in the 128 bytes that are opaque on a GPU.
 struct TensorMap {
     unsigned char* address;
     uint64_t sizes[4];                                      // elements, the fastest axis first
@@ -95,7 +95,7 @@ struct ProductOperands {
 };
 void start_product(ProductOperands& operands, Site site);
 
-// d += a b, rounded to float once an element.
+// d += a b, rounded to float once per element.
 void multiply_add(float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]);
 
 }  // namespace emulator

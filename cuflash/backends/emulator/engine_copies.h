@@ -1,4 +1,4 @@
-// Memory as kernels address it, and copies by cp.async. A part of engine.cpp.
+// Addresses of shared and global memory, and cp.async copies. A part of engine.cpp.
 #pragma once
 
 namespace emulator {

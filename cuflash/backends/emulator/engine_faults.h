@@ -1,13 +1,13 @@
-// Messages: what a thread did that it must not, or who waits for whom. A place in the text is a
-// file and a line, followed by `pc:` and addresses of the program. faults.py replaces those by the
-// lines from which the place was inlined or called. A part of engine.cpp.
+// Messages: illegal operations, and deadlocks. A location is a file and a line, followed by `pc:`
+// and program addresses. faults.py replaces the addresses by the lines from which the location was
+// inlined or called. A part of engine.cpp.
 #pragma once
 
 namespace emulator {
 namespace {
 
-// The running thread's return addresses, the innermost first, from `first` on (if it is null, all)
-// to the kernel's entry.
+// The running thread's return addresses, innermost first, from `first` (all if it is null) to the
+// kernel's entry.
 [[gnu::cold, gnu::noinline]] std::string trace_from(const void* first) {
     struct Walk { std::string words; const void* awaited; int left; } walk{"", first, 64};
     _Unwind_Backtrace([](_Unwind_Context* context, void* data) {
@@ -28,7 +28,7 @@ namespace {
 
 std::string trace() { return trace_from(nullptr); }
 
-// In a thread that report_standstill resumes.
+// Runs in a thread that report_standstill resumes.
 void report_trace() {
     thread->trace = trace();
     emulator_switch(&thread->stack_pointer, scheduler_stack);
@@ -38,7 +38,7 @@ void report_trace() {
     return std::string(site.file) + ":" + std::to_string(site.line);
 }
 
-// The same with addresses: the running thread's, as it is there now, or the one that was kept.
+// The same with addresses: the running thread's current ones, or the recorded one.
 [[gnu::cold]] std::string here(Site site) { return text(site) + " " + trace(); }
 
 [[gnu::cold]] std::string here(const Origin& origin) {
@@ -65,9 +65,9 @@ std::string name_of(const Block& b, int index) {
     stop(who + ", " + where + ": " + what);
 }
 
-// ---- No thread can go on: who waits where, for what, and what that lacks ----
+// ---- Deadlock: which threads wait where, for what, and what is missing ----
 
-// Numbers in words: "3", "0 to 31", "4, 6 to 8".
+// Formats numbers: "3", "0 to 31", "4, 6 to 8".
 std::string listed(const std::vector<int>& numbers) {
     std::string words;
     for (size_t i = 0, end; i < numbers.size(); i = end) {
@@ -129,11 +129,11 @@ std::string lacks(const Mbarrier& barrier) {
         + (barrier.expected == 1 ? " arrival" : " arrivals");
     if (barrier.bytes != 0 || coming != 0)
         words += "; " + std::to_string(barrier.bytes) + " bytes are expected, "
-               + std::to_string(coming) + " are on their way";
+               + std::to_string(coming) + " are in flight";
     return words;
 }
 
-// Resumes each thread that waits, for report_trace.
+// Resumes each waiting thread to run report_trace.
 void trace_all() {
     Thread* running = thread;
     reporting = true;
@@ -147,10 +147,10 @@ void trace_all() {
     thread = running;
 }
 
-// Equal neighbours in one line.
+// Adjacent threads with equal states share a line.
 [[noreturn]] void report_standstill() {
     trace_all();
-    std::string message = "no thread can go on:";
+    std::string message = "no thread can continue:";
     for (const auto& b : resident) {
         if (b->living == 0) continue;
         const std::string of_block = "\n    block " + std::to_string(b->index) + ", ";
@@ -163,7 +163,7 @@ void trace_all() {
             if (barrier.arrived > 0)
                 message += of_block + "barrier " + std::to_string(id) + ": "
                          + std::to_string(barrier.arrived) + " of "
-                         + std::to_string(barrier.threads) + " threads have come";
+                         + std::to_string(barrier.threads) + " threads have arrived";
         }
         const auto state = [&](int i) { return state_of(*b, b->threads[i], true); };
         for (int first = 0, end; first < launch.threads; first = end) {

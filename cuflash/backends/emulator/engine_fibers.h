@@ -1,4 +1,4 @@
-// A CUDA thread is a fiber with a stack of its own: how one leaves and another goes on. A part of
+// Fibers: each CUDA thread has its own stack; these functions switch between them. A part of
 // engine.cpp.
 #pragma once
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 4096;
 
-// Saves what a call preserves on the stack, stores its pointer, goes on from the other one.
+// Pushes the callee-saved registers, stores the stack pointer and continues on the other stack.
 extern "C" void emulator_switch(void** save, void* load);
 #if defined(__x86_64__)
 asm(R"(
@@ -77,7 +77,7 @@ constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
 void check_end();
 void check_end_of_block();
 
-// A stack on which emulator_switch goes on in run_thread.
+// Prepares a stack on which emulator_switch continues in run_thread.
 void prepare_stack(Thread& t) {
     auto* top = reinterpret_cast<void**>(t.stack + STACK_BYTES) - 4;    // 32-byte aligned
 #if defined(__x86_64__)
@@ -90,7 +90,7 @@ void prepare_stack(Thread& t) {
     t.stack_pointer = frame;
 }
 
-// To the scheduler. The thread goes on when it is READY and chosen.
+// Switches to the scheduler. The thread continues when it is READY and chosen.
 void leave() {
     in_engine = true;
     emulator_switch(&thread->stack_pointer, scheduler_stack);

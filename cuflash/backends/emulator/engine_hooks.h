@@ -1,5 +1,5 @@
-// What the compiler calls: before each access of the kernel's text to memory that is not provably a
-// thread's own (ThreadSanitizer's interface), and where an index leaves its array
+// Functions that the compiler calls: before each access of the kernel to memory that is not
+// provably private to a thread (ThreadSanitizer's interface), and where an index is out of bounds
 // (UndefinedBehaviorSanitizer's). A part of engine.cpp.
 #pragma once
 
@@ -8,8 +8,8 @@ namespace {
 
 extern "C" char __executable_start, end;
 
-// Every access of the kernel's text to memory that may not be the thread's own, by the address from
-// which it returns.
+// Checks an access of the kernel to memory that may not be private to the thread. `caller` is the
+// return address.
 inline void check(
     const void* pointer, int bytes, int alignment, Access access, void* caller) {
     if (in_engine) return;
@@ -20,7 +20,7 @@ inline void check(
         const char* used = register_in_use(p, bytes, access);
         if (used == nullptr) return;
         fault_at(where(), std::string(access == Access::WRITE ? "writes " : "reads ") + used
-                 + " of a product that it has not waited for");
+                 + " of a wgmma that it has not waited for");
     }
     const auto address = reinterpret_cast<uint64_t>(p);
     if (p >= emulator_shared && p < shared_bytes + MOST_SHARED_BYTES) {

@@ -1,5 +1,5 @@
-// What Hopper's instructions do: barriers that count bytes, bulk copies that land at the wait for
-// them, products of warpgroups that run at theirs. A part of engine.cpp.
+// Hopper's instructions: mbarriers, bulk copies (which land at the wait for them) and wgmma (which
+// runs at its wait). A part of engine.cpp.
 #pragma once
 
 namespace emulator {
@@ -11,9 +11,9 @@ constexpr int SWIZZLED_ROW_BYTES = 128;
 // 128-byte swizzle: the 16-byte chunk of an address is mixed with the row that it is in.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// ---- Who has heard of whom ----
+// ---- Publishing epochs ----
 
-// The running thread's warp tells `told` all that it knows, and begins a new epoch.
+// The running thread's warp publishes every epoch that it knows to `told`, and begins a new epoch.
 void tell(std::vector<uint32_t>& told) {
     const int w = thread->index / LANES, n = block->num_warps();
     told.resize(n);
@@ -34,7 +34,7 @@ Mbarrier& mbarrier_at(uint32_t address, Site site) {
     const auto found = block->mbarriers.find(address);
     if (found == block->mbarriers.end())
         fault(site, "no mbarrier has been initialised at byte %u of shared memory", address);
-    // Its first state was written like other shared memory: is that ordered before?
+    // Initialisation is a write to shared memory and must be ordered before this use.
     const Granule& g = block->granules[address / GRANULE];
     if (!write_is_ordered(g))
         fault(site, "uses the mbarrier at byte %u of shared memory, which thread %d has "
@@ -42,7 +42,7 @@ Mbarrier& mbarrier_at(uint32_t address, Site site) {
     return found->second;
 }
 
-// A row of a box: where it stands in the box, where in the array, and how much of it is there.
+// A row of a box: its position in the box and in the array, and how much of it exists.
 struct BoxRow { int from; unsigned char* array; int bytes; };
 
 template <class F> void for_each_row(const TensorMap& map, const int (&at)[4], const F& f) {
@@ -72,11 +72,11 @@ const TensorMap& checked_map(const void* pointer, const int (&at)[4], uint32_t s
         fault(site, "a box of %u x %u x %u x %u elements, expected rows of 64 of one head",
               map.box[0], map.box[1], map.box[2], map.box[3]);
     if (shared % 1024 != 0)
-        fault(site, "byte %u of shared memory is not aligned to 1024 bytes, which the pattern of "
-              "128-byte swizzle repeats after", shared);
+        fault(site, "byte %u of shared memory is not aligned to 1024 bytes, the period of the "
+              "128-byte swizzle", shared);
     for (int index : at)
         if (index < 0)                                      // seen on an H200: illegal instruction
-            fault(site, "a box from (%d, %d, %d, %d) on, before the tensor's start", at[0], at[1],
+            fault(site, "a box at (%d, %d, %d, %d), before the tensor's start", at[0], at[1],
                   at[2], at[3]);
     return map;
 }
@@ -92,7 +92,7 @@ void land(Mbarrier& barrier) {
             g.written_in = block->run;
             g.writer = static_cast<uint16_t>(load.thread);
             g.write_epoch = block->epoch[warp];
-            g.write_syncs = 0;                              // the barrier orders lanes, too
+            g.write_syncs = 0;                              // the mbarrier orders lanes too
         };
         if (!load.map)
             for (int i = 0; i < load.bytes; i += 2) write(load.target + i, load.source + i);
@@ -110,7 +110,7 @@ void land(Mbarrier& barrier) {
     barrier.loads.clear();
 }
 
-// Ends the phase if nothing is missing. Copies land when someone waits for them and for no arrival.
+// Ends the phase if nothing is missing. Copies land when a thread waits and only bytes are missing.
 void end_phase(Mbarrier& barrier) {
     if (barrier.missing > 0 || barrier.waiting.empty()) return;
     int64_t bytes = 0;
@@ -146,7 +146,7 @@ void fence_mbarrier_init() {
 void mbarrier_arrive(uint32_t address, int bytes, Site site) {
     Mbarrier& barrier = mbarrier_at(address, site);
     if (barrier.missing == 0) {
-        // The phase has all its arrivals, only bytes are on their way: they land now.
+        // The phase has all its arrivals and only bytes are in flight: they land now.
         barrier.waiting.push_back(thread->index);
         end_phase(barrier);
         barrier.waiting.clear();
@@ -164,7 +164,7 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
 bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
     Mbarrier* barrier = &mbarrier_at(address, site);
     if (barrier->phase % 2 == parity) {
-        if (draw(4) == 0) return false;                     // it may give up at any time
+        if (draw(4) == 0) return false;                     // try_wait may time out
         barrier->waiting.push_back(thread->index);
         note_wait("mbarrier.try_wait", site, Awaited::MBARRIER, address);
         end_phase(*barrier);                                // makes it ready
@@ -176,14 +176,14 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
     return true;
 }
 
-// ---- Barriers of some threads ----
+// ---- Named barriers ----
 
 void named_barrier(int id, int threads, bool wait, Site site) {
     if (id < 1 || id > 15) fault(site, "barrier %d, expected 1 to 15", id);
-    if (threads % LANES != 0) fault(site, "a barrier of %d threads, no multiple of 32", threads);
+    if (threads % LANES != 0) fault(site, "a barrier of %d threads, not a multiple of 32", threads);
     NamedBarrier& barrier = block->named_barriers[id];
     if (barrier.arrived > 0 && barrier.threads != threads)
-        fault(site, "comes to barrier %d for %d threads, others for %d", id, threads,
+        fault(site, "arrives at barrier %d for %d threads, others for %d", id, threads,
               barrier.threads);
     barrier.threads = threads;
     barrier.origin = {site, __builtin_return_address(0)};
@@ -207,14 +207,14 @@ void named_barrier(int id, int threads, bool wait, Site site) {
         }
     barrier = {};
     if (wait) {
-        // The last to come waits for its turn as the others do.
+        // The last thread to arrive waits to be scheduled like the others.
         make_ready((thread->state = State::WAITS, *thread));
         leave();
     }
     in_engine = false;
 }
 
-// ---- Registers that warps trade ----
+// ---- setmaxnreg ----
 
 namespace {
 
@@ -236,23 +236,23 @@ void set_registers(int count, bool more, Site site) {
     }, site);
 }
 
-// ---- What a block must have settled when its last thread ends ----
+// ---- Checks when a block's last thread ends ----
 
 namespace {
 
 void check_end_of_block() {
-    // Whoever takes more registers than others have given would wait for ever.
+    // On a GPU, setmaxnreg.inc waits for ever if other warps have not released enough registers.
     int registers = 0;
     for (const Warp& warp : block->warps) registers += warp.registers * LANES;
     const int most = registers_at_start() * block->num_warps() * LANES;
     if (registers > most)
-        fault(block->registers, "the warps want %d registers, and the block has %d",
+        fault(block->registers, "the warps need %d registers, but the block has %d",
               registers, most);
-    // Whoever comes to a barrier takes part in a meeting that has to be.
+    // Every arrival at a named barrier must be part of a completed barrier.
     for (int id = 1; id < 16; ++id) {
         const NamedBarrier& barrier = block->named_barriers[id];
         if (barrier.arrived > 0)
-            fault(barrier.origin, "barrier %d has %d of its %d threads as the block ends", id,
+            fault(barrier.origin, "barrier %d has %d of its %d threads when the block ends", id,
                   barrier.arrived, barrier.threads);
     }
 }
@@ -268,12 +268,12 @@ namespace {
 Mbarrier& known_mbarrier_at(uint32_t address, Site site) {
     Mbarrier& barrier = mbarrier_at(address, site);
     if (!barrier.fenced)
-        fault(site, "the TMA unit may not know the mbarrier at byte %u yet: its initialisation "
+        fault(site, "TMA may not see the mbarrier at byte %u yet: its initialisation "
               "was not fenced", address);
     return barrier;
 }
 
-// 16 bytes of shared memory, which nobody may touch until a bulk copy has landed there.
+// Marks 16 bytes of shared memory that no thread may access until a bulk copy has landed.
 void expect_chunk(uint32_t to, Site site) {
     check_shared(to, 16, Access::WRITE, [&] { return here(site); });
     memset(shared_bytes + to, 0xFF, 16);
@@ -387,7 +387,8 @@ void write_target(const BulkStore& store) {
 
 }  // namespace
 
-// A store is read no earlier than somebody waits for that, and so it is with its writing.
+// A store reads shared memory as late as possible: at the wait for its read. It writes as late,
+// too.
 void read_stores(int pending) {
     const int count = static_cast<int>(thread->store_groups.size()) - pending;
     for (int i = 0; i < count; ++i)
@@ -404,7 +405,7 @@ void write_stores(int pending) {
 
 namespace {
 
-// A block's shared memory may be gone once its threads have ended.
+// A block's shared memory may be reused once its threads have ended.
 void check_end() {
     const BulkStore* unread = thread->stores.empty() ? nullptr : &thread->stores.front();
     for (const auto& group : thread->store_groups)
@@ -415,7 +416,7 @@ void check_end() {
     write_stores(0);
 }
 
-// ---- Products of warpgroups ----
+// ---- wgmma ----
 
 struct Descriptor {
     uint32_t start, panel, group;                           // bytes
@@ -464,7 +465,7 @@ void check_operands(const Product& p) {
             for (int step = 0; step < 16; step += 8) check(b.contiguous_sum(column, step));
     }
     if (p.a_registers[0] != nullptr) return;
-    // All of the warpgroup's rows: nothing says that a warp reads its own alone.
+    // All of the warpgroup's rows: PTX does not promise that a warp reads only its own.
     if (p.a_columns_contiguous) {
         for (int step = 0; step < 16; ++step)
             for (int row = 0; row < 64; row += 8) check(a.contiguous_lines(row, step));
@@ -549,8 +550,8 @@ void issue(void* const (&lanes)[32]) {
     warp.products.push_back(p);
 }
 
-// Registers of products under way, where the running thread accesses its own memory: an
-// accumulator is theirs alone, and A may not be overwritten. Null if there is none.
+// Whether the running thread accesses registers of a wgmma in flight: it may not access an
+// accumulator or overwrite A. Null if it does neither.
 const char* register_in_use(const unsigned char* p, int bytes, Access access) {
     const int lane = thread->index % LANES;
     const auto among = [&](const void* registers, size_t count) {

@@ -1,11 +1,11 @@
-// What is launched: read from the folder that runtime.py has filled. A part of engine.cpp.
+// The launch, read from the folder that runtime.py has written. A part of engine.cpp.
 #pragma once
 
 namespace emulator {
 namespace {
 
-// An array of the launch, mapped at the address that the argument struct holds. Array i lies in the
-// i-th span of addresses; between arrays nothing is mapped.
+// An array of the launch, mapped at the address in the argument struct. Array i lies in address
+// span i; nothing is mapped between arrays.
 struct Array {
     std::string name;
     unsigned char* bytes;

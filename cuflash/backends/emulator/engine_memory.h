@@ -1,11 +1,11 @@
-// Is this access allowed? Bounds, alignment, what has been written, and whether a barrier stands
-// between two that meet. A part of engine.cpp.
+// Checks memory accesses: bounds, alignment, initialisation, and whether a barrier orders
+// conflicting accesses. A part of engine.cpp.
 #pragma once
 
 namespace emulator {
 namespace {
 
-// The warps of the block, all of them: each has now heard of the others' epochs, and begins one.
+// A barrier of the whole block: each warp acquires the epochs of all others and begins a new one.
 void order_block() {
     Block& b = *block;
     const int n = b.num_warps();
@@ -22,8 +22,8 @@ bool write_is_ordered(const Granule& g, Access access = Access::READ) {
     return g.write_epoch <= block->heard[w * block->num_warps() + v];
 }
 
-// The first warp that has read granules [first, end) last, and not ordered before the running
-// thread's access; or -1.
+// The first warp whose last read of granules [first, end) is not ordered before the running
+// thread's access; -1 if there is none.
 int unordered_reader(int64_t first, int64_t end) {
     const int w = thread->index / LANES, n = block->num_warps();
     const auto own_lane = static_cast<unsigned>(thread->index % LANES);
@@ -51,8 +51,8 @@ void note_reads(int64_t first, int64_t end, Access access = Access::READ) {
         Read& r = reads[i];
         const bool now = r.epoch != 0 && r.syncs == syncs;
         r.epoch = epoch;
-        // A product's reads are noted where the whole warp has waited for it: all lanes are past
-        // them.
+        // The reads of a wgmma are noted when the whole warp has waited for it, so no lane has any
+        // left.
         if (access == Access::READ_BY_PRODUCT) {
             if (!now) r.syncs = syncs - 1;
             continue;
@@ -75,8 +75,8 @@ std::string bytes_at(Access access, int bytes, int64_t offset) {
          + (bytes == 1 ? " byte" : " bytes") + " at byte " + std::to_string(offset);
 }
 
-// `by_proxy`: the access is the TMA unit's or a warpgroup product's, which sees what threads wrote
-// only after their fence.
+// `by_proxy`: the access is made by TMA or wgmma (the async proxy), which sees a thread's writes
+// only after that thread's fence.
 template <class Where>
 void check_shared(
     int64_t offset, int bytes, Access access, const Where& where, bool by_proxy = false) {
@@ -89,10 +89,10 @@ void check_shared(
         const Granule& g = block->granules[i];
         const bool checked = before != nullptr && memcmp(before, &g, sizeof g) == 0;
         before = &g;
-        if (checked) continue;                              // most are as their neighbour is
+        if (checked) continue;                              // most equal their neighbour
         if (g.landing != 0)
             fault_at(where(), what() + ", where a copy of thread " + std::to_string(g.landing - 1)
-                     + " is under way that it has not waited for");
+                     + " is in flight that it has not waited for");
         const bool written = g.written_in == block->run;
         if (access != Access::WRITE && !written)
             fault_at(where(), what() + ", which no thread of the block has written");
@@ -122,7 +122,7 @@ void check_array(uint64_t address, int bytes, Access access, const Where& where)
         char number[32];
         snprintf(number, sizeof number, "%#llx", static_cast<unsigned long long>(address));
         fault_at(where(), std::string(access == Access::READ ? "reads" : "writes") + " at address "
-                 + number + ", where no array is");
+                 + number + ", which belongs to no array");
     }
     const Array& array = launch.arrays[i];
     const auto offset = static_cast<int64_t>(

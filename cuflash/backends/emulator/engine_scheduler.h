@@ -1,11 +1,11 @@
-// Which warp runs next, and who lives. A part of engine.cpp.
+// The scheduler: which warp runs next, and which blocks are resident. A part of engine.cpp.
 #pragma once
 
 namespace emulator {
 namespace {
 
-// Of each thread, as many as there are for one block (__launch_bounds__(threads, 1)): so many have
-// the kernels that trade them.
+// Registers per thread with one block per SM (__launch_bounds__(threads, 1)), as in the kernels
+// that use setmaxnreg.
 int registers_at_start() {
     constexpr int OF_MULTIPROCESSOR = 64 << 10, UNIT = 8, MOST = 248;
     const int num_warps = (launch.threads + LANES - 1) / LANES;
@@ -40,7 +40,7 @@ void start_block(Block& b, int index) {
             mprotect(low, GUARD_BYTES, PROT_NONE);
             b.threads[i].stack = low + GUARD_BYTES;
         }
-    } else {                                                // what the former block did is over
+    } else {                                                // reset the previous block's state
         for (auto& g : b.granules) g.landing = g.leaving = 0;
         Block* running = block;
         block = &b;
@@ -80,7 +80,7 @@ void run_lane(int index) {
     thread = nullptr;
 }
 
-// Runs the lanes of a warp that are ready, in any order, until each waits or has ended.
+// Runs the ready lanes of a warp, in random order, until each waits or has ended.
 void run_warp(int w) {
     const uint32_t ready = block->warps[w].ready;
     const int first = draw(LANES), step = draw(2) == 0 ? 1 : LANES - 1;
@@ -90,8 +90,8 @@ void run_warp(int w) {
     }
 }
 
-// How warps take turns: any that is ready; or the same one as long as it is; or the first in an
-// order of their own.
+// Policies for choosing a warp: any ready one; the same one while it is ready; or the first ready
+// one in a fixed random order.
 enum class Order { ANY, SAME, RANKED };
 
 void run_all() {
@@ -131,8 +131,8 @@ void run_all() {
             if (able.empty()) break;
             switch_block(able[draw(static_cast<int>(able.size()))]);
         }
-        // Who gave way comes after all others that are ready, whatever the order, as on a GPU no
-        // warp waits for ever: what a loop waits for may take the block's other warps.
+        // Under every policy, a warp that yielded runs after all other ready warps. On a GPU every
+        // warp makes progress, and a spinning loop may wait for the block's other warps.
         const auto comes_first = [](const Warp& w) { return w.ready != 0 && !w.gives_way; };
         if (std::none_of(block->warps.begin(), block->warps.end(), comes_first))
             for (Warp& w : block->warps) w.gives_way = false;

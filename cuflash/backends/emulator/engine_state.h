@@ -1,4 +1,4 @@
-// Threads, warps, blocks, and what is known of each byte of shared memory. A part of engine.cpp.
+// The state of threads, warps, blocks and of each byte of shared memory. A part of engine.cpp.
 #pragma once
 
 namespace emulator {
@@ -6,14 +6,14 @@ namespace {
 
 constexpr int LANES = 32;
 
-// Where an instruction stands whose fault shows later: its site and its return address.
+// The location of an instruction whose fault shows later: its site and its return address.
 struct Origin { Site site; const void* caller; };
 
 struct Copy { uint32_t target; const unsigned char* source; int bytes, read; };
 
-// Bulk copies on their way, to shared memory and from there: a box of a tensor or, where there is
-// no map, neighbouring bytes. Bytes that go to global memory are floats to be added there. The map
-// is copied: the kernel's own is gone when the thread ends, which may be before a copy lands.
+// Bulk copies in flight, to shared memory and from it: a box of a tensor or, without a map,
+// contiguous bytes. Contiguous bytes sent to global memory are floats to be added there. The map is
+// copied, because the kernel's own may be gone (its thread has ended) before the copy lands.
 struct BulkLoad {
     uint32_t target;
     std::optional<TensorMap> map;
@@ -29,15 +29,15 @@ struct BulkStore {
     int at[4];
     Origin origin;
     bool read = false;
-    std::vector<unsigned char> bytes;                       // that were read and are not written yet
-    unsigned char* target = nullptr;                        // without a map: of so many bytes
+    std::vector<unsigned char> bytes;                       // read, but not written yet
+    unsigned char* target = nullptr;                        // without a map: of `count` bytes
     int count = 0;
 };
 
 enum class State { READY, WAITS, ENDED };
 
-// What a thread waits for, besides the operation: an mbarrier by its address in shared memory, a
-// named barrier by its number, another value by its address in global memory.
+// What a thread waits for, in addition to the operation: an mbarrier (its address in shared
+// memory), a named barrier (its number) or another value (its address in global memory).
 enum class Awaited { THREADS, MBARRIER, NAMED_BARRIER, VALUE };
 
 struct Thread {
@@ -45,7 +45,7 @@ struct Thread {
     void* stack_pointer = nullptr;
     unsigned char* stack = nullptr;                         // its lowest address
     State state = State::READY;
-    const char* operation = "";                             // that it waits in
+    const char* operation = "";                             // in which it waits
     Site site = {"", 0};
     Awaited awaited = Awaited::THREADS;
     uint64_t awaited_at = 0;
@@ -53,12 +53,12 @@ struct Thread {
     std::vector<Copy> copies;                               // not committed yet
     std::vector<std::vector<Copy>> groups;                  // committed, oldest first
     uint16_t proxy_fences = 0;
-    Origin product = {};                                    // that it begins
+    Origin product = {};                                    // the wgmma that it issues
     std::vector<BulkStore> stores;                          // not committed yet
     std::vector<std::vector<BulkStore>> store_groups;
 };
 
-// Lanes of a warp that have come to one operation and wait for the others of its mask.
+// Lanes of a warp that have arrived at an operation and wait for the other lanes of its mask.
 struct Meeting {
     const char* operation;
     uint32_t mask, arrived;
@@ -66,14 +66,14 @@ struct Meeting {
     void* operands[LANES];
 };
 
-// An accumulator whose products are under way: what it really holds, and whose registers it is.
+// The accumulator of a wgmma in flight: its true values, and the registers that hold it.
 struct Accumulator {
     std::vector<float> values;                              // [lane][count]
     float* registers[LANES];
     int count, pending;
 };
 
-// A warp's part of a warpgroup product: 16 rows of A, all of B.
+// A warp's part of a wgmma: 16 rows of A, all of B.
 struct Product {
     std::shared_ptr<Accumulator> d;
     uint64_t a, b;                                          // descriptors
@@ -85,20 +85,20 @@ struct Product {
 };
 
 struct Warp {
-    uint32_t ready = 0;                                     // a bit a lane
-    bool gives_way = false;                                 // to all others that are ready
+    uint32_t ready = 0;                                     // one bit per lane
+    bool gives_way = false;                                 // yields to all other ready warps
     std::vector<Meeting> meetings;
     std::vector<Product> products;                          // not committed yet
     std::vector<std::vector<Product>> product_groups;
-    std::vector<std::shared_ptr<Accumulator>> accumulators; // of either
+    std::vector<std::shared_ptr<Accumulator>> accumulators; // of both
     bool fenced = false;                                    // since the last wait
-    int registers = 0;                                      // of each thread
+    int registers = 0;                                      // per thread
 };
 
-// An mbarrier. `told` and `heard`: the epochs of those who have arrived in this phase, in the last.
+// An mbarrier. `told` and `heard`: the epochs published by arrivals in this phase and in the last.
 struct Mbarrier {
     int expected, missing;                                  // arrivals
-    int64_t bytes = 0;                                      // announced and not copied
+    int64_t bytes = 0;                                      // expected, but not copied yet
     uint32_t phase = 0;
     bool fenced = false;
     std::vector<BulkLoad> loads;
@@ -109,23 +109,23 @@ struct Mbarrier {
 // One of barriers 1 to 15.
 struct NamedBarrier {
     int arrived = 0, threads = 0;
-    Origin origin = {};                                     // of the last to come
+    Origin origin = {};                                     // of the last arrival
     std::vector<uint32_t> told;
     std::vector<int> waiting;
 };
 
-// Who wrote and who read two bytes of shared memory last. A warp's epoch is over when it has told
-// others of it, at a barrier: a write is ordered before an access of another warp if that warp has
-// heard of the writer's epoch. Before an access of another lane of its warp it is ordered if the
-// lanes have synchronised since, which `syncs` counts.
+// The last writer and readers of two bytes of shared memory. A warp's epoch ends when the warp
+// publishes it at a barrier. A write is ordered before an access of another warp if that warp has
+// acquired the writer's epoch (`heard`). It is ordered before an access of another lane of the same
+// warp if the lanes have synchronised since; `syncs` counts that.
 constexpr int GRANULE = 2;
 struct Granule {
-    uint32_t written_in = 0;                                // run of a block, 0: never
+    uint32_t written_in = 0;                                // Block::run, 0: never
     uint32_t write_epoch = 0, write_syncs = 0;
     uint16_t writer = 0;
-    uint16_t landing = 0;                                   // thread + 1 whose copy is under way
-    uint16_t leaving = 0;                                   // thread + 1 whose bulk store reads it
-    uint16_t unfenced = 0;                                  // 1 + fences of the writer, 0: none due
+    uint16_t landing = 0;                                   // 1 + thread whose copy is in flight
+    uint16_t leaving = 0;                                   // 1 + thread whose bulk store reads it
+    uint16_t unfenced = 0;                                  // 1 + writer's fences, 0: none needed
 };
 struct Read {
     uint64_t epoch : 28;                                    // of a warp's last read, 0: none
@@ -134,7 +134,7 @@ struct Read {
 };
 constexpr uint8_t SEVERAL = 255;
 
-// A block that is alive. Its shared memory stands in shared_bytes while it runs, else in `shared`.
+// A resident block. Its shared memory is in shared_bytes while it runs, otherwise in `shared`.
 struct Block {
     int index = -1;
     uint32_t run = 0;                                       // counts blocks of all launches
@@ -150,7 +150,7 @@ struct Block {
     bool predicate = false, outcome = false;               // so far; of the last barrier
     const char* barrier = "";
     Site barrier_site = {"", 0};
-    Origin registers = {};                                  // where a warp last took some
+    Origin registers = {};                                  // the last setmaxnreg.inc
     std::map<uint32_t, Mbarrier> mbarriers;                 // by address
     NamedBarrier named_barriers[16];
     int num_warps() const { return static_cast<int>(warps.size()); }
@@ -158,14 +158,14 @@ struct Block {
 };
 
 std::vector<std::unique_ptr<Block>> resident;
-Block* block = nullptr;                                     // that runs, its thread
+Block* block = nullptr;                                     // running, with `thread`
 Thread* thread = nullptr;
 bool block_may_change = false;                              // at the next choice
 bool in_engine = true;                                      // accesses are not checked
-bool reporting = false;                                     // threads run for report_trace alone
+bool reporting = false;                                     // threads run only for report_trace
 void* scheduler_stack = nullptr;
 std::mt19937_64 random_bits;
-uint64_t idle_turns = 0;                                    // of waiting loops, in a row
+uint64_t idle_turns = 0;                                    // consecutive spins of waiting loops
 
 int draw(int below) { return static_cast<int>(random_bits() % static_cast<uint64_t>(below)); }
 

@@ -1,5 +1,4 @@
-// Threads that wait for one another: warps that meet, barriers of a block, loops. A part of
-// engine.cpp.
+// Waiting: warp-level operations, block barriers, spinning loops. A part of engine.cpp.
 #pragma once
 
 namespace emulator {
@@ -27,7 +26,7 @@ namespace {
 void meet(const char* operation, uint32_t mask, void* operands, Meaning meaning, Site site) {
     const int lane = thread->index % LANES;
     if ((mask >> lane & 1) == 0)
-        fault(site, "%s with mask %#x, in which its own lane is not", operation, mask);
+        fault(site, "%s with mask %#x, which lacks its own lane", operation, mask);
     auto& meetings = block->warps[thread->index / LANES].meetings;
     size_t i = 0;
     while (i < meetings.size()
@@ -70,7 +69,7 @@ bool wait_for_block(const char* operation, bool predicate, Site site) {
     b.predicate |= predicate;
     if (++b.at_barrier < launch.threads) {
         wait_in(operation, site);
-        return b.outcome;       // not b.predicate: others may have come to the next barrier already
+        return b.outcome;       // not b.predicate: other threads may be at the next barrier already
     }
     in_engine = true;
     b.at_barrier = 0;
@@ -79,7 +78,7 @@ bool wait_for_block(const char* operation, bool predicate, Site site) {
     order_block();
     for (Thread& t : b.threads) make_ready(t);
     block_may_change = draw(4) == 0;
-    // The last to come waits for its turn as the others do.
+    // The last thread to arrive waits to be scheduled like the others.
     make_ready((thread->state = State::WAITS, *thread));
     leave();
     return b.outcome;
@@ -87,8 +86,8 @@ bool wait_for_block(const char* operation, bool predicate, Site site) {
 
 void give_way(const int* value, Site site) {
     note_wait("a loop", site, Awaited::VALUE, reinterpret_cast<uint64_t>(value));
-    // No turn of a loop changes what it waits for: if all threads only take such turns, for long,
-    // it will never come.
+    // An iteration of a spinning loop changes nothing. If all threads only spin for long, the
+    // awaited value will never come.
     if (++idle_turns > 1000u * resident.size() * launch.threads) report_standstill();
     in_engine = true;
     make_ready(*thread);

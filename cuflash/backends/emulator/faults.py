@@ -1,9 +1,9 @@
-"""Lines and names for the message of a fault.
+"""Adds source lines and names to the message of a fault.
 
-The engine knows addresses of the program, bytes of shared memory and numbers
-of barriers. Their lines and names stand in debug information: addr2line reads
-that of the program; for readelf the kernel's text is compiled again, without
-its code, when there is a fault to explain.
+The engine knows program addresses, bytes of shared memory and barrier
+numbers. Debug information maps them to lines and names: addr2line reads the
+program's; for readelf, the kernel's text is compiled again, without its code,
+when there is a fault to explain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READELF = "readelf"
 
 
 def explain(message: str, kernel: KernelPlan, arch: str, program: Path) -> str:
-    """The engine's message with lines and names in it.
+    """The engine's message with source lines and names.
 
     Parameters
     ----------
@@ -34,13 +34,13 @@ def explain(message: str, kernel: KernelPlan, arch: str, program: Path) -> str:
     kernel : plan.KernelPlan
     arch : str
     program : Path
-        As `runtime.executable` returned it for the two.
+        As returned by `runtime.executable` for `kernel` and `arch`.
     """
     return _with_names(_with_lines(message, kernel, program), kernel, arch)
 
 
 def _said(*words: str | Path) -> str:
-    """What a program prints; nothing if it is not there or fails."""
+    """A program's output; '' if it does not exist or fails."""
     try:
         return subprocess.run(
             words,
@@ -55,7 +55,7 @@ def _said(*words: str | Path) -> str:
 
 # ---- Lines ----
 
-# A site of engine.h, and addresses behind it; or addresses alone.
+# A site of engine.h followed by addresses, or addresses alone.
 _TRACE = re.compile(r"(?:(\S+:\d+) )?pc:((?:0x[0-9a-f]+,?)+)")
 
 
@@ -74,12 +74,12 @@ def _with_lines(message: str, kernel: KernelPlan, program: Path) -> str:
             for a in trace[2].split(",")
             for path, number in places.get(a, ())
         ]
-        # The emulator calls the kernel, which calls the emulator.
+        # The innermost and the outermost frames belong to the emulator.
         inner = itertools.dropwhile(lambda p: p[0] not in files, found)
         own = itertools.takewhile(lambda p: p[0] in files, inner)
         lines = [f"{file}:{number}" for file, number in own]
         lines = [x for x, _ in itertools.groupby(lines)]
-        if trace[1]:  # where a call begins; addr2line may say where it ends
+        if trace[1]:  # where the call begins; addr2line may give its end
             path, _, number = trace[1].rpartition(":")
             lines[:1] = [f"{_own_file(path, files)}:{number}"]
         if not lines:
@@ -91,14 +91,14 @@ def _with_lines(message: str, kernel: KernelPlan, program: Path) -> str:
 
 
 def _files(kernel: KernelPlan) -> set[str]:
-    """The names of the files that a kernel's text is made of."""
+    """The names of the files that make up a kernel's text."""
     named = re.findall(r'^#line 1 "(.*)"$', runtime.text(kernel), re.M)
     shown = {Path(x).name if Path(x).is_absolute() else x for x in named}
     return shown - {twin.name for twin in runtime.TWINS.values()}
 
 
 def _own_file(path: str, files: set[str]) -> str:
-    """One of some files, as the kernel's text names it, or the last part."""
+    """The name of a file in the kernel's text, or a path's last part."""
     inside = [x for x in files if path == x or path.endswith(f"/{x}")]
     return max(inside, key=len) if inside else Path(path).name
 
@@ -106,10 +106,10 @@ def _own_file(path: str, files: set[str]) -> str:
 def _places(
     addresses: set[str], program: Path
 ) -> dict[str, list[tuple[str, str]]]:
-    """(file, line) of each address and of the calls that were inlined."""
+    """(file, line) of each address and of the calls inlined there."""
     if not addresses:
         return {}
-    # What a call returns to is the instruction after it.
+    # A return address is that of the instruction after the call.
     before = {hex(int(address, 16) - 1): address for address in addresses}
     said = _said(ADDR2LINE, "-a", "-i", "-e", program, *before)
     places: dict[str, list[tuple[str, str]]] = {}
@@ -150,7 +150,7 @@ def _with_names(message: str, kernel: KernelPlan, arch: str) -> str:
 
 @dataclass(frozen=True)
 class _Member:
-    """A member of the struct that lies in shared memory.
+    """A member of SharedPlan, the struct that lays out shared memory.
 
     Attributes
     ----------
@@ -158,7 +158,7 @@ class _Member:
         In bytes.
     name : str
     lengths : tuple of int
-        Of an array, the outermost first.
+        The lengths of an array, outermost first.
     """
 
     start: int
@@ -167,7 +167,7 @@ class _Member:
     lengths: tuple[int, ...]
 
     def at(self, byte: int) -> str:
-        """What lies at a byte of it: ``q_full[1]``, ``k + 64``."""
+        """The name of a byte of the member: ``q_full[1]``, ``k + 64``."""
         rest, size, words = byte - self.start, self.size, self.name
         for length in self.lengths:
             size //= length
@@ -178,7 +178,7 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Names:
-    """What a kernel calls its shared memory and its named barriers."""
+    """The names of a kernel's shared memory and named barriers."""
 
     members: tuple[_Member, ...] = ()
     barriers: tuple[tuple[int, str], ...] = ()
@@ -190,7 +190,7 @@ class _Names:
         return ""
 
     def of_barrier(self, number: int) -> str:
-        """The constant that is the next below, and what was added to it."""
+        """The nearest constant at or below `number`, plus an offset."""
         below = [x for x in self.barriers if x[0] <= number]
         if not below:
             return ""
@@ -198,9 +198,10 @@ class _Names:
         return f"{name} + {number - first}" if number > first else name
 
 
-# The struct that a kernel lays out its shared memory by.
+# The struct that lays out a kernel's shared memory.
 _PLAN = "SharedPlan"
-# Of an argument of barrier_sync: what says which barriers, not which of them.
+# The first argument of barrier_sync. Its upper-case constants name a group of
+# barriers; the rest of the expression selects one of the group.
 _BARRIER = re.compile(r"\bbarrier_(?:sync|arrive)\(([^,;]*),")
 _CONSTANT = re.compile(r"(?<![%*/] )\b[A-Z][A-Z0-9_]+\b(?! *\?)")
 
@@ -222,20 +223,20 @@ def _names(text: str, arch: str) -> _Names:
     try:
         return _read_names(list(_entries(dump)))
     except (KeyError, ValueError, ZeroDivisionError):
-        return _Names()  # a dump of another form: the fault is said anyway
+        return _Names()  # unknown dump format: report the fault without names
 
 
 _ENUMERATOR = "emulator_barrier_"
 
 
 def _without_code(text: str, constants: list[str]) -> str:
-    """A text of which only types are left, with an enum of constants."""
+    """The text reduced to its types, plus an enum of the constants."""
     named = ", ".join(f"{_ENUMERATOR}{x} = {x}" for x in constants)
     *lines, entry = text.rstrip().splitlines()  # EMULATOR_ENTRY
     return "\n".join([
         lines[0],  # cuda_host.h
         "#undef __global__",
-        "#define __global__ inline",  # and not called: no code
+        "#define __global__ inline",  # not called, so no code is generated
         *lines[1:],
         f"enum EmulatorBarriers {{ {named} }};",
         "",
@@ -247,7 +248,7 @@ def _without_code(text: str, constants: list[str]) -> str:
 
 @dataclass
 class _Entry:
-    """A type, a member, ... with its attributes and those within it."""
+    """A type, member or other entry, with its attributes and children."""
 
     offset: str
     tag: str
@@ -256,7 +257,7 @@ class _Entry:
 
     @property
     def name(self) -> str:
-        # "(indirect string, offset: 0x1a76): SharedPlan" or the name alone.
+        # "(indirect string, offset: 0x1a76): SharedPlan" or just the name.
         return self.attributes.get("name", "").rpartition(": ")[2]
 
     def number(self, attribute: str) -> int:
@@ -273,7 +274,7 @@ _ATTRIBUTE = re.compile(r" *<[0-9a-f]+> +DW_AT_(\w+) *: ?(.*?)\s*$")
 
 
 def _entries(dump: str) -> Iterator[_Entry]:
-    """All entries of a dump, each of them in its parent as well."""
+    """All entries of a dump; each is also in its parent's children."""
     path: list[_Entry] = []
     for line in dump.splitlines():
         if head := _HEAD.match(line):
@@ -290,7 +291,7 @@ def _entries(dump: str) -> Iterator[_Entry]:
 def _members(
     struct: _Entry, start: int, by_offset: dict[str, _Entry]
 ) -> Iterator[_Member]:
-    """A struct's members and those of what it is derived from."""
+    """A struct's members, including inherited ones."""
     for entry in struct.children:
         if entry.tag not in ("inheritance", "member"):
             continue

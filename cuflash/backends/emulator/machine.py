@@ -1,6 +1,6 @@
-"""An emulated GPU: what runs calls on NumPy arrays by the kernels.
+"""An emulated GPU, which runs calls on NumPy arrays with the kernels.
 
-To run a kernel of one's own::
+To run a custom kernel::
 
     kernel = KernelPlan("/path/add.cu", "add", (("SIZE", 32),), threads=32,
                         shared_bytes=0)
@@ -29,7 +29,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.layouts import Boxes
 from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
 
-ALIGNMENT = 256  # of CUDA's allocator, in bytes
+ALIGNMENT = 256  # bytes, like CUDA's allocator
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BoxesOf:
 class Emulator:
     """A GPU of an architecture: see `cuflash.emulator.active`.
 
-    Each is one of its own: recipes are remembered by it.
+    Compared by identity: it is a key of cached recipes.
     """
 
     arch: str
@@ -61,23 +61,23 @@ class Emulator:
             raise UnsupportedError(
                 f"arch is {self.arch!r}, expected one that kernels are"
                 f" planned for: sm_{', sm_'.join(known)} (on sm_75 float32"
-                " and float64 alone), also with a suffix, as sm_90a"
+                " and float64 only), or one with a suffix, such as sm_90a"
             )
         if not sys.platform.startswith("linux"):
             raise UnsupportedError(
-                f"the emulator runs on Linux alone, this is {sys.platform}"
+                f"the emulator runs only on Linux, this is {sys.platform}"
             )
 
     def device(self) -> Device:
-        """The device as plans see it."""
+        """The properties that plans depend on."""
         return planning.device_of_arch(self.arch)
 
     def load(self, decided: Plan) -> tuple[Launch, ...]:
-        """Of the kernels just the names: `Machine.run` compiles them."""
+        """The plan's launches; `Machine.run` compiles their kernels."""
         return decided.launches
 
     def backend(self) -> Machine:
-        """Memory and launches of one call: a `backends.base.Backend`."""
+        """The `backends.base.Backend` of one call."""
         return Machine(self)
 
     def launch(
@@ -92,9 +92,9 @@ class Emulator:
         blocks : int
         **fields
             The fields of its argument struct, in order. An array becomes a
-            pointer to its first element, and the kernel may write to it if
-            NumPy may; `BoxesOf` an array becomes a TensorMap; an int
-            becomes an int, a float a double, a NumPy scalar what it is.
+            pointer to its first element; the kernel may write to it if the
+            array is writable. A `BoxesOf` becomes a TensorMap, an int an int,
+            a float a double; a NumPy scalar keeps its dtype.
         """
         machine = Machine(self)
         values = [machine.field(value) for value in fields.values()]
@@ -117,7 +117,7 @@ class Machine:
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype).newbyteorder("=")
         nbytes = dtype.itemsize * math.prod(np.atleast_1d(shape).tolist())
-        # All ones are NaN in every dtype: what nobody has written shows.
+        # Bytes 0xFF are NaN in every dtype, so unwritten elements show.
         room = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
         skip = -memory.pointer(room) % ALIGNMENT
         return room[skip : skip + nbytes].view(dtype).reshape(shape)
@@ -131,7 +131,7 @@ class Machine:
         target[...] = source
 
     def workspace(self, nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
-        """An array each, as kernels may not go past the end of one."""
+        """A separate array per buffer, so that overruns are caught."""
         arrays = [self.empty(size, np.uint8) for size in nbytes]
         return arrays, self.address(arrays, written=True)
 
@@ -143,7 +143,7 @@ class Machine:
     def address_of(
         self, array: np.ndarray | None, written: bool = False
     ) -> int:
-        """Of one of them; 0 if it has no element."""
+        """The address of one array; 0 if it is None or empty."""
         if array is None or array.size == 0:
             return 0
         placed = self._placed.get(id(array))
@@ -155,7 +155,7 @@ class Machine:
 
     @staticmethod
     def tensor_map(address: int, boxes: Boxes) -> bytes:
-        """As engine.h's TensorMap has it."""
+        """Encoded as engine.h's TensorMap."""
         batch, tokens, heads, columns = boxes.shape
         return np.array([
             address, columns, tokens, heads, batch,
@@ -163,7 +163,7 @@ class Machine:
         ], np.uint64).tobytes()  # fmt: skip
 
     def field(self, value: Any) -> Any:
-        """What stands for a value in an argument struct."""
+        """The representation of a value in an argument struct."""
         if isinstance(value, np.ndarray):
             return np.uint64(self.address_of(value, value.flags.writeable))
         if isinstance(value, BoxesOf):
@@ -184,7 +184,7 @@ class Machine:
         self.run(loaded, np.ndarray((), kind, arguments))
 
     def run(self, launches: tuple[Launch, ...], arguments: np.ndarray) -> None:
-        """Run kernels, each in a process of its own, on the same memory."""
+        """Run kernels on the same memory, each in its own process."""
         emulator = self.target
         programs = [
             runtime.executable(x.kernel, emulator.arch, emulator.flags)
@@ -211,7 +211,7 @@ class Machine:
                 )
 
     def _items(self, launch: Launch) -> list[str]:
-        """What launch.txt says besides of the memory."""
+        """The lines of launch.txt that do not describe memory."""
         kernel, emulator = launch.kernel, self.target
         flush = "-ftz=true" in nvrtc.options(kernel, emulator.arch)
         return [
@@ -225,7 +225,7 @@ class Machine:
         ]
 
     def _name_arrays(self, arguments: np.ndarray) -> None:
-        """Name arrays as the fields of the struct that hold their address."""
+        """Name arrays after the struct fields that hold their addresses."""
         arrays = {x.address + x.start: x for x in self._placed.values()}
         for name, address in _pointers(arguments):
             if address in arrays:
@@ -233,7 +233,7 @@ class Machine:
 
 
 def _pointers(struct: np.ndarray) -> Iterator[tuple[str, int]]:
-    """(name, value) of a struct's pointers, last ones first."""
+    """(name, value) of a struct's pointers, in reverse order."""
     for name in reversed(struct.dtype.names or ()):
         if struct.dtype[name] == np.uint64:
             yield name, int(struct[name])

@@ -1,9 +1,9 @@
 """The memory of a launch: one file, ``memory.bin``, that the child maps.
 
-Each array is copied to pages of its own, and back if kernels may write to
-it. The child maps it at an address that is chosen here: the i-th array lies
-in the i-th span of addresses, as far from the start of a page as it does in
-this process, so that what is aligned here is aligned there.
+Each array is copied to its own pages, and back if kernels may write to it.
+The child maps it at an address chosen here: array i lies in address span i,
+at the same offset within a page as in this process, so its alignment is the
+same in both.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ def pointer(array: np.ndarray) -> int:
 
 
 class Placed:
-    """An array in the i-th span of addresses.
+    """An array in one span of addresses.
 
     Attributes
     ----------
     address : int
-        Of its lowest byte, as the child has it.
+        The address of its lowest byte in the child.
     nbytes : int
-        From its lowest byte to its highest, gaps between rows included.
+        From its lowest byte to its highest, including gaps between rows.
     start : int
-        The place of its first element in these bytes: not 0 if a stride is
-        negative.
+        The offset of its first element; not 0 if a stride is negative.
     written : bool
         Whether kernels may write to it.
     name : str
-        What messages call it.
+        Its name in messages.
     """
 
     def __init__(self, array: np.ndarray, span: int) -> None:
@@ -55,7 +54,7 @@ class Placed:
         self.name = "unnamed"
 
     def mask(self) -> np.ndarray | None:
-        """Which bytes are the array's and no gap; None if all of them."""
+        """Which bytes belong to elements; None if there are no gaps."""
         a = self.array
         if a.flags.forc:
             return None
@@ -66,13 +65,13 @@ class Placed:
 
 
 class _Layout:
-    """Which bytes of the file are taken."""
+    """Allocates ranges of the file."""
 
     def __init__(self) -> None:
         self.size = 0
 
     def take(self, nbytes: int, skip: int = 0) -> int:
-        """The offset of new bytes, which begin `skip` bytes into a page."""
+        """The offset of a new range, which begins `skip` bytes into a page."""
         offset = self.size + skip
         self.size = -(-(offset + nbytes) // PAGE) * PAGE
         return offset
@@ -82,16 +81,16 @@ class _Layout:
 def shared(
     arrays: list[Placed], arguments: np.ndarray
 ) -> Iterator[tuple[Path, list[str]]]:
-    """Put an argument struct and the arrays it points to into a file.
+    """Write an argument struct and the arrays it points to to a file.
 
-    Without an error, what was written is copied back at the end.
+    At the end, unless there was an error, written arrays are copied back.
 
     Yields
     ------
     folder : Path
-        Where the file is, for ``launch.txt``.
+        The file's folder, where ``launch.txt`` belongs too.
     lines : list of str
-        What that has to say of the file.
+        The lines of ``launch.txt`` that describe the file.
     """
     layout = _Layout()
     nbytes = arguments.nbytes
@@ -132,5 +131,5 @@ def shared(
 
 
 def _held_in_memory() -> str | None:
-    """A folder that is no disk's, if the system has one."""
+    """A folder in memory (tmpfs), if the system has one."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

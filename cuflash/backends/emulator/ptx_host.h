@@ -1,5 +1,5 @@
-// The twin of ptx.cuh for the emulator: the same functions, in C++. What an instruction does is
-// described there. Functions that only some lanes' operands decide meet first (engine.h).
+// The emulator's twin of ptx.cuh: the same functions in C++; ptx.cuh describes the instructions.
+// Warp-wide functions call meet first (engine.h).
 #pragma once
 #include "common/types.cuh"
 
@@ -327,8 +327,8 @@ inline void store_release(int* target, int x, EMULATOR_SITE) {
 
 // ======== Hopper (sm_90a) ========
 //
-// The engine keeps the return address of what is forced inline here: it is in the kernel then, and
-// not in this file.
+// These functions are forced inline, so that the return address that the engine records is in the
+// kernel and not in this file.
 
 inline void mbarrier_init(u32 barrier, int arrivals, EMULATOR_SITE) {
     emulator::mbarrier_init(barrier, arrivals, {file, line});

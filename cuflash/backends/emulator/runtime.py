@@ -1,10 +1,9 @@
-"""From a planned kernel to a program for this machine, and its child process.
+"""Compiles a planned kernel for this machine and runs it in a child process.
 
-A kernel's text is compiled by g++ or clang++, with ``ptx_host.h`` in place
-of ``common/ptx.cuh``, and linked with ``engine.cpp`` to one executable, which
-is
-kept in the cache folder as cubins are. Each launch is a process of its own,
-so that no fault of a kernel can take this one down.
+g++ or clang++ compiles a kernel's text, with ``ptx_host.h`` in place of
+``common/ptx.cuh``, and links it with ``engine.cpp`` to an executable in the
+cache folder. Each launch is a separate process, so that a kernel's fault
+cannot crash this one.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from cuflash.plan import Device, KernelPlan
 FOLDER = Path(__file__).parent
 TWINS = {"common/ptx.cuh": FOLDER / "ptx_host.h"}
 
-# The instrumentation that -fsanitize=thread adds is what engine.cpp defines:
-# a call before each access to memory. The program is linked without it.
+# -fsanitize=thread inserts a call before each memory access; engine.cpp
+# defines these functions. The program is linked without the sanitizer.
 _FLAGS = (
     "-std=c++17",
-    "-fno-pie",  # addresses are those that addr2line knows
+    "-fno-pie",  # so that addr2line knows the addresses
     "-g1",
-    "-gdwarf-4",  # binutils 2.40 takes file 1 of DWARF 5 for file 0
+    "-gdwarf-4",  # binutils 2.40 confuses files 0 and 1 of DWARF 5
 )
 _ENGINE_FLAGS = (*_FLAGS, "-O2")
 _KERNEL_FLAGS = (
@@ -46,26 +45,26 @@ _KERNEL_FLAGS = (
     "-Wall",
     "-Wno-unknown-pragmas",
     "-Wno-unused-function",
-    "-Wno-psabi",  # of GCC 4.6
+    "-Wno-psabi",  # notes about ABI changes in GCC 4.6
 )
 _LINK_FLAGS = ("-no-pie",)
-# A third of the default linker's time. It is no longer maintained, so the
-# default one follows where it fails.
+# gold takes a third of the default linker's time. It is no longer maintained,
+# so the default linker is tried if it fails.
 _GOLD = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
-_FAULT = 70  # the exit status with which the engine reports one
-_LONGEST_TAIL = 2000  # characters of what a child said last
+_FAULT = 70  # the engine's exit status for a fault
+_LONGEST_TAIL = 2000  # characters of a child's stderr in messages
 
 
 # ---- Compiling ----
 
 
 def host_compiler() -> tuple[str, ...]:
-    """The command that compiles C++ here.
+    """The command that compiles C++ on this machine.
 
     Raises
     ------
     CompileError
-        If there is none.
+        If there is no C++ compiler.
     """
     wanted = os.environ.get("CXX")
     for command in [wanted] if wanted else ["g++", "clang++"]:
@@ -74,19 +73,19 @@ def host_compiler() -> tuple[str, ...]:
         if program:
             return (program, *words[1:])
     tried = (
-        f"the environment variable CXX is {wanted!r}, which is no program"
+        f"the environment variable CXX is {wanted!r}, which is not a program"
         if wanted
         else "neither g++ nor clang++ was found"
     )
     raise CompileError(
-        "the emulator compiles kernels with a C++ compiler, of which there"
-        f" is none: {tried}; install one (Debian and Ubuntu: apt install g++;"
+        "the emulator needs a C++ compiler, which was not found:"
+        f" {tried}; install one (Debian and Ubuntu: apt install g++;"
         " Fedora: dnf install gcc-c++) or set CXX"
     )
 
 
 def text(kernel: KernelPlan) -> str:
-    """What a C++ compiler gets of a kernel."""
+    """A kernel's source text for the C++ compiler."""
     return "\n".join([
         '#include "cuda_host.h"',
         source.build(kernel, twins=TWINS),
@@ -95,12 +94,12 @@ def text(kernel: KernelPlan) -> str:
 
 
 def _text_flags(arch: str) -> tuple[str, ...]:
-    """What the text asks for."""
+    """The macros and include folders that the text needs."""
     return f"-D__CUDA_ARCH__={10 * Device(arch).capability}", f"-I{FOLDER}"
 
 
 def explaining(arch: str) -> tuple[str, ...]:
-    """The command that notes all types of a text, for `faults`."""
+    """The command that writes debug information of all types of a text."""
     command = host_compiler()
     return (
         *command,
@@ -117,17 +116,17 @@ def explaining(arch: str) -> tuple[str, ...]:
 def executable(
     kernel: KernelPlan, arch: str, flags: tuple[str, ...] = ()
 ) -> Path:
-    """The program that runs a kernel, compiled now if it is not there.
+    """The program that runs a kernel, compiled now if it does not exist.
 
     Parameters
     ----------
     kernel : plan.KernelPlan
     arch : str
-        As ``sm_90a``: the text may ask for it.
+        Such as ``sm_90a``; defines __CUDA_ARCH__.
     flags : tuple of str, optional
-        Further ones, to compile and to link with. With any, the folder in
-        which the kernel was compiled stays beside the program, under its
-        name and ``.build``: it has what ``--coverage`` writes.
+        Additional compiler and linker flags. With any, the build folder is
+        kept next to the program, with the suffix ``.build``: ``--coverage``
+        writes its files there.
 
     Raises
     ------
@@ -175,7 +174,7 @@ def executable(
 def _engine(command: tuple[str, ...]) -> Path:
     """engine.cpp as an object file.
 
-    Its name stands for all the files of the emulator.
+    Its name contains a hash of all files of the emulator.
     """
     compiling = (*command, *_ENGINE_FLAGS)
 
@@ -184,7 +183,7 @@ def _engine(command: tuple[str, ...]) -> Path:
         done = _call(*compiling, "-c", FOLDER / "engine.cpp", "-o", made)
         if done.returncode:
             raise CompileError(
-                "the emulator's engine.cpp does not compile by"
+                "the emulator's engine.cpp does not compile with"
                 f" {command[0]}:\n{_log(done)}"
             )
         os.replace(made, path)
@@ -209,11 +208,11 @@ def _own_flags(command: tuple[str, ...]) -> tuple[str, ...]:
     else:
         flags = ["--param=tsan-instrument-func-entry-exit=0"]
         flags += ["-fsanitize=bounds-strict"]
-        # At -O1 g++ would fuse no multiply-adds, which NVRTC does.
+        # NVRTC fuses multiply-adds; g++ at -O1 does so only with this flag.
         flags += ["-fexpensive-optimizations"]
-        # Of variables -g1 says nothing: to track them is a third of the time.
+        # Variable tracking, which -g1 does not use, is a third of the time.
         flags += ["-fno-var-tracking"]
-    # What a kernel leaves unset is then not zero by chance. From GCC 12 on.
+    # Unset variables are then not zero by chance. From GCC 12 on.
     unset = "-ftrivial-auto-var-init=pattern"
     if _call(*command, unset, "-x", "c++", "-E", os.devnull).returncode == 0:
         flags.append(unset)
@@ -240,7 +239,7 @@ def _hash(key: object) -> str:
 
 
 def _kept(name: str, build: Callable[[Path], None]) -> Path:
-    """The file of that name in the cache folder, built if it is not there."""
+    """The named file in the cache folder, built if it does not exist."""
     return cache.kept(f"cuflash_emulator/{name}", build)
 
 
@@ -254,11 +253,11 @@ def _explain(
     text: str,
     done: subprocess.CompletedProcess[str],
 ) -> str:
-    """The compiler's message and the numbered source around the fault."""
+    """The compiler's message and the numbered source around the error."""
     constants = ", ".join(f"{n}={value}" for n, value in kernel.constants)
     log = _log(done)
     words = [
-        f"{kernel.file} does not compile on the CPU by {command[0]}"
+        f"{kernel.file} does not compile on the CPU with {command[0]}"
         f" ({constants}):",
         log,
     ]
@@ -278,25 +277,25 @@ def run(
     timeout: float,
     explain: Callable[[str], str] = str,
 ) -> None:
-    """Run a launch to its end.
+    """Run a launch and wait for its end.
 
     Parameters
     ----------
     program : Path
-        As `executable` returned it.
+        As returned by `executable`.
     folder : Path
-        With ``launch.txt`` and ``memory.bin``.
+        Contains ``launch.txt`` and ``memory.bin``.
     entry : str
         The kernel's name, for messages.
     timeout : float
         In seconds.
     explain : callable, optional
-        What becomes of the engine's message of a fault.
+        Applied to the engine's message of a fault.
 
     Raises
     ------
     KernelFault
-        If the kernel did what it must not, or did not come to its end.
+        If the kernel performed an illegal operation or did not end in time.
     CompileError
         If the program cannot be started.
     """
@@ -316,7 +315,7 @@ def run(
     except OSError as error:  # a file system without permission to execute
         raise CompileError(
             f"a compiled kernel cannot be started ({error});"
-            f" {folders.ADVICE} and programs run from"
+            f" {folders.ADVICE} that programs can run from"
         ) from error
     if done.returncode == _FAULT:
         message = done.stderr.decode(errors="replace").strip()
