@@ -258,7 +258,7 @@ def forward_blocks(
     """Return the elements of each block that forward keeps in fast memory.
 
     Four ([003], "FlashAttention VI"): v takes the place of k once S is
-    made, and P that of S. Vectors of one number a row are left out.
+    made, and P the place of S. Vectors of one number per row are not counted.
     """
     return {
         "q": block_q * head_dim,

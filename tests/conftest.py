@@ -1,4 +1,4 @@
-"""What every test run needs: Hypothesis profiles and the `gpu` marker.
+"""For every test run: Hypothesis profiles and the `gpu` marker.
 
 Profiles, chosen by HYPOTHESIS_PROFILE; `ci` where CI is set, else `dev`:
 
@@ -64,7 +64,7 @@ settings.load_profile(PROFILE)
 
 
 def find_gpu():
-    """Return (name of the GPU or None, why there is none)."""
+    """Return (the GPU's name or None, why there is none)."""
     try:
         import cupy
 
@@ -87,7 +87,7 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    """Mark what is slow; leave out what needs a GPU, counted as deselected."""
+    """Mark slow tests; deselect tests that need a GPU."""
     rules = slow.rules(slow.FILE.read_text())
     for item in items:
         if slow.is_slow(item.nodeid.rpartition("tests/")[2], rules):
@@ -109,7 +109,7 @@ if NIGHTLY:
 
 
 def remove_programs(unused_for):
-    """Delete emulated kernels that were not run for so many seconds."""
+    """Delete emulated kernels that were not run for that many seconds."""
     from cuflash import folders
 
     folder = folders.cache_folder() / "cuflash_emulator"
@@ -136,7 +136,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(autouse=True)
 def no_tables_of_this_machine(monkeypatch):
-    """Test what the package says of tiles, whatever was tuned here."""
+    """Use the package's tile tables, not those tuned on this machine."""
     from cuflash import folders
 
     nowhere = Path(os.devnull) / "tiles"

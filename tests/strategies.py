@@ -53,13 +53,13 @@ def lengths(longest):
 
 
 def is_wide(backend, wide):
-    """Whether to draw from all kernels that there are."""
+    """Whether to draw from all existing kernels."""
     nightly = settings.get_current_profile_name() == "nightly"
     return wide or (nightly and backend.name != "cupy")
 
 
 def head_dims(backend, wide=False, smallest=1):
-    """Draw (head_dim, head_dim_v), often alike."""
+    """Draw (head_dim, head_dim_v), often equal."""
     if backend.name != "numpy" and not is_wide(backend, wide):
         few = FEW_HEAD_DIMS[backend.name]
         return st.sampled_from([d for d in few if min(d) >= smallest])
@@ -82,7 +82,7 @@ def block_sizes(backend, dtype, head_dims, precision):
 
 @functools.cache
 def legal_blocks(dtype, head_dim, head_dim_v, precision=None):
-    """Return the pairs that kernels on sm_80 run in both directions."""
+    """Return the block sizes that sm_80 kernels support in both directions."""
     case = Case(dtype, head_dim=head_dim, head_dim_v=head_dim_v,
                 precision=precision)  # fmt: skip
     forward, backward = (
@@ -93,7 +93,7 @@ def legal_blocks(dtype, head_dim, head_dim_v, precision=None):
 
 
 def scales(backend, wide):
-    """Of either sign where that is not another kernel."""
+    """Draw scales; negative ones only if they need no other kernel."""
     few = st.sampled_from([None, 0.25])
     if backend.name == "cupy" or not is_wide(backend, wide):
         return few
@@ -123,7 +123,7 @@ def archs_of(case, archs, wide):
 
 @st.composite
 def emulations(draw, case, archs, wide=False):
-    """Draw what a case is run on: the machine, its tiles, its order."""
+    """Draw a case's emulated machine, its tiles and its scheduling order."""
     arch = draw(archs_of(case, archs, wide))
     chosen = {}
     for direction in ("forward", "backward"):
@@ -228,7 +228,7 @@ def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
 
 
 def windows(case):
-    """Draw bounds that cut, bounds that cut nothing, and None."""
+    """Draw bounds that mask some pairs, bounds that mask none, and None."""
     longest = max(case.seqlen_q, case.seqlen_k, 1)
     some = st.sampled_from([0, 1, 16, 63]) | st.integers(0, longest)
     return st.tuples(st.none() | some, st.none() | some)

@@ -1,1 +1,1 @@
-"""What `cuflash.plan` decides from: how each family's kernels are planned."""
+"""The plans of each family's kernels, for `cuflash.plan`."""

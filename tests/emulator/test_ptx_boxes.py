@@ -1,4 +1,4 @@
-"""What the TMA unit copies, to the bit: boxes of tensors."""
+"""TMA copies of boxes of tensors, to the bit."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Global memory that several threads or blocks write: sums, turns."""
+"""Global memory that several threads or blocks write: sums, semaphores."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Instructions of common/ptx.cuh that came with Hopper, to the bit.
+"""Hopper's instructions in common/ptx.cuh, to the bit.
 
 What the TMA unit does is in emulator/test_ptx_boxes.py.
 """

@@ -1,4 +1,4 @@
-"""What the emulator takes, in seconds of one core.
+"""The emulator's run time, in seconds of one core.
 
 Time on a processor, ours and our children's: other work on the machine does
 not count.

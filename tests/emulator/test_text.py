@@ -1,4 +1,4 @@
-"""ptx_host.h is the twin of common/ptx.cuh: a caller sees no difference."""
+"""ptx_host.h has the same interface as common/ptx.cuh."""
 
 import re
 

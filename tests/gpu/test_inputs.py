@@ -1,4 +1,4 @@
-"""Arrays of other libraries on the GPU: taken in place, returned as CuPy's."""
+"""Other libraries' GPU arrays: read in place, results are CuPy's."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""What only shows at size: offsets beyond 2^31, and memory."""
+"""Large inputs: offsets beyond 2^31, and memory."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What cuflash runs on: NumPy's reference, emulated kernels, a GPU.
+"""Backends of the tests: the NumPy reference, emulated kernels, a GPU.
 
 A test is written on NumPy arrays. `place` puts one on the device with the
 very strides and alignment it has on the host, `fetch` brings a result back.
@@ -33,7 +33,7 @@ class NumpyBackend:
         return array
 
     def running(self, case):
-        """Have calls run as the case says: one way only."""
+        """Run calls as the case says; here there is nothing to choose."""
         return contextlib.nullcontext()
 
     def poison(self):
@@ -83,7 +83,7 @@ class CupyBackend:
     name = "cupy"
 
     def running(self, case):
-        """One way only: on the current device."""
+        """Run calls on the current device."""
         return contextlib.nullcontext()
 
     @property
@@ -184,7 +184,7 @@ on_each_emulated_kind = pytest.mark.parametrize(
 
 
 def _kinds_with_options():
-    """Of kernels that take all options; on a GPU the first of a dtype."""
+    """Kernels that support all options; on a GPU the first of a dtype."""
     kinds = [("bfloat16", "sm_80"), ("float32", "sm_80"), ("float32", "sm_75")]
     for dtype, arch in kinds:
         emulated = [*EMULATED.values, dtype, arch]

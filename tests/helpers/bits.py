@@ -19,21 +19,21 @@ def every_element(dtype):
 
 @np.errstate(invalid="ignore")  # signalling NaN
 def finite_elements(dtype):
-    """Return those that are neither NaN nor infinite."""
+    """Return the values that are neither NaN nor infinite."""
     elements = every_element(dtype)
     return elements[np.isfinite(elements)]
 
 
 @np.errstate(invalid="ignore")
 def denormals(dtype):
-    """Return those of the least exponent, zeros too."""
+    """Return the values with the smallest exponent, including zeros."""
     elements = every_element(dtype)
     least = ml_dtypes.finfo(dtype).smallest_normal
     return elements[np.abs(elements) < least]
 
 
 def around_ties(dtype):
-    """Return every float32 at which rounding to a 16-bit type turns.
+    """Return every float32 at which rounding to a 16-bit type changes.
 
     Each finite element, the middle between it and the next (after the last
     comes what that would be with a larger exponent), and the float32 before
@@ -72,7 +72,7 @@ def special(dtype):
 
 
 def assert_same_floats(got, expected, name=""):
-    """Demand equal bits, but take any NaN for any other."""
+    """Assert equal bits; all NaNs count as equal."""
     nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(got), nan, f"{name}: NaN")
     np.testing.assert_array_equal(

@@ -1,4 +1,4 @@
-"""Exact results and the worst-case errors that docs/guide/accuracy.md derives.
+"""Exact results, and the worst-case errors of docs/guide/accuracy.md.
 
 Unlike `rounding`, which allows what rounding at random comes to, these bounds
 hold for every input, to first order, element by element. Rows of keys see a
@@ -21,7 +21,7 @@ WIDE, SMALLEST_WIDE_BLOCK = 192, 4  # the same of head dimensions above that
 
 
 class Arithmetic(NamedTuple):
-    """What one operation may err by, relative to its result.
+    """The relative errors of an arithmetic's operations.
 
     unit : rounding to nearest, u.
     step : one term of a product of matrices, relative to the sum of all

@@ -1,4 +1,4 @@
-"""One call on a backend, held against the float64 reference."""
+"""One call on a backend, compared with the float64 reference."""
 
 import cuflash
 
@@ -13,7 +13,7 @@ from .packed import (
 
 
 def check_forward(backend, case):
-    """Of out and lse."""
+    """Check out and lse."""
     q, k, v, _ = inputs(case)
     got = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
@@ -21,7 +21,7 @@ def check_forward(backend, case):
 
 
 def check_gradients(backend, case):
-    """Of all gradients, from out and lse of the NumPy path."""
+    """Check all gradients, from out and lse of the NumPy path."""
     q, k, v, dout = inputs(case)
     out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
@@ -30,7 +30,7 @@ def check_gradients(backend, case):
 
 
 def check_gradients_of_forward(backend, case):
-    """Of all gradients, from the backend's own out and lse."""
+    """Check all gradients, from the backend's own out and lse."""
     q, k, v, dout = inputs(case)
     got = calls.both(backend, case, q, k, v, dout)
     want = expected.backward(dout, q, k, v, **case.meaning())
@@ -39,7 +39,7 @@ def check_gradients_of_forward(backend, case):
 
 
 def check_packed(backend, case):
-    """Packed sequences: forward, and backward of its out and lse."""
+    """Check packed sequences: forward, and backward from its out and lse."""
     (q, k, v, dout), given = packed_inputs(case)
     out, lse = calls.forward(backend, case, *given[:3])
     assert_packed_forward((out, lse), q, k, v, case)

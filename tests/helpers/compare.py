@@ -18,7 +18,7 @@ GRADIENT_FACTOR = 3  # three times for gradients
 
 
 class Expected(NamedTuple):
-    """What a result should be, and how far off it may be."""
+    """The expected result, and its tolerance."""
 
     ref: np.ndarray
     low: np.ndarray
@@ -67,7 +67,7 @@ def assert_forward_matches(got, expected, case="", kinds=True):
 
 
 def assert_gradients_match(got, expected, case="", kinds=True):
-    """Assert that dq, dk, dv, and dbias and dsink if any, are as expected."""
+    """Assert that dq, dk, dv, and dbias and dsink if any, match."""
     given = getattr(case, "arrays_of", ())
     more = [f"d{x}" for x in ("bias", "sink") if x in given]
     names = "dq", "dk", "dv", *more

@@ -1,4 +1,4 @@
-"""A machine for `cuflash.execute` that runs nothing."""
+"""A backend for `cuflash.execute` that runs nothing."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Counting:
-    """Adds up the bytes of what calls allocate, and counts its launches.
+    """Sums up the bytes that calls allocate, and counts launches.
 
     Its arrays are zeros that nobody writes to.
     """

@@ -1,4 +1,4 @@
-"""Inputs of a drawn case, in any strides."""
+"""Inputs of a drawn case, with any strides."""
 
 from dataclasses import dataclass, fields
 
@@ -12,7 +12,7 @@ from .options import option_arrays
 
 
 def short_repr(value):
-    """Write a dataclass as the call that makes it, without its defaults."""
+    """Format a dataclass as a constructor call, without defaults."""
     if not hasattr(value, "__dataclass_fields__"):
         return repr(value)
     said = [
@@ -96,12 +96,12 @@ class Case:
         return {**self.meaning(), **blocks, "precision": self.precision}
 
     def meaning(self):
-        """Return the keyword arguments that decide the result."""
+        """Return the keyword arguments that determine the result."""
         plain = {"scale": self.scale, "causal": self.causal}
         return {**plain, **self.options()}
 
     def options(self):
-        """Return those of them besides scale and causal that it has."""
+        """Return the case's options, without scale and causal."""
         options = option_arrays(self)
         if self.window is not None:
             options["window"] = self.window
@@ -115,7 +115,7 @@ class Case:
         return options
 
     def asked(self):
-        """Return the keyword arguments of backward's further gradients."""
+        """Return the keyword arguments that request dbias and dsink."""
         return {
             f"return_d{name}": True
             for name in ("bias", "sink")
@@ -156,7 +156,7 @@ def normal(rng, case):
 
 
 def subnormal(rng, case):
-    """All below the smallest normal number of the dtype."""
+    """All values are below the smallest normal number of the dtype."""
     small = extreme.SUBNORMAL[case.dtype]
     # Rounded first, so that a product of two is what it is in other dtypes.
     return [

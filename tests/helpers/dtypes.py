@@ -1,4 +1,4 @@
-"""The four dtypes and the figures that tolerances are derived from."""
+"""The four dtypes, and the numbers from which tolerances are derived."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ DTYPES = {
 
 
 class Precision(NamedTuple):
-    """How finely a dtype's results can be expected to be right.
+    """The precision to expect of a dtype's results.
 
     unit : largest relative error of one rounding to the dtype, 2^-p.
     floor : largest absolute error of one rounding of a number too small

@@ -1,4 +1,4 @@
-"""The reference, `low` and `tiny` of a call, put together."""
+"""Combines the reference, `low` and `tiny` of a call."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def _reference_forward(q, k, v, scale, options):
 
 
 def forward(q, k, v, *, scale=None, exact_scores=False, **options):
-    """Return what out and lse of a call should be.
+    """Return the expected out and lse of a call.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def forward(q, k, v, *, scale=None, exact_scores=False, **options):
 
 
 def backward(dout, q, k, v, *, scale=None, exact_scores=False, **options):
-    """Return what dq, dk and dv of a call should be.
+    """Return the expected dq, dk and dv of a call.
 
     Returns
     -------
@@ -93,5 +93,5 @@ def largest(errors):
 
 
 def _tame(array):
-    """Replace what is not finite by 0; see `Rounding`."""
+    """Replace non-finite values by 0; see `Rounding`."""
     return finite(array).astype(array.dtype)

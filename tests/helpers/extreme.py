@@ -1,4 +1,4 @@
-"""Logits at the ends of the range, made so that every score is exact.
+"""Logits at the ends of the range, with exact scores.
 
 k is a multiple of the identity, so a score is one product and zeros: no
 rounding. With scale 1 an exact algorithm then has the row's maximum less
@@ -27,7 +27,7 @@ SUBNORMAL = {
 
 
 def from_scores(scores, rng, head_dim_v=16):
-    """Return q, k, v, dout whose scores (seqlen_q, seqlen_k) are these.
+    """Return q, k, v, dout with the given scores (seqlen_q, seqlen_k).
 
     Up to the rounding of one element to the dtype. Call with scale=1.
     """

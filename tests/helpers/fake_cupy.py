@@ -1,4 +1,4 @@
-"""In CuPy's place: arrays without data, and a log of what is queued.
+"""A fake CuPy: arrays without data, and a log of queued operations.
 
 It has what `cuflash.backends.cupy` and `validate` ask of CuPy, no more.
 """
@@ -47,7 +47,7 @@ class Function:
 
 
 class FakeCupy(types.ModuleType):
-    """The module. `log` has what was allocated, copied and launched."""
+    """The module. `log` lists allocations, copies and launches."""
 
     ndarray = ndarray
 

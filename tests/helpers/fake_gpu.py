@@ -1,4 +1,4 @@
-"""What serves a sweep in place of a GPU: times that follow from the tile."""
+"""A fake GPU for sweeps: the tile determines the time."""
 
 import os
 import time
@@ -14,7 +14,7 @@ MACHINE = {
 
 
 class FakeGpu:
-    """All tiles are right, and those of 16 keys the fastest."""
+    """All tiles are correct; those with 16 keys are the fastest."""
 
     def describe(self):
         return device_of_arch("sm_80"), dict(MACHINE)
@@ -45,7 +45,7 @@ class WrongTiles(FakeGpu):
 
 
 class NothingToDo(FakeGpu):
-    """Whoever asks it for figures asks for too much."""
+    """Raises if it is asked to check or time a tile."""
 
     def check(self, group, tile):
         raise AssertionError

@@ -1,4 +1,4 @@
-"""From the public layout to the reference's, and back.
+"""Converts between the public layout and the reference's.
 
 Public: (batch, seqlen, heads, head_dim), grouped heads. Reference: any
 leading axes, then (seqlen, head_dim), and as many key heads as query heads.
@@ -27,7 +27,7 @@ def sum_groups(array, num_heads_kv):
 
 
 def visible(seqlen_q, seqlen_k, causal):
-    """Return the dense mask, written down here a second time on purpose."""
+    """Return the dense mask; deliberately a second implementation."""
     i = np.arange(seqlen_q)[:, None]
     j = np.arange(seqlen_k)[None, :]
     return (j <= i + seqlen_k - seqlen_q) | (not causal)

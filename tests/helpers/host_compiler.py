@@ -1,4 +1,4 @@
-"""Whether kernels can be emulated here: that takes a C++ compiler.
+"""Whether kernels can be emulated here: whether there is a C++ compiler.
 
 Where CI is set they must be, and the tests fail if there is none.
 """
@@ -12,7 +12,7 @@ from cuflash.errors import CompileError
 
 
 def find():
-    """Return why there is no C++ compiler, nothing if there is one."""
+    """Return why there is no C++ compiler, '' if there is one."""
     try:
         runtime.host_compiler()
     except CompileError as error:

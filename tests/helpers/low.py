@@ -1,4 +1,4 @@
-"""`low`: what plain attention in the dtype itself would give.
+"""`low`: the result of plain attention computed in the dtype itself.
 
 Every matrix stands whole. Products add up in float32 (float64 for
 float64), the softmax is float32 from the scores on, and whatever plain code

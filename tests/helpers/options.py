@@ -78,7 +78,7 @@ def fields_of(names):
 
 
 def option_arrays(case):
-    """Return a case's options that are arrays, by the call's names."""
+    """Return a case's option arrays by argument name."""
     made = {}
     for number, (name, make) in enumerate(MAKERS.items()):
         if name in case.arrays_of:
@@ -89,7 +89,7 @@ def option_arrays(case):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a call's options do to its pairs.
+    """The effect of a call's options on its pairs.
 
     see : which query sees which key.
     added : to scores, in float64.
@@ -105,14 +105,14 @@ class Terms:
     z: np.ndarray | float
 
     def score(self, s):
-        """Return scores from scaled products, in their dtype; -inf unseen."""
+        """Return scores from scaled QK^T, in its dtype; -inf where masked."""
         if self.softcap is not None:
             s = s.dtype.type(self.softcap) * np.tanh(s / self.softcap)
         s = s + self.added.astype(s.dtype)
         return np.where(self.see, s, s.dtype.type(-np.inf))
 
     def slope(self, s):
-        """Return the derivative of `score`, from scaled products."""
+        """Return the derivative of `score` with respect to scaled QK^T."""
         if self.softcap is None:
             return s.dtype.type(1)
         return 1 - np.tanh(s / self.softcap) ** 2
@@ -173,7 +173,7 @@ def reference_dropout(q, options):
 
 
 def of_reference(q, options):
-    """Return options as the reference takes them, in (batch, heads)."""
+    """Return options for the reference, with axes (batch, heads)."""
     other = "dropout", "seed", "first_batch"
     taken = {name: x for name, x in options.items() if name not in other}
     for name in ("segment_ids_q", "segment_ids_k"):

@@ -1,4 +1,4 @@
-"""What calls on packed sequences should give: each by itself."""
+"""Expected results of packed sequences: each computed separately."""
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def assert_packed_gradients(got, dout, q, k, v, case):
 
 
 def _sum(parts, shape):
-    """A sum's expectation: errors of its parts add up."""
+    """The expectation of a sum: the errors of its parts add up."""
     zero = np.zeros(shape)
     return expected.Expected(
         sum((x.ref for x in parts), zero),

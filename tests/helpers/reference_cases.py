@@ -1,4 +1,4 @@
-"""Inputs of the reference, its schedules, and how far they may differ."""
+"""Inputs of the reference, its schedules, and their tolerances."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,7 +72,7 @@ class ReferenceCase:
 
 
 def _bias(rng, case):
-    """One for all of the leading axes but the last, and for all queries."""
+    """A bias shared by all leading axes but the last, and by all queries."""
     return rng.standard_normal((*case.lead[-1:], 1, case.seqlen_k))
 
 
@@ -141,7 +141,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(case, q, k, v, dout):
-    """Derive how far two orders of summation may lie apart.
+    """Derive the largest difference of two orders of summation.
 
     A sum of n products is off by at most n EPS times the sum of their
     absolute values. So a score is off by (head_dim + 2) EPS S, with S the
@@ -196,7 +196,7 @@ def _largest(array):
 
 
 def assert_close(got, expected, bound, name=""):
-    """Demand equal shapes, NaN and inf in the same places, then the bound."""
+    """Assert equal shapes, NaN and inf at the same indices, then the bound."""
     np.testing.assert_allclose(
         got, expected, rtol=0, atol=bound, err_msg=name, strict=True
     )

@@ -125,7 +125,7 @@ class Rounding:
         return steps
 
     def out(self):
-        """Return the errors of out, one an element."""
+        """Return the errors of out, one per element."""
         u, f, e = self.precision
         w = self.w * self.terms.z
         out = (self.p * self.terms.z) @ self.v
@@ -138,7 +138,7 @@ class Rounding:
         )
 
     def lse(self):
-        """Return the errors of lse, one a row.
+        """Return the errors of lse, one per row.
 
         An error of a score moves lse by P times it. Then the sum of
         weights (relative to which log is absolute), log itself, and two
@@ -150,7 +150,7 @@ class Rounding:
         return moved + e * (np.sqrt(keys) + 4) + 2 * e * np.abs(self.lse_ref)
 
     def gradients(self, bias=None):
-        """Return the errors of dq, dk and dv, one an element each.
+        """Return the errors of dq, dk and dv, one per element.
 
         Then of dbias, if there is one, and of dsink.
         """
@@ -235,7 +235,7 @@ class Rounding:
 
 
 def lost(rows):
-    """What a product loses, in units of f, if every weight loses f."""
+    """The error of a matmul in units of f, if every weight has error f."""
     return np.abs(rows).sum(axis=-2, keepdims=True)
 
 

@@ -1,4 +1,4 @@
-"""Runs a small kernel of a test's own, on the emulator or on a GPU.
+"""Runs a test's own small kernel on the emulator or on a GPU.
 
 Its file has one kernel of the file's name, with one argument::
 
@@ -103,7 +103,7 @@ def run(
 
 
 def read_only(array):
-    """A view of the array that nobody may write to."""
+    """A read-only view of the array."""
     view = array.view()
     view.flags.writeable = False
     return view

@@ -1,4 +1,4 @@
-"""NumPy in CuPy's place, for scripts that compute with CuPy.
+"""Substitutes NumPy for CuPy, for scripts that compute with CuPy.
 
 `cuflash` knows CuPy's arrays by their class, and there are none of that: its
 calls run on the CPU.
@@ -19,14 +19,14 @@ MODULES = (
 
 class StandIn(types.ModuleType):
     class ndarray:
-        """Nobody's class."""
+        """A class without instances."""
 
     def __getattr__(self, name):
         return getattr(np, name)
 
 
 def with_numpy(monkeypatch):
-    """Return those modules, made anew on NumPy, by their last names."""
+    """Return the modules, reloaded on NumPy, by their last names."""
     monkeypatch.setitem(sys.modules, "cupy", StandIn("cupy"))
     for name in MODULES:  # all are forgotten before the first is imported
         monkeypatch.setitem(sys.modules, name, None)

@@ -1,4 +1,4 @@
-"""block_q and block_k: what can be run is right, what cannot is listed."""
+"""block_q and block_k: supported sizes work, errors list them."""
 
 import re
 

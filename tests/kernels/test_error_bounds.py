@@ -1,4 +1,4 @@
-"""The error bounds of docs/guide/accuracy.md: they hold, and are no idle ones.
+"""The error bounds of docs/guide/accuracy.md hold and are not loose.
 
 They are reached, within a factor of ten, by inputs whose sums lose all terms
 but one: 1 + u rounds to 1, and so does 1 + u + u + ... .

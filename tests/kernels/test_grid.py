@@ -1,4 +1,4 @@
-"""Every dtype and head_dim by the kernels, masked or not, ragged, grouped."""
+"""Every dtype and head_dim on the kernels, masked or not, ragged, grouped."""
 
 import numpy as np
 import pytest

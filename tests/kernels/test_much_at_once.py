@@ -1,4 +1,4 @@
-"""Small calls with much in them, one or two a kind of kernels.
+"""Small calls that combine many features, one or two per family.
 
 A kernel that was changed for the worse fails here after one or two
 compilations.

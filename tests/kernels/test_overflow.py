@@ -146,7 +146,7 @@ def test_one_score_of_minus_infinity_has_no_weight(backend, dtype, arch):
 
 
 @on_each_kind
-def test_a_row_of_minus_infinity_is_told_by_lse(backend, dtype, arch):
+def test_lse_identifies_a_row_of_minus_infinity(backend, dtype, arch):
     """And has no weights, as a row without keys."""
     case, factor = case_of(dtype, arch), FACTOR[dtype]
     got = results(backend, case, factor, -factor, keys=slice(None))

@@ -1,4 +1,4 @@
-"""Packed sequences on kernels: each is computed as if it were alone."""
+"""Packed sequences on kernels: each is computed as if alone."""
 
 import numpy as np
 import pytest

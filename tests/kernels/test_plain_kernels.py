@@ -1,4 +1,4 @@
-"""Calls without options run the kernels that they would if there were none.
+"""Calls without options run kernels without a trace of options.
 
 Headers of options are replaced by others that know none and lack a body for
 what only options ask. The machine code has to be the same.

@@ -1,4 +1,4 @@
-"""precision="tf32x3": float32 by tensor cores, with float32's errors.
+"""precision="tf32x3": float32 on tensor cores, with float32's errors.
 
 Bounds are those of float32, unchanged: what two parts of 11 bits leave out
 of a product is less than what float32 sums lose.

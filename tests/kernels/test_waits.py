@@ -1,4 +1,4 @@
-"""The warps of a warpgroup wait for a product by one and the same instruction.
+"""All warps of a warpgroup wait for a wgmma at the same instruction.
 
 PTX leaves undefined what else happens (wgmma.wait_group, `.aligned`). Where
 a warp may go another way than its neighbours, as it keeps its maxima, a wait
@@ -31,7 +31,7 @@ def count_waits(**options):
      {"alibi_slopes": True}, {"bias": "bfloat16"}],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_each_way_waits_in_the_same_place(options):
+def test_each_path_waits_at_the_same_instruction(options):
     """With dropout there is one way."""
     assert count_waits(**options) == count_waits(**options, dropout=0.1) > 0
 

@@ -1,4 +1,4 @@
-"""Head dimensions above 256, by the plain kernels and, float32's, by fma."""
+"""Head dimensions above 256, on simt and, for float32, on fma."""
 
 from dataclasses import replace
 

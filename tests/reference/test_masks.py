@@ -1,4 +1,4 @@
-"""Who sees whom: dense mask, tile answers, and sums over visible pairs."""
+"""Masks: dense, per tile, and sums over visible pairs."""
 
 from itertools import combinations
 

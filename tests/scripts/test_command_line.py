@@ -1,4 +1,4 @@
-"""What scripts say of a folder that they cannot write to."""
+"""The scripts' errors about folders that they cannot write to."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""scripts/mutate.py: what is drawn, which tests run, what comes out."""
+"""scripts/mutate.py: the sample, the tests run, the outcomes."""
 
 import argparse
 import json

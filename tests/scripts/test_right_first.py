@@ -1,4 +1,4 @@
-"""What bench.py and sweep_blocks.py check results by, on NumPy arrays."""
+"""The result checks of bench.py and sweep_blocks.py, on NumPy arrays."""
 
 from dataclasses import replace
 

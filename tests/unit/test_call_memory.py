@@ -1,4 +1,4 @@
-"""What calls allocate, without a GPU: a machine that only counts.
+"""The memory that calls allocate, counted without a GPU.
 
 On a GPU gpu/test_large.py measures it.
 """

@@ -1,4 +1,4 @@
-"""The default kernels at import: who starts a child, and how it ends."""
+"""The default kernels at import: when a child starts, how it ends."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What holds for NumPy arrays alone: the reference's numbers, rounded.
+"""Calls on NumPy arrays: the reference's numbers, rounded.
 
 The meaning of the calls is tested on both backends elsewhere.
 """

@@ -1,4 +1,4 @@
-"""CuPy's backend without CuPy: what is allocated, copied and launched."""
+"""CuPy's backend without CuPy: allocations, copies and launches."""
 
 import sys
 

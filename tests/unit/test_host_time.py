@@ -1,4 +1,4 @@
-"""What a call costs its caller's CPU: nothing is decided twice.
+"""The CPU cost of a call: nothing is decided twice.
 
 Calls that differ in nothing but their data share a recipe. Which calls do,
 that this changes no result and, on a GPU, the microseconds.

@@ -1,4 +1,4 @@
-"""Who imports whom (the house's law), and what an import costs."""
+"""Which module imports which (the house's law), and import times."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Whoever knows options agrees with the one table of them."""
+"""Signatures, docs, structs and kernels agree with the option table."""
 
 import inspect
 import re
@@ -138,7 +138,7 @@ def test_a_problem_knows_no_other():
 
 
 @of_each_option
-def test_kernels_are_told_of_it(option):
+def test_kernels_have_its_flag(option):
     if not option.flag:
         return
     without = small_problem("backward", "float16")

@@ -1,4 +1,4 @@
-"""What is installed: the version, what wheel and sdist hold, the extras."""
+"""The package: its version, the contents of wheel and sdist, the extras."""
 
 import importlib.metadata
 import re

@@ -1,4 +1,4 @@
-"""What is decided about a problem: family, tiles, launches, words."""
+"""Plans: family, tiles, launches, and their text."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What validation hands on: the problem, and arrays in full rank."""
+"""The result of validation: the problem, and arrays in full rank."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""slow.txt names tests that there are, and is read as it says."""
+"""slow.txt names existing tests, and is read as documented."""
 
 import pytest
 

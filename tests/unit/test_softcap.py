@@ -1,4 +1,4 @@
-"""The polynomials that 16-bit kernels take for tanh of small scores."""
+"""The polynomials with which 16-bit kernels compute tanh of small scores."""
 
 import math
 

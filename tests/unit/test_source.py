@@ -1,4 +1,4 @@
-"""The one string that the compiler gets: order, splicing, line numbers."""
+"""The source text for the compiler: order, includes, line numbers."""
 
 from types import SimpleNamespace
 
@@ -65,7 +65,7 @@ def test_a_file_is_spliced_once_however_often_it_is_included(folder):
     assert "#include" not in text and "#pragma once" not in text
 
 
-def test_every_line_keeps_its_place(folder):
+def test_every_line_keeps_its_number(folder):
     path = folder(
         kernel='// head\n#include "a.cuh"\nint after;\n',
         a="#pragma once\n\nint in_a;\n",

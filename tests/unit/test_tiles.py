@@ -1,4 +1,4 @@
-"""Tables of tuned tiles: what is in them, and which entry is the nearest."""
+"""Tables of tuned tiles: their content, and the nearest entry."""
 
 import json
 from dataclasses import replace

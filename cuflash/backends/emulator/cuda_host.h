@@ -1,4 +1,4 @@
-// CUDA C++ for a host compiler: the words and built-in functions that the kernels use.
+// CUDA C++ for a host compiler: the keywords and built-in functions that the kernels use.
 #pragma once
 #include <type_traits>
 
@@ -12,8 +12,8 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
-// 16 bytes that are read and written at once: the compiler would split the accesses, and leave out
-// parts that are not used.
+// 16 bytes that are read and written at once. Otherwise the compiler would split the accesses and
+// omit unused parts.
 template <class T> struct alignas(16) FourOf {
     T x, y, z, w;
     FourOf() = default;
@@ -44,8 +44,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 // ---- Arithmetic ----
 
-// The functions of the C library that kernels call. Its header in C++ takes half of a small
-// kernel's time to compile.
+// The C library functions that kernels call. Including <cmath> would take half of a small kernel's
+// compile time.
 extern "C" {
 float fabsf(float), copysignf(float, float), fmaxf(float, float), fminf(float, float);
 float fmaf(float, float, float), expf(float), exp2f(float), logf(float), tanhf(float);
@@ -59,7 +59,7 @@ inline float exp(float x) { return expf(x); }
 inline float log(float x) { return logf(x); }
 inline float tanh(float x) { return tanhf(x); }
 
-// Of integers. CUDA's min and max of floats skip NaN.
+// Integers only. CUDA's min and max of floats ignore NaN.
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
     static_assert(std::is_integral_v<A> && std::is_integral_v<B>, "fminf takes floats");
     return b < a ? b : a;
@@ -69,7 +69,7 @@ template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) {
     return a < b ? b : a;
 }
 
-// The lowest bit that is set, counted from 1, 0 if none is; how many are set.
+// The lowest set bit, counted from 1, or 0 if none is set; the number of set bits.
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
@@ -86,7 +86,8 @@ inline int __float_as_int(float x) {
 }
 inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(__float_as_int(x)); }
 
-// A product that is not fused with an addition: the compiler may fuse others, as NVRTC does.
+// A product that is not fused with an addition. The compiler may fuse other products, as NVRTC
+// does.
 inline float __fmul_rn(float a, float b) {
     float product = a * b;
     asm("" : "+m"(product));
@@ -98,10 +99,10 @@ inline double __dmul_rn(double a, double b) {
     return product;
 }
 
-// Fast, and on a GPU 2 ulp off.
+// Fast; on a GPU, the error is up to 2 ulp.
 inline float __fdividef(float a, float b) { return a / b; }
 
-// ---- Threads that wait for one another ----
+// ---- Synchronisation ----
 
 inline void __syncthreads(EMULATOR_SITE) {
     emulator::wait_for_block("__syncthreads", false, {file, line});
@@ -117,7 +118,7 @@ namespace emulator {
 
 template <class T> struct Shuffle { T value; int partner; T result; };
 
-// Every lane gets its partner's value. A partner outside the mask has none to give.
+// Every lane receives its partner's value. A partner outside the mask has no value.
 template <class T> void shuffle(void* const (&lanes)[32]) {
     for (void* lane : lanes) {
         if (lane == nullptr) continue;
@@ -168,7 +169,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
 
 // ---- Global memory ----
 
-inline void __threadfence() {}          // stores are seen in program order anyway
+inline void __threadfence() {}          // stores become visible in program order anyway
 
 template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
     static_assert(std::is_arithmetic_v<T> && sizeof(T) >= 4, "as kernels use it");
@@ -182,13 +183,13 @@ template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
 
 namespace emulator {
 
-// Calls a kernel with its one argument, a struct that stands at `argument`.
+// Calls a kernel with its only argument, the struct at `argument`.
 template <class Argument> void call(void (*kernel)(Argument), const void* argument) {
     kernel(*static_cast<const Argument*>(argument));
 }
 
 }  // namespace emulator
 
-// The last line of a kernel's text: what engine.cpp starts in every thread.
+// The last line of a kernel's text: the function that engine.cpp starts in every thread.
 #define EMULATOR_ENTRY(kernel) \
     extern "C" void emulator_entry(const void* argument) { emulator::call(kernel, argument); }
