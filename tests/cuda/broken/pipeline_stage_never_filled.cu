@@ -9,7 +9,7 @@ struct SharedPlan : Tiles { u64 full[2]; };
 constexpr int STAGE_READ = 1;                               // of stage s: STAGE_READ + s
 
 __device__ __forceinline__ void read(SharedPlan& shared, int stage, float* out) {
-    wait(shared_address(&shared.full[stage]), 0);           // caught here
+    mbarrier_wait(shared_address(&shared.full[stage]), 0);           // caught here
     out[stage * 32 + threadIdx.x % 32] = shared.tiles[stage][threadIdx.x % 32];
 }
 
