@@ -62,7 +62,7 @@ def test_a_box_before_the_start_is_a_fault():
     x, seen = np.zeros((1, 16, 1, 64), np.float16), np.zeros((16, 64))
     at = {"column": 0, "token": -1, "head": 0, "batch": 0}
     arguments = {"x": BoxesOf(x, ROWS), "y": BoxesOf(x.copy(), ROWS)}
-    with pytest.raises(KernelFault, match=r"from \(0, -1, 0, 0\) on, before"):
+    with pytest.raises(KernelFault, match=r"at \(0, -1, 0, 0\), before"):
         run("primitives/copy_boxes", {**arguments, "seen": seen, **at},
             constants={"ROWS": ROWS}, shared_bytes=ROWS * 128 + 8)  # fmt: skip
 

@@ -8,7 +8,7 @@ struct Arguments { int* turns; int* warps; };
 extern "C" __global__ void warps_take_turns(const __grid_constant__ Arguments a) {
     const int num_warps = blockDim.x / 32, warp = threadIdx.x / 32;
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    const int block = number_of_block(a.turns, shared_bytes);
+    const int block = block_ticket(a.turns, shared_bytes);
     const int own = (num_warps - 1 - warp) * gridDim.x + block;
     int* turn = dq_semaphore(a.turns, 0);
     if (threadIdx.x % 32 != 0) return;
