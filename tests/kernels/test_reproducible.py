@@ -93,10 +93,19 @@ def test_backward_in_any_order(backend, case):
 
 
 TURNS = {
-    "mma": Case(
-        "bfloat16", seqlen_q=40, seqlen_k=190, deterministic=True,
-        on=Emulation(backward_tile=Tile(32, 32, 4, 1, 2, 2, 2)),
-    ),
+    **{
+        family: Case(
+            dtype, seqlen_q=9, seqlen_k=6 * tile.block_k - 2,
+            deterministic=True, precision=precision,
+            on=Emulation(backward_tile=tile),
+        )
+        for family, dtype, precision, tile in [
+            ("mma", "bfloat16", None, Tile(32, 32, 4, 1, 2, 2, 2)),
+            ("fma", "float32", None, Tile(16, 64, 4, 1, 1, 4, 4, 3)),
+            ("dmma", "float64", None, Tile(32, 32, 4, 1, 1, 2, 2, 3)),
+            ("tf32x3", "float32", "tf32x3", Tile(32, 32, 2, 1, 1, 2, 2, 3)),
+        ]
+    },
     "wgmma": Case(
         "bfloat16", seqlen_q=40, seqlen_k=500, deterministic=True,
         on=Emulation(
@@ -127,7 +136,10 @@ def check_turns(backend, case, seeds):
     The first two key tiles add nothing, unless others come in between.
     Without that a bit that differs is mostly lost when dq is rounded.
     """
-    tile = case.on.backward_tile.block_k
+    on = case.on
+    # Others are not taken; and there would be fewer key tiles than it seems.
+    assert on.backward_tile in strategies.tiles(case, "backward", on.arch)
+    tile = on.backward_tile.block_k
     q, k, v, dout = inputs(case)
     q[...] = 0  # all keys have the same weight
     k[:, tile : 2 * tile], v[:, tile : 2 * tile] = -k[:, :tile], v[:, :tile]
@@ -143,7 +155,8 @@ def check_turns(backend, case, seeds):
 @pytest.mark.parametrize("backend", [EMULATED])
 @pytest.mark.parametrize("case", TURNS.values(), ids=TURNS)
 def test_key_tiles_take_turns(backend, case):
-    check_turns(backend, case, 20)
+    """In all kernels: none may add to dq before those whose turn is first."""
+    check_turns(backend, case, 20 if case.on.arch == "sm_90a" else 8)
 
 
 @pytest.mark.parametrize("backend", [EMULATED])
