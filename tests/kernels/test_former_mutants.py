@@ -8,6 +8,7 @@ import pytest
 
 import cuflash
 from cuflash import plan
+from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import EMULATED, on_backends, on_each_emulated_kind
 from helpers.compare import (
@@ -149,3 +150,99 @@ def test_out_alone(backend, dtype, arch):
     with backend.running(case):
         got = cuflash.forward(q, k, v)
     assert_bitwise(got, want, "out")
+
+
+@emulated
+def test_rows_computed_again_without_lse(backend):
+    """Rows whose out begins with NaN; nobody asks for lse."""
+    case = Case(
+        "bfloat16", 1, 20, 40, causal=True, on=Emulation("sm_90a"),
+        spoiled=(("v", (0, 30), "nan"),),
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    want, _ = calls.forward(backend, case, q, k, v)
+    with backend.running(case):
+        got = cuflash.forward(q, k, v, causal=True)
+    assert_bitwise(got, want, "out")
+
+
+@on_each_emulated_kind
+def test_a_value_near_the_largest_number(backend, dtype, arch):
+    """No weight may exceed 1 there, though a later score is a bit larger."""
+    case = Case(dtype, 1, 4, 2, scale=1.0, on=Emulation(arch))
+    q, k, v, _ = inputs(case)
+    q[...], k[...], v[...] = 0, 0, 0
+    q[..., 0], k[:, 1, :, 0] = 1, 0.75
+    largest = {"float16": 6e4, "float64": 1.7e308}.get(dtype, 3e38)
+    v[:, 1] = 0.6 * largest
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
+
+
+@emulated
+def test_padding_of_a_bias_is_not_read(backend):
+    """Behind a row's last bias, in the same chunk, stands NaN."""
+    case = Case("bfloat16", 1, 70, 47, on=Emulation("sm_90a"))
+    q, k, v, dout = inputs(case)
+    padded = np.full((1, 1, 70, 48), np.nan, q.dtype)
+    bias = padded[..., :47]
+    bias[...] = dout[0, :, 0, :1]
+    want = expected.forward(q, k, v, bias=bias)
+    out, lse = calls.forward(backend, case, q, k, v, bias=bias)
+    assert_forward_matches((out, lse), want, case)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse, bias=bias)
+    want = expected.backward(dout, q, k, v, bias=bias)[:3]
+    assert_gradients_match(got, want, case)
+
+
+@emulated
+def test_dq_in_parts_of_several_query_tiles(backend):
+    """Of 256 columns it is two products, each waited for by itself."""
+    case = Case(
+        "bfloat16", 1, 130, 60, head_dim=256, head_dim_v=64,
+        on=Emulation("sm_90a"),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # Small scores with slopes of each batch and head.
+        {"softcap": 30.0, "arrays_of": ("alibi_slopes_of_batches",)},
+        # Biases of 64 queries at a time, slopes of all.
+        {"arrays_of": ("alibi_slopes", "bias")},
+    ],
+    ids=["capped_slopes", "biased_slopes"],
+)
+def test_gradients_with_slopes(backend, fields):
+    case = Case(
+        "bfloat16", 2, 120, 70, 2, 1, 64, 64, on=Emulation("sm_90a"), **fields
+    )
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+@emulated
+def test_a_window_in_a_key_tile_of_more_than_128_keys(backend):
+    """A lane's bits of it are two words; the window begins in the first."""
+    case = Case(
+        "bfloat16", 1, 70, 170, head_dim=64, head_dim_v=64,
+        window=(90, 60),
+        on=Emulation(
+            "sm_90a", num_sms=1, forward_tile=Tile(128, 176, 12, 1, 2)
+        ),
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
