@@ -223,8 +223,9 @@ def test_dq_in_parts_of_several_query_tiles(backend):
 )
 def test_gradients_with_slopes(backend, fields):
     case = Case(
-        "bfloat16", 2, 120, 70, 2, 1, 64, 64, on=Emulation("sm_90a"), **fields
-    )
+        "bfloat16", 2, 120, 70, 2, 1, 64, 64, seed=4,
+        on=Emulation("sm_90a"), **fields,
+    )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
