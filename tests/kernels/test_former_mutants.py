@@ -247,3 +247,38 @@ def test_a_window_in_a_key_tile_of_more_than_128_keys(backend):
     got = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
     assert_forward_matches(got, want, case)
+
+
+@emulated
+def test_key_tiles_under_a_mask_in_any_order(backend):
+    """Each is loaded once: what is read is not written meanwhile."""
+    case = Case(
+        "bfloat16", 2, 170, 200, 2, 1, 64, 64, causal=True, softcap=3e4,
+        arrays_of=("mask",), on=Emulation("sm_90a", num_sms=2),
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    want = expected.forward(q, k, v, **case.meaning())
+    for seed in range(4):
+        other = replace(case, on=replace(case.on, seed=seed, resident=2))
+        got = calls.forward(backend, other, q, k, v)
+        assert_forward_matches(got, want, other)
+
+
+@emulated
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_gradients_of_far_negative_scores(backend, head_dim):
+    """They are exact, as is lse; times log2(e) it would be rounded."""
+    case = Case(
+        "bfloat16", 1, 20, 1, scale=1.0, head_dim=head_dim, head_dim_v=64,
+        on=Emulation("sm_90a"),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    q[...], k[...] = 0, 0
+    q[..., 0] = -(2.0**12) * np.linspace(1, 2, 20).reshape(1, 20, 1)
+    k[..., 0] = 2.0**12
+    out, lse = calls.forward(backend, case, q, k, v)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(
+        dout, q, k, v, **case.meaning(), exact_scores=True
+    )
+    assert_gradients_match(got, want, case)
