@@ -282,3 +282,21 @@ def test_gradients_of_far_negative_scores(backend, head_dim):
         dout, q, k, v, **case.meaning(), exact_scores=True
     )
     assert_gradients_match(got, want, case)
+
+
+@emulated
+def test_an_infinity_of_dout_meets_a_weight_that_a_bias_makes_0(backend):
+    """NaN in dV, as 0 * inf is; without the bias it would be inf."""
+    case = Case(
+        "bfloat16", 1, 30, 30, causal=True,
+        spoiled=(("dout", (0, 20, 0, 3), "inf"),),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    bias = np.zeros((1, 1, 30, 30), q.dtype)
+    bias[..., 5:9] = -1000
+    options = {"causal": True, "bias": bias}
+    out, lse = calls.forward(backend, case, q, k, v, bias=bias)
+    *_, dv = calls.backward(backend, case, dout, q, k, v, out, lse, bias=bias)
+    _, _, want, *_ = expected.backward(dout, q, k, v, **options)
+    assert np.isnan(dv[0, 5:9, 0, 3].astype(np.float32)).all()
+    assert_matches(dv, want, "dv", case)
