@@ -63,11 +63,7 @@ __device__ __forceinline__ void add_dq(
     int* semaphore = dq_semaphore(
         arrays.turns,
         (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile);
-    // The semaphore counts from the first key tile that visits the query tile.
-    const int rank = DETERMINISTIC && (WINDOW || SEGMENTS)
-        ? score_tile.pair_mask.key_tiles_before(
-              q_tile, coord.tile, score_tile.mask.first_key(q_tile * BLOCK_Q) / BLOCK_K)
-        : coord.tile;
+    const int rank = score_tile.dq_rank(q_tile, coord.tile);
     if (DETERMINISTIC) semaphore_wait(semaphore, rank);
     add_to_dq(arrays, coord.batch, head, score_tile.q_start, dq);
     if (DETERMINISTIC) semaphore_release(semaphore, rank);

@@ -10,7 +10,7 @@
 // Rows of a tile are ROWS_PAD numbers longer than their columns: 8 rows of 4 floats, or 4 rows of 4
 // doubles, of the same columns lie in different banks, and that is what lanes read at a time.
 //
-// Columns of a product that are columns of a tile (O = P V) are dealt to C fragments by CHUNK, so
+// Result columns that are columns of a tile (O = P V) are assigned to C fragments by CHUNK, so
 // that lanes can read 16 bytes at once: of CHUNK tiles from n on, tile n + i has every CHUNK-th
 // column from i on. Of those lane l has, in row l / 4 and in that 8 further down, the columns from
 // CHUNK * 2t on and from CHUNK * (2t + 1) on, CHUNK each (t = l % 4):

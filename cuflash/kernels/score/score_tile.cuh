@@ -1,8 +1,8 @@
 // A BLOCK_Q x BLOCK_K tile of scores, as backward kernels walk them: which (query, key) pairs are
 // visible, and how the options of a call (docs/guide/options.md) make scores and gradients of them.
 //
-// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K; Arguments and the options. infinity():
-// score_mod.cuh.
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, DETERMINISTIC; Arguments and the options.
+// infinity(): score_mod.cuh.
 #pragma once
 #include "score/dbias.cuh"
 #include "score/dropout.cuh"
@@ -43,6 +43,16 @@ struct ScoreTile {
     // Whether every pair of the key tile and query tile q_tile is visible.
     __device__ __forceinline__ bool full(QueryTiles tiles, int q_tile) const {
         return tiles.full(q_tile) && pair_mask.sees_all(q_tile, k_start / BLOCK_K);
+    }
+
+    // The rank of key tile k_tile among those that add to dQ of query tile q_tile, which its
+    // semaphore counts from the first one that visits it. Whole warp.
+    __device__ __forceinline__ int dq_rank(int q_tile, int k_tile) const {
+        if constexpr (DETERMINISTIC && (WINDOW || SEGMENTS))
+            return pair_mask.key_tiles_before(
+                q_tile, k_tile, mask.first_key(q_tile * BLOCK_Q) / BLOCK_K);
+        else
+            return k_tile;
     }
 
     // How many tokens key j stands before query i.

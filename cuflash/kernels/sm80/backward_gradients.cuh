@@ -37,11 +37,7 @@ __device__ __forceinline__ void add_dq(
     int* semaphore = dq_semaphore(arrays.turns, pair * num_q_tiles + q_tile);
     float* sum = dq_sum_tile(arrays.dq_sum, pair * num_q_tiles + q_tile)
                + dq_sum_first(threadIdx.x);
-    // The semaphore counts from the first key tile that visits the query tile.
-    const int rank = WINDOW || SEGMENTS
-        ? score_tile.pair_mask.key_tiles_before(
-              q_tile, coord.tile, score_tile.mask.first_key(q_tile * BLOCK_Q) / BLOCK_K)
-        : coord.tile;
+    const int rank = score_tile.dq_rank(q_tile, coord.tile);
     if (DETERMINISTIC) semaphore_wait(semaphore, rank);
     #pragma unroll
     for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
