@@ -24,5 +24,5 @@ struct PairMask {
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
     int key_tiles_before(int q_tile, int k_tile, int first) const;
 };
-template <class Arguments> int* tile_counter(const Arguments& args);
+template <class Arguments> int* segment_tile_counter(const Arguments& args);
 template <class Arguments> int* tile_order(const Arguments& args);
