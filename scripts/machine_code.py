@@ -88,8 +88,7 @@ def _problem(
     direction: str, dtype: str, head_dim: int, head_dim_v: int, options: dict
 ) -> Problem:
     known = Problem(
-        direction, dtype, 8, 2048, 2048, 16, 8, head_dim, head_dim_v, 0.125,
-        precision=None,
+        direction, dtype, 8, 2048, 2048, 16, 8, head_dim, head_dim_v, 0.125
     )  # fmt: skip
     if options.get("bias") == "same":
         options = {**options, "bias": dtype}
@@ -121,6 +120,10 @@ def cases() -> Iterator[tuple[str, str, KernelPlan]]:
                     continue
                 for kernel in kernels:
                     yield f"{arch} {family} {direction} {name}", arch, kernel
+    for dtype in ("bfloat16", "float32", "float64"):
+        problem = Problem("merge", dtype, 8, 2048, 0, 16, 16, 64, 64, 1.0)
+        for kernel in plan(problem, device_of_arch("sm_80")).kernels:
+            yield f"sm_80 merge {dtype}", "sm_80", kernel
 
 
 def _variants() -> Iterator[tuple[str, tuple[int, int], dict]]:
