@@ -28,7 +28,7 @@ from cuflash.plans.kernel import (
     occupancy,
 )
 from cuflash.plans.rounding import ceil_div
-from cuflash.plans.steps import FOLDERS, merge_plan, window_of
+from cuflash.plans.steps import folder, merge_plan, window_of
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -238,7 +238,7 @@ def _dmma_runs(problem: Problem, device: Device) -> bool:
 
 def main_file(family: str, file: str) -> bool:
     """Whether a kernel's file belongs to a family's folder."""
-    return file.startswith(f"{FOLDERS[family]}/")
+    return file.startswith(f"{folder(family)}/")
 
 
 def wanted_family() -> Family | None:

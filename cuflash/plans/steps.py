@@ -12,23 +12,18 @@ from cuflash.workspace import Buffer
 from .kernel import Device, Family, KernelPlan, Launch, Plan
 from .rounding import ceil_div, round_up
 
-_FILES = {"dmma": "mma8", "tf32x3": "mma8"}
+_ENTRIES = {"dmma": "mma8", "tf32x3": "mma8"}
+_FOLDERS = {"wgmma": "sm90", "mma": "sm80"}
 
 
-# The folder of each family's kernels.
-FOLDERS: dict[str, str] = {
-    "wgmma": "sm90",
-    "mma": "sm80",
-    "fma": "fma",
-    "dmma": "mma8",
-    "tf32x3": "mma8",
-    "simt": "simt",
-}
+def entry_suffix(family: str) -> str:
+    """How the entry names of a family's kernels end."""
+    return _ENTRIES.get(family, family)
 
 
-def family_file(family: str) -> str:
-    """The suffix of a family's entry names."""
-    return _FILES.get(family, family)
+def folder(family: str) -> str:
+    """The folder of a family's kernels."""
+    return _FOLDERS.get(family, entry_suffix(family))
 
 
 def heads_per_section(
@@ -353,9 +348,9 @@ def main_kernel(
     *own: tuple[str, int | bool | str],
 ) -> KernelPlan:
     """A family's kernel of the problem's direction, with `own` constants."""
-    entry = f"{problem.direction}_{family_file(family)}"
+    entry = f"{problem.direction}_{entry_suffix(family)}"
     return KernelPlan(
-        file=f"{FOLDERS[family]}/{problem.direction}.cu",
+        file=f"{folder(family)}/{problem.direction}.cu",
         entry=entry,
         constants=(
             ("Element", element(problem)),

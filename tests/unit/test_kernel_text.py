@@ -73,8 +73,7 @@ LONG_FUNCTIONS = {
 def test_functions_are_at_most_80_lines():
     """A body, from its first line to its closing brace."""
     found = lines_of_functions()
-    print(*(f"{n:3} {file} {name}" for n, *x in found[:10]
-            for file, name in [x]), sep="\n")  # fmt: skip
-    assert {(file, name) for n, file, name in found if n > 80} == (
-        LONG_FUNCTIONS
-    )
+    for lines, file, name in found[:10]:
+        print(f"{lines:3} {file} {name}")
+    long = {(file, name) for lines, file, name in found if lines > 80}
+    assert long == LONG_FUNCTIONS

@@ -13,27 +13,12 @@ from cuflash.plan import device_of_arch
 from cuflash.plans import wgmma
 from cuflash.plans.steps import option_constants
 from cuflash.problem import Problem
-from helpers.kernels import small_problem
+from helpers.kernels import ASKED, small_problem
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 NAMES = [option.name for option in options.TABLE]
 of_each_option = pytest.mark.parametrize("option", options.TABLE, ids=NAMES)
 HOPPER = device_of_arch("sm_90a")
-
-# Problems that have an option, by its name in `Problem.options`.
-ASKED = {
-    "window": {"window": (5, 5)},
-    "softcap": {"softcap": 1.0},
-    "alibi_slopes": {"alibi_slopes": True},
-    "bias": {"bias": "float16"},
-    "mask": {"mask": True},
-    "sink": {"sink": True},
-    "segment_ids": {"segment_ids": True},
-    "dropout": {"dropout": 0.5},
-    "cu_seqlens": {"num_sequences": 3},
-    "return_dbias": {"bias": "float16", "return_dbias": True},
-    "return_dsink": {"sink": True, "return_dsink": True},
-}
 
 
 def asked(option, direction="backward"):

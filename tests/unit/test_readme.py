@@ -12,7 +12,7 @@ import cuflash
 from cuflash import __main__
 from cuflash.plan import device_of_arch
 from cuflash.plans import wgmma
-from helpers.kernels import small_problem
+from helpers.kernels import ASKED, small_problem
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -92,17 +92,6 @@ def test_commands_are_those_of_the_package(capsys):
 
 
 HOPPER = device_of_arch("sm_90a")
-ASKED = {
-    "window": {"window": (5, 5)},
-    "softcap": {"softcap": 1.0},
-    "alibi_slopes": {"alibi_slopes": True},
-    "bias": {"bias": "float16"},
-    "mask": {"mask": True},
-    "sink": {"sink": True},
-    "segment_ids": {"segment_ids": True},
-    "dropout": {"dropout": 0.5},
-    "cu_seqlens": {"num_sequences": 3},
-}
 
 
 def test_the_table_of_options_is_what_hopper_takes():
