@@ -197,13 +197,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         set_lengths(shape, sequence);
         set_lengths(mask, sequence);
         const QueryTiles tiles = query_tiles(args, k_tile, sequence);
-        // Queries in [first_full, end_full) see all keys. first_query: to see the lane's two keys.
-        const int first_full = tiles.first_full * BLOCK_Q;
-        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
-        const int first_key =
-            k_tile * BLOCK_K + consumer_thread / 32 * 16 + consumer_thread % 32 / 4;
-        const int first_query[2] = {
-            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
+        const MaskBounds bounds(
+            mask, tiles, k_tile * BLOCK_K + consumer_thread / 32 * 16 + consumer_thread % 32 / 4);
         const PairMask pair_mask(args, batch);
         dropout.set_sequence(number_of(sequence));
         mbarrier_wait(shared_address(&shared.k_full) + (DOUBLE_BUFFERED_K ? 8 * state.stage() : 0),
@@ -254,14 +249,14 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             warpgroup_fence_operand(dk);
             mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
             const int q_start = rows.q_start;
-            const bool is_cut = cuts(first_full, end_full, q_start);
+            const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
             const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
             const int query = q_start + first_column;       // the lane's first
             LanePairs pairs = {batch, rows.head, query, lane_key,
                                query + shape.seqlen_k - shape.seqlen_q - lane_key};
             const auto zero_invisible = [&](float (&x)[S_REGS]) {
                 if (!VISIBILITY_BITS && is_cut)
-                    zero_masked(x, mask, first_query, q_start + first_column);
+                    zero_masked(x, mask, bounds, q_start + first_column);
                 // A window's bits are tested lane by lane. Segments' bits may come late: testing
                 // them costs as much as applying them.
                 if (HAS_MASK || (SEGMENTS ? is_cut || has_boundary : pairs.any_masked()))

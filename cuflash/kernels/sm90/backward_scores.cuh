@@ -22,20 +22,32 @@ __device__ __forceinline__ void issue_scores(float (&scores)[S_REGS], u64 a, u64
     wgmma_commit();
 }
 
+// Which pairs of a work tile the causal mask or window masks, for a lane.
+struct MaskBounds {
+    int first_full, end_full;                               // queries between them see all keys
+    int first_query[2];                                     // the first to see each of two keys
+
+    // first_key: the lane's first; the second is 8 after it.
+    __device__ __forceinline__ MaskBounds(
+        const Mask<CAUSAL, WINDOW>& mask, QueryTiles tiles, int first_key)
+        : first_full(tiles.first_full * BLOCK_Q),
+          end_full(WINDOW ? tiles.end_full * BLOCK_Q : mask.seqlen_q),
+          first_query{mask.open_first_query(first_key), mask.open_first_query(first_key + 8)} {}
+};
+
 // Whether the causal mask or window masks pairs of a query tile, given that the queries
 // [first_full, end_full) see all keys.
 __device__ __forceinline__ bool cuts(int first_full, int end_full, int q_start) {
     return q_start < first_full || q_start + BLOCK_Q > end_full;
 }
 
-// Zeroes x at masked pairs and past the last query, whatever x was there. first_query: the first to
-// see each of the lane's two keys, 8 apart. query: the lane's first. Without a WINDOW: that has
-// visibility bits.
+// Zeroes x at masked pairs and past the last query, whatever x was there. query: the lane's first.
+// Without a WINDOW: that has visibility bits.
 __device__ __forceinline__ void zero_masked(
-    float (&x)[S_REGS], const Mask<CAUSAL, WINDOW>& mask, const int (&first_query)[2], int query) {
+    float (&x)[S_REGS], const Mask<CAUSAL, WINDOW>& mask, const MaskBounds& bounds, int query) {
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int first = first_query[half] - query, end = mask.seqlen_q - query;
+        const int first = bounds.first_query[half] - query, end = mask.seqlen_q - query;
         #pragma unroll
         for (int j = 0; j < S_REGS / 4; ++j)
             #pragma unroll

@@ -151,12 +151,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
         set_lengths(shape, sequence);
         set_lengths(mask, sequence);
         const QueryTiles tiles = query_tiles(args, work.tile, sequence);
-        // Queries in [first_full, end_full) see all keys. first_query: to see the lane's two keys.
-        const int first_full = tiles.first_full * BLOCK_Q;
-        const int end_full = WINDOW ? tiles.end_full * BLOCK_Q : shape.seqlen_q;
         const int first_key = work.tile * BLOCK_K + warp_row + lane / 4;
-        const int first_query[2] = {
-            mask.open_first_query(first_key), mask.open_first_query(first_key + 8)};
+        const MaskBounds bounds(mask, tiles, first_key);
         const PairMask pair_mask(args, work.batch);
         dropout.set_sequence(number_of(sequence));
         QueryTileIterator it(args, tiles, work);
@@ -172,7 +168,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
             pairs.head = rows.head;
             pairs.query = rows.q_start + first_column;
             pairs.distance = pairs.query + shape.seqlen_k - shape.seqlen_q - first_key;
-            const bool is_cut = cuts(first_full, end_full, rows.q_start);
+            const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
             compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut,
                          SEGMENTS && shared.has_segment_boundary[stage]);
             if (EARLY_BIASES) load_biases(pairs, args);
@@ -185,11 +181,11 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
         const auto iterate = [&](auto last) {
             const QueryRows& rows = shared.rows[stage.index];
             const int q_start = rows.q_start;
-            const bool is_cut = cuts(first_full, end_full, q_start);
+            const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
             const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
             const auto zero_invisible = [&](float (&x)[S_REGS]) {
                 if (!VISIBILITY_BITS && is_cut)
-                    zero_masked(x, mask, first_query, q_start + first_column);
+                    zero_masked(x, mask, bounds, q_start + first_column);
                 if (HAS_MASK || is_cut || has_boundary) zero_masked(x, pairs);
             };
             const u32 ds_tile = shared_address(&shared.ds[stage.index]);
