@@ -254,14 +254,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             const int query = q_start + first_column;       // the lane's first
             LanePairs pairs = {batch, rows.head, query, lane_key,
                                query + shape.seqlen_k - shape.seqlen_q - lane_key};
-            const auto zero_invisible = [&](float (&x)[S_REGS]) {
-                if (!VISIBILITY_BITS && is_cut)
-                    zero_masked(x, mask, bounds, q_start + first_column);
-                // A window's bits are tested lane by lane. Segments' bits may come late: testing
-                // them costs as much as applying them.
-                if (HAS_MASK || (SEGMENTS ? is_cut || has_boundary : pairs.any_masked()))
-                    zero_masked(x, pairs);
-            };
+            const ZeroMasked<true> zero_masked{mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
             mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
             issue_scores<HEAD_DIM_V>(dp, v, dout);
             load_biases(pairs, args);
@@ -270,7 +263,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             warpgroup_fence_operand(s);
 
             compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
-                      zero_invisible, is_cut || has_boundary);
+                      zero_masked, is_cut || has_boundary);
             issue_gradient(dv, p, dout, started);
             if (DEFERRED_DQ) issue_previous_dq(dq);
             wgmma_wait<DEFERRED_DQ ? 2 : 1>();              // dP
@@ -279,7 +272,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
                 mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
 
             compute_ds(dp, s, p, rows, first_column, pairs, dropout);
-            if (MASK_DS) zero_invisible(dp);
+            if (MASK_DS) zero_masked(dp);
             add_dbias(dp, derivatives, args, pairs);
             pack_pairs<Element>(ds, dp);
             publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);

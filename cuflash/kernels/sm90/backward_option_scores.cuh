@@ -9,14 +9,31 @@
 #pragma once
 #include "sm90/backward_score_mod.cuh"
 
+// Zeroes a lane's fragment of a query tile at masked pairs. TEST_BITS: those of a window only in
+// lanes that have such pairs. Segments' bits may come late: testing them costs as much as applying
+// them.
+template <bool TEST_BITS> struct ZeroMasked {
+    const Mask<CAUSAL, WINDOW>& mask;
+    const MaskBounds& bounds;
+    const LanePairs& pairs;
+    const int &q_start, &first_column;                      // whose sum is the lane's first query
+    const bool &is_cut, &has_boundary;                      // by the mask; by segments
+
+    __device__ __forceinline__ void operator()(float (&x)[S_REGS]) const {
+        if (!VISIBILITY_BITS && is_cut) zero_masked(x, mask, bounds, q_start + first_column);
+        const bool has_masked = TEST_BITS && !SEGMENTS ? pairs.any_masked() : is_cut || has_boundary;
+        if (HAS_MASK || has_masked) zero_masked(x, pairs);
+    }
+};
+
 // S^T becomes the factor of dP^T Z^T - delta in dS^T: P^T or, with SOFTCAP, P^T times the
 // derivative of the score, which DBIAS keeps apart in `derivatives`. p is P^T Z^T rounded.
-// zero_invisible(x): x = 0 at masked pairs. has_masked: there may be some.
+// zero_masked(x): x = 0 at masked pairs. has_masked: there may be some.
 template <class Zero>
 __device__ __forceinline__ void compute_p(
     float (&s)[S_REGS], float (&derivatives)[S_REGS], u32 (&p)[S_REGS / 2],
     const QueryRows& rows, int first_column, float scale_log2, const Arguments& args,
-    LanePairs& pairs, const Dropout<float>& dropout, Zero zero_invisible, bool has_masked) {
+    LanePairs& pairs, const Dropout<float>& dropout, Zero zero_masked, bool has_masked) {
     bool fits_poly4 = false;
     if constexpr (SOFTCAP) {
         ScoreMod<float> score_mod(args);
@@ -37,14 +54,14 @@ __device__ __forceinline__ void compute_p(
         float weights[S_REGS];
         apply_score_mod(weights, s, s, args, pairs, fits_poly4);
         exponentiate(weights, rows, first_column, scale_log2);
-        zero_invisible(weights);
+        zero_masked(weights);
         pack_kept(weights);
         #pragma unroll
         for (int i = 0; i < S_REGS; ++i) s[i] *= weights[i];
     } else {
         if constexpr (!LINEAR) apply_score_mod(s, derivatives, s, args, pairs, fits_poly4);
         exponentiate(s, rows, first_column, scale_log2);
-        zero_invisible(s);
+        zero_masked(s);
         pack_kept(s);
     }
 }

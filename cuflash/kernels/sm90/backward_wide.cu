@@ -183,24 +183,20 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
             const int q_start = rows.q_start;
             const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
             const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
-            const auto zero_invisible = [&](float (&x)[S_REGS]) {
-                if (!VISIBILITY_BITS && is_cut)
-                    zero_masked(x, mask, bounds, q_start + first_column);
-                if (HAS_MASK || is_cut || has_boundary) zero_masked(x, pairs);
-            };
+            const ZeroMasked<false> zero_masked{mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
             const u32 ds_tile = shared_address(&shared.ds[stage.index]);
             float derivatives[S_REGS];
             u32 p[S_REGS / 2], ds[S_REGS / 2];
 
             compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
-                      zero_invisible, is_cut || has_boundary);
+                      zero_masked, is_cut || has_boundary);
             publish(shared_address(&shared.p[stage.index]),
                     shared_address(&shared.p_full[stage.index]), p, warp_row, lane);
             wgmma_wait<0>();                                // dP
             warpgroup_fence_operand(dp);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
             compute_ds(dp, s, p, rows, first_column, pairs, dropout);
-            if (MASK_DS) zero_invisible(dp);
+            if (MASK_DS) zero_masked(dp);
             add_dbias(dp, derivatives, args, pairs);
             pack_pairs<Element>(ds, dp);
             publish(ds_tile, shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
