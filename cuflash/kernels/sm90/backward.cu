@@ -271,10 +271,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             if (DOUBLE_BUFFERED_K && !DEFERRED_DQ)
                 mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
 
-            compute_ds(dp, s, p, rows, first_column, pairs, dropout);
-            if (MASK_DS) zero_masked(dp);
-            add_dbias(dp, derivatives, args, pairs);
-            pack_pairs<Element>(ds, dp);
+            compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
+                       zero_masked);
             publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);
             if (!DEFERRED_DQ) {
                 mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);

@@ -67,7 +67,7 @@ __device__ __forceinline__ void compute_p(
 }
 
 // dP^T becomes dS^T = P^T (dP^T Z^T - delta), without the derivative of the score if DBIAS.
-__device__ __forceinline__ void compute_ds(
+__device__ __forceinline__ void multiply_by_p(
     float (&dp)[S_REGS], const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2],
     const QueryRows& rows, int first_column, LanePairs& pairs, const Dropout<float>& dropout) {
     const u32 lane_delta = shared_address(rows.delta) + first_column * 4;
@@ -84,4 +84,17 @@ __device__ __forceinline__ void compute_ds(
             dp[i] = p_element(p, rounded_p, i)
                   * (apply_dropout(dp[i], i, pairs, dropout) - delta[i % 2]);
     }
+}
+
+// ds = dS^T rounded, from dP^T, which is overwritten, and what compute_p() left.
+template <class Zero>
+__device__ __forceinline__ void compute_ds(
+    u32 (&ds)[S_REGS / 2], float (&dp)[S_REGS], const float (&derivatives)[S_REGS],
+    const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2], const QueryRows& rows,
+    int first_column, const Arguments& args, LanePairs& pairs, const Dropout<float>& dropout,
+    Zero zero_masked) {
+    multiply_by_p(dp, p, rounded_p, rows, first_column, pairs, dropout);
+    if (MASK_DS) zero_masked(dp);
+    add_dbias(dp, derivatives, args, pairs);
+    pack_pairs<Element>(ds, dp);
 }

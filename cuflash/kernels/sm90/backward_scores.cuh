@@ -89,18 +89,3 @@ __device__ __forceinline__ float p_element(
         i % 2 == 0 ? to_float(low_half<Element>(pair)) : to_float(high_half<Element>(pair));
     return FLOAT_P ? p[i] : rounded;
 }
-
-// dP^T becomes dS^T = P^T (dP^T - delta).
-__device__ __forceinline__ void compute_ds(
-    float (&dp)[S_REGS], const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2],
-    const QueryRows& rows, int first_column) {
-    const u32 lane_delta = shared_address(rows.delta) + first_column * 4;
-    #pragma unroll
-    for (int j = 0; j < S_REGS / 4; ++j) {
-        float delta[2];
-        load_shared_floats(lane_delta + j * 32, delta[0], delta[1]);
-        #pragma unroll
-        for (int i = j * 4; i < j * 4 + 4; ++i)
-            dp[i] = p_element(p, rounded_p, i) * (dp[i] - delta[i % 2]);
-    }
-}

@@ -195,10 +195,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
             wgmma_wait<0>();                                // dP
             warpgroup_fence_operand(dp);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
-            compute_ds(dp, s, p, rows, first_column, pairs, dropout);
-            if (MASK_DS) zero_masked(dp);
-            add_dbias(dp, derivatives, args, pairs);
-            pack_pairs<Element>(ds, dp);
+            compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
+                       zero_masked);
             publish(ds_tile, shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
             mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
 
