@@ -98,13 +98,43 @@ __device__ __forceinline__ void issue_gradient(
     wgmma_commit();
 }
 
-// The warpgroup's part of dQ = dS K.
-__device__ __forceinline__ void issue_dq(float (&dq)[DQ_REGS], u64 ds, u64 k) {
-    warpgroup_fence_operand(dq);
-    wgmma_fence();
-    gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
-    wgmma_commit();
-}
+// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all queries and 64 columns.
+struct IssueDq {
+    SharedPlan& shared;
+    const WorkState& state;
+    const u32& key_rows;                                    // as in consume()
+
+    __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS], u32 ds_tile) const {
+        constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
+        constexpr bool BY_QUERIES = BLOCK_Q == CONSUMERS * 64;
+        const u32 panel = opaque(key_rows) * (BLOCK_K / 64);
+        const u64 ds = descriptor(ds_tile + (BY_QUERIES ? panel : 0), 0);
+        const u64 k = descriptor(shared.k_tile(state) + (BY_QUERIES ? 0 : panel), PANEL_BYTES);
+        warpgroup_fence_operand(dq);
+        wgmma_fence();
+        gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
+        wgmma_commit();
+    }
+};
+
+// DEFERRED_DQ: that of the previous iteration. A work tile's first iteration (not `started`) has
+// none and multiplies K and V, which are adjacent, for nothing: around a branch the compiler runs
+// out of registers.
+struct IssuePreviousDq {
+    SharedPlan& shared;
+    const WorkState& state;
+    const PipelineState<2>& ds_stage;
+    const bool& started;
+    const IssueDq& issue_dq;
+
+    __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS]) const {
+        const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
+        if (started) mbarrier_wait(barrier_at(shared.ds_full, ds_stage.previous()), phase);
+        issue_dq(dq, started ? shared_address(&shared.ds[ds_stage.previous()])
+                             : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
+                                              ? static_cast<void*>(&shared.v) : &shared.k));
+    }
+};
 
 // ---- What a consumer warpgroup puts into shared memory ----
 
@@ -174,6 +204,103 @@ __device__ __forceinline__ void store_gradients(
 
 // ---- A consumer warpgroup ----
 
+// An iteration of a work tile, `last` or not; the members are variables of consume(). These stay
+// there: as members, instead of references, they cost 2 to 7 % (docs/lab/sm90_backward.md).
+struct Iterate {
+    const Arguments& args;
+    const Shape& shape;
+    const Mask<CAUSAL, WINDOW>& mask;
+    const MaskBounds& bounds;
+    const PairMask& pair_mask;
+    const Dropout<float>& dropout;
+    const float& scale_log2;
+    const int &warpgroup, &consumer_thread;
+    const u32& key_rows;
+    SharedPlan& shared;
+    const WorkState& state;
+    const int &k_tile, &batch;
+    float (&dk)[DK_REGS];
+    float (&dv)[DV_REGS];
+    u32 (&ds)[S_REGS / 2];
+    PipelineState<STAGES>& stage;
+    PipelineState<2>& ds_stage;
+    bool &started, &staged;
+    const IssueDq& issue_dq;
+    const IssuePreviousDq& issue_previous_dq;
+
+    __device__ __forceinline__ void operator()(bool last) const {
+        const QueryRows& rows = shared.rows[stage.index];
+        // Opaque: what follows from these, kept across iterations, would fill the registers.
+        const u32 keys = opaque(key_rows);
+        const int thread = opaque(consumer_thread), lane = thread % 32;
+        const int first_column = lane % 4 * 2;              // the lane's first query in `rows`
+        const int lane_key = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
+        const u64 k = descriptor(shared.k_tile(state) + keys, 0);
+        const u64 v = descriptor(shared_address(&shared.v) + keys, 0);
+        // Columns of B in S and dP, rows of B in dK and dV.
+        const u64 q = descriptor(
+            shared_address(&shared.q[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
+        const u64 dout = descriptor(
+            shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
+        float s[S_REGS], dp[S_REGS], dq[DQ_REGS], derivatives[S_REGS];
+        u32 p[S_REGS / 2];
+
+        mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
+        issue_scores<HEAD_DIM>(s, k, q);
+        wgmma_wait<1>();                                    // dK of the previous iteration
+        warpgroup_fence_operand(dk);
+        mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
+        const int q_start = rows.q_start;
+        const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
+        const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+        const int query = q_start + first_column;           // the lane's first
+        LanePairs pairs = {batch, rows.head, query, lane_key,
+                           query + shape.seqlen_k - shape.seqlen_q - lane_key};
+        const ZeroMasked<true> zero_masked{
+            mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
+        mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
+        issue_scores<HEAD_DIM_V>(dp, v, dout);
+        load_biases(pairs, args);
+        compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut, has_boundary);
+        wgmma_wait<1>();                                    // S
+        warpgroup_fence_operand(s);
+
+        compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
+                  zero_masked, is_cut || has_boundary);
+        issue_gradient(dv, p, dout, started);
+        if (DEFERRED_DQ) issue_previous_dq(dq);
+        wgmma_wait<DEFERRED_DQ ? 2 : 1>();                  // dP
+        warpgroup_fence_operand(dp);
+        if (DOUBLE_BUFFERED_K && !DEFERRED_DQ)
+            mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
+
+        compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
+                   zero_masked);
+        publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);
+        if (!DEFERRED_DQ) {
+            mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
+            issue_dq(dq, shared_address(&shared.ds[ds_stage.index]));
+        }
+        issue_gradient(dk, ds, q, started);
+        wgmma_wait<1>();                                    // dV, dQ
+        warpgroup_fence_operand(dv);
+        warpgroup_fence_operand(dq);
+        mbarrier_arrive_if(lane == 0, barrier_at(shared.dout_empty, stage.index));
+        // Not before: a first iteration's product for nothing reads V, too.
+        if (DOUBLE_BUFFERED_K && DEFERRED_DQ)
+            mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
+        if (DEFERRED_DQ)
+            mbarrier_arrive_if(
+                started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
+        if (!DEFERRED_DQ || started)
+            stage_dq(shared, state, dq, warpgroup, consumer_thread, staged);
+
+        started = true;
+        ds_stage.next();
+        stage.next();
+    }
+};
+
 __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& shared) {
     auto&& shape = tile_shape(args);
     // By a shuffle, so that the compiler knows that it is uniform in the warp.
@@ -206,96 +333,12 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
         bool started = false;                               // dk and dv hold a sum
         bool staged = false;                                // a part of this tile's dQ
-
-        // The part is 64 queries and all columns, or all queries and 64 columns.
-        const auto issue_dq_part = [&](float (&dq)[DQ_REGS], u32 ds_tile) {
-            constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
-            constexpr bool BY_QUERIES = BLOCK_Q == CONSUMERS * 64;
-            const u32 panel = opaque(key_rows) * (BLOCK_K / 64);
-            issue_dq(dq, descriptor(ds_tile + (BY_QUERIES ? panel : 0), 0),
-                     descriptor(shared.k_tile(state) + (BY_QUERIES ? 0 : panel), PANEL_BYTES));
-        };
-        // A tile's first iteration has no previous dQ and multiplies K and V, which are adjacent,
-        // for nothing: around a branch the compiler runs out of registers.
-        const auto issue_previous_dq = [&](float (&dq)[DQ_REGS]) {
-            const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
-            if (started) mbarrier_wait(barrier_at(shared.ds_full, ds_stage.previous()), phase);
-            issue_dq_part(
-                dq, started ? shared_address(&shared.ds[ds_stage.previous()])
-                            : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
-                                             ? static_cast<void*>(&shared.v) : &shared.k));
-        };
-
-        const auto iterate = [&](bool last) {
-            const QueryRows& rows = shared.rows[stage.index];
-            // Opaque: what follows from these, kept across iterations, would fill the registers.
-            const u32 keys = opaque(key_rows);
-            const int thread = opaque(consumer_thread), lane = thread % 32;
-            const int first_column = lane % 4 * 2;          // the lane's first query in `rows`
-            const int lane_key = k_tile * BLOCK_K + thread / 32 * 16 + lane / 4;
-            const u64 k = descriptor(shared.k_tile(state) + keys, 0);
-            const u64 v = descriptor(shared_address(&shared.v) + keys, 0);
-            // Columns of B in S and dP, rows of B in dK and dV.
-            const u64 q = descriptor(
-                shared_address(&shared.q[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
-            const u64 dout = descriptor(
-                shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
-            float s[S_REGS], dp[S_REGS], dq[DQ_REGS], derivatives[S_REGS];
-            u32 p[S_REGS / 2];
-
-            mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
-            issue_scores<HEAD_DIM>(s, k, q);
-            wgmma_wait<1>();                                // dK of the previous iteration
-            warpgroup_fence_operand(dk);
-            mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
-            const int q_start = rows.q_start;
-            const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
-            const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
-            const int query = q_start + first_column;       // the lane's first
-            LanePairs pairs = {batch, rows.head, query, lane_key,
-                               query + shape.seqlen_k - shape.seqlen_q - lane_key};
-            const ZeroMasked<true> zero_masked{mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
-            mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
-            issue_scores<HEAD_DIM_V>(dp, v, dout);
-            load_biases(pairs, args);
-            compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut, has_boundary);
-            wgmma_wait<1>();                                // S
-            warpgroup_fence_operand(s);
-
-            compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
-                      zero_masked, is_cut || has_boundary);
-            issue_gradient(dv, p, dout, started);
-            if (DEFERRED_DQ) issue_previous_dq(dq);
-            wgmma_wait<DEFERRED_DQ ? 2 : 1>();              // dP
-            warpgroup_fence_operand(dp);
-            if (DOUBLE_BUFFERED_K && !DEFERRED_DQ)
-                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
-
-            compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
-                       zero_masked);
-            publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);
-            if (!DEFERRED_DQ) {
-                mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
-                issue_dq_part(dq, shared_address(&shared.ds[ds_stage.index]));
-            }
-            issue_gradient(dk, ds, q, started);
-            wgmma_wait<1>();                                // dV, dQ
-            warpgroup_fence_operand(dv);
-            warpgroup_fence_operand(dq);
-            mbarrier_arrive_if(lane == 0, barrier_at(shared.dout_empty, stage.index));
-            // Not before: a first iteration's product for nothing reads V, too.
-            if (DOUBLE_BUFFERED_K && DEFERRED_DQ)
-                mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
-            if (DEFERRED_DQ)
-                mbarrier_arrive_if(
-                    started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-            if (!DEFERRED_DQ || started)
-                stage_dq(shared, state, dq, warpgroup, consumer_thread, staged);
-
-            started = true;
-            ds_stage.next();
-            stage.next();
-        };
+        const IssueDq issue_dq{shared, state, key_rows};
+        const IssuePreviousDq issue_previous_dq{shared, state, ds_stage, started, issue_dq};
+        const Iterate iterate{
+            args, shape, mask, bounds, pair_mask, dropout, scale_log2, warpgroup, consumer_thread,
+            key_rows, shared, state, k_tile, batch, dk, dv, ds, stage, ds_stage, started, staged,
+            issue_dq, issue_previous_dq};
 
         int remaining = QueryTileIterator(args, tiles, {k_tile, 0, batch}).remaining;
         for (; remaining > 0; --remaining) iterate(remaining == 1);

@@ -21,7 +21,8 @@ template <bool TEST_BITS> struct ZeroMasked {
 
     __device__ __forceinline__ void operator()(float (&x)[S_REGS]) const {
         if (!VISIBILITY_BITS && is_cut) zero_masked(x, mask, bounds, q_start + first_column);
-        const bool has_masked = TEST_BITS && !SEGMENTS ? pairs.any_masked() : is_cut || has_boundary;
+        const bool has_masked =
+            TEST_BITS && !SEGMENTS ? pairs.any_masked() : is_cut || has_boundary;
         if (HAS_MASK || has_masked) zero_masked(x, pairs);
     }
 };

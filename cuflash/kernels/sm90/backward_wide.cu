@@ -183,7 +183,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
             const int q_start = rows.q_start;
             const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
             const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
-            const ZeroMasked<false> zero_masked{mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
+            const ZeroMasked<false> zero_masked{
+                mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
             const u32 ds_tile = shared_address(&shared.ds[stage.index]);
             float derivatives[S_REGS];
             u32 p[S_REGS / 2], ds[S_REGS / 2];
