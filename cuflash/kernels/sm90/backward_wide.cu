@@ -41,6 +41,7 @@ constexpr int ROLE_WARPS = WARPGROUP / 32;
 // So many columns of dQ at a time: its accumulator takes registers in addition to S and dP.
 constexpr int DQ_COLUMNS = HEAD_DIM % 128 == 0 ? 128 : HEAD_DIM;
 constexpr int DQ_PARTS = HEAD_DIM / DQ_COLUMNS, DQ_REGS = DQ_COLUMNS / 2;
+constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
 
 // An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups, which
 // start with 128 each.
@@ -116,6 +117,136 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_REGS], 
                      {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
 }
 
+// S and dP of an iteration, the next to issue.
+struct IssueS {
+    SharedPlan& shared;
+    const u64& k_rows;
+    const PipelineState<STAGES>& next;
+    float (&s)[S_REGS];
+
+    __device__ __forceinline__ void operator()() const {
+        mbarrier_wait(shared_address(&shared.q_full[next.index]), next.phase);
+        issue_scores<HEAD_DIM>(s, k_rows, descriptor(shared_address(&shared.q[next.index]), 0));
+    }
+};
+struct IssueDp {
+    SharedPlan& shared;
+    const u64& v_rows;
+    PipelineState<STAGES>& next;
+    float (&dp)[S_REGS];
+
+    __device__ __forceinline__ void operator()() const {
+        mbarrier_wait(shared_address(&shared.dout_full[next.index]), next.phase);
+        issue_scores<HEAD_DIM_V>(
+            dp, v_rows, descriptor(shared_address(&shared.dout[next.index]), 0));
+        next.next();
+    }
+};
+
+// `pairs` of the iteration whose S is being computed: its rows have come with Q.
+struct PreparePairs {
+    const Arguments& args;
+    const Shape& shape;
+    const Mask<CAUSAL, WINDOW>& mask;
+    const MaskBounds& bounds;
+    const PairMask& pair_mask;
+    const Dropout<float>& dropout;
+    SharedPlan& shared;
+    const int &first_column, &first_key;
+    LanePairs& pairs;
+
+    __device__ __forceinline__ void operator()(int stage) const {
+        const QueryRows& rows = shared.rows[stage];
+        pairs.head = rows.head;
+        pairs.query = rows.q_start + first_column;
+        pairs.distance = pairs.query + shape.seqlen_k - shape.seqlen_q - first_key;
+        const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
+        compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut,
+                     SEGMENTS && shared.has_segment_boundary[stage]);
+        if (EARLY_BIASES) load_biases(pairs, args);
+    }
+};
+
+// An iteration of a work tile, `last` or not; the members are variables of compute_scores(), as in
+// sm90/backward.cu.
+struct Iterate {
+    const Arguments& args;
+    const Shape& shape;
+    const Mask<CAUSAL, WINDOW>& mask;
+    const MaskBounds& bounds;
+    const Dropout<float>& dropout;
+    const float& scale_log2;
+    SharedPlan& shared;
+    const int &thread, &lane, &warp_row, &first_column;
+    const WorkTile& work;
+    QueryTileIterator& it;
+    const u64& k_columns;
+    float (&s)[S_REGS];
+    float (&dp)[S_REGS];
+    PipelineState<STAGES>& stage;
+    LanePairs& pairs;
+    const IssueS& issue_s;
+    const IssueDp& issue_dp;
+    const PreparePairs& prepare_pairs;
+
+    template <class Last> __device__ __forceinline__ void operator()(Last last) const {
+        const QueryRows& rows = shared.rows[stage.index];
+        const int q_start = rows.q_start;
+        const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
+        const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+        const ZeroMasked<false> zero_masked{
+            mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
+        const u32 ds_tile = shared_address(&shared.ds[stage.index]);
+        float derivatives[S_REGS];
+        u32 p[S_REGS / 2], ds[S_REGS / 2];
+
+        compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
+                  zero_masked, is_cut || has_boundary);
+        publish(shared_address(&shared.p[stage.index]),
+                shared_address(&shared.p_full[stage.index]), p, warp_row, lane);
+        wgmma_wait<0>();                                    // dP
+        warpgroup_fence_operand(dp);
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
+        compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
+                   zero_masked);
+        publish(ds_tile, shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
+        mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
+
+        float* sums = dq_sum_tile(args.arrays.dq_sum,
+                                  query_tile_index(args, sequence_of(work), work.batch,
+                                                   it.head, it.tile))
+                    + dq_sum_first(thread);
+        #pragma unroll
+        for (int part = 0; part < DQ_PARTS; ++part) {
+            constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
+            const bool is_first = part == 0, is_last = part == DQ_PARTS - 1;
+            float dq[DQ_REGS];
+            warpgroup_fence_operand(dq);
+            wgmma_fence();
+            gemm_atb_ss<Element, BLOCK_K>(
+                dq, descriptor(ds_tile, 0), advance(k_columns, part * PART_BYTES));
+            wgmma_commit();
+            if (!last.value && is_first) issue_s();
+            if (!last.value && is_last) {
+                issue_dp();
+                prepare_pairs((stage.index + 1) % STAGES);
+            }
+            if (last.value) wgmma_wait<0>();
+            else if (is_first && is_last) wgmma_wait<2>();
+            else wgmma_wait<1>();
+            warpgroup_fence_operand(dq);
+            if (DETERMINISTIC && is_first) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
+            add_dq(sums, dq, part);
+        }
+        if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
+        if (!last.value && !EARLY_BIASES) load_biases(pairs, args);
+        if (!last.value) wgmma_wait<1>();                   // the next S
+        warpgroup_fence_operand(s);
+        it.next(args, work);
+        stage.next();
+    }
+};
+
 __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan& shared) {
     auto&& shape = tile_shape(args);
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
@@ -124,23 +255,14 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
     Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     Dropout<float> dropout(args);
 
-    constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
     const u64 k_rows = descriptor(shared_address(&shared.k), 0);
     const u64 v_rows = descriptor(shared_address(&shared.v), 0);
     const u64 k_columns = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
 
     float s[S_REGS], dp[S_REGS];
     PipelineState<STAGES> stage, next;                      // this iteration's; the next to issue
-    const auto issue_s = [&] {
-        mbarrier_wait(shared_address(&shared.q_full[next.index]), next.phase);
-        issue_scores<HEAD_DIM>(s, k_rows, descriptor(shared_address(&shared.q[next.index]), 0));
-    };
-    const auto issue_dp = [&] {
-        mbarrier_wait(shared_address(&shared.dout_full[next.index]), next.phase);
-        issue_scores<HEAD_DIM_V>(
-            dp, v_rows, descriptor(shared_address(&shared.dout[next.index]), 0));
-        next.next();
-    };
+    const IssueS issue_s{shared, k_rows, next, s};
+    const IssueDp issue_dp{shared, v_rows, next, dp};
 
     for (WorkState state;; ++state.count) {
         const WorkTile work = acquire_work_tile(shared, state);
@@ -162,79 +284,16 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
         mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
         issue_dp();
         LanePairs pairs = {work.batch, 0, 0, first_key, 0};
-        // Of the iteration whose S is being computed: its rows have come with Q.
-        const auto prepare_pairs = [&](int stage) {
-            const QueryRows& rows = shared.rows[stage];
-            pairs.head = rows.head;
-            pairs.query = rows.q_start + first_column;
-            pairs.distance = pairs.query + shape.seqlen_k - shape.seqlen_q - first_key;
-            const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
-            compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut,
-                         SEGMENTS && shared.has_segment_boundary[stage]);
-            if (EARLY_BIASES) load_biases(pairs, args);
-        };
+        const PreparePairs prepare_pairs{
+            args, shape, mask, bounds, pair_mask, dropout, shared, first_column, first_key, pairs};
         prepare_pairs(stage.index);
         if (!EARLY_BIASES) load_biases(pairs, args);
         wgmma_wait<1>();                                    // S
         warpgroup_fence_operand(s);
 
-        const auto iterate = [&](auto last) {
-            const QueryRows& rows = shared.rows[stage.index];
-            const int q_start = rows.q_start;
-            const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
-            const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
-            const ZeroMasked<false> zero_masked{
-                mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
-            const u32 ds_tile = shared_address(&shared.ds[stage.index]);
-            float derivatives[S_REGS];
-            u32 p[S_REGS / 2], ds[S_REGS / 2];
-
-            compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
-                      zero_masked, is_cut || has_boundary);
-            publish(shared_address(&shared.p[stage.index]),
-                    shared_address(&shared.p_full[stage.index]), p, warp_row, lane);
-            wgmma_wait<0>();                                // dP
-            warpgroup_fence_operand(dp);
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
-            compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
-                       zero_masked);
-            publish(ds_tile, shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
-            mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
-
-            float* sums = dq_sum_tile(args.arrays.dq_sum,
-                                      query_tile_index(args, sequence_of(work), work.batch,
-                                                       it.head, it.tile))
-                        + dq_sum_first(thread);
-            #pragma unroll
-            for (int part = 0; part < DQ_PARTS; ++part) {
-                constexpr int PART_BYTES = DQ_COLUMNS / PANEL_COLUMNS * K_PANEL_BYTES;
-                const bool is_first = part == 0, is_last = part == DQ_PARTS - 1;
-                float dq[DQ_REGS];
-                warpgroup_fence_operand(dq);
-                wgmma_fence();
-                gemm_atb_ss<Element, BLOCK_K>(
-                    dq, descriptor(ds_tile, 0), advance(k_columns, part * PART_BYTES));
-                wgmma_commit();
-                if (!last.value && is_first) issue_s();
-                if (!last.value && is_last) {
-                    issue_dp();
-                    prepare_pairs((stage.index + 1) % STAGES);
-                }
-                if (last.value) wgmma_wait<0>();
-                else if (is_first && is_last) wgmma_wait<2>();
-                else wgmma_wait<1>();
-                warpgroup_fence_operand(dq);
-                if (DETERMINISTIC && is_first) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
-                add_dq(sums, dq, part);
-            }
-            if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
-            if (!last.value && !EARLY_BIASES) load_biases(pairs, args);
-            if (!last.value) wgmma_wait<1>();               // the next S
-            warpgroup_fence_operand(s);
-            it.next(args, work);
-            stage.next();
-        };
-
+        const Iterate iterate{
+            args, shape, mask, bounds, dropout, scale_log2, shared, thread, lane, warp_row,
+            first_column, work, it, k_columns, s, dp, stage, pairs, issue_s, issue_dp, prepare_pairs};
         while (it.remaining > 1) iterate(Bool<false>{});
         iterate(Bool<true>{});
         mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
