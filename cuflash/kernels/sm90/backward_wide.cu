@@ -117,7 +117,8 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_REGS], 
                      {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
 }
 
-// S and dP of an iteration, the next to issue.
+// S or dP of an iteration, the next to issue. Here and below the members are the variables of
+// compute_scores(), as in sm90/backward.cu.
 struct IssueS {
     SharedPlan& shared;
     const u64& k_rows;
@@ -167,8 +168,7 @@ struct PreparePairs {
     }
 };
 
-// An iteration of a work tile, `last` or not; the members are variables of compute_scores(), as in
-// sm90/backward.cu.
+// An iteration of a work tile. The last one has no next S and dP to issue.
 struct Iterate {
     const Arguments& args;
     const Shape& shape;
@@ -293,7 +293,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
 
         const Iterate iterate{
             args, shape, mask, bounds, dropout, scale_log2, shared, thread, lane, warp_row,
-            first_column, work, it, k_columns, s, dp, stage, pairs, issue_s, issue_dp, prepare_pairs};
+            first_column, work, it, k_columns, s, dp, stage, pairs, issue_s, issue_dp,
+            prepare_pairs};
         while (it.remaining > 1) iterate(Bool<false>{});
         iterate(Bool<true>{});
         mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
