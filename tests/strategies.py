@@ -21,7 +21,13 @@ from cuflash.plan import device_of_arch, family_of, legal_tiles
 from helpers.data import Case, Emulation, shapes
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
-from helpers.options import MAKERS
+from helpers.options import (
+    MAKERS,
+    NUMBERS,
+    TABLE,
+    completed,
+    everything,
+)
 
 # Around tile sizes and vector widths is where kernels go wrong.
 EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 200]
@@ -227,29 +233,21 @@ def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
     return draw(on_backend(case, backend, archs))
 
 
-def windows(case):
-    """Draw bounds that mask some pairs, bounds that mask none, and None."""
-    longest = max(case.seqlen_q, case.seqlen_k, 1)
-    some = st.sampled_from([0, 1, 16, 63]) | st.integers(0, longest)
-    return st.tuples(st.none() | some, st.none() | some)
-
-
 # Options that are compiled together, where not all sets of them are drawn.
 FEW_OPTIONS = [
     ("window", "alibi_slopes", "sink"),
     ("window", "segment_ids_q"),
     ("softcap", "bias"),
     ("mask", "dropout", "sink"),
-    ("window", "softcap", "dropout", "alibi_slopes_of_batches", "bias",
-     "mask", "sink", "segment_ids_q"),
-]  # fmt: skip
+    everything(),
+]
 
 
 def options(backend, wide=False):
     """Draw the names of a call's options."""
     if backend.name == "emulated" and not is_wide(backend, wide):
         return st.sampled_from(FEW_OPTIONS).map(set)
-    return st.sets(st.sampled_from([*MAKERS, "window", "softcap", "dropout"]))
+    return st.sets(st.sampled_from([*MAKERS, *NUMBERS]))
 
 
 # Options of packed sequences that are compiled together.
@@ -265,12 +263,7 @@ def packed_cases(draw, backend, **others):
     """Draw sequences end to end, of any lengths, with any options."""
     case = draw(cases(backend, **others))
     names = draw(st.sampled_from(FEW_PACKED_OPTIONS))
-    numbers = {
-        "window": windows(case),
-        "softcap": st.sampled_from([1.0, 30.0]),
-        "dropout": st.sampled_from([0.25, 0.5]),
-    }
-    numbers = {n: draw(x) for n, x in numbers.items() if n in names}
+    numbers = {n: draw(TABLE[n].draw(case)) for n in NUMBERS if n in names}
     count = draw(st.integers(0, 6))
     offsets = []
     for total in (case.seqlen_q, case.seqlen_k):
@@ -288,17 +281,11 @@ def optional_cases(draw, backend, **others):
     """Draw a whole call with any masks and score modifications together."""
     case = draw(cases(backend, **others))
     names = draw(options(backend))
-    if names & {"segment_ids_q", "segment_ids_k"}:
-        names |= {"segment_ids_q", "segment_ids_k"}
+    names = completed(names)
     if "alibi_slopes_of_batches" in names:
         names -= {"alibi_slopes"}
     if "bias" in names:  # its gradient is summed in no fixed order
         case = replace(case, deterministic=False)
-    numbers = {
-        "window": windows(case),
-        "softcap": st.sampled_from([1.0, 30.0]),
-        "dropout": st.sampled_from([0.25, 0.5]),
-    }
-    numbers = {n: draw(x) for n, x in numbers.items() if n in names}
+    numbers = {n: draw(TABLE[n].draw(case)) for n in NUMBERS if n in names}
     arrays = tuple(sorted(names & set(MAKERS)))
     return replace(case, arrays_of=arrays, **numbers)

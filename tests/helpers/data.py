@@ -8,7 +8,12 @@ from cuflash.tiles import Tile
 
 from . import extreme
 from .dtypes import DTYPES
-from .options import option_arrays
+from .options import (
+    NumberFields,
+    option_arrays,
+    option_gradients,
+    option_numbers,
+)
 
 
 def short_repr(value):
@@ -45,7 +50,7 @@ class Emulation:
 
 
 @dataclass(frozen=True, repr=False)
-class Case:
+class Case(NumberFields):
     """One call, small enough to print as one line.
 
     Arrays come from `seed`, so a failing example is this line alone: it can
@@ -78,10 +83,7 @@ class Case:
     spoiled: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     seed: int = 0
     on: Emulation = Emulation()
-    window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
     arrays_of: tuple[str, ...] = ()
-    dropout: float = 0.0
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     __repr__ = short_repr
@@ -102,13 +104,7 @@ class Case:
 
     def options(self):
         """Return the case's options, without scale and causal."""
-        options = option_arrays(self)
-        if self.window is not None:
-            options["window"] = self.window
-        if self.softcap is not None:
-            options["softcap"] = self.softcap
-        if self.dropout:
-            options |= {"dropout": self.dropout, "seed": self.seed}
+        options = option_arrays(self) | option_numbers(self)
         if self.offsets is not None:
             for name, offsets in zip("qk", self.offsets, strict=True):
                 options[f"cu_seqlens_{name}"] = np.array(offsets, np.int32)
@@ -116,11 +112,7 @@ class Case:
 
     def asked(self):
         """Return the keyword arguments that request dbias and dsink."""
-        return {
-            f"return_d{name}": True
-            for name in ("bias", "sink")
-            if name in self.arrays_of
-        }
+        return option_gradients(self)
 
 
 def shapes(case):

@@ -2,22 +2,17 @@
 
 from dataclasses import replace
 
+from cuflash import options
 from cuflash.plan import device_of_arch, plan
 from cuflash.problem import Problem
 
+from .options import TABLE
+
 # What a problem of float16 has that asks for an option, by the option's name.
 ASKED = {
-    "window": {"window": (5, 5)},
-    "softcap": {"softcap": 1.0},
-    "alibi_slopes": {"alibi_slopes": True},
-    "bias": {"bias": "float16"},
-    "mask": {"mask": True},
-    "sink": {"sink": True},
-    "segment_ids": {"segment_ids": True},
-    "dropout": {"dropout": 0.5},
-    "cu_seqlens": {"num_sequences": 3},
-    "return_dbias": {"bias": "float16", "return_dbias": True},
-    "return_dsink": {"sink": True, "return_dsink": True},
+    option.part_of or option.name: data.problem
+    for option in options.TABLE
+    if (data := TABLE.get(option.name)) and data.problem
 }
 
 

@@ -1,34 +1,85 @@
-"""Masks and score modifications together, against the float64 reference."""
+"""Each option, alone and with others, in each family of kernels.
 
-import contextlib
+What is tested: helpers/options.py and helpers/option_cases.py.
+"""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-import cuflash
 import strategies
-from cuflash import emulator
-from cuflash.errors import UnsupportedError
+from cuflash import options
 from helpers import calls, expected
-from helpers.backends import (
-    on_each_kind_with_options,
-    on_kernels,
-    on_kernels_of,
-)
+from helpers.backends import on_kernels
 from helpers.checks import (
     check_forward,
     check_gradients,
     check_gradients_of_forward,
+    check_packed,
 )
-from helpers.compare import (
-    assert_bitwise,
-    assert_forward_matches,
-    assert_gradients_match,
-)
-from helpers.data import Case, Emulation, inputs
+from helpers.compare import assert_bitwise, assert_gradients_match
+from helpers.data import Case, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
-from helpers.options import fields_of
+from helpers.option_cases import (
+    FAMILIES,
+    KINDS,
+    on_families,
+    on_families_in_turns,
+    on_kinds,
+    on_wide_kinds,
+)
+from helpers.options import TABLE, completed, fields_of, is_in
+
+# The table ------------------------------------------------------------------
+
+of_each_option = pytest.mark.parametrize("name", TABLE)
+INDEPENDENT = [name for name, data in TABLE.items() if not data.comes_with]
+of_each_effect = pytest.mark.parametrize(
+    "name", [name for name in INDEPENDENT if TABLE[name].effect]
+)
+
+
+def test_each_option_has_test_data():
+    assert list(TABLE) == [option.name for option in options.TABLE]
+
+
+@of_each_option
+def test_an_option_is_tested_alone_or_with_another(name):
+    data = TABLE[name]
+    assert bool(data.alone) != bool(data.comes_with)
+    assert data.comes_with in {"", *INDEPENDENT}
+    if data.effect:
+        assert bool(data.draw) != bool(data.makes)
+
+
+@of_each_effect
+def test_each_family_has_it(name):
+    for made in FAMILIES.values():
+        assert any(is_in(name, made.case(*pair)) for pair in made.pairs)
+
+
+@of_each_effect
+def test_its_terms_change_the_reference(name):
+    fields = next(iter(TABLE[name].alone.values()))
+    case = Case(seqlen_q=50, seqlen_k=50, seed=1, **fields)
+    q, k, v, dout = inputs(case)
+    plain = expected.backward(dout, q, k, v)
+    got = expected.backward(dout, q, k, v, **case.meaning())
+    assert not np.array_equal(got[1].ref, plain[1].ref)
+    assert not np.array_equal(got[1].low, plain[1].low)
+
+
+def test_packed_sequences_are_drawn_with_each_that_they_support():
+    drawn = completed(set().union(*strategies.FEW_PACKED_OPTIONS))
+    for option in options.TABLE:
+        supported = "cu_seqlens_q" not in option.not_with
+        if supported and TABLE[option.name].effect:
+            assert option.name in drawn
+
+
+# Drawn ----------------------------------------------------------------------
 
 # A key tile that no query tile sees: its keys were not waited for.
 UNSEEN = [
@@ -56,187 +107,89 @@ def test_backward_of_forward(backend, case):
     check_gradients_of_forward(backend, case)
 
 
-@on_kernels_of(dtype=DTYPES, options=strategies.FEW_OPTIONS)
-def test_several_tiles(backend, dtype, options):
-    """Lengths at which tiles are skipped, and grouped heads."""
+# The family -----------------------------------------------------------------
+
+
+@on_families
+def test_forward_of(backend, family, shape, name):
+    check_forward(backend, FAMILIES[family].case(shape, name))
+
+
+@on_families
+def test_gradients_of(backend, family, shape, name):
+    check_gradients(backend, FAMILIES[family].case(shape, name))
+
+
+@on_families_in_turns
+def test_in_turns(backend, family, shape, name):
+    """Key tiles add to dq in an order, though not all of them do."""
+    made = FAMILIES[family]
+    case = made.case(shape, name, deterministic=True)
+    arrays = inputs(case)
+    if case.offsets:
+        arrays = [x[0] for x in arrays]
+        first = calls.both(backend, case, *arrays)
+    else:
+        first = check_gradients_of_forward(backend, case)
+    for seed in range(2, 2 + made.repeats):
+        other = replace(case, on=replace(case.on, seed=seed))
+        again = calls.both(backend, other, *arrays)
+        for x, a, b in zip("qkv", again, first, strict=False):
+            assert_bitwise(a, b, f"d{x}")
+
+
+@on_kernels
+@on_wide_kinds
+@pytest.mark.parametrize(
+    "names", strategies.FEW_PACKED_OPTIONS, ids=lambda x: "-".join(sorted(x))
+)
+def test_packed_sequences(backend, kind, names):
+    """One without queries, one without keys, tokens of none."""
     case = Case(
-        dtype, 2, 113, 203, 4, 2, 40, 40, causal="softcap" in options, seed=3,
-        **fields_of(options),
+        seqlen_q=150, seqlen_k=170, num_heads_q=4, num_heads_kv=2,
+        causal=True, offsets=((0, 70, 70, 90, 140), (0, 100, 130, 130, 160)),
+        **fields_of(names), **KINDS[kind],
     )  # fmt: skip
-    q, k, v, dout = inputs(case)
-    out, lse = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
-    assert_forward_matches((out, lse), want, case)
-    got = calls.backward(backend, case, dout, q, k, v, out, lse)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case)
+    check_packed(backend, case)
 
 
-@on_each_kind_with_options
-def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
-    """Also in the 24 of 40 rows that see no key: -inf is all they have."""
-    on = Emulation(arch)
-    case = Case(dtype, 1, 40, 16, 2, 2, causal=True, on=on)
-    q, k, v, dout = inputs(case)
-    placed = [backend.place(x) for x in (q, k, v)]
-    sink = backend.place(np.full(2, -np.inf, np.float32))
-    with backend.running(case):
-        got = cuflash.forward(*placed, causal=True, sink=sink, return_lse=True)
-        *_, dsink = cuflash.backward(
-            backend.place(dout), *placed, *got, causal=True, sink=sink,
-            return_dsink=True,
-        )  # fmt: skip
-    got = [backend.fetch(x) for x in got]
-    assert_forward_matches(got, expected.forward(q, k, v, causal=True), case)
-    assert not backend.fetch(dsink).any()
+HIDING = [name for name, data in TABLE.items() if data.hides]
 
 
-@on_each_kind_with_options
+@on_kernels
+@on_kinds
+@pytest.mark.parametrize("name", HIDING)
+def test_what_is_hidden_spreads_nowhere(backend, kind, name):
+    """NaN in a key and its value, and in a query and its dout."""
+    spoiled = tuple((x, (0, 9), "nan") for x in ("q", "k", "v", "dout"))
+    case = Case(seqlen_q=50, seqlen_k=50, spoiled=spoiled,
+                **TABLE[name].hides, **KINDS[kind])  # fmt: skip
+    check_forward(backend, case)
+    check_gradients_of_forward(backend, case)
+
+
+@on_kernels
+@on_kinds
+@pytest.mark.parametrize("name", HIDING)
+def test_what_is_hidden_is_no_maximum(backend, kind, name):
+    """Beside the hidden key's score all others would have no weight."""
+    case = Case(seqlen_q=50, seqlen_k=50, spoiled=(("k", (0, 9), "1e4"),),
+                **TABLE[name].hides, **KINDS[kind])  # fmt: skip
+    check_forward(backend, case)
+
+
+@on_kernels
+@on_kinds
 @pytest.mark.parametrize("scale", [None, 0.0])
-def test_rows_without_keys_have_the_sink(backend, dtype, arch, scale):
+def test_rows_without_keys_have_the_sink(backend, kind, scale):
     """Of 40 queries 24 see none of 16 keys."""
-    case = Case(dtype, seqlen_q=40, causal=True, arrays_of=("sink",),
-                scale=scale, on=Emulation(arch))  # fmt: skip
+    case = Case(seqlen_q=40, causal=True, arrays_of=("sink",), scale=scale,
+                **KINDS[kind])  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert not out[:, :24].any()
     assert (lse[:, :, :24] == case.options()["sink"]).all()
-    dq, *_ = calls.backward(backend, case, dout, q, k, v, out, lse)
-    assert not dq[:, :24].any() and np.isfinite(dq).all()
-
-
-HIDING = [
-    {"window": (3, 3)},
-    {"arrays_of": ("mask",)},
-    {"arrays_of": ("segment_ids_q", "segment_ids_k")},
-]
-
-
-@on_each_kind_with_options
-@pytest.mark.parametrize("changes", HIDING)
-def test_what_is_hidden_spreads_nowhere(backend, dtype, arch, changes):
-    """NaN in a key and its value, and in a query and its dout."""
-    spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
-    case = Case(dtype, seqlen_q=50, seqlen_k=50, spoiled=tuple(spoiled),
-                on=Emulation(arch), **changes)  # fmt: skip
-    q, k, v, dout = inputs(case)
-    out, lse = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
-    assert_forward_matches((out, lse), want, case)
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
+    assert not got[0][:, :24].any() and np.isfinite(got[0]).all()
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(got, want, case)
-
-
-@on_each_kind_with_options
-def test_what_is_seen_spreads_by_scores_with_options(backend, dtype, arch):
-    """NaN and infinities, whose own products the kernels add one by one."""
-    spoiled = (
-        ("q", (0, 20, 1, 3), "inf"),
-        ("k", (0, 30, 0, 5), "nan"),
-        ("dout", (0, 10, 0, 2), "-inf"),
-    )
-    case = Case(
-        dtype, 1, 40, 50, 2, 1, causal=True, softcap=2.0, seed=1,
-        arrays_of=("alibi_slopes", "bias"), spoiled=spoiled,
-        on=Emulation(arch),
-    )  # fmt: skip
-    q, k, v, dout = inputs(case)
-    got = calls.both(backend, case, q, k, v, dout)
-    want = expected.backward(dout, q, k, v, **case.meaning())
-    assert_gradients_match(got, want, case, kinds=False)
-
-
-@on_each_kind_with_options
-def test_the_gradient_of_a_bias_of_each_pair(backend, dtype, arch):
-    """In tiles that the mask cuts and in whole ones, of several heads."""
-    case = Case(dtype, 2, 70, 150, 2, 2, causal=True, arrays_of=("bias",),
-                seed=1, on=Emulation(arch))  # fmt: skip
-    assert case.options()["bias"].shape == (2, 2, 70, 150)
-    check_gradients_of_forward(backend, case)
-
-
-SEEING = [
-    {"softcap": 5.0, "causal": True, "seqlen_q": 50, "seqlen_k": 50},
-    {"arrays_of": ("segment_ids_q", "segment_ids_k"),
-     "seqlen_q": 150, "seqlen_k": 150},
-]  # fmt: skip
-
-
-@on_kernels
-@pytest.mark.parametrize("changes", SEEING)
-def test_what_is_seen_of_v_spreads(backend, changes):
-    """An infinity, to all rows that see its key and to no other."""
-    case = Case("bfloat16", spoiled=(("v", (0, 9), "inf"),), **changes)
-    check_forward(backend, case)
-
-
-@on_each_kind_with_options
-@pytest.mark.parametrize("changes", HIDING)
-def test_what_is_hidden_is_no_maximum(backend, dtype, arch, changes):
-    """Beside the hidden key's score all others would have no weight."""
-    case = Case(dtype, seqlen_q=50, seqlen_k=50, on=Emulation(arch),
-                spoiled=(("k", (0, 9), "1e4"),), **changes)  # fmt: skip
-    check_forward(backend, case)
-
-
-@on_each_kind_with_options
-def test_options_by_any_strides(backend, dtype, arch):
-    """Transposed, reversed and, of bias, at no multiple of its size."""
-    case = Case(dtype, 2, 33, 44, 2, 2, on=Emulation(arch),
-                arrays_of=("bias", "mask", "sink"))  # fmt: skip
-    given = case.options()
-    full = (2, 2, 33, 44)
-    bias = np.broadcast_to(given["bias"], full).astype(given["bias"].dtype)
-    memory = np.zeros(bias.nbytes + 1, np.uint8)
-    askew = np.ndarray(full, bias.dtype, memory, offset=1)
-    askew[...] = bias
-    other = {
-        "bias": askew,
-        "mask": np.asfortranarray(np.broadcast_to(given["mask"], full)),
-        "sink": given["sink"][::-1].copy()[::-1],
-    }
-    q, k, v, _ = (backend.place(x) for x in inputs(case))
-    given = {"bias": bias, "mask": given["mask"], "sink": given["sink"]}
-    results = []
-    with backend.running(case):
-        for options in (given, other):
-            placed = {n: backend.place(x) for n, x in options.items()}
-            results.append(cuflash.forward(q, k, v, **placed))
-    assert_bitwise(*map(backend.fetch, results), "out")
-
-
-@on_each_kind_with_options
-def test_a_bias_that_was_broadcast_before(backend, dtype, arch):
-    """Its elements share memory, and each has a gradient of its own."""
-    on = Emulation(arch)
-    case = Case(dtype, 1, 33, 44, 2, 2, deterministic=True, on=on)
-    row = np.arange(33).astype(DTYPES[dtype])[:, None] / 8
-    views = np.broadcast_to(row, (1, 2, 33, 44))
-    q, k, v, dout = (backend.place(x) for x in inputs(case))
-    results = []
-    for bias in (views, views.copy()):
-        bias = backend.place(bias)
-        with backend.running(case):
-            out, lse = cuflash.forward(q, k, v, bias=bias, return_lse=True)
-            *_, dbias = cuflash.backward(
-                dout, q, k, v, out, lse, bias=bias, return_dbias=True,
-                deterministic=True,
-            )  # fmt: skip
-        results.append(backend.fetch(dbias))
-    assert_bitwise(*results, "dbias")
-
-
-@pytest.mark.parametrize(
-    "device", [contextlib.nullcontext(), emulator.active("sm_80")]
-)
-def test_a_broadcast_bias_has_no_deterministic_gradient(device):
-    """On NumPy arrays neither, whose sums have an order."""
-    q = np.zeros((1, 4, 1, 8), np.float32)
-    bias, lse = np.zeros(4, np.float32), np.zeros((1, 1, 4), np.float32)
-    no_order = pytest.raises(UnsupportedError, match="in no fixed order")
-    with device, no_order:
-        cuflash.backward(
-            q, q, q, q, q, lse, bias=bias, return_dbias=True,
-            deterministic=True,
-        )  # fmt: skip

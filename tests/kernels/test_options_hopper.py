@@ -17,80 +17,11 @@ from helpers.checks import (
 from helpers.compare import assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES
+from helpers.option_cases import FAMILIES
 from helpers.options import option_arrays
 
 SEGMENTS = ("segment_ids_k", "segment_ids_q")
-OPTIONS = {
-    "window": {"window": (40, 30)},
-    "left": {"window": (40, None)},
-    "segments": {"arrays_of": SEGMENTS},
-    "softcap": {"softcap": 5.0},
-    # All scores are small; so small that the cap's own error would show.
-    "small softcap": {"softcap": 30.0},
-    "huge softcap": {"softcap": 3e4},
-    "slopes": {"arrays_of": ("alibi_slopes",)},
-    "sink": {"arrays_of": ("sink",), "scale": -0.3},
-    "all": {
-        "window": (60, 60),
-        "softcap": 30.0,
-        "arrays_of": ("alibi_slopes_of_batches", *SEGMENTS, "sink"),
-    },
-    "bias": {"arrays_of": ("bias",)},
-    "mask": {"arrays_of": ("mask",)},
-    "dropout": {"dropout": 0.25},
-    "really all": {
-        "window": (60, 60),
-        "softcap": 30.0,
-        "dropout": 0.1,
-        "arrays_of": ("alibi_slopes", "bias", "mask", *SEGMENTS, "sink"),
-    },
-}
-
-# In one shape.
-RARE = {
-    # Scores are small, or slight, in half of the warps' tiles; in none, by
-    # the scale.
-    "mixed softcap": {"softcap": 11.5},
-    "mixed slight softcap": {"softcap": 18.2},
-    "small softcap, sink": {"softcap": 30.0, "arrays_of": ("sink",)},
-    "small softcap, dropout": {"softcap": 30.0, "dropout": 0.25},
-    "negative softcap": {"softcap": 30.0, "scale": -0.1},
-    "small softcap, slopes": {
-        "softcap": 30.0,
-        "arrays_of": ("alibi_slopes",),
-    },
-    "capped bias": {"softcap": 5.0, "arrays_of": ("bias",)},
-    "huge softcap, mask": {"softcap": 3e4, "arrays_of": ("mask",)},
-    "bias, slopes": {"arrays_of": ("bias", "alibi_slopes")},
-}
-
-# Batches and grouped heads; one place for Q; many key tiles of few queries.
-SHAPES = [
-    (2, 170, 200, 2, 1, 64, 64, True),
-    (1, 150, 140, 2, 2, 160, 200, True),
-    (1, 130, 400, 1, 1, 128, 128, False),
-]
-
-
-def option_case(name, shape, **more):
-    # Blocks wait for each other at dq_semaphore.
-    on = Emulation("sm_90a", num_sms=2, seed=1, resident=2)
-    return Case(
-        "bfloat16", *shape, seed=4, on=on, **(OPTIONS | RARE)[name], **more
-    )
-
-
-EACH = [
-    *((name, shape) for name in OPTIONS for shape in SHAPES),
-    *((name, SHAPES[0]) for name in RARE),
-    *((name, SHAPES[2]) for name in RARE if "slight" in name),
-]
-
-
-@on_kernels
-@pytest.mark.parametrize(("name", "shape"), EACH)
-def test_forward(backend, shape, name):
-    check_forward(backend, option_case(name, shape))
+OPTIONS = FAMILIES["wgmma"].sets
 
 
 @on_kernels
@@ -157,7 +88,7 @@ def test_gradients_of_large_scores_below_0(backend):
 
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
-@pytest.mark.parametrize("name", ["window", "left", "segments", "all"])
+@pytest.mark.parametrize("name", ["window", "left", "segments", "few"])
 def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
     """Of one block, the last one with a warpgroup that has no query."""
     case = Case(
@@ -165,23 +96,6 @@ def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
         on=Emulation("sm_90a", num_sms=1, seed=2), **OPTIONS[name],
     )  # fmt: skip
     check_forward(backend, case)
-
-
-@on_kernels
-@pytest.mark.parametrize(("name", "shape"), EACH)
-def test_backward(backend, shape, name):
-    check_gradients(backend, option_case(name, shape))
-
-
-@on_kernels
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [*(("window", shape) for shape in SHAPES), ("left", SHAPES[0]),
-     ("sink", SHAPES[1]), ("mask", SHAPES[2]), ("dropout", SHAPES[0])],
-)  # fmt: skip
-def test_backward_in_turns(backend, shape, name):
-    case = option_case(name, shape, deterministic=True)
-    check_gradients(backend, case)
 
 
 def full_case(names, head_dim, seqlen_k, **more):
@@ -273,7 +187,7 @@ def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, more, dtype):
 
 @on_kernels
 @pytest.mark.parametrize(
-    "name", ["window", "segments", "small softcap", "all", "really all"]
+    "name", ["window", "segments", "small softcap", "few", "all"]
 )
 def test_what_is_hidden_spreads_nowhere(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
@@ -288,8 +202,8 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [("window", 40), ("segments", 120), ("softcap", 120), ("softcap", 200),
-     ("small softcap", 120), ("mask", 120), ("really all", 40),
-     *(("all", d) for d in (40, 120, 200))],
+     ("small softcap", 120), ("mask", 120), ("all", 40),
+     *(("few", d) for d in (40, 120, 200))],
 )  # fmt: skip
 def test_hidden_gradients_spread_nowhere(backend, array, head_dim, name):
     spoiled = ((array, (0, 9), "nan"), (array, (0, 150), "inf"))
@@ -448,7 +362,7 @@ def test_bias_without_chunks(backend):
 
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 200])
-@pytest.mark.parametrize("name", ["window", "segments", "all", "really all"])
+@pytest.mark.parametrize("name", ["window", "segments", "few", "all"])
 def test_key_tiles_that_nobody_sees(backend, name, head_dim):
     case = Case(
         "float16", 1, 2, 800, 2, 1, head_dim, head_dim, seed=0,

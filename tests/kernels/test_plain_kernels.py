@@ -27,6 +27,9 @@ CALLS = [
     ("forward", "float32", "tf32x3", 64),
     ("forward", "bfloat16", "wgmma", 64),
     ("forward", "bfloat16", "wgmma", 128),
+    ("backward", "bfloat16", "wgmma", 64),
+    ("backward", "bfloat16", "wgmma", 128),
+    ("backward", "bfloat16", "wgmma", 256),  # sm90/backward_wide.cu
 ]
 
 

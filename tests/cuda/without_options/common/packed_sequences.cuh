@@ -12,7 +12,7 @@ template <class Arguments> inline int num_key_tiles(const Arguments& args, int b
     return (arrays_of(args).shape.seqlen_k + block - 1) / block;
 }
 
-struct Sequence { int seqlen_q, seqlen_k, first_k; };
+struct Sequence { int number, first_q, first_k, seqlen_q, seqlen_k, first_slot; };
 struct NoSequence {
     static constexpr bool has_tile = true;
     static constexpr int first_q = 0, first_k = 0;

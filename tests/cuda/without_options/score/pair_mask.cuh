@@ -15,13 +15,14 @@ struct PairMask {
     int id_of_query(int query) const;
     int id_of_key(int key) const;
     bool keeps(int query, int key) const;
-    bool visible(int query, int key) const;
+    bool visible(int, int) const { return true; }
     bool skips(int, int) const { return false; }
     bool sees_all(int, int) const { return true; }
     IdRange ids_of_queries(int tile) const;
     IdRange ids_of_keys(int tile) const;
     int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
+    int query_tiles_between(int first, int end, int k_tile) const;
     int key_tiles_before(int q_tile, int k_tile, int first) const;
 };
 template <class Arguments> int* segment_tile_counter(const Arguments& args);
