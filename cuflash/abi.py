@@ -24,6 +24,9 @@ from cuflash import options
 _KINDS: dict[str, Any] = {
     "const void*": np.uint64,
     "void*": np.uint64,
+    "int*": np.uint64,
+    "IdRange*": np.uint64,
+    "SequenceStats*": np.uint64,
     "u64": np.uint64,
     "i64": np.int64,
     "int": np.int32,
@@ -144,7 +147,9 @@ BackwardArguments = _struct(
     ("const void*", "dout q k v out lse"),
     ("void*", "delta", "rowsum(dO * O); on sm90 see query_rows.cuh"),
     ("void*", "dq_sum", "float sums of dQ, ordered by dq_accum.cuh"),
-    ("void*", "turns", "int: dq_semaphore.cuh, counters.cuh; or null"),
+    ("int*", "tile_counter", "dq_semaphore.cuh, counters.cuh; or null"),
+    ("int*", "recompute_flags", "of key tiles: counters.cuh; or null"),
+    ("int*", "dq_semaphores", "of query tiles, as tile_counter; or null"),
     ("void*", "dq dk dv"),
     ("Strides", "dout_stride q_stride k_stride v_stride out_stride"),
     ("Strides", "dq_stride dk_stride dv_stride"),
@@ -179,6 +184,19 @@ OptionNumbers = _struct(
     ("int", "sequence", "set by a block: packed_sequences.cuh"),
 )
 
+IdRange = _struct(
+    "IdRange",
+    "The smallest and the largest segment id of a tile's tokens; a tile has at"
+    " least one.",
+    ("int", "low high"),
+)
+SequenceStats = _struct(
+    "SequenceStats",
+    "Of packed sequences: whether an offset is bad; the sequences with the"
+    " most queries and the most\nkeys.",
+    ("int", "bad most_queries most_keys"),
+)
+
 # The array options, then the seed, then the workspace of prepare/.
 _OPTIONS: tuple[_Fields, ...] = (
     *(
@@ -191,7 +209,14 @@ _OPTIONS: tuple[_Fields, ...] = (
         if option.array
     ),
     ("u64", "seed", "of dropout"),
-    ("void*", "found", "written by prepare/"),
+    ("SequenceStats*", "sequence_stats", "prepare/packed_sequences.cu"),
+    ("IdRange*", "query_tile_ids key_tile_ids", "prepare/segment_ranges.cu"),
+    ("int*", "tile_order", "prepare/segment_order.cu"),
+)
+_SCHEDULER: _Fields = (
+    "int*",
+    "tile_counter previous_tiles",
+    "DynamicTileScheduler; or null",
 )
 _GRADIENTS: tuple[_Fields, ...] = (
     ("void*", "dbias", "sums (dbias.cuh); null: not computed"),
@@ -247,6 +272,7 @@ ForwardWgmmaOptionsArguments = _struct(
     "",
     _FORWARD_MAPS,
     *_OPTIONS,
+    _SCHEDULER,
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
     ("StaticSchedule", "work_items"),

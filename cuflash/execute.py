@@ -73,9 +73,11 @@ class Recipe:
         Bytes of the plan's buffers, in the struct's order.
     options : tuple of str
         The array options, in the struct's order, where they come first;
-        then come the seed and the first buffer of `workspace`, ``found``.
-        A pointer is null if the call lacks the option. Empty for a call
-        without options, whose struct has none of these fields.
+        then come the seed and the first buffers of `workspace`. A pointer
+        is null if the call lacks the option. Empty for a call without
+        options, whose struct has none of these fields.
+    buffers_of_options : int
+        How many buffers of `workspace` come before the inputs.
     """
 
     decided: Plan
@@ -86,13 +88,13 @@ class Recipe:
     boxes: tuple[tuple[int, Boxes], ...] = ()
     workspace: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
+    buffers_of_options: int = 0
 
 
 _remembered = functools.lru_cache(maxsize=4096)
 
 _GRADIENTS = ("dq", "dk", "dv")
 _BACKWARD_POINTERS = pointers_of(BackwardArguments)
-_BUFFERS = ("delta", "dq_sum", "turns")  # between inputs and outputs
 
 
 def _decide(p: Problem, target: Target, family: Family | None) -> Plan:
@@ -270,7 +272,6 @@ def _backward_recipe(
         inputs=_BACKWARD_POINTERS[:6],
         copies=layouts.changes(given, taken),
         boxes={name: Boxes.of(taken[name], n) for name, n in rows.items()},
-        buffers=_BUFFERS,
     )
 
 
@@ -308,12 +309,10 @@ def _recipe(
     inputs: tuple[str, ...],
     copies: dict[str, Layout],
     boxes: Mapping[str, Boxes] | None = None,
-    buffers: tuple[str, ...] = (),
 ) -> Recipe:
     """Build a recipe, and add the fields and copies of the options.
 
-    `boxes` maps array names to their boxes; `buffers` names the workspace
-    pointers between inputs and outputs.
+    `boxes` maps array names to their boxes.
     """
     has_options = bool(signature.problem.options)
     if has_options:
@@ -323,8 +322,8 @@ def _recipe(
         }
         constants["options"] = options.numbers(signature, read)
         copies |= layouts.changes(signature.options, read)
-        buffers = ("found", *buffers)
     names = pointers_of(kind)
+    before_inputs = names[: names.index(inputs[0])]
     return Recipe(
         decided,
         target.load(decided),
@@ -334,7 +333,10 @@ def _recipe(
         boxes=tuple(
             (names.index(name), box) for name, box in (boxes or {}).items()
         ),
-        workspace=workspace.sizes(decided.workspace, buffers),
+        workspace=workspace.sizes(
+            decided.workspace, (x for x in names if x in workspace.NAMES)
+        ),
+        buffers_of_options=sum(x in workspace.NAMES for x in before_inputs),
         options=options.ARRAYS if has_options else (),
     )
 
@@ -351,7 +353,8 @@ def _launch(
 ) -> None:
     """Launch a recipe's kernels on a call's inputs and the arrays `written`.
 
-    `gradients` are dbias and dsink, which follow ``found`` in the struct.
+    `gradients` are dbias and dsink, which follow the options' workspace in
+    the struct.
     """
     arrays = [call.given[name] for name in recipe.inputs]
     if recipe.copies:
@@ -368,14 +371,14 @@ def _launch(
     outputs = backend.address(written, written=True)
     if recipe.options:
         copies, given = _options_read(recipe, call, backend)
-        found, *buffers = buffers
+        split = recipe.buffers_of_options
         addresses = (
             *given,
             call.seed,
-            found,
+            *buffers[:split],
             *backend.address(gradients, written=True),
             *inputs,
-            *buffers,
+            *buffers[split:],
             *outputs,
         )
     else:

@@ -1,8 +1,7 @@
-"""Workspace of a plan: `Buffer`.
+"""Workspace of a plan: `Buffer`, one for each pointer that kernels get.
 
-A buffer is the memory behind one pointer of the argument struct. It consists
-of one or more `parts`, in a fixed order that only this module knows on the
-host.
+`NAMES` are the argument structs' workspace pointers (abi.py). A plan lists
+the buffers it needs; the other pointers are null.
 """
 
 from __future__ import annotations
@@ -13,6 +12,19 @@ from dataclasses import dataclass
 
 ALIGNMENT = 256  # bytes, of each buffer in the shared allocation
 
+NAMES = (
+    "sequence_stats",
+    "query_tile_ids",
+    "key_tile_ids",
+    "tile_order",
+    "delta",
+    "dq_sum",
+    "tile_counter",
+    "previous_tiles",
+    "recompute_flags",
+    "dq_semaphores",
+)
+
 
 @dataclass(frozen=True)
 class Buffer:
@@ -21,40 +33,29 @@ class Buffer:
     Attributes
     ----------
     name : str
-        The struct's field: ``delta``, ``dq_sum``, ``turns`` or ``found``.
+        The struct's field, one of `NAMES`.
     itemsize : int
         Bytes of an element.
-    parts : tuple of (str, int)
-        The name and the number of elements of each part.
+    elements : int
+        The number of elements.
     """
 
     name: str
     itemsize: int
-    parts: tuple[tuple[str, int], ...]
+    elements: int
 
-    @property
-    def elements(self) -> int:
-        """The number of elements of all parts."""
-        return sum(count for _, count in self.parts)
+    def __post_init__(self) -> None:
+        assert self.name in NAMES, self.name
 
     @property
     def nbytes(self) -> int:
-        """The size of all parts in bytes."""
+        """The size in bytes."""
         return self.itemsize * self.elements
-
-    def start(self, part: str) -> int:
-        """The index of a part's first element."""
-        first = 0
-        for name, count in self.parts:
-            if name == part:
-                return first
-            first += count
-        raise KeyError(part)
 
 
 def delta(rows: int, itemsize: int) -> Buffer:
     """rowsum(dO * O) for each query (prepare/delta.cu)."""
-    return Buffer("delta", itemsize, (("delta", rows),))
+    return Buffer("delta", itemsize, rows)
 
 
 def query_rows(tiles: int, bytes_of_tile: int) -> Buffer:
@@ -62,62 +63,29 @@ def query_rows(tiles: int, bytes_of_tile: int) -> Buffer:
 
     prepare/query_rows.cu writes them in place of `delta`.
     """
-    return Buffer("delta", 4, (("query_rows", tiles * bytes_of_tile // 4),))
+    return Buffer("delta", bytes_of_tile, tiles)
 
 
 def dq_sum(elements: int) -> Buffer:
     """float32 sums of dQ, in the element order of common/dq_accum.cuh."""
-    return Buffer("dq_sum", 4, (("dq_sum", elements),))
+    return Buffer("dq_sum", 4, elements)
 
 
-def counters(*, recompute_flags: int = 0, dq_semaphores: int = 0) -> Buffer:
-    """Counters, flags and semaphores through which backward blocks interact.
-
-    sm90/counters.cuh uses all three parts, common/dq_semaphore.cuh the first
-    and the last.
-    """
-    return Buffer(
-        "turns",
-        4,
-        (
-            ("tiles_handed_out", 1),
-            ("recompute_flags", recompute_flags),
-            ("dq_semaphores", dq_semaphores),
-        ),
-    )
+def ints(name: str, elements: int) -> Buffer:
+    """Counters, flags, semaphores or tiles, as the field's comment says."""
+    return Buffer(name, 4, elements)
 
 
-def sequences(tiles_of_blocks: int = 0) -> Buffer:
-    """The results of prepare/packed_sequences.cu (FoundSequences).
-
-    After them, blocks with a dynamic scheduler record, for each tile, which
-    tile they took before it.
-    """
-    return Buffer(
-        "found",
-        4,
-        (("sequences", 4), ("tiles_of_blocks", tiles_of_blocks)),
-    )
+def sequence_stats() -> Buffer:
+    """The results of prepare/packed_sequences.cu, a `SequenceStats`."""
+    return Buffer("sequence_stats", 12, 1)
 
 
-def segments(
-    tiles: int, tiles_of_blocks: int = 0, ordered_tiles: int = 0
-) -> Buffer:
-    """The results of prepare/segment_ranges.cu and segment_order.cu.
-
-    The smallest and the largest id of each query tile, then of each key tile;
-    a counter of tiles handed out; the tile that a block took before each
-    tile, as in `sequences`; the order in which tiles are handed out.
-    """
-    return Buffer(
-        "found",
-        4,
-        (
-            ("segment_ranges", 2 * tiles),
-            ("tiles_handed_out", 1),
-            ("tiles_of_blocks", tiles_of_blocks),
-            ("tile_order", ordered_tiles),
-        ),
+def segment_ranges(q_tiles: int, k_tiles: int) -> tuple[Buffer, Buffer]:
+    """The results of prepare/segment_ranges.cu; tiles of all batches."""
+    return (
+        Buffer("query_tile_ids", 8, q_tiles),
+        Buffer("key_tile_ids", 8, k_tiles),
     )
 
 

@@ -13,15 +13,15 @@ from .steps import (
     count_tiles,
     delta_buffer,
     delta_launch,
-    finding_launches,
     forward_in_one,
-    found_buffers,
     gradient_constants,
     heads_per_section,
     is_linear,
     kept_and_summed,
     main_kernel,
+    option_buffers,
     option_constants,
+    option_launches,
     rounding_launch,
     semaphore_buffers,
     sink_launches,
@@ -137,7 +137,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "mma",
         tile,
         (
-            *finding_launches(problem, tile),
+            *option_launches(problem, tile),
             delta_launch(problem, tile.block_q, d),
             Launch(main, k_tiles * kv_pairs),
             rounding_launch(
@@ -149,7 +149,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             problem, device, problem.num_heads_kv, shared_by_head
         ),
         workspace=(
-            *found_buffers(problem, tile),
+            *option_buffers(problem, tile),
             delta_buffer(problem),
             workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),
             *semaphore_buffers(problem, q_tiles * q_pairs),

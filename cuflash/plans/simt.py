@@ -12,9 +12,9 @@ from .steps import (
     delta_buffer,
     delta_launch,
     element,
-    finding_launches,
-    found_buffers,
+    option_buffers,
     option_constants,
+    option_launches,
     sink_launches,
 )
 
@@ -119,8 +119,8 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem,
         "simt",
         tile,
-        (*finding_launches(problem, tile), Launch(kernel, blocks)),
-        workspace=found_buffers(problem, tile),
+        (*option_launches(problem, tile), Launch(kernel, blocks)),
+        workspace=option_buffers(problem, tile),
     )
 
 
@@ -148,13 +148,13 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "simt",
         tile,
         (
-            *finding_launches(problem, tile),
+            *option_launches(problem, tile),
             delta_launch(problem, tile.block_q, 0),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
             *sink_launches(problem, tile),
         ),
-        workspace=(*found_buffers(problem, tile), delta_buffer(problem)),
+        workspace=(*option_buffers(problem, tile), delta_buffer(problem)),
     )
 
 

@@ -157,7 +157,7 @@ def delta_launch(
     return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
 
 
-def finding_launches(
+def option_launches(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[Launch, ...]:
     """Launches that prepare segment ranges or packed sequences.
@@ -176,7 +176,7 @@ def finding_launches(
             threads=ROW_THREADS,
             shared_bytes=0,
         )
-        warps = _tiles_of_segments(problem, tile)
+        warps = sum(_tiles_of_segments(problem, tile))
         ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
         if not kind:
             return (ranges,)
@@ -214,26 +214,20 @@ def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
     return Launch(kernel, 1)
 
 
-def _tiles_of_segments(problem: Problem, tile: Tile) -> int:
-    """The number of query tiles and key tiles of all batches."""
+def _tiles_of_segments(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """The numbers of query tiles and of key tiles of all batches."""
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
     k_tiles = ceil_div(problem.seqlen_k, tile.block_k)
-    return problem.batch * (q_tiles + k_tiles)
+    return problem.batch * q_tiles, problem.batch * k_tiles
 
 
-def found_buffers(
-    problem: Problem,
-    tile: Tile,
-    tiles_of_blocks: int = 0,
-    ordered_tiles: int = 0,
-) -> tuple[Buffer, ...]:
-    """The buffer that `finding_launches` write, with the scheduler's parts."""
+def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
+    """What `option_launches` write for any family."""
     if is_packed(problem):
-        return (workspace.sequences(tiles_of_blocks),)
-    if not problem.segment_ids:
-        return ()
-    tiles = _tiles_of_segments(problem, tile)
-    return (workspace.segments(tiles, tiles_of_blocks, ordered_tiles),)
+        return (workspace.sequence_stats(),)
+    if problem.segment_ids:
+        return workspace.segment_ranges(*_tiles_of_segments(problem, tile))
+    return ()
 
 
 def delta_buffer(problem: Problem) -> Buffer:
@@ -245,7 +239,10 @@ def semaphore_buffers(problem: Problem, q_tiles: int) -> tuple[Buffer, ...]:
     """One semaphore per query tile, if dQ is summed in order."""
     if not problem.deterministic:
         return ()
-    return (workspace.counters(dq_semaphores=q_tiles),)
+    return (
+        workspace.ints("tile_counter", 1),
+        workspace.ints("dq_semaphores", q_tiles),
+    )
 
 
 def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
@@ -293,7 +290,7 @@ def rounding_launch(
             *(constant for constant in asked if constant[0] != "DBIAS"),
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
-            ("TURNS", semaphores if recomputes else 0),
+            ("DQ_SEMAPHORES", semaphores if recomputes else 0),
         ),
         threads=num_warps * 32,
         shared_bytes=shared,
@@ -400,8 +397,8 @@ def forward_in_one(
         problem,
         family,
         tile,
-        (*finding_launches(problem, tile), Launch(kernel, blocks)),
-        workspace=found_buffers(problem, tile),
+        (*option_launches(problem, tile), Launch(kernel, blocks)),
+        workspace=option_buffers(problem, tile),
         heads_per_section=heads_per_section(
             problem,
             device,
@@ -440,7 +437,7 @@ def backward_in_one(
         family,
         tile,
         (
-            *finding_launches(problem, tile),
+            *option_launches(problem, tile),
             delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
             Launch(main, k_tiles * problem.batch * problem.num_heads_kv),
             *sink_launches(problem, tile),
@@ -449,7 +446,7 @@ def backward_in_one(
             problem, device, problem.num_heads_kv, shared_by_head
         ),
         workspace=(
-            *found_buffers(problem, tile),
+            *option_buffers(problem, tile),
             delta_buffer(problem),
             *semaphore_buffers(
                 problem, q_tiles * problem.batch * problem.num_heads_q

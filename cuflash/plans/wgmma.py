@@ -13,12 +13,12 @@ from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
     count_tiles,
-    finding_launches,
-    found_buffers,
     heads_per_section,
     is_linear,
     is_packed,
+    option_buffers,
     option_constants,
+    option_launches,
     rounding_launch,
     sink_launches,
     some_options,
@@ -193,22 +193,35 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "wgmma",
         tile,
         (
-            *finding_launches(problem, tile, "Wgmma"),
+            *option_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(schedule.items, device.num_sms)),
         ),
         heads_per_section=_section_heads(problem, tile, device),
         work_items=schedule,
-        workspace=_found_buffers(
-            problem, tile, num_tiles, items if is_dynamic else 0
+        workspace=(
+            *_option_buffers(problem, tile, num_tiles),
+            *_scheduler_buffers(items if is_dynamic else 0),
         ),
     )
 
 
-def _found_buffers(
-    problem: Problem, tile: Tile, num_tiles: int, tiles_of_blocks: int = 0
+def _option_buffers(
+    problem: Problem, tile: Tile, tiles_of_head: int
 ) -> tuple[Buffer, ...]:
-    ordered = problem.batch * num_tiles if problem.segment_ids else 0
-    return found_buffers(problem, tile, tiles_of_blocks, ordered)
+    """With the order of tiles that the blocks follow."""
+    ordered = problem.batch * tiles_of_head if problem.segment_ids else 0
+    order = workspace.ints("tile_order", ordered)
+    return (*option_buffers(problem, tile), *([order] if ordered else []))
+
+
+def _scheduler_buffers(tiles: int) -> tuple[Buffer, ...]:
+    """Of a dynamic scheduler, for as many tiles; 0: none."""
+    if not tiles:
+        return ()
+    return (
+        workspace.ints("tile_counter", 1),
+        workspace.ints("previous_tiles", tiles),
+    )
 
 
 def _has_balanced_rounds(problem: Problem) -> bool:
@@ -390,7 +403,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("NUM_WARPS", dq_warps),
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("CAUSAL", problem.causal),
-        ("TURNS", semaphores),
+        ("DQ_SEMAPHORES", semaphores),
     )
     lanes = ceil_div(problem.head_dim_v, 8)
     rows = KernelPlan(
@@ -401,7 +414,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("HEAD_DIM", d),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
-            ("TURNS", semaphores),
+            ("DQ_SEMAPHORES", semaphores),
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
             *some_options(
@@ -448,7 +461,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "wgmma",
         tile,
         (
-            *finding_launches(problem, tile, "Wgmma"),
+            *option_launches(problem, tile, "Wgmma"),
             Launch(rows, q_tiles),
             Launch(main, min(k_tiles, device.num_sms)),
             rounding_launch(
@@ -465,13 +478,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),  # fmt: skip
         heads_per_section=heads,
         workspace=(
-            *_found_buffers(problem, tile, k_tiles_of_head),
+            *_option_buffers(problem, tile, k_tiles_of_head),
             workspace.query_rows(q_tiles, _rows_bytes(problem, tile)),
             workspace.dq_sum(q_tiles * tile.block_q * d),
-            workspace.counters(
-                recompute_flags=k_tiles,
-                dq_semaphores=q_tiles * semaphores,
-            ),
+            workspace.ints("tile_counter", 1),
+            workspace.ints("recompute_flags", k_tiles),
+            workspace.ints("dq_semaphores", q_tiles * semaphores),
         ),
     )
 

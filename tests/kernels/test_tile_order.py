@@ -15,6 +15,7 @@ from cuflash.abi import (
 from cuflash.backends.emulator.machine import Machine
 from cuflash.plan import device_of_arch, legal_tiles, plan
 from cuflash.plans.steps import ORDER_BYTES
+from helpers.compare import assert_bitwise
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import small_problem
 from helpers.small_kernels import read_only
@@ -121,21 +122,29 @@ def order_found(ids, threads=None):
         arguments["work_items"] = tuple(decided.work_items)
     with emulator.active("sm_90a") as emulated:
         machine = Machine(emulated)
-        (buffer,) = (x for x in decided.workspace if x.name == "found")
-        found = machine.empty(buffer.elements, np.int32)
+        workspace = {
+            x.name: machine.empty(x.nbytes // 4, np.int32)
+            for x in decided.workspace
+        }
         for name, array in (("q", ids.of_q), ("k", ids.of_k)):
             arguments[f"segment_ids_{name}"] = machine.address_of(
                 read_only(array)
             )
             options[f"ids_{name}_stride"] = array.shape[1], 1
-        arguments["found"] = machine.address_of(found, written=True)
+        for name, buffer in workspace.items():
+            address = machine.address_of(buffer, written=True)
+            in_options = name in (arguments.dtype.names or ())
+            struct = arguments if in_options else arguments["arrays"]
+            struct[name] = address
         machine.run((ranges,), arguments)
-        before = found.copy()
+        before = {name: x.copy() for name, x in workspace.items()}
         machine.run((order,), arguments)
-    length = len(visited(ids, decided.tile))
-    assert (found[:-length] == before[:-length]).all()
-    assert (before[-length:] == -1).all()
-    return found[-length:], decided.tile
+    found = workspace.pop("tile_order")
+    assert (before["tile_order"] == -1).all()
+    assert found.size == len(visited(ids, decided.tile))
+    for name, buffer in workspace.items():
+        assert_bitwise(buffer, before[name], name)
+    return found, decided.tile
 
 
 @st.composite

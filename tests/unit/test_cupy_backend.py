@@ -60,7 +60,8 @@ def test_backward_has_one_allocation_for_all_buffers(fake, structs):
     gradients = cuflash.backward(**inputs(), deterministic=True)
     ((_, start, nbytes),) = fake.logged("alloc")
     arrays = structs[0]["arrays"]
-    buffers = [int(arrays[name]) for name in ("delta", "dq_sum", "turns")]
+    names = "delta", "dq_sum", "tile_counter", "dq_semaphores"
+    buffers = [int(arrays[name]) for name in names]
     assert buffers[0] == start and buffers == sorted(buffers)
     assert all(start <= x < start + nbytes for x in buffers)
     assert not any(x % ALIGNMENT for x in buffers)
@@ -75,7 +76,7 @@ def test_options_without_buffers_allocate_nothing(fake, structs):
     assert not fake.logged("alloc")
     (struct,) = structs
     assert struct["sink"] == sink.data.ptr
-    assert struct["found"] == struct["bias"] == 0
+    assert struct["tile_order"] == struct["bias"] == 0
     assert struct["options"]["softcap"] == 3.0
 
 
@@ -83,7 +84,7 @@ def test_what_launches_find_is_in_the_same_allocation(fake, structs):
     ids = ndarray((2, 300), "int32")
     forward(segment_ids_q=ids, segment_ids_k=ids)
     ((_, start, _),) = fake.logged("alloc")
-    assert structs[0]["found"] == start
+    assert structs[0]["query_tile_ids"] == start
 
 
 def test_a_bias_in_16_bits_has_its_gradient_converted(fake, structs):

@@ -253,15 +253,16 @@ def test_the_order_of_tiles_is_found_for_hopper_s(direction, arch, finding):
     assert entries[: len(finding)] == finding
     tiles_q = -(-1000 // decided.tile.block_q)
     tiles_k = -(-700 // decided.tile.block_k)
-    expected = 2 * 3 * (tiles_q + tiles_k) + 1
+    expected = {"query_tile_ids": 3 * tiles_q, "key_tile_ids": 3 * tiles_k}
     if arch == "sm_90a":
         assert decided.launches[1].blocks == 1
-        of_items = {"forward": 2 * 3 * tiles_q, "backward": 0}[direction]
-        of_tiles = tiles_q if direction == "forward" else tiles_k
-        expected += of_items + 3 * of_tiles
-    (found,) = (x for x in decided.workspace if x.name == "found")
-    assert found.elements == expected
-    assert found.start("tiles_handed_out") == 2 * 3 * (tiles_q + tiles_k)
+        forward = direction == "forward"
+        expected["tile_order"] = 3 * (tiles_q if forward else tiles_k)
+        expected["tile_counter"] = 1
+        if forward:
+            expected["previous_tiles"] = 2 * 3 * tiles_q
+    elements = {x.name: x.elements for x in decided.workspace}
+    assert {name: elements[name] for name in expected} == expected
 
 
 @given(
@@ -463,15 +464,18 @@ def test_packed_sequences_are_hopper_s(options, family):
 
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
-    """Which each block keeps behind what was found."""
+    """Each block records which tile it took before another."""
     device = replace(device_of_arch("sm_90a"), num_sms=blocks)
     decided = plan(small_problem("forward", "float16", num_sequences=2),
                    device)  # fmt: skip
     assert decided.work_items.items == 2 * (
         128 // decided.tile.block_q + 2 + 1
     )
-    (found,) = decided.workspace
-    assert found.elements == 4 + decided.work_items.items
+    elements = {x.name: x.elements for x in decided.workspace}
+    assert elements == {
+        "sequence_stats": 1, "tile_counter": 1,
+        "previous_tiles": decided.work_items.items,
+    }  # fmt: skip
     assert decided.launches[-1].blocks == min(blocks, decided.work_items.items)
 
 
@@ -522,7 +526,8 @@ def test_occupancy(threads, registers, shared, expected):
 def test_only_a_deterministic_dq_takes_turns(deterministic):
     decided = planned("backward", deterministic=deterministic)
     elements = {x.name: x.elements for x in decided.workspace}
-    assert ("turns" in elements) == deterministic
+    assert ("dq_semaphores" in elements) == deterministic
+    assert ("tile_counter" in elements) == deterministic
     assert elements["dq_sum"] >= 128 * 2 * 64
     others = planned("backward", "float32").workspace
     assert [x.name for x in others] == ["delta"]

@@ -1,8 +1,8 @@
 // Deterministic dQ: the key tiles of one head add to a query tile's dQ in order, so that dQ is the
 // same in every run. All functions are called by whole blocks.
 //
-// The workspace is one array of ints, zeroed before the kernel: first the ticket counter, then one
-// semaphore a query tile, the number of key tiles that have added to it.
+// A semaphore of each query tile counts the key tiles that have added to it. Semaphores and the
+// counter of tickets are zeroed before the kernel.
 //
 // Constants: DETERMINISTIC.
 #pragma once
@@ -12,18 +12,14 @@
 // at once, so blocks that wait for one another take tickets as they start. No deadlock: a block
 // waits only for smaller tickets, whose blocks have started, and the smallest ticket that has not
 // ended waits for nobody. `shared_bytes`: four bytes that are not in use yet.
-__device__ __forceinline__ int block_ticket(void* semaphores, void* shared_bytes) {
+__device__ __forceinline__ int block_ticket(int* tile_counter, void* shared_bytes) {
     if (!DETERMINISTIC) return blockIdx.x;
     int* shared = static_cast<int*>(shared_bytes);
-    if (threadIdx.x == 0) *shared = atomicAdd(static_cast<int*>(semaphores), 1);
+    if (threadIdx.x == 0) *shared = atomicAdd(tile_counter, 1);
     __syncthreads();
     const int ticket = *shared;
     __syncthreads();                                        // all have read it
     return ticket;
-}
-
-__device__ __forceinline__ int* dq_semaphore(void* semaphores, i64 tile) {
-    return static_cast<int*>(semaphores) + 1 + tile;
 }
 
 // Waits until `rank` key tiles, those before this one, have added to the tile of dQ.

@@ -15,11 +15,6 @@
 #pragma once
 #include "common/types.cuh"
 
-// The workspace that prepare/packed_sequences.cu fills: whether an offset is bad; the sequences
-// with the most queries and the most keys. handed_out: the dynamic scheduler's counter, the tiles
-// taken by persistent blocks after each one's first.
-struct SequenceStats { int bad, most_queries, most_keys, handed_out; };
-
 // Offsets of queries or of keys.
 struct Offsets {
     const int* first;
@@ -105,7 +100,7 @@ inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
     const Offsets of_q = query_offsets(args), of_k = key_offsets(args);
     const Offsets of_tiles = OF_KEYS ? of_k : of_q;
     const int count = args.options.num_sequences;
-    if (static_cast<const SequenceStats*>(args.found)->bad)
+    if (args.sequence_stats->bad)
         return {count, 0, 0, OF_KEYS ? 0 : of_q.total, OF_KEYS ? of_k.total : 0, 0};
     int low = 0, high = count + 1;                          // the sequence is in [low, high)
     while (high - low > 1) {
@@ -127,9 +122,9 @@ inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
 // the first slot after it. Its tiles take longest, so the first block starts there.
 template <bool OF_KEYS, class Arguments>
 inline int slot_of_longest(const Arguments& args, bool after, int block) {
-    const SequenceStats found = *static_cast<const SequenceStats*>(args.found);
-    if (found.bad || args.options.num_sequences == 0) return 0;
-    const int number = (OF_KEYS ? found.most_queries : found.most_keys) + (after ? 1 : 0);
+    const SequenceStats stats = *args.sequence_stats;
+    if (stats.bad || args.options.num_sequences == 0) return 0;
+    const int number = (OF_KEYS ? stats.most_queries : stats.most_keys) + (after ? 1 : 0);
     const Offsets offsets = OF_KEYS ? key_offsets(args) : query_offsets(args);
     return offsets.at(number) / block + number;
 }
@@ -191,7 +186,7 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
     a.lse = static_cast<const Accumulator<Element>*>(a.lse) + q;
     a.delta = static_cast<Accumulator<Element>*>(a.delta) + q;
     a.dq_sum = static_cast<float*>(a.dq_sum) + i64(slot) * sums_of_tile;
-    if (a.turns != nullptr) a.turns = static_cast<int*>(a.turns) + slot;
+    if (a.dq_semaphores != nullptr) a.dq_semaphores += slot;
 }
 
 // The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.
@@ -210,17 +205,3 @@ template <class Arguments>
 inline const Arguments& sequence_arguments(const Arguments& args, NoSequence, int, int = 0) {
     return args;
 }
-
-// ---- The dynamic tile scheduler ----
-
-// The index of a persistent block's next tile. Whole warp. A block's first tile is blockIdx.x;
-// handed_out counts the tiles taken after those.
-inline int take_tile(int* handed_out) {
-    int taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(handed_out, 1);
-    return gridDim.x + __shfl_sync(0xFFFFFFFFu, taken, 0);
-}
-
-// A block stores each tile's predecessor after the counter, an int a tile, to be able to walk its
-// tiles a second time.
-inline int& tile_before(int* handed_out, int number) { return handed_out[1 + number]; }

@@ -40,5 +40,9 @@ inline const BackwardArguments& arrays_of(const BackwardWgmmaOptionsArguments& a
     return arguments.arrays;
 }
 
+// Zeroes the counter of the dynamic scheduler, which sm90/forward.cu has.
+template <class Arguments> inline void clear_tile_counter(const Arguments&) {}
+inline void clear_tile_counter(const ForwardWgmmaOptionsArguments& args) { *args.tile_counter = 0; }
+
 // A compile-time bool as a function argument: `if constexpr (masked.value)`.
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };

@@ -60,9 +60,8 @@ __device__ __forceinline__ void add_dq(
     QueryGrid::Sums dq;
     set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
     gradient_gemm<QueryGrid, false, MASKED>(dq, shared, shared.k, score_tile, k_nonfinite);
-    int* semaphore = dq_semaphore(
-        arrays.turns,
-        (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile);
+    int* semaphore = arrays.dq_semaphores
+        + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
     const int rank = score_tile.dq_rank(q_tile, coord.tile);
     if (DETERMINISTIC) semaphore_wait(semaphore, rank);
     add_to_dq(arrays, coord.batch, head, score_tile.q_start, dq);
@@ -80,7 +79,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
     TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).turns, shared_bytes), num_k_tiles,
+        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
         call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;

@@ -30,8 +30,9 @@ inline void clear_sums(const Arguments& args) {
         for (i64 i = thread; i < tiles * (BLOCK_Q * DQ_COLUMNS / 4); i += threads)
             sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    if (arguments.turns == nullptr) return;
-    for (i64 i = thread; i <= tiles; i += threads) static_cast<int*>(arguments.turns)[i] = 0;
+    if (arguments.dq_semaphores == nullptr) return;
+    if (thread == 0) *arguments.tile_counter = 0;
+    for (i64 i = thread; i < tiles; i += threads) arguments.dq_semaphores[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)

@@ -1,5 +1,6 @@
 // Checks the offsets of packed sequences before kernels use them (packed_sequences.cuh): whether
-// one is bad, and which sequences have the most queries and the most keys.
+// one is bad, and which sequences have the most queries and the most keys. Also zeroes the dynamic
+// scheduler's counter.
 //
 // Offsets begin at 0, do not decrease and do not pass the number of tokens; no sequence is longer
 // than the call says.
@@ -46,7 +47,8 @@ sequences(const __grid_constant__ Arguments args) {
                 of_threads[thread] = longer(of_threads[thread], of_threads[thread + half]);
         __syncthreads();
     }
-    if (thread == 0)
-        *static_cast<SequenceStats*>(args.found) =
-            {bad, longest[0][0].number, longest[1][0].number, 0};
+    if (thread == 0) {
+        *args.sequence_stats = {bad, longest[0][0].number, longest[1][0].number};
+        clear_tile_counter(args);
+    }
 }

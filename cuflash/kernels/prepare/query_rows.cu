@@ -1,5 +1,5 @@
 // Runs before sm90/backward.cu and backward_wide.cu. Writes the QueryRows of each query tile, and
-// zeroes what these kernels add to: the sums of dQ, and counters (counters.cuh).
+// zeroes what these kernels add to: the sums of dQ, a counter, flags and semaphores (counters.cuh).
 //
 //     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
 //
@@ -8,8 +8,8 @@
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of sums;
-// TURNS, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, its argument's type,
-// and the options (docs/guide/options.md). No shared memory.
+// DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, its
+// argument's type, and the options (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "sm90/counters.cuh"
@@ -22,7 +22,7 @@
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
-// Zeroes the sums of dQ of the block's tile, and the grid's counters.
+// Zeroes the sums of dQ of the block's tile, and the block's share of the counters.
 __device__ __forceinline__ void clear_sums(const Arguments& args) {
     const BackwardArguments& arguments = args.arrays;
     float4* sums = static_cast<float4*>(arguments.dq_sum)
@@ -30,11 +30,13 @@ __device__ __forceinline__ void clear_sums(const Arguments& args) {
     #pragma unroll
     for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    int* counters = tile_counter(args);
-    const i64 num_counters = dq_semaphores(args, gridDim.x) - counters;
-    for (i64 i = blockIdx.x * NUM_THREADS + threadIdx.x; i < num_counters;
-         i += gridDim.x * NUM_THREADS)
-        counters[i] = 0;
+    const int thread = blockIdx.x * NUM_THREADS + threadIdx.x, threads = gridDim.x * NUM_THREADS;
+    const i64 num_flags = recompute_flag(args, {0, 0, arguments.shape.batch})
+                        - arguments.recompute_flags;
+    if (thread == 0) *arguments.tile_counter = 0;
+    for (i64 i = thread; i < num_flags; i += threads) arguments.recompute_flags[i] = 0;
+    for (i64 i = thread; i < i64(gridDim.x) * DQ_SEMAPHORES; i += threads)
+        arguments.dq_semaphores[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)

@@ -69,7 +69,7 @@ segment_order(const __grid_constant__ Arguments args) {
     const int tiles = OF_KEYS ? k_tiles : q_tiles, count = shape.batch * tiles;
     const i64 num_ranges = i64(shape.batch) * (q_tiles + k_tiles);
     const int thread = threadIdx.x;
-    int* order = tile_order(args);
+    int* order = args.tile_order;
     if (count > NUM_THREADS || num_ranges > MAX_RANGES) {
         #pragma unroll 1
         for (int i = thread; i < count; i += NUM_THREADS)
@@ -77,15 +77,19 @@ segment_order(const __grid_constant__ Arguments args) {
         return;
     }
     const u32 ranges = shared_address(shared.ranges);
+    const int q_ints = 2 * shape.batch * q_tiles;
+    const int* q_ids = reinterpret_cast<const int*>(args.query_tile_ids);
+    const int* k_ids = reinterpret_cast<const int*>(args.key_tile_ids);
     #pragma unroll 1
     for (int i = thread; i < 2 * static_cast<int>(num_ranges); i += NUM_THREADS)
-        cp_async_4(ranges + 4 * i, static_cast<const int*>(args.found) + i, 4);
+        cp_async_4(ranges + 4 * i, i < q_ints ? q_ids + i : k_ids + (i - q_ints), 4);
     cp_async_commit();
     if (thread < count) shared.walks[thread] = walk_of(mask, thread / tiles, thread % tiles);
     cp_async_wait<0>();
     __syncthreads();                                        // all ranges and walks are written
     Arguments shared_args = args;
-    shared_args.found = shared.ranges;                              // where PairMask reads them
+    shared_args.query_tile_ids = shared.ranges;             // where PairMask reads them
+    shared_args.key_tile_ids = shared.ranges + shape.batch * q_tiles;
     for_each_sum(count, [&](int number, int lane) {
         const Walk& walk = shared.walks[number];
         const PairMask pair_mask(shared_args, walk.batch);

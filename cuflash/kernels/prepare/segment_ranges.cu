@@ -1,6 +1,6 @@
 // The smallest and the largest segment id of each tile of BLOCK_Q queries and of BLOCK_K keys, from
-// which other kernels see that tiles have no id in common (pair_mask.cuh). Also zeroes the tile
-// counter. segment_ranges.cuh has the layout.
+// which other kernels see that tiles have no id in common (pair_mask.cuh). Also zeroes the dynamic
+// scheduler's counter.
 //
 // Grid: one warp a tile. Block: NUM_THREADS threads.
 // Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), BLOCK_Q, BLOCK_K,
@@ -35,12 +35,14 @@ segment_ranges(const __grid_constant__ Arguments args) {
     const i64 rest = of_keys ? number - first_k : number;
     const int tiles = of_keys ? k_tiles : q_tiles, block = of_keys ? BLOCK_K : BLOCK_Q;
     const int batch = rest / tiles, start = rest % tiles * block;
-    if (number == 0 && threadIdx.x == 0) *segment_tile_counter(args) = 0;
+    if (number == 0 && threadIdx.x == 0) clear_tile_counter(args);
     const PairMask pair_mask(args, batch);
     const IdRange range = of_keys
         ? range_of(start, min(start + block, shape.seqlen_k),
                    [&](int token) { return pair_mask.id_of_key(token); })
         : range_of(start, min(start + block, shape.seqlen_q),
                    [&](int token) { return pair_mask.id_of_query(token); });
-    if (threadIdx.x % 32 == 0) static_cast<IdRange*>(args.found)[number] = range;
+    if (threadIdx.x % 32 != 0) return;
+    if (of_keys) args.key_tile_ids[rest] = range;
+    else args.query_tile_ids[rest] = range;
 }

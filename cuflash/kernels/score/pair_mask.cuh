@@ -45,7 +45,7 @@ template <class Arguments> struct PairMaskOf {
             batch * stride.batch + key * stride.token];
     }
     IdRange ids_of_queries(int tile) const { return query_tile_ids(args, batch, tile); }
-    IdRange ids_of_keys(int tile) const { return key_tile_ids(args, batch)[tile]; }
+    IdRange ids_of_keys(int tile) const { return key_tile_ids(args, batch, tile); }
 
     // ---- Boolean mask ----
 

@@ -227,7 +227,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
     TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).turns, shared_bytes), num_k_tiles,
+        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
         call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;

@@ -34,7 +34,7 @@ __device__ __forceinline__ void add_dq(
     const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
     int q_tile, int num_q_tiles, u32 ds_smem, u32 k_smem, bool k_nonfinite) {
     const i64 pair = static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head;
-    int* semaphore = dq_semaphore(arrays.turns, pair * num_q_tiles + q_tile);
+    int* semaphore = arrays.dq_semaphores + (pair * num_q_tiles + q_tile);
     float* sum = dq_sum_tile(arrays.dq_sum, pair * num_q_tiles + q_tile)
                + dq_sum_first(threadIdx.x);
     const int rank = score_tile.dq_rank(q_tile, coord.tile);

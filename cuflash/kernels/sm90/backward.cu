@@ -32,7 +32,8 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
 // BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh), SHARED_BYTES;
-// TURNS: 0, or CONSUMERS if DETERMINISTIC; Arguments and the options (docs/guide/options.md).
+// DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; Arguments and the options
+// (docs/guide/options.md).
 // Shared memory and barriers: backward_shared.cuh.
 //
 // A NaN or an infinity may reach rows that do not see it, as 0 * NaN, where the mask cuts a tile.
@@ -50,7 +51,7 @@ constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 // needs more, which are spilled: the consumers could not do with fewer.)
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
-static_assert(TURNS == 0 || TURNS == CONSUMERS, "each warpgroup adds a part of dQ");
+static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
 static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
 static_assert(CONSUMERS == 2, "registers suffice for two consumers");
 static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS == 64,

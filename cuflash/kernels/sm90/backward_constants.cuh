@@ -1,8 +1,8 @@
 // Constants of the backward kernels on Hopper, sm90/backward.cu and sm90/backward_wide.cu, that
 // follow from the generated ones.
 //
-// Constants: Element, CAUSAL, BLOCK_Q, STAGES (of Q and dO), TURNS; Arguments and the options
-// (docs/guide/options.md). TURNS: semaphores of a query tile's dQ if it is DETERMINISTIC, else 0.
+// Constants: Element, CAUSAL, BLOCK_Q, STAGES (of Q and dO), DQ_SEMAPHORES (semaphores of a query
+// tile's dQ if it is DETERMINISTIC, else 0); Arguments and the options (docs/guide/options.md).
 #pragma once
 #include "score/pair_mask.cuh"
 #include "common/softmax.cuh"
@@ -12,7 +12,7 @@ constexpr int S_REGS = BLOCK_Q / 2;                         // a thread's floats
 constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool MASKED = CAUSAL || WINDOW || PAIRWISE || PACKED;      // some pairs may be masked
 
-constexpr bool DETERMINISTIC = TURNS > 0;
+constexpr bool DETERMINISTIC = DQ_SEMAPHORES > 0;
 constexpr bool LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 
 // Whether a whole warp, not one thread, produces Q: it takes 32 lanes to search for tiles.

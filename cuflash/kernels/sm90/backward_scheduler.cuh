@@ -65,7 +65,7 @@ __device__ __forceinline__ void release_work_tile(Shared& shared, WorkState stat
 // resident at once, so blockIdx.x will not do. A block takes its tiles in the order of indices, and
 // the smallest index in progress waits for nobody.
 __device__ __forceinline__ int next_index(const Arguments& args) {
-    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(tile_counter(args), 1);
+    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(arrays_of(args).tile_counter, 1);
 }
 __device__ __forceinline__ int first_index(const Arguments& args) {
     return DETERMINISTIC ? next_index(args) : blockIdx.x;
@@ -89,10 +89,11 @@ __device__ __forceinline__ void skip_empty_slots(
 }
 
 // The work tile of an index, not of packed sequences.
+template <class Arguments>
 __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_tiles, int index) {
     const Shape& shape = args.arrays.shape;
     if constexpr (SEGMENTS)
-        return tile_in_order(index, tile_order(args), num_k_tiles, shape.num_heads_kv,
+        return tile_in_order(index, args.tile_order, num_k_tiles, shape.num_heads_kv,
                              shape.batch, args.arrays.schedule);
     else
         return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,

@@ -22,7 +22,7 @@
 // Grid: as sm90/backward.cu's. Block: 4 warpgroups.
 //
 // Constants: as sm90/backward.cu's, but HEAD_DIM up to 256 and BLOCK_K and BLOCK_Q 64; NUM_WARPS
-// and SCORE_WARPS_Q of dQ alone; TURNS 0 or 1.
+// and SCORE_WARPS_Q of dQ alone; DQ_SEMAPHORES 0 or 1.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // mbarriers: as in backward_shared.cuh. *_empty: an arrival of each warp of the role that reads
@@ -56,7 +56,7 @@ constexpr bool EARLY_BIASES = SCORE_REGISTERS > DQ_REGS + 2 * S_REGS + 64;
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
-static_assert(TURNS == 0 || TURNS == 1, "one warpgroup adds to dQ");
+static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == 1, "one warpgroup adds to dQ");
 
 struct SharedPlan {
     static constexpr int K_STAGES = 1;
@@ -390,7 +390,8 @@ backward_wgmma_wide(const __grid_constant__ Arguments args) {
         for (int i = 0; i < WORK_STAGES; ++i) {
             mbarrier_init(shared_address(&shared.work_full[i]), 1);
             // score and gradient warps, the K/V producer, the semaphore's warp
-            mbarrier_init(shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + TURNS);
+            mbarrier_init(
+                shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + DQ_SEMAPHORES);
         }
         fence_mbarrier_init();
     }

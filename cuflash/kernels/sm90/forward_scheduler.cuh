@@ -97,7 +97,7 @@ template <class Arguments> struct DynamicTileScheduler {
         const Shape& shape = args.arrays.shape;
         if constexpr (SEGMENTS)
             return make_query_tile(
-                tile_in_order(number, tile_order(args), slots, shape.num_heads_q,
+                tile_in_order(number, args.tile_order, slots, shape.num_heads_q,
                               shape.batch, args.arrays.schedule), {}, args);
         TileCoord coord = tile_of_block(
             number, slots, shape.num_heads_q, shape.batch, args.arrays.schedule);
@@ -107,19 +107,22 @@ template <class Arguments> struct DynamicTileScheduler {
         if constexpr (PACKED) sequence.first_k = min(sequence.first_k, shape.seqlen_k - 1);
         return make_query_tile(coord, sequence, args);
     }
-    static __device__ __forceinline__ int* counter(const Arguments& args) {
-        if constexpr (PACKED) return &static_cast<SequenceStats*>(args.found)->handed_out;
-        else return segment_tile_counter(args);
+    // The number of the block's next tile, by a whole warp. The counter counts the tiles taken
+    // after each block's first, which is blockIdx.x.
+    static __device__ __forceinline__ int take_number(const Arguments& args) {
+        int taken = 0;
+        if (threadIdx.x % 32 == 0) taken = atomicAdd(args.tile_counter, 1);
+        return gridDim.x + __shfl_sync(WHOLE_WARP, taken, 0);
     }
     // By the warp that takes tiles. After the last, q_start is the number of the block's last tile.
     __device__ __forceinline__ QueryTile next(const Arguments& args) {
         for (;;) {
-            const int number = started ? take_tile(counter(args)) : blockIdx.x;
+            const int number = started ? take_number(args) : blockIdx.x;
             started = true;
             if (number >= args.work_items.items) return {{}, last, 0, 0, 0};
             const QueryTile tile = tile_of_slot(args, number);
             if (tile.num_rows <= 0) continue;
-            if (threadIdx.x % 32 == 0) tile_before(counter(args), number) = last;
+            if (threadIdx.x % 32 == 0) args.previous_tiles[number] = last;
             last = number;
             return tile;
         }
@@ -135,7 +138,7 @@ template <class Arguments> struct DynamicTileScheduler {
     __device__ __forceinline__ QueryTile revisit(const Arguments& args) {
         if (last < 0) return {{}, 0, 0, 0, 0};
         const QueryTile tile = tile_of_slot(args, last);
-        last = tile_before(counter(args), last);
+        last = args.previous_tiles[last];
         return tile;
     }
 };

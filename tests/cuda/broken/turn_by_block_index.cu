@@ -7,7 +7,7 @@ struct Arguments { const float* x; float* sums; int* turns; };
 extern "C" __global__ void turn_by_block_index(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     const int thread = threadIdx.x, block = block_ticket(a.turns, shared_bytes);
-    int* turn = dq_semaphore(a.turns, 0);
+    int* turn = a.turns + 1;
     const int place = BROKEN ? static_cast<int>(blockIdx.x) : block;
     if (thread == 0)
         while (load_acquire(turn) != place) {}

@@ -31,8 +31,6 @@ template <class Arguments> inline const Shape& tile_shape(const Arguments& args)
 }
 template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
 template <class Arguments> bool is_none(const Arguments&, NoSequence);
-int take_tile(int*);
-int& tile_before(int*, int);
 
 template <bool OF_KEYS, class Arguments>
 inline NoSequence sequence_of_block(const Arguments&, int, int, bool) { return {}; }

@@ -4,7 +4,6 @@
 
 constexpr bool PAIRWISE = false;
 
-struct IdRange { int low, high; };
 bool disjoint(IdRange a, IdRange b);
 
 struct PairMask {
@@ -25,5 +24,3 @@ struct PairMask {
     int query_tiles_between(int first, int end, int k_tile) const;
     int key_tiles_before(int q_tile, int k_tile, int first) const;
 };
-template <class Arguments> int* segment_tile_counter(const Arguments& args);
-template <class Arguments> int* tile_order(const Arguments& args);
