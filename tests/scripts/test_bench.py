@@ -249,7 +249,7 @@ def test_a_file_without_figures(tmp_path, capsys, content):
     if content is not None:
         path.write_text(content)
     assert bench.main(["--read", str(path)]) == 1
-    assert "has no figures of bench.py" in capsys.readouterr().err
+    assert "is no record of bench.py" in capsys.readouterr().err
 
 
 def test_no_gpu(monkeypatch, capsys):
@@ -266,19 +266,28 @@ def test_no_gpu(monkeypatch, capsys):
         (["--head-dim", "513"], "--head-dim 513: at most 512"),
         (["--head-dim", "0"], "0 is less than 1"),
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
-        (["--seconds", "0"], "--seconds 0.0: more than 0"),
+        (["--seconds", "0"], "--seconds 0.0: must be above 0"),
         (
             ["--dtype", "float64", "--precision", "tf32x3"],
-            "--precision tf32x3: for float32 alone",
+            "--precision tf32x3: for float32 only",
         ),
         (["--peer", "fa9"], "invalid choice: 'fa9'"),
-        (["--kv-heads", "3"], "--kv-heads 3: no divisor of 32"),
-        (["--memory", "--peer", "mha"], "--memory knows the peers fa2"),
-        (["--memory", "--peer", "jax"], "--memory knows the peers fa2"),
-        (["--heads", "6", "--kv-heads", "4"], "--kv-heads 4: no divisor of 6"),
-        (["--output", f"{__file__}/x.json"], "nothing can be written to"),
-        (["--output", "."], "--output .: a folder is there, not a file"),
-        (["--pictures", __file__], "nothing can be written to"),
+        (["--kv-heads", "3"], "--kv-heads 3: does not divide 32"),
+        (
+            ["--memory", "--peer", "mha"],
+            "--memory supports only the peers fa2",
+        ),
+        (
+            ["--memory", "--peer", "jax"],
+            "--memory supports only the peers fa2",
+        ),
+        (
+            ["--heads", "6", "--kv-heads", "4"],
+            "--kv-heads 4: does not divide 6",
+        ),
+        (["--output", f"{__file__}/x.json"], "cannot write to"),
+        (["--output", "."], "--output .: is a folder, not a file"),
+        (["--pictures", __file__], "cannot write to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
@@ -301,11 +310,11 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, keeps):
     assert bench.main(["--output", str(path)] if keeps else []) == 130
     said = capsys.readouterr().err
     if keeps:
-        assert said == f"stopped: what was measured is in {path}\n"
+        assert said == f"stopped: results so far are in {path}\n"
         found = json.loads(path.read_text())
         assert (found["rows"], found["complete"]) == (["a row"], False)
     else:
-        assert "--output would keep it" in said
+        assert "--output would save" in said
 
 
 def rows_of(tmp_path, *options):

@@ -192,7 +192,7 @@ def test_results_without_the_option_do_not(
     inputs = on_numpy.runners.make_inputs(cell, seed=0)
     without = replace(cell, option=option_cells.PLAIN)
     results = results_of(on_numpy, without, inputs)
-    with pytest.raises(on_numpy.checks.WrongResult, match="times what"):
+    with pytest.raises(on_numpy.checks.WrongResult, match="times its"):
         on_numpy.checks.Checker(cell, inputs).check("cuflash", results)
 
 

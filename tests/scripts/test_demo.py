@@ -167,10 +167,10 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--steps", "0"], "argument --steps: 0 is less than 1"),
-        (["--seconds", "0"], "argument --seconds: 0: more than 0 is needed"),
-        (["--seconds", "nan"], "nan: more than 0 is needed"),
+        (["--seconds", "0"], "argument --seconds: 0: must be above 0"),
+        (["--seconds", "nan"], "nan: must be above 0"),
         (["--seed", "-1"], "--seed -1: at least 0"),
-        (["--output", __file__], "nothing can be written to"),
+        (["--output", __file__], "cannot write to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):

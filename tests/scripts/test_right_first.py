@@ -71,7 +71,7 @@ def test_results_of_too_few_bits_do_not(
     for i in range(len(results)):
         wrong = list(results)
         wrong[i] = rounded_to(bits, results[i])
-        with pytest.raises(on_numpy.checks.WrongResult, match="times what"):
+        with pytest.raises(on_numpy.checks.WrongResult, match="times its"):
             checker.check("cuflash", tuple(wrong))
 
 

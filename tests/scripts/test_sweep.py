@@ -271,7 +271,7 @@ def test_ctrl_c_keeps_what_is_measured(
     known = worker.Worker.ask
     monkeypatch.setattr(worker.Worker, "ask", ask)
     assert sweep(output) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
     assert [x["seqlen"] for x in recorded(output).cells] == [512]
     assert len(tiles.read_table(own_tables / "sm_80.json")) == 1
 
@@ -282,7 +282,7 @@ def test_a_budget_that_is_too_small_says_what_is_missing(
     assert sweep(output, "--budget", "0.001s") == 1
     said = capsys.readouterr().out
     assert "4 of 4 tiles, for want of time" in said
-    assert "no cell was measured to its end" in said
+    assert "no cell was measured completely" in said
 
 
 def test_a_full_disk_loses_nothing(output, own_tables, monkeypatch, tmp_path):
@@ -423,7 +423,7 @@ def test_compare_with_another_table(output, tmp_path, capsys):
 
 def test_nothing_to_compare(output, capsys):
     assert sweep(output, "--compare") == 1
-    assert "nothing was measured yet in" in capsys.readouterr().err
+    assert "no measurements yet in" in capsys.readouterr().err
 
 
 # Without a GPU ---------------------------------------------------------------
@@ -455,11 +455,11 @@ def test_a_dry_run_that_is_stopped_keeps_its_rows(
     assert sweep(output, "--dry-run", "--arch", "sm_86") == 130
     path, said = output / "sm_86.dry.json", capsys.readouterr().err
     if count:
-        assert said == f"stopped: what was compiled is in {path}\n"
+        assert said == f"stopped: results so far are in {path}\n"
         found = json.loads(path.read_text())
         assert len(found["rows"]) == count and not found["complete"]
     else:
-        assert said == "stopped: nothing was compiled yet\n"
+        assert said == "stopped: nothing was compiled\n"
         assert not path.exists()
 
 
@@ -495,11 +495,11 @@ def test_a_budget(text, expected):
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
         (["--budget", "soon"], "'soon' is no time"),
         (["--budget", "0m"], "'0m' is no time"),
-        (["--arch", "sm_80"], "--arch goes with --dry-run"),
+        (["--arch", "sm_80"], "--arch requires --dry-run"),
         (["--family", "cuda"], "invalid choice: 'cuda'"),
-        (["--seconds", "0"], "--seconds 0.0: more than 0"),
+        (["--seconds", "0"], "--seconds 0.0: must be above 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--output", __file__], "nothing can be written to"),
+        (["--output", __file__], "cannot write to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
