@@ -47,7 +47,7 @@ def test_forward(backend, case):
     strategies.optional_cases, each={"dtype": DTYPES}, examples=UNSEEN
 )
 def test_backward(backend, case):
-    """With out and lse of the NumPy path."""
+    """With the NumPy path's out and lse."""
     check_gradients(backend, case)
 
 
@@ -74,7 +74,7 @@ def test_several_tiles(backend, dtype, options):
 
 @on_each_kind_with_options
 def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
-    """Also in the 24 of 40 rows that see no key: -inf is all they have."""
+    """Also in the 24 of 40 rows that see no key, whose lse is then -inf."""
     on = Emulation(arch)
     case = Case(dtype, 1, 40, 16, 2, 2, causal=True, on=on)
     q, k, v, dout = inputs(case)
@@ -94,7 +94,7 @@ def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
 @on_each_kind_with_options
 @pytest.mark.parametrize("scale", [None, 0.0])
 def test_rows_without_keys_have_the_sink(backend, dtype, arch, scale):
-    """Of 40 queries 24 see none of 16 keys."""
+    """24 of 40 queries see none of the 16 keys."""
     case = Case(dtype, seqlen_q=40, causal=True, arrays_of=("sink",),
                 scale=scale, on=Emulation(arch))  # fmt: skip
     q, k, v, dout = inputs(case)
@@ -114,7 +114,7 @@ HIDING = [
 
 @on_each_kind_with_options
 @pytest.mark.parametrize("changes", HIDING)
-def test_what_is_hidden_spreads_nowhere(backend, dtype, arch, changes):
+def test_masked_nan_does_not_spread(backend, dtype, arch, changes):
     """NaN in a key and its value, and in a query and its dout."""
     spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
     case = Case(dtype, seqlen_q=50, seqlen_k=50, spoiled=tuple(spoiled),
@@ -129,8 +129,8 @@ def test_what_is_hidden_spreads_nowhere(backend, dtype, arch, changes):
 
 
 @on_each_kind_with_options
-def test_what_is_seen_spreads_by_scores_with_options(backend, dtype, arch):
-    """NaN and infinities, whose own products the kernels add one by one."""
+def test_visible_nan_spreads_by_scores(backend, dtype, arch):
+    """NaN and infinities, whose terms kernels add one by one."""
     spoiled = (
         ("q", (0, 20, 1, 3), "inf"),
         ("k", (0, 30, 0, 5), "nan"),
@@ -149,7 +149,7 @@ def test_what_is_seen_spreads_by_scores_with_options(backend, dtype, arch):
 
 @on_each_kind_with_options
 def test_the_gradient_of_a_bias_of_each_pair(backend, dtype, arch):
-    """In tiles that the mask cuts and in whole ones, of several heads."""
+    """In partly masked and full tiles, with several heads."""
     case = Case(dtype, 2, 70, 150, 2, 2, causal=True, arrays_of=("bias",),
                 seed=1, on=Emulation(arch))  # fmt: skip
     assert case.options()["bias"].shape == (2, 2, 70, 150)
@@ -165,16 +165,16 @@ SEEING = [
 
 @on_kernels
 @pytest.mark.parametrize("changes", SEEING)
-def test_what_is_seen_of_v_spreads(backend, changes):
-    """An infinity, to all rows that see its key and to no other."""
+def test_visible_nan_of_v_spreads(backend, changes):
+    """An infinity reaches all rows that see its key, and no others."""
     case = Case("bfloat16", spoiled=(("v", (0, 9), "inf"),), **changes)
     check_forward(backend, case)
 
 
 @on_each_kind_with_options
 @pytest.mark.parametrize("changes", HIDING)
-def test_what_is_hidden_is_no_maximum(backend, dtype, arch, changes):
-    """Beside the hidden key's score all others would have no weight."""
+def test_masked_scores_are_no_maximum(backend, dtype, arch, changes):
+    """Next to the masked key's score, all others would have weight 0."""
     case = Case(dtype, seqlen_q=50, seqlen_k=50, on=Emulation(arch),
                 spoiled=(("k", (0, 9), "1e4"),), **changes)  # fmt: skip
     check_forward(backend, case)
@@ -182,7 +182,7 @@ def test_what_is_hidden_is_no_maximum(backend, dtype, arch, changes):
 
 @on_each_kind_with_options
 def test_options_by_any_strides(backend, dtype, arch):
-    """Transposed, reversed and, of bias, at no multiple of its size."""
+    """Transposed, reversed, and a bias misaligned to its element size."""
     case = Case(dtype, 2, 33, 44, 2, 2, on=Emulation(arch),
                 arrays_of=("bias", "mask", "sink"))  # fmt: skip
     given = case.options()
@@ -208,7 +208,7 @@ def test_options_by_any_strides(backend, dtype, arch):
 
 @on_each_kind_with_options
 def test_a_bias_that_was_broadcast_before(backend, dtype, arch):
-    """Its elements share memory, and each has a gradient of its own."""
+    """Its elements share memory, but each has its own gradient."""
     on = Emulation(arch)
     case = Case(dtype, 1, 33, 44, 2, 2, deterministic=True, on=on)
     row = np.arange(33).astype(DTYPES[dtype])[:, None] / 8
@@ -231,7 +231,7 @@ def test_a_bias_that_was_broadcast_before(backend, dtype, arch):
     "device", [contextlib.nullcontext(), emulator.active("sm_80")]
 )
 def test_a_broadcast_bias_has_no_deterministic_gradient(device):
-    """On NumPy arrays neither, whose sums have an order."""
+    """Nor on NumPy arrays, although their order of sums is fixed."""
     q = np.zeros((1, 4, 1, 8), np.float32)
     bias, lse = np.zeros(4, np.float32), np.zeros((1, 1, 4), np.float32)
     no_order = pytest.raises(UnsupportedError, match="in no fixed order")

@@ -76,7 +76,7 @@ def test_forward(backend, shape, name):
 
 @on_kernels
 def test_dropout_of_many_pairs(backend):
-    """A lane has 64, and their bits are of two words."""
+    """A lane has 64 pairs, whose bits fill two words."""
     on = Emulation(forward_tile=Tile(128, 64, 4, ptxas_level=3))
     case = Case("float32", 1, 50, 90, dropout=0.5, seed=1, on=on)
     check_forward(backend, case)
@@ -91,8 +91,8 @@ def test_backward(backend, shape, name):
 
 @on_kernels
 @pytest.mark.parametrize("name", ["window", "left", "segments", "mask"])
-def test_backward_in_turns(backend, name):
-    """dq by key tiles that are not all of them neighbours."""
+def test_deterministic_backward(backend, name):
+    """The key tiles that visit a query tile are not all consecutive."""
     case = option_case(name, "tuned", deterministic=True)
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
@@ -106,8 +106,8 @@ def test_backward_in_turns(backend, name):
 @on_kernels
 @pytest.mark.parametrize("name", ["window", "segments", "all"])
 @pytest.mark.parametrize("spoiled", ["q", "k", "v", "dout"])
-def test_what_is_not_finite(backend, name, spoiled):
-    """Reaches those that see it: some in its tile do, some do not."""
+def test_nonfinite_inputs(backend, name, spoiled):
+    """Reaches the rows that see it; some rows of its tile do not."""
     spoiled = ((spoiled, (0, 17, 0, 3), "nan"),)
     case = option_case(name, "small", spoiled=spoiled)
     check_forward(backend, case)

@@ -25,7 +25,7 @@ from helpers.options import fields_of
 
 
 def small(backward_warps):
-    """Small tiles: many are skipped, or cut, or asked pair by pair."""
+    """Small tiles: many are skipped, partly masked, or tested by pair."""
     return Emulation(
         forward_tile=Tile(32, 16, 2, ptxas_level=3),
         backward_tile=Tile(32, 32, backward_warps, 1, 1, 2, 2, 3),
@@ -71,7 +71,7 @@ def test_several_tiles(backend, kind, options):
 @on_kernels
 @each_kind
 def test_tiles_between_others_are_skipped(backend, kind):
-    """Of three documents the first and the last are one."""
+    """Of three documents, the first and the last have one id."""
     case = Case(seqlen_q=150, seqlen_k=150, num_heads_q=2, **KINDS[kind])
     q, k, v, dout = inputs(case)
     ids = np.repeat(np.int32([[0, 1, 0]]), 50, axis=1)
@@ -96,8 +96,8 @@ IN_TURNS = {
 @on_kernels
 @each_kind
 @pytest.mark.parametrize("name", IN_TURNS)
-def test_in_turns(backend, kind, name):
-    """Key tiles add to dq in an order, though not all of them do."""
+def test_deterministic(backend, kind, name):
+    """Key tiles add to dq in order, although some are skipped."""
     case = Case(
         seqlen_q=150, seqlen_k=150, num_heads_q=2, deterministic=True,
         **IN_TURNS[name], **KINDS[kind],
@@ -119,7 +119,7 @@ def test_in_turns(backend, kind, name):
     "options", strategies.FEW_PACKED_OPTIONS, ids=lambda x: "-".join(sorted(x))
 )
 def test_packed_sequences(backend, kind, options):
-    """One without queries, one without keys, tokens of none."""
+    """A sequence without queries, one without keys, unused tokens."""
     fields = {**fields_of(options), **KINDS[kind]}
     case = Case(
         seqlen_q=150, seqlen_k=170, num_heads_q=4, num_heads_kv=2,
@@ -139,7 +139,7 @@ HIDING = {
 @on_kernels
 @each_kind
 @pytest.mark.parametrize("name", HIDING)
-def test_what_is_hidden_spreads_nowhere(backend, kind, name):
+def test_masked_nan_does_not_spread(backend, kind, name):
     """NaN in a key and its value, and in a query and its dout."""
     spoiled = tuple((x, (0, 9), "nan") for x in ("q", "k", "v", "dout"))
     case = Case(seqlen_q=50, seqlen_k=50, spoiled=spoiled,
@@ -151,7 +151,7 @@ def test_what_is_hidden_spreads_nowhere(backend, kind, name):
 @on_kernels
 @each_kind
 def test_rows_without_keys_have_the_sink(backend, kind):
-    """Of 40 queries 24 see none of 16 keys."""
+    """24 of 40 queries see none of the 16 keys."""
     case = Case(seqlen_q=40, causal=True, arrays_of=("sink",), **KINDS[kind])
     q, k, v, _ = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)

@@ -1,4 +1,4 @@
-"""scripts/bench.py without a GPU: its grid, its sums, its refusals."""
+"""scripts/bench.py without a GPU: grid, arithmetic, usage errors."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def test_the_grid_of_wide_dtypes(options, dtype):
     assert known.tokens == 16384 and known.width == 1024
 
 
-def test_what_results_are_judged_by():
+def test_kinds_of_checks():
     cell = bench.cells.Cell("forward", "float32", 64, False, 512, 1, 1)
     assert cell.kind == "low"
     assert replace(cell, precision="tf32x3").kind == "tf32x3"
@@ -94,7 +94,7 @@ def test_grouped_heads():
     assert cell.flops == replace(cell, kv_heads=None).flops
 
 
-def test_heads_in_place_of_a_width():
+def test_heads_instead_of_a_width():
     (cell,) = bench.cells.grid(
         ["forward"], "bfloat16", [128], [False], [512], heads=6
     )
@@ -122,7 +122,7 @@ def test_a_peer_that_is_missing_is_a_dash():
     ]  # fmt: skip
 
 
-def test_a_saved_file_is_whole_or_the_old_one(tmp_path):
+def test_files_are_saved_atomically(tmp_path):
     path = tmp_path / "folder" / "out.json"
     report.save(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -153,8 +153,8 @@ def test_an_absent_peer_is_left_out_with_a_word(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks/README.md"])
-def test_tables_say_what_the_json_files_say(name):
-    """Else: python scripts/bench.py --write-docs."""
+def test_tables_match_the_json_files(name):
+    """If not, run: python scripts/bench.py --write-docs."""
     path = Path(bench.__file__).parents[1] / name
     text = path.read_text(encoding="utf-8")
     assert markdown.MARK.search(text)
@@ -205,7 +205,7 @@ def saved(tmp_path):
         ("causal", ["|  |", "| --- |"]),
     ],
 )  # fmt: skip
-def test_a_table_takes_the_place_of_the_old_one(tmp_path, mark, lines):
+def test_a_table_replaces_the_old_one(tmp_path, mark, lines):
     saved(tmp_path)
     above, below = f"One.\n\n<!-- bench: some.json {mark} -->\n", "\nTwo.\n"
     for old in ("", "\n| old |\n| --- |\n", "| old |\n"):
@@ -298,7 +298,7 @@ def test_wrong_options(arguments, message, capsys):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, keeps):
+def test_ctrl_c_keeps_results(tmp_path, monkeypatch, capsys, keeps):
     def interrupted(options, record):
         record["rows"] = ["a row"]
         raise KeyboardInterrupt

@@ -47,7 +47,7 @@ def test_a_folder_that_is_read_only(complaint, tmp_path, monkeypatch):
     )
 
 
-def test_a_file_where_a_folder_is(complaint, tmp_path):
+def test_a_file_that_is_a_folder(complaint, tmp_path):
     assert complaint(command_line.check_file, tmp_path) == (
         f"--output {tmp_path}: is a folder, not a file"
     )

@@ -1,4 +1,4 @@
-"""scripts/demo.py: its gradients, its text, its comparison, its pictures."""
+"""scripts/demo.py: gradients, text, comparison, pictures."""
 
 import sys
 from dataclasses import replace
@@ -33,7 +33,7 @@ TINY = Config(
 
 
 def tiny_model(seed=0):
-    """A model in float64, none of whose gradients is 0, and a batch."""
+    """Return a float64 model without zero gradients, and a batch."""
     model = Transformer(TINY, 5, np)
     rng = np.random.default_rng(seed)
     model.values[:] += 0.3 * rng.standard_normal(len(model.values))

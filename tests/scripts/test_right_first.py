@@ -41,7 +41,7 @@ def results_and_checker(on_numpy, cell):
 
 
 def rounded_to(bits, array):
-    """With so many bits."""
+    """Round to that many bits."""
     fraction, exponent = np.frexp(array)
     kept = np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits)
     return kept.astype(array.dtype)
@@ -83,7 +83,7 @@ def test_a_result_that_is_not_finite(on_numpy):
 
 
 def test_a_peer_may_be_judged_by_another_kind(on_numpy):
-    """As PyTorch's float32 is, which is made of TF32 parts."""
+    """As PyTorch's float32, which uses three TF32 matmuls."""
     (out,), checker = results_and_checker(on_numpy, cell("forward", "float32"))
     rough = rounded_to(17, out)
     assert checker.check("peer", (rough,), "tf32x3") <= 1

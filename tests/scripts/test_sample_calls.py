@@ -1,4 +1,4 @@
-"""scripts/sample_calls.py where it cannot run."""
+"""scripts/sample_calls.py without a GPU."""
 
 import subprocess
 import sys
