@@ -2,22 +2,22 @@
 // that sequence alone.
 //
 // Sequence s has the tokens [offset(s), offset(s + 1)) of an array. The tokens after the last
-// sequence, or all tokens if an offset is bad, form one more sequence, whose queries see no key and
-// whose keys are seen by no query, without a sink. So all results are written, zero there.
+// sequence, or all tokens if an offset is bad, form one more sequence without a sink, whose queries
+// see no key and whose keys no query sees. So its results are written too, as zeros.
 //
 // The tiles of a head are numbered by slots. Sequence s has the slots from offset(s) / block + s
-// up to those of sequence s + 1. They suffice, since floor(a) + ceil(b) <= floor(a + b) + 1; the
-// blocks of slots that stay empty return at once. So no tiles need to be counted beforehand, and a
-// head has total / block + num_sequences + 1 slots.
+// on, up to the first one of sequence s + 1: enough, since floor(a) + ceil(b) <= floor(a + b) + 1.
+// A head has total / block + num_sequences + 1 slots, and no pass that counts tiles is needed.
+// Blocks whose slot has no tile return at once.
 //
 // Constants: Arguments, Element, PACKED. Without PACKED a call is one sequence, and everything here
 // compiles to nothing.
 #pragma once
 #include "common/types.cuh"
 
-// The workspace that prepare/packed_sequences.cu fills: whether an offset is bad; the sequences
-// with the most queries and the most keys. handed_out: the dynamic scheduler's counter, the tiles
-// taken by persistent blocks after each one's first.
+// Workspace, written by prepare/packed_sequences.cu: whether an offset is bad; the sequences with
+// the most queries and the most keys. handed_out: the dynamic scheduler's counter, which counts the
+// tiles that blocks have taken after their first ones.
 struct SequenceStats { int bad, most_queries, most_keys, handed_out; };
 
 // Offsets of queries or of keys.
@@ -221,6 +221,6 @@ inline int take_tile(int* handed_out) {
     return gridDim.x + __shfl_sync(0xFFFFFFFFu, taken, 0);
 }
 
-// A block stores each tile's predecessor after the counter, an int a tile, to be able to walk its
-// tiles a second time.
+// After the counter, an int per tile: the number of the tile that the same block took before it, so
+// that the block can visit its tiles a second time.
 inline int& tile_before(int* handed_out, int number) { return handed_out[1 + number]; }

@@ -3,7 +3,7 @@
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691), as sm80/forward.cu: a block computes BLOCK_Q
-// queries of one head and walks the key tiles that they see from the last to the first. A warp has
+// queries of one head and visits the key tiles that they see from the last to the first. A warp has
 // whole rows of S: their maxima take three shuffles, and its weights P are exchanged between its
 // lanes only, WEIGHT_KEYS columns at a time, through the warp's own shared memory.
 //

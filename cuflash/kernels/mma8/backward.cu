@@ -5,7 +5,7 @@
 //     dV = P^T dO,  dK = dS^T Q,  dQ = dS K
 //
 // FlashAttention-2, Alg. 2 (arXiv:2307.08691), as fma/backward.cu: a block computes BLOCK_K
-// keys of one key head. It walks the query tiles that see them, of every query head of the group,
+// keys of one key head. It visits the query tiles that see them, of every query head of the group,
 // and keeps dK and dV in registers. It adds its part of dQ to dQ in global memory, which
 // prepare/delta.cu has zeroed; delta = rowsum(dO * O) comes from there too.
 //

@@ -4,7 +4,7 @@
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691), as sm80/forward.cu, but all in double, with the
-// library's exp and log, or all in float. A block computes BLOCK_Q queries of one head and walks
+// library's exp and log, or all in float. A block computes BLOCK_Q queries of one head and visits
 // the key tiles that they see from the last to the first. P stays in registers between the
 // accumulators of S and the matmul with V (mma8.cuh).
 //

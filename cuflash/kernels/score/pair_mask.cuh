@@ -9,7 +9,7 @@
 #include "common/mask.cuh"
 #include "score/segment_ranges.cuh"
 
-constexpr bool PAIRWISE = SEGMENTS || HAS_MASK;             // whether each pair must be asked for
+constexpr bool PAIRWISE = SEGMENTS || HAS_MASK;             // some pairs need a test of their own
 
 enum class Visibility { NONE, PARTLY, ALL };
 

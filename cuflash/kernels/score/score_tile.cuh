@@ -1,4 +1,4 @@
-// A BLOCK_Q x BLOCK_K tile of scores, as backward kernels walk them: which (query, key) pairs are
+// A BLOCK_Q x BLOCK_K tile of scores, as backward kernels visit them: which (query, key) pairs are
 // visible, and how the options of a call (docs/guide/options.md) make scores and gradients of them.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, DETERMINISTIC; Arguments and the options.

@@ -2,7 +2,7 @@
 //
 //     dV = P^T dO,  dK = scale dS^T Q              with P and dS from backward.cuh
 //
-// A block owns a tile of keys and walks the query tiles of all query heads that read them, so that
+// A block owns a tile of keys and visits the query tiles of all query heads that read them, so that
 // no two blocks add to the same number: no atomics, and every run gives the same bits. delta comes
 // from prepare/delta.cu, dQ from simt/backward_dq.cu.
 //

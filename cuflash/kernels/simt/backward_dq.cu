@@ -2,7 +2,7 @@
 //
 //     dQ = scale dS K                              with dS from backward.cuh
 //
-// A block owns a tile of queries and walks the key tiles that they see. delta comes from
+// A block owns a tile of queries and visits the key tiles that they see. delta comes from
 // prepare/delta.cu, dK and dV from simt/backward_dkdv.cu.
 //
 // Grid: one block a tile of BLOCK_Q queries of one head,

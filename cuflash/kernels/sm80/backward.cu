@@ -5,7 +5,7 @@
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 //
 // FlashAttention-2, Alg. 2 (arXiv:2307.08691): a block computes BLOCK_K keys of one key head. It
-// walks the query tiles that see them, of every query head of the group, and keeps dK and dV in
+// visits the query tiles that see them, of every query head of the group, and keeps dK and dV in
 // registers. It adds its part of dQ to float sums in global memory, which finish/dq.cu scales and
 // rounds. delta = rowsum(dO * O) comes from prepare/delta.cu.
 //
