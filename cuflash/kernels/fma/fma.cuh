@@ -3,7 +3,7 @@
 //
 // A warp's lanes form a 4 x 8 grid over the output. A lane has rows that are 4 apart, and columns
 // that are 8 apart where an output column is a row of the tile (S = Q K^T), or chunks of 4 columns
-// that are 32 apart where it is a column (O = P V). With 8 x 8 numbers a lane, four steps of the
+// that are 32 apart where it is a column (O = P V). With 8 x 8 numbers per lane, four steps of the
 // sum are 16 loads of 16 bytes and 256 multiply-adds.
 //
 // Rows of a tile are 16 bytes longer than their columns: 8 rows of one chunk of columns lie in 8

@@ -55,7 +55,7 @@ struct ScoreTile {
             return k_tile;
     }
 
-    // How many tokens key j stands before query i.
+    // By how many tokens key j precedes query i.
     __device__ __forceinline__ Real distance(int i, int j) const {
         return static_cast<Real>(q_start + i + (mask.seqlen_k - mask.seqlen_q) - (k_start + j));
     }

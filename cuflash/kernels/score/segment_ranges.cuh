@@ -3,7 +3,7 @@
 //
 //     IdRange  [batch][query tiles]       the ids of each query tile
 //     IdRange  [batch][key tiles]         the ids of each key tile
-//     int      segment_tile_counter               tiles that the dynamic scheduler has handed out
+//     int      segment_tile_counter       tiles that the dynamic scheduler has handed out
 //     int      [items]                    sm90/forward.cu only: a block's previous tile
 //                                         (tile_before, packed_sequences.cuh)
 //     int      tile_order[]               the order in which blocks take the tiles of all batches

@@ -6,7 +6,7 @@
 // no two blocks add to the same number: no atomics, and every run gives the same bits. delta comes
 // from prepare/delta.cu, dQ from simt/backward_dq.cu.
 //
-// Grid: one block a tile of BLOCK_K keys of one key head,
+// Grid: one block per tile of BLOCK_K keys of one key head,
 //     blockIdx.x = (k_tile * batch + batch_index) * num_heads_kv + kv_head
 // (if CAUSAL the first keys, which most queries see, start first).
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_K of them a key (simt.cuh).
