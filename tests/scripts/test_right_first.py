@@ -113,7 +113,7 @@ def test_scores_beyond_8_gib_are_refused(on_numpy, monkeypatch, dtype, nbytes):
     monkeypatch.setattr(peers, "MOST_BYTES", 2 * 4 * 40 * 40 * nbytes)
     prepare(it, inputs)
     monkeypatch.setattr(peers, "MOST_BYTES", peers.MOST_BYTES - 1)
-    with pytest.raises(peers.Absent, match="its matrix of scores takes"):
+    with pytest.raises(peers.Absent, match="its score matrix takes"):
         prepare(it, inputs)
 
 
