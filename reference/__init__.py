@@ -1,13 +1,13 @@
 """Every equation of cuflash in NumPy, written to be read.
 
-All arithmetic is float64; arrays have any leading axes, then tokens, then a
-head's columns. Read `softmax` and `tile_state` first, then `attention` (every
-matrix materialised), then `forward` and `backward` (the tiled algorithms).
-`machine`, `traffic` and `roofline` count their costs, `multihead` adds the
-projections, and `running` applies the idea of online softmax to the variance.
-`options` has the options of a call, with `masks` (which query sees which
-key), `scores` (score modifications) and `dropout`; `packed` has sequences of
-several lengths, end to end.
+All arithmetic is float64. Arrays have any leading axes, then tokens, then the
+columns of a head. Read `softmax` and `tile_state` first, then `attention`
+(every matrix materialised), then `forward` and `backward` (the tiled
+algorithms). `machine`, `traffic` and `roofline` count their costs,
+`multihead` adds the projections, and `running` applies the idea of online
+softmax to the variance. `options` combines the options of a call: `masks`
+(which query sees which key), `scores` (score modifications) and `dropout`.
+`packed` handles packed sequences: several lengths, end to end in one array.
 
 In addition to papers, four sets of notes are cited throughout:
 

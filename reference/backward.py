@@ -307,6 +307,6 @@ class _Tile:
 def _add(
     gradient: np.ndarray, product: np.ndarray, scale: float = 1.0
 ) -> None:
-    """gradient += scale * product, in place; inf - inf is rightly NaN."""
+    """gradient += scale * product, in place; inf - inf gives NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         gradient += scale * product

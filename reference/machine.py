@@ -1,10 +1,10 @@
 r"""A machine of a few registers, and what locality saves on it.
 
-Numbers lie in DRAM, arithmetic works on registers, and LOAD and STORE go
-between them. A trace is a list of instructions: `run` executes it on real
-numbers and counts. The register file stands for a GPU's fast memory and
-DRAM for its slow one ([000], "The tile abstraction"): what saves a LOAD here
-saves a tile's journey there.
+Arrays are in DRAM, arithmetic works on registers, and LOAD and STORE copy
+between them. A trace is a list of instructions; `run` executes it and counts.
+The register file models a GPU's fast memory, DRAM its slow memory ([000],
+"The tile abstraction"): an order that saves a LOAD here saves the transfer of
+a tile there.
 
     2 x 2 matrix product                 registers   LOADs   cycles
     `matmul`                                     3      16       28
@@ -16,8 +16,8 @@ saves a tile's journey there.
     `safe_softmax`                               3      3n        n
     `online_softmax`                             4      2n        n
 
-Source: [000], problems 1 to 5. It gives one cycle to LOAD, STORE, MAC and
-MAC_Z and is silent on the others; here every instruction takes one.
+Source: [000], problems 1 to 5. There LOAD, STORE, MAC and MAC_Z take one
+cycle and the other instructions have no stated cost; here each takes one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Address:
-    """An element in DRAM: a[0][1] is ``Address("a", (0, 1))``."""
+    """An element of an array in DRAM; a[0][1]: ``Address("a", (0, 1))``."""
 
     array: str
     index: tuple[int, ...]
@@ -45,10 +45,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An operation, the registers it reads, and where its result goes.
+    """An operation, its sources and its target.
 
-    LOAD reads an address and writes a register, STORE the reverse; every
-    other operation stays among registers, which are given by number.
+    LOAD reads an address and writes a register, STORE the reverse; all other
+    operations read and write registers only. An int is a register's number.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Instruction:
 
 Trace = list[Instruction]
 
-# The instruction sets of [000]: the first two for the matrix product, the
-# others for softmax. Rd is the last operand of each. [000] multiplies R0 by
-# R1 always; here, as in its softmax set, the operands may be anywhere.
+# The instruction sets of [000]: the first two for matmul, the others for
+# softmax. Rd is the last operand of each. The MAC of [000] always multiplies
+# R0 by R1; here it takes any registers, as its softmax instructions do.
 OPERATIONS: Mapping[str, Callable[..., float]] = {
     "MAC_Z": lambda a, b: a * b,  # MAC_Z Ra, Rb, Rd: Rd = Ra * Rb
     "MAC": lambda a, b, c: a * b + c,  # MAC Ra, Rb, Rc, Rd
@@ -98,16 +98,16 @@ def op(name: str, *registers: int) -> Instruction:
 
 @dataclass(frozen=True)
 class Run:
-    """What a trace did.
+    """The result of running a trace.
 
     Attributes
     ----------
-    dram : dict of str to ndarray
-        The arrays as the trace left them.
+    dram : dict of str to ndarray of float64
+        The arrays after the trace.
     counts : Counter
-        How often each operation was executed, by name.
+        Number of executions of each operation, by name.
     registers : int
-        How many registers the trace touched.
+        Number of registers written.
     """
 
     dram: dict[str, np.ndarray]
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def cycles(self) -> int:
-        """One an instruction."""
+        """One per instruction."""
         return self.counts.total()
 
     @property
@@ -135,15 +135,15 @@ def run(
     dram: Mapping[str, np.ndarray],
     registers: int,
 ) -> Run:
-    """Execute a trace on real numbers and count.
+    """Execute a trace and count its instructions.
 
     Parameters
     ----------
     trace : iterable of Instruction
     dram : mapping of str to array_like
-        The arrays that the trace names. They are copied, not changed.
+        The arrays that the trace accesses; copied, not modified.
     registers : int
-        Size of the register file.
+        Number of registers of the machine.
 
     Returns
     -------
@@ -152,8 +152,8 @@ def run(
     Raises
     ------
     ValueError
-        If an instruction names a register that the machine lacks, or reads
-        one that was never written.
+        If an instruction uses a register that does not exist, or reads one
+        that was never written.
     """
     dram = {name: np.array(x, np.float64) for name, x in dram.items()}
     file: dict[int, float] = {}
@@ -177,7 +177,7 @@ def run(
 def _check(
     instruction: Instruction, file: Mapping[int, float], registers: int
 ) -> None:
-    """Raise ValueError for a register that is absent or still unwritten."""
+    """Raise ValueError for a register that is absent or unwritten."""
     for x in (*instruction.sources, instruction.target):
         if isinstance(x, int) and not 0 <= x < registers:
             raise ValueError(
@@ -201,21 +201,21 @@ def _read(
 
 # ------------------------------------------- C = A B of 2 x 2 matrices
 #
-# R0 and R1 hold the operands of the MAC, the other registers sums.
+# R0 and R1 hold the operands of MAC, the other registers the sums.
 
 
 def dot_product(i: int, j: int, order: Iterable[int] = (0, 1)) -> Trace:
     r"""Compute :math:`c_{ij} = \sum_k a_{ik} b_{kj}` in 7 cycles.
 
     [000], problem 1: 4 LOADs, 2 MACs, 1 STORE, 3 registers. The sum stays
-    in R2 while R0 and R1 take the next pair.
+    in R2 while the next operands are loaded into R0 and R1.
 
     Parameters
     ----------
     i, j : int
         Row and column.
     order : iterable of int, optional
-        The values of k in the order of their addition.
+        The values of k, in the order in which terms are added.
     """
     trace: Trace = []
     for step, k in enumerate(order):
@@ -238,11 +238,11 @@ def matmul() -> Trace:
 
 
 def inner_product_matmul() -> Trace:
-    """Do the same in an order that reuses operands: 25 cycles.
+    """Compute the four elements in an order that reuses operands: 25 cycles.
 
-    [000], problem 2: 13 LOADs, 3 registers. Each element begins with the
-    operand that the last one left behind: a01 serves c00 and c01, b01
-    serves c01 and c11, a11 serves c11 and c10.
+    [000], problem 2: 13 LOADs, 3 registers. Each element starts with an
+    operand that the previous one left in a register: a01 for c00 and c01,
+    b01 for c01 and c11, a11 for c11 and c10.
     """
     return without_repeated_loads(
         [
@@ -260,7 +260,8 @@ def outer_product_matmul() -> Trace:
     .. math:: C = \sum_k A_{:k} B_{k:}
 
     [000], problem 3: 10 LOADs, 8 MACs, 4 STOREs. All four sums stay in
-    registers, and walking round them changes one operand at a time.
+    registers; they are visited in a circular order, in which consecutive
+    ones share an operand.
     """
     sums = {(0, 0): 2, (0, 1): 3, (1, 1): 5, (1, 0): 4}
     trace: Trace = []
@@ -273,16 +274,16 @@ def outer_product_matmul() -> Trace:
 
 
 def wide_inner_product_matmul() -> Trace:
-    """Give the inner product 6 registers too: 20 cycles.
+    """Compute inner products with 6 registers too: 20 cycles.
 
-    [000] leaves this as a quiz. All of B and a row of A fill the registers
-    (the MAC takes its operands from any of them), and each sum takes the
-    place of an operand that has had its last use. So every element is
-    loaded once, 8 LOADs, and fewer there cannot be.
+    [000] poses this as a quiz. B and one row of A fill the registers (MAC
+    takes operands from any of them), and each sum overwrites an operand that
+    is no longer needed. So every element is loaded once: 8 LOADs, the
+    minimum.
     """
     a0, a1, b00, b10, b01, b11 = range(6)
-    c00 = b11  # b11 is not there yet
-    c01 = a0  # a00 and a01 have done their work
+    c00 = b11  # b11 is not loaded yet
+    c01 = a0  # a00 and a01 are no longer needed
     c11 = b01
     c10 = b00
     return [
@@ -310,9 +311,9 @@ def wide_inner_product_matmul() -> Trace:
 
 
 def without_repeated_loads(trace: Iterable[Instruction]) -> Trace:
-    """Leave out each LOAD of what its register holds already.
+    """Remove each LOAD of an address that its register already holds.
 
-    For traces that write no address which they load again.
+    Valid for traces that never load an address after storing to it.
     """
     held: dict[int | Address, int | Address | None] = {}
     kept: Trace = []
@@ -329,11 +330,11 @@ def without_repeated_loads(trace: Iterable[Instruction]) -> Trace:
 
 # ------------------------------------------------------- out = softmax(x)
 #
-# R0 is for work. Between passes R1 holds the maximum m, R2 the sum s.
+# R0 is scratch. Between passes R1 holds the maximum m, R2 the sum s.
 
 
 def safe_softmax(n: int) -> Trace:
-    """Softmax in three passes: 3n reads, n writes, 3 registers.
+    """Compute softmax in three passes: 3n LOADs, n STOREs, 3 registers.
 
     [000], problem 4.
 
@@ -346,7 +347,7 @@ def safe_softmax(n: int) -> Trace:
 
 
 def online_softmax(n: int) -> Trace:
-    """Softmax in two passes: 2n reads, n writes, 4 registers.
+    """Compute softmax in two passes: 2n LOADs, n STOREs, 4 registers.
 
     [000], problem 5. The fourth register saves a pass over x.
 
@@ -359,7 +360,7 @@ def online_softmax(n: int) -> Trace:
 
 
 def max_pass(n: int) -> Trace:
-    r"""Leave :math:`m = \max_j x_j` in R1: n reads ([000], pass 1)."""
+    r"""Leave :math:`m = \max_j x_j` in R1: n LOADs ([000], pass 1)."""
     trace = [load("x", 0, to=1)]
     for i in range(1, n):
         trace += [load("x", i, to=0), op("MAX", 0, 1, 1)]
@@ -367,9 +368,9 @@ def max_pass(n: int) -> Trace:
 
 
 def sum_pass(n: int) -> Trace:
-    r"""Leave :math:`s = \sum_j e^{x_j - m}` in R2: n reads ([000], pass 2).
+    r"""Leave :math:`s = \sum_j e^{x_j - m}` in R2: n LOADs ([000], pass 2).
 
-    The exponentials are used where they arise and never stored.
+    The exponentials are added at once and never stored.
     """
     trace: Trace = []
     for i in range(n):
@@ -379,7 +380,7 @@ def sum_pass(n: int) -> Trace:
 
 
 def normalise_pass(n: int) -> Trace:
-    r"""Store :math:`e^{x_j - m} / s`: n reads, n writes ([000], pass 3)."""
+    r"""Store :math:`e^{x_j - m} / s`: n LOADs, n STOREs ([000], pass 3)."""
     trace: Trace = []
     for i in range(n):
         trace += [load("x", i, to=0), op("SUB", 0, 1, 0), op("EXP", 0, 0)]
@@ -388,13 +389,13 @@ def normalise_pass(n: int) -> Trace:
 
 
 def online_pass(n: int) -> Trace:
-    r"""Leave m in R1 and s in R2 after one pass: n reads.
+    r"""Leave m in R1 and s in R2 after one pass: n LOADs.
 
     .. math::
         m' &= \max(m, x) \\
         s' &= s e^{m - m'} + e^{x - m'}
 
-    [000], problem 5. R3 keeps the old m, for the factor needs both.
+    [000], problem 5. R3 keeps the old m, which the factor needs.
     """
     trace = [
         load("x", 0, to=0),

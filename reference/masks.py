@@ -164,7 +164,7 @@ def tile_mask(
 
 
 def same_segment(ids_q: np.ndarray, ids_k: np.ndarray) -> np.ndarray:
-    """Say which pairs are of one segment.
+    """Return which pairs belong to one segment.
 
     Parameters
     ----------
@@ -190,10 +190,10 @@ def masked_product(
 
     ``out[i, c] = sum of weights[i, j] * values[j, c] over j visible to i``
 
-    A zero weight is not enough to leave a pair out, because 0 * NaN and
-    0 * inf are NaN. So NaN and inf are taken out of the plain product, and
-    the visible pairs that hold one are added by themselves. What stands in
-    an invisible place changes no bit of the result.
+    A weight of 0 does not exclude a pair, because 0 * NaN and 0 * inf are
+    NaN. So the matmul uses 0 for NaN and inf, and the terms of visible pairs
+    that contain one are added afterwards. Values that no query sees change
+    no bit of the result.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-r"""Attention in its layer: projections, heads, and their gradients.
+r"""A multi-head attention layer: projections, heads, and their gradients.
 
 .. math::
     Q = X W_Q,\quad K = X W_K,\quad V = X W_V,\quad
@@ -7,12 +7,12 @@ r"""Attention in its layer: projections, heads, and their gradients.
 
 X is (..., seqlen, width); W_Q (width, num_heads * head_dim), W_K
 (width, num_heads_kv * head_dim), W_V (width, num_heads_kv * head_dim_v),
-W_O (num_heads * head_dim_v, width_out), a head's columns side by side.
+W_O (num_heads * head_dim_v, width_out); the columns of a head are contiguous.
 num_heads is a multiple of num_heads_kv, and query head h reads key head
-h // group_size. The scale is head_dim ** -0.5, of one head, as in Vaswani
-et al. 2017, arXiv:1706.03762; [003]'s eq. 3 has the root of the whole width
-there. Sources: [000], "Through the QKV projections"; [003], eq. 3 to 10 and
-the appendix.
+h // group_size, where group_size = num_heads // num_heads_kv. The scale is
+head_dim ** -0.5, with the dimension of one head, as in Vaswani et al. 2017,
+arXiv:1706.03762; eq. 3 of [003] uses the whole width instead. Sources: [000],
+"Through the QKV projections"; [003], eq. 3 to 10 and the appendix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .backward import delta as delta_of
 from .softmax import score_gradient
 from .tile_state import probabilities_from_lse
 
-# inf and NaN in the operands have their ordinary results, without a warning.
+# inf and NaN give their usual results, without a warning.
 quiet = np.errstate(over="ignore", invalid="ignore")
 
 # ------------------------------------------------------- projections and heads
@@ -57,8 +57,8 @@ def project_vjp(
 
     .. math:: dX = dY W^T,\quad dW = X^T dY
 
-    [003], appendix. W serves every sequence, so dW is summed over the
-    leading axes.
+    [003], appendix. All sequences share W, so dW is summed over the leading
+    axes.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def project_vjp(
 
 
 def split_heads(y: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return each head's columns apart.
+    """Split the columns into heads.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def join_heads(heads: np.ndarray) -> np.ndarray:
 
 
 def share_heads(heads: np.ndarray, group_size: int) -> np.ndarray:
-    """Give every key head to the group of query heads that reads it.
+    """Repeat every key head for each query head of its group.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def share_heads(heads: np.ndarray, group_size: int) -> np.ndarray:
 
 @quiet
 def share_heads_vjp(dheads: np.ndarray, group_size: int) -> np.ndarray:
-    """Add up what the heads of each group give to their key head.
+    """Sum the gradients of each group's heads: the vjp of `share_heads`.
 
     Parameters
     ----------
@@ -163,7 +163,13 @@ class Weights(NamedTuple):
 def heads_of(
     x: np.ndarray, weights: Weights, num_heads: int, num_heads_kv: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return Q, K and V of every query head ([003], eq. 6).
+    """Return Q, K and V for every query head ([003], eq. 6).
+
+    Parameters
+    ----------
+    x : ndarray of float64, (..., seqlen, width)
+    weights : Weights
+    num_heads, num_heads_kv : int
 
     Returns
     -------
@@ -211,7 +217,7 @@ def multi_head_attention(
 
 
 class LayerGradients(NamedTuple):
-    """dX, like x, and the gradients of the four matrices."""
+    """dX, of x's shape, and the gradients of the four matrices."""
 
     dx: np.ndarray
     dw_q: np.ndarray
@@ -272,9 +278,11 @@ def multi_head_attention_vjp(
 
 
 class GradientRow(NamedTuple):
-    """One token's row of dQ, dK or dV, all heads side by side.
+    """One token's row of dQ, dK or dV, the heads concatenated.
 
-    of is "q", "k" or "v", token the row's number, row (columns,).
+    of : "q", "k" or "v".
+    token : index of the row.
+    row : ndarray, (columns,).
     """
 
     of: str
@@ -290,21 +298,21 @@ def streamed_projection_vjp(
     w_k: np.ndarray,
     w_v: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    r"""Consume each row of dQ, dK and dV twice, and keep none of them.
+    r"""Compute dX and dW from rows of dQ, dK and dV, without storing them.
 
     .. math::
         dX_i \mathrel{+}= dQ_i W_Q^T,\quad
         dW_Q \mathrel{+}= X_i^T dQ_i
 
-    and so for K and V. [000], "Through the QKV projections": a row goes
-    into dX and, as a product of rank 1, into dW, and is discarded. Both
-    are sums, so rows may come in any order, and in parts.
+    and likewise for K and V. [000], "Through the QKV projections": a row is
+    added to dX and, as a rank-1 update, to dW, and then discarded. Both are
+    sums, so rows may arrive in any order, and as several partial rows.
 
     Parameters
     ----------
     rows : iterable of GradientRow
-        Each is read before the next is asked for, so they may all share
-        one buffer.
+        Each is consumed before the next is requested, so all may share one
+        buffer.
     x : array_like, (seqlen, width)
     w_q, w_k, w_v : array_like, (width, columns)
 
@@ -336,16 +344,16 @@ def gradient_rows(
     scale: float | None = None,
     causal: bool = False,
 ) -> Iterator[GradientRow]:
-    r"""Make the rows of dQ, then of dK and dV, one at a time.
+    r"""Yield the rows of dQ, then those of dK and dV, one at a time.
 
     .. math::
         dQ_i = scale \sum_j dS_{ij} K_j,\quad
         dK_j = scale \sum_i dS_{ij} Q_i,\quad
         dV_j = \sum_i P_{ij} dO_i
 
-    [000], "Execution schedule": row i of dS completes a row of dQ, column j
-    of P and dS one of dK and dV. With lse and delta for each row, a column
-    can be computed as well as a row.
+    [000], "Execution schedule": row i of dS gives row i of dQ; column j of P
+    and dS gives row j of dK and dV. lse and delta of each row make a column
+    as easy to compute as a row.
 
     Parameters
     ----------
@@ -353,7 +361,8 @@ def gradient_rows(
     q, k : ndarray, (num_heads, seqlen, head_dim)
     v : ndarray, (num_heads, seqlen, head_dim_v)
     group_size : int, optional
-        Number of heads that share their k and v, which then share dk, dv.
+        Number of consecutive heads that share k and v; their dk and dv are
+        summed.
     scale : float, optional
     causal : bool, optional
 

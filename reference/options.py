@@ -78,7 +78,16 @@ class Tile(NamedTuple):
         return slice(self.k_start, self.k_stop)
 
     def of(self, array: np.ndarray) -> np.ndarray:
-        """Its part of an array broadcastable to (..., queries, keys)."""
+        """Return its part of an array broadcastable to all pairs.
+
+        Parameters
+        ----------
+        array : array_like, broadcastable to (..., seqlen_q, seqlen_k)
+
+        Returns
+        -------
+        ndarray, broadcastable to (..., queries, keys)
+        """
         array = np.asarray(array)
         array = array.reshape((1,) * (2 - array.ndim) + array.shape)
         rows = self.queries if array.shape[-2] > 1 else slice(None)
@@ -109,7 +118,7 @@ class Tiles:
         self.scale, self.options = scale, options
 
     def whole(self) -> Tile:
-        """All pairs as one tile."""
+        """Return all pairs as one tile."""
         return Tile(0, self.seqlen_q, 0, self.seqlen_k)
 
     def visible(self, tile: Tile) -> np.ndarray | None:

@@ -2,7 +2,7 @@ r"""Sequences of several lengths, end to end in one array.
 
 ``cu_seqlens`` are the offsets of a packed axis: sequence b has the tokens
 [cu_seqlens[b], cu_seqlens[b + 1]). Each sequence attends only to itself, as
-in a call of its own; tokens past the last offset belong to no sequence
+in a separate call; tokens past the last offset belong to no sequence
 ([PK] Krell et al. 2021, arXiv:2107.02027, where a mask separates sequences).
 """
 
@@ -17,7 +17,7 @@ from .attention import attention, attention_vjp
 
 
 class Span(NamedTuple):
-    """One sequence: its number, its queries and its keys."""
+    """One sequence: its index, its queries and its keys."""
 
     number: int
     queries: slice

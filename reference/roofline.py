@@ -1,10 +1,10 @@
 r"""Operations and bytes of a problem, and the time and tiles they imply.
 
-A kernel that does F operations and moves N bytes takes at least
-max(F / peak, N / bandwidth): the roofline. A *problem* here is any object
-with the fields direction ("forward" or "backward"), dtype, batch,
-seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v and
-causal, as cuflash's own Problem has them.
+A kernel that executes F operations and moves N bytes takes at least
+max(F / peak, N / bandwidth) seconds: the roofline. A *problem* is any object
+with the fields of `Problem`: direction ("forward" or "backward"), dtype,
+batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v and
+causal. cuflash's own Problem is one.
 
 Sources: [003], "Memory versus computation" and eq. 43, 44, 78 and 79; [FA]
 Dao et al. 2022, arXiv:2205.14135, Algorithm 1; [R] Williams, Waterman and
@@ -42,26 +42,26 @@ class Device:
     Attributes
     ----------
     peak_flops : float
-        Floating-point operations, for the dtype in question.
+        Floating-point operations per second, for one dtype.
     bandwidth : float
-        Bytes between the device and its main memory.
+        Bytes per second between the device and its main memory.
     """
 
     peak_flops: float
     bandwidth: float
 
 
-# Half-precision matrix products without sparsity, from the data sheet.
+# Dense float16 matmuls on tensor cores, from the data sheet.
 A100 = Device(peak_flops=312e12, bandwidth=2.04e12)  # 80 GB SXM; [003]
 
 
 def is_forward(problem: Problem) -> bool:
-    """Return whether the problem is a forward pass, not a backward one.
+    """Return whether the problem is a forward pass.
 
     Raises
     ------
     ValueError
-        For any other direction.
+        If the direction is neither "forward" nor "backward".
     """
     if problem.direction not in ("forward", "backward"):
         raise ValueError(
@@ -77,7 +77,7 @@ def is_forward(problem: Problem) -> bool:
 def visible_pairs(problem: Problem) -> int:
     """Return the number of visible (query, key) pairs of one head.
 
-    Causal, query i sees the keys j <= i + seqlen_k - seqlen_q.
+    With a causal mask, query i sees the keys j <= i + seqlen_k - seqlen_q.
     """
     if not problem.causal:
         return problem.seqlen_q * problem.seqlen_k
@@ -86,12 +86,12 @@ def visible_pairs(problem: Problem) -> int:
 
 
 def product_flops(problem: Problem) -> dict[str, int]:
-    r"""Return the operations of each matmul.
+    r"""Return the floating-point operations of each matmul.
 
-    A multiplication and an addition for each visible pair and column. The
-    forward pass has two products, 4 T^2 d in all where head_dim_v = head_dim
+    Each visible pair and column takes a multiplication and an addition. The
+    forward pass has two matmuls, together 4 T^2 d if head_dim_v = head_dim
     = d ([003], "Memory versus computation"). The backward pass has four,
-    8 T^2 d, and S once more because P was not kept: 10 T^2 d.
+    8 T^2 d, and recomputes S because P was not stored: 10 T^2 d.
 
     Returns
     -------
@@ -114,10 +114,10 @@ def product_flops(problem: Problem) -> dict[str, int]:
 
 
 def elementwise_flops(problem: Problem) -> int:
-    """Return the operations outside the products, as [003] counts them.
+    """Return the operations outside the matmuls, as [003] counts them.
 
-    Forward, 3 T^2: softmax. Backward, 2 T^2: dS, and 2 T d: delta. They are
-    not part of `flops`, for they run on other units than the products.
+    Forward: 3 T^2 for the softmax. Backward: 2 T^2 for dS and 2 T d for
+    delta. `flops` excludes them, because they do not run on tensor cores.
     """
     heads = problem.batch * problem.num_heads_q
     pairs = heads * visible_pairs(problem)
@@ -127,7 +127,7 @@ def elementwise_flops(problem: Problem) -> int:
 
 
 def flops(problem: Problem) -> int:
-    """Return the operations of all matmuls."""
+    """Return the floating-point operations of all matmuls."""
     return sum(product_flops(problem).values())
 
 
@@ -135,9 +135,9 @@ def flops(problem: Problem) -> int:
 
 
 def array_bytes(problem: Problem) -> dict[str, int]:
-    """Return the bytes that each argument and result must move once.
+    """Return the bytes of each argument and result, moved once.
 
-    No schedule does with less; `traffic` counts what each really moves.
+    No schedule moves fewer; `traffic` counts what each schedule moves.
 
     Returns
     -------
@@ -162,15 +162,15 @@ def array_bytes(problem: Problem) -> dict[str, int]:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Return the least bytes that the problem moves."""
+    """Return the fewest bytes that any schedule of the problem moves."""
     return sum(array_bytes(problem).values())
 
 
 def materialised_bytes(problem: Problem) -> int:
-    """Return the bytes of T x T matrices if each is stored in the dtype.
+    """Return the bytes moved for T x T matrices stored in the dtype.
 
     4 T^2 elements forward and 7 T^2 backward ([003], eq. 30 and "Backward
-    pass: insufficient memory"); no mask saves any of them.
+    pass: insufficient memory"); a mask does not reduce them.
     """
     heads = problem.batch * problem.num_heads_q
     accesses = 4 if is_forward(problem) else 7
@@ -183,11 +183,12 @@ def materialised_bytes(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class Floor:
-    """Least seconds of arithmetic and of traffic.
+    """Lower bounds of the time for arithmetic and for traffic.
 
     Attributes
     ----------
     arithmetic, traffic : float
+        In seconds.
     """
 
     arithmetic: float
@@ -195,7 +196,7 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The longer of the two: at best they overlap ([R])."""
+        """The larger of the two: at best they overlap ([R])."""
         return max(self.arithmetic, self.traffic)
 
     @property
@@ -207,19 +208,20 @@ class Floor:
 def time_floor(
     problem: Problem, device: Device, *, moved: int | None = None
 ) -> Floor:
-    """Return the least time of a problem on a device.
+    """Return lower bounds of a problem's time on a device.
 
-    [003] reckons 0.86 us of arithmetic for T = 1024 and d = 64 in float16
+    [003] computes 0.86 us of arithmetic for T = 1024 and d = 64 in float16
     on an A100, and 3.74 us for the 4 T^2 accesses of the materialised
-    schedule. The second number takes a terabyte for 2^40 bytes but a
-    teraflop for 10^12; with 10^12 for both it is 4.11 us.
+    schedule. The second number assumes 2^40 bytes per terabyte but 10^12
+    operations per teraflop; with 10^12 for both it is 4.11 us.
 
     Parameters
     ----------
     problem : Problem
     device : Device
     moved : int, optional
-        Bytes; default `bytes_moved`. `materialised_bytes` is another choice.
+        Bytes moved; default `bytes_moved`. Another choice is
+        `materialised_bytes`.
 
     Returns
     -------
@@ -232,20 +234,20 @@ def time_floor(
 def arithmetic_intensity(
     problem: Problem, *, moved: int | None = None
 ) -> float:
-    """Return operations per byte; 0 for a problem that moves nothing.
+    """Return operations per byte; 0 if no bytes are moved.
 
     Parameters
     ----------
     problem : Problem
     moved : int, optional
-        Bytes; default `bytes_moved`.
+        Bytes moved; default `bytes_moved`.
     """
     moved = bytes_moved(problem) if moved is None else moved
     return flops(problem) / moved if moved else 0.0
 
 
 def ridge(device: Device) -> float:
-    """Return the intensity above which arithmetic is the limit ([R])."""
+    """Return the operations per byte above which arithmetic limits ([R])."""
     return device.peak_flops / device.bandwidth
 
 
@@ -257,8 +259,8 @@ def forward_blocks(
 ) -> dict[str, int]:
     """Return the elements of each block that forward keeps in fast memory.
 
-    Four ([003], "FlashAttention VI"): v takes the place of k once S is
-    made, and P the place of S. Vectors of one number per row are not counted.
+    Four ([003], "FlashAttention VI"): v overwrites k once S is computed, and
+    P overwrites S. Vectors of one number per row are not counted.
     """
     return {
         "q": block_q * head_dim,
@@ -274,8 +276,8 @@ def backward_blocks(
     """Return the elements of each block that backward keeps in fast memory.
 
     Eight, in either loop order ([003], "FlashAttention backward pass XVI"
-    and "(i, j) versus (j, i) VIII"): all are in use in one step. dP takes
-    the place of dS.
+    and "(i, j) versus (j, i) VIII"): all are in use at once. dP counts as
+    dS, which overwrites it.
     """
     return {
         "q": block_q * head_dim,
@@ -298,10 +300,10 @@ def forward_tiles(
         B_r = \lfloor M / 4d \rfloor,\quad
         B_c = \min(\lfloor M / 4d \rfloor, d)
 
-    [003], eq. 44: each of four blocks takes M/4 at most, P because
-    B_r B_c <= (M / 4d) d. B_r comes first, for K and V are loaded T / B_r
-    times. ([003] asks for less than M/4 in eq. 43, but eq. 44 reaches it;
-    M/4 is enough.)
+    [003], eq. 44: each of four blocks takes at most M/4; P does, because
+    B_r B_c <= (M / 4d) d. B_r is the larger, because K and V are loaded
+    T / B_r times. (Eq. 43 of [003] requires less than M/4, but eq. 44
+    reaches M/4, which suffices.)
 
     Parameters
     ----------
@@ -328,8 +330,8 @@ def backward_tiles(
         B_c = \min(\lfloor M / 8d \rfloor, d)
 
     [003], eq. 79. Eight blocks are in use at once, so each may take M/8.
-    [FA] sets M/4 as in the forward pass; with tiles of that size the eight
-    blocks need up to 2 M, which [003] holds to be an error.
+    [FA] uses M/4 as in the forward pass; the eight blocks would then need
+    up to 2 M, which [003] considers an error.
 
     Parameters
     ----------

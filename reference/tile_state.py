@@ -118,7 +118,7 @@ class TileState:
         scores, values, visible
             As in `of_tile`.
         drop : function, optional
-            From P to what takes part in P V; l has all of P.
+            Maps P to the weights that multiply V; l sums P itself.
         """
         m = np.fmax(self.m, row_max(scores))
         p = exp_shifted(scores, m)
@@ -160,8 +160,8 @@ class TileState:
         Returns
         -------
         out : ndarray, (..., rows, head_dim_v)
-            0 for a row that saw no key, or only scores of -inf beside
-            finite values.
+            0 for a row that saw no key, or only scores of -inf with finite
+            values.
         lse : ndarray, (..., rows)
             -inf for such a row.
         """

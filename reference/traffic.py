@@ -1,12 +1,13 @@
 r"""Loads and stores of slow memory for each schedule.
 
-The model is that of [003]: all arithmetic uses a small fast memory; the
-arrays are in a slow one. The schedules below really compute, and access slow
-memory only through `Memory`, which counts. ``..._counts`` is the closed form
-of each; both count elements of one head without a mask and agree exactly.
+The model of [003] has two memories: a small, fast one, on which all
+arithmetic works, and a large, slow one, which holds the arrays. Each schedule
+below computes its results and accesses slow memory only through `Memory`,
+which counts; ``..._counts`` returns its counts in closed form. Both count the
+elements of one head without a mask, and agree exactly.
 
-In elements, with n = T / B tiles each way and T x d matrices, the leading
-terms are
+The leading terms, in elements, with T x d matrices and n = T / B tiles of
+queries and of keys, are
 
     forward                        backward
     materialised   4 T^2           materialised   7 T^2
@@ -15,23 +16,22 @@ terms are
     key-outer      3 n T d         key-outer      4 n T d
     split keys     2 n T d         two-pass       4 n T d
 
-Where this differs from the documents:
+These counts differ from the sources as follows:
 
 - [000] counts n loads of O for query-outer, "initialize once per query".
-  The state begins as zeros in fast memory; nothing is loaded.
-- [003] says that key-outer's inner loop, forward, loads two matrices and
-  saves a matrix and a vector. Its algorithm also loads the vector. With the
-  maximum, which [003] leaves out, there are two vectors, each way.
-- [003] counts 4 matrices a step of backward query-outer and 3 of key-outer:
-  what is loaded, and what is saved. But dK += ... needs the old dK, so the
-  accumulators are also reloaded: dK and dV in the one, dQ in the other. That
-  makes 6 and 4 (`inner_loop_query_outer`, `inner_loop_key_outer`).
-- [003] writes these as 4 T_r |J| d and 3 T_c |I| d, where a factor is
-  missing, T_c in the first and T_r in the second: the loops together make
-  4 T_r T d and 3 T_c T d.
+  Here the state starts as zeros in fast memory; nothing is loaded.
+- [003] says that the inner loop of forward key-outer loads two matrices and
+  stores a matrix and a vector. Its algorithm also loads the vector. The
+  maximum, which [003] omits, makes two vectors, each loaded and stored.
+- [003] counts 4 matrices per iteration of backward query-outer and 3 of
+  key-outer: the operands loaded and the gradients stored. But dK += ... also
+  loads the old dK: query-outer reloads dK and dV, key-outer dQ. That makes
+  6 and 4 (`inner_loop_query_outer`, `inner_loop_key_outer`).
+- [003] writes these as 4 T_r |J| d and 3 T_c |I| d. The first lacks a factor
+  T_c, the second T_r: both loops together make 4 T_r T d and 3 T_c T d.
 
-Filling arrays with their first values (0, or -inf for m) is not counted.
-Arrays are of finite numbers here; `forward` and `backward` take any.
+Filling arrays with their initial values (0, or -inf for m) is not counted.
+Arrays must be finite here; `forward` and `backward` accept any values.
 
 Sources: [000], "Cost comparison"; [001]; [003], "Memory accesses" and
 Algorithms 1 to 8.
@@ -70,15 +70,15 @@ class Memory:
     Parameters
     ----------
     array : array_like
-        Its first content, copied.
+        The initial values, copied.
 
     Attributes
     ----------
     array : ndarray of float64
-        The content. Reading it is not counted: for results, not for use in
-        a schedule.
+        The current values. Reading this attribute is not counted, so a
+        schedule must not use it.
     loads, stores : int
-        Elements so far.
+        Elements loaded and stored so far.
     """
 
     def __init__(self, array: np.ndarray) -> None:
@@ -107,7 +107,7 @@ def counts_of(memories: Memories) -> Counts:
 
 
 def total(counts: Counts) -> int:
-    """Return all accesses: loads and stores of every array."""
+    """Return the loads plus the stores of all arrays, in elements."""
     return sum(count.loads + count.stores for count in counts.values())
 
 
@@ -115,8 +115,8 @@ def total(counts: Counts) -> int:
 class Sizes:
     """The sizes on which traffic depends.
 
-    q, k, v and out are numbers of elements of those matrices; q_tiles and
-    k_tiles are T_r and T_c of [003].
+    The properties q, k, v, out and scores are the numbers of elements of
+    these matrices; q_tiles and k_tiles are T_r and T_c of [003].
     """
 
     seqlen_q: int
@@ -159,8 +159,8 @@ class Sizes:
 # -------------------------------------------------------------------- forward
 #
 # Each schedule takes q (seqlen_q, head_dim), k (seqlen_k, head_dim) and
-# v (seqlen_k, head_dim_v), and returns its slow memory, in which "out" is
-# (seqlen_q, head_dim_v) and "lse", where there is one, (seqlen_q,).
+# v (seqlen_k, head_dim_v), and returns its slow memory: "out" is
+# (seqlen_q, head_dim_v), and "lse", if present, (seqlen_q,).
 
 
 def forward_materialised(
@@ -170,12 +170,12 @@ def forward_materialised(
     *,
     scale: float | None = None,
 ) -> Memories:
-    """Run S, P and O as three operations on whole matrices.
+    """Compute S, P and O by three operations on whole matrices.
 
-    [003], eq. 25 to 30: S is stored, loaded, P stored, loaded: 4 T^2. A
-    T x T matrix passes through fast memory by rows; [003] supposes that
-    "the computer has a way". The T x d operands stay there during an
-    operation.
+    [003], eq. 25 to 30: S and P are each stored and loaded, 4 T^2 accesses.
+    T x T matrices pass through fast memory row by row ([003] assumes that
+    "the computer has a way"); the T x d operands of an operation stay there
+    while it runs.
 
     Returns
     -------
@@ -199,7 +199,7 @@ def forward_materialised(
 
 
 def forward_materialised_counts(z: Sizes) -> Counts:
-    """Return 4 T^2 accesses of S and P, and the T x d matrices once."""
+    """Return the counts: 4 T^2 for S and P, each T x d matrix once."""
     return {
         "q": Count(z.q, 0),
         "k": Count(z.k, 0),
@@ -217,9 +217,9 @@ def forward_row_by_row(
     *,
     scale: float | None = None,
 ) -> Memories:
-    """Keep q, k and v in fast memory; store out by rows.
+    """Keep q, k and v in fast memory; store out row by row.
 
-    [003], Algorithm 1: 4 T d, where fast memory holds T x d matrices.
+    [003], Algorithm 1: 4 T d accesses, if fast memory holds T x d matrices.
 
     Returns
     -------
@@ -255,7 +255,7 @@ def forward_query_outer(
     block_q: int,
     block_k: int,
 ) -> Memories:
-    """Keep a query tile and its state; stream k and v past them.
+    """Keep a query tile and its state; stream the tiles of k and v.
 
     [003], Algorithm 3 (FlashAttention-2); [000], "inner product style".
 
@@ -280,7 +280,7 @@ def forward_query_outer(
 
 
 def forward_query_outer_counts(z: Sizes) -> Counts:
-    """Return Q once, K and V once a query tile, O stored once."""
+    """Return the counts: Q and O once, K and V once per query tile."""
     return {
         "q": Count(z.q, 0),
         "k": Count(z.q_tiles * z.k, 0),
@@ -299,12 +299,11 @@ def forward_key_outer(
     block_q: int,
     block_k: int,
 ) -> Memories:
-    """Keep a key tile; q and the state of every query tile pass by.
+    """Keep a key tile; stream q and the states of the query tiles.
 
-    [003], Algorithm 4 (FlashAttention), with the maximum that it leaves
-    out; [000], "outer product style". What is stored as out is divided by
-    l every time, so the last store is the result. lse = m + log(l) is not
-    stored by itself.
+    [003], Algorithm 4 (FlashAttention), with the maximum, which it omits;
+    [000], "outer product style". Each store of out is already divided by l,
+    so the last one is the result. lse = m + log(l) is not stored.
 
     Returns
     -------
@@ -329,7 +328,7 @@ def forward_key_outer(
 
 
 def forward_key_outer_counts(z: Sizes) -> Counts:
-    """Return K and V once; Q and the state, both ways, once a key tile."""
+    """Return the counts: K and V once, Q and the state per key tile."""
     n = z.k_tiles
     return {
         "q": Count(n * z.q, 0),
@@ -351,10 +350,10 @@ def forward_split_keys(
     block_k: int,
     num_splits: int,
 ) -> Memories:
-    """Give each run of keys its own (out, lse), and merge them after.
+    """Compute (out, lse) of each run of keys, then merge the runs.
 
     [000], "The tile abstraction": the merge is associative. The partial
-    results go to slow memory and come back.
+    results are stored to slow memory and loaded again.
 
     Returns
     -------
@@ -393,7 +392,7 @@ def forward_split_keys(
 
 
 def forward_split_keys_counts(z: Sizes) -> Counts:
-    """Return query-outer's, Q once a split, and the partial results."""
+    """Return query-outer's counts, Q per split, the partial results."""
     n = z.num_splits
     return {
         "q": Count(n * z.q, 0),
@@ -422,17 +421,17 @@ def backward_materialised(
     *,
     scale: float | None = None,
 ) -> Memories:
-    """Run dV, dP, dS, dQ and dK as operations on whole matrices.
+    """Compute dV, dP, dS, dQ and dK by operations on whole matrices.
 
-    [003], eq. 31 and 32: P is loaded; dP stored; P and dP loaded and dS
-    stored; dS loaded twice: 7 T^2. T x d operands and results stay in fast
-    memory during an operation.
+    [003], eq. 31 and 32: P is loaded; dP is stored; P and dP are loaded and
+    dS is stored; dS is loaded twice: 7 T^2 accesses. The T x d operands and
+    results of an operation stay in fast memory while it runs.
 
     Parameters
     ----------
     dout, q, k, v, out : ndarray
     p : ndarray, (seqlen_q, seqlen_k)
-        The weights, which a materialised forward pass has stored.
+        The weights, stored by a materialised forward pass.
     scale : float, optional
 
     Returns
@@ -473,7 +472,7 @@ def backward_materialised(
 
 
 def backward_materialised_counts(z: Sizes) -> Counts:
-    """Return 7 T^2 accesses of P, dP and dS; dO is read three times."""
+    """Return the counts: 7 T^2 for P, dP and dS; dO is read 3 times."""
     return {
         "dout": Count(3 * z.out, 0),
         "q": Count(z.q, 0),
@@ -498,9 +497,10 @@ def backward_row_by_row(
     *,
     scale: float | None = None,
 ) -> Memories:
-    """Keep all T x d matrices in fast memory; a row of P at a time.
+    """Keep all T x d matrices in fast memory; compute P row by row.
 
-    [003], Algorithm 5: 8 T d. P comes from the softmax of its row.
+    [003], Algorithm 5: 8 T d accesses. P is the softmax of its row, without
+    lse.
 
     Returns
     -------
@@ -550,9 +550,9 @@ def backward_query_outer(
     block_q: int,
     block_k: int,
 ) -> Memories:
-    """Keep a query tile and its dq; dk and dv come and go with k and v.
+    """Keep a query tile and its dq; stream k and v, update dk and dv.
 
-    [003], Algorithm 6. delta is made on the way and never stored.
+    [003], Algorithm 6. delta is computed per query tile and never stored.
 
     Returns
     -------
@@ -579,7 +579,7 @@ def backward_query_outer(
 
 
 def backward_query_outer_counts(z: Sizes) -> Counts:
-    """Return K, V, and dK and dV both ways, once a query tile."""
+    """Return the counts: K, V, dK and dV once per query tile."""
     n = z.q_tiles
     return {
         "dout": Count(z.out, 0),
@@ -606,10 +606,10 @@ def backward_key_outer(
     block_q: int,
     block_k: int,
 ) -> Memories:
-    """Keep a key tile with its dk and dv; dq comes and goes with q.
+    """Keep a key tile with its dk and dv; stream q, update dq.
 
-    [003], Algorithm 8. delta is made first and stored, so that out is not
-    read for every key tile.
+    [003], Algorithm 8. delta is computed first and stored, so that out is
+    not loaded for every key tile.
 
     Returns
     -------
@@ -636,7 +636,7 @@ def backward_key_outer(
 
 
 def backward_key_outer_counts(z: Sizes) -> Counts:
-    """Return Q, dO, and dQ both ways, once a key tile."""
+    """Return the counts: Q, dO and dQ once per key tile."""
     n = z.k_tiles
     return {
         "dout": Count((n + 1) * z.out, 0),
@@ -664,7 +664,7 @@ def backward_two_pass(
     block_q: int,
     block_k: int,
 ) -> Memories:
-    """Make dk and dv in one loop and dq in another.
+    """Compute dk and dv in one loop and dq in another.
 
     [001], "Blockwise backward algorithm". S and dP are computed twice, but
     every accumulator stays in fast memory and is stored once.
@@ -700,7 +700,7 @@ def backward_two_pass(
 
 
 def backward_two_pass_counts(z: Sizes) -> Counts:
-    """Return Q and dO once a key tile, K and V once a query tile."""
+    """Return the counts: Q, dO per key tile; K, V per query tile."""
     over_keys, over_queries = z.k_tiles, z.q_tiles
     return {
         "dout": Count((over_keys + 2) * z.out, 0),
@@ -717,32 +717,32 @@ def backward_two_pass_counts(z: Sizes) -> Counts:
 
 
 def inner_loop_query_outer(z: Sizes, *, reload: bool = True) -> int:
-    """Return the matrix accesses of query-outer's inner loop, backward.
+    """Return the matrix elements that backward query-outer's loop accesses.
 
-    Each of T_r T_c steps loads K_j and V_j and stores dK_j and dV_j: 4 T_r
-    T d where head_dim_v is head_dim ([003], "(i, j) versus (j, i)").
+    Each of T_r T_c iterations loads K_j and V_j and stores dK_j and dV_j:
+    4 T_r T d if head_dim_v = head_dim ([003], "(i, j) versus (j, i)").
 
     Parameters
     ----------
     z : Sizes
     reload : bool, optional
-        Count the reload of dK_j and dV_j, which [003] leaves out: 6 T_r T d.
+        Count the loads of dK_j and dV_j too, which [003] omits: 6 T_r T d.
     """
     return z.q_tiles * (3 if reload else 2) * (z.k + z.v)
 
 
 def inner_loop_key_outer(z: Sizes, *, reload: bool = True) -> int:
-    """Return the matrix accesses of key-outer's inner loop, backward.
+    """Return the matrix elements that backward key-outer's loop accesses.
 
-    Each of T_c T_r steps loads Q_i and dO_i and stores dQ_i: 3 T_c T d where
-    head_dim_v is head_dim. Cheaper than query-outer where T_r = T_c. The
-    vectors lse and delta come on top, 2 T_c T loads.
+    Each of T_c T_r iterations loads Q_i and dO_i and stores dQ_i: 3 T_c T d
+    if head_dim_v = head_dim, fewer than query-outer if T_r = T_c. The loads
+    of the vectors lse and delta, 2 T_c T, are not included.
 
     Parameters
     ----------
     z : Sizes
     reload : bool, optional
-        Count the reload of dQ_i, which [003] leaves out: 4 T_c T d.
+        Count the loads of dQ_i too, which [003] omits: 4 T_c T d.
     """
     return z.k_tiles * ((3 if reload else 2) * z.q + z.out)
 
@@ -756,7 +756,7 @@ def tile_weights(
     delta_i: np.ndarray,
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Return P and dS of a tile from what is in fast memory.
+    r"""Return P and dS of a tile whose operands are in fast memory.
 
     .. math:: P = e^{S - lse},\quad dS = P (dO V^T - D)
 
@@ -782,7 +782,7 @@ def _backward_memories(
     out: np.ndarray,
     lse: np.ndarray,
 ) -> Memories:
-    """Put the arguments and empty gradients in slow memory."""
+    """Return slow memory with the arguments and zero gradients."""
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     slow = _memories(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     return slow | _memories(dq=dq, dk=dk, dv=dv)
@@ -794,12 +794,12 @@ def _tiles(length: int, block: int) -> Iterator[slice]:
 
 
 def _store_delta(slow: Memories, block_q: int) -> None:
-    """Compute delta tile by tile: dO and O loaded once, delta stored."""
+    """Compute delta tile by tile: load dO and O once, store delta."""
     for rows in _tiles(len(slow["out"].array), block_q):
         dout_i, out_i = slow["dout"].load(rows), slow["out"].load(rows)
         slow["delta"].store(rows, delta_of(dout_i, out_i))
 
 
 def _load_rows(slow: Memories, rows: slice) -> tuple[np.ndarray, ...]:
-    """Load what the backward pass needs of a query tile."""
+    """Load a query tile's rows of q, dout, lse and delta."""
     return tuple(slow[x].load(rows) for x in ("q", "dout", "lse", "delta"))

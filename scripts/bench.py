@@ -7,15 +7,15 @@
     python scripts/bench.py --dtype float64
     python scripts/bench.py --precision tf32x3 --peer efficient
     python scripts/bench.py --output h200.json --pictures docs/benchmarks
-    python scripts/bench.py --read h200.json     # figures taken before
+    python scripts/bench.py --read h200.json     # an earlier record
     python scripts/bench.py --write-docs         # tables, from the JSON files
     python scripts/bench.py --options            # masks, score modifications
     python scripts/bench.py --options window softcap --direction forward
     python scripts/bench.py --memory             # peak extra memory
     python scripts/bench.py --import-time        # import and first call
 
-Every cell is checked against float64 before it is timed. How the figures
-come about: docs/benchmarks/README.md.
+Every cell is checked against float64 before it is timed.
+docs/benchmarks/README.md describes how the times are measured.
 """
 
 from __future__ import annotations
@@ -64,37 +64,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seqlen", nargs="+", type=number, default=None,
         help=defaults("seqlens"))  # fmt: skip
     add("--causal", choices=("yes", "no", "both"), default=None,
-        help="both if not given; no with --options")  # fmt: skip
+        help="default both; no with --options")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float16", "float32", "float64"),
-        default=None, help="bfloat16 if not given; float32 with "
+        default=None, help="default bfloat16; float32 with "
         "--precision")  # fmt: skip
     add("--precision", choices=("tf32x3",), default=None,
-        help="of our calls")  # fmt: skip
+        help="precision of cuflash's calls")  # fmt: skip
     add("--tokens", type=number, default=cells.TOKENS,
         help="batch * seqlen")  # fmt: skip
     add("--width", type=number, default=None,
         help=f"heads * head_dim; {defaults('width')}")  # fmt: skip
     add("--heads", type=number, default=None,
-        help="query heads, in place of --width")  # fmt: skip
+        help="query heads, instead of --width")  # fmt: skip
     add("--kv-heads", type=number, default=None,
-        help="key heads, as many as query heads if not given")  # fmt: skip
+        help="key heads; default: as many as query heads")  # fmt: skip
     add("--peer", nargs="*", choices=peers.NAMES, default=None,
-        help="all that are installed, if not given; none: --peer; mha and "
-        "bfloat16: cuflash itself, with as many key heads as query heads, "
+        help="default: all that are installed; --peer alone: none. mha and "
+        "bfloat16 are cuflash itself, with as many key heads as query heads, "
         "and in bfloat16")  # fmt: skip
     add("--seconds", type=float, default=0.08,
-        help="timed seconds for each cell and runner")  # fmt: skip
-    add("--family", default="", help="a label that goes into the JSON")
+        help="seconds to time each cell and runner")  # fmt: skip
+    add("--family", default="", help="a label for the JSON file")
     add("--output", type=Path, default=None, help="JSON file to write")
     add("--pictures", type=Path, default=None, help="folder for PNG plots")
     add("--read", type=Path, default=None,
-        help="show and draw such a JSON file; measure nothing")  # fmt: skip
-    add("--write-docs", action="store_true", help="make the tables of README "
-        "and docs anew, from the JSON files that they name")  # fmt: skip
+        help="show and plot such a JSON file without measuring")  # fmt: skip
+    add("--write-docs", action="store_true", help="regenerate the tables of "
+        "README and docs from the JSON files that they name")  # fmt: skip
     add("--options", nargs="*", choices=option_cells.OPTIONS, default=None,
-        metavar="OPTION", help="calls with these options, each beside the "
-        f"same call without: {', '.join(option_cells.OPTIONS)}; none: all. "
-        f"If not given --head-dim {in_words(option_cells.HEAD_DIMS)}, "
+        metavar="OPTION", help="time calls with these options, and without: "
+        f"{', '.join(option_cells.OPTIONS)}; none given: all. "
+        f"Default --head-dim {in_words(option_cells.HEAD_DIMS)}, "
         f"--seqlen {in_words(option_cells.SEQLENS)}")  # fmt: skip
     add("--memory", action="store_true", help="peak extra memory instead")
     add("--import-time", action="store_true", help="import times instead")
@@ -103,7 +103,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "float32" if options.precision else "bfloat16"
     )
     if options.precision and options.dtype != "float32":
-        parser.error(f"--precision {options.precision}: for float32 alone")
+        parser.error(f"--precision {options.precision}: for float32 only")
     if options.options is not None:
         options.options = options.options or list(option_cells.OPTIONS)
         reason = why_no_options(options)
@@ -127,13 +127,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         heads = options.heads or options.width // d
         if heads % kv_heads:
             parser.error(
-                f"--kv-heads {kv_heads}: no divisor of {heads}, "
+                f"--kv-heads {kv_heads}: does not divide {heads}, "
                 f"the query heads of head_dim {d}"
             )
     if options.memory and {*(options.peer or ())} - {"fa2", "cudnn"}:
-        parser.error("--memory knows the peers fa2 and cudnn alone")
+        parser.error("--memory supports only the peers fa2 and cudnn")
     if not options.seconds > 0:
-        parser.error(f"--seconds {options.seconds}: more than 0")
+        parser.error(f"--seconds {options.seconds}: must be above 0")
     if not (options.read or options.write_docs) and options.output:
         command_line.check_file(parser, "--output", options.output)
     if options.pictures:
@@ -149,18 +149,18 @@ def why_no_options(options: argparse.Namespace) -> str | None:
     totals = all(x.own_tokens for x in kinds)
     masks = options.causal and all(x.causal is not None for x in kinds)
     reasons = {
-        "no --peer, each call stands beside the same one without":
+        "no --peer, each call is compared with the same call without":
             options.peer is not None,
-        "no --memory and no --import-time, times of calls alone":
+        "no --memory and no --import-time, only calls are timed":
             options.memory or options.import_time,
-        "no --pictures, tables alone": options.pictures,
-        "no --precision, tables are of dtypes alone": options.precision,
-        "no float64, results have no bound to be checked by":
+        "no --pictures, only tables are made": options.pictures,
+        "no --precision, only dtypes can be selected": options.precision,
+        "no float64, there is no error bound with options":
             options.dtype == "float64",
-        f"no --seqlen, {names}: of a length of its own": lengths,
-        f"no --tokens, {names}: of a length of its own":
+        f"no --seqlen, {names}: lengths are fixed": lengths,
+        f"no --tokens, {names}: lengths are fixed":
             totals and options.tokens != cells.TOKENS,
-        f"no --causal, {names}: under a mask of its own": masks,
+        f"no --causal, {names}: masks are fixed": masks,
     }  # fmt: skip
     return next((word for word, true in reasons.items() if true), None)
 
@@ -170,7 +170,7 @@ def with_defaults_of_options(options: argparse.Namespace) -> None:
     options.head_dim = options.head_dim or list(option_cells.HEAD_DIMS)
     options.causal = options.causal or "no"
     if all(option_cells.OPTIONS[x].own_seqlen for x in options.options):
-        options.seqlen = [1]  # of none
+        options.seqlen = [1]  # unused
     options.seqlen = options.seqlen or list(option_cells.SEQLENS)
 
 
@@ -180,7 +180,7 @@ def defaults(name: str) -> str:
         in_words(getattr(cells.grid_of(dtype), name))
         for dtype in ("bfloat16", "float32")
     )
-    return f"if not given {narrow}; {wide} for float32 and float64"
+    return f"default {narrow}; {wide} for float32 and float64"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -219,9 +219,9 @@ def main(arguments: list[str] | None = None) -> int:
             draw(options, record)
     if not record.get("complete", True):
         return command_line.stopped(
-            f"what was measured is in {options.output}"
+            f"results so far are in {options.output}"
             if options.output
-            else "what was measured stands above; --output would keep it"
+            else "results so far are above; --output would save them"
         )
     return 1 if record.get("faults") else 0
 
@@ -242,13 +242,13 @@ def draw(options: argparse.Namespace, record: dict) -> None:
 
 
 def read(options: argparse.Namespace) -> int:
-    """Show and plot the figures of an earlier record."""
+    """Show and plot an earlier record."""
     try:
         record = json.loads(options.read.read_text())
         lines = report.lines(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(
-            f"{options.read} has no figures of bench.py: "
+            f"{options.read} is no record of bench.py: "
             f"{type(error).__name__}: {error}",
             file=sys.stderr,
         )
@@ -297,7 +297,7 @@ def measure_memory(options: argparse.Namespace, record: dict) -> None:
         rows += memory.peaks(options.dtype, head_dim, found)
     names = ["cuflash", *(peer.name for peer in found)]
     show(
-        f"MiB above the inputs at their peak, results among them: "
+        f"Peak MiB beyond the inputs, including the results: "
         f"{options.dtype}, seqlen {memory.SEQLEN}, causal",
         ["", "heads", "q", "a matrix of pairs", *names],
         [
@@ -321,7 +321,7 @@ def measure_memory(options: argparse.Namespace, record: dict) -> None:
 
 
 def measure_speed(options: argparse.Namespace, record: dict) -> None:
-    """Fill in `rows`, `ceilings`, `summary`; show each row as it comes."""
+    """Fill in `rows`, `ceilings`, `summary`; show each row once timed."""
     from bench_parts import compiling, timing
     from bench_parts.runners import OURS
     from cuflash.backends import cupy as gpu
@@ -360,7 +360,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
 
 
 def measure_options(options: argparse.Namespace, record: dict) -> None:
-    """Fill in `rows` of calls with options; show each as it comes."""
+    """Fill in `rows` of calls with options; show each once timed."""
     from bench_parts import compiling
     from bench_parts.runners import OURS, PLAIN
     from cuflash.backends import cupy as gpu
@@ -412,7 +412,7 @@ def measure_rows(
     seconds: float,
     in_text: Callable[[dict], str],
 ) -> None:
-    """Fill in `rows` and `faults`; show each row as it comes."""
+    """Fill in `rows` and `faults`; show each row once timed."""
     from bench_parts import speed
 
     record["rows"], record["faults"] = [], []

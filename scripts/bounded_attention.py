@@ -1,11 +1,11 @@
 """Attention of one head in float64, with error bounds.
 
-The bounds are those of docs/guide/accuracy.md, to be had for every input: of
-out, lse, dq, dk and dv, element by element. Used by bench.py and
-sweep_blocks.py where plain attention in the dtype is no measure: for float64,
-which is as exact as what it is compared with, and for float32 in parts.
+Computes the bounds of docs/guide/accuracy.md for given inputs: one for each
+element of out, lse, dq, dk and dv. bench.py and sweep_blocks.py use it where
+plain attention in the dtype is no yardstick: for float64, which is as exact
+as the reference, and for float32 with precision="tf32x3".
 
-With NumPy or CuPy, in chunks of rows, so that long sequences fit.
+Works with NumPy or CuPy, in chunks of rows, so that long sequences fit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NamedTuple
 
-ROWS = 1024  # of a chunk of the matrix of scores
-EXP = 4  # units of rounding of exp and exp2: 2 ulp
-PER_TILE, SMALLEST_BLOCK = 6, 16  # roundings that a tile of keys adds
+ROWS = 1024  # of scores in a chunk
+EXP = 4  # error of exp and exp2 in units of u: 2 ulp
+PER_TILE, SMALLEST_BLOCK = 6, 16  # roundings per key tile
 
 
 class Arithmetic(NamedTuple):
@@ -26,10 +26,10 @@ class Arithmetic(NamedTuple):
     unit : float
         Rounding to nearest, u.
     step : float
-        A term of a product of matrices, relative to the sum of all terms'
-        magnitudes. In parts: three sums of 16 truncations, eight terms each.
+        Per term of a matmul, relative to the sum of all terms' magnitudes.
+        tf32x3: three sums of 16 truncations, eight terms each.
     split : float
-        Operands in parts, relative to the same.
+        Of splitting operands into tf32 parts, relative to the same sum.
     """
 
     unit: float
@@ -37,7 +37,7 @@ class Arithmetic(NamedTuple):
     split: float = 0.0
 
     def product(self, length: int) -> float:
-        """The relative error of a sum of so many products."""
+        """Return the relative error of a sum of that many products."""
         return length * self.step + self.split
 
 
@@ -59,7 +59,7 @@ class Results(NamedTuple):
 
 
 def over_bound(got: Any, want: Any, bound: Any) -> float:
-    """The largest error over its bound; NaN and wrong -inf are beyond 1."""
+    """Return the largest error / bound; above 1 for NaN and wrong -inf."""
     got = got.astype(want.dtype)
     wrong = got != want  # both may be -inf
     if not wrong.any():
@@ -79,22 +79,22 @@ def attend(
     group: int = 1,
     xp: ModuleType,
 ) -> tuple[Results, Results]:
-    """Attention of one head, with `dout` its gradients, and the bounds.
+    """Compute attention of one head, its gradients if `dout`, and bounds.
 
-    What is computed here is float64, and errs as docs/guide/accuracy.md says
-    as well: by less than a kernel, for it has P without lse. So a bound is the
-    sum of two, one of the kind and one of float64.
+    The computation is in float64 and has an error too, which the analysis in
+    docs/guide/accuracy.md bounds as well (P is computed without lse here,
+    which errs less). So each bound is the sum of two: of the kind, and of
+    float64.
 
     Parameters
     ----------
     q, k, v, dout : array, (tokens, columns)
     kind : str
-        One of `ARITHMETIC`: what the results were computed with.
+        One of `ARITHMETIC`: the arithmetic of the results to be checked.
     group : int
-        Query heads that dk and dv are sums over. A sum over heads is off by
-        the sum of their bounds.
+        Number of query heads that dk and dv sum over; their bounds add up.
     xp : module
-        NumPy or CuPy, whose arrays they are.
+        The arrays' library, NumPy or CuPy.
 
     Returns
     -------
@@ -124,7 +124,7 @@ def _sum(arrays: tuple) -> Any:
 
 
 def _joined(chunks: Any, xp: ModuleType) -> Results:
-    """Rows of queries one below the other, sums over them added up."""
+    """Concatenate results per query row; add those summed over queries."""
     out, lse, dq, dk, dv = zip(*chunks, strict=True)
     return Results(
         xp.concatenate(out),
@@ -136,7 +136,7 @@ def _joined(chunks: Any, xp: ModuleType) -> Results:
 
 
 class _Rows:
-    """Some queries against all keys; names as in docs/guide/accuracy.md."""
+    """Attend from a chunk of queries; names as in docs/guide/accuracy.md."""
 
     def __init__(self, q, k, v, dout, see, scale, xp):
         self.q, self.k, self.v, self.dout = q, k, v, dout
@@ -166,7 +166,7 @@ class _Rows:
         )  # fmt: skip
 
     def bounds(self, kind: Arithmetic, queries: int) -> Results:
-        """`queries`: what dk and dv are sums over, of all chunks."""
+        """Return the bounds; `queries` counts the terms of dk and dv."""
         u, product = kind.unit, kind.product
         q, k, v = (abs(x) for x in (self.q, self.k, self.v))
         p, s, m, row = self.p, abs(self.s), abs(self.m), abs(self.lse)

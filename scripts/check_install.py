@@ -1,7 +1,7 @@
 """Build an sdist and a wheel, install the wheel elsewhere and use it.
 
-Makes all that it needs in a temporary folder, with pip; the checkout gets
-nothing. The wheel is built from the sdist, so that both are tried.
+Works in a temporary folder, with pip, and writes nothing to the checkout. The
+wheel is built from the sdist, which tests both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a user may do first. The checkout's modules must not be found.
+# A user's first steps. The checkout's modules must not be importable.
 USE = """
 import numpy as np
 import cuflash
@@ -38,7 +38,7 @@ except cuflash.CompileError as error:
 print(f"cuflash {cuflash.__version__} in {cuflash.__path__[0]}")
 """
 
-# The same with types that a user's mypy can read.
+# The types that a user's mypy sees.
 TYPED = """
 import cuflash
 import cuflash.reference.softmax
@@ -53,7 +53,7 @@ SAID_OF_TYPED = (
     'Module has no attribute "no_such_function"',
 )
 
-# Of the sdist's tests, those that are through in a few seconds.
+# The tests of the sdist that take a few seconds.
 SDIST_TESTS = (
     "tests/unit/test_api.py",
     "tests/unit/test_package.py",
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 class Failed(Exception):
-    """What went wrong, in a line."""
+    """A step failed; the message is one line."""
 
 
 def check(folder: Path, dist: Path | None) -> None:
@@ -102,15 +102,15 @@ def check(folder: Path, dist: Path | None) -> None:
     run(python, "-m", "cuflash", "--version", cwd=elsewhere)
     run(python, "-m", "pip", "check", cwd=elsewhere)
 
-    step("use it in the checkout, whose folder is found first")
+    step("use it in the checkout, which shadows the installed package")
     run(python, "-c", USE, cwd=ROOT)
 
-    step("types, as another project's mypy reads them")
+    step("types, as another project's mypy sees them")
     (elsewhere / "typed.py").write_text(TYPED)
     said = run(python, "-m", "mypy", "typed.py", cwd=elsewhere, fails=True)
     missing = [words for words in SAID_OF_TYPED if words not in said]
     if missing:
-        raise Failed(f"mypy did not say {missing[0]!r}")
+        raise Failed(f"mypy did not report {missing[0]!r}")
 
     step("tests of the sdist")
     with tarfile.open(sdist) as archive:
@@ -126,17 +126,17 @@ def step(what: str) -> None:
 
 
 def copy_of_tree(folder: Path) -> Path:
-    """The files that git knows or would add: a build leaves its own there."""
+    """Return the files that git tracks or would add, without build outputs."""
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    if listed.returncode:  # no git, or no checkout, as in an sdist
+    if listed.returncode:  # git is missing, or this is an sdist
         raise Failed(f"git cannot list the files: {listed.stderr.strip()}")
     for name in filter(None, listed.stdout.split("\0")):
-        # Not so if deleted and not committed, or a link to a folder.
+        # False for uncommitted deletions and for links to folders.
         if (ROOT / name).is_file():
             target = folder / "tree" / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -158,12 +158,12 @@ def run(
     fails: bool = False,
     quiet: bool = False,
 ) -> str:
-    """Run a command, and return what it says; print it, unless `quiet`.
+    """Run a command and return its output; print it, unless `quiet`.
 
     Raises
     ------
     Failed
-        If the command fails, or if it does not and `fails` is set.
+        If the command fails, or succeeds although `fails` is set.
     """
     ignored = ("PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV")
     done = subprocess.run(

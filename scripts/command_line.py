@@ -25,16 +25,16 @@ def positive(text: str) -> float:
     """Read a number above 0."""
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: more than 0 is needed")
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return value
 
 
 def check_folder(
     parser: argparse.ArgumentParser, option: str, folder: Path
 ) -> None:
-    """End with a usage error if a folder can't be made or written to.
+    """Exit with a usage error if a folder can't be created or written to.
 
-    Before anything is computed, and without making it.
+    Called before anything is computed; does not create the folder.
     """
     there = folder.absolute()
     while not os.path.exists(there):
@@ -46,21 +46,20 @@ def check_folder(
             pass
     except OSError as error:
         parser.error(
-            f"{option} {folder}: nothing can be written to {there}"
-            f" ({error.strerror})"
+            f"{option} {folder}: cannot write to {there} ({error.strerror})"
         )
 
 
 def check_file(
     parser: argparse.ArgumentParser, option: str, file: Path
 ) -> None:
-    """End with a usage error if a file can't be written."""
+    """Exit with a usage error if a file can't be written."""
     if file.is_dir():
-        parser.error(f"{option} {file}: a folder is there, not a file")
+        parser.error(f"{option} {file}: is a folder, not a file")
     check_folder(parser, option, file.parent)
 
 
 def stopped(what: str) -> int:
-    """Print what Ctrl-C left behind; returns the exit status."""
+    """Print what Ctrl-C left behind; return the exit status."""
     print(f"stopped: {what}", file=sys.stderr, flush=True)
     return STOPPED

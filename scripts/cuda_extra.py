@@ -1,8 +1,8 @@
 """Print the extra of setup.cfg that matches this machine's GPU.
 
-`cuda12` or `cuda13`, by the CUDA version of the driver; nothing where there
-is no GPU. The driver itself is asked, because nvidia-smi is not everywhere
-that a driver is.
+`cuda12` or `cuda13`, by the CUDA version of the driver; nothing if there is no
+GPU. Queries the driver itself, because a driver may be installed without
+nvidia-smi.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 
 
 def driver_version() -> int | None:
-    """Major CUDA version of the driver, None without a driver or a GPU."""
+    """Return the driver's major CUDA version; None without driver or GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     version, count = ctypes.c_int(), ctypes.c_int()
-    # Each returns 0 when all is well; without a GPU cuInit does not.
+    # Each returns 0 on success; cuInit fails without a GPU.
     failed = (
         driver.cuInit(0)
         or driver.cuDeviceGetCount(ctypes.byref(count))
@@ -30,7 +30,7 @@ def driver_version() -> int | None:
 
 
 def extra_for(version: int | None) -> str:
-    """The extra for a driver of this major version; "" for none."""
+    """Return the extra for a driver of this major version; "" for None."""
     if version is None or version < 12:
         return ""
     return "cuda12" if version == 12 else "cuda13"

@@ -9,10 +9,10 @@ NumPy; attention and its gradients are calls of cuflash.
     python scripts/demo.py --quick    # under ten seconds
     python scripts/demo.py --plain    # the same training without cuflash
 
-After training it checks cuflash on the model's own queries, keys and values
-against attention with the whole matrix of scores, shows what both cost, lets
-the model write, and saves three pictures. With --plain, attention is computed
-in float64 through that matrix, to see that the loss ends where cuflash's does.
+After training it compares cuflash on the model's own queries, keys and values
+with attention that materialises the scores, shows the time and memory of
+both, lets the model write, and saves three pictures. With --plain, training
+uses materialised attention in float64, to show that it reaches the same loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT = "The "
 
 
 def choose_device():
-    """The array library and the sizes that suit this machine."""
+    """Return the array library and the sizes for this machine."""
     try:
         import cupy
     except ImportError:
@@ -49,8 +49,8 @@ def choose_device():
         return np, Config(), "the CPU, by NumPy"
     device = cupy.cuda.Device()
     name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-    # Tensor cores know bfloat16 since sm_80. It has the range of float32, so
-    # that small gradients do not vanish as they would in float16.
+    # Tensor cores support bfloat16 from sm_80 on. It has float32's range, so
+    # small gradients do not underflow as they would in float16.
     tensor_cores = int(device.compute_capability) >= 80
     config = Config(
         num_layers=4,
@@ -66,7 +66,7 @@ def choose_device():
 
 
 def inputs_of(model, corpus, seed):
-    """dout, q, k, v of the last layer on unseen text; dout is random."""
+    """Return dout (random) and q, k, v of the last layer on unseen text."""
     config, xp = model.config, model.xp
     rng = np.random.default_rng(seed)
     tokens, _ = corpus.batch(corpus.validation, config, rng)
@@ -109,9 +109,9 @@ def show_check(dout, q, k, v, xp, console):
     dtype = q.dtype.name
     console.print(
         f"\n[bold]Check[/] on the model's own attention {q.shape}, {dtype}\n"
-        "  Largest error against attention in float64 that writes the whole\n"
-        "  matrix down. The bound is what such attention itself loses in\n"
-        f"  {dtype}, times 2 for out and 3 for gradients, plus one rounding.\n"
+        "  Largest error against materialised attention in float64. The\n"
+        f"  bound is the error of materialised attention in {dtype}, times\n"
+        "  2 for out and 3 for gradients, plus one rounding.\n"
     )
     table = plain_table(
         "", "largest value", "materialised", "cuflash", "bound", ""
@@ -162,7 +162,7 @@ def parse_arguments(arguments=None):
         help="folder for the pictures (default: %(default)s)",
     )
     parser.add_argument(
-        "--steps", type=command_line.number, help="how many training steps"
+        "--steps", type=command_line.number, help="training steps"
     )
     parser.add_argument(
         "--seconds",
@@ -177,7 +177,7 @@ def parse_arguments(arguments=None):
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="train with materialised attention in float64, and end",
+        help="train with materialised attention in float64, then exit",
     )
     options = parser.parse_args(arguments)
     if options.seed < 0:

@@ -1,4 +1,4 @@
-"""Plain attention with CuPy, to check results against: one head, row by row.
+"""Plain attention with CuPy, to check results against: one head at a time.
 
 Masks and score modifications are those of docs/guide/options.md. Used by
 bench.py and fuzz_gpu.py.
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import cupy
 
-ROWS = 2048  # of a chunk of the matrix of scores
+ROWS = 2048  # of scores in a chunk
 
 
 class Options(NamedTuple):
-    """What one head is asked for besides scale and causal.
+    """The options of one head, except scale and causal.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class Options(NamedTuple):
         None for no bound.
     softcap, sink : float or None
     slope : float
-        Of ALiBi.
+        ALiBi's slope, 0 for none.
     bias : array, (queries, keys), or None
     segment_ids : two arrays, (queries,) and (keys,), or None
     """
@@ -60,15 +60,15 @@ def attend(
     stored: Callable[[cupy.ndarray], cupy.ndarray] = lambda x: x,
     options: Options = NO_OPTIONS,
 ) -> Attended:
-    """Attention of one head, and with `dout` its gradients.
+    """Compute attention of one head, and its gradients if `dout`.
 
     Parameters
     ----------
     q, k, v, dout : array, (tokens, columns)
         In the dtype to compute in.
     stored : callable
-        Rounds P, dP and dS, which plain code would keep in a narrower dtype.
-        Results are not rounded.
+        Rounds P, dP and dS, which plain code would store in a narrower
+        dtype. Results are not rounded.
     options : Options
         Masks and score modifications.
     """
@@ -81,8 +81,8 @@ def attend(
     for start in range(0, len(q), ROWS):
         rows = slice(start, start + ROWS)
         s = q[rows] @ k.T * scale
-        places = cupy.arange(start, start + len(s)) + len(k) - len(q)
-        s, derivative = _scores(s, rows, places, options)
+        positions = cupy.arange(start, start + len(s)) + len(k) - len(q)
+        s, derivative = _scores(s, rows, positions, options)
         m = s.max(axis=1, keepdims=True)
         if options.sink is not None:
             m = cupy.maximum(m, options.sink)
@@ -110,17 +110,17 @@ def attend(
 
 
 def _scores(
-    s: cupy.ndarray, rows: slice, places: cupy.ndarray, options: Options
+    s: cupy.ndarray, rows: slice, positions: cupy.ndarray, options: Options
 ) -> tuple[cupy.ndarray, cupy.ndarray | float]:
-    """Scores from scaled products of some rows, and their derivative.
+    """Return scores from scale * QK^T of some rows, and their derivative.
 
-    `places` are the keys that the rows stand at.
+    `positions` are the keys with which the rows are aligned.
     """
     derivative = 1.0
     if options.softcap is not None:
         t = cupy.tanh(s / options.softcap)
         s, derivative = options.softcap * t, 1 - t * t
-    behind = cupy.arange(s.shape[1]) - places[:, None]
+    behind = cupy.arange(s.shape[1]) - positions[:, None]
     if options.slope:
         s -= (options.slope * abs(behind)).astype(s.dtype)
     if options.bias is not None:
@@ -131,6 +131,6 @@ def _scores(
     if right is not None:
         s[behind > right] = -cupy.inf
     if options.segment_ids is not None:
-        of_q, of_k = options.segment_ids
-        s[of_q[rows, None] != of_k] = -cupy.inf
+        ids_q, ids_k = options.segment_ids
+        s[ids_q[rows, None] != ids_k] = -cupy.inf
     return s, derivative

@@ -1,4 +1,4 @@
-"""How much device memory a call takes; used by demo and benchmark."""
+"""Measures the device memory that a call takes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Bytes that CuPy has to get for a call, results included.
+    """Return the bytes that CuPy allocates for a call, results included.
 
-    A pool of its own serves the call: in the default one it might find room
-    that others have left.
+    The call gets a new memory pool, because the default pool may hold free
+    blocks that it would reuse.
     """
     import cupy
 

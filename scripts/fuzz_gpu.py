@@ -2,13 +2,13 @@
 
     python scripts/fuzz_gpu.py                          # ten minutes
     python scripts/fuzz_gpu.py --seconds 60
-    python scripts/fuzz_gpu.py --seed 1234 --count 1    # a failure again
+    python scripts/fuzz_gpu.py --seed 1234 --count 1    # repeat a failure
 
-float16 and bfloat16, forward and backward, of the sizes of the benchmarks'
-grid and between them: sequences of 64 to 16,384 tokens, head_dim 1 to 256,
-alike for values or not, grouped heads, unequal lengths, causal or not.
-Shorter sequences and other dtypes are `make test`'s. Ends with status 1 if
-a result was wrong.
+Draws float16 and bfloat16 calls, forward and backward, from the range of the
+benchmarks' grid: sequences of 64 to 16,384 tokens, head_dim 1 to 256, the same
+or another head_dim_v, grouped heads, unequal lengths, causal or not. `make
+test` covers shorter sequences and other dtypes. Exits with status 1 if a
+result is wrong.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=600, help="when to stop")
-    add("--count", type=int, default=None, help="stop after so many calls")
+    add("--seconds", type=float, default=600, help="time to run")
+    add("--count", type=int, default=None, help="number of calls")
     add("--seed", type=int, default=None,
-        help="of the first call; the others count up from it")  # fmt: skip
+        help="seed of the first call; each next call adds 1")  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -61,11 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return run(first, options.count, options.seconds)
     except KeyboardInterrupt:
-        return command_line.stopped("the calls that failed stand above")
+        return command_line.stopped("failed calls are listed above")
 
 
 def run(first: int, count: int | None, seconds: float) -> int:
-    """Check calls of the seeds from `first` on; return the exit status."""
+    """Check the calls of seeds from `first` on; return the exit status."""
     from fuzz_parts.compiled import compiled_ahead
 
     start = said = time.monotonic()
@@ -90,7 +90,7 @@ def run(first: int, count: int | None, seconds: float) -> int:
 
 
 def failures(shape: Shape, worst: dict[str, float]) -> list[Shape]:
-    """Check a call; note its errors; return it in a list if it failed."""
+    """Check a call and record its errors; return [call] if it failed."""
     from fuzz_parts.check import WrongResult, check
 
     try:
@@ -106,7 +106,7 @@ def failures(shape: Shape, worst: dict[str, float]) -> list[Shape]:
 def progress(
     done: int, seconds: float, worst: dict[str, float], failed: list[Shape]
 ) -> str:
-    """Return a line about what was run."""
+    """Return a one-line summary."""
     errors = ", ".join(f"{name} {x:.2f}" for name, x in worst.items())
     return (
         f"{done} calls in {seconds:.0f} s, {len(failed)} wrong; largest error "

@@ -1,16 +1,16 @@
-"""Which lines of the kernels no emulated test runs.
+"""Report the kernel lines that no emulated test runs.
 
     python scripts/kernel_coverage.py               # tests of `make test-all`
     python scripts/kernel_coverage.py --suite test  # of `make test`
     python scripts/kernel_coverage.py -k merge      # options for pytest
 
-The emulated tests are run on kernels compiled with --coverage, and gcov's
-counts are added up over all kernels that were compiled: a line counts as run
-if it ran in one of them. Functions that none of them has are reported as
-well: a template that nobody instantiates is compiled nowhere.
+Runs the emulated tests on kernels compiled with --coverage and sums gcov's
+counts over all compiled kernels: a line counts as run if it ran in one of
+them. Functions that no kernel contains are reported too: a template that is
+never instantiated is never compiled.
 
-Ends with status 1 if a line did not run that is not among EXCEPTIONS, or if
-one did that is. `make test` may leave out some: it ends with status 1 if fewer
+Exits with status 1 if a line outside EXCEPTIONS did not run, or if one inside
+did. `make test` need not run every line: with it, the status is 1 if fewer
 than LEAST_SHARE ran.
 """
 
@@ -37,15 +37,15 @@ ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "cuflash" / "kernels"
 PASSED, FAILED, WRONG_USAGE = 0, 1, 4  # pytest's exit statuses
 
-# Of lines with code, by the tests of `make test` (docs/internals/testing.md).
+# Of lines with code, in `make test` (docs/internals/testing.md).
 LEAST_SHARE = 0.97
 
-Line = tuple[str, int]  # a file of kernels/ and a number from 1 on
+Line = tuple[str, int]  # a file of kernels/, a line number from 1 on
 
 
 @dataclass(frozen=True)
 class Excepted:
-    """Lines that cannot run, by what they begin with, without indentation."""
+    """Lines that cannot run, found by their beginning, unindented."""
 
     file: str
     text: str
@@ -53,17 +53,15 @@ class Excepted:
     lines: int = 1
 
 
-# Of all lines of a file if the text is empty.
+# An empty text excepts a whole file.
 EXCEPTIONS = (
     Excepted(
         "sm80/mma.cuh",
         "__device__ __forceinline__ void load(u32 (&a)[4], int m, int k)"
         " const {\nif (AS_NAMED)",
-        "inlined and without a statement of its own: gcov has no trace",
+        "inlined, without a statement: gcov does not list it",
     ),
-    Excepted(
-        "common/ptx.cuh", "", "in its place stands its twin of the emulator"
-    ),
+    Excepted("common/ptx.cuh", "", "the emulator replaces it by its twin"),
     Excepted(
         "common/smem.cuh",
         "template <bool PADDED> constexpr Missing missing(bool ragged) {",
@@ -91,7 +89,7 @@ def run_tests(cache: Path, suite: str, options: list[str]) -> int:
 
 
 def gcov(notes: Path) -> dict:
-    """What gcov says of one compiled kernel: run or not, by file."""
+    """Return gcov's result for one compiled kernel: run or not, by file."""
     done = subprocess.run(
         ["gcov", "--json-format", "--stdout", notes.name],
         cwd=notes.parent,
@@ -103,7 +101,7 @@ def gcov(notes: Path) -> dict:
 
 
 def counts(reports: Iterable[dict], names: set[str]) -> Counter[Line]:
-    """How often each line with code ran, in all kernels together."""
+    """Return how often each line with code ran, over all kernels."""
     total: Counter[Line] = Counter()
     for report in reports:
         for file in report["files"]:
@@ -123,17 +121,17 @@ _NAME = re.compile(r"(\w+)(?:<\w+>)?\(")
 
 
 def functions(text: str) -> list[tuple[int, int]]:
-    """First and last line of each function, by the layout of the house.
+    """Return the first and last line of each function, by its layout.
 
-    A body opens at a line's end and closes where a line begins with a brace
-    of the same indentation as the head or less, or stands on one line whole.
+    A body opens at the end of a line and closes where a line begins with a
+    brace indented no more than the head, or is one line altogether.
     """
     found, lines = [], text.splitlines()
     for first, line in enumerate(lines, start=1):
         if _WHOLE.match(line):
             found.append((first, first))
         elif _OPENS.match(line):
-            # The head may have begun on a line before, less indented.
+            # The head may start on an earlier line, indented less.
             depth = 1
             for last in range(first + 1, len(lines) + 1):
                 depth += lines[last - 1].count("{")
@@ -147,10 +145,10 @@ def functions(text: str) -> list[tuple[int, int]]:
 def never_compiled(
     text: str, with_code: set[int], called: set[str]
 ) -> list[int]:
-    """First lines of functions of which no kernel has a line with code.
+    """Return the first lines of functions that no kernel has code of.
 
-    One of a single line, as a constant, may be folded into those that call
-    it: it counts as compiled if its name is among `called`.
+    A one-line function, such as a constant, may be folded into its callers:
+    it counts as compiled if its name is among `called`.
     """
     found, end = [], 0
     lines = text.splitlines()
@@ -166,9 +164,9 @@ def never_compiled(
 
 
 def names_called(texts: Iterable[str]) -> set[str]:
-    """Names that are followed by a parenthesis at least twice.
+    """Return names followed by a parenthesis at least twice.
 
-    Once is where the function stands itself.
+    One occurrence is the definition.
     """
     code = (re.sub("//.*", "", text) for text in texts)
     names = Counter(name for x in code for name in _NAME.findall(x))
@@ -178,7 +176,7 @@ def names_called(texts: Iterable[str]) -> set[str]:
 def missed(
     name: str, text: str, total: Counter[Line], called: set[str]
 ) -> dict[int, str]:
-    """The lines of a file that did not run, and in which way."""
+    """Return the lines of a file that did not run, and why."""
     of_file = {n: total[file, n] for file, n in total if file == name}
     found = {n: "not run" for n, count in of_file.items() if count == 0}
     for n in never_compiled(text, set(of_file), called):
@@ -187,7 +185,7 @@ def missed(
 
 
 def excepted(one: Excepted, text: str) -> list[int]:
-    """The lines that an exception names; none if its text is not there."""
+    """Return the lines that an exception names; none if it is stale."""
     lines = [line.strip() for line in text.splitlines()]
     if not one.text:
         return list(range(1, len(lines) + 1))
@@ -207,7 +205,7 @@ def report(
     texts: dict[str, str],
     exceptions: tuple[Excepted, ...] = EXCEPTIONS,
 ) -> list[str]:
-    """What is wrong: lines that did not run, exceptions that are stale."""
+    """Return the problems: lines that did not run, stale exceptions."""
     wrong = []
     called = names_called(texts.values())
     for name, text in sorted(texts.items()):
@@ -227,7 +225,7 @@ def report(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and do it; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [-h] [--suite SUITE] [options of pytest]",
         description=__doc__,
@@ -246,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def count_and_report(suite: str, options: list[str]) -> int:
-    """Run a suite's tests with pytest's options, add up, report."""
+    """Run a suite's tests with pytest's options, sum counts, report."""
     with tempfile.TemporaryDirectory(prefix="cuflash_coverage_") as cache:
         status = run_tests(Path(cache), suite, options)
         if status not in (PASSED, FAILED):

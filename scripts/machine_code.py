@@ -1,12 +1,12 @@
-"""Say which kernels' machine code a change of the sources has changed.
+"""Report which kernels' machine code a source change has changed.
 
     python scripts/machine_code.py --output before.json
     python scripts/machine_code.py --against before.json
     python scripts/machine_code.py --against before.json --only "sm90/*"
 
 Compiles the kernels of a list of problems: the default plans, every family,
-every option. Needs NVRTC and no GPU. With --against, ends with status 1 if
-the instructions of a kernel differ, and says which.
+every option. Needs NVRTC but no GPU. With --against, lists the kernels whose
+instructions differ, and exits with status 1 if there are any.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.machine_code import instructions
 
-# An architecture of each family, and what its kernels compute.
+# Each family's architecture and dtypes.
 FAMILIES: tuple[tuple[str, Family, str], ...] = (
     ("sm_90a", "wgmma", "bfloat16"),
     ("sm_80", "mma", "bfloat16"),
@@ -99,7 +99,7 @@ def _problem(
 
 
 def cases() -> Iterator[tuple[str, str, KernelPlan]]:
-    """A name that outlives the constants', an architecture, a kernel."""
+    """A name independent of the constants' names, an arch, a kernel."""
     for arch in ("sm_80", "sm_90a", "sm_120"):
         for chosen in default_plans(device_of_arch(arch)):
             p = chosen.problem
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--output", type=Path, help="write the hashes to a JSON file")
     add("--against", type=Path, help="a JSON file to compare with")
-    add("--only", default="*", help="kernel files by pattern")
+    add("--only", default="*", help="pattern of kernel files")
     add("--jobs", type=number, default=os.cpu_count())
     given = parser.parse_args(arguments)
     now = compiled(given.only, given.jobs)

@@ -8,15 +8,15 @@
 
 A mutant is a kernel with one small change, made by an operator, which is a
 rule on tokens (mutation_parts/operators.py), or by hand (by_hand.txt). For
-each, the tests that run the changed line are run, those first that run most
-other lines for their time, until one fails. A recorded run says which tests
-those are; it is made first where there is none, and kept in the cache folder.
+each mutant, the tests that run the changed line are run until one fails,
+starting with those that run the most other lines for their time. A recorded
+run tells which tests those are; it is made if missing, and cached.
 
-The sample depends on the seed and on the mutants' ids: each operator in turn
-gives one. A mutant that does not compile is replaced by the next.
+The sample depends on the seed and on the mutants' ids: the operators take
+turns. A mutant that does not compile is replaced by the next.
 
-A run that was stopped goes on where it was, as long as nothing has changed.
-Ends with status 1 if too few are caught.
+A stopped run resumes if no file has changed. Exits with status 1 if too few
+mutants are caught.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from mutation_parts.running import (
     WorkerError,
 )
 
-# Of those that are not equivalent; docs/internals/emulator.md.
+# Least share of non-equivalent mutants caught: docs/internals/emulator.md.
 ENOUGH = {"test": 0.93, "test-all": 0.97}
 
 
 def drawn(all_of_them: Iterable[Mutant], seed: int) -> Iterator[Mutant]:
-    """Mutants in the order of a sample: of each operator one in turn."""
+    """Return mutants in the order of a sample: operators take turns."""
     by_operator: dict[str, list[Mutant]] = {}
     for mutant in all_of_them:
         by_operator.setdefault(mutant.id.split("/")[-2], []).append(mutant)
@@ -67,7 +67,7 @@ def drawn(all_of_them: Iterable[Mutant], seed: int) -> Iterator[Mutant]:
 
 
 def matching(found: Population, patterns: list[str]) -> list[Mutant]:
-    """The mutants with one of some ids, or of some files, or patterns."""
+    """Return the mutants that ids, files or patterns select."""
     if not patterns:
         return [*found.mutants.values()]
     if all(x in found.mutants for x in patterns):
@@ -84,7 +84,7 @@ def matching(found: Population, patterns: list[str]) -> list[Mutant]:
 
 
 class Results:
-    """Those of this run, and of one before it on the very same files."""
+    """Results of this run, and of an earlier one on identical files."""
 
     def __init__(self, path: Path, state: str):
         self.path, self.state = path, state
@@ -97,7 +97,7 @@ class Results:
             self.known = {x["id"]: Result(**x) for x in kept["results"]}
 
     def add(self, result: Result) -> None:
-        """Keep one."""
+        """Store a result."""
         self.known[result.id] = result
         kept = [asdict(x) for x in self.known.values()]
         said = {"state": self.state, "results": kept}
@@ -108,7 +108,7 @@ class Results:
 
 
 def state_of(record: records.Record, suite: str, budget: float) -> str:
-    """A hash of all that results depend on, besides a mutant itself."""
+    """Return a hash of everything that results depend on but the mutant."""
     files = source.kernel_files(records.KERNELS)
     kernels = [(name, path.read_text()) for name, path in files.items()]
     tests = [records.state(x, ()) for x in sorted(record.tests)]
@@ -117,7 +117,7 @@ def state_of(record: records.Record, suite: str, budget: float) -> str:
 
 
 def repeat(one: Result, options: argparse.Namespace) -> str:
-    """The command that runs a mutant again."""
+    """Return the command that reruns a mutant."""
     words = [f"--only {one.id}"]
     if options.suite != "test":
         words.append(f"--suite {options.suite}")
@@ -125,7 +125,7 @@ def repeat(one: Result, options: argparse.Namespace) -> str:
 
 
 def described(one: Result, options: argparse.Namespace) -> str:
-    """A result, and how to have it again."""
+    """Return a result as text, with the command that repeats it."""
     tests = f", {one.run} of {one.chosen} tests" if one.chosen else ""
     return (
         f"{one.outcome}: {one.file}:{one.line}: {one.what}"
@@ -136,7 +136,7 @@ def described(one: Result, options: argparse.Namespace) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """How many mutants of each operator came to what."""
+    """Return a table: mutants of each operator by outcome."""
     columns = OUTCOMES[:-1]
     lines = [
         "| operator | drawn | " + " | ".join(columns) + " |",
@@ -151,7 +151,7 @@ def table(results: list[Result]) -> str:
 
 
 def share_caught(results: list[Result]) -> float:
-    """Of those that are not equivalent; 1 if there are none."""
+    """Return the share of non-equivalent mutants caught; 1 if none."""
     counted = [x for x in results if x.outcome != EQUIVALENT]
     caught = sum(x.outcome == CAUGHT for x in counted)
     return caught / len(counted) if counted else 1.0
@@ -164,7 +164,7 @@ def sample(
     options: argparse.Namespace,
     record: records.Record,
 ) -> list[Result]:
-    """Run as many mutants as asked for, which compile."""
+    """Run the requested number of mutants that compile."""
     order, results = iter(chosen), []
     exact = len(options.only) == 1 and options.only[0] in found.mutants
 
@@ -172,7 +172,7 @@ def sample(
         return running.check(mutant, pool, record, options.budget)
 
     with running.pool(options.suite, options.jobs) as pool:
-        # Further ones for those that do not compile.
+        # Replace those that did not compile.
         while batch := [*islice(order, options.count - len(results))]:
             left = []
             for x in batch:
@@ -194,7 +194,7 @@ def sample(
 
 
 def report(results: list[Result], options: argparse.Namespace) -> int:
-    """Print what was not caught, and the table; the exit status."""
+    """Print survivors and the table; return the exit status."""
     for outcome in OUTCOMES[1:-1]:
         of_it = [x for x in results if x.outcome == outcome]
         if of_it:
@@ -214,33 +214,33 @@ def report(results: list[Result], options: argparse.Namespace) -> int:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--count", type=int, default=100, help="mutants to draw (100)")
-    add("--seed", type=int, default=0, help="of the draw (0)")
+    add("--seed", type=int, default=0, help="seed of the sample (0)")
     add(
         "--only",
         nargs="+",
         default=[],
         metavar="ID",
-        help="draw from these alone: ids, files, file/function or patterns",
+        help="draw only from these: ids, files, file/function or patterns",
     )
-    add("--suite", choices=SUITES, default="test", help="whose tests run")
+    add("--suite", choices=SUITES, default="test", help="the tests to run")
     add(
         "--budget",
         type=float,
         default=60.0,
-        help="CPU seconds for a mutant (60); a test that has begun ends",
+        help="CPU seconds per mutant (60), after which no test is started",
     )
-    add("--jobs", type=int, default=os.cpu_count(), help="side by side")
-    add("--output", type=Path, help="results as JSON; goes on from there")
-    add("--list", action="store_true", help="print what is drawn, run none")
+    add("--jobs", type=int, default=os.cpu_count(), help="mutants in parallel")
+    add("--output", type=Path, help="JSON file of results, to resume")
+    add("--list", action="store_true", help="print the sample, run nothing")
     return parser.parse_args(arguments)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw mutants and run them."""
+    """Draw mutants and run them; return the exit status."""
     options = parsed(arguments)
     found = mutants.population(records.KERNELS)
     order = [*drawn(matching(found, options.only), options.seed)]

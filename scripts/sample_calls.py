@@ -1,13 +1,13 @@
-"""A few calls of every kernel, for compute-sanitizer.
+"""Make a few calls of every kernel, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python scripts/sample_calls.py
     compute-sanitizer --tool racecheck python scripts/sample_calls.py
 
-A tool that watches makes compiling slow too: run it without one before, so
-that the kernels are in the cache folder.
+compute-sanitizer slows compilation down too: first run the script without it,
+which fills the kernel cache.
 
-Small and awkward shapes: lengths that no tile divides, grouped heads,
-head_dim that is padded, unequal lengths, rows that see no key, NaN.
+The shapes are small and awkward: lengths that no tile divides, grouped heads,
+padded head_dim, unequal lengths, rows that see no key, NaN.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ SHAPES = [
 
 
 def draw(random: np.random.Generator, dtype: type, *shape: int):
-    """Standard normal numbers on the GPU."""
+    """Return standard normal numbers on the GPU."""
     return cupy.asarray(random.standard_normal(shape).astype(dtype))
 
 
 def inputs(
     random: np.random.Generator, name: str, shape: tuple, *batch: int
 ) -> list:
-    """q, k, v and dout of a shape."""
+    """Return q, k, v and dout of a shape."""
     seqlen_q, seqlen_k, heads, kv_heads, d, dv, _ = shape
     q, k = (seqlen_q, heads), (seqlen_k, kv_heads)
     shapes = (*q, d), (*k, d), (*k, dv), (*q, dv)
@@ -67,12 +67,12 @@ def inputs(
 
 
 def precision_of(name: str) -> dict[str, str]:
-    """The argument that asks for an arithmetic that is no dtype."""
+    """Return the argument that selects an arithmetic that is no dtype."""
     return {"precision": name} if name == "tf32x3" else {}
 
 
 def run(name: str, shape: tuple, seed: int) -> None:
-    """Forward, backward of both kinds, and a merge, of one shape."""
+    """Run forward, both kinds of backward, and a merge, of one shape."""
     q, k, v, dout = inputs(np.random.default_rng(seed), name, shape, 2)
     k[0, -1, 0, 0] = np.nan
     v[0, -1, 0, 0] = np.inf
@@ -85,7 +85,7 @@ def run(name: str, shape: tuple, seed: int) -> None:
 
 
 def run_options(name: str, shape: tuple, seed: int) -> None:
-    """Forward and backward with each mask and score modification, then all."""
+    """Run forward and backward with each option alone, then with all."""
     seqlen_q, seqlen_k, heads, *_, causal = shape
     random, dtype = np.random.default_rng(seed), DTYPES[name]
     q, k, v, dout = inputs(random, name, shape, 2)
@@ -115,7 +115,7 @@ def run_options(name: str, shape: tuple, seed: int) -> None:
 
 
 def run_packed(name: str, shape: tuple, seed: int) -> None:
-    """Forward and backward of sequences of 0 tokens, 1, and many."""
+    """Run forward and backward of sequences of 0, 1 and many tokens."""
     seqlen_q, seqlen_k, *_, causal = shape
     q, k, v, dout = inputs(np.random.default_rng(seed), name, shape)
     options = {"causal": causal, "window": (40, 40), **precision_of(name)}
@@ -138,7 +138,7 @@ NUM_SHAPES_OF_OPTIONS = 4  # the first ones: a shape takes 36 kernels
 
 
 def sample(names: list[str], kinds: list[str]) -> Iterator[Callable]:
-    """The calls of dtypes, each to be made without an argument."""
+    """Yield the calls of dtypes, as functions without arguments."""
     for name, kind in itertools.product(names, kinds):
         shapes = SHAPES[: None if kind == "plain" else NUM_SHAPES_OF_OPTIONS]
         for seed, shape in enumerate(shapes):
@@ -154,11 +154,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES])
     add("--calls", nargs="+", choices=CALLS, default=[*CALLS])
     add("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
-        help="of the calls, the I-th of every N")  # fmt: skip
+        help="run the I-th of every N calls")  # fmt: skip
     options = parser.parse_args(arguments)
     first, step = options.part
     if not 0 <= first < step:
-        parser.error(f"--part {first} {step}: 0 <= I < N is needed")
+        parser.error(f"--part {first} {step}: requires 0 <= I < N")
     reason = machine.find_gpu()
     if reason is not None:
         print(

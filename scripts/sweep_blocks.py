@@ -2,17 +2,17 @@
 
     python scripts/sweep_blocks.py                      # the benchmarks' grid
     python scripts/sweep_blocks.py --head-dim 128 --causal --direction backward
-    python scripts/sweep_blocks.py --budget 5m          # as far as it gets
+    python scripts/sweep_blocks.py --budget 5m          # limit the time
     python scripts/sweep_blocks.py --dtype float64 --budget 80s
-    python scripts/sweep_blocks.py --family tf32x3      # float32 in parts
+    python scripts/sweep_blocks.py --family tf32x3      # float32 by tf32 parts
     python scripts/sweep_blocks.py --dry-run --arch sm_80     # without a GPU
-    python scripts/sweep_blocks.py --compare            # what was found so far
+    python scripts/sweep_blocks.py --compare            # results so far
     python scripts/sweep_blocks.py --install            # into the package
 
 Every tile that a kernel can run is compiled, checked against plain attention
-in float64, and timed beside the others; plan.py then takes the best. What is
-measured is kept: the same command goes on where it was stopped. How it is
-done: docs/benchmarks/README.md.
+in float64, and timed in turn with the others; plan.py then uses the fastest.
+Measurements are saved: the same command resumes a stopped sweep. Method:
+docs/benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-# The kernels that an import would compile are not those that are swept.
+# An import need not compile the default kernels: the sweep does not use them.
 os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 
 import command_line  # noqa: E402
@@ -55,12 +55,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--family", nargs="+", choices=get_args(Family), default=None,
-        help="the one that calls run on if not given; tf32x3: those with "
+        help="default: the family that calls use; tf32x3: that of "
         "precision='tf32x3'")  # fmt: skip
     add("--direction", nargs="+", choices=cells.DIRECTIONS,
         default=list(cells.DIRECTIONS))  # fmt: skip
     add("--dtype", choices=tuple(DTYPES), default=None,
-        help="that of --family if not given, or bfloat16")  # fmt: skip
+        help="default: that of --family, or bfloat16")  # fmt: skip
     add("--head-dim", nargs="+", type=number, default=list(cells.HEAD_DIMS))
     add("--causal", nargs="?", choices=("yes", "no", "both"), const="yes",
         default="both")  # fmt: skip
@@ -70,32 +70,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help=f"batch * seqlen; {lengths('tokens')}")  # fmt: skip
     add("--width", type=number, default=None,
         help=f"heads * head_dim; {lengths('width')}")  # fmt: skip
-    add("--block-q", nargs="+", type=number, help="these alone")
-    add("--block-k", nargs="+", type=number, help="these alone")
+    add("--block-q", nargs="+", type=number, help="only these")
+    add("--block-k", nargs="+", type=number, help="only these")
     add("--budget", type=seconds, default=None,
-        help="stop after so long, as 90s, 5m or 1h")  # fmt: skip
+        help="stop after this time, such as 90s, 5m or 1h")  # fmt: skip
     add(
         "--seconds",
         type=float,
         default=0.05,
-        help="timed seconds for each cell and each of its best tiles",
+        help="seconds to time each cell and each of its best tiles",
     )
     add("--jobs", type=number, default=_cores(),
-        help="kernels compiled at a time")  # fmt: skip
+        help="kernels compiled in parallel")  # fmt: skip
     add("--output", type=Path, default=Path("sweep_output"),
-        help="folder of what is measured, and of the pictures")  # fmt: skip
+        help="folder for measurements and pictures")  # fmt: skip
     add("--dry-run", action="store_true",
-        help="compile alone, needing no GPU: registers, spills, shared "
+        help="only compile, without a GPU: registers, spills, shared "
         "memory, occupancy, predicted traffic")  # fmt: skip
-    add("--arch", default=None, help="with --dry-run: another GPU's, as "
-        "sm_80; sm_90a if there is none here")  # fmt: skip
+    add("--arch", default=None, help="with --dry-run: another GPU's, such "
+        "as sm_80; default sm_90a without a GPU")  # fmt: skip
     add("--install", action="store_true", help="write the table into the "
         "package, not into this machine's cache folder")  # fmt: skip
-    add("--measured", action="store_true", help="measure nothing more: make "
-        "table and pictures of what is in --output")  # fmt: skip
+    add("--measured", action="store_true", help="measure nothing: make "
+        "table and pictures from the records in --output")  # fmt: skip
     add("--compare", nargs="?", type=Path, const=True, default=None,
-        metavar="TABLE", help="measure nothing: today's tiles beside those "
-        "that were measured, or beside another table")  # fmt: skip
+        metavar="TABLE", help="measure nothing: compare today's tiles with "
+        "the measured ones, or with another table")  # fmt: skip
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or space.dtype_of(options.family)
     for d in options.head_dim:
@@ -110,9 +110,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.seqlen, options.tokens, options.width
     )
     if options.arch and not options.dry_run:
-        parser.error("--arch goes with --dry-run")
+        parser.error("--arch requires --dry-run")
     if not options.seconds > 0:
-        parser.error(f"--seconds {options.seconds}: more than 0")
+        parser.error(f"--seconds {options.seconds}: must be above 0")
     if options.compare is None and not options.measured:
         command_line.check_folder(parser, "--output", options.output)
     options.chosen = lambda listed: [
@@ -131,8 +131,8 @@ def lengths(name: str) -> str:
         for family in ("wgmma", "fma", "simt")
     )
     return (
-        f"if not given {narrow}; {wide} for float32 and float64, {simt} by "
-        "simt, so that a call takes some 20 ms at most"
+        f"default {narrow}; {wide} for float32 and float64, {simt} for simt, "
+        "so that a call takes at most about 20 ms"
     )
 
 
@@ -141,7 +141,7 @@ def seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d*)?)([smh]?)", text)
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no time; expected one as 90s, 5m or 1h"
+            f"{text!r} is no time; expected one such as 90s, 5m or 1h"
         )
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
@@ -180,8 +180,8 @@ def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
         except NoGpu as error:
             print(
                 "sweep_blocks.py times kernels on an NVIDIA GPU and found "
-                f"none ({error}). Nothing was measured. With --dry-run it "
-                "compiles them all and shows what can be said without a GPU.",
+                f"none ({error}). Nothing was measured. --dry-run compiles "
+                "the kernels and shows the results that need no GPU.",
                 file=sys.stderr,
             )
             return 1
@@ -189,7 +189,7 @@ def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
         say(", ".join(f"{k} {v}" for k, v in machine.items() if v))
         groups = groups_of(options, device)
         if not groups:
-            say("no kernels for that: nothing to sweep")
+            say("no kernels match: nothing to sweep")
             return 1
         record = Record.open(file_of(options.output, device), machine)
         made = measure.Sweep(worker, record, device, options)
@@ -199,8 +199,7 @@ def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
             record.save()
             finish(options, record, made.left_out)
             return command_line.stopped(
-                f"what was measured is in {record.path}, and the same command"
-                " goes on from there"
+                f"measurements are in {record.path}; the same command resumes"
             )
         record.save()
     return finish(options, record, made.left_out)
@@ -209,7 +208,7 @@ def sweep(options: argparse.Namespace, until: float, make_gpu) -> int:
 def groups_of(
     options: argparse.Namespace, device: Device
 ) -> list[space.Group]:
-    """The groups that the options select."""
+    """Return the groups that the options select."""
     masks = {"yes": [True], "no": [False], "both": [False, True]}
     return space.groups(
         options.family, options.direction, options.dtype, options.head_dim,
@@ -218,36 +217,36 @@ def groups_of(
 
 
 def file_of(folder: Path, device: Device) -> Path:
-    """The file of a device's record."""
+    """Return the file of a device's record."""
     return folder / f"sm_{device.capability}.measured.json"
 
 
 def newest(folder: Path) -> Record:
-    """The newest record."""
+    """Return the newest record."""
     files = sorted(
         folder.glob("sm_*.measured.json"), key=lambda x: x.stat().st_mtime
     )
     if not files:
-        raise FileNotFoundError(f"nothing was measured yet in {folder}")
+        raise FileNotFoundError(f"no measurements yet in {folder}")
     return Record.read(files[-1])
 
 
 def finish(
     options: argparse.Namespace, record: Record, left_out: list[str]
 ) -> int:
-    """Show the table, write it where plan.py finds it, draw pictures."""
+    """Show the table, write it where plan.py reads it, draw pictures."""
     found = tables.verdicts(record)
     for reason in left_out:
         say(f"left out: {reason}")
     if not found:
-        say("no cell was measured to its end")
+        say("no cell was measured completely")
         return 1
     show_verdicts(found)
     folder = tiles.TABLES if options.install else folders.tile_tables()
     path = tables.merge(folder, record)
-    say(f"{path} has these tiles; plan.py takes them from now on")
+    say(f"{path} has these tiles; plan.py uses them from now on")
     if options.install and tables.shadowed(folder):
-        say(f"the tables in {folders.tile_tables()} still come first here")
+        say(f"the tables in {folders.tile_tables()} take precedence here")
     try:
         from sweep_parts import pictures
     except ImportError as error:
@@ -256,13 +255,13 @@ def finish(
     try:
         for picture in pictures.write(options.output, record):
             say(f"drawn: {picture}")
-    except OSError as error:  # the table is there
+    except OSError as error:  # the table is written
         say(f"no pictures: {error}")
     return 0
 
 
 def show_verdicts(found: list[tables.Verdict]) -> None:
-    """Print a line a cell, and what it all comes to."""
+    """Print one line per cell, and the mean gain."""
     ordered = sorted(found, key=lambda x: (str(x.group), x.seqlen))
     show(
         "Today's tile and the best one",
@@ -286,8 +285,7 @@ def show_verdicts(found: list[tables.Verdict]) -> None:
         changed = sum(x.best != x.today for x in found)
         say(
             f"{len(found)} cells, {changed} with another tile than today; "
-            f"faster by {cells.geometric_mean(gains) - 1:.1%} in the "
-            "geometric mean over all"
+            f"geometric mean gain {cells.geometric_mean(gains) - 1:.1%}"
         )
 
 
@@ -320,7 +318,7 @@ def dry_run(options: argparse.Namespace, until: float, make_gpu) -> int:
             try:
                 device, _ = worker.ask(START_SECONDS, "describe")
             except NoGpu:
-                say(f"no GPU here: {device.arch} is taken; see --arch")
+                say(f"no GPU here: compiling for {device.arch}; see --arch")
     if device.capability not in nvrtc.capabilities():
         raise CuflashError(
             f"--arch got {options.arch!r}, which NVRTC "
@@ -328,7 +326,7 @@ def dry_run(options: argparse.Namespace, until: float, make_gpu) -> int:
         )
     groups = groups_of(options, device)
     if not groups:
-        say("no kernels for that: nothing to compile")
+        say("no kernels match: nothing to compile")
         return 1
     path = options.output / f"{device.arch}.dry.json"
     content = {"device": asdict(device), "nvrtc": nvrtc.version(),
@@ -338,9 +336,9 @@ def dry_run(options: argparse.Namespace, until: float, make_gpu) -> int:
         content["complete"] = dry.run(groups, device, options, until, rows)
     except KeyboardInterrupt:
         if not rows:
-            return command_line.stopped("nothing was compiled yet")
+            return command_line.stopped("nothing was compiled")
         save(path, content)
-        return command_line.stopped(f"what was compiled is in {path}")
+        return command_line.stopped(f"results so far are in {path}")
     save(path, content)
     say(f"written to {path}")
     return 1 if any("fault" in row for row in rows) else 0

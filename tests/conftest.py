@@ -2,14 +2,14 @@
 
 Profiles, chosen by HYPOTHESIS_PROFILE; `ci` where CI is set, else `dev`:
 
-ci       the same examples every time (derandomize), so that a red run is
-         the fault of the change at hand and not of the day's luck, and the
-         kernels that they need are compiled once. `make test-all`.
-quick    the same, with fewer calls drawn for the emulator (drawn.py): each
-         compiles kernels. `make test`.
-dev      new examples every run: this is where new faults are found. A
-         failing example is printed as one line to paste into a test.
-nightly  many of them, of all kernels that there are (strategies.py): hours.
+ci       the same examples in every run (derandomize), so that a failure is
+         due to the change under test, and kernels are compiled only once.
+         `make test-all`.
+quick    the same, with fewer calls drawn for the emulator (drawn.py), as
+         each compiles kernels. `make test`.
+dev      new examples in every run, to find new faults. A failing example is
+         printed as one line to paste into a test.
+nightly  many new examples, of all kernels (strategies.py): hours.
          `make fuzz` runs it.
 
 None has a deadline: the first call of a shape may compile a kernel, which
@@ -23,10 +23,10 @@ import tempfile
 import time
 from pathlib import Path
 
-# Before NumPy is imported: pytest-xdist runs one process a core, and BLAS
-# threads on top of those get in each other's way (seen: ten times slower).
+# Before NumPy is imported: pytest-xdist runs one process per core, and several
+# BLAS threads in each would compete for cores (measured: ten times slower).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Nor should each of those processes compile all default kernels at once.
+# Nor should each of those processes compile all default kernels.
 os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 
 import pytest  # noqa: E402
@@ -100,8 +100,8 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [i for i in items if not i.get_closest_marker("gpu")]
 
 
-# What the emulator compiles for new examples, nobody needs again. The nightly
-# profile keeps nothing; of other runs, what has not been used for a day goes.
+# Kernels emulated for new examples are not needed again: the nightly profile
+# keeps none, other profiles those used within a day.
 NIGHTLY = PROFILE == "nightly"
 DAY = 24 * 60 * 60
 if NIGHTLY:
@@ -109,7 +109,7 @@ if NIGHTLY:
 
 
 def remove_programs(unused_for):
-    """Delete emulated kernels that were not run for that many seconds."""
+    """Delete emulated kernels not run for that many seconds."""
     from cuflash import folders
 
     folder = folders.cache_folder() / "cuflash_emulator"

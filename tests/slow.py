@@ -7,9 +7,9 @@ FILE = Path(__file__).with_suffix(".txt")
 
 
 def rules(text):
-    """Return a pair for each line of tests: that one, and those within it.
+    """Return (pattern, exceptions) for each line that names tests.
 
-    text : as that of slow.txt.
+    text : the content of slow.txt.
     """
     found = []
     for line in text.splitlines():
@@ -24,12 +24,12 @@ def rules(text):
 
 
 def matches(pattern, name):
-    """Whether a name is as a pattern says, whose * stands for anything."""
+    """Whether a name matches a pattern, in which * matches anything."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name, re.S)
 
 
 def is_slow(name, given):
-    """Whether rules name a test, as test_x.py::test_y[z], and keep it not."""
+    """Whether rules name a test (test_x.py::test_y[z]) and do not keep it."""
     return any(
         matches(tests, name) and not any(matches(x, name) for x in kept)
         for tests, kept in given

@@ -1,14 +1,13 @@
 """What Hypothesis draws: the structure of a call.
 
-Numbers are not drawn one by one. A case carries a seed; its arrays follow
-from that (helpers/data.py), so examples are small, quick to draw, shrink by
+Array elements are not drawn one by one. A case has a seed that determines its
+arrays (helpers/data.py), so examples are small, quick to draw, shrink by
 their shapes and print as one line.
 
-Kernels have to be compiled: a second each for the emulator, several for a
-GPU. What a kernel is compiled for (dtype, padded head dimensions, tile, mask,
-sign of scale, architecture) is drawn from all that there is where `wide`, and
-in every test of the nightly profile; from a few choices else, which the tests
-then share.
+Kernels take a second each to compile for the emulator, several for a GPU. What
+a kernel is compiled for (dtype, padded head dimensions, tile, mask, sign of
+scale, architecture) is drawn from all possibilities if `wide`, and in the
+nightly profile; otherwise from a few, which the tests share.
 """
 
 import functools
@@ -29,25 +28,25 @@ from helpers.options import (
     everything,
 )
 
-# Around tile sizes and vector widths is where kernels go wrong.
+# Kernels fail most often around tile sizes and vector widths.
 EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 200]
 HEAD_DIMS = [1, 2, 7, 8, 16, 31, 32, 64, 65, 96, 128, 192, 255, 256]
 
-# Padded and not, alike for q and v and not.
+# Padded or not, equal for q and v or not.
 FEW_HEAD_DIMS = {
     "emulated": [(16, 16), (32, 64), (40, 72)],
     "cupy": [(7, 7), (40, 40), (64, 64), (128, 128), (160, 80), (256, 256)],
 }
 
-# What plans look at: whether there is wgmma, shared memory, tuned tiles.
+# Plans depend on wgmma, the size of shared memory, tuned tiles.
 ARCHS = ["sm_80", "sm_90a", "sm_86", "sm_100", "sm_120"]
-# float32 and float64: plain kernels on the first, all that there is after.
+# float32 and float64: simt kernels on the first, all families on the others.
 ARCHS_OF_WIDE_TYPES = ["sm_75", "sm_80", "sm_86", "sm_90a"]
 FAMILIES = ["sm_80", "sm_90a"]  # one of each kind of kernels
 
-# Multiply-adds of a case, forward, that the emulator is given at most: they
-# take the backward kernels a second. That is one head of 200 tokens with
-# head_dim 128; with more heads or columns there are fewer keys.
+# Most multiply-adds of an emulated forward pass: those of one head of 200
+# tokens with head_dim 128, whose backward pass takes a second. With more heads
+# or columns there are fewer keys.
 LARGEST_WORK = 200 * 200 * 256
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -75,9 +74,9 @@ def head_dims(backend, wide=False, smallest=1):
 
 
 def block_sizes(backend, dtype, head_dims, precision):
-    """Draw block_q and block_k on the CPU; on kernels they are tested apart.
+    """Draw block_q and block_k for the CPU path, whose loops are in Python.
 
-    The CPU path has its own loops over tiles, in Python.
+    Other tests cover the kernels' block sizes.
     """
     if backend.name != "numpy":
         return st.just((None, None))
@@ -107,7 +106,7 @@ def scales(backend, wide):
 
 
 def tiles(case, direction, arch):
-    """All tiles with which the kernels can run a case."""
+    """Return all tiles with which the kernels can run a case."""
     problem = small_problem(
         direction, case.dtype, case.head_dim, head_dim_v=case.head_dim_v,
         precision=case.precision,
@@ -142,18 +141,18 @@ def emulations(draw, case, archs, wide=False):
     return Emulation(
         arch=arch,
         seed=draw(SEEDS),
-        # One alone is what a block that waits for a later one gets stuck at.
+        # With one resident block, waiting for a later block deadlocks.
         resident=draw(st.just(1) | st.integers(1, 5)),
-        # Few, so that a block of a persistent kernel takes several tiles.
+        # Few SMs, so that a persistent block takes several tiles.
         num_sms=draw(st.sampled_from([None, 1, 3])),
-        # Little, so that heads are taken in several sections.
+        # A small L2, so that there are several sections of heads.
         l2_bytes=draw(st.sampled_from([None, 1, 1 << 18])),
         **chosen,
     )
 
 
 def on_backend(case, backend, archs=("sm_80",), wide=False):
-    """Draw the rest of a case: what it is emulated on, if it is."""
+    """Draw the machine that emulates a case, if it is emulated."""
     if backend.name != "emulated":
         return st.just(case)
     emulated = emulations(case, archs, is_wide(backend, wide))
@@ -175,7 +174,7 @@ def cases(
 ):
     """Draw a whole call; causal=False for calls that never are.
 
-    archs : where kernels are emulated, if not wide.
+    archs : emulated architectures, if not wide.
     """
     batch, num_heads_kv = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     num_heads_q = num_heads_kv * draw(st.integers(1, 3))
@@ -213,7 +212,7 @@ def cases(
 
 @st.composite
 def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
-    """Draw a case of which up to 3 elements are spoiled."""
+    """Draw a case with up to 3 spoiled elements."""
     case = Case(
         dtype,
         seqlen_q=draw(st.integers(1, 150)),
@@ -250,7 +249,7 @@ def options(backend, wide=False):
     return st.sets(st.sampled_from([*MAKERS, *NUMBERS]))
 
 
-# Options of packed sequences that are compiled together.
+# Sets of options of packed sequences that share kernels.
 FEW_PACKED_OPTIONS = [
     set(),
     {"window", "alibi_slopes", "sink"},
@@ -260,14 +259,14 @@ FEW_PACKED_OPTIONS = [
 
 @st.composite
 def packed_cases(draw, backend, **others):
-    """Draw sequences end to end, of any lengths, with any options."""
+    """Draw packed sequences of any lengths, with any options."""
     case = draw(cases(backend, **others))
     names = draw(st.sampled_from(FEW_PACKED_OPTIONS))
     numbers = {n: draw(TABLE[n].draw(case)) for n in NUMBERS if n in names}
     count = draw(st.integers(0, 6))
     offsets = []
     for total in (case.seqlen_q, case.seqlen_k):
-        # Some tokens may be left at the end, of no sequence.
+        # Some tokens at the end may belong to no sequence.
         ends = st.lists(lengths(total), min_size=count, max_size=count)
         offsets.append((0, *sorted(draw(ends))))
     arrays = tuple(sorted(names & set(MAKERS)))

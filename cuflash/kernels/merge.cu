@@ -8,7 +8,7 @@
 // A side with lse = -inf has no visible key and takes no part, whatever its out is: the result is
 // bitwise the other side. If both are such, out is 0 and lse -inf.
 //
-// Grid: one warp a row of out, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
+// Grid: one warp per row of out, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
 //     row = (batch_index * seqlen_q + query) * num_heads_q + head
 // Block: NUM_THREADS threads, a multiple of 32. Constants: Element, NUM_THREADS. No shared memory.
 #include "common/types.cuh"

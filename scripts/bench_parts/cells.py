@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from cuflash.tiles import Tile
 
-# The public grid of attention benchmarks: a fixed number of tokens and of
-# columns, so that every cell reads and writes the same arrays.
+# The usual grid of attention benchmarks: tokens and columns are fixed, so all
+# cells read and write arrays of the same size.
 TOKENS = 16384
 WIDTH = 2048  # heads * head_dim
 HEAD_DIMS = (64, 128, 256)
@@ -29,13 +29,13 @@ class Grid(NamedTuple):
     seqlens: tuple[int, ...]
 
 
-# float32 and float64 take about fifteen times as long: half as many columns.
+# Half as many columns: float32 and float64 take about 15 times as long.
 WIDE_GRID = Grid(TOKENS, 1024, (64, 128), SEQLENS[1:])
 GRID = Grid(TOKENS, WIDTH, HEAD_DIMS, SEQLENS)
 
 
 def grid_of(dtype: str) -> Grid:
-    """The default grid of a dtype."""
+    """Return the default grid of a dtype."""
     return WIDE_GRID if dtype in ("float32", "float64") else GRID
 
 
@@ -50,17 +50,17 @@ class Cell:
     seqlen: int
     batch: int
     heads: int
-    kv_heads: int | None = None  # as many as heads
+    kv_heads: int | None = None  # default: as many as heads
     precision: str | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of q, out and dout."""
+        """Return the shape of q, out and dout."""
         return self.batch, self.seqlen, self.heads, self.head_dim
 
     @property
     def shape_kv(self) -> tuple[int, int, int, int]:
-        """The shape of k and v."""
+        """Return the shape of k and v."""
         heads = self.kv_heads or self.heads
         return self.batch, self.seqlen, heads, self.head_dim
 
@@ -73,8 +73,8 @@ class Cell:
     def kind(self) -> str:
         """The kind of check for results: see checks.py.
 
-        By what plain code comes to in the dtype ("low"), or by the bounds of
-        an arithmetic ("float64", "tf32x3").
+        Against the error of plain code in the dtype ("low"), or against the
+        error bounds of an arithmetic ("float64", "tf32x3").
         """
         exact = "float64" if self.dtype == "float64" else "low"
         return self.precision or exact
@@ -83,41 +83,41 @@ class Cell:
     def flops(self) -> float:
         """Operations: two matmuls over all pairs forward, five backward.
 
-        The usual count: half under a causal mask, and 2.5 times for a
-        backward pass, though it recomputes the scores.
+        The usual count: half under a causal mask, and 2.5 times the forward
+        pass for the backward pass, which recomputes the scores.
         """
         pairs = self.batch * self.heads * self.seqlen**2
         forward = 4 * pairs * self.head_dim / (2 if self.causal else 1)
         return forward * (2.5 if self.direction == "backward" else 1)
 
     def tflops(self, ms: float) -> float:
-        """Operations per time, in TFLOP/s."""
+        """Return the speed in TFLOP/s."""
         return self.flops / ms / 1e9
 
     @property
     def row(self) -> dict[str, Any]:
-        """The cell's fields in a row of figures."""
+        """Return the cell's fields in a row of the record."""
         return asdict(self)
 
     def row_of_tiles(self, tile_of: Callable[[Cell], Tile]) -> dict[str, Any]:
-        """Further fields of the row, which depend on the tiles."""
+        """Return further fields of the row, which depend on the tiles."""
         return {}
 
     def keywords(self, xp: ModuleType, dtype: Any) -> dict[str, Any]:
-        """The keyword arguments of our call, without arrays.
+        """Return the keyword arguments of cuflash's call.
 
         Parameters
         ----------
         xp : module
-            NumPy or CuPy, whose arrays are among it.
+            NumPy or CuPy: the library of arrays among the arguments.
         dtype : dtype
-            Of the call's arrays.
+            Of q, k and v.
         """
         return {"causal": self.causal, "precision": self.precision}
 
     @property
     def problem_fields(self) -> dict[str, Any]:
-        """The option fields of a `Problem`: docs/guide/options.md."""
+        """Return the option fields of a `Problem`: docs/guide/options.md."""
         return {}
 
     def __str__(self) -> str:

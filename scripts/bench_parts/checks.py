@@ -1,19 +1,18 @@
 """Checks the result of every cell before it is timed.
 
-One head of one batch is computed whole, twice, on the GPU with CuPy: in
-float64, and as plain attention in the dtype with float32 softmax and sums.
-The second one's distance from the first is what the dtype costs; a result
-may be off by twice (gradients: three times) as much, in the Euclidean norm,
-in which so many elements leave no room for luck. In float32 its products may
-split their long sums, and lose less than sums in order do: `lost_in_order` is
-added to its distance.
+One head of one batch is computed twice on the GPU with CuPy: in float64, and
+by plain attention in the dtype with float32 softmax and sums. The distance
+between the two is the error of the dtype; a result may have twice that error
+(gradients: three times), in the Euclidean norm, which so many elements make a
+stable measure. In float32, plain matmuls may split long sums, which have a
+smaller error than sequential sums: `lost_in_order` is added to the distance.
 
-float64 has nothing finer on a GPU to be compared with, and float32 in parts
-errs in other ways than plain float32. There each element may be off by the
-bound of docs/guide/accuracy.md.
+A GPU has nothing more precise than float64 to compare float64 with, and
+tf32x3 rounds differently from plain float32. For these, each element must be
+within its bound of docs/guide/accuracy.md.
 
-Memory that results will lie in is filled with NaN before, so elements that
-nobody writes show.
+The memory of the results is first filled with NaN, so that elements never
+written are detected.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
 
 class WrongResult(Exception):
-    """A result that must not be timed."""
+    """A result beyond its bound; its call is not timed."""
 
 
 def attend(cell: Cell, inputs: Inputs, wide, stored) -> tuple:
     """Return (out,) or (dq, dk, dv) of the last head of the last batch.
 
-    dk and dv are those of its key head: sums over all heads that read it.
+    dk and dv are those of its key head: sums over all its query heads.
 
     Parameters
     ----------
     wide : dtype
-        Of sums and of the softmax.
+        The dtype of sums and of the softmax.
     stored : callable
-        Rounds what plain code would keep in the dtype.
+        Rounds the arrays that plain code would store in the dtype.
     """
     backward = cell.direction == "backward"
     keywords = cell.keywords(cupy, inputs.q.dtype)
@@ -73,9 +72,9 @@ def attend(cell: Cell, inputs: Inputs, wide, stored) -> tuple:
 def options_of_head(
     keywords: dict[str, Any], head: int, seqlen: int
 ) -> dense_attention.Options:
-    """The options of one head of the last batch.
+    """Return the options of one head of the last batch.
 
-    Packed sequences see what segments see, each from its own first token.
+    Packed sequences are given as segments.
     """
     given = {
         name: keywords[name]
@@ -100,7 +99,7 @@ def options_of_head(
 
 
 def attend_bounded(cell: Cell, inputs: Inputs, kind: str) -> list[tuple]:
-    """Return (array, its bounds) for what `attend` returns."""
+    """Return (array, bounds) for each result of `attend`."""
     backward = cell.direction == "backward"
     found = [
         bounded_attention.attend(
@@ -121,14 +120,14 @@ def attend_bounded(cell: Cell, inputs: Inputs, kind: str) -> list[tuple]:
 
 
 class Wanted(NamedTuple):
-    """The expected result of the last head, and its error bound."""
+    """Return the expected result of the last head, and its error bound."""
 
     name: str
     over_bound: Callable[[cupy.ndarray], float]
 
 
 def wanted(cell: Cell, inputs: Inputs, kind: str) -> list[Wanted]:
-    """The expected results for a kind of check."""
+    """Return the expected results for a kind of check."""
     names = NAMES[cell.direction]
     if kind != "low":
         return [
@@ -168,12 +167,12 @@ class Checker:
     def check(
         self, name: str, results: tuple, kind: str | None = None
     ) -> float:
-        """Return the largest error over its bound; raise if beyond 1.
+        """Return the largest error / bound; raise if above 1.
 
         Parameters
         ----------
         kind : str, optional
-            What they are judged by, if not by the cell's own: `Cell.kind`.
+            The kind of check; default the cell's, `Cell.kind`.
         """
         kind = kind or self.cell.kind
         if kind not in self._known:
@@ -189,20 +188,20 @@ class Checker:
             if not ratio <= 1:
                 raise WrongResult(
                     f"{name}, {self.cell}: {what} is off by {ratio:.2g} "
-                    f"times what is allowed"
+                    f"times its bound"
                 )
             worst = max(worst, ratio)
         return worst
 
 
 def lost_in_order(cell: Cell) -> float:
-    """Return how far off a float32 sum in order is, relative to its size.
+    """Return the relative error of a sequential float32 sum.
 
-    Of n terms without a common sign, of standard deviation s: the sum of the
-    first k is s sqrt(k) in size. Rounding it errs by at most u times that, u
-    being 2^-24, and by u s sqrt(k / 3) in the root mean square; all n of them
-    by u s n / sqrt(6), where the whole sum is s sqrt(n). out and dq are sums
-    over keys, dk and dv over the queries of a group of heads.
+    For n terms of either sign and of standard deviation s, the sum of the
+    first k is about s sqrt(k). Rounding it has an error of at most u times
+    that, with u = 2^-24, and u s sqrt(k / 3) in the root mean square; all n
+    roundings have u s n / sqrt(6), and the whole sum is s sqrt(n). out and dq
+    are sums over keys, dk and dv over the queries of a group of heads.
     """
     terms = cell.seqlen
     if cell.direction == "backward":

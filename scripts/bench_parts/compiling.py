@@ -1,4 +1,4 @@
-"""Compiles our kernels in parallel before the first is needed."""
+"""Compiles cuflash's kernels in parallel before the first is needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cells import Cell
 
 
 def problem_of(cell: Cell, direction: str) -> Problem:
-    """The problem that `cuflash` makes of a cell's call."""
+    """Return the problem of a cell's call, as cuflash makes it."""
     batch, seqlen, heads, d = cell.shape
     return Problem(
         direction, cell.dtype, batch, seqlen, seqlen, heads,
@@ -26,7 +26,7 @@ def problem_of(cell: Cell, direction: str) -> Problem:
 
 
 def kernels_of(cells: Iterable[Cell], device: Device) -> list[KernelPlan]:
-    """The kernels of our calls; a backward pass needs a forward pass first."""
+    """Return the kernels of the calls; backward needs forward's results."""
     found = {}
     for cell in cells:
         for direction in dict.fromkeys(("forward", cell.direction)):
@@ -39,7 +39,7 @@ def kernels_of(cells: Iterable[Cell], device: Device) -> list[KernelPlan]:
 def compile_all(cells: Iterable[Cell], device: Device) -> None:
     """Compile them to the cache folder: NVRTC takes seconds for each.
 
-    One that does not compile is left to the call that needs it.
+    A kernel that does not compile raises in the call that needs it.
     """
 
     def compiled(kernel: KernelPlan) -> None:

@@ -1,6 +1,6 @@
 """Import times of cuflash, each in a new process.
 
-Once with an empty cache folder, then with the one that this has filled.
+Once with an empty cache folder, then with the folder that the first filled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tempfile
 
 REPEATS = 5
 
-# What a user's program does, with a clock beside it. The first call is of a
-# default kernel and ends when its result is there.
+# A user's program, timed. The first call runs a default kernel and ends when
+# the result is complete.
 PROGRAM = """
 import json, time
 start = time.perf_counter()
@@ -39,15 +39,15 @@ print(json.dumps({
 
 
 def measure() -> dict:
-    """Return seconds of each step, by cache and by CUFLASH_COMPILE."""
+    """Return the seconds of each step, by CUFLASH_COMPILE and cache."""
     steps = {}
     for how in ("background", "eager"):
         with tempfile.TemporaryDirectory(
             prefix="cuflash-bench-", ignore_cleanup_errors=True
         ) as folder:
             steps[f"{how}, empty cache"] = _run(folder, how)
-            # A program that ends stops what it compiles in the background,
-            # so the cache is filled by one that waits.
+            # A program that exits stops its background compilation, so a
+            # program that waits for it fills the cache.
             _run(folder, "eager")
             runs = [_run(folder, how) for _ in range(REPEATS)]
             steps[f"{how}, filled cache"] = {
@@ -70,5 +70,5 @@ def _run(folder: str, how: str) -> dict[str, float]:
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"the import was to be timed, but:\n{done.stderr}")
+        raise SystemExit(f"the timed import failed:\n{done.stderr}")
     return json.loads(done.stdout)

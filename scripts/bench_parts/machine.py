@@ -1,4 +1,4 @@
-"""The device, versions and date that a figure refers to."""
+"""The device, versions and date of a measurement."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PACKAGES = (
 
 
 def find_gpu() -> str | None:
-    """Return why there is no GPU to time on, None if there is one."""
+    """Return why there is no GPU; None if there is one."""
     try:
         import cupy
 
         cupy.cuda.runtime.getDeviceCount()
         cupy.zeros(1)
-    except Exception as error:  # each way of having none raises its own
+    except Exception as error:  # the exception depends on what is missing
         return str(error).partition("\n")[0]
     return None
 

@@ -4,15 +4,15 @@ A line like
 
     <!-- bench: h200_wgmma.json forward -->
 
-stands before each table and says where it comes from: files (relative to the
-document; a cell is taken from the first that has it), a direction or none,
-``causal`` for those rows alone, ``means`` for geometric means of ratios,
-``options`` for calls with options beside those without, and lengths or none
-for all of them. With lengths the figures stand side by side;
-without, ours with ratios to peers.
+stands above each table and defines it: files (relative to the document; a cell
+is read from the first that has it), optionally a direction, ``causal`` for
+causal rows only, ``means`` for geometric means of ratios, ``options`` for
+calls with and without options, and optionally lengths (default all). With
+lengths, the table has a column per runner; without, cuflash's speed and its
+ratios to the peers.
 
-A section whose file is still to be made waits in a comment, its marks written
-as lines ``bench: ...``, and comes out when the file is there:
+A section whose file does not exist yet is kept in a comment, its marks written
+as lines ``bench: ...``, and is uncommented once the file exists:
 
     <!-- when h200_float64.json is there:
     ...
@@ -40,7 +40,7 @@ NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
 
 
 class Wanted(NamedTuple):
-    """The table that a mark requests."""
+    """The table that a mark defines."""
 
     files: list[str]
     directions: list[str]
@@ -67,7 +67,7 @@ def parse(text: str) -> Wanted:
 
 
 def updated(text: str, folder: Path) -> str:
-    """A document's text with all its tables regenerated."""
+    """Return a document's text with its tables regenerated."""
 
     def table(found: re.Match) -> str:
         wanted = parse(found[2])
@@ -85,7 +85,7 @@ def updated(text: str, folder: Path) -> str:
 
 
 def _without_waiting(text: str, folder: Path) -> str:
-    """A document's text with the sections in it whose files are there."""
+    """Return a document's text, uncommenting sections whose files exist."""
 
     def section(found: re.Match) -> str:
         if not (folder / found[1]).exists():
@@ -96,7 +96,7 @@ def _without_waiting(text: str, folder: Path) -> str:
 
 
 def _rows(records: list[dict], wanted: Wanted) -> dict[tuple, dict]:
-    """Rows by (direction, head_dim, causal, seqlen)."""
+    """Return rows by (direction, head_dim, causal, seqlen)."""
     rows: dict[tuple, dict] = {}
     for record in records:
         for row in record["rows"]:

@@ -1,4 +1,4 @@
-"""Peak extra memory, at a length where a score matrix would show."""
+"""Peak extra memory, at a length where a score matrix would dominate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SEQLEN = 65536
 
 
 def peaks(dtype: str, head_dim: int, peers: list[Runner]) -> list[dict]:
-    """Return a row for each direction: bytes above what stood before.
+    """Return a row for each direction: peak bytes beyond the inputs.
 
-    The results are part of it: out and lse, or dq, dk and dv.
+    Includes the results: out and lse, or dq, dk and dv.
     """
     rows = []
     heads = 2048 // head_dim

@@ -1,7 +1,7 @@
 """Timed calls with options, and their numbers of visible pairs.
 
-Each stands beside the same call without its option. Options and what they
-mean: docs/guide/options.md.
+Each is compared with the same call without its option. docs/guide/options.md
+defines the options.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ HEAD_DIMS = (128,)
 SEQLENS = (4096, 16384)
 WINDOW = (1024, 0)
 SOFTCAP = 30.0
-DOCUMENTS = 8  # of a sequence with segment ids
+DOCUMENTS = 8  # per sequence with segment ids
 LONG = 65536  # tokens
 SHORT = 64  # tokens of all packed sequences but one
-PLAIN = "none"  # the option of a call without
+PLAIN = "none"  # the option field of a call without options
 
 
 class Kind(NamedTuple):
     """The variants of an option."""
 
-    causal: bool | None = None  # None: as asked for
+    causal: bool | None = None  # None: as requested
     own_seqlen: bool = False
     own_tokens: bool = False
 
@@ -56,7 +56,7 @@ class OptionCell(Cell):
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs of a head, over all batches."""
+        """Return the visible (query, key) pairs of a head in all batches."""
         if self.option == "segment_ids":
             ids = _documents(self.batch, self.seqlen)
             return sum(int(n) ** 2 for n in np.bincount(ids.ravel()))
@@ -73,16 +73,16 @@ class OptionCell(Cell):
 
     @property
     def flops(self) -> float:
-        """Operations as in any cell, for the visible pairs."""
+        """Return the operations of `Cell.flops`, for the visible pairs."""
         forward = 4 * self.heads * self.pairs * self.head_dim
         return forward * (2.5 if self.direction == "backward" else 1)
 
     @property
     def plain(self) -> OptionCell:
-        """The same cell without the option.
+        """Return the same cell without the option.
 
-        Beside packed sequences: as many tokens, in equal lengths that come
-        nearest to as many pairs.
+        For packed sequences: as many tokens, in sequences of the equal length
+        that gives the nearest number of pairs.
         """
         plain = replace(self, option=PLAIN)
         if self.option != "packed":
@@ -110,7 +110,7 @@ class OptionCell(Cell):
         }
 
     def visited_pairs(self, tile: Tile) -> int:
-        """Pairs of all tiles with at least one visible pair."""
+        """Return the pairs of all tiles with at least one visible pair."""
         size = tile.block_q * tile.block_k
         if self.option == "segment_ids":
             ids = _documents(self.batch, self.seqlen)
@@ -141,11 +141,11 @@ class OptionCell(Cell):
             slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
             given["alibi_slopes"] = xp.asarray(slopes.astype(np.float32))
         elif self.option == "sink":
-            # About as heavy as all keys together: lighter ones change less
-            # than rounding does, and no check would miss them.
+            # About the weight of all keys together: the effect of a smaller
+            # one would be below the rounding error, hence unchecked.
             given["sink"] = _drawn(xp, (heads,)) + np.float32(np.log(n))
         elif self.option == "bias":
-            shape = 1, 1, n, n  # for all batches and heads
+            shape = 1, 1, n, n  # of all batches and heads
             given["bias"] = _drawn(xp, shape).astype(dtype, copy=False)
         elif self.option == "segment_ids":
             ids = xp.asarray(_documents(self.batch, n))
@@ -192,7 +192,7 @@ def grid(
     kv_heads: int | None = None,
     heads: int | None = None,
 ) -> list[OptionCell]:
-    """Every combination of the options; see `cells.grid`."""
+    """Return every combination of the options; see `cells.grid`."""
     found = []
     for option in options:
         kind = OPTIONS[option]
@@ -216,37 +216,37 @@ def grid(
 
 
 def lengths(tokens: int) -> list[int]:
-    """Packed sequences: one has half of the tokens, the others are short."""
+    """Return packed lengths: one has half of the tokens, others are short."""
     before = tokens // (4 * SHORT)
     long = tokens - 2 * before * SHORT
     return [SHORT] * before + [long] + [SHORT] * before
 
 
 def _causal_pairs(seqlen: int, left: int | None = None) -> int:
-    """Of queries that see themselves and `left` keys before, or all.
+    """Return the pairs of queries that see `left` earlier keys, or all.
 
-    sum of min(i, left) + 1 over i below seqlen.
+    The sum of min(i, left) + 1 over i < seqlen.
     """
     cut = 0 if left is None else max(seqlen - 1 - left, 0)
     return (seqlen * (seqlen + 1) - cut * (cut + 1)) // 2
 
 
 def _ranges(ids: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest and the largest id of each tile, of each batch."""
+    """Return the smallest and the largest id of each tile and batch."""
     starts = np.arange(0, ids.shape[1], block)
     of_tiles = np.minimum.reduceat, np.maximum.reduceat
     return tuple(reduce(ids, starts, axis=1) for reduce in of_tiles)
 
 
 def _drawn(xp: ModuleType, shape: tuple[int, ...]) -> Any:
-    """Standard normal float32."""
+    """Return standard normal float32 numbers."""
     return xp.random.default_rng(1).standard_normal(shape, xp.float32)
 
 
 def _documents(batch: int, seqlen: int) -> np.ndarray:
-    """Segment ids: documents one after another, of unequal lengths.
+    """Return segment ids: consecutive documents of unequal lengths.
 
-    No two of them, of whatever batch, have one id.
+    All ids differ, also between batches.
     """
     random = np.random.default_rng(0)
     count = min(DOCUMENTS, seqlen)

@@ -1,7 +1,7 @@
 """The known peers, and those that this machine has.
 
-A peer is looked for by importing it; one that is absent is left out with a
-word. Nothing is imported before that.
+A peer is detected by importing it, and not before it is needed. An absent one
+is left out, with a message.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .cells import Cell
 if TYPE_CHECKING:
     from .runners import Runner
 
-# Of one matrix of scores. Who writes them down has a few of that size, and
-# the others have to find room beside it.
+# The largest score matrix. A peer that materialises scores allocates several,
+# and the other runners need memory at the same time.
 MOST_BYTES = 8 << 30
 
 
@@ -24,14 +24,14 @@ class Absent(Exception):
 
 
 def refuse_large_scores(cell: Cell) -> None:
-    """Raise Absent for one who writes down scores, float32 at least."""
+    """Raise Absent if materialised scores (at least float32) are too large."""
     nbytes = 8 if cell.dtype == "float64" else 4
     nbytes *= cell.batch * cell.heads * cell.seqlen**2
     if nbytes > MOST_BYTES:
-        raise Absent(f"its matrix of scores takes {nbytes >> 30} GiB")
+        raise Absent(f"its score matrix takes {nbytes >> 30} GiB")
 
 
-# Name: the module that knows it.
+# Module by peer name.
 SIXTEEN_BITS = {
     "cudnn": "peers_torch",
     "fa2": "peers_torch",
@@ -45,12 +45,12 @@ FLOAT64 = {"math": "peers_torch"}
 WIDE = {"float32": FLOAT32, "float64": FLOAT64}
 MATERIALISED = {"cupy": "peers_cupy"}
 MODULES = {**SIXTEEN_BITS, **FLOAT32, **MATERIALISED}
-VARIANTS = ("mha", "bfloat16")  # cuflash itself, on another call
+VARIANTS = ("mha", "bfloat16")  # cuflash itself, on a different call
 NAMES = (*MODULES, *VARIANTS)
 
 
 def all_for(dtype: str) -> list[str]:
-    """Every peer that has a kernel for a dtype."""
+    """Return every peer that supports a dtype."""
     return [*WIDE.get(dtype, SIXTEEN_BITS), *MATERIALISED]
 
 
@@ -62,7 +62,7 @@ def find_peers(
     Parameters
     ----------
     names : list of str or None
-        None: all that know the dtype.
+        None: all that support the dtype.
     """
     found, words = [], []
     for name in all_for(dtype) if names is None else names:
@@ -78,7 +78,7 @@ def find_peers(
             reason = str(error).strip().partition("\n")[0]
             words.append(f"{name} left out: {reason}")
         except (OSError, RuntimeError, AttributeError) as error:
-            # An extension that was built for something else.
+            # An extension built for another version.
             reason = str(error).strip().partition("\n")[0]
             words.append(f"{name} left out: {type(error).__name__}: {reason}")
     return found, words

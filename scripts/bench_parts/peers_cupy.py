@@ -1,7 +1,7 @@
 """Plain CuPy: matmul, softmax, matmul.
 
-What a user of CuPy would write without cuflash: the matrix of scores lies in
-memory, and a few of its kind beside it.
+What a user of CuPy would write without cuflash: it materialises the scores and
+several matrices of the same size.
 """
 
 from __future__ import annotations

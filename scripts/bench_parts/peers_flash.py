@@ -16,7 +16,7 @@ from .peers import Absent
 from .peers_torch import check_torch, with_autograd
 from .runners import Inputs, Runner
 
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation takes
+WORKSPACE_BYTES = 128 << 20  # the size in FlashInfer's documentation
 
 
 def find(name: str) -> Runner:
@@ -57,7 +57,7 @@ def _flashinfer() -> Runner:
             raise Absent("FlashInfer has no backward pass")
         q, k, v = (
             torch.from_dlpack(x).flatten(0, 1) for x in inputs[:3]
-        )  # (tokens of all texts, heads, head_dim)
+        )  # (tokens of all sequences, heads, head_dim)
         starts = torch.arange(
             0, (cell.batch + 1) * cell.seqlen, cell.seqlen,
             dtype=torch.int32, device=q.device,

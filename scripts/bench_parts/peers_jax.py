@@ -1,6 +1,6 @@
 """JAX's dot_product_attention with cuDNN.
 
-JAX queues on streams of its own, so its calls are timed by the clock.
+JAX uses its own streams, so its calls are timed by the host's clock.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# Before JAX is imported: others need memory too.
+# Before JAX is imported: it would reserve most of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import cupy  # noqa: E402
@@ -25,7 +25,7 @@ def find(name: str) -> Runner:
     """The runner."""
     if not any(d.platform in ("gpu", "cuda") for d in jax.devices()):
         raise Absent("jax sees no GPU")
-    last: list = []  # results of the call before, to wait for
+    last: list = []  # results of the latest call, to wait for
 
     def prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
         cupy.cuda.get_current_stream().synchronize()  # the inputs are there

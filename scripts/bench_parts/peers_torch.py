@@ -43,7 +43,7 @@ def find(name: str) -> Runner:
         prepare = _prepare_math(prepare)
     runner = Runner(name, f"{what} in {version}", prepare, context)
     if name == "efficient":
-        # CUTLASS's products of float32: three of TF32 parts.
+        # CUTLASS computes float32 matmuls as three TF32 matmuls.
         runner = runner._replace(
             kind=lambda x: "tf32x3" if x.dtype == "float32" else x.kind
         )
@@ -68,7 +68,7 @@ def check_torch() -> None:
 
 
 def sdpa(cell: Cell, q, k, v):
-    """Attention of (batch, seqlen, heads, head_dim), as it lies there."""
+    """Compute attention of (batch, seqlen, heads, head_dim), by views."""
     out = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         is_causal=cell.causal,
@@ -78,14 +78,14 @@ def sdpa(cell: Cell, q, k, v):
 
 
 def with_autograd(attend: Callable, context: Callable) -> Callable:
-    """Make `Runner.prepare` of a function that PyTorch differentiates.
+    """Make `Runner.prepare` from a function that PyTorch differentiates.
 
     Parameters
     ----------
     attend : callable
         (cell, q, k, v) to out.
     context : callable
-        Makes the context manager in which it runs.
+        Makes the context manager for its calls.
     """
 
     def prepare(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:

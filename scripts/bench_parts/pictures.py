@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, GREY = "#222222", "#8a8a8a"
-# Okabe and Ito's, which colour-blind readers tell apart; ours comes first.
+# Okabe and Ito's palette, for colour-blind readers; cuflash comes first.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
            "#7f7f7f", "#000000")  # fmt: skip
 MARKERS = "osD^vP*X"
@@ -19,7 +19,7 @@ DIRECTION, HEAD_DIM, CAUSAL = range(3)
 
 
 def panels(record: dict) -> dict[Key, list[dict]]:
-    """Rows by seqlen, for each direction, head_dim and mask there is."""
+    """Return rows by seqlen, for each direction, head_dim and mask."""
     found: dict[Key, list[dict]] = {}
     for row in record["rows"]:
         key = row["direction"], row["head_dim"], row["causal"]
@@ -31,7 +31,7 @@ def panels(record: dict) -> dict[Key, list[dict]]:
 
 
 def draw(record: dict, direction: str) -> Figure:
-    """Draw all panels of a direction: masks beside, head_dims below."""
+    """Draw all panels of a direction: a column per mask."""
     found = {
         key: rows
         for key, rows in panels(record).items()
@@ -42,9 +42,9 @@ def draw(record: dict, direction: str) -> Figure:
 
 
 def overview(record: dict) -> Figure:
-    """Draw causal panels: head_dims beside, directions below.
+    """Draw causal panels: a column per head_dim, a row per direction.
 
-    Those without a mask if there are no others.
+    Uses unmasked panels if there are no causal ones.
     """
     found = panels(record)
     mask = any(key[CAUSAL] for key in found)
@@ -57,7 +57,7 @@ def _draw(
     record: dict, found: dict[Key, list[dict]], title: str,
     down: int, across: int, size: tuple[float, float],
 ) -> Figure:  # fmt: skip
-    """`down`, `across`: what a panel's place is by; `size`: of each."""
+    """Draw panels in a grid by `down` and `across`, each of `size`."""
     downs = list(dict.fromkeys(key[down] for key in found))
     acrosses = sorted({key[across] for key in found})
     figure = Figure(
@@ -110,7 +110,7 @@ def _draw(
 def _panel(axes, title: str, rows: list[dict], record: dict) -> None:
     axes.set_title(title, loc="left", fontsize=8.5, color=INK)
     names = list(record["runners"])
-    # Ours is drawn last, on top.
+    # cuflash is drawn last, on top.
     for i, name in reversed(list(enumerate(names))):
         points = [
             (row["seqlen"], row["tflops"][name])
@@ -131,7 +131,7 @@ def _panel(axes, title: str, rows: list[dict], record: dict) -> None:
             _, dtype, n, _ = name.split("_")
             axes.axhline(
                 value, color=GREY, linewidth=1, linestyle="--",
-                label=f"matrix product of {int(n):,}³, {dtype}",
+                label=f"matmul of {int(n):,}³, {dtype}",
             )  # fmt: skip
     axes.set_xscale("log", base=2)
     seqlens = sorted({row["seqlen"] for row in rows})
@@ -145,7 +145,7 @@ def _panel(axes, title: str, rows: list[dict], record: dict) -> None:
 
 
 def write(folder: Path, name: str, record: dict) -> list[Path]:
-    """Draw an overview and a picture for each direction into a folder."""
+    """Draw an overview and one picture per direction into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {name: overview(record)}
     for direction in dict.fromkeys(row["direction"] for row in record["rows"]):

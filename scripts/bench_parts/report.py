@@ -1,4 +1,4 @@
-"""Prints figures, and writes them as JSON."""
+"""Prints results, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .cells import Cell, geometric_mean
 
 
 def say(text: str = "") -> None:
-    """Print a line and flush, so that it shows in a pipe at once."""
+    """Print a line and flush, so that a pipe shows it at once."""
     print(text, flush=True)
 
 
 def figure(tflops: float) -> str:
-    """Three digits, so that a per cent shows in slow ones too."""
+    """Format to three digits, so that 1 % shows in slow ones too."""
     return f"{tflops:.0f}" if tflops >= 99.95 else f"{tflops:.1f}"
 
 
 def heading(names: list[str]) -> str:
-    """Return the line above the rows that come in one by one."""
+    """Return the heading of the rows."""
     columns = "".join(f"{name:>10} {'+-':>5}" for name in names)
     ratios = "".join(f"{'/ ' + name:>9}" for name in names[1:])
     return (
@@ -34,7 +34,7 @@ def heading(names: list[str]) -> str:
 
 
 def line(row: dict, names: list[str]) -> str:
-    """Return one cell's figures."""
+    """Return one cell's row as text."""
     columns = "".join(
         f"{row['tflops'][n]:10.1f} {row['spread'][n]:5.1%}"
         if n in row["tflops"]
@@ -55,7 +55,7 @@ def _ratio_text(row: dict, name: str) -> str:
 
 
 def ratio_to(row: dict, peer: str) -> float | None:
-    """Return our speed over a peer's."""
+    """Return cuflash's speed over a peer's."""
     figures = row["tflops"]
     if peer not in figures or "cuflash" not in figures:
         return None
@@ -63,7 +63,7 @@ def ratio_to(row: dict, peer: str) -> float | None:
 
 
 def lines(record: dict) -> list[str]:
-    """Return the table of a record, as it was shown when it was made."""
+    """Return the lines of a record's table, as `bench.py` printed them."""
     rows = record["rows"]
     if "options" in record:
         return [option_heading(), *map(option_line, rows)]
@@ -72,7 +72,7 @@ def lines(record: dict) -> list[str]:
 
 
 def option_heading() -> str:
-    """Return the line above rows of calls with options."""
+    """Return the heading of rows of calls with options."""
     return (
         f"{'':8} {'option':12} {'d':>3} {'mask':6} {'seqlen':>6} {'ms':>9} "
         f"{'+-':>5} {'without':>9} {'+-':>5} {'faster':>7} {'pairs':>7} "
@@ -81,7 +81,7 @@ def option_heading() -> str:
 
 
 def option_line(row: dict) -> str:
-    """Return the figures of one call with an option."""
+    """Return the row of one call with an option as text."""
     times = "".join(
         f"{row['ms'][n]:10.3f} {row['spread'][n]:5.1%}"
         if n in row["ms"]
@@ -108,10 +108,10 @@ class BesidePlain(NamedTuple):
     Attributes
     ----------
     pairs : float
-        The share of pairs that are seen.
+        The share of visible pairs.
     faster, of_a_pair, of_a_visited : float or None
-        Its speed, that per pair that is seen, and that per pair of the tiles
-        of which any is seen.
+        The ratio of speeds: per call, per visible pair, and per pair of the
+        tiles with a visible pair.
     """
 
     pairs: float
@@ -121,7 +121,7 @@ class BesidePlain(NamedTuple):
 
 
 def beside_plain(row: dict) -> BesidePlain:
-    """Return what a row of a call with an option comes to."""
+    """Return the ratios of a row."""
     pairs, ms = row["pairs"] / row["plain_pairs"], row["ms"]
     if "cuflash" not in ms or "plain" not in ms:
         return BesidePlain(pairs, None, None, None)
@@ -164,8 +164,8 @@ def cell_of(row: dict) -> Cell:
 
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table; words to the left, figures to the right."""
-    if sys.stdout.isatty():  # elsewhere rich cuts to 80 columns
+    """Print a table; text is left-aligned, numbers right-aligned."""
+    if sys.stdout.isatty():  # rich would cut a pipe's lines to 80 columns
         table = Table(title=title, title_justify="left")
         for number, column in enumerate(columns):
             table.add_column(column, justify="right" if number else "left")
@@ -188,7 +188,7 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def show_summary(found: list[dict]) -> None:
     """Print the result of `summary`."""
     show(
-        "Our speed over the peer's",
+        "cuflash's speed over the peer's",
         ["", "cells", "geometric mean", "worst", "where"],
         [
             [

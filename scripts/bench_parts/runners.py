@@ -1,6 +1,6 @@
 """Runners: cuflash, and the type of a peer (see peers.py).
 
-All read the same memory. A runner gives a function of a set of inputs that
+All read the same memory. A runner makes, from a set of inputs, a function that
 queues one call on the null stream and returns its results.
 """
 
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(cell: Cell, seed: int) -> Inputs:
-    """Draw standard normal inputs. Zeros would run faster than real data."""
+    """Draw standard normal inputs; zeros would run faster than real data."""
     random = cupy.random.default_rng(seed)
     drawn = cupy.float64 if cell.dtype == "float64" else cupy.float32
     shapes = cell.shape, cell.shape_kv, cell.shape_kv, cell.shape
@@ -57,18 +57,18 @@ class Runner(NamedTuple):
     Attributes
     ----------
     name, label : str
-        Short, for columns and JSON; and in words.
+        A short name for columns and JSON, and a description.
     prepare : callable
-        (cell, inputs) to a function without arguments.
+        Maps (cell, inputs) to a function without arguments.
     context : callable
-        Makes the context manager in which calls run.
+        Makes the context manager for its calls.
     variant : callable
-        The cell that it runs in place of a cell.
+        Maps a cell to the cell that it runs instead.
     wait : callable or None
-        Waits for all that was queued, for one who uses streams of its own.
-        Its calls are timed by the clock, many at a time.
+        Waits for all queued calls, if the runner uses its own streams. Its
+        calls are then timed by the host's clock, many at a time.
     kind : callable
-        What its results are judged by in a cell: see `Cell.kind`.
+        Maps a cell to the kind of check: see `Cell.kind`.
     """
 
     name: str
@@ -87,7 +87,7 @@ def _prepare_cuflash(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
     q, k, v, dout = inputs
 
     def forward():
-        # lse too, as the peers always write it.
+        # With lse, which the peers always write.
         return cuflash.forward(q, k, v, **options, return_lse=True)
 
     if cell.direction == "forward":
@@ -105,7 +105,7 @@ PLAIN = Runner(
     variant=lambda cell: cell.plain,  # of option_cells.py
 )
 
-# Ourselves on a call that should be about as fast.
+# cuflash on a call that should be about as fast.
 VARIANTS = {
     "mha": Runner(
         "mha",
@@ -123,7 +123,7 @@ VARIANTS = {
 
 
 def to_cupy(array: Any) -> cupy.ndarray:
-    """Return a result as a CuPy array, in place."""
+    """Return a result as a CuPy array, without a copy."""
     if isinstance(array, cupy.ndarray):
         return array
     detach = getattr(array, "detach", None)  # PyTorch's

@@ -23,9 +23,9 @@ MOST_SETS = 16
 def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
     """Return a row of figures.
 
-    A runner that cannot run the cell is left out with a word. A wrong
-    result of ours is a fault; a peer's is a word too: it is not our claim.
-    TFLOP/s are those of what a runner runs, which may be another cell.
+    A runner that cannot run the cell is left out with a message. A wrong
+    result of cuflash is a fault; a peer's only a message. TFLOP/s refer to
+    the cell that a runner runs, which may be another one.
     """
     row = {
         **cell.row,
@@ -53,7 +53,7 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
             row["error"][runner.name] = _check(
                 contenders[runner.name], checker, runner
             )
-        except Exception as error:  # of a peer, whatever it may be
+        except Exception as error:  # any error of a peer
             known = checks.WrongResult, RuntimeError, MemoryError
             if runner is OURS and not isinstance(error, known):
                 raise
@@ -75,7 +75,7 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
 
 
 def _input_sets(cell: Cell) -> list[Inputs]:
-    """Enough input sets to exceed L2, so that every call reads memory."""
+    """Return enough input sets to exceed L2, so that calls read DRAM."""
     first = make_inputs(cell, 0)
     nbytes = sum(x.nbytes for x in first)
     l2 = cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"]
@@ -112,7 +112,7 @@ def _plan(cell: Cell) -> Plan:
 
 
 def _free() -> None:
-    """Give memory back, CuPy's and PyTorch's: the next cell may need it."""
+    """Free CuPy's and PyTorch's cached memory for the next cell."""
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
     if "torch" in sys.modules:
@@ -120,5 +120,5 @@ def _free() -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's first line: PyTorch's go on for pages."""
+    """Return an error's first line: PyTorch's messages are long."""
     return str(error).strip().partition("\n")[0]

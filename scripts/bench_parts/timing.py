@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cupy
 
 WARM_MS = 100  # before the first time counts: clocks rise, caches fill
-ROUND_MS = 10  # of one runner, before the next has its turn
+ROUND_MS = 10  # of one runner, before the next one runs
 FEWEST = 7  # times for a median
 
 
@@ -25,7 +25,7 @@ class Timing(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A runner's calls on one cell: one for each set of inputs."""
+    """A runner's calls on one cell, one per set of inputs."""
 
     calls: list[Callable[[], Any]]
     context: Callable[[], Any] = contextlib.nullcontext
@@ -54,24 +54,24 @@ def alternate(
 ) -> dict[Hashable, Timing]:
     """Time contenders alternately, so that clock drift affects all equally.
 
-    Everything is queued and nothing waited for before the end: while the
-    GPU is behind, the time between two events holds no work of the host.
-    Contenders with a `wait` are the exception: their turns are timed by the
-    clock, from an idle GPU to an idle GPU, and count as one time each.
+    All calls are queued without waiting: as long as the host stays ahead of
+    the GPU, the time between two events contains no host work. Contenders
+    with a `wait` are the exception: each of their rounds is timed by the
+    host's clock, from an idle GPU to an idle GPU, and counts as one time.
 
     Parameters
     ----------
     contenders : dict
         By name.
     seconds : float
-        Of timed calls for each.
+        Time to measure each.
     fewest : int
-        Calls for each, however long they take.
+        Least number of calls of each, however long they take.
     warm_ms, round_ms : float
-        Of all before the first time counts; of one, before the next has its
-        turn.
+        Warm-up of all before the first measurement; a contender's round,
+        before the next one's.
     before : callable
-        Called before each timed call, and not timed.
+        Called before each timed call, untimed.
     """
     sizes = {}
     for name, contender in contenders.items():
@@ -115,7 +115,7 @@ def alternate(
 
 
 def _clocked_ms(contender: Contender, repeats: int) -> float:
-    """Return the time of a call, by the clock, among several."""
+    """Return the mean time of a call by the host's clock."""
     cupy.cuda.get_current_stream().synchronize()
     contender.wait()
     start = time.perf_counter()
@@ -142,7 +142,7 @@ def _summary(times: list[float]) -> Timing:
 def ceilings(dtype: str, seconds: float) -> dict[str, float]:
     """Measure this GPU's ceilings: a matmul and a copy.
 
-    The product is in float16 for the dtypes of 16 bits.
+    The matmul is in float16 for both 16-bit dtypes.
     """
     n = 8192
     if dtype not in ("float32", "float64"):

@@ -14,10 +14,10 @@ from device_memory import peak_bytes
 
 
 def materialised(dout, q, k, v, compute, xp):
-    """Attention and its gradients through all of P, seqlen_q by seqlen_k.
+    """Compute attention and gradients with P, seqlen_q by seqlen_k.
 
-    Arithmetic in `compute`; P and dS are rounded to the dtype of q between
-    two products, as tensor cores need them.
+    Arithmetic is in `compute`; P and dS are rounded to q's dtype between
+    matmuls, as tensor cores require.
     """
 
     def heads_first(x):
@@ -52,7 +52,7 @@ def materialised(dout, q, k, v, compute, xp):
 
 
 class Materialised:
-    """cuflash's calls as the model makes them, through all of P."""
+    """The cuflash calls that the model makes, with materialised P."""
 
     def __init__(self, compute, xp):
         self.compute, self.xp = compute, xp
@@ -68,7 +68,7 @@ class Materialised:
 
 
 def tiled(dout, q, k, v):
-    """The same four arrays from cuflash."""
+    """Return the same four arrays from cuflash."""
     out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     return out, *cuflash.backward(dout, q, k, v, out, lse, causal=True)
 
@@ -77,9 +77,9 @@ def compare(dout, q, k, v, xp):
     """Errors of cuflash and of materialised attention, both against float64.
 
     Yields name, largest exact value, error of materialised, error of
-    cuflash, and the bound: `factor` times what materialised attention loses
-    in the same dtype, and one rounding more, eps times the largest value,
-    for the case that it was lucky.
+    cuflash, and the bound: `factor` times the error of materialised attention
+    in the same dtype, plus one rounding (eps times the largest value), in
+    case that error happens to be small.
     """
     wide = [x.astype(np.float64) for x in (dout, q, k, v)]
     exact = materialised(*wide, np.float64, xp)
@@ -98,11 +98,11 @@ def compare(dout, q, k, v, xp):
         yield name, largest, error_low, error, bound
 
 
-# ---- What both cost ----
+# ---- Time and memory of both ----
 
 
 def seconds_of(call, xp, repeats=5, at_most=2.0):
-    """The fastest of a few runs."""
+    """Return the time of the fastest of a few runs."""
 
     def wait():
         if xp is not np:
@@ -120,7 +120,7 @@ def seconds_of(call, xp, repeats=5, at_most=2.0):
 
 
 def bytes_of(call, xp):
-    """How much memory the call needs beyond its inputs, results included."""
+    """Return the call's memory beyond its inputs, results included."""
     if xp is np:
         tracemalloc.start()
         call()
@@ -131,7 +131,7 @@ def bytes_of(call, xp):
 
 
 def costs(inputs, xp):
-    """(seconds, bytes) of cuflash and of materialised attention."""
+    """Return (seconds, bytes) of cuflash and of materialised attention."""
 
     def ours():
         tiled(*inputs)
@@ -145,7 +145,7 @@ def costs(inputs, xp):
 
 
 def random_inputs(seqlen, config, xp, seed):
-    """dout, q, k, v of one long text: (1, seqlen, num_heads, head_dim)."""
+    """Return dout, q, k, v of one text: (1, seqlen, num_heads, head_dim)."""
     rng = np.random.default_rng(seed)
     shape = (4, 1, seqlen, config.num_heads, config.head_dim)
     x = xp.asarray(rng.standard_normal(shape, dtype=np.float32))

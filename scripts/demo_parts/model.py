@@ -1,9 +1,9 @@
 """A small transformer in array code, its gradients written out by hand.
 
-Attention and its gradients are calls of cuflash; all the rest stands here.
-In the comments B is batch, T tokens, C channels (num_heads * head_dim), V the
-size of the vocabulary. The gradient of the loss with respect to x is dx. xp
-is numpy or cupy.
+Attention and its gradients are calls of cuflash; everything else is here. In
+comments, B is the batch, T the tokens, C the channels (num_heads * head_dim)
+and V the size of the vocabulary; dx is the gradient of the loss with respect
+to x, and xp is numpy or cupy.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Config:
     # Everything but attention is computed in `dtype`.
     dtype: type = np.float32
     attention_dtype: type = np.float32
-    # What has cuflash's `forward` and `backward`.
+    # A module or object with cuflash's `forward` and `backward`.
     attention: object = cuflash
-    # Where the costs are compared.
+    # The lengths at which time and memory are compared.
     long_seqlens: tuple = (512, 1024, 2048)
 
     @property
@@ -44,11 +44,11 @@ def to_numpy(x):
     return x.get() if hasattr(x, "get") else x
 
 
-# ---- Layers, each with its gradient below it ----
+# ---- Layers, each followed by its gradient ----
 
 
 def rows(x):
-    """All leading axes as one: (B, T, C) -> (B * T, C)."""
+    """Flatten the leading axes: (B, T, C) -> (B * T, C)."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -84,9 +84,9 @@ def mlp_backward(dy, w_in, w_out, saved):
 
 
 def attention(x, w_qkv, w_out, config):
-    """y = softmax(Q K^T / sqrt(head_dim)) V W_out, where no token sees later
-    ones. Q, K and V are three views of one array; cuflash reads them where
-    they are.
+    """y = softmax(Q K^T / sqrt(head_dim)) V W_out with a causal mask.
+
+    Q, K and V are views of one array; cuflash reads them without copies.
     """
     shape = (*x.shape[:2], 3, config.num_heads, config.head_dim)
     qkv = (x @ w_qkv).astype(config.attention_dtype, copy=False)
@@ -110,7 +110,7 @@ def attention_backward(dy, w_qkv, w_out, saved, xp, config):
 
 
 def cross_entropy(logits, one_hot, xp):
-    """Mean of -log(probability of the right character), and dlogits."""
+    """Return mean -log(probability of the next character), and dlogits."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     weights = xp.exp(shifted)
     total = weights.sum(axis=-1, keepdims=True)
@@ -123,10 +123,10 @@ def cross_entropy(logits, one_hot, xp):
 
 
 def waves(config):
-    """First values of the positions: sines and cosines of many wavelengths.
+    """Initial position embeddings: sines and cosines of many wavelengths.
 
-    "n characters back" then is the same rotation everywhere, so that heads
-    soon find the previous character.
+    "n characters back" is then the same rotation at every position, so heads
+    quickly learn to attend to the previous character.
     """
     lengths = np.geomspace(3, 2 * config.seqlen, config.width // 2)
     angles = 2 * math.pi * np.arange(config.seqlen)[:, None] / lengths
@@ -136,17 +136,17 @@ def waves(config):
 class Transformer:
     """Embeddings, blocks of attention and MLP, and a projection to logits.
 
-    All parameters are views of one flat array, and so are their gradients:
-    the optimizer then is a few lines on two vectors.
+    All parameters are views of one flat array, and their gradients of
+    another, so the optimizer is a few lines on two vectors.
     """
 
     def __init__(self, config, vocabulary_size, xp, seed=0):
         self.config, self.xp = config, xp
         self.vocabulary_size = vocabulary_size
         width = config.width
-        # Name -> shape and spread of the first values. Whatever adds to the
-        # residual stream starts small, and the logits start at 0: the first
-        # loss is ln(V), that of a uniform guess.
+        # Name -> shape and initial standard deviation. Matrices that add to
+        # the residual stream start small, and the logits start at 0, so the
+        # first loss is ln(V), that of a uniform guess.
         plan = {
             "embed": ((vocabulary_size, width), 0.5),
             "position": ((config.seqlen, width), 0.0),
@@ -182,7 +182,7 @@ class Transformer:
         self.p["position"][:] = xp.asarray(waves(config).astype(config.dtype))
 
     def forward(self, tokens):
-        """Logits (B, T, V), and what the backward pass will need."""
+        """Return logits (B, T, V), and arrays for the backward pass."""
         p = self.p
         x = p["embed"][tokens] + p["position"][: tokens.shape[1]]
         saved = {}
@@ -200,7 +200,7 @@ class Transformer:
         return n @ p["logits"], saved
 
     def backward(self, dlogits, tokens, saved):
-        """Fill self.g: the forward pass read from its end to its start."""
+        """Fill self.g: the forward pass in reverse."""
         p, g = self.p, self.g
         g["logits"][:] = rows(saved["last"]).T @ rows(dlogits)
         dn = dlogits @ p["logits"].T
@@ -229,12 +229,12 @@ class Transformer:
         g["embed"][:] = self.one_hot(tokens).T @ rows(dx)
 
     def one_hot(self, tokens):
-        """(B * T, V): a 1 in the column of each row's character."""
+        """Return (B * T, V): 1 in the column of each row's character."""
         column = self.xp.arange(self.vocabulary_size)
         return (tokens.reshape(-1, 1) == column).astype(self.config.dtype)
 
     def loss(self, tokens, targets, with_gradient=False):
-        """Mean loss of a batch; with_gradient also fills self.g."""
+        """Return the mean loss of a batch; with_gradient also fills self.g."""
         tokens = self.xp.asarray(tokens)
         targets = self.one_hot(self.xp.asarray(targets))
         logits, saved = self.forward(tokens)

@@ -25,7 +25,7 @@ def new_figure(width, height, title):
 
 
 def draw_loss(path, training, validation, vocabulary_size):
-    """Loss by step, on the batches learnt from and on unseen text."""
+    """Plot the loss by step, on training batches and on unseen text."""
     figure, axes = new_figure(6.4, 3.8, "Loss while training")
     steps, losses = np.array(training).T
     axes.plot(steps, losses, color=BLUE, alpha=0.35, linewidth=1)
@@ -68,7 +68,7 @@ def draw_loss(path, training, validation, vocabulary_size):
 
 
 def smoothed(losses, keep=0.9):
-    """Running mean in which a step's weight falls by `keep` a step."""
+    """Return the running mean; a value's weight decays by `keep` per step."""
     total = weight = 0.0
     means = []
     for loss in losses:
@@ -78,9 +78,9 @@ def smoothed(losses, keep=0.9):
 
 
 def weights_of(q, k, lse):
-    """P of all heads, (num_heads, seqlen, seqlen).
+    """Return P of all heads, (num_heads, seqlen, seqlen).
 
-    cuflash never writes P down, but lse gives it back: P = exp(S - lse).
+    cuflash never stores P; lse recovers it: P = exp(S - lse).
     """
     scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     visible = np.tri(scores.shape[-1], dtype=bool)
@@ -88,16 +88,16 @@ def weights_of(q, k, lse):
 
 
 def liveliness(p):
-    """How sharply a head looks at other characters, and at ever new ones.
+    """Score how sharply a head attends to other, varying characters.
 
-    The first rows see so few that every head looks sharp there.
+    Ignores the first rows, which see so few keys that every head is sharp.
     """
     elsewhere = (p * (1 - np.eye(len(p))))[8:]
     return elsewhere.max(axis=1).mean() - 2 * elsewhere.mean(axis=0).max()
 
 
 def picture_attention(path, model, corpus, seqlen=48):
-    """Draw the liveliest head, on text that the model never learnt."""
+    """Draw the head that scores best, on text unseen in training."""
     text = corpus.decode(corpus.validation)
     prose = (t for t in text.split("\n\n") if t[:1].isalpha())
     text = next(t for t in prose if len(t) > seqlen)[:seqlen]
@@ -115,7 +115,7 @@ def picture_attention(path, model, corpus, seqlen=48):
 
 
 def draw_attention(path, p, text, title):
-    """One head's weights, the characters along both sides."""
+    """Plot one head's weights, with the characters along both axes."""
     figure, axes = new_figure(7.2, 7.2, title)
     image = axes.imshow(p, cmap="Blues", vmin=0, vmax=1)
     # A line break and a space would be invisible.
@@ -125,9 +125,9 @@ def draw_attention(path, p, text, title):
     axes.set_xticks(ticks, labels, **font)
     axes.set_yticks(ticks, labels, **font)
     axes.tick_params(length=0, pad=2)
-    axes.set_xlabel("key: the character looked at", fontsize=9, color=INK)
+    axes.set_xlabel("key: the character attended to", fontsize=9, color=INK)
     axes.set_ylabel(
-        "query: the character before the one to guess", fontsize=9, color=INK
+        "query: the character before the predicted one", fontsize=9, color=INK
     )
     bar = figure.colorbar(image, ax=axes, shrink=0.5, aspect=30, pad=0.02)
     bar.set_label("weight", fontsize=8, color=INK)
@@ -137,7 +137,7 @@ def draw_attention(path, p, text, title):
 
 
 def draw_memory(path, table):
-    """Memory by seqlen, both axes logarithmic."""
+    """Plot memory by seqlen, both axes logarithmic."""
     figure, axes = new_figure(
         6.4, 3.8, "Memory of one forward and backward pass"
     )

@@ -1,4 +1,4 @@
-"""Adam, the training loop, and what the trained model writes."""
+"""Adam, the training loop, and text from the trained model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(model, corpus, *, seconds, seed, console):
     """Train for config.steps, or until the time is up.
 
     Returns two lists of (step, loss): on the training batches, and on
-    characters that the model never learns from.
+    characters that are never trained on.
     """
     config = model.config
     optimizer = Adam(model)

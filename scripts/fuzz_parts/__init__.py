@@ -1,1 +1,1 @@
-"""What scripts/fuzz_gpu.py is made of."""
+"""The parts of scripts/fuzz_gpu.py."""

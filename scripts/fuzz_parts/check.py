@@ -1,23 +1,23 @@
-"""One drawn call on the GPU against plain attention, computed there too.
+"""Compares one random call on the GPU with plain attention on the GPU.
 
-Of every shape a few key heads with all their query heads are computed whole,
-in float64 and once more as plain code in the dtype (`low`). As everywhere
-(CONTRIBUTING.md, "Error"), with ref the first of them,
+For every shape, a few key heads with all their query heads are computed by
+plain attention, in float64 (`ref`) and in the dtype (`low`). As everywhere
+(CONTRIBUTING.md, "Error"),
 
     max|got - ref| <= max(factor * max|low - ref|, tiny)
 
 with factor 2 for out and 3 for gradients. `tiny` is one unit in the last
-place of the largest element of ref: what is right but for the side to which
-its last bit is rounded is off by less.
+place of the largest element of ref: a result whose last bit is rounded to the
+other side has a smaller error.
 
-lse has no `low`; its bound is that of tests/helpers/rounding.py, made larger
-by Cauchy's inequality, sum |q_i||k_j| <= |q_i| |k_j|, so that it needs no
-matrix: with e = 2^-23, one of float32's steps,
+lse has no `low`; its bound is that of tests/helpers/rounding.py, weakened by
+Cauchy's inequality, sum |q_i||k_j| <= |q_i| |k_j|, so that it needs no
+matrix: with e = 2^-23, float32's epsilon,
 
     e ((sqrt(d) + 8) |scale| |q_i| max_j |k_j| + sqrt(seqlen_k) + 4 + 2 |lse|)
 
-for a sum of d products, for scaling it and shifting it by m, and for the sum
-of seqlen_k weights and its logarithm.
+for a dot product of d terms, its scaling and the subtraction of m, the sum of
+seqlen_k weights, and its logarithm.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from .shapes import Shape
 
 FACTORS = {"out": 2, "dq": 3, "dk": 3, "dv": 3}
 STEP = 2.0**-23  # of float32, relative
-# What is computed whole: so many pairs of a query and a key, and key heads.
+# Most (query, key) pairs and key heads that are checked.
 MOST_PAIRS, MOST_KEY_HEADS = 1 << 29, 8
 
 Arrays = dict[str, cupy.ndarray]
 
 
 class WrongResult(Exception):
-    """A result that is not attention."""
+    """A result beyond its bound."""
 
 
 def check(shape: Shape) -> dict[str, float]:
-    """Call cuflash and return each result's largest error over its bound.
+    """Call cuflash; return each result's largest error / bound.
 
     Raises
     ------
     WrongResult
-        If one is above 1, or not finite where it has to be.
+        If one is above 1, or a result is not finite where it must be.
     """
     inputs = make_inputs(shape)
     got = results(shape, inputs)
@@ -97,7 +97,7 @@ def make_inputs(shape: Shape) -> Arrays:
 
 
 def results(shape: Shape, inputs: Arrays) -> Arrays:
-    """Return out, lse, dq, dk and dv, in memory that was NaN before."""
+    """Return out, lse, dq, dk and dv, in memory filled with NaN before."""
     q, k, v, dout = inputs.values()
     options = {
         "scale": shape.scale,
@@ -113,7 +113,7 @@ def results(shape: Shape, inputs: Arrays) -> Arrays:
 
 
 def chosen(shape: Shape) -> Iterator[tuple[int, int]]:
-    """Choose (batch, key head) pairs, and the last one always."""
+    """Choose (batch, key head) pairs, always including the last one."""
     pairs = shape.group_size * shape.seqlen_q * shape.seqlen_k
     there = shape.batch * shape.num_heads_kv
     count = min(max(MOST_PAIRS // pairs, 1), MOST_KEY_HEADS, there)
@@ -126,9 +126,9 @@ def chosen(shape: Shape) -> Iterator[tuple[int, int]]:
 def parts_of_group(
     shape: Shape, arrays: Arrays, batch: int, head: int
 ) -> Arrays:
-    """Cut a key head, and the query heads that read it, out of arrays.
+    """Extract a key head, and the query heads that read it, from arrays.
 
-    Those of queries become (tokens, group, columns), lse (group, tokens).
+    Arrays of queries become (tokens, group, columns), lse (group, tokens).
     """
     group = slice(head * shape.group_size, (head + 1) * shape.group_size)
     where = {
@@ -142,7 +142,7 @@ def parts_of_group(
 def of_group(
     shape: Shape, inputs: Arrays, batch: int, head: int, wide: type
 ) -> Arrays:
-    """Compute a key head's results: in float64, or as plain code does."""
+    """Compute a key head's results in float64, or as plain code does."""
     dtype = DTYPES[shape.dtype]
 
     def stored(x):
@@ -167,7 +167,7 @@ def of_group(
 
 
 class Errors:
-    """The largest of a result's errors, of `low`'s, and of its elements."""
+    """The largest error of a result and of `low`, and largest element."""
 
     def __init__(self) -> None:
         self.ours = self.low = self.element = 0.0
@@ -180,7 +180,7 @@ class Errors:
         self.element = max(self.element, largest(ref))
 
     def over_bound(self, factor: float, step: float) -> float:
-        """Return the largest error over the bound; 0 if all are exact."""
+        """Return the largest error / bound; 0 if all are exact."""
         bound = max(factor * self.low, step * self.element)
         return self.ours / bound if self.ours else 0.0
 
@@ -205,7 +205,7 @@ def lse_bound(
 def lse_error(
     got: cupy.ndarray, ref: cupy.ndarray, bound: cupy.ndarray
 ) -> float:
-    """Return the largest error over its bound; inf for a wrong -inf."""
+    """Return the largest error / bound; inf for a wrong -inf."""
     blind = ref == -cupy.inf
     if ((got == -cupy.inf) != blind).any():
         return float("inf")

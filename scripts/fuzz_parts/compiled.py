@@ -1,4 +1,4 @@
-"""Shapes whose kernels are compiled while others before them are checked."""
+"""Compiles the kernels of coming shapes while earlier ones are checked."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ AHEAD = 50  # shapes
 
 @contextlib.contextmanager
 def compiled_ahead(shapes: Iterable[Shape]) -> Iterator[Iterator[Shape]]:
-    """Yield the shapes, in order, with kernels in the cache folder.
+    """Yield the shapes in order, each with its kernels compiled and cached.
 
-    NVRTC takes seconds for a kernel, and most shapes need one or two that
-    none before them needed.
+    NVRTC takes seconds per kernel, and most shapes need one or two new ones.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             yield _in_order(shapes, pool)
         finally:
-            # What compiles is waited for: see docs/internals/host.md.
+            # Wait for running compilations: see docs/internals/host.md.
             pool.shutdown(cancel_futures=True)
 
 
@@ -42,7 +41,7 @@ def _in_order(
     def first() -> Shape:
         shape = waiting.popleft()
         for kernel in _kernels(shape):
-            compiling[kernel].result()  # raises what compiling raised
+            compiling[kernel].result()  # raises the compilation's exception
         return shape
 
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""Random calls from the ranges of the benchmarks' grid, by a seed each."""
+"""Random calls from the ranges of the benchmarks' grid, one per seed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 
 from cuflash.problem import Problem
 
-# Shorter ones are what `make test` has; there the error of plain code may be
-# 0 by luck, and the bound needs a long derivation.
+# `make test` covers shorter ones, in which the error of plain code may happen
+# to be 0, so that they need another bound.
 FEWEST_TOKENS, MOST_TOKENS = 64, 16384
 GRID_HEAD_DIMS = (64, 128, 256)
-# As in the grid's longest cells: of the largest array, and pairs of a query
-# and a key times columns.
+# As in the grid's longest cells: elements of the largest array, and (query,
+# key) pairs times columns.
 MOST_ELEMENTS = 16384 * 2048
 MOST_WORK = 16384 * MOST_ELEMENTS
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A forward and a backward call; the seed draws the numbers too."""
+    """A forward and a backward call; the seed also determines the inputs."""
 
     seed: int
     dtype: str
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        """Of q, k, v and dout."""
+        """The shapes of q, k, v and dout."""
         queries = self.batch, self.seqlen_q, self.num_heads_q
         keys = self.batch, self.seqlen_k, self.num_heads_kv
         return {
@@ -50,12 +50,12 @@ class Shape:
 
     @property
     def group_size(self) -> int:
-        """Query heads of a key head."""
+        """Query heads per key head."""
         return self.num_heads_q // self.num_heads_kv
 
     @property
     def fits(self) -> bool:
-        """Whether it is no larger than the grid."""
+        """Whether the shape is within the grid's limits."""
         elements = max(int(np.prod(x)) for x in self.shapes.values())
         columns = max(self.head_dim, self.head_dim_v)
         heads = self.batch * self.num_heads_q
@@ -63,7 +63,7 @@ class Shape:
         return elements <= MOST_ELEMENTS and work <= MOST_WORK
 
     def problem(self, direction: str) -> Problem:
-        """The problem that `cuflash` makes of one of the calls."""
+        """Return the problem of one of the calls, as cuflash makes it."""
         return Problem(
             direction, self.dtype, self.batch, self.seqlen_q, self.seqlen_k,
             self.num_heads_q, self.num_heads_kv, self.head_dim,
@@ -74,7 +74,7 @@ class Shape:
 
 
 def draw(seed: int) -> Shape:
-    """The shape of a seed: always the same one."""
+    """Return the shape of a seed, always the same one."""
     rng = np.random.default_rng(seed)
     while True:
         shape = _draw(seed, rng)
@@ -109,7 +109,7 @@ def _draw(seed: int, rng: np.random.Generator) -> Shape:
 
 
 def _length(rng: np.random.Generator) -> int:
-    """Short and long ones alike, half of them around multiples of tiles."""
+    """Draw a length, log-uniform; half are near multiples of 64."""
     length = np.exp(rng.uniform(np.log(FEWEST_TOKENS), np.log(MOST_TOKENS)))
     if rng.random() < 0.5:
         length = length // 64 * 64 + rng.integers(-1, 2)

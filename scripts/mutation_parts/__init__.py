@@ -1,1 +1,1 @@
-"""What scripts/mutate.py is made of."""
+"""The parts of scripts/mutate.py."""

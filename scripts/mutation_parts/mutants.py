@@ -1,8 +1,8 @@
 """Mutants: their ids, rules, hand-written ones, and known equivalents.
 
-An id says file, function and operator, and a hash of the tokens changed, of
-what they become and of some around. So it outlives moved lines, comments and
-reformatting. Mutants that are alike in all this are numbered.
+An id names file, function and operator, with a hash of the changed tokens,
+their replacement and some tokens around. So it survives moved lines, comments
+and reformatting. Mutants equal in all this are numbered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mutation_parts.tokens import Function, Source, tokens_of
 
 BY_HAND = Path(__file__).parent / "by_hand.txt"
 EQUIVALENTS = Path(__file__).parent / "equivalents.txt"
-# The emulator has a twin in its place.
+# The emulator replaces it by a twin.
 NO_MUTANTS = frozenset(["common/ptx.cuh"])
 AROUND = 6  # tokens on each side that are part of an id
 
@@ -43,14 +43,14 @@ class Mutant:
     what: str = ""
 
     def applied(self, text: str) -> str:
-        """The file's text with the change, of as many lines."""
+        """Return the changed text, with the same number of lines."""
         old = text[self.start : self.end]
         lines = old.count("\n") - self.new.count("\n")
         new = self.new + "\n" * max(lines, 0)
         return text[: self.start] + new + text[self.end :]
 
     def rank(self, seed: int) -> bytes:
-        """Where in a sample: depends on the id and the seed alone."""
+        """Return its rank in a sample, from the id and the seed."""
         return hashlib.sha256(f"{seed} {self.id}".encode()).digest()
 
 
@@ -127,7 +127,7 @@ class HandMade:
         return f"{self.file}/by-hand/{slug}"
 
     def mutant(self, source: Source) -> Mutant | None:
-        """The mutant, or None if the text is not there, or elsewhere too."""
+        """Return the mutant; None if the text does not occur as described."""
         wanted = [x.text for x in tokens_of(self.old)]
         texts, count = [x.text for x in source.tokens], len(wanted)
         found = [
@@ -154,13 +154,13 @@ class HandMade:
 
 
 def hand_made(text: str) -> list[HandMade]:
-    """What a text like by_hand.txt describes: blocks between blank lines.
+    """Parse a text like by_hand.txt: blocks separated by blank lines.
 
     ::
 
-        # file: what is wrong then
-        - the kernel's text, of one line or more
-        + what replaces it: also of no line
+        # file: the fault
+        - the kernel's text, one or more lines
+        + its replacement, zero or more lines
         @ 2 of 3
     """
     found = []
@@ -183,9 +183,9 @@ def hand_made(text: str) -> list[HandMade]:
 
 
 def equivalents(text: str) -> dict[str, str]:
-    """Id by id why no test can see it.
+    """Return, by id, why no test can detect the mutant.
 
-    Blocks between blank lines: lines with # say why, the others are ids.
+    Blocks separated by blank lines: # lines give the reason, others are ids.
     """
     known = {}
     for block in filter(str.strip, text.split("\n\n")):
@@ -202,9 +202,9 @@ def equivalents(text: str) -> dict[str, str]:
 
 @dataclass
 class Population:
-    """All mutants by id, why some are equivalent, and entries that are stale.
+    """All mutants by id, reasons of equivalents, and stale entries.
 
-    A stale entry is a line in a report: to mend it, or to drop it.
+    A stale entry gets a line in the report: fix it or remove it.
     """
 
     mutants: dict[str, Mutant]

@@ -1,8 +1,8 @@
 """Mutation operators: rules on tokens, each of which makes one kind of change.
 
-An operator is a function of a `Source` and one of its functions, and yields
-edits. Its name, with dashes, is part of each mutant's id, so to rename one
-changes ids. It should yield only what compiles, as far as tokens can tell.
+An operator takes a `Source` and one of its functions, and yields edits. Its
+name, with dashes, is part of each mutant's id, so renaming it changes ids. It
+should yield only edits that compile, as far as tokens can tell.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from mutation_parts.tokens import ASSIGNMENTS, Function, Source
 
-# Words of the names of calls that order threads and memory.
+# Words in names of calls that order threads and memory.
 _SYNC = frozenset(
     """wait arrive fence sync syncthreads syncwarp barrier commit acquire
     release turn await tell publish keep""".split()
 )
-# What the emulator does not model: no emulated test can miss them.
+# Not modelled by the emulator: no emulated test can detect their removal.
 NOT_MODELLED = frozenset(["__threadfence"])
 _PHASE = re.compile(r"(?:\w*_)?(?:parity|phase)")
 _STAGE = frozenset(["stage", "place", "slot"])
@@ -76,7 +76,7 @@ def _is_declarative(source: Source, i: int) -> bool:
 
 
 def _body(source: Source, of: Function) -> Iterator[int]:
-    """Tokens of a function that are no template arguments."""
+    """Yield tokens of a function that are no template arguments."""
     for i in range(of.first, of.last):
         if not source.in_template(i):
             yield i
@@ -120,7 +120,7 @@ def drop_sync(source: Source, of: Function) -> Iterator[Edit]:
 
 @_operator
 def drop_call(source: Source, of: Function) -> Iterator[Edit]:
-    """Leave out any other call whose result nobody takes."""
+    """Leave out any other call whose result is unused."""
     for first, end, names in _calls(source, of):
         if not _SYNC & _words(names):
             yield Edit(first, end, "")
@@ -181,7 +181,7 @@ def wait_for_fewer(source: Source, of: Function) -> Iterator[Edit]:
 
 
 def _behind_call(source: Source, i: int) -> int:
-    """Behind a name, or a call of it without arguments."""
+    """Return the end of a name, or of a call of it without arguments."""
     return i + 3 if source[i + 1] == "(" and source[i + 2] == ")" else i + 1
 
 
@@ -198,7 +198,7 @@ def compare(source: Source, of: Function) -> Iterator[Edit]:
 
 @_operator
 def bound(source: Source, of: Function) -> Iterator[Edit]:
-    """A bound that is 1 off, to the side that `compare` does not try."""
+    """A bound off by 1, in the direction that `compare` does not try."""
     further = {"<": "-", "<=": "+", ">": "+", ">=": "-"}
     for i in _binaries(source, of):
         if source[i] in further:
@@ -282,7 +282,7 @@ def swap_operands(source: Source, of: Function) -> Iterator[Edit]:
 
 @_operator
 def swap_arguments(source: Source, of: Function) -> Iterator[Edit]:
-    """Two neighbouring arguments of a call, if they look alike."""
+    """Swap two adjacent arguments of a call, if they look alike."""
     for i in _body(source, of):
         called = source.tokens[i - 1].kind == "name" or source[i - 1] == ">"
         if source[i] != "(" or not called or source[i - 1] in _HEADS:

@@ -1,8 +1,8 @@
 """Which lines of the kernels each test runs, from a recorded run.
 
-The emulated tests are run once on kernels that are compiled with --coverage.
-A test's record holds for as long as the package, the helpers, its own file
-and the kernel files that its programs are made of are what they were.
+Runs the emulated tests once on kernels compiled with --coverage. A test's
+record is valid as long as the package, the helpers, its own file and the
+kernel files of its programs are unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bits = dict[str, int]  # lines by file, line n as bit n
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled kernel: its lines with code, by file; what it costs."""
+    """A compiled kernel: its lines with code, by file; its cost."""
 
     files: frozenset[str]
     holds: Bits
@@ -63,7 +63,7 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def common() -> str:
-    """A hash of what all tests depend on: no kernels, no test files."""
+    """A hash of what all tests depend on, without kernels and test files."""
     command = [*runtime.host_compiler(), "--version"]
     paths = [
         path
@@ -95,9 +95,9 @@ def make(
     tests: list[str],
     run: Callable[[list[dict]], Iterator[dict]],
 ) -> Record:
-    """The record of some tests: what a file has of them, the others run now.
+    """The record of some tests: from a file, or by running them now.
 
-    `run` gives what became of jobs (see worker.py), as they end.
+    `run` yields the results of jobs (see worker.py) as they end.
     """
     record = Record()
     lines = path.read_text().splitlines() if path.exists() else []
@@ -180,9 +180,10 @@ class Choice:
 def choose(mutant: Mutant, record: Record, budget: float) -> Choice:
     """The tests that run a mutated line, in the order of `_ordered`.
 
-    A line without code, as a constant, stands for its statement or else its
-    function. One of a constexpr function, of none, or of one that is inlined
-    without a trace, stands for the file, but the tests that run it come first.
+    A line without code, such as a constant, counts as its statement, else as
+    its function. A line of a constexpr function, of no function, or of one
+    that gcov does not list, counts as the whole file; tests that run it come
+    first.
     """
     file = mutant.file
     for lines in (mutant.lines, mutant.statement, mutant.function):
@@ -220,9 +221,9 @@ def _ordered(
 ) -> list[str]:
     """Tests by the lines that each adds, for the time that it adds.
 
-    The time is its own and that of programs not yet compiled. Tests alike
-    come late: they run what others have run. When no line is new, the
-    cheapest is next.
+    The time includes that of programs not yet compiled. Similar tests come
+    late, because they add few lines. If no test adds a line, the cheapest is
+    next.
     """
     order, left, made, spent = [], set(tests), set(), 0.0
     seen: Bits = {}

@@ -55,7 +55,7 @@ class Worker:
         )  # fmt: skip
 
     def do(self, folder: Path, job: dict) -> int:
-        """Do a job in a folder; pytest's status."""
+        """Run a job in a folder; return pytest's status."""
         (folder / "job.json").write_text(json.dumps(job))
         said = []
         try:
@@ -69,12 +69,12 @@ class Worker:
         raise WorkerError("pytest could not collect\n" + "".join(said))
 
     def close(self) -> None:
-        """Let it end."""
+        """Let the process end."""
         self.process.communicate("")
 
 
 class Pool:
-    """So many workers, each of which is started when it is needed."""
+    """Workers, each started when it is needed."""
 
     def __init__(self, suite: str, jobs: int, **env: str):
         self._jobs, self._suite = jobs, suite
@@ -96,7 +96,7 @@ class Pool:
             self._idle.put(worker)
 
     def do(self, job: dict, text: str | None = None) -> dict:
-        """Do one job, with the text of a mutated file; what it left."""
+        """Run one job with a mutated file's text; return its results."""
         with (
             self._worker() as worker,
             tempfile.TemporaryDirectory(prefix="cuflash_mutate_") as name,
@@ -112,7 +112,7 @@ class Pool:
             raise ChildError(f"pytest ended with status {status}: {log}")
 
     def each(self, do: Callable, items: Iterable) -> Iterator:
-        """What `do` gives for each item, side by side, as they end."""
+        """Yield the result of `do` for each item, in parallel, as they end."""
         with ThreadPoolExecutor(self._jobs) as threads:
             waited = [threads.submit(do, x) for x in items]
             try:
@@ -129,13 +129,13 @@ class Pool:
         return [x for x in slow if self._suite == "test-all" or not slow[x]]
 
     def kill(self) -> None:
-        """End all, with what they run."""
+        """Kill all workers and their children."""
         for worker in self._started:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Let those end that have nothing to do."""
+        """Let idle workers end."""
         while not self._idle.empty():
             worker = self._idle.get()
             if worker:
@@ -182,17 +182,17 @@ class Result:
 
     @property
     def file(self) -> str:
-        """That was mutated."""
+        """The mutated file."""
         return self.id.rsplit("/", 3)[0]
 
     @property
     def operator(self) -> str:
-        """That made the mutant."""
+        """The operator that made the mutant."""
         return self.id.split("/")[-2]
 
 
 def check(mutant: Mutant, made: Pool, record: Record, budget: float) -> Result:
-    """Run the tests that a mutant takes until one fails."""
+    """Run a mutant's tests until one fails."""
     chosen = choose(mutant, record, budget)
     line = mutant.lines[0]
     if not chosen.tests:

@@ -78,7 +78,7 @@ def tokens_of(text: str) -> list[Token]:
 
 
 class Source:
-    """The tokens of one kernel file and how they belong together."""
+    """The tokens of one kernel file, with brackets and functions."""
 
     def __init__(self, file: str, text: str):
         self.file, self.text = file, text
@@ -231,7 +231,7 @@ class Source:
         return i
 
     def chain_end(self, i: int) -> int:
-        """Behind the names, members, subscripts and calls from `i` on."""
+        """Return the end of the names, members and calls from `i` on."""
         while self[i] in ("*", "("):  # *pointer = x
             if self[i] == "(":
                 return i
@@ -249,7 +249,7 @@ class Source:
         return i
 
     def statement_starts(self, of: Function) -> list[int]:
-        """Tokens of a function with which a statement may begin."""
+        """Yield tokens of a function that may begin a statement."""
         return [
             i
             for i in range(of.first, of.last)

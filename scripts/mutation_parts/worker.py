@@ -2,21 +2,21 @@
 
     pytest -s -x -p mutation_parts.worker -k emulated
 
-It takes one folder after another from its input, a line each, and answers with
-a line `status N`. To start and to collect the tests takes longer than most
-mutants take to be caught, so each folder gets a child of the process that has
-collected them. A folder's ``job.json`` says what to do::
+Reads folders from its input, one per line, and answers each with a line
+`status N`. Starting pytest and collecting tests takes longer than catching
+most mutants, so a child of the process that has collected them handles each
+folder. A folder's ``job.json`` describes the job::
 
     tests     names of tests, in this order; null: only list all in tests.json,
               and whether they are marked `slow`
-    record    note what each test runs, in ran.json; kernels are compiled with
-              --coverage then, which the environment has to say
+    record    record the lines that each test runs, in ran.json; requires
+              --coverage in the emulator's flags (environment)
     file      of the kernels, with the text ``mutant`` in the folder
-    spared    keys of programs that do not hold the mutated line
+    spared    keys of programs that do not contain the mutated line
     holding   how many do
-    budget    CPU seconds, after which no other test is begun
+    budget    CPU seconds, after which no further test is started
 
-Left there are ``result.json`` and ``log.txt``.
+Results are ``result.json`` and ``log.txt``.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _executable, _run, _build = runtime.executable, runtime.run, source.build
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Return the CPU time of this process and its ended children."""
     return sum(os.times()[:4])
 
 
 def key_of(text: str, arch: str) -> str:
-    """What programs are known by."""
+    """Return the key of a program."""
     return hashlib.sha256(f"{arch}\n{text}".encode()).hexdigest()[:20]
 
 
@@ -60,7 +60,7 @@ def files_of(text: str) -> list[str]:
 
 
 class Job:
-    """What one folder asks for, in the child that does it."""
+    """The job of one folder, in the child that runs it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -79,7 +79,7 @@ class Job:
         self._keys: dict[Path, str] = {}
 
     def begin(self) -> None:
-        """Take the emulator's place where it compiles and runs."""
+        """Replace the emulator's functions that compile and run."""
         runtime.executable, runtime.run = self.executable, self.run
         source.build = self.build
         if self.file:
@@ -98,7 +98,7 @@ class Job:
         return _build(kernel, **options)
 
     def executable(self, kernel, arch, flags=()):
-        """As `runtime.executable`, with the mutant unless it is spared it."""
+        """As `runtime.executable`, with the mutant unless spared."""
         text = _build(kernel, twins=runtime.TWINS)
         key, files = key_of(text, arch), files_of(text)
         mutate = self.file in files and key not in self.spared
@@ -118,7 +118,7 @@ class Job:
         return path
 
     def run(self, program, folder, *rest):
-        """As `runtime.run`, for a limited time, noting what it runs."""
+        """As `runtime.run`, for a limited time, recording lines."""
         key = self._keys.get(Path(program))
         if self.record and key:
             # One file of counts for all launches of a program in a test.
@@ -159,9 +159,9 @@ class Job:
     def same_code(self) -> bool:
         """Whether the mutated programs are what they are without the mutant.
 
-        Of mutants that nothing has caught: the compiler may see that they do
-        nothing. That counts if it has seen all programs with the line: in
-        others an option may be on for which it matters.
+        For mutants that no test caught: the compiler may prove that they
+        change nothing. That counts only if all programs with the line were
+        compiled: another may have an option for which the change matters.
         """
         return len(self.mutated) >= self.holding > 0 and all(
             path.exists() and code(path) == code(_executable(*rest))
@@ -239,7 +239,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """Have a child do what each folder asks for, as pytest goes on there."""
+    """Let a child handle each folder; pytest continues in it."""
     items = {item.nodeid: item for item in session.items}
     slow = {x: bool(items[x].get_closest_marker("slow")) for x in items}
     if serve(slow):
@@ -276,7 +276,7 @@ def serve(collected: dict[str, bool]) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    """Note what a test runs; begin no other behind the budget."""
+    """Record what a test runs; start none after the budget."""
     _job.launched, _job.compiling = {}, 0.0
     failed_before, start = item.session.testsfailed, cpu_seconds()
     done = yield
@@ -291,7 +291,7 @@ def pytest_runtest_protocol(item, nextitem):
 
 
 def pytest_runtest_logreport(report):
-    """Keep what the first test that fails says."""
+    """Keep the message of the first test that fails."""
     if report.failed and not _job.result["failed"]:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = crash.message if crash else str(report.longrepr)
@@ -300,6 +300,6 @@ def pytest_runtest_logreport(report):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish():
-    """Leave what came out."""
+    """Write the results."""
     if _job:
         _job.end()

@@ -48,10 +48,10 @@ class Compiler:
     def results(
         self, tasks: list[Hashable], until: float
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield (task, result) as they are done; a CompileError is a result.
+        """Yield (task, result) as tasks finish; a CompileError is a result.
 
-        Those that have not begun at the time `until` (of `time.monotonic`)
-        are given up.
+        Tasks not started by the time `until` (of `time.monotonic`) are
+        dropped.
 
         Raises
         ------
@@ -64,7 +64,7 @@ class Compiler:
             if time.monotonic() >= until:
                 for future in [x for x in left if x.cancel()]:
                     del left[future]
-            # Short waits, so that Ctrl-C is heard.
+            # Short waits, so that Ctrl-C takes effect.
             done, _ = wait(left, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in done:
                 task, error = left.pop(future), future.exception()

@@ -23,10 +23,10 @@ def run(
     groups: list[Group], device: Device, options: Any, until: float,
     rows: list[dict],
 ) -> bool:  # fmt: skip
-    """Compile every group's kernels; add a dict for each tile to `rows`.
+    """Compile every group's kernels; add a dict per tile to `rows`.
 
-    Those of what was compiled are there when it is interrupted, too. Returns
-    whether all were compiled.
+    If interrupted, `rows` has those compiled so far. Returns whether all were
+    compiled.
     """
     swept = {group: options.chosen(choices(group, device)) for group in groups}
     total = sum(map(len, swept.values()))

@@ -1,9 +1,9 @@
 """Forces calls of cuflash to use a given tile.
 
-No argument of a call asks for a tile, and none should: block_q and block_k
-leave many. What a call is decided by is its problem, its device and the
-family that its backend was asked for, and recipes are remembered by the last
-one too. So a `Forced` takes its place.
+No argument of a call selects a tile; block_q and block_k leave many. A call's
+plan follows from its problem, its device and the family that its backend
+prefers, and the family is part of the key of cached recipes. So a `Forced`
+replaces the family.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cuflash.tiles import Tile
 
 
 class Forced(NamedTuple):
-    """A family, and one direction's tile. The other has its own."""
+    """A family, and the tile of one direction; the other keeps its own."""
 
     family: str
     direction: str
@@ -26,7 +26,7 @@ class Forced(NamedTuple):
 
 
 def force(choice: Forced | None) -> None:
-    """Make all further calls on CuPy's current device use a choice."""
+    """Make all later calls on CuPy's current device use a choice."""
     import cupy
 
     from cuflash.backends import cupy as gpu

@@ -1,6 +1,6 @@
 """The child process's work on the GPU: check and time tiles.
 
-Nobody else imports this: it needs CuPy.
+Only the child imports this module, which needs CuPy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from . import wide
 from .forcing import Forced, force
 from .space import Group, check_shapes
 
-# Before each timed call so much is written, and read by nobody: what the
-# caches hold then is none of the call's.
+# Bytes written before each timed call, to evict the call's data from the
+# caches.
 L2_TIMES = 3
-# Of the first look at all tiles, and of the second at the best ones.
+# Of the first measurement, of all tiles, and of the second, of the best.
 FEW, MANY = 3, 9
 NEAR, MOST_FINALISTS = 1.15, 8  # times the best; this many
 HOPELESS = 1.6  # times the best: left out in the group's further cells
@@ -36,7 +36,7 @@ WARM_MS, FINAL_WARM_MS = 20, 60
 
 
 class Gpu:
-    """The current device, as `worker.serve` asks it."""
+    """The current device; `worker.serve` calls its methods."""
 
     def __init__(self) -> None:
         reason = machine.find_gpu()
@@ -45,7 +45,7 @@ class Gpu:
         self.flushed = cupy.empty(L2_TIMES * gpu.device(0).l2_bytes, np.uint8)
 
     def describe(self) -> tuple[Device, dict]:
-        """The device as plans see it, and what a figure needs beside it."""
+        """Return the device as plans see it, and the record's description."""
         record = machine.describe()
         record["nvrtc"] = nvrtc.version()
         return gpu.device(0), record
@@ -80,10 +80,10 @@ class Gpu:
         self, cell: Cell, family: str, tiles: list[Tile], today: int,
         seconds: float,
     ) -> list[dict]:  # fmt: skip
-        """Time a cell on each tile; a dict for each, in their order.
+        """Time a cell on each tile; return a dict for each, in order.
 
-        All of them a few times, then the best ones and today's again and
-        for longer: those have "ms", the others "quick_ms" alone.
+        Times all of them briefly, then the best ones and today's for longer:
+        those have "ms", the others only "quick_ms".
         """
         inputs = make_inputs(cell, 0)
         forced = [Forced(family, cell.direction, tile) for tile in tiles]
@@ -145,7 +145,7 @@ def _contender(call: Callable[[], Any], forced: Forced) -> timing.Contender:
 
 
 def _call(cell: Cell, inputs: Inputs) -> Callable[[], tuple]:
-    """A call of a cell, on whatever tile is forced when it is made."""
+    """Return a call of a cell, on the tile that is forced when it runs."""
     q, k, v, dout = inputs
     options = {"causal": cell.causal, "precision": cell.precision}
     if cell.direction == "forward":

@@ -26,9 +26,9 @@ from .space import (
 )
 from .worker import TileFault, Worker
 
-# No call of a cell takes so long: then it hangs.
+# Seconds after which a cell's call is considered to hang.
 CHECK_SECONDS, TIME_SECONDS = 15.0, 120.0
-# Of a group's share of the budget: compiling ends, checking ends.
+# Shares of a group's budget at which compiling and checking end.
 COMPILED_BY, CHECKED_BY = 0.5, 0.75
 
 
@@ -45,8 +45,8 @@ class Sweep:
     def run(self, groups: list[Group], until: float) -> None:
         """Measure all that is not in the record yet, until the time is up.
 
-        Each group has an equal share of the time that is left when its turn
-        comes; within it the tiles that are next to today's come first.
+        When a group starts, it gets an equal share of the remaining time; the
+        tiles nearest to today's come first.
         """
         o = self.options
         with Compiler(self._compiled, o.jobs) as pool:

@@ -48,7 +48,7 @@ class Meter:
             self._bar.stop()
 
     def step(self, count: int = 1, what: str | None = None) -> None:
-        """Count steps, and say what is being done."""
+        """Count steps, and show the current activity."""
         self.done += count
         self.what = what or self.what
         if self._bar:

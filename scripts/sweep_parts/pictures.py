@@ -27,17 +27,17 @@ class Map(NamedTuple):
     Attributes
     ----------
     name : str
-        Of its file, without the suffix.
+        Name of the file, without suffix.
     rows : list of str
         Tiles, the best in the mean first.
     columns : list of str
     tflops : array, (rows, columns)
         NaN where a tile was not timed.
     best, today : list of int or None
-        The row of each column's fastest tile, and of the one that plan.py
-        takes.
+        The row of each column's fastest tile, and of the tile that plan.py
+        uses.
     left_out : int
-        Tiles that there was no room for.
+        Number of tiles not shown.
     """
 
     name: str
@@ -76,7 +76,7 @@ def _map(name: str, entries: list[dict]) -> Map:
     ]
 
     def mean_share(tile: Tile) -> float:
-        # A tile that was left out was too slow to be looked at.
+        # A tile that was left out was too slow for the second measurement.
         return statistics.fmean(
             speeds[tile].get(c, 0) / fastest[c] for c in range(len(entries))
         )

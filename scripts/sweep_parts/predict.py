@@ -19,9 +19,9 @@ DEFAULTS = {
 def traffic_bytes(cell: Cell, family: str, tile: Tile) -> float:
     """Bytes that a call moves between the caches and the blocks.
 
-    By reference.traffic, whose memory is what is behind shared memory: the
-    L2 cache saves part of it. A causal mask leaves out its share of pairs,
-    and so about that share of all that is moved tile by tile.
+    The slow memory of reference.traffic is everything behind shared memory:
+    the L2 cache serves part of it. A causal mask removes its share of pairs,
+    and about the same share of the traffic per tile.
     """
     counts = (
         SCHEDULES.get((family, cell.direction)) or (DEFAULTS[cell.direction])

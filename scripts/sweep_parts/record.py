@@ -74,9 +74,9 @@ class Record:
 
     @classmethod
     def open(cls, path: Path, machine: dict[str, Any]) -> Record:
-        """The record in a file if it is of the same machine, else a new one.
+        """Return a file's record if of the same machine, else a new one.
 
-        What is there and cannot be used is moved aside.
+        Renames a file that cannot be used.
         """
         if not path.exists():
             return cls(path, machine)
@@ -100,7 +100,7 @@ class Record:
         return Device(**self.machine["plans_see"])
 
     def save(self) -> None:
-        """Write the file, or where there is room if there is none there."""
+        """Write the file, elsewhere if its folder is not writable."""
         content = {
             "format": FORMAT,
             "machine": self.machine,
@@ -126,7 +126,7 @@ class Record:
         )
 
     def has(self, group: Group, cell: Cell, swept: list[Choice]) -> bool:
-        """Whether every choice is known to be wrong or was timed there."""
+        """Whether every choice was timed in the cell, or is wrong."""
         wanted = key({**asdict(cell), "family": group.family})
         known = {
             x["digest"]
@@ -151,7 +151,7 @@ def key(entry: dict) -> tuple:
 
 def cell_of(entry: dict) -> Cell:
     """The cell of an entry."""
-    optional = {"precision"}  # records of before have none
+    optional = {"precision"}  # older records have none
     return Cell(
         **{
             name: entry[name]

@@ -26,13 +26,13 @@ from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from fuzz_parts.shapes import Shape
 
-# What families run if not float16 and bfloat16; simt runs all.
+# Dtypes of families that do not run float16 and bfloat16; simt runs all.
 DTYPES = {"fma": "float32", "tf32x3": "float32", "dmma": "float64",
           "simt": "float32"}  # fmt: skip
 
 
 def dtype_of(families: list[str] | None) -> str:
-    """The dtype that a sweep of families is about if none is given."""
+    """Return the default dtype of a sweep of families."""
     return DTYPES.get(families[0], "bfloat16") if families else "bfloat16"
 
 
@@ -44,8 +44,8 @@ class Lengths(NamedTuple):
     seqlens: tuple[int, ...]
 
 
-# So that a call takes at most some 20 ms, with eight tiles of 128 rows for
-# each of 132 multiprocessors at head_dim 128; simt has less of all.
+# A call then takes at most about 20 ms, with eight tiles of 128 rows for each
+# of 132 SMs at head_dim 128; smaller in every respect for simt.
 LENGTHS = Lengths(cells.TOKENS, cells.WIDTH, cells.SEQLENS)
 WIDE_LENGTHS = Lengths(8192, 2048, (1024, 4096))
 SIMT_LENGTHS = Lengths(2048, 1024, (1024,))
@@ -60,7 +60,7 @@ def lengths_of(family: str) -> Lengths:
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of all lengths: their kernels are the same."""
+    """Cells of all lengths, which share kernels."""
 
     family: str
     direction: str
@@ -78,7 +78,7 @@ class Group:
 
     @property
     def precision(self) -> str | None:
-        """The option of calls that run on the family."""
+        """Return the argument of calls that run on the family."""
         return "tf32x3" if self.family == "tf32x3" else None
 
     @property
@@ -94,7 +94,7 @@ class Group:
     ) -> list[Cell]:
         """A cell for each length; batch and heads follow from the totals.
 
-        What is not given is `lengths_of` the family.
+        Defaults are `lengths_of` the family.
         """
         known = lengths_of(self.family)
         return cells.grid(
@@ -121,7 +121,7 @@ class Choice:
     kernels : tuple of KernelPlan
         All that a call runs.
     digest : str
-        Of all that its speed depends on: texts and options.
+        A hash of all that its speed depends on: texts and options.
     """
 
     tile: Tile
@@ -129,7 +129,7 @@ class Choice:
     digest: str
 
     def main(self, family: str) -> list[KernelPlan]:
-        """The kernels that have the tile, without those of single rows."""
+        """Return the kernels that depend on the tile."""
         return [k for k in self.kernels if main_file(family, k.file)]
 
 
@@ -146,7 +146,7 @@ def groups(
     Parameters
     ----------
     families : list of str or None
-        None: the one that a call without further wishes runs on.
+        None: the default family of calls.
     """
     found = []
     for direction, head_dim, causal in product(directions, head_dims, masks):
@@ -161,7 +161,7 @@ def groups(
 def choices(group: Group, device: Device) -> list[Choice]:
     """Every tile that a group's kernels can run, today's neighbours first.
 
-    Tiles that make the same kernels are one choice.
+    Tiles with identical kernels are one choice.
     """
     problem = group.problem(1, 1024, 1)
     today = plan(problem, device, group.family).tile
@@ -176,7 +176,7 @@ def choices(group: Group, device: Device) -> list[Choice]:
 
 
 def check_shapes(group: Group) -> list[Shape]:
-    """Ragged ones, of grouped heads; the second fills every ring twice."""
+    """Yield ragged shapes with grouped heads; the second wraps pipelines."""
     short = Shape(
         seed=1,
         dtype=group.dtype,
@@ -242,7 +242,7 @@ def planned(cell: Cell, family: str, device: Device) -> Plan:
 
 
 def words(tile: Tile) -> str:
-    """A tile in a few words; what is 1 is left out."""
+    """Describe a tile; fields equal to 1 are left out."""
     parts = [f"{tile.block_q}x{tile.block_k}", f"{tile.num_warps}w"]
     if tile.num_stages > 1:
         parts.append(f"{tile.num_stages}st")
@@ -257,5 +257,5 @@ DEFAULTS = asdict(Tile(0, 0, 0))
 
 
 def as_json(tile: Tile) -> dict[str, int]:
-    """A tile's numbers but for those that a table need not name."""
+    """Return a tile's fields, except defaults that a table omits."""
     return {k: v for k, v in asdict(tile).items() if v != DEFAULTS[k]}

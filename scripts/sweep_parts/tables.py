@@ -18,7 +18,7 @@ from cuflash.tiles import Entry, Tile
 from .record import Record, cell_of, timed
 from .space import Group, as_json, dtype_of
 
-# A tile that is faster by less is not worth a change: it is noise.
+# A smaller gain is noise and does not change the tile.
 WORTH = 0.005
 NOTE = "lines with 'measured' come from scripts/sweep_blocks.py"
 
@@ -112,8 +112,8 @@ def lines(record: Record) -> list[dict[str, Any]]:
 def merge(folder: Path, record: Record) -> Path:
     """Put a record's lines into the table of a folder.
 
-    Lines for the same problem are replaced, others stay. A file that is no
-    table is moved aside.
+    Replaces lines of the same problems, keeps the others. Renames a file that
+    is no table.
     """
     arch = f"sm_{record.device.capability}"
     path = folder / f"{arch}.json"
@@ -165,7 +165,7 @@ def write(path: Path, arch: str, note: str, table: list[dict]) -> None:
     draft = path.with_name(path.name + ".part")
     try:
         draft.write_text(f'{opening},\n "tiles": [\n{text}\n ]\n}}\n')
-        tiles.parse_table(draft.read_bytes(), arch)  # as it will be read
+        tiles.parse_table(draft.read_bytes(), arch)  # check it
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
@@ -174,7 +174,7 @@ def write(path: Path, arch: str, note: str, table: list[dict]) -> None:
 def against(
     path: Path, device: Device, record: Record | None
 ) -> list[Verdict]:
-    """What a table says beside today's, with the times that a record has."""
+    """Compare a table's tiles with today's, with times from a record."""
     found = []
     for entry in tiles.read_table(path):
         group = Group(
@@ -201,7 +201,7 @@ def against(
 
 
 def shadowed(folder: Path) -> bool:
-    """Whether this machine has tables that come before those of a folder."""
+    """Whether this machine has tables that take precedence over a folder's."""
     own = folders.tile_tables()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

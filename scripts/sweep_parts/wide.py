@@ -1,7 +1,7 @@
-"""A tile of float32 or float64 against the bounds of docs/guide/accuracy.md.
+"""Checks float32 and float64 tiles by the bounds of docs/guide/accuracy.md.
 
-Like fuzz_parts/check.py, whose bound is for 16 bits: some key heads with all
-their query heads are computed whole, in float64 on the GPU.
+Like fuzz_parts/check.py, whose bounds are for 16 bits: some key heads with all
+their query heads are recomputed in float64 on the GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = Results._fields
 
 
 class Expected(NamedTuple):
-    """What a key head's results are, and how far off they may be."""
+    """A key head's expected results, and their bounds."""
 
     batch: int
     head: int
@@ -29,7 +29,7 @@ class Expected(NamedTuple):
 
 
 def check(shape: Shape) -> dict[str, float]:
-    """Call cuflash and return each result's largest error over its bound.
+    """Call cuflash; return each result's largest error / bound.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def check(shape: Shape) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=2)  # all tiles of a group have the same shapes
 def prepared(shape: Shape) -> tuple[fuzz.Arrays, list[Expected]]:
-    """Inputs, and what comes of them."""
+    """Inputs, and expected results."""
     inputs = fuzz.make_inputs(shape)
     return inputs, [
         Expected(batch, head, *of_group(shape, inputs, batch, head))
@@ -64,7 +64,7 @@ def prepared(shape: Shape) -> tuple[fuzz.Arrays, list[Expected]]:
 def of_group(
     shape: Shape, inputs: fuzz.Arrays, batch: int, head: int
 ) -> tuple[Results, Results]:
-    """A key head's results and bounds, as fuzz.parts_of_group lays them."""
+    """A key head's results and bounds, in the layout of parts_of_group."""
     cut = fuzz.parts_of_group(shape, inputs, batch, head)
     each = [
         bounded_attention.attend(

@@ -1,7 +1,7 @@
 """The child process that uses the GPU, and its parent's interface to it.
 
-A tile that is wrong may never end, or leave the CUDA context useless: then
-the child is killed, and the next one goes on. The parent never touches CUDA.
+A faulty tile may hang, or leave the CUDA context unusable: then the child is
+killed, and a new one continues. The parent never uses CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 START_SECONDS = 120.0  # CuPy, a context, and the GPU's own start
-# More for a child's first answer: CuPy compiles what it was never asked for.
+# More for a child's first answer: CuPy compiles its own kernels.
 FIRST_SECONDS = 60.0
 
 
@@ -27,7 +27,7 @@ class NoGpu(Exception):
 
 
 def open_gpu() -> Any:
-    """Make what serves in the child."""
+    """Return the object that serves requests in the child."""
     from .gpu import Gpu
 
     return Gpu()
@@ -35,7 +35,7 @@ def open_gpu() -> Any:
 
 def serve(link: Connection, make: Callable[[], Any]) -> None:
     """Answer requests (method, arguments) until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         served = make()
     except Exception as error:
@@ -59,7 +59,7 @@ def _line(error: Exception) -> str:
 
 
 class Worker:
-    """A child process, started anew after each fault."""
+    """A child process, restarted after each fault."""
 
     def __init__(self, make: Callable[[], Any] = open_gpu) -> None:
         self._make = make
@@ -74,7 +74,7 @@ class Worker:
         self.stop()
 
     def ask(self, seconds: float, method: str, *arguments: Any) -> Any:
-        """What a method of the child returns.
+        """Return the result of a method in the child.
 
         Raises
         ------
@@ -82,7 +82,7 @@ class Worker:
             If the child found none.
         TileFault
             If the method raised, the child died, or `seconds` went by.
-            There is another child for the next request.
+            The next request gets a new child.
         """
         if self._child is None:
             self._start()

@@ -27,7 +27,7 @@ FOLDER = KERNELS / "broken"
 
 
 def copied(count=64):
-    """Most kernels copy x to out, each in its own way."""
+    """Most kernels copy x to out, by different means."""
     x = np.arange(1, count + 1, dtype=np.float32)
     out = np.full_like(x, np.nan)
     return {"x": read_only(x), "out": out}, {"out": x}
@@ -81,7 +81,7 @@ def warpgroup_multiplied():
 
 
 def one_box():
-    """Eight rows of 64 elements, and room for them."""
+    """Eight rows of 64 elements, and a target of that size."""
     x = np.arange(512, dtype=np.uint16).reshape(1, 8, 1, 64)
     return read_only(x), np.full_like(x, 0xFFFF)
 
@@ -97,7 +97,7 @@ def box_stored():
 
 
 def summed():
-    """Blocks in turn: sums = 2 sums + x, in which their order shows."""
+    """Blocks in order: sums = 2 sums + x depends on the order."""
     x = np.arange(4 * 64, dtype=np.float32).reshape(4, 64)
     sums, turns = np.zeros(64, np.float32), np.zeros(2, np.int32)
     right = np.float32([8, 4, 2, 1]) @ x
@@ -109,7 +109,7 @@ def summed():
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel of the folder, its launch, the words of the fault."""
+    """A kernel of the folder, its launch, and the fault's message."""
 
     name: str
     words: str = ""
@@ -120,7 +120,7 @@ class Case:
     resident: int = 0
 
     def launch(self, broken, **options):
-        """Run it: whether the result is right."""
+        """Run the kernel; return whether the result is right."""
         arguments, right = self.make()
         run(
             f"broken/{self.name}",
@@ -141,7 +141,7 @@ class Case:
         return (FOLDER / f"{self.name}.cu").read_text()
 
     def lines(self):
-        """Where the fault may be found."""
+        """Return the lines at which the fault may be reported."""
         numbered = enumerate(self.text.splitlines(), start=1)
         return {n for n, line in numbered if line.endswith("// caught here")}
 
@@ -288,7 +288,7 @@ FAULTS_ON_HOPPER = [
     Case("wgmma_no_fence", "without wgmma.fence", **PRODUCT),
     Case("wgmma_no_proxy_fence", UNFENCED, **PRODUCT),
     Case("wgmma_no_syncthreads", RACE, **PRODUCT),
-    Case("wgmma_swizzle_of_64_bytes", "not say 128-byte swizzle", **PRODUCT),
+    Case("wgmma_swizzle_of_64_bytes", "no 128-byte swizzle", **PRODUCT),
     # Bulk copies, and barriers that count their bytes
     Case("tma_load_no_wait", UNDER_WAY, **LOAD),
     Case("tma_load_wrong_bytes", STUCK, **LOAD),
@@ -382,7 +382,7 @@ def test_every_kernel_of_the_folder_is_tried():
 @of(ALL_FAULTS)
 @fewer
 @on_seeds
-def test_a_bug_is_found_where_it_is(case, seed):
+def test_a_bug_is_reported_at_its_line(case, seed):
     with pytest.raises(KernelFault, match=case.words) as fault:
         case.launch(True, seed=seed)
     line = re.search(rf"{case.name}\.cu:(\d+)", fault.value.message)[1]
@@ -433,7 +433,7 @@ def test_a_gpu_agrees_that_it_is_sound(case):
 
 @fewer
 @given(seed=st.integers(0, 2**32 - 1), resident=st.integers(1, 6))
-def test_turns_of_any_number_of_blocks(seed, resident):
+def test_tickets_of_any_number_of_blocks(seed, resident):
     case = Case("no_turns", **IN_TURN, resident=resident)
     assert case.launch(False, seed=seed)
 
@@ -442,7 +442,7 @@ def test_turns_of_any_number_of_blocks(seed, resident):
 
 
 def message(name):
-    """What is said, paths left out, and where the bug may be found."""
+    """Return the message without paths, and the lines of the bug."""
     case = next(case for case in CASES if case.name == name)
     with pytest.raises(KernelFault) as fault:
         replace(case, resident=1).launch(True)
@@ -450,7 +450,7 @@ def message(name):
     return said, *(f"{name}.cu:{line}" for line in sorted(case.lines()))
 
 
-def test_a_message_says_who_did_what_where():
+def test_a_message_names_thread_access_and_line():
     said, place = message("global_read_past_the_end")
     assert said == (
         "global_read_past_the_end: block 0, thread 63 (warp 1, lane 31),"
@@ -458,7 +458,7 @@ def test_a_message_says_who_did_what_where():
     )
 
 
-def test_a_message_says_who_waits_where():
+def test_a_message_names_waiting_threads():
     said, place = message("syncthreads_after_return")
     assert said.splitlines() == [
         "syncthreads_after_return: no thread can continue:",
@@ -468,7 +468,7 @@ def test_a_message_says_who_waits_where():
     ]
 
 
-def test_a_message_names_barriers_and_says_what_they_lack():
+def test_a_message_names_barriers_and_missing_arrivals():
     said, waits, reads, meets = message("pipeline_stage_never_filled")
     said = re.sub(r"(wgmma\.cuh):\d+", r"\1", said)
     assert said.splitlines() == [
@@ -483,7 +483,7 @@ def test_a_message_names_barriers_and_says_what_they_lack():
     ]
 
 
-def test_a_message_says_what_a_lane_and_a_loop_wait_for():
+def test_a_message_names_awaited_lanes_and_values():
     said, *_ = message("mma_without_a_lane")
     assert "threads 0 to 30 (warp 0) wait in mma.sync at" in said
     assert " for lane 31\n" in said
@@ -491,7 +491,7 @@ def test_a_message_says_what_a_lane_and_a_loop_wait_for():
     assert " for byte 4 of turns, which holds 0\n" in said
 
 
-def test_a_message_says_what_bytes_an_mbarrier_lacks():
+def test_a_message_names_missing_bytes_of_an_mbarrier():
     said, _ = message("tma_load_wrong_bytes")
     assert (
         "mbarrier at byte 1024: phase 0 lacks 0 of 1 arrival; 512 bytes are"
@@ -500,7 +500,7 @@ def test_a_message_says_what_bytes_an_mbarrier_lacks():
 
 
 @pytest.mark.parametrize("name", ["wgmma_no_proxy_fence", "tma_store_no_wait"])
-def test_a_message_says_whence_an_instruction_was_inlined(name):
-    """Also if the thread has gone on when the fault shows."""
+def test_a_message_lists_the_inlined_calls(name):
+    """Also if the thread has moved on when the fault is detected."""
     said, place = message(name)
     assert re.search(rf", sm90/wgmma\.cuh:\d+ \(in {place}\): ", said)

@@ -1,4 +1,4 @@
-"""NumPy arrays as an emulated kernel's memory: in, and back."""
+"""NumPy arrays as an emulated kernel's memory, in both directions."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_an_input_that_repeats_one_element(copy):
     assert (store == 7).all()
 
 
-def test_one_array_in_two_places(copy):
+def test_one_array_as_two_fields(copy):
     store = NUMBERS.copy()
     copy(store, store)
     assert (store == NUMBERS).all()
@@ -81,7 +81,7 @@ def test_gaps_may_not_be_touched(copy):
         copy(store[::2], np.zeros(40, int), x_step=1)
 
 
-def test_what_numpy_may_not_write_a_kernel_may_not(copy):
+def test_read_only_arrays_stay_read_only(copy):
     store = np.zeros(40, int)
     store.flags.writeable = False
     with pytest.raises(KernelFault, match="of out, which is an input"):
@@ -124,7 +124,7 @@ def other_bytes(array):
 
 
 def in_records(array):
-    """Elements that no multiple of their size keeps apart, misaligned."""
+    """Misaligned elements, at a stride that is no multiple of their size."""
     record = np.dtype([("odd", "u1"), ("x", array.dtype)])
     return _filled(np.zeros(array.shape, record)["x"], array)
 

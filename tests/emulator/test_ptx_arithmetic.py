@@ -98,7 +98,7 @@ def test_reciprocals_are_right_to_their_bound(backend, seed):
 @on_both
 @given(seed=SEEDS)
 def test_maxima_of_upper_halves(backend, seed):
-    """NaN is above all, and so are numbers of 2^121 and more."""
+    """NaN and numbers of 2^121 and more compare above all others."""
     rng = np.random.default_rng(seed)
     m = rng.integers(0, 0x7C00, 32, np.uint32) << 16
     m[:3] = 0, 0x7FFF << 16, 0xFC00 << 16
@@ -120,7 +120,7 @@ def test_maxima_of_upper_halves(backend, seed):
 
 
 def larger_half(a, b):
-    """Of 16 bits that are ordered as float16 numbers, NaN above all."""
+    """The larger of two halves, compared as float16; NaN is above all."""
     a, b = (x.astype(np.uint16).view(np.float16) for x in (a, b))
     nan = np.isnan(a) | np.isnan(b)
     larger = np.where(b > a, b, a).view(np.uint16)

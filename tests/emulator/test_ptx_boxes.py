@@ -19,7 +19,7 @@ def random_halves(seed, shape):
 
 
 def whole_box(array, column, token, head, batch):
-    """The box, with zeros where it reaches past the array's end."""
+    """Return the box, with zeros past the array's end."""
     _, tokens, _, columns = array.shape
     whole = np.zeros((tokens + 2 * ROWS, columns + 2 * COLUMNS), array.dtype)
     whole[:tokens, :columns] = array[batch, :, head]
@@ -27,7 +27,7 @@ def whole_box(array, column, token, head, batch):
 
 
 def check_a_box(backend, tokens, columns, token, column, seed, **options):
-    """Load a box of x, look at it, store it in y."""
+    """Load a box of x, read it, store it in y."""
     width = -(-columns // 8) * 8  # rows at multiples of 16 bytes
     x = random_halves(seed, (2, tokens, 3, width))[..., :columns]
     y = np.full((2, tokens, 3, width), 7, np.float16)[..., :columns]
@@ -53,7 +53,9 @@ def check_a_box(backend, tokens, columns, token, column, seed, **options):
     column=st.sampled_from([0, 8, 64]),
     seed=SEEDS,
 )
-def test_a_box_and_its_way_back(backend, tokens, columns, token, column, seed):
+def test_a_box_loaded_and_stored(
+    backend, tokens, columns, token, column, seed
+):
     check_a_box(backend, tokens, columns, token, column, seed)
 
 
@@ -69,5 +71,5 @@ def test_a_box_before_the_start_is_a_fault():
 
 @needs_compiler
 def test_a_store_lands_when_its_thread_has_ended():
-    """Its map has left the stack by then: --coverage writes over that."""
+    """The map on the stack is gone by then: --coverage overwrites it."""
     check_a_box("emulated", 1, 1, 0, 8, seed=0, flags=("--coverage",))

@@ -50,7 +50,7 @@ def per_thread(file, inputs, results, backend, **options):
 @pytest.mark.parametrize("name", ["int", "i64", "float", "double"])
 @given(seed=SEEDS, mask=st.integers(1, 2**32 - 1))
 def test_shuffles_exchange_lanes(name, backend, seed, mask):
-    """Of the lanes of the mask; only their partners in it have a value."""
+    """Between lanes of the mask; partners outside it have no value."""
     rng = np.random.default_rng(seed)
     x = any_floats(seed, 64, f"f{TYPES[name]().itemsize}").view(TYPES[name])
     distance = rng.integers(0, 32, 64, np.int32)
@@ -75,7 +75,7 @@ def test_shuffles_exchange_lanes(name, backend, seed, mask):
 @on_both
 @given(seed=SEEDS, share=st.sampled_from([0, 0.01, 0.1, 0.9]))
 def test_a_block_hears_of_any_of_its_threads(backend, seed, share):
-    """Any int but 0 is true, whichever of its bits are set."""
+    """Any nonzero int is true, whichever bits are set."""
     rng = np.random.default_rng(seed)
     true = rng.choice([1, 256, -(2**31)], (2, 256))
     asked = np.where(rng.random((2, 256)) < share, true, 0).astype(np.int32)
@@ -88,7 +88,7 @@ def test_a_block_hears_of_any_of_its_threads(backend, seed, share):
 @on_both
 @pytest.mark.parametrize("warp", [False, True])
 @given(seed=SEEDS)
-def test_what_stood_in_shared_memory_at_a_barrier(warp, backend, seed):
+def test_shared_memory_at_a_barrier(warp, backend, seed):
     x = any_floats(seed, 64).view(np.uint32)
     (y,) = per_thread(
         "reverse",
@@ -118,7 +118,7 @@ def test_every_thread_of_every_block_runs(backend):
 @on_both
 @of_floats
 @given(seed=SEEDS)
-def test_products_are_rounded_when_asked_to(name, backend, seed):
+def test_rounded_products(name, backend, seed):
     """With c = a b rounded, a b - c is 0, or fused the product's error.
 
     That error is a number of the type: a b has twice its digits.
@@ -165,7 +165,7 @@ def test_the_lesser_and_the_greater_integer(name, backend, seed):
 @of_floats
 @given(seed=SEEDS)
 def test_the_larger_number_and_magnitudes(name, backend, seed):
-    """A maximum skips quiet NaN; of 0 and -0 it may be either."""
+    """A maximum ignores quiet NaN; of 0 and -0 it may be either."""
     a, b = any_floats(seed, (2, 64), TYPES[name])
     a[np.isnan(a)] = b[np.isnan(b)] = np.nan
     most, magnitude = per_thread(
@@ -190,7 +190,7 @@ def test_lowest_bit_and_number_of_bits(backend, seed):
 
 
 def ulps_off(got, exact):
-    """The largest error, in ulps of the exact result rounded."""
+    """Return the largest error, in ulps of the exact result."""
     spacing = np.spacing(np.abs(exact.astype(got.dtype)))
     error = np.abs(got.astype(exact.dtype) - exact)
     return np.nanmax(error / spacing)

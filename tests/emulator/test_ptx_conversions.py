@@ -44,7 +44,7 @@ def rounded(x, name):
 @on_both
 @of_each_type
 def test_every_element_as_a_float(name, backend):
-    """Exact; which NaN a NaN becomes the manual leaves open."""
+    """Exact; the manual does not specify which NaN results from NaN."""
     x = every_element(DTYPES[name])
     y = np.empty(x.shape, np.float32)
     run(
@@ -62,7 +62,7 @@ def test_every_element_as_a_float(name, backend):
 @on_both
 @of_each_type
 def test_packing_rounds_to_nearest_even(name, backend):
-    """At every tie and beside it: normal, denormal, at the overflow."""
+    """At and next to every tie: normal, subnormal, at overflow."""
     low, high = around_ties(DTYPES[name]).reshape(2, -1)
     got = packed(low, high, name, backend)
     np.testing.assert_array_equal(got[:, 0], rounded(low, name))
@@ -73,7 +73,7 @@ def test_packing_rounds_to_nearest_even(name, backend):
 @of_each_type
 @given(seed=SEEDS)
 def test_packing_any_floats(name, backend, seed):
-    """Among them NaN of any payload, which become one NaN."""
+    """Including NaN of any payload, which becomes one NaN."""
     low, high = any_floats(seed, (2, 256))
     got = packed(low, high, name, backend)
     np.testing.assert_array_equal(got[:, 0], rounded(low, name))

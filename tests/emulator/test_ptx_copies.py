@@ -18,7 +18,7 @@ def drawn_bytes(rng, shape):
 
 
 def copied(file, source, start, sizes, backend, **constants):
-    """Copy sizes[i] bytes of source[start[i]] as thread i; what landed."""
+    """Copy sizes[i] bytes of source[start[i]] by thread i; return them."""
     out = np.empty((THREADS, source.shape[1]), np.uint8)
     run(
         f"primitives/{file}",
@@ -55,10 +55,10 @@ def test_whole_chunks(backend, seed):
     [("copy_chunks", 16, range(17)), ("copy_words", 4, (0, 4))],
 )
 @given(seed=SEEDS, nothing=st.floats(0, 1))
-def test_what_is_not_read_becomes_zero(
+def test_bytes_not_read_become_zero(
     file, chunk, allowed, backend, seed, nothing
 ):
-    """Where nothing is read, the source may lie where no array is."""
+    """If nothing is read, the source address may be invalid."""
     rng = np.random.default_rng(seed)
     source = drawn_bytes(rng, (40, chunk))
     start = rng.integers(0, 40, THREADS, np.int32)
@@ -72,7 +72,7 @@ def test_what_is_not_read_becomes_zero(
 @on_both
 @given(seed=SEEDS)
 def test_groups_land_in_their_order(backend, seed):
-    """A group of no copies counts as one."""
+    """An empty group counts too."""
     rng = np.random.default_rng(seed)
     chunks = drawn_bytes(rng, (THREADS, 3, 16))
     out = np.empty_like(chunks)

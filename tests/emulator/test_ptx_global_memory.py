@@ -21,7 +21,7 @@ def add_fours(x, to, sums, backend):
 
 
 def flushed(x):
-    """Denormals as zeros of their sign."""
+    """Flush subnormals to zeros of their sign."""
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(0, x), x)
 
 
@@ -56,8 +56,8 @@ def test_one_addition_is_rounded_to_nearest_even(backend, seed):
 
 @on_both
 @given(seed=SEEDS, places=st.integers(1, 40))
-def test_zeros_are_added_nowhere(backend, seed, places):
-    """Not even where there is memory; a NaN is no zero."""
+def test_zeros_are_not_added(backend, seed, places):
+    """Zeros access no memory; a NaN is added."""
     rng = np.random.default_rng(seed)
     x = rng.integers(-2, 3, 128).astype(np.float32)
     to = np.where(x == 0, 2**20, rng.integers(0, places, 128, np.int32))
@@ -80,7 +80,7 @@ def test_zeros_are_added_nowhere(backend, seed, places):
 @pytest.mark.parametrize("kind", ["float", "double"])
 @given(seed=SEEDS, places=st.integers(1, 40))
 def test_atomic_additions_see_one_another(backend, kind, seed, places):
-    """Ones: what the n-th finds there is n - 1, as a place starts at 0."""
+    """Adding ones to 0: the n-th addition returns n - 1."""
     to = np.random.default_rng(seed).integers(0, places, 96, np.int32)
     dtype = {"float": np.float32, "double": np.float64}[kind]
     ones, sums = np.ones(96, dtype), np.zeros(places, dtype)
@@ -101,8 +101,8 @@ def test_atomic_additions_see_one_another(backend, kind, seed, places):
 
 @on_both
 @given(blocks=st.integers(1, 9), seed=SEEDS)
-def test_a_block_sees_what_the_one_before_it_wrote(backend, blocks, seed):
-    """The threads of one block wait; its other threads' values are seen."""
+def test_a_block_sees_the_previous_blocks_writes(backend, blocks, seed):
+    """One thread of a block waits; its other threads see the values."""
     values = np.arange(64, dtype=np.uint32)
     turns = np.zeros(2, np.int32)
     expected = values.copy()
@@ -124,7 +124,7 @@ def test_a_block_sees_what_the_one_before_it_wrote(backend, blocks, seed):
 @on_both
 @given(seed=SEEDS)
 def test_a_warp_that_waits_lets_the_block_s_others_run(backend, seed):
-    """Else a block that waits for another one might keep it waiting."""
+    """Otherwise two blocks might wait for each other for ever."""
     turns, warps = np.zeros(2, np.int32), np.zeros(6, np.int32)
     run(
         "primitives/warps_take_turns",

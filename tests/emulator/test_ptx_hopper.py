@@ -52,7 +52,7 @@ def test_pairs_of_warps_meet(backend, seed):
 
 
 @on_hopper
-def test_threads_keep_what_they_have_when_registers_move(backend):
+def test_threads_keep_their_values_across_setmaxnreg(backend):
     x = drawn_words(0, 384)
     y = np.empty_like(x)
     arguments = {"x": read_only(x), "y": y}
@@ -63,7 +63,7 @@ def test_threads_keep_what_they_have_when_registers_move(backend):
 @on_hopper
 @given(seed=SEEDS)
 def test_stmatrix_stores_the_elements(backend, seed):
-    """As ldmatrix loads them: lane l has pair l of each matrix."""
+    """The inverse of ldmatrix: lane l has pair l of each matrix."""
     rng = np.random.default_rng(seed)
     matrices = drawn_words(seed, (4, 8, 4))
     rows = rng.permutation(32).astype(np.int32)
@@ -106,7 +106,7 @@ def test_bytes_are_copied_and_floats_added(backend, seed, chunks, rounds):
 @on_hopper
 @given(seed=SEEDS, waits=st.integers(0, 1))
 def test_a_sum_is_there_after_the_wait_for_it(backend, seed, waits):
-    """Which a wait for its source alone is not."""
+    """The wait for its source (.read) does not suffice."""
     x, sums = np.ones(4, np.float32), np.zeros(4, np.float32)
     seen = np.empty_like(x)
     run(
@@ -163,6 +163,6 @@ def test_wgmma_of_small_integers_is_exact(
 @pytest.mark.parametrize(
     ("of_a", "of_b"), [(True, False), (False, True), (True, True)]
 )
-def test_wgmma_takes_operands_either_way(of_a, of_b, columns, backend):
+def test_wgmma_with_transposed_operands(of_a, of_b, columns, backend):
     how = {"A_TRANSPOSED": of_a, "B_TRANSPOSED": of_b}
     check_wgmma(backend, "float16", columns, **how)

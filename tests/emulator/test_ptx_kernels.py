@@ -29,7 +29,7 @@ VALUES = {
 
 
 def kernels(name):
-    """A file's kernel with each choice of its constants."""
+    """Yield a file's kernel with each combination of its constants."""
     named = re.search(r"Constants: ([\w, ]+)\.", TEXTS[name])
     names = named[1].split(", ") if named else []
     for values in itertools.product(*(VALUES[x] for x in names)):

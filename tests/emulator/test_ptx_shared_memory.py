@@ -12,7 +12,7 @@ from helpers.small_kernels import on_both, read_only, run
 @pytest.mark.parametrize("transposed", [False, True])
 @given(seed=SEEDS)
 def test_ldmatrix_hands_out_the_elements(transposed, backend, seed):
-    """Lane l gets of each matrix the l-th pair of elements, row by row."""
+    """Lane l gets the l-th pair of elements of each matrix."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, 32, 32, np.int32)
     elements = rng.integers(0, 2**16, (32, 8), np.uint16)

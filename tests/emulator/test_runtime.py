@@ -53,7 +53,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The files that a C++ compiler is asked to compile."""
+    """Log the files that the C++ compiler compiles."""
     files = []
     call = runtime._call
 
@@ -69,9 +69,7 @@ def compiled(monkeypatch):
 # Compiling ---------------------------------------------------------------
 
 
-def test_without_a_compiler_it_says_what_to_install(
-    launch, monkeypatch, tmp_path
-):
+def test_without_a_compiler(launch, monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CompileError) as caught:
@@ -149,7 +147,7 @@ def test_a_changed_emulator_is_compiled_again(
     assert runtime.executable(kernel, "sm_90a") != before
 
 
-def test_further_flags_keep_what_the_compiler_wrote(launch, cache):
+def test_flags_keep_the_build_folder(launch, cache):
     launch(flags=("--coverage",))
     (folder,) = cache.glob("small_*.build")
     written = {path.name for path in folder.iterdir()}
@@ -180,7 +178,7 @@ def test_a_child_that_ends_otherwise(tmp_path):
 
 
 def test_a_program_that_cannot_be_started(tmp_path):
-    """As where the cache folder's file system lets no program run."""
+    """As on a file system mounted with noexec."""
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o644)

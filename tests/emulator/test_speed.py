@@ -1,7 +1,6 @@
 """The emulator's run time, in seconds of one core.
 
-Time on a processor, ours and our children's: other work on the machine does
-not count.
+CPU time of this process and its children, independent of other load.
 """
 
 import os

@@ -18,10 +18,10 @@ FUNCTION = re.compile(
 
 
 def functions(path):
-    """The functions that a file defines for kernels: a line of text each.
+    """Return the functions that a file defines for kernels, one line each.
 
-    Without where a call stands, which is no argument of the kernel's. A
-    function whose arguments decide on its Element stands there twice.
+    Leaves out the emulator's site parameter. A function with an overload for
+    each Element appears twice.
     """
     text = re.sub(r"//.*|\\$", "", OWN.sub("", path.read_text()), flags=re.M)
     found = set()
@@ -50,8 +50,8 @@ def test_the_twin_has_the_same_functions():
     assert functions(HOST) == of_ptx
 
 
-def test_every_function_is_found():
-    """Also one whose parameters are not written as others' are."""
+def test_every_function_is_parsed():
+    """Also one whose parameters are formatted differently."""
     marked = re.findall(
         r"__device__ __forceinline__ [\w ]+?(\w+)[(<]", PTX.read_text()
     )
@@ -59,6 +59,6 @@ def test_every_function_is_found():
     assert found == set(marked)
 
 
-def test_the_twin_takes_the_place_of_its_original():
+def test_the_twin_replaces_its_original():
     assert runtime.TWINS.keys() == {"common/ptx.cuh"}
     assert HOST.name == "ptx_host.h"

@@ -19,7 +19,7 @@ SIXTEEN_BITS = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
 def quiet_import(name):
-    """Import a library whose own warnings are none of ours."""
+    """Import a library and ignore its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, reason=f"{name} is not installed")
@@ -43,7 +43,7 @@ def jax():
 
 
 class Foreign:
-    """Nothing but __cuda_array_interface__, as Numba's arrays have it."""
+    """Has only __cuda_array_interface__, like Numba's arrays."""
 
     def __init__(self, array, read_only=False):
         interface = dict(array.__cuda_array_interface__)
@@ -52,13 +52,13 @@ class Foreign:
         self.__cuda_array_interface__ = interface
 
 
-def placed(dtype, layout="contiguous"):
+def inputs_on_gpu(dtype, layout="contiguous"):
     case = Case(dtype, 2, 100, 130, 4, 2, 64, 64, layout=layout)
     return [GPU.place(x) for x in inputs(case)]
 
 
 def assert_same_results(cp, got, want):
-    """Backward had CuPy's out and lse too: libraries may be mixed."""
+    """backward gets CuPy's out and lse too: libraries may be mixed."""
     for a, b in zip(got, want, strict=True):
         assert isinstance(a, cp.ndarray)
         assert_bitwise(cp.asnumpy(a), cp.asnumpy(b), "result")
@@ -67,14 +67,14 @@ def assert_same_results(cp, got, want):
 @SIXTEEN_BITS
 @pytest.mark.parametrize("layout", ["contiguous", "heads_outside", "packed"])
 def test_torch_tensors(cp, torch, dtype, layout):
-    arrays = placed(dtype, layout)
+    arrays = inputs_on_gpu(dtype, layout)
     tensors = [torch.from_dlpack(x) for x in arrays]
     assert tensors[0].dtype == getattr(torch, dtype)
     assert_same_results(cp, all_results(*tensors), all_results(*arrays))
 
 
 def test_torch_out_argument(cp, torch):
-    q, k, v, _ = placed("bfloat16")
+    q, k, v, _ = inputs_on_gpu("bfloat16")
     tensors = [torch.from_dlpack(x) for x in (q, k, v)]
     target = torch.full_like(tensors[0], float("nan"))
     cuflash.forward(*tensors, out=target)
@@ -84,8 +84,8 @@ def test_torch_out_argument(cp, torch):
 
 
 def test_torch_work_is_waited_for(cp, torch):
-    """DLPack orders CuPy's stream after the one that torch works on."""
-    q, k, v, _ = (torch.from_dlpack(x) for x in placed("float16"))
+    """DLPack orders CuPy's stream after torch's."""
+    q, k, v, _ = (torch.from_dlpack(x) for x in inputs_on_gpu("float16"))
     want = cuflash.forward(q, k, v)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def test_torch_tensor_that_requires_grad(torch):
 
 @SIXTEEN_BITS
 def test_jax_arrays(cp, jax, dtype):
-    arrays = placed(dtype)
+    arrays = inputs_on_gpu(dtype)
     theirs = [jax.numpy.asarray(cp.asnumpy(x)) for x in arrays]
     assert theirs[0].dtype == dtype
     assert_same_results(cp, all_results(*theirs), all_results(*arrays))
@@ -114,25 +114,25 @@ def test_jax_arrays(cp, jax, dtype):
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "every_other_token"])
 def test_cuda_array_interface(cp, layout, read_only):
-    arrays = placed("float16", layout)
+    arrays = inputs_on_gpu("float16", layout)
     foreign = [Foreign(x, read_only) for x in arrays]
     assert_same_results(cp, all_results(*foreign), all_results(*arrays))
 
 
 def test_read_only_out_is_refused(cp):
-    q, k, v, dout = placed("float16")
+    q, k, v, dout = inputs_on_gpu("float16")
     with pytest.raises(cuflash.ValueRangeError, match="read-only"):
         cuflash.forward(q, k, v, out=Foreign(dout, read_only=True))
 
 
 def test_numpy_among_cupy_is_refused(cp):
-    q, k, v, _ = placed("float16")
+    q, k, v, _ = inputs_on_gpu("float16")
     with pytest.raises(cuflash.DTypeError, match="k is a NumPy array"):
         cuflash.forward(q, cp.asnumpy(k), v)
 
 
 def test_inputs_are_not_written(cp):
-    arrays = placed("bfloat16", "misaligned")
+    arrays = inputs_on_gpu("bfloat16", "misaligned")
     before = [cp.asnumpy(x) for x in arrays]
     all_results(*arrays)
     for array, old in zip(arrays, before, strict=True):
@@ -142,9 +142,9 @@ def test_inputs_are_not_written(cp):
 def test_another_device_than_the_current_one(cp):
     if cp.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    want = [cp.asnumpy(x) for x in all_results(*placed("bfloat16"))]
+    want = [cp.asnumpy(x) for x in all_results(*inputs_on_gpu("bfloat16"))]
     with cp.cuda.Device(1):
-        arrays = placed("bfloat16")
+        arrays = inputs_on_gpu("bfloat16")
     got = all_results(*arrays)  # device 0 is current here
     for a, b in zip(got, want, strict=True):
         assert a.device.id == 1

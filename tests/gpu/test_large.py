@@ -74,7 +74,7 @@ def test_offsets_beyond_two_to_the_31(cp, dtype, axis):
 
 
 def test_results_of_more_than_two_to_the_31_elements(cp):
-    """Equal weights, and v holds the number of its batch."""
+    """Equal weights; v contains the index of its batch."""
     batch, tokens, heads, d = 65, 8192, 32, 128
     needs(cp, batch * tokens * heads * d * 2 * 5 // 2)
     row = cp.ones((1, 1, 1, d), cp.float16)

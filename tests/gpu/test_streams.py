@@ -1,4 +1,4 @@
-"""The current stream and nothing else: order, capture in a CUDA graph."""
+"""Calls use only the current stream: order, capture in a CUDA graph."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def stream(cp):
     stream.synchronize()
 
 
-def placed(dtype, seed=0, head_dim=64):
+def inputs_on_gpu(dtype, seed=0, head_dim=64):
     case = Case(dtype, 2, 200, 230, 4, 2, head_dim, head_dim, seed=seed)
     return [GPU.place(x) for x in inputs(case)]
 
@@ -43,7 +43,7 @@ def keep_busy(cp):
 @each_dtype
 def test_runs_on_the_current_stream(cp, stream, dtype):
     """Inputs arrive late on that stream; another would read zeros."""
-    arrays = placed(dtype)
+    arrays = inputs_on_gpu(dtype)
     want = hosts(all_results(*arrays))
     late = [cp.zeros_like(x) for x in arrays]
     cp.cuda.Device().synchronize()
@@ -59,8 +59,8 @@ def test_runs_on_the_current_stream(cp, stream, dtype):
 
 @each_dtype
 def test_does_not_wait_for_the_device(cp, stream, dtype):
-    """A call returns while its stream is still busy with what came before."""
-    arrays = placed(dtype)
+    """A call returns while earlier work on its stream still runs."""
+    arrays = inputs_on_gpu(dtype)
     with stream:
         all_results(*arrays)
         keep_busy(cp)  # allocates now, so that the next time it does not
@@ -79,7 +79,7 @@ def captured(stream, arrays):
 
 
 def replayed(stream, graph, results, arrays, others):
-    """Launch a graph after other numbers came to the addresses of arrays."""
+    """Overwrite a graph's input arrays, then launch it."""
     for target, source in zip(arrays, others, strict=True):
         target.data.copy_from_device_async(source.data, source.nbytes, stream)
     for result in results:
@@ -98,7 +98,9 @@ def test_graph_capture(cp, stream, dtype, head_dim):
     pool after the capture. Nothing else is allocated on this stream here
     before the results are out.
     """
-    arrays, *others = (placed(dtype, seed, head_dim) for seed in range(3))
+    arrays, *others = (
+        inputs_on_gpu(dtype, seed, head_dim) for seed in range(3)
+    )
     wants = [hosts(all_results(*x)) for x in others]
     cp.cuda.Device().synchronize()
     with stream:
@@ -111,7 +113,7 @@ def test_graph_capture(cp, stream, dtype, head_dim):
 
 
 def forget_calls(monkeypatch):
-    """Have the next call load, decide and encode as the first one did."""
+    """Make the next call load modules and make plans as the first did."""
     from cuflash.backends import cupy as gpu
 
     monkeypatch.setattr(nvrtc, "_functions", {})
@@ -124,8 +126,8 @@ def forget_calls(monkeypatch):
 def test_the_first_call_of_its_kind_can_be_captured(
     cp, stream, monkeypatch, dtype
 ):
-    """Modules are loaded and TensorMaps encoded while the stream records."""
-    arrays, other = (placed(dtype, seed) for seed in range(2))
+    """Loads modules and encodes TensorMaps during the capture."""
+    arrays, other = (inputs_on_gpu(dtype, seed) for seed in range(2))
     want = hosts(all_results(*other))
     cp.cuda.Device().synchronize()
     with stream:
@@ -138,12 +140,12 @@ def test_the_first_call_of_its_kind_can_be_captured(
 
 
 def test_threads_with_streams_of_their_own(cp):
-    """Calls from many threads at once, also the first of a kernel."""
+    """Concurrent calls from many threads, including a kernel's first."""
     from concurrent.futures import ThreadPoolExecutor
 
     def work(seed):
         with cp.cuda.Stream(non_blocking=True):
-            return hosts(all_results(*placed("float16", seed)))
+            return hosts(all_results(*inputs_on_gpu("float16", seed)))
 
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(work, range(16)))

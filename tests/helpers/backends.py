@@ -1,8 +1,7 @@
 """Backends of the tests: the NumPy reference, emulated kernels, a GPU.
 
-A test is written on NumPy arrays. `place` puts one on the device with the
-very strides and alignment it has on the host, `fetch` brings a result back.
-Calls are made within `running`.
+Tests use NumPy arrays. `place` copies one to the device with the same strides
+and alignment, `fetch` copies a result back. Calls are made within `running`.
 """
 
 import contextlib
@@ -49,8 +48,8 @@ class EmulatedBackend(NumpyBackend):
     def running(self, case):
         """Emulate the case's machine, on which its tiles are the tuned ones.
 
-        No argument of a call could ask for them: there are many tiles of the
-        same block sizes.
+        No argument of a call selects a tile: many tiles have the same block
+        sizes.
         """
         on = case.on
         chosen = {"forward": on.forward_tile, "backward": on.backward_tile}
@@ -70,7 +69,7 @@ class EmulatedBackend(NumpyBackend):
         with (
             mock.patch.object(tiles, "tuned", tuned),
             mock.patch.object(plan, "device_of_arch", lambda arch: device),
-            # Plans are kept by problem, and these are not for keeps.
+            # Plans are cached by problem, and these must not stay.
             mock.patch.object(execute, "plan", plan.plan.__wrapped__),
             emulator.active(on.arch, seed=on.seed, resident=on.resident),
         ):
@@ -121,8 +120,8 @@ class CupyBackend:
     def poison(self, nbytes=1 << 22):
         """Fill the free block of CuPy's pool that the next calls get.
 
-        All ones are NaN in every dtype: an element that no kernel writes
-        then shows.
+        All bits 1 are NaN in every dtype, which reveals elements that no
+        kernel writes.
         """
         import cupy
 
@@ -204,9 +203,9 @@ on_each_kind_with_options = pytest.mark.parametrize(
 def on_kernels_of(**values):
     """Run a test on kernels, with values of several arguments.
 
-    On a GPU with all combinations. Emulated, where a kernel takes longer to
-    compile than to run, as often as the longest list asks for: all values
-    are there, side by side.
+    On a GPU, with all combinations. Emulated, where compiling takes longest,
+    with as many combinations as the longest list has values, which cover all
+    values.
     """
     longest = max(len(x) for x in values.values())
     beside = zip(

@@ -36,7 +36,7 @@ class Arithmetic(NamedTuple):
     split: float = 0.0
 
     def product(self, length):
-        """Return the relative error of a sum of so many products."""
+        """Return the relative error of a sum of that many products."""
         return length * self.step + self.split
 
 
@@ -52,9 +52,9 @@ def exact(dout, q, k, v, *, scale, causal):
     x = SimpleNamespace(dout=dout, q=q, k=k, v=v, scale=scale)
     see = visible(q.shape[-2], k.shape[-2], causal)
     s = q @ turned(k) * scale
-    hidden = np.where(see, s, -np.inf)
-    x.m = hidden.max(axis=-1, keepdims=True)
-    weights = np.exp(hidden - x.m)
+    masked_scores = np.where(see, s, -np.inf)
+    x.m = masked_scores.max(axis=-1, keepdims=True)
+    weights = np.exp(masked_scores - x.m)
     total = weights.sum(axis=-1, keepdims=True)
     x.s, x.p = np.where(see, s, 0), weights / total
     x.lse = (x.m + np.log(total))[..., 0]

@@ -1,4 +1,4 @@
-"""Public calls in one: on host arrays (place, call, fetch), or in place."""
+"""Public calls on host arrays (place, call, fetch) or on device arrays."""
 
 from dataclasses import replace
 

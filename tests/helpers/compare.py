@@ -1,12 +1,11 @@
 """Comparing a result with the reference, as CONTRIBUTING ("Error") says.
 
-First where the NaN and inf are, then the size of the error:
+First the indices of NaN and inf, then the size of the error:
 
     max|got - ref| <= max(factor * max|low - ref|, tiny)
 
 over the finite elements, with `low` from low.py and `tiny` from rounding.py.
-The two are not added: `tiny` is derived for the whole error and not for its
-last digits, so the larger one will do.
+The larger of the two, not their sum: `tiny` is derived for the whole error.
 """
 
 from typing import NamedTuple
@@ -76,7 +75,7 @@ def assert_gradients_match(got, expected, case="", kinds=True):
 
 
 def assert_same_nonfinite(got, ref, name, case="", kinds=True):
-    """Assert NaN, +inf and -inf (or just: not finite) at the same places."""
+    """Assert NaN, +inf, -inf (or just non-finite) at the same indices."""
     tests = {"NaN": np.isnan, "inf": np.isposinf, "-inf": np.isneginf}
     if not kinds:
         tests = {"finite": np.isfinite}

@@ -34,8 +34,8 @@ class Emulation:
 
     seed : draws the order of its warps.
     resident : how many blocks are alive at once; 0: the seed draws it.
-    num_sms, l2_bytes : what plans look at besides; None: an A100's.
-    forward_tile, backward_tile : in place of the tuned ones.
+    num_sms, l2_bytes : further inputs of plans; None: an A100's.
+    forward_tile, backward_tile : instead of the tuned ones.
     """
 
     arch: str = "sm_80"
@@ -53,8 +53,8 @@ class Emulation:
 class Case(NumberFields):
     """One call, small enough to print as one line.
 
-    Arrays come from `seed`, so a failing example is this line alone: it can
-    be pasted into a test, as `examples` of `helpers.drawn.on_each_backend`.
+    `seed` determines the arrays, so this line is the whole failing example:
+    paste it into a test, as `examples` of `helpers.drawn.on_each_backend`.
 
     values : how the numbers are chosen: "normal", or one of `VALUES`.
     spoiled : (array, index, value), put into the arrays after that.
@@ -150,7 +150,7 @@ def normal(rng, case):
 def subnormal(rng, case):
     """All values are below the smallest normal number of the dtype."""
     small = extreme.SUBNORMAL[case.dtype]
-    # Rounded first, so that a product of two is what it is in other dtypes.
+    # Rounded first, so that products are the same in other dtypes.
     return [
         x.astype(DTYPES[case.dtype]).astype(np.float64) * small
         for x in normal(rng, case)
@@ -171,8 +171,8 @@ VALUES = {"normal": normal, "subnormal": subnormal} | {
 }
 
 
-# Layouts: the same values, other strides. What lies between the elements is
-# NaN, so a read of the gaps shows. Axes: batch, token, head, head_dim.
+# Layouts: the same values, other strides. Gaps between elements are NaN, to
+# reveal reads of them. Axes: batch, token, head, head_dim.
 
 
 def _inside(array, shape, index):

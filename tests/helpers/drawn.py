@@ -24,21 +24,20 @@ def on_each_backend(
 ):
     """Run a test on drawn cases, which differ by backend.
 
-    The test is called as ``test(backend, case)``. When it fails, what is
-    printed has the line ``case=Case(...)``; that case among `examples` runs
-    it again, and keeps it.
+    The test is called as ``test(backend, case)``. A failure prints the line
+    ``case=Case(...)``; add that case to `examples` to repeat and keep it.
 
     Parameters
     ----------
     make : function
-        From a backend and options to a strategy for `case`.
+        Maps a backend and options to a strategy for `case`.
     backends : list of pytest.param, optional
     each : dict of str to list, optional
-        Options that have a test for each of their values.
+        Options of `make`, with a test for each value.
     examples : list of Case
-        Found once, and run in every test that they fit.
+        Former failures, run in every test that they fit.
     **options
-        Of `make`, the same in all tests.
+        Options of `make` that are the same in all tests.
     """
     each = each or {}
 
@@ -48,8 +47,8 @@ def on_each_backend(
                 check(backend, case)
 
             on_case.__name__ = check.__name__
-            # Tells these functions apart, which have one text, as the plugin
-            # of Hypothesis does with pytest's parameters.
+            # Distinguishes functions of the same text, as Hypothesis's plugin
+            # does for pytest's parameters.
             which = check.__module__, check.__name__, backend.name, chosen
             on_case._hypothesis_internal_add_digest = repr(which).encode()
             run = given(case=make(backend, **options, **chosen))(on_case)

@@ -1,9 +1,8 @@
 """Logits at the ends of the range, with exact scores.
 
-k is a multiple of the identity, so a score is one product and zeros: no
-rounding. With scale 1 an exact algorithm then has the row's maximum less
-itself exactly 0, however large it is, and the tolerances of rounding.py
-stay small where scores are 1e30.
+k is a multiple of the identity, so a score is one product plus zeros: exact.
+With scale 1, the row's maximum minus itself is then exactly 0, however large
+it is, and the tolerances of rounding.py stay small at scores of 1e30.
 """
 
 import numpy as np
@@ -43,14 +42,14 @@ def from_scores(scores, rng, head_dim_v=16):
 
 
 def powers_of_two(rng, shape, dtype):
-    """Scores +-2^n, all n alike likely: neighbours are equal or far off."""
+    """Scores +-2^n, n uniform: scores are equal or far apart."""
     top = int(np.log2(LARGEST[dtype]))
     exponent = rng.integers(-min(top, 100), top + 1, shape)
     return rng.choice([-1.0, 1.0], shape) * 2.0**exponent
 
 
 def distinct_powers_of_two(rng, shape, dtype):
-    """The same, no exponent twice in a row: one maximum."""
+    """The same without equal exponents in a row: one maximum."""
     top = int(np.log2(LARGEST[dtype]))
     exponents = np.arange(-min(top, 100), top + 1)
     rows, keys = shape
@@ -99,7 +98,7 @@ def all_zero(rng, shape, dtype):
 
 
 def near_float16_limit(rng, shape, dtype):
-    """Scores that float16 can just hold, or just not: +-65504, +-65536."""
+    """Scores at float16's limit: +-65504, +-65536."""
     return rng.choice([-65536.0, -65504.0, 65504.0, 65536.0], shape)
 
 

@@ -1,6 +1,6 @@
 """A fake CuPy: arrays without data, and a log of queued operations.
 
-It has what `cuflash.backends.cupy` and `validate` ask of CuPy, no more.
+It implements only what `cuflash.backends.cupy` and `validate` use.
 """
 
 import importlib
@@ -21,7 +21,7 @@ class Memory:
 
 
 class ndarray:
-    """Of CuPy's class as far as `type` is asked."""
+    """An array whose `type` is CuPy's class."""
 
     def __init__(self, shape, dtype, memptr=None, strides=None):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
@@ -99,7 +99,7 @@ FAKE = FakeCupy()
 
 
 def in_place(monkeypatch):
-    """Put it in CuPy's place; return it and the backend's module, anew."""
+    """Replace CuPy; return the fake and the reloaded backend."""
     import cuflash.backends
     from cuflash import api
     from cuflash.build import nvrtc

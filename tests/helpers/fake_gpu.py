@@ -45,7 +45,7 @@ class WrongTiles(FakeGpu):
 
 
 class NothingToDo(FakeGpu):
-    """Raises if it is asked to check or time a tile."""
+    """Raises if a tile is checked or timed."""
 
     def check(self, group, tile):
         raise AssertionError

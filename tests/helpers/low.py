@@ -1,11 +1,11 @@
 """`low`: the result of plain attention computed in the dtype itself.
 
-Every matrix stands whole. Products add up in float32 (float64 for
-float64), the softmax is float32 from the scores on, and whatever plain code
-would store in the dtype is rounded to it: P, dP, dS and the results. Masks
-and score modifications come as `options.Terms`. Its
-distance to the float64 reference is the error that the dtype costs anyone,
-and ours may be a small multiple of that (CONTRIBUTING, "Error").
+Every matrix is materialised. Matmuls accumulate in float32 (float64 for
+float64), the softmax is float32, and what plain code would store in the dtype
+is rounded to it: P, dP, dS and the results. Masks and score modifications are
+given as `options.Terms`. The distance to the float64 reference is the error
+of any computation in the dtype; cuflash's error may be a small multiple of it
+(CONTRIBUTING, "Error").
 """
 
 from cuflash.reference.scores import reduce_to_shape

@@ -12,7 +12,7 @@ def instructions(kernel, arch):
 
 
 def _code_section(cubin, entry):
-    """The .text section of an ELF file."""
+    """Return the .text section of an ELF file."""
     (first,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
     sections = [

@@ -277,6 +277,6 @@ def _pairs(family, backend):
 
 
 on_families = _each(_pairs)
-on_families_in_turns = _each(lambda family, backend: family.in_turns)
+on_deterministic_families = _each(lambda family, backend: family.in_turns)
 on_kinds = pytest.mark.parametrize("kind", KINDS)
 on_wide_kinds = pytest.mark.parametrize("kind", _WIDE_KINDS)

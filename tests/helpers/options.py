@@ -1,7 +1,7 @@
 """What tests know of each option: a row for each of cuflash.options.TABLE.
 
-The formulas of docs/guide/options.md stand here a second time on purpose.
-Public layout: (batch, heads, seqlen_q, seqlen_k), in which all broadcasts.
+A deliberate second implementation of docs/guide/options.md. Arrays broadcast
+to the public layout (batch, heads, seqlen_q, seqlen_k).
 """
 
 from collections.abc import Callable
@@ -138,7 +138,7 @@ def lse_type(case):
 
 
 def _slopes(rng, case):
-    """As of 8 heads, 2^-1 to 2^-8."""
+    """The slopes of 8 heads, 2^-1 to 2^-8."""
     return 2.0 ** -rng.integers(1, 9, case.num_heads_q).astype(np.float32)
 
 
@@ -167,7 +167,7 @@ def _sink(rng, case):
 
 def _ids(seqlen):
     def make(rng, case):
-        """Documents one after another, as packed; now and then not."""
+        """Return ids of consecutive documents, sometimes unsorted."""
         ids = rng.integers(0, 4, (case.batch, getattr(case, seqlen)))
         if rng.random() < 0.8:
             ids.sort(axis=1)

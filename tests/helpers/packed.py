@@ -55,7 +55,7 @@ def assert_packed_gradients(got, dout, q, k, v, case):
 
 
 def _sum(parts, shape):
-    """The expectation of a sum: the errors of its parts add up."""
+    """Return the expected sum; errors of its parts add up."""
     zero = np.zeros(shape)
     return expected.Expected(
         sum((x.ref for x in parts), zero),

@@ -41,7 +41,7 @@ class ReferenceCase:
         }
 
     def option_arrays(self):
-        """Return those of `OPTION_ARRAYS` that the case has."""
+        """Return the names in `OPTION_ARRAYS` that the case has."""
         rng = np.random.default_rng(self.seed + 1)
         made = {name: make(rng, self) for name, make in OPTION_ARRAYS.items()}
         return {name: made[name] for name in made if name in self.arrays_of}
@@ -123,7 +123,7 @@ def backward_results(case, *operands):
 
 
 class Bounds(NamedTuple):
-    """Largest difference of two right float64 results, for each."""
+    """Largest difference of two correct float64 results, for each."""
 
     out: float
     lse: float
@@ -135,7 +135,7 @@ class Bounds(NamedTuple):
     dsink: float
 
     def gradients(self, case):
-        """Return those of the gradients that a case has."""
+        """Return the gradients that a case has."""
         asked = [x for x in ("bias", "sink") if x in case.arrays_of]
         return [getattr(self, f"d{x}") for x in ("q", "k", "v", *asked)]
 

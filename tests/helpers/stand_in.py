@@ -1,7 +1,7 @@
 """Substitutes NumPy for CuPy, for scripts that compute with CuPy.
 
-`cuflash` knows CuPy's arrays by their class, and there are none of that: its
-calls run on the CPU.
+cuflash recognises CuPy's arrays by their class, which no array has here, so
+its calls run on the CPU.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""backward against the float64 reference, whatever the shape."""
+"""backward against the float64 reference, for any shape."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from helpers.heads import visible
 
 @on_each_backend(strategies.cases, each={"dtype": DTYPES}, wide=True)
 def test_is_the_gradient(backend, case):
-    """With out and lse of the NumPy path; most tests have the backend's."""
+    """With the NumPy path's out and lse; most tests use the backend's."""
     check_gradients(backend, case)
 
 
@@ -52,7 +52,7 @@ def test_keys_that_nobody_sees_get_zero(backend, case):
     archs=strategies.FAMILIES,
 )
 def test_twice_dout_gives_twice_the_gradients(backend, case):
-    """Scaling by a power of two rounds nothing, so the bits must double."""
+    """Scaling by a power of two is exact, so every result doubles exactly."""
     case = replace(case, deterministic=True)
     q, k, v, dout = inputs(case)
     once = calls.both(backend, case, q, k, v, dout)
@@ -74,6 +74,6 @@ def test_ranks_agree(backend, case):
 
 
 def normal(array):
-    """Put +0 for what is flushed or subnormal, where doubling rounds."""
+    """Replace subnormal or flushed numbers by +0: doubling them may round."""
     size = np.abs(np.asarray(array, np.float64))
     return np.where(size < 2.0**-120, array.dtype.type(0), array)

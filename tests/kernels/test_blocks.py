@@ -32,7 +32,7 @@ def case_of(backend, dtype, block_q, block_k, head_dim=64):
 
 
 def listed(error):
-    """Read the pairs that an error says can be run."""
+    """Return the pairs that an error message lists."""
     pairs = str(error).partition("can: ")[2]
     return {tuple(map(int, p)) for p in re.findall(r"\((\d+), (\d+)\)", pairs)}
 
@@ -72,7 +72,7 @@ def test_backward_runs_or_refuses(backend, dtype, block_q, block_k):
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_what_the_error_lists_can_be_run(backend, dtype, head_dim):
+def test_blocks_that_the_error_lists_run(backend, dtype, head_dim):
     """The first and the last pair of the list, one call each."""
     case = case_of(backend, dtype, 7, 7, head_dim)
     q, k, v, _ = inputs(case)
@@ -106,7 +106,7 @@ def test_refused_blocks_write_nothing(backend):
     ids=str,
 )
 def test_dropout_in_large_blocks(backend, changes):
-    """32 keys of a lane, and 32 rows of a warp."""
+    """A lane with 32 keys, a warp with 32 rows."""
     check_forward(backend, Case(
         seqlen_q=40, seqlen_k=140, dropout=0.25, **changes
     ))  # fmt: skip
@@ -115,7 +115,7 @@ def test_dropout_in_large_blocks(backend, changes):
 @pytest.mark.parametrize("backend", [EMULATED])
 @pytest.mark.parametrize(("block_q", "block_k"), [(4, 16), (16, 4)])
 def test_fewer_numbers_in_a_row_than_threads(backend, block_q, block_k):
-    """Of the plain kernels: what is past the row's end is not read."""
+    """simt kernels: nothing past the row's end is read."""
     case = Case(
         "float32", seqlen_q=20, seqlen_k=24, causal=True,
         block_q=block_q, block_k=block_k, on=Emulation("sm_75"),

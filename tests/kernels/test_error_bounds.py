@@ -80,7 +80,7 @@ def test_bounds_hold_in_parts(backend, head_dim, spread):
 
 @on_kernels
 def test_parts_at_their_worst(backend):
-    """Numbers whose low parts are as large as can be, all of one sign."""
+    """Numbers with the largest possible low parts, all of one sign."""
     case = Case("float32", 1, 60, 70, 1, 1, 64, 32, precision="tf32x3")
     arrays = [abs(x) for x in inputs(case)]
     for x in arrays:
@@ -120,7 +120,7 @@ def dtype_of(case):
 
 
 def one_and_many(case, array):
-    """Fill with u, but for one token of each head: another of each."""
+    """Fill with u, except for one token of each head."""
     u = bounds.ARITHMETIC[case.dtype].unit
     array[:] = u
     for head in range(HEADS):
@@ -128,7 +128,7 @@ def one_and_many(case, array):
 
 
 def signs(array):
-    """Fill the first column with 1 and -1 in turns."""
+    """Fill the first column with alternating 1 and -1."""
     array[..., 0] = 1
     array[:, 1::2, :, 0] = -1
 
@@ -144,7 +144,7 @@ def lost_in_out(case, q, k, v, dout):
 
 
 def lost_in_dq(case, q, k, v, dout):
-    """All P are alike, dP is 1 and -1, and so are the signs of k."""
+    """All P are equal; dP and the signs of k alternate."""
     signs(v)
     dout[..., 0] = 1
     one_and_many(case, k)
@@ -152,7 +152,7 @@ def lost_in_dq(case, q, k, v, dout):
 
 
 def lost_in_dk(case, q, k, v, dout):
-    """P is 1 / 2, and dP is 1 and -1."""
+    """P is 1 / 2; dP alternates between 1 and -1."""
     signs(v)
     dout[..., 0] = 1
     one_and_many(case, q)
@@ -178,7 +178,7 @@ def lost_in_dv(case, q, k, v, dout):
 def test_bounds_are_reached(
     backend, dtype, arch, name, fill, seqlen_q, seqlen_k, head_dim
 ):
-    """Emulated alone: BLAS and tensor cores have orders of their own."""
+    """Emulated only: BLAS and tensor cores sum in unknown orders."""
     case = Case(dtype, 1, seqlen_q, seqlen_k, HEADS, HEADS, head_dim, 16,
                 scale=1.0, on=Emulation(arch))  # fmt: skip
     arrays = [np.zeros_like(x) for x in inputs(case)]

@@ -1,4 +1,4 @@
-"""Scores from -1e30 to 1e30, ties, subnormals, and rows that see nothing."""
+"""Scores from -1e30 to 1e30, ties, subnormals, rows that see no key."""
 
 import numpy as np
 import pytest
@@ -101,7 +101,7 @@ def test_subnormal_inputs(backend, case):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seqlen_k", [0, 1, 70])
 def test_rows_that_see_nothing(backend, dtype, seqlen_k):
-    """Bottom-right aligned: the first seqlen_q - seqlen_k rows are blind."""
+    """Bottom-right aligned: the first seqlen_q - seqlen_k rows see no key."""
     case = Case(dtype, seqlen_q=150, seqlen_k=seqlen_k, causal=True)
     q, k, v, dout = inputs(case)
     blind = case.seqlen_q - seqlen_k
@@ -116,7 +116,7 @@ def test_rows_that_see_nothing(backend, dtype, seqlen_k):
 
 @on_each_emulated_kind
 def test_each_row_has_its_own_maximum(backend, dtype, arch):
-    """At its own key; above others by 1, by 40 or by 300."""
+    """The maximum is at another key per row, larger by 1, by 40 or by 300."""
     case = Case(dtype, 1, 200, 200, head_dim=64, head_dim_v=64, scale=1.0,
                 on=Emulation(arch))  # fmt: skip
     q, k, v, _ = inputs(case)

@@ -24,7 +24,7 @@ emulated = pytest.mark.parametrize("backend", [EMULATED])
 
 
 def with_l2_of(nbytes):
-    """Have plans made for a GPU with so much second-level cache."""
+    """Make plans for a GPU with an L2 cache of that size."""
     known = plan.device_of_arch
 
     def device_of_arch(arch):
@@ -35,7 +35,7 @@ def with_l2_of(nbytes):
 
 @emulated
 def test_heads_in_sections(backend):
-    """Two heads at a time of five (common/scheduler.cuh), three tiles each."""
+    """Five heads in sections of two (common/scheduler.cuh), 3 tiles each."""
     case = Case(
         "float16", 1, 70, 70, 5, 5, head_dim=32, head_dim_v=32,
         causal=True, block_q=32, block_k=32,
@@ -69,7 +69,7 @@ def test_merging_with_a_state_without_keys(backend, dtype, empty_first):
 
 @on_each_emulated_kind
 def test_nonfinite_numbers_with_several_heads(backend, dtype, arch):
-    """Of key heads and of query heads that share one."""
+    """With several key heads, and query heads that share one."""
     spoiled = (
         ("q", (1, 30, 4, 2), "nan"),
         ("k", (0, 45, 1, 5), "inf"),
@@ -143,7 +143,7 @@ def test_a_mask_of_each_head(backend, dtype, arch):
 
 @on_each_emulated_kind
 def test_out_alone(backend, dtype, arch):
-    """Nobody asks for lse."""
+    """Without lse."""
     case = Case(dtype, on=Emulation(arch))
     q, k, v, _ = inputs(case)
     want, _ = calls.forward(backend, case, q, k, v)
@@ -154,7 +154,7 @@ def test_out_alone(backend, dtype, arch):
 
 @emulated
 def test_rows_computed_again_without_lse(backend):
-    """Rows whose out begins with NaN; nobody asks for lse."""
+    """Rows whose out begins with NaN; no lse is returned."""
     case = Case(
         "bfloat16", 1, 20, 40, causal=True, on=Emulation("sm_90a"),
         spoiled=(("v", (0, 30), "nan"),),
@@ -168,7 +168,7 @@ def test_rows_computed_again_without_lse(backend):
 
 @on_each_emulated_kind
 def test_a_value_near_the_largest_number(backend, dtype, arch):
-    """No weight may exceed 1 there, though a later score is a bit larger."""
+    """No weight may exceed 1, although a later score is slightly larger."""
     case = Case(dtype, 1, 4, 2, scale=1.0, on=Emulation(arch))
     q, k, v, _ = inputs(case)
     q[...], k[...], v[...] = 0, 0, 0
@@ -182,7 +182,7 @@ def test_a_value_near_the_largest_number(backend, dtype, arch):
 
 @emulated
 def test_padding_of_a_bias_is_not_read(backend):
-    """Behind a row's last bias, in the same chunk, stands NaN."""
+    """After a row's last bias, the same chunk contains NaN."""
     case = Case("bfloat16", 1, 70, 47, on=Emulation("sm_90a"))
     q, k, v, dout = inputs(case)
     padded = np.full((1, 1, 70, 48), np.nan, q.dtype)
@@ -198,7 +198,7 @@ def test_padding_of_a_bias_is_not_read(backend):
 
 @emulated
 def test_dq_in_parts_of_several_query_tiles(backend):
-    """Of 256 columns it is two products, each waited for by itself."""
+    """With 256 columns, dQ is two MMAs with separate waits."""
     case = Case(
         "bfloat16", 1, 130, 60, head_dim=256, head_dim_v=64,
         on=Emulation("sm_90a"),
@@ -235,7 +235,7 @@ def test_gradients_with_slopes(backend, fields):
 
 @emulated
 def test_a_window_in_a_key_tile_of_more_than_128_keys(backend):
-    """A lane's bits of it are two words; the window begins in the first."""
+    """A lane's bits fill two words; the window begins in the first."""
     case = Case(
         "bfloat16", 1, 70, 170, head_dim=64, head_dim_v=64,
         window=(90, 60),
@@ -251,7 +251,7 @@ def test_a_window_in_a_key_tile_of_more_than_128_keys(backend):
 
 @emulated
 def test_key_tiles_under_a_mask_in_any_order(backend):
-    """Each is loaded once: what is read is not written meanwhile."""
+    """Each is loaded once; no stage is overwritten while it is read."""
     case = Case(
         "bfloat16", 2, 170, 200, 2, 1, 64, 64, causal=True, softcap=3e4,
         arrays_of=("mask",), on=Emulation("sm_90a", num_sms=2),
@@ -267,7 +267,7 @@ def test_key_tiles_under_a_mask_in_any_order(backend):
 @emulated
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_gradients_of_far_negative_scores(backend, head_dim):
-    """They are exact, as is lse; times log2(e) it would be rounded."""
+    """Scores and lse are exact, but lse * log2(e) would be rounded."""
     case = Case(
         "bfloat16", 1, 20, 1, scale=1.0, head_dim=head_dim, head_dim_v=64,
         on=Emulation("sm_90a"),
@@ -286,7 +286,7 @@ def test_gradients_of_far_negative_scores(backend, head_dim):
 
 @emulated
 def test_an_infinity_of_dout_meets_a_weight_that_a_bias_makes_0(backend):
-    """NaN in dV, as 0 * inf is; without the bias it would be inf."""
+    """dV is NaN, because 0 * inf is; without the bias it would be inf."""
     case = Case(
         "bfloat16", 1, 30, 30, causal=True,
         spoiled=(("dout", (0, 20, 0, 3), "inf"),),

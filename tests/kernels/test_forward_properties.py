@@ -1,4 +1,4 @@
-"""forward against the float64 reference, whatever the shape."""
+"""forward against the float64 reference, for any shape."""
 
 import numpy as np
 
@@ -15,9 +15,9 @@ EXAMPLES = [
     # The stride of a single token's axis led to addresses that are not
     # aligned, at which nothing was read.
     Case("float16", seqlen_q=1, seqlen_k=1, head_dim=1),
-    # What few examples on Hopper have together: grouped heads, several tiles
-    # a block, rings that go round, a padded and a second panel, tiles of
-    # which the mask cuts some or hides all, scales of 0 and below.
+    # Rare combinations on Hopper: grouped heads, several tiles per block,
+    # pipelines that wrap around, a padded and a second panel, tiles partly or
+    # fully masked, scales of 0 and below.
     Case(
         "float16", 2, 200, 190, 4, 2, 72, 40, causal=True, scale=-0.3,
         on=Emulation("sm_90a", num_sms=1),
@@ -37,7 +37,7 @@ EXAMPLES = [
             forward_tile=Tile(192, 80, 16, num_stages=2),
         ),
     ),
-    # One place for Q.
+    # One stage for Q.
     Case(
         "bfloat16", 1, 330, 310, 2, 1, 160, 200, causal=True,
         on=Emulation("sm_90a", num_sms=1),
@@ -78,7 +78,7 @@ def test_out_argument_gets_the_same_bits(backend, case):
 
 @on_each_backend(strategies.cases, longest=70, archs=strategies.FAMILIES)
 def test_ranks_agree(backend, case):
-    """2-D and 3-D inputs are the 4-D call with axes of one left out."""
+    """2-D and 3-D inputs give the 4-D call's result without axes of one."""
     q, k, v, _ = (x[:1, :, :1] for x in inputs(case))
     out, lse = calls.forward(backend, case, q, k, v)
     out3, lse3 = calls.forward(backend, case, q[0], k[0], v[0])

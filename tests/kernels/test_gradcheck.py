@@ -20,7 +20,7 @@ on_archs = pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
 
 
 def derivative(backend, case, arrays, dout, which, direction):
-    """Return that of sum(dout * out) as the array moves in a direction."""
+    """Return the derivative of sum(dout * out) along a direction."""
     moved = []
     for step in (STEP, -STEP):
         changed = list(arrays)

@@ -1,4 +1,4 @@
-"""Every dtype and head_dim on the kernels, masked or not, ragged, grouped."""
+"""Every dtype and head_dim: masked or not, ragged, grouped heads."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_scales(backend, dtype, scale):
     "lengths", [(1, 1), (1, 1025), (1025, 1), (1000, 1500)]
 )
 def test_lengths(backend, dtype, lengths, causal):
-    """From one token to many tiles."""
+    """Lengths from one token to many tiles."""
     lengths = (min(n, LONGEST[backend.name]) for n in lengths)
     case = Case(
         dtype, 1, *lengths, 2, 1, head_dim=64, head_dim_v=64, causal=causal
@@ -132,7 +132,7 @@ def test_empty(backend, dtype, empty):
 
 @pytest.mark.gpu  # the emulator's grid has no limits
 def test_more_blocks_than_a_grid_axis_of_65535():
-    """Tiles, heads and batch are one axis of the grid, which has 2^31 - 1."""
+    """Tiles, heads and batch share a grid axis with a limit of 2^31 - 1."""
     case = Case(
         "bfloat16",
         batch=3,
@@ -147,8 +147,8 @@ def test_more_blocks_than_a_grid_axis_of_65535():
 
 
 @on_kernels
-def test_calls_give_what_the_numpy_path_gives(backend):
-    """The same call on the same arrays, there and here."""
+def test_calls_match_the_numpy_path(backend):
+    """The same call on the same arrays, on both backends."""
     case = case_of(backend, "float64", head_dim=40, head_dim_v=40, causal=True)
     q, k, v, _ = inputs(case)
     here = cuflash.forward(q, k, v, **case.call())

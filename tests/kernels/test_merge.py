@@ -1,4 +1,4 @@
-"""merge_states: two states of softmax into the state of both."""
+"""merge_states: merging two softmax states."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def states(case):
-    """Return two random states; some rows of each have seen nothing."""
+    """Return two random states; some rows of each have seen no key."""
     rng = np.random.default_rng(case.seed)
     size = rng.choice([1.0, 30.0, 1e4])  # of lse
     c, dtype = case, DTYPES[case.dtype]
@@ -93,7 +93,7 @@ def test_minus_infinity_is_the_identity(backend, dtype, side):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_a_blind_side_takes_no_part(backend, dtype, side, bad):
-    """Whatever its out is: a weight of 0 would make NaN of it."""
+    """For any out of that side: weight 0 times inf would be NaN."""
     case = case_of(dtype, 3)
     out, lse, blind_out, blind_lse = states(case)
     blind_out[...], blind_lse[...] = bad, -np.inf
@@ -111,7 +111,7 @@ def test_a_blind_side_takes_no_part(backend, dtype, side, bad):
 @dtypes
 @pytest.mark.parametrize("other", [0.0, -np.inf, np.inf, np.nan])
 def test_an_infinite_lse_stays(backend, dtype, other):
-    """A score past the largest number: out is NaN, of one side and both."""
+    """A score overflowed: out is NaN, on one side or on both."""
     case = case_of(dtype, 4)
     out_a, lse_a, out_b, lse_b = states(case)
     out_a[...], lse_a[...], lse_b[...] = np.nan, np.inf, other
@@ -134,7 +134,7 @@ def test_far_apart_the_larger_one_stays(backend, dtype, huge):
 
 
 @on_each_backend(strategies.cases, causal=False)
-def test_two_halves_of_the_keys_make_the_whole(backend, case):
+def test_merging_two_halves_of_the_keys(backend, case):
     q, k, v, _ = inputs(case)
     cut = case.seed % (case.seqlen_k + 1)
     halves = [(k[:, :cut], v[:, :cut]), (k[:, cut:], v[:, cut:])]

@@ -1,7 +1,6 @@
 """Small calls that combine many features, one or two per family.
 
-A kernel that was changed for the worse fails here after one or two
-compilations.
+A faulty change of a kernel fails here after one or two compilations.
 """
 
 import pytest
@@ -15,7 +14,7 @@ from helpers.data import Case, Emulation, inputs
 
 
 def hopper(stages, block_q=64, wide=False, **of_machine):
-    """A backward tile of Hopper's kernels, and a small machine."""
+    """Return a Hopper backward tile on a small machine."""
     tile = Tile(
         block_q, 64 if wide else 128, 16 if wide else 12, num_stages=stages,
         score_warps_q=block_q // 16, ptxas_level=3,
@@ -92,7 +91,7 @@ CASES = {
         "bfloat16", 1, 200, 230, 2, 1, 256, 256, causal=True,
         deterministic=True, on=hopper(2, wide=True, num_sms=2),
     ),
-    # One query tile: those who load are key tiles ahead.
+    # One query tile: the producers run several key tiles ahead.
     "wgmma_short": Case(
         "float16", 2, 20, 400, head_dim=72, head_dim_v=48,
         on=hopper(3, num_sms=1),

@@ -18,7 +18,7 @@ def check_forward(backend, case, **how):
 @on_each_kind
 @pytest.mark.parametrize("values", ["one_large", "one_hugely_negative"])
 def test_large_scores(backend, dtype, arch, values):
-    """lse is the largest score to within its rounding."""
+    """lse equals the largest score up to rounding."""
     case = Case(
         dtype, seqlen_q=20, seqlen_k=40, head_dim=40, scale=-1.0,
         values=values, on=Emulation(arch),

@@ -1,7 +1,7 @@
 """NaN and inf reach what reads them, and nothing else.
 
-Scores are ordinary here (head_dim 16 or more, normal inputs), so that no
-weight is rounded to 0, where the reference has inf and a kernel 0 * inf.
+Scores are moderate here (head_dim 16 or more, normal inputs), so that no
+weight underflows, which would make inf of the reference 0 * inf in a kernel.
 """
 
 import numpy as np
@@ -75,7 +75,7 @@ def cases_with_blind_rows(draw, backend, dtype, archs):
     cases_with_blind_rows, each=each_dtype, archs=strategies.FAMILIES
 )
 def test_rows_that_see_nothing_give_nothing(backend, case):
-    """Their q and dout may be anything."""
+    """For any q and dout of these rows."""
     num_blind = case.seqlen_q - case.seqlen_k
     blind = np.s_[:, :num_blind]
     q, k, v, dout = inputs(case)
@@ -126,7 +126,7 @@ def check_key_of_minus_infinity(backend, case):
 
 @on_each_kind
 def test_a_key_of_minus_infinity_has_no_weight(backend, dtype, arch):
-    """Nor do the rows that fill up a tile see it: 0 * -inf is NaN."""
+    """Padding rows of a tile must not read it: 0 * -inf is NaN."""
     case = Case(
         dtype, seqlen_q=80, seqlen_k=100, head_dim=1, on=Emulation(arch)
     )
@@ -143,8 +143,8 @@ def test_a_key_of_minus_infinity_by_wide_tiles(backend):
 
 
 @on_each_kind
-def test_whole_tiles_of_nan_spread_nowhere(backend, dtype, arch):
-    """Rows without one finite number; of 104 queries 40 see none of them."""
+def test_masked_tiles_of_nan_do_not_spread(backend, dtype, arch):
+    """Rows of NaN only; 40 of 104 queries see none of them."""
     case = Case(
         dtype, seqlen_q=104, seqlen_k=128, head_dim=64, head_dim_v=64,
         causal=True, on=Emulation(arch),
@@ -163,7 +163,7 @@ def test_whole_tiles_of_nan_spread_nowhere(backend, dtype, arch):
 @on_each_kind
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_scores_of_minus_infinity_are_read(backend, dtype, arch, bad):
-    """A weight of 0 is a weight: 0 * NaN and 0 * inf are NaN."""
+    """A visible pair of weight 0 counts: 0 * NaN and 0 * inf are NaN."""
     case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, arch, 100)
     v[:, 90, :, 3], dout[:, 7, :, 5] = bad, bad
     out, lse = calls.forward(backend, case, q, k, v)
@@ -191,7 +191,7 @@ def test_a_weight_that_underflows_is_read(backend, dtype, arch):
 
 @on_each_kind
 def test_infinities_meet_weights_of_1_and_0(backend, dtype, arch):
-    """Rows by turns see their key with weight 0, with some and with 1."""
+    """Consecutive rows see the key with weight 0, between, and 1."""
     case = Case(
         dtype, seqlen_q=20, seqlen_k=20, head_dim=1, scale=-1.0, causal=True,
         on=Emulation(arch),

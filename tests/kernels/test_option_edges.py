@@ -45,7 +45,7 @@ def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
 
 
 @on_each_kind_with_options
-def test_what_is_seen_spreads_by_scores_with_options(backend, dtype, arch):
+def test_visible_nan_spreads_by_scores(backend, dtype, arch):
     """NaN and infinities, whose own products the kernels add one by one."""
     spoiled = (
         ("q", (0, 20, 1, 3), "inf"),
@@ -169,7 +169,7 @@ def test_dropout_of_many_pairs(backend):
 @on_kernels
 @pytest.mark.parametrize("name", ["window", "segments", "all"])
 @pytest.mark.parametrize("spoiled", ["q", "k", "v", "dout"])
-def test_what_is_not_finite(backend, name, spoiled):
+def test_nonfinite_inputs(backend, name, spoiled):
     """Reaches those that see it: some in its tile do, some do not."""
     spoiled = ((spoiled, (0, 17, 0, 3), "nan"),)
     case = FAMILIES["fma"].case("small", name, spoiled=spoiled)

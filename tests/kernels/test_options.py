@@ -25,8 +25,8 @@ from helpers.dtypes import DTYPES
 from helpers.option_cases import (
     FAMILIES,
     KINDS,
+    on_deterministic_families,
     on_families,
-    on_families_in_turns,
     on_kinds,
     on_wide_kinds,
 )
@@ -98,7 +98,7 @@ def test_forward(backend, case):
     strategies.optional_cases, each={"dtype": DTYPES}, examples=UNSEEN
 )
 def test_backward(backend, case):
-    """With out and lse of the NumPy path."""
+    """With the NumPy path's out and lse."""
     check_gradients(backend, case)
 
 
@@ -120,8 +120,8 @@ def test_gradients_of(backend, family, shape, name):
     check_gradients(backend, FAMILIES[family].case(shape, name))
 
 
-@on_families_in_turns
-def test_in_turns(backend, family, shape, name):
+@on_deterministic_families
+def test_deterministic(backend, family, shape, name):
     """Key tiles add to dq in an order, though not all of them do."""
     made = FAMILIES[family]
     case = made.case(shape, name, deterministic=True)
@@ -159,7 +159,7 @@ HIDING = [name for name, data in TABLE.items() if data.hides]
 @on_kernels
 @on_kinds
 @pytest.mark.parametrize("name", HIDING)
-def test_what_is_hidden_spreads_nowhere(backend, kind, name):
+def test_masked_nan_does_not_spread(backend, kind, name):
     """NaN in a key and its value, and in a query and its dout."""
     spoiled = tuple((x, (0, 9), "nan") for x in ("q", "k", "v", "dout"))
     case = Case(seqlen_q=50, seqlen_k=50, spoiled=spoiled,
@@ -171,7 +171,7 @@ def test_what_is_hidden_spreads_nowhere(backend, kind, name):
 @on_kernels
 @on_kinds
 @pytest.mark.parametrize("name", HIDING)
-def test_what_is_hidden_is_no_maximum(backend, kind, name):
+def test_masked_scores_are_no_maximum(backend, kind, name):
     """Beside the hidden key's score all others would have no weight."""
     case = Case(seqlen_q=50, seqlen_k=50, spoiled=(("k", (0, 9), "1e4"),),
                 **TABLE[name].hides, **KINDS[kind])  # fmt: skip

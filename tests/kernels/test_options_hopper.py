@@ -53,7 +53,7 @@ def test_weights_above_1(backend, name, dtype, k, v):
 @pytest.mark.parametrize("key", [3, 11])
 @pytest.mark.parametrize("query", [1, 9])
 def test_one_score_of_a_warp_is_not_small(backend, query, key):
-    """It is 16, beside a cap of 30, and has most of its row's weight."""
+    """It is 16, with a cap of 30, and has most of its row's weight."""
     spoiled = (
         ("q", (0,), "0.01"),
         ("q", (0, query), "2"),
@@ -68,7 +68,7 @@ def test_one_score_of_a_warp_is_not_small(backend, query, key):
 
 @on_kernels
 def test_large_scores_below_0_are_not_slight(backend):
-    """All are -16, beside a cap of 30."""
+    """All are -16, with a cap of 30."""
     check_forward(backend, Case(
         "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,
         on=Emulation("sm_90a", num_sms=1),
@@ -78,7 +78,7 @@ def test_large_scores_below_0_are_not_slight(backend):
 
 @on_kernels
 def test_gradients_of_large_scores_below_0(backend):
-    """All are -16, beside a cap of 1/4: exp of their ratio is no number."""
+    """All are -16, with a cap of 1/4: exp of the ratio overflows."""
     check_gradients(backend, Case(
         "bfloat16", 1, 70, 140, head_dim=64, head_dim_v=64, softcap=0.25,
         on=Emulation("sm_90a", num_sms=1),
@@ -90,7 +90,7 @@ def test_gradients_of_large_scores_below_0(backend):
 @pytest.mark.parametrize("head_dim", [64, 200])
 @pytest.mark.parametrize("name", ["window", "left", "segments", "few"])
 def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
-    """Of one block, the last one with a warpgroup that has no query."""
+    """Of one block; the last has a warpgroup without queries."""
     case = Case(
         "bfloat16", 1, 440, 500, 2, 1, head_dim, head_dim, seed=1,
         on=Emulation("sm_90a", num_sms=1, seed=2), **OPTIONS[name],
@@ -99,7 +99,7 @@ def test_tiles_that_do_not_see_the_first_keys(backend, name, head_dim):
 
 
 def full_case(names, head_dim, seqlen_k, **more):
-    """Two grouped heads of a bias and a mask that leave out no axis."""
+    """Two grouped heads, with a bias and a mask of full shape."""
     case = Case(
         "bfloat16", 1, 150, seqlen_k, 2, 1, head_dim, head_dim, seed=19,
         on=Emulation("sm_90a", num_sms=2, seed=1, resident=2),
@@ -128,13 +128,13 @@ def test_biases_in_chunks(backend, names):
      (("bias", "mask"), 128), (("bias", "mask"), 192)],
 )  # fmt: skip
 def test_backward_of_all_pairs(backend, names, head_dim, seqlen_k):
-    """Read four or eight keys at a time; in rows of 203 they are not."""
+    """Read four or eight keys at a time, except in rows of 203."""
     check_gradients(backend, full_case(names, head_dim, seqlen_k))
 
 
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_dbias_in_turns(backend, head_dim):
+def test_deterministic_dbias(backend, head_dim):
     case = full_case(
         ("bias", "mask"), head_dim, 200, causal=True, deterministic=True
     )
@@ -144,8 +144,8 @@ def test_dbias_in_turns(backend, head_dim):
 @on_kernels
 @pytest.mark.parametrize("array", ["q", "k", "dout"])
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_what_masks_hide_spreads_nowhere(backend, head_dim, array):
-    """Of one head: the mask of the other does not decide."""
+def test_masked_nan_does_not_spread(backend, head_dim, array):
+    """NaN of one head; the other head's mask must not matter."""
     spoiled = ((array, (0, 9, 0), "nan"), (array, (0, 140, 0), "inf"))
     check_gradients(backend, full_case(
         ("bias", "mask"), head_dim, 200, dropout=0.25, spoiled=spoiled,
@@ -154,8 +154,8 @@ def test_what_masks_hide_spreads_nowhere(backend, head_dim, array):
 
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_no_hidden_nan_reaches_dbias(backend, head_dim):
-    """Though a softcap's division serves two keys of a query."""
+def test_masked_nan_does_not_reach_dbias(backend, head_dim):
+    """Although a softcap shares a division between two keys of a query."""
     spoiled = (("k", (0, 9), "nan"), ("v", (0, 150), "inf"))
     check_gradients(backend, full_case(
         ("bias", "mask"), head_dim, 200, softcap=5.0, spoiled=spoiled,
@@ -169,8 +169,8 @@ def test_no_hidden_nan_reaches_dbias(backend, head_dim):
      (128, {"softcap": 5.0, "dropout": 0.1}, "bfloat16"),
      (256, {"softcap": 5.0, "dropout": 0.1}, "float32")],
 )  # fmt: skip
-def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, more, dtype):
-    """It may have another dtype than q."""
+def test_bias_without_its_gradient(backend, head_dim, more, dtype):
+    """The bias may have another dtype than q."""
     case = full_case((), head_dim, 203, **more)
     q, k, v, dout = inputs(case)
     bias = option_arrays(full_case(("bias",), head_dim, 203))["bias"]
@@ -189,7 +189,7 @@ def test_a_bias_whose_gradient_nobody_wants(backend, head_dim, more, dtype):
 @pytest.mark.parametrize(
     "name", ["window", "segments", "small softcap", "few", "all"]
 )
-def test_what_is_hidden_spreads_nowhere(backend, name):
+def test_masked_values_do_not_spread(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
     check_forward(backend, Case(
         "float16", seqlen_q=200, seqlen_k=200, head_dim=40, spoiled=spoiled,
@@ -205,7 +205,7 @@ def test_what_is_hidden_spreads_nowhere(backend, name):
      ("small softcap", 120), ("mask", 120), ("all", 40),
      *(("few", d) for d in (40, 120, 200))],
 )  # fmt: skip
-def test_hidden_gradients_spread_nowhere(backend, array, head_dim, name):
+def test_masked_gradients_do_not_spread(backend, array, head_dim, name):
     spoiled = ((array, (0, 9), "nan"), (array, (0, 150), "inf"))
     check_gradients(backend, Case(
         "float16", seqlen_q=200, seqlen_k=200, head_dim=head_dim,
@@ -216,7 +216,7 @@ def test_hidden_gradients_spread_nowhere(backend, array, head_dim, name):
 
 @on_kernels
 def test_more_query_tiles_than_lanes(backend):
-    """Of 47; those of the last segment, and keys, begin after the 32nd."""
+    """47 tiles; the last segment begins after the 32nd."""
     case = Case(
         "float16", 1, 3000, 70, head_dim=16, seed=1, softcap=5.0,
         on=Emulation("sm_90a", num_sms=1), arrays_of=SEGMENTS,
@@ -226,7 +226,7 @@ def test_more_query_tiles_than_lanes(backend):
 
 @on_kernels
 def test_more_key_tiles_than_lanes(backend):
-    """Of 65; the first queries see none of the last 33, others no first."""
+    """65 tiles; the first queries see none of the last 33."""
     tile = Tile(128, 64, 12, num_stages=2)
     case = Case(
         "float16", 1, 400, 4150, head_dim=16, seed=4, arrays_of=SEGMENTS,
@@ -237,7 +237,7 @@ def test_more_key_tiles_than_lanes(backend):
 
 @on_kernels
 def test_queries_of_segments_without_a_key(backend):
-    """Those of the first tile, and of the last; a key tile is visited."""
+    """The first and the last tile; each visits a key tile all the same."""
     case = Case(
         "float16", 1, 800, 3, head_dim=16, seed=0, arrays_of=SEGMENTS,
         on=Emulation("sm_90a", num_sms=1),
@@ -254,7 +254,7 @@ def test_queries_of_segments_without_a_key(backend):
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_key_tiles_of_a_step_each(backend, head_dim, options):
-    """Six of one block: the next one's keys come while gradients leave."""
+    """Six per block: the next tile's keys load while gradients are stored."""
     check_gradients(backend, Case(
         "bfloat16", 1, 60, 700, 1, 1, head_dim, head_dim, seed=4,
         on=Emulation("sm_90a", num_sms=1, seed=1), **options,
@@ -273,7 +273,7 @@ def test_key_tiles_of_a_step_each(backend, head_dim, options):
     ids=str,
 )
 def test_many_query_tiles(backend, options):
-    """Tiles in rounds: even ones and shorter ones, in sections of heads."""
+    """Balanced rounds: equal and shorter tiles, in sections of heads."""
     case = Case(
         "float16", 2, 600, 620, 3, head_dim=16, seed=3,
         on=Emulation("sm_90a", num_sms=3, l2_bytes=1), **options,
@@ -283,7 +283,7 @@ def test_many_query_tiles(backend, options):
 
 @on_kernels
 def test_segment_ids_in_sections_of_heads(backend):
-    """Of five query heads and then of three, of five key heads and of four."""
+    """Sections of five and three query heads, of five and four key heads."""
     case = Case(
         "float16", 2, 200, 210, 18, 9, head_dim=16, seed=3, causal=True,
         on=Emulation("sm_90a", num_sms=3, l2_bytes=1), arrays_of=SEGMENTS,
@@ -293,7 +293,7 @@ def test_segment_ids_in_sections_of_heads(backend):
 
 @on_kernels
 def test_huge_scores_of_steps(backend):
-    """Whose lse is subtracted before anything is rounded."""
+    """lse is subtracted before anything is rounded."""
     case = Case(
         "float16", 1, 70, 140, head_dim=64, head_dim_v=64, scale=64.0,
         on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
@@ -303,7 +303,7 @@ def test_huge_scores_of_steps(backend):
 
 @on_kernels
 def test_keys_that_are_all_far(backend):
-    """Scores of -100 and less, whose weights are relative to one of them."""
+    """All scores are -100 or less; weights are relative to their maximum."""
     case = Case(
         "float16", 1, 500, 70, 4, 4, 64, 64, seed=2,
         on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
@@ -315,7 +315,7 @@ def test_keys_that_are_all_far(backend):
 @on_kernels
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_slopes_of_many_bits(backend, dtype):
-    """Over the scale; so flat that many keys have a share in lse."""
+    """Slope / scale has many bits; so flat that many keys add to lse."""
     case = Case(
         dtype, 1, 70, 500, 2, 2, 64, 64, seed=0, scale=0.11,
         on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
@@ -327,7 +327,7 @@ def test_slopes_of_many_bits(backend, dtype):
 @on_kernels
 @pytest.mark.parametrize("scale", [-0.3, 1e-7])
 def test_slopes_that_are_no_product(backend, scale):
-    """Their signs, or numbers that float16 does not have."""
+    """Slopes of either sign, or not representable in float16."""
     case = Case(
         "float16", 1, 150, 300, 2, 1, 64, 64, seed=5, scale=scale,
         on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
@@ -340,7 +340,7 @@ def test_slopes_that_are_no_product(backend, scale):
 @pytest.mark.parametrize("seqlen_k", [264, 265])
 @pytest.mark.parametrize("head_dim", [64, 160])
 def test_bias_in_chunks(backend, seqlen_k, head_dim):
-    """Of eight keys; in rows of 265 there are none."""
+    """Chunks of eight keys; rows of 265 have none."""
     case = Case(
         "float16", 1, 70, seqlen_k, 2, 2, head_dim, head_dim, seed=1,
         on=Emulation("sm_90a", num_sms=1), arrays_of=("bias",),
@@ -351,7 +351,7 @@ def test_bias_in_chunks(backend, seqlen_k, head_dim):
 
 @on_kernels
 def test_bias_without_chunks(backend):
-    """A number for each head, though aligned as chunks are."""
+    """One bias per head, aligned as chunks are."""
     case = Case(
         "float16", 1, 70, 264, 2, 2, 64, 64, seed=7,
         on=Emulation("sm_90a", num_sms=1), arrays_of=("bias",),
@@ -375,8 +375,8 @@ def test_key_tiles_that_nobody_sees(backend, name, head_dim):
 @pytest.mark.parametrize("head_dim", [40, 200])
 @pytest.mark.parametrize("array", ["q", "k", "dout"])
 @pytest.mark.parametrize("name", ["window", "segments"])
-def test_hidden_gradients_of_batches(backend, array, head_dim, name):
-    """With slopes, grouped heads, and nothing else that hides."""
+def test_masked_gradients_of_batches(backend, array, head_dim, name):
+    """With slopes and grouped heads, and no other mask."""
     options = dict(OPTIONS[name])
     arrays = *options.pop("arrays_of", ()), "alibi_slopes"
     spoiled = ((array, (0, 9), "nan"), (array, (0, 140), "inf"))
@@ -388,7 +388,7 @@ def test_hidden_gradients_of_batches(backend, array, head_dim, name):
 
 
 @on_kernels
-def test_slopes_whose_product_is_no_number(backend):
+def test_slopes_that_overflow(backend):
     """Over the scale, times a distance; the scores are numbers.
 
     The keys that are seen stand in one tile, behind them some that are not.

@@ -1,8 +1,8 @@
-"""Scores past the largest number of their type: inf, or -inf, everywhere.
+"""Scores that overflow their type become inf or -inf, on every backend.
 
-That type is float32, for float64 inputs float64. All scores here are 0 but
-one query's, so that what other rows and keys get is the same to the last bit
-whatever that query's scores are.
+That type is float32, or float64 for float64 inputs. All scores here are 0
+except one query's, so the results of other rows and keys are the same to the
+last bit for any scores of that query.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_a_scaled_score_past_the_largest_number(backend, dtype, arch):
 
 @on_each_kind
 def test_a_product_past_it_that_is_scaled_down(backend, dtype, arch):
-    """Except of float16, whose products float32 holds."""
+    """Except float16, whose products fit in float32."""
     if dtype != "float16":
         case = replace(case_of(dtype, arch), scale=2.0**-20)
         check_overflow(backend, case, FACTOR[dtype])
@@ -147,7 +147,7 @@ def test_one_score_of_minus_infinity_has_no_weight(backend, dtype, arch):
 
 @on_each_kind
 def test_lse_identifies_a_row_of_minus_infinity(backend, dtype, arch):
-    """And has no weights, as a row without keys."""
+    """And its weights are 0, as in a row without keys."""
     case, factor = case_of(dtype, arch), FACTOR[dtype]
     got = results(backend, case, factor, -factor, keys=slice(None))
     sound = results(backend, case, 0, -factor, keys=slice(None))

@@ -40,7 +40,7 @@ def test_forward(backend, case):
 
 @on_each_backend(strategies.packed_cases, each={"dtype": DTYPES})
 def test_backward(backend, case):
-    """With out and lse of the NumPy path."""
+    """With the NumPy path's out and lse."""
     (q, k, v, dout), given = packed_inputs(case)
     out, lse = cuflash.forward(*given[:3], **case.meaning(), return_lse=True)
     got = calls.backward(backend, case, given[3], *given[:3], out, lse)
@@ -49,7 +49,7 @@ def test_backward(backend, case):
 
 @on_each_kind_with_options
 def test_many_short_ones(backend, dtype, arch):
-    """More than a warp looks at in two steps on a GPU, in one here."""
+    """More than a warp searches in two rounds on a GPU, one here."""
     count = 90 if backend.name == "emulated" else 3000
     rng = np.random.default_rng(0)
     offsets = [np.r_[0, np.cumsum(rng.integers(0, 4, count))] for _ in "qk"]
@@ -62,7 +62,7 @@ def test_many_short_ones(backend, dtype, arch):
 @on_each_kind_with_options
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_one_long_among_short_ones(backend, dtype, arch, place):
-    """Wherever it stands; grouped heads, several tiles."""
+    """At any position; grouped heads, several tiles."""
     lengths = [3, 1, 20]
     lengths.insert(place, 170)
     offsets = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
@@ -72,8 +72,8 @@ def test_one_long_among_short_ones(backend, dtype, arch, place):
 
 
 @on_each_kind_with_options
-def test_what_is_of_another_sequence_spreads_nowhere(backend, dtype, arch):
-    """Nor does what is of none: the tokens behind the last one."""
+def test_other_sequences_do_not_spread(backend, dtype, arch):
+    """Nor do the tokens after the last sequence."""
     spoiled = [
         (x, (0, i), "nan") for x in ("q", "k", "v", "dout") for i in (9, 30)
     ]
@@ -84,7 +84,7 @@ def test_what_is_of_another_sequence_spreads_nowhere(backend, dtype, arch):
 
 @pytest.fixture
 def unread_offsets(monkeypatch):
-    """As on a GPU, where nobody looks at them but the kernels."""
+    """As on a GPU, where only kernels read them."""
     monkeypatch.setattr(validate, "offsets", lambda call: None)
 
 
@@ -111,8 +111,8 @@ def test_bad_offsets_give_zeros(backend, dtype, arch, bad):
 
 @on_each_kind_with_options
 @pytest.mark.usefixtures("unread_offsets")
-def test_bad_offsets_give_zeros_whatever_the_arrays_hold(backend, dtype, arch):
-    """The keys see no queries: 0 * NaN would be NaN."""
+def test_bad_offsets_give_zeros_for_any_values(backend, dtype, arch):
+    """Keys and queries never meet, as 0 * NaN would be NaN."""
     spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
     assert_all_zeros(backend, Case(
         dtype, 1, 40, 40, spoiled=tuple(spoiled), offsets=BAD[0][:2],
@@ -130,8 +130,8 @@ def assert_all_zeros(backend, case):
 
 @pytest.mark.parametrize("backend", [EMULATED, CUPY])
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_offsets_are_named_if_asked(backend, bad, monkeypatch):
-    """Those of NumPy arrays always are."""
+def test_bad_offsets_are_named_with_check(backend, bad, monkeypatch):
+    """Offsets in NumPy arrays always are."""
     if backend.name == "cupy":
         monkeypatch.setenv("CUFLASH_CHECK", "1")
     case = Case(seqlen_q=40, seqlen_k=40, offsets=bad[:2])
@@ -206,7 +206,7 @@ OPTIONS = {
 
 
 def hopper_case(**changes):
-    """Two grouped heads; some tokens are of no sequence."""
+    """Two grouped heads; some tokens belong to no sequence."""
     fields = {
         "dtype": "bfloat16", "seqlen_q": OFFSETS[0][-1] + 7,
         "seqlen_k": OFFSETS[1][-1] + 3, "num_heads_q": 2, "head_dim": 64,
@@ -225,7 +225,7 @@ def test_on_hopper(backend, name):
 @on_kernels
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dropout_on_hopper(backend, head_dim):
-    """It counts sequences, which a block takes one after another."""
+    """Dropout uses the sequence's index; a block takes several sequences."""
     check_packed(backend, hopper_case(
         dropout=0.25, head_dim=head_dim, head_dim_v=head_dim
     ))  # fmt: skip
@@ -233,7 +233,7 @@ def test_dropout_on_hopper(backend, head_dim):
 
 @on_kernels
 def test_many_short_ones_on_hopper(backend):
-    """More blocks than tiles, too: none is left for some."""
+    """Also with more blocks than tiles: some blocks get none."""
     lengths = np.random.default_rng(0).integers(0, 3, 70)
     of_q = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
     of_k = tuple(map(int, np.r_[0, np.cumsum(lengths[::-1])]))
@@ -245,7 +245,7 @@ def test_many_short_ones_on_hopper(backend):
 
 @on_kernels
 @pytest.mark.parametrize("name", ["plain", "wide"])
-def test_neighbours_spread_nowhere_on_hopper(backend, name):
+def test_neighbours_do_not_spread_on_hopper(backend, name):
     """What stands in a tile before and behind a sequence's tokens.
 
     Of the fourth all keys are sound, and its last tile has one that is not.

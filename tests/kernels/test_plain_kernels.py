@@ -1,7 +1,8 @@
 """Calls without options run kernels without a trace of options.
 
-Headers of options are replaced by others that know none and lack a body for
-what only options ask. The machine code has to be the same.
+The headers of options are replaced by twins without options, in which
+functions that only options call have no body. The machine code must not
+change.
 """
 
 from functools import partial
@@ -46,7 +47,7 @@ def test_options_leave_no_trace(
     assert got == [instructions(kernel, arch) for kernel in planned]
 
 
-def test_each_twin_has_a_kernel_file_s_place():
+def test_each_twin_replaces_a_kernel_file():
     assert TWINS and TWINS.keys() <= source.kernel_files().keys()
 
 

@@ -1,8 +1,7 @@
 """The same bits every time: out, lse, dk, dv; dq if deterministic.
 
-Emulated, the order of warps and blocks is drawn; a GPU has its own, which
-differs from run to run. CUFLASH_REPEATS sets how often it runs (200; under
-load 1,000).
+Emulated, the order of warps and blocks is drawn; on a GPU it differs from run
+to run. CUFLASH_REPEATS sets the number of runs (200; under load 1,000).
 """
 
 import os
@@ -22,12 +21,12 @@ from helpers.drawn import on_each_backend
 
 GPU = CupyBackend()
 REPEATS = int(os.environ.get("CUFLASH_REPEATS", "200"))
-# Long enough that blocks on all multiprocessors race for the same dq.
+# Long enough that blocks on all SMs race for the same dq.
 LENGTH = 1500
 
 
 def in_other_orders(case):
-    """The case with other orders of warps, and blocks alive at once."""
+    """Yield the case with other orders of warps and resident blocks."""
     for resident in (1, 3):
         seed = case.on.seed + resident
         yield replace(case, on=replace(case.on, seed=seed, resident=resident))
@@ -80,7 +79,7 @@ ONE_BLOCK = [
     examples=ONE_BLOCK,
 )
 def test_backward_in_any_order(backend, case):
-    """dk and dv always, dq where that is asked for."""
+    """dk and dv always, dq if deterministic."""
     q, k, v, dout = inputs(case)
     arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
     dq, *first = calls.backward(backend, case, *arrays)
@@ -130,11 +129,11 @@ MASKED_TURNS = {
 }
 
 
-def check_turns(backend, case, seeds):
-    """Compare dq in orders that are drawn from so many seeds.
+def check_dq_order(backend, case, seeds):
+    """Compare dq in the orders of several seeds.
 
-    The first two key tiles add nothing, unless others come in between.
-    Without that a bit that differs is mostly lost when dq is rounded.
+    The first two key tiles' terms cancel, unless others are added in between:
+    otherwise rounding dq would mostly hide a difference.
     """
     on = case.on
     # Others are not taken; and there would be fewer key tiles than it seems.
@@ -154,19 +153,19 @@ def check_turns(backend, case, seeds):
 
 @pytest.mark.parametrize("backend", [EMULATED])
 @pytest.mark.parametrize("case", TURNS.values(), ids=TURNS)
-def test_key_tiles_take_turns(backend, case):
-    """In all kernels: none may add to dq before those whose turn is first."""
-    check_turns(backend, case, 20 if case.on.arch == "sm_90a" else 8)
+def test_key_tiles_add_in_order(backend, case):
+    """In all kernels: no key tile adds to dq before its predecessors."""
+    check_dq_order(backend, case, 20 if case.on.arch == "sm_90a" else 8)
 
 
 @pytest.mark.parametrize("backend", [EMULATED])
 @pytest.mark.parametrize("case", MASKED_TURNS.values(), ids=MASKED_TURNS)
-def test_key_tiles_take_turns_where_a_mask_cuts(backend, case):
-    check_turns(backend, case, 4)
+def test_key_tiles_add_in_order_under_masks(backend, case):
+    check_dq_order(backend, case, 4)
 
 
 @pytest.mark.parametrize("backend", [EMULATED])
-def test_key_tiles_take_turns_beside_nan(backend):
+def test_key_tiles_add_in_order_with_nan(backend):
     """What is noted of keys stands next to the counters of turns.
 
     With these seeds a block notes its own while others wait for turns.
@@ -186,13 +185,13 @@ def test_key_tiles_take_turns_beside_nan(backend):
         assert not any(x.any() for x in (finite[0][:, -1], *finite[1:]))
 
 
-def placed(dtype, head_dim):
+def inputs_on_gpu(dtype, head_dim):
     case = Case(dtype, 2, LENGTH, LENGTH, 8, 4, head_dim, head_dim)
     return [GPU.place(x) for x in inputs(case)]
 
 
 def count_changes(cp, compute, repeats=REPEATS):
-    """Count the repeats of which any bit differs from the first run's."""
+    """Count the repeats that differ from the first run in any bit."""
     first = [bits(x) for x in compute()]
     changed = cp.zeros(len(first), cp.int64)
     for _ in range(repeats):
@@ -211,7 +210,7 @@ def bits(array):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_forward_on_a_gpu(cp, dtype, head_dim, causal):
-    q, k, v, _ = placed(dtype, head_dim)
+    q, k, v, _ = inputs_on_gpu(dtype, head_dim)
 
     def compute():
         return cuflash.forward(q, k, v, causal=causal, return_lse=True)
@@ -226,7 +225,7 @@ def test_forward_on_a_gpu(cp, dtype, head_dim, causal):
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_backward_on_a_gpu(cp, dtype, head_dim, causal, deterministic):
-    q, k, v, dout = placed(dtype, head_dim)
+    q, k, v, dout = inputs_on_gpu(dtype, head_dim)
     out, lse = cuflash.forward(q, k, v, causal=causal, return_lse=True)
 
     def compute():
@@ -246,10 +245,10 @@ LOADED_REPEATS = int(os.environ.get("CUFLASH_REPEATS", "1000"))
 
 
 class Load:
-    """Matrix products on a stream of their own, of many sizes.
+    """Matmuls of many sizes on their own stream.
 
-    Their blocks take multiprocessors from a call's, now many, now few, and so
-    change which of its blocks run side by side.
+    Their blocks occupy a varying number of SMs, which changes which of a
+    call's blocks run at the same time.
     """
 
     def __init__(self, cp):
@@ -260,7 +259,7 @@ class Load:
         self.rounds = 0
 
     def keep_up(self):
-        """Queue more if the stream has run dry."""
+        """Queue more if the stream is idle."""
         if self.stream.done:
             self.rounds += 1
             with self.stream:

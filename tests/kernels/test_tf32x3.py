@@ -31,7 +31,7 @@ PADDED = {"head_dim": 40, "head_dim_v": 72}
 
 @st.composite
 def of_few_kernels(draw, backend):
-    """Draw a case; all of them run two kernels, or as many as there are."""
+    """Draw a case; together they need two kernels, or all that exist."""
     return of_two_kernels(backend, draw(
         strategies.cases(backend, longest=70, **OPTIONS)
     ))  # fmt: skip
@@ -39,7 +39,7 @@ def of_few_kernels(draw, backend):
 
 @st.composite
 def with_options(draw, backend):
-    """Draw a case with options, of as few kernels for each set of them."""
+    """Draw a case with options, with few kernels per set of options."""
     return of_two_kernels(backend, draw(
         strategies.optional_cases(backend, longest=70, **OPTIONS)
     ))  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_same_bits_again(backend):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_forward_of_nan_and_inf(backend, name, value):
-    """They stay where they belong; an infinity counts as NaN."""
+    """They reach the right elements; an infinity counts as NaN."""
     case = Case("float32", 1, 50, 50, **PADDED, causal=True,
                 precision="tf32x3", spoiled=((name, (0, 20, 0, 3), value),)
                 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_forward_of_nan_and_inf(backend, name, value):
 
 @on_kernels
 def test_it_is_another_kernel(backend):
-    """Its last bits differ from those of multiply-adds."""
+    """Its last bits differ from fma's."""
     case = Case("float32", seqlen_q=40, seqlen_k=50, **PADDED)
     q, k, v, _ = inputs(case)
     plain, _ = calls.forward(backend, case, q, k, v)
@@ -110,7 +110,7 @@ def test_it_is_another_kernel(backend):
 
 
 @pytest.mark.parametrize("backend", [EMULATED])
-def test_a_gpu_too_old_says_so(backend):
+def test_a_gpu_that_is_too_old(backend):
     case = Case("float32", precision="tf32x3")
     q, k, v, _ = inputs(case)
     with emulator.active(arch="sm_75"):

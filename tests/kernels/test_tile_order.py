@@ -31,7 +31,7 @@ ANY = 1 << 29  # the bound that stands for none
 
 @dataclass(frozen=True)
 class Ids:
-    """Segment ids of a call, and what else says which pairs are visible."""
+    """A call's segment ids and masks."""
 
     direction: str
     of_q: np.ndarray
@@ -41,7 +41,7 @@ class Ids:
 
     @property
     def problem(self):
-        """With two groups of two heads: nothing here depends on them."""
+        """With two groups of two heads, on which nothing here depends."""
         (batch, seqlen_q), (_, seqlen_k) = self.of_q.shape, self.of_k.shape
         return small_problem(
             self.direction, "bfloat16", batch=batch, seqlen_q=seqlen_q,
@@ -64,7 +64,7 @@ def starts(length, block):
 
 
 def visited(ids, tile):
-    """Tiles of the other kind that each visits: all batches, one by one."""
+    """Return how many tiles each tile visits, for all batches."""
     q_starts = starts(ids.of_q.shape[1], tile.block_q)
     k_starts = starts(ids.of_k.shape[1], tile.block_k)
     sees = np.logical_or.reduceat(
@@ -86,7 +86,7 @@ def visited(ids, tile):
 
 
 def planned(ids):
-    """With tiles that are not those of any length."""
+    """Return a plan with tiles of unusual sizes."""
     problem, device = ids.problem, device_of_arch("sm_90a")
     tile = min(
         legal_tiles(problem, device, "wgmma"),
@@ -95,8 +95,8 @@ def planned(ids):
     return plan(problem, device, None, tile)
 
 
-def order_found(ids, threads=None):
-    """Run what finds the order; what stood before it has to stay."""
+def computed_order(ids, threads=None):
+    """Run the kernel; memory before the order must not change."""
     decided, problem = planned(ids), ids.problem
     ranges, order = decided.launches[:2]
     assert order.kernel.entry == "segment_order"
@@ -176,7 +176,7 @@ more = settings(max_examples=3 * settings().max_examples)
 @given(data=st.data())
 def test_longest_first(direction, data):
     ids = data.draw(drawn_ids(direction))
-    order, tile = order_found(ids)
+    order, tile = computed_order(ids)
     lengths = visited(ids, tile)
     assert (np.sort(order) == np.arange(len(lengths))).all()
     assert (np.diff(lengths[order]) <= 0).all()
@@ -184,7 +184,7 @@ def test_longest_first(direction, data):
 
 
 def documents(direction, batch, num_tiles):
-    """Of the causal mask, with tiles of a token at the end."""
+    """With the causal mask; the last tiles have one token."""
     tile = planned(Ids(direction, *np.zeros((2, 1, 9), np.int32), True)).tile
     block = tile.block_q if direction == "forward" else tile.block_k
     tokens = (num_tiles - 1) * block + 1
@@ -197,7 +197,7 @@ def documents(direction, batch, num_tiles):
 @pytest.mark.parametrize(("batch", "num_tiles"), [(2, 16), (1, 32)])
 def test_a_tile_for_each_thread(direction, batch, num_tiles):
     ids = documents(direction, batch, num_tiles)
-    order, tile = order_found(ids, threads=32)
+    order, tile = computed_order(ids, threads=32)
     lengths = visited(ids, tile)
     assert len(lengths) == 32
     assert (order == np.argsort(-lengths, kind="stable")).all()
@@ -206,9 +206,9 @@ def test_a_tile_for_each_thread(direction, batch, num_tiles):
 @both_directions
 @pytest.mark.parametrize(("batch", "num_tiles"), [(3, 11), (1, 70)])
 def test_more_tiles_than_threads(direction, batch, num_tiles):
-    """They stay as they are numbered: those of late queries come first."""
+    """They keep their natural order: late queries come first."""
     ids = documents(direction, batch, num_tiles)
-    order, _ = order_found(ids, threads=32)
+    order, _ = computed_order(ids, threads=32)
     want = np.arange(batch * num_tiles).reshape(batch, num_tiles)
     if direction == "forward":
         want = want[:, ::-1]
@@ -217,7 +217,7 @@ def test_more_tiles_than_threads(direction, batch, num_tiles):
 
 @both_directions
 @pytest.mark.parametrize("num_ranges", [4 * 32, 4 * 32 + 1])
-def test_places_for_ranges(direction, num_ranges):
+def test_capacity_for_ranges(direction, num_ranges):
     """Of two tiles the one that visits all others comes first if they fit.
 
     By their numbers it comes last.
@@ -229,6 +229,6 @@ def test_places_for_ranges(direction, num_ranges):
     of_two = np.repeat(np.int32([visits, hidden]), own)[None]
     of_all = np.zeros((1, (num_ranges - 2) * other), np.int32)
     pair = (of_two, of_all) if direction == "forward" else (of_all, of_two)
-    order, _ = order_found(Ids(direction, *pair), threads=32)
+    order, _ = computed_order(Ids(direction, *pair), threads=32)
     fits = num_ranges <= 4 * 32
     assert list(order) == ([visits, hidden] if fits else [hidden, visits])

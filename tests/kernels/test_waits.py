@@ -1,8 +1,8 @@
 """All warps of a warpgroup wait for a wgmma at the same instruction.
 
-PTX leaves undefined what else happens (wgmma.wait_group, `.aligned`). Where
-a warp may go another way than its neighbours, as it keeps its maxima, a wait
-that was copied to each way shows in nothing but the machine code.
+Otherwise the behaviour is undefined (PTX: wgmma.wait_group is `.aligned`).
+Warps may take different paths where they may keep their row maxima. If the
+compiler duplicates a wait on each path, only the machine code shows it.
 """
 
 import struct
@@ -32,7 +32,7 @@ def count_waits(**options):
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
 def test_each_path_waits_at_the_same_instruction(options):
-    """With dropout there is one way."""
+    """With dropout there is one path."""
     assert count_waits(**options) == count_waits(**options, dropout=0.1) > 0
 
 

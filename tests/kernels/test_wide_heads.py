@@ -47,7 +47,7 @@ def test_head_dims(backend, dtype, head_dims, causal):
     ("arch", "head_dims"), [("sm_80", (512, 384)), ("sm_90a", (257, 257))]
 )
 def test_register_tiles(backend, arch, head_dims):
-    """Where float32 has some for both directions."""
+    """Where float32 has register tiles for both directions."""
     d, dv = head_dims
     for direction in ("forward", "backward"):
         problem = small_problem(direction, "float32", d, head_dim_v=dv)
@@ -59,7 +59,7 @@ def test_register_tiles(backend, arch, head_dims):
 @on_kernels
 @pytest.mark.parametrize("layout", ["misaligned", "every_other_element"])
 def test_rows_anywhere(backend, layout):
-    """Rows of 16 bits that delta cannot read 16 bytes at a time."""
+    """16-bit rows that delta cannot read 16 bytes at a time."""
     check(backend, case_of(backend, "bfloat16", causal=True, layout=layout))
 
 
@@ -88,7 +88,7 @@ def test_options(backend, dtype, name):
 
 @on_kernels
 def test_packed_sequences(backend):
-    """One without queries, one without keys, tokens of none."""
+    """A sequence without queries, one without keys, unused tokens."""
     case = Case(
         "float16", seqlen_q=80, seqlen_k=90, num_heads_q=2, head_dim=40,
         head_dim_v=257, causal=True, arrays_of=("sink",),
@@ -98,7 +98,7 @@ def test_packed_sequences(backend):
 
 
 @on_kernels
-def test_what_is_hidden_spreads_nowhere(backend):
+def test_masked_nan_does_not_spread(backend):
     """NaN in a query and its dout, in a key and its value."""
     case = case_of(backend, "bfloat16", causal=True)
     late = case.seqlen_k - 5  # the last five queries see it
@@ -112,7 +112,7 @@ def test_what_is_hidden_spreads_nowhere(backend):
 
 @on_kernels
 def test_gradients_are_the_same_in_every_run(backend):
-    """No two blocks add to the same number, in whatever order they run."""
+    """No two blocks add to the same element."""
     case = case_of(backend, "bfloat16", causal=True)
     arrays = inputs(case)
     first = calls.both(backend, case, *arrays)

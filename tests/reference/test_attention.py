@@ -150,7 +150,7 @@ def causal_square():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_invisible_key_and_value_spread_nowhere(bad):
+def test_invisible_keys_and_values_do_not_spread(bad):
     q, k, v, dout = causal_square().arrays()
     out, lse = attention(q, k, v, causal=True)
     dq, _, _ = attention_vjp(dout, q, k, v, causal=True)

@@ -44,7 +44,7 @@ def test_every_schedule_equals_the_vjp(case):
 
 
 @given(reference_cases(smallest=1), st.data())
-def test_nan_comes_out_in_the_same_places(case, data):
+def test_nan_at_the_same_positions(case, data):
     arrays = case.arrays()
     for x in arrays:
         at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
@@ -53,7 +53,7 @@ def test_nan_comes_out_in_the_same_places(case, data):
 
 
 @given(reference_cases(smallest=1), st.data())
-def test_what_is_not_finite_comes_out_in_the_same_places(case, data):
+def test_nonfinite_at_the_same_positions(case, data):
     q, k, v, dout = arrays = case.arrays()
     for x in arrays:
         at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
@@ -76,7 +76,7 @@ def test_delta_is_the_row_sum_of_p_times_dp(case):
 
 @given(reference_cases(smallest=2), st.data())
 def test_p_comes_from_lse_alone(case, data):
-    """Each part of the keys, given the whole's out and lse, adds up."""
+    """Gradients of parts of the keys, with the whole's lse, add up."""
     q, k, v, dout = case.arrays()
     cut = data.draw(st.integers(1, case.seqlen_k - 1))
     scale = {"scale": case.scale}
@@ -110,7 +110,7 @@ def test_row_that_sees_no_key_gives_to_no_gradient():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_invisible_tokens_spread_nowhere(bad):
+def test_invisible_tokens_do_not_spread(bad):
     # Query i sees keys 0 to i: 0 to 3 don't see 4 to 6.
     case = ReferenceCase(causal=True)
     q, k, v, dout = case.arrays()

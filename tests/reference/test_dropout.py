@@ -47,7 +47,7 @@ def test_heads_and_batches_differ():
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.99])
-def test_as_many_are_dropped_as_was_asked(probability):
+def test_share_of_dropped_pairs(probability):
     tokens = np.arange(1000)
     factors = Dropout(probability, 7).factors(tokens, tokens)
     dropped = (factors == 0).mean()

@@ -32,7 +32,7 @@ def test_every_schedule_equals_attention(case):
 
 
 @given(reference_cases(smallest=1), st.data())
-def test_nan_comes_out_in_the_same_places(case, data):
+def test_nan_at_the_same_positions(case, data):
     arrays = case.arrays()
     for x in arrays[:3]:
         at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
@@ -41,7 +41,7 @@ def test_nan_comes_out_in_the_same_places(case, data):
 
 
 @given(reference_cases(smallest=1), st.data())
-def test_what_is_not_finite_comes_out_in_the_same_places(case, data):
+def test_nonfinite_at_the_same_positions(case, data):
     arrays = case.arrays()
     for x in arrays[:3]:
         at = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
@@ -81,7 +81,7 @@ def test_later_tile_with_a_far_larger_score_replaces_all():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_invisible_tokens_spread_nowhere(bad):
+def test_invisible_tokens_do_not_spread(bad):
     case = ReferenceCase(seqlen_q=7, seqlen_k=7, causal=True)
     q, k, v, dout = case.arrays()
     expected, _ = attention(q, k, v, causal=True)

@@ -79,7 +79,7 @@ def test_tile_of_the_mask_is_cut_from_the_dense_mask(question):
 
 
 @given(tile_questions())
-def test_only_a_full_tile_goes_without_a_mask(question):
+def test_only_a_full_tile_needs_no_mask(question):
     needs_none = masks.tile_mask(*question) is None
     assert needs_none == (masks.tile_visibility(*question) is Visibility.ALL)
 

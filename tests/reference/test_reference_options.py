@@ -20,7 +20,7 @@ from reference_strategies import optional_cases
 
 
 def dense_scores(case, q, k):
-    """The scores by their definition, pair by pair where that is short."""
+    """Return scores by their definition."""
     o = case.meaning()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = scale * np.einsum("...id,...jd->...ij", q, k)
@@ -46,7 +46,7 @@ def dense_scores(case, q, k):
 
 
 def dense_weights(case, q, k):
-    """P by SciPy's softmax, and lse by its logsumexp; a sink is a key."""
+    """Return P and lse by SciPy; a sink is another key."""
     s = dense_scores(case, q, k)
     sink = case.meaning().get("sink")
     sink = np.full((), -np.inf) if sink is None else sink
@@ -59,7 +59,7 @@ def dense_weights(case, q, k):
 
 
 def keep_factors(case):
-    """Z of every pair, one leading index at a time."""
+    """Return Z of every pair, for each leading index."""
     shape = (*case.lead, case.seqlen_q, case.seqlen_k)
     dropout = case.dropped()
     if dropout is None:
@@ -138,7 +138,7 @@ def test_gradient_is_the_finite_difference(name, case):
 
 
 def plain(**changes):
-    """A case without options, but for `changes`."""
+    """Return a case without options, except `changes`."""
     return replace(ReferenceCase((2,), 5, 7), **changes)
 
 
@@ -162,7 +162,7 @@ def test_a_sink_of_minus_infinity_is_none():
     np.testing.assert_array_equal(dsink, [0, 0])
 
 
-def test_what_a_mask_hides_spreads_nowhere():
+def test_masked_nan_does_not_spread():
     case = plain()
     q, k, v, dout = case.arrays()
     mask = np.arange(7) != 3

@@ -1,4 +1,4 @@
-"""Sequences end to end, against each by itself and against segment ids."""
+"""Packed sequences, against separate calls and against segment ids."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ lengths = st.lists(
 
 
 def packed_case(lengths, unused):
-    """A case with room for `unused` tokens more, and its offsets."""
+    """Return a case with `unused` extra tokens, and its offsets."""
     offsets = np.cumsum([(0, 0), *lengths], axis=0).T
     total_q, total_k = (int(x[-1]) + unused for x in offsets)
     return ReferenceCase((2,), total_q, total_k), offsets

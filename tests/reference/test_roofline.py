@@ -121,7 +121,7 @@ def test_materialised_bytes(direction, accesses):
     assert roofline.materialised_bytes(p) == expected
 
 
-def test_intensity_at_the_ridge_takes_as_long_either_way():
+def test_arithmetic_and_traffic_balance_at_the_ridge():
     device = roofline.Device(peak_flops=1e12, bandwidth=1e9)
     p = problem()
     moved = round(roofline.flops(p) / roofline.ridge(device))

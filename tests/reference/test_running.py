@@ -32,7 +32,7 @@ def bounds(n, largest=LARGEST):
 
 
 def parts_of(x, at):
-    """Cut x at the given places, some of them perhaps twice."""
+    """Cut x at given indices, some of them repeated."""
     return np.split(x, sorted(min(c, len(x)) for c in at))
 
 

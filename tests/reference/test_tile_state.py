@@ -1,4 +1,4 @@
-"""The state of a part of the keys, and every way to merge parts."""
+"""The state of a subset of the keys, and merges in any order."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def assert_identical(a, b):
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), SEEDS)
-def test_any_tree_over_any_split_gives_the_whole(sizes, seed):
+def test_any_tree_over_any_split_is_attention(sizes, seed):
     rng = np.random.default_rng(seed)
     scores, values = random_tile(sum(sizes), seed)
     order = rng.permutation(sum(sizes))
@@ -154,7 +154,7 @@ def test_empty_result_is_the_identity_whatever_its_out_holds():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), SEEDS)
-def test_merge_tree_gives_the_whole(sizes, seed):
+def test_merge_tree_is_attention(sizes, seed):
     scores, values = random_tile(sum(sizes), seed)
     cuts = np.cumsum(sizes)[:-1]
     parts = zip(

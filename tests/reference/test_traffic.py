@@ -1,4 +1,4 @@
-"""Schedules on counted memory: right results, and counts as in the forms."""
+"""Schedules on counted memory: right results, counts as in closed form."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def sizes(draw):
 
 
 def alike(tokens=12, head_dim=4, block=3):
-    """Return sizes with tiles alike both ways."""
+    """Return sizes with equal tiles of queries and keys."""
     return Sizes(tokens, tokens, head_dim, head_dim, block, block)
 
 

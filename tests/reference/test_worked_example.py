@@ -52,7 +52,7 @@ def steps():
 
 
 def expected_out():
-    """Rows start with these and go up by 1, as those of V do."""
+    """Rows start with these numbers and increase by 1, as V's rows do."""
     return np.array([[7.204], [9.882], [6.076], [7.924]]) + np.arange(4)
 
 

@@ -1,4 +1,4 @@
-"""scripts/bench.py without a GPU: its grid, its sums, its refusals."""
+"""scripts/bench.py without a GPU: grid, arithmetic, usage errors."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def test_the_grid_of_wide_dtypes(options, dtype):
     assert known.tokens == 16384 and known.width == 1024
 
 
-def test_what_results_are_judged_by():
+def test_kinds_of_checks():
     cell = bench.cells.Cell("forward", "float32", 64, False, 512, 1, 1)
     assert cell.kind == "low"
     assert replace(cell, precision="tf32x3").kind == "tf32x3"
@@ -94,7 +94,7 @@ def test_grouped_heads():
     assert cell.flops == replace(cell, kv_heads=None).flops
 
 
-def test_heads_in_place_of_a_width():
+def test_heads_instead_of_a_width():
     (cell,) = bench.cells.grid(
         ["forward"], "bfloat16", [128], [False], [512], heads=6
     )
@@ -122,7 +122,7 @@ def test_a_peer_that_is_missing_is_a_dash():
     ]  # fmt: skip
 
 
-def test_a_saved_file_is_whole_or_the_old_one(tmp_path):
+def test_files_are_saved_atomically(tmp_path):
     path = tmp_path / "folder" / "out.json"
     report.save(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -153,8 +153,8 @@ def test_an_absent_peer_is_left_out_with_a_word(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks/README.md"])
-def test_tables_say_what_the_json_files_say(name):
-    """Else: python scripts/bench.py --write-docs."""
+def test_tables_match_the_json_files(name):
+    """If not, run: python scripts/bench.py --write-docs."""
     path = Path(bench.__file__).parents[1] / name
     text = path.read_text(encoding="utf-8")
     assert markdown.MARK.search(text)
@@ -205,7 +205,7 @@ def saved(tmp_path):
         ("causal", ["|  |", "| --- |"]),
     ],
 )  # fmt: skip
-def test_a_table_takes_the_place_of_the_old_one(tmp_path, mark, lines):
+def test_a_table_replaces_the_old_one(tmp_path, mark, lines):
     saved(tmp_path)
     above, below = f"One.\n\n<!-- bench: some.json {mark} -->\n", "\nTwo.\n"
     for old in ("", "\n| old |\n| --- |\n", "| old |\n"):
@@ -249,7 +249,7 @@ def test_a_file_without_figures(tmp_path, capsys, content):
     if content is not None:
         path.write_text(content)
     assert bench.main(["--read", str(path)]) == 1
-    assert "has no figures of bench.py" in capsys.readouterr().err
+    assert "is no record of bench.py" in capsys.readouterr().err
 
 
 def test_no_gpu(monkeypatch, capsys):
@@ -266,19 +266,28 @@ def test_no_gpu(monkeypatch, capsys):
         (["--head-dim", "513"], "--head-dim 513: at most 512"),
         (["--head-dim", "0"], "0 is less than 1"),
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
-        (["--seconds", "0"], "--seconds 0.0: more than 0"),
+        (["--seconds", "0"], "--seconds 0.0: must be above 0"),
         (
             ["--dtype", "float64", "--precision", "tf32x3"],
-            "--precision tf32x3: for float32 alone",
+            "--precision tf32x3: for float32 only",
         ),
         (["--peer", "fa9"], "invalid choice: 'fa9'"),
-        (["--kv-heads", "3"], "--kv-heads 3: no divisor of 32"),
-        (["--memory", "--peer", "mha"], "--memory knows the peers fa2"),
-        (["--memory", "--peer", "jax"], "--memory knows the peers fa2"),
-        (["--heads", "6", "--kv-heads", "4"], "--kv-heads 4: no divisor of 6"),
-        (["--output", f"{__file__}/x.json"], "nothing can be written to"),
-        (["--output", "."], "--output .: a folder is there, not a file"),
-        (["--pictures", __file__], "nothing can be written to"),
+        (["--kv-heads", "3"], "--kv-heads 3: does not divide 32"),
+        (
+            ["--memory", "--peer", "mha"],
+            "--memory supports only the peers fa2",
+        ),
+        (
+            ["--memory", "--peer", "jax"],
+            "--memory supports only the peers fa2",
+        ),
+        (
+            ["--heads", "6", "--kv-heads", "4"],
+            "--kv-heads 4: does not divide 6",
+        ),
+        (["--output", f"{__file__}/x.json"], "cannot write to"),
+        (["--output", "."], "--output .: is a folder, not a file"),
+        (["--pictures", __file__], "cannot write to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
@@ -289,7 +298,7 @@ def test_wrong_options(arguments, message, capsys):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, keeps):
+def test_ctrl_c_keeps_results(tmp_path, monkeypatch, capsys, keeps):
     def interrupted(options, record):
         record["rows"] = ["a row"]
         raise KeyboardInterrupt
@@ -301,11 +310,11 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, keeps):
     assert bench.main(["--output", str(path)] if keeps else []) == 130
     said = capsys.readouterr().err
     if keeps:
-        assert said == f"stopped: what was measured is in {path}\n"
+        assert said == f"stopped: results so far are in {path}\n"
         found = json.loads(path.read_text())
         assert (found["rows"], found["complete"]) == (["a row"], False)
     else:
-        assert "--output would keep it" in said
+        assert "--output would save" in said
 
 
 def rows_of(tmp_path, *options):

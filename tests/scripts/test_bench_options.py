@@ -25,7 +25,7 @@ in_both_directions = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Windows, documents and lengths that small arrays have room for."""
+    """Make windows, documents and lengths small."""
     monkeypatch.setattr(option_cells, "WINDOW", (7, 0))
     monkeypatch.setattr(option_cells, "DOCUMENTS", 3)
     monkeypatch.setattr(option_cells, "SHORT", 4)
@@ -34,7 +34,7 @@ def small(monkeypatch):
 
 def cells_of(option, direction="forward", dtype="float32", tokens=64,
              head_dim=16, causal=True):  # fmt: skip
-    """Two batches of 4 query heads and 2 key heads, or one packed."""
+    """Two batches, 4 query and 2 key heads; or one packed batch."""
     return option_cells.grid(
         [option], [direction], dtype, [head_dim], [causal], [tokens // 2],
         tokens, width=4 * head_dim, kv_heads=2,
@@ -45,7 +45,7 @@ def cells_of(option, direction="forward", dtype="float32", tokens=64,
 
 
 def visible_by_pairs(cell):
-    """Of all tokens, batches one after another."""
+    """Return the visible pairs of all tokens, batch after batch."""
     n = cell.seqlen
     see = np.zeros((cell.batch * n, cell.batch * n), bool)
     for batch, own in enumerate(visible(cell)):
@@ -87,7 +87,7 @@ def test_pairs_are_those_of_the_mask(option, tokens):
 @of_each_option
 @pytest.mark.parametrize("blocks", [(1, 1), (4, 8), (16, 5)])
 def test_visited_pairs_are_those_of_tiles(option, blocks):
-    """Where one pair is a tile, those that are seen."""
+    """With tiles of one pair, they are the visible pairs."""
     (cell,) = cells_of(option, causal=option == "sink")
     tile = Tile(*blocks, 1)
     found = cell.visited_pairs(tile)
@@ -186,13 +186,13 @@ def test_right_results_pass(on_numpy, option, direction, dtype):
 def test_results_without_the_option_do_not(
     on_numpy, monkeypatch, option, direction
 ):
-    """In the dtype, under the mask and of the values that are timed."""
+    """In the timed dtype, with the timed mask and values."""
     monkeypatch.setattr(on_numpy.checks, "to_cupy", lambda x: x)
     (cell,) = cells_of(option, direction, "bfloat16", 512, 128, False)
     inputs = on_numpy.runners.make_inputs(cell, seed=0)
     without = replace(cell, option=option_cells.PLAIN)
     results = results_of(on_numpy, without, inputs)
-    with pytest.raises(on_numpy.checks.WrongResult, match="times what"):
+    with pytest.raises(on_numpy.checks.WrongResult, match="times its"):
         on_numpy.checks.Checker(cell, inputs).check("cuflash", results)
 
 
@@ -248,7 +248,7 @@ def test_every_cell_has_kernels(monkeypatch, arch):
         (["sink", "--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
     ],
 )
-def test_what_makes_no_sense_beside_options(arguments, message, capsys):
+def test_arguments_that_conflict_with_options(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(["--options", *arguments])
     assert stopped.value.code == 2
@@ -260,13 +260,13 @@ def test_what_makes_no_sense_beside_options(arguments, message, capsys):
     [["window", "packed", "--seqlen", "512"], ["packed", "--tokens", "512"],
      ["softcap", "window", "--causal", "both", "--kv-heads", "4"]],
 )  # fmt: skip
-def test_what_does(arguments):
+def test_arguments_that_go_with_options(arguments):
     assert bench.parse(["--options", *arguments]).options
 
 
 @pytest.fixture
 def without_gpu(on_numpy, monkeypatch):
-    """All but the times is as on a GPU."""
+    """Replace everything that needs a GPU; only the times differ."""
     speed = on_numpy.speed
     properties = {"l2CacheSize": 1 << 20}
     fake = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""How scripts/bench.py and sweep_blocks.py take times, on a fake clock."""
+"""The timing of bench.py and sweep_blocks.py, on a fake clock."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ import bench_parts
 
 
 class FakeGpu:
-    """CuPy's events and stream over a clock that calls set forward."""
+    """CuPy's events and stream, with a clock that calls advance."""
 
     def __init__(self):
         self.now = 0.0  # milliseconds
@@ -40,7 +40,7 @@ def gpu():
 
 @pytest.fixture
 def timing(gpu, monkeypatch):
-    """A copy of the module, made with the fake in CuPy's place."""
+    """A copy of the module with the fake instead of CuPy."""
     monkeypatch.setitem(sys.modules, "cupy", gpu)
     path = Path(bench_parts.__file__).parent / "timing.py"
     spec = importlib.util.spec_from_file_location("fake_timing", path)
@@ -58,8 +58,8 @@ def lasting(gpu, ms, log, name):
     return call
 
 
-def test_turns_of_one_call(timing, gpu):
-    """As sweep_blocks.py takes them; what comes before is not timed."""
+def test_rounds_of_one_call(timing, gpu):
+    """As sweep_blocks.py does; `before` is not timed."""
     log = []
     found = timing.alternate(
         {
@@ -77,7 +77,7 @@ def test_turns_of_one_call(timing, gpu):
     assert {x.count for x in found.values()} == {4}
 
 
-def test_turns_of_some_milliseconds(timing, gpu):
+def test_rounds_of_some_milliseconds(timing, gpu):
     log = []
     calls = [lasting(gpu, 5.0, log, x) for x in ("first set", "second set")]
     found = timing.alternate({"a": timing.Contender(calls)}, seconds=0.1)
@@ -85,8 +85,8 @@ def test_turns_of_some_milliseconds(timing, gpu):
     assert log[-4:] == ["first set", "second set"] * 2
 
 
-def test_who_has_streams_of_its_own_is_timed_by_the_clock(timing, gpu):
-    """Its calls return at once, and the work ends when it is waited for."""
+def test_runners_with_own_streams_are_timed_by_the_clock(timing, gpu):
+    """Its calls return at once; the work ends at the wait."""
     log, queued = [], []
 
     def wait():

@@ -1,4 +1,4 @@
-"""scripts/bounded_attention.py says what docs/guide/accuracy.md says."""
+"""scripts/bounded_attention.py agrees with docs/guide/accuracy.md."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ SCALE = 0.3
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Several, the last of them not full."""
+    """Use several chunks, the last one partial."""
     monkeypatch.setattr(bounded_attention, "ROWS", 16)
 
 

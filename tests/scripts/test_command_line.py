@@ -33,8 +33,7 @@ def test_a_folder_below_a_file(complaint, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     assert complaint(command_line.check_folder, file / "new") == (
-        f"--output {file / 'new'}: nothing can be written to {file} (Not a"
-        " directory)"
+        f"--output {file / 'new'}: cannot write to {file} (Not a directory)"
     )
 
 
@@ -44,12 +43,11 @@ def test_a_folder_that_is_read_only(complaint, tmp_path, monkeypatch):
 
     monkeypatch.setattr(command_line.tempfile, "TemporaryFile", refuse)
     assert complaint(command_line.check_folder, tmp_path) == (
-        f"--output {tmp_path}: nothing can be written to {tmp_path}"
-        " (Permission denied)"
+        f"--output {tmp_path}: cannot write to {tmp_path} (Permission denied)"
     )
 
 
-def test_a_file_where_a_folder_is(complaint, tmp_path):
+def test_a_file_that_is_a_folder(complaint, tmp_path):
     assert complaint(command_line.check_file, tmp_path) == (
-        f"--output {tmp_path}: a folder is there, not a file"
+        f"--output {tmp_path}: is a folder, not a file"
     )

@@ -1,4 +1,4 @@
-"""scripts/kernel_coverage.py: lines counted, and what is said of them."""
+"""scripts/kernel_coverage.py: counted lines, and the report."""
 
 import os
 import shutil
@@ -53,7 +53,7 @@ def test_functions():
 
 
 def test_functions_without_code():
-    """One line may be folded into what calls it: `one`, but not `two`."""
+    """A one-line function may be folded into callers: `one`, not `two`."""
     called = kernel_coverage.names_called([TEXT])
     found = kernel_coverage.never_compiled(TEXT, {5, 6, 7, 9}, called)
     assert found == [3, 11]
@@ -86,8 +86,8 @@ def test_an_exception_that_ran_or_is_gone_is_stale(text):
     assert f"a.cu: stale exception: {text}" in wrong
 
 
-def test_an_exception_by_what_follows():
-    """Where several lines are alike."""
+def test_an_exception_by_the_next_line():
+    """If several lines are equal."""
     one = Excepted("a.cu", "return 0;\n}\nint", "for the test")
     text = "    return 0;\n}\n    return 0;\n}\n    int two() {\n"
     assert kernel_coverage.excepted(one, text) == [3]
@@ -132,7 +132,7 @@ def test_tests_that_did_not_run_are_not_counted(
     ("asked", "suite"),
     [([], "test-all"), (["--suite", "test"], "test")],
 )
-def test_a_suite_is_asked_for(monkeypatch, asked, suite):
+def test_a_suite_is_selected(monkeypatch, asked, suite):
     given = []
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""scripts/demo.py: its gradients, its text, its comparison, its pictures."""
+"""scripts/demo.py: gradients, text, comparison, pictures."""
 
 import sys
 from dataclasses import replace
@@ -33,7 +33,7 @@ TINY = Config(
 
 
 def tiny_model(seed=0):
-    """A model in float64, none of whose gradients is 0, and a batch."""
+    """Return a float64 model without zero gradients, and a batch."""
     model = Transformer(TINY, 5, np)
     rng = np.random.default_rng(seed)
     model.values[:] += 0.3 * rng.standard_normal(len(model.values))
@@ -167,10 +167,10 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--steps", "0"], "argument --steps: 0 is less than 1"),
-        (["--seconds", "0"], "argument --seconds: 0: more than 0 is needed"),
-        (["--seconds", "nan"], "nan: more than 0 is needed"),
+        (["--seconds", "0"], "argument --seconds: 0: must be above 0"),
+        (["--seconds", "nan"], "nan: must be above 0"),
         (["--seed", "-1"], "--seed -1: at least 0"),
-        (["--output", __file__], "nothing can be written to"),
+        (["--output", __file__], "cannot write to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):

@@ -1,4 +1,4 @@
-"""scripts/fuzz_gpu.py: what it draws, and that it finds what is wrong."""
+"""scripts/fuzz_gpu.py: its draws, and that it detects wrong results."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_some_random_calls_on_a_gpu(capsys):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [0.05, float("nan")])
-def test_one_wrong_element_is_found(monkeypatch, capsys, value):
+def test_one_wrong_element_is_detected(monkeypatch, capsys, value):
     def wrong(*args, **kwargs):
         dq, dk, dv = backward(*args, **kwargs)
         dk[-1, -1, -1, -1] += dk.max() * value

@@ -29,11 +29,11 @@ def ids(text):
         lambda x: "void new_one(int n) { g(n + 1); }\n" + x,
     ],
 )
-def test_ids_outlive_what_changes_no_tokens_around(edit):
+def test_ids_outlive_edits_that_change_no_tokens(edit):
     assert set(ids(TEXT)) <= set(ids(edit(TEXT)))
 
 
-def test_an_id_changes_with_what_is_around():
+def test_an_id_depends_on_its_context():
     assert not set(ids(TEXT)) <= set(ids(TEXT.replace("n + 1", "n + 3")))
 
 
@@ -50,7 +50,7 @@ def test_a_mutant_has_as_many_lines():
         assert mutant.applied(text).count("\n") == text.count("\n"), mutant
 
 
-def test_where_a_mutant_stands():
+def test_location_of_a_mutant():
     found = mutants.by_rules(Source("a.cu", TEXT))
     one = next(x for x in found if "/bound/" in x.id and "/h/" in x.id)
     assert one.lines == one.statement == (5,)
@@ -67,13 +67,13 @@ def test_by_hand():
     assert "if (n) g(n);" in text
 
 
-def test_by_hand_in_one_of_several_places():
+def test_by_hand_at_one_of_several_matches():
     made = HandMade("a.cu", "second", "int n", "int m", number=2, among=2)
     changed = made.mutant(Source("a.cu", TEXT)).applied(TEXT)
     assert changed == TEXT.replace("h(int n)", "h(int m)")
 
 
-def test_what_no_longer_applies_is_reported(tmp_path):
+def test_stale_entries_are_reported(tmp_path):
     (tmp_path / "a.cu").write_text(TEXT)
     by_hand = [
         HandMade("a.cu", "gone", "n < 3", "n"),
@@ -105,7 +105,7 @@ def test_known_equivalents():
 
 
 def test_the_files_can_be_read():
-    """Whether their entries apply is a matter of `make mutate`."""
+    """`make mutate` checks whether their entries still apply."""
     by_hand = mutants.hand_made(mutants.BY_HAND.read_text("ascii"))
     known = mutants.equivalents(mutants.EQUIVALENTS.read_text("ascii"))
     assert len({x.id for x in by_hand}) == len(by_hand) > 0

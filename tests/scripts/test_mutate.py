@@ -39,7 +39,7 @@ def test_a_seed_draws_the_same_mutants_in_any_order():
     assert sample(names, 1) == sample(names[::-1], 1) != sample(names, 2)
 
 
-def test_each_operator_gives_one_in_turn():
+def test_operators_take_turns():
     names = [*(f"zero/{i}" for i in range(30)), "bound/0", "bound/1"]
     first = [x.split("/")[2] for x in sample(names, 0)[:4]]
     assert sorted(first[:2]) == sorted(first[2:]) == ["bound", "zero"]
@@ -56,7 +56,7 @@ def test_each_operator_gives_one_in_turn():
         (["none"], 0),
     ],
 )
-def test_which_mutants_are_meant(patterns, count):
+def test_patterns_select_mutants(patterns, count):
     made = [mutant("zero/1"), mutant("bound/1"), mutant("zero/1", 1, "b.cuh")]
     found = mutants.Population({x.id: x for x in made}, {}, [])
     assert len(mutate.matching(found, patterns)) == count
@@ -98,12 +98,12 @@ def record():
         (mutant("x/1", 1, "c.cuh"), [], ["p", "p2", "r"]),
     ],
 )
-def test_which_tests_run(one, tests, spared):
+def test_tests_of_a_mutant(one, tests, spared):
     chosen = records.choose(one, record(), budget=60)
     assert (chosen.tests, chosen.spared) == (tests, spared)
 
 
-def test_a_test_that_runs_other_lines_comes_before_one_alike():
+def test_a_test_of_other_lines_comes_first():
     known = record()
     known.tests["alike"] = Ran({"a.cu": 0b0010}, ("p2",), 0.5)
     known.programs["p"] = Program(frozenset(["a.cu"]), {"a.cu": 0b1110}, 1.0)
@@ -128,7 +128,7 @@ FAULT = {"test": "tests/test_a.py::test", "said": "KernelFault: far out"}
         ({"failed": None, "out_of_budget": False}, "missed"),
     ],
 )  # fmt: skip
-def test_what_became_of_a_mutant(said, outcome):
+def test_outcome_of_a_mutant(said, outcome):
     assert running.verdict(said)[0] == outcome
 
 

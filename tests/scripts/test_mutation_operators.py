@@ -11,7 +11,7 @@ def texts(text):
 
 
 def changed(operator, statement):
-    """The bodies that an operator makes of one."""
+    """Return the bodies that an operator makes from one."""
     source = Source("a.cu", f"void f() {{ {statement} }}")
     found = []
     for mutant in mutants.by_rules(source):
@@ -59,11 +59,11 @@ RULES = [
 
 
 @pytest.mark.parametrize(("operator", "text", "want"), RULES)
-def test_what_a_rule_makes(operator, text, want):
+def test_mutants_of_a_rule(operator, text, want):
     assert changed(operator, text) == [texts(x) for x in want]
 
 
-def test_every_operator_has_an_example_and_says_what_it_does():
+def test_every_operator_has_an_example_and_a_docstring():
     assert {x[0] for x in RULES} == set(operators.OPERATORS)
     assert all(x.__doc__ for x in operators.OPERATORS.values())
 
@@ -77,6 +77,6 @@ def test_every_operator_has_an_example_and_says_what_it_does():
         "#pragma unroll 4\n",
     ],
 )
-def test_what_no_rule_changes(text):
+def test_text_that_no_rule_changes(text):
     source = Source("a.cu", f"void f() {{\n{text}\n}}")
     assert [*mutants.by_rules(source)] == []

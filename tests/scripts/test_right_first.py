@@ -41,7 +41,7 @@ def results_and_checker(on_numpy, cell):
 
 
 def rounded_to(bits, array):
-    """With so many bits."""
+    """Round to that many bits."""
     fraction, exponent = np.frexp(array)
     kept = np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits)
     return kept.astype(array.dtype)
@@ -71,7 +71,7 @@ def test_results_of_too_few_bits_do_not(
     for i in range(len(results)):
         wrong = list(results)
         wrong[i] = rounded_to(bits, results[i])
-        with pytest.raises(on_numpy.checks.WrongResult, match="times what"):
+        with pytest.raises(on_numpy.checks.WrongResult, match="times its"):
             checker.check("cuflash", tuple(wrong))
 
 
@@ -83,7 +83,7 @@ def test_a_result_that_is_not_finite(on_numpy):
 
 
 def test_a_peer_may_be_judged_by_another_kind(on_numpy):
-    """As PyTorch's float32 is, which is made of TF32 parts."""
+    """As PyTorch's float32, which uses three TF32 matmuls."""
     (out,), checker = results_and_checker(on_numpy, cell("forward", "float32"))
     rough = rounded_to(17, out)
     assert checker.check("peer", (rough,), "tf32x3") <= 1
@@ -113,7 +113,7 @@ def test_scores_beyond_8_gib_are_refused(on_numpy, monkeypatch, dtype, nbytes):
     monkeypatch.setattr(peers, "MOST_BYTES", 2 * 4 * 40 * 40 * nbytes)
     prepare(it, inputs)
     monkeypatch.setattr(peers, "MOST_BYTES", peers.MOST_BYTES - 1)
-    with pytest.raises(peers.Absent, match="its matrix of scores takes"):
+    with pytest.raises(peers.Absent, match="its score matrix takes"):
         prepare(it, inputs)
 
 

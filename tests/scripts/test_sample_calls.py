@@ -1,4 +1,4 @@
-"""scripts/sample_calls.py where it cannot run."""
+"""scripts/sample_calls.py without a GPU."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_no_such_part(part, capsys):
     with pytest.raises(SystemExit) as ended:
         sample_calls.main(["--part", *part.split()])
     assert ended.value.code == 2
-    assert f"--part {part}: 0 <= I < N is needed" in capsys.readouterr().err
+    assert f"--part {part}: requires 0 <= I < N" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):

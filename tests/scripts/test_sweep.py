@@ -1,4 +1,4 @@
-"""scripts/sweep_blocks.py, with a fake in place of a GPU."""
+"""scripts/sweep_blocks.py with a fake GPU."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ GROUP = space.Group("simt", "forward", "float32", 16, True)
 
 @pytest.fixture
 def own_tables(tmp_path, monkeypatch):
-    """This machine's tables, in a folder of the test."""
+    """Put this machine's tables in the test's folder."""
     folder = tmp_path / "tables"
     monkeypatch.setattr(folders, "tile_tables", lambda: folder)
     forget()
@@ -37,7 +37,7 @@ def own_tables(tmp_path, monkeypatch):
 
 
 def forget():
-    """Have tables read and plans made anew."""
+    """Clear the caches of tables and plans."""
     for known in (tiles.entries, tiles._tuned, plan):
         known.cache_clear()
 
@@ -123,7 +123,7 @@ def test_families_of_wide_dtypes(wanted, dtype, arch, expected):
 )  # fmt: skip
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_wide_group_runs_on_its_family(family, dtype, precision, direction):
-    """By its calls' dtype and precision alone, in cells and in checks."""
+    """Selected only by dtype and precision, in cells and in checks."""
     group = space.Group(family, direction, dtype, 64, True)
     cells = group.cells()
     shapes = space.check_shapes(group)
@@ -137,7 +137,7 @@ def test_a_wide_group_runs_on_its_family(family, dtype, precision, direction):
 
 
 def test_calls_of_each_family_take_some_milliseconds():
-    """At the speeds that the kernels have, in TFLOP/s."""
+    """At the measured speeds of the kernels, in TFLOP/s."""
     for family, dtype, tflops in (
         ("wgmma", "bfloat16", 500), ("fma", "float32", 35),
         ("tf32x3", "float32", 45), ("dmma", "float64", 35),
@@ -158,7 +158,7 @@ def test_the_dtype_follows_from_the_family(options, dtype):
 
 
 def test_predicted_traffic_is_the_references():
-    """Twice the keys a tile, half the passes over the queries."""
+    """Twice the keys per tile halve the passes over the queries."""
     (cell,) = space.Group("mma", "backward", "float16", 64, False).cells(
         [1024], 1024, 64
     )
@@ -240,7 +240,7 @@ def test_the_same_command_measures_nothing_twice(output, own_tables, capsys):
     assert "2 cells are in" in capsys.readouterr().out
 
 
-def test_a_longer_sweep_goes_on(output, own_tables):
+def test_a_longer_sweep_resumes(output, own_tables):
     assert sweep(output) == 0
     assert sweep(output, "--seqlen", "512", "1024", "2048") == 0
     assert [x["seqlen"] for x in recorded(output).cells] == [512, 1024, 2048]
@@ -260,9 +260,7 @@ def test_wrong_tiles_are_left_out_with_a_word(
     assert found.tile.block_k == 4
 
 
-def test_ctrl_c_keeps_what_is_measured(
-    output, own_tables, monkeypatch, capsys
-):
+def test_ctrl_c_keeps_measurements(output, own_tables, monkeypatch, capsys):
     def ask(self, seconds, method, *arguments):
         if method == "time" and arguments[0].seqlen == 1024:
             raise KeyboardInterrupt
@@ -271,18 +269,16 @@ def test_ctrl_c_keeps_what_is_measured(
     known = worker.Worker.ask
     monkeypatch.setattr(worker.Worker, "ask", ask)
     assert sweep(output) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
     assert [x["seqlen"] for x in recorded(output).cells] == [512]
     assert len(tiles.read_table(own_tables / "sm_80.json")) == 1
 
 
-def test_a_budget_that_is_too_small_says_what_is_missing(
-    output, own_tables, capsys
-):
+def test_a_budget_that_is_too_small(output, own_tables, capsys):
     assert sweep(output, "--budget", "0.001s") == 1
     said = capsys.readouterr().out
     assert "4 of 4 tiles, for want of time" in said
-    assert "no cell was measured to its end" in said
+    assert "no cell was measured completely" in said
 
 
 def test_a_full_disk_loses_nothing(output, own_tables, monkeypatch, tmp_path):
@@ -384,7 +380,7 @@ def test_install_writes_into_the_package(
 
 
 def record_of(*times):
-    """A record of one cell, with (block_k, ms) of its tiles; 16 is today's."""
+    """Return a record of one cell with (block_k, ms); 16 is today's."""
     record = Record("nowhere", {
         **fake_gpu.MACHINE,
         "plans_see": {"arch": "sm_80", "num_sms": 108},
@@ -406,7 +402,7 @@ def test_a_gain_within_the_noise_changes_nothing():
     assert other.best.block_k == 32 and other.gain == pytest.approx(0.1)
 
 
-def test_compare_shows_what_was_found(output, own_tables, capsys):
+def test_compare_shows_the_record(output, own_tables, capsys):
     sweep(output)
     capsys.readouterr()
     assert sweep(output, "--compare") == 0
@@ -423,7 +419,7 @@ def test_compare_with_another_table(output, tmp_path, capsys):
 
 def test_nothing_to_compare(output, capsys):
     assert sweep(output, "--compare") == 1
-    assert "nothing was measured yet in" in capsys.readouterr().err
+    assert "no measurements yet in" in capsys.readouterr().err
 
 
 # Without a GPU ---------------------------------------------------------------
@@ -455,11 +451,11 @@ def test_a_dry_run_that_is_stopped_keeps_its_rows(
     assert sweep(output, "--dry-run", "--arch", "sm_86") == 130
     path, said = output / "sm_86.dry.json", capsys.readouterr().err
     if count:
-        assert said == f"stopped: what was compiled is in {path}\n"
+        assert said == f"stopped: results so far are in {path}\n"
         found = json.loads(path.read_text())
         assert len(found["rows"]) == count and not found["complete"]
     else:
-        assert said == "stopped: nothing was compiled yet\n"
+        assert said == "stopped: nothing was compiled\n"
         assert not path.exists()
 
 
@@ -495,11 +491,11 @@ def test_a_budget(text, expected):
         (["--seqlen", "32768"], "--seqlen 32768: at most --tokens"),
         (["--budget", "soon"], "'soon' is no time"),
         (["--budget", "0m"], "'0m' is no time"),
-        (["--arch", "sm_80"], "--arch goes with --dry-run"),
+        (["--arch", "sm_80"], "--arch requires --dry-run"),
         (["--family", "cuda"], "invalid choice: 'cuda'"),
-        (["--seconds", "0"], "--seconds 0.0: more than 0"),
+        (["--seconds", "0"], "--seconds 0.0: must be above 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--output", __file__], "nothing can be written to"),
+        (["--output", __file__], "cannot write to"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
@@ -532,7 +528,7 @@ def test_calls_run_on_the_tile_that_is_forced(cp, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_small_sweep_on_a_gpu(tmp_path, own_tables, direction):
-    """Of the tiles next to today's, so that it ends soon."""
+    """Only tiles next to today's, to keep it short."""
     options = ["--head-dim", "64", "--direction", direction, "--causal",
                "--seqlen", "512", "--tokens", "2048", "--seconds", "0.005",
                "--budget", "60s", "--output", str(tmp_path)]  # fmt: skip

@@ -1,7 +1,7 @@
 """From public calls to the module that runs them, and back.
 
-The CUDA side is played by a module that computes on the CPU, so that the way
-there is tested without a GPU.
+A module that computes on the CPU replaces the CUDA side, so that the path to
+it is tested without a GPU.
 """
 
 import doctest
@@ -71,7 +71,7 @@ def test_cuda_arrays_go_through_launch(launch, rank):
     assert same(cuflash.merge_states(out, lse, out, lse), merged)
 
 
-def test_out_comes_back_as_it_was_given(launch):
+def test_out_is_returned(launch):
     q, k, v, out = (Tensor(x) for x in inputs(Case()))
     plain = cuflash.forward(q, k, v)
     assert cuflash.forward(q, k, v, out=out) is out
@@ -104,13 +104,13 @@ def test_an_error_of_ours_passes(launch):
 
 
 def test_cupy_arrays_are_known_by_their_type(monkeypatch):
-    """Without a question to the driver, of which a call has up to six."""
+    """Without asking the driver: a call has up to six arrays."""
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Plain))
     assert validate.device_of(q=Plain()) == "cuda"
 
 
 class Plain:
-    """Nothing tells where it is."""
+    """An array whose device is unknown."""
 
 
 def test_examples():

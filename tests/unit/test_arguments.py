@@ -1,4 +1,4 @@
-"""The structs of a launch: what compilers make of abi's text, and NumPy."""
+"""Argument structs: compilers and NumPy lay them out alike."""
 
 import subprocess
 
@@ -17,12 +17,12 @@ GENERATED = '#include "common/arguments.cuh"'
 
 
 def text():
-    """What every kernel's text begins with."""
+    """Return the beginning of every kernel's text."""
     return source.build(small_kernel()).partition('#line 1 "constants"')[0]
 
 
 def layout_checks():
-    """Assertions that a compiler lays the structs out like NumPy."""
+    """Return assertions that a compiler lays structs out like NumPy."""
     for name, dtype in STRUCTS.items():
         yield f"static_assert(sizeof({name}) == {dtype.itemsize});"
         for field, (kind, offset, *_) in dtype.fields.items():
@@ -39,7 +39,7 @@ def test_the_text_has_every_struct_once():
 
 
 def test_the_text_stands_after_the_element_types():
-    """And nothing else describes a struct of arguments."""
+    """And no other text defines an argument struct."""
     before, _, after = TYPES.partition(GENERATED)
     assert "struct alignas(2) bfloat16" in before
     assert "Arguments {" not in before + after

@@ -114,7 +114,7 @@ cache.kept("a.bin", build)
 
 @pytest.fixture
 def read_only(keep, tmp_path, monkeypatch):
-    """Where the cache folder is to be stands a file."""
+    """The cache folder's path is a file."""
     monkeypatch.setattr(cache, "_temporary", {})
     (tmp_path / "cache").write_text("no folder")
 
@@ -145,7 +145,7 @@ print(cache.kept("a/b.bin", lambda path: path.write_bytes({WHOLE!r})))
     assert not Path(done.stdout.strip()).parent.parent.exists()
 
 
-def test_what_is_there_is_read_where_nothing_can_be_written(keep, monkeypatch):
+def test_a_read_only_cache_is_read(keep, monkeypatch):
     def cannot(folder):
         raise OSError("read-only")
 

@@ -74,29 +74,25 @@ def test_eager_warns_if_a_kernel_did_not_compile(started, monkeypatch):
 
 
 def test_another_setting_stops_no_import(started, monkeypatch):
-    """The first call says it: see unit/test_settings.py."""
+    """The first call raises: see unit/test_settings.py."""
     monkeypatch.setenv("CUFLASH_COMPILE", "never")
     warmup.start_default_compiles()
     assert not started
 
 
-def test_where_nothing_can_be_kept_nothing_is_started(
-    started, monkeypatch, tmp_path
-):
+def test_without_a_cache_nothing_is_started(started, monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("no folder")
     warmup.start_default_compiles()
     assert not started
 
 
-def test_what_is_all_compiled_is_not_started_again(started):
+def test_nothing_is_started_if_all_is_compiled(started):
     warmup.remember_default_compiles()
     warmup.start_default_compiles()
     assert not started
 
 
-def test_what_was_compiled_for_other_devices_does_not_count(
-    started, monkeypatch
-):
+def test_kernels_of_other_devices_do_not_count(started, monkeypatch):
     warmup.remember_default_compiles()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     warmup.start_default_compiles()
@@ -106,7 +102,7 @@ def test_what_was_compiled_for_other_devices_does_not_count(
 @pytest.mark.parametrize(
     ("visible", "expected"), [("0", True), ("", False), ("-1", False)]
 )
-def test_hidden_devices_are_none(monkeypatch, visible, expected):
+def test_invisible_devices_do_not_count(monkeypatch, visible, expected):
     monkeypatch.setattr(os.path, "exists", lambda path: True)
     monkeypatch.setattr(warmup, "_cupy", lambda: Path("site/cupy"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -17,7 +17,7 @@ ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """Names of what is compiled from now on, the cache being empty."""
+    """Log the names of kernels compiled from now on, with an empty cache."""
     names = []
 
     def compile_and_note(kernel, arch, *more):
@@ -74,7 +74,7 @@ def test_merge_compiles(dtype):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_padded_tensor_core_kernel_compiles(direction):
-    """What no default plan has: padded, deterministic, a scale below 0."""
+    """Unlike any default plan: padded, deterministic, scale below 0."""
     options = {"scale": -1.0, "deterministic": direction == "backward"}
     for kernel in kernels(direction, "float16", "sm_80", 40, **options):
         report = nvrtc.report(kernel, "sm_80")
@@ -90,7 +90,7 @@ def test_a_report_has_all_its_numbers():
 
 
 def test_a_second_report_has_them_too():
-    """NVRTC's own cache, where a driver gives it one, knows no numbers."""
+    """NVRTC's own cache, if a driver provides one, has no reports."""
     first, again = (nvrtc.report(small_kernel(), "sm_80") for _ in "12")
     assert first.registers > 0
     assert again.registers == first.registers

@@ -1,6 +1,6 @@
 """Calls on NumPy arrays: the reference's numbers, rounded.
 
-The meaning of the calls is tested on both backends elsewhere.
+Other tests cover the semantics, on all backends.
 """
 
 import numpy as np
@@ -47,7 +47,7 @@ def assert_rounded(got, exact, dtype):
 
 
 def by_heads(case, *arrays):
-    """In float64, as the reference takes them."""
+    """Return float64 arrays in the reference's layout."""
     return [
         heads_first(x, case.num_heads_q).astype(np.float64) for x in arrays
     ]
@@ -80,7 +80,7 @@ def test_forward_is_the_reference_rounded_once(data):
 
 @dtypes
 def test_backward_is_the_reference_rounded_once(dtype):
-    """Given the same out; and lse as if it had not been rounded."""
+    """Given the same out, and an lse that was not rounded."""
     case = Case(dtype, **GROUPED)
     q, k, v, dout, out, lse = call(case)
     grads = cuflash.backward(dout, q, k, v, out, lse, **case.call())
@@ -147,7 +147,7 @@ def test_blocks_that_no_backward_kernel_has():
 
 @pytest.mark.parametrize("arch", [75, 80, 90])
 def test_blocks_that_some_gpu_runs_are_run(arch):
-    """As the tuned ones of each kind of kernels."""
+    """The tuned tiles of each family."""
     device = plan.device_of_arch(f"sm_{arch}{'a' if arch == 90 else ''}")
     for dtype in DTYPES if arch >= 80 else ("float32", "float64"):
         q = np.zeros((1, 4, 1, 64), DTYPES[dtype])
@@ -165,7 +165,7 @@ def test_parts_of_wide_heads():
     )
 
 
-def test_what_is_refused_writes_nothing():
+def test_rejected_calls_write_nothing():
     out = np.full((1, 4, 1, 8), 5, np.float32)
     complaint(cuflash.ValueRangeError, block_q=7, out=out)
     assert (out == 5).all()
@@ -192,7 +192,7 @@ def test_gradients_of_large_scores(size, rows):
 
 
 def test_lse_of_more_keys_than_these_is_used():
-    """Gradients over two sets of keys, each with the lse of both."""
+    """Gradients over two sets of keys, each with the lse of their union."""
     case = Case("float64", seqlen_k=40, num_heads_q=2)
     q, k, v, dout, out, lse = call(case)
     dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse)
@@ -207,7 +207,7 @@ def test_lse_of_more_keys_than_these_is_used():
 
 
 def test_lse_of_more_keys_is_used_in_float32_too():
-    """A row's other keys took half of its weight: P, and so dV, halve."""
+    """Other keys have half of the row's weight, so P and dV halve."""
     q, k, v, dout, out, lse = call(Case("float32"))
     *_, dv = cuflash.backward(dout, q, k, v, out, lse)
     more = lse + np.log(np.float32(2))
@@ -263,7 +263,7 @@ def test_out_is_written_and_returned(dtype, rank):
 @dtypes
 @pytest.mark.parametrize("rank", [2, 3, 4])
 def test_two_states_merge_at_any_rank(dtype, rank):
-    """A state of lse 0 and one of log 3 weigh one to three."""
+    """States of lse 0 and log 3 have weights 1/4 and 3/4."""
     out_shape = (2, 5, 3, 8)[4 - rank :] if rank != 2 else (5, 8)
     lse_shape = (2, 3, 5)[4 - rank :] if rank != 2 else (5,)
     kind = lse_dtype(DTYPES[dtype])
@@ -304,7 +304,7 @@ def test_bytes_in_the_other_order():
 
 @dtypes
 def test_a_caller_that_has_numpy_raise(dtype):
-    """Infinity and NaN are results, not accidents; nor is exp(-1000)."""
+    """Infinity, NaN and exp(-1000) raise no error."""
     q, k, v, dout = inputs(Case(dtype, seqlen_q=9, seqlen_k=5, causal=True))
     q[:, 8], k[:, 4], v[:, 3, :, 0] = 200, 200, np.inf
     with np.errstate(all="raise"):
@@ -326,8 +326,8 @@ def test_rounding_to_float16_overflows_to_infinity():
     assert (dv == np.inf).all()
 
 
-def test_packed_sequences_are_what_they_are_alone():
-    """Of 0, 1 and more tokens; one token of no sequence at the end."""
+def test_packed_sequences_match_separate_calls():
+    """With 0, 1 and more tokens; one unused token at the end."""
     case = Case("float32", 1, 9, 11, 4, 2, arrays_of=("sink",))
     q, k, v, dout = (x[0] for x in inputs(case))
     offsets = np.array([[0, 0, 1, 8], [0, 2, 3, 10]], np.int32)

@@ -23,7 +23,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def structs(fake, monkeypatch):
-    """The argument structs that are launched from now on."""
+    """Log the argument structs launched from now on."""
 
     def launch(backend, loaded, arguments, kind):
         found.append(np.frombuffer(arguments, kind)[0])
@@ -80,7 +80,7 @@ def test_options_without_buffers_allocate_nothing(fake, structs):
     assert struct["options"]["softcap"] == 3.0
 
 
-def test_what_launches_find_is_in_the_same_allocation(fake, structs):
+def test_workspaces_share_an_allocation(fake, structs):
     ids = ndarray((2, 300), "int32")
     forward(segment_ids_q=ids, segment_ids_k=ids)
     ((_, start, _),) = fake.logged("alloc")
@@ -112,7 +112,7 @@ def test_a_call_runs_on_the_device_of_its_arrays(fake):
     assert fake.device == 0
 
 
-def test_a_bridge_replaces_what_is_about_arrays(fake):
+def test_a_bridge_replaces_the_array_methods(fake):
     """As PyTorch's would: another allocator, another stream."""
 
     class Bridge(sys.modules["cuflash.backends.cupy"].CupyBackend):
@@ -129,7 +129,7 @@ def test_a_bridge_replaces_what_is_about_arrays(fake):
     assert made == [out] and fake.log == [("launch", 0, 99)]
 
 
-def test_backends_have_what_the_protocol_asks_for(fake):
+def test_backends_implement_the_protocol(fake):
     wanted = {x for x in {**vars(Backend), **vars(Target)} if x[0] != "_"}
     assert wanted >= {"empty", "zeros", "copy", "address", "launch", "stream"}
     ours = sys.modules["cuflash.backends.cupy"].CupyBackend(0)

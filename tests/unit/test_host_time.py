@@ -1,7 +1,7 @@
 """The CPU cost of a call: nothing is decided twice.
 
-Calls that differ in nothing but their data share a recipe. Which calls do,
-that this changes no result and, on a GPU, the microseconds.
+Calls that differ only in their data share a recipe. These tests check which
+calls do, that results stay the same and, on a GPU, the microseconds.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ RANKS = {4: (), 3: (0,), 2: (0, slice(None), 0)}
 
 @contextlib.contextmanager
 def counted_recipes():
-    """Yield a list that has an element for each recipe that was made."""
+    """Yield a list with an element per recipe made."""
     made = []
 
     def recipe(*args, **kwargs):
@@ -113,8 +113,8 @@ def test_other_strides_have_a_recipe_of_their_own(name):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_was_aligned_is_copied_where_it_is_not(name):
-    """The two layouts differ in the address of the first element alone."""
+def test_an_unaligned_call_after_an_aligned_one_copies(name):
+    """The two layouts differ only in the address of the first element."""
     machine = Counting("sm_80")
     array = arguments("forward")[name]
     aligned = LAYOUTS["padded_rows"](array)
@@ -163,15 +163,15 @@ def test_a_remembered_recipe_gives_the_same_bits(arch, layout):
 GPU = CupyBackend()
 
 
-def placed(dtype="bfloat16", seed=0):
+def inputs_on_gpu(dtype="bfloat16", seed=0):
     case = Case(dtype, 4, 512, 512, 8, 8, 128, 128, seed=seed)
     return [GPU.place(x) for x in inputs(case)]
 
 
 @pytest.mark.gpu
 def test_arrays_of_one_layout_at_other_addresses(cp):
-    """What is kept of addresses, TensorMaps, is not mixed up."""
-    sets = [placed(seed=i) for i in range(3)]
+    """Cached TensorMaps of other addresses are not used."""
+    sets = [inputs_on_gpu(seed=i) for i in range(3)]
     first = [all_results(*arrays) for arrays in sets]
     moved = [[x.copy() for x in arrays] for arrays in sets]
     for arrays, want in zip((*moved, *sets), (*first, *first), strict=True):
@@ -214,7 +214,7 @@ def host_microseconds(cp, call, times=8, rounds=20, in_round=50):
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_microseconds_of_a_call_that_was_seen(cp, direction, limit, dtype):
-    q, k, v, dout = placed(dtype)
+    q, k, v, dout = inputs_on_gpu(dtype)
     out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
 
     def forward():

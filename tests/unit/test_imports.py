@@ -1,4 +1,4 @@
-"""Which module imports which (the house's law), and import times."""
+"""Which module imports which (the layering rules), and import times."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ PACKAGE = Path(cuflash.__file__).parent
 REFERENCE = Path(cuflash.reference.__file__).parent
 
 # Module: the modules of cuflash that it may import. `errors` and `problem`
-# know nothing and may be known by all.
+# import none of them, and every module may import them.
 _PLANS = "options problem tiles workspace plans.kernel plans.rounding"
 LAW = {
     "_version": "",
@@ -75,7 +75,7 @@ PACKAGES = ("backends", "backends.emulator", "build", "plans")
 
 
 class Imports(ast.NodeVisitor):
-    """The dotted names that a module imports: at its top, and later."""
+    """The dotted names that a module imports: at its top, and in functions."""
 
     def __init__(self, text, package):
         self.package, self.top, self.later = package, set(), set()
@@ -163,7 +163,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("module", sorted(CUFLASH))
-def test_a_module_imports_what_the_law_allows(module):
+def test_a_module_imports_only_allowed_ones(module):
     assert of_cuflash(CUFLASH[module]) <= set(LAW[module].split())
 
 
@@ -194,7 +194,7 @@ def test_the_reference_imports_nothing_of_cuflash(module):
 
 
 @pytest.mark.parametrize("module", sorted(CUFLASH))
-def test_cupy_is_imported_where_the_law_says(module):
+def test_cupy_is_imported_only_where_allowed(module):
     imports = CUFLASH[module]
     top, all_of_it = imports.top, imports.top | imports.later
     cupy = {"cupy", "cupyx", "cupy_backends"}
@@ -226,7 +226,7 @@ cuflash.merge_states(out, lse, out, lse)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_cuda_array_without_cupy_says_what_to_install():
+def test_a_cuda_array_without_cupy():
     text = """
 import cuflash
 class Array:
@@ -256,7 +256,7 @@ builtins.__import__ = without_folder
 @pytest.mark.parametrize(
     "call", ["cuflash.forward(Array(), Array(), Array())", "warmup.gpus()"]
 )
-def test_cupy_without_a_cache_folder_says_what_to_set(call):
+def test_cupy_without_a_cache_folder(call):
     text = f"""
 import cuflash
 from cuflash.build import warmup
@@ -273,7 +273,7 @@ class Array:
 
 
 def test_import_is_light():
-    """No CuPy, no SciPy, neither reference nor emulator: calls want them."""
+    """Without CuPy, SciPy, reference and emulator, which calls import."""
     text = "import cuflash; print(*sys.modules)"
     loaded = set(run_without([], text).stdout.split())
     assert "cuflash.api" in loaded

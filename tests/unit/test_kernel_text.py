@@ -1,4 +1,4 @@
-"""The house's laws for the text of the kernels."""
+"""The rules for the text of the kernels."""
 
 import re
 

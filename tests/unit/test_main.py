@@ -20,7 +20,7 @@ from helpers.kernels import kernels, small_kernel
 
 @pytest.fixture
 def default_kernels(monkeypatch):
-    """Sets the default kernels to others, which compile faster."""
+    """Replace the default kernels by ones that compile faster."""
 
     def use(*kernels):
         monkeypatch.setattr(__main__, "_kernels", lambda device: kernels)
@@ -177,7 +177,7 @@ __main__._end(__main__.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
     assert (process.returncode, said) == (130, "cuflash: stopped\n")
 
 
-def test_info_says_what_the_emulator_lacks(capsys, monkeypatch):
+def test_info_lists_what_the_emulator_lacks(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert __main__.main(["info"]) == 0
     assert "CXX is 'no-such-compiler', which is not a pro" in (
@@ -192,7 +192,7 @@ def test_info_names_an_unknown_setting(capsys, monkeypatch):
     assert line in capsys.readouterr().out
 
 
-def test_info_goes_on_without_a_cache_folder(capsys, monkeypatch, tmp_path):
+def test_info_without_a_cache_folder(capsys, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
     assert __main__.main(["info"]) == 0
@@ -208,7 +208,7 @@ def test_version_is_printed(capsys):
     assert capsys.readouterr().out == f"cuflash {cuflash.__version__}\n"
 
 
-def test_info_names_what_is_installed_and_set(capsys, monkeypatch, tmp_path):
+def test_info_lists_packages_and_settings(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUFLASH_LOG", "plan")
     assert __main__.main(["info"]) == 0
@@ -222,13 +222,13 @@ def test_info_names_what_is_installed_and_set(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(bool(GPU), reason="says what is said without a GPU")
-def test_warmup_without_a_gpu_says_so(capsys):
+def test_warmup_without_a_gpu(capsys):
     assert __main__.main(["warmup"]) == 1
     assert capsys.readouterr().err.startswith("cuflash: ")
 
 
 def gpus_of_capability(monkeypatch, *capabilities):
-    """Let there be these GPUs, of which those below 7.5 are too old."""
+    """Pretend to have these GPUs; those below 7.5 are too old."""
 
     def device(index):
         if capabilities[index] < 75:

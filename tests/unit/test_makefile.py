@@ -1,4 +1,4 @@
-"""The Makefile: what it installs, what `make lint` runs, what CI asks for."""
+"""The Makefile: what it installs, `make lint`, the targets of CI."""
 
 import os
 import re
@@ -59,7 +59,7 @@ def installs(tree):
     return [call for call in calls if "pip install" in call]
 
 
-def test_no_network_is_needed_where_all_is_there(tree):
+def test_no_network_is_needed_if_all_is_installed(tree):
     done = make(tree, STAMP, no_network=1)
     assert done.returncode == 0, done.stderr
     (install,) = installs(tree)
@@ -67,7 +67,7 @@ def test_no_network_is_needed_where_all_is_there(tree):
     assert (tree / STAMP).exists()
 
 
-def test_what_is_lacking_is_installed_from_the_index(tree):
+def test_missing_packages_are_installed(tree):
     done = make(tree, STAMP, lacking=1)
     assert done.returncode == 0, done.stderr
     assert "Installing cuflash[test,scripts] into .venv" in done.stdout
@@ -75,7 +75,7 @@ def test_what_is_lacking_is_installed_from_the_index(tree):
     assert (tree / STAMP).exists()
 
 
-def test_without_a_network_make_says_what_is_lacking(tree):
+def test_without_a_network_make_names_missing_packages(tree):
     done = make(tree, STAMP, lacking=1, no_network=1)
     assert done.returncode != 0
     assert ".venv lacks packages of cuflash[test,scripts]" in done.stderr
@@ -90,7 +90,7 @@ def test_a_python_that_is_not_there_is_named(tree):
 
 
 def test_no_half_of_an_environment_is_left(tree):
-    """Where pip fails; the next make starts anew."""
+    """If pip fails, the next make starts over."""
     python = shutil.move(tree / ".venv/bin/python", tree / "python")
     done = make(tree, STAMP, f"PYTHON={python}", no_network=1)
     assert done.returncode != 0
@@ -99,7 +99,7 @@ def test_no_half_of_an_environment_is_left(tree):
 
 
 @pytest.mark.parametrize("changed", ["setup.cfg", "cuflash/_version.py"])
-def test_a_change_of_what_is_installed_installs_again(tree, changed):
+def test_a_changed_dependency_installs_again(tree, changed):
     assert make(tree, STAMP).returncode == 0
     assert make(tree, STAMP).returncode == 0
     assert len(installs(tree)) == 1
@@ -110,7 +110,7 @@ def test_a_change_of_what_is_installed_installs_again(tree, changed):
 
 
 def test_lint_is_the_plain_commands(tree):
-    """What they check stands in pyproject.toml."""
+    """pyproject.toml configures what they check."""
     assert make(tree, ".venv/installed-lint").returncode == 0
     lines = make(tree, "-n", "lint", "ARGS=").stdout.splitlines()
     commands = [line.strip().removeprefix(".venv/bin/") for line in lines]
@@ -121,7 +121,7 @@ def test_lint_is_the_plain_commands(tree):
     "name",
     [".ci/run", *(f".github/workflows/{x}.yml" for x in WORKFLOWS)],
 )
-def test_what_ci_makes_is_there(name):
+def test_targets_of_ci_exist(name):
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"\bmake ([a-z-]+)", (ROOT / name).read_text())
     assert targets

@@ -49,7 +49,7 @@ def test_defaults_are_those_of_the_calls(option):
 
 
 def entry(name, call=cuflash.forward):
-    """What a docstring's parameters say of an option, with its head."""
+    """Return a docstring's entry of an option."""
     found = re.search(
         rf"^    [\w, ]*\b{name}\b[\w, ]* : .*(?:\n        .*)*",
         call.__doc__.partition("Returns\n")[0],
@@ -73,7 +73,7 @@ def test_docstrings_describe_each(option):
 
 
 @of_each_option
-def test_docstrings_say_what_arrays_may_be(option):
+def test_docstrings_describe_the_arrays(option):
     if option.array is None:
         return
     text = entry(option.name)
@@ -86,7 +86,7 @@ def test_docstrings_say_what_arrays_may_be(option):
 
 
 @of_each_option
-def test_the_readme_says_which_families_lack_an_order(option):
+def test_the_readme_lists_nondeterministic_families(option):
     """Rows: options, families that take all, wgmma."""
     if option.of_gradients or not option.flag:
         return

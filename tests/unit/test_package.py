@@ -41,7 +41,7 @@ def setup_cfg():
 
 
 def copy_of_tree(target, folders=FOLDERS):
-    """What the tests see of a checkout, or of an sdist, without its builds."""
+    """Copy a checkout or sdist without build outputs."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in folders:
         shutil.copytree(ROOT / name, target / name, ignore=ignored)
@@ -52,7 +52,7 @@ def copy_of_tree(target, folders=FOLDERS):
 
 
 def python(text, folder):
-    """What Python prints that was started in a folder."""
+    """Return what Python prints when started in a folder."""
     done = subprocess.run(
         [sys.executable, "-c", text],
         cwd=folder,
@@ -105,7 +105,7 @@ def metadata(wheel):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Another checkout than the one that is installed, of another version."""
+    """A second checkout, with another version than the installed one."""
     tree = copy_of_tree(
         tmp_path_factory.mktemp("checkout"), ("cuflash", "reference")
     )
@@ -113,13 +113,13 @@ def checkout(tmp_path_factory):
     return tree
 
 
-def test_the_version_is_that_of_what_is_installed(metadata):
+def test_the_version_is_the_installed_one(metadata):
     assert importlib.metadata.version("cuflash") == cuflash.__version__
     assert f"\nVersion: {cuflash.__version__}\n" in metadata
 
 
 def test_the_version_of_a_checkout_is_its_own(checkout):
-    """And not that of what is installed beside it."""
+    """Not the version of the installed package."""
     main = "from cuflash.__main__ import main; main(['--version'])"
     with_exit = f"try:\n    {main}\nexcept SystemExit:\n    pass"
     assert python(with_exit, checkout) == "cuflash 9.8.7\n"
@@ -128,7 +128,7 @@ def test_the_version_of_a_checkout_is_its_own(checkout):
 
 
 def test_python_in_a_checkout_finds_the_reference_there(checkout):
-    """Not that of the checkout which is installed, and each in one copy."""
+    """Not the installed checkout's, and each module once."""
     text = """
 import pickle
 import cuflash.backends.numpy
@@ -159,7 +159,7 @@ def test_submodules_are_there_without_an_import_of_their_own(name):
     assert name.rpartition(".")[2] in printed
 
 
-def test_the_reference_is_offered_where_names_are_listed():
+def test_dir_lists_the_reference():
     assert "reference" in python("import cuflash; print(dir(cuflash))", ROOT)
 
 
@@ -169,7 +169,7 @@ def test_changelog_names_the_version():
 
 
 def named(folder, pattern, prefix):
-    """Paths under `folder` as they are to be installed under `prefix`."""
+    """Return paths under `folder` as installed under `prefix`."""
     folder = ROOT / folder
     found = {path.relative_to(folder) for path in folder.glob(pattern)}
     assert found
@@ -215,7 +215,7 @@ def test_an_sdist_holds_all_that_a_checkout_does(in_sdist, folder):
     assert files and files <= in_sdist
 
 
-def test_an_sdist_holds_what_stands_at_the_top(in_sdist):
+def test_an_sdist_has_the_top_level_files(in_sdist):
     names = "README CHANGELOG CONTRIBUTING".split()
     assert {f"{name}.md" for name in names} <= in_sdist
     assert {"LICENSE", "Makefile", "setup.cfg", "pyproject.toml"} <= in_sdist
@@ -223,7 +223,7 @@ def test_an_sdist_holds_what_stands_at_the_top(in_sdist):
 
 
 def test_the_description_needs_no_file_beside_it(metadata):
-    """An index shows it alone: every link has to be a whole address."""
+    """An index shows only this text: every link must be absolute."""
     _, _, description = metadata.partition("\n\n")
     targets = re.findall(r"\]\(([^)]*)\)", description)
     assert targets and "<img" not in description

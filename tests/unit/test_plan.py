@@ -131,7 +131,7 @@ def test_plain_kernels_need_sm_75(direction, dtype):
         ("sm_75", None, "simt"),  # no cp.async
     ],
 )
-def test_float32_is_plain_where_it_must_be(direction, arch, wanted, family):
+def test_float32_falls_back_to_simt(direction, arch, wanted, family):
     problem = small_problem(direction, "float32")
     assert plan(problem, device_of_arch(arch), wanted).family == family
 
@@ -183,7 +183,7 @@ def test_head_dim_192_with_128_has_tensor_cores(direction, arch):
     assert decided.family == ("wgmma" if arch == "sm_90a" else "mma")
 
 
-def test_what_does_not_fit_would_fit_elsewhere():
+def test_errors_name_gpus_with_enough_shared_memory():
     assert planned("forward", "float64", 512, "sm_75").kernels
     assert planned("backward", "float32", 512, "sm_75").kernels
     with pytest.raises(UnsupportedError) as raised:
@@ -196,8 +196,8 @@ def test_what_does_not_fit_would_fit_elsewhere():
     )
 
 
-def test_what_fits_elsewhere_is_of_gpus_that_have_the_dtype():
-    """Even on one with less shared memory than any."""
+def test_errors_name_only_gpus_with_the_dtype():
+    """Even on a GPU with the least shared memory."""
     device = replace(device_of_arch("sm_80"), shared_bytes=10_000)
     for dtype, first in (("float16", "sm_80"), ("float32", "sm_75")):
         problem = small_problem("forward", dtype, 512)
@@ -242,8 +242,8 @@ def test_kernels_of_options_know_their_shared_memory(dtype, precision):
     [("sm_90a", ["segment_ranges", "segment_order"]),
      ("sm_80", ["segment_ranges"])],
 )  # fmt: skip
-def test_the_order_of_tiles_is_found_for_hopper_s(direction, arch, finding):
-    """Behind ranges, a counter and, forward, what blocks keep."""
+def test_hopper_computes_an_order_of_tiles(direction, arch, finding):
+    """After ranges, a counter and, forward, the blocks' previous tiles."""
     decided = planned(
         direction, arch=arch, segment_ids=True, batch=3, seqlen_q=1000,
         seqlen_k=700,
@@ -301,7 +301,7 @@ def test_an_error_lists_the_blocks_that_can_be_run(direction, dtype):
 
 @both_directions
 @pytest.mark.parametrize("name", ["block_q", "block_k"])
-def test_one_block_may_be_asked_for_alone(direction, name):
+def test_one_block_size_alone(direction, name):
     assert getattr(planned(direction, **{name: 32}).tile, name) == 32
 
 
@@ -310,7 +310,7 @@ def test_one_block_may_be_asked_for_alone(direction, name):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [512, 8192])
 def test_the_nearest_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
-    """A table's tile that did not fit would be passed over in silence."""
+    """A table's tile that does not fit would be skipped silently."""
     device = device_of_arch(arch)
     decided = planned(
         direction, head_dim=head_dim, arch=arch, seqlen_q=seqlen,
@@ -342,7 +342,7 @@ def plan_of_sixteen_heads(seqlen, **options):
     ids=str,
 )  # fmt: skip
 def test_short_walks_have_tiles_of_their_own(options, expected):
-    """One bound alone, or beyond all keys, makes no walk short."""
+    """One bound alone, or one beyond all keys, shortens no loop."""
     tile = plan_of_sixteen_heads(8192, **options).tile
     assert (tile.block_q, tile.block_k) == expected
 
@@ -351,8 +351,8 @@ def test_short_walks_have_tiles_of_their_own(options, expected):
     ("direction", "expected"),
     [("forward", (500, 2 * 2 * 2 / 132)), ("backward", (130, 2 * 4 / 132))],
 )
-def test_what_a_tile_is_chosen_by(direction, expected):
-    """Tokens that a block walks over; its own, in tiles a multiprocessor."""
+def test_features_that_choose_a_tile(direction, expected):
+    """Tokens that a block visits; its own tokens; tiles per SM."""
     problem = small_problem(
         direction, "float16", batch=2, seqlen_q=130, seqlen_k=500
     )
@@ -366,7 +366,7 @@ def test_what_a_tile_is_chosen_by(direction, expected):
      (False, (100, None), 500), (False, (None, 20), 500),
      (True, (None, None), 500), (False, (600, 600), 500)],
 )  # fmt: skip
-def test_a_window_is_what_a_block_walks_over(causal, window, walked):
+def test_keys_that_a_block_visits_under_a_window(causal, window, walked):
     problem = small_problem(
         "forward", "float16", seqlen_q=500, seqlen_k=500, causal=causal,
         window=window,
@@ -484,7 +484,7 @@ def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
 def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
     blocks, head_dim, k_tiles
 ):
-    """Two heads' worth of them; one block a query tile goes before."""
+    """The tiles of two heads; before them, one block per query tile."""
     device = replace(device_of_arch("sm_90a"), num_sms=blocks)
     problem = small_problem(
         "backward", "float16", head_dim, batch=2, seqlen_q=300, seqlen_k=300
@@ -496,7 +496,7 @@ def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
     ]  # fmt: skip
 
 
-def test_large_tiles_are_legal_only_where_they_fit():
+def test_large_tiles_are_valid_only_if_they_fit():
     problem = small_problem("forward", "float16", 256)
     small, large = (
         set(legal_tiles(problem, device_of_arch(arch), "mma"))
@@ -516,14 +516,14 @@ def test_large_tiles_are_legal_only_where_they_fit():
     ],
 )
 def test_occupancy(threads, registers, shared, expected):
-    """Bounded by registers, shared memory or warps, of sm_80 here."""
+    """Limited by registers, shared memory or warps of sm_80."""
     (kernel,) = planned("forward").kernels
     kernel = replace(kernel, threads=threads, shared_bytes=shared)
     assert occupancy(kernel, registers, device_of_arch("sm_80")) == expected
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_only_a_deterministic_dq_takes_turns(deterministic):
+def test_only_a_deterministic_dq_has_semaphores(deterministic):
     decided = planned("backward", deterministic=deterministic)
     elements = {x.name: x.elements for x in decided.workspace}
     assert ("dq_semaphores" in elements) == deterministic
@@ -534,7 +534,7 @@ def test_only_a_deterministic_dq_takes_turns(deterministic):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_default_plans_are_what_the_readme_says(arch):
+def test_default_plans_match_the_readme(arch):
     problems = {p.problem for p in default_plans(device_of_arch(arch))}
     found = {(p.direction, p.dtype, p.head_dim, p.causal) for p in problems}
     assert len(found) == len(problems) == 16
@@ -595,7 +595,7 @@ def test_sections_of_segments_are_of_heads(
     [(16384, True, 4), (16384, False, 1), (4096, True, 1)],
 )
 def test_few_heads_share_a_bias_at_a_time(tokens, is_broadcast, beside):
-    """Where L2 has no room for it."""
+    """If it does not fit in L2."""
     problem = small_problem(
         "forward", "float16", 128, seqlen_q=tokens, seqlen_k=tokens,
         num_heads_q=16, num_heads_kv=16, bias="float16",
@@ -614,7 +614,7 @@ def test_few_heads_share_a_bias_at_a_time(tokens, is_broadcast, beside):
     ids=str,
 )  # fmt: skip
 def test_tiles_that_the_causal_mask_makes_differ_go_in_pairs(options, pairs):
-    """One after another, the slowest block had half more than the mean."""
+    """Without pairs, the slowest block had 1.5 times the mean work."""
     assert plan_of_sixteen_heads(16384, **options).work_items.pairs == pairs
 
 
@@ -626,9 +626,7 @@ def test_tiles_that_the_causal_mask_makes_differ_go_in_pairs(options, pairs):
      ("backward", (512, 511), False, 16), ("backward", (8191, 0), True, 3),
      ("backward", (None, 9), False, 1), ("backward", (None, None), True, 1)],
 )  # fmt: skip
-def test_heads_whose_windows_have_room_in_l2(
-    direction, window, causal, beside
-):
+def test_heads_whose_windows_fit_in_l2(direction, window, causal, beside):
     """8 MiB a head without, 4 with half of the keys, of 25.
 
     Backward 16, and 8 with half of the queries: as many see a key.

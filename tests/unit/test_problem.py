@@ -15,7 +15,7 @@ def zeros(*shape):
     return np.zeros(shape, np.float16)
 
 
-def test_a_forward_problem_says_all_that_was_asked():
+def test_a_forward_problem_holds_every_argument():
     call = validate.forward(
         zeros(2, 5, 6, 16),
         zeros(2, 7, 3, 16),
@@ -30,7 +30,7 @@ def test_a_forward_problem_says_all_that_was_asked():
     assert not call.return_lse and call.out is None
 
 
-def test_a_backward_problem_says_all_that_was_asked():
+def test_a_backward_problem_holds_every_argument():
     q, k, v = zeros(2, 5, 6, 16), zeros(2, 7, 3, 16), zeros(2, 7, 3, 8)
     out, lse = zeros(2, 5, 6, 8), np.zeros((2, 6, 5), np.float32)
     call = validate.backward(
@@ -77,7 +77,7 @@ def test_group_size(num_heads_q, num_heads_kv, group_size):
 
 
 def test_a_call_seen_before_is_checked_again():
-    """Signatures are remembered; 1 and True, or 64 and 64.0, are not one."""
+    """Cached signatures distinguish 1 from True and 64 from 64.0."""
     q = zeros(5, 16)
     validate.forward(q, q, q, causal=True, block_q=64)
     for wrong in ({"causal": 1}, {"block_q": 64.0}, {"block_q": True}):

@@ -32,13 +32,13 @@ PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 
 def text_of(path):
-    """A page without its comments: a link in a comment may be broken."""
+    """Return a page without comments, whose links may be broken."""
     text = path.read_text(encoding="utf-8")
     return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_to_files_lead_somewhere(name):
+def test_links_to_files_exist(name):
     """Pictures too."""
     text = text_of(ROOT / name)
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
@@ -48,14 +48,14 @@ def test_links_to_files_lead_somewhere(name):
 
 
 def anchors(path):
-    """What GitHub calls the headings of a page."""
+    """Return GitHub's anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text_of(path), flags=re.MULTILINE)
     words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in words}
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_to_headings_lead_somewhere(name):
+def test_links_to_headings_exist(name):
     path = ROOT / name
     links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text_of(path))
     broken = [
@@ -68,7 +68,7 @@ def test_links_to_headings_lead_somewhere(name):
 
 @pytest.mark.parametrize("name", [x for x in PAGES if "lab/" not in x])
 def test_kernel_files_that_pages_name_exist(name):
-    """The lab log and sample output may name files of their time."""
+    """The lab log and sample output may name old files."""
     kernels = ROOT / "cuflash/kernels"
     folders = "|".join(x.name for x in kernels.iterdir() if x.is_dir())
     text = re.sub(r"^ {4}.*$", "", text_of(ROOT / name), flags=re.MULTILINE)
@@ -94,8 +94,8 @@ def test_commands_are_those_of_the_package(capsys):
 HOPPER = device_of_arch("sm_90a")
 
 
-def test_the_table_of_options_is_what_hopper_takes():
-    """The kernels that take all are held by the tests of options."""
+def test_the_table_of_options_matches_hopper():
+    """The other families are covered by the tests of options."""
     table = README.split("<!-- options:")[1].split("\n\n")[1]
     given = {name: re.sub(r"_[qk]$", "", name) for name in api_options()}
     for row in table.splitlines()[2:]:
@@ -115,7 +115,7 @@ def test_the_table_of_options_is_what_hopper_takes():
 
 
 def api_options():
-    """The options of forward that kernels may take or not."""
+    """Return forward's options that a family may not support."""
     names = list(inspect.signature(cuflash.forward).parameters)
     others = {"seed", "max_seqlen_q", "max_seqlen_k"}
     return set(names[names.index("window") :]) - others

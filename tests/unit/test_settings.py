@@ -23,7 +23,7 @@ HALVES = np.ones((2, 40, 4, 32), np.float16)
 
 @pytest.fixture
 def first_call(monkeypatch):
-    """Let the next call be the first one of a process."""
+    """Make the next call the first one of the process."""
     settings.check.cache_clear()
     yield
     settings.check.cache_clear()
@@ -54,7 +54,7 @@ def test_the_values_in_words():
     assert settings.expected("CUFLASH_CHECK") == "'0', '1' or unset"
 
 
-def test_every_family_may_be_asked_for():
+def test_every_family_can_be_set():
     assert settings.VALUES["CUFLASH_FAMILY"] == get_args(Family)
 
 
@@ -66,7 +66,7 @@ def test_the_readme_lists_them():
 
 
 def python(text, **variables):
-    """Run Python text where variables are set; what came of it."""
+    """Run Python text with environment variables; return the result."""
     return subprocess.run(
         [sys.executable, "-c", text],
         env={**os.environ, **variables},
@@ -96,7 +96,7 @@ for machine in [Counting("sm_80")] * 2 + [Counting("sm_90a")]:
 
 
 def plans(caplog, machine, q=HALVES, **options):
-    """Make a call; the plans that were logged for it."""
+    """Make a call; return the plans that it logged."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "cuflash"):
         execute.forward(
@@ -120,7 +120,7 @@ def test_another_layout_has_no_new_plan(caplog):
     assert len(plans(caplog, machine, causal=True)) == 1
 
 
-def test_plans_are_on_stderr_if_asked():
+def test_plans_are_logged_to_stderr():
     done = python(CALL, CUFLASH_LOG="plan")
     assert not done.returncode, done.stderr
     lines = done.stderr.splitlines()
@@ -129,7 +129,7 @@ def test_plans_are_on_stderr_if_asked():
     assert python(CALL, CUFLASH_LOG="").stderr == ""
 
 
-def test_plans_go_where_a_program_logs():
+def test_plans_go_to_the_programs_log():
     text = "import logging\nlogging.basicConfig(format='mine %(message)s')\n"
     done = python(text + CALL, CUFLASH_LOG="plan")
     assert not done.returncode, done.stderr

@@ -18,7 +18,7 @@ SCALES = [(64**-0.5, 30.0), (128**-0.5, 50.0), (1.0, 0.5), (0.01, 300.0)]
 
 
 def horner(coefficients, x, dtype):
-    """As by multiply-adds: a float64 sum of a float32 product is exact."""
+    """As by FMA: a float64 sum of a float32 product is exact."""
     y = np.full_like(x, coefficients[-1], dtype)
     for c in coefficients[-2::-1]:
         exact = y.astype(np.float64) * x + np.float64(dtype(c))
@@ -97,7 +97,7 @@ def test_slight_scores_are_right_to_their_bound(
 
 @pytest.mark.parametrize(("scale", "softcap"), SCALES[:2])
 def test_slight_scores_are_not_rare(scale, softcap):
-    """Up to 8, beside maxima of -2 or more."""
+    """Up to 8, with row maxima of -2 or more."""
     for dtype in ("float16", "bfloat16"):
         _, slight, lowest = slight_terms(scale, softcap, dtype, 0.0)
         assert lowest <= -3.0
@@ -110,7 +110,7 @@ def test_slight_scores_are_not_rare(scale, softcap):
     [(0.125, 0.0), (-0.125, 30.0), (0.0, 30.0), (1.0, 1e30), (1e30, 1.0),
      (1e-30, 1e-30), (1e30, 1e30), (1.0, 1e-300), (math.nan, 30.0)],
 )  # fmt: skip
-def test_none_are_small_where_it_does_not_serve(scale, softcap):
+def test_no_range_where_the_polynomial_fails(scale, softcap):
     t, t_log2, small, _ = terms(scale, softcap)
     assert small < 0
     assert not any((*t, *t_log2))

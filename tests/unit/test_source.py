@@ -110,7 +110,7 @@ def test_a_twin_stands_in_for_a_file_under_its_own_name(
     assert lines["a_host.h", 3] == "int in_twin;"
 
 
-def test_an_excerpt_shows_what_stands_around_a_line():
+def test_an_excerpt_shows_the_lines_around():
     text = '#line 1 "a.cuh"\n' + "\n".join("abcdefghijkl")
     shown = source.excerpt(text, "a.cuh", 6)
     assert shown[:3] == ["", "a.cuh", "     2 | b"]

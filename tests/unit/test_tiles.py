@@ -50,7 +50,7 @@ def planned(found, dtype):
 
 
 def tuned(folder, monkeypatch, *found, **asked):
-    """The tiles for a problem where this machine's tables say `found`."""
+    """Return the tile of a problem with `found` in this machine's tables."""
     monkeypatch.setattr(folders, "tile_tables", lambda: folder)
     write_table(folder, "sm_80", *found)
     chosen = tiles.tuned(
@@ -105,11 +105,11 @@ def name_of(value):
 
 @pytest.mark.parametrize("arch, kernel", kernels(), ids=name_of)
 def test_every_entry_compiles(arch, kernel):
-    """Its text asserts that shared memory is laid out as the plan says."""
+    """The kernel's text asserts the plan's shared-memory layout."""
     assert nvrtc.cubin_file(kernel, arch).stat().st_size > 0
 
 
-def test_every_architecture_says_whether_it_was_measured():
+def test_every_table_has_its_source():
     for path in TABLE_FILES:
         table = json.loads(path.read_text())
         some = any(x.measured for x in tiles.read_table(path))
@@ -161,10 +161,10 @@ def test_many_tiles_are_as_many_as_more(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("capability, expected", [(80, 16), (89, 64)])
-def test_this_machines_table_comes_before_the_packages(
+def test_this_machines_table_takes_precedence(
     tmp_path, monkeypatch, capability, expected
 ):
-    """Not before one of the very architecture."""
+    """But not over an entry for the exact architecture."""
     chosen = tuned(
         tmp_path, monkeypatch, entry(tile=BY_BLOCK_K[16]),
         capability=capability,
@@ -183,7 +183,7 @@ def test_a_plan_takes_this_machines_tile(tmp_path, monkeypatch):
 
 
 def test_a_tile_that_does_not_fit_is_passed_over(tmp_path, monkeypatch):
-    """Its head_dim_v is larger than that of the entry, and no room left."""
+    """head_dim_v is larger than the entry's, and shared memory too small."""
     monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
     large = {"block_q": 128, "block_k": 128, "num_warps": 8,
              "blocks_per_sm": 2}  # fmt: skip
@@ -243,7 +243,7 @@ def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
     ],
 )
 def test_a_wrong_entry_is_ignored_with_a_word(tmp_path, change, word):
-    """With its file: nobody knows what else is wrong there."""
+    """With its whole file, which may contain other errors."""
     write_table(tmp_path, "sm_80", entry(), {**entry(), **change})
     with pytest.warns(RuntimeWarning, match=word):
         assert tiles.entries(tmp_path) == ()
@@ -258,7 +258,7 @@ def test_a_broken_file_spoils_no_other(tmp_path, content):
     assert found.arch == 80
 
 
-def test_a_folder_in_place_of_a_file(tmp_path):
+def test_a_folder_instead_of_a_file(tmp_path):
     (tmp_path / "sm_80.json").mkdir()
     with pytest.warns(RuntimeWarning, match="it is ignored"):
         assert tiles.entries(tmp_path) == ()

@@ -59,7 +59,7 @@ def complaint(error, call, **changed):
 
 
 @pytest.mark.parametrize("call", ARGUMENTS)
-def test_what_the_others_change_is_good(call):
+def test_the_base_call_is_valid(call):
     getattr(cuflash, call)(**good(call))
 
 
@@ -101,7 +101,7 @@ def test_masked_array(call, name):
 
 
 class OnDevice:
-    """Another library's array: its place by DLPack, and nothing else."""
+    """Another library's array with only DLPack's device."""
 
     def __init__(self, device_type):
         self.device_type = device_type
@@ -111,7 +111,7 @@ class OnDevice:
 
 
 class CudaArray:
-    """One that has only the older protocol."""
+    """An array with only __cuda_array_interface__."""
 
     __cuda_array_interface__ = {"data": (0, True)}
 
@@ -168,7 +168,7 @@ def test_arrays_on_a_cuda_device_are_known(array):
 
 
 class OnGpu:
-    """What the checks read of a CuPy array."""
+    """The attributes of CuPy arrays that the checks read."""
 
     def __init__(self, array, device=0):
         self.shape, self.strides = array.shape, array.strides
@@ -445,7 +445,7 @@ def without_memory(shape, dtype=np.float32):
 
 
 def calls_with(**sizes):
-    """Each call's arrays, some sizes changed, that share one element."""
+    """Return each call's arrays with changed sizes, all of stride 0."""
     s = {"batch": 1, "seqlen_q": 1, "seqlen_k": 1, "heads": 1, **sizes}
     q, k = (
         without_memory((s["batch"], s[f"seqlen_{x}"], s["heads"], 1))
@@ -645,7 +645,7 @@ def test_out_that_is_read_only():
 
 def test_out_that_is_read_only_on_a_cuda_device():
     class Constant:
-        """All that the protocol asks for, and no shape of its own."""
+        """Implements the protocol, without a shape."""
 
         __cuda_array_interface__ = {"data": (256, True), "shape": (5, 8)}
 
@@ -656,7 +656,7 @@ def test_out_that_is_read_only_on_a_cuda_device():
 
 
 def test_out_that_does_not_say_whether_it_is_read_only():
-    """PyTorch has no such interface for some dtypes, and raises KeyError."""
+    """PyTorch raises KeyError for dtypes without the interface."""
 
     class Tensor:
         @property
@@ -690,7 +690,7 @@ def test_out_that_overlaps_an_input(name):
 
 
 def test_out_between_the_inputs_is_fine():
-    """All four packed in one array: bounds overlap, elements do not."""
+    """All four are views of one array: bounds overlap, elements do not."""
     packed = np.ones((2, 5, 4, 4, 8), np.float32)
     q, k, v, out = np.moveaxis(packed, 2, 0)
     cuflash.forward(q, k, v, out=out)

@@ -74,7 +74,7 @@ def test_window_of_no_ints(bound):
 
 @pytest.mark.parametrize("window", [(-1, 0), (0, -1), (-1, -1)])
 def test_window_without_room(window):
-    """As flash-attn writes no bound."""
+    """-1, flash-attn's value for no bound."""
     assert complaint(ValueRangeError, window=window) == (
         f"window is {window}, expected bounds of at least 0, or None for no "
         "bound: a query sees left keys before its own position, the key at "
@@ -99,7 +99,7 @@ def test_dropout_that_is_no_probability(dropout):
 
 
 @pytest.mark.parametrize("name", ["softcap", "dropout"])
-def test_what_is_no_real_number(name):
+def test_not_a_real_number(name):
     for value, said in (("1", "'1' of type str"), (True, "True of type bool")):
         assert complaint(DTypeError, **{name: value}) == (
             f"{name} is {said}, expected a real number"
@@ -108,7 +108,7 @@ def test_what_is_no_real_number(name):
 
 @pytest.mark.parametrize("name", ["softcap", "dropout"])
 @pytest.mark.parametrize("value", [np.inf, np.nan, 10**400])
-def test_what_is_not_finite(name, value):
+def test_not_finite(name, value):
     assert complaint(ValueRangeError, **{name: value}) == (
         f"{name} is {value}, expected a finite number"
     )
@@ -135,7 +135,7 @@ def test_seed_that_is_no_int():
 
 
 @pytest.mark.parametrize("name", ["return_dbias", "return_dsink"])
-def test_gradients_of_what_is_not_there(name):
+def test_gradients_of_missing_options(name):
     needed = name.removeprefix("return_d")
     assert of_backward(**{name: True}) == (
         f"{name} is given without {needed}, expected {needed} too: neither "
@@ -275,7 +275,7 @@ def test_offsets_of_no_sequence():
 
 
 @pytest.mark.parametrize("name", ["bias", "mask", "segment_ids_q"])
-def test_what_packed_sequences_cannot_have(name):
+def test_options_that_packed_sequences_lack(name):
     given = {"bias": f4(7), "mask": np.ones(7, bool), "segment_ids_q": ids(5)}
     others = {name: given[name]}
     if name == "segment_ids_q":

@@ -12,7 +12,7 @@ struct Site {
     const char* file;
     int line;
     bool operator==(const Site& other) const {
-        // Files are told apart by address: all sites are those of one translation unit.
+        // Files are distinguished by address: all sites are those of one translation unit.
         return line == other.line && file == other.file;
     }
 };
@@ -42,8 +42,8 @@ void give_way(const int* value, Site site);
 void progress();
 
 // Shared memory, by its address there. READ_BY_WARP: the lane gives the address, all lanes read.
-// READ_BY_PRODUCT: so does a warpgroup's product.
-enum class Access { READ, WRITE, READ_BY_WARP, READ_BY_PRODUCT };
+// READ_BY_WGMMA: a wgmma of the warpgroup reads it.
+enum class Access { READ, WRITE, READ_BY_WARP, READ_BY_WGMMA };
 void* shared_memory(uint32_t address, int bytes, int alignment, Access access, Site site);
 // Global memory.
 void check_global(const void* address, int bytes, int alignment, Access access, Site site);
@@ -79,12 +79,12 @@ void add_floats(float* target, uint32_t source, int bytes, Site site);
 void commit_stores();
 void read_stores(int pending);
 void write_stores(int pending);
-void fence_products(Site site);
-void commit_products(Site site);
-void wait_for_products(int pending, Site site);
+void fence_wgmmas(Site site);
+void commit_wgmmas(Site site);
+void wait_for_wgmmas(int pending, Site site);
 
-// A lane's part in a product: `count` registers of D, A by descriptor or its four registers.
-struct ProductOperands {
+// A lane's part in a wgmma: `count` registers of D, A by descriptor or its four registers.
+struct WgmmaOperands {
     float* d;
     int count;
     uint64_t a, b;
@@ -93,7 +93,7 @@ struct ProductOperands {
     int sign;
     float (*to_float)(uint16_t);
 };
-void start_product(ProductOperands& operands, Site site);
+void start_wgmma(WgmmaOperands& operands, Site site);
 
 // d += a b, rounded to float once per element.
 void multiply_add(float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]);

@@ -13,19 +13,20 @@ uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; 
 
 // ---- Publishing epochs ----
 
-// The running thread's warp publishes every epoch that it knows to `told`, and begins a new epoch.
-void tell(std::vector<uint32_t>& told) {
+// The running thread's warp adds its own epoch, and those that it has acquired, to `published`;
+// then it begins a new epoch.
+void publish_epochs(std::vector<uint32_t>& published) {
     const int w = thread->index / LANES, n = block->num_warps();
-    told.resize(n);
-    for (int v = 0; v < n; ++v) told[v] = std::max(told[v], block->heard[w * n + v]);
-    told[w] = std::max(told[w], block->epoch[w]);
+    published.resize(n);
+    for (int v = 0; v < n; ++v) published[v] = std::max(published[v], block->acquired[w * n + v]);
+    published[w] = std::max(published[w], block->epoch[w]);
     ++block->epoch[w];
 }
 
-void hear(const std::vector<uint32_t>& told, int warp) {
+void acquire_epochs(const std::vector<uint32_t>& published, int warp) {
     const int n = block->num_warps();
-    for (size_t v = 0; v < told.size(); ++v)
-        block->heard[warp * n + v] = std::max(block->heard[warp * n + v], told[v]);
+    for (size_t v = 0; v < published.size(); ++v)
+        block->acquired[warp * n + v] = std::max(block->acquired[warp * n + v], published[v]);
 }
 
 // ---- mbarriers ----
@@ -103,8 +104,8 @@ void land(Mbarrier& barrier) {
                           i < row.bytes ? row.array + i : nullptr);
             });
         barrier.bytes -= bytes_of(load);
-        barrier.told.resize(block->num_warps());
-        barrier.told[warp] = std::max(barrier.told[warp], block->epoch[warp]);
+        barrier.published.resize(block->num_warps());
+        barrier.published[warp] = std::max(barrier.published[warp], block->epoch[warp]);
         ++block->epoch[warp];
     }
     barrier.loads.clear();
@@ -119,8 +120,8 @@ void end_phase(Mbarrier& barrier) {
     land(barrier);
     ++barrier.phase;
     barrier.missing = barrier.expected;
-    barrier.heard.swap(barrier.told);
-    barrier.told.assign(block->num_warps(), 0);
+    barrier.acquired.swap(barrier.published);
+    barrier.published.assign(block->num_warps(), 0);
     for (int waiting : barrier.waiting) make_ready(block->threads[waiting]);
     barrier.waiting.clear();
     idle_turns = 0;
@@ -133,8 +134,8 @@ void mbarrier_init(uint32_t address, int arrivals, Site site) {
     if (arrivals < 1) fault(site, "an mbarrier of %d arrivals", arrivals);
     Mbarrier barrier{};
     barrier.expected = barrier.missing = arrivals;
-    barrier.told.assign(block->num_warps(), 0);
-    barrier.heard = barrier.told;
+    barrier.published.assign(block->num_warps(), 0);
+    barrier.acquired = barrier.published;
     block->mbarriers[address] = barrier;
 }
 
@@ -157,7 +158,7 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
     }
     barrier.bytes += bytes;
     --barrier.missing;
-    tell(barrier.told);
+    publish_epochs(barrier.published);
     end_phase(barrier);
 }
 
@@ -172,7 +173,7 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
         barrier = &mbarrier_at(address, site);
     }
     if (barrier->phase % 2 == parity) return false;
-    hear(barrier->heard, thread->index / LANES);
+    acquire_epochs(barrier->acquired, thread->index / LANES);
     return true;
 }
 
@@ -187,7 +188,7 @@ void named_barrier(int id, int threads, bool wait, Site site) {
               barrier.threads);
     barrier.threads = threads;
     barrier.origin = {site, __builtin_return_address(0)};
-    tell(barrier.told);
+    publish_epochs(barrier.published);
     if (wait) barrier.waiting.push_back(thread->index);
     if (++barrier.arrived < threads) {
         if (wait) wait_in("bar.sync", site, Awaited::NAMED_BARRIER, static_cast<uint64_t>(id));
@@ -202,7 +203,7 @@ void named_barrier(int id, int threads, bool wait, Site site) {
     }
     for (int w = 0; w < block->num_warps(); ++w)
         if (warps[w]) {
-            hear(barrier.told, w);
+            acquire_epochs(barrier.published, w);
             ++block->syncs[w];
         }
     barrier = {};
@@ -265,7 +266,7 @@ void fence_async_proxy() { ++thread->proxy_fences; }
 
 namespace {
 
-Mbarrier& known_mbarrier_at(uint32_t address, Site site) {
+Mbarrier& fenced_mbarrier_at(uint32_t address, Site site) {
     Mbarrier& barrier = mbarrier_at(address, site);
     if (!barrier.fenced)
         fault(site, "TMA may not see the mbarrier at byte %u yet: its initialisation "
@@ -286,7 +287,7 @@ void expect_chunk(uint32_t to, Site site) {
 void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
               Site site) {
     const TensorMap& map = checked_map(pointer, at, target, site);
-    Mbarrier& barrier = known_mbarrier_at(address, site);
+    Mbarrier& barrier = fenced_mbarrier_at(address, site);
     for_each_row(map, at, [&](const BoxRow& row) {
         if (row.bytes > 0) check_global(row.array, row.bytes, 1, Access::READ, site);
         for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 16)
@@ -310,7 +311,7 @@ void check_bulk(const void* array, uint32_t shared, int bytes, Access access, Si
 
 void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes, Site site) {
     check_bulk(source, target, bytes, Access::READ, site);
-    Mbarrier& barrier = known_mbarrier_at(address, site);
+    Mbarrier& barrier = fenced_mbarrier_at(address, site);
     for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
     barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
                              static_cast<const unsigned char*>(source), bytes});
@@ -437,22 +438,22 @@ struct Descriptor {
 
 void check_swizzle(uint64_t descriptor) {
     if (descriptor >> 46 != uint64_t{1} << 16)
-        fault(thread->product.site, "the matrix descriptor %#llx does not say 128-byte swizzle",
+        fault(thread->wgmma.site, "the matrix descriptor %#llx has no 128-byte swizzle",
               static_cast<unsigned long long>(descriptor));
 }
 
-uint32_t place_of_b(const Product& p, const Descriptor& b, int step, int column) {
+uint32_t address_in_b(const Wgmma& p, const Descriptor& b, int step, int column) {
     return p.b_rows_contiguous ? b.contiguous_lines(column, step) : b.contiguous_sum(column, step);
 }
 
-uint32_t place_of_a(const Product& p, const Descriptor& a, int step, int row_of_warp) {
+uint32_t address_in_a(const Wgmma& p, const Descriptor& a, int step, int row_of_warp) {
     const int row = thread->index / LANES % 4 * 16 + row_of_warp;
     return p.a_columns_contiguous ? a.contiguous_lines(row, step) : a.contiguous_sum(row, step);
 }
 
-void check_operands(const Product& p) {
+void check_operands(const Wgmma& p) {
     const auto check = [&](uint32_t address) {              // 16 bytes, as they lie in a row
-        check_shared(address, 16, Access::READ_BY_PRODUCT, [&] { return here(p.origin); }, true);
+        check_shared(address, 16, Access::READ_BY_WGMMA, [&] { return here(p.origin); }, true);
     };
     const Descriptor a(p.a), b(p.b);
     const int columns = p.d->count * 2;
@@ -475,7 +476,7 @@ void check_operands(const Product& p) {
     }
 }
 
-void run_product(const Product& p) {
+void run_wgmma(const Wgmma& p) {
     check_operands(p);
     const Descriptor a(p.a), b(p.b);
     const auto element = [&](uint32_t address) {
@@ -489,7 +490,7 @@ void run_product(const Product& p) {
             const int row = lane / 4 + i / 2 % 2 * 8, step = lane % 4 * 2 + i % 2 + i / 4 * 8;
             const uint32_t* own = p.a_registers[lane];
             rows[row][step] = own == nullptr
-                ? element(place_of_a(p, a, step, row))
+                ? element(address_in_a(p, a, step, row))
                 : p.to_float(static_cast<uint16_t>(own[i / 2] >> i % 2 * 16));
             rows[row][step] *= static_cast<float>(p.sign);
         }
@@ -500,7 +501,7 @@ void run_product(const Product& p) {
         };
         for (int step = 0; step < 16; ++step)
             for (int column = 0; column < 8; ++column)
-                columns[step][column] = element(place_of_b(p, b, step, tile * 8 + column));
+                columns[step][column] = element(address_in_b(p, b, step, tile * 8 + column));
         for (int lane = 0; lane < LANES; ++lane)
             for (int i = 0; i < 4; ++i)
                 d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = p.accumulate ? at(lane, i) : 0.0f;
@@ -512,12 +513,12 @@ void run_product(const Product& p) {
 }
 
 void issue(void* const (&lanes)[32]) {
-    const auto operands = [&](int lane) -> const ProductOperands& {
-        return *static_cast<const ProductOperands*>(lanes[lane]);
+    const auto operands = [&](int lane) -> const WgmmaOperands& {
+        return *static_cast<const WgmmaOperands*>(lanes[lane]);
     };
-    const ProductOperands& first = operands(0);
+    const WgmmaOperands& first = operands(0);
     Warp& warp = own_warp();
-    Product p{};
+    Wgmma p{};
     for (const auto& d : warp.accumulators)
         if (d->registers[0] == first.d) p.d = d;
     if (p.d == nullptr) {
@@ -543,11 +544,11 @@ void issue(void* const (&lanes)[32]) {
     p.b_rows_contiguous = first.b_rows_contiguous;
     p.sign = first.sign;
     p.to_float = first.to_float;
-    p.origin = thread->product;
+    p.origin = thread->wgmma;
     check_swizzle(p.b);
     if (p.a_registers[0] == nullptr) check_swizzle(p.a);
     check_operands(p);
-    warp.products.push_back(p);
+    warp.wgmmas.push_back(p);
 }
 
 // Whether the running thread accesses registers of a wgmma in flight: it may not access an
@@ -558,53 +559,53 @@ const char* register_in_use(const unsigned char* p, int bytes, Access access) {
         const auto* first = static_cast<const unsigned char*>(registers);
         return first != nullptr && p + bytes > first && p < first + count * sizeof(float);
     };
-    const auto are_operands = [&](const std::vector<Product>& products) {
-        return std::any_of(products.begin(), products.end(), [&](const Product& product) {
-            return among(product.a_registers[lane], 4);
+    const auto are_operands = [&](const std::vector<Wgmma>& wgmmas) {
+        return std::any_of(wgmmas.begin(), wgmmas.end(), [&](const Wgmma& wgmma) {
+            return among(wgmma.a_registers[lane], 4);
         });
     };
     const Warp& warp = own_warp();
     for (const auto& d : warp.accumulators)
         if (among(d->registers[lane], static_cast<size_t>(d->count))) return "the accumulator";
     if (access != Access::WRITE) return nullptr;
-    const auto& groups = warp.product_groups;
-    const bool used = are_operands(warp.products)
+    const auto& groups = warp.wgmma_groups;
+    const bool used = are_operands(warp.wgmmas)
                    || std::any_of(groups.begin(), groups.end(), are_operands);
     return used ? "an operand" : nullptr;
 }
 
 }  // namespace
 
-void fence_products(Site site) {
+void fence_wgmmas(Site site) {
     meet("wgmma.fence", WHOLE_WARP, nullptr,
          [](void* const (&)[32]) { own_warp().fenced = true; }, site);
 }
 
-void start_product(ProductOperands& operands, Site site) {
+void start_wgmma(WgmmaOperands& operands, Site site) {
     if (!own_warp().fenced)
         fault(site, "wgmma without wgmma.fence since the last wait: registers may not be there "
               "yet");
-    thread->product = {site, __builtin_return_address(0)};
+    thread->wgmma = {site, __builtin_return_address(0)};
     meet("wgmma.mma_async", WHOLE_WARP, &operands, issue, site);
 }
 
-void commit_products(Site site) {
+void commit_wgmmas(Site site) {
     meet("wgmma.commit_group", WHOLE_WARP, nullptr, [](void* const (&)[32]) {
         Warp& warp = own_warp();
-        warp.product_groups.push_back(std::move(warp.products));
-        warp.products.clear();
+        warp.wgmma_groups.push_back(std::move(warp.wgmmas));
+        warp.wgmmas.clear();
     }, site);
 }
 
-void wait_for_products(int pending, Site site) {
+void wait_for_wgmmas(int pending, Site site) {
     struct Wait { int pending; } wait{pending};
     meet("wgmma.wait_group", WHOLE_WARP, &wait, [](void* const (&lanes)[32]) {
         Warp& warp = own_warp();
         warp.fenced = false;
         const auto most = static_cast<size_t>(static_cast<const Wait*>(lanes[0])->pending);
-        while (warp.product_groups.size() > most) {
-            for (const Product& p : warp.product_groups.front()) {
-                run_product(p);
+        while (warp.wgmma_groups.size() > most) {
+            for (const Wgmma& p : warp.wgmma_groups.front()) {
+                run_wgmma(p);
                 if (--p.d->pending > 0) continue;
                 for (int lane = 0; lane < LANES; ++lane)
                     memcpy(p.d->registers[lane], &p.d->values[lane * p.d->count],
@@ -612,7 +613,7 @@ void wait_for_products(int pending, Site site) {
                 auto& all = warp.accumulators;
                 all.erase(std::find(all.begin(), all.end(), p.d));
             }
-            warp.product_groups.erase(warp.product_groups.begin());
+            warp.wgmma_groups.erase(warp.wgmma_groups.begin());
         }
     }, site);
 }

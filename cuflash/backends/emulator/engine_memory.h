@@ -10,7 +10,7 @@ void order_block() {
     Block& b = *block;
     const int n = b.num_warps();
     for (int w = 0; w < n; ++w)
-        for (int v = 0; v < n; ++v) b.heard[w * n + v] = b.epoch[v];
+        for (int v = 0; v < n; ++v) b.acquired[w * n + v] = b.epoch[v];
     for (int w = 0; w < n; ++w) ++b.epoch[w], ++b.syncs[w];
 }
 
@@ -19,7 +19,7 @@ bool write_is_ordered(const Granule& g, Access access = Access::READ) {
     if (v == w)
         return g.write_syncs < block->syncs[w]
             || (g.writer == thread->index && (access == Access::READ || access == Access::WRITE));
-    return g.write_epoch <= block->heard[w * block->num_warps() + v];
+    return g.write_epoch <= block->acquired[w * block->num_warps() + v];
 }
 
 // The first warp whose last read of granules [first, end) is not ordered before the running
@@ -30,9 +30,9 @@ int unordered_reader(int64_t first, int64_t end) {
     for (int v = 0; v < n; ++v) {
         const Read* reads = block->reads_of(v);
         if (v != w) {
-            const uint32_t heard = block->heard[w * n + v];
+            const uint32_t acquired = block->acquired[w * n + v];
             for (int64_t i = first; i < end; ++i)
-                if (reads[i].epoch > heard) return v;
+                if (reads[i].epoch > acquired) return v;
         } else {
             for (int64_t i = first; i < end; ++i)
                 if (reads[i].epoch != 0 && reads[i].syncs == block->syncs[w]
@@ -53,7 +53,7 @@ void note_reads(int64_t first, int64_t end, Access access = Access::READ) {
         r.epoch = epoch;
         // The reads of a wgmma are noted when the whole warp has waited for it, so no lane has any
         // left.
-        if (access == Access::READ_BY_PRODUCT) {
+        if (access == Access::READ_BY_WGMMA) {
             if (!now) r.syncs = syncs - 1;
             continue;
         }

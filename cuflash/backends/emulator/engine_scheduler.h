@@ -30,7 +30,7 @@ void start_block(Block& b, int index) {
         b.reads.resize(num_warps * b.granules.size());
         b.epoch.assign(num_warps, 1);
         b.syncs.assign(num_warps, 1);
-        b.heard.assign(num_warps * num_warps, 0);
+        b.acquired.assign(num_warps * num_warps, 0);
         const size_t one = STACK_BYTES + GUARD_BYTES;
         void* stacks = mmap(nullptr, one * launch.threads, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -133,9 +133,9 @@ void run_all() {
         }
         // Under every policy, a warp that yielded runs after all other ready warps. On a GPU every
         // warp makes progress, and a spinning loop may wait for the block's other warps.
-        const auto comes_first = [](const Warp& w) { return w.ready != 0 && !w.gives_way; };
+        const auto comes_first = [](const Warp& w) { return w.ready != 0 && !w.yields; };
         if (std::none_of(block->warps.begin(), block->warps.end(), comes_first))
-            for (Warp& w : block->warps) w.gives_way = false;
+            for (Warp& w : block->warps) w.yields = false;
         const auto ready = [&](int w) { return comes_first(block->warps[w]); };
         if (order == Order::RANKED)
             for (warp = 0; !ready(ranks[warp]);) ++warp;

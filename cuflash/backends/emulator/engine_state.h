@@ -53,7 +53,7 @@ struct Thread {
     std::vector<Copy> copies;                               // not committed yet
     std::vector<std::vector<Copy>> groups;                  // committed, oldest first
     uint16_t proxy_fences = 0;
-    Origin product = {};                                    // the wgmma that it issues
+    Origin wgmma = {};                                      // the wgmma that it issues
     std::vector<BulkStore> stores;                          // not committed yet
     std::vector<std::vector<BulkStore>> store_groups;
 };
@@ -74,7 +74,7 @@ struct Accumulator {
 };
 
 // A warp's part of a wgmma: 16 rows of A, all of B.
-struct Product {
+struct Wgmma {
     std::shared_ptr<Accumulator> d;
     uint64_t a, b;                                          // descriptors
     const uint32_t* a_registers[LANES];                     // null: a
@@ -86,23 +86,24 @@ struct Product {
 
 struct Warp {
     uint32_t ready = 0;                                     // one bit per lane
-    bool gives_way = false;                                 // yields to all other ready warps
+    bool yields = false;                                    // to all other ready warps
     std::vector<Meeting> meetings;
-    std::vector<Product> products;                          // not committed yet
-    std::vector<std::vector<Product>> product_groups;
+    std::vector<Wgmma> wgmmas;                              // not committed yet
+    std::vector<std::vector<Wgmma>> wgmma_groups;
     std::vector<std::shared_ptr<Accumulator>> accumulators; // of both
     bool fenced = false;                                    // since the last wait
     int registers = 0;                                      // per thread
 };
 
-// An mbarrier. `told` and `heard`: the epochs published by arrivals in this phase and in the last.
+// An mbarrier. `published`: the epochs published by arrivals in this phase. `acquired`: those of
+// the previous phase, which its waits acquire.
 struct Mbarrier {
     int expected, missing;                                  // arrivals
     int64_t bytes = 0;                                      // expected, but not copied yet
     uint32_t phase = 0;
     bool fenced = false;
     std::vector<BulkLoad> loads;
-    std::vector<uint32_t> told, heard;
+    std::vector<uint32_t> published, acquired;
     std::vector<int> waiting;
 };
 
@@ -110,14 +111,14 @@ struct Mbarrier {
 struct NamedBarrier {
     int arrived = 0, threads = 0;
     Origin origin = {};                                     // of the last arrival
-    std::vector<uint32_t> told;
+    std::vector<uint32_t> published;
     std::vector<int> waiting;
 };
 
 // The last writer and readers of two bytes of shared memory. A warp's epoch ends when the warp
 // publishes it at a barrier. A write is ordered before an access of another warp if that warp has
-// acquired the writer's epoch (`heard`). It is ordered before an access of another lane of the same
-// warp if the lanes have synchronised since; `syncs` counts that.
+// acquired the writer's epoch. It is ordered before an access of another lane of the same warp if
+// the lanes have synchronised since; `syncs` counts that.
 constexpr int GRANULE = 2;
 struct Granule {
     uint32_t written_in = 0;                                // Block::run, 0: never
@@ -145,7 +146,7 @@ struct Block {
     std::vector<Granule> granules;
     std::vector<Read> reads;                                // [warp * granules.size() + granule]
     std::vector<uint32_t> epoch, syncs;                     // of each warp
-    std::vector<uint32_t> heard;                            // [warp * num_warps + other]
+    std::vector<uint32_t> acquired;                         // [warp * num_warps + other]
     int at_barrier = 0;
     bool predicate = false, outcome = false;               // so far; of the last barrier
     const char* barrier = "";

@@ -91,7 +91,7 @@ void give_way(const int* value, Site site) {
     if (++idle_turns > 1000u * resident.size() * launch.threads) report_standstill();
     in_engine = true;
     make_ready(*thread);
-    block->warps[thread->index / LANES].gives_way = true;
+    block->warps[thread->index / LANES].yields = true;
     block_may_change = true;
     leave();
 }

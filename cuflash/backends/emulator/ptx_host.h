@@ -418,12 +418,12 @@ inline void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3, EMULATOR_SI
     emulator::meet("stmatrix", emulator::WHOLE_WARP, &own, emulator::stmatrix, {file, line});
 }
 
-inline void wgmma_fence(EMULATOR_SITE) { emulator::fence_products({file, line}); }
+inline void wgmma_fence(EMULATOR_SITE) { emulator::fence_wgmmas({file, line}); }
 
-inline void wgmma_commit(EMULATOR_SITE) { emulator::commit_products({file, line}); }
+inline void wgmma_commit(EMULATOR_SITE) { emulator::commit_wgmmas({file, line}); }
 
 template <int PENDING> inline void wgmma_wait(EMULATOR_SITE) {
-    emulator::wait_for_products(PENDING, {file, line});
+    emulator::wait_for_wgmmas(PENDING, {file, line});
 }
 
 template <int N> inline void warpgroup_fence_operand(float (&)[N]) {}
@@ -437,15 +437,15 @@ template <class Element> float bits_to_float(uint16_t bits) { return to_float(El
 template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, class Element>
 __device__ __forceinline__ void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
-    emulator::ProductOperands own{d, COUNT, a, b, nullptr, accumulate, A_TRANSPOSED, B_TRANSPOSED,
+    emulator::WgmmaOperands own{d, COUNT, a, b, nullptr, accumulate, A_TRANSPOSED, B_TRANSPOSED,
                                   SIGN, emulator::bits_to_float<Element>};
-    emulator::start_product(own, {file, line});
+    emulator::start_wgmma(own, {file, line});
 }
 
 template <int COUNT, class Element>
 __device__ __forceinline__ void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
-    emulator::ProductOperands own{
+    emulator::WgmmaOperands own{
         d, COUNT, 0, b, a, accumulate, false, true, 1, emulator::bits_to_float<Element>};
-    emulator::start_product(own, {file, line});
+    emulator::start_wgmma(own, {file, line});
 }

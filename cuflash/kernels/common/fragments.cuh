@@ -1,5 +1,5 @@
-// C fragments of mma_16x8x16, M_TILES x N_TILES of them a warp: cleared, rounded, stored. ptx.cuh
-// says which lane holds which element of a fragment.
+// C fragments of mma_16x8x16, M_TILES x N_TILES per warp: cleared, rounded, stored. ptx.cuh defines
+// which lane holds which element of a fragment.
 #pragma once
 #include "common/smem.cuh"
 

@@ -5,8 +5,8 @@
 //     j <= i + shift                            (CAUSAL: aligned at the bottom right)
 //     i + shift - left <= j <= i + shift + right          (WINDOW; a causal one has right = 0)
 // so query i sees the keys first_key(i) .. num_keys(i) - 1, neither of which decreases with i.
-// Everything below follows from that. Rows past seqlen_q are no queries: the answers for a tile
-// ignore them, and each kernel deals with them (they are not stored; P = 0 in sums over queries).
+// Everything below follows from that. The functions for tiles ignore rows past seqlen_q; each
+// kernel handles those itself (they are not stored; P = 0 in sums over queries).
 #pragma once
 #include "common/types.cuh"
 
@@ -77,8 +77,8 @@ struct Mask {
             return seqlen_q;
     }
 
-    // The same in two steps, to keep one register instead of two: the end follows from the
-    // unclamped first query, which may be below 0.
+    // The same bounds in two steps, to hold one register instead of two: the end follows from the
+    // unclamped first query, which may be negative.
     int open_first_query(int key) const {
         if constexpr (WINDOW)
             return key < seqlen_k ? key - (seqlen_k - seqlen_q) - window.right : seqlen_q;

@@ -2,13 +2,13 @@
 // that sequence alone.
 //
 // Sequence s has the tokens [offset(s), offset(s + 1)) of an array. The tokens after the last
-// sequence, or all tokens if an offset is bad, form one more sequence, whose queries see no key and
-// whose keys are seen by no query, without a sink. So all results are written, zero there.
+// sequence, or all tokens if an offset is bad, form one more sequence without a sink, whose queries
+// see no key and whose keys no query sees. So its results are written too, as zeros.
 //
 // The tiles of a head are numbered by slots. Sequence s has the slots from offset(s) / block + s
-// up to those of sequence s + 1. They suffice, since floor(a) + ceil(b) <= floor(a + b) + 1; the
-// blocks of slots that stay empty return at once. So no tiles need to be counted beforehand, and a
-// head has total / block + num_sequences + 1 slots.
+// on, up to the first one of sequence s + 1: enough, since floor(a) + ceil(b) <= floor(a + b) + 1.
+// A head has total / block + num_sequences + 1 slots, and no pass that counts tiles is needed.
+// Blocks whose slot has no tile return at once.
 //
 // Constants: Arguments, Element, PACKED. Without PACKED a call is one sequence, and everything here
 // compiles to nothing.

@@ -1,25 +1,27 @@
-// Every instruction that CUDA C++ has no word for: one function each, no logic. Above each stands
-// the section of the PTX ISA manual that describes it, by its title: section numbers change between
-// versions. Lane l is the thread of index l in its warp; u32 addresses are of shared memory.
+// The PTX instructions that CUDA C++ does not expose, one function each, without logic. A comment
+// says what the instruction does and what the caller must ensure, and names the section of the PTX
+// ISA manual by title, because section numbers change between versions. Lane l is the thread of
+// index l in its warp. u32 addresses are addresses in the shared state space. All threads of a warp
+// must execute the same .aligned instruction together.
 #pragma once
 #include "common/types.cuh"
 
 // ---- Conversions ----
 
-// Exact. PTX ISA: cvt.
+// Converts to float; exact. PTX ISA: cvt.
 __device__ __forceinline__ float to_float(float16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
     return y;
 }
 
-// A bfloat16 is the upper half of a float, so a shift will do.
+// Converts to float; exact: a bfloat16 is the upper half of a float.
 __device__ __forceinline__ float to_float(bfloat16 x) {
     return __uint_as_float(static_cast<u32>(x.bits) << 16);
 }
 
-// Two floats, rounded to nearest even, as two elements in one register, `low` in the lower half.
-// PTX ISA: cvt. It names the upper half first.
+// Rounds two floats to nearest even and packs them into one register, `low` in the lower half. The
+// instruction takes the upper half first. PTX ISA: cvt.
 template <typename Element> __device__ __forceinline__ u32 pack(float low, float high);
 
 template <> __device__ __forceinline__ u32 pack<float16>(float low, float high) {
@@ -34,7 +36,7 @@ template <> __device__ __forceinline__ u32 pack<bfloat16>(float low, float high)
     return pair;
 }
 
-// The elements of such a register.
+// Unpack one element of such a register.
 template <typename Element> __device__ __forceinline__ Element low_half(u32 pair) {
     return {static_cast<u16>(pair)};
 }
@@ -45,23 +47,26 @@ template <typename Element> __device__ __forceinline__ Element high_half(u32 pai
 
 // ---- Arithmetic ----
 
-// 2^x to about 2 ulp; 2^-inf = 0, denormal x and results are flushed to 0. PTX ISA: ex2.
+// 2^x with an error of about 2 ulp; 2^-inf = 0; subnormal inputs and results are flushed to 0. PTX
+// ISA: ex2.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// 1 / x to about 1 ulp; denormal x and results are flushed to 0. PTX ISA: rcp.approx.ftz.f32.
+// 1 / x with an error of about 1 ulp; subnormal inputs and results are flushed to 0. PTX ISA:
+// rcp.approx.ftz.f32.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Of upper halves, the largest of m's, a's and b's; 0x7FFF if one is NaN, or beyond 2^121 either
-// way. Lower ones say nothing. One instruction on sm_90: the halves are ordered as the float16
-// numbers with the same bits are. PTX ISA: max.f16x2.
+// The maximum of the upper halves of m, a and b, in the upper half of the result; 0x7FFF if one of
+// them is NaN or exceeds 2^121 in magnitude. The lower half of the result is meaningless. Upper
+// halves compare as the float16 numbers with the same bits. One instruction on sm_90. PTX ISA:
+// max.f16x2.
 __device__ __forceinline__ u32 max_of_upper_halves(u32 m, float a, float b) {
     asm("{\n"
         "    max.NaN.f16x2 %0, %0, %1;\n"
@@ -70,7 +75,7 @@ __device__ __forceinline__ u32 max_of_upper_halves(u32 m, float a, float b) {
     return m;
 }
 
-// The same of |a|'s and |b|'s. PTX ISA: abs.f16x2, max.f16x2.
+// The same for |a| and |b|. PTX ISA: abs.f16x2, max.f16x2.
 __device__ __forceinline__ u32 max_of_upper_halves_of_sizes(u32 m, float a, float b) {
     asm("{\n"
         "    .reg .b32 x, y;\n"
@@ -82,8 +87,8 @@ __device__ __forceinline__ u32 max_of_upper_halves_of_sizes(u32 m, float a, floa
     return m;
 }
 
-// D += A B, A 16 x 16, B 16 x 8, D 16 x 8 in float. The last argument only names the element type.
-// Lane l holds, with g = l / 4 and t = l % 4:
+// D += A B by one warp: A 16 x 16, B 16 x 8, D 16 x 8 floats. The last argument only selects the
+// element type. Lane l holds, with g = l / 4 and t = l % 4:
 //     d[0] d[1]  row g, columns 2t 2t+1           d[2] d[3]  row g + 8, the same columns
 //     a[0]       row g, columns 2t 2t+1           a[1]       row g + 8, the same columns
 //     a[2]       row g, columns 2t+8 2t+9         a[3]       row g + 8, the same columns
@@ -105,12 +110,13 @@ __device__ __forceinline__ void mma_16x8x16(
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// D += A B in double, A 16 x 8, B 8 x 8, D 16 x 8. Lane l holds, with g = l / 4 and t = l % 4:
+// D += A B by one warp in double: A 16 x 8, B 8 x 8, D 16 x 8. Lane l holds, with g = l / 4 and
+// t = l % 4:
 //     d[0] d[1]  row g, columns 2t 2t+1           d[2] d[3]  row g + 8, the same columns
 //     a[0] a[2]  row g, columns t t+4             a[1] a[3]  row g + 8, the same columns
 //     b0 b1      rows t t+4 of column g
-// One instruction on sm_90, four of the smaller shape elsewhere, from sm_80 on. PTX ISA: Matrix
-// Fragments for mma.m16n8k8; Matrix Fragments for mma.m8n8k4 with .f64 floating point type.
+// One m16n8k8 on sm_90, four m8n8k4 on other devices from sm_80 on. PTX ISA: Matrix Fragments for
+// mma.m16n8k8; Matrix Fragments for mma.m8n8k4 with .f64 floating point type.
 __device__ __forceinline__ void mma_16x8x8(
     double (&d)[4], const double (&a)[4], double b0, double b1) {
 #if __CUDA_ARCH__ == 900
@@ -126,8 +132,9 @@ __device__ __forceinline__ void mma_16x8x8(
 #endif
 }
 
-// The same in float, of numbers with 11 bits as tf32 has them: of a and b, the bits of floats, the
-// lower 13 are not looked at. The fragments are alike. PTX ISA: Matrix Fragments for mma.m16n8k8.
+// The same with tf32 inputs (11 significant bits) and float accumulators; the fragments have the
+// same layout. a and b are bit patterns of floats whose lower 13 bits are ignored. PTX ISA: Matrix
+// Fragments for mma.m16n8k8.
 __device__ __forceinline__ void mma_16x8x8(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -137,13 +144,13 @@ __device__ __forceinline__ void mma_16x8x8(float (&d)[4], const u32 (&a)[4], u32
 
 // ---- Shared memory ----
 
-// The address within shared memory of what a pointer points to there.
+// Converts a generic pointer into shared memory to an address in the shared state space.
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// The same value, of which the compiler knows nothing: what follows from it is computed where it is
-// used instead of being kept in registers across a loop.
+// Returns x, but hides its value from the compiler, which then recomputes expressions of x where
+// they are used instead of keeping them in registers across a loop.
 __device__ __forceinline__ u32 opaque(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -154,9 +161,9 @@ __device__ __forceinline__ float* opaque(float* x) {
     return x;
 }
 
-// Four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 (16 bytes) of
-// matrix l / 8. Of matrix i lane l gets in r[i] row l / 4, columns 2(l % 4) and 2(l % 4) + 1;
-// transposed: rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA: ldmatrix.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 (16 bytes,
+// 16-byte aligned) of matrix l / 8. r[i] receives of matrix i: row l / 4, columns 2(l % 4) and
+// 2(l % 4) + 1; transposed, rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA: ldmatrix.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
@@ -167,8 +174,8 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&r)[4], u32 address)
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which lane l gives row l / 4, columns 2(l % 4) and
-// 2(l % 4) + 1, transposed: it gets rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA:
+// Transposes an 8 x 8 matrix of 16-bit elements across a warp. Lane l passes row l / 4, columns
+// 2(l % 4) and 2(l % 4) + 1, and receives rows 2(l % 4) and 2(l % 4) + 1 of column l / 4. PTX ISA:
 // movmatrix.
 __device__ __forceinline__ u32 movmatrix_transposed(u32 pair) {
     u32 transposed;
@@ -176,23 +183,23 @@ __device__ __forceinline__ u32 movmatrix_transposed(u32 pair) {
     return transposed;
 }
 
-// 4 bytes. PTX ISA: st.
+// Stores 4 bytes, 4-byte aligned. PTX ISA: st.
 __device__ __forceinline__ void store_shared(u32 address, u32 word) {
     asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(word) : "memory");
 }
 
-// 2 bytes. PTX ISA: st.
+// Stores 2 bytes, 2-byte aligned. PTX ISA: st.
 __device__ __forceinline__ void store_shared(u32 address, u16 x) {
     asm volatile("st.shared.b16 [%0], %1;" :: "r"(address), "h"(x) : "memory");
 }
 
-// 16 bytes, 16-byte aligned. PTX ISA: st.
+// Stores 16 bytes, 16-byte aligned. PTX ISA: st.
 __device__ __forceinline__ void store_shared_16(u32 address, float x, float y, float z, float w) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// 16 bytes, 16-byte aligned. PTX ISA: ld.
+// Loads 16 bytes, 16-byte aligned. PTX ISA: ld.
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -200,46 +207,51 @@ __device__ __forceinline__ uint4 load_shared_16(u32 address) {
     return x;
 }
 
-// PTX ISA: ld.
+// Loads a float. PTX ISA: ld.
 __device__ __forceinline__ float load_shared_float(u32 address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
 }
 
-// Two neighbouring floats, 8-byte aligned. PTX ISA: ld.
+// Loads two consecutive floats, 8-byte aligned. PTX ISA: ld.
 __device__ __forceinline__ void load_shared_floats(u32 address, float& x, float& y) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                  : "=f"(x), "=f"(y) : "r"(address) : "memory");
 }
 
 // ---- Asynchronous copies, global to shared ----
+//
+// The target may be read after cp_async_wait() in the copying thread, and by other threads after a
+// barrier that follows it.
 
-// 16 bytes, both addresses 16-byte aligned. PTX ISA: cp.async.
+// Starts the copy of 16 bytes, both addresses 16-byte aligned. PTX ISA: cp.async.
 __device__ __forceinline__ void cp_async_16(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"(target), "l"(source) : "memory");
 }
 
-// Of the 16 bytes only the first `bytes` (0 to 16) are read; the others become zero. PTX ISA:
-// cp.async.
+// The same, but reads only the first `bytes` bytes (0 to 16) and fills the rest of the target with
+// zeros. PTX ISA: cp.async.
 __device__ __forceinline__ void cp_async_16_partly(u32 target, const void* source, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(target), "l"(source), "r"(bytes) : "memory");
 }
 
-// 4 bytes, or zeros if `bytes` is 0 and not 4. PTX ISA: cp.async.
+// Starts the copy of 4 bytes, both addresses 4-byte aligned. `bytes` is 4, or 0 to store zeros
+// without reading. PTX ISA: cp.async.
 __device__ __forceinline__ void cp_async_4(u32 target, const void* source, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                  :: "r"(target), "l"(source), "r"(bytes) : "memory");
 }
 
-// This thread's copies since its last commit become one group. PTX ISA: cp.async.commit_group.
+// Makes one group of the copies that this thread started since its last commit. PTX ISA:
+// cp.async.commit_group.
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most PENDING of this thread's newest groups are under way. PTX ISA:
+// Waits until at most the PENDING most recent groups of this thread are incomplete. PTX ISA:
 // cp.async.wait_group.
 template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
@@ -247,8 +259,9 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 
 // ---- Global memory ----
 
-// Adds to four neighbouring floats in global memory, 16-byte aligned, without reading them back:
-// one instruction from sm_90 on. PTX ISA: red.
+// Adds atomically to each of four consecutive floats in global memory, 16-byte aligned, without
+// returning the old values; the four additions together are not atomic. One instruction from sm_90
+// on. PTX ISA: red.
 __device__ __forceinline__ void reduce_add_4(float* target, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
@@ -260,22 +273,24 @@ __device__ __forceinline__ void reduce_add_4(float* target, const float (&x)[4])
 #endif
 }
 
-// Adds to a float in global memory, without reading it back, unless x is 0. PTX ISA: red.
+// Adds x atomically to a float in global memory without returning the old value; no access if x is
+// 0. PTX ISA: red.
 __device__ __forceinline__ void reduce_add_nonzero(float* target, float x) {
     asm volatile("{ .reg .pred p; setp.neu.f32 p, %1, 0f00000000;"
                  " @p red.relaxed.gpu.global.add.f32 [%0], %1; }"
                  :: "l"(target), "f"(x) : "memory");
 }
 
-// An integer that another block wrote with store_release: who reads its new value sees, from then
-// on, all that the writer had written before. PTX ISA: ld.
+// Loads an integer with acquire semantics at gpu scope: if it reads a value stored by
+// store_release(), this thread sees every write that preceded that store. PTX ISA: ld.
 __device__ __forceinline__ int load_acquire(const int* source) {
     int x;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(source) : "memory");
     return x;
 }
 
-// PTX ISA: st.
+// Stores an integer with release semantics at gpu scope. Writes by other threads of the block are
+// covered if a barrier separates them from this store. PTX ISA: st.
 __device__ __forceinline__ void store_release(int* target, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(target), "r"(x) : "memory");
 }
@@ -284,40 +299,45 @@ __device__ __forceinline__ void store_release(int* target, int x) {
 
 // ---- Barriers in shared memory (mbarrier) ----
 //
-// A barrier's phase ends when all its arrivals have come and all bytes that they announced have
-// been copied. Then the next begins, with as many arrivals; phases are told apart by their parity.
+// A phase of an mbarrier completes when its pending arrivals and its tx-count (bytes expected and
+// not yet copied) are both 0. The next phase then begins with the same number of arrivals. A wait
+// names the phase by its parity: 0 for the first, then alternating.
 
-// PTX ISA: mbarrier.init.
+// Initialises an mbarrier (8 bytes, 8-byte aligned) whose phases expect `arrivals` arrivals. One
+// thread calls it; then fence_mbarrier_init() and a barrier of the block. PTX ISA: mbarrier.init.
 __device__ __forceinline__ void mbarrier_init(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals)
                  : "memory");
 }
 
-// Makes initialised barriers known to the TMA unit. PTX ISA: fence.
+// Makes this thread's mbarrier_init() visible to the async proxy (TMA). PTX ISA: fence.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// PTX ISA: mbarrier.arrive.
+// Arrives, with release semantics: a thread whose wait sees the phase complete sees the writes that
+// preceded the arrival. PTX ISA: mbarrier.arrive.
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// The same if `condition`, by a predicate: a branch would part the lanes of a warp, which products
-// of warpgroups need together. PTX ISA: mbarrier.arrive.
+// The same if `condition`, by a predicate: after a branch, the lanes of a warp might not reconverge
+// before the next .aligned instruction. PTX ISA: mbarrier.arrive.
 __device__ __forceinline__ void mbarrier_arrive_if(bool condition, u32 barrier) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0;"
                  " @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
                  :: "r"(barrier), "r"(static_cast<u32>(condition)) : "memory");
 }
 
-// Arrives, and announces bytes. PTX ISA: mbarrier.arrive.
+// Adds `bytes` to the tx-count of the current phase, then arrives. The copies that signal this
+// barrier must transfer exactly that many bytes. PTX ISA: mbarrier.arrive.
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Whether the phase of that parity has ended; waits for it a while. PTX ISA: mbarrier.try_wait.
+// Whether the phase of this parity has completed, with acquire semantics. May suspend the thread
+// for a limited time before it returns false. PTX ISA: mbarrier.try_wait.
 __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     u32 ended;
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
@@ -326,22 +346,27 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     return ended != 0;
 }
 
-// ---- Barriers of some of a block's threads ----
+// ---- Named barriers: for a subset of the block's threads ----
+//
+// `id` is 1 to 15; 0 is __syncthreads(). `threads` is a multiple of 32 and the same in every call
+// until the barrier completes. Whole warps call.
 
-// Waits until `threads` threads have come to barrier `id`, by this or by barrier_arrive. PTX ISA:
-// bar.sync.
+// Waits until `threads` threads have arrived at barrier `id`, by barrier_sync or barrier_arrive.
+// PTX ISA: bar.sync.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-// Comes there and goes on. PTX ISA: bar.arrive.
+// Arrives at barrier `id` without waiting. PTX ISA: bar.arrive.
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
 // ---- Registers ----
 
-// The warpgroup's threads get more registers, or give some back. PTX ISA: setmaxnreg.
+// Raise or lower the warpgroup's registers a thread to COUNT, a multiple of 8 from 24 to 256. All
+// warps of the warpgroup execute it; alloc waits until the block has enough released registers. PTX
+// ISA: setmaxnreg.
 template <int COUNT> __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
@@ -349,16 +374,18 @@ template <int COUNT> __device__ __forceinline__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
 
-// ---- Bulk copies ----
+// ---- Bulk copies (TMA): one thread starts each ----
 
-// What this thread wrote to shared memory is seen by later bulk copies and warpgroup products.
-// PTX ISA: fence.proxy.
+// Orders this thread's earlier accesses to shared memory before later ones by the async proxy: bulk
+// copies and wgmma. Where other threads wrote the data, they execute it before the barrier that
+// precedes the copy or wgmma. PTX ISA: fence.proxy.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Starts the copy of a box of a 4-D tensor to shared memory; its bytes count for `barrier`. What of
-// the box lies outside the tensor becomes zero, and counts too. PTX ISA: cp.async.bulk.tensor.
+// Starts the copy of a box of a 4-D tensor to shared memory. On completion, the tx-count of
+// `barrier` decreases by the bytes of the whole box: elements outside the tensor are filled with
+// zeros and count too. The swizzle is that of the map. PTX ISA: cp.async.bulk.tensor.
 __device__ __forceinline__ void tma_load(
     u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -367,7 +394,9 @@ __device__ __forceinline__ void tma_load(
                  : "memory");
 }
 
-// The other way; what lies outside the tensor is not written. PTX ISA: cp.async.bulk.tensor.
+// Starts the copy of a box from shared memory to a 4-D tensor; elements outside the tensor are not
+// written. The caller executes fence_async_proxy() before, tma_store_commit() after. PTX ISA:
+// cp.async.bulk.tensor.
 __device__ __forceinline__ void tma_store(
     const TensorMap& map, u32 source, int x0, int x1, int x2, int x3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
@@ -375,8 +404,9 @@ __device__ __forceinline__ void tma_store(
                  :: "l"(&map), "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
-// Starts the copy of neighbouring bytes to shared memory, where they count for `barrier`. Addresses
-// and `bytes` are multiples of 16. PTX ISA: cp.async.bulk.
+// Starts the copy of `bytes` contiguous bytes to shared memory; on completion, the tx-count of
+// `barrier` decreases by `bytes`. Addresses and `bytes` are multiples of 16. PTX ISA:
+// cp.async.bulk.
 __device__ __forceinline__ void bulk_load(
     u32 target, const void* source, u32 barrier, int bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -384,62 +414,66 @@ __device__ __forceinline__ void bulk_load(
                  :: "r"(target), "l"(source), "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Starts the addition of neighbouring floats in shared memory to those from `target` on in global
-// memory, each of them atomically. Addresses and `bytes` are multiples of 16. It counts as a store:
-// of a group, which is committed and waited for. PTX ISA: cp.reduce.async.bulk.
+// Starts the addition of contiguous floats in shared memory to those from `target` on in global
+// memory; each float is added atomically. Addresses and `bytes` are multiples of 16. Belongs to a
+// bulk group, as tma_store() does. PTX ISA: cp.reduce.async.bulk.
 __device__ __forceinline__ void bulk_reduce_add(float* target, u32 source, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  :: "l"(target), "r"(source), "r"(bytes) : "memory");
 }
 
-// This thread's stores since its last commit become one group. PTX ISA: cp.async.bulk.commit_group.
+// Makes one bulk group of the stores and reductions that this thread started since its last commit.
+// PTX ISA: cp.async.bulk.commit_group.
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all groups but the newest PENDING have read their source. PTX ISA:
-// cp.async.bulk.wait_group.
+// Waits until all of this thread's bulk groups but the PENDING most recent have read their source,
+// which may then be overwritten. PTX ISA: cp.async.bulk.wait_group.
 template <int PENDING> __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
 }
 
-// The same until they have written what all threads then see.
+// Waits until they have completed: their writes are visible to this thread.
 template <int PENDING> __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
-// Four 8 x 8 matrices to shared memory, as ldmatrix_x4 reads them. PTX ISA: stmatrix.
+// Stores four 8 x 8 matrices of 16-bit elements; addresses and registers as for ldmatrix_x4(). PTX
+// ISA: stmatrix.
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
-// ---- Products of a warpgroup: four warps, the first of an index that 4 divides ----
+// ---- wgmma: MMAs of a warpgroup, four consecutive warps whose first index is a multiple of 4 ----
+//
+// All four warps execute each of these instructions.
 
-// Registers and shared memory that the thread wrote are seen by the products that follow. PTX ISA:
-// wgmma.fence.
+// Orders register accesses of the warpgroup before the following wgmma. Required before the first
+// wgmma, and whenever registers of D or A were accessed since. PTX ISA: wgmma.fence.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// The products since the last commit become one group. PTX ISA: wgmma.commit_group.
+// Makes one wgmma group of the MMAs issued since the last commit. PTX ISA: wgmma.commit_group.
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for all groups but the newest PENDING. PTX ISA: wgmma.wait_group.
+// Waits for all wgmma groups but the PENDING most recent. PTX ISA: wgmma.wait_group.
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 
-// To the compiler: d is read and written here. Stands where a product that it thinks done is still
-// writing d, so that nothing that concerns d moves across.
+// Tells the compiler that d is read and written here. Used where an MMA may still be writing d,
+// which the compiler cannot know: no access to d moves across.
 template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[N]) {
     #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
-// The accumulators of an asm statement: "%0, %1, ..." and their constraints.
+// Operand names and constraints of the accumulators in an asm statement: "%0, %1, ..." and "+f".
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
               "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
@@ -466,15 +500,17 @@ template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (
                  "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
                  "%121, %122, %123, %124, %125, %126, %127"
 
-// D = A B, or D += A B if `accumulate`: A 64 x 16 and B 16 x N elements, D 64 x N floats, N / 2 of
-// them in each thread. Warp w of the warpgroup holds rows 16w to 16w + 15 of D, as the C fragments
-// of mma_16x8x16, tile after tile of 8 columns: d[4j .. 4j + 3] are tile j's. SIGN is that of A.
+// Issues D = A B, or D += A B if `accumulate`: A 64 x 16 and B 16 x N elements, D 64 x N floats,
+// N / 2 in each thread. Warp w of the warpgroup holds rows 16w to 16w + 15 of D as C fragments of
+// mma_16x8x16, one for each 8 columns: d[4j .. 4j + 3] are columns 8j to 8j + 7. SIGN, 1 or -1,
+// multiplies A.
 //
-// wgmma_shared: A and B in shared memory, by descriptors (wgmma.cuh), rows of A and columns of B
-// contiguous; columns of A if A_TRANSPOSED, rows of B if B_TRANSPOSED. wgmma_registers: A as
-// fragments of mma_16x8x16 in registers, rows of B contiguous. The last argument only names the
-// element type. Asynchronous: d, and A in registers, may not be touched before the wait. PTX ISA:
-// Asynchronous Warpgroup Level Matrix Instructions: wgmma.
+// wgmma_shared: A and B in shared memory, by matrix descriptors (wgmma.cuh). A is K-major, or
+// M-major if A_TRANSPOSED; B is K-major, or N-major if B_TRANSPOSED. wgmma_registers: A as A
+// fragments of mma_16x8x16 in registers, B N-major. The last argument only selects the element
+// type. Asynchronous: the caller executes wgmma_fence() before, and only after the wait accesses d
+// or A's registers or overwrites the tiles. PTX ISA: Asynchronous Warpgroup Level Matrix
+// Instructions: wgmma.
 template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, typename Element>
 __device__ __forceinline__ void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element);

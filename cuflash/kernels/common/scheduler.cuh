@@ -1,9 +1,9 @@
 // Tile schedulers: which tile of which head a block takes next.
 //
 // The grid is one-dimensional: blockIdx.x counts the tiles of all (batch, head) pairs, section by
-// section. A section is heads_per_section pairs, as many as share L2 with what their blocks read.
-// It starts with tile 0 of each of its pairs, then tile 1 of each, and so on. Where tiles differ in
-// length, a kernel numbers the longest first.
+// section. A section is heads_per_section pairs, as many as L2 can hold the inputs of. Within a
+// section, tile 0 of each pair comes first, then tile 1 of each, and so on. If tiles differ in
+// length, kernels number them longest first.
 #pragma once
 #include "common/types.cuh"
 
@@ -30,8 +30,8 @@ inline TileCoord tile_in_order(
 }
 
 // Static scheduler of persistent blocks: block b takes the work items b, b + gridDim.x, and so on.
-// All blocks go through the heads together, so few heads are in work at once and their keys stay in
-// L2.
+// All blocks advance through the heads together, so few heads are processed at a time and their
+// keys stay in L2.
 //
 // A work item is a pair of tiles or a single tile. A pair is a head's longest tile and its
 // shortest, its second longest and its second shortest, and so on: where each tile is longer than

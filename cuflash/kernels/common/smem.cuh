@@ -1,9 +1,9 @@
 // Tiles of 16-bit elements in shared memory: how they are laid out, filled and emptied.
 //
 // A tile of ROWS x COLUMNS is stored in panels of 64 columns; a panel's row is 128 bytes. The
-// 16-byte chunk c of row r is at chunk c ^ (r % 8), so eight rows of one column of chunks lie in
-// eight different groups of banks, and ldmatrix reads without conflicts. (TMA and wgmma call this
-// layout 128-byte swizzle.)
+// 16-byte chunk c of row r is at chunk c ^ (r % 8), so eight rows of one column of chunks are in
+// eight different groups of banks, and ldmatrix reads without bank conflicts. (TMA and wgmma call
+// this layout 128-byte swizzle.)
 #pragma once
 #include "common/ptx.cuh"
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void for_each_chunk(int thread, F f) {
     }
 }
 
-// Which parts of a tile may lie outside the array: rows past its end, columns past its head_dim.
+// Which parts of a tile may be outside the array: rows past its end, columns past its head_dim.
 enum class Missing { NOTHING, COLUMNS, ROWS_AND_COLUMNS };
 
 // PADDED: the array's head_dim is less than the kernel's. ragged: the tile may reach past the end.
@@ -56,8 +56,8 @@ __device__ __forceinline__ const u16* thread_source(const void* source, i64 offs
 }
 
 // Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned; `from` is the tile's
-// thread_source. Rows from num_rows and columns from num_columns on, as far as MISSING
-// allows for them, are not read and become zero. Whole block.
+// thread_source. Rows from num_rows and columns from num_columns on are not read and become zero,
+// if MISSING includes them. Called by the whole block.
 template <int ROWS, int COLUMNS, int THREADS, Missing MISSING>
 __device__ __forceinline__ void load_tile(
     u32 tile, const u16* from, i64 stride, int num_rows, int num_columns) {
@@ -86,7 +86,8 @@ __device__ __forceinline__ void load_tile(
     }
 }
 
-// The exponent bits of a pair of elements. An element with all of them set is NaN or infinite.
+// The exponent bits of a pair of elements. An element with all its exponent bits set is NaN or
+// infinite.
 template <typename Element> __device__ __forceinline__ u32 exponent_mask();
 template <> __device__ __forceinline__ u32 exponent_mask<float16>() { return 0x7C007C00u; }
 template <> __device__ __forceinline__ u32 exponent_mask<bfloat16>() { return 0x7F807F80u; }
@@ -100,9 +101,9 @@ template <typename Element> __device__ __forceinline__ u32 nonfinite_bits(u32 pa
     return ((pair & exponents) + lowest) & SIGNS;
 }
 
-// Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
-// infinity. Needs the thread's own cp_async_wait, no barrier. Two chunks at a time, because
-// the callers have few registers left.
+// Whether one of the chunks that this thread loaded with load_tile contains a NaN or an infinity.
+// Requires the thread's own cp_async_wait, but no barrier. Unrolled by two only, because the
+// callers have few registers left.
 template <typename Element, int ROWS, int COLUMNS, int THREADS>
 __device__ __forceinline__ bool loaded_nonfinite(u32 tile) {
     u32 found = 0;
@@ -118,7 +119,8 @@ __device__ __forceinline__ bool loaded_nonfinite(u32 tile) {
     return found != 0;
 }
 
-// Writes the first num_columns elements of a chunk, all at once where that is `aligned`.
+// Stores the first num_columns elements of a chunk; `aligned`: 16 bytes at once where all are
+// stored.
 __device__ __forceinline__ void store_chunk(u16* to, uint4 chunk, int num_columns, bool aligned) {
     if (aligned && CHUNK_ELEMENTS <= num_columns) {
         *reinterpret_cast<uint4*>(to) = chunk;
@@ -132,7 +134,7 @@ __device__ __forceinline__ void store_chunk(u16* to, uint4 chunk, int num_column
 
 // Copies ROWS rows of a tile of TILE_ROWS rows, from row first_row on, to `target`, whose rows are
 // `stride` elements apart: num_columns columns of the first num_rows of them. `aligned`: 16 bytes
-// at a time, which rows_aligned allows. By THREADS threads, numbered by `thread`.
+// at a time (see rows_aligned). Called by THREADS threads; `thread` is the caller's index.
 template <int ROWS, int COLUMNS, int THREADS, int TILE_ROWS>
 __device__ __forceinline__ void store_tile(
     u32 tile, int first_row, u16* target, i64 stride, int num_rows, int num_columns, bool aligned,
@@ -144,7 +146,7 @@ __device__ __forceinline__ void store_tile(
     });
 }
 
-// Whether rows can be written 16 bytes at a time: all of them are 16-byte aligned.
+// Whether all rows are 16-byte aligned, so that they can be stored 16 bytes at a time.
 inline bool rows_aligned(const void* pointer, Strides stride) {
     return ((reinterpret_cast<u64>(pointer)
              | stride.batch * 2 | stride.token * 2 | stride.head * 2) & 15) == 0;

@@ -6,7 +6,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// 16-bit floating-point numbers as they stand in memory. ptx.cuh converts them to float and back.
+// 16-bit floating-point numbers as stored in memory. ptx.cuh converts them to float and back.
 struct alignas(2) float16 { u16 bits; };
 struct alignas(2) bfloat16 { u16 bits; };
 
@@ -15,7 +15,7 @@ template <typename Element> struct AccumulatorOf { using type = float; };
 template <> struct AccumulatorOf<double> { using type = double; };
 template <typename Element> using Accumulator = typename AccumulatorOf<Element>::type;
 
-// The argument structs, which cuflash/abi.py describes: no file of this folder.
+// The argument structs, generated from cuflash/abi.py; not a file of this folder.
 #include "common/arguments.cuh"
 
 // The arguments that all structs of a direction contain.

@@ -1,4 +1,4 @@
-// An approximate maximum of many numbers, by the upper halves of their words: two numbers an
+// An approximate maximum of many floats, computed on the upper 16 bits of each: two numbers per
 // instruction.
 #pragma once
 #include "common/ptx.cuh"

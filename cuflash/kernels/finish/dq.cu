@@ -4,9 +4,9 @@
 // the order of their fragments (dq_accum.cuh). After the sm90 kernels it also RECOMPUTES rows of
 // dQ, dK and dV (recompute.cuh).
 //
-// Grid: one block a tile of BLOCK_Q queries of one head,
+// Grid: one block per tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
-// and, if it RECOMPUTES, then one a tile of BLOCK_K keys of one key head, in the same order.
+// and, if it RECOMPUTES, then one per tile of BLOCK_K keys of one key head, in the same order.
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
 // Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the summing kernel;
@@ -15,13 +15,13 @@
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).
 //
-// Bound by memory: 4 bytes read and 2 written an element.
+// Bound by memory: 4 bytes read and 2 written per element.
 #include "sm90/counters.cuh"
 #include "common/dq_accum.cuh"
 #include "finish/recompute.cuh"
 #include "common/packed_sequences.cuh"
 
-// With windows and segments this kernel is a larger share of the time. Three blocks an SM keep
+// With windows and segments this kernel is a larger share of the time. Three blocks per SM keep
 // memory busier: 52 us instead of 58 for 16,384 tokens of 16 heads. Recomputing then spills.
 constexpr int BLOCKS_PER_SM = WINDOW || SEGMENTS ? 3 : 0;   // 0: no minimum
 

@@ -4,30 +4,31 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = scale P (dP - delta)
 //     dV = P^T dO,  dK = dS^T Q,  dQ = dS K
 //
-// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as sm80/backward.cu: a block computes BLOCK_K keys
-// of one key head. It walks the query tiles that see them, of every query head of the group, and
-// keeps dK and dV in registers. It adds its part of dQ to dQ in global memory, which
-// prepare/delta.cu has zeroed; delta = rowsum(dO * O) comes from there too.
+// FlashAttention-2, Alg. 2 (arXiv:2307.08691), as in sm80/backward.cu: a block computes BLOCK_K
+// keys of one key head. It visits the query tiles that see them, of every query head of the group,
+// and keeps dK and dV in registers. It adds its part of dQ to dQ in global memory. prepare/delta.cu
+// has zeroed dQ and computed delta = rowsum(dO * O).
 //
-// Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), the first tiles
-// first: if CAUSAL, most queries see those.
-// Block: NUM_WARPS warps, SCORE_WARPS_Q of them along the queries of S, dP and dQ,
-// GRADIENT_WARPS_K along the keys of dK and dV; fma.cuh says which lane holds which numbers.
+// Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), in ascending order:
+// if CAUSAL, the first tiles are seen by the most queries. Block: NUM_WARPS warps, SCORE_WARPS_Q of
+// them along the queries of S, dP and dQ, GRADIENT_WARPS_K along the keys of dK and dV; fma.cuh
+// says which lane holds which numbers.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
-// BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
-// multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
-// their key tiles; Arguments and the options (docs/guide/options.md), with which scale S stands for
-// the score of score_mod.cuh and dS / scale for the gradient by scale S. Shared memory, in floats:
+// BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to multiples
+// of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of their key
+// tiles; Arguments and the options (docs/guide/options.md). With score modifications, scale S above
+// stands for the score (score_mod.cuh), and dS / scale for the gradient with respect to scale S
+// before them. Shared memory, in floats:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
 //     weights  BLOCK_Q * (BLOCK_K + 8)         P, then dS
 //     lse, delta  BLOCK_Q each
-// The next dO loads while dQ and dK are computed, the next Q while dP is: six barriers an
+// The next dO loads while dQ and dK are computed, the next Q while dP is: six barriers per
 // iteration.
 //
-// Bad at: few keys with many queries (one block a key tile); head_dim above 128, where little fits
-// into shared memory.
+// Bad at: few keys with many queries (one block per key tile); head_dim above 128, where only small
+// tiles fit in shared memory.
 #include "fma/fma.cuh"
 #include "common/backward_loads.cuh"
 #include "common/dq_semaphore.cuh"
@@ -72,7 +73,7 @@ static_assert(ValueGrid::WARP_COLUMNS % 32 == 0, "a warp's columns of dV are chu
 static_assert(KeyGrid::WARP_ROWS % 16 == 0, "a warp's keys are chunks of all lanes");
 
 // P = exp(scale S - lse) and dS = scale P (dP - delta) replace S and dP; both are 0 for masked
-// pairs. With dropout P Z, and dS = scale P (Z dP - delta).
+// pairs. With dropout, P Z and dS = scale P (Z dP - delta).
 template <bool MASKED>
 __device__ __forceinline__ void compute_p_and_ds(
     Scores& s, Scores& dp, const SharedPlan& shared, const ScoreTile& score_tile) {
@@ -181,13 +182,14 @@ struct KeyVisibility {
     }
 };
 
-// S and dP of a query tile, once dO and then Q have arrived; they become P and dS. The flags:
-// whether to ask for each pair because dO, or Q, has a NaN or an infinity (barrier_or_nonfinite).
+// Computes dP and S of a query tile, once dO and then Q have arrived; they become dS and P.
+// dout_nonfinite, q_nonfinite: dO, or Q, contains a NaN or an infinity, so the gradient matmuls
+// must test the visibility of each pair (barrier_or_nonfinite).
 template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     SharedPlan& shared, const ScoreTile& score_tile, Scores& s, Scores& ds, bool& dout_nonfinite,
     bool& q_nonfinite) {
-    cp_async_wait<1>();                                     // dO; the first time K and V as well
+    cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
     gemm_abt(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
     cp_async_wait<0>();                                     // Q
@@ -196,8 +198,8 @@ __device__ __forceinline__ void compute_scores(
     compute_p_and_ds<MASKED>(s, ds, shared, score_tile);
 }
 
-// Starts the loads of the first query tile. The result: whether to ask for each pair because K has
-// a NaN or an infinity (barrier_or_nonfinite).
+// Starts the loads of the first query tile. Returns whether K contains a NaN or an infinity, so
+// that dQ's matmul must test the visibility of each pair (barrier_or_nonfinite).
 __device__ __forceinline__ bool load_first_queries(
     SharedPlan& shared, const QueryLoader<SharedPlan>& loader, int head, int tile) {
     bool k_nonfinite = false;
@@ -236,7 +238,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
-    // Prologue: which keys; which query tiles see them.
+    // Prologue: find the key tile, and the query tiles that see it.
     const Shape& call_shape = arrays_of(call_args).shape;
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
@@ -264,7 +266,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     set_zero(dk);
     set_zero(dv);
 
-    // Main loop, one query tile an iteration. Its dO and then its Q are on their way.
+    // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     bool k_nonfinite = false;
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;

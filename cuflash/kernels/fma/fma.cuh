@@ -3,7 +3,7 @@
 //
 // A warp's lanes form a 4 x 8 grid over the output. A lane has rows that are 4 apart, and columns
 // that are 8 apart where an output column is a row of the tile (S = Q K^T), or chunks of 4 columns
-// that are 32 apart where it is a column (O = P V). With 8 x 8 numbers a lane, four steps of the
+// that are 32 apart where it is a column (O = P V). With 8 x 8 numbers per lane, four steps of the
 // sum are 16 loads of 16 bytes and 256 multiply-adds.
 //
 // Rows of a tile are 16 bytes longer than their columns: 8 rows of one chunk of columns lie in 8
@@ -38,9 +38,9 @@ template <int M, int N> __device__ __forceinline__ void set_zero(float (&x)[M][N
         for (int j = 0; j < N; ++j) x[i][j] = 0.0f;
 }
 
-// Which of a lane's M x N pairs of queries and keys dropout keeps. One call of Philox has the words
-// of four neighbouring keys, which four lanes hold: the lanes share the calls, pair by pair, and
-// exchange the results. bits[n]: the calls of the n-th lane, 4 bits a call.
+// Which of a lane's M x N (query, key) pairs dropout keeps. One call of Philox gives the words of
+// four consecutive keys, which belong to four lanes: these lanes divide the calls among them and
+// exchange the results. bits[n]: the results of the n-th of these lanes, 4 bits per call.
 template <int M, int N> struct Kept {
     static constexpr int CALLS = (M * N + 3) / 4, WORDS = (CALLS + 7) / 8;
     u32 bits[4][WORDS];
@@ -100,8 +100,8 @@ __device__ __forceinline__ void gemm_abt(
     }
 }
 
-// A barrier. The result, where gemm_ab() and gemm_atb() ask for it: whether a thread has loaded a
-// NaN or an infinity.
+// A barrier. Returns, where gemm_ab() and gemm_atb() need it, whether any thread has loaded a NaN
+// or an infinity.
 template <bool MASKED, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool barrier_or_nonfinite(const SmemTile<ROWS, COLUMNS>& tile) {
     if constexpr (MASKED && PAIRWISE) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ bool barrier_or_nonfinite(const SmemTile<ROWS, COLUMN
 }
 
 // sum[i][n] += sum_k weight[lane's row i][k] * b[first_k + k][lane's column n] over K steps. The
-// lane's columns: chunks of 4, 32 apart, from first_column on. visible(i, k): whether a pair takes
-// part, as 0 * NaN is NaN. Asked if MASKED and, where asking is slow, b is `nonfinite`.
+// lane's columns: chunks of 4, 32 apart, from first_column on. visible(i, k): whether a pair is
+// added, as 0 * NaN is NaN. Tested only if MASKED and, where the test is slow, if b is `nonfinite`.
 template <bool MASKED, int K, int M, int N, int PITCH, int B_ROWS, int COLUMNS, class F>
 __device__ __forceinline__ void gemm_ab(
     float (&sum)[M][N], const float (*weights)[PITCH], const SmemTile<B_ROWS, COLUMNS>& b,

@@ -3,12 +3,12 @@
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691), as sm80/forward.cu: a block computes BLOCK_Q
-// queries of one head and walks the key tiles that they see from the last to the first. A warp has
+// queries of one head and visits the key tiles that they see from the last to the first. A warp has
 // whole rows of S: their maxima take three shuffles, and its weights P are exchanged between its
 // lanes only, WEIGHT_KEYS columns at a time, through the warp's own shared memory.
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
-// Block: NUM_WARPS warps of WARP_ROWS queries each; fma.cuh says which lane holds which numbers.
+// Block: NUM_WARPS warps of WARP_ROWS queries each; fma.cuh defines which lane holds which numbers.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; NEGATE_SCORES, whether
@@ -16,11 +16,11 @@
 // Shared memory, in floats:
 //     q   BLOCK_Q * (HEAD_DIM + 4)             k   BLOCK_K * (HEAD_DIM + 4)
 //     p   BLOCK_Q * (WEIGHT_KEYS + 8)          v   BLOCK_K * (HEAD_DIM_V + 4)
-// The next K loads while this V is used, and V loads while K is used: two barriers an iteration.
+// The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
 //
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
 // element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
-// acc leaves registers for 4 rows a lane only; few queries with many keys.
+// acc leaves registers for only 4 rows per lane; few queries with many keys.
 #include "fma/fma.cuh"
 #include "common/forward_loads.cuh"
 #include "common/mask.cuh"
@@ -274,8 +274,8 @@ forward_fma(const __grid_constant__ Arguments call_args) {
         loader.load_k(tile);
     }
 
-    // Main loop, one key tile an iteration. Its K is on its way; V's tile is free once all warps
-    // are past the first barrier, K's once they are past the second.
+    // Main loop, one key tile per iteration. The load of its K has been started; V's tile is free
+    // once all warps are past the first barrier, K's once they are past the second.
     const auto iterate = [&](auto masked) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;

@@ -1,11 +1,12 @@
 // Backward attention by mma.sync in steps of 8: for double, where tensor cores multiply doubles
-// (sm_80, sm_90, sm_100, sm_103), and for float in parts (precision "tf32x3", sm_80 and newer).
+// (sm_80, sm_90, sm_100, sm_103), and for float split into tf32 parts (precision "tf32x3", sm_80
+// and newer).
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = scale P (dP - delta)
 //     dV = P^T dO,  dK = dS^T Q,  dQ = dS K
 //
 // FlashAttention-2, Alg. 2 (arXiv:2307.08691), as fma/backward.cu: a block computes BLOCK_K
-// keys of one key head. It walks the query tiles that see them, of every query head of the group,
+// keys of one key head. It visits the query tiles that see them, of every query head of the group,
 // and keeps dK and dV in registers. It adds its part of dQ to dQ in global memory, which
 // prepare/delta.cu has zeroed; delta = rowsum(dO * O) comes from there too.
 //
@@ -17,8 +18,9 @@
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
 // multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
-// their key tiles; Arguments and the options (docs/guide/options.md), with which scale S stands for
-// the score of score_mod.cuh and dS for the gradient by S. Shared memory, in elements:
+// their key tiles; Arguments and the options (docs/guide/options.md). With score modifications,
+// scale S above stands for the score (score_mod.cuh), and dS for the gradient with respect to S.
+// Shared memory, in elements:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
 //     weights  BLOCK_Q * (BLOCK_K + 4)         P, then dS
@@ -26,8 +28,8 @@
 // The next dO loads while dQ and dK are computed, the next Q while dP is: six barriers an
 // iteration.
 //
-// Bad at: few keys with many queries (one block a key tile); head_dim above 128, where little fits
-// into shared memory; NaN or infinity in a partly masked tile.
+// Bad at: few keys with many queries (one block per key tile); head_dim above 128, where little
+// fits into shared memory; NaN or infinity in a partly masked tile.
 #include "common/backward_loads.cuh"
 #include "common/dq_semaphore.cuh"
 #include "common/packed_sequences.cuh"
@@ -35,13 +37,14 @@
 #include "mma8/backward_gradients.cuh"
 #include "mma8/backward_scores.cuh"
 
-// S and dP of a query tile, once dO and then Q have arrived; they become P and dS. The flags, the
-// same in all threads: whether a partly masked tile has a NaN or an infinity in dO, in Q.
+// Computes dP and S of a query tile, once dO and then Q have arrived; they become dS and P. The
+// flags, the same in all threads: whether dO, or Q, of a partly masked tile contains a NaN or an
+// infinity.
 template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     SharedPlan& shared, const ScoreTile& score_tile, Element scale, Scores& s, Scores& ds,
     bool& dout_nonfinite, bool& q_nonfinite) {
-    cp_async_wait<1>();                                     // dO; the first time K and V as well
+    cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     if constexpr (MASKED) dout_nonfinite = __syncthreads_or(loaded_nonfinite(shared.dout));
     else __syncthreads();
     gemm_abt(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
@@ -73,7 +76,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
-    // Prologue: which keys; which query tiles see them.
+    // Prologue: find the key tile, and the query tiles that see it.
     const Shape& call_shape = arrays_of(call_args).shape;
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
@@ -102,7 +105,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     set_zero<KeyGrid::M_TILES, KeyGrid::N_TILES>(dk);
     set_zero<ValueGrid::M_TILES, ValueGrid::N_TILES>(dv);
 
-    // Main loop, one query tile an iteration. Its dO and then its Q are on their way.
+    // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     bool k_nonfinite = false;
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;

@@ -1,4 +1,4 @@
-// mma8/backward.cu's gradients: the matmuls of dV, dQ and dK, and the way to global memory.
+// mma8/backward.cu's gradients: the matmuls of dV, dQ and dK, and their stores to global memory.
 #pragma once
 #include "common/scheduler.cuh"
 #include "mma8/backward_scores.cuh"
@@ -118,7 +118,7 @@ __device__ __forceinline__ void add_chunks_to_row(
 }
 
 // Doubles are added one by one. The quad first transposes its 4 x 4 numbers, in two steps: lane t
-// gets the t-th number of each lane, so the four lanes add to neighbours.
+// gets the t-th number of each lane, so the four lanes add to adjacent elements.
 __device__ __forceinline__ void add_chunks_to_row(
     double* row, int first, int num_columns, bool, bool exists, double (&x)[2][2]) {
     const int t = threadIdx.x % 4;

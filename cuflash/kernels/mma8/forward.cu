@@ -1,10 +1,11 @@
 // Forward attention by mma.sync in steps of 8: for double, where tensor cores multiply doubles
-// (sm_80, sm_90, sm_100, sm_103), and for float in parts (precision "tf32x3", sm_80 and newer).
+// (sm_80, sm_90, sm_100, sm_103), and for float split into tf32 parts (precision "tf32x3", sm_80
+// and newer).
 //
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691), as sm80/forward.cu, but all in double, with the
-// library's exp and log, or all in float. A block computes BLOCK_Q queries of one head and walks
+// library's exp and log, or all in float. A block computes BLOCK_Q queries of one head and visits
 // the key tiles that they see from the last to the first. P stays in registers between the
 // accumulators of S and the matmul with V (mma8.cuh).
 //
@@ -13,14 +14,14 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
 // and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; Arguments and the options
-// (docs/guide/options.md), with which scale S stands for the score of score_mod.cuh.
+// (docs/guide/options.md). With score modifications, scale S stands for the score (score_mod.cuh).
 // Shared memory, in elements:
 //     q  BLOCK_Q * (HEAD_DIM + 4)     k  BLOCK_K * (HEAD_DIM + 4)
 //     v  BLOCK_K * (HEAD_DIM_V + VALUES_PAD), which is 2 for double and 4 for float
-// The next K loads while this V is used, and V loads while K is used: two barriers an iteration.
+// The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
 //
 // Bound by the matmuls; exp takes some 30 instructions an element of S in double, which has
-// HEAD_DIM + HEAD_DIM_V multiply-adds, and the parts of a float three for each operand. Bad at:
+// HEAD_DIM + HEAD_DIM_V multiply-adds; splitting a float takes three per operand. Bad at:
 // head_dim_v above 128, for which acc is too large; NaN or infinity in V in a partly masked
 // tile.
 #include "mma8/mma8.cuh"
@@ -290,7 +291,7 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
     const Element* k = head_start(arrays.k, arrays.k_stride, coord.batch, kv_head);
     const Element* v = head_start(arrays.v, arrays.v_stride, coord.batch, kv_head);
     const KeyLoader<SharedPlan> loader{shared, shape, k, v, k_step, v_step};
-    const auto before = [&](int tile) {                     // the next of those that are visited
+    const auto before = [&](int tile) {                     // the visited tile before `tile`
         return pair_mask.key_tile_before(coord.tile, tile, tiles.first);
     };
     int tile = SEGMENTS ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
@@ -299,8 +300,8 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
         loader.load_k(tile);
     }
 
-    // Main loop, one key tile an iteration. Its K is on its way; V's tile is free once all warps
-    // are past the first barrier, K's once they are past the second.
+    // Main loop, one key tile per iteration. The load of its K has been started; V's tile is free
+    // once all warps are past the first barrier, K's once they are past the second.
     const auto iterate = [&](auto masked) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;

@@ -1,14 +1,14 @@
-// Products of tiles of doubles, or of floats in parts, by mma_16x8x8: a warp multiplies M * 16 rows
-// by N * 8 columns.
+// Matmuls of tiles of doubles, or of floats split into tf32 parts, by mma_16x8x8: a warp computes
+// M * 16 rows by N * 8 columns.
 //
 // A float x is the sum of x.high, its first 11 bits, and x.low, the rest, and
 //     x y = x.low y.high + x.high y.low + x.high y.high
-// but for x.low y.low: three products for one. Of x.low the tensor cores see 11 bits. With |x.low|
-// <= 2^-11 |x| and 2^-23 |x| for what is not seen, a product is off by 2^-21 |x y| at most. Their
-// sums are truncated and not rounded: no sum is left to them for longer than a tile.
+// except for x.low y.low: three MMAs instead of one. The tensor cores read 11 bits of x.low. With
+// |x.low| <= 2^-11 |x|, and at most 2^-23 |x| of it unread, the error of a product is at most
+// 2^-21 |x y|. Tensor cores truncate sums instead of rounding, so they sum only within a tile.
 //
-// Rows of a tile are ROWS_PAD numbers longer than their columns: 8 rows of 4 floats, or 4 rows of 4
-// doubles, of the same columns lie in different banks, and that is what lanes read at a time.
+// Rows of a tile are padded by ROWS_PAD numbers: 8 rows of 4 floats, or 4 rows of 4 doubles, of the
+// same columns, which lanes read at a time, are in different banks.
 //
 // Result columns that are columns of a tile (O = P V) are assigned to C fragments by CHUNK, so
 // that lanes can read 16 bytes at once: of CHUNK tiles from n on, tile n + i has every CHUNK-th

@@ -4,19 +4,19 @@
 // batch * tiles + tile.
 //
 // All ranges of ids are copied to shared memory at once, while each thread computes which tiles the
-// mask lets its tile visit. Then LANES lanes a tile count the tiles that it visits, and after that
-// the tiles that come before it.
+// mask lets its tile visit. Then LANES lanes per tile count the tiles that it visits, and after
+// that the tiles that precede it in the order.
 //
-// More tiles than threads, or more ranges than fit, stay in the order of their numbers, a batch's
-// query tiles in reverse order: under the causal mask the last are the longest. So many tiles are
-// several an SM for each head, and which comes last matters little.
+// If there are more tiles than threads, or more ranges than fit in shared memory, tiles keep the
+// order of their numbers, a batch's query tiles in reverse: under the causal mask the last are the
+// longest. That many tiles are several per SM for each head, so the order matters little.
 //
 // Grid: one block, after prepare/segment_ranges.cu. Block: NUM_THREADS threads.
 // Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), WINDOW, CAUSAL,
 // OF_KEYS, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES. Shared memory: SharedPlan.
 //
-// Bound by latency: global memory once, then a few hundred instructions, which are fetched too: no
-// long unrolled loops.
+// Bound by latency: one access to global memory, then a few hundred instructions. Their fetch
+// counts too, so loops are not unrolled far.
 #include "score/pair_mask.cuh"
 #include "common/ptx.cuh"
 
@@ -100,7 +100,7 @@ segment_order(const __grid_constant__ Arguments args) {
             num_visited += !(OF_KEYS ? pair_mask.skips(other, tile) : pair_mask.skips(tile, other));
         return num_visited;
     }, [&](int number, int num_visited) {
-        const int length = max(num_visited, 1);             // visits a masked tile if no other
+        const int length = max(num_visited, 1);             // at least one, masked if need be
         shared.walks[number].rank = length * NUM_THREADS + (NUM_THREADS - 1 - number);
     });
     __syncthreads();                                        // all ranks are written

@@ -9,7 +9,7 @@
 #include "common/mask.cuh"
 #include "score/segment_ranges.cuh"
 
-constexpr bool PAIRWISE = SEGMENTS || HAS_MASK;             // whether each pair must be asked for
+constexpr bool PAIRWISE = SEGMENTS || HAS_MASK;             // some pairs need a test of their own
 
 enum class Visibility { NONE, PARTLY, ALL };
 
@@ -108,8 +108,8 @@ template <class Arguments> struct PairMaskOf {
         return !PAIRWISE || visibility(q_tile, k_tile) == Visibility::ALL;
     }
 
-    // The last tile below k_tile, not below `first`, that is not skipped; less than `first` if
-    // there is none. Whole warp, 32 tiles at a time.
+    // The last tile in [first, k_tile) that is not skipped; less than `first` if there is none.
+    // Called by a whole warp, which tests 32 tiles at a time.
     int key_tile_before(int q_tile, int k_tile, int first) const {
         if constexpr (SEGMENTS) {
             for (int start = k_tile - 1; start >= first; start -= 32) {
@@ -124,7 +124,7 @@ template <class Arguments> struct PairMaskOf {
         }
     }
 
-    // The first tile after q_tile, before `end`, that is not skipped; `end` if there is none.
+    // The first tile in (q_tile, end) that is not skipped; `end` if there is none.
     int query_tile_after(int q_tile, int k_tile, int end) const {
         if constexpr (SEGMENTS) {
             for (int start = q_tile + 1; start < end; start += 32) {

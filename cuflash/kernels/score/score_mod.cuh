@@ -2,13 +2,13 @@
 //
 //     x = scale S,  x = cap tanh(x / cap),  x = x + (bias - slope |distance|)
 //
-// distance = query + seqlen_k - seqlen_q - key: how many tokens the key stands before the query.
+// distance = query + seqlen_k - seqlen_q - key: by how many tokens the key precedes the query.
 // Forward and backward call the same functions, so a pair has bitwise the same score in both.
-// Exceptions: what scores() shares among neighbours, the softcap's polynomials (softcap.cuh), and
-// the slopes in sm90/forward.cu, which may round.
+// Exceptions: the division that scores() shares among neighbours, the softcap's polynomials
+// (softcap.cuh), and ALiBi on tensor cores in sm90/forward.cu (alibi_mma.cuh).
 //
 // Constants: Element, SOFTCAP, ALIBI, BIAS. A call without SOFTCAP, ALIBI and BIAS has LINEAR
-// scores, which kernels may compute in their own way.
+// scores, scale S, which kernels may compute in other ways.
 #pragma once
 #include "score/alibi.cuh"
 #include "score/bias.cuh"

@@ -1,4 +1,4 @@
-// A BLOCK_Q x BLOCK_K tile of scores, as backward kernels walk them: which (query, key) pairs are
+// A BLOCK_Q x BLOCK_K tile of scores, as backward kernels visit them: which (query, key) pairs are
 // visible, and how the options of a call (docs/guide/options.md) make scores and gradients of them.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, DETERMINISTIC; Arguments and the options.
@@ -55,7 +55,7 @@ struct ScoreTile {
             return k_tile;
     }
 
-    // How many tokens key j stands before query i.
+    // By how many tokens key j precedes query i.
     __device__ __forceinline__ Real distance(int i, int j) const {
         return static_cast<Real>(q_start + i + (mask.seqlen_k - mask.seqlen_q) - (k_start + j));
     }

@@ -9,8 +9,8 @@
 //   poly3     the same with three terms, if they are smaller still
 //
 // The host multiplies the polynomials' terms by cap, scale and log2(e) (cuflash/softcap.py). poly4
-// is right to 2.3 * 2^-24, including the rounding done here (test_softcap.py). A warp chooses
-// by all the products that it holds at once, so forward and backward may choose differently, and
+// has a relative error of 2.3 * 2^-24, including the rounding here (test_softcap.py). A warp
+// chooses a formula by all the S that it holds, so forward and backward may choose differently, and
 // the scores of a pair then differ by the errors of both.
 //
 // Constants: Element, SOFTCAP.
@@ -64,7 +64,7 @@ template <class Real> struct Softcap {
         }
     }
 
-    // Caps N products S and returns the derivatives. Groups of GROUP neighbours share one division.
+    // Caps N elements S and returns the derivatives. GROUP consecutive elements share a division.
     template <int GROUP, int N>
     void cap(Real (&x)[N], Real (&derivative)[N], Real scale) const {
         if constexpr (sizeof(Element) == 2) {
@@ -94,9 +94,9 @@ template <class Real> struct Softcap {
         }
     }
 
-    // Whether poly4 serves all products of a warp. Compares sums of eight squares, one multiply-add
-    // each, because a maximum would compete with the row maxima for their unit. The sum is stricter
-    // than a maximum by up to sqrt(8). A NaN is never small.
+    // Whether all S of a warp are in poly4's range. Compares sums of eight squares, one
+    // multiply-add each, because a maximum would compete with the row maxima for their unit. The
+    // sum is stricter than a maximum by up to sqrt(8). A NaN is never small.
     template <int N> bool fits_tanh_poly4(const float (&products)[N]) const {
         static_assert(N % 8 == 0, "each product is tested");
         bool are_small = true;
@@ -111,17 +111,17 @@ template <class Real> struct Softcap {
         return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
     }
 
-    // Whether poly3 serves all products of a warp. Its range is so small that no power of two
-    // overflows relative to a row maximum (times log2(e)) of `lowest` or more, which may therefore
-    // stay as it is. Compares upper halves: `slight` has no lower half. That takes half an
-    // instruction a product, and the row maxima, where wanted, leave no unit idle.
+    // Whether all S of a warp are in poly3's range. It is so small that no weight overflows
+    // relative to an old row maximum (times log2(e)) of at least `lowest`, so that maximum may
+    // stay. Compares upper halves, half an instruction per element; the lower half of `slight` is
+    // 0.
     template <int N> bool fits_tanh_poly3(const float (&products)[N], float lowest_maximum) const {
         const bool are_slight = largest_upper_half<true>(products) < __float_as_uint(slight)
                              && lowest_maximum >= lowest;
         return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
     }
 
-    // cap tanh(scale S / cap) of a product S.
+    // cap tanh(scale S / cap) of one S.
     float poly4_score(float product) const {
         return product * polynomial(terms, product * product);
     }

@@ -2,11 +2,11 @@
 //
 //     dV = P^T dO,  dK = scale dS^T Q              with P and dS from backward.cuh
 //
-// A block owns a tile of keys and walks the query tiles of all query heads that read them, so that
+// A block owns a tile of keys and visits the query tiles of all query heads that read them, so that
 // no two blocks add to the same number: no atomics, and every run gives the same bits. delta comes
 // from prepare/delta.cu, dQ from simt/backward_dq.cu.
 //
-// Grid: one block a tile of BLOCK_K keys of one key head,
+// Grid: one block per tile of BLOCK_K keys of one key head,
 //     blockIdx.x = (k_tile * batch + batch_index) * num_heads_kv + kv_head
 // (if CAUSAL the first keys, which most queries see, start first).
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_K of them a key (simt.cuh).

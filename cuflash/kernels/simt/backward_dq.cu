@@ -2,10 +2,10 @@
 //
 //     dQ = scale dS K                              with dS from backward.cuh
 //
-// A block owns a tile of queries and walks the key tiles that they see. delta comes from
+// A block owns a tile of queries and visits the key tiles that they see. delta comes from
 // prepare/delta.cu, dK and dV from simt/backward_dkdv.cu.
 //
-// Grid: one block a tile of BLOCK_Q queries of one head,
+// Grid: one block per tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (order * batch + batch_index) * num_heads_q + head
 // with order = q_tile, or num_q_tiles - 1 - q_tile if CAUSAL: the longest tiles start first.
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_Q of them a query (simt.cuh).

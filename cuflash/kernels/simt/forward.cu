@@ -3,7 +3,7 @@
 // arXiv:2307.08691, Algorithm 1). No fast arithmetic: exp and log are the library's, sums are fused
 // multiply-adds of Real (simt.cuh). 16-bit elements are rounded once, when they are stored.
 //
-// Grid: one block a tile of BLOCK_Q queries of one head,
+// Grid: one block per tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (order * batch + batch_index) * num_heads_q + head
 // with order = q_tile, or num_q_tiles - 1 - q_tile if CAUSAL: the longest tiles start first.
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_Q of them a query (simt.cuh).

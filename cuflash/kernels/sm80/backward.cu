@@ -5,7 +5,7 @@
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 //
 // FlashAttention-2, Alg. 2 (arXiv:2307.08691): a block computes BLOCK_K keys of one key head. It
-// walks the query tiles that see them, of every query head of the group, and keeps dK and dV in
+// visits the query tiles that see them, of every query head of the group, and keeps dK and dV in
 // registers. It adds its part of dQ to float sums in global memory, which finish/dq.cu scales and
 // rounds. delta = rowsum(dO * O) comes from prepare/delta.cu.
 //
@@ -221,7 +221,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
     const u32 k_smem = shared_address(&shared.k);
     const u32 p_smem = shared_address(&shared.p), ds_smem = shared_address(&shared.ds);
 
-    // Prologue: which keys; which query tiles see them.
+    // Prologue: find the key tile, and the query tiles that see it.
     const Shape& call_shape = arrays_of(call_args).shape;
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
@@ -253,7 +253,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
     const int num_rows = shape.seqlen_k - k_start;
     const bool k_nonfinite = load_first_tiles(shared, loader, coord, k_start, num_rows);
 
-    // Main loop, one query tile an iteration. Its Q and dO are on their way to `stage`; the other
+    // Main loop, one query tile per iteration. Its Q and dO are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
     int stage = 0;
     bool lacks_nonfinite = false;                           // the same in all threads

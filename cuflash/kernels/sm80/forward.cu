@@ -3,25 +3,25 @@
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691): a block computes BLOCK_Q queries of one head. It
-// walks the key tiles that they see from the last to the first and keeps, for each row, the running
-// maximum m of S, the sum l of P = exp(scale (S - m)) and the unnormalised output acc = P V. The
-// partly masked tiles come first; the loop over the others has no mask code.
+// visits the key tiles that they see from the last to the first and keeps, for each row, the
+// running maximum m of S, the sum l of P = exp(scale (S - m)) and the unnormalised output acc = P
+// V. The partly masked tiles come first; the loop over the others has no mask code.
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
-// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; PADDED, whether that changed
-// one of them; NEGATE_SCORES, whether scale < 0 and scores are LINEAR; Arguments and the options
-// (docs/guide/options.md).
+// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; PADDED, whether rounding
+// changed one of them; NEGATE_SCORES, whether scale < 0 and scores are LINEAR (score_mod.cuh);
+// Arguments and the options (docs/guide/options.md).
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     q_then_out  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2     Q; O in the epilogue
 //     k           BLOCK_K * HEAD_DIM * 2
 //     v           BLOCK_K * HEAD_DIM_V * 2
-// The next K loads while this V is used, and V loads while K is used: two barriers an iteration.
+// The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
 //
-// Bad at: Hopper, whose wgmma is about twice as fast; few queries with many keys (one block a query
-// tile, keys are not split).
+// Bad at: Hopper, whose wgmma is about twice as fast; few queries with many keys (one block per
+// query tile; keys are not split among blocks).
 #include "sm80/forward_epilogue.cuh"
 #include "sm80/forward_softmax.cuh"
 
@@ -32,7 +32,7 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Loads the tiles of K and V from the last to the first, one cp.async group each.
+// Loads the tiles of K and V from the last to the first, each as one cp.async group.
 struct KeyLoader {
     const Shape& shape;
     u32 k_smem, v_smem;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_queries(
 }
 
 // The block's tile. The last tiles, which see the most keys, come first. Computed in the prologue
-// and again in the epilogue: a few divisions, but no registers in between.
+// and again in the epilogue, to hold no registers in between; that costs a few divisions.
 __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_args) {
     const Shape& shape = arrays_of(call_args).shape;
     const int num_tiles = num_query_tiles(call_args, BLOCK_Q);
@@ -87,7 +87,8 @@ __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_ar
     return coord;
 }
 
-// Epilogue: O leaves through the tile of Q. lane_row: the lane's first row in it.
+// Epilogue: stores O, through the tile of Q, and lse. lane_row: the lane's first row in the tile.
+// lacks_nonfinite: a NaN or an infinity of V was replaced by 0; adds its terms to O.
 __device__ __forceinline__ void finish(
     const Arguments& call_args, SharedPlan& shared, const QueryTile& query_tile, int lane_row,
     Output& acc, SoftmaxState& softmax, bool lacks_nonfinite) {
@@ -143,8 +144,8 @@ forward_mma(const __grid_constant__ Arguments call_args) {
         loader.load_k<true>(tile);
     }
 
-    // Main loop, one key tile an iteration. Its K is on its way; V's tile is free once all warps
-    // are past the first barrier, K's once they are past the second.
+    // Main loop, one key tile per iteration. The load of its K has been started; V's tile is free
+    // once all warps have passed the first barrier, K's once they have passed the second.
     bool lacks_nonfinite = false;                           // the same in all threads
     const auto iterate = [&](auto masked) {
         constexpr bool MASKED = masked.value;

@@ -1,8 +1,8 @@
 // Matmuls by mma.sync: a warp computes M_TILES * 16 rows x N_TILES * 8 columns of D += A B.
 //
-// Operands lie in shared memory in the swizzled layout of smem.cuh, either as named (A as m x k, B
-// as k x n) or transposed. ldmatrix loads the right fragments in all four cases, from 16 x 16
-// blocks of the tile. A may also be in registers. D is float, in C fragments.
+// Operands are in shared memory in the swizzled layout of smem.cuh, either as named (A as m x k, B
+// as k x n) or transposed. ldmatrix, with or without .trans, loads the fragments in all four cases,
+// from 16 x 16 blocks of the tile. A may also be in registers. D is float, in C fragments.
 #pragma once
 #include "common/fragments.cuh"
 
@@ -29,9 +29,9 @@ __device__ __forceinline__ u32 block_address(u32 lane_address, int block_row, in
 }
 
 // A warp's part of an operand: COUNT blocks from `first_block` on, along the tile's rows or
-// columns. The first block is folded into the lane's address where the others are then a constant
-// away: always along rows; along columns if COUNT is a power of two, of which first_block is a
-// multiple.
+// columns. FOLDED: the first block is part of the lane's address, and the others are at constant
+// offsets from it. That is possible along rows; along columns, where the swizzle xors, only if
+// COUNT is a power of two and first_block a multiple of it.
 template <int ROWS, int COUNT, bool ALONG_ROWS> struct BlockRange {
     static constexpr bool FOLDED = ALONG_ROWS || (COUNT & (COUNT - 1)) == 0;
     u32 lane_address;

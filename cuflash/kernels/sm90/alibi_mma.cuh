@@ -1,22 +1,23 @@
-// ALiBi slopes on the tensor cores: where all keys of a tile are on one side of the queries, one
-// more MMA adds the slopes' part of the scores to S = Q K^T.
+// ALiBi on the tensor cores: if all keys of a tile are on one side of the warpgroup's queries, one
+// more MMA adds the ALiBi term to S = Q K^T, up to a constant of each row.
 //
 //     S += A B,   each row of A:  x in columns 0 to 2, or in 8 to 10 (as three elements), else 0
 //                 B:  key - (BLOCK_K - 1) in rows 0 to 2,  -key in rows 8 to 10,  else 0
 //
-// x = slope / scale. Keys before the queries count from the tile's last key, keys after them from
-// its first: the nearest key gets 0, and the others little where weights are not small. The rest of
-// a score, -slope times the distance to the nearest key, is the same for a whole row.
+// x = slope / scale. Distances are counted from the tile's key that is nearest to the queries (its
+// last key if keys come before the queries, else its first), so terms are small where weights are
+// large. The rest of the term, -slope times the distance to that key, is the same for a whole row.
 //
-// Three elements hold 24 bits of x. Their products with integers below 256 are exact, and so are
-// those integers. float16 loses at most 2^-25, of scores that are scale times as large.
+// x is split into three elements, 24 bits. The integers below 256, and their products with the
+// elements, are exact. In float16, the third element may be subnormal: x has an absolute error of
+// at most 2^-25.
 //
 // Constants: Element, BLOCK_K.
 #pragma once
 #include "common/elements.cuh"
 #include "sm90/wgmma.cuh"
 
-// Where a key tile lies: before all queries of a warpgroup, after all of them, or neither.
+// Whether a key tile is before all queries of a warpgroup, after all of them, or neither.
 enum class Side { ACROSS, BEFORE, AFTER };
 
 // B, filled once by a whole block of THREADS. Empty without ALIBI_MMA.
@@ -53,11 +54,11 @@ template <bool> struct AlibiQueries {
 template <> struct AlibiQueries<true> {
     u32 word = 0;                                           // the lane's elements of x
     u32 words[4];                                           // the operand of the last MMA
-    bool enabled = false;                                   // else slopes are added to scores
-    int first_query = 0;                                    // counted as keys are
+    bool enabled = false;                                   // else CUDA cores add the ALiBi term
+    int first_query = 0;                                    // the key aligned with the first query
     Side side = Side::ACROSS;                               // of the last MMA's keys
 
-    // |x| >= 2^15 may not fit three float16 elements; real slopes are nowhere near.
+    // |x| >= 2^15 may not fit three float16 elements; slopes in use are far smaller.
     __device__ __forceinline__ void set_head(float slope, float scale, int query) {
         const float x = slope / scale;
         enabled = scale > 0.0f && fabsf(x) < 0x1p15f;
@@ -69,7 +70,7 @@ template <> struct AlibiQueries<true> {
         first_query = query;
     }
 
-    // s += A B, asynchronously; adds 0 if keys are ACROSS. `words` must not change meanwhile.
+    // s += A B, asynchronously; adds 0 if keys are ACROSS. `words` must not change until the wait.
     template <int COUNT>
     __device__ __forceinline__ void gemm(float (&s)[COUNT], int k_start, u64 keys) {
         side = !enabled ? Side::ACROSS
@@ -80,7 +81,7 @@ template <> struct AlibiQueries<true> {
         gemm_ab_rs<Element, WGMMA_K>(s, words, keys, true);
     }
 
-    // The key from which that MMA counts.
+    // The key from which the last MMA counts distances.
     __device__ __forceinline__ int nearest_key(int k_start) const {
         return k_start + (side == Side::BEFORE ? BLOCK_K - 1 : 0);
     }

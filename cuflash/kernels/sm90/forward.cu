@@ -2,37 +2,40 @@
 //
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
-// FlashAttention-3 (arXiv:2407.08608). A persistent block takes one tile of BLOCK_Q queries of one
-// head after another. Warpgroup 0, the producer, loads Q, K and V. Each of the others, a consumer,
-// has 64 queries of the tile. It visits the key tiles that they see from the last to the first,
-// with the running maximum m of S, the sum l of P = exp(scale (S - m)) and the unnormalised
-// acc = P V.
+// FlashAttention-3 (arXiv:2407.08608). The grid is persistent: a block computes query tiles, each
+// BLOCK_Q queries of one head, until none is left. Warpgroup 0, the producer, loads Q, K and V. The
+// other warpgroups, the consumers, compute 64 queries of the tile each. A consumer visits the key
+// tiles that its queries see from the last to the first and keeps the running maximum m of S, the
+// sum l of P = exp(scale (S - m)) and the unnormalised acc = P V.
 //
-// Two overlaps hide the exponentials. Within a warpgroup, S of the next key tile and P V of this
-// one are issued together; the softmax of the next tile runs while P V does. Between warpgroups,
-// named barriers let one at a time issue its GEMMs, so that one's softmax runs under another's
-// GEMMs. The next key tile may be the first of the next query tile: nothing drains between tiles.
+// Two overlaps hide the exponentials. Intra-warpgroup pipelining: S of the next key tile and P V of
+// this one are issued together, and the softmax of the next tile runs while P V is computed.
+// Pingpong scheduling: named barriers let one consumer at a time issue its GEMMs, so the softmax of
+// one runs under the GEMMs of another. With Q_STAGES > 1 the next key tile may be the first one of
+// the next query tile, so the pipeline does not drain between query tiles.
 //
 //     forward_shared.cuh     constants, what the producer publishes, SharedPlan
-//     forward_scheduler.cuh  which query tile comes next
+//     forward_scheduler.cuh  tile schedulers: which query tile a block computes next
 //     forward_load.cuh       producer
 //     forward_consumer.cuh   consumer: main loop iteration, GEMMs, epilogue
 //     forward_options.cuh    consumer with options
-//     forward_softmax.cuh, forward_scores.cuh, forward_epilogue.cuh    its parts
-//     forward_recompute.cuh  rows whose result needs more than this arithmetic (NaN, infinities,
-//                            scores above 2^24): found in the epilogue, recomputed one by one
+//     forward_softmax.cuh, forward_scores.cuh, forward_epilogue.cuh    parts of both consumers
+//     forward_recompute.cuh  rows whose result may be wrong by this arithmetic (NaN, infinities,
+//                            scores above 2^24): detected in the epilogue, recomputed one by one
 //
-// Grid: one block an SM, or one a tile if those are fewer. The scheduler numbers tiles longest
-// first. Blocks take the tiles of packed sequences, or with segment ids, from an atomic counter,
-// because the host does not know how long they take; prepare/segment_order.cu orders the latter.
+// Grid: one block per SM, or one per query tile if those are fewer. The static scheduler assigns
+// tiles to blocks, longest first. With packed sequences or segment ids, the host does not know how
+// long a tile takes, so blocks take tiles from an atomic counter; with segment ids, in the order of
+// prepare/segment_order.cu, longest first.
 // Block: 1 + CONSUMER_WARPGROUPS warpgroups.
 //
-// Bad at few queries: a consumer computes 64 rows even for one query, and a head's keys are not
-// split among blocks.
+// Bad at few queries: a consumer computes 64 rows even for one query, and the keys of a head are
+// not split among blocks.
 //
-// Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0, and scores are LINEAR), HEAD_DIM and
-// HEAD_DIM_V (multiples of 16 for which wgmma_registers is written), BLOCK_Q, BLOCK_K, Q_STAGES,
-// KV_STAGES, SHARED_BYTES; Arguments and the options (docs/guide/options.md).
+// Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0 and scores are LINEAR), HEAD_DIM and
+// HEAD_DIM_V (multiples of 16 that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, Q_STAGES, KV_STAGES,
+// SHARED_BYTES; Arguments and the options (docs/guide/options.md). LINEAR (score_mod.cuh): the call
+// has no softcap, ALiBi or bias, so scores are scale S.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 #include "sm90/forward_load.cuh"
 #include "sm90/forward_options.cuh"
@@ -49,7 +52,8 @@ __device__ __forceinline__ void produce(const Arguments& args, SharedPlan& share
 __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& shared) {
     Fragments fragments;
     ConsumerOf<OPTIONS>::type consumer(args, shared, fragments);
-    // A block has a tile at least, but with packed sequences other blocks may have taken them all.
+    // The grid has at most one block per tile, but with packed sequences some slots have no tile,
+    // so other blocks may have taken all.
     if constexpr (PACKED)
         if (!consumer.begin_tile()) return;
     if (consumer.warpgroup == CONSUMER_WARPGROUPS - 1) consumer.scheduler_barrier_arrive();
@@ -74,7 +78,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         else consumer.iteration_across_tiles(slot);
     }
 
-    if (consumer.warpgroup == 0) consumer.scheduler_barrier_sync();     // the last arrival
+    if (consumer.warpgroup == 0) consumer.scheduler_barrier_sync();     // pairs the last arrival
     if (Q_STAGES > 1 && consumer.lane == 0) tma_store_wait<0>();
     if (!consumer.exact)
         recompute_rows(args, consumer.warp_row, consumer.scale_log2,
@@ -89,8 +93,9 @@ forward_wgmma(const __grid_constant__ Arguments args) {
     shared.fill_alibi<THREADS>();
     __syncthreads();
 
-    // An SM has 64 K registers: consumers get what the producer does not need. SPARSE_TILES needs a
-    // few more there; of 160, three consumer warpgroups can spare none.
+    // An SM has 64 K registers: consumers get those that the producer does not need. With
+    // SPARSE_TILES the producer needs a few more; three consumer warpgroups, with 160 each, cannot
+    // spare any.
     constexpr int MORE = SPARSE_TILES && CONSUMER_WARPGROUPS == 2 ? 8 : 0;
     constexpr int CONSUMER_REGISTERS = (CONSUMER_WARPGROUPS == 2 ? 240 : 160) - MORE;
     constexpr int PRODUCER_REGISTERS =

@@ -2,7 +2,7 @@
 //
 // Consumer::iteration is the main loop's body. It issues S = Q K^T of its key tile and acc += P V
 // of the previous one, then runs the softmax of S while P V is still being computed. `k` is the
-// pipeline stage of S's key tile; `v`, that of P's, is one behind.
+// pipeline state of S's key tile; `v`, that of P's, is one tile behind.
 #pragma once
 #include "sm90/forward_recompute.cuh"
 #include "sm90/forward_scores.cuh"
@@ -19,8 +19,8 @@ __device__ __forceinline__ float scale_log2_of(const Arguments& args) {
     return LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
 }
 
-// A thread's share of the matrices. They are not members of Consumer, whose scalars the compiler
-// would then keep in memory until it has unrolled the loops over these arrays.
+// A thread's share of the matrices. Not members of Consumer: the compiler would then keep its
+// scalars in local memory until it has unrolled the loops over these arrays.
 struct Fragments {
     float s[S_COUNT], acc[O_COUNT], rescale[2];
     u32 p[P_COUNT];
@@ -36,8 +36,8 @@ struct Consumer {
     u32 (&p)[P_COUNT];
     RowState& rows;
 
-    // The shuffle tells the compiler that this is uniform across a warp, as is all that follows
-    // from it: descriptors are then computed once a warp and held in uniform registers.
+    // The shuffle tells the compiler that the value is uniform across a warp, so that it computes
+    // descriptors once per warp and holds them in uniform registers.
     const int warpgroup =
         __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int lane = threadIdx.x % 32, warpgroup_row = warpgroup * CONSUMER_ROWS;
@@ -56,7 +56,7 @@ struct Consumer {
     bool exact = true;                                      // no row so far needs recompute_row
     PipelineState<Q_STAGES> q;
     PipelineState<KV_STAGES> k, v{KV_STAGES - 1, 1};
-    int stored_stage = -1;                                  // of Q, through which rows are leaving
+    int stored_stage = -1;                                  // of Q, with a TMA store in flight
 
     // The query tile: the lane's first query, and the key tiles that the warpgroup visits.
     decltype(tile_shape(args)) shape = tile_shape(args);
@@ -106,8 +106,8 @@ struct Consumer {
         pack_pairs<Element>(p, s);
     }
 
-    // The first S of a query tile, alone. STORES: the rows of the query tile in work slot `slot`
-    // leave meanwhile.
+    // The first S of a query tile, alone. STORES: meanwhile, stores the rows of the query tile in
+    // work slot `slot`.
     template <bool STORES>
     __device__ __forceinline__ void first_iteration(int slot = -1) {
         k = v;
@@ -129,8 +129,8 @@ struct Consumer {
         pack_pairs<Element>(p, s);
     }
 
-    // The first S of a query tile with the last P V of the one in work slot `slot`, whose rows then
-    // leave: nothing drains between query tiles.
+    // The first S of a query tile together with the last P V of the one in work slot `slot`, whose
+    // rows are then stored: the pipeline does not drain between query tiles.
     __device__ __forceinline__ void iteration_across_tiles(int slot) {
         k = v;
         k.next();
@@ -188,7 +188,7 @@ struct Consumer {
         accumulates = true;
     }
 
-    // One warpgroup at a time issues its GEMMs, so that one's softmax runs under another's GEMMs.
+    // Pingpong: one warpgroup at a time issues its GEMMs, then signals the next one.
     __device__ __forceinline__ void scheduler_barrier_sync() {
         barrier_sync(SCHEDULER_BARRIER + warpgroup, SCHEDULER_THREADS);
     }
@@ -197,7 +197,7 @@ struct Consumer {
                        SCHEDULER_THREADS);
     }
 
-    // PENDING: of the GEMMs issued since, how many may still run.
+    // PENDING: the number of later GEMMs that may still run.
     template <int PENDING> __device__ __forceinline__ void wait_for_qk() {
         wgmma_wait<PENDING>();
         warpgroup_fence_operand(s);
@@ -219,7 +219,7 @@ struct Consumer {
 
     // ---- Stages ----
 
-    // A single stage of Q is released after its last S.
+    // With one stage of Q, it is released after the query tile's last S.
     __device__ __forceinline__ void release_k(bool is_last_tile) {
         if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
         if (Q_STAGES == 1 && is_last_tile && lane == 0) mbarrier_arrive(q_empty);
@@ -228,8 +228,8 @@ struct Consumer {
         if (lane == 0) mbarrier_arrive(v_empty + 8 * v.index);
     }
 
-    // A stage of Q through which rows left is released an iteration later, when the TMA unit has
-    // surely read it.
+    // Releases the stage of Q that a TMA store reads, an iteration after the store was issued: the
+    // wait for the read is then short.
     __device__ __forceinline__ void release_q() {
         if (stored_stage >= 0 && lane == 0) {
             tma_store_wait_read<0>();
@@ -242,9 +242,10 @@ struct Consumer {
 
     // Waits for the next query tile; false after the last.
     //
-    // The producer loads every key tile that one of the block's warpgroups sees. Of those past the
-    // last that this one sees it skips num_skipped: at most KV_STAGES - 1, because it waits for
-    // them while it still holds the stage of P's key tile.
+    // The producer loads every key tile that any consumer of the block sees. This one skips the
+    // tiles after its own last one, num_skipped of them: at most KV_STAGES - 1, because it waits
+    // for them while it still holds the stage of P's key tile. It computes the others, fully
+    // masked.
     __device__ __forceinline__ bool begin_tile() {
         pipeline_wait(q_full, q);
         const WorkTile& work = shared.work_tiles[work_slot(q)];
@@ -253,7 +254,7 @@ struct Consumer {
         set_lengths(shape, work);
         set_lengths(mask, work);
         visited = key_tiles(mask, work.q_start + warpgroup_row, CONSUMER_ROWS);
-        // Down to the block's first, which other warpgroups may see.
+        // Visits down to the block's first tile, which other warpgroups may see.
         if constexpr (WINDOW) visited.first = first_key_tile(mask, work.q_start);
         if (warpgroup_row >= work.num_rows) visited.num_visited = visited.first + 1;
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
@@ -273,8 +274,8 @@ struct Consumer {
         }
     }
 
-    // O and lse of the query tile in work slot `slot`: O leaves through its stage of Q, or from
-    // registers where there is one stage only, which is being refilled.
+    // Stores O and lse of the query tile in work slot `slot`: O through its stage of Q, or, if
+    // there is only one stage, which is being refilled, from registers.
     __device__ __forceinline__ void epilogue(int slot) {
         const QueryTile tile = shared.work_tiles[slot];
         const ForwardArguments& arrays = args.arrays;
@@ -293,8 +294,8 @@ struct Consumer {
         rows = empty_rows();
     }
 
-    // The warp's rows of O, through a stage of Q: by the TMA unit, or by the warp itself where its
-    // 16 rows would reach into the next packed sequence.
+    // Stores the warp's rows of O through a stage of Q: by TMA, or by the warp itself if its 16
+    // rows reach into the next packed sequence.
     __device__ __forceinline__ void store_through(u32 stage, const QueryTile& tile) {
         stage_rows(stage + warp_row * PANEL_ROW_BYTES, acc);
         fence_async_proxy();

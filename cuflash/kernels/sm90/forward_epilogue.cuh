@@ -5,9 +5,9 @@
 constexpr int NAN_BITS = 0x7FC00000;
 constexpr float LN_2 = 0.6931471805599453f;
 
-// ---- Where a query tile's results go ----
+// ---- Addresses of a query tile's results ----
 
-// lse of its first query; null if lse is not wanted.
+// lse of its first query; null if the call has no lse.
 __device__ __forceinline__ float* lse_of(const ForwardArguments& arrays, QueryTile tile) {
     const Shape& shape = arrays.shape;
     if (arrays.lse == nullptr) return nullptr;
@@ -24,10 +24,11 @@ __device__ __forceinline__ Element* out_of(const ForwardArguments& arrays, Query
 
 // ---- Normalisation ----
 
-// O = inverse acc. `excess`: the factor by which P is too large, in l and acc (online_softmax).
+// O = inverse * acc.
 struct RowResult { float inverse, lse; };
 
-// A row of maximum m and sum l with its head's sink.
+// The result of a row of maximum m and sum l, with its head's sink. `excess`: the factor by which l
+// and acc are too large (online_softmax).
 __device__ __forceinline__ RowResult finish_row(
     const Arguments& args, float m, float l, float excess, int head) {
     const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
@@ -43,9 +44,9 @@ __device__ __forceinline__ float excess_of(float m, float scale_log2) {
                                                       -finite_max_scaled(m, scale_log2)));
 }
 
-// acc becomes O; lse is stored. Rows that saw no key get 0 and -inf. A sink takes part in l.
+// acc becomes O; stores lse. Rows that saw no key get 0 and -inf. A sink adds its weight to l.
 //
-// False if a row of the warp needs recompute_row; such rows of acc begin with a NaN.
+// False if a row of the warp needs recompute_row; the first element of such a row becomes NaN.
 __device__ __forceinline__ bool normalise(
     const Arguments& args, float (&acc)[O_COUNT], const RowState& rows, float scale_log2, int row,
     const QueryTile& tile, float* lse) {
@@ -63,8 +64,8 @@ __device__ __forceinline__ bool normalise(
             for (int x = 0; x < 2; ++x) {
                 float& o = acc[j * 4 + half * 2 + x];
                 o *= inverse;
-                // A NaN or an infinity of V reaches rows that do not see it, too, as 0 * NaN; and
-                // weights above 1 may overflow.
+                // P = 0 times a NaN or an infinity of V is NaN, also in rows that do not see its
+                // key; and P above 1 may overflow.
                 if (MASKED || OPTIONS) exact &= fabsf(o) < infinity();
             }
         const float max_scaled = finite_max_scaled(m, scale_log2);

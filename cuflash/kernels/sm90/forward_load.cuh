@@ -3,13 +3,14 @@
 #pragma once
 #include "sm90/forward_scheduler.cuh"
 
-// One thread (with DYNAMIC_SCHEDULER one warp) loads Q and publishes each work tile.
+// Q producer: one thread, with DYNAMIC_SCHEDULER one warp. Publishes each work tile and loads its
+// Q.
 __device__ __forceinline__ void load_queries(const Arguments& args, SharedPlan& shared) {
     TileScheduler scheduler(args);
     PipelineState<1> request;
     for (PipelineState<Q_STAGES> q;; q.next(), request.next()) {
         shared.work_tiles.wait_for_request(request.phase ^ 1);
-        if (DYNAMIC_SCHEDULER) __syncwarp();                // all lanes, before the next request
+        if (DYNAMIC_SCHEDULER) __syncwarp();                // all lanes have seen this request
         const WorkTile tile = next_work_tile(scheduler, args);
         if (DYNAMIC_SCHEDULER && threadIdx.x != 0) {
             if (tile.num_rows == 0) return;
@@ -29,7 +30,7 @@ __device__ __forceinline__ void load_queries(const Arguments& args, SharedPlan& 
     }
 }
 
-// One thread loads the key tiles of each query tile, from the last to the first.
+// K/V producer: one thread loads the key tiles of each query tile, from the last to the first.
 __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& shared) {
     const Shape& shape = args.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& sha
 
 // ---- Sparse key tiles ----
 
-// A lane's share of a key tile's segment ids, read from global memory before their stage is free.
+// A lane's share of a key tile's segment ids: loaded to registers before the tile's stage is free.
 struct LaneSegmentIds {
     int ids[(BLOCK_K + 31) / 32];
     __device__ __forceinline__ void load(const PairMask& pairs, int k_start, int seqlen_k) {
@@ -81,9 +82,9 @@ struct LaneSegmentIds {
     }
 };
 
-// The key tiles that a query tile visits, from the last to the first. With SEGMENTS, those that may
-// share an id with it. A whole warp examines 32 tiles at a time, one a lane, so a tile's flags are
-// known before its turn.
+// The key tiles that a query tile visits, from the last to the first; with SEGMENTS only those
+// whose range of ids overlaps the query tile's. A whole warp examines 32 tiles at a time, one per
+// lane, so a tile's flags are known before it is loaded.
 template <class PairMask> struct SparseKeyTiles {
     const PairMask& pairs;
     IdRange query_ids;
@@ -97,7 +98,7 @@ template <class PairMask> struct SparseKeyTiles {
         if constexpr (SEGMENTS) query_ids = pairs.ids_of_queries(q_tile);
         find_remaining();
     }
-    // Moves to the next 32 tiles of which any is visited.
+    // Moves to the next 32 tiles that contain a visited one; remaining stays 0 if there are none.
     __device__ __forceinline__ void find_remaining() {
         while (remaining == 0 && base - 32 >= first) {
             base -= 32;
@@ -129,7 +130,8 @@ template <class PairMask> struct SparseKeyTiles {
     }
 };
 
-// One warp loads the visited key tiles; if there are none, tile 0, all of it masked.
+// K/V producer with SPARSE_TILES: one warp loads the visited key tiles. If there are none, it loads
+// tile 0, fully masked.
 __device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPlan& shared) {
     const Shape& shape = args.arrays.shape;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;

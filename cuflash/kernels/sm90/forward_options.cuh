@@ -1,5 +1,5 @@
 // Consumer warpgroup of forward.cu with options: score modifications, window, segment ids, boolean
-// mask, dropout. OptionsConsumer hides the iterations of Consumer by its own and shares the rest.
+// mask, dropout. OptionsConsumer replaces the iterations of Consumer and inherits the rest.
 #pragma once
 #include "sm90/forward_consumer.cuh"
 
@@ -20,7 +20,8 @@ struct OptionsConsumer : Consumer {
 
     // ---- Main loop ----
 
-    // A window masks tiles at both ends. The flags of a sparse tile say whether it is masked.
+    // A window masks tiles at both ends. With SPARSE_TILES, a tile's flags tell whether it is
+    // masked.
     __device__ __forceinline__ void main_loop() {
         if constexpr (SPARSE_TILES) {
             while (!flags.is_last()) iteration<true>(0);
@@ -33,8 +34,8 @@ struct OptionsConsumer : Consumer {
         }
     }
 
-    // As Consumer's. A warp may keep its rows' old maximum, which saves rescaling acc: under a
-    // softcap where all its products fit tanh_poly3, otherwise where may_keep_max says so.
+    // As Consumer::iteration, but a warp may keep its rows' old maximum, which saves rescaling acc:
+    // under a softcap if all its S fit tanh_poly3, otherwise if may_keep_max() holds.
     template <bool IS_MASKED>
     __device__ __forceinline__ void iteration(int tile) {
         constexpr bool USES_POLY3 = SOFTCAP && !ALIBI && !BIAS && !IS_MASKED;
@@ -51,10 +52,10 @@ struct OptionsConsumer : Consumer {
         if constexpr (MAY_KEEP_MAX && !USES_POLY3)          // before a masked pair becomes -inf
             keeps_max = may_keep_max(s, rows, scale_log2, score);
         if constexpr (IS_MASKED) mask_scores(tile);
-        // Warps may diverge, but wgmma.wait_group is .aligned: all warps of a warpgroup must
-        // execute the same instance of wait_for_pv. It comes before they diverge or, where scores
-        // take longest, after. Each path is written out to its end where it can be: the work that
-        // fits in while exponentials are waited for is then in one instruction stream with them.
+        // Warps may take different branches, but wgmma.wait_group is .aligned: all warps of a
+        // warpgroup must execute the same instance of wait_for_pv. It comes before the branch or,
+        // where scores take longest, after it. Otherwise each branch is written out to its end, so
+        // that the compiler can schedule the remaining work between the exponentials.
         if constexpr (!MAY_KEEP_MAX) {
             online_softmax<IS_MASKED || BIAS>(s, rows, scale_log2, rescale, score);
             drop(tile);
@@ -177,7 +178,7 @@ struct OptionsConsumer : Consumer {
         return true;
     }
 
-    // The number of the key tile in stage k, which is full.
+    // The index of the key tile in stage k, which is full.
     __device__ __forceinline__ int acquire_key_tile(int expected) {
         if constexpr (!SPARSE_TILES) return expected;
         flags = shared.extras.flags[k.index];
@@ -194,7 +195,7 @@ struct OptionsConsumer : Consumer {
         bias_staged = load_biases(shared, score_mod, shape.seqlen_k, first_row, tile * BLOCK_K);
     }
 
-    // S becomes scores. True if it stays products, because all of them fit tanh_poly3.
+    // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).
     template <bool USES_POLY3>
     __device__ __forceinline__ bool modify_scores(int tile) {
         if constexpr (ALIBI_MMA) {

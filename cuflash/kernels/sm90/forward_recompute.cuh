@@ -1,5 +1,5 @@
-// Rows whose result needs more than forward.cu's arithmetic (NaN, infinities, scores above 2^24):
-// recomputed from the definition, one warp a row. Slow, rare.
+// Rows whose result may be wrong by forward.cu's arithmetic (NaN, infinities, scores above 2^24):
+// recomputed from the definition, one warp per row. Slow, rare.
 #pragma once
 #include "sm90/forward_epilogue.cuh"
 #include "sm90/forward_scheduler.cuh"
@@ -10,7 +10,7 @@ struct QueryRow {
     const Shape& shape;
     int query, kv_head;
     Mask<CAUSAL, WINDOW> mask;
-    int first_key, end_key;                                 // of those that it sees, but for pairs
+    int first_key, end_key;                                 // that it sees, ignoring `pairs`
     PairMask pairs;
     ScoreMod<float> score_mod;
     Dropout<float> dropout;
@@ -91,8 +91,8 @@ __device__ __forceinline__ void recompute_row(
     }
 }
 
-// Recomputes the rows that begin with a NaN (which may be their result), among the warp's rows of
-// all of the block's tiles. last_tile: the number of its last tile, with DYNAMIC_SCHEDULER.
+// Recomputes the rows that begin with a NaN (which may be their true result), among the warp's rows
+// of all of the block's tiles. last_tile: the number of its last tile, with DYNAMIC_SCHEDULER.
 __device__ __forceinline__ void recompute_rows(
     const Arguments& args, int warp_row, float scale_log2, int last_tile) {
     const ForwardArguments& arrays = args.arrays;

@@ -1,5 +1,6 @@
 // Tile schedulers of forward.cu: which query tile a block computes next, and how many key tiles it
-// visits. StaticTileScheduler counts tiles; DynamicTileScheduler takes them from an atomic counter.
+// visits. StaticTileScheduler computes the block's tiles from blockIdx; DynamicTileScheduler takes
+// them from an atomic counter.
 #pragma once
 #include "common/scheduler.cuh"
 #include "sm90/forward_shared.cuh"
@@ -22,8 +23,9 @@ __device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
     return {seqlen_q_of(args, sequence), seqlen_k_of(args, sequence), window_of<WINDOW>(args)};
 }
 
-// The partial tile of a head has whole warpgroups' queries and lies where queries see least: first
-// under the causal mask, otherwise last. Tiles with segment ids start at the first query.
+// The tile at tile coordinate `coord`. A head's partial tile leaves out whole consumer warpgroups.
+// It is where queries see the fewest keys: first under the causal mask, otherwise last (with
+// segment ids always last, as their id ranges are those of tiles that start at query 0).
 __device__ __forceinline__ QueryTile make_query_tile(
     TileCoord coord, const TileSequence& sequence, const Arguments& args) {
     if (coord.tile < 0) return {sequence, 0, 0, 0, 0};
@@ -44,10 +46,11 @@ __device__ __forceinline__ WorkTile next_work_tile(Scheduler& scheduler, const A
 
 // ---- Static ----
 
-// BALANCED_ROUNDS: in rounds (BalancedScheduler) rather than in pairs of a long and a short tile
-// (StaticScheduler). Under a window the tiles that see key 0, or would see keys before it, are the
-// shorter ones. With a bias alone all tiles count as shorter and go section by section, as heads
-// may share the bias. Under the causal mask alone, tiles differ too much in length for rounds.
+// BALANCED_ROUNDS: assign tiles in rounds (BalancedScheduler), not in pairs of a long and a short
+// tile (StaticScheduler). Under a window, the shorter tiles are those whose window begins at or
+// before key 0. With only a bias, all tiles count as shorter, because those are visited section by
+// section, and heads may share the bias in L2. Under only the causal mask, the lengths of tiles
+// differ too much for rounds.
 constexpr bool BALANCED_ROUNDS = WINDOW || (BIAS && !CAUSAL);
 template <bool> struct BlockSchedulerOf { using type = StaticScheduler; };
 template <> struct BlockSchedulerOf<true> { using type = BalancedScheduler; };
@@ -65,7 +68,8 @@ __device__ __forceinline__ BlockScheduler block_scheduler(const Arguments& args)
     }
 }
 
-// Each producer thread, and each warp that recomputes rows, counts the block's tiles for itself.
+// Each producer thread, and each warp that recomputes rows, has its own instance: all compute the
+// same sequence of tiles.
 struct StaticTileScheduler {
     BlockScheduler scheduler;
     explicit __device__ __forceinline__ StaticTileScheduler(const Arguments& args, int = 0)
@@ -81,9 +85,10 @@ struct StaticTileScheduler {
 
 // ---- Dynamic ----
 
-// One warp takes tiles from a counter and publishes them. Slots of packed sequences are numbered as
-// tiles are, but within a head the tiles of the longest sequence come first. Tiles with segment ids
-// come in the order that prepare/segment_order.cu found, longest first.
+// The warp that loads Q takes tiles from a counter and publishes them. A packed sequence's tiles
+// are numbered by slots (packed_sequences.cuh), those of the longest sequence first within a head.
+// Tiles with segment ids are numbered in the order of prepare/segment_order.cu, longest first.
+// `last`: the number of the block's previous tile, -1 before the first.
 template <class Arguments> struct DynamicTileScheduler {
     int last;
     bool started = false;
@@ -91,7 +96,7 @@ template <class Arguments> struct DynamicTileScheduler {
     explicit __device__ __forceinline__ DynamicTileScheduler(const Arguments&, int last = -1)
         : last(last) {}
 
-    // By a whole warp.
+    // Called by a whole warp. No tile: num_rows <= 0.
     static __device__ __forceinline__ QueryTile tile_of_slot(const Arguments& args, int number) {
         const int slots = num_query_tiles(args, BLOCK_Q);
         const Shape& shape = args.arrays.shape;
@@ -103,7 +108,7 @@ template <class Arguments> struct DynamicTileScheduler {
             number, slots, shape.num_heads_q, shape.batch, args.arrays.schedule);
         coord.tile = slots - 1 - coord.tile;
         auto sequence = sequence_of_block<false>(args, coord.tile, BLOCK_Q, true);
-        // A sequence without keys loads one of the array's keys instead.
+        // A sequence without keys loads another key of the array, fully masked.
         if constexpr (PACKED) sequence.first_k = min(sequence.first_k, shape.seqlen_k - 1);
         return make_query_tile(coord, sequence, args);
     }
@@ -114,7 +119,8 @@ template <class Arguments> struct DynamicTileScheduler {
         if (threadIdx.x % 32 == 0) taken = atomicAdd(args.tile_counter, 1);
         return gridDim.x + __shfl_sync(WHOLE_WARP, taken, 0);
     }
-    // By the warp that takes tiles. After the last, q_start is the number of the block's last tile.
+    // Called by the warp that loads Q. After the last tile, returns num_rows = 0 and in q_start the
+    // number of the block's last tile, for revisit().
     __device__ __forceinline__ QueryTile next(const Arguments& args) {
         for (;;) {
             const int number = started ? take_number(args) : blockIdx.x;
@@ -127,14 +133,15 @@ template <class Arguments> struct DynamicTileScheduler {
             return tile;
         }
     }
-    // By the producer of K and V.
+    // Called by the producer of K and V.
     __device__ __forceinline__ WorkTile acquire(const Arguments&, SharedPlan& shared) {
         shared.work_tiles.acquire(slot.index, slot.phase);
         const WorkTile tile = shared.work_tiles[slot.index];
         slot.next();
         return tile;
     }
-    // By each warp that visits the block's tiles once more, from the last to the first.
+    // Called by each warp that recomputes rows: the block's tiles again, from the last to the
+    // first.
     __device__ __forceinline__ QueryTile revisit(const Arguments& args) {
         if (last < 0) return {{}, 0, 0, 0, 0};
         const QueryTile tile = tile_of_slot(args, last);

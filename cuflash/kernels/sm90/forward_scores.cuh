@@ -1,6 +1,6 @@
-// From S = Q K^T to masked scores, and dropout of P, on a consumer warpgroup's accumulator: element
-// i is of row i / 2 % 2 of the lane's two and of key i / 4 * 8 + i % 2 from the lane's first.
-// first_row: the lane's first query. k_start: the tile's first key.
+// Score modifications and masks of S = Q K^T, and dropout of P, on a consumer warpgroup's
+// accumulator: element i is in the lane's row i / 2 % 2, and its key is i / 4 * 8 + i % 2 counted
+// from the lane's first. first_row: the lane's first query. k_start: the tile's first key.
 #pragma once
 #include "sm90/forward_shared.cuh"
 
@@ -8,8 +8,8 @@ __device__ __forceinline__ int lane_key(int k_start) { return k_start + threadId
 
 // ---- Bias ----
 
-// Starts the copy of the warp's biases of a key tile to shared memory; false if they are not in
-// chunks, and are read when they are added.
+// Starts the copy of the warp's biases of a key tile to shared memory. False if the array does not
+// allow 16-byte chunks: then biases are read from global memory when they are added.
 template <class Shared>
 __device__ __forceinline__ bool load_biases(
     Shared& shared, const ScoreMod<float>& score_mod, int seqlen_k, int first_row, int k_start) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ bool load_biases(
     return false;
 }
 
-// Waits for them and reads the lane's, in the layout of S: the bias of key `key` from the lane's
-// first is of_pair(pairs[key / 16][key / 8 % 2 * 2 + half], key % 2).
+// Waits for the copy and reads the lane's biases, in the layout of S: with keys counted from the
+// lane's first, the bias of `key` is of_pair(pairs[key / 16][key / 8 % 2 * 2 + half], key % 2).
 template <class Shared>
 __device__ __forceinline__ void wait_for_biases(u32 (&pairs)[BLOCK_K / 16][4], Shared& shared) {
     cp_async_wait<0>();
@@ -49,8 +49,8 @@ __device__ __forceinline__ void wait_for_biases(u32 (&pairs)[BLOCK_K / 16][4], S
 
 // ---- Score modifications ----
 
-// Products become scores (ScoreMod). added(half, key): slope and bias of the pair, keys counted
-// from the lane's first.
+// S = Q K^T becomes scores (ScoreMod). added(half, key): the ALiBi term plus the bias of a pair,
+// keys counted from the lane's first.
 template <class Added>
 __device__ __forceinline__ void apply_score_mod(
     float (&s)[S_COUNT], const ScoreMod<float>& score_mod, const Added& added) {
@@ -61,7 +61,8 @@ __device__ __forceinline__ void apply_score_mod(
                 s[i] = score_mod.poly4_score(s[i]) + added(i / 2 % 2, i / 4 * 8 + i % 2);
             return;
         }
-    // scores<4> shares a division among four neighbours: four keys of a row.
+    // scores<4> shares a division among four consecutive elements: element() makes them four keys
+    // of one row.
     const auto element = [](int i) { return i / 8 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i % 2; };
     float scores[S_COUNT], derivatives[S_COUNT];
     #pragma unroll
@@ -73,7 +74,7 @@ __device__ __forceinline__ void apply_score_mod(
     for (int i = 0; i < S_COUNT; ++i) s[element(i)] = scores[i];
 }
 
-// The same with slopes and biases. bias_staged: the biases are in shared memory, or on their way.
+// The same, computing slopes and biases. bias_staged: load_biases() has started their copy.
 template <class Shared>
 __device__ __forceinline__ void apply_score_mod(
     float (&s)[S_COUNT], const ScoreMod<float>& score_mod, Shared& shared, bool bias_staged,
@@ -122,7 +123,7 @@ __device__ __forceinline__ void apply_mask(
     }
 }
 
-// Segment ids: a row's id is not the key's. one_id: all keys have the same id.
+// Masks pairs of unequal segment ids. one_id: all keys of the tile have the same id.
 __device__ __forceinline__ void apply_segment_mask(
     float (&s)[S_COUNT], const int* key_ids, const int (&row_ids)[2], bool one_id) {
     struct alignas(8) IdPair { int id[2]; };
@@ -160,7 +161,7 @@ __device__ __forceinline__ void apply_pair_mask(
 // P = 0 for dropped pairs; the others are scaled up.
 __device__ __forceinline__ void apply_dropout(
     float (&p)[S_COUNT], const Dropout<float>& dropout, int first_row, int k_start) {
-    constexpr int PAIRS = 8;                                // of keys, a word of bits
+    constexpr int PAIRS = 8;                                // of keys, in one call of kept_bits
     const int first_key = lane_key(k_start);
     #pragma unroll
     for (int half = 0; half < 2; ++half)

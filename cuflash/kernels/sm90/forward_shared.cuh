@@ -1,4 +1,4 @@
-// Constants of forward.cu, what its producer publishes to its consumers, and SharedPlan.
+// forward.cu: constants, the data that the producer publishes to the consumers, and SharedPlan.
 #pragma once
 #include "score/dropout.cuh"
 #include "common/mask.cuh"
@@ -15,8 +15,9 @@ constexpr int THREADS = (1 + CONSUMER_WARPGROUPS) * WARPGROUP;
 constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4; // of a thread
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
-// SPARSE_TILES: a query tile may skip key tiles anywhere; the producer publishes which one it
-// loaded, with flags. DYNAMIC_SCHEDULER: blocks take query tiles from an atomic counter.
+// SPARSE_TILES: the visited key tiles need not be contiguous, or a tile's mask is not implied by
+// its position; the producer publishes each key tile's index and flags. DYNAMIC_SCHEDULER: blocks
+// take query tiles from an atomic counter.
 constexpr bool SPARSE_TILES = PAIRWISE;
 constexpr bool DYNAMIC_SCHEDULER = PACKED || SEGMENTS;
 constexpr bool OPTIONS = WINDOW || SPARSE_TILES || !LINEAR || DROPOUT;
@@ -29,9 +30,9 @@ static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "an MMA sums over 16 elem
 
 // ---- Named barriers (0 is __syncthreads) ----
 
-// SCHEDULER_BARRIER + w: consumer warpgroup w may issue its GEMMs. EPILOGUE_BARRIER + w: all of its
-// warps' GEMMs have read Q, so its rows of O may overwrite that stage. Only the last query tile
-// needs it: otherwise a scheduler barrier comes between.
+// SCHEDULER_BARRIER + w: consumer warpgroup w may issue its GEMMs. EPILOGUE_BARRIER + w: the GEMMs
+// of all its warps have read Q, so its rows of O may overwrite that stage. Only the last query tile
+// needs it: for the others, a scheduler barrier comes between the last read of Q and the epilogue.
 constexpr int SCHEDULER_BARRIER = 1, SCHEDULER_THREADS = 2 * WARPGROUP;
 constexpr int EPILOGUE_BARRIER = SCHEDULER_BARRIER + CONSUMER_WARPGROUPS;
 
@@ -41,23 +42,22 @@ constexpr int EPILOGUE_BARRIER = SCHEDULER_BARRIER + CONSUMER_WARPGROUPS;
 // sequence. num_rows = 0: no tile is left.
 struct QueryTile : TileSequence { int q_start, num_rows, head, batch; };
 
-// A query tile and the end of the key tiles that it visits. They start at the first key that its
-// first query sees. At least one is visited, though the mask may hide all of it.
+// A query tile and the end of the key tiles that it visits, which start at the first key that its
+// first query sees. At least one is visited, even if it is fully masked.
 struct WorkTile : QueryTile { int num_visited; };
 
-// A work tile is published with its Q and read until its rows are stored.
+// A work slot holds a tile from the load of its Q until its rows are stored.
 constexpr int WORK_SLOTS = Q_STAGES > 1 ? Q_STAGES : 2;
 __device__ __forceinline__ int work_slot(PipelineState<Q_STAGES> q) {
     return Q_STAGES > 1 ? q.index : static_cast<int>(q.phase);
 }
 
 // Dynamic scheduler: the Q producer publishes each work tile (`full`); the K/V producer requests
-// the next one (`requested`). One arrival each. The request comes late, at a tile's last keys: a
-// tile taken while its block is still busy with a long one waits, and other blocks may be idle.
-// With segment ids it comes when the last key tile has been looked up, in packed sequences when
-// REQUEST_AHEAD key tiles are still to be loaded. Those and the ones in shared memory last an
-// iteration or two longer than an atomic addition, a search among offsets and a load of Q, one
-// after another.
+// the next one (`requested`). One arrival each. The request comes late in a tile: a tile taken
+// early would wait for this one, while other blocks may be idle. With segment ids it comes when the
+// last key tile has been looked up, with packed sequences when REQUEST_AHEAD key tiles are still to
+// be loaded. Computing those and the ones in shared memory takes an iteration or two longer than
+// the latency of the request: an atomic addition, a search among offsets and a load of Q.
 constexpr int REQUEST_AHEAD = 2;
 template <bool> struct WorkTileBarriers {
     __device__ __forceinline__ void init() {}
@@ -90,8 +90,8 @@ struct WorkTiles : WorkTileBarriers<DYNAMIC_SCHEDULER> {
 
 // ---- What accompanies a key tile ----
 
-// SPARSE_TILES: the producer writes it before K's barrier completes; consumers read it before they
-// release K.
+// SPARSE_TILES: the producer writes the flags before the phase of K's barrier completes; consumers
+// read them before they release K.
 struct TileFlags {
     static constexpr int LAST_BIT = 1, MASKED_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;
     int bits;
@@ -104,9 +104,9 @@ struct TileFlags {
 };
 
 // Segment ids of keys, published with K of a tile that has the MASKED flag. Consumers read them
-// after they release K, so they have twice as many stages as K: K's odd rounds use the second half.
-// A producer that has waited for K of tile n may therefore write the ids of tile n + KV_STAGES over
-// those of tile n - KV_STAGES: whoever released K of n has finished n - 1.
+// after they release K, so there are twice as many stages of ids as of K, the second half for K's
+// odd phases. The producer writes the ids of tile n + KV_STAGES over those of tile n - KV_STAGES
+// after all consumers have released K of tile n: by then they have finished tile n - 1.
 template <bool> struct KeySegmentIds {
     __device__ __forceinline__ int* ids(PipelineState<KV_STAGES>) { return nullptr; }
 };
@@ -117,10 +117,11 @@ template <> struct KeySegmentIds<true> {
     }
 };
 
-// 16-bit biases of a warp's 16 rows and a key tile, copied asynchronously in chunks of 8 keys where
-// memory has such chunks: while S is computed, or (BIAS_PREFETCH: the next key tile is known) as
-// soon as the biases of the previous tile have been read, so that the copy overlaps the softmax,
-// too. A row is padded by 16 bytes: the 8 rows that ldmatrix reads at once lie in different banks.
+// 16-bit biases of a warp's 16 rows and a key tile, copied by cp.async in chunks of 8 keys if the
+// array is aligned for that. The copy runs while S is computed. With BIAS_PREFETCH (the next key
+// tile is known) it starts once the previous tile's biases have been read, so it overlaps the
+// softmax too. A row is padded by 16 bytes, which puts the 8 rows of one ldmatrix in different
+// banks.
 constexpr bool STAGED_BIAS = BIAS && sizeof(Bias) == 2;
 constexpr bool BIAS_PREFETCH = STAGED_BIAS && !SPARSE_TILES;
 constexpr int BIAS_CHUNKS = (BLOCK_K + 31) / 32 * 4, BIAS_PITCH = BIAS_CHUNKS + 1;
@@ -133,7 +134,7 @@ struct KeyTileExtras : BiasTiles<STAGED_BIAS>, KeySegmentIds<SEGMENTS> {
 
 // ---- Shared memory ----
 
-// Larger heads leave no room for the operand.
+// Larger heads leave no shared memory for ALiBi's operand (alibi_mma.cuh).
 constexpr bool ALIBI_MMA = ALIBI && !SOFTCAP && !BIAS && WIDEST <= 192;
 
 struct SharedPlan : AlibiKeys<ALIBI_MMA> {

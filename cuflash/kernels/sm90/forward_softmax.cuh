@@ -7,21 +7,24 @@
 #include "common/upper_halves.cuh"
 #include "sm90/forward_shared.cuh"
 
-// State of the lane's two rows, which are 8 apart. max_scaled: c m, rounded. sum: this lane's share
-// of l.
+// State of the lane's two rows, which are 8 apart. max_scaled: c m, rounded. sum: this lane's part
+// of l, which the epilogue adds up over the quad.
 struct RowState { float max[2], max_scaled[2], sum[2]; };
 __device__ __forceinline__ RowState empty_rows() {
     return {{-infinity(), -infinity()}, {-infinity(), -infinity()}, {0.0f, 0.0f}};
 }
 
-// c m as it is subtracted: finite for rows that have seen no key, where 2^(-inf + inf) is NaN.
+// The c m to subtract: 0 for rows that have seen no key, because 2^(-inf - -inf) would be NaN.
 __device__ __forceinline__ float finite_max_scaled(float max, float scale_log2) {
     return max == -infinity() ? 0.0f : max * scale_log2;
 }
 
-// ---- What an element s of the accumulator stands for ----
+// ---- Score types: how an element s of the accumulator gives a score ----
+//
+// value: the score of s. exponent: c score - c m, computed from s and `subtrahend`, which is c m
+// less the terms that all scores of a row share.
 
-// A score. Each of these types has `exponent`, c score - subtrahend; `subtrahend` is c m, adapted.
+// s is the score, or S with the scale in c.
 struct PlainScore {
     __device__ __forceinline__ void set(int, float, float) {}
     __device__ __forceinline__ float value(int, float s) const { return s; }
@@ -33,7 +36,8 @@ struct PlainScore {
     }
 };
 
-// ALIBI_MMA: score = factor s + offset of the row. The offset is added to the row's maximum only.
+// ALIBI_MMA: score = factor s + the row's offset. The offset is applied to the row's maximum, not
+// to each element.
 struct AlibiScore {
     float offset[2] = {0.0f, 0.0f}, factor = 1.0f;
     __device__ __forceinline__ void set(int half, float row_offset, float row_factor) {
@@ -52,8 +56,8 @@ struct AlibiScore {
     }
 };
 
-// A product whose score under a softcap is the tanh_poly3 polynomial: evaluated here, it fills
-// issue slots while exponentials are waited for. It includes log2(e).
+// s is S, and the softcap is the tanh_poly3 polynomial (softcap.cuh), with log2(e) folded in.
+// Evaluated here, it fills issue slots between exponentials.
 struct Poly3Score {
     const ScoreMod<float>& score_mod;
     __device__ __forceinline__ float subtrahend(int, float max_scaled, float) const {
@@ -66,8 +70,8 @@ struct Poly3Score {
 
 // ---- The softmax ----
 
-// S becomes P = 2^(c S - subtrahend); adds it to `sum`. The sum of a tile is kept apart from l: in
-// one long sum of similar weights all roundings go to one side.
+// S becomes P = 2^(c S - subtrahend); adds it to `sum`. Each tile is summed before it is added to
+// l: in one long sum of similar weights, all additions may round in the same direction.
 template <class Score>
 __device__ __forceinline__ void exp2_and_sum(
     float (&s)[S_COUNT], float (&sum)[2], float scale_log2, const float (&subtrahend)[2],
@@ -79,10 +83,11 @@ __device__ __forceinline__ void exp2_and_sum(
     }
 }
 
-// One step: S becomes P. `rescale` is the factor 2^(c m - c m') by which l shrinks, and acc must.
+// One step: S becomes P. `rescale` is the factor 2^(c m - c m') of l, by which the caller
+// multiplies acc.
 //
-// c S is not rounded before c m', which is, is subtracted. That multiplies a row's P by 2^(c m' -
-// round(c m')), in l and acc alike; normalise() takes it out of lse.
+// c S - c m' is one FMA: c S is not rounded, c m' is. That multiplies all P of a row by
+// 2^(c m' - round(c m')), in l and acc alike, so O is unaffected; normalise() removes it from lse.
 template <bool IS_MASKED, class Score = PlainScore>
 __device__ __forceinline__ void online_softmax(
     float (&s)[S_COUNT], RowState& rows, float scale_log2, float (&rescale)[2],
@@ -95,7 +100,7 @@ __device__ __forceinline__ void online_softmax(
         for (int j = 0; j < S_COUNT / 4; ++j)
             m = fmaxf(fmaxf(m, s[j * 4 + half * 2]), s[j * 4 + half * 2 + 1]);
         m = fmaxf(rows.max[half], quad_max(score.value(half, m)));
-        const float max_scaled = __fmul_rn(m, scale_log2);  // if fused, m' = m would rescale too
+        const float max_scaled = __fmul_rn(m, scale_log2);  // not fused: m' = m gives rescale 1
         subtrahend[half] = IS_MASKED && m == -infinity() ? 0.0f : max_scaled;
         rescale[half] = exp2_approx(rows.max_scaled[half] - subtrahend[half]);
         rows.max[half] = m;
@@ -123,8 +128,9 @@ __device__ __forceinline__ void softmax_with_old_max(
 }
 
 // Whether all rows of the warp may keep their maximum: no P exceeds 2^15, which float16 can hold
-// and which costs log(l) a few 2^-24 of accuracy. Not if a score is NaN or infinite or a row has
-// seen no key yet. The largest of two elements takes one instruction, each row's maximum two.
+// and which costs log(l) a few 2^-24 of accuracy. False if a score is NaN or infinite, or a row has
+// seen no key yet. Cheaper than the rows' maxima: largest_at_most() takes half an instruction per
+// element.
 template <class Score>
 __device__ __forceinline__ bool may_keep_max(
     const float (&s)[S_COUNT], const RowState& rows, float scale_log2, const Score& score) {

@@ -1,4 +1,4 @@
-// On sm_90a: reads what another warp writes where it should wait for it.
+// On sm_90a: reads another warp's writes after arriving at a barrier without waiting.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: a barrier to which a warp comes once more than the other.
+// On sm_90a: one warp arrives at a barrier once more than the other.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

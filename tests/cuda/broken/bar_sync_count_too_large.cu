@@ -1,4 +1,4 @@
-// On sm_90a: a barrier for more threads than come.
+// On sm_90a: a barrier expects more threads than arrive.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: two warps come to a barrier for different numbers of threads.
+// On sm_90a: two warps arrive at a barrier with different thread counts.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

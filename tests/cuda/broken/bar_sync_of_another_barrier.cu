@@ -1,4 +1,4 @@
-// On sm_90a: two warps wait at two barriers, each for the other.
+// On sm_90a: two warps wait for each other at two different barriers.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// Copies 16 bytes from where only 4 are aligned.
+// Copies 16 bytes from an address aligned to only 4.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

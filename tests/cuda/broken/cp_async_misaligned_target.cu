@@ -1,4 +1,4 @@
-// Copies 16 bytes to where only 8 are aligned: rows of 6 floats.
+// Copies 16 bytes to an address aligned to only 8: rows of 6 floats.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// Reads what a copy brings without waiting for it.
+// Reads the target of a copy without waiting for it.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

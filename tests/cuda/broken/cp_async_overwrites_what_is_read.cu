@@ -1,4 +1,4 @@
-// Loads ahead into the one of two buffers that other warps may still read.
+// Prefetches into the one of two buffers that other warps may still read.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

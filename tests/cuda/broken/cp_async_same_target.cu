@@ -1,4 +1,4 @@
-// Two threads copy to one place.
+// Two threads copy to the same address.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// Overwrites what a copy reads while the copy is under way.
+// Overwrites the source of a copy in flight.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// Clears the target of a copy that is under way.
+// Clears the target of a copy in flight.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

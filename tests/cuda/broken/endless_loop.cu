@@ -1,4 +1,4 @@
-// Waits for a change of memory in a loop that lets nobody else run.
+// Waits for a change of memory in a loop that yields to no other thread.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Calls itself until the stack is full.
+// Recurses until the stack is full.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Reads a float of the gap between two rows: 4 columns of rows that are 6 apart.
+// Reads a float of the gap between two rows: 4 columns, row stride 6.
 
 struct Arguments { const float* x; float* out; };
 

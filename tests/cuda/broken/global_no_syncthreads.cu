@@ -1,4 +1,4 @@
-// Reads what another warp writes to global memory, with no barrier in between.
+// Reads another warp's writes to global memory without a barrier.
 
 struct Arguments { const float* x; float* out; float* between; };
 

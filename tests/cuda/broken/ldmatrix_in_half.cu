@@ -1,4 +1,4 @@
-// Half of a warp comes to ldmatrix.
+// Only half of a warp executes ldmatrix.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// Gives ldmatrix rows of 16 bytes that start at 8.
+// Passes ldmatrix row addresses that are aligned to only 8 bytes.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// Every lane writes the row whose address it gives to ldmatrix, but gets parts of all.
+// Every lane writes the row that it passes to ldmatrix, but receives parts of all rows.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// Gives ldmatrix the address of a row past the end of shared memory.
+// Passes ldmatrix a row address past the end of shared memory.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// x y^T by mma.sync; ldmatrix brings two quarters of x in each other's place.
+// x y^T by mma.sync; ldmatrix loads two quarters of x swapped.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; const float* y; float* out; };

@@ -1,4 +1,4 @@
-// Reads one float past the end of an array of the thread's own.
+// Reads one float past the end of a thread-local array.
 
 struct Arguments { const float* x; float* out; int one; };
 

@@ -1,4 +1,4 @@
-// On sm_90a: threads use an mbarrier that may not have been made yet.
+// On sm_90a: threads use an mbarrier that may not be initialised yet.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };

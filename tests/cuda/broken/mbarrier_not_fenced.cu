@@ -1,4 +1,4 @@
-// On sm_90a: the TMA unit may not know the mbarrier that it is to tell.
+// On sm_90a: the initialisation of an mbarrier may not be visible to TMA.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };

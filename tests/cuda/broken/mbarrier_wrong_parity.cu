@@ -1,4 +1,4 @@
-// On sm_90a: waits for the end of a phase that has not begun.
+// On sm_90a: waits for the phase before the current one.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };

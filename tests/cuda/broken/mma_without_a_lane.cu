@@ -1,4 +1,4 @@
-// One lane has ended when its warp comes to mma.sync.
+// One lane has exited before its warp executes mma.sync.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

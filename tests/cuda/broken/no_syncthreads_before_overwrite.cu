@@ -1,4 +1,4 @@
-// Writes to what another warp may still have to read.
+// Overwrites data that another warp may still read.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Reads what another warp writes, with no barrier in between.
+// Reads another warp's writes without a barrier.
 
 struct Arguments { const float* x; float* out; };
 

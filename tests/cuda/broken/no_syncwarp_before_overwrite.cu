@@ -1,4 +1,4 @@
-// Writes to what another lane may still have to read.
+// Overwrites data that another lane may still read.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Reads what another lane writes, with nothing in between that orders the two.
+// Reads another lane's writes without synchronisation.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Blocks add to one sum, each in two steps: another may come in between.
+// Blocks add to one sum in two steps each: others may come in between.
 constexpr bool DETERMINISTIC = true;
 #include "common/dq_semaphore.cuh"
 

@@ -1,4 +1,4 @@
-// Writes to an array that is not there without asking.
+// Writes to an optional array without checking for null.
 
 struct Arguments { const float* x; float* out; float* lse; };
 

@@ -1,4 +1,4 @@
-// On sm_90a: warps wait for registers that no other gives.
+// On sm_90a: warps wait for registers that no other warp releases.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: takes fewer registers than there are, which only giving does.
+// On sm_90a: setmaxnreg.inc to fewer registers than the warps have.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

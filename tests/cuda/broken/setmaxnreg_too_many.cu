@@ -1,4 +1,4 @@
-// On sm_90a: warps wait for more registers than others give.
+// On sm_90a: warps wait for more registers than others release.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* out; };

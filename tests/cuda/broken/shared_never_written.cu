@@ -1,4 +1,4 @@
-// Sums in shared memory that nobody has cleared.
+// Accumulates in shared memory that was never cleared.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Block 0 fills shared memory, the others find nothing there.
+// Block 0 fills shared memory; the other blocks read it unwritten.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// A shuffle makes lanes wait for one another, but orders no memory.
+// A shuffle synchronises lanes, but does not order memory.
 
 struct Arguments { const float* x; float* out; };
 

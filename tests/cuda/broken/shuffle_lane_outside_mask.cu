@@ -1,4 +1,4 @@
-// A lane takes part in a shuffle whose mask does not name it.
+// A lane executes a shuffle whose mask does not include it.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Half of the lanes name all of the warp, the others only themselves.
+// Half of the lanes pass a mask of the whole warp, the others of their half.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Each half of a warp shuffles by itself, and takes values of the other.
+// Each half of a warp shuffles separately, but reads values of the other.
 
 struct Arguments { const float* x; float* out; };
 

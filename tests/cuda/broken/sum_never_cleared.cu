@@ -1,4 +1,4 @@
-// Sums in a register that nobody has cleared.
+// Accumulates in a register that was never cleared.
 
 struct Arguments { const float* x; float* out; int turns; };
 

@@ -1,4 +1,4 @@
-// A barrier for the threads that have work, after the others have ended.
+// A barrier of the threads that have work, after the others have exited.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// Half of the threads skip a barrier and wait in the next.
+// Half of the threads skip a barrier and wait at the next.
 
 struct Arguments { const float* x; float* out; };
 

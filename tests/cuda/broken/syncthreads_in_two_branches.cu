@@ -1,4 +1,4 @@
-// The two halves of the block wait in barriers of their own.
+// The two halves of the block wait at different barriers.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// A barrier in a loop that one warp leaves a turn before the other.
+// A barrier in a loop that one warp leaves an iteration earlier.
 
 struct Arguments { const float* x; float* out; };
 

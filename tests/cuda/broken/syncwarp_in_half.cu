@@ -1,4 +1,4 @@
-// Half of the lanes that a mask names never come.
+// Half of the lanes in a mask never arrive.
 
 struct Arguments { const float* x; float* out; };
 

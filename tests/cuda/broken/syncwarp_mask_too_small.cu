@@ -1,4 +1,4 @@
-// Half a warp is in order, and reads what the other half writes.
+// Half of a warp synchronises, then reads the other half's writes.
 
 struct Arguments { const float* x; float* out; };
 

@@ -1,4 +1,4 @@
-// On sm_90a: reads what a bulk copy brings without waiting for it.
+// On sm_90a: reads the target of a bulk copy without waiting for it.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: a bulk copy to where threads may still read.
+// On sm_90a: a bulk copy overwrites data that threads may still read.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };

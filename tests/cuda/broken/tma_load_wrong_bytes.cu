@@ -1,4 +1,4 @@
-// On sm_90a: an mbarrier is told fewer bytes than the copy brings.
+// On sm_90a: an mbarrier expects fewer bytes than the copy transfers.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; u32* out; };

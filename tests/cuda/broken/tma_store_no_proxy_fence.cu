@@ -1,4 +1,4 @@
-// On sm_90a: a bulk store of what threads have stored without a fence.
+// On sm_90a: a bulk store of data that threads wrote without a proxy fence.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };

@@ -1,4 +1,4 @@
-// On sm_90a: a bulk store of what other threads may not have stored yet.
+// On sm_90a: a bulk store of data that other threads may not have written yet.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };

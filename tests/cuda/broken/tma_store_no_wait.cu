@@ -1,4 +1,4 @@
-// On sm_90a: a bulk store that may read shared memory when the block has ended.
+// On sm_90a: a bulk store that may still read shared memory after the block's end.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };

@@ -1,4 +1,4 @@
-// On sm_90a: a bulk store that no wait waits for, as it is not committed.
+// On sm_90a: an uncommitted bulk store, which no wait covers.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };

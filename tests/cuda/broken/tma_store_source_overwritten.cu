@@ -1,4 +1,4 @@
-// On sm_90a: overwrites what a bulk store may still read.
+// On sm_90a: overwrites the source of a bulk store in flight.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };

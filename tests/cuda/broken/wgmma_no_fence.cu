@@ -1,4 +1,4 @@
-// On sm_90a: a product that no fence orders after the writes of its accumulator.
+// On sm_90a: a wgmma that no fence orders after the writes of its accumulator.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: a product of what threads have stored without a fence.
+// On sm_90a: a wgmma of data that threads wrote without a proxy fence.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: a product of what other threads may not have stored yet.
+// On sm_90a: a wgmma of data that other threads may not have written yet.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

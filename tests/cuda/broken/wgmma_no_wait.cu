@@ -1,4 +1,4 @@
-// On sm_90a: reads a product's accumulator without waiting for it.
+// On sm_90a: reads the accumulator of a wgmma without waiting for it.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

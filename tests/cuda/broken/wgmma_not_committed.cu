@@ -1,4 +1,4 @@
-// On sm_90a: waits for a product that is not committed.
+// On sm_90a: waits for a wgmma that is not committed.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: overwrites registers from which a product under way may still read A.
+// On sm_90a: overwrites registers of A of a wgmma in flight.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

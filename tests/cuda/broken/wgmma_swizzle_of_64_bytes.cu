@@ -1,4 +1,4 @@
-// On sm_90a: a descriptor that says another swizzle than the tile has.
+// On sm_90a: a descriptor with another swizzle than the tile has.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

@@ -1,4 +1,4 @@
-// On sm_90a: waits for all products but the newest, and reads that one's accumulator.
+// On sm_90a: waits for all wgmma groups but the newest, and reads its accumulator.
 #include "sm90/wgmma.cuh"
 
 struct Arguments { const u16* x; const u16* y; float* out; };

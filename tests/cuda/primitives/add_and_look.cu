@@ -1,6 +1,6 @@
 // tma_store_wait, on sm_90a: a thread adds the four floats of x to `sums` by bulk_reduce_add, and
-// takes what it sees there to `seen`: after the addition, if `wait`, else after its source was read.
-// Shared memory: 64 bytes.
+// takes what it sees there to `seen`: after the addition, if `wait`, else after its source was
+// read. Shared memory: 64 bytes.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* sums; float* seen; int wait; };

@@ -1,4 +1,4 @@
-// atomicAdd: thread i adds x[i] to the number at place to[i], and keeps what stood there.
+// atomicAdd: thread i adds x[i] to the number at index to[i], and keeps what stood there.
 // Constants: T.
 #include "common/ptx.cuh"
 

@@ -1,4 +1,4 @@
-// reduce_add_4: thread i adds its four floats to the four at place to[i].
+// reduce_add_4: thread i adds its four floats to the four at index to[i].
 #include "common/ptx.cuh"
 
 struct Arguments { const float4* x; const int* to; float* sums; };

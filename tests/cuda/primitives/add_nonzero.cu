@@ -1,4 +1,4 @@
-// reduce_add_nonzero: thread i adds x[i] to the float at place to[i], which may be none if x[i] is
+// reduce_add_nonzero: thread i adds x[i] to the float at index to[i], which may be none if x[i] is
 // 0.
 #include "common/ptx.cuh"
 

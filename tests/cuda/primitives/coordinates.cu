@@ -1,5 +1,5 @@
 // threadIdx, blockIdx, blockDim and gridDim, as every thread of the launch sees them, by way of
-// make_float4: one float4 a thread.
+// make_float4: one float4 per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { float4* out; };

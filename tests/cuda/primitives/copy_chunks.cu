@@ -1,6 +1,6 @@
 // cp_async_16, or cp_async_16_partly if PARTLY: thread i copies chunk from[i] of 16 bytes, or the
 // first bytes[i] of them, to where ones stand in shared memory. After a barrier it reads the chunk
-// of the thread opposite. One block. Constants: PARTLY. Shared memory: 16 bytes a thread.
+// of the thread opposite. One block. Constants: PARTLY. Shared memory: 16 bytes per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const uint4* chunks; const int* from; const int* bytes; uint4* out; };

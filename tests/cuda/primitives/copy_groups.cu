@@ -1,6 +1,6 @@
 // cp_async_commit and cp_async_wait: every thread copies three chunks of 16 bytes, the first in one
 // group, then a group of nothing, then the two others in one group. It reads each chunk as early as
-// the waits allow. One block. Shared memory: 48 bytes a thread.
+// the waits allow. One block. Shared memory: 48 bytes per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const uint4* chunks; uint4* out; };

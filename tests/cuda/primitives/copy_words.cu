@@ -1,6 +1,6 @@
 // cp_async_4: thread i copies word from[i] if bytes[i] is 4, zeros if it is 0, to where ones stand
 // in shared memory. After a barrier it reads the word of the thread opposite. One block.
-// Shared memory: 4 bytes a thread.
+// Shared memory: 4 bytes per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* words; const int* from; const int* bytes; float* out; };

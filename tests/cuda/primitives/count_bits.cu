@@ -1,4 +1,5 @@
-// __ffs and __popc: the lowest bit that is set, counted from 1, and how many are. A word a thread.
+// __ffs and __popc: the lowest bit that is set, counted from 1, and how many are. A word per
+// thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const int* words; int* lowest; int* count; };

@@ -1,4 +1,4 @@
-// min and max: one pair a thread. Constants: T.
+// min and max: one pair per thread. Constants: T.
 #include "common/ptx.cuh"
 
 struct Arguments { const T* a; const T* b; T* least; T* most; };

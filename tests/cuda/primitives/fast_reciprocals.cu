@@ -1,4 +1,4 @@
-// 1 / x by __fdividef: one number a thread.
+// 1 / x by __fdividef: one number per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* inverse; };

@@ -1,4 +1,4 @@
-// exp and log of a T, and logf of the same as a float: one number a thread. Constants: T.
+// exp and log of a T, and logf of the same as a float: one number per thread. Constants: T.
 #include "common/ptx.cuh"
 
 struct Arguments { const T* x; T* power; T* logarithm; float* of_float; };

@@ -1,5 +1,5 @@
 // fmaxf and fabsf, or fmax and fabs: the larger of two numbers, and the first one's magnitude. One
-// pair a thread. Constants: T.
+// pair per thread. Constants: T.
 #include "common/ptx.cuh"
 
 struct Arguments { const T* a; const T* b; T* most; T* magnitude; };

@@ -1,5 +1,5 @@
-// barrier_sync and barrier_arrive: pairs of warps exchange their words, one a thread. The first of
-// a pair arrives and the second waits, then both wait. 128 threads. Shared memory: 512 bytes.
+// barrier_sync and barrier_arrive: pairs of warps exchange their words, one per thread. The first
+// of a pair arrives and the second waits, then both wait. 128 threads. Shared memory: 512 bytes.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* x; u32* y; };

@@ -1,6 +1,6 @@
-// store_shared, load_shared_16 and load_shared_float: thread i stores its four words at place to[i]
-// of shared memory, then loads what stands at place i, at once and word by word. Also
-// shared_address and opaque: the address of byte i. One block. Shared memory: 16 bytes a thread.
+// store_shared, load_shared_16 and load_shared_float: thread i stores its four words at index to[i]
+// of shared memory, then loads what stands at index i, at once and word by word. Also
+// shared_address and opaque: the address of byte i. One block. Shared memory: 16 bytes per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* words; const int* to; uint4* chunks; float* floats; u32* address; };

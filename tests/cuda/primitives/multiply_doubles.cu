@@ -1,6 +1,6 @@
-// mma_16x8x8: D = A B + C in double, one product a block of 32 threads. All arrays are row-major: a
-// is (blocks, 16, 8), b (blocks, 8, 8); c and d are (blocks, 16, 8). ptx.cuh says which lane holds
-// what.
+// mma_16x8x8: D = A B + C in double, one MMA per block of 32 threads. All arrays are row-major: a
+// is (blocks, 16, 8), b (blocks, 8, 8); c and d are (blocks, 16, 8). ptx.cuh defines which lane
+// holds what.
 #include "common/ptx.cuh"
 
 struct Arguments { const double* a; const double* b; const double* c; double* d; };

@@ -1,5 +1,5 @@
-// mma_16x8x16: D = A B + C, one product a block of 32 threads. All arrays are row-major: a is
-// (blocks, 16, 16) and b (blocks, 16, 8), of Element; c and d are (blocks, 16, 8). ptx.cuh says
+// mma_16x8x16: D = A B + C, one MMA per block of 32 threads. All arrays are row-major: a is
+// (blocks, 16, 16) and b (blocks, 16, 8), of Element; c and d are (blocks, 16, 8). ptx.cuh defines
 // which lane holds what. Constants: Element.
 #include "common/ptx.cuh"
 

@@ -1,4 +1,4 @@
-// pack: one pair a thread. Constants: Element.
+// pack: one pair per thread. Constants: Element.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* low; const float* high; u32* pair; };

@@ -1,4 +1,4 @@
-// exp2_approx: one number a thread.
+// exp2_approx: one number per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* y; };

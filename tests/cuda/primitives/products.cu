@@ -1,5 +1,5 @@
 // __fmul_rn or __dmul_rn, and fma: a b - c with the product rounded by itself, and without. One
-// number a thread. Constants: T.
+// number per thread. Constants: T.
 #include "common/ptx.cuh"
 
 struct Arguments { const T* a; const T* b; const T* c; T* rounded; T* fused; };

@@ -1,4 +1,4 @@
-// reciprocal_approx: one number a thread.
+// reciprocal_approx: one number per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* y; };

@@ -1,4 +1,4 @@
-// __int_as_float, __uint_as_float, __float_as_int and __float_as_uint: one number a thread.
+// __int_as_float, __uint_as_float, __float_as_int and __float_as_uint: one number per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* bits; float* of_int; float* of_uint; int* to_int; u32* to_uint; };

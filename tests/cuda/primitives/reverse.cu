@@ -1,5 +1,5 @@
 // __syncthreads, or __syncwarp if WARP: the words of the block, or of each warp, in reverse, by way
-// of shared memory. One block. Constants: WARP. Shared memory: 4 bytes a thread.
+// of shared memory. One block. Constants: WARP. Shared memory: 4 bytes per thread.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* x; u32* y; };

@@ -1,5 +1,5 @@
 // load_acquire, store_release and __threadfence: the b-th block waits until the turn, at first 0,
-// is b. It makes each value x, one a thread, 3 x + b, and passes the turn on.
+// is b. It makes each value x, one per thread, 3 x + b, and passes the turn on.
 constexpr bool DETERMINISTIC = true;
 #include "common/dq_semaphore.cuh"
 

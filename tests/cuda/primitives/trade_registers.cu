@@ -1,5 +1,5 @@
-// warpgroup_reg_dealloc and warpgroup_reg_alloc, on sm_90a: the first of three warpgroups gives registers to
-// the others, and each thread goes on with its number. 384 threads.
+// warpgroup_reg_dealloc and warpgroup_reg_alloc, on sm_90a: the first of three warpgroups gives
+// registers to the others, and each thread goes on with its number. 384 threads.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* x; u32* y; };

@@ -1,4 +1,4 @@
-// low_half and high_half: one pair a thread. Constants: Element.
+// low_half and high_half: one pair per thread. Constants: Element.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* pair; Element* low; Element* high; };

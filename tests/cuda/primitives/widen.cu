@@ -1,4 +1,4 @@
-// to_float: one element a thread. Constants: Element.
+// to_float: one element per thread. Constants: Element.
 #include "common/ptx.cuh"
 
 struct Arguments { const Element* x; float* y; };

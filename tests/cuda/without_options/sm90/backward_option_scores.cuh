@@ -3,31 +3,49 @@
 #pragma once
 #include "sm90/backward_scores.cuh"
 
-struct LanePairs {
-    int batch, head, query, key, distance;
-    bool any_masked() const { return false; }
-};
+struct LanePairs { int batch, head, query, key, distance; };
 
 inline void load_biases(LanePairs&, const Arguments&) {}
 inline void compute_bits(
     LanePairs&, const Arguments&, const Dropout<float>&, const PairMask&,
     const Mask<CAUSAL, WINDOW>&, const QueryRows&, bool, bool) {}
-inline void zero_masked(float (&)[S_REGS], const LanePairs&) {}
-inline void add_dbias(
-    float (&)[S_REGS], const float (&)[S_REGS], const Arguments&, const LanePairs&) {}
+
+template <bool> struct ZeroMasked {
+    const Mask<CAUSAL, WINDOW>& mask;
+    const MaskBounds& bounds;
+    const LanePairs& pairs;
+    const int &q_start, &first_column;
+    const bool &is_cut, &has_boundary;
+
+    __device__ __forceinline__ void operator()(float (&x)[S_REGS]) const {
+        if (is_cut) zero_masked(x, mask, bounds, q_start + first_column);
+    }
+};
 
 template <class Zero>
 __device__ __forceinline__ void compute_p(
     float (&s)[S_REGS], float (&)[S_REGS], u32 (&p)[S_REGS / 2], const QueryRows& rows,
     int first_column, float scale_log2, const Arguments&, LanePairs&, const Dropout<float>&,
-    Zero zero_invisible, bool) {
+    Zero zero_masked, bool) {
     exponentiate(s, rows, first_column, scale_log2);
-    zero_invisible(s);
+    zero_masked(s);
     pack_pairs<Element>(p, s);
 }
 
+template <class Zero>
 __device__ __forceinline__ void compute_ds(
-    float (&dp)[S_REGS], const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2],
-    const QueryRows& rows, int first_column, LanePairs&, const Dropout<float>&) {
-    compute_ds(dp, p, rounded_p, rows, first_column);
+    u32 (&ds)[S_REGS / 2], float (&dp)[S_REGS], const float (&)[S_REGS], const float (&p)[S_REGS],
+    const u32 (&rounded_p)[S_REGS / 2], const QueryRows& rows, int first_column,
+    const Arguments&, LanePairs&, const Dropout<float>&, Zero zero_masked) {
+    const u32 lane_delta = shared_address(rows.delta) + first_column * 4;
+    #pragma unroll
+    for (int j = 0; j < S_REGS / 4; ++j) {
+        float delta[2];
+        load_shared_floats(lane_delta + j * 32, delta[0], delta[1]);
+        #pragma unroll
+        for (int i = j * 4; i < j * 4 + 4; ++i)
+            dp[i] = p_element(p, rounded_p, i) * (dp[i] - delta[i % 2]);
+    }
+    if (MASK_DS) zero_masked(dp);
+    pack_pairs<Element>(ds, dp);
 }
