@@ -14,7 +14,7 @@ from helpers.checks import (
     check_gradients,
     check_gradients_of_forward,
 )
-from helpers.compare import assert_gradients_match
+from helpers.compare import assert_bitwise, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES
 from helpers.option_cases import FAMILIES
@@ -118,6 +118,26 @@ def test_biases_in_chunks(backend, names):
     The last ones of the array are of a warp that has six queries.
     """
     check_forward(backend, replace(full_case(names, 64, 328), batch=2))
+
+
+@on_kernels
+@pytest.mark.parametrize("offset", [0, 1])
+def test_masks_in_chunks(backend, offset):
+    """By 16 bytes but the last 4 keys; from an odd address by bytes."""
+    case = full_case(("mask",), 64, 404)
+    mask = case.options()["mask"]
+    memory = np.ndarray(150 * 416 * 2 + 32, np.bool_)
+    start = -memory.ctypes.data % 16 + offset
+    view = np.ndarray(mask.shape, np.bool_, memory, start,
+                      (0, 150 * 416, 416, 1))  # fmt: skip
+    view[...] = mask
+    q, k, v, _ = (backend.place(x) for x in inputs(case))
+    with backend.running(case):
+        out = cuflash.forward(q, k, v, mask=backend.place(view))
+    assert_bitwise(
+        backend.fetch(out), calls.forward(backend, case, *inputs(case)[:3])[0],
+        "out",
+    )  # fmt: skip
 
 
 @on_kernels

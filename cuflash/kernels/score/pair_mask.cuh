@@ -57,6 +57,13 @@ template <class Arguments> struct PairMaskOf {
     }
     bool keeps(int query, int key) const { return *mask_byte(query, key) != 0; }
 
+    // Of four bytes, bit n: whether the n-th is not 0. First the upper bit of each byte becomes that;
+    // the multiplication gathers the four bits side by side, and no carry reaches them.
+    static u32 nonzero_bytes(u32 word) {
+        const u32 flags = ((word & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | word) >> 7 & 0x01010101u;
+        return flags * 0x01020408u >> 24 & 0xF;
+    }
+
     // The pairs of a query and keys key .. key + 3: bit n is 1 if the mask keeps the n-th. A pair
     // past the arrays' ends gets the bit of the last row or column. IN_WORDS requires has_words().
     template <bool IN_WORDS> u32 keeps_of_four(int query, int key) const {
@@ -65,15 +72,32 @@ template <class Arguments> struct PairMaskOf {
             const Shape& shape = arrays_of(args).shape;
             const int row = min(query, shape.seqlen_q - 1);
             if constexpr (IN_WORDS) {
-                // The upper bit of each byte becomes whether the byte is not 0. The multiplication
-                // gathers the four bits side by side; no carry reaches them.
-                const u32 word = *reinterpret_cast<const u32*>(mask_byte(row, key));
-                const u32 flags = ((word & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | word) >> 7 & 0x01010101u;
-                bits = flags * 0x01020408u >> 24 & 0xF;
+                bits = nonzero_bytes(*reinterpret_cast<const u32*>(mask_byte(row, key)));
             } else {
                 #pragma unroll
                 for (int n = 0; n < 4; ++n)
                     bits |= (keeps(row, min(key + n, shape.seqlen_k - 1)) ? 1u : 0u) << n;
+            }
+        }
+        return bits;
+    }
+    // The same for the 16 keys from a multiple of 16 on. Keys past the last are not kept.
+    u32 keeps_of_sixteen(int query, int key) const {
+        u32 bits = 0;
+        if constexpr (HAS_MASK) {
+            const Shape& shape = arrays_of(args).shape;
+            const PairStrides& stride = args.options.mask_stride;
+            const int row = min(query, shape.seqlen_q - 1);
+            const bool is_chunk = stride.key == 1 && key + 16 <= shape.seqlen_k
+                               && reinterpret_cast<u64>(mask_byte(row, 0)) % 16 == 0;
+            if (is_chunk) {
+                const uint4 chunk = *reinterpret_cast<const uint4*>(mask_byte(row, key));
+                bits = nonzero_bytes(chunk.x) | nonzero_bytes(chunk.y) << 4
+                     | nonzero_bytes(chunk.z) << 8 | nonzero_bytes(chunk.w) << 12;
+            } else {
+                #pragma unroll
+                for (int n = 0; n < 16; ++n)
+                    if (key + n < shape.seqlen_k) bits |= (keeps(row, key + n) ? 1u : 0u) << n;
             }
         }
         return bits;

@@ -13,6 +13,7 @@ struct OptionsConsumer : Consumer {
     AlibiQueries<ALIBI_MMA> alibi;
     ScoreOf<ALIBI_MMA>::type score;                         // of the key tile
     bool bias_staged = false;                               // of the key tile
+    MaskBits mask_bits;                                     // of the key tile, with HAS_MASK
     TileFlags flags{0};                                     // of the key tile, with SPARSE_TILES
     int row_ids[2];                                         // of the lane's rows, with SEGMENTS
 
@@ -46,6 +47,7 @@ struct OptionsConsumer : Consumer {
         tile = acquire_key_tile(tile);
         issue_gemms(tile);
         if constexpr (!BIAS_PREFETCH) stage_biases(tile);
+        load_mask(mask_bits, pairs, first_row, tile * BLOCK_K);
         wait_for_qk<1>();
         release_k(is_last(tile));
         bool keeps_max = modify_scores<USES_POLY3>(tile);
@@ -109,6 +111,7 @@ struct OptionsConsumer : Consumer {
         scheduler_barrier_arrive();
         if constexpr (STORES) epilogue(slot);
         stage_biases(tile);
+        load_mask(mask_bits, pairs, first_row, tile * BLOCK_K);
         wait_for_qk<0>();
         release_k(is_last(tile));
         modify_scores<false>(tile);
@@ -127,6 +130,7 @@ struct OptionsConsumer : Consumer {
         const int tile = acquire_key_tile(visited.num_visited - 1);
         issue_gemms(tile);
         stage_biases(tile);
+        load_mask(mask_bits, pairs, first_row, tile * BLOCK_K);
         wait_for_qk<1>();
         release_k(is_last(tile));
         modify_scores<false>(tile);
@@ -225,7 +229,7 @@ struct OptionsConsumer : Consumer {
         if constexpr (SEGMENTS)
             if (flags.is_masked())
                 apply_segment_mask(s, shared.extras.ids(k), row_ids, flags.has_one_id());
-        if constexpr (HAS_MASK) apply_pair_mask(s, pairs, shape, first_row, tile * BLOCK_K);
+        if constexpr (HAS_MASK) apply_pair_mask(s, mask_bits);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     }

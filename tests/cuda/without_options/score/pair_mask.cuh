@@ -14,6 +14,7 @@ struct PairMask {
     int id_of_query(int query) const;
     int id_of_key(int key) const;
     bool keeps(int query, int key) const;
+    u32 keeps_of_sixteen(int query, int key) const;
     bool visible(int, int) const { return true; }
     bool skips(int, int) const { return false; }
     bool sees_all(int, int) const { return true; }
