@@ -57,8 +57,8 @@ template <class Arguments> struct PairMaskOf {
     }
     bool keeps(int query, int key) const { return *mask_byte(query, key) != 0; }
 
-    // Of four bytes, bit n: whether the n-th is not 0. First the upper bit of each byte becomes that;
-    // the multiplication gathers the four bits side by side, and no carry reaches them.
+    // Of four bytes, bit n: whether the n-th is not 0. That becomes the upper bit of each byte; the
+    // multiplication then gathers the four bits side by side, and no carry reaches them.
     static u32 nonzero_bytes(u32 word) {
         const u32 flags = ((word & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | word) >> 7 & 0x01010101u;
         return flags * 0x01020408u >> 24 & 0xF;
@@ -81,24 +81,38 @@ template <class Arguments> struct PairMaskOf {
         }
         return bits;
     }
-    // The same for the 16 keys from a multiple of 16 on. Keys past the last are not kept.
+    // Whether 16 keys from a multiple of 16 on are an aligned chunk of bytes in each row.
+    bool has_chunks() const {
+        if constexpr (HAS_MASK) {
+            const PairStrides& stride = args.options.mask_stride;
+            return stride.key == 1 && stride.query % 16 == 0
+                && reinterpret_cast<u64>(mask_byte(0, 0)) % 16 == 0;
+        } else {
+            return false;
+        }
+    }
+    // Such a chunk. A query past the last has the last one's.
+    uint4 chunk_of_mask(int query, int key) const {
+        if constexpr (HAS_MASK) {
+            const int row = min(query, arrays_of(args).shape.seqlen_q - 1);
+            return *reinterpret_cast<const uint4*>(mask_byte(row, key));
+        } else {
+            return {};
+        }
+    }
+    static u32 keeps_of_chunk(uint4 chunk) {
+        return nonzero_bytes(chunk.x) | nonzero_bytes(chunk.y) << 4
+             | nonzero_bytes(chunk.z) << 8 | nonzero_bytes(chunk.w) << 12;
+    }
+    // The same bits byte by byte, 0 for keys past the last.
     u32 keeps_of_sixteen(int query, int key) const {
         u32 bits = 0;
         if constexpr (HAS_MASK) {
             const Shape& shape = arrays_of(args).shape;
-            const PairStrides& stride = args.options.mask_stride;
             const int row = min(query, shape.seqlen_q - 1);
-            const bool is_chunk = stride.key == 1 && key + 16 <= shape.seqlen_k
-                               && reinterpret_cast<u64>(mask_byte(row, 0)) % 16 == 0;
-            if (is_chunk) {
-                const uint4 chunk = *reinterpret_cast<const uint4*>(mask_byte(row, key));
-                bits = nonzero_bytes(chunk.x) | nonzero_bytes(chunk.y) << 4
-                     | nonzero_bytes(chunk.z) << 8 | nonzero_bytes(chunk.w) << 12;
-            } else {
-                #pragma unroll
-                for (int n = 0; n < 16; ++n)
-                    if (key + n < shape.seqlen_k) bits |= (keeps(row, key + n) ? 1u : 0u) << n;
-            }
+            #pragma unroll
+            for (int n = 0; n < 16; ++n)
+                if (key + n < shape.seqlen_k) bits |= (keeps(row, key + n) ? 1u : 0u) << n;
         }
         return bits;
     }

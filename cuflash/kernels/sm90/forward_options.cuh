@@ -2,6 +2,7 @@
 // mask, dropout. OptionsConsumer replaces the iterations of Consumer and inherits the rest.
 #pragma once
 #include "sm90/forward_consumer.cuh"
+#include "sm90/forward_mask.cuh"
 
 template <bool> struct ScoreOf { using type = PlainScore; };
 template <> struct ScoreOf<true> { using type = AlibiScore; };
@@ -13,7 +14,7 @@ struct OptionsConsumer : Consumer {
     AlibiQueries<ALIBI_MMA> alibi;
     ScoreOf<ALIBI_MMA>::type score;                         // of the key tile
     bool bias_staged = false;                               // of the key tile
-    MaskBits mask_bits;                                     // of the key tile, with HAS_MASK
+    MaskTile mask_tile;                                     // with HAS_MASK
     TileFlags flags{0};                                     // of the key tile, with SPARSE_TILES
     int row_ids[2];                                         // of the lane's rows, with SEGMENTS
 
@@ -47,7 +48,7 @@ struct OptionsConsumer : Consumer {
         tile = acquire_key_tile(tile);
         issue_gemms(tile);
         if constexpr (!BIAS_PREFETCH) stage_biases(tile);
-        load_mask(mask_bits, pairs, first_row, tile * BLOCK_K);
+        load_mask(tile);
         wait_for_qk<1>();
         release_k(is_last(tile));
         bool keeps_max = modify_scores<USES_POLY3>(tile);
@@ -111,7 +112,7 @@ struct OptionsConsumer : Consumer {
         scheduler_barrier_arrive();
         if constexpr (STORES) epilogue(slot);
         stage_biases(tile);
-        load_mask(mask_bits, pairs, first_row, tile * BLOCK_K);
+        load_mask(tile);
         wait_for_qk<0>();
         release_k(is_last(tile));
         modify_scores<false>(tile);
@@ -130,7 +131,7 @@ struct OptionsConsumer : Consumer {
         const int tile = acquire_key_tile(visited.num_visited - 1);
         issue_gemms(tile);
         stage_biases(tile);
-        load_mask(mask_bits, pairs, first_row, tile * BLOCK_K);
+        load_mask(tile);
         wait_for_qk<1>();
         release_k(is_last(tile));
         modify_scores<false>(tile);
@@ -175,6 +176,7 @@ struct OptionsConsumer : Consumer {
         dropout.set_head(work.batch, work.head);
         dropout.set_sequence(number_of(work));
         if constexpr (PAIRWISE) pairs.batch = work.batch;
+        if constexpr (HAS_MASK) mask_tile.begin_rows(pairs);
         if constexpr (SEGMENTS)
             #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -197,6 +199,11 @@ struct OptionsConsumer : Consumer {
 
     __device__ __forceinline__ void stage_biases(int tile) {
         bias_staged = load_biases(shared, score_mod, shape.seqlen_k, first_row, tile * BLOCK_K);
+    }
+
+    __device__ __forceinline__ void load_mask(int tile) {
+        if constexpr (HAS_MASK)
+            mask_tile.load(pairs, first_row, shape.seqlen_k, tile, tile - 1);
     }
 
     // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).
@@ -229,7 +236,7 @@ struct OptionsConsumer : Consumer {
         if constexpr (SEGMENTS)
             if (flags.is_masked())
                 apply_segment_mask(s, shared.extras.ids(k), row_ids, flags.has_one_id());
-        if constexpr (HAS_MASK) apply_pair_mask(s, mask_bits);
+        if constexpr (HAS_MASK) mask_tile.apply(s);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     }

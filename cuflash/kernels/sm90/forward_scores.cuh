@@ -140,37 +140,6 @@ __device__ __forceinline__ void apply_segment_mask(
     }
 }
 
-// A boolean mask's bits for the lane's rows of a key tile. Bit n of words[half][i]: whether the mask
-// keeps the key 32 i + n, counted from the lane's first.
-struct MaskBits { u32 words[2][HAS_MASK ? (BLOCK_K + 31) / 32 : 1]; };
-
-// Each lane of a quad reads the bytes of 16 keys in 64; the quad then shares their bits.
-__device__ __forceinline__ void load_mask(
-    MaskBits& bits, const PairMask& pairs, int first_row, int k_start) {
-    constexpr int WORDS = sizeof(bits.words[0]) / 4;
-    const int lane = threadIdx.x % 4;
-    if constexpr (HAS_MASK)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            #pragma unroll
-            for (int i = 0; i < WORDS; i += 2) {
-                const u32 own = pairs.keeps_of_sixteen(
-                    first_row + half * 8, k_start + i * 32 + lane * 16) << lane % 2 * 16;
-                const u32 word = own | __shfl_xor_sync(WHOLE_WARP, own, 1);
-                const u32 other = __shfl_xor_sync(WHOLE_WARP, word, 2);
-                bits.words[half][i] = (lane < 2 ? word : other) >> lane * 2;
-                if (i + 1 < WORDS) bits.words[half][i + 1] = (lane < 2 ? other : word) >> lane * 2;
-            }
-}
-
-__device__ __forceinline__ void apply_pair_mask(float (&s)[S_COUNT], const MaskBits& bits) {
-    #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) {
-        const int key = i / 4 * 8 + i % 2;
-        if ((bits.words[i / 2 % 2][key / 32] >> key % 32 & 1) == 0) s[i] = -infinity();
-    }
-}
-
 // ---- Dropout ----
 
 // P = 0 for dropped pairs; the others are scaled up.

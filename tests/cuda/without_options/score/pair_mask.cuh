@@ -14,6 +14,9 @@ struct PairMask {
     int id_of_query(int query) const;
     int id_of_key(int key) const;
     bool keeps(int query, int key) const;
+    bool has_chunks() const;
+    uint4 chunk_of_mask(int query, int key) const;
+    static u32 keeps_of_chunk(uint4 chunk);
     u32 keeps_of_sixteen(int query, int key) const;
     bool visible(int, int) const { return true; }
     bool skips(int, int) const { return false; }
