@@ -1,6 +1,6 @@
-// bulk_load, bulk_reduce_add, store_shared_16, load_shared_floats and mbarrier_arrive_if, on
-// sm_90a: each block, of one warp, copies x to shared memory and, so many rounds, adds it from
-// there to `sums`. The first one also copies it to `seen`. Shared memory: 256 bytes.
+// bulk_load, bulk_reduce_add, store_shared_16, load_shared_floats and mbarrier_arrive_if, on sm_90a:
+// each block, of one warp, copies x to shared memory and, so many rounds, adds it from there to
+// `sums`. The first one also copies it to `seen`. Shared memory: 256 bytes.
 #include "common/ptx.cuh"
 
 struct Arguments { const float* x; float* sums; float* seen; int bytes, rounds; };
