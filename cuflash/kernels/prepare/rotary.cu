@@ -1,5 +1,5 @@
-// Rotary position embedding (RoFormer, arXiv:2104.09864, eq. 34): each pair (a, b) of a row's columns
-// is rotated by an angle of the token's position,
+// Rotary position embedding (RoFormer, arXiv:2104.09864, eq. 34). Each pair (a, b) of a row's
+// columns is rotated by an angle of the token's position:
 //
 //     a' = a cos - b sin,  b' = a sin + b cos        inverse: -sin
 //
