@@ -4,13 +4,13 @@
 //     a' = a cos - b sin,  b' = a sin + b cos        inverse: -sin
 //
 // Pair i is (2i, 2i + 1) or (i, i + num_pairs); columns from 2 num_pairs on are copied. A position
-// outside cos and sin makes the pairs of its rows NaN. out may be x: each thread reads a pair before
-// it writes it.
+// outside cos and sin makes the pairs of its rows NaN. out may be x: each thread reads a pair and
+// then writes it.
 //
-// Grid: one warp per row of x, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
-//     row = (batch_index * seqlen + token) * num_heads + head
-// Block: NUM_THREADS threads, a multiple of 32. Constants: Element, Table (of cos and sin), Index
-// (of positions), NUM_THREADS. No shared memory.
+// Grid: a block for NUM_WARPS heads of a token, with head_blocks = ceil(num_heads / NUM_WARPS),
+//     blockIdx.x = (batch_index * seqlen + token) * head_blocks + head / NUM_WARPS
+// Block: NUM_THREADS threads, a multiple of 32; a warp for each head.
+// Constants: Element, Table (of cos and sin), Index (of positions), NUM_THREADS. No shared memory.
 //
 // Bound by memory: x read once and out written once, element by element.
 #include "common/types.cuh"
@@ -18,6 +18,7 @@
 
 using Real = Accumulator<Element>;
 
+constexpr int NUM_WARPS = NUM_THREADS / 32;
 static_assert(NUM_THREADS % 32 == 0, "whole warps");
 
 // A token's row of cos and sin.
@@ -38,11 +39,12 @@ inline i64 row_offset(const ElementStrides& stride, i64 batch, i64 token, i64 he
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 rotary(const __grid_constant__ RotaryArguments args) {
-    const int lane = threadIdx.x % 32;
-    const i64 row = i64(blockIdx.x) * (NUM_THREADS / 32) + threadIdx.x / 32;
-    if (row >= i64(args.batch) * args.seqlen * args.num_heads) return;
-    const i64 head = row % args.num_heads, token = row / args.num_heads % args.seqlen;
-    const i64 batch = row / args.num_heads / args.seqlen;
+    // In 32 bits: a warp moves too few bytes to hide 64-bit divisions.
+    const int lane = threadIdx.x % 32, head_blocks = (args.num_heads - 1) / NUM_WARPS + 1;
+    const int head = blockIdx.x % head_blocks * NUM_WARPS + threadIdx.x / 32;
+    const u32 tokens = blockIdx.x / head_blocks;
+    const int token = tokens % args.seqlen, batch = tokens / args.seqlen;
+    if (head >= args.num_heads) return;
 
     const Element* x = static_cast<const Element*>(args.x)
                      + row_offset(args.x_stride, batch, token, head);
