@@ -90,6 +90,7 @@ def plan(
     if problem.direction == "merge":
         return merge_plan(problem)
     if problem.direction == "rotary":
+        family_of(problem, device, "simt")  # raises if the device is too old
         return rotary_plan(problem)
     family = family_of(problem, device, family)
     if tile is None:

@@ -175,15 +175,26 @@ def sequences(
         yield Sequence(b, at, new, int(leftpad[b]), before, before + count)
 
 
-def check_lengths(parts: list[Sequence], capacity: int) -> None:
-    """Raise ValueError if a length is negative or exceeds the capacity."""
+def check_addresses(
+    parts: list[Sequence], at: Addresses, num_slots: int
+) -> None:
+    """Raise ValueError if a token's address is outside the caches.
+
+    num_slots : the length of the caches' first axis.
+    """
     for part in parts:
         if part.before < 0 or part.first < 0:
             raise ValueError(f"a length is negative: {part}")
-        if part.stop > capacity:
+        if part.stop > at.capacity:
             raise ValueError(
                 f"sequence {part.number} has {part.stop} tokens, the cache "
-                f"holds {capacity}"
+                f"holds {at.capacity}"
+            )
+        used, _ = at.of(part.number, 0, part.stop)
+        if np.any((used < 0) | (used >= num_slots)):
+            raise ValueError(
+                f"sequence {part.number} is in {used}, the cache has 0 to "
+                f"{num_slots - 1}"
             )
 
 
@@ -316,8 +327,11 @@ def forward_kvcache(
     Raises
     ------
     ValueError
-        If arguments do not go together, or a length is negative or exceeds
-        the capacity. Nothing is written then.
+        If arguments do not go together, a length is negative or exceeds the
+        capacity, or a slot or page is outside the cache.
+    IndexError
+        If a position is outside the rotary tables. Nothing is written after
+        an error.
     """
     _check_together(k_new, v_new, cache_seqlens, rotary_cos)
     if page_table is not None and not (
@@ -333,7 +347,7 @@ def forward_kvcache(
         for x, default in ((cache_seqlens, at.capacity), (cache_leftpad, 0))
     )
     parts = [*sequences(q, k_new, lengths, leftpad, cu_seqlens_q)]
-    check_lengths(parts, at.capacity)
+    check_addresses(parts, at, len(k_cache))
 
     def rotate(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         if rotary_cos is None or rotary_sin is None:
@@ -341,21 +355,28 @@ def forward_kvcache(
         tables = rotary_cos, rotary_sin
         return apply_rotary(x, *tables, positions, rotary_interleaved)
 
+    queries = []
+    for part in parts:
+        rows = q[part.queries]
+        positions = query_positions(len(rows), part.before, causal, window)
+        queries.append(rotate(rows, positions))
     if k_new is not None and v_new is not None:
-        for part in parts:
-            k = rotate(k_new[part.new], np.arange(part.before, part.stop))
+        keys = [
+            rotate(k_new[part.new], np.arange(part.before, part.stop))
+            for part in parts
+        ]
+        for part, k in zip(parts, keys, strict=True):
             append(k_cache, at, part, k, k_scale)
             append(v_cache, at, part, v_new[part.new], v_scale)
     num_heads_kv = k_cache.shape[2]
     out = np.zeros((*q.shape[:-1], v_cache.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
-    for part in parts:
-        rows, number = q[part.queries], part.number
-        positions = query_positions(len(rows), part.before, causal, window)
+    for part, rows in zip(parts, queries, strict=True):
+        number = part.number
         k = cached(k_cache, at, part, k_scale)
         v = cached(v_cache, at, part, v_scale)
         part_out, part_lse = attention(
-            by_group(rotate(rows, positions), num_heads_kv),
+            by_group(rows, num_heads_kv),
             by_group(k, num_heads_kv),
             by_group(v, num_heads_kv),
             causal=causal,

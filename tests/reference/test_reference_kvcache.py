@@ -186,6 +186,30 @@ def test_the_capacity_is_not_exceeded(case, by_pages):
     assert_same(caches, copies)
 
 
+@pytest.mark.parametrize("bad", [-1, 2])
+def test_slots_and_pages_outside_the_cache(bad):
+    case = CacheCase()
+    *paged, table = case.paged()
+    table[1, 0] = bad if bad < 0 else len(paged[0])
+    for caches, where in (
+        (case.contiguous(), {"cache_batch_idx": np.array([0, bad])}),
+        (paged, {"page_table": table}),
+    ):
+        copies = [x.copy() for x in caches]
+        with pytest.raises(ValueError, match="sequence 1 is in"):
+            call(case, caches, **where)
+        assert_same(caches, copies)
+
+
+def test_positions_outside_the_rotary_tables():
+    case = CacheCase((0, 5))
+    caches, copies = case.contiguous(), case.contiguous()
+    cos, sin = tables(6, case.head_dim)
+    with pytest.raises(IndexError):
+        call(case, caches, rotary_cos=cos, rotary_sin=sin)
+    assert_same(caches, copies)
+
+
 @pytest.mark.parametrize("name", ["cache_seqlens", "cache_leftpad"])
 def test_negative_lengths(name):
     case = CacheCase()
