@@ -248,6 +248,31 @@ MergeArguments = _struct(
     ("int", "batch seqlen_q num_heads_q head_dim_v"),
 )
 
+ElementStrides = _struct(
+    "ElementStrides",
+    "Strides of an array (batch, seqlen, heads, head_dim), for rows of any"
+    " stride.",
+    ("i64", "batch token head column"),
+)
+TableStrides = _struct("TableStrides", "", ("i64", "position column"))
+RotaryArguments = _struct(
+    "RotaryArguments",
+    "x and out are (batch, seqlen, num_heads, head_dim), cos and sin"
+    " (num_positions, num_pairs),\npositions is (batch, seqlen). out may be"
+    " x.",
+    ("const void*", "cos sin"),
+    ("const void*", "positions", "null: 0, 1, 2, ... along seqlen"),
+    ("const void*", "x"),
+    ("void*", "out"),
+    ("ElementStrides", "x_stride out_stride"),
+    ("TableStrides", "cos_stride sin_stride"),
+    ("TokenStrides", "positions_stride"),
+    ("i64", "num_positions"),
+    ("int", "batch seqlen num_heads head_dim num_pairs"),
+    ("int", "pair_step pair_width", "pair i: pair_step * i, + pair_width"),
+    ("int", "inverse"),
+)
+
 TensorMap = _struct(
     "TensorMap",
     "A CUtensorMap: a 4-D tensor in global memory for TMA. Opaque; the driver"

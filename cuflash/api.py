@@ -16,7 +16,7 @@ from .errors import CuflashError, DTypeError, UnsupportedError
 if TYPE_CHECKING:
     from .backends.base import Backend, Runner
 
-__all__ = ["backward", "forward", "merge_states"]
+__all__ = ["apply_rotary", "backward", "forward", "merge_states"]
 
 
 def forward(
@@ -454,6 +454,99 @@ def merge_states(
     return _strip(out, call.rank), _strip_lse(lse, call.rank)
 
 
+def apply_rotary(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    positions: Any = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Rotary position embedding: rotate queries or keys by their positions.
+
+    Parameters
+    ----------
+    x : array, (batch, seqlen, heads, head_dim)
+        Queries or keys, in any dtype and strides that `forward` supports;
+        3-D or 2-D as there, so packed sequences are (total, heads,
+        head_dim).
+    cos, sin : array, (num_positions, rotary_dim / 2)
+        The rows of a position's angles. float32 (float64 for float64 `x`),
+        or the dtype of `x`. `rotary_dim` is at most `head_dim`; columns of
+        `x` from `rotary_dim` on are returned unchanged.
+    positions : array, (batch, seqlen) or broadcastable, optional
+        int32 or int64: each token's row of `cos` and `sin`. 0, 1, 2, ...
+        along seqlen by default. A position outside the tables raises a
+        ValueRangeError for NumPy arrays. On a CUDA device the host does not
+        read positions: the rotated columns of such a token are NaN, without
+        an error. ``CUFLASH_CHECK=1`` raises the error there too; each call
+        then waits for the device.
+    interleaved : bool, optional
+        Whether pair i is the columns (2i, 2i + 1), else
+        (i, i + rotary_dim / 2).
+    inverse : bool, optional
+        Whether to rotate back. The inverse of a rotation is its transpose,
+        so ``apply_rotary(dout, ..., inverse=True)`` is the gradient with
+        respect to `x`.
+    out : array, optional
+        Receives the result. Like `x`; it may be `x` itself, and shares no
+        other memory with the inputs.
+
+    Returns
+    -------
+    array, like `x`
+        A CuPy array for arrays on a CUDA device, a NumPy array for NumPy
+        arrays; `out` itself if it was given.
+
+    Raises
+    ------
+    CuflashError
+        In the same cases as `forward`.
+
+    See Also
+    --------
+    forward
+
+    Notes
+    -----
+    Each pair (a, b) becomes (a cos - b sin, a sin + b cos) [1]_, in float32
+    (float64 for float64 arrays). The score of a rotated query and a rotated
+    key depends on their distance, not on their positions.
+
+    References
+    ----------
+    .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+       Embedding", arXiv:2104.09864, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuflash
+    >>> x = np.random.default_rng(0).standard_normal((2, 16, 4, 8))
+    >>> angles = np.outer(np.arange(16), 10000.0 ** (-np.arange(0, 8, 2) / 8))
+    >>> cos, sin = np.cos(angles), np.sin(angles)
+    >>> rotated = cuflash.apply_rotary(x, cos, sin)
+    >>> back = cuflash.apply_rotary(rotated, cos, sin, inverse=True)
+    >>> np.allclose(back, x)
+    True
+    """
+    given = {"x": x, "cos": cos, "sin": sin}
+    if positions is not None:
+        given["positions"] = positions
+    if out is not None:
+        given["out"] = out
+    runner, arrays = _open(given, out)
+    call = validate.apply_rotary(
+        **arrays, interleaved=interleaved, inverse=inverse
+    )
+    if _reads_values(call.options.get("positions")):
+        validate.positions(call)
+    result = runner.apply_rotary(call)
+    return _strip(result, call.rank) if out is None else out
+
+
 def _asked(
     given: dict[str, Any], arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -465,12 +558,16 @@ def _asked(
 
 def _check_offsets(call: Any) -> None:
     """Check offsets on the host; on a device only if CUFLASH_CHECK is 1."""
-    offsets = call.options.get("cu_seqlens_q")
-    if offsets is None:
-        return
-    on_host = isinstance(offsets, np.ndarray)
-    if on_host or settings.read("CUFLASH_CHECK") == "1":
+    if _reads_values(call.options.get("cu_seqlens_q")):
         validate.offsets(call)
+
+
+def _reads_values(array: Any) -> bool:
+    """Whether the host checks the values of an array, which may be None."""
+    if array is None:
+        return False
+    on_host = isinstance(array, np.ndarray)
+    return on_host or settings.read("CUFLASH_CHECK") == "1"
 
 
 def _open(

@@ -23,6 +23,7 @@ from cuflash.abi import (
     ForwardWgmmaArguments,
     ForwardWgmmaOptionsArguments,
     MergeArguments,
+    RotaryArguments,
     Template,
     pointers_of,
 )
@@ -49,6 +50,10 @@ class Kernels:
     def merge_states(self, call: Call) -> tuple[Any, Any]:
         """Out and lse in full rank."""
         return merge_states(call, self.backend)
+
+    def apply_rotary(self, call: Call) -> Any:
+        """Out in full rank."""
+        return apply_rotary(call, self.backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +194,32 @@ def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
     return out, lse
 
 
+def apply_rotary(call: Call, backend: Backend) -> Any:
+    """Run an apply_rotary call: out in full rank."""
+    signature, out = call.signature, call.out
+    layout = signature.layouts["x"]
+    with backend.current():
+        if out is None:
+            out = backend.empty(layout.shape, layout.dtype)
+        if 0 in layout.shape:
+            return out
+        target = backend.target
+        recipe = _rotary_recipe(signature, target, target.family)
+        written = _written(recipe, "out", out, backend)
+        x = _readable(recipe, call, "x", backend)
+        tables, read = _options_read(recipe, call, backend)
+        addresses = (
+            *read,
+            *backend.address([x]),
+            *backend.address([written], written=True),
+        )
+        arguments = _arguments(recipe, backend.tensor_map, addresses)
+        backend.launch(recipe.loaded, arguments, recipe.template.kind)
+        if written is not out:
+            backend.copy(out, written)
+    return out
+
+
 # ---- Recipes ----
 
 
@@ -296,6 +327,50 @@ def _merge_recipe(
         sizes,
         inputs=tuple(taken),
         copies=layouts.changes(given, taken),
+    )
+
+
+_TABLES = ("cos", "sin", "positions")
+
+
+@_remembered
+def _rotary_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> Recipe:
+    p, given = signature.problem, dict(signature.layouts)
+    rotary = p.rotary
+    assert rotary is not None
+    decided = _decide(p, target, family)
+    given.setdefault("out", layouts.new(given["x"].shape, given["x"].dtype))
+    rows = {name: layouts.by_any_element(x) for name, x in given.items()}
+    tables = {
+        name: layouts.by_element(x) for name, x in signature.options.items()
+    }
+    num_pairs = rotary.rotary_dim // 2
+    template = Template(
+        RotaryArguments,
+        **{
+            f"{name}_stride": layouts.element_strides(x)
+            for name, x in {**rows, **tables}.items()
+        },
+        num_positions=rotary.num_positions,
+        batch=p.batch,
+        seqlen=p.seqlen_q,
+        num_heads=p.num_heads_q,
+        head_dim=p.head_dim,
+        num_pairs=num_pairs,
+        pair_step=2 if rotary.interleaved else 1,
+        pair_width=1 if rotary.interleaved else num_pairs,
+        inverse=rotary.inverse,
+    )
+    return Recipe(
+        decided,
+        target.load(decided),
+        template,
+        inputs=("x",),
+        copies=layouts.changes(given, rows)
+        | layouts.changes(signature.options, tables),
+        options=_TABLES,
     )
 
 

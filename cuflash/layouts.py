@@ -125,6 +125,15 @@ def by_element(given: Layout) -> Layout:
     return Layout(shape, strides, copy.dtype)
 
 
+def by_any_element(given: Layout) -> Layout:
+    """The layout if its elements are aligned, else a copy's, in C order.
+
+    For a kernel that supports any strides.
+    """
+    copy = new(given.shape, given.dtype)
+    return given if by_element(given) is given else copy
+
+
 def changes(
     given: Mapping[str, Layout], taken: Mapping[str, Layout]
 ) -> dict[str, Layout]:

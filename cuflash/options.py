@@ -486,7 +486,7 @@ def check(seen: tuple[tuple, ...], sizes: Sizes) -> dict[str, Layout]:
     for name, shape, strides, dtype, offset, _ in seen:
         _check_dtype(name, np.dtype(dtype).name, sizes)
         full = _full_shape(name, tuple(shape), sizes)
-        strides = _broadcast(tuple(shape), tuple(strides), full)
+        strides = broadcast_strides(tuple(shape), tuple(strides), full)
         layouts[name] = Layout(full, strides, dtype, offset)
     if "cu_seqlens_q" in layouts:
         _check_packed(layouts, sizes)
@@ -560,7 +560,7 @@ def _expect_broadcast(
     return full
 
 
-def _broadcast(
+def broadcast_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], full: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Strides for the full shape: 0 along axes of length 1 or left out."""

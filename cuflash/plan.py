@@ -27,6 +27,7 @@ from cuflash.plans.kernel import (
     device_of_arch,
     occupancy,
 )
+from cuflash.plans.rotary import rotary_plan
 from cuflash.plans.rounding import ceil_div
 from cuflash.plans.steps import folder, merge_plan, window_of
 from cuflash.problem import Problem
@@ -88,6 +89,9 @@ def plan(
     """
     if problem.direction == "merge":
         return merge_plan(problem)
+    if problem.direction == "rotary":
+        family_of(problem, device, "simt")  # raises if the device is too old
+        return rotary_plan(problem)
     family = family_of(problem, device, family)
     if tile is None:
         tile = _choose_tile(problem, device, family)

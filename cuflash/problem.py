@@ -15,6 +15,33 @@ DType = Literal["float16", "bfloat16", "float32", "float64"]
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """A rotary position embedding, without its arrays.
+
+    Attributes
+    ----------
+    rotary_dim : int
+        The columns that are rotated, from the first.
+    num_positions : int
+        The rows of cos and sin.
+    tables : str
+        The dtype of cos and sin.
+    positions : str or None
+        The dtype of positions; None: tokens are at 0, 1, 2, ...
+    interleaved : bool
+        Pairs of columns are (2i, 2i + 1), else (i, i + rotary_dim / 2).
+    inverse : bool
+    """
+
+    rotary_dim: int
+    num_positions: int
+    tables: DType
+    positions: Literal["int32", "int64"] | None
+    interleaved: bool
+    inverse: bool
+
+
+@dataclass(frozen=True)
 class Problem:
     """One attention problem, without its arrays.
 
@@ -27,10 +54,11 @@ class Problem:
 
     A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
     ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
-    equals ``head_dim_v``.
+    equals ``head_dim_v``. So has a ``"rotary"`` problem (`apply_rotary`),
+    whose x counts as queries.
     """
 
-    direction: Literal["forward", "backward", "merge"]
+    direction: Literal["forward", "backward", "merge", "rotary"]
     dtype: DType
     batch: int
     seqlen_q: int
@@ -59,6 +87,7 @@ class Problem:
     max_seqlen_k: int | None = None
     return_dbias: bool = False
     return_dsink: bool = False
+    rotary: Rotary | None = None
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -123,7 +152,8 @@ class Signature:
     return_lse : bool
         Forward: whether lse is wanted.
     options : mapping of str to Layout
-        The array options, broadcast to their full shapes.
+        The array options, broadcast to their full shapes; cos, sin and
+        positions of `apply_rotary`.
     bias_shape : tuple of int
         The shape of the bias as the user passed it, which dbias has too.
     """
@@ -146,7 +176,7 @@ class Call:
     given : mapping of str to array
         The inputs by argument name, as the user passed them.
     given_out : array or None
-        Forward: the user's ``out=``, which receives the result.
+        Forward, rotary: the user's ``out=``, which receives the result.
     options : mapping of str to array
         The array options, as the user passed them.
     seed : int

@@ -24,8 +24,15 @@ from .errors import (
     in_words,
     type_name,
 )
-from .options import ARRAYS, Numbers, Sizes, check, numbers_of
-from .problem import ALIGNMENT, Call, Layout, Problem, Signature
+from .options import (
+    ARRAYS,
+    Numbers,
+    Sizes,
+    broadcast_strides,
+    check,
+    numbers_of,
+)
+from .problem import ALIGNMENT, Call, Layout, Problem, Rotary, Signature
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("tf32x3",)
@@ -178,7 +185,7 @@ def _check_one_device(seen: tuple[tuple, ...]) -> None:
             )
 
 
-# The three calls ---------------------------------------------------------
+# The calls ---------------------------------------------------------------
 
 
 def forward(
@@ -259,6 +266,34 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
     """Check the arguments of `cuflash.merge_states`; see there."""
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     return Call(_merge(_seen(given)), given)
+
+
+def apply_rotary(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    positions: Any = None,
+    interleaved: Any = False,
+    inverse: Any = False,
+    out: Any = None,
+) -> Call:
+    """Check the arguments of `cuflash.apply_rotary`; see there."""
+    given = {"x": x}
+    tables = {"cos": cos, "sin": sin}
+    if positions is not None:
+        tables["positions"] = positions
+    arrays = given if out is None else {**given, "out": out}
+    signature = _rotary(
+        _seen(arrays),
+        _seen(tables),
+        checks.flag("interleaved", interleaved),
+        checks.flag("inverse", inverse),
+    )
+    if out is not None:
+        read = tables if _is_same(x, out) else {**given, **tables}
+        _check_apart({**read, "out": out})
+    return Call(signature, given, out, tables)
 
 
 _NOTHING: tuple[Numbers, tuple[()], dict[str, Any], int] = ((), (), {}, 0)
@@ -479,6 +514,129 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
     return Signature(problem, arrays.rank, arrays.layouts())
 
 
+@_remembered
+def _rotary(
+    seen: tuple[tuple, ...],
+    tables: tuple[tuple, ...],
+    interleaved: bool,
+    inverse: bool,
+) -> Signature:
+    """Check an apply_rotary call."""
+    _check_one_device(seen + tables)
+    arrays = _Arrays(seen)
+    if "out" in arrays.shapes:
+        arrays.check_same("out", _AXES, "x")
+    arrays.check_lengths("x")
+    arrays.check_head_dim("x")
+    batch, seqlen, num_heads, head_dim = arrays.full["x"]
+    dtypes = {name: np.dtype(x).name for name, _, _, x, *_ in tables}
+    layouts = _check_tables(arrays, tables)
+    num_positions, num_pairs = layouts["cos"].shape
+    if "positions" not in layouts and seqlen > num_positions:
+        raise ShapeError(
+            f"cos has {num_positions} rows, expected at least {seqlen}, x's "
+            "seqlen: without positions, tokens are at 0, 1, 2, ..."
+        )
+    problem = Problem(
+        direction="rotary",
+        dtype=arrays.dtype,
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=0,
+        num_heads_q=num_heads,
+        num_heads_kv=num_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        scale=1.0,
+        rotary=Rotary(
+            2 * num_pairs,
+            num_positions,
+            dtypes["cos"],
+            dtypes.get("positions"),
+            interleaved,
+            inverse,
+        ),
+    )
+    return Signature(problem, arrays.rank, arrays.layouts(), options=layouts)
+
+
+def _check_tables(
+    arrays: _Arrays, tables: tuple[tuple, ...]
+) -> dict[str, Layout]:
+    """The layouts of cos and sin, and of positions, (batch, seqlen)."""
+    layouts: dict[str, Layout] = {}
+    own = "float64" if arrays.dtype == "float64" else "float32"
+    floats = tuple(dict.fromkeys((own, arrays.dtype)))
+    for name, shape, strides, dtype, offset, _ in tables:
+        shape, full = tuple(shape), tuple(shape)
+        if name == "positions":
+            _check_table_dtype(name, dtype, ("int32", "int64"), "")
+            full = arrays.full["x"][:2]
+            _check_positions_shape(shape, full, arrays.rank)
+        else:
+            why = f" as x has dtype {arrays.dtype}"
+            _check_table_dtype(name, dtype, floats, why)
+            _check_table_shape(name, shape, arrays.shapes["x"])
+        strides = broadcast_strides(shape, tuple(strides), full)
+        layouts[name] = Layout(full, strides, dtype, offset)
+    cos, sin = layouts["cos"], layouts["sin"]
+    if sin.dtype.name != cos.dtype.name:
+        raise DTypeError(
+            f"sin has dtype {sin.dtype.name}, expected {cos.dtype.name} as cos"
+        )
+    if sin.shape != cos.shape:
+        raise ShapeError(
+            f"sin has shape {sin.shape}, expected {cos.shape} as cos "
+            f"{_LAYOUT_OF_TABLES}"
+        )
+    return layouts
+
+
+_LAYOUT_OF_TABLES = "(layout is (num_positions, rotary_dim / 2))"
+
+
+def _check_table_dtype(
+    name: str, dtype: Any, expected: tuple[str, ...], why: str
+) -> None:
+    got = np.dtype(dtype).name
+    if got not in expected:
+        raise DTypeError(
+            f"{name} has dtype {got}, expected {' or '.join(expected)}{why}"
+        )
+
+
+def _check_table_shape(
+    name: str, shape: tuple[int, ...], x: tuple[int, ...]
+) -> None:
+    if len(shape) != 2:
+        raise ShapeError(
+            f"{name} has {_axes(len(shape))}, expected 2 ({name} {shape}; "
+            "layout is (num_positions, rotary_dim / 2))"
+        )
+    if 2 * shape[1] > x[-1]:
+        raise ShapeError(
+            f"{name} has {shape[1]} columns, expected at most {x[-1] // 2}: "
+            "rotary_dim is twice as many, and at most x's head_dim "
+            f"{x[-1]} (x {x}, {name} {shape})"
+        )
+
+
+def _check_positions_shape(
+    shape: tuple[int, ...], full: tuple[int, ...], rank: int
+) -> None:
+    words = "(batch, seqlen)" if rank == 4 else "(seqlen,)"
+    full = full if rank == 4 else full[1:]
+    fits = len(shape) <= len(full) and all(
+        got in (1, size)
+        for got, size in zip(shape[::-1], full[::-1], strict=False)
+    )
+    if not fits:
+        raise ShapeError(
+            f"positions has shape {shape}, expected one that broadcasts to "
+            f"{full} as in x (layout is {words})"
+        )
+
+
 class _Arrays:
     """A call's arrays without their data, and the checks on them.
 
@@ -674,6 +832,25 @@ def _check_offsets(
         before = value
 
 
+def positions(call: Call) -> None:
+    """Raise ValueRangeError if a position is not a row of cos and sin.
+
+    It reads the positions, so it waits for the device.
+    """
+    given, rotary = call.options.get("positions"), call.problem.rotary
+    if given is None or rotary is None:
+        return
+    values = np.asarray(given.get() if hasattr(given, "get") else given)
+    bad = (values < 0) | (values >= rotary.num_positions)
+    if bad.any():
+        index = np.unravel_index(bad.argmax(), bad.shape)
+        at = ", ".join(map(str, index))
+        raise ValueRangeError(
+            f"positions[{at}] is {values[index]}, expected 0 to less than "
+            f"{rotary.num_positions}, the rows of cos"
+        )
+
+
 # Memory that is written to -----------------------------------------------
 
 
@@ -694,6 +871,15 @@ def _check_apart(arrays: dict[str, Any]) -> None:
                 f"{name} is read while out is written"
             )
     _check_elements_apart(out.shape, out.strides, out.dtype.itemsize)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two arrays have the same elements at the same addresses."""
+    return (
+        _address(a) == _address(b)
+        and a.strides == b.strides
+        and a.shape == b.shape
+    )
 
 
 @_remembered

@@ -8,6 +8,8 @@ algorithms). `machine`, `traffic` and `roofline` count their costs,
 softmax to the variance. `options` combines the options of a call: `masks`
 (which query sees which key), `scores` (score modifications) and `dropout`.
 `packed` handles packed sequences: several lengths, end to end in one array.
+`rotary` rotates queries and keys by their positions, and `kvcache` attends to
+a cache of keys and values that grows.
 
 In addition to papers, four sets of notes are cited throughout:
 
@@ -24,12 +26,14 @@ from . import (
     backward,
     dropout,
     forward,
+    kvcache,
     machine,
     masks,
     multihead,
     options,
     packed,
     roofline,
+    rotary,
     running,
     scores,
     softmax,
@@ -42,12 +46,14 @@ __all__ = [
     "backward",
     "dropout",
     "forward",
+    "kvcache",
     "machine",
     "masks",
     "multihead",
     "options",
     "packed",
     "roofline",
+    "rotary",
     "running",
     "scores",
     "softmax",

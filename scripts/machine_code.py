@@ -27,7 +27,7 @@ from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.plan import default_plans, device_of_arch, plan
 from cuflash.plans.kernel import Family, KernelPlan
-from cuflash.problem import Problem
+from cuflash.problem import Problem, Rotary
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -124,6 +124,10 @@ def cases() -> Iterator[tuple[str, str, KernelPlan]]:
         problem = Problem("merge", dtype, 8, 2048, 0, 16, 16, 64, 64, 1.0)
         for kernel in plan(problem, device_of_arch("sm_80")).kernels:
             yield f"sm_80 merge {dtype}", "sm_80", kernel
+        rotary = Rotary(64, 2048, dtype, "int32", False, False)
+        problem = replace(problem, direction="rotary", rotary=rotary)
+        for kernel in plan(problem, device_of_arch("sm_80")).kernels:
+            yield f"sm_80 rotary {dtype}", "sm_80", kernel
 
 
 def _variants() -> Iterator[tuple[str, tuple[int, int], dict]]:

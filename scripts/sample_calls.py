@@ -82,6 +82,10 @@ def run(name: str, shape: tuple, seed: int) -> None:
         options["deterministic"] = deterministic
         cuflash.backward(dout, q, k, v, out, lse, **options)
     cuflash.merge_states(out, lse, out, lse)
+    angles = draw(np.random.default_rng(seed), lse.dtype, 2, *q.shape[1::2])
+    tables = angles[..., : q.shape[-1] // 2]
+    for interleaved in (False, True):
+        cuflash.apply_rotary(q, *tables, interleaved=interleaved)
 
 
 def run_options(name: str, shape: tuple, seed: int) -> None:

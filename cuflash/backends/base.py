@@ -103,3 +103,6 @@ class Runner(Protocol):
 
     def merge_states(self, call: Call) -> tuple[Any, Any]:
         """Out and lse."""
+
+    def apply_rotary(self, call: Call) -> Any:
+        """Out."""

@@ -19,6 +19,7 @@ from cuflash.reference import backward as backward_of
 from cuflash.reference import forward as forward_of
 from cuflash.reference.dropout import Dropout
 from cuflash.reference.packed import spans
+from cuflash.reference.rotary import apply_rotary as apply_rotary_to
 from cuflash.reference.tile_state import TileState
 
 DEFAULT_BLOCK = 128  # a tile's scores in float64 are 128 KiB
@@ -100,6 +101,24 @@ def merge_states(call: Call) -> tuple[np.ndarray, np.ndarray]:
     out, lse = a.merge(b).finalize()
     lse = np.ascontiguousarray(lse.swapaxes(1, 2))
     return _round(out, call), lse.astype(call.problem.lse_dtype)
+
+
+@_quiet
+def apply_rotary(call: Call) -> np.ndarray:
+    """Return x, rotated."""
+    rotary, tables = call.problem.rotary, call.options
+    assert rotary is not None
+    x = call.arrays["x"]
+    positions = tables.get("positions", np.arange(x.shape[1]))
+    rotated = apply_rotary_to(
+        x, tables["cos"], tables["sin"], positions, rotary.interleaved,
+        rotary.inverse,
+    )  # fmt: skip
+    result = _round(rotated, call)
+    if call.out is not None:
+        call.out[...] = result
+        result = call.out
+    return result
 
 
 class _Part(NamedTuple):

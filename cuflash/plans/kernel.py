@@ -133,7 +133,7 @@ class Plan:
         split into TF32 parts, tensor cores), ``"dmma"`` (float64, tensor
         cores) or ``"simt"`` (everything else; CUDA cores, not optimised).
     tile : Tile or None
-        None for "merge", which has no tiles.
+        None for "merge" and "rotary", which have no tiles.
     launches : tuple of Launch
         In order.
     heads_per_section : int

@@ -45,6 +45,7 @@ def launch(monkeypatch):
         forward=forward_without_lse,
         backward=cpu.backward,
         merge_states=cpu.merge_states,
+        apply_rotary=cpu.apply_rotary,
     )
     monkeypatch.setattr(api, "_on_cuda", lambda: fake)
     monkeypatch.setattr(api, "_kernels", lambda: lambda backend: fake)
@@ -69,6 +70,17 @@ def test_cuda_arrays_go_through_launch(launch, rank):
     assert same([cuflash.forward(q, k, v)], forward[:1])
     assert same(cuflash.backward(*on_gpu), backward)
     assert same(cuflash.merge_states(out, lse, out, lse), merged)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_apply_rotary_goes_through_launch(launch, rank):
+    x = inputs(Case())[0][RANKS[rank]]
+    tables = [np.ones((16, 4), np.float32), np.zeros((16, 4), np.float32)]
+    on_gpu = [Tensor(a) for a in (x, *tables)]
+    assert same([cuflash.apply_rotary(*on_gpu)], [x])
+    out = Tensor(np.zeros_like(x))
+    assert cuflash.apply_rotary(*on_gpu, out=out) is out
+    assert same([out.array], [x])
 
 
 def test_out_is_returned(launch):

@@ -9,7 +9,8 @@ import pytest
 from cuflash import folders
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from helpers.dtypes import DTYPES
+from cuflash.problem import Rotary
+from helpers.dtypes import DTYPES, lse_dtype
 from helpers.kernels import kernels, small_kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
@@ -69,6 +70,17 @@ def test_merge_compiles(dtype):
     (kernel,) = kernels("merge", dtype, "sm_80")
     report = nvrtc.report(kernel, "sm_80")
     assert kernel.file == "merge.cu"
+    assert report.spill_bytes == 0 and not report.warnings
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", ["int32", "int64", None])
+def test_rotary_compiles(dtype, positions):
+    tables = dtype if positions == "int32" else lse_dtype(DTYPES[dtype]).name
+    rotary = Rotary(64, 128, tables, positions, False, False)
+    (kernel,) = kernels("rotary", dtype, "sm_80", rotary=rotary)
+    report = nvrtc.report(kernel, "sm_80")
+    assert kernel.file == "prepare/rotary.cu"
     assert report.spill_bytes == 0 and not report.warnings
 
 

@@ -45,6 +45,9 @@ def arguments(call, rank=4, case=CASE):
     q, k, v, dout = (x[RANKS[rank]].copy() for x in inputs(case))
     if call == "forward":
         return {"q": q, "k": k, "v": v}
+    if call == "apply_rotary":
+        tables = np.zeros((2, 40, case.head_dim // 2), np.float32)
+        return {"x": q, "cos": tables[0], "sin": tables[1]}
     out, lse = cuflash.forward(q, k, v, return_lse=True)
     if call == "backward":
         return {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -66,7 +69,9 @@ def recipes_of_forward(machine, **changes):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("call", ["forward", "backward", "merge_states"])
+@pytest.mark.parametrize(
+    "call", ["forward", "backward", "merge_states", "apply_rotary"]
+)
 def test_a_call_like_one_before_decides_nothing(call, rank):
     machine = Counting("sm_90a")
     run(machine, call, **arguments(call, rank))

@@ -35,12 +35,13 @@ LAW = {
     "plans.rounding": "",
     "plans.kernel": "problem tiles workspace plans.rounding",
     "plans.steps": _PLANS,
+    "plans.rotary": f"{_PLANS} plans.steps",
     **{
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
     "plan": f"errors settings {_PLANS} plans.steps plans.fma plans.mma"
-    " plans.mma8 plans.simt plans.wgmma",
+    " plans.mma8 plans.simt plans.wgmma plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",
@@ -221,6 +222,7 @@ q = np.ones((3, 4), np.float32)
 out, lse = cuflash.forward(q, q, q, return_lse=True)
 cuflash.backward(out, q, q, q, out, lse)
 cuflash.merge_states(out, lse, out, lse)
+cuflash.apply_rotary(q, q[:, :2], q[:, :2])
 """
     done = run_without(["cupy", "cuda"], text)
     assert done.returncode == 0, done.stderr

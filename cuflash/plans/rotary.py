@@ -1,0 +1,35 @@
+"""The kernel of `apply_rotary`, which has no tiles."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+
+from .kernel import Family, KernelPlan, Launch, Plan
+from .rounding import ceil_div
+from .steps import ELEMENTS, element
+
+_MOST_WARPS = 8
+_INDICES = {"int32": "int", "int64": "i64", None: "int"}
+
+
+def rotary_plan(problem: Problem) -> Plan:
+    """A warp for each head of a token."""
+    rotary = problem.rotary
+    assert rotary is not None
+    warps = min(_MOST_WARPS, 1 << max(problem.num_heads_q, 1).bit_length() - 1)
+    kernel = KernelPlan(
+        file="prepare/rotary.cu",
+        entry="rotary",
+        constants=(
+            ("Element", element(problem)),
+            ("Table", ELEMENTS.get(rotary.tables, rotary.tables)),
+            ("Index", _INDICES[rotary.positions]),
+            ("NUM_THREADS", 32 * warps),
+        ),
+        threads=32 * warps,
+        shared_bytes=0,
+    )
+    tokens = problem.batch * problem.seqlen_q
+    blocks = tokens * ceil_div(problem.num_heads_q, warps)
+    family: Family = "mma" if element(problem) == problem.dtype else "simt"
+    return Plan(problem, family, None, (Launch(kernel, blocks),))
