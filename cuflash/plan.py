@@ -14,7 +14,7 @@ from typing import cast
 
 from cuflash import options, settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plans import fma, mma, mma8, simt, wgmma
+from cuflash.plans import decode, fma, mma, mma8, simt, wgmma
 from cuflash.plans.kernel import (
     SHARED_KIB,
     Device,
@@ -49,7 +49,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     for direction, maker in (
         ("forward", module.FORWARD), ("backward", module.BACKWARD)
     )
-}  # fmt: skip
+} | {("decode", "forward"): decode.FORWARD}  # fmt: skip
 
 
 # The largest head dimension of tensor-core kernels, which keep rows in
@@ -200,6 +200,10 @@ def _family_of(
         if _dmma_runs(problem, device):
             return "dmma"
         return "simt"
+    if decode.runs(problem) and (
+        wanted == "decode" or (wanted is None and decode.pays(problem))
+    ):
+        return "decode"
     if wanted != "mma" and wgmma.runs(problem, device):
         return "wgmma"
     return "mma"
