@@ -241,8 +241,8 @@ BackwardOptionsArguments = _struct(
 )
 ForwardSplitArguments = _struct(
     "ForwardSplitArguments",
-    "Of decode/forward.cu, with options or without. Part i of the keys, of"
-    " num_splits, leaves float O and\nlse of each row, contiguous"
+    "Of decode/forward.cu, with options or without. Each of num_splits parts"
+    " of the keys leaves\nfloat O and lse of each row, contiguous"
     " (num_splits, batch, num_heads_q, seqlen_q, head_dim_v).",
     *_OPTIONS,
     ("float*", "split_out split_lse", "null: one part, which is all"),

@@ -37,10 +37,10 @@ LAW = {
     "plans.steps": _PLANS,
     **{
         f"plans.{family}": f"{_PLANS} plans.steps"
-        for family in ("fma", "mma", "mma8", "simt", "wgmma")
+        for family in ("decode", "fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plan": f"errors settings {_PLANS} plans.steps plans.fma plans.mma"
-    " plans.mma8 plans.simt plans.wgmma",
+    "plan": f"errors settings {_PLANS} plans.steps plans.decode plans.fma"
+    " plans.mma plans.mma8 plans.simt plans.wgmma",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",

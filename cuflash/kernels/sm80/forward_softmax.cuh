@@ -2,6 +2,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
+#include "common/softmax.cuh"
 #include "score/dropout.cuh"
 #include "score/pair_mask.cuh"
 #include "score/score_mod.cuh"

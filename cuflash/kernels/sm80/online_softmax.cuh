@@ -1,5 +1,5 @@
-// The online softmax step of a warp's rows, in C fragments: M tiles of 16 rows, N tiles of 8 keys, D
-// tiles of 8 columns of V.
+// The online softmax step of a warp's rows, in C fragments: M tiles of 16 rows, N tiles of 8 keys,
+// D tiles of 8 columns of V.
 #pragma once
 #include "common/softmax.cuh"
 #include "sm80/mma.cuh"
