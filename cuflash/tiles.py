@@ -93,7 +93,7 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
                     yield Tile(q, k, warps, 1, stages, down, down_k)
     elif (family, direction) == ("decode", "forward"):
         # A warp per 16 keys.
-        for q, warps, stages in product((16, 32), (4, 8), (3, 4, 2)):
+        for q, warps, stages in product((16, 32), (8, 4), (3, 2, 4)):
             yield Tile(q, 16 * warps, warps, num_stages=stages)
     elif (family, direction) == ("fma", "forward"):
         for q, k, warps in product(

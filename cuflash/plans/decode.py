@@ -26,6 +26,8 @@ _WARP_KEYS = 16  # decode/rows.cuh: a warp's keys of a tile
 # twice. With more, the other kernels' tiles are full.
 _MOST_ROWS = 64
 
+_MANY_HEADS = 256  # more than two blocks for each SM of any GPU
+
 _MOST_SPLITS = 128  # merge_splits.cu reads a row of each part
 _MERGE_THREADS = 128
 
@@ -36,6 +38,12 @@ _FEWEST_KEYS = 512
 def _rows(problem: Problem) -> int:
     """The rows of a key head: each query, for each query head of the group."""
     return problem.seqlen_q * problem.group_size
+
+
+def _heads(problem: Problem, block_q: int) -> int:
+    """The row tiles of all key heads, each of which reads a head's keys."""
+    row_tiles = ceil_div(_rows(problem), block_q)
+    return problem.batch * problem.num_heads_kv * row_tiles
 
 
 def runs(problem: Problem) -> bool:
@@ -74,14 +82,18 @@ def _shared(problem: Problem, tile: Tile) -> int:
 
 
 def _fits(problem: Problem, tile: Tile) -> bool:
-    """Whether a thread's registers hold its share of acc.
+    """Whether it is the tile that is fastest for as many heads and rows.
 
-    The rows of a tile follow from the problem, so that a sequence's result
-    does not depend on the batch.
+    32 rows of more than 128 columns do not fit in a thread's registers. Two
+    blocks of four warps on an SM overlap their ends; one of eight needs half
+    as many parts of the keys. On an H200 128 x 2,048 keys take 252 us with
+    four warps and 264 with eight, 1 x 8,192 keys 15.3 and 14.4, 16 x 8,192
+    keys 130 and 125.
     """
     _, dv = _head_dims(problem)
-    most = 16 if _rows(problem) <= 16 or dv > 128 else 32
-    return tile.block_q == most and tile.block_k == 16 * tile.num_warps
+    rows = 16 if _rows(problem) <= 16 or dv > 128 else 32
+    warps = 4 if _heads(problem, rows) >= _MANY_HEADS else 8
+    return (tile.block_q, tile.num_warps) == (rows, warps)
 
 
 def num_splits(
@@ -93,8 +105,7 @@ def num_splits(
     number of waves times the tiles of a part, plus what a part costs at its
     ends, about two tiles.
     """
-    row_tiles = ceil_div(_rows(problem), tile.block_q)
-    heads = problem.batch * problem.num_heads_kv * row_tiles
+    heads = _heads(problem, tile.block_q)
     tiles = ceil_div(problem.seqlen_k, tile.block_k)
     resident = device.num_sms * max(device.shared_bytes // (shared + 1024), 1)
 
@@ -121,8 +132,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SPLIT", splits > 1),
         *asked,
     )  # fmt: skip
-    row_tiles = ceil_div(_rows(problem), tile.block_q)
-    blocks = problem.batch * problem.num_heads_kv * row_tiles * splits
+    blocks = _heads(problem, tile.block_q) * splits
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
     buffers: tuple[Buffer, ...] = ()
     if splits > 1:
@@ -132,15 +142,17 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             constants=(
                 ("Element", element(problem)),
                 ("NUM_THREADS", _MERGE_THREADS),
+                ("MAX_SPLITS", _MOST_SPLITS),
+                ("SHARED_BYTES", 4 * _MOST_SPLITS),
                 ("SINK", problem.sink),
                 ("PACKED", False),
                 asked[0],
             ),
             threads=_MERGE_THREADS,
-            shared_bytes=0,
+            shared_bytes=4 * _MOST_SPLITS,
         )
         rows = num_rows(problem)
-        launches += (Launch(merge, ceil_div(rows * 32, _MERGE_THREADS)),)
+        launches += (Launch(merge, rows),)
         buffers = workspace.splits(rows * splits, problem.head_dim_v)
     return Plan(
         problem, "decode", tile, launches, workspace=buffers,

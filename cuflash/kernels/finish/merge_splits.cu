@@ -7,56 +7,75 @@
 // and adds the head's sink to the sum. A part with lse = inf makes the weights NaN and lse inf; one
 // with lse = -inf has no visible key and takes no part.
 //
-// Grid: one warp per row, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as in lse:
-//     row = (batch * num_heads_q + head) * seqlen_q + query
-// Block: NUM_THREADS threads. Constants: Element, NUM_THREADS, SINK, PACKED; Arguments. No shared
-// memory.
+// Grid: one block per row, rows counted as in lse:
+//     blockIdx.x = (batch * num_heads_q + head) * seqlen_q + query
+// Block: NUM_THREADS threads, at most MAX_SPLITS parts. Constants: Element, NUM_THREADS,
+// MAX_SPLITS, SHARED_BYTES, SINK, PACKED; Arguments. Shared memory: the weights.
 //
-// Bound by latency: the parts are in L2.
+// Bound by latency: the parts are in L2. So a thread has its loads of several parts under way.
 #include "common/softmax.cuh"
 #include "common/elements.cuh"
 #include "score/sink.cuh"
 
+struct SharedPlan { float weights[MAX_SPLITS]; };
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+template <class Combine> __device__ __forceinline__ float warp_reduce(float x, Combine combine) {
+    for (int distance = 16; distance > 0; distance /= 2)
+        x = combine(x, __shfl_xor_sync(WHOLE_WARP, x, distance));
+    return x;
+}
+
+// Each warp computes all weights: lane i those of parts i, i + 32, ... Returns m and their sum.
+__device__ __forceinline__ WithSink<float> compute_weights(
+    const Arguments& args, SharedPlan& shared, int head, i64 num_rows) {
+    constexpr int OF_LANE = MAX_SPLITS / 32;
+    const int lane = threadIdx.x % 32;
+    float lse[OF_LANE], m = -infinity(), sum = 0.0f;
+    #pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+        const int split = i * 32 + lane;
+        lse[i] = split < args.num_splits ? args.split_lse[split * num_rows + blockIdx.x]
+                                         : -infinity();
+        m = fmaxf(m, lse[i]);
+    }
+    m = warp_reduce(m, [](float a, float b) { return fmaxf(a, b); });
+    #pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+        const float weight = lse[i] == -infinity() ? 0.0f : expf(lse[i] - m);
+        sum += weight;
+        if (threadIdx.x < 32) shared.weights[i * 32 + lane] = weight;
+    }
+    sum = warp_reduce(sum, [](float a, float b) { return a + b; });
+    return {m, sum, sink_of<float>(args, head)};
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 merge_splits(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const ForwardArguments& arrays = args.arrays;
     const Shape& shape = arrays.shape;
-    const int lane = threadIdx.x % 32;
-    const i64 row = i64(blockIdx.x) * (NUM_THREADS / 32) + threadIdx.x / 32;
-    const i64 num_rows = i64(shape.batch) * shape.num_heads_q * shape.seqlen_q;
-    if (row >= num_rows) return;
+    const int row = blockIdx.x;
     const int query = row % shape.seqlen_q, head = row / shape.seqlen_q % shape.num_heads_q;
-    const i64 batch = row / shape.seqlen_q / shape.num_heads_q;
-    const float* lse_parts = args.split_lse + row;
+    const i64 batch = row / shape.seqlen_q / shape.num_heads_q, num_rows = gridDim.x;
 
-    float m = -infinity();
-    for (int split = lane; split < args.num_splits; split += 32)
-        m = fmaxf(m, lse_parts[split * num_rows]);
-    for (int distance = 16; distance > 0; distance /= 2)
-        m = fmaxf(m, __shfl_xor_sync(WHOLE_WARP, m, distance));
-
-    // Weights are exp(lse_i - m), 0 without a key; where m is inf they are NaN.
-    const auto weight_of = [&](int split) {
-        const float lse = lse_parts[split * num_rows];
-        return lse == -infinity() ? 0.0f : expf(lse - m);
-    };
-    float l = 0.0f;
-    for (int split = lane; split < args.num_splits; split += 32) l += weight_of(split);
-    for (int distance = 16; distance > 0; distance /= 2)
-        l += __shfl_xor_sync(WHOLE_WARP, l, distance);
-    const WithSink<float> with_sink(m, l, sink_of<float>(args, head));
-    const float inverse = with_sink.sum == 0.0f ? 0.0f : with_sink.rescale / with_sink.sum;
-    if (lane == 0 && arrays.lse != nullptr)
-        static_cast<float*>(arrays.lse)[row] = lse_of_row(with_sink.top, with_sink.sum);
+    const WithSink<float> merged = compute_weights(args, shared, head, num_rows);
+    const float inverse = merged.sum == 0.0f ? 0.0f : merged.rescale / merged.sum;
+    if (threadIdx.x == 0 && arrays.lse != nullptr)
+        static_cast<float*>(arrays.lse)[row] = lse_of_row(merged.top, merged.sum);
+    __syncthreads();                                        // all weights are written
 
     Element* out = static_cast<Element*>(arrays.out) + batch * arrays.out_stride.batch
                  + head * arrays.out_stride.head + query * arrays.out_stride.token;
-    const float* parts = args.split_out + row * shape.head_dim_v;
-    for (int column = lane; column < shape.head_dim_v; column += 32) {
+    const i64 part_stride = num_rows * shape.head_dim_v;
+    for (int column = threadIdx.x; column < shape.head_dim_v; column += NUM_THREADS) {
+        const float* part = args.split_out + i64(row) * shape.head_dim_v + column;
         float sum = 0.0f;
+        #pragma unroll 8
         for (int split = 0; split < args.num_splits; ++split) {
-            const float weight = weight_of(split);
-            if (weight != 0.0f) sum += weight * parts[split * num_rows * shape.head_dim_v + column];
+            const float x = part[split * part_stride], weight = shared.weights[split];
+            sum += weight == 0.0f ? 0.0f : weight * x;
         }
         out[column] = from_accumulator<Element>(sum * inverse);
     }
