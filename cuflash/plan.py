@@ -200,9 +200,8 @@ def _family_of(
         if _dmma_runs(problem, device):
             return "dmma"
         return "simt"
-    if decode.runs(problem) and (
-        wanted == "decode" or (wanted is None and decode.pays(problem))
-    ):
+    asked = wanted == "decode" or (wanted is None and decode.pays(problem))
+    if asked and _decode_runs(problem, device):
         return "decode"
     if wanted != "mma" and wgmma.runs(problem, device):
         return "wgmma"
@@ -220,6 +219,11 @@ def _oldest(problem: Problem) -> int:
 
 def _is_wide(problem: Problem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > _MAX_OF_TENSOR_CORES
+
+
+def _decode_runs(problem: Problem, device: Device) -> bool:
+    """Needs shared memory for the stages of some tile."""
+    return decode.runs(problem) and any(legal_tiles(problem, device, "decode"))
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:

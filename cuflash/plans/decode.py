@@ -82,7 +82,7 @@ def _shared(problem: Problem, tile: Tile) -> int:
 
 
 def _fits(problem: Problem, tile: Tile) -> bool:
-    """Whether it is the tile that is fastest for as many heads and rows.
+    """Whether it is a tile that is fast for as many heads and rows.
 
     32 rows of more than 128 columns do not fit in a thread's registers. Two
     blocks of four warps on an SM overlap their ends; one of eight needs half
@@ -92,8 +92,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     """
     _, dv = _head_dims(problem)
     rows = 16 if _rows(problem) <= 16 or dv > 128 else 32
-    warps = 4 if _heads(problem, rows) >= _MANY_HEADS else 8
-    return (tile.block_q, tile.num_warps) == (rows, warps)
+    few_heads = _heads(problem, rows) < _MANY_HEADS
+    return tile.block_q == rows and (tile.num_warps == 4 or few_heads)
 
 
 def num_splits(

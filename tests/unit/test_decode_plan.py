@@ -32,6 +32,12 @@ def test_other_calls(changes):
     assert plan(replace(CALL, **changes), H200).family != "decode"
 
 
+def test_little_shared_memory():
+    """sm_86 has 99 KiB; two stages of four warps' keys need 128."""
+    problem = replace(CALL, head_dim=256, head_dim_v=256)
+    assert plan(problem, device_of_arch("sm_86")).family == "mma"
+
+
 @given(
     batch=st.integers(1, 200),
     seqlen_k=st.integers(512, 100_000),
