@@ -25,6 +25,7 @@ _KINDS: dict[str, Any] = {
     "const void*": np.uint64,
     "void*": np.uint64,
     "int*": np.uint64,
+    "float*": np.uint64,
     "IdRange*": np.uint64,
     "SequenceStats*": np.uint64,
     "u64": np.uint64,
@@ -237,6 +238,17 @@ BackwardOptionsArguments = _struct(
     *_GRADIENTS,
     ("BackwardArguments", "arrays"),
     ("OptionNumbers", "options"),
+)
+ForwardSplitArguments = _struct(
+    "ForwardSplitArguments",
+    "Of decode/forward.cu, with options or without. Each of num_splits parts"
+    " of the keys leaves\nfloat O and lse of each row, contiguous"
+    " (num_splits, batch, num_heads_q, seqlen_q, head_dim_v).",
+    *_OPTIONS,
+    ("float*", "split_out split_lse", "null: one part, which is all"),
+    ("ForwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+    ("int", "num_splits"),
 )
 MergeArguments = _struct(
     "MergeArguments",

@@ -20,6 +20,7 @@ from cuflash.abi import (
     BackwardWgmmaOptionsArguments,
     ForwardArguments,
     ForwardOptionsArguments,
+    ForwardSplitArguments,
     ForwardWgmmaArguments,
     ForwardWgmmaOptionsArguments,
     MergeArguments,
@@ -242,6 +243,8 @@ def _forward_recipe(
         rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k,
                 "out": 16}  # fmt: skip
         constants["work_items"] = decided.work_items
+    if decided.family == "decode":
+        constants["num_splits"] = decided.num_splits
     kinds = {
         (False, False): ForwardArguments,
         (False, True): ForwardOptionsArguments,
@@ -252,7 +255,9 @@ def _forward_recipe(
         signature,
         target,
         decided,
-        kinds[by_tma, bool(p.options)],
+        ForwardSplitArguments
+        if decided.family == "decode"
+        else kinds[by_tma, bool(p.options)],
         constants,
         inputs=("q", "k", "v"),
         copies=layouts.changes(given, taken),
@@ -389,7 +394,7 @@ def _recipe(
 
     `boxes` maps array names to their boxes.
     """
-    has_options = bool(signature.problem.options)
+    has_options = "options" in (kind.names or ())
     if has_options:
         read = {
             name: layouts.by_element(x)

@@ -14,7 +14,7 @@ from typing import cast
 
 from cuflash import options, settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plans import fma, mma, mma8, simt, wgmma
+from cuflash.plans import decode, fma, mma, mma8, simt, wgmma
 from cuflash.plans.kernel import (
     SHARED_KIB,
     Device,
@@ -50,7 +50,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     for direction, maker in (
         ("forward", module.FORWARD), ("backward", module.BACKWARD)
     )
-}  # fmt: skip
+} | {("decode", "forward"): decode.FORWARD}  # fmt: skip
 
 
 # The largest head dimension of tensor-core kernels, which keep rows in
@@ -204,6 +204,9 @@ def _family_of(
         if _dmma_runs(problem, device):
             return "dmma"
         return "simt"
+    asked = wanted == "decode" or (wanted is None and decode.pays(problem))
+    if asked and _decode_runs(problem, device):
+        return "decode"
     if wanted != "mma" and wgmma.runs(problem, device):
         return "wgmma"
     return "mma"
@@ -220,6 +223,11 @@ def _oldest(problem: Problem) -> int:
 
 def _is_wide(problem: Problem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > _MAX_OF_TENSOR_CORES
+
+
+def _decode_runs(problem: Problem, device: Device) -> bool:
+    """Needs shared memory for the stages of some tile."""
+    return decode.runs(problem) and any(legal_tiles(problem, device, "decode"))
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:

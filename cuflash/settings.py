@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 # Variable: its known values. An empty variable counts as unset.
 VALUES = {
     "CUFLASH_COMPILE": ("background", "eager", "lazy"),
-    "CUFLASH_FAMILY": ("wgmma", "mma", "fma", "dmma", "tf32x3", "simt"),
+    "CUFLASH_FAMILY": (
+        "wgmma",
+        "mma",
+        "decode",
+        "fma",
+        "dmma",
+        "tf32x3",
+        "simt",
+    ),
     "CUFLASH_LOG": ("plan",),
     "CUFLASH_CHECK": ("0", "1"),
 }

@@ -17,6 +17,8 @@ NAMES = (
     "query_tile_ids",
     "key_tile_ids",
     "tile_order",
+    "split_out",
+    "split_lse",
     "delta",
     "dq_sum",
     "tile_counter",
@@ -86,6 +88,14 @@ def segment_ranges(q_tiles: int, k_tiles: int) -> tuple[Buffer, Buffer]:
     return (
         Buffer("query_tile_ids", 8, q_tiles),
         Buffer("key_tile_ids", 8, k_tiles),
+    )
+
+
+def splits(rows: int, head_dim_v: int) -> tuple[Buffer, Buffer]:
+    """float32 O and lse of each row and each part of the keys."""
+    return (
+        Buffer("split_out", 4, rows * head_dim_v),
+        Buffer("split_lse", 4, rows),
     )
 
 

@@ -288,3 +288,38 @@ def optional_cases(draw, backend, **others):
     numbers = {n: draw(TABLE[n].draw(case)) for n in NUMBERS if n in names}
     arrays = tuple(sorted(names & set(MAKERS)))
     return replace(case, arrays_of=arrays, **numbers)
+
+
+@st.composite
+def decode_cases(draw, backend):
+    """Draw a call of few queries and many keys, with some options."""
+    num_heads_kv = draw(st.integers(1, 2))
+    group_size = draw(st.sampled_from([1, 2, 5, 8]))
+    head_dim, head_dim_v = draw(
+        st.sampled_from([(64, 64), (128, 128), (40, 72), (256, 160)])
+    )
+    case = Case(
+        dtype=draw(st.sampled_from(["float16", "bfloat16"])),
+        batch=draw(st.integers(1, 2)),
+        seqlen_q=draw(st.integers(1, 64 // group_size)),
+        seqlen_k=draw(st.integers(512, 900)),
+        num_heads_q=num_heads_kv * group_size,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, -0.1])),
+        seed=draw(SEEDS),
+    )
+    names = completed(draw(st.just(set()) | options(backend)))
+    if "alibi_slopes_of_batches" in names:
+        names -= {"alibi_slopes"}
+    numbers = {n: draw(TABLE[n].draw(case)) for n in NUMBERS if n in names}
+    arrays = tuple(sorted(names & set(MAKERS)))
+    # From one part of the keys to one for each tile.
+    on = Emulation(
+        draw(st.sampled_from(["sm_80", "sm_90a"])),
+        seed=case.seed,
+        num_sms=draw(st.sampled_from([None, 1, 5])),
+    )
+    return replace(case, arrays_of=arrays, on=on, **numbers)

@@ -15,7 +15,7 @@ from cuflash.workspace import Buffer
 
 from .rounding import round_up
 
-Family = Literal["wgmma", "mma", "fma", "dmma", "tf32x3", "simt"]
+Family = Literal["wgmma", "mma", "decode", "fma", "dmma", "tf32x3", "simt"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Plan:
     problem : Problem
     family : str
         ``"wgmma"`` (16-bit types, Hopper), ``"mma"`` (16-bit types, tensor
-        cores from sm_80 on), ``"fma"`` (float32), ``"tf32x3"`` (float32
+        cores from sm_80 on), ``"decode"`` (the same for few queries and
+        many keys, forward), ``"fma"`` (float32), ``"tf32x3"`` (float32
         split into TF32 parts, tensor cores), ``"dmma"`` (float64, tensor
         cores) or ``"simt"`` (everything else; CUDA cores, not optimised).
     tile : Tile or None
@@ -143,6 +144,8 @@ class Plan:
         The schedule of a kernel with persistent blocks.
     workspace : tuple of Buffer
         The workspace of its kernels.
+    num_splits : int
+        The number of parts into which the decode kernel cuts the keys.
     """
 
     problem: Problem
@@ -152,6 +155,7 @@ class Plan:
     heads_per_section: int = 1
     work_items: StaticSchedule | None = None
     workspace: tuple[Buffer, ...] = ()
+    num_splits: int = 1
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:

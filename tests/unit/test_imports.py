@@ -38,10 +38,10 @@ LAW = {
     "plans.rotary": f"{_PLANS} plans.steps",
     **{
         f"plans.{family}": f"{_PLANS} plans.steps"
-        for family in ("fma", "mma", "mma8", "simt", "wgmma")
+        for family in ("decode", "fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plan": f"errors settings {_PLANS} plans.steps plans.fma plans.mma"
-    " plans.mma8 plans.simt plans.wgmma plans.rotary",
+    "plan": f"errors settings {_PLANS} plans.steps plans.decode plans.fma"
+    " plans.mma plans.mma8 plans.simt plans.wgmma plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",

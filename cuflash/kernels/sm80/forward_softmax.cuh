@@ -6,7 +6,7 @@
 #include "score/dropout.cuh"
 #include "score/pair_mask.cuh"
 #include "score/score_mod.cuh"
-#include "sm80/mma.cuh"
+#include "sm80/online_softmax.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32, WARP_ROWS = BLOCK_Q / NUM_WARPS;
 constexpr int M_TILES = WARP_ROWS / 16;                     // of the warp's rows
@@ -16,8 +16,7 @@ static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles 
 static_assert(BLOCK_K % 16 == 0, "P V takes 16 keys at a time");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
-// m: the row's maximum of scores. l: this lane's part of the row's sum of P.
-struct SoftmaxState { float m[M_TILES][2], l[M_TILES][2]; };
+using SoftmaxState = SoftmaxStateOf<M_TILES>;
 using Scores = float[M_TILES][S_TILES][4];
 using Output = float[M_TILES][O_TILES][4];
 
@@ -44,16 +43,6 @@ struct QueryTile {
         dropout.set_head(coord.batch, coord.head);
     }
 };
-
-__device__ __forceinline__ void reset(SoftmaxState& softmax) {
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            softmax.m[i][half] = -infinity();
-            softmax.l[i][half] = 0.0f;
-        }
-}
 
 // S = Q K^T, or its negative if scale < 0: the softmax takes |scale|.
 __device__ __forceinline__ void score_gemm(Scores& s, u32 q_smem, u32 k_smem) {
@@ -115,47 +104,6 @@ __device__ __forceinline__ void apply_mask(Scores& s, const QueryTile& query_til
                             s[i][j][half * 2 + x] = -infinity();
                 }
         }
-}
-
-// m = max(m_old, rowmax(S)),  P = 2^(c S - c m),  l = l 2^(c m_old - c m) + rowsum(P),  acc scaled
-// by the same factor (FlashAttention-2, Alg. 1, lines 9 and 10), c = scale_log2. S becomes P. No
-// barrier inside.
-__device__ __forceinline__ void softmax_step(
-    Scores& s, SoftmaxState& softmax, Output& acc, float scale_log2) {
-    float reference[M_TILES][2];
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float m = s[i][0][half * 2];
-            #pragma unroll
-            for (int j = 0; j < S_TILES; ++j)
-                m = fmaxf(fmaxf(m, s[i][j][half * 2]), s[i][j][half * 2 + 1]);
-            const float m_old = softmax.m[i][half];
-            m = fmaxf(m_old, quad_max(m));
-            reference[i][half] = finite_reference(m, scale_log2);
-            const float rescale = exp2_of_product(m_old, scale_log2, reference[i][half]);
-            softmax.m[i][half] = m;
-            softmax.l[i][half] *= rescale;
-            #pragma unroll
-            for (int j = 0; j < O_TILES; ++j) {
-                acc[i][j][half * 2] *= rescale;
-                acc[i][j][half * 2 + 1] *= rescale;
-            }
-        }
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i) {
-        float sum[2] = {0.0f, 0.0f};                        // see sm90/forward.cu
-        #pragma unroll
-        for (int j = 0; j < S_TILES; ++j)
-            #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                s[i][j][x] = exp2_of_product(s[i][j][x], scale_log2, reference[i][x / 2]);
-                sum[x / 2] += s[i][j][x];
-            }
-        softmax.l[i][0] += sum[0];
-        softmax.l[i][1] += sum[1];
-    }
 }
 
 // P = P Z: 0 where dropout drops the pair, larger elsewhere.

@@ -1,0 +1,232 @@
+// decode/forward.cu's rows, shared memory, and the steps of a key tile in C fragments.
+//
+// Row r of a head's row tiles is the query r / group_size of the group's head r % group_size.
+#pragma once
+#include "sm80/online_softmax.cuh"
+#include "common/mask.cuh"
+#include "score/dropout.cuh"
+#include "score/pair_mask.cuh"
+#include "score/score_mod.cuh"
+
+constexpr int THREADS = NUM_WARPS * 32, WARP_KEYS = 16;
+constexpr int M_TILES = BLOCK_Q / 16, S_TILES = WARP_KEYS / 8, O_TILES = HEAD_DIM_V / 8;
+
+static_assert(BLOCK_Q % 16 == 0, "rows come in tiles of 16");
+static_assert(BLOCK_K == NUM_WARPS * WARP_KEYS, "a warp has 16 keys of each tile");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
+static_assert(NUM_STAGES >= 2, "one stage is loaded while another is used");
+
+using SoftmaxState = SoftmaxStateOf<M_TILES>;
+using Scores = float[M_TILES][S_TILES][4];
+using Output = float[M_TILES][O_TILES][4];
+using Visible = bool[M_TILES][S_TILES][4];
+
+// A warp's state of each row, after its last key.
+struct WarpStates {
+    float m[NUM_WARPS][BLOCK_Q], l[NUM_WARPS][BLOCK_Q];
+    float acc[NUM_WARPS][BLOCK_Q][HEAD_DIM_V];
+};
+
+struct SharedPlan {
+    SmemTile<BLOCK_Q, HEAD_DIM> q;
+    SmemTile<WARP_KEYS, HEAD_DIM> k[NUM_WARPS][NUM_STAGES];
+    SmemTile<WARP_KEYS, HEAD_DIM_V> v[NUM_WARPS][NUM_STAGES];
+    // In place of all of them, once they have been read.
+    __device__ __forceinline__ WarpStates& states() {
+        return *reinterpret_cast<WarpStates*>(this);
+    }
+};
+static_assert(sizeof(SharedPlan) <= SHARED_BYTES && sizeof(WarpStates) <= SHARED_BYTES,
+              "the plan and the kernel disagree");
+
+struct TileRange { int first, end; };
+
+__device__ __forceinline__ int split_of_block(const Arguments& args) {
+    return blockIdx.x % args.num_splits;
+}
+
+// The block's rows.
+struct RowTile {
+    int batch, kv_head, group_size, first_row, split, seqlen_q;
+
+    explicit __device__ __forceinline__ RowTile(const Arguments& args) {
+        const Shape& shape = args.arrays.shape;
+        seqlen_q = shape.seqlen_q;
+        group_size = shape.num_heads_q / shape.num_heads_kv;
+        const int row_tiles = (shape.seqlen_q * group_size + BLOCK_Q - 1) / BLOCK_Q;
+        int index = blockIdx.x / args.num_splits;
+        split = split_of_block(args);
+        first_row = index % row_tiles * BLOCK_Q;
+        index /= row_tiles;
+        kv_head = index % shape.num_heads_kv;
+        batch = index / shape.num_heads_kv;
+    }
+
+    __device__ __forceinline__ int query_of(int row) const {
+        return (first_row + row) / group_size;
+    }
+    __device__ __forceinline__ int head_of(int row) const {
+        return kv_head * group_size + (first_row + row) % group_size;
+    }
+    __device__ __forceinline__ int first_query() const { return query_of(0); }
+    __device__ __forceinline__ int last_query() const {
+        return min(query_of(BLOCK_Q - 1), seqlen_q - 1);
+    }
+
+    // The split's part of the key tiles: those of all queries are cut at multiples of as many
+    // tiles, whatever the queries see.
+    template <class Mask>
+    __device__ __forceinline__ TileRange key_tiles(const Mask& mask, int num_splits) const {
+        const int all = Mask::num_tiles(mask.seqlen_k, BLOCK_K);
+        const int of_split = Mask::num_tiles(all, num_splits);
+        const int first = mask.first_key(first_query()) / BLOCK_K;
+        const int end = Mask::num_tiles(mask.num_keys(last_query()), BLOCK_K);
+        return {max(first, split * of_split), min(end, (split + 1) * of_split)};
+    }
+
+    // Whether some row does not see some of the warp's keys from first_key on.
+    template <class Mask>
+    __device__ __forceinline__ bool masks(const Mask& mask, int first_key) const {
+        return PAIRWISE || first_key + WARP_KEYS > mask.num_keys(first_query())
+            || (WINDOW && first_key < mask.first_key(last_query()));
+    }
+};
+
+// The rows of a lane's fragments: which keys they see, how their scores are made.
+struct LaneRows {
+    struct Row {
+        int query;
+        ScoreMod<float> score_mod;
+        PairMask pair_mask;
+        Dropout<float> dropout;
+        __device__ __forceinline__ Row(const Arguments& args, int batch, int query, int head)
+            : query(query), score_mod(args), pair_mask(args, batch), dropout(args) {
+            score_mod.set_head(args, batch, head);
+            pair_mask.set_head(head);
+            dropout.set_head(batch, head);
+        }
+    };
+    const Arguments& args;
+    const RowTile& rows;
+    float scale_log2;                                       // |scale| log2(e); not LINEAR: log2(e)
+
+    __device__ __forceinline__ LaneRows(const Arguments& args, const RowTile& rows)
+        : args(args), rows(rows),
+          // Never 0: 0 * inf is NaN.
+          scale_log2(LINEAR ? fmaxf(fabsf(static_cast<float>(args.arrays.scale)) * LOG2_E,
+                                    1.2e-38f)
+                            : LOG2_E) {}
+
+    // Calls f(row, score, key, i, j, x) for each score s[i][j][x] of the lane.
+    template <class F>
+    __device__ __forceinline__ void for_each(int first_key, F f) const {
+        const int lane = threadIdx.x % 32;
+        #pragma unroll
+        for (int i = 0; i < M_TILES; ++i)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int r = i * 16 + half * 8 + lane / 4;
+                const Row row(args, rows.batch, rows.query_of(r), rows.head_of(r));
+                #pragma unroll
+                for (int j = 0; j < S_TILES; ++j)
+                    #pragma unroll
+                    for (int x = 0; x < 2; ++x)
+                        f(row, first_key + j * 8 + lane % 4 * 2 + x, i, j, half * 2 + x);
+            }
+    }
+
+    __device__ __forceinline__ void apply_score_mod(
+        Scores& s, const Mask<CAUSAL, WINDOW>& mask, int first_key) const {
+        const int shift = mask.seqlen_k - mask.seqlen_q;
+        for_each(first_key, [&](const Row& row, int key, int i, int j, int x) {
+            s[i][j][x] = row.score_mod.score(
+                s[i][j][x], static_cast<float>(row.query + shift - key),
+                row.score_mod.bias_of(row.query, key));
+        });
+    }
+
+    // S = -inf where the query does not see the key.
+    __device__ __forceinline__ void apply_mask(
+        Scores& s, Visible& visible, const Mask<CAUSAL, WINDOW>& mask, int first_key) const {
+        for_each(first_key, [&](const Row& row, int key, int i, int j, int x) {
+            bool& is_visible = visible[i][j][x];
+            is_visible = mask.visible(row.query, key);
+            if constexpr (PAIRWISE)
+                if (is_visible && row.query < mask.seqlen_q)
+                    is_visible = row.pair_mask.visible(row.query, key);
+            if (!is_visible) s[i][j][x] = -infinity();
+        });
+    }
+
+    __device__ __forceinline__ void apply_dropout(Scores& p, int first_key) const {
+        for_each(first_key, [&](const Row& row, int key, int i, int j, int x) {
+            p[i][j][x] *= row.dropout.z(row.query, key);
+        });
+    }
+};
+
+// S = Q K^T, or its negative if scale < 0: the softmax takes |scale|.
+__device__ __forceinline__ void score_gemm(Scores& s, u32 q_smem, u32 k_smem) {
+    set_zero(s);
+    const OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES> queries(q_smem, 0);
+    const OperandB<WARP_KEYS, Stored::TRANSPOSED, S_TILES / 2> keys(k_smem, 0);
+    gemm<Element, HEAD_DIM / 16>(s, queries, keys);
+    if (NEGATE_SCORES)
+        for (auto& tile : s)
+            for (auto& fragment : tile)
+                for (float& x : fragment) x = -x;
+}
+
+using Values = OperandB<WARP_KEYS, Stored::AS_NAMED, O_TILES / 2>;
+
+// acc += P V.
+__device__ __forceinline__ void accumulate(Output& acc, const Scores& p, u32 v_smem) {
+    const RegisterA<Element, M_TILES, S_TILES> weights(p);
+    gemm<Element, WARP_KEYS / 16, WARP_KEYS / 16>(acc, weights, Values(v_smem, 0));
+}
+
+// Whether the warp's tile of V holds a NaN or an infinity.
+__device__ __forceinline__ bool holds_nonfinite(u32 v_smem) {
+    u32 found = 0;
+    for_each_chunk<WARP_KEYS, HEAD_DIM_V, 32>(threadIdx.x % 32, [&](int row, int column) {
+        const uint4 x = load_shared_16(v_smem + tile_offset<WARP_KEYS>(row, column));
+        found |= nonfinite_bits<Element>(x.x) | nonfinite_bits<Element>(x.y)
+               | nonfinite_bits<Element>(x.z) | nonfinite_bits<Element>(x.w);
+    });
+    return __ballot_sync(WHOLE_WARP, found != 0) != 0;
+}
+
+// The same where V holds a NaN or an infinity, which must not reach rows that do not see its key,
+// as 0 * NaN: the product takes only finite values, the others are added pair by pair. Slow, rare.
+__device__ __forceinline__ void accumulate_visible(
+    Output& acc, const Scores& p, const Visible& visible, u32 v_smem) {
+    const RegisterA<Element, M_TILES, S_TILES> weights(p);
+    gemm<Element, WARP_KEYS / 16, WARP_KEYS / 16>(
+        acc, weights, Sanitized<Element, Values>{Values(v_smem, 0)});
+    const int lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int key = 0; key < WARP_KEYS; ++key) {
+        const int owner = lane / 4 * 4 + key % 8 / 2;       // of the quad, has the pair's P
+        #pragma unroll
+        for (int i = 0; i < M_TILES; ++i)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int x = half * 2 + key % 2;
+                const float weight = __shfl_sync(WHOLE_WARP, p[i][key / 8][x], owner);
+                const bool sees = __shfl_sync(
+                    WHOLE_WARP, static_cast<int>(visible[i][key / 8][x]), owner) != 0;
+                #pragma unroll
+                for (int j = 0; j < O_TILES; ++j) {
+                    const int column = j * 8 + lane % 4 * 2;
+                    const u32 pair = __float_as_int(load_shared_float(
+                        v_smem + tile_offset<WARP_KEYS>(key, column)));
+                    const float values[2] = {to_float(low_half<Element>(pair)),
+                                             to_float(high_half<Element>(pair))};
+                    #pragma unroll
+                    for (int c = 0; c < 2; ++c)
+                        if (sees && !(fabsf(values[c]) < infinity()))
+                            acc[i][j][half * 2 + c] += weight * values[c];
+                }
+            }
+    }
+}
