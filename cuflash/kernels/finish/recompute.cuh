@@ -44,7 +44,7 @@ struct HeadScores {
           lse(static_cast<const float*>(arguments.lse)
               + (static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(args)),
           scale(static_cast<float>(arguments.scale)) {
-        score_mod.set_head(args, batch_of_slopes(args, batch), head);
+        score_mod.set_head(args, batch, head);
         pair_mask.set_head(head);
         dropout.set_head(batch, head);
     }

@@ -17,7 +17,7 @@ template <class Real> struct HeadOptions {
         : score_mod(args), pair_mask(args, batch), dropout(args) {}
 
     template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
-        score_mod.set_head(args, batch_of_slopes(args, batch), head);
+        score_mod.set_head(args, batch, head);
         pair_mask.set_head(head);
         dropout.set_head(batch, head);
     }

@@ -28,7 +28,6 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     explicit ScoreMod(const Arguments& args)
         : SoftmaxScale<Real>{static_cast<Real>(arrays_of(args).scale)}, Softcap<Real>(args) {}
 
-    // batch: as in Alibi.
     template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
         Alibi<Real>::set_head(args, batch, head);
         HeadBias<Real>::set_head(args, batch, head);

@@ -27,7 +27,7 @@ struct ScoreTile {
           dropout(args) {}
 
     __device__ __forceinline__ void set_head(const Arguments& args, int batch, int head) {
-        score_mod.set_head(args, batch_of_slopes(args, batch), head);
+        score_mod.set_head(args, batch, head);
         pair_mask.set_head(head);
         dropout.set_head(batch, head);
         dbias.set_head(args, batch, head);

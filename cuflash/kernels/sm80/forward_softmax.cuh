@@ -39,7 +39,7 @@ struct QueryTile {
                                     1.2e-38f)
                             : LOG2_E),
           first_query(first_query), score_mod(args), pair_mask(args, coord.batch), dropout(args) {
-        score_mod.set_head(args, batch_of_slopes(args, coord.batch), coord.head);
+        score_mod.set_head(args, coord.batch, coord.head);
         pair_mask.set_head(coord.head);
         dropout.set_head(coord.batch, coord.head);
     }

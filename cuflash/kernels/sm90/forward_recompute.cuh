@@ -24,7 +24,7 @@ struct QueryRow {
           first_key(mask.first_key(query)), end_key(mask.num_keys(query)),
           pairs(args, batch), score_mod(args), dropout(args) {
         pairs.set_head(head);
-        score_mod.set_head(args, batch_of_slopes(args, batch), head);
+        score_mod.set_head(args, batch, head);
         dropout.set_head(batch, head);
         const ForwardArguments& arrays = args.arrays;
         const Strides qs = arrays.q_stride, ks = arrays.k_stride, vs = arrays.v_stride;
