@@ -88,7 +88,8 @@ def forward(
         Scaled scores s become ``softcap * tanh(s / softcap)``.
     alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
         float32. ``slope * abs(i + seqlen_k - seqlen_q - j)`` is subtracted
-        from the score of query i and key j.
+        from the score of query i and key j. With packed sequences
+        (num_heads_q,) or (sequences, num_heads_q).
     bias : array, optional
         Added to the scores, after softcap and ALiBi. Has the dtype of `q` or
         of `lse`; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).

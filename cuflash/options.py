@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,9 @@ class Array:
     broadcasts : bool
         Whether axes may be 1 or left out. If False, only the first of
         several axes, batch, may be left out.
+    by_sequence : bool
+        Whether packed sequences take the place of batch: the axis has their
+        number, and may be left out too.
     """
 
     dtypes: tuple[str, ...]
@@ -50,6 +53,7 @@ class Array:
     axes: tuple[str, ...]
     words: str
     broadcasts: bool = False
+    by_sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ TABLE = (
             "slopes are float32",
             ("batch", "num_heads_q"),
             "(batch, heads)",
+            by_sequence=True,
         ),
         part_of="alibi_slopes",
         flag="ALIBI",
@@ -458,7 +463,10 @@ def _check_partners(given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes and dtypes that determine the shapes of array options."""
+    """The sizes and dtypes that determine the shapes of array options.
+
+    num_sequences is None unless sequences are packed.
+    """
 
     batch: int
     seqlen_q: int
@@ -467,21 +475,26 @@ class Sizes:
     rank: int
     dtype: str
     lse_dtype: str
+    num_sequences: int | None = None
 
 
 def check(seen: tuple[tuple, ...], sizes: Sizes) -> dict[str, Layout]:
     """Check option arrays and return their layouts in full rank.
 
     Full rank is (batch, heads, seqlen_q, seqlen_k) for bias and mask,
-    (batch, heads) for alibi_slopes and (batch, seqlen) for segment ids, with
-    stride 0 along axes that the user left out; sink is (heads,) and
-    cu_seqlens (sequences + 1,).
+    (batch, heads) for alibi_slopes, (sequences, heads) if sequences are
+    packed, and (batch, seqlen) for segment ids, with stride 0 along axes that
+    the user left out; sink is (heads,) and cu_seqlens (sequences + 1,).
 
     Parameters
     ----------
     seen : tuple of (name, shape, strides, dtype, offset, device)
     sizes : Sizes
     """
+    for name, shape, *_ in seen:
+        if name == "cu_seqlens_q":
+            (ends,) = _full_shape(name, tuple(shape), sizes)
+            sizes = replace(sizes, num_sequences=ends - 1)
     layouts = {}
     for name, shape, strides, dtype, offset, _ in seen:
         _check_dtype(name, np.dtype(dtype).name, sizes)
@@ -515,11 +528,17 @@ def _full_shape(
 ) -> tuple[int, ...]:
     rule = _rule(name)
     full = tuple(getattr(sizes, axis) for axis in rule.axes)
+    words, where = rule.words, "q"
+    if rule.by_sequence and sizes.num_sequences is not None:
+        full = (sizes.num_sequences, *full[1:])
+        words = words.replace("batch", "sequences")
+        where = "q and cu_seqlens_q"
     if rule.broadcasts:
         return _expect_broadcast(name, shape, full)
     if full:
         others = (full[1:],) if len(full) > 1 else ()
-        return _expect(name, shape, full, rule.words, others)
+        where += f" (layout is {words})"
+        return _expect(name, shape, full, others, where)
     if len(shape) != 1 or shape[0] < 1:
         raise ShapeError(
             f"{name} has shape {shape}, expected {rule.words}: it holds "
@@ -533,14 +552,13 @@ def _expect(
     name: str,
     shape: tuple[int, ...],
     full: tuple[int, ...],
-    words: str,
     others: tuple[tuple[int, ...], ...],
+    where: str,
 ) -> tuple[int, ...]:
     if shape != full and shape not in others:
         known = " or ".join(map(str, (full, *others)))
         raise ShapeError(
-            f"{name} has shape {shape}, expected {known} as in q (layout is "
-            f"{words})"
+            f"{name} has shape {shape}, expected {known} as in {where}"
         )
     return full
 

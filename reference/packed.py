@@ -84,7 +84,8 @@ def packed_attention(
     k, v : array_like, (..., total_k, head_dim) and (..., head_dim_v)
     cu_seqlens_q, cu_seqlens_k : ndarray of int, (batch + 1,)
     **options
-        As in `attention`, the same for all sequences.
+        As in `attention`, the same for all sequences, except that
+        alibi_slopes may have an axis of sequences before all others.
 
     Returns
     -------
@@ -100,7 +101,7 @@ def packed_attention(
             q[..., rows, :],
             k[..., keys, :],
             v[..., keys, :],
-            **_of_sequence(options, b),
+            **_of_sequence(options, b, q.ndim),
         )
     return out, lse
 
@@ -131,7 +132,7 @@ def packed_attention_vjp(
         parts = attention_vjp(
             dout[..., rows, :],
             *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
-            **_of_sequence(options, b),
+            **_of_sequence(options, b, q.ndim),
         )
         q_index, k_index = (..., rows, slice(None)), (..., keys, slice(None))
         indices: list[Any] = [q_index, k_index, k_index, ...]
@@ -140,9 +141,18 @@ def packed_attention_vjp(
     return tuple(gradients)
 
 
-def _of_sequence(options: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return options in which dropout uses the sequence as its batch."""
-    dropout = options.get("dropout")
-    if dropout is None:
-        return options
-    return {**options, "dropout": dropout._replace(batch=number)}
+def _of_sequence(
+    options: dict[str, Any], number: int, rank: int
+) -> dict[str, Any]:
+    """Return options with the sequence's slopes, and it as dropout's batch.
+
+    Slopes are of each sequence if they have an axis more than the leading
+    axes of q, whose rank is `rank`.
+    """
+    own = dict(options)
+    slopes, dropout = options.get("alibi_slopes"), options.get("dropout")
+    if slopes is not None and np.ndim(slopes) > rank - 2:
+        own["alibi_slopes"] = np.asarray(slopes)[number]
+    if dropout is not None:
+        own["dropout"] = dropout._replace(batch=number)
+    return own

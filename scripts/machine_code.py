@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict] = {
     "dropout": {"dropout": 0.1},
     "packed": {"num_sequences": 4, "batch": 1},
     "packed causal": {"num_sequences": 4, "batch": 1, "causal": True},
+    "packed slopes": {"num_sequences": 4, "batch": 1, "alibi_slopes": True},
     "packed sink dropout": {
         "num_sequences": 4,
         "batch": 1,

@@ -253,6 +253,7 @@ def options(backend, wide=False):
 FEW_PACKED_OPTIONS = [
     set(),
     {"window", "alibi_slopes", "sink"},
+    {"window", "alibi_slopes_of_batches", "sink"},  # of sequences
     {"softcap", "dropout", "sink"},
 ]
 

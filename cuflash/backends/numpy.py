@@ -143,10 +143,12 @@ def _parts(call: Call) -> Iterator[_Part]:
         p.max_seqlen_q,
         p.max_seqlen_k,
     ):
-        dropout = options.get("dropout")
-        if dropout:
-            options = {**options, "dropout": dropout._replace(batch=number)}
-        yield _Part(queries, keys, options)
+        own = dict(options)
+        if "dropout" in own:
+            own["dropout"] = own["dropout"]._replace(batch=number)
+        if np.ndim(call.options.get("alibi_slopes")) == 2:
+            own["alibi_slopes"] = own["alibi_slopes"][number, None]
+        yield _Part(queries, keys, own)
 
 
 def _options(call: Call) -> dict:

@@ -143,7 +143,9 @@ def _slopes(rng, case):
 
 
 def _slopes_of_batches(rng, case):
-    shape = (case.batch, case.num_heads_q)
+    """Of each packed sequence, if there are any."""
+    count = case.batch if case.offsets is None else len(case.offsets[0]) - 1
+    shape = (count, case.num_heads_q)
     return 2.0 ** -rng.integers(1, 9, shape).astype(np.float32)
 
 

@@ -19,7 +19,10 @@ def _sequences(case):
     """Yield each sequence's queries, keys and options."""
     options = {n: x for n, x in case.meaning().items() if n not in _OFFSETS}
     of_q, of_k = case.offsets
+    slopes = options.get("alibi_slopes", np.zeros(0))
     for i in range(len(of_q) - 1):
+        if slopes.ndim == 2:  # a row for each sequence
+            options = {**options, "alibi_slopes": slopes[i]}
         yield (
             slice(of_q[i], of_q[i + 1]),
             slice(of_k[i], of_k[i + 1]),

@@ -82,6 +82,42 @@ def test_other_sequences_do_not_spread(backend, dtype, arch):
                              offsets=((0, 5, 20), (0, 9, 22))))  # fmt: skip
 
 
+@on_each_kind_with_options
+@pytest.mark.parametrize(
+    "offsets",
+    [((0, 30, 30, 75), (0, 40, 45, 80)), ((0,), (0,))],
+    ids=["several", "none"],
+)
+def test_slopes_of_sequences(backend, dtype, arch, offsets):
+    """No sequence has those of the tokens of none."""
+    check_packed(backend, Case(
+        dtype, 1, 80, 83, 4, 2, 40, 24, causal=True, offsets=offsets,
+        arrays_of=("alibi_slopes_of_batches",), on=Emulation(arch), seed=1,
+    ))  # fmt: skip
+
+
+@on_each_kind_with_options
+def test_equal_slopes_of_sequences_are_shared_ones(backend, dtype, arch):
+    """Bit for bit, by any strides."""
+    case = Case(
+        dtype, 1, 80, 80, 2, 1, on=Emulation(arch),
+        offsets=((0, 30, 30, 75), (0, 40, 45, 80)),
+    )  # fmt: skip
+    _, (q, k, v, dout) = packed_inputs(case)
+    shared = np.float32([0.5, 0.125])
+    wide = np.full((3, 4), np.nan, np.float32)
+    wide[:, ::2] = shared
+    results = []
+    for slopes in (backend.place(shared), backend.place(wide)[:, ::2]):
+        given = {"alibi_slopes": slopes}
+        out, lse = calls.forward(backend, case, q, k, v, **given)
+        grads = calls.backward(backend, case, dout, q, k, v, out, lse, **given)
+        # dq is summed in no fixed order.
+        results.append((out, lse, *grads[1:]))
+    for a, b in zip(*results, strict=True):
+        assert_bitwise(b, a, "of sequences")
+
+
 @pytest.fixture
 def unread_offsets(monkeypatch):
     """As on a GPU, where only kernels read them."""
@@ -228,6 +264,25 @@ def test_dropout_on_hopper(backend, head_dim):
     """Dropout uses the sequence's index; a block takes several sequences."""
     check_packed(backend, hopper_case(
         dropout=0.25, head_dim=head_dim, head_dim_v=head_dim
+    ))  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"softcap": 30.0}, {"head_dim": 200, "head_dim_v": 160}],
+    ids=["by_mma", "capped", "wide"],
+)
+def test_slopes_of_sequences_on_hopper(backend, fields):
+    """The fourth's rows are recomputed, the third's are not."""
+    offsets = (0, 20, 20, 120, 190, 200), (0, 10, 20, 110, 230, 240)
+    spoiled = tuple(
+        (x, (0, 192 if x in ("q", "dout") else 232), "nan")
+        for x in ("q", "k", "v", "dout")
+    )
+    check_packed(backend, hopper_case(
+        seqlen_q=205, seqlen_k=245, offsets=offsets, spoiled=spoiled,
+        arrays_of=("alibi_slopes_of_batches",), **fields,
     ))  # fmt: skip
 
 

@@ -88,6 +88,23 @@ def test_dropout_takes_a_sequence_for_a_batch():
     assert (out[:, :3] != second).any()
 
 
+def test_slopes_may_be_those_of_a_sequence():
+    case, offsets = packed_case([(2, 3), (0, 1), (4, 4)], 1)
+    q, k, v, dout = case.arrays()
+    slopes = np.random.default_rng(0).random((3, 2))
+    packed = {"alibi_slopes": slopes}
+    out, lse = packed_attention(q, k, v, *offsets, **packed)
+    grads = packed_attention_vjp(dout, q, k, v, *offsets, **packed)
+    for b, i, j in spans(*offsets, case.seqlen_q, case.seqlen_k):
+        one, own = (q[:, i], k[:, j], v[:, j]), {"alibi_slopes": slopes[b]}
+        alone = attention(*one, **own)
+        np.testing.assert_array_equal(out[:, i], alone[0])
+        np.testing.assert_array_equal(lse[:, i], alone[1])
+        want = attention_vjp(dout[:, i], *one, **own)
+        for x, place, expected in zip(grads, (i, j, j), want, strict=True):
+            np.testing.assert_array_equal(x[:, place], expected)
+
+
 @pytest.mark.parametrize(
     "offsets, bad",
     [

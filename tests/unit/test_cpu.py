@@ -342,3 +342,27 @@ def test_packed_sequences_match_separate_calls():
     alone = {"causal": True, **case.options()}
     plain = cuflash.forward(q[1:8], k[3:10], v[3:10], **alone)
     np.testing.assert_array_equal(packed[1:8], plain)
+
+
+def test_slopes_of_sequences_are_those_of_separate_calls():
+    """With 0, 1 and more tokens; one unused token at the end."""
+    case = Case("float32", 1, 9, 11, 4, 2, causal=True)
+    q, k, v, dout = (x[0] for x in inputs(case))
+    of_q, of_k = np.array([[0, 0, 1, 8], [0, 2, 3, 10]], np.int32)
+    slopes = np.random.default_rng(0).random((3, 4), np.float32)
+    packed = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "causal": True}
+    packed["alibi_slopes"] = slopes
+    out, lse = cuflash.forward(q, k, v, **packed, return_lse=True)
+    grads = cuflash.backward(dout, q, k, v, out, lse, **packed)
+    for number, own in enumerate(slopes):
+        i = slice(of_q[number], of_q[number + 1])
+        j = slice(of_k[number], of_k[number + 1])
+        one, alone = (q[i], k[j], v[j]), {"causal": True, "alibi_slopes": own}
+        want = cuflash.forward(*one, **alone, return_lse=True)
+        np.testing.assert_array_equal(out[i], want[0])
+        np.testing.assert_array_equal(lse[:, i], want[1])
+        want_grads = cuflash.backward(dout[i], *one, *want, **alone)
+        for got, place, expected in zip(
+            grads, (i, j, j), want_grads, strict=True
+        ):
+            np.testing.assert_array_equal(got[place], expected)

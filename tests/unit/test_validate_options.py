@@ -267,6 +267,21 @@ def test_offsets_of_other_sequences():
     )
 
 
+@pytest.mark.parametrize("shape", [(), (2,), (2, 4), (4, 3), (1, 4)])
+def test_shape_of_slopes_of_sequences(shape):
+    given = packed(q=(0, 2, 2, 5), k=(0, 3, 4, 7), alibi_slopes=f4(*shape))
+    assert complaint(ShapeError, PACKED, **given) == (
+        f"alibi_slopes has shape {shape}, expected (3, 4) or (4,) as in q and "
+        "cu_seqlens_q (layout is (sequences, heads))"
+    )
+
+
+def test_slopes_of_offsets_that_are_none():
+    given = packed(q=(), alibi_slopes=f4(2, 4))
+    text = complaint(ShapeError, PACKED, **given)
+    assert text.startswith("cu_seqlens_q has shape (0,), expected")
+
+
 def test_offsets_of_no_sequence():
     assert complaint(ShapeError, PACKED, **packed(q=())) == (
         "cu_seqlens_q has shape (0,), expected (sequences + 1,): it holds "

@@ -320,8 +320,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         const WorkTile& work = acquire_work_tile(shared, state);
         const int k_tile = work.tile;
         if (k_tile < 0) break;
-        const int batch = OPTIONS ? work.batch : 0;
         const auto sequence = sequence_of(work);
+        const int batch = !OPTIONS ? 0 : PACKED ? number_of(sequence) : work.batch;
         set_lengths(shape, sequence);
         set_lengths(mask, sequence);
         const QueryTiles tiles = query_tiles(args, k_tile, sequence);

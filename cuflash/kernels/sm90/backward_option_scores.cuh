@@ -42,6 +42,7 @@ __device__ __forceinline__ void compute_p(
         if constexpr (!(BIAS || HAS_MASK || DROPOUT))
             if (fits_poly4 && !has_masked && !rows.has_large_lse) {
                 score_mod.set_head(args, pairs.batch, pairs.head);
+                score_mod.set_sequence(args, pairs.batch, pairs.head);
                 return compute_p_poly4(s, p, rows, first_column, score_mod, pairs.distance);
             }
     }

@@ -11,7 +11,8 @@ struct LanePairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     // With 128 queries there is room for the biases of 64 at a time.
     static constexpr int BIAS_PARTS = BIAS && !FLOAT_P ? 2 : 1;
-    int batch, head, query, key;                            // the first query and key
+    int batch;                                              // with PACKED the sequence
+    int head, query, key;                                   // the first query and key
     int distance;                                           // how far that key is before that query
     u32 visible[VISIBILITY_BITS ? WORDS : 1];
     u32 kept[DROPOUT ? WORDS : 1];

@@ -45,6 +45,7 @@ __device__ __forceinline__ void apply_score_mod(
     constexpr int COUNT = S_REGS / LanePairs::BIAS_PARTS;
     ScoreMod<float> score_mod(args);
     score_mod.set_head(args, pairs.batch, pairs.head);
+    score_mod.set_sequence(args, pairs.batch, pairs.head);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Element i of the part in the fragment: the two keys of a query become neighbours.

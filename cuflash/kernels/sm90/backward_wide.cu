@@ -283,7 +283,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
         issue_s();
         mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
         issue_dp();
-        LanePairs pairs = {work.batch, 0, 0, first_key, 0};
+        LanePairs pairs = {PACKED ? number_of(sequence) : work.batch, 0, 0, first_key, 0};
         const PreparePairs prepare_pairs{
             args, shape, mask, bounds, pair_mask, dropout, shared, first_column, first_key, pairs};
         prepare_pairs(stage.index);

@@ -170,6 +170,7 @@ struct OptionsConsumer : Consumer {
         if (!Consumer::begin_tile()) return false;
         const WorkTile& work = shared.work_tiles[work_slot(q)];
         score_mod.set_head(args, work.batch, work.head);
+        score_mod.set_sequence(args, number_of(work), work.head);
         alibi.set_head(score_mod.slope, score_mod.scale,
                        work.q_start + warpgroup_row + shape.seqlen_k - shape.seqlen_q);
         pairs.set_head(work.head);
