@@ -13,6 +13,7 @@ template <class Real> struct ScoreMod {
     template <class Arguments>
     explicit ScoreMod(const Arguments& args) : scale(static_cast<Real>(arrays_of(args).scale)) {}
     template <class Arguments> void set_head(const Arguments&, int, int) {}
+    template <class Arguments> void set_sequence(const Arguments&, int, int) {}
     Real bias_of(int, int) const { return 0; }
     Real slope;
     bool has_chunks;
