@@ -47,11 +47,11 @@ def _struct(name: str, comment: str, *fields: _Fields) -> np.dtype:
     kinds, lines = [], []
     for kind, names, *notes in fields:
         for field in names.split():
-            found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", field)
-            assert found
+            match = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", field)
+            assert match
             base = _KINDS[kind]
-            length = (int(found[2]),) if found[2] else None
-            kinds.append((found[1], (base, length) if length else base))
+            length = (int(match[2]),) if match[2] else None
+            kinds.append((match[1], (base, length) if length else base))
         lines += _declarations(kind, names.split(), *notes)
     has_maps = any(kind == "TensorMap" for kind, *_ in fields)
     dtype = padded(64, *kinds) if has_maps else _aligned(*kinds)
@@ -172,9 +172,9 @@ OptionNumbers = _struct(
     ("TokenStrides", "ids_q_stride ids_k_stride"),
     ("i64", "sink_stride", "from head to head"),
     ("double", "softcap"),
-    ("float", "cap_terms[4] cap_terms_log2[4]", "polynomials: score_mod.cuh"),
-    ("float", "cap_small cap_inverse_log2"),
-    ("float", "cap_slight_terms_log2[3] cap_slight cap_lowest"),
+    ("float", "cap_terms[4] cap_terms_log2[4]", "tanh_poly4: softcap.cuh"),
+    ("float", "cap_small cap_inverse_log2", "up to S^2 = cap_small"),
+    ("float", "cap_slight_terms_log2[3] cap_slight cap_lowest", "tanh_poly3"),
     ("double", "keep_factor", "of dropout: 1 / (1 - probability)"),
     ("i64", "offset_q_stride offset_k_stride", "of cu_seqlens"),
     ("int", "window_left window_right", "from 0 to less than 2^30"),

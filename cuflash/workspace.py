@@ -1,7 +1,8 @@
-"""Workspace of a plan: `Buffer`, one for each pointer that kernels get.
+"""Workspace of a plan: device memory for intermediate results.
 
-`NAMES` are the argument structs' workspace pointers (abi.py). A plan lists
-the buffers it needs; the other pointers are null.
+Each workspace pointer of the argument structs (abi.py) has a name in `NAMES`.
+A plan lists a `Buffer` for each pointer that its kernels use; the others are
+null. One allocation per call holds all buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Buffer:
-    """The elements behind one pointer of the argument struct.
+    """The array that one workspace pointer points to.
 
     Attributes
     ----------
@@ -74,7 +75,7 @@ def dq_sum(elements: int) -> Buffer:
 
 
 def ints(name: str, elements: int) -> Buffer:
-    """Counters, flags, semaphores or tiles, as the field's comment says."""
+    """int32 counters, flags, semaphores or tile numbers: see abi.py."""
     return Buffer(name, 4, elements)
 
 

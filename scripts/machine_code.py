@@ -36,6 +36,7 @@ from helpers.machine_code import instructions
 # Each family's architecture and dtypes.
 FAMILIES: tuple[tuple[str, Family, str], ...] = (
     ("sm_90a", "wgmma", "bfloat16"),
+    ("sm_80", "decode", "bfloat16"),
     ("sm_80", "mma", "bfloat16"),
     ("sm_80", "fma", "float32"),
     ("sm_80", "tf32x3", "float32"),

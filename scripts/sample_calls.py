@@ -43,6 +43,7 @@ SHAPES = [
     (200, 200, 2, 2, 64, 64, True),
     (70, 300, 4, 2, 128, 128, False),
     (300, 70, 2, 1, 128, 64, True),
+    (3, 700, 10, 2, 64, 128, True),
     (65, 129, 2, 2, 40, 72, True),
     (33, 97, 1, 1, 256, 256, False),
     (150, 200, 2, 1, 200, 128, True),
@@ -138,7 +139,7 @@ def run_packed(name: str, shape: tuple, seed: int) -> None:
 
 
 CALLS = {"plain": run, "options": run_options, "packed": run_packed}
-NUM_SHAPES_OF_OPTIONS = 4  # the first ones: a shape takes 36 kernels
+NUM_SHAPES_OF_OPTIONS = 5  # the first ones: a shape takes 36 kernels
 
 
 def sample(names: list[str], kinds: list[str]) -> Iterator[Callable]:

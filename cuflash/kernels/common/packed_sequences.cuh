@@ -2,13 +2,13 @@
 // that sequence alone.
 //
 // Sequence s has the tokens [offset(s), offset(s + 1)) of an array. The tokens after the last
-// sequence, or all tokens if an offset is bad, form one more sequence without a sink, whose queries
-// see no key and whose keys no query sees. So its results are written too, as zeros.
+// sequence, or all tokens if an offset is invalid, form one more sequence without a sink, whose
+// queries see no key and whose keys no query sees. So its results are written too, as zeros.
 //
-// The tiles of a head are numbered by slots. Sequence s has the slots from offset(s) / block + s
-// on, up to the first one of sequence s + 1: enough, since floor(a) + ceil(b) <= floor(a + b) + 1.
-// A head has total / block + num_sequences + 1 slots, and no pass that counts tiles is needed.
-// Blocks whose slot has no tile return at once.
+// The tiles of a head are numbered by slots, so that no kernel has to count the tiles of earlier
+// sequences. Sequence s has the slots from offset(s) / block + s on, up to the first one of
+// sequence s + 1: enough, since floor(a) + ceil(b) <= floor(a + b) + 1. A head has
+// total / block + num_sequences + 1 slots. Some slots have no tile; blocks skip them.
 //
 // Constants: Arguments, Element, PACKED. Without PACKED a call is one sequence, and everything here
 // compiles to nothing.
@@ -32,7 +32,7 @@ template <class Arguments> inline Offsets key_offsets(const Arguments& args) {
             args.options.total_k};
 }
 
-// Rows of a head in lse and delta.
+// Queries of a head in lse and delta.
 template <class Arguments> inline int rows_of_head(const Arguments& args) {
     if constexpr (PACKED) return args.options.total_q;
     else return arrays_of(args).shape.seqlen_q;
@@ -87,7 +87,7 @@ template <class Shape> inline void set_lengths(Shape& shape, const Sequence& seq
     shape.seqlen_k = sequence.seqlen_k;
 }
 
-// Whether it holds the tokens outside all sequences.
+// Whether `sequence` is the extra one, of the tokens outside all sequences.
 template <class Arguments> inline bool is_none(const Arguments&, NoSequence) { return false; }
 template <class Arguments> inline bool is_none(const Arguments& args, const Sequence& sequence) {
     return sequence.number == args.options.num_sequences;

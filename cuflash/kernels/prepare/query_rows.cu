@@ -7,9 +7,9 @@
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
-// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of sums;
-// DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, its
-// argument's type, and the options (docs/guide/options.md). No shared memory.
+// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of the sums
+// of dQ; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, the
+// type of the kernel's argument, and the options (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "sm90/counters.cuh"
@@ -47,7 +47,8 @@ backward_rows(const __grid_constant__ Arguments args) {
     int tile = blockIdx.x % num_q_tiles;
     const int pair = blockIdx.x / num_q_tiles;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
-    // Slots without a tile get rows like those past the end: a key tile without queries visits one.
+    // A slot without a tile gets rows like those past the end, with P = 0: a key tile that no query
+    // sees visits one such slot (query_tiles() in backward_scheduler.cuh).
     const auto sequence = sequence_of_tile<false>(args, tile, BLOCK_Q);
     const int seqlen_q = seqlen_q_of(args, sequence), first_q = sequence.first_q;
     const int num_rows = min(BLOCK_Q, seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;

@@ -1,5 +1,5 @@
-// The segment ids of whole tiles (SEGMENTS), as prepare/segment_ranges.cu computes them for every
-// query tile and key tile, batch by batch.
+// The range of segment ids of each query tile and key tile (SEGMENTS), batch by batch.
+// prepare/segment_ranges.cu computes them.
 //
 // Constants: BLOCK_Q, BLOCK_K.
 #pragma once

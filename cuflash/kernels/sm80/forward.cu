@@ -4,8 +4,8 @@
 //
 // FlashAttention-2, Alg. 1 (arXiv:2307.08691): a block computes BLOCK_Q queries of one head. It
 // visits the key tiles that they see from the last to the first and keeps, for each row, the
-// running maximum m of S, the sum l of P = exp(scale (S - m)) and the unnormalised output acc = P
-// V. The partly masked tiles come first; the loop over the others has no mask code.
+// running maximum m of S, the sum l of P = exp(scale (S - m)) and the unnormalised acc = P V. The
+// partly masked tiles come first; the loop over the others has no mask code.
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
@@ -20,8 +20,8 @@
 //     v           BLOCK_K * HEAD_DIM_V * 2
 // The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
 //
-// Bad at: Hopper, whose wgmma is about twice as fast; few queries with many keys (one block per
-// query tile; keys are not split among blocks).
+// Slow on Hopper, whose wgmma is about twice as fast, and for few queries with many keys: one block
+// per query tile, and keys are not split among blocks.
 #include "sm80/forward_epilogue.cuh"
 #include "sm80/forward_softmax.cuh"
 
@@ -40,7 +40,8 @@ struct KeyLoader {
     const u16 *k, *v;                                       // this thread's next chunk
     int last_tile;
 
-    // RAGGED: the tile may reach past the last key.
+    // Tiles are loaded from the last to the first: each call moves the pointer back by one tile,
+    // except with SEGMENTS. RAGGED: the tile may reach past the last key.
     template <bool RAGGED> __device__ __forceinline__ void load_k(int tile) {
         load_tile<BLOCK_K, HEAD_DIM, THREADS, missing<PADDED>(RAGGED)>(
             k_smem, source(k, tile, k_stride), k_stride, shape.seqlen_k - tile * BLOCK_K,
@@ -88,7 +89,8 @@ __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_ar
 }
 
 // Epilogue: stores O, through the tile of Q, and lse. lane_row: the lane's first row in the tile.
-// lacks_nonfinite: a NaN or an infinity of V was replaced by 0; adds its terms to O.
+// lacks_nonfinite: in partly masked tiles a NaN or an infinity of V was replaced by 0; its terms
+// are added to the stored O of the rows that see it.
 __device__ __forceinline__ void finish(
     const Arguments& call_args, SharedPlan& shared, const QueryTile& query_tile, int lane_row,
     Output& acc, SoftmaxState& softmax, bool lacks_nonfinite) {

@@ -3,31 +3,42 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 //
-// FlashAttention-3 (arXiv:2407.08608). A persistent block, one on each streaming multiprocessor
-// (SM), takes one work tile after another: BLOCK_K keys of one key head (backward_scheduler.cuh).
-// Warpgroup 0 produces: it loads tiles and adds dQ to global memory. Each of the others, the
-// consumers, has 64 keys of the tile and keeps their dK and dV in registers. An iteration is a
-// query tile that sees the keys, for each query head of the group in turn. A consumer computes S^T
-// and dP^T; P^T and dS^T are then, as they stand in registers, the A operands of dV and dK. All
-// consumers share dQ = dS K, with dS^T from shared memory. Each has a part of it added in float to
-// a sum in global memory, which finish/dq.cu scales and rounds.
+// FlashAttention-3 (arXiv:2407.08608). A persistent block, one per SM, takes one work tile after
+// another: BLOCK_K keys of one key head (backward_scheduler.cuh). Warpgroup 0, the producer, loads
+// tiles and adds dQ to global memory. Each of the others, the consumers, has 64 keys of the tile
+// and keeps their dK and dV in registers. An iteration is a query tile that sees the keys, for each
+// query head of the group in turn. A consumer computes S^T and dP^T; the registers of P^T and dS^T
+// are then the A operands of dV and dK. The consumers divide dQ = dS K, with dS^T from shared
+// memory. A writer warp of the producer adds each consumer's part to a float sum in global memory,
+// which finish/dq.cu scales and rounds.
+//
+//     backward_constants.cuh      constants that follow from the generated ones
+//     backward_shared.cuh         SharedPlan, barriers
+//     backward_scheduler.cuh      tile scheduler: key tiles of a block, query tiles of a key tile
+//     backward_producer.cuh       loads
+//     backward_scores.cuh         P and dS without options
+//     backward_option_scores.cuh  P and dS with options
+//     backward_pair_bits.cuh      masks and dropout as one bit per pair
+//     backward_score_mod.cuh      softcap, ALiBi, bias and dbias
+//     backward_epilogue.cuh       dK and dV of a work tile
 //
 // The matmuls of an iteration are issued so that the tensor cores have work while warps compute:
 //
 //     tensor cores   S  dP    dV     dQ dK   S' dP' ...
 //     warps             P     dS        dQ out   P'
 //
-// With 128 queries an iteration, exponentials take as long as two matmuls. Then DEFERRED_DQ: dQ is
-// the previous iteration's and follows dV, so that these two run along with exponentials, and one
+// With 128 queries per iteration, exponentials take as long as two matmuls. Then DEFERRED_DQ: the
+// dQ of the previous iteration (dQ-) follows dV, so that both overlap exponentials, and one
 // warpgroup may be half an iteration ahead of the other:
 //
 //     tensor cores   S  dP    dV dQ-  dK     S' dP' ...
 //     warps             P     dS      dQ- out   P'
 //
 // Grid: as many blocks as SMs, or as key tiles if those are fewer. scheduler.cuh numbers the tiles,
-// the first keys first: if CAUSAL, most queries see those. DETERMINISTIC: key tiles add to dQ in
-// the order of their indices. If CAUSAL the last keys then come first, as their first queries are
-// those that the other tiles reach later.
+// the first keys first: if CAUSAL, most queries see those, so the longest tiles start first.
+// DETERMINISTIC: key tiles add to dQ in the order of their indices. If CAUSAL, the last keys then
+// come first (LAST_KEYS_FIRST): they begin at query tiles that the other key tiles reach later, so
+// key tiles that start together seldom wait.
 // Block: 1 + CONSUMERS warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
@@ -36,8 +47,8 @@
 // (docs/guide/options.md).
 // Shared memory and barriers: backward_shared.cuh.
 //
-// A NaN or an infinity may reach rows that do not see it, as 0 * NaN, where the mask cuts a tile.
-// Key tiles with such rows of dK or dV are flagged, and finish/dq.cu recomputes these rows.
+// In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
+// tiles with a non-finite dK or dV are flagged, and finish/dq.cu recomputes such rows.
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/backward_option_scores.cuh"
 #include "common/dq_accum.cuh"
@@ -47,8 +58,8 @@ constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
 constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 
-// 64 K registers: the consumers get what the producers do not need. (To search tiles with SEGMENTS
-// needs more, which are spilled: the consumers could not do with fewer.)
+// An SM has 64 K registers: the consumers get those that the producer does not need. With SEGMENTS
+// the producer's search for tiles needs more than 24 and spills; the consumers can spare none.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
@@ -118,9 +129,10 @@ struct IssueDq {
     }
 };
 
-// DEFERRED_DQ: that of the previous iteration. A work tile's first iteration (not `started`) has
-// none and multiplies K and V, which are adjacent, for nothing: around a branch the compiler runs
-// out of registers.
+// DEFERRED_DQ: the dQ of the previous iteration. A work tile's first iteration (not `started`) has
+// none, but a branch around the MMAs would make ptxas run out of registers. So they read K and V,
+// which are adjacent and together at least as large as dS^T, instead of dS^T; the result is
+// discarded.
 struct IssuePreviousDq {
     SharedPlan& shared;
     const WorkState& state;
@@ -151,7 +163,8 @@ __device__ __forceinline__ void publish_ds(
 }
 
 // The warpgroup's part of dQ, for its writer warp. `staged`: not the first of the work tile. Before
-// the first, the staging buffer belongs to the warpgroup, whose dV or dK may still be leaving.
+// the first, the warpgroup owns the staging buffer, and TMA stores of the previous work tile's dV
+// or dK may still read it.
 __device__ __forceinline__ void stage_dq(
     SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], int warpgroup, int thread,
     bool& staged) {
@@ -170,8 +183,9 @@ __device__ __forceinline__ void stage_dq(
     staged = true;
 }
 
-// The epilogue of a work tile. dV leaves through the staging buffer. dK follows: through K's stage
-// if there are two, else beside dV or, if both do not fit, once dV has left.
+// The epilogue of a work tile. dV is stored through the staging buffer, dK after it: through K's
+// stage if K has two, otherwise through the rest of the staging buffer or, if both do not fit,
+// through the same bytes once dV has been read.
 __device__ __forceinline__ void store_gradients(
     const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
     int warpgroup, int thread, const Shape& shape, float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
@@ -231,7 +245,8 @@ struct Iterate {
 
     __device__ __forceinline__ void operator()(bool last) const {
         const QueryRows& rows = shared.rows[stage.index];
-        // Opaque: what follows from these, kept across iterations, would fill the registers.
+        // opaque(): the compiler would otherwise keep addresses that follow from these in registers
+        // across iterations.
         const u32 keys = opaque(key_rows);
         const int thread = opaque(consumer_thread), lane = thread % 32;
         const int first_column = lane % 4 * 2;              // the lane's first query in `rows`
@@ -287,7 +302,7 @@ struct Iterate {
         warpgroup_fence_operand(dv);
         warpgroup_fence_operand(dq);
         mbarrier_arrive_if(lane == 0, barrier_at(shared.dout_empty, stage.index));
-        // Not before: a first iteration's product for nothing reads V, too.
+        // Not earlier: the discarded dQ of a first iteration reads V.
         if (DOUBLE_BUFFERED_K && DEFERRED_DQ)
             mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
         if (DEFERRED_DQ)
@@ -304,7 +319,7 @@ struct Iterate {
 
 __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& shared) {
     auto&& shape = tile_shape(args);
-    // By a shuffle, so that the compiler knows that it is uniform in the warp.
+    // The shuffle tells the compiler that the value is uniform across a warp.
     const int warpgroup = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int consumer_thread = threadIdx.x - WARPGROUP;
     const u32 key_rows = warpgroup * 64 * PANEL_ROW_BYTES;  // of the 64 keys in a panel, bytes

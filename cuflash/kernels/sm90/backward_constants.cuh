@@ -21,8 +21,8 @@ constexpr bool WARP_PRODUCER = SEGMENTS || PACKED;
 // Registers permitting, P stays in float until dS is computed. Otherwise dS comes from rounded P.
 constexpr bool FLOAT_P = BLOCK_Q <= 64;
 
-// Options that mask pairs give one bit a pair, computed while S is. The causal mask alone does not:
-// it cuts few tiles, and is applied to P by comparing positions.
+// Options that mask pairs give one bit per pair, computed while S is. The causal mask alone does
+// not: it masks pairs of few tiles, and is applied to P by comparing positions.
 constexpr bool VISIBILITY_BITS = WINDOW || PAIRWISE;
 
 // P = 0 makes dS 0 or, if dP or delta is not finite, NaN. A NaN in dQ or dK makes finish/dq.cu

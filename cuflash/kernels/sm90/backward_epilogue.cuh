@@ -4,14 +4,14 @@
 #pragma once
 #include "sm90/backward_shared.cuh"
 
-// Whether the 16 rows from `key` on end behind a packed sequence's last key: there the next
-// sequence begins.
+// Whether the 16 rows from `key` on reach past a packed sequence's last key, into the next
+// sequence.
 __device__ __forceinline__ bool crosses_end(const TileCoord&, int) { return false; }
 __device__ __forceinline__ bool crosses_end(const SequenceTile& work, int key) {
     return key + 16 > work.seqlen_k;
 }
 
-// Such a warp's rows of dK or dV, without TMA.
+// Stores the 16 rows of dK or dV of a warp that crosses_end(), without TMA.
 template <int COLUMNS>
 __device__ __forceinline__ void store_last_rows(
     const SequenceTile& work, int key, u32 tile, int warp_row, void* array, Strides stride,

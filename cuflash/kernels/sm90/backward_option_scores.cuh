@@ -9,9 +9,9 @@
 #pragma once
 #include "sm90/backward_score_mod.cuh"
 
-// Zeroes a lane's fragment of a query tile at masked pairs. TEST_BITS: those of a window only in
-// lanes that have such pairs. Segments' bits may come late: testing them costs as much as applying
-// them.
+// Zeroes a lane's fragment of a query tile at masked pairs. TEST_BITS: a lane first tests whether
+// its bits mask any pair. Not with SEGMENTS, whose bits may not have arrived yet: then the test
+// costs as much as applying them.
 template <bool TEST_BITS> struct ZeroMasked {
     const Mask<CAUSAL, WINDOW>& mask;
     const MaskBounds& bounds;

@@ -13,10 +13,10 @@ struct LanePairs {
     static constexpr int BIAS_PARTS = BIAS && !FLOAT_P ? 2 : 1;
     int batch;                                              // with PACKED the sequence
     int head, query, key;                                   // the first query and key
-    int distance;                                           // how far that key is before that query
+    int distance;                                           // positions from that key to that query
     u32 visible[VISIBILITY_BITS ? WORDS : 1];
     u32 kept[DROPOUT ? WORDS : 1];
-    u32 biases[BIAS ? S_REGS / 2 / BIAS_PARTS : 1];         // two 16-bit ones each: load_biases()
+    u32 biases[BIAS ? S_REGS / 2 / BIAS_PARTS : 1];         // two 16-bit biases each: load_biases()
 
     __device__ __forceinline__ bool any_masked() const {
         u32 all = ~0u;
@@ -31,10 +31,11 @@ __device__ __forceinline__ bool has_bit(const u32* words, int i) {
     return (words[i / 32] >> i % 32 & 1) != 0;
 }
 
-// The lane's bits from those of four keys at a time: bit n of four_bits(query, key) is of key + n,
-// key being a multiple of 4. Four lanes have the same queries and the keys of such a four. Of the
-// four combinations of query b and key half h of a j, each of the lanes computes one, and they
-// exchange the results. By a whole warp. UNROLL: how many calls are in flight.
+// The lane's bits, from those of four keys at a time: bit n of four_bits(query, key) belongs to
+// key + n, where key is a multiple of 4. Element x[4 j + 2 h + b] of the fragment
+// (backward_scores.cuh) has query b and key half h. The four lanes whose keys are such a four have
+// the same queries: for each j, each of them computes one of the four combinations of b and h, and
+// they exchange the results. Called by a whole warp. UNROLL: how many calls are in flight.
 template <int UNROLL, int WORDS, class F>
 __device__ __forceinline__ void gather_bits(
     u32 (&bits)[WORDS], const LanePairs& pairs, F four_bits) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ void gather_bits(
     }
 }
 
-// One key's bits in a word of 64 queries: set for the first `end` of them.
+// One key's bits in a word, which has the lane's 16 of 64 queries: set for queries before `end`.
 __device__ __forceinline__ u32 bits_before(int end) {
     const int queries = min(max(end, 0), 64), bits = queries / 8 * 4 + min(queries % 8, 2);
     return static_cast<u32>((u64{1} << bits) - 1) & 0x33333333u;

@@ -2,11 +2,11 @@
 // work tiles (backward_scheduler.cuh), another thread loads K and V. All loads are TMA copies.
 //
 // Constants: HEAD_DIM, HEAD_DIM_V, and those of backward_scheduler.cuh.
-// SharedPlan has the tiles v, q[STAGES], dout[STAGES]; rows[STAGES]; has_segment_boundary[...], a
-// flag a stage: segments mask pairs of the iteration; and barriers. *_full: one arrival and the
-// bytes that a copy brings. *_empty: arrivals of the warps that read. K has K_STAGES stages;
-// k_tile(state) is the work tile's. One stage: kv_empty releases K and V. Two: kv_empty releases V
-// alone, and wait_k_empty(state) waits for K's stage.
+// SharedPlan has the tiles v, q[STAGES], dout[STAGES]; rows[STAGES]; has_segment_boundary[...], one
+// flag per stage: segment ids mask pairs of the iteration; and barriers. *_full: one arrival and
+// the bytes that a copy brings. *_empty: arrivals of the warps that read. K has K_STAGES stages;
+// k_tile(state) is the work tile's. With one stage, kv_empty releases K and V. With two, kv_empty
+// releases V alone, and wait_k_empty(state) waits for K's stage.
 #pragma once
 #include "sm90/backward_scheduler.cuh"
 #include "sm90/query_rows.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_query_tile(
               static_cast<const QueryRows*>(args.arrays.delta)
                   + query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile),
               q_full, sizeof(QueryRows));
-    // A sequence without queries may start behind the array's last token, which is loaded instead.
+    // A sequence without queries may start after the array's last token, which is loaded instead.
     const int first_token = sequence_of(work).first_q + it.tile * BLOCK_Q;
     const int token = PACKED ? min(first_token, args.arrays.shape.seqlen_q - 1) : first_token;
     tma_load_tile<BLOCK_Q, HEAD_DIM>(

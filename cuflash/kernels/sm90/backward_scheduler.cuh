@@ -60,10 +60,10 @@ __device__ __forceinline__ void release_work_tile(Shared& shared, WorkState stat
 
 // ---- Indices of work tiles ----
 
-// If DETERMINISTIC, a tile waits for those of smaller indices, so blocks that have started must
-// hold all of these. CUDA promises neither an order in which blocks start nor that all are
-// resident at once, so blockIdx.x will not do. A block takes its tiles in the order of indices, and
-// the smallest index in progress waits for nobody.
+// If DETERMINISTIC, a tile waits for tiles of smaller indices, so these must all have been taken by
+// blocks that run. CUDA promises neither an order in which blocks start nor that all are resident
+// at once, so the first index is not blockIdx.x. No deadlock: a block takes its tiles in the order
+// of indices, and the smallest index in progress waits for none.
 __device__ __forceinline__ int next_index(const Arguments& args) {
     return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(arrays_of(args).tile_counter, 1);
 }
@@ -157,8 +157,8 @@ __device__ __forceinline__ int query_tile_index(
          + sequence.first_q / BLOCK_Q + sequence.number;
 }
 
-// A warp's walk through the block's iterations, which calls f(query_tile, turn, has_predecessors)
-// at each: query_tile is an index as above. If DETERMINISTIC, the key tiles that add to a query
+// Calls f(query_tile, turn, has_predecessors) for each of the block's iterations, by a whole warp:
+// query_tile is an index as above. If DETERMINISTIC, the key tiles that add to a query
 // tile's dQ do so in the order of `turn`, without gaps; the first of them has no predecessors.
 template <class Shared, class F>
 __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared& shared, F f) {

@@ -6,9 +6,9 @@
 #include "sm90/backward_pair_bits.cuh"
 #include "score/dbias.cuh"
 
-// Loads 16-bit biases; for a pair past the array's end, those of another pair. A warp has 16 keys,
-// from key - lane / 4 on. It reads 8 queries by 8 keys at a time, two keys a lane, neighbours in
-// memory. apply_score_mod() transposes them to the lane's own pairs.
+// Loads 16-bit biases; for a pair past the array's end, the bias of another pair. A warp has 16
+// keys, from key - lane / 4 on. It reads 8 queries by 8 keys at a time, in each lane two keys that
+// are neighbours in memory. apply_score_mod() transposes them to the lane's own pairs.
 __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& args, int part = 0) {
     if constexpr (BIAS && sizeof(Bias) == 2) {
         constexpr int COUNT = sizeof(pairs.biases) / sizeof(u32);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
     }
 }
 
-// Raw products S become scores and their derivatives. fits_poly4: all products of the warp do
+// Raw products S become scores and their derivatives. fits_poly4: all products of the warp fit
 // (ScoreMod::fits_tanh_poly4). One division serves two keys of a query, except with DBIAS: a NaN of
 // a masked pair must not reach the gradient of a bias.
 __device__ __forceinline__ void apply_score_mod(

@@ -17,13 +17,14 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, CONSUMER_WARPS = CONSUME
 constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / CONSUMERS;    // a warpgroup's, in float
 
 // Where a tile has few iterations, the time between tiles counts. K then has two stages, and V is
-// released after its last matmul, so the next tile's K and V are there when it begins. Nor does a
-// tile's end wait for its gradients to leave: dK leaves through K's stage, dV through dQ's.
+// released after its last matmul, so the next tile's K and V are there when it begins. A tile's end
+// does not wait until the stores of dK and dV have read shared memory: dK is stored through K's
+// stage, dV through the staging buffer of dQ.
 constexpr bool DOUBLE_BUFFERED_K = WINDOW || SEGMENTS;
 
 constexpr int DQ_FULL = 2, DQ_EMPTY = 4, CONSUMER_SYNC = 6, DQ_THREADS = WARPGROUP + 32;
 
-// K and V of a work tile. Two stages of K go by the stage and phase of the work tile.
+// K and V of a work tile. If K has two stages, the WorkState gives K's stage and phase.
 template <bool> struct KeyTileStages {
     static constexpr int K_STAGES = 1;
     SmemTile<BLOCK_K, HEAD_DIM> k;
@@ -40,8 +41,8 @@ template <> struct KeyTileStages<true> {
     }
 };
 
-// Barriers that two stages of K add. k_empty: as the others. k_read: among consumer warps, an
-// arrival of each: none reads the tile's K any more.
+// The barriers that a second stage of K needs. k_empty: as *_empty above. k_read: each consumer
+// warp arrives when it has read the tile's K; then dK may overwrite it.
 template <bool> struct KeyTileBarriers {
     __device__ __forceinline__ void init() {}
     __device__ __forceinline__ void release_previous_k(WorkState, bool) {}

@@ -14,12 +14,16 @@
 // one runs under the GEMMs of another. With Q_STAGES > 1 the next key tile may be the first one of
 // the next query tile, so the pipeline does not drain between query tiles.
 //
-//     forward_shared.cuh     constants, what the producer publishes, SharedPlan
+//     forward_shared.cuh     constants, what the producer publishes to the consumers, SharedPlan
 //     forward_scheduler.cuh  tile schedulers: which query tile a block computes next
 //     forward_load.cuh       producer
 //     forward_consumer.cuh   consumer: main loop iteration, GEMMs, epilogue
 //     forward_options.cuh    consumer with options
-//     forward_softmax.cuh, forward_scores.cuh, forward_epilogue.cuh    parts of both consumers
+//     forward_softmax.cuh    online softmax, both consumers
+//     forward_scores.cuh     score modifications, causal, window and segment masks, dropout
+//     forward_mask.cuh       boolean mask
+//     alibi_mma.cuh          ALiBi by an extra MMA
+//     forward_epilogue.cuh   O and lse of a query tile
 //     forward_recompute.cuh  rows whose result may be wrong by this arithmetic (NaN, infinities,
 //                            scores above 2^24): detected in the epilogue, recomputed one by one
 //
@@ -29,7 +33,7 @@
 // prepare/segment_order.cu, longest first.
 // Block: 1 + CONSUMER_WARPGROUPS warpgroups.
 //
-// Bad at few queries: a consumer computes 64 rows even for one query, and the keys of a head are
+// Slow for few queries: a consumer computes 64 rows even for one query, and the keys of a head are
 // not split among blocks.
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0 and scores are LINEAR), HEAD_DIM and
@@ -94,8 +98,8 @@ forward_wgmma(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     // An SM has 64 K registers: consumers get those that the producer does not need. With
-    // SPARSE_TILES the producer needs a few more; three consumer warpgroups, with 160 each, cannot
-    // spare any.
+    // SPARSE_TILES the producer needs 16 more per thread, 8 from each of two consumer
+    // warpgroups; three, with 160 each, cannot spare any.
     constexpr int MORE = SPARSE_TILES && CONSUMER_WARPGROUPS == 2 ? 8 : 0;
     constexpr int CONSUMER_REGISTERS = (CONSUMER_WARPGROUPS == 2 ? 240 : 160) - MORE;
     constexpr int PRODUCER_REGISTERS =

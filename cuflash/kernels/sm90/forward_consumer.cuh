@@ -71,8 +71,9 @@ struct Consumer {
 
     // ---- Main loop ----
 
-    // The key tiles of a query tile after the first, from the last to the first: those at the end
-    // of the keys that queries see are masked.
+    // The key tiles of a query tile, from the last but one (first_iteration() or
+    // iteration_across_tiles() computed S of the last) to the first. Tiles from num_full on are
+    // partly masked.
     __device__ __forceinline__ void main_loop() {
         int tile = visited.num_visited - 2;
         for (; tile >= visited.num_full; --tile) iteration<true>(tile);

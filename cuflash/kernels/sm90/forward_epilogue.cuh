@@ -65,7 +65,7 @@ __device__ __forceinline__ bool normalise(
                 float& o = acc[j * 4 + half * 2 + x];
                 o *= inverse;
                 // P = 0 times a NaN or an infinity of V is NaN, also in rows that do not see its
-                // key; and P above 1 may overflow.
+                // key; and P above 1 (softmax_with_old_max) may overflow acc.
                 if (MASKED || OPTIONS) exact &= fabsf(o) < infinity();
             }
         const float max_scaled = finite_max_scaled(m, scale_log2);

@@ -61,7 +61,8 @@ __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& sha
 
 // ---- Sparse key tiles ----
 
-// A lane's share of a key tile's segment ids: loaded to registers before the tile's stage is free.
+// A lane's share of a key tile's segment ids. They are loaded to registers before the tile's stage
+// is free, so that only the store waits for it.
 struct LaneSegmentIds {
     int ids[(BLOCK_K + 31) / 32];
     __device__ __forceinline__ void load(const PairMask& pairs, int k_start, int seqlen_k) {
@@ -84,13 +85,13 @@ struct LaneSegmentIds {
 
 // The key tiles that a query tile visits, from the last to the first; with SEGMENTS only those
 // whose range of ids overlaps the query tile's. A whole warp examines 32 tiles at a time, one per
-// lane, so a tile's flags are known before it is loaded.
+// lane, so the flags of a tile, also whether it is the last, are known before it is loaded.
 template <class PairMask> struct SparseKeyTiles {
     const PairMask& pairs;
     IdRange query_ids;
     int first, base;                                        // a lane's tile is base - lane
-    u32 remaining = 0;                                      // a bit a lane: still to visit
-    u32 masked = 0, one_id = 0;                             // a bit a lane: flags
+    u32 remaining = 0;                                      // one bit per lane: still to visit
+    u32 masked = 0, one_id = 0;                             // one bit per lane: TileFlags
 
     __device__ __forceinline__ SparseKeyTiles(
         const PairMask& pairs, int q_tile, const KeyTiles& visited)

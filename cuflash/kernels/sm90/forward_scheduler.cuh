@@ -23,9 +23,10 @@ __device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
     return {seqlen_q_of(args, sequence), seqlen_k_of(args, sequence), window_of<WINDOW>(args)};
 }
 
-// The tile at tile coordinate `coord`. A head's partial tile leaves out whole consumer warpgroups.
-// It is where queries see the fewest keys: first under the causal mask, otherwise last (with
-// segment ids always last, as their id ranges are those of tiles that start at query 0).
+// The query tile at `coord`. A head's rows may leave whole consumer warpgroups of one tile without
+// rows. That is the tile whose queries see the fewest keys: the first under the causal mask,
+// otherwise the last. With segment ids it is always the last, because prepare/segment_ranges.cu
+// computes the id ranges of tiles that start at query 0.
 __device__ __forceinline__ QueryTile make_query_tile(
     TileCoord coord, const TileSequence& sequence, const Arguments& args) {
     if (coord.tile < 0) return {sequence, 0, 0, 0, 0};
@@ -48,9 +49,9 @@ __device__ __forceinline__ WorkTile next_work_tile(Scheduler& scheduler, const A
 
 // BALANCED_ROUNDS: assign tiles in rounds (BalancedScheduler), not in pairs of a long and a short
 // tile (StaticScheduler). Under a window, the shorter tiles are those whose window begins at or
-// before key 0. With only a bias, all tiles count as shorter, because those are visited section by
-// section, and heads may share the bias in L2. Under only the causal mask, the lengths of tiles
-// differ too much for rounds.
+// before key 0. With a bias, not causal, all tiles take the same time, but count as shorter: those
+// are assigned section by section (scheduler.cuh), so the heads of a section can share the bias in
+// L2. Under the causal mask alone, tiles differ too much for rounds.
 constexpr bool BALANCED_ROUNDS = WINDOW || (BIAS && !CAUSAL);
 template <bool> struct BlockSchedulerOf { using type = StaticScheduler; };
 template <> struct BlockSchedulerOf<true> { using type = BalancedScheduler; };

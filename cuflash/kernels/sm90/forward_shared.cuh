@@ -97,7 +97,7 @@ struct TileFlags {
     int bits;
     __device__ __forceinline__ int tile() const { return bits >> TILE_SHIFT; }
     __device__ __forceinline__ bool is_last() const { return (bits & LAST_BIT) != 0; }
-    // Some of its pairs are masked by segment ids or the boolean mask.
+    // With SEGMENTS: its segment ids are published, and must be compared.
     __device__ __forceinline__ bool is_masked() const { return (bits & MASKED_BIT) != 0; }
     // All its keys have the same segment id.
     __device__ __forceinline__ bool has_one_id() const { return (bits & ONE_ID_BIT) != 0; }

@@ -128,9 +128,9 @@ __device__ __forceinline__ void softmax_with_old_max(
 }
 
 // Whether all rows of the warp may keep their maximum: no P exceeds 2^15, which float16 can hold
-// and which costs log(l) a few 2^-24 of accuracy. False if a score is NaN or infinite, or a row has
-// seen no key yet. Cheaper than the rows' maxima: largest_at_most() takes half an instruction per
-// element.
+// and which costs log(l) a few times 2^-24 of accuracy. False if a score is NaN or infinite, or a
+// row has seen no key yet. Cheaper than the rows' maxima: largest_at_most() takes half an
+// instruction per element.
 template <class Score>
 __device__ __forceinline__ bool may_keep_max(
     const float (&s)[S_COUNT], const RowState& rows, float scale_log2, const Score& score) {

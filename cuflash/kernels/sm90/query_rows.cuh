@@ -1,6 +1,6 @@
-// What sm90/backward.cu and backward_wide.cu need to know of a query tile in addition to Q and dO.
+// Row statistics of a query tile, lse and delta, for sm90/backward.cu and backward_wide.cu.
 // prepare/query_rows.cu writes one QueryRows for each tile of each (batch, head), one after
-// another; the TMA unit copies it together with the tile's Q.
+// another; the producer copies it in bulk together with the tile's Q.
 //
 // Constants: BLOCK_Q, SEGMENTS.
 #pragma once
@@ -18,9 +18,9 @@ template <> struct RowSegmentIds<true> {
 };
 
 struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS> {
-    float lse[BLOCK_Q];                         // lse log2(e), inf: P = 0; if has_large_lse, lse
+    float lse[BLOCK_Q];                         // lse log2(e), or lse if has_large_lse; inf: P = 0
     float delta[BLOCK_Q];                       // rowsum(dO * O)
-    int has_large_lse;                          // of one row or more
+    int has_large_lse;                          // |lse log2(e)| > MAX_FUSED_LSE in some row
     float scale;                                // of the scores: the call's, 1 if not LINEAR
     int q_start, head;                          // of the tile
 };
