@@ -29,6 +29,7 @@ def forward(
     block_q: int | None = None,
     block_k: int | None = None,
     precision: str | None = None,
+    num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     window: tuple[int | None, int | None] | None = None,
@@ -74,6 +75,13 @@ def forward(
         split into two parts of 11 bits. Errors stay those of float32, but an
         infinity is treated as NaN. float32 only, and head dimensions up to
         256. It has no effect on NumPy arrays.
+    num_splits : int, optional
+        Into how many parts, up to 128, the keys of a head are cut: few
+        queries of many keys then occupy the whole GPU. By default as many as
+        are fastest. With it given, a sequence has the same bits whatever
+        stands beside it in the batch. More than 1 is for float16 and
+        bfloat16, head dimensions up to 256, without packed sequences. It has
+        no effect on NumPy arrays.
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.
@@ -143,18 +151,18 @@ def forward(
         If an argument has the wrong type or dtype, or NumPy and CUDA arrays
         are mixed.
     ValueRangeError
-        If `scale`, `block_q`, `block_k`, `precision` or an option is out of
-        range, an option lacks another that it requires, offsets that are
-        checked are invalid, `out` is read-only or shares memory with an
-        input, or the arrays are on several CUDA devices.
+        If `scale`, `block_q`, `block_k`, `precision`, `num_splits` or an
+        option is out of range, an option lacks another that it requires,
+        offsets that are checked are invalid, `out` is read-only or shares
+        memory with an input, or the arrays are on several CUDA devices.
     UnsupportedError
         If head_dim or head_dim_v is above 512, or above 256 and too large
         for the GPU's shared memory (only float64 below sm_80); if another
-        size does not fit in 32 bits; if `precision` does not support the
-        dtype or the head dimensions; if a bias, a mask or segment ids are
-        given with packed sequences; if an array is a masked array, requires
-        grad or belongs to another library on the CPU; if the GPU is too old,
-        or CuPy is not installed for CUDA arrays.
+        size does not fit in 32 bits; if `precision` or `num_splits` does not
+        support the dtype or the head dimensions; if a bias, a mask or segment
+        ids are given with packed sequences; if an array is a masked array,
+        requires grad or belongs to another library on the CPU; if the GPU is
+        too old, or CuPy is not installed for CUDA arrays.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 
@@ -234,6 +242,7 @@ def forward(
         block_q=block_q,
         block_k=block_k,
         precision=precision,
+        num_splits=num_splits,
         return_lse=return_lse,
     )
     _check_offsets(call)

@@ -118,6 +118,7 @@ def check(problem: Problem) -> None:
         If no kernel on any GPU supports the requested block sizes.
     """
     _check_precision(problem)
+    _check_splits(problem)
     options.check_order(problem)
     if problem.block_q is problem.block_k is None:
         return
@@ -141,6 +142,19 @@ def _known_devices() -> Iterator[Device]:
         yield device_of_arch(f"sm_{capability}{suffix}")
 
 
+def _check_splits(problem: Problem) -> None:
+    """Raise UnsupportedError if no kernel splits the keys of such calls."""
+    if problem.num_splits is None or problem.num_splits == 1:
+        return
+    if problem.block_q or problem.block_k or not decode.runs(problem):
+        raise UnsupportedError(
+            f"num_splits is {problem.num_splits}: keys are split for float16"
+            " and bfloat16 with head_dim and head_dim_v of at most"
+            f" {_MAX_OF_TENSOR_CORES}, without packed sequences, block_q and"
+            " block_k; leave it out"
+        )
+
+
 def _check_precision(problem: Problem) -> None:
     """Raise UnsupportedError if the head dimensions are too large."""
     if problem.precision and _is_wide(problem):
@@ -156,6 +170,7 @@ def family_of(
     problem: Problem, device: Device, wanted: Family | None = None
 ) -> Family:
     """The kernel family for a problem on a device."""
+    _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
     return family
@@ -204,9 +219,19 @@ def _family_of(
         if _dmma_runs(problem, device):
             return "dmma"
         return "simt"
-    asked = wanted == "decode" or (wanted is None and decode.pays(problem))
-    if asked and _decode_runs(problem, device):
+    if (
+        wanted == "decode"
+        or problem.num_splits
+        or (wanted is None and decode.pays(problem))
+    ) and _decode_runs(problem, device):
         return "decode"
+    if (problem.num_splits or 1) > 1:
+        raise UnsupportedError(
+            f"num_splits is {problem.num_splits}: {device.arch} has too little"
+            " shared memory to split keys with head_dim"
+            f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
+            " it out"
+        )
     if wanted != "mma" and wgmma.runs(problem, device):
         return "wgmma"
     return "mma"

@@ -73,6 +73,7 @@ class Problem:
     block_k: int | None = None
     deterministic: bool = False
     precision: Literal["tf32x3"] | None = None
+    num_splits: int | None = None
     window: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     dropout: float = 0.0
@@ -135,6 +136,7 @@ class Layout:
     offset: int = 0
 
 
+MAX_SPLITS = 128  # finish/merge_splits.cu has room for as many weights
 ALIGNMENT = 16  # the widest load of a kernel, in bytes
 
 

@@ -32,7 +32,15 @@ from .options import (
     check,
     numbers_of,
 )
-from .problem import ALIGNMENT, Call, Layout, Problem, Rotary, Signature
+from .problem import (
+    ALIGNMENT,
+    MAX_SPLITS,
+    Call,
+    Layout,
+    Problem,
+    Rotary,
+    Signature,
+)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("tf32x3",)
@@ -198,6 +206,7 @@ def forward(
     block_q: Any = None,
     block_k: Any = None,
     precision: Any = None,
+    num_splits: Any = None,
     return_lse: Any = False,
     out: Any = None,
     **options: Any,
@@ -218,6 +227,7 @@ def forward(
         _block("block_k", block_k),
         _precision(precision),
         *asked[:2],
+        num_splits=_num_splits(num_splits),
         return_lse=checks.flag("return_lse", return_lse),
     )
     if out is not None:
@@ -354,6 +364,7 @@ def _attention(
     seen_options: tuple[tuple, ...],
     *,
     deterministic: bool = False,
+    num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Signature:
     """Check a forward or backward call; nothing here depends on the data."""
@@ -412,6 +423,7 @@ def _attention(
         block_k=block_k,
         deterministic=deterministic,
         precision=precision,
+        num_splits=num_splits,
         **{**numbers_asked, "window": window},
         **_arrays_there(options, shapes),
     )
@@ -968,6 +980,25 @@ def _precision(precision: Any) -> Literal["tf32x3"] | None:
             "precision of the dtype"
         )
     return precision
+
+
+def _num_splits(num_splits: Any) -> int | None:
+    if num_splits is None:
+        return None
+    if isinstance(num_splits, bool) or not isinstance(
+        num_splits, numbers.Integral
+    ):
+        raise DTypeError(
+            f"num_splits is {in_words(num_splits)}, expected an int, or None "
+            "for the fastest number"
+        )
+    value = int(num_splits)
+    if not 1 <= value <= MAX_SPLITS:
+        raise ValueRangeError(
+            f"num_splits is {value}, expected 1 to {MAX_SPLITS}: it counts the"
+            " parts into which the keys of a head are cut"
+        )
+    return value
 
 
 def _block(name: str, block: Any) -> int | None:

@@ -146,7 +146,8 @@ def _parts(call: Call) -> Iterator[_Part]:
         own = dict(options)
         if "dropout" in own:
             own["dropout"] = own["dropout"]._replace(batch=number)
-        if np.ndim(call.options.get("alibi_slopes")) == 2:
+        slopes = call.options.get("alibi_slopes")
+        if slopes is not None and np.ndim(slopes) == 2:
             own["alibi_slopes"] = own["alibi_slopes"][number, None]
         yield _Part(queries, keys, own)
 

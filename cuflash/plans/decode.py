@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuflash import workspace
-from cuflash.problem import Problem
+from cuflash.problem import MAX_SPLITS, Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
@@ -28,7 +28,6 @@ _MOST_ROWS = 64
 
 _MANY_HEADS = 256  # more than two blocks for each SM of any GPU
 
-_MOST_SPLITS = 128  # merge_splits.cu reads a row of each part
 _MERGE_THREADS = 128
 
 # Below it, a call takes as long as its launch, whatever the kernel.
@@ -58,11 +57,14 @@ def runs(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     """Whether it is faster than the kernels for many queries."""
-    return (
-        problem.block_q is problem.block_k is None
-        and _rows(problem) <= _MOST_ROWS
-        and problem.seqlen_k >= _FEWEST_KEYS
+    return problem.block_q is problem.block_k is None and (
+        problem.num_splits is not None or _is_short(problem)
     )
+
+
+def _is_short(problem: Problem) -> bool:
+    """Whether its queries do not fill the tiles of the other kernels."""
+    return _rows(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
 
 
 def _head_dims(problem: Problem) -> tuple[int, int]:
@@ -84,16 +86,17 @@ def _shared(problem: Problem, tile: Tile) -> int:
 def _fits(problem: Problem, tile: Tile) -> bool:
     """Whether it is a tile that is fast for as many heads and rows.
 
-    32 rows of more than 128 columns do not fit in a thread's registers. Two
-    blocks of four warps on an SM overlap their ends; one of eight needs half
-    as many parts of the keys. On an H200 128 x 2,048 keys take 252 us with
+    With num_splits it does not depend on the batch, so that a sequence's
+    bits do not. 32 rows of more than 128 columns do not fit in a thread's
+    registers. Two blocks of four warps on an SM overlap their ends; one of
+    eight needs half as many parts of the keys. On an H200 128 x 2,048 keys take 252 us with
     four warps and 264 with eight, 1 x 8,192 keys 15.3 and 14.4, 16 x 8,192
     keys 130 and 125.
     """
     _, dv = _head_dims(problem)
     rows = 16 if _rows(problem) <= 16 or dv > 128 else 32
-    few_heads = _heads(problem, rows) < _MANY_HEADS
-    return tile.block_q == rows and (tile.num_warps == 4 or few_heads)
+    few_heads = problem.num_splits or _heads(problem, rows) < _MANY_HEADS
+    return tile.block_q == rows and bool(tile.num_warps == 4 or few_heads)
 
 
 def num_splits(
@@ -107,13 +110,15 @@ def num_splits(
     """
     heads = _heads(problem, tile.block_q)
     tiles = ceil_div(problem.seqlen_k, tile.block_k)
+    if problem.num_splits:
+        return min(problem.num_splits, tiles)
     resident = device.num_sms * max(device.shared_bytes // (shared + 1024), 1)
 
     def cost(splits: int) -> tuple[int, int]:
         waves = ceil_div(heads * splits, resident)
         return waves * (ceil_div(tiles, splits) + 2), splits
 
-    most = min(tiles, _MOST_SPLITS)
+    most = min(tiles, MAX_SPLITS)
     return min(range(1, most + 1), key=cost)
 
 
@@ -142,14 +147,14 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             constants=(
                 ("Element", element(problem)),
                 ("NUM_THREADS", _MERGE_THREADS),
-                ("MAX_SPLITS", _MOST_SPLITS),
-                ("SHARED_BYTES", 4 * _MOST_SPLITS),
+                ("MAX_SPLITS", MAX_SPLITS),
+                ("SHARED_BYTES", 4 * MAX_SPLITS),
                 ("SINK", problem.sink),
                 ("PACKED", False),
                 asked[0],
             ),
             threads=_MERGE_THREADS,
-            shared_bytes=4 * _MOST_SPLITS,
+            shared_bytes=4 * MAX_SPLITS,
         )
         rows = num_rows(problem)
         launches += (Launch(merge, rows),)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import cuflash
 import strategies
-from helpers import calls
+from helpers import calls, expected
 from helpers.backends import on_kernels
 from helpers.checks import check_forward
-from helpers.compare import assert_bitwise
+from helpers.compare import assert_bitwise, assert_forward_matches
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.option_cases import ALL, ALONE
@@ -77,3 +78,38 @@ def test_results_do_not_depend_on_the_order_of_warps(backend):
     again = calls.forward(backend, other, q, k, v)
     for name, a, b in zip(("out", "lse"), first, again, strict=True):
         assert_bitwise(np.asarray(a), np.asarray(b), name)
+
+
+def in_parts(backend, case, arrays, num_splits):
+    """Return out and lse with num_splits given."""
+    placed = [backend.place(x) for x in arrays]
+    with backend.running(case):
+        results = cuflash.forward(
+            *placed, causal=case.causal, num_splits=num_splits, return_lse=True
+        )
+    return [np.asarray(backend.fetch(x)) for x in results]
+
+
+@on_kernels
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 128])
+def test_a_number_of_parts(backend, num_splits):
+    """600 keys are five tiles of 128."""
+    case = replace(CASE, causal=True)
+    q, k, v, _ = inputs(case)
+    got = in_parts(backend, case, (q, k, v), num_splits)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_sequence_has_the_same_bits_alone(backend, num_splits):
+    """On a GPU with few SMs as well."""
+    q, k, v, _ = inputs(replace(CASE, batch=40, num_heads_q=8, seqlen_q=1))
+    of_all = in_parts(backend, CASE, (q, k, v), num_splits)
+    alone = in_parts(
+        backend, replace(CASE, on=replace(CASE.on, num_sms=50)),
+        [x[7:8] for x in (q, k, v)], num_splits,
+    )  # fmt: skip
+    for name, a, b in zip(("out", "lse"), of_all, alone, strict=True):
+        assert_bitwise(a[7:8], b, name)

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.plan import device_of_arch, plan
+import cuflash
+from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
+from cuflash.plan import check, device_of_arch, plan
 from cuflash.problem import Problem
 
 H200 = replace(
@@ -66,3 +69,46 @@ def test_the_keys_of_one_sequence_fill_the_gpu(seqlen_k, blocks):
 def test_many_sequences_are_not_cut():
     problem = replace(CALL, batch=132, num_heads_q=64, num_heads_kv=16)
     assert plan(problem, H200).num_splits == 1
+
+
+def test_a_number_of_parts_is_kept():
+    assert plan(replace(CALL, num_splits=7), H200).num_splits == 7
+    assert plan(replace(CALL, num_splits=128), H200).num_splits == 64
+
+
+@given(batch=st.integers(1, 500), seqlen_k=st.integers(1, 5000))
+def test_its_tile_does_not_depend_on_the_batch(batch, seqlen_k):
+    problem = replace(CALL, batch=batch, seqlen_k=seqlen_k, num_splits=2)
+    alone = replace(CALL, num_splits=2)
+    assert plan(problem, H200).tile == plan(alone, H200).tile
+
+
+@pytest.mark.parametrize("changes", [
+    {"dtype": "float32"}, {"head_dim": 257}, {"num_sequences": 3},
+    {"block_q": 64},
+])  # fmt: skip
+def test_calls_whose_keys_are_not_split(changes):
+    problem = replace(CALL, num_splits=2, **changes)
+    with pytest.raises(UnsupportedError, match="^num_splits is 2: keys are"):
+        plan(problem, H200)
+    with pytest.raises(UnsupportedError, match="^num_splits is 2: keys are"):
+        check(problem)
+
+
+def test_too_little_shared_memory_to_split():
+    problem = replace(CALL, num_splits=2, head_dim=256, head_dim_v=256)
+    with pytest.raises(UnsupportedError, match="too little shared memory"):
+        plan(problem, device_of_arch("sm_86"))
+
+
+@pytest.mark.parametrize("num_splits", [0, 129, -1])
+def test_a_number_of_parts_that_none_can_merge(num_splits):
+    q = np.zeros((1, 4, 1, 8), np.float16)
+    with pytest.raises(ValueRangeError, match="^num_splits is .* 1 to 128"):
+        cuflash.forward(q, q, q, num_splits=num_splits)
+
+
+def test_a_number_of_parts_is_an_int():
+    q = np.zeros((1, 4, 1, 8), np.float16)
+    with pytest.raises(DTypeError, match="^num_splits is 2.0 of type float"):
+        cuflash.forward(q, q, q, num_splits=2.0)
