@@ -89,9 +89,9 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     With num_splits it does not depend on the batch, so that a sequence's
     bits do not. 32 rows of more than 128 columns do not fit in a thread's
     registers. Two blocks of four warps on an SM overlap their ends; one of
-    eight needs half as many parts of the keys. On an H200 128 x 2,048 keys take 252 us with
-    four warps and 264 with eight, 1 x 8,192 keys 15.3 and 14.4, 16 x 8,192
-    keys 130 and 125.
+    eight needs half as many parts of the keys. On an H200 128 x 2,048 keys
+    take 252 us with four warps and 264 with eight, 1 x 8,192 keys 15.3 and
+    14.4, 16 x 8,192 keys 130 and 125.
     """
     _, dv = _head_dims(problem)
     rows = 16 if _rows(problem) <= 16 or dv > 128 else 32
