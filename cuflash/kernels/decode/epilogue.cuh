@@ -46,8 +46,7 @@ struct MergedRow {
 // Rows that exist, a warp a row. The factor of a warp without a visible key is 0, and so is its
 // acc, or NaN if a NaN is visible.
 __device__ __forceinline__ void store_rows(
-    const Arguments& args, const RowTile& rows, const WarpStates& states, float scale_log2,
-    int split) {
+    const Arguments& args, const RowTile& rows, const WarpStates& states, float scale_log2) {
     const ForwardArguments& arrays = args.arrays;
     const Shape& shape = arrays.shape;
     const int lane = threadIdx.x % 32;
@@ -67,8 +66,8 @@ __device__ __forceinline__ void store_rows(
             m *= scale;
         }
         const i64 index = (i64(rows.batch) * shape.num_heads_q + head) * shape.seqlen_q + query;
-        const i64 part = SPLIT ? i64(shape.batch) * shape.num_heads_q * shape.seqlen_q * split
-                               : 0;
+        const i64 part =
+            SPLIT ? i64(rows.split) * shape.batch * shape.num_heads_q * shape.seqlen_q : 0;
         float* lse = SPLIT ? args.split_lse + part : static_cast<float*>(arrays.lse);
         if (lane == 0 && lse != nullptr) lse[index] = lse_of_row(m, l);
         const float inverse = l == 0.0f ? 0.0f : rescale / l;

@@ -16,9 +16,11 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, the rows of a tile; BLOCK_K = 16 NUM_WARPS; NUM_STAGES;
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to multiples
-// of 32; PADDED, whether rounding changed one; NEGATE_SCORES, whether scale < 0 and scores are
-// LINEAR (score_mod.cuh); SPLIT, whether parts are merged later; Arguments and the options
-// (docs/guide/options.md).
+// of 32; NEGATE_SCORES, whether scale < 0 and scores are LINEAR (score_mod.cuh); SPLIT, whether
+// parts are merged later; Arguments and the options (docs/guide/options.md).
+// Shared memory: SharedPlan (rows.cuh), tiles as in smem.cuh.
+//
+// Bad at: many rows, which read the keys again for every 16 or 32 of them.
 #include "decode/rows.cuh"
 #include "decode/epilogue.cuh"
 
@@ -136,5 +138,5 @@ forward_decode(const __grid_constant__ Arguments args) {
     __syncthreads();                                        // all stages are free
     share_state(shared.states(), warp, acc, softmax);
     __syncthreads();
-    store_rows(args, rows, shared.states(), lane_rows.scale_log2, split_of_block(args));
+    store_rows(args, rows, shared.states(), lane_rows.scale_log2);
 }

@@ -41,10 +41,6 @@ static_assert(sizeof(SharedPlan) <= SHARED_BYTES && sizeof(WarpStates) <= SHARED
 
 struct TileRange { int first, end; };
 
-__device__ __forceinline__ int split_of_block(const Arguments& args) {
-    return blockIdx.x % args.num_splits;
-}
-
 // The block's rows.
 struct RowTile {
     int batch, kv_head, group_size, first_row, split, seqlen_q;
@@ -55,7 +51,7 @@ struct RowTile {
         group_size = shape.num_heads_q / shape.num_heads_kv;
         const int row_tiles = (shape.seqlen_q * group_size + BLOCK_Q - 1) / BLOCK_Q;
         int index = blockIdx.x / args.num_splits;
-        split = split_of_block(args);
+        split = blockIdx.x % args.num_splits;
         first_row = index % row_tiles * BLOCK_Q;
         index /= row_tiles;
         kv_head = index % shape.num_heads_kv;
@@ -117,7 +113,7 @@ struct LaneRows {
                                     1.2e-38f)
                             : LOG2_E) {}
 
-    // Calls f(row, score, key, i, j, x) for each score s[i][j][x] of the lane.
+    // Calls f(row, key, i, j, x) for each score s[i][j][x] of the lane.
     template <class F>
     __device__ __forceinline__ void for_each(int first_key, F f) const {
         const int lane = threadIdx.x % 32;
