@@ -133,12 +133,12 @@ def _window(signature: Signature) -> dict[str, Any]:
 def _softcap(signature: Signature) -> dict[str, Any]:
     p = signature.problem
     terms = softcaps.terms(p.scale, p.softcap)
-    slight = softcaps.slight_terms(p.scale, p.softcap, p.dtype, p.dropout)
+    poly3 = softcaps.poly3_terms(p.scale, p.softcap, p.dtype, p.dropout)
     names = (
-        "cap_terms", "cap_terms_log2", "cap_small", "cap_inverse_log2",
-        "cap_slight_terms_log2", "cap_slight", "cap_lowest",
+        "poly4_terms", "poly4_terms_log2", "poly4_most", "poly4_inverse_log2",
+        "poly3_terms_log2", "poly3_most", "poly3_lowest",
     )  # fmt: skip
-    values = zip(names, (*terms, *slight), strict=True)
+    values = zip(names, (*terms, *poly3), strict=True)
     return {"softcap": p.softcap, **dict(values)}
 
 

@@ -64,7 +64,7 @@ def delta(rows: int, itemsize: int) -> Buffer:
 def query_rows(tiles: int, bytes_of_tile: int) -> Buffer:
     """Row statistics of each query tile for the backward kernels of sm90/.
 
-    prepare/query_rows.cu writes them in place of `delta`.
+    prepare/row_stats.cu writes them in place of `delta`.
     """
     return Buffer("delta", bytes_of_tile, tiles)
 

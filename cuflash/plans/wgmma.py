@@ -303,7 +303,7 @@ def _static_schedule(
     )
 
 
-# Row statistics of a query tile (sm90/query_rows.cuh): lse and delta of each
+# Row statistics of a query tile (sm90/row_stats.cuh): lse and delta of each
 # row, and four numbers per tile.
 _ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
 
@@ -407,7 +407,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     lanes = ceil_div(problem.head_dim_v, 8)
     rows = KernelPlan(
-        file="prepare/query_rows.cu",
+        file="prepare/row_stats.cu",
         entry="backward_rows",
         constants=(
             ("Element", problem.dtype),

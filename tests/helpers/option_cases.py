@@ -94,10 +94,10 @@ _FMA = {
 
 # In one shape.
 _RARE = {
-    # Scores are small, or slight, in half of the warps' tiles; in none, by
+    # Scores are small, or smaller, in half of the warps' tiles; in none, by
     # the scale.
     "mixed softcap": {"softcap": 11.5},
-    "mixed slight softcap": {"softcap": 18.2},
+    "mixed poly3 softcap": {"softcap": 18.2},
     "small softcap, sink": {"softcap": 30.0, "arrays_of": ("sink",)},
     "small softcap, dropout": {"softcap": 30.0, "dropout": 0.25},
     "negative softcap": {"softcap": 30.0, "scale": -0.1},
@@ -233,7 +233,7 @@ FAMILIES = {
         [
             *product(["grouped", "wide", "long"], _WGMMA),
             *product(["grouped"], _RARE),
-            ("long", "mixed slight softcap"),
+            ("long", "mixed poly3 softcap"),
         ],
         [
             *product(["grouped", "wide", "long"], ["window"]),

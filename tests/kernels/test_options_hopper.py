@@ -67,7 +67,7 @@ def test_one_score_of_a_warp_is_not_small(backend, query, key):
 
 
 @on_kernels
-def test_large_scores_below_0_are_not_slight(backend):
+def test_large_scores_below_0_do_not_fit_poly3(backend):
     """All are -16, with a cap of 30."""
     check_forward(backend, Case(
         "bfloat16", 1, 70, 300, head_dim=64, head_dim_v=64, softcap=30.0,

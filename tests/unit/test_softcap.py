@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from cuflash.softcap import (
-    COEFFICIENTS,
-    SLIGHT,
-    SLIGHT_COEFFICIENTS,
-    SMALL,
-    slight_terms,
+    POLY3_COEFFICIENTS,
+    POLY3_MOST,
+    POLY4_COEFFICIENTS,
+    POLY4_MOST,
+    poly3_terms,
     terms,
 )
 
@@ -28,8 +28,8 @@ def horner(coefficients, x, dtype):
 
 @pytest.mark.parametrize(
     ("coefficients", "square", "largest"),
-    [(COEFFICIENTS, SMALL, 2.0**-24.2),
-     (SLIGHT_COEFFICIENTS, SLIGHT, 2.0**-23)],
+    [(POLY4_COEFFICIENTS, POLY4_MOST, 2.0**-24.2),
+     (POLY3_COEFFICIENTS, POLY3_MOST, 2.0**-23)],
 )  # fmt: skip
 def test_its_largest_error_is_smallest(coefficients, square, largest):
     """Five are alike in size and differ in sign: none of the degree is better.
@@ -84,8 +84,8 @@ def test_slight_scores_are_right_to_their_bound(
     Errors as of small scores, with 2 for the polynomial, of a tanh of at most
     0.28: 2.9 units, where tests/helpers/rounding.py gives a kernel 8.
     """
-    t, slight, lowest = slight_terms(scale, softcap, dtype, dropout)
-    products = np.linspace(-1, 1, 20_001) * np.float32(slight)
+    t, most, lowest = poly3_terms(scale, softcap, dtype, dropout)
+    products = np.linspace(-1, 1, 20_001) * np.float32(most)
     products = products.astype(np.float32)
     exact = np.tanh(products.astype(np.float64) * scale / softcap)
     score = products * horner(t, products * products, np.float32)
@@ -99,10 +99,10 @@ def test_slight_scores_are_right_to_their_bound(
 def test_slight_scores_are_not_rare(scale, softcap):
     """Up to 8, with row maxima of -2 or more."""
     for dtype in ("float16", "bfloat16"):
-        _, slight, lowest = slight_terms(scale, softcap, dtype, 0.0)
+        _, most, lowest = poly3_terms(scale, softcap, dtype, 0.0)
         assert lowest <= -3.0
-        assert scale * slight >= 8.0
-        assert np.float32(slight).view(np.uint32) % 2**16 == 0
+        assert scale * most >= 8.0
+        assert np.float32(most).view(np.uint32) % 2**16 == 0
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_no_range_where_the_polynomial_fails(scale, softcap):
     t, t_log2, small, _ = terms(scale, softcap)
     assert small < 0
     assert not any((*t, *t_log2))
-    t_log2, slight, _ = slight_terms(scale, softcap, "bfloat16", 0.0)
-    assert slight == 0
+    t_log2, most, _ = poly3_terms(scale, softcap, "bfloat16", 0.0)
+    assert most == 0
     assert not any(t_log2)
 
 
@@ -124,9 +124,9 @@ def test_no_range_where_the_polynomial_fails(scale, softcap):
 def test_all_that_is_passed_is_a_normal_number(exponent, of_ratio):
     scale = 2.0**exponent
     t, t_log2, small, inverse_log2 = terms(scale, scale / 2.0**of_ratio)
-    slight_log2, slight, _ = slight_terms(
+    poly3_log2, most, _ = poly3_terms(
         scale, scale / 2.0**of_ratio, "float16", 0.0
     )
-    of_slight = *slight_log2, slight
-    for x in (*t, *t_log2, small, inverse_log2, *of_slight):
+    of_poly3 = *poly3_log2, most
+    for x in (*t, *t_log2, small, inverse_log2, *of_poly3):
         assert 2.0**-126 <= abs(x) < 2.0**127

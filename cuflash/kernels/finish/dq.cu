@@ -16,7 +16,7 @@
 // multiple of 64 (smem.cuh).
 //
 // Bound by memory: 4 bytes read and 2 written per element.
-#include "sm90/counters.cuh"
+#include "sm90/semaphores.cuh"
 #include "common/dq_accum.cuh"
 #include "finish/recompute.cuh"
 #include "common/packed_sequences.cuh"

@@ -9,12 +9,12 @@
 // and so on of each batch.
 // A row whose lse is -inf belongs to no sequence: others have at least the sink's weight.
 // Constants: Arguments, its argument's type; Element, PACKED, NUM_THREADS, SHARED_BYTES; IN_TILES:
-// delta stands in QueryRows (query_rows.cuh) of BLOCK_Q queries; a warp then takes packed sequences
+// delta stands in QueryRows (row_stats.cuh) of BLOCK_Q queries; a warp then takes packed sequences
 // slot by slot. Shared memory: a double for each thread.
 //
 // Bound by memory: lse and delta read once.
 #include "common/elements.cuh"
-#include "sm90/query_rows.cuh"
+#include "sm90/row_stats.cuh"
 #include "common/packed_sequences.cuh"
 
 using Real = Accumulator<Element>;

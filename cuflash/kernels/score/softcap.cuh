@@ -40,8 +40,8 @@ template <int N> inline void invert(float* x) {
 template <class Real> struct Softcap {
     Real softcap, inverse_softcap;
     float twice_by_cap;                                     // 2 scale / softcap * log2(e)
-    float terms[4], terms_log2[4], small, inverse_log2;     // poly4
-    float slight_terms_log2[3], slight, lowest;             // poly3
+    float poly4_terms[4], poly4_terms_log2[4], poly4_most, poly4_inverse_log2;
+    float poly3_terms_log2[3], poly3_most, poly3_lowest;
 
     template <class Arguments> explicit Softcap(const Arguments& args) {
         if constexpr (SOFTCAP) {
@@ -52,15 +52,15 @@ template <class Real> struct Softcap {
                 2.8853900817779268 * arrays_of(args).scale / options.softcap);
             #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                terms[i] = options.cap_terms[i];
-                terms_log2[i] = options.cap_terms_log2[i];
+                poly4_terms[i] = options.poly4_terms[i];
+                poly4_terms_log2[i] = options.poly4_terms_log2[i];
             }
-            small = options.cap_small;
-            inverse_log2 = options.cap_inverse_log2;
+            poly4_most = options.poly4_most;
+            poly4_inverse_log2 = options.poly4_inverse_log2;
             #pragma unroll
-            for (int i = 0; i < 3; ++i) slight_terms_log2[i] = options.cap_slight_terms_log2[i];
-            slight = options.cap_slight;
-            lowest = options.cap_lowest;
+            for (int i = 0; i < 3; ++i) poly3_terms_log2[i] = options.poly3_terms_log2[i];
+            poly3_most = options.poly3_most;
+            poly3_lowest = options.poly3_lowest;
         }
     }
 
@@ -96,44 +96,44 @@ template <class Real> struct Softcap {
 
     // Whether all S of a warp are in poly4's range. Compares sums of eight squares, one
     // multiply-add each, because a maximum would compete with the row maxima for their unit. The
-    // sum is stricter than a maximum by up to sqrt(8). A NaN is never small.
+    // sum is stricter than a maximum by up to sqrt(8). A NaN never is.
     template <int N> bool fits_tanh_poly4(const float (&products)[N]) const {
         static_assert(N % 8 == 0, "each product is tested");
-        bool are_small = true;
+        bool fits = true;
         #pragma unroll
         for (int first = 0; first < N; first += 8) {
             float squares = 0.0f;
             #pragma unroll
             for (int i = first; i < first + 8; ++i)
                 squares = fmaf(products[i], products[i], squares);
-            are_small &= squares <= small;
+            fits &= squares <= poly4_most;
         }
-        return __ballot_sync(0xFFFFFFFFu, are_small) == 0xFFFFFFFFu;
+        return __ballot_sync(0xFFFFFFFFu, fits) == 0xFFFFFFFFu;
     }
 
     // Whether all S of a warp are in poly3's range. It is so small that no weight overflows
-    // relative to an old row maximum (times log2(e)) of at least `lowest`, so that maximum may
-    // stay. Compares upper halves, half an instruction per element; the lower half of `slight` is
-    // 0.
+    // relative to an old row maximum (times log2(e)) of at least poly3_lowest, so that maximum may
+    // stay. Compares upper halves, half an instruction per element; the lower half of poly3_most
+    // is 0.
     template <int N> bool fits_tanh_poly3(const float (&products)[N], float lowest_maximum) const {
-        const bool are_slight = largest_upper_half<true>(products) < __float_as_uint(slight)
-                             && lowest_maximum >= lowest;
-        return __ballot_sync(0xFFFFFFFFu, are_slight) == 0xFFFFFFFFu;
+        const bool fits = largest_upper_half<true>(products) < __float_as_uint(poly3_most)
+                       && lowest_maximum >= poly3_lowest;
+        return __ballot_sync(0xFFFFFFFFu, fits) == 0xFFFFFFFFu;
     }
 
     // cap tanh(scale S / cap) of one S.
     float poly4_score(float product) const {
-        return product * polynomial(terms, product * product);
+        return product * polynomial(poly4_terms, product * product);
     }
     // The factor of S that gives that score times log2(e), for a multiply-add with another term.
     float poly4_factor_log2(float product) const {
-        return polynomial(terms_log2, product * product);
+        return polynomial(poly4_terms_log2, product * product);
     }
     float poly3_factor_log2(float product) const {
-        return polynomial(slight_terms_log2, product * product);
+        return polynomial(poly3_terms_log2, product * product);
     }
     // tanh, from the score times log2(e).
-    float poly4_tanh(float score_log2) const { return score_log2 * inverse_log2; }
+    float poly4_tanh(float score_log2) const { return score_log2 * poly4_inverse_log2; }
 
 private:
     static float polynomial(const float (&terms)[4], float x) {

@@ -9,7 +9,7 @@
 // releases V alone, and wait_k_empty(state) waits for K's stage.
 #pragma once
 #include "sm90/backward_scheduler.cuh"
-#include "sm90/query_rows.cuh"
+#include "sm90/row_stats.cuh"
 
 constexpr int Q_PRODUCER_THREADS = WARP_PRODUCER ? 32 : 1;
 constexpr int BOUNDARY_FLAGS = SEGMENTS ? STAGES : 1;

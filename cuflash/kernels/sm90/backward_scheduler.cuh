@@ -13,7 +13,7 @@
 // that publishes; work_empty, an arrival of each warp that reads.
 #pragma once
 #include "sm90/backward_constants.cuh"
-#include "sm90/counters.cuh"
+#include "sm90/semaphores.cuh"
 #include "common/packed_sequences.cuh"
 #include "sm90/wgmma.cuh"
 

@@ -8,7 +8,7 @@
 // Constants: those of backward_constants.cuh.
 #pragma once
 #include "sm90/backward_constants.cuh"
-#include "sm90/query_rows.cuh"
+#include "sm90/row_stats.cuh"
 #include "score/dropout.cuh"
 #include "sm90/wgmma.cuh"
 

@@ -10,7 +10,7 @@
 // Constants: Element, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES, SHARED_BYTES.
 #pragma once
 #include "sm90/backward_producer.cuh"
-#include "sm90/query_rows.cuh"
+#include "sm90/row_stats.cuh"
 
 constexpr int CONSUMERS = BLOCK_K / 64;                     // warpgroups
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, CONSUMER_WARPS = CONSUMER_THREADS / 32;

@@ -16,12 +16,12 @@
 //
 //     forward_shared.cuh     constants, what the producer publishes to the consumers, SharedPlan
 //     forward_scheduler.cuh  tile schedulers: which query tile a block computes next
-//     forward_load.cuh       producer
+//     forward_producer.cuh       producer
 //     forward_consumer.cuh   consumer: main loop iteration, GEMMs, epilogue
-//     forward_options.cuh    consumer with options
+//     forward_option_consumer.cuh  consumer with options
 //     forward_softmax.cuh    online softmax, both consumers
 //     forward_scores.cuh     score modifications, causal, window and segment masks, dropout
-//     forward_mask.cuh       boolean mask
+//     forward_boolean_mask.cuh       boolean mask
 //     alibi_mma.cuh          ALiBi by an extra MMA
 //     forward_epilogue.cuh   O and lse of a query tile
 //     forward_recompute.cuh  rows whose result may be wrong by this arithmetic (NaN, infinities,
@@ -41,8 +41,8 @@
 // SHARED_BYTES; Arguments and the options (docs/guide/options.md). LINEAR (score_mod.cuh): the call
 // has no softcap, ALiBi or bias, so scores are scale S.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
-#include "sm90/forward_load.cuh"
-#include "sm90/forward_options.cuh"
+#include "sm90/forward_producer.cuh"
+#include "sm90/forward_option_consumer.cuh"
 
 __device__ __forceinline__ void produce(const Arguments& args, SharedPlan& shared) {
     if (threadIdx.x < (DYNAMIC_SCHEDULER ? 32 : 1)) load_queries(args, shared);

@@ -1,5 +1,6 @@
 // Runs before sm90/backward.cu and backward_wide.cu. Writes the QueryRows of each query tile, and
-// zeroes what these kernels add to: the sums of dQ, a counter, flags and semaphores (counters.cuh).
+// zeroes what these kernels add to: the sums of dQ, a counter, flags and semaphores
+// (semaphores.cuh).
 //
 //     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
 //
@@ -12,9 +13,9 @@
 // type of the kernel's argument, and the options (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
-#include "sm90/counters.cuh"
+#include "sm90/semaphores.cuh"
 #include "score/pair_mask.cuh"
-#include "sm90/query_rows.cuh"
+#include "sm90/row_stats.cuh"
 #include "prepare/delta.cuh"
 #include "common/softmax.cuh"
 #include "score/score_mod.cuh"

@@ -1,5 +1,5 @@
 // The flags and semaphores in global memory that the blocks of sm90/backward.cu and
-// backward_wide.cu share: recompute_flags and dq_semaphores. prepare/query_rows.cu zeroes them, and
+// backward_wide.cu share: recompute_flags and dq_semaphores. prepare/row_stats.cu zeroes them, and
 // tile_counter, the third such array: one int, from which blocks take the index of their next key
 // tile (next_index() in backward_scheduler.cuh).
 //

@@ -2,7 +2,7 @@
 // mask, dropout. OptionsConsumer replaces the iterations of Consumer and inherits the rest.
 #pragma once
 #include "sm90/forward_consumer.cuh"
-#include "sm90/forward_mask.cuh"
+#include "sm90/forward_boolean_mask.cuh"
 
 template <bool> struct ScoreOf { using type = PlainScore; };
 template <> struct ScoreOf<true> { using type = AlibiScore; };

@@ -1,5 +1,5 @@
 // Row statistics of a query tile, lse and delta, for sm90/backward.cu and backward_wide.cu.
-// prepare/query_rows.cu writes one QueryRows for each tile of each (batch, head), one after
+// prepare/row_stats.cu writes one QueryRows for each tile of each (batch, head), one after
 // another; the producer copies it in bulk together with the tile's Q.
 //
 // Constants: BLOCK_Q, SEGMENTS.
