@@ -11,6 +11,7 @@
     python scripts/bench.py --write-docs         # tables, from the JSON files
     python scripts/bench.py --options            # masks, score modifications
     python scripts/bench.py --options window softcap --direction forward
+    python scripts/bench.py --decode             # one query over many keys
     python scripts/bench.py --memory             # peak extra memory
     python scripts/bench.py --import-time        # import and first call
 
@@ -23,13 +24,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import command_line
 from bench_parts import (
     cells,
+    decode,
     imports,
     machine,
     markdown,
@@ -42,9 +44,6 @@ from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
 from command_line import number
 from cuflash.validate import MAX_HEAD_DIM
-
-if TYPE_CHECKING:
-    from bench_parts.runners import Runner
 
 MIB = 1 << 20
 MASKS = {"yes": [True], "no": [False], "both": [False, True]}
@@ -96,6 +95,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         f"{', '.join(option_cells.OPTIONS)}; none given: all. "
         f"Default --head-dim {in_words(option_cells.HEAD_DIMS)}, "
         f"--seqlen {in_words(option_cells.SEQLENS)}")  # fmt: skip
+    add("--decode", action="store_true", help="time calls of one query per "
+        "sequence, in CUDA graphs; shapes are fixed")  # fmt: skip
     add("--memory", action="store_true", help="peak extra memory instead")
     add("--import-time", action="store_true", help="import times instead")
     options = parser.parse_args(arguments)
@@ -104,6 +105,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     if options.precision and options.dtype != "float32":
         parser.error(f"--precision {options.precision}: for float32 only")
+    if options.decode:
+        reason = decode.why_no_decode(options)
+        if reason:
+            parser.error(f"--decode: {reason}")
     if options.options is not None:
         options.options = options.options or list(option_cells.OPTIONS)
         reason = why_no_options(options)
@@ -205,6 +210,8 @@ def main(arguments: list[str] | None = None) -> int:
             measure_imports(record)
         elif options.memory:
             measure_memory(options, record)
+        elif options.decode:
+            measure_decode(options, record)
         elif options.options:
             measure_options(options, record)
         else:
@@ -232,7 +239,10 @@ def draw(options: argparse.Namespace, record: dict) -> None:
         say("no pictures of calls with options")
         return
     try:
-        from bench_parts import pictures
+        if "decode" in record:
+            from bench_parts import decode_pictures as pictures
+        else:
+            from bench_parts import pictures
     except ImportError as error:
         say(f"no pictures: {error}")
         return
@@ -322,7 +332,7 @@ def measure_memory(options: argparse.Namespace, record: dict) -> None:
 
 def measure_speed(options: argparse.Namespace, record: dict) -> None:
     """Fill in `rows`, `ceilings`, `summary`; show each row once timed."""
-    from bench_parts import compiling, timing
+    from bench_parts import compiling, speed, timing
     from bench_parts.runners import OURS
     from cuflash.backends import cupy as gpu
 
@@ -351,7 +361,12 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
     compiling.compile_all(grid, gpu.device(0))
     say(heading(names))
     measure_rows(
-        record, grid, runners, options.seconds, lambda row: line(row, names)
+        record,
+        grid,
+        runners,
+        options.seconds,
+        lambda row: line(row, names),
+        speed.measure,
     )
     record["summary"] = summary_of(record["rows"], names[1:])
     if record["summary"]:
@@ -361,7 +376,7 @@ def measure_speed(options: argparse.Namespace, record: dict) -> None:
 
 def measure_options(options: argparse.Namespace, record: dict) -> None:
     """Fill in `rows` of calls with options; show each once timed."""
-    from bench_parts import compiling
+    from bench_parts import compiling, speed
     from bench_parts.runners import OURS, PLAIN
     from cuflash.backends import cupy as gpu
 
@@ -384,8 +399,39 @@ def measure_options(options: argparse.Namespace, record: dict) -> None:
     compiling.compile_all([*grid, *plain], gpu.device(0))
     say(report.option_heading())
     measure_rows(
-        record, grid, [OURS, PLAIN], options.seconds, report.option_line
+        record,
+        grid,
+        [OURS, PLAIN],
+        options.seconds,
+        report.option_line,
+        speed.measure,
     )
+    say_faults(record)
+
+
+def measure_decode(options: argparse.Namespace, record: dict) -> None:
+    """Fill in `rows` of decode calls, `means`; show each row once timed."""
+    from bench_parts import decode_report, decode_runners, decode_speed
+
+    found, words = decode_runners.find(options.peer)
+    runners = [decode_runners.OURS, *found, decode_runners.READING]
+    names = [runner.name for runner in runners]
+    for word in words:
+        say(word)
+    record["runners"] = {runner.name: runner.label for runner in runners}
+    record["workload"] = "forward, seqlen_q 1, full, bfloat16"
+    record["decode"] = decode.PROTOCOL
+    say(decode_report.heading(names))
+    measure_rows(
+        record,
+        decode.CELLS,
+        runners,
+        options.seconds,
+        lambda row: decode_report.line(row, names),
+        decode_speed.measure,
+    )
+    record["means"] = decode.means(record["rows"])
+    say("\n".join(decode_report.lines_of_means(record["means"])))
     say_faults(record)
 
 
@@ -407,17 +453,16 @@ def workload(options: argparse.Namespace) -> str:
 
 def measure_rows(
     record: dict,
-    grid: list[cells.Cell],
-    runners: list[Runner],
+    grid: Iterable,
+    runners: list,
     seconds: float,
     in_text: Callable[[dict], str],
+    measure: Callable[[Any, list, float], dict],
 ) -> None:
     """Fill in `rows` and `faults`; show each row once timed."""
-    from bench_parts import speed
-
     record["rows"], record["faults"] = [], []
     for cell in grid:
-        row = speed.measure(cell, runners, seconds)
+        row = measure(cell, runners, seconds)
         record["rows"].append(row)
         record["faults"] += row["faults"]
         say(in_text(row))

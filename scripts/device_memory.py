@@ -1,7 +1,9 @@
-"""Measures the device memory that a call takes."""
+"""Measures the device memory that a call takes, and frees cached memory."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,3 +22,13 @@ def peak_bytes(call: Callable[[], Any]) -> int:
         peak = pool.total_bytes()
         del results
     return peak
+
+
+def free_memory() -> None:
+    """Free CuPy's and PyTorch's cached memory."""
+    import cupy
+
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()

@@ -7,9 +7,9 @@ A line like
 stands above each table and defines it: files (relative to the document; a cell
 is read from the first that has it), optionally a direction, ``causal`` for
 causal rows only, ``means`` for geometric means of ratios, ``options`` for
-calls with and without options, and optionally lengths (default all). With
-lengths, the table has a column per runner; without, cuflash's speed and its
-ratios to the peers.
+calls with and without options, ``decode`` for decode calls (also with
+``means``), and optionally lengths (default all). With lengths, the table has a
+column per runner; without, cuflash's speed and its ratios to the peers.
 
 A section whose file does not exist yet is kept in a comment, its marks written
 as lines ``bench: ...``, and is uncommented once the file exists:
@@ -26,6 +26,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from . import decode_report
 from .report import beside_plain, figure, ratio_to, summary
 
 MARK = re.compile(r"^<!-- bench: (.+) -->$", re.M)
@@ -47,6 +48,7 @@ class Wanted(NamedTuple):
     causal_alone: bool
     means: bool
     options: bool
+    decode: bool
     seqlens: list[int]
 
 
@@ -56,13 +58,13 @@ def parse(text: str) -> Wanted:
     files = [x for x in words if x.endswith(".json")]
     directions = [x for x in words if x in ("forward", "backward")]
     seqlens = [int(x.replace(",", "")) for x in words if x[0].isdigit()]
-    known = {*files, *directions, "causal", "means", "options"}
+    known = {*files, *directions, "causal", "means", "options", "decode"}
     strange = [x for x in words if x not in known and not x[0].isdigit()]
     if strange or not files:
         raise ValueError(f"the mark {text!r} has no file, or {strange}")
     return Wanted(
         files, directions or ["forward", "backward"], "causal" in words,
-        "means" in words, "options" in words, seqlens,
+        "means" in words, "options" in words, "decode" in words, seqlens,
     )  # fmt: skip
 
 
@@ -79,6 +81,8 @@ def updated(text: str, folder: Path) -> str:
             lines = _means
         if wanted.options:
             lines = _options
+        if wanted.decode:
+            lines = _decode_means if wanted.means else _decode
         return f"{found[1]}\n{chr(10).join(lines(records, wanted))}\n"
 
     return BLOCK.sub(table, _without_waiting(text, folder))
@@ -229,6 +233,14 @@ def _options(records: list[dict], wanted: Wanted) -> list[str]:
          "pairs seen", "speed per pair", "per visited pair"],
         lines,
     )  # fmt: skip
+
+
+def _decode(records: list[dict], wanted: Wanted) -> list[str]:
+    return _table(*decode_report.table(records, NAMES))
+
+
+def _decode_means(records: list[dict], wanted: Wanted) -> list[str]:
+    return _table(*decode_report.table_of_means(records))
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:

@@ -11,12 +11,18 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from . import decode_report
 from .cells import Cell, geometric_mean
 
 
 def say(text: str = "") -> None:
     """Print a line and flush, so that a pipe shows it at once."""
     print(text, flush=True)
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's first line: PyTorch's messages are long."""
+    return str(error).strip().partition("\n")[0]
 
 
 def figure(tflops: float) -> str:
@@ -67,6 +73,8 @@ def lines(record: dict) -> list[str]:
     rows = record["rows"]
     if "options" in record:
         return [option_heading(), *map(option_line, rows)]
+    if "decode" in record:
+        return decode_report.lines(record)
     names = list(record["runners"])
     return [heading(names), *(line(row, names) for row in rows)]
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 
 import cupy
 
 from cuflash.backends import cupy as gpu
 from cuflash.plan import Plan, plan, wanted_family
+from device_memory import free_memory
 
 from . import checks
 from .cells import Cell
 from .compiling import problem_of
+from .report import first_line
 from .runners import DTYPES, OURS, Inputs, Runner, make_inputs
 from .timing import Contender, alternate
 
@@ -70,7 +70,7 @@ def measure(cell: Cell, runners: list[Runner], seconds: float) -> dict:
     contenders.clear()
     made.clear()
     del sets, checker
-    _free()
+    free_memory()
     return row
 
 
@@ -109,16 +109,3 @@ def _result_bytes(cell: Cell) -> int:
 def _plan(cell: Cell) -> Plan:
     problem = problem_of(cell, cell.direction)
     return plan(problem, gpu.device(0), wanted_family())
-
-
-def _free() -> None:
-    """Free CuPy's and PyTorch's cached memory for the next cell."""
-    gc.collect()
-    cupy.get_default_memory_pool().free_all_blocks()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's first line: PyTorch's messages are long."""
-    return str(error).strip().partition("\n")[0]
