@@ -14,18 +14,19 @@
 // one runs under the GEMMs of another. With Q_STAGES > 1 the next key tile may be the first one of
 // the next query tile, so the pipeline does not drain between query tiles.
 //
-//     forward_shared.cuh     constants, what the producer publishes to the consumers, SharedPlan
-//     forward_scheduler.cuh  tile schedulers: which query tile a block computes next
-//     forward_producer.cuh       producer
-//     forward_consumer.cuh   consumer: main loop iteration, GEMMs, epilogue
+//     forward_shared.cuh           constants, what the producer publishes, SharedPlan
+//     forward_scheduler.cuh        tile schedulers: which query tile a block computes next
+//     forward_producer.cuh         producer
+//     forward_consumer.cuh         consumer: main loop iteration, GEMMs, epilogue
 //     forward_option_consumer.cuh  consumer with options
-//     forward_softmax.cuh    online softmax, both consumers
-//     forward_scores.cuh     score modifications, causal, window and segment masks, dropout
-//     forward_boolean_mask.cuh       boolean mask
-//     alibi_mma.cuh          ALiBi by an extra MMA
-//     forward_epilogue.cuh   O and lse of a query tile
-//     forward_recompute.cuh  rows whose result may be wrong by this arithmetic (NaN, infinities,
-//                            scores above 2^24): detected in the epilogue, recomputed one by one
+//     forward_softmax.cuh          online softmax, both consumers
+//     forward_scores.cuh           score modifications; causal, window, segment masks; dropout
+//     forward_boolean_mask.cuh     boolean mask
+//     alibi_mma.cuh                ALiBi by an extra MMA
+//     forward_epilogue.cuh         O and lse of a query tile
+//     forward_recompute.cuh        rows whose result may be wrong by this arithmetic (NaN,
+//                                  infinities, scores above 2^24): detected in the epilogue,
+//                                  recomputed one by one
 //
 // Grid: one block per SM, or one per query tile if those are fewer. The static scheduler assigns
 // tiles to blocks, longest first. With packed sequences or segment ids, the host does not know how
