@@ -6,10 +6,10 @@ import math
 
 # tanh_poly4: tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) for x^2 up to
 # POLY4_MOST, with an absolute error of at most 2^-24.2. This is the minimax
-# polynomial (Remez exchange; tests/unit/test_softcap.py). The poles of tanh are
-# at x^2 = -(pi / 2)^2, so one more term divides the error by 4 * 2.47 / 0.2 =
-# 50: three terms give 2^-18.6, five give 2^-30, which is below the rounding
-# error.
+# polynomial (Remez exchange; tests/unit/test_softcap.py). The poles of tanh
+# are at x^2 = -(pi / 2)^2, so one more term divides the error by 4 * 2.47 /
+# 0.2 = 50: three terms give 2^-18.6, five give 2^-30, which is below the
+# rounding error.
 POLY4_MOST = 0.2
 POLY4_COEFFICIENTS = (
     0.9999989997227811,
