@@ -109,7 +109,7 @@ def num_splits(
     ends, about two tiles.
     """
     heads = _heads(problem, tile.block_q)
-    tiles = ceil_div(problem.seqlen_k, tile.block_k)
+    tiles = max(ceil_div(problem.seqlen_k, tile.block_k), 1)
     if problem.num_splits:
         return min(problem.num_splits, tiles)
     resident = device.num_sms * max(device.shared_bytes // (shared + 1024), 1)

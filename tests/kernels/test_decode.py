@@ -102,6 +102,16 @@ def test_a_number_of_parts(backend, num_splits):
 
 
 @on_kernels
+@pytest.mark.parametrize("seqlen_k", [0, 1, 127])
+def test_parts_of_few_keys(backend, seqlen_k):
+    case = replace(CASE, seqlen_k=seqlen_k)
+    q, k, v, _ = inputs(case)
+    got = in_parts(backend, case, (q, k, v), 3)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
+
+
+@on_kernels
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_sequence_has_the_same_bits_alone(backend, num_splits):
     """On a GPU with few SMs as well."""
