@@ -10,13 +10,13 @@ from cuflash.workspace import Buffer
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
-    HEAD_DIM_STEP,
     element,
     is_linear,
     is_packed,
     main_kernel,
     num_rows,
     option_constants,
+    padded_head_dims,
     tile_bytes,
 )
 
@@ -67,15 +67,8 @@ def _is_short(problem: Problem) -> bool:
     return _rows(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
 
 
-def _head_dims(problem: Problem) -> tuple[int, int]:
-    return (
-        round_up(problem.head_dim, HEAD_DIM_STEP),
-        round_up(problem.head_dim_v, HEAD_DIM_STEP),
-    )
-
-
 def _shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = padded_head_dims(problem)
     stage = tile_bytes(_WARP_KEYS, d) + tile_bytes(_WARP_KEYS, dv)
     loads = tile_bytes(tile.block_q, d)
     loads += tile.num_warps * tile.num_stages * stage
@@ -93,7 +86,7 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     take 252 us with four warps and 264 with eight, 1 x 8,192 keys 15.3 and
     14.4, 16 x 8,192 keys 130 and 125.
     """
-    _, dv = _head_dims(problem)
+    _, dv = padded_head_dims(problem)
     rows = 16 if _rows(problem) <= 16 or dv > 128 else 32
     few_heads = problem.num_splits or _heads(problem, rows) < _MANY_HEADS
     return tile.block_q == rows and bool(tile.num_warps == 4 or few_heads)
@@ -123,7 +116,7 @@ def num_splits(
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _head_dims(problem)
+    d, dv = padded_head_dims(problem)
     shared = _shared(problem, tile)
     splits = num_splits(problem, device, tile, shared)
     asked = (

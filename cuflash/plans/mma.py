@@ -9,7 +9,6 @@ from cuflash.tiles import Tile
 from .kernel import Device, Launch, Maker, Plan
 from .rounding import round_up
 from .steps import (
-    HEAD_DIM_STEP,
     count_tiles,
     delta_buffer,
     delta_launch,
@@ -22,6 +21,7 @@ from .steps import (
     option_buffers,
     option_constants,
     option_launches,
+    padded_head_dims,
     rounding_launch,
     semaphore_buffers,
     sink_launches,
@@ -33,15 +33,8 @@ from .steps import (
 _ACCUMULATOR_REGISTERS = 224
 
 
-def _head_dims(problem: Problem) -> tuple[int, int]:
-    return (
-        round_up(problem.head_dim, HEAD_DIM_STEP),
-        round_up(problem.head_dim_v, HEAD_DIM_STEP),
-    )
-
-
 def _forward_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = padded_head_dims(problem)
     return (
         tile_bytes(tile.block_q, max(d, dv))
         + tile_bytes(tile.block_k, d)
@@ -65,7 +58,7 @@ def _shares_rows(tile: Tile) -> bool:
 
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
-    _, dv = _head_dims(problem)
+    _, dv = padded_head_dims(problem)
     if not _shares_rows(tile):
         return False
     rows = tile.block_q // tile.num_warps
@@ -77,7 +70,7 @@ def _padded(problem: Problem, d: int, dv: int) -> bool:
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _head_dims(problem)
+    d, dv = padded_head_dims(problem)
     return forward_in_one(
         problem, device, tile, "mma", (d, dv), _forward_shared(problem, tile),
         ("PADDED", _padded(problem, d, dv)),
@@ -87,7 +80,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = padded_head_dims(problem)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
     scores = 2 * tile_bytes(tile.block_q, tile.block_k)
@@ -97,7 +90,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
-    d, dv = _head_dims(problem)
+    d, dv = padded_head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
     shares = (
@@ -116,7 +109,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _head_dims(problem)
+    d, dv = padded_head_dims(problem)
     shared = _backward_shared(problem, tile)
     main = main_kernel(
         problem, tile, "mma", (d, dv), shared,

@@ -47,6 +47,15 @@ def tile_bytes(rows: int, columns: int) -> int:
 # kernels/sm80/mma.cuh: multiples of head_dim that all warp layouts can share.
 HEAD_DIM_STEP = 32
 
+
+def padded_head_dims(problem: Problem) -> tuple[int, int]:
+    """The head dimensions for which kernels of mma.sync are compiled."""
+    return (
+        round_up(problem.head_dim, HEAD_DIM_STEP),
+        round_up(problem.head_dim_v, HEAD_DIM_STEP),
+    )
+
+
 ELEMENTS = {"float32": "float", "float64": "double"}
 
 # kernels/common/padded_tiles.cuh: elements that pad each row of a tile.
