@@ -239,13 +239,25 @@ BackwardOptionsArguments = _struct(
     ("BackwardArguments", "arrays"),
     ("OptionNumbers", "options"),
 )
+_SPLITS: _Fields = (
+    "float*",
+    "split_out split_lse",
+    "null: one part, which is all",
+)
 ForwardSplitArguments = _struct(
     "ForwardSplitArguments",
-    "Of decode/forward.cu, with options or without. Each of num_splits parts"
-    " of the keys leaves\nfloat O and lse of each row, contiguous"
-    " (num_splits, batch, num_heads_q, seqlen_q, head_dim_v).",
+    "Of decode/forward.cu. Each of num_splits parts of the keys leaves float O"
+    " and lse of each row,\ncontiguous (num_splits, batch, num_heads_q,"
+    " seqlen_q, head_dim_v).",
+    _SPLITS,
+    ("ForwardArguments", "arrays"),
+    ("int", "num_splits"),
+)
+ForwardSplitOptionsArguments = _struct(
+    "ForwardSplitOptionsArguments",
+    "",
     *_OPTIONS,
-    ("float*", "split_out split_lse", "null: one part, which is all"),
+    _SPLITS,
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
     ("int", "num_splits"),

@@ -21,6 +21,7 @@ from cuflash.abi import (
     ForwardArguments,
     ForwardOptionsArguments,
     ForwardSplitArguments,
+    ForwardSplitOptionsArguments,
     ForwardWgmmaArguments,
     ForwardWgmmaOptionsArguments,
     MergeArguments,
@@ -82,7 +83,7 @@ class Recipe:
         then come the seed and the first buffers of `workspace`. A pointer
         is null if the call lacks the option. Empty for a call without
         options, whose struct has none of these fields.
-    buffers_of_options : int
+    buffers_before_inputs : int
         How many buffers of `workspace` come before the inputs.
     """
 
@@ -94,7 +95,7 @@ class Recipe:
     boxes: tuple[tuple[int, Boxes], ...] = ()
     workspace: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
-    buffers_of_options: int = 0
+    buffers_before_inputs: int = 0
 
 
 _remembered = functools.lru_cache(maxsize=4096)
@@ -246,18 +247,17 @@ def _forward_recipe(
     if decided.family == "decode":
         constants["num_splits"] = decided.num_splits
     kinds = {
-        (False, False): ForwardArguments,
-        (False, True): ForwardOptionsArguments,
-        (True, False): ForwardWgmmaArguments,
-        (True, True): ForwardWgmmaOptionsArguments,
+        "wgmma": (ForwardWgmmaArguments, ForwardWgmmaOptionsArguments),
+        "decode": (ForwardSplitArguments, ForwardSplitOptionsArguments),
     }
+    without, with_options = kinds.get(
+        decided.family, (ForwardArguments, ForwardOptionsArguments)
+    )
     return _recipe(
         signature,
         target,
         decided,
-        ForwardSplitArguments
-        if decided.family == "decode"
-        else kinds[by_tma, bool(p.options)],
+        with_options if p.options else without,
         constants,
         inputs=("q", "k", "v"),
         copies=layouts.changes(given, taken),
@@ -394,7 +394,7 @@ def _recipe(
 
     `boxes` maps array names to their boxes.
     """
-    has_options = "options" in (kind.names or ())
+    has_options = bool(signature.problem.options)
     if has_options:
         read = {
             name: layouts.by_element(x)
@@ -416,7 +416,7 @@ def _recipe(
         workspace=workspace.sizes(
             decided.workspace, (x for x in names if x in workspace.NAMES)
         ),
-        buffers_of_options=sum(x in workspace.NAMES for x in before_inputs),
+        buffers_before_inputs=sum(x in workspace.NAMES for x in before_inputs),
         options=options.ARRAYS if has_options else (),
     )
 
@@ -449,9 +449,9 @@ def _launch(
         kept, buffers = backend.workspace(recipe.workspace)
     inputs = backend.address(arrays)
     outputs = backend.address(written, written=True)
+    split = recipe.buffers_before_inputs
     if recipe.options:
         copies, given = _options_read(recipe, call, backend)
-        split = recipe.buffers_of_options
         addresses = (
             *given,
             call.seed,
@@ -462,7 +462,7 @@ def _launch(
             *outputs,
         )
     else:
-        addresses = (*inputs, *buffers, *outputs)
+        addresses = (*buffers[:split], *inputs, *buffers[split:], *outputs)
     arguments = _arguments(recipe, backend.tensor_map, addresses)
     backend.launch(recipe.loaded, arguments, recipe.template.kind)
 

@@ -10,6 +10,7 @@ from cuflash.workspace import Buffer
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
+    arguments,
     element,
     is_linear,
     is_packed,
@@ -119,16 +120,12 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = padded_head_dims(problem)
     shared = _shared(problem, tile)
     splits = num_splits(problem, device, tile, shared)
-    asked = (
-        ("Arguments", "ForwardSplitArguments"),
-        *option_constants(problem)[1:],
-    )
     main = main_kernel(
         problem, tile, "decode", (d, dv), shared,
         ("NUM_STAGES", tile.num_stages),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         ("SPLIT", splits > 1),
-        *asked,
+        *option_constants(problem, "Split"),
     )  # fmt: skip
     blocks = _heads(problem, tile.block_q) * splits
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
@@ -144,7 +141,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 ("SHARED_BYTES", 4 * MAX_SPLITS),
                 ("SINK", problem.sink),
                 ("PACKED", False),
-                asked[0],
+                arguments(problem, "Split"),
             ),
             threads=_MERGE_THREADS,
             shared_bytes=4 * MAX_SPLITS,

@@ -32,6 +32,9 @@ inline const ForwardArguments& arrays_of(const ForwardWgmmaOptionsArguments& arg
 inline const ForwardArguments& arrays_of(const ForwardSplitArguments& arguments) {
     return arguments.arrays;
 }
+inline const ForwardArguments& arrays_of(const ForwardSplitOptionsArguments& arguments) {
+    return arguments.arrays;
+}
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
 inline const BackwardArguments& arrays_of(const BackwardWgmmaArguments& arguments) {
     return arguments.arrays;
