@@ -566,16 +566,20 @@ def _expect(
 def _expect_broadcast(
     name: str, shape: tuple[int, ...], full: tuple[int, ...]
 ) -> tuple[int, ...]:
-    fits = len(shape) <= 4 and all(
-        got in (1, size)
-        for got, size in zip(shape[::-1], full[::-1], strict=False)
-    )
-    if not fits:
+    if not broadcasts(shape, full):
         raise ShapeError(
             f"{name} has shape {shape}, expected one that broadcasts to "
             f"{full} (layout is {_rule(name).words})"
         )
     return full
+
+
+def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether an array of a shape can be broadcast to the full shape."""
+    return len(shape) <= len(full) and all(
+        got in (1, size)
+        for got, size in zip(shape[::-1], full[::-1], strict=False)
+    )
 
 
 def broadcast_strides(

@@ -29,7 +29,12 @@ from cuflash.plans.kernel import (
 )
 from cuflash.plans.rotary import rotary_plan
 from cuflash.plans.rounding import ceil_div
-from cuflash.plans.steps import folder, merge_plan, window_of
+from cuflash.plans.steps import (
+    MAX_OF_TENSOR_CORES,
+    folder,
+    merge_plan,
+    window_of,
+)
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -52,10 +57,6 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     )
 } | {("decode", "forward"): decode.FORWARD}  # fmt: skip
 
-
-# The largest head dimension of tensor-core kernels, which keep rows in
-# registers.
-_MAX_OF_TENSOR_CORES = 256
 
 _OLDEST_FOR_TF32X3 = 80  # compute capability
 
@@ -150,7 +151,7 @@ def _check_splits(problem: Problem) -> None:
         raise UnsupportedError(
             f"num_splits is {problem.num_splits}: keys are split for float16"
             " and bfloat16 with head_dim and head_dim_v of at most"
-            f" {_MAX_OF_TENSOR_CORES}, without packed sequences, block_q and"
+            f" {MAX_OF_TENSOR_CORES}, without packed sequences, block_q and"
             " block_k; leave it out"
         )
 
@@ -160,7 +161,7 @@ def _check_precision(problem: Problem) -> None:
     if problem.precision and _is_wide(problem):
         raise UnsupportedError(
             f"precision {problem.precision!r} needs head_dim and"
-            f" head_dim_v of at most {_MAX_OF_TENSOR_CORES}, this call"
+            f" head_dim_v of at most {MAX_OF_TENSOR_CORES}, this call"
             f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
             " out"
         )
@@ -247,7 +248,7 @@ def _oldest(problem: Problem) -> int:
 
 
 def _is_wide(problem: Problem) -> bool:
-    return max(problem.head_dim, problem.head_dim_v) > _MAX_OF_TENSOR_CORES
+    return max(problem.head_dim, problem.head_dim_v) > MAX_OF_TENSOR_CORES
 
 
 def _decode_runs(problem: Problem, device: Device) -> bool:

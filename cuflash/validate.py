@@ -29,6 +29,7 @@ from .options import (
     Numbers,
     Sizes,
     broadcast_strides,
+    broadcasts,
     check,
     numbers_of,
 )
@@ -599,12 +600,12 @@ def _check_tables(
     if sin.shape != cos.shape:
         raise ShapeError(
             f"sin has shape {sin.shape}, expected {cos.shape} as cos "
-            f"{_LAYOUT_OF_TABLES}"
+            f"({_LAYOUT_OF_TABLES})"
         )
     return layouts
 
 
-_LAYOUT_OF_TABLES = "(layout is (num_positions, rotary_dim / 2))"
+_LAYOUT_OF_TABLES = "layout is (num_positions, rotary_dim / 2)"
 
 
 def _check_table_dtype(
@@ -623,7 +624,7 @@ def _check_table_shape(
     if len(shape) != 2:
         raise ShapeError(
             f"{name} has {_axes(len(shape))}, expected 2 ({name} {shape}; "
-            "layout is (num_positions, rotary_dim / 2))"
+            f"{_LAYOUT_OF_TABLES})"
         )
     if 2 * shape[1] > x[-1]:
         raise ShapeError(
@@ -638,11 +639,7 @@ def _check_positions_shape(
 ) -> None:
     words = "(batch, seqlen)" if rank == 4 else "(seqlen,)"
     full = full if rank == 4 else full[1:]
-    fits = len(shape) <= len(full) and all(
-        got in (1, size)
-        for got, size in zip(shape[::-1], full[::-1], strict=False)
-    )
-    if not fits:
+    if not broadcasts(shape, full):
         raise ShapeError(
             f"positions has shape {shape}, expected one that broadcasts to "
             f"{full} as in x (layout is {words})"

@@ -10,6 +10,7 @@ from cuflash.workspace import Buffer
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
+    MAX_OF_TENSOR_CORES,
     arguments,
     element,
     is_linear,
@@ -52,7 +53,7 @@ def runs(problem: Problem) -> bool:
         problem.direction == "forward"
         and problem.dtype in ("float16", "bfloat16")
         and not is_packed(problem)
-        and max(problem.head_dim, problem.head_dim_v) <= 256
+        and max(problem.head_dim, problem.head_dim_v) <= MAX_OF_TENSOR_CORES
     )
 
 

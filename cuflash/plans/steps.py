@@ -44,6 +44,10 @@ def tile_bytes(rows: int, columns: int) -> int:
     return round_up(panels * rows * _PANEL_ROW_BYTES, 1024)
 
 
+# The largest head dimension of tensor-core kernels, which keep rows in
+# registers.
+MAX_OF_TENSOR_CORES = 256
+
 # kernels/sm80/mma.cuh: multiples of head_dim that all warp layouts can share.
 HEAD_DIM_STEP = 32
 
