@@ -8,6 +8,12 @@ constexpr u32 WHOLE_WARP = 0xFFFFFFFFu;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 
+// What a score is multiplied by in an exponent of 2: |scale| log2(e) if it is S itself
+// (score_mod.cuh's LINEAR), else log2(e). Never 0: 0 * inf is NaN.
+template <bool IS_LINEAR> __device__ __forceinline__ float exponent_scale(double scale) {
+    return IS_LINEAR ? fmaxf(fabsf(static_cast<float>(scale)) * LOG2_E, 1.2e-38f) : LOG2_E;
+}
+
 // The maximum, which skips NaN, and the sum over a quad's lanes, in each of them.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, 1));

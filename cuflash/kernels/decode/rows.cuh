@@ -107,11 +107,7 @@ struct LaneRows {
     float scale_log2;                                       // |scale| log2(e); not LINEAR: log2(e)
 
     __device__ __forceinline__ LaneRows(const Arguments& args, const RowTile& rows)
-        : args(args), rows(rows),
-          // Never 0: 0 * inf is NaN.
-          scale_log2(LINEAR ? fmaxf(fabsf(static_cast<float>(args.arrays.scale)) * LOG2_E,
-                                    1.2e-38f)
-                            : LOG2_E) {}
+        : args(args), rows(rows), scale_log2(exponent_scale<LINEAR>(args.arrays.scale)) {}
 
     // Calls f(row, key, i, j, x) for each score s[i][j][x] of the lane.
     template <class F>

@@ -67,12 +67,6 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// What scores are multiplied by in the exponent. Never 0: 0 * inf is NaN.
-__device__ __forceinline__ float exponent_scale(const ForwardArguments& arrays) {
-    const float scale = fabsf(static_cast<float>(arrays.scale));
-    return LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
-}
-
 __device__ __forceinline__ void reset(Rows& rows) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -256,7 +250,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
     const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + lane_row();    // the lane's
-    const float scale_log2 = exponent_scale(arrays);
+    const float scale_log2 = exponent_scale<LINEAR>(arrays.scale);
 
     Rows rows;
     Output acc;

@@ -33,10 +33,7 @@ struct QueryTile {
     __device__ __forceinline__ QueryTile(const Arguments& args, TileCoord coord, int first_query)
         : mask{arrays_of(args).shape.seqlen_q, arrays_of(args).shape.seqlen_k,
                window_of<WINDOW>(args)},
-          // Never 0: 0 * inf is NaN.
-          scale_log2(LINEAR ? fmaxf(fabsf(static_cast<float>(arrays_of(args).scale)) * LOG2_E,
-                                    1.2e-38f)
-                            : LOG2_E),
+          scale_log2(exponent_scale<LINEAR>(arrays_of(args).scale)),
           first_query(first_query), score_mod(args), pair_mask(args, coord.batch), dropout(args) {
         score_mod.set_head(args, coord.batch, coord.head);
         pair_mask.set_head(coord.head);

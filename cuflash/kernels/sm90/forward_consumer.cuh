@@ -13,12 +13,6 @@ __device__ __forceinline__ void pipeline_wait(u32 full, const PipelineState<STAG
     mbarrier_wait(full + 8 * stage.index, stage.phase);
 }
 
-// Never 0: 0 * inf is NaN. Score modifications apply the scale themselves.
-__device__ __forceinline__ float scale_log2_of(const Arguments& args) {
-    const float scale = fabsf(static_cast<float>(args.arrays.scale));
-    return LINEAR ? fmaxf(scale * LOG2_E, 1.2e-38f) : LOG2_E;
-}
-
 // A thread's share of the matrices. Not members of Consumer: the compiler would then keep its
 // scalars in local memory until it has unrolled the loops over these arrays.
 struct Fragments {
@@ -42,7 +36,7 @@ struct Consumer {
         __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int lane = threadIdx.x % 32, warpgroup_row = warpgroup * CONSUMER_ROWS;
     const int warp_row = (threadIdx.x / 32 - 4) * 16, lane_row = warp_row + lane / 4;
-    const float scale_log2 = scale_log2_of(args);
+    const float scale_log2 = exponent_scale<LINEAR>(args.arrays.scale);
 
     const u64 q_desc = descriptor(
         shared_address(&shared.q_then_out) + warpgroup_row * PANEL_ROW_BYTES, 0);
