@@ -42,6 +42,54 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class KVCache:
+    """The caches of a `forward_kvcache` call, without their arrays.
+
+    Attributes
+    ----------
+    dtype : str
+        The caches' dtype: the call's, or "float8_e4m3fn".
+    page_size : int or None
+        The tokens of a page; None: a sequence's tokens are the rows of a
+        slot.
+    slots : int
+        The length of the caches' first axis: slots or pages.
+    max_pages : int
+        The columns of page_table; 0 without it.
+    seqlen_new : int
+        The tokens that are appended to each sequence; 0 without k_new. The
+        largest number of them if they are packed.
+    lengths : bool
+        Whether cache_seqlens is an array; else it is an int, which is not
+        part of a problem.
+    batch_idx, leftpad : bool
+        Whether cache_batch_idx and cache_leftpad are given.
+    packed_queries, packed_new : bool
+        Whether q, and k_new and v_new, are packed by cu_seqlens_q.
+    total_q : int
+        The tokens of q, of all sequences.
+    scales : str or None
+        What each number of k_scale and v_scale is for: a key head, or a key
+        head of a page.
+    rotary : Rotary or None
+    """
+
+    dtype: str
+    page_size: int | None
+    slots: int
+    max_pages: int = 0
+    seqlen_new: int = 0
+    lengths: bool = False
+    batch_idx: bool = False
+    leftpad: bool = False
+    packed_queries: bool = False
+    packed_new: bool = False
+    total_q: int = 0
+    scales: Literal["head", "page"] | None = None
+    rotary: Rotary | None = None
+
+
+@dataclass(frozen=True)
 class Problem:
     """One attention problem, without its arrays.
 
@@ -55,10 +103,12 @@ class Problem:
     A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
     ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
     equals ``head_dim_v``. So has a ``"rotary"`` problem (`apply_rotary`),
-    whose x counts as queries.
+    whose x counts as queries. In a ``"kvcache"`` problem (`forward_kvcache`)
+    ``batch`` is the number of sequences, ``seqlen_q`` the most queries and
+    ``seqlen_k`` the most tokens of one: the capacity.
     """
 
-    direction: Literal["forward", "backward", "merge", "rotary"]
+    direction: Literal["forward", "backward", "merge", "rotary", "kvcache"]
     dtype: DType
     batch: int
     seqlen_q: int
@@ -89,6 +139,7 @@ class Problem:
     return_dbias: bool = False
     return_dsink: bool = False
     rotary: Rotary | None = None
+    kvcache: KVCache | None = None
 
     @property
     def options(self) -> tuple[str, ...]:
