@@ -28,6 +28,9 @@ _KINDS: dict[str, Any] = {
     "float*": np.uint64,
     "IdRange*": np.uint64,
     "SequenceStats*": np.uint64,
+    "const int*": np.uint64,
+    "const float*": np.uint64,
+    "u64*": np.uint64,
     "u64": np.uint64,
     "i64": np.int64,
     "int": np.int32,
@@ -239,28 +242,30 @@ BackwardOptionsArguments = _struct(
     ("BackwardArguments", "arrays"),
     ("OptionNumbers", "options"),
 )
-_SPLITS: _Fields = (
-    "float*",
-    "split_out split_lse",
-    "null: one part, which is all",
+_PARTS: tuple[_Fields, ...] = (
+    ("void*", "split_out split_lse", "null: no row tile is cut"),
+    ("u64*", "part_counters", "decode/merge.cuh"),
+)
+_PART_NUMBERS: tuple[_Fields, ...] = (
+    ("i64", "counter_key", "decode/merge.cuh"),
+    ("int", "num_splits", "of each row tile, unless parts are balanced"),
 )
 ForwardSplitArguments = _struct(
     "ForwardSplitArguments",
-    "Of decode/forward.cu. Each of num_splits parts of the keys leaves float O"
-    " and lse of each row,\ncontiguous (num_splits, batch, num_heads_q,"
-    " seqlen_q, head_dim_v).",
-    _SPLITS,
+    "Of decode/. Each part of the keys of a row tile leaves O and lse of its"
+    " rows in Accumulator<Element>,\ncontiguous (slots, BLOCK_Q, head_dim_v).",
+    *_PARTS,
     ("ForwardArguments", "arrays"),
-    ("int", "num_splits"),
+    *_PART_NUMBERS,
 )
 ForwardSplitOptionsArguments = _struct(
     "ForwardSplitOptionsArguments",
     "",
     *_OPTIONS,
-    _SPLITS,
+    *_PARTS,
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
-    ("int", "num_splits"),
+    *_PART_NUMBERS,
 )
 MergeArguments = _struct(
     "MergeArguments",
@@ -295,6 +300,38 @@ RotaryArguments = _struct(
     ("int", "batch seqlen num_heads head_dim num_pairs"),
     ("int", "pair_step pair_width", "pair i: pair_step * i, + pair_width"),
     ("int", "inverse"),
+)
+
+KVCacheNumbers = _struct(
+    "KVCacheNumbers",
+    "Of a forward_kvcache call: what its arrays mean, and their strides.",
+    ("ElementStrides", "q_stride k_new_stride v_new_stride", "as given"),
+    ("TableStrides", "cos_stride sin_stride"),
+    ("TokenStrides", "page_table_stride", "sequence, page"),
+    ("HeadStrides", "k_scale_stride v_scale_stride", "page, head"),
+    ("i64", "cache_seqlens_stride cu_seqlens_stride"),
+    ("i64", "batch_idx_stride leftpad_stride"),
+    ("i64", "capacity", "the most tokens of a sequence"),
+    ("i64", "num_positions"),
+    ("int", "num_slots", "slots or pages"),
+    ("int", "seqlen_new total_q", "total_q: of packed queries"),
+    ("int", "num_pairs pair_step pair_width", "as RotaryArguments"),
+)
+ForwardKVCacheArguments = _struct(
+    "ForwardKVCacheArguments",
+    "arrays.k and arrays.v are the caches; their batch strides are from slot"
+    " to slot, or from page to\npage. arrays.q is q_given, or rotated.",
+    ("const void*", "alibi_slopes sink"),
+    ("const int*", "cache_seqlens", "null: cache_seqlen"),
+    ("const int*", "page_table cache_batch_idx cache_leftpad cu_seqlens_q"),
+    ("const float*", "k_scale v_scale"),
+    ("const void*", "rotary_cos rotary_sin q_given k_new v_new"),
+    ("u64", "cache_seqlen", "the tokens of each sequence before the call"),
+    *_PARTS,
+    ("ForwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+    ("KVCacheNumbers", "cache"),
+    *_PART_NUMBERS,
 )
 
 TensorMap = _struct(

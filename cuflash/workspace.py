@@ -20,6 +20,7 @@ NAMES = (
     "tile_order",
     "split_out",
     "split_lse",
+    "part_counters",
     "delta",
     "dq_sum",
     "tile_counter",
@@ -92,11 +93,17 @@ def segment_ranges(q_tiles: int, k_tiles: int) -> tuple[Buffer, Buffer]:
     )
 
 
-def splits(rows: int, head_dim_v: int) -> tuple[Buffer, Buffer]:
-    """float32 O and lse of each row and each part of the keys."""
+def parts(
+    slots: int, counters: int, rows: int, head_dim_v: int, itemsize: int
+) -> tuple[Buffer, ...]:
+    """O and lse of parts of the keys, and how many parts have come.
+
+    A slot holds the rows of one part; see decode/parts.cuh.
+    """
     return (
-        Buffer("split_out", 4, rows * head_dim_v),
-        Buffer("split_lse", 4, rows),
+        Buffer("split_out", itemsize, slots * rows * head_dim_v),
+        Buffer("split_lse", itemsize, slots * rows),
+        Buffer("part_counters", 8, counters),
     )
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash import workspace
-from cuflash.problem import MAX_SPLITS, Problem
+from cuflash.problem import KVCache, Problem
 from cuflash.tiles import Tile
-from cuflash.workspace import Buffer
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
     MAX_OF_TENSOR_CORES,
-    arguments,
     element,
     is_linear,
     is_packed,
     main_kernel,
-    num_rows,
     option_constants,
     padded_head_dims,
     tile_bytes,
@@ -29,8 +28,6 @@ _WARP_KEYS = 16  # decode/rows.cuh: a warp's keys of a tile
 _MOST_ROWS = 64
 
 _MANY_HEADS = 256  # more than two blocks for each SM of any GPU
-
-_MERGE_THREADS = 128
 
 # Below it, a call takes as long as its launch, whatever the kernel.
 _FEWEST_KEYS = 512
@@ -69,13 +66,25 @@ def _is_short(problem: Problem) -> bool:
     return _rows(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
 
 
+def _float8(problem: Problem) -> bool:
+    cache = problem.kvcache
+    return cache is not None and cache.dtype == "float8_e4m3fn"
+
+
 def _shared(problem: Problem, tile: Tile) -> int:
+    """Bytes of decode/rows.cuh's SharedPlan."""
     d, dv = padded_head_dims(problem)
-    stage = tile_bytes(_WARP_KEYS, d) + tile_bytes(_WARP_KEYS, dv)
     loads = tile_bytes(tile.block_q, d)
-    loads += tile.num_warps * tile.num_stages * stage
+    widths = (d // 2, dv // 2) if _float8(problem) else (d, dv)
+    loads += tile.num_warps * tile.num_stages * _keys_bytes(*widths)
+    if _float8(problem):
+        loads += tile.num_warps * _keys_bytes(d, dv)
     states = 4 * tile.num_warps * tile.block_q * (2 + dv)
-    return round_up(max(loads, states), 1024)
+    return round_up(max(loads, states), 1024) + 1024  # is_last, aligned
+
+
+def _keys_bytes(d: int, dv: int) -> int:
+    return tile_bytes(_WARP_KEYS, d) + tile_bytes(_WARP_KEYS, dv)
 
 
 def _fits(problem: Problem, tile: Tile) -> bool:
@@ -94,65 +103,84 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     return tile.block_q == rows and bool(tile.num_warps == 4 or few_heads)
 
 
-def num_splits(
+def resident_blocks(
     problem: Problem, device: Device, tile: Tile, shared: int
 ) -> int:
-    """Into how many parts the keys of a head are cut.
+    """Blocks of an SM at once, for which the kernel is compiled.
 
-    The blocks that run at once read at the same rate, so the time is the
-    number of waves times the tiles of a part, plus what a part costs at its
-    ends, about two tiles.
+    More than 128 registers a thread are needed for 16 rows of more than 64
+    columns.
     """
-    heads = _heads(problem, tile.block_q)
+    _, dv = padded_head_dims(problem)
+    registers = 128 if tile.block_q * dv <= 16 * 64 else 255
+    by_registers = 65536 // (tile.num_warps * 32 * registers)
+    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
+    return max(min(by_registers, by_shared), 1)
+
+
+def _most_work(problem: Problem, tile: Tile) -> int:
+    """The key tiles of all row tiles, if all sequences have the most keys."""
     tiles = max(ceil_div(problem.seqlen_k, tile.block_k), 1)
-    if problem.num_splits:
-        return min(problem.num_splits, tiles)
-    resident = device.num_sms * max(device.shared_bytes // (shared + 1024), 1)
+    return _heads(problem, tile.block_q) * tiles
 
-    def cost(splits: int) -> tuple[int, int]:
-        waves = ceil_div(heads * splits, resident)
-        return waves * (ceil_div(tiles, splits) + 2), splits
 
-    most = min(tiles, MAX_SPLITS)
-    return min(range(1, most + 1), key=cost)
+def cache_constants(
+    problem: Problem,
+) -> tuple[tuple[str, int | bool | str], ...]:
+    """The constants of decode/sequences.cuh and key_rows.cuh."""
+    cache = problem.kvcache or KVCache(problem.dtype, None, 0)
+    scales = {None: 0, "head": 1, "page": 2}
+    return (
+        ("KVCACHE", problem.kvcache is not None),
+        ("LENGTHS", cache.lengths),
+        ("PACKED_QUERIES", cache.packed_queries),
+        ("PACKED_NEW", cache.packed_new),
+        ("LEFTPAD", cache.leftpad),
+        ("BATCH_IDX", cache.batch_idx),
+        ("PAGE_SIZE", cache.page_size or 0),
+        ("Cached", "u8" if _float8(problem) else element(problem)),
+        ("SCALES", scales[cache.scales]),
+    )
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = padded_head_dims(problem)
     shared = _shared(problem, tile)
-    splits = num_splits(problem, device, tile, shared)
+    blocks_per_sm = resident_blocks(problem, device, tile, shared)
     main = main_kernel(
-        problem, tile, "decode", (d, dv), shared,
+        problem, replace(tile, blocks_per_sm=blocks_per_sm), "decode", (d, dv),
+        shared,
         ("NUM_STAGES", tile.num_stages),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("SPLIT", splits > 1),
+        ("BALANCED", problem.num_splits is None),
+        *cache_constants(problem),
         *option_constants(problem, "Split"),
     )  # fmt: skip
-    blocks = _heads(problem, tile.block_q) * splits
-    launches: tuple[Launch, ...] = (Launch(main, blocks),)
-    buffers: tuple[Buffer, ...] = ()
-    if splits > 1:
-        merge = KernelPlan(
-            file="finish/merge_splits.cu",
-            entry="merge_splits",
-            constants=(
-                ("Element", element(problem)),
-                ("NUM_THREADS", _MERGE_THREADS),
-                ("MAX_SPLITS", MAX_SPLITS),
-                ("SHARED_BYTES", 4 * MAX_SPLITS),
-                ("SINK", problem.sink),
-                ("PACKED", False),
-                arguments(problem, "Split"),
-            ),
-            threads=_MERGE_THREADS,
-            shared_bytes=4 * MAX_SPLITS,
-        )
-        rows = num_rows(problem)
-        launches += (Launch(merge, rows),)
-        buffers = workspace.splits(rows * splits, problem.head_dim_v)
+    return split_plan(problem, device, tile, main, blocks_per_sm)
+
+
+def split_plan(
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    main: KernelPlan,
+    blocks_per_sm: int,
+) -> Plan:
+    """Grid and workspace: see decode/parts.cuh."""
+    heads = _heads(problem, tile.block_q)
+    if problem.num_splits is None:
+        resident = device.num_sms * blocks_per_sm
+        blocks = min(resident, _most_work(problem, tile))
+        slots, counters = 2 * blocks, blocks
+    else:
+        blocks = slots = heads * problem.num_splits
+        counters = heads
     return Plan(
-        problem, "decode", tile, launches, workspace=buffers,
-        num_splits=splits,
+        problem, "decode", tile, (Launch(main, blocks),),
+        workspace=workspace.parts(
+            slots, counters, tile.block_q, problem.head_dim_v, 4
+        ),
+        num_splits=problem.num_splits or 1,
     )  # fmt: skip
 
 

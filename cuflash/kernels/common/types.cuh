@@ -1,6 +1,7 @@
 // Element types, and helpers for the arguments that a kernel gets from the host.
 #pragma once
 
+using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -33,6 +34,9 @@ inline const ForwardArguments& arrays_of(const ForwardSplitArguments& arguments)
     return arguments.arrays;
 }
 inline const ForwardArguments& arrays_of(const ForwardSplitOptionsArguments& arguments) {
+    return arguments.arrays;
+}
+inline const ForwardArguments& arrays_of(const ForwardKVCacheArguments& arguments) {
     return arguments.arrays;
 }
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }

@@ -1,9 +1,8 @@
-// decode/forward.cu's rows, shared memory, and the steps of a key tile in C fragments.
-//
-// Row r of a head's row tiles is the query r / group_size of the group's head r % group_size.
+// decode/forward.cu's shared memory, and the steps of a key tile in C fragments.
 #pragma once
 #include "sm80/online_softmax.cuh"
-#include "common/mask.cuh"
+#include "decode/key_rows.cuh"
+#include "decode/row_tile.cuh"
 #include "score/dropout.cuh"
 #include "score/pair_mask.cuh"
 #include "score/score_mod.cuh"
@@ -27,66 +26,32 @@ struct WarpStates {
     float acc[NUM_WARPS][BLOCK_Q][HEAD_DIM_V];
 };
 
-struct SharedPlan {
+// A tile of keys as they are stored. Float8 numbers are loaded as half as many of 16 bits.
+constexpr bool IS_FLOAT8 = sizeof(Cached) == 1;
+template <int COLUMNS>
+using StoredTile = SmemTile<WARP_KEYS, IS_FLOAT8 ? COLUMNS / 2 : COLUMNS>;
+
+struct Tiles {
     SmemTile<BLOCK_Q, HEAD_DIM> q;
-    SmemTile<WARP_KEYS, HEAD_DIM> k[NUM_WARPS][NUM_STAGES];
-    SmemTile<WARP_KEYS, HEAD_DIM_V> v[NUM_WARPS][NUM_STAGES];
-    // In place of all of them, once they have been read.
-    __device__ __forceinline__ WarpStates& states() {
-        return *reinterpret_cast<WarpStates*>(this);
-    }
+    StoredTile<HEAD_DIM> k[NUM_WARPS][NUM_STAGES];
+    StoredTile<HEAD_DIM_V> v[NUM_WARPS][NUM_STAGES];
 };
-static_assert(sizeof(SharedPlan) <= SHARED_BYTES && sizeof(WarpStates) <= SHARED_BYTES,
-              "the plan and the kernel disagree");
-
-struct TileRange { int first, end; };
-
-// The block's rows.
-struct RowTile {
-    int batch, kv_head, group_size, first_row, split, seqlen_q;
-
-    explicit __device__ __forceinline__ RowTile(const Arguments& args) {
-        const Shape& shape = args.arrays.shape;
-        seqlen_q = shape.seqlen_q;
-        group_size = shape.num_heads_q / shape.num_heads_kv;
-        const int row_tiles = (shape.seqlen_q * group_size + BLOCK_Q - 1) / BLOCK_Q;
-        int index = blockIdx.x / args.num_splits;
-        split = blockIdx.x % args.num_splits;
-        first_row = index % row_tiles * BLOCK_Q;
-        index /= row_tiles;
-        kv_head = index % shape.num_heads_kv;
-        batch = index / shape.num_heads_kv;
-    }
-
-    __device__ __forceinline__ int query_of(int row) const {
-        return (first_row + row) / group_size;
-    }
-    __device__ __forceinline__ int head_of(int row) const {
-        return kv_head * group_size + (first_row + row) % group_size;
-    }
-    __device__ __forceinline__ int first_query() const { return query_of(0); }
-    __device__ __forceinline__ int last_query() const {
-        return min(query_of(BLOCK_Q - 1), seqlen_q - 1);
-    }
-
-    // The split's part of the key tiles: those of all queries are cut at multiples of as many
-    // tiles, whatever the queries see.
-    template <class Mask>
-    __device__ __forceinline__ TileRange key_tiles(const Mask& mask, int num_splits) const {
-        const int all = Mask::num_tiles(mask.seqlen_k, BLOCK_K);
-        const int of_split = Mask::num_tiles(all, num_splits);
-        const int first = mask.first_key(first_query()) / BLOCK_K;
-        const int end = Mask::num_tiles(mask.num_keys(last_query()), BLOCK_K);
-        return {max(first, split * of_split), min(end, (split + 1) * of_split)};
-    }
-
-    // Whether some row does not see some of the warp's keys from first_key on.
-    template <class Mask>
-    __device__ __forceinline__ bool masks(const Mask& mask, int first_key) const {
-        return PAIRWISE || first_key + WARP_KEYS > mask.num_keys(first_query())
-            || (WINDOW && first_key < mask.first_key(last_query()));
-    }
+// A warp's keys of the tile it computes, as 16-bit elements.
+struct Float8Tiles : Tiles {
+    SmemTile<WARP_KEYS, HEAD_DIM> k_elements[NUM_WARPS];
+    SmemTile<WARP_KEYS, HEAD_DIM_V> v_elements[NUM_WARPS];
 };
+template <bool> struct TilesOf { using type = Tiles; };
+template <> struct TilesOf<true> { using type = Float8Tiles; };
+
+struct SharedPlan {
+    union {
+        TilesOf<IS_FLOAT8>::type tiles;
+        WarpStates states;                                  // once all tiles have been read
+    };
+    u32 is_last;                                            // merge.cuh
+};
+static_assert(sizeof(SharedPlan) <= SHARED_BYTES, "the plan and the kernel disagree");
 
 // The rows of a lane's fragments: which keys they see, how their scores are made.
 struct LaneRows {
@@ -118,7 +83,7 @@ struct LaneRows {
             #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int r = i * 16 + half * 8 + lane / 4;
-                const Row row(args, rows.batch, rows.query_of(r), rows.head_of(r));
+                const Row row(args, rows.sequence.number, rows.query_of(r), rows.head_of(r));
                 #pragma unroll
                 for (int j = 0; j < S_TILES; ++j)
                     #pragma unroll
@@ -167,6 +132,12 @@ __device__ __forceinline__ void score_gemm(Scores& s, u32 q_smem, u32 k_smem) {
         for (auto& tile : s)
             for (auto& fragment : tile)
                 for (float& x : fragment) x = -x;
+}
+
+__device__ __forceinline__ void multiply(Scores& s, float factor) {
+    for (auto& tile : s)
+        for (auto& fragment : tile)
+            for (float& x : fragment) x *= factor;
 }
 
 using Values = OperandB<WARP_KEYS, Stored::AS_NAMED, O_TILES / 2>;

@@ -1,0 +1,46 @@
+// Keys and values stored as float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no
+// infinity, 0x7F is NaN.
+//
+// Constants: Element; SCALES. Numbers stored relative to a key head's scale are converted exactly;
+// those stored relative to a page's are multiplied by it and rounded to Element.
+#pragma once
+#include "common/smem.cuh"
+#include "decode/key_rows.cuh"
+
+// Two neighbours, the bytes 2 PAIR and 2 PAIR + 1 of a word, as elements in a register.
+template <int PAIR> __device__ __forceinline__ u32 elements_of_float8(u32 word, float scale) {
+    float x[2];
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int shift = 24 - PAIR * 16 - i * 8;
+        const u32 bits = word << shift;                     // the byte is the upper one
+        // The fields, moved to a float's: 2^120 too small, as its bias is 127. Exact, subnormal
+        // numbers as well.
+        const u32 magnitude = bits >> 4 & 0x07F00000u;
+        x[i] = __uint_as_float(bits & 0x80000000u | magnitude) * 1.329227995784916e36f;    // 2^120
+        if (magnitude == 0x07F00000u) x[i] = __uint_as_float(0x7FC00000u);
+        if constexpr (SCALES == SCALES_OF_PAGES) x[i] *= scale;
+    }
+    return pack<Element>(x[0], x[1]);
+}
+
+// A warp's tile of float8 numbers, two to each 16 bits, as elements in another tile. scale(row) is
+// asked for a row's page only.
+template <int ROWS, int COLUMNS, class Scale>
+__device__ __forceinline__ void convert_float8(u32 stored, u32 elements, Scale scale) {
+    for_each_chunk<ROWS, COLUMNS / 2, 32>(threadIdx.x % 32, [&](int row, int column) {
+        const uint4 chunk = load_shared_16(stored + tile_offset<ROWS>(row, column));
+        const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+        const float of_row = SCALES == SCALES_OF_PAGES ? scale(row) : 1.0f;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 target = elements + tile_offset<ROWS>(row, column * 2 + half * CHUNK_ELEMENTS);
+            const u32 a = words[half * 2], b = words[half * 2 + 1];
+            store_shared_16(target, __uint_as_float(elements_of_float8<0>(a, of_row)),
+                            __uint_as_float(elements_of_float8<1>(a, of_row)),
+                            __uint_as_float(elements_of_float8<0>(b, of_row)),
+                            __uint_as_float(elements_of_float8<1>(b, of_row)));
+        }
+    });
+    __syncwarp();
+}

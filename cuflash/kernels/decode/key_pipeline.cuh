@@ -1,0 +1,109 @@
+// decode/forward.cu's loads: a warp's keys of one tile after another.
+//
+// Constants: NUM_STAGES, HEAD_DIM, HEAD_DIM_V; those of key_rows.cuh.
+#pragma once
+#include "decode/float8.cuh"
+#include "decode/rows.cuh"
+
+// A warp's keys of a tile, 16-bit elements in shared memory.
+struct WarpKeys { u32 k_smem, v_smem; };
+
+// Each tile of the warp's keys is one cp.async group.
+struct KeyPipeline {
+    const Arguments& args;
+    SharedPlan& shared;
+    Pages<Arguments> pages;
+    KeyRows k, v;
+    int kv_head, seqlen_k, warp, end_tile, next_tile;
+    int next_page = 0;                                      // of the next tile, if it is on one page
+    int next_stage = 0, stage = 0;
+
+    // Whether a warp's keys of a tile are always on one page.
+    static constexpr bool ONE_PAGE = PAGE_SIZE % WARP_KEYS == 0;
+
+    __device__ __forceinline__ KeyPipeline(
+        const Arguments& args, SharedPlan& shared, const Part& part, TileRange tiles)
+        : args(args), shared(shared), pages{args, part.sequence.number},
+          k(args, args.arrays.k, args.arrays.k_stride, part),
+          v(args, args.arrays.v, args.arrays.v_stride, part), kv_head(part.kv_head),
+          seqlen_k(part.sequence.seqlen_k), warp(threadIdx.x / 32), end_tile(tiles.end),
+          next_tile(tiles.first) {
+        look_up_page();
+    }
+
+    __device__ __forceinline__ void load_next() {
+        if (next_tile < end_tile) {
+            load_keys<HEAD_DIM>(shared_address(&shared.tiles.k[warp][next_stage]), k,
+                                args.arrays.shape.head_dim);
+            load_keys<HEAD_DIM_V>(shared_address(&shared.tiles.v[warp][next_stage]), v,
+                                  args.arrays.shape.head_dim_v);
+        }
+        cp_async_commit();                                  // an empty group past the last tile
+        ++next_tile;
+        look_up_page();
+        next_stage = next_stage + 1 == NUM_STAGES ? 0 : next_stage + 1;
+    }
+    // Waits for the oldest tile.
+    __device__ __forceinline__ void wait() const {
+        cp_async_wait<NUM_STAGES - 2>();
+        __syncwarp();
+    }
+    // The oldest tile's stage may be loaded again.
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        stage = stage + 1 == NUM_STAGES ? 0 : stage + 1;
+    }
+    // The keys of the oldest tile, which is `tile`.
+    __device__ __forceinline__ WarpKeys keys(int tile) const {
+        const WarpKeys stored{shared_address(&shared.tiles.k[warp][stage]),
+                              shared_address(&shared.tiles.v[warp][stage])};
+        if constexpr (IS_FLOAT8) return converted(args, shared.tiles, stored, tile);
+        else return stored;
+    }
+
+private:
+    __device__ __forceinline__ int first_key() const {
+        return next_tile * BLOCK_K + warp * WARP_KEYS;
+    }
+    template <class Arguments, class Tiles>
+    __device__ __forceinline__ WarpKeys converted(
+        const Arguments& args, Tiles& tiles, const WarpKeys& stored, int tile) const {
+        const WarpKeys elements{shared_address(&tiles.k_elements[warp]),
+                                shared_address(&tiles.v_elements[warp])};
+        convert_float8<WARP_KEYS, HEAD_DIM>(stored.k_smem, elements.k_smem, [&](int row) {
+            return scale_of_row(tile, row, args.k_scale, args.cache.k_scale_stride);
+        });
+        convert_float8<WARP_KEYS, HEAD_DIM_V>(stored.v_smem, elements.v_smem, [&](int row) {
+            return scale_of_row(tile, row, args.v_scale, args.cache.v_scale_stride);
+        });
+        return elements;
+    }
+    // The scale of the page of a tile's row; 0 past the last key.
+    __device__ __forceinline__ float scale_of_row(
+        int tile, int row, const float* scales, const HeadStrides& stride) const {
+        const int key = tile * BLOCK_K + warp * WARP_KEYS + row;
+        const int page = key < seqlen_k ? pages.of_key(key) : -1;
+        return page < 0 ? 0.0f : scale_of(scales, stride, page, kv_head);
+    }
+    // Long before it is needed.
+    __device__ __forceinline__ void look_up_page() {
+        if constexpr (ONE_PAGE)
+            if (next_tile < end_tile && first_key() < seqlen_k) next_page = pages.of_key(first_key());
+    }
+    // Keys past the last and columns past the head dimension become 0.
+    template <int COLUMNS>
+    __device__ __forceinline__ void load_keys(u32 tile, const KeyRows& rows, int num_columns) {
+        constexpr int CHUNKS = IS_FLOAT8 ? COLUMNS / 2 : COLUMNS;
+        const int row_bytes = num_columns * static_cast<int>(sizeof(Cached));
+        for_each_chunk<WARP_KEYS, CHUNKS, 32>(threadIdx.x % 32, [&](int row, int column) {
+            const int key = first_key() + row;
+            int bytes = key < seqlen_k ? min(max(row_bytes - column * 2, 0), CHUNK_BYTES) : 0;
+            int page = next_page;
+            if constexpr (PAGED && !ONE_PAGE) page = bytes > 0 ? pages.of_key(key) : -1;
+            if (page < 0) bytes = 0;
+            const unsigned char* source =
+                bytes > 0 ? rows.row(page, key) + column * 2 : rows.first;
+            cp_async_16_partly(tile + tile_offset<WARP_KEYS>(row, column), source, bytes);
+        });
+    }
+};

@@ -1,0 +1,206 @@
+// Which keys of which rows each block of a decode kernel computes.
+//
+// The rows of a key head are the pairs (query, query head of its group), in tiles of BLOCK_Q; its
+// keys are in tiles of BLOCK_K. A row tile's key tiles are those that some query of the sequence
+// sees, at least one.
+//
+// BALANCED: all key tiles of all row tiles, in order, are cut into runs of equal length, one for
+// each block. So one long sequence among short ones keeps all blocks busy, and all blocks end at
+// about the same time; but where a row tile's keys are cut depends on the whole call. A run covers
+// the end of one row tile, some whole ones, and the beginning of one: at most two parts of it are
+// merged with other blocks' parts (merge.cuh).
+//
+// Else the key tiles of each row tile, whatever its queries see, are cut at multiples of
+// ceil(tiles / num_splits), and each block has one part: so a sequence has the same bits whatever
+// stands beside it.
+#pragma once
+#include "common/ptx.cuh"
+#include "decode/sequences.cuh"
+
+// A part of a row tile's keys.
+struct Part {
+    Sequence sequence;
+    int kv_head, row_tile;
+    int first_tile, end_tile;                               // key tiles
+    int index, count;                                       // among the row tile's parts
+    i64 first_slot, counter;                                // of the parts: merge.cuh
+
+    // The place in split_out and split_lse of one of the row tile's parts. In a balanced call a
+    // block has two slots: the second is for the row tile that begins in its run.
+    __device__ __forceinline__ i64 slot(int part) const {
+        return BALANCED ? first_slot + 2 * part + (part == 0) : first_slot + part;
+    }
+};
+
+struct TileRange { int first, end; };
+
+__device__ __forceinline__ int num_tiles(int length, int block) {
+    return (length + block - 1) / block;
+}
+
+// The key tiles that some query of a sequence sees.
+__device__ __forceinline__ TileRange seen_tiles(const Arguments& args, const Sequence& sequence) {
+    const Mask<CAUSAL, WINDOW> mask = mask_of(args, sequence);
+    const int first = mask.first_key(0) / BLOCK_K;
+    return {first, max(num_tiles(mask.num_keys(sequence.seqlen_q - 1), BLOCK_K), first + 1)};
+}
+
+__device__ __forceinline__ int group_size_of(const Shape& shape) {
+    return shape.num_heads_q / shape.num_heads_kv;
+}
+
+__device__ __forceinline__ int num_row_tiles(const Shape& shape, const Sequence& sequence) {
+    return num_tiles(sequence.seqlen_q * group_size_of(shape), BLOCK_Q);
+}
+
+// The row tiles of a sequence, of all key heads, one after the other, and their key tiles.
+struct RowTiles {
+    Sequence sequence;
+    TileRange seen;
+    int count;
+
+    RowTiles() = default;
+    __device__ __forceinline__ RowTiles(const Arguments& args, int number)
+        : sequence(sequence_of(args, number)), seen(seen_tiles(args, sequence)),
+          count(num_row_tiles(args.arrays.shape, sequence) * args.arrays.shape.num_heads_kv) {}
+    __device__ __forceinline__ int tiles() const { return seen.end - seen.first; }
+    __device__ __forceinline__ i64 work() const { return i64(count) * tiles(); }
+};
+
+// The parts of a block's run, one after the other. Every warp walks along by itself.
+class BalancedParts {
+    const Arguments& args;
+    i64 total, of_block, longer_blocks;                     // key tiles; blocks with one tile more
+    i64 at, end;                                            // the rest of the run
+    RowTiles rows;                                          // of the sequence at `at`
+    i64 row_tile_start;                                     // of the row tile at `at`
+    int row_tile;                                           // among those of `rows`
+
+    __device__ __forceinline__ i64 start_of(int block) const {
+        return block * of_block + min(i64(block), longer_blocks);
+    }
+    // The block whose run has a key tile.
+    __device__ __forceinline__ int block_of(i64 tile) const {
+        const i64 in_longer = longer_blocks * (of_block + 1);
+        return static_cast<int>(
+            tile < in_longer ? u64(tile) / u64(of_block + 1)
+                             : longer_blocks + u64(tile - in_longer) / u64(of_block));
+    }
+
+    // The sum over lanes up to this one.
+    static __device__ __forceinline__ i64 sum_up_to_lane(i64 x) {
+        const int lane = threadIdx.x % 32;
+        #pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const i64 before = __shfl_sync(WHOLE_WARP, x, max(lane - distance, 0));
+            x += lane >= distance ? before : 0;
+        }
+        return x;
+    }
+    // The work of the sequence 32 first + lane.
+    __device__ __forceinline__ i64 work_of(int first) const {
+        const int number = first + threadIdx.x % 32;
+        return number < args.arrays.shape.batch ? RowTiles(args, number).work() : 0;
+    }
+    __device__ __forceinline__ i64 total_work() const {
+        const int batch = args.arrays.shape.batch;
+        if (!RAGGED) return batch * RowTiles(args, 0).work();
+        i64 work = 0;
+        for (int first = 0; first < batch; first += 32) work += work_of(first);
+        return __shfl_sync(WHOLE_WARP, sum_up_to_lane(work), 31);
+    }
+    // Finds the sequence that has the key tile `at`, and returns where it starts.
+    __device__ __forceinline__ i64 find_sequence(int& number) const {
+        if (!RAGGED) {
+            const i64 work = RowTiles(args, 0).work();
+            number = static_cast<int>(u64(at) / u64(work));
+            return number * work;
+        }
+        i64 start = 0;
+        for (int first = 0;; first += 32) {
+            const i64 work = work_of(first), sum = sum_up_to_lane(work);
+            const u32 beyond = __ballot_sync(WHOLE_WARP, at < start + sum);
+            if (beyond != 0) {
+                const int lane = __ffs(beyond) - 1;
+                number = first + lane;
+                return start + __shfl_sync(WHOLE_WARP, sum - work, lane);
+            }
+            start += __shfl_sync(WHOLE_WARP, sum, 31);
+        }
+    }
+
+public:
+    explicit __device__ __forceinline__ BalancedParts(const Arguments& args)
+        : args(args), total(total_work()), of_block(u64(total) / gridDim.x),
+          longer_blocks(total - of_block * gridDim.x), at(start_of(blockIdx.x)),
+          end(start_of(blockIdx.x + 1)) {
+        if (at >= end) return;
+        int number;
+        const i64 start = find_sequence(number);
+        rows = RowTiles(args, number);
+        row_tile = static_cast<int>(u64(at - start) / u32(rows.tiles()));
+        row_tile_start = start + i64(row_tile) * rows.tiles();
+    }
+
+    __device__ __forceinline__ bool next(Part& part) {
+        if (at >= end) return false;
+        while (row_tile >= rows.count) {                    // sequences without queries have none
+            rows = RowTiles(args, rows.sequence.number + 1);
+            row_tile = 0;
+        }
+        const i64 row_tile_end = row_tile_start + rows.tiles();
+        const int first = row_tile_start >= start_of(blockIdx.x) ? blockIdx.x
+                                                                 : block_of(row_tile_start);
+        const int last = row_tile_end <= end ? blockIdx.x : block_of(row_tile_end - 1);
+        const int of_head = num_row_tiles(args.arrays.shape, rows.sequence);
+        part.sequence = rows.sequence;
+        part.kv_head = row_tile / of_head;
+        part.row_tile = row_tile % of_head;
+        part.first_tile = rows.seen.first + static_cast<int>(at - row_tile_start);
+        part.end_tile = rows.seen.first
+                      + static_cast<int>(min(row_tile_end, end) - row_tile_start);
+        part.index = blockIdx.x - first;
+        part.count = last - first + 1;
+        part.first_slot = 2 * i64(first);
+        part.counter = first;
+        at = row_tile_start = row_tile_end;
+        ++row_tile;
+        return true;
+    }
+};
+
+// The block's only part: blockIdx.x = ((sequence * num_heads_kv + kv_head) * row_tiles + row_tile)
+// * num_splits + index, with the row tiles of the longest sequence.
+class FixedParts {
+    const Arguments& args;
+    bool is_through = false;
+
+public:
+    explicit __device__ __forceinline__ FixedParts(const Arguments& args) : args(args) {}
+
+    __device__ __forceinline__ bool next(Part& part) {
+        if (is_through) return false;
+        is_through = true;
+        const Shape& shape = args.arrays.shape;
+        const int row_tiles = num_tiles(shape.seqlen_q * group_size_of(shape), BLOCK_Q);
+        int index = blockIdx.x / args.num_splits;
+        part.index = blockIdx.x % args.num_splits;
+        part.counter = index;
+        part.first_slot = i64(index) * args.num_splits;
+        part.row_tile = index % row_tiles;
+        index /= row_tiles;
+        part.kv_head = index % shape.num_heads_kv;
+        part.sequence = sequence_of(args, index / shape.num_heads_kv);
+        const int tiles = max(num_tiles(part.sequence.seqlen_k, BLOCK_K), 1);
+        const int of_part = num_tiles(tiles, args.num_splits);
+        part.count = num_tiles(tiles, of_part);
+        part.first_tile = part.index * of_part;
+        part.end_tile = min(part.first_tile + of_part, tiles);
+        return part.index < part.count
+            && part.row_tile < num_row_tiles(shape, part.sequence);
+    }
+};
+
+template <bool> struct PartsOf { using type = FixedParts; };
+template <> struct PartsOf<true> { using type = BalancedParts; };
+using Parts = PartsOf<BALANCED>::type;

@@ -1,0 +1,59 @@
+// A row tile of a decode kernel: which queries and heads its rows are, where they are stored.
+//
+// Row r of a key head's row tiles is the query r / group_size of the group's head r % group_size.
+#pragma once
+#include "decode/parts.cuh"
+#include "score/pair_mask.cuh"
+
+struct RowTile {
+    Sequence sequence;
+    int kv_head, group_size, first_row;
+
+    __device__ __forceinline__ RowTile(const Arguments& args, const Part& part)
+        : sequence(part.sequence), kv_head(part.kv_head),
+          group_size(group_size_of(args.arrays.shape)), first_row(part.row_tile * BLOCK_Q) {}
+
+    __device__ __forceinline__ int query_of(int row) const {
+        return (first_row + row) / group_size;
+    }
+    __device__ __forceinline__ int head_of(int row) const {
+        return kv_head * group_size + (first_row + row) % group_size;
+    }
+    __device__ __forceinline__ bool exists(int row) const {
+        return query_of(row) < sequence.seqlen_q;
+    }
+    __device__ __forceinline__ int first_query() const { return query_of(0); }
+    __device__ __forceinline__ int last_query() const {
+        return min(query_of(BLOCK_Q - 1), sequence.seqlen_q - 1);
+    }
+
+    // Offsets of a row in q or out, and in lse.
+    __device__ __forceinline__ i64 offset(const Strides& stride, int row) const {
+        return (PACKED_QUERIES ? 0 : sequence.number * stride.batch)
+             + (sequence.first_query + query_of(row)) * stride.token
+             + head_of(row) * stride.head;
+    }
+    template <class Arguments>
+    __device__ __forceinline__ i64 lse_index(const Arguments& args, int row) const {
+        const Shape& shape = args.arrays.shape;
+        const i64 token = sequence.first_query + query_of(row);
+        if constexpr (PACKED_QUERIES) return i64(head_of(row)) * args.cache.total_q + token;
+        else return (i64(sequence.number) * shape.num_heads_q + head_of(row)) * shape.seqlen_q
+                  + token;
+    }
+
+    // The key tiles of a part that some of its rows see.
+    template <class Mask>
+    __device__ __forceinline__ TileRange key_tiles(const Mask& mask, const Part& part) const {
+        const int first = mask.first_key(first_query()) / BLOCK_K;
+        const int end = num_tiles(mask.num_keys(last_query()), BLOCK_K);
+        return {max(first, part.first_tile), min(end, part.end_tile)};
+    }
+
+    // Whether some row does not see some of `count` keys from first_key on.
+    template <class Mask>
+    __device__ __forceinline__ bool masks(const Mask& mask, int first_key, int count) const {
+        return PAIRWISE || first_key + count > mask.num_keys(first_query())
+            || (WINDOW && first_key < mask.first_key(last_query()));
+    }
+};
