@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cuflash import workspace
-from cuflash.problem import KVCache, Problem
+from cuflash.problem import MAX_SPLITS, KVCache, Problem
 from cuflash.tiles import Tile
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
@@ -79,7 +79,7 @@ def _shared(problem: Problem, tile: Tile) -> int:
     loads += tile.num_warps * tile.num_stages * _keys_bytes(*widths)
     if _float8(problem):
         loads += tile.num_warps * _keys_bytes(d, dv)
-    states = 4 * tile.num_warps * tile.block_q * (2 + dv)
+    states = 4 * tile.num_warps * tile.block_q * (2 + dv + 8)
     return round_up(max(loads, states), 1024) + 1024  # is_last, aligned
 
 
@@ -108,20 +108,40 @@ def resident_blocks(
 ) -> int:
     """Blocks of an SM at once, for which the kernel is compiled.
 
-    More than 128 registers a thread are needed for 16 rows of more than 64
-    columns.
+    They need up to 168 registers a thread for 16 rows of 64 columns.
     """
     _, dv = padded_head_dims(problem)
-    registers = 128 if tile.block_q * dv <= 16 * 64 else 255
+    registers = 168 if tile.block_q * dv <= 16 * 64 else 255
     by_registers = 65536 // (tile.num_warps * 32 * registers)
     by_shared = (device.shared_bytes + 1024) // (shared + 1024)
     return max(min(by_registers, by_shared), 1)
 
 
-def _most_work(problem: Problem, tile: Tile) -> int:
-    """The key tiles of all row tiles, if all sequences have the most keys."""
+def _num_splits(problem: Problem, tile: Tile, resident: int) -> int:
+    """Into how many parts the keys of a row tile are cut.
+
+    The blocks that run at once read at the same rate, so the time is the
+    number of waves times the tiles of a part, plus what a part costs at its
+    ends, about two tiles.
+    """
+    if problem.num_splits:
+        return problem.num_splits
+    heads = _heads(problem, tile.block_q)
     tiles = max(ceil_div(problem.seqlen_k, tile.block_k), 1)
-    return _heads(problem, tile.block_q) * tiles
+
+    def cost(splits: int) -> tuple[int, int]:
+        waves = ceil_div(heads * splits, resident)
+        return waves * (ceil_div(tiles, splits) + 2), splits
+
+    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost)
+
+
+def _is_balanced(problem: Problem) -> bool:
+    """Whether only the device knows how long sequences are."""
+    cache = problem.kvcache
+    return problem.num_splits is None and bool(
+        cache and (cache.lengths or cache.packed_queries or cache.leftpad)
+    )
 
 
 def cache_constants(
@@ -152,7 +172,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared,
         ("NUM_STAGES", tile.num_stages),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("BALANCED", problem.num_splits is None),
+        ("BALANCED", _is_balanced(problem)),
         *cache_constants(problem),
         *option_constants(problem, "Split"),
     )  # fmt: skip
@@ -168,19 +188,22 @@ def split_plan(
 ) -> Plan:
     """Grid and workspace: see decode/parts.cuh."""
     heads = _heads(problem, tile.block_q)
-    if problem.num_splits is None:
-        resident = device.num_sms * blocks_per_sm
-        blocks = min(resident, _most_work(problem, tile))
-        slots, counters = 2 * blocks, blocks
+    resident = device.num_sms * blocks_per_sm
+    splits = 1
+    if _is_balanced(problem):
+        blocks = counters = resident
+        slots = 2 * blocks
     else:
-        blocks = slots = heads * problem.num_splits
+        splits = _num_splits(problem, tile, resident)
+        blocks = slots = heads * splits
         counters = heads
+    buffers = workspace.parts(
+        slots, counters, tile.block_q, problem.head_dim_v, 4
+    )
     return Plan(
         problem, "decode", tile, (Launch(main, blocks),),
-        workspace=workspace.parts(
-            slots, counters, tile.block_q, problem.head_dim_v, 4
-        ),
-        num_splits=problem.num_splits or 1,
+        workspace=() if blocks == heads else buffers,
+        num_splits=splits,
     )  # fmt: skip
 
 

@@ -3,16 +3,17 @@
 #include "decode/results.cuh"
 #include "decode/rows.cuh"
 
-// A warp's m, l and acc of all rows, to shared memory.
+// A warp's m, l and acc of the rows that exist, to shared memory.
 __device__ __forceinline__ void share_state(
-    WarpStates& states, int warp, const Output& acc, const SoftmaxState& softmax) {
-    const int lane = threadIdx.x % 32;
+    WarpStates& states, const RowTile& rows, const Output& acc, const SoftmaxState& softmax) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = i * 16 + half * 8 + lane / 4;
             const float l = quad_sum(softmax.l[i][half]);
+            if (!rows.exists(row)) continue;
             if (lane % 4 == 0) {
                 states.m[warp][row] = softmax.m[i][half];
                 states.l[warp][row] = l;
@@ -26,10 +27,10 @@ __device__ __forceinline__ void share_state(
 }
 
 // The factor that turns a warp's l and acc of a row into the merged ones.
-struct MergedRow {
+struct MergedWarps {
     float m, l, factors[NUM_WARPS];
 
-    __device__ __forceinline__ MergedRow(const WarpStates& states, int row, float scale_log2)
+    __device__ __forceinline__ MergedWarps(const WarpStates& states, int row, float scale_log2)
         : m(-infinity()), l(0.0f) {
         #pragma unroll
         for (int warp = 0; warp < NUM_WARPS; ++warp) m = fmaxf(m, states.m[warp][row]);
@@ -51,7 +52,7 @@ __device__ __forceinline__ void store_part(
     const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
     const float v_scale = v_scale_of_head(args, rows.kv_head);
     for (int row = threadIdx.x / 32; row < BLOCK_Q && rows.exists(row); row += NUM_WARPS) {
-        const MergedRow merged(states, row, scale_log2);
+        const MergedWarps merged(states, row, scale_log2);
         const Result<float> result(
             args, part, rows, row, merged.m == -infinity() ? merged.m : merged.m * scale, merged.l);
         if (lane == 0) result.store_lse();

@@ -48,6 +48,7 @@ __device__ __forceinline__ void compute_part(
     load_queries(shared_address(&shared.tiles.q), args.arrays, rows);
     cp_async_commit();
     for (int i = 0; i < NUM_STAGES - 1; ++i) pipeline.load_next();
+    if (part.count > 1 && threadIdx.x == 0) PartCounter(args, part).start();
     cp_async_wait<NUM_STAGES - 1>();
     __syncthreads();                                        // Q has come, for all warps
 
@@ -88,7 +89,7 @@ forward_decode(const __grid_constant__ Arguments args) {
         reset(softmax);
         compute_part(args, shared, part, rows, lane_rows, softmax, acc);
         __syncthreads();                                    // all tiles are free
-        share_state(shared.states, threadIdx.x / 32, acc, softmax);
+        share_state(shared.states, rows, acc, softmax);
         __syncthreads();
         store_part(args, part, rows, shared.states, lane_rows.scale_log2);
         finish_part<float>(args, part, rows, shared.is_last);

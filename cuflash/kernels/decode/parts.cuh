@@ -4,15 +4,15 @@
 // keys are in tiles of BLOCK_K. A row tile's key tiles are those that some query of the sequence
 // sees, at least one.
 //
-// BALANCED: all key tiles of all row tiles, in order, are cut into runs of equal length, one for
-// each block. So one long sequence among short ones keeps all blocks busy, and all blocks end at
-// about the same time; but where a row tile's keys are cut depends on the whole call. A run covers
-// the end of one row tile, some whole ones, and the beginning of one: at most two parts of it are
-// merged with other blocks' parts (merge.cuh).
-//
-// Else the key tiles of each row tile, whatever its queries see, are cut at multiples of
-// ceil(tiles / num_splits), and each block has one part: so a sequence has the same bits whatever
+// The key tiles of each row tile, whatever its queries see, are cut at multiples of
+// ceil(tiles / num_splits), and each block has one part: a sequence has the same bits whatever
 // stands beside it.
+//
+// BALANCED, for sequences of different lengths: all key tiles of all row tiles, in order, are cut
+// into runs of equal cost, one for each block. So one long sequence among short ones keeps all
+// blocks busy, and all end at about the same time; but where a row tile's keys are cut depends on
+// the whole call. A run covers the end of one row tile, some whole ones, and the beginning of one:
+// at most two parts of it are merged with other blocks' parts (merge.cuh).
 #pragma once
 #include "common/ptx.cuh"
 #include "decode/sequences.cuh"
@@ -53,6 +53,9 @@ __device__ __forceinline__ int num_row_tiles(const Shape& shape, const Sequence&
     return num_tiles(sequence.seqlen_q * group_size_of(shape), BLOCK_Q);
 }
 
+// What a part costs besides its tiles, in tiles: its first keys come, its state leaves.
+constexpr int PART_COST = 2;
+
 // The row tiles of a sequence, of all key heads, one after the other, and their key tiles.
 struct RowTiles {
     Sequence sequence;
@@ -63,14 +66,14 @@ struct RowTiles {
     __device__ __forceinline__ RowTiles(const Arguments& args, int number)
         : sequence(sequence_of(args, number)), seen(seen_tiles(args, sequence)),
           count(num_row_tiles(args.arrays.shape, sequence) * args.arrays.shape.num_heads_kv) {}
-    __device__ __forceinline__ int tiles() const { return seen.end - seen.first; }
-    __device__ __forceinline__ i64 work() const { return i64(count) * tiles(); }
+    __device__ __forceinline__ int cost() const { return PART_COST + seen.end - seen.first; }
+    __device__ __forceinline__ i64 work() const { return i64(count) * cost(); }
 };
 
 // The parts of a block's run, one after the other. Every warp walks along by itself.
 class BalancedParts {
     const Arguments& args;
-    i64 total, of_block, longer_blocks;                     // key tiles; blocks with one tile more
+    i64 of_block, longer_blocks;                            // a run's cost; how many cost 1 more
     i64 at, end;                                            // the rest of the run
     RowTiles rows;                                          // of the sequence at `at`
     i64 row_tile_start;                                     // of the row tile at `at`
@@ -79,12 +82,12 @@ class BalancedParts {
     __device__ __forceinline__ i64 start_of(int block) const {
         return block * of_block + min(i64(block), longer_blocks);
     }
-    // The block whose run has a key tile.
-    __device__ __forceinline__ int block_of(i64 tile) const {
+    // The block whose run has a place.
+    __device__ __forceinline__ int block_of(i64 place) const {
         const i64 in_longer = longer_blocks * (of_block + 1);
         return static_cast<int>(
-            tile < in_longer ? u64(tile) / u64(of_block + 1)
-                             : longer_blocks + u64(tile - in_longer) / u64(of_block));
+            place < in_longer ? u64(place) / u64(of_block + 1)
+                              : longer_blocks + u64(place - in_longer) / u64(of_block));
     }
 
     // The sum over lanes up to this one.
@@ -103,19 +106,12 @@ class BalancedParts {
         return number < args.arrays.shape.batch ? RowTiles(args, number).work() : 0;
     }
     __device__ __forceinline__ i64 total_work() const {
-        const int batch = args.arrays.shape.batch;
-        if (!RAGGED) return batch * RowTiles(args, 0).work();
         i64 work = 0;
-        for (int first = 0; first < batch; first += 32) work += work_of(first);
+        for (int first = 0; first < args.arrays.shape.batch; first += 32) work += work_of(first);
         return __shfl_sync(WHOLE_WARP, sum_up_to_lane(work), 31);
     }
-    // Finds the sequence that has the key tile `at`, and returns where it starts.
+    // Finds the sequence at `at`, and returns where it starts.
     __device__ __forceinline__ i64 find_sequence(int& number) const {
-        if (!RAGGED) {
-            const i64 work = RowTiles(args, 0).work();
-            number = static_cast<int>(u64(at) / u64(work));
-            return number * work;
-        }
         i64 start = 0;
         for (int first = 0;; first += 32) {
             const i64 work = work_of(first), sum = sum_up_to_lane(work);
@@ -130,42 +126,53 @@ class BalancedParts {
     }
 
 public:
-    explicit __device__ __forceinline__ BalancedParts(const Arguments& args)
-        : args(args), total(total_work()), of_block(u64(total) / gridDim.x),
-          longer_blocks(total - of_block * gridDim.x), at(start_of(blockIdx.x)),
-          end(start_of(blockIdx.x + 1)) {
+    explicit __device__ __forceinline__ BalancedParts(const Arguments& args) : args(args) {
+        const i64 total = total_work();
+        of_block = u64(total) / gridDim.x;
+        longer_blocks = total - of_block * gridDim.x;
+        at = start_of(blockIdx.x);
+        end = start_of(blockIdx.x + 1);
         if (at >= end) return;
         int number;
         const i64 start = find_sequence(number);
         rows = RowTiles(args, number);
-        row_tile = static_cast<int>(u64(at - start) / u32(rows.tiles()));
-        row_tile_start = start + i64(row_tile) * rows.tiles();
+        row_tile = static_cast<int>(u64(at - start) / u32(rows.cost()));
+        row_tile_start = start + i64(row_tile) * rows.cost();
     }
 
     __device__ __forceinline__ bool next(Part& part) {
-        if (at >= end) return false;
-        while (row_tile >= rows.count) {                    // sequences without queries have none
-            rows = RowTiles(args, rows.sequence.number + 1);
-            row_tile = 0;
+        while (at < end) {
+            while (row_tile >= rows.count) {                // sequences without queries have none
+                rows = RowTiles(args, rows.sequence.number + 1);
+                row_tile = 0;
+            }
+            const i64 first_place = row_tile_start + PART_COST;     // of its key tiles
+            const i64 row_tile_end = row_tile_start + rows.cost();
+            const i64 from = max(at, first_place), to = min(row_tile_end, end);
+            if (from < to) set_part(part, first_place, row_tile_end, from, to);
+            at = row_tile_start = row_tile_end;
+            ++row_tile;
+            if (from < to) return true;
         }
-        const i64 row_tile_end = row_tile_start + rows.tiles();
-        const int first = row_tile_start >= start_of(blockIdx.x) ? blockIdx.x
-                                                                 : block_of(row_tile_start);
+        return false;
+    }
+
+private:
+    // The places [from, to) of the row tile's key tiles, which are [first_place, row_tile_end).
+    __device__ __forceinline__ void set_part(
+        Part& part, i64 first_place, i64 row_tile_end, i64 from, i64 to) const {
+        const int first = first_place >= start_of(blockIdx.x) ? blockIdx.x : block_of(first_place);
         const int last = row_tile_end <= end ? blockIdx.x : block_of(row_tile_end - 1);
         const int of_head = num_row_tiles(args.arrays.shape, rows.sequence);
         part.sequence = rows.sequence;
         part.kv_head = row_tile / of_head;
         part.row_tile = row_tile % of_head;
-        part.first_tile = rows.seen.first + static_cast<int>(at - row_tile_start);
-        part.end_tile = rows.seen.first
-                      + static_cast<int>(min(row_tile_end, end) - row_tile_start);
+        part.first_tile = rows.seen.first + static_cast<int>(from - first_place);
+        part.end_tile = rows.seen.first + static_cast<int>(to - first_place);
         part.index = blockIdx.x - first;
         part.count = last - first + 1;
         part.first_slot = 2 * i64(first);
         part.counter = first;
-        at = row_tile_start = row_tile_end;
-        ++row_tile;
-        return true;
     }
 };
 

@@ -49,36 +49,43 @@ template <class Real> struct Result {
     }
 };
 
-// The last block of a row tile merges its parts, a thread an element of O. Each thread has the
-// loads of several parts under way: they are in L2.
-template <class Real>
-__device__ __forceinline__ void merge_parts(
-    const Arguments& args, const Part& part, const RowTile& rows) {
-    const int head_dim_v = args.arrays.shape.head_dim_v;
-    for (int i = threadIdx.x; i < BLOCK_Q * head_dim_v; i += NUM_WARPS * 32) {
-        const int row = i / head_dim_v, column = i % head_dim_v;
-        if (!rows.exists(row)) return;
-        const Real* out = static_cast<const Real*>(args.split_out);
-        const Real* lse = static_cast<const Real*>(args.split_lse);
-        MergedColumn<Real> merged;
-        #pragma unroll 8
-        for (int p = 0; p < part.count; ++p) {
-            const i64 index = part.slot(p) * BLOCK_Q + row;
-            merged.add(lse[index], out[index * head_dim_v + column]);
-        }
-        const Result<Real> result(args, part, rows, row, merged.m, merged.sum, true);
-        if (column == 0) result.store_lse();
-        result.store(column, merged.out);
+// One row of the parts that the last block merges, 32 COLUMNS columns from first_column on.
+template <class Real, int COLUMNS>
+__device__ __forceinline__ void merge_columns(
+    const Arguments& args, const Part& part, const RowTile& rows, int row, int first_column) {
+    const Real* lse = static_cast<const Real*>(args.split_lse);
+    const int head_dim_v = args.arrays.shape.head_dim_v, lane = threadIdx.x % 32;
+    MergedRow<Real, COLUMNS> merged;
+    for (int first = 0; first < part.count; first += 32) {
+        const int parts = min(part.count - first, 32);
+        merged.add(
+            parts,
+            lane < parts ? lse[part.slot(first + lane) * BLOCK_Q + row] : -Real(infinity()),
+            [&](int p, int i) {
+                const i64 index = part.slot(first + p) * BLOCK_Q + row;
+                const Real* out = static_cast<const Real*>(args.split_out) + index * head_dim_v;
+                const int column = first_column + i * 32 + lane;
+                return column < head_dim_v ? out[column] : Real(0);
+            });
+    }
+    const Result<Real> result(args, part, rows, row, merged.m, merged.sum, true);
+    if (first_column + lane == 0) result.store_lse();
+    #pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+        const int column = first_column + i * 32 + lane;
+        if (column < head_dim_v) result.store(column, merged.out[i]);
     }
 }
 
-// After a part is stored: merges all parts of its row tile if it is the last. Called by the whole
-// block; `shared` is in shared memory.
+// After a part is stored: merges all parts of its row tile, a warp a row, if it is the last. Called
+// by the whole block; `shared` is in shared memory.
 template <class Real>
 __device__ __forceinline__ void finish_part(
     const Arguments& args, const Part& part, const RowTile& rows, u32& shared) {
+    constexpr int COLUMNS = sizeof(Real) == 4 ? 4 : 2;      // as many as registers hold
     if (part.count == 1) return;
-    u64* counter = args.part_counters + part.counter;
-    if (is_last_to_arrive(counter, args.counter_key, part.count, shared))
-        merge_parts<Real>(args, part, rows);
+    if (!PartCounter(args, part).is_last_of(part.count, shared)) return;
+    for (int row = threadIdx.x / 32; row < BLOCK_Q && rows.exists(row); row += NUM_WARPS)
+        for (int column = 0; column < args.arrays.shape.head_dim_v; column += 32 * COLUMNS)
+            merge_columns<Real, COLUMNS>(args, part, rows, row, column);
 }

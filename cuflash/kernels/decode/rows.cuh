@@ -20,10 +20,11 @@ using Scores = float[M_TILES][S_TILES][4];
 using Output = float[M_TILES][O_TILES][4];
 using Visible = bool[M_TILES][S_TILES][4];
 
-// A warp's state of each row, after its last key.
+// A warp's state of each row, after its last key. Rows are padded so that the lanes of a C fragment,
+// in eight rows, store to different banks.
 struct WarpStates {
     float m[NUM_WARPS][BLOCK_Q], l[NUM_WARPS][BLOCK_Q];
-    float acc[NUM_WARPS][BLOCK_Q][HEAD_DIM_V];
+    float acc[NUM_WARPS][BLOCK_Q][HEAD_DIM_V + 8];
 };
 
 // A tile of keys as they are stored. Float8 numbers are loaded as half as many of 16 bits.

@@ -5,9 +5,6 @@
 #pragma once
 #include "common/mask.cuh"
 
-// Whether sequences differ in length, which only the device knows.
-constexpr bool RAGGED = LENGTHS || PACKED_QUERIES || LEFTPAD;
-
 struct Sequence {
     int number;                                             // in the batch
     int first_query, seqlen_q;                              // first_query: 0 unless q is packed
