@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from cuflash import plan
 from cuflash.problem import Call, Problem
 from cuflash.reference import backward as backward_of
 from cuflash.reference import forward as forward_of
+from cuflash.reference import kvcache
 from cuflash.reference.dropout import Dropout
 from cuflash.reference.packed import spans
 from cuflash.reference.rotary import apply_rotary as apply_rotary_to
@@ -119,6 +121,44 @@ def apply_rotary(call: Call) -> np.ndarray:
         call.out[...] = result
         result = call.out
     return result
+
+
+@_quiet
+def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """Append to the caches; return out and lse."""
+    p, given = call.problem, call.given
+    caches = [_cache(given[name], p) for name in ("k_cache", "v_cache")]
+    options = {"cache_seqlens": call.cache_seqlens, **call.options}
+    if p.lse_dtype == "float32":
+        options["largest_score"] = LARGEST_FLOAT32
+    if p.softcap:
+        options["softcap"] = p.softcap
+    if p.kvcache and p.kvcache.rotary:
+        options["rotary_interleaved"] = p.kvcache.rotary.interleaved
+    out, lse = kvcache.forward_kvcache(
+        given["q"],
+        *caches,
+        k_new=given.get("k_new"),
+        v_new=given.get("v_new"),
+        scale=p.scale,
+        causal=p.causal,
+        window=p.window,
+        **options,
+    )
+    if call.rank == 3:
+        out, lse = out[None], lse[None]
+    result = _round(out, call)
+    if call.out is not None:
+        call.out[...] = result
+        result = call.out
+    return result, lse.astype(p.lse_dtype)
+
+
+def _cache(array: np.ndarray, problem: Problem) -> np.ndarray:
+    """A cache, as float8 if the user passed its bytes."""
+    if array.dtype != np.uint8:
+        return array
+    return array.view(ml_dtypes.float8_e4m3fn)
 
 
 class _Part(NamedTuple):
