@@ -168,8 +168,11 @@ def _length(given: Any, p: Problem) -> int:
 
 def _room(p: Problem, new: int) -> str:
     """The lengths that leave room for new tokens."""
-    text = f"0 to {p.seqlen_k - new}: the caches hold {p.seqlen_k} tokens"
-    return text + (f" a sequence, and {new} are appended" if new else "")
+    text = (
+        f"0 to {p.seqlen_k - new}: the caches hold {p.seqlen_k} tokens a "
+        "sequence"
+    )
+    return f"{text}, and {new} are appended" if new else text
 
 
 # Shapes and dtypes -------------------------------------------------------
