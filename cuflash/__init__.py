@@ -3,9 +3,9 @@
 >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
 >>> dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse, causal=True)
 
-`forward`, `backward`, `merge_states` and `apply_rotary` run on the device that
-holds their arrays: on a GPU by CUDA kernels compiled at run time, on the CPU
-by the NumPy reference, `cuflash.reference`.
+`forward`, `backward`, `forward_kvcache`, `merge_states` and `apply_rotary` run
+on the device that holds their arrays: on a GPU by CUDA kernels compiled at run
+time, on the CPU by the NumPy reference, `cuflash.reference`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from . import _checkout
 from . import emulator as emulator  # a public module
 from ._version import __version__
-from .api import apply_rotary, backward, forward, merge_states
+from .api import (
+    apply_rotary,
+    backward,
+    forward,
+    forward_kvcache,
+    merge_states,
+)
 from .build import warmup
 from .errors import (
     CompileError,
@@ -39,6 +45,7 @@ __all__ = [
     "apply_rotary",
     "backward",
     "forward",
+    "forward_kvcache",
     "merge_states",
 ]
 

@@ -11,6 +11,7 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from cuflash import layouts, options, settings, workspace
@@ -57,6 +58,17 @@ class Kernels:
     def apply_rotary(self, call: Call) -> Any:
         """Out in full rank."""
         return apply_rotary(call, self.backend)
+
+    def forward_kvcache(self, call: Call) -> tuple[Any, Any]:
+        """Out in full rank and, if wanted, lse."""
+        return _kvcache().forward_kvcache(call, self.backend)
+
+
+@functools.cache
+def _kvcache() -> ModuleType:
+    from cuflash import execute_kvcache
+
+    return execute_kvcache
 
 
 @dataclass(frozen=True, eq=False)

@@ -497,13 +497,26 @@ def check(seen: tuple[tuple, ...], sizes: Sizes) -> dict[str, Layout]:
             sizes = replace(sizes, num_sequences=ends - 1)
     layouts = {}
     for name, shape, strides, dtype, offset, _ in seen:
-        _check_dtype(name, np.dtype(dtype).name, sizes)
-        full = _full_shape(name, tuple(shape), sizes)
+        full = check_array(name, tuple(shape), dtype, sizes)
         strides = broadcast_strides(tuple(shape), tuple(strides), full)
         layouts[name] = Layout(full, strides, dtype, offset)
     if "cu_seqlens_q" in layouts:
         _check_packed(layouts, sizes)
     return layouts
+
+
+def check_array(
+    name: str, shape: tuple[int, ...], dtype: Any, sizes: Sizes
+) -> tuple[int, ...]:
+    """Check the dtype and the shape of an option array.
+
+    Returns
+    -------
+    tuple of int
+        Its full shape; see `check`.
+    """
+    _check_dtype(name, np.dtype(dtype).name, sizes)
+    return _full_shape(name, shape, sizes)
 
 
 def _check_dtype(name: str, got: str, sizes: Sizes) -> None:

@@ -199,14 +199,15 @@ class Signature:
     ----------
     problem : Problem
     rank : int
-        2, 3 or 4: the rank of the arrays that the user passed.
+        2, 3 or 4: the rank of the arrays that the user passed; of q.
     layouts : mapping of str to Layout
         By argument name, the user's ``out=`` among them.
     return_lse : bool
         Forward: whether lse is wanted.
     options : mapping of str to Layout
         The array options, broadcast to their full shapes; cos, sin and
-        positions of `apply_rotary`.
+        positions of `apply_rotary`; of `forward_kvcache` every array but
+        q, out, the caches, k_new and v_new.
     bias_shape : tuple of int
         The shape of the bias as the user passed it, which dbias has too.
     """
@@ -234,6 +235,9 @@ class Call:
         The array options, as the user passed them.
     seed : int
         The seed of dropout.
+    cache_seqlens : int
+        `forward_kvcache`: the length of every sequence before the call,
+        unless `options` has an array of lengths.
     """
 
     signature: Signature
@@ -241,6 +245,7 @@ class Call:
     given_out: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    cache_seqlens: int = 0
 
     @property
     def problem(self) -> Problem:
@@ -275,7 +280,7 @@ class Call:
 
     def _full(self, name: str, array: Any) -> Any:
         rank = self.signature.rank
-        if rank == 4:
+        if rank == 4 or array.ndim == 4:  # caches, where q is packed
             return array
         missing = _MISSING_LSE if name.startswith("lse") else _MISSING
         return array[missing[rank]]

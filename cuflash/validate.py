@@ -124,20 +124,30 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
     return expected
 
 
-def writable(out: Any) -> None:
-    """Raise ValueRangeError if `out`, as the user passed it, is read-only."""
-    if isinstance(out, np.ndarray):
-        read_only, shape = not out.flags.writeable, out.shape
+def writable(name: str, array: Any, receives: str = "the result") -> None:
+    """Raise ValueRangeError if an array, as the user passed it, is read-only.
+
+    Parameters
+    ----------
+    name : str
+    array
+    receives : str
+        What is written to it, for the message.
+    """
+    if isinstance(array, np.ndarray):
+        read_only, shape = not array.flags.writeable, array.shape
+    elif type(array) is getattr(sys.modules.get("cupy"), "ndarray", None):
+        return  # CuPy has no read-only arrays
     else:
         try:
-            interface = out.__cuda_array_interface__
+            interface = array.__cuda_array_interface__
             read_only, shape = interface["data"][1], interface["shape"]
         except Exception:  # no interface, or none for its dtype: assume yes
             return
     if read_only:
         raise ValueRangeError(
-            f"out is read-only ({type_name(out)} {tuple(shape)}), expected "
-            "a writable array: it receives the result"
+            f"{name} is read-only ({type_name(array)} {tuple(shape)}), "
+            f"expected a writable array: it receives {receives}"
         )
 
 
@@ -182,8 +192,8 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     )
 
 
-def _check_one_device(seen: tuple[tuple, ...]) -> None:
-    """Check that the arrays of `_seen` are on one device."""
+def check_one_device(seen: tuple[tuple, ...]) -> None:
+    """Check that the arrays of `describe` are on one device."""
     first, *_, expected = seen[0]
     for name, *_, got in seen:
         if got != expected:
@@ -221,14 +231,14 @@ def forward(
     arrays = given if out is None else {**given, "out": out}
     signature = _attention(
         "forward",
-        _seen(arrays),
-        _scale(scale),
+        describe(arrays),
+        scale_of(scale),
         checks.flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
         _precision(precision),
         *asked[:2],
-        num_splits=_num_splits(num_splits),
+        num_splits=splits_of(num_splits),
         return_lse=checks.flag("return_lse", return_lse),
     )
     if out is not None:
@@ -261,8 +271,8 @@ def backward(
     asked = _asked(options) if options else _NOTHING
     signature = _attention(
         "backward",
-        _seen(given),
-        _scale(scale),
+        describe(given),
+        scale_of(scale),
         checks.flag("causal", causal),
         _block("block_q", block_q),
         _block("block_k", block_k),
@@ -276,7 +286,7 @@ def backward(
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
     """Check the arguments of `cuflash.merge_states`; see there."""
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    return Call(_merge(_seen(given)), given)
+    return Call(_merge(describe(given)), given)
 
 
 def apply_rotary(
@@ -296,8 +306,8 @@ def apply_rotary(
         tables["positions"] = positions
     arrays = given if out is None else {**given, "out": out}
     signature = _rotary(
-        _seen(arrays),
-        _seen(tables),
+        describe(arrays),
+        describe(tables),
         checks.flag("interleaved", interleaved),
         checks.flag("inverse", inverse),
     )
@@ -316,10 +326,10 @@ def _asked(
     """Split options: scalars, array descriptions, arrays and the seed."""
     scalars, seed = numbers_of(options)
     arrays = {name: options[name] for name in ARRAYS if name in options}
-    return scalars, _seen(arrays), arrays, seed
+    return scalars, describe(arrays), arrays, seed
 
 
-def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
+def describe(arrays: dict[str, Any]) -> tuple[tuple, ...]:
     """Describe each array without its data: the cache key of a call.
 
     A description is (name, shape, strides, dtype, offset, device).
@@ -332,7 +342,7 @@ def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
                     x.shape,
                     x.strides,
                     x.dtype,
-                    _address(x) % ALIGNMENT,
+                    address(x) % ALIGNMENT,
                     None,
                 )
                 for name, x in arrays.items()
@@ -349,10 +359,10 @@ def _seen(arrays: dict[str, Any]) -> tuple[tuple, ...]:
 # Shapes and dtypes -------------------------------------------------------
 
 # Typed, because 1 == 1.0 == True.
-_remembered = functools.lru_cache(maxsize=4096, typed=True)
+remembered = functools.lru_cache(maxsize=4096, typed=True)
 
 
-@_remembered
+@remembered
 def _attention(
     direction: Literal["forward", "backward"],
     seen: tuple[tuple, ...],
@@ -369,9 +379,9 @@ def _attention(
     return_lse: bool = False,
 ) -> Signature:
     """Check a forward or backward call; nothing here depends on the data."""
-    _check_one_device(seen + seen_options)
+    check_one_device(seen + seen_options)
     numbers_asked = dict(asked)
-    arrays = _Arrays(seen)
+    arrays = Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")
     arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
     arrays.check_groups()
@@ -387,13 +397,7 @@ def _attention(
         arrays.check_same("lse", _AXES_LSE, "q")
     batch, seqlen_q, num_heads_q, head_dim = arrays.full["q"]
     _, seqlen_k, num_heads_kv, head_dim_v = arrays.full["v"]
-    if scale is None:
-        scale = head_dim**-0.5
-    elif arrays.dtype != "float64" and abs(scale) > MAX_SCALE:
-        raise ValueRangeError(
-            f"scale is {scale}, expected at most {MAX_SCALE} in magnitude: "
-            f"scores of {arrays.dtype} arrays are float32"
-        )
+    scale = default_scale(scale, head_dim, arrays.dtype)
     if precision and arrays.dtype != "float32":
         raise UnsupportedError(
             f"precision is {precision!r}, which is for float32 arrays, got "
@@ -401,7 +405,7 @@ def _attention(
         )
     options = _check_options(arrays, asked, seen_options)
     shapes = {name: tuple(shape) for name, shape, *_ in seen_options}
-    causal, window = _bounds_that_cut(
+    causal, window = bounds_that_mask(
         causal,
         numbers_asked.get("window", (None, None)),
         seqlen_q,
@@ -434,8 +438,20 @@ def _attention(
     )  # fmt: skip
 
 
+def default_scale(scale: float | None, head_dim: int, dtype: str) -> float:
+    """The scale, checked against the range of scores, or its default."""
+    if scale is None:
+        return head_dim**-0.5
+    if dtype != "float64" and abs(scale) > MAX_SCALE:
+        raise ValueRangeError(
+            f"scale is {scale}, expected at most {MAX_SCALE} in magnitude: "
+            f"scores of {dtype} arrays are float32"
+        )
+    return scale
+
+
 def _check_options(
-    arrays: _Arrays, asked: Numbers, seen: tuple[tuple, ...]
+    arrays: Arrays, asked: Numbers, seen: tuple[tuple, ...]
 ) -> dict[str, Layout]:
     """The layouts of the array options."""
     if not seen and not asked:
@@ -479,7 +495,7 @@ def _arrays_there(
     return has
 
 
-def _bounds_that_cut(
+def bounds_that_mask(
     causal: bool,
     window: tuple[int | None, int | None],
     seqlen_q: int,
@@ -501,11 +517,11 @@ def _bounds_that_cut(
     return causal, (left, right)
 
 
-@_remembered
+@remembered
 def _merge(seen: tuple[tuple, ...]) -> Signature:
     """Check a merge_states call."""
-    _check_one_device(seen)
-    arrays = _Arrays(seen)
+    check_one_device(seen)
+    arrays = Arrays(seen)
     arrays.check_same("out_b", _AXES, "out_a")
     arrays.check_same("lse_a", _AXES_LSE, "out_a")
     arrays.check_same("lse_b", _AXES_LSE, "out_a")
@@ -527,7 +543,7 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
     return Signature(problem, arrays.rank, arrays.layouts())
 
 
-@_remembered
+@remembered
 def _rotary(
     seen: tuple[tuple, ...],
     tables: tuple[tuple, ...],
@@ -535,8 +551,8 @@ def _rotary(
     inverse: bool,
 ) -> Signature:
     """Check an apply_rotary call."""
-    _check_one_device(seen + tables)
-    arrays = _Arrays(seen)
+    check_one_device(seen + tables)
+    arrays = Arrays(seen)
     if "out" in arrays.shapes:
         arrays.check_same("out", _AXES, "x")
     arrays.check_lengths("x")
@@ -574,33 +590,42 @@ def _rotary(
 
 
 def _check_tables(
-    arrays: _Arrays, tables: tuple[tuple, ...]
+    arrays: Arrays, tables: tuple[tuple, ...]
 ) -> dict[str, Layout]:
     """The layouts of cos and sin, and of positions, (batch, seqlen)."""
+    layouts = check_cos_and_sin(arrays, tables[:2])
+    for name, shape, strides, dtype, offset, _ in tables[2:]:
+        _check_table_dtype(name, dtype, ("int32", "int64"), "")
+        full = arrays.full["x"][:2]
+        _check_positions_shape(tuple(shape), full, arrays.rank)
+        strides = broadcast_strides(tuple(shape), tuple(strides), full)
+        layouts[name] = Layout(full, strides, dtype, offset)
+    return layouts
+
+
+def check_cos_and_sin(
+    arrays: Arrays, tables: tuple[tuple, ...]
+) -> dict[str, Layout]:
+    """The layouts of two tables that rotate the first array."""
     layouts: dict[str, Layout] = {}
     own = "float64" if arrays.dtype == "float64" else "float32"
     floats = tuple(dict.fromkeys((own, arrays.dtype)))
+    x = arrays.first
     for name, shape, strides, dtype, offset, _ in tables:
-        shape, full = tuple(shape), tuple(shape)
-        if name == "positions":
-            _check_table_dtype(name, dtype, ("int32", "int64"), "")
-            full = arrays.full["x"][:2]
-            _check_positions_shape(shape, full, arrays.rank)
-        else:
-            why = f" as x has dtype {arrays.dtype}"
-            _check_table_dtype(name, dtype, floats, why)
-            _check_table_shape(name, shape, arrays.shapes["x"])
-        strides = broadcast_strides(shape, tuple(strides), full)
-        layouts[name] = Layout(full, strides, dtype, offset)
-    cos, sin = layouts["cos"], layouts["sin"]
+        why = f" as {x} has dtype {arrays.dtype}"
+        _check_table_dtype(name, dtype, floats, why)
+        _check_table_shape(name, tuple(shape), x, arrays.shapes[x])
+        layouts[name] = Layout(tuple(shape), tuple(strides), dtype, offset)
+    (first, cos), (second, sin) = layouts.items()
     if sin.dtype.name != cos.dtype.name:
         raise DTypeError(
-            f"sin has dtype {sin.dtype.name}, expected {cos.dtype.name} as cos"
+            f"{second} has dtype {sin.dtype.name}, expected "
+            f"{cos.dtype.name} as {first}"
         )
     if sin.shape != cos.shape:
         raise ShapeError(
-            f"sin has shape {sin.shape}, expected {cos.shape} as cos "
-            f"({_LAYOUT_OF_TABLES})"
+            f"{second} has shape {sin.shape}, expected {cos.shape} as "
+            f"{first} ({_LAYOUT_OF_TABLES})"
         )
     return layouts
 
@@ -619,18 +644,18 @@ def _check_table_dtype(
 
 
 def _check_table_shape(
-    name: str, shape: tuple[int, ...], x: tuple[int, ...]
+    name: str, shape: tuple[int, ...], x: str, full: tuple[int, ...]
 ) -> None:
     if len(shape) != 2:
         raise ShapeError(
-            f"{name} has {_axes(len(shape))}, expected 2 ({name} {shape}; "
-            f"{_LAYOUT_OF_TABLES})"
+            f"{name} has {axes_in_words(len(shape))}, expected 2 "
+            f"({name} {shape}; {_LAYOUT_OF_TABLES})"
         )
-    if 2 * shape[1] > x[-1]:
+    if 2 * shape[1] > full[-1]:
         raise ShapeError(
-            f"{name} has {shape[1]} columns, expected at most {x[-1] // 2}: "
-            "rotary_dim is twice as many, and at most x's head_dim "
-            f"{x[-1]} (x {x}, {name} {shape})"
+            f"{name} has {shape[1]} columns, expected at most "
+            f"{full[-1] // 2}: rotary_dim is twice as many, and at most "
+            f"{x}'s head_dim {full[-1]} ({x} {full}, {name} {shape})"
         )
 
 
@@ -646,14 +671,14 @@ def _check_positions_shape(
         )
 
 
-class _Arrays:
+class Arrays:
     """A call's arrays without their data, and the checks on them.
 
     Attributes
     ----------
     dtype : str
     rank : int
-        The rank of every array except lse, which has one axis fewer.
+        The rank of the first array; see `rank_of` for the others.
     shapes, full : dict
         The shape of each array, as passed and in full rank.
     """
@@ -665,14 +690,23 @@ class _Arrays:
         self.first = first = next(iter(self.shapes))
         self.dtype = dtypes[first]
         self.rank = len(self.shapes[first])
-        self._check_first()
+        self.check_first()
         self.full = {}
         for name, shape in self.shapes.items():
-            self._check_dtype(name, dtypes[name])
+            self.check_dtype(name, dtypes[name])
             self._check_rank(name)
             self.full[name] = self._full(name, shape)
 
-    def _check_first(self) -> None:
+    def rank_of(self, name: str) -> int:
+        """The rank that an array must have."""
+        return self.rank - _is_lse(name)
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """The names of an array's axes in full rank."""
+        return _AXES_LSE if _is_lse(name) else _AXES
+
+    def check_first(self) -> None:
+        """Check the dtype and the rank of the first array."""
         if self.dtype not in DTYPES:
             raise DTypeError(
                 f"{self.first} has dtype {self.dtype}, expected "
@@ -680,12 +714,13 @@ class _Arrays:
             )
         if self.rank not in _LAYOUTS:
             raise ShapeError(
-                f"{self.first} has {_axes(self.rank)}, expected 2, 3 or 4 "
-                f"({self.first} {self.shapes[self.first]}; layout is "
+                f"{self.first} has {axes_in_words(self.rank)}, expected 2, 3 "
+                f"or 4 ({self.first} {self.shapes[self.first]}; layout is "
                 f"{_LAYOUTS[2]}, {_LAYOUTS[3]} or {_LAYOUTS[4]})"
             )
 
-    def _check_dtype(self, name: str, got: str) -> None:
+    def check_dtype(self, name: str, got: str) -> None:
+        """Check an array's dtype against that of the first."""
         if not _is_lse(name):
             if got != self.dtype:
                 raise DTypeError(
@@ -703,19 +738,20 @@ class _Arrays:
 
     def _check_rank(self, name: str) -> None:
         got = len(self.shapes[name])
-        expected = self.rank - 1 if _is_lse(name) else self.rank
+        expected = self.rank_of(name)
         if got != expected:
             raise ShapeError(
-                f"{name} has {_axes(got)}, expected {expected} as "
+                f"{name} has {axes_in_words(got)}, expected {expected} as "
                 f"{self.first} has {self.rank} "
-                f"{self._words(self.first, name)}"
+                f"{self.words(self.first, name)}"
             )
 
     def _full(self, name: str, shape: tuple) -> tuple:
         """A shape, or strides, in full rank; inserted axes have 1."""
-        if self.rank == 4:
+        rank = self.rank_of(name) + _is_lse(name)
+        if rank == 4:
             return shape
-        if self.rank == 3:
+        if rank == 3:
             return (1, *shape)
         return (1, 1, *shape) if _is_lse(name) else (1, shape[0], 1, shape[1])
 
@@ -730,38 +766,39 @@ class _Arrays:
 
     def check_same(self, name: str, axes: tuple[str, ...], other: str) -> None:
         """Check that `name` and `other` have the same size on each axis."""
-        names = _AXES_LSE if _is_lse(name) else _AXES
+        names, names_of_other = self.axes_of(name), self.axes_of(other)
         for axis in axes:
             got = self.full[name][names.index(axis)]
-            expected = self.full[other][_AXES.index(axis)]
+            expected = self.full[other][names_of_other.index(axis)]
             if got != expected:
                 raise ShapeError(
                     f"{name} has {axis} {got}, expected {expected} as in "
-                    f"{other} {self._words(other, name)}"
+                    f"{other} {self.words(other, name)}"
                 )
 
-    def check_groups(self) -> None:
+    def check_groups(self, k: str = "k") -> None:
         """Check that each key head serves the same number of query heads."""
-        num_heads_q, num_heads_kv = self.full["q"][2], self.full["k"][2]
+        num_heads_q, num_heads_kv = self.full["q"][2], self.full[k][2]
         if num_heads_q % num_heads_kv if num_heads_kv else num_heads_q:
             raise ShapeError(
-                f"q has heads {num_heads_q}, expected a multiple of k's "
+                f"q has heads {num_heads_q}, expected a multiple of {k}'s "
                 f"{num_heads_kv}: each key head serves a group of query "
-                f"heads of the same size {self._words('q', 'k')}"
+                f"heads of the same size {self.words('q', k)}"
             )
 
     def check_lengths(self, name: str) -> None:
         """Check that tokens, heads and batches can be counted in int32."""
-        batch, seqlen, heads, _ = self.full[name]
-        sizes = {"batch": batch, "seqlen": seqlen, "heads": heads}
-        sizes["batch * heads"] = batch * heads
+        axes = self.axes_of(name)[:3]
+        sizes = dict(zip(axes, self.full[name], strict=False))
+        batch, _, heads = axes
+        sizes[f"{batch} * {heads}"] = sizes[batch] * sizes[heads]
         for what, size in sizes.items():
             if size > MAX_LENGTH:
                 raise UnsupportedError(
                     f"{name} has {what} {size}, expected at most "
                     f"{MAX_LENGTH}: kernels count in 32-bit integers, up to "
                     "the end of the last tile, which may be 1024 past the "
-                    f"array's {self._words(name)}"
+                    f"array's {self.words(name)}"
                 )
 
     def check_head_dim(self, name: str) -> None:
@@ -770,16 +807,16 @@ class _Arrays:
         if head_dim < 1:
             raise ShapeError(
                 f"{name} has head_dim 0, expected at least 1 "
-                f"{self._words(name)}"
+                f"{self.words(name)}"
             )
         if head_dim > MAX_HEAD_DIM:
             raise UnsupportedError(
                 f"{name} has head_dim {head_dim}, expected at most "
                 f"{MAX_HEAD_DIM}: no kernel supports wider rows "
-                f"{self._words(name)}"
+                f"{self.words(name)}"
             )
 
-    def _words(self, *names: str) -> str:
+    def words(self, *names: str) -> str:
         """The shapes of some arrays and the meaning of their axes."""
         known = sorted(names, key=list(self.shapes).index)
         shapes = ", ".join(f"{name} {self.shapes[name]}" for name in known)
@@ -811,14 +848,19 @@ def offsets(call: Call) -> None:
         ("cu_seqlens_q", p.seqlen_q, p.max_seqlen_q),
         ("cu_seqlens_k", p.seqlen_k, p.max_seqlen_k),
     ):
-        array = call.options[name]
-        values = np.asarray(array.get() if hasattr(array, "get") else array)
-        _check_offsets(name, values.tolist(), total, longest)
+        values = on_host(call.options[name])
+        check_offsets(name, values.tolist(), total, longest)
 
 
-def _check_offsets(
+def on_host(array: Any) -> np.ndarray:
+    """An array's values; waits for its device."""
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def check_offsets(
     name: str, values: list[int], total: int, longest: int | None
 ) -> None:
+    """Raise ValueRangeError if offsets are invalid; `total` tokens exist."""
     before = 0
     for index, value in enumerate(values):
         if index == 0:
@@ -849,7 +891,7 @@ def positions(call: Call) -> None:
     given, rotary = call.options.get("positions"), call.problem.rotary
     if given is None or rotary is None:
         return
-    values = np.asarray(given.get() if hasattr(given, "get") else given)
+    values = on_host(given)
     bad = (values < 0) | (values >= rotary.num_positions)
     if bad.any():
         index = np.unravel_index(bad.argmax(), bad.shape)
@@ -875,25 +917,30 @@ def _check_apart(arrays: dict[str, Any]) -> None:
         if first >= other_end or other_first >= end:
             continue
         if np.shares_memory(_addresses(out), _addresses(arrays[name])):
-            raise ValueRangeError(
-                f"out shares memory with {name}, expected separate memory: "
-                f"{name} is read while out is written"
-            )
-    _check_elements_apart(out.shape, out.strides, out.dtype.itemsize)
+            raise shares_memory("out", name)
+    check_elements_apart("out", out.shape, out.strides, out.dtype.itemsize)
+
+
+def shares_memory(written: str, name: str) -> ValueRangeError:
+    """The error for an array that shares memory with one that is written."""
+    return ValueRangeError(
+        f"{written} shares memory with {name}, expected separate memory: "
+        f"{name} is read while {written} is written"
+    )
 
 
 def _is_same(a: Any, b: Any) -> bool:
     """Whether two arrays have the same elements at the same addresses."""
     return (
-        _address(a) == _address(b)
+        address(a) == address(b)
         and a.strides == b.strides
         and a.shape == b.shape
     )
 
 
-@_remembered
-def _check_elements_apart(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+@remembered
+def check_elements_apart(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> None:
     """Elements are disjoint if each stride covers the span of smaller ones."""
     span = itemsize
@@ -905,25 +952,35 @@ def _check_elements_apart(
     for stride, size in axes:
         if stride < span and 0 not in shape:
             raise ValueRangeError(
-                "out has elements that share memory with each other (shape "
-                f"{shape}, strides {strides} bytes), expected a separate "
-                "address for each"
+                f"{name} has elements that share memory with each other "
+                f"(shape {shape}, strides {strides} bytes), expected a "
+                "separate address for each"
             )
         span += stride * (size - 1)
 
 
 def _bounds(array: Any) -> tuple[int, int]:
     """The address of an array's lowest byte, and one past its highest."""
-    first = last = _address(array)
-    for stride, size in zip(array.strides, array.shape, strict=True):
+    first = address(array)
+    low, high = span(array.shape, array.strides, array.dtype.itemsize)
+    return first + low, first + high
+
+
+def span(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[int, int]:
+    """The bytes [low, high) of an array, from its first element's address."""
+    low = high = 0
+    for stride, size in zip(strides, shape, strict=True):
         if stride < 0:
-            first += stride * (size - 1)
+            low += stride * (size - 1)
         else:
-            last += stride * (size - 1)
-    return first, last + array.dtype.itemsize
+            high += stride * (size - 1)
+    return low, high + itemsize
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
+    """The address of an array's first element."""
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
     return array.data.ptr  # CuPy's
@@ -932,24 +989,43 @@ def _address(array: Any) -> int:
 class _Addresses:
     """An array's addresses, for np.shares_memory; the data are not read."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(
+        self,
+        first: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        itemsize: int,
+    ) -> None:
         self.__array_interface__ = {
             "version": 3,
-            "data": (_address(array), True),
-            "typestr": f"|V{array.dtype.itemsize}",
-            "shape": tuple(array.shape),
-            "strides": tuple(array.strides),
+            "data": (first, True),
+            "typestr": f"|V{itemsize}",
+            "shape": tuple(shape),
+            "strides": tuple(strides),
         }
 
 
 def _addresses(array: Any) -> np.ndarray:
-    return np.asarray(_Addresses(array))
+    return addresses(
+        address(array), array.shape, array.strides, array.dtype.itemsize
+    )
+
+
+def addresses(
+    first: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+) -> np.ndarray:
+    """An array with these addresses, for np.shares_memory alone."""
+    return np.asarray(_Addresses(first, shape, strides, itemsize))
 
 
 # Options -----------------------------------------------------------------
 
 
-def _scale(scale: Any) -> float | None:
+def scale_of(scale: Any) -> float | None:
+    """Check `scale`: a finite number, or None."""
     if scale is None:
         return None
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -979,7 +1055,8 @@ def _precision(precision: Any) -> Literal["tf32x3"] | None:
     return precision
 
 
-def _num_splits(num_splits: Any) -> int | None:
+def splits_of(num_splits: Any) -> int | None:
+    """Check `num_splits`: an int in range, or None."""
     if num_splits is None:
         return None
     if isinstance(num_splits, bool) or not isinstance(
@@ -1018,5 +1095,5 @@ def _block(name: str, block: Any) -> int | None:
 # Helpers for messages ----------------------------------------------------
 
 
-def _axes(count: int) -> str:
+def axes_in_words(count: int) -> str:
     return f"{count} axis" if count == 1 else f"{count} axes"

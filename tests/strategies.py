@@ -20,6 +20,7 @@ from cuflash.plan import device_of_arch, family_of, legal_tiles
 from helpers.data import Case, Emulation, shapes
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
+from helpers.kvcache_calls import KVCase
 from helpers.options import (
     MAKERS,
     NUMBERS,
@@ -324,3 +325,80 @@ def decode_cases(draw, backend):
         num_sms=draw(st.sampled_from([None, 1, 5])),
     )
     return replace(case, arrays_of=arrays, on=on, **numbers)
+
+
+PAGE_SIZES = [1, 2, 3, 7, 16, 17, 64, 128]
+
+# Sets of options of calls with a cache that share kernels.
+FEW_CACHE_OPTIONS = [
+    set(),
+    {"window", "alibi_slopes", "sink"},
+    {"window", "alibi_slopes_of_batches", "sink"},
+    {"softcap", "sink"},
+]
+
+
+@st.composite
+def kvcache_cases(draw, backend, dtype=None, float8=False, longest=150):
+    """Draw a forward_kvcache call."""
+    known = [x for x in DTYPES if not (float8 and x == "float64")]
+    dtype = dtype or draw(st.sampled_from(known))
+    head_dim, head_dim_v = draw(head_dims(backend))
+    batch = draw(st.integers(1, 3))
+    by_int = draw(st.booleans())
+    count = 1 if by_int else batch
+    before = draw(
+        st.lists(lengths(longest), min_size=count, max_size=count)
+    ) * (batch if by_int else 1)
+    few = st.sampled_from([0, 1, 2, 5]) | st.integers(0, 40)
+    ragged = draw(
+        st.none() | st.lists(few, min_size=batch, max_size=batch).map(tuple)
+    )
+    packed_new = ragged is not None and draw(st.booleans())
+    seqlen_new = (
+        draw(st.integers(0, 5)) if packed_new or draw(st.booleans()) else None
+    )
+    page_size = draw(st.none() | st.sampled_from(PAGE_SIZES))
+    pad = st.lists(few, min_size=batch, max_size=batch).map(tuple)
+    rotary = None
+    if seqlen_new is not None:
+        rotary = draw(st.none() | st.integers(0, head_dim // 2))
+    names = draw(st.sampled_from(FEW_CACHE_OPTIONS))
+    bound = st.none() | st.sampled_from([0, 1, 16, 63, 300])
+    splits = st.none() | st.sampled_from([1, 2, 5])
+    scales = ["head"] if page_size is None else ["head", "page"]
+    return KVCase(
+        dtype=dtype,
+        before=tuple(before),
+        by_int=by_int,
+        seqlen_q=draw(few),
+        ragged=ragged,
+        unused=draw(st.integers(0, 2)),
+        seqlen_new=seqlen_new,
+        packed_new=packed_new,
+        num_heads_kv=draw(st.integers(1, 2)),
+        group_size=draw(st.sampled_from([1, 2, 5, 8])),
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        page_size=page_size,
+        spare=draw(st.integers(0, 3)),
+        slots=page_size is None and draw(st.booleans()),
+        leftpad=draw(st.none() | pad) if page_size is None else None,
+        rotary_dim=None if rotary is None else 2 * rotary,
+        interleaved=draw(st.booleans()),
+        scales=draw(st.sampled_from(scales)) if float8 else None,
+        scale=draw(st.sampled_from([None, 0.25, -0.1])),
+        causal=draw(st.booleans()),
+        window=draw(st.tuples(bound, bound)) if "window" in names else None,
+        softcap=draw(st.sampled_from([1.0, 30.0]))
+        if "softcap" in names
+        else None,
+        arrays_of=tuple(sorted(names - {"window", "softcap"})),
+        num_splits=draw(splits) if dtype.endswith("float16") else None,
+        seed=draw(SEEDS),
+        on=Emulation(
+            draw(st.sampled_from(FAMILIES)),
+            seed=draw(SEEDS),
+            num_sms=draw(st.sampled_from([None, 1, 5])),
+        ),
+    )

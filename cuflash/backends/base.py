@@ -106,3 +106,6 @@ class Runner(Protocol):
 
     def apply_rotary(self, call: Call) -> Any:
         """Out."""
+
+    def forward_kvcache(self, call: Call) -> tuple[Any, Any]:
+        """Out and lse; lse may be None if it is not requested."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from cuflash import plan
 from cuflash.problem import Call, Problem
 from cuflash.reference import backward as backward_of
 from cuflash.reference import forward as forward_of
+from cuflash.reference import kvcache
 from cuflash.reference.dropout import Dropout
 from cuflash.reference.packed import spans
 from cuflash.reference.rotary import apply_rotary as apply_rotary_to
@@ -119,6 +121,84 @@ def apply_rotary(call: Call) -> np.ndarray:
         call.out[...] = result
         result = call.out
     return result
+
+
+@_quiet
+def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """Append to the caches; return out and lse."""
+    p, given, options = call.problem, dict(call.given), dict(call.options)
+    options.setdefault("cache_seqlens", call.cache_seqlens)
+    if p.lse_dtype == "float32":
+        options["largest_score"] = LARGEST_FLOAT32
+    if p.softcap:
+        options["softcap"] = p.softcap
+    if p.kvcache and p.kvcache.rotary:
+        given |= _rotated(call, options)
+    out, lse = kvcache.forward_kvcache(
+        given["q"],
+        *(_cache(given[name]) for name in ("k_cache", "v_cache")),
+        k_new=given.get("k_new"),
+        v_new=given.get("v_new"),
+        scale=p.scale,
+        causal=p.causal,
+        window=p.window,
+        **options,
+    )
+    if call.rank == 3:
+        out, lse = out[None], lse[None]
+    result = _round(out, call)
+    if call.out is not None:
+        call.out[...] = result
+        result = call.out
+    return result, lse.astype(p.lse_dtype)
+
+
+def _rotated(call: Call, options: dict) -> dict[str, np.ndarray]:
+    """q, rotated and rounded to its dtype as kernels do, and k_new, rotated.
+
+    The reference does not round q. Takes the tables out of `options`.
+    """
+    p, given = call.problem, call.given
+    assert p.kvcache is not None and p.kvcache.rotary is not None
+    tables = options.pop("rotary_cos"), options.pop("rotary_sin")
+    lengths = np.broadcast_to(options["cache_seqlens"], p.batch)
+    ordered = p.causal or p.window != (None, None)
+    rotated = {}
+    for name in ("q", "k_new"):
+        x = given[name]
+        # Of each sequence, how far its tokens are from the first.
+        if x.ndim == 4:
+            steps, first = np.arange(x.shape[1]), lengths[:, None]
+        else:
+            steps, first = _steps(options["cu_seqlens_q"], lengths, len(x))
+        if name == "q" and not ordered:
+            steps = np.zeros_like(steps)
+        rotated[name] = apply_rotary_to(
+            x, *tables, first + steps, p.kvcache.rotary.interleaved
+        )
+    rotated["q"] = _round(rotated["q"], call)
+    return rotated
+
+
+def _steps(
+    cu_seqlens: np.ndarray, lengths: np.ndarray, total: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each packed token's index in its sequence, and its sequence's length.
+
+    Both are 0 for tokens of no sequence.
+    """
+    steps, first = np.zeros((2, total), np.int64)
+    for number, rows, _ in spans(cu_seqlens, cu_seqlens, total, total):
+        steps[rows] = np.arange(rows.stop - rows.start)
+        first[rows] = lengths[number]
+    return steps, first
+
+
+def _cache(array: np.ndarray) -> np.ndarray:
+    """A cache, as float8 if the user passed its bytes."""
+    if array.dtype != np.uint8:
+        return array
+    return array.view(ml_dtypes.float8_e4m3fn)
 
 
 class _Part(NamedTuple):

@@ -77,7 +77,7 @@ def test_a_call_like_one_before_decides_nothing(call, rank):
     run(machine, call, **arguments(call, rank))
     launches = machine.launches
     with (
-        mock.patch.object(validate, "_Arrays", side_effect=AssertionError),
+        mock.patch.object(validate, "Arrays", side_effect=AssertionError),
         mock.patch.object(execute, "plan", side_effect=AssertionError),
         counted_recipes() as made,
     ):

@@ -30,6 +30,7 @@ LAW = {
     "softcap": "",
     "options": "checks errors layouts problem softcap",
     "validate": "checks errors options problem",
+    "validate_kvcache": "checks errors options problem validate",
     "tiles": "errors folders",
     "plans": "",
     "plans.rounding": "",
@@ -44,7 +45,8 @@ LAW = {
     " plans.mma plans.mma8 plans.simt plans.wgmma plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
-    " workspace backends.base",
+    " workspace backends.base execute_kvcache",
+    "execute_kvcache": "errors problem backends.base",
     "build": "",
     "build.source": "abi errors",
     "build.cache": "errors folders",
@@ -63,8 +65,9 @@ LAW = {
     "backends.emulator.runtime": "errors folders plan build.source"
     " build.cache",
     "emulator": "backends.emulator",
-    "api": "errors folders options settings problem validate execute"
-    " backends.base backends.numpy backends.cupy backends.emulator",
+    "api": "errors folders options settings problem validate"
+    " validate_kvcache execute backends.base backends.numpy backends.cupy"
+    " backends.emulator",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

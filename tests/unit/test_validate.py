@@ -663,7 +663,7 @@ def test_out_that_does_not_say_whether_it_is_read_only():
         def __cuda_array_interface__(self):
             raise KeyError("bfloat16")
 
-    validate.writable(Tensor())
+    validate.writable("out", Tensor())
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, OnGpu])

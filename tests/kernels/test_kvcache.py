@@ -1,0 +1,201 @@
+"""forward_kvcache: attention over a cache, against the reference."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cuflash
+import strategies
+from helpers import kvcache_calls as kv
+from helpers.backends import NUMPY
+from helpers.compare import assert_bitwise
+from helpers.data import LAYOUTS
+from helpers.drawn import on_each_backend
+from helpers.dtypes import DTYPES
+from helpers.kvcache_calls import KVCase
+
+BACKENDS = [NUMPY]  # BACKENDS of helpers.backends once there are kernels
+on_backends = pytest.mark.parametrize("backend", BACKENDS)
+
+# Over several pages, and tiles, with one query each.
+CASE = KVCase(
+    "bfloat16", (0, 7, 130), seqlen_new=3, seqlen_q=3, head_dim=64,
+    head_dim_v=64, page_size=16, seed=1,
+)  # fmt: skip
+CONTIGUOUS = replace(CASE, page_size=None, spare=2)
+
+
+@on_each_backend(
+    strategies.kvcache_cases, backends=BACKENDS, each={"dtype": DTYPES}
+)
+def test_against_the_reference(backend, case):
+    kv.check(backend, case)
+
+
+@on_each_backend(strategies.kvcache_cases, backends=BACKENDS, float8=True)
+def test_float8(backend, case):
+    kv.check(backend, case)
+
+
+@on_backends
+@pytest.mark.parametrize("page_size", [None, 1, 2, 3, 16, 17, 64, 128, 256])
+def test_page_sizes(backend, page_size):
+    kv.check(backend, replace(CASE, page_size=page_size, causal=True))
+
+
+@on_backends
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_give_the_bits_of_a_contiguous_cache(backend, dtype):
+    case = replace(CASE, dtype=dtype, rotary_dim=32, causal=True)
+    given = case.arguments()
+    caches = {}
+    for name in kv.CACHES:
+        shape = case.batch, case.capacity, *given[name].shape[2:]
+        caches[name] = np.full(shape, np.nan).astype(DTYPES[dtype])
+        for b, n in enumerate(case.before):
+            caches[name][b, :n] = given[name][case.index(given, b, 0, n)]
+    paged, _ = kv.run(backend, case, case.arguments())
+    table = given.pop("page_table")
+    whole, _ = kv.run(backend, case, given | caches)
+    assert table.size
+    for name, a, b in zip(("out", "lse"), paged, whole, strict=True):
+        assert_bitwise(a, b, name)
+
+
+OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"window": (20, 1)},
+    "window of one": {"window": (0, 0)},
+    "softcap": {"softcap": 2.0},
+    "slopes": {"arrays_of": ("alibi_slopes",)},
+    "slopes of batches": {"arrays_of": ("alibi_slopes_of_batches",)},
+    "sink": {"arrays_of": ("sink",)},
+    "scale": {"scale": -0.3},
+    "all": {
+        "causal": True, "window": (50, None), "softcap": 20.0,
+        "arrays_of": ("alibi_slopes_of_batches", "sink"),
+    },
+}  # fmt: skip
+
+
+@on_backends
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option(backend, name):
+    kv.check(backend, replace(CASE, **OPTIONS[name]))
+
+
+@on_backends
+@pytest.mark.parametrize("ragged", [(3, 0, 2), (0, 0, 1), (1, 40, 7)])
+@pytest.mark.parametrize("packed_new", [False, True])
+def test_ragged_queries(backend, ragged, packed_new):
+    """Among them a sequence without a query."""
+    case = replace(CASE, ragged=ragged, unused=2, packed_new=packed_new,
+                   causal=True, rotary_dim=64)  # fmt: skip
+    kv.check(backend, case)
+
+
+@on_backends
+@pytest.mark.parametrize("rotary_dim", [0, 2, 32, 64])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("ordered", [{}, {"causal": True},
+                                     {"window": (500, None)}])  # fmt: skip
+def test_rotary(backend, rotary_dim, interleaved, ordered):
+    """A window that masks nothing decides how queries are rotated, too."""
+    kv.check(backend, replace(
+        CASE, rotary_dim=rotary_dim, interleaved=interleaved, **ordered
+    ))  # fmt: skip
+
+
+@on_backends
+@pytest.mark.parametrize("leftpad", [(0, 3, 9), (5, 10, 200)])
+@pytest.mark.parametrize("slots", [False, True])
+def test_slots_and_left_padding(backend, leftpad, slots):
+    """Also more padding than tokens."""
+    case = replace(CONTIGUOUS, leftpad=leftpad, slots=slots, rotary_dim=16)
+    kv.check(backend, case)
+
+
+@on_backends
+@pytest.mark.parametrize("scales", ["head", "page"])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("seed", [1, 8])
+def test_scales(backend, scales, power_of_two, seed):
+    """With seed 8, new values exceed float8's largest number."""
+    kv.check(backend, replace(
+        CASE, scales=scales, power_of_two=power_of_two, seed=seed,
+        rotary_dim=32,
+    ))  # fmt: skip
+
+
+@on_backends
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "broadcast"])
+def test_strides_of_the_caches(backend, layout):
+    kv.check(backend, replace(CASE, layout=layout))
+
+
+@on_backends
+@pytest.mark.parametrize("by_int", [False, True])
+@pytest.mark.parametrize("before", [(0, 0), (9, 9)])
+def test_lengths_that_are_equal(backend, before, by_int):
+    kv.check(backend, replace(CONTIGUOUS, before=before, by_int=by_int))
+
+
+@on_backends
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_sequences_without_a_token(backend, page_size):
+    """Whose out is 0 and lse -inf, or the sink."""
+    case = replace(CASE, before=(0, 5, 0), seqlen_new=None,
+                   page_size=page_size)  # fmt: skip
+    out, lse = kv.check(backend, case)
+    assert not out[0].any() and (lse[0] == -np.inf).all()
+    kv.check(backend, replace(case, arrays_of=("sink",)))
+
+
+@on_backends
+@pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_new"])
+def test_empty(backend, empty):
+    changes = {"before": ()} if empty == "batch" else {empty: 0}
+    kv.check(backend, replace(CONTIGUOUS, **changes))
+
+
+@on_backends
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_is_the_last_row_of_forward(backend, dtype):
+    """Token by token, from an empty cache."""
+    rng = np.random.default_rng(3)
+    q, k, v = rng.standard_normal((3, 2, 20, 2, 16)).astype(DTYPES[dtype])
+    caches = [backend.place(np.full_like(x, np.nan)) for x in (k, v)]
+    with backend.running(CASE):
+        for i in range(20):
+            one = [backend.place(x[:, i : i + 1]) for x in (q, k, v)]
+            got = cuflash.forward_kvcache(
+                one[0], *caches, k_new=one[1], v_new=one[2], cache_seqlens=i
+            )
+        want = cuflash.forward(*map(backend.place, (q, k, v)), causal=True)
+    u = 2.0 ** -{"float16": 8, "bfloat16": 5}.get(dtype, 18)
+    got, want = (backend.fetch(x).astype(float)[:, -1] for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=u)
+
+
+@on_backends
+@pytest.mark.parametrize("num_splits", [1, 2, 128])
+def test_parts(backend, num_splits):
+    kv.check(backend, replace(CASE, before=(600, 3), num_splits=num_splits))
+
+
+@on_backends
+def test_out(backend):
+    """Receives the result, and nothing around it changes."""
+    case = replace(CASE, ragged=(2, 1, 3), unused=1)
+    given = case.arguments()
+    out = np.full((9, *given["q"].shape[1:-1], case.head_dim_v), np.nan)
+    out = out.astype(given["q"].dtype)
+    placed = backend.place(out)
+    view = placed[1:8]
+    (got, _), _ = kv.run(backend, case, given | {"out": view})
+    want = kv.check(backend, case)[0]
+    assert_bitwise(np.asarray(got), want, "out")
+    whole = backend.fetch(placed)
+    assert_bitwise(whole[1:8], want, "out")
+    assert np.isnan(whole[[0, 8]].astype(float)).all()
