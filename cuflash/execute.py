@@ -111,20 +111,20 @@ class Recipe:
     buffers_before_inputs: int = 0
 
 
-_remembered = functools.lru_cache(maxsize=4096)
+remembered = functools.lru_cache(maxsize=4096)
 
 _GRADIENTS = ("dq", "dk", "dv")
 _BACKWARD_POINTERS = pointers_of(BackwardArguments)
 
 
-def _decide(p: Problem, target: Target, family: Family | None) -> Plan:
+def decide(p: Problem, target: Target, family: Family | None) -> Plan:
     """The plan for a problem on a target; logged the first time."""
     decided = plan(p, target.device(), family)
     _log(decided, target)
     return decided
 
 
-@_remembered
+@remembered
 def _log(decided: Plan, target: Target) -> None:
     settings.logger().info("%s", decided)
 
@@ -238,18 +238,18 @@ def apply_rotary(call: Call, backend: Backend) -> Any:
 # ---- Recipes ----
 
 
-@_remembered
+@remembered
 def _forward_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
     p = signature.problem
-    decided = _decide(p, target, family)
+    decided = decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
     given.setdefault("out", layouts.new(_out_shape(p), given["q"].dtype))
     taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
     taken["out"] = layouts.writable(given["out"], by_tma)
-    constants = {**layouts.row_strides(taken), **_common(p, decided)}
+    constants = {**layouts.row_strides(taken), **common_fields(p, decided)}
     rows: dict[str, int] = {}
     if by_tma:
         tile = decided.tile
@@ -278,12 +278,12 @@ def _forward_recipe(
     )
 
 
-@_remembered
+@remembered
 def _backward_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
     p = signature.problem
-    decided = _decide(p, target, family)
+    decided = decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
     for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
@@ -298,7 +298,7 @@ def _backward_recipe(
     taken["dq"] = given["dq"]
     for name in ("dk", "dv"):
         taken[name] = layouts.writable(given[name], by_tma)
-    constants = {**layouts.row_strides(taken), **_common(p, decided)}
+    constants = {**layouts.row_strides(taken), **common_fields(p, decided)}
     taken["lse"] = layouts.contiguous(given["lse"])
     rows: dict[str, int] = {}
     if by_tma:
@@ -324,12 +324,12 @@ def _backward_recipe(
     )
 
 
-@_remembered
+@remembered
 def _merge_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
     p, given = signature.problem, signature.layouts
-    decided = _decide(p, target, family)
+    decided = decide(p, target, family)
     taken = {name: layouts.contiguous(x) for name, x in given.items()}
     sizes = {
         "batch": p.batch,
@@ -351,14 +351,14 @@ def _merge_recipe(
 _TABLES = ("cos", "sin", "positions")
 
 
-@_remembered
+@remembered
 def _rotary_recipe(
     signature: Signature, target: Target, family: Family | None
 ) -> Recipe:
     p, given = signature.problem, dict(signature.layouts)
     rotary = p.rotary
     assert rotary is not None
-    decided = _decide(p, target, family)
+    decided = decide(p, target, family)
     given.setdefault("out", layouts.new(given["x"].shape, given["x"].dtype))
     rows = {name: layouts.by_any_element(x) for name, x in given.items()}
     tables = {
@@ -481,7 +481,7 @@ def _launch(
 
 
 # Addresses repeat: results come from a memory pool, weights do not move.
-@_remembered
+@remembered
 def _arguments(
     recipe: Recipe,
     tensor_map: Callable[[int, Boxes], bytes],
@@ -496,7 +496,7 @@ def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
     layout = recipe.copies.get(name)
     if layout is None:
         return call.given[name]
-    copy = _new(layout, backend)
+    copy = new_array(layout, backend)
     backend.copy(copy, call.arrays[name])
     return copy
 
@@ -504,7 +504,7 @@ def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
 def _written(recipe: Recipe, name: str, result: Any, backend: Backend) -> Any:
     """The array that kernels write: the result or one to copy from."""
     layout = recipe.copies.get(name)
-    return result if layout is None else _new(layout, backend)
+    return result if layout is None else new_array(layout, backend)
 
 
 def _options_read(
@@ -524,7 +524,7 @@ def _options_read(
     return arrays, backend.address(arrays)
 
 
-def _new(layout: Layout, backend: Backend) -> Any:
+def new_array(layout: Layout, backend: Backend) -> Any:
     """A new array with a layout that `layouts.new` returned."""
     rows = backend.empty(layouts.allocated(layout), layout.dtype)
     return rows[..., : layout.shape[-1]]
@@ -568,7 +568,7 @@ def part_numbers(decided: Plan) -> dict[str, int]:
     return {"num_splits": decided.num_splits, "counter_key": _COUNTER_KEY}
 
 
-def _common(p: Problem, decided: Plan) -> dict[str, Any]:
+def common_fields(p: Problem, decided: Plan) -> dict[str, Any]:
     """The struct fields that all attention kernels have."""
     return {
         "shape": (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q,

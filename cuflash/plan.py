@@ -55,7 +55,10 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     for direction, maker in (
         ("forward", module.FORWARD), ("backward", module.BACKWARD)
     )
-} | {("decode", "forward"): decode.FORWARD}  # fmt: skip
+} | {
+    ("decode", "forward"): decode.FORWARD,
+    ("decode", "kvcache"): decode.FORWARD,
+}  # fmt: skip
 
 
 _OLDEST_FOR_TF32X3 = 80  # compute capability
@@ -222,6 +225,7 @@ def _family_of(
         return "simt"
     if (
         wanted == "decode"
+        or problem.kvcache is not None
         or problem.num_splits
         or (wanted is None and decode.pays(problem))
     ) and _decode_runs(problem, device):

@@ -91,7 +91,7 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             for down, down_k in product((4, 2, 8, 1), repeat=2):
                 if max(down, down_k) <= warps:
                     yield Tile(q, k, warps, 1, stages, down, down_k)
-    elif (family, direction) == ("decode", "forward"):
+    elif family == "decode":
         # A warp per 16 keys.
         for q, warps, stages in product((16, 32), (8, 4), (3, 2, 4)):
             yield Tile(q, 16 * warps, warps, num_stages=stages)

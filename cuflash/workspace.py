@@ -14,6 +14,7 @@ from dataclasses import dataclass
 ALIGNMENT = 256  # bytes, of each buffer in the shared allocation
 
 NAMES = (
+    "rotated",
     "sequence_stats",
     "query_tile_ids",
     "key_tile_ids",
@@ -91,6 +92,11 @@ def segment_ranges(q_tiles: int, k_tiles: int) -> tuple[Buffer, Buffer]:
         Buffer("query_tile_ids", 8, q_tiles),
         Buffer("key_tile_ids", 8, k_tiles),
     )
+
+
+def rotated(elements: int, itemsize: int) -> Buffer:
+    """Rotated queries (prepare/append_kvcache.cu), in place of arrays.q."""
+    return Buffer("rotated", itemsize, elements)
 
 
 def parts(

@@ -8,11 +8,13 @@ from cuflash import workspace
 from cuflash.problem import MAX_SPLITS, KVCache, Problem
 from cuflash.tiles import Tile
 
+from .append import append_launches, width_of_rotated
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
     MAX_OF_TENSOR_CORES,
     element,
+    element_bytes,
     is_linear,
     is_packed,
     main_kernel,
@@ -47,7 +49,7 @@ def _heads(problem: Problem, block_q: int) -> int:
 def runs(problem: Problem) -> bool:
     """Whether the kernel can compute a problem at all."""
     return (
-        problem.direction == "forward"
+        problem.direction in ("forward", "kvcache")
         and problem.dtype in ("float16", "bfloat16")
         and not is_packed(problem)
         and max(problem.head_dim, problem.head_dim_v) <= MAX_OF_TENSOR_CORES
@@ -200,9 +202,21 @@ def split_plan(
     buffers = workspace.parts(
         slots, counters, tile.block_q, problem.head_dim_v, 4
     )
+    launches: tuple[Launch, ...] = (Launch(main, blocks),)
+    if problem.seqlen_q == 0:  # of a call that only appends
+        launches = ()
+    if problem.kvcache is not None:
+        appended = append_launches(problem, cache_constants(problem))
+        launches = (*appended, *launches)
+    if blocks == heads:  # no row tile is cut
+        buffers = ()
+    if problem.kvcache is not None and problem.kvcache.rotary:
+        rows = problem.kvcache.total_q * problem.num_heads_q
+        elements = rows * width_of_rotated(problem)
+        buffers += (workspace.rotated(elements, element_bytes(problem)),)
     return Plan(
-        problem, "decode", tile, (Launch(main, blocks),),
-        workspace=() if blocks == heads else buffers,
+        problem, "decode", tile, launches,
+        workspace=buffers,
         num_splits=splits,
     )  # fmt: skip
 

@@ -80,6 +80,8 @@ def num_rows(problem: Problem) -> int:
 
 def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
     """The argument struct of kernels that support options."""
+    if problem.kvcache is not None:
+        return "Arguments", "ForwardKVCacheArguments"
     kind = problem.direction.capitalize() + kind
     return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
 
@@ -358,9 +360,11 @@ def main_kernel(
     *own: tuple[str, int | bool | str],
 ) -> KernelPlan:
     """A family's kernel of the problem's direction, with `own` constants."""
-    entry = f"{problem.direction}_{entry_suffix(family)}"
+    backward = problem.direction == "backward"
+    direction = "backward" if backward else "forward"
+    entry = f"{direction}_{entry_suffix(family)}"
     return KernelPlan(
-        file=f"{folder(family)}/{problem.direction}.cu",
+        file=f"{folder(family)}/{direction}.cu",
         entry=entry,
         constants=(
             ("Element", element(problem)),

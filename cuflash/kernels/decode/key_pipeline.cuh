@@ -24,8 +24,9 @@ struct KeyPipeline {
     __device__ __forceinline__ KeyPipeline(
         const Arguments& args, SharedPlan& shared, const Part& part, TileRange tiles)
         : args(args), shared(shared), pages{args, part.sequence.number},
-          k(args, args.arrays.k, args.arrays.k_stride, part),
-          v(args, args.arrays.v, args.arrays.v_stride, part), kv_head(part.kv_head),
+          k(args, args.arrays.k, args.arrays.k_stride, part.sequence, part.kv_head),
+          v(args, args.arrays.v, args.arrays.v_stride, part.sequence, part.kv_head),
+          kv_head(part.kv_head),
           seqlen_k(part.sequence.seqlen_k), warp(threadIdx.x / 32), end_tile(tiles.end),
           next_tile(tiles.first) {
         look_up_page();

@@ -3,7 +3,7 @@
 // Constants: KVCACHE, PAGE_SIZE (tokens, 0 without pages), Cached, the type in memory; SCALES,
 // which numbers K and V are stored relative to: 0 none, 1 one of each key head, 2 of each page's.
 #pragma once
-#include "decode/parts.cuh"
+#include "decode/sequences.cuh"
 
 constexpr bool PAGED = PAGE_SIZE > 0;
 constexpr int TOKENS_OF_PAGE = PAGED ? PAGE_SIZE : 1;
@@ -35,14 +35,15 @@ struct KeyRows {
 
     template <class Arguments>
     __device__ __forceinline__ KeyRows(const Arguments& args, const void* array,
-                                       const Strides& stride, const Part& part)
+                                       const Strides& stride, const Sequence& sequence,
+                                       int kv_head)
         : token_bytes(stride.token * sizeof(Cached)), page_bytes(stride.batch * sizeof(Cached)) {
         i64 slot = 0;
-        if constexpr (!KVCACHE) slot = part.sequence.number;
-        else if constexpr (!PAGED) slot = max(slot_of(args, part.sequence.number), 0);
+        if constexpr (!KVCACHE) slot = sequence.number;
+        else if constexpr (!PAGED) slot = max(slot_of(args, sequence.number), 0);
         first = static_cast<const unsigned char*>(array) + slot * page_bytes
-              + part.kv_head * stride.head * i64(sizeof(Cached))
-              + part.sequence.first_key * token_bytes;
+              + kv_head * stride.head * i64(sizeof(Cached))
+              + sequence.first_key * token_bytes;
     }
 
     __device__ __forceinline__ const unsigned char* row(int page, int key) const {

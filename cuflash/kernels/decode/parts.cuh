@@ -14,6 +14,7 @@
 // the whole call. A run covers the end of one row tile, some whole ones, and the beginning of one:
 // at most two parts of it are merged with other blocks' parts (merge.cuh).
 #pragma once
+#include "common/mask.cuh"
 #include "common/ptx.cuh"
 #include "decode/sequences.cuh"
 
@@ -31,6 +32,10 @@ struct Part {
         return BALANCED ? first_slot + 2 * part + (part == 0) : first_slot + part;
     }
 };
+
+__device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(const Arguments& args, const Sequence& sequence) {
+    return {sequence.seqlen_q, sequence.seqlen_k, window_of<WINDOW>(args)};
+}
 
 struct TileRange { int first, end; };
 

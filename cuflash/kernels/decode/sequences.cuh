@@ -3,7 +3,7 @@
 // Constants: KVCACHE, and with it LENGTHS, PACKED_QUERIES, PACKED_NEW, LEFTPAD and BATCH_IDX: which
 // arrays the call has (plans/decode.py). Without KVCACHE all sequences are as in `shape`.
 #pragma once
-#include "common/mask.cuh"
+#include "common/types.cuh"
 
 struct Sequence {
     int number;                                             // in the batch
@@ -37,19 +37,25 @@ template <class Arguments> inline int slot_of(const Arguments& args, int number)
     return slot >= 0 && slot < args.cache.num_slots ? slot : -1;
 }
 
-// A sequence's keys, those of this call included. It has none if its length is invalid: nothing
+// The tokens in a sequence's cache after the call; 0 if its length or its slot is invalid: nothing
 // outside the caches is read or written.
+template <class Arguments>
+inline int all_tokens(const Arguments& args, const Sequence& sequence) {
+    const i64 before = cached_tokens(args, sequence.number);
+    const i64 end = before + (PACKED_NEW ? sequence.seqlen_q : args.cache.seqlen_new);
+    const bool has_slot = PAGE_SIZE > 0 || slot_of(args, sequence.number) >= 0;
+    return before >= 0 && end <= args.cache.capacity && has_slot ? static_cast<int>(end) : 0;
+}
+
+// A sequence's keys, those of this call included.
 template <class Arguments>
 inline void set_keys(Sequence& sequence, const Arguments& args) {
     if constexpr (KVCACHE) {
-        const i64 before = cached_tokens(args, sequence.number);
-        const i64 end = before + (PACKED_NEW ? sequence.seqlen_q : args.cache.seqlen_new);
-        i64 first = 0;
+        const int end = all_tokens(args, sequence);
+        int first = 0;
         if constexpr (LEFTPAD) first = args.cache_leftpad[sequence.number * args.cache.leftpad_stride];
-        const bool valid = before >= 0 && end <= args.cache.capacity && first >= 0
-                        && (PAGE_SIZE > 0 || slot_of(args, sequence.number) >= 0);
-        sequence.first_key = valid ? static_cast<int>(min(first, end)) : 0;
-        sequence.seqlen_k = valid ? static_cast<int>(end) - sequence.first_key : 0;
+        sequence.first_key = min(max(first, 0), end);
+        sequence.seqlen_k = end - sequence.first_key;
     }
 }
 
@@ -59,8 +65,4 @@ template <class Arguments> inline Sequence sequence_of(const Arguments& args, in
     set_queries(sequence, args);
     set_keys(sequence, args);
     return sequence;
-}
-
-inline Mask<CAUSAL, WINDOW> mask_of(const Arguments& args, const Sequence& sequence) {
-    return {sequence.seqlen_q, sequence.seqlen_k, window_of<WINDOW>(args)};
 }

@@ -13,10 +13,7 @@
 // Constants: Element, Table (of cos and sin), Index (of positions), NUM_THREADS. No shared memory.
 //
 // Bound by memory: x read once and out written once, element by element.
-#include "common/types.cuh"
-#include "common/elements.cuh"
-
-using Real = Accumulator<Element>;
+#include "prepare/rotary.cuh"
 
 constexpr int NUM_WARPS = NUM_THREADS / 32;
 static_assert(NUM_THREADS % 32 == 0, "whole warps");
@@ -26,15 +23,6 @@ inline i64 position_of(const RotaryArguments& args, i64 batch, i64 token) {
     if (args.positions == nullptr) return token;
     const TokenStrides& stride = args.positions_stride;
     return static_cast<const Index*>(args.positions)[batch * stride.batch + token * stride.token];
-}
-
-inline Real table_entry(const void* table, const TableStrides& stride, i64 position, int pair) {
-    const i64 index = position * stride.position + pair * stride.column;
-    return to_accumulator(static_cast<const Table*>(table)[index]);
-}
-
-inline i64 row_offset(const ElementStrides& stride, i64 batch, i64 token, i64 head) {
-    return batch * stride.batch + token * stride.token + head * stride.head;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
@@ -52,18 +40,16 @@ rotary(const __grid_constant__ RotaryArguments args) {
                  + row_offset(args.out_stride, batch, token, head);
     const i64 x_column = args.x_stride.column, out_column = args.out_stride.column;
     const i64 position = position_of(args, batch, token);
-    const bool exists = position >= 0 && position < args.num_positions;
-    const Real nan = __int_as_float(0x7fffffff);
 
+    const RotaryTables tables{args.cos, args.sin, args.cos_stride, args.sin_stride,
+                              args.num_positions};
     for (int pair = lane; pair < args.num_pairs; pair += 32) {
         const int first = pair * args.pair_step, second = first + args.pair_width;
-        const Real c = exists ? table_entry(args.cos, args.cos_stride, position, pair) : nan;
-        const Real s = exists ? table_entry(args.sin, args.sin_stride, position, pair) : nan;
-        const Real turn = args.inverse ? -s : s;
+        const Rotation rotation = tables.rotation(position, pair, args.inverse);
         const Real a = to_accumulator(x[first * x_column]);
         const Real b = to_accumulator(x[second * x_column]);
-        out[first * out_column] = from_accumulator<Element>(a * c - b * turn);
-        out[second * out_column] = from_accumulator<Element>(a * turn + b * c);
+        out[first * out_column] = from_accumulator<Element>(rotation.first(a, b));
+        out[second * out_column] = from_accumulator<Element>(rotation.second(a, b));
     }
     for (int column = 2 * args.num_pairs + lane; column < args.head_dim; column += 32)
         out[column * out_column] = x[column * x_column];

@@ -1,0 +1,53 @@
+"""The kernel before attention over a KV cache: prepare/append_kvcache.cu."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+
+from .kernel import KernelPlan, Launch
+from .rounding import ceil_div
+from .steps import ELEMENTS, ROW_THREADS, element, element_bytes
+
+
+def append_launches(
+    problem: Problem, constants: tuple[tuple[str, int | bool | str], ...]
+) -> tuple[Launch, ...]:
+    """Appends new tokens, rotates queries; nothing if there is no need.
+
+    `constants` are those of decode/sequences.cuh and key_rows.cuh.
+    """
+    cache = problem.kvcache
+    assert cache is not None
+    rotary = cache.rotary
+    new_tokens = problem.batch * cache.seqlen_new
+    if cache.packed_new:
+        new_tokens = cache.total_q
+    rows = 2 * new_tokens * problem.num_heads_kv
+    if rotary or cache.packed_queries:
+        rows += cache.total_q * problem.num_heads_q
+    if not rows:
+        return ()
+    table = rotary.tables if rotary else problem.lse_dtype
+    kernel = KernelPlan(
+        file="prepare/append_kvcache.cu",
+        entry="append_kvcache",
+        constants=(
+            ("Element", element(problem)),
+            ("Table", ELEMENTS.get(table, table)),
+            ("HAS_NEW", cache.seqlen_new > 0),
+            ("ROTARY", rotary is not None),
+            ("ORDERED", problem.causal or problem.window != (None, None)),
+            ("NUM_THREADS", ROW_THREADS),
+            ("Arguments", "ForwardKVCacheArguments"),
+            *constants,
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=0,
+    )
+    return (Launch(kernel, ceil_div(rows * 32, ROW_THREADS)),)
+
+
+def width_of_rotated(problem: Problem) -> int:
+    """Elements of a row of rotated queries: rows are aligned to 16 bytes."""
+    elements = 16 // element_bytes(problem)
+    return ceil_div(problem.head_dim, elements) * elements
