@@ -8,7 +8,7 @@ from cuflash import workspace
 from cuflash.problem import KVCache, Problem
 from cuflash.tiles import Tile
 
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .kernel import Device, Family, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
     MAX_OF_TENSOR_CORES,
@@ -33,15 +33,15 @@ _MANY_HEADS = 256  # more than two blocks for each SM of any GPU
 _FEWEST_KEYS = 512
 
 
-def _rows(problem: Problem) -> int:
+def rows_of_head(problem: Problem) -> int:
     """The rows of a key head: each query, for each query head of the group."""
     return problem.seqlen_q * problem.group_size
 
 
-def _heads(problem: Problem, block_q: int) -> int:
+def row_tiles(problem: Problem, block_q: int) -> int:
     """The row tiles of all key heads, each of which reads a head's keys."""
-    row_tiles = ceil_div(_rows(problem), block_q)
-    return problem.batch * problem.num_heads_kv * row_tiles
+    tiles = ceil_div(rows_of_head(problem), block_q)
+    return problem.batch * problem.num_heads_kv * tiles
 
 
 def runs(problem: Problem) -> bool:
@@ -57,16 +57,17 @@ def runs(problem: Problem) -> bool:
 def pays(problem: Problem) -> bool:
     """Whether it is faster than the kernels for many queries."""
     return problem.block_q is problem.block_k is None and (
-        problem.num_splits is not None or _is_short(problem)
+        problem.num_splits is not None or is_short(problem)
     )
 
 
-def _is_short(problem: Problem) -> bool:
+def is_short(problem: Problem) -> bool:
     """Whether its queries do not fill the tiles of the other kernels."""
-    return _rows(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
+    return rows_of_head(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
 
 
-def _float8(problem: Problem) -> bool:
+def is_float8(problem: Problem) -> bool:
+    """Whether the keys are stored as float8."""
     cache = problem.kvcache
     return cache is not None and cache.dtype == "float8_e4m3fn"
 
@@ -75,9 +76,9 @@ def _shared(problem: Problem, tile: Tile) -> int:
     """Bytes of decode/rows.cuh's SharedPlan."""
     d, dv = padded_head_dims(problem)
     loads = tile_bytes(tile.block_q, d)
-    widths = (d // 2, dv // 2) if _float8(problem) else (d, dv)
+    widths = (d // 2, dv // 2) if is_float8(problem) else (d, dv)
     loads += tile.num_warps * tile.num_stages * _keys_bytes(*widths)
-    if _float8(problem):
+    if is_float8(problem):
         loads += tile.num_warps * _keys_bytes(d, dv)
     states = 4 * tile.num_warps * tile.block_q * (2 + dv)
     return round_up(max(loads, states), 1024) + 1024  # is_last, aligned
@@ -98,8 +99,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     14.4, 16 x 8,192 keys 130 and 125.
     """
     _, dv = padded_head_dims(problem)
-    rows = 16 if _rows(problem) <= 16 or dv > 128 else 32
-    few_heads = problem.num_splits or _heads(problem, rows) < _MANY_HEADS
+    rows = 16 if rows_of_head(problem) <= 16 or dv > 128 else 32
+    few_heads = problem.num_splits or row_tiles(problem, rows) < _MANY_HEADS
     return tile.block_q == rows and bool(tile.num_warps == 4 or few_heads)
 
 
@@ -121,7 +122,7 @@ def resident_blocks(
 def _most_work(problem: Problem, tile: Tile) -> int:
     """The key tiles of all row tiles, if all sequences have the most keys."""
     tiles = max(ceil_div(problem.seqlen_k, tile.block_k), 1)
-    return _heads(problem, tile.block_q) * tiles
+    return row_tiles(problem, tile.block_q) * tiles
 
 
 def cache_constants(
@@ -138,7 +139,7 @@ def cache_constants(
         ("LEFTPAD", cache.leftpad),
         ("BATCH_IDX", cache.batch_idx),
         ("PAGE_SIZE", cache.page_size or 0),
-        ("Cached", "u8" if _float8(problem) else element(problem)),
+        ("Cached", "u8" if is_float8(problem) else element(problem)),
         ("SCALES", scales[cache.scales]),
     )
 
@@ -156,18 +157,19 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         *cache_constants(problem),
         *option_constants(problem, "Split"),
     )  # fmt: skip
-    return split_plan(problem, device, tile, main, blocks_per_sm)
+    return split_plan(problem, device, "decode", tile, main, blocks_per_sm)
 
 
 def split_plan(
     problem: Problem,
     device: Device,
+    family: Family,
     tile: Tile,
     main: KernelPlan,
     blocks_per_sm: int,
 ) -> Plan:
     """Grid and workspace: see decode/parts.cuh."""
-    heads = _heads(problem, tile.block_q)
+    heads = row_tiles(problem, tile.block_q)
     if problem.num_splits is None:
         resident = device.num_sms * blocks_per_sm
         blocks = min(resident, _most_work(problem, tile))
@@ -176,9 +178,10 @@ def split_plan(
         blocks = slots = heads * problem.num_splits
         counters = heads
     return Plan(
-        problem, "decode", tile, (Launch(main, blocks),),
+        problem, family, tile, (Launch(main, blocks),),
         workspace=workspace.parts(
-            slots, counters, tile.block_q, problem.head_dim_v, 4
+            slots, counters, tile.block_q, problem.head_dim_v,
+            8 if problem.lse_dtype == "float64" else 4,
         ),
         num_splits=problem.num_splits or 1,
     )  # fmt: skip
