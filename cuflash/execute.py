@@ -257,11 +257,12 @@ def _forward_recipe(
         rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k,
                 "out": 16}  # fmt: skip
         constants["work_items"] = decided.work_items
-    if decided.family == "decode":
+    if decided.family in ("decode", "decode_simt"):
         constants |= part_numbers(decided)
     kinds = {
         "wgmma": (ForwardWgmmaArguments, ForwardWgmmaOptionsArguments),
         "decode": (ForwardSplitArguments, ForwardSplitOptionsArguments),
+        "decode_simt": (ForwardSplitArguments, ForwardSplitOptionsArguments),
     }
     without, with_options = kinds.get(
         decided.family, (ForwardArguments, ForwardOptionsArguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash import layouts, options, workspace
@@ -151,12 +151,12 @@ def new_or_same(
 def _recipe_of(
     signature: Signature, target: Target, family: Family | None
 ) -> _Recipe:
-    p, given = signature.problem, dict(signature.layouts)
+    p, given = _with_alignment(signature), dict(signature.layouts)
     cache = p.kvcache
     assert cache is not None
     out_shape = (*given["q"].shape[:3], p.head_dim_v)
     given.setdefault("out", layouts.new(out_shape, given["q"].dtype))
-    decided = decide(p, target, _family(given, family))
+    decided = decide(p, target, family)
     taken = _taken(given, decided, cache)
     read = {
         name: layouts.by_element(x) for name, x in signature.options.items()
@@ -193,28 +193,22 @@ def _recipe_of(
     )
 
 
-def _family(
-    given: Mapping[str, Layout], wanted: Family | None
-) -> Family | None:
-    """The family for caches that are read in place, whatever their strides.
-
-    UnsupportedError if no kernel can.
-    """
+def _with_alignment(signature: Signature) -> Problem:
+    """The problem, with the alignment of caches, which are not copied."""
+    p = signature.problem
+    assert p.kvcache is not None
+    alignments = []
     for name in ("k_cache", "v_cache"):
-        layout = given[name]
-        if layouts.readable(layout, "decode") is layout:
-            continue
-        rows = layout.strides[-1] == layout.dtype.itemsize
-        if layouts.by_element(layout) is not layout or not (
-            rows or layout.shape[-1] == 1
-        ):
+        layout = signature.layouts[name]
+        alignments.append(layouts.row_alignment(layout))
+        if not alignments[-1]:
             raise UnsupportedError(
                 f"{name} has strides {layout.strides} bytes and dtype"
                 f" {layout.dtype}, expected aligned elements in native byte"
                 " order, side by side along head_dim: caches are not copied"
             )
-        wanted = "decode_simt"
-    return wanted
+    cache = replace(p.kvcache, alignment=min(alignments))
+    return replace(p, kvcache=cache)
 
 
 def _taken(

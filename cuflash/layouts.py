@@ -6,13 +6,14 @@ are cached for equal calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cuflash.problem import Layout
+from cuflash.problem import ALIGNMENT, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +79,28 @@ def _with_aligned_rows(layout: Layout) -> Layout:
 
 def readable(given: Layout, family: str) -> Layout:
     """The layout if kernels can read it, else a copy's, with aligned rows."""
-    # All families but simt read rows 16 bytes at a time; for simt,
-    # prepare/delta.cu does so with 16-bit elements.
+    # All families but these read rows 16 bytes at a time; for simt,
+    # prepare/delta.cu does so with 16-bit elements. plans/decode_simt.py
+    # chooses loads by which rows without gaps are aligned.
     itemsize = given.dtype.itemsize
-    alignment = itemsize if family == "simt" and itemsize > 2 else 16
+    alignment = 16
+    if family == "simt" and itemsize > 2:
+        alignment = itemsize
+    elif family == "decode_simt":
+        alignment = math.gcd(16, itemsize * given.shape[-1])
     if _is_in_place(given, alignment, by_tma=family == "wgmma"):
         return given
     return _with_aligned_rows(given)
+
+
+def row_alignment(given: Layout) -> int:
+    """The alignment of all rows in bytes, up to `ALIGNMENT`.
+
+    0 if a kernel cannot access them in place at all.
+    """
+    if not _is_in_place(given, given.dtype.itemsize):
+        return 0
+    return math.gcd(ALIGNMENT, given.offset, *_row_strides(given))
 
 
 def writable(given: Layout, by_tma: bool) -> Layout:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import cast
 
 from cuflash import options, settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plans import decode, fma, mma, mma8, simt, wgmma
+from cuflash.plans import decode, decode_simt, fma, mma, mma8, simt, wgmma
 from cuflash.plans.kernel import (
     SHARED_KIB,
     Device,
@@ -58,6 +59,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 } | {
     ("decode", "forward"): decode.FORWARD,
     ("decode", "kvcache"): decode.FORWARD,
+    ("decode_simt", "forward"): decode_simt.FORWARD,
+    ("decode_simt", "kvcache"): decode_simt.FORWARD,
 }  # fmt: skip
 
 
@@ -150,12 +153,10 @@ def _check_splits(problem: Problem) -> None:
     """Raise UnsupportedError if no kernel splits the keys of such calls."""
     if problem.num_splits is None or problem.num_splits == 1:
         return
-    if problem.block_q or problem.block_k or not decode.runs(problem):
+    if not decode_simt.runs(problem):
         raise UnsupportedError(
-            f"num_splits is {problem.num_splits}: keys are split for float16"
-            " and bfloat16 with head_dim and head_dim_v of at most"
-            f" {MAX_OF_TENSOR_CORES}, without packed sequences, block_q and"
-            " block_k; leave it out"
+            f"num_splits is {problem.num_splits}: keys are split without"
+            " packed sequences, precision, block_q and block_k; leave it out"
         )
 
 
@@ -204,8 +205,18 @@ def _family_of(
             )
         _check_precision(problem)
         return "tf32x3"
-    if wanted == "simt":
+    if wanted == "simt" and problem.kvcache is None:
         return "simt"
+    decoding = _decode_family(problem, device, wanted)
+    if decoding:
+        return decoding
+    if (problem.num_splits or 1) > 1:
+        raise UnsupportedError(
+            f"num_splits is {problem.num_splits}: {device.arch} has too little"
+            " shared memory to split keys with head_dim"
+            f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
+            " it out"
+        )
     if _is_wide(problem):
         # Few tiles fit: use fma only if both directions have one.
         both = (
@@ -223,20 +234,6 @@ def _family_of(
         if _dmma_runs(problem, device):
             return "dmma"
         return "simt"
-    if (
-        wanted == "decode"
-        or problem.kvcache is not None
-        or problem.num_splits
-        or (wanted is None and decode.pays(problem))
-    ) and _decode_runs(problem, device):
-        return "decode"
-    if (problem.num_splits or 1) > 1:
-        raise UnsupportedError(
-            f"num_splits is {problem.num_splits}: {device.arch} has too little"
-            " shared memory to split keys with head_dim"
-            f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
-            " it out"
-        )
     if wanted != "mma" and wgmma.runs(problem, device):
         return "wgmma"
     return "mma"
@@ -255,9 +252,29 @@ def _is_wide(problem: Problem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > MAX_OF_TENSOR_CORES
 
 
-def _decode_runs(problem: Problem, device: Device) -> bool:
-    """Needs shared memory for the stages of some tile."""
-    return decode.runs(problem) and any(legal_tiles(problem, device, "decode"))
+def _decode_family(
+    problem: Problem, device: Device, wanted: Family | None
+) -> Family | None:
+    """The decode kernel for a problem, if any: decode/forward.cu first.
+
+    Needs shared memory for some tile.
+    """
+    modules: tuple[tuple[Family, ModuleType], ...] = (
+        ("decode", decode), ("decode_simt", decode_simt),
+    )  # fmt: skip
+    for family, module in modules:
+        if (
+            module.runs(problem)
+            and (
+                wanted == family
+                or (problem.num_splits and wanted != "decode_simt")
+                or (problem.kvcache is not None and wanted != "decode_simt")
+                or (wanted is None and module.pays(problem))
+            )
+            and any(legal_tiles(problem, device, family))
+        ):
+            return family
+    return None
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:

@@ -71,6 +71,9 @@ class KVCache:
     scales : str or None
         What each number of k_scale and v_scale is for: a key head, or a key
         head of a page.
+    alignment : int
+        Of all rows of the caches, in bytes: a power of two, up to
+        `ALIGNMENT`.
     rotary : Rotary or None
     """
 
@@ -86,6 +89,7 @@ class KVCache:
     packed_new: bool = False
     total_q: int = 0
     scales: Literal["head", "page"] | None = None
+    alignment: int = 16
     rotary: Rotary | None = None
 
 

@@ -23,6 +23,7 @@ VALUES = {
         "wgmma",
         "mma",
         "decode",
+        "decode_simt",
         "fma",
         "dmma",
         "tf32x3",

@@ -95,6 +95,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         # A warp per 16 keys.
         for q, warps, stages in product((16, 32), (8, 4), (3, 2, 4)):
             yield Tile(q, 16 * warps, warps, num_stages=stages)
+    elif family == "decode_simt":
+        # A warp per 8, 4, 2 or 1 keys.
+        for q, keys, warps in product((8, 4, 2, 1), (8, 4, 2, 1), (4, 8)):
+            yield Tile(q, keys * warps, warps, ptxas_level=3)
     elif (family, direction) == ("fma", "forward"):
         for q, k, warps in product(
             (128, 64, 32, 16), (64, 48, 32, 16), (4, 8, 2)

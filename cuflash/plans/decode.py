@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cuflash import workspace
-from cuflash.problem import MAX_SPLITS, KVCache, Problem
+from cuflash.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
 from cuflash.tiles import Tile
 
 from .append import append_launches, width_of_rotated
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .kernel import Device, Family, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
     MAX_OF_TENSOR_CORES,
@@ -35,15 +35,15 @@ _MANY_HEADS = 256  # more than two blocks for each SM of any GPU
 _FEWEST_KEYS = 512
 
 
-def _rows(problem: Problem) -> int:
+def rows_of_head(problem: Problem) -> int:
     """The rows of a key head: each query, for each query head of the group."""
     return problem.seqlen_q * problem.group_size
 
 
-def _heads(problem: Problem, block_q: int) -> int:
+def row_tiles(problem: Problem, block_q: int) -> int:
     """The row tiles of all key heads, each of which reads a head's keys."""
-    row_tiles = ceil_div(_rows(problem), block_q)
-    return problem.batch * problem.num_heads_kv * row_tiles
+    tiles = ceil_div(rows_of_head(problem), block_q)
+    return problem.batch * problem.num_heads_kv * tiles
 
 
 def runs(problem: Problem) -> bool:
@@ -52,6 +52,7 @@ def runs(problem: Problem) -> bool:
         problem.direction in ("forward", "kvcache")
         and problem.dtype in ("float16", "bfloat16")
         and not is_packed(problem)
+        and (problem.kvcache is None or problem.kvcache.alignment == ALIGNMENT)
         and max(problem.head_dim, problem.head_dim_v) <= MAX_OF_TENSOR_CORES
     )
 
@@ -59,16 +60,17 @@ def runs(problem: Problem) -> bool:
 def pays(problem: Problem) -> bool:
     """Whether it is faster than the kernels for many queries."""
     return problem.block_q is problem.block_k is None and (
-        problem.num_splits is not None or _is_short(problem)
+        problem.num_splits is not None or is_short(problem)
     )
 
 
-def _is_short(problem: Problem) -> bool:
+def is_short(problem: Problem) -> bool:
     """Whether its queries do not fill the tiles of the other kernels."""
-    return _rows(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
+    return rows_of_head(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
 
 
-def _float8(problem: Problem) -> bool:
+def is_float8(problem: Problem) -> bool:
+    """Whether the keys are stored as float8."""
     cache = problem.kvcache
     return cache is not None and cache.dtype == "float8_e4m3fn"
 
@@ -77,9 +79,9 @@ def _shared(problem: Problem, tile: Tile) -> int:
     """Bytes of decode/rows.cuh's SharedPlan."""
     d, dv = padded_head_dims(problem)
     loads = tile_bytes(tile.block_q, d)
-    widths = (d // 2, dv // 2) if _float8(problem) else (d, dv)
+    widths = (d // 2, dv // 2) if is_float8(problem) else (d, dv)
     loads += tile.num_warps * tile.num_stages * _keys_bytes(*widths)
-    if _float8(problem):
+    if is_float8(problem):
         loads += tile.num_warps * _keys_bytes(d, dv)
     states = 4 * tile.num_warps * tile.block_q * (2 + dv + 8)
     return round_up(max(loads, states), 1024) + 1024  # is_last, aligned
@@ -100,8 +102,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     14.4, 16 x 8,192 keys 130 and 125.
     """
     _, dv = padded_head_dims(problem)
-    rows = 16 if _rows(problem) <= 16 or dv > 128 else 32
-    few_heads = problem.num_splits or _heads(problem, rows) < _MANY_HEADS
+    rows = 16 if rows_of_head(problem) <= 16 or dv > 128 else 32
+    few_heads = problem.num_splits or row_tiles(problem, rows) < _MANY_HEADS
     return tile.block_q == rows and bool(tile.num_warps == 4 or few_heads)
 
 
@@ -128,7 +130,7 @@ def _num_splits(problem: Problem, tile: Tile, resident: int) -> int:
     """
     if problem.num_splits:
         return problem.num_splits
-    heads = _heads(problem, tile.block_q)
+    heads = row_tiles(problem, tile.block_q)
     tiles = max(ceil_div(problem.seqlen_k, tile.block_k), 1)
 
     def cost(splits: int) -> tuple[int, int]:
@@ -138,7 +140,7 @@ def _num_splits(problem: Problem, tile: Tile, resident: int) -> int:
     return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost)
 
 
-def _is_balanced(problem: Problem) -> bool:
+def is_balanced(problem: Problem) -> bool:
     """Whether only the device knows how long sequences are."""
     cache = problem.kvcache
     return problem.num_splits is None and bool(
@@ -160,7 +162,7 @@ def cache_constants(
         ("LEFTPAD", cache.leftpad),
         ("BATCH_IDX", cache.batch_idx),
         ("PAGE_SIZE", cache.page_size or 0),
-        ("Cached", "u8" if _float8(problem) else element(problem)),
+        ("Cached", "u8" if is_float8(problem) else element(problem)),
         ("SCALES", scales[cache.scales]),
     )
 
@@ -174,25 +176,26 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared,
         ("NUM_STAGES", tile.num_stages),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("BALANCED", _is_balanced(problem)),
+        ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
         *option_constants(problem, "Split"),
     )  # fmt: skip
-    return split_plan(problem, device, tile, main, blocks_per_sm)
+    return split_plan(problem, device, "decode", tile, main, blocks_per_sm)
 
 
 def split_plan(
     problem: Problem,
     device: Device,
+    family: Family,
     tile: Tile,
     main: KernelPlan,
     blocks_per_sm: int,
 ) -> Plan:
     """Grid and workspace: see decode/parts.cuh."""
-    heads = _heads(problem, tile.block_q)
+    heads = row_tiles(problem, tile.block_q)
     resident = device.num_sms * blocks_per_sm
     splits = 1
-    if _is_balanced(problem):
+    if is_balanced(problem):
         blocks = counters = resident
         slots = 2 * blocks
     else:
@@ -200,7 +203,8 @@ def split_plan(
         blocks = slots = heads * splits
         counters = heads
     buffers = workspace.parts(
-        slots, counters, tile.block_q, problem.head_dim_v, 4
+        slots, counters, tile.block_q, problem.head_dim_v,
+        8 if problem.lse_dtype == "float64" else 4,
     )
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
     if problem.seqlen_q == 0:  # of a call that only appends
@@ -215,9 +219,7 @@ def split_plan(
         elements = rows * width_of_rotated(problem)
         buffers += (workspace.rotated(elements, element_bytes(problem)),)
     return Plan(
-        problem, "decode", tile, launches,
-        workspace=buffers,
-        num_splits=splits,
+        problem, family, tile, launches, workspace=buffers, num_splits=splits
     )  # fmt: skip
 
 

@@ -15,7 +15,9 @@ from cuflash.workspace import Buffer
 
 from .rounding import round_up
 
-Family = Literal["wgmma", "mma", "decode", "fma", "dmma", "tf32x3", "simt"]
+Family = Literal[
+    "wgmma", "mma", "decode", "decode_simt", "fma", "dmma", "tf32x3", "simt"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,11 @@ class Plan:
     family : str
         ``"wgmma"`` (16-bit types, Hopper), ``"mma"`` (16-bit types, tensor
         cores from sm_80 on), ``"decode"`` (the same for few queries and
-        many keys, forward), ``"fma"`` (float32), ``"tf32x3"`` (float32
-        split into TF32 parts, tensor cores), ``"dmma"`` (float64, tensor
-        cores) or ``"simt"`` (everything else; CUDA cores, not optimised).
+        many keys, forward), ``"decode_simt"`` (the same for other types
+        and wide heads, CUDA cores), ``"fma"`` (float32), ``"tf32x3"``
+        (float32 split into TF32 parts, tensor cores), ``"dmma"`` (float64,
+        tensor cores) or ``"simt"`` (everything else; CUDA cores, not
+        optimised).
     tile : Tile or None
         None for "merge" and "rotary", which have no tiles.
     launches : tuple of Launch
@@ -145,7 +149,7 @@ class Plan:
     workspace : tuple of Buffer
         The workspace of its kernels.
     num_splits : int
-        The number of parts into which the decode kernel cuts the keys.
+        The number of parts into which decode kernels cut the keys.
     """
 
     problem: Problem

@@ -13,7 +13,7 @@ from .kernel import Device, Family, KernelPlan, Launch, Plan
 from .rounding import ceil_div, round_up
 
 _ENTRIES = {"dmma": "mma8", "tf32x3": "mma8"}
-_FOLDERS = {"wgmma": "sm90", "mma": "sm80"}
+_FOLDERS = {"wgmma": "sm90", "mma": "sm80", "decode_simt": "decode"}
 
 
 def entry_suffix(family: str) -> str:

@@ -8,14 +8,13 @@ import pytest
 import cuflash
 import strategies
 from helpers import kvcache_calls as kv
-from helpers.backends import NUMPY
+from helpers.backends import BACKENDS
 from helpers.compare import assert_bitwise
 from helpers.data import LAYOUTS
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.kvcache_calls import KVCase
 
-BACKENDS = [NUMPY]  # BACKENDS of helpers.backends once there are kernels
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 # Over several pages, and tiles, with one query each.

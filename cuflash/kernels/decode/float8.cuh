@@ -1,9 +1,9 @@
-// Keys and values stored as float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no
-// infinity, 0x7F is NaN.
+// decode/forward.cu's keys and values that are stored as float8_e4m3fn (common/float8.cuh).
 //
 // Constants: Element; SCALES. Numbers stored relative to a key head's scale are converted exactly;
 // those stored relative to a page's are multiplied by it and rounded to Element.
 #pragma once
+#include "common/float8.cuh"
 #include "common/smem.cuh"
 #include "decode/key_rows.cuh"
 
@@ -12,13 +12,7 @@ template <int PAIR> __device__ __forceinline__ u32 elements_of_float8(u32 word, 
     float x[2];
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int shift = 24 - PAIR * 16 - i * 8;
-        const u32 bits = word << shift;                     // the byte is the upper one
-        // The fields, moved to a float's: 2^120 too small, as its bias is 127. Exact, subnormal
-        // numbers as well.
-        const u32 magnitude = bits >> 4 & 0x07F00000u;
-        x[i] = __uint_as_float(bits & 0x80000000u | magnitude) * 1.329227995784916e36f;    // 2^120
-        if (magnitude == 0x07F00000u) x[i] = __uint_as_float(0x7FC00000u);
+        x[i] = float8_to_float(word << (24 - PAIR * 16 - i * 8));
         if constexpr (SCALES == SCALES_OF_PAGES) x[i] *= scale;
     }
     return pack<Element>(x[0], x[1]);

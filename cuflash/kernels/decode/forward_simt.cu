@@ -1,0 +1,127 @@
+// Forward attention of few queries over many keys (decoding), on CUDA cores: any type, head
+// dimension and GPU, rows of any alignment.
+//
+//     S = Q K^T,  x = scale S,  lse = log(rowsum(exp(x))),  O = exp(x - lse) V
+//
+// Flash-Decoding as in decode/forward.cu: the keys of a head are split among blocks (parts.cuh),
+// the query heads of a group are rows of one tile, the states of parts are merged (merge.cuh).
+// Computes in Real, as simt/forward.cu: exp and log are the library's. 16-bit elements are rounded
+// once, when they are stored.
+//
+// A warp takes WARP_KEYS keys of each key tile, loads K and V into registers and keeps m, l and acc
+// of all rows over its keys. Its lanes share the columns. Warps meet only at the end of a part.
+// Bound by memory: all loads of a tile are under way at once, and the other warps of the SM have
+// theirs.
+//
+// Grid: parts.cuh. Block: NUM_WARPS warps.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, the rows of a tile, a power of two up to 32; BLOCK_K =
+// WARP_KEYS NUM_WARPS; BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions
+// rounded up to multiples of 32 K_VECTOR and 32 V_VECTOR (simt_keys.cuh); BALANCED (parts.cuh);
+// those of a KV cache (sequences.cuh, key_rows.cuh); Arguments and the options
+// (docs/guide/options.md).
+// Shared memory: SharedPlan.
+//
+// Bad at: many rows, for which all warps together read the keys again; and which take registers.
+#include "decode/results.cuh"
+#include "decode/simt_rows.cuh"
+
+// Each warp's state of each row, after its last key.
+struct SharedPlan {
+    Real acc[NUM_WARPS][BLOCK_Q][HEAD_DIM_V];
+    Real m[NUM_WARPS][BLOCK_Q], l[NUM_WARPS][BLOCK_Q];
+    u32 is_last;                                            // merge.cuh
+};
+static_assert(sizeof(SharedPlan) <= SHARED_BYTES, "the plan and the kernel disagree");
+
+// A row tile's state over a part of its keys, of this warp's keys.
+__device__ __forceinline__ void compute_part(
+    const Arguments& args, const Part& part, const RowTile& rows, WarpRows& warp_rows) {
+    const LaneRow lane_row(args, rows);
+    const TileRange tiles = rows.key_tiles(lane_row.mask, part);
+    KeyLoads loads(args, part, tiles.first);
+    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+        const int first_key = KeyLoads::first_key(tile);
+        WarpKeys keys;
+        loads.load(keys, tile);
+        OwnPairs own;
+        score_gemm(own, warp_rows, keys);
+        lane_row.apply_score_mod(own, keys, first_key);
+        lane_row.apply_mask(own, rows.masks(lane_row.mask, first_key, WARP_KEYS), first_key);
+        softmax_step(own, warp_rows);
+        lane_row.apply_to_weights(own, keys, first_key);
+        accumulate(warp_rows, own, keys);
+    }
+}
+
+__device__ __forceinline__ void share_state(SharedPlan& shared, const WarpRows& rows) {
+    const int warp = threadIdx.x / 32, row = LaneRow::row();
+    Real l = rows.l;
+    #pragma unroll
+    for (int distance = LANES_OF_PAIR; distance < LANES_OF_ROW; distance *= 2)
+        l += __shfl_xor_sync(WHOLE_WARP, l, distance);
+    if (threadIdx.x % LANES_OF_ROW == 0) {
+        shared.m[warp][row] = rows.m;
+        shared.l[warp][row] = l;
+    }
+    #pragma unroll
+    for (int r = 0; r < BLOCK_Q; ++r)
+        #pragma unroll
+        for (int i = 0; i < VColumns::COUNT; ++i)
+            shared.acc[warp][r][VColumns::column(i)] = rows.acc[r][i];
+}
+
+// The merged m and l of a row, and the factor that turns a warp's l and acc into the merged ones.
+// The factor of a warp without a visible key is 0, and so is its acc, or NaN if a NaN is visible.
+struct MergedRow {
+    Real m = -Real(infinity()), l = 0, factors[NUM_WARPS];
+
+    __device__ __forceinline__ MergedRow(const SharedPlan& shared, int row) {
+        #pragma unroll
+        for (int warp = 0; warp < NUM_WARPS; ++warp)
+            m = shared.m[warp][row] > m ? shared.m[warp][row] : m;
+        const Real base = m == -Real(infinity()) ? Real(0) : m;
+        #pragma unroll
+        for (int warp = 0; warp < NUM_WARPS; ++warp) {
+            factors[warp] = exp(shared.m[warp][row] - base);
+            l += shared.l[warp][row] * factors[warp];
+        }
+    }
+};
+
+// The part's rows, a warp a row.
+__device__ __forceinline__ void store_part(
+    const Arguments& args, const Part& part, const RowTile& rows, const SharedPlan& shared) {
+    const int lane = threadIdx.x % 32;
+    const Real v_scale = v_scale_of_head(args, rows.kv_head);
+    for (int row = threadIdx.x / 32; row < BLOCK_Q && rows.exists(row); row += NUM_WARPS) {
+        const MergedRow merged(shared, row);
+        const Result<Real> result(args, part, rows, row, merged.m, merged.l);
+        if (lane == 0) result.store_lse();
+        for (int column = lane; column < args.arrays.shape.head_dim_v; column += 32) {
+            Real sum = 0;
+            #pragma unroll
+            for (int warp = 0; warp < NUM_WARPS; ++warp)
+                sum = fma(shared.acc[warp][row][column], merged.factors[warp], sum);
+            result.store(column, sum * v_scale);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, BLOCKS_PER_SM)
+forward_decode_simt(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    Parts parts(args);
+    Part part;
+    while (parts.next(part)) {
+        const RowTile rows(args, part);
+        WarpRows warp_rows(args.arrays, rows);
+        compute_part(args, part, rows, warp_rows);
+        share_state(shared, warp_rows);
+        __syncthreads();
+        store_part(args, part, rows, shared);
+        finish_part<Real>(args, part, rows, shared.is_last);
+        __syncthreads();                                    // all states have been read
+    }
+}

@@ -1,0 +1,176 @@
+"""Plans of the decode kernel on CUDA cores: any dtype, head dimension, GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuflash.problem import ALIGNMENT, Problem
+from cuflash.tiles import Tile
+
+from .decode import (
+    cache_constants,
+    is_balanced,
+    is_float8,
+    is_short,
+    rows_of_head,
+    split_plan,
+)
+from .kernel import Device, Maker, Plan
+from .rounding import ceil_div, round_up
+from .steps import (
+    MAX_OF_TENSOR_CORES,
+    element_bytes,
+    is_packed,
+    main_kernel,
+    option_constants,
+)
+
+# Rows of a key head up to which keys are read once or twice. With more, the
+# kernels for many queries are faster.
+_MOST_ROWS = 8
+
+
+def runs(problem: Problem) -> bool:
+    """Whether the kernel can compute a problem at all."""
+    return (
+        problem.direction in ("forward", "kvcache")
+        and not is_packed(problem)
+        and not problem.precision
+        and problem.block_q is problem.block_k is None
+    )
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is faster than the kernels for many queries.
+
+    decode/forward.cu and mma have the 16-bit types with other heads.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return (
+        (element_bytes(problem) > 2 or widest > MAX_OF_TENSOR_CORES)
+        and is_short(problem)
+        and rows_of_head(problem) <= _MOST_ROWS
+    )
+
+
+def _vector(problem: Problem, head_dim: int) -> int:
+    """The elements of a row of K or V that a lane loads at once.
+
+    As few loads as possible, and among those the smallest: it leaves the
+    fewest lanes idle.
+    """
+    size, alignment = _stored_bytes(problem), ALIGNMENT
+    if problem.kvcache:
+        alignment = problem.kvcache.alignment
+    legal = [
+        vector
+        for vector in (1, 2, 4, 8, 16)
+        if vector * size <= alignment and head_dim % vector == 0
+    ]
+    return min(legal, key=lambda vector: ceil_div(head_dim, 32 * vector))
+
+
+def _stored_bytes(problem: Problem) -> int:
+    return 1 if is_float8(problem) else element_bytes(problem)
+
+
+def _real_bytes(problem: Problem) -> int:
+    return 8 if problem.dtype == "float64" else 4
+
+
+def _vectors(problem: Problem) -> tuple[int, int]:
+    d, dv = problem.head_dim, problem.head_dim_v
+    return _vector(problem, d), _vector(problem, dv)
+
+
+def _padded(problem: Problem) -> tuple[int, int]:
+    """The head dimensions, padded so that each lane has as many columns."""
+    of_k, of_v = _vectors(problem)
+    return (
+        round_up(problem.head_dim, 32 * of_k),
+        round_up(problem.head_dim_v, 32 * of_v),
+    )
+
+
+def _shared(problem: Problem, tile: Tile) -> int:
+    """Bytes of decode/forward_simt.cu's SharedPlan."""
+    _, dv = _padded(problem)
+    states = tile.num_warps * tile.block_q * (dv + 2) * _real_bytes(problem)
+    return states + 8  # is_last
+
+
+def _warp_keys(tile: Tile) -> int:
+    return tile.block_k // tile.num_warps
+
+
+def _kept(problem: Problem, block_q: int, warp_keys: int) -> int:
+    """Registers of a thread for Q, acc, S and a warp's keys."""
+    columns = sum(_padded(problem)) // 32
+    words = block_q * (columns + warp_keys) * _real_bytes(problem) // 4
+    return words + ceil_div(
+        warp_keys * columns * _stored_bytes(problem), 4
+    )  # fmt: skip
+
+
+# Of 255; addresses, options and weights take the others.
+_REGISTERS = 192
+
+# Bytes of keys that a thread has under way. With 8 warps on an SM, 256 of
+# them are 64 KiB.
+_LOADED = 256
+
+
+def _block_q(problem: Problem) -> int:
+    """The rows of a tile: those of a key head, if registers suffice."""
+    rows = rows_of_head(problem)
+    fitting = (x for x in (1, 2, 4, 8) if _kept(problem, x, 1) <= _REGISTERS)
+    return max(x for x in fitting if x < 2 * rows)
+
+
+def _fits(problem: Problem, tile: Tile) -> bool:
+    """Whether it is a tile of as many rows, which fits in registers.
+
+    It does not depend on the batch, so that with num_splits a sequence's
+    bits do not.
+    """
+    columns, keys = sum(_padded(problem)) // 32, _warp_keys(tile)
+    loaded = keys * columns * _stored_bytes(problem)
+    return (
+        tile.block_q == _block_q(problem)
+        and (loaded <= _LOADED or keys == 1)
+        and _kept(problem, tile.block_q, keys) <= _REGISTERS
+    )
+
+
+def _resident_blocks(
+    problem: Problem, device: Device, tile: Tile, shared: int
+) -> int:
+    """Blocks of an SM at once, for which the kernel is compiled."""
+    kept = _kept(problem, tile.block_q, _warp_keys(tile))
+    registers = min(round_up(kept + 64, 8), 255)
+    by_registers = 65536 // (tile.num_warps * 32 * registers)
+    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
+    return max(min(by_registers, by_shared), 1)
+
+
+def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    shared = _shared(problem, tile)
+    blocks_per_sm = _resident_blocks(problem, device, tile, shared)
+    of_k, of_v = _vectors(problem)
+    main = main_kernel(
+        problem, replace(tile, blocks_per_sm=blocks_per_sm), "decode_simt",
+        _padded(problem), shared,
+        ("WARP_KEYS", _warp_keys(tile)),
+        ("K_VECTOR", of_k),
+        ("V_VECTOR", of_v),
+        ("BALANCED", is_balanced(problem)),
+        *cache_constants(problem),
+        *option_constants(problem, "Split"),
+    )  # fmt: skip
+    main = replace(main, file="decode/forward_simt.cu")
+    return split_plan(
+        problem, device, "decode_simt", tile, main, blocks_per_sm
+    )
+
+
+FORWARD = Maker(_forward, _shared, _fits)
