@@ -46,6 +46,7 @@ def launch(monkeypatch):
         backward=cpu.backward,
         merge_states=cpu.merge_states,
         apply_rotary=cpu.apply_rotary,
+        forward_kvcache=cpu.forward_kvcache,
     )
     monkeypatch.setattr(api, "_on_cuda", lambda: fake)
     monkeypatch.setattr(api, "_kernels", lambda: lambda backend: fake)
@@ -81,6 +82,28 @@ def test_apply_rotary_goes_through_launch(launch, rank):
     out = Tensor(np.zeros_like(x))
     assert cuflash.apply_rotary(*on_gpu, out=out) is out
     assert same([out.array], [x])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_forward_kvcache_goes_through_launch(launch, packed):
+    """The caches are written where they are."""
+    rng = np.random.default_rng(0)
+    shapes = (1, 3, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8), (1, 2, 2, 8)
+    q, k_cache, v_cache, new = map(rng.standard_normal, shapes)
+    arrays = {"k_new": new, "v_new": new,
+              "cache_seqlens": np.array([5], np.int32)}  # fmt: skip
+    if packed:
+        q, arrays["cu_seqlens_q"] = q[0], np.array([0, 3], np.int32)
+    own = [Tensor(x.copy()) for x in (k_cache, v_cache)]
+    on_gpu = {name: Tensor(x) for name, x in arrays.items()}
+    got = cuflash.forward_kvcache(Tensor(q), *own, **on_gpu, return_lse=True)
+    caches = k_cache, v_cache
+    assert same(
+        got, cuflash.forward_kvcache(q, *caches, **arrays, return_lse=True)
+    )
+    assert same([x.array for x in own], caches)
+    assert got[1].shape == ((4, 3) if packed else (1, 4, 3))
+    assert (k_cache[0, 5:7] == new[0]).all()
 
 
 def test_out_is_returned(launch):

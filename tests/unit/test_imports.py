@@ -226,6 +226,8 @@ out, lse = cuflash.forward(q, q, q, return_lse=True)
 cuflash.backward(out, q, q, q, out, lse)
 cuflash.merge_states(out, lse, out, lse)
 cuflash.apply_rotary(q, q[:, :2], q[:, :2])
+cache = np.ones((1, 5, 1, 4), np.float32)
+cuflash.forward_kvcache(cache[:, :1], cache, cache, cache_seqlens=3)
 """
     done = run_without(["cupy", "cuda"], text)
     assert done.returncode == 0, done.stderr

@@ -27,6 +27,15 @@ def test_examples_run():
     assert names["dq"].shape == names["q"].shape
 
 
+def test_examples_of_the_kvcache_page_run():
+    page = (ROOT / "docs/guide/kvcache.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names = {}
+    exec(block, names)
+    assert names["out"].shape == (2, 1, 8, 64)
+    assert (names["seqlens"] == 120).all()
+
+
 DOCS = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
