@@ -849,7 +849,7 @@ def _open(
 @functools.cache
 def _kernels() -> Callable[[Backend], Runner]:
     """The class that runs calls on a backend."""
-    from .execute import Kernels
+    from .runner import Kernels
 
     return Kernels
 

@@ -11,7 +11,6 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from cuflash import layouts, options, settings, workspace
@@ -35,40 +34,6 @@ from cuflash.backends.base import Backend, Target
 from cuflash.layouts import Boxes
 from cuflash.plan import Family, Plan, plan
 from cuflash.problem import Call, Layout, Problem, Signature
-
-
-class Kernels:
-    """Runs checked calls by kernels: a `backends.base.Runner`."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-
-    def forward(self, call: Call) -> tuple[Any, Any]:
-        """Out in full rank and, if wanted, lse."""
-        return forward(call, self.backend)
-
-    def backward(self, call: Call) -> tuple[Any, ...]:
-        """dq, dk, dv in full rank; dbias and dsink if wanted."""
-        return backward(call, self.backend)
-
-    def merge_states(self, call: Call) -> tuple[Any, Any]:
-        """Out and lse in full rank."""
-        return merge_states(call, self.backend)
-
-    def apply_rotary(self, call: Call) -> Any:
-        """Out in full rank."""
-        return apply_rotary(call, self.backend)
-
-    def forward_kvcache(self, call: Call) -> tuple[Any, Any]:
-        """Out in full rank and, if wanted, lse."""
-        return _kvcache().forward_kvcache(call, self.backend)
-
-
-@functools.cache
-def _kvcache() -> ModuleType:
-    from cuflash import execute_kvcache
-
-    return execute_kvcache
 
 
 @dataclass(frozen=True, eq=False)

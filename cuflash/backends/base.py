@@ -90,7 +90,7 @@ class Backend(Protocol):
 
 
 class Runner(Protocol):
-    """Runs checked calls: `execute.Kernels`, or backends/numpy.py.
+    """Runs checked calls: `runner.Kernels`, or backends/numpy.py.
 
     Results are in full rank.
     """

@@ -82,7 +82,10 @@ def _shared(problem: Problem, tile: Tile) -> int:
     widths = (d // 2, dv // 2) if is_float8(problem) else (d, dv)
     loads += tile.num_warps * tile.num_stages * _keys_bytes(*widths)
     if is_float8(problem):
-        loads += tile.num_warps * _keys_bytes(d, dv)
+        scales = 2 * 4 * _WARP_KEYS
+        loads += tile.num_warps * (
+            _keys_bytes(d, dv) + tile.num_stages * scales
+        )
     states = 4 * tile.num_warps * tile.block_q * (2 + dv + 8)
     return round_up(max(loads, states), 1024) + 1024  # is_last, aligned
 

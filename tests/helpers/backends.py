@@ -61,7 +61,7 @@ class EmulatedBackend(NumpyBackend):
         )
 
         def tuned(capability, family, direction, *rest):
-            if chosen[direction] in tiles.candidates(family, direction):
+            if chosen.get(direction) in tiles.candidates(family, direction):
                 return (chosen[direction],)
             return known(capability, family, direction, *rest)
 

@@ -45,8 +45,10 @@ LAW = {
     " plans.mma plans.mma8 plans.simt plans.wgmma plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
-    " workspace backends.base execute_kvcache",
-    "execute_kvcache": "errors problem backends.base",
+    " workspace backends.base",
+    "execute_kvcache": "errors problem options plan plans.append abi layouts"
+    " workspace execute backends.base",
+    "runner": "problem execute execute_kvcache backends.base",
     "build": "",
     "build.source": "abi errors",
     "build.cache": "errors folders",
@@ -66,7 +68,7 @@ LAW = {
     " build.cache",
     "emulator": "backends.emulator",
     "api": "errors folders options settings problem validate"
-    " validate_kvcache execute backends.base backends.numpy backends.cupy"
+    " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",

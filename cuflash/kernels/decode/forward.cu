@@ -54,18 +54,21 @@ __device__ __forceinline__ void compute_part(
 
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
         pipeline.wait();
-        const WarpKeys keys = pipeline.keys(tile);
+        const WarpKeys keys = pipeline.keys();
         const int first_key = tile * BLOCK_K + threadIdx.x / 32 * WARP_KEYS;
         pipeline.load_next();
         Scores s;
         score_gemm(s, shared_address(&shared.tiles.q), keys.k_smem);
-        if constexpr (SCALES == SCALES_OF_HEADS) multiply(s, k_scale);
+        if constexpr (SCALES == SCALES_OF_HEADS)
+            for_each_key(s, [&](float& x, int) { x *= k_scale; });
+        pipeline.apply_page_scales<0>(s, shared.tiles);
         if constexpr (!LINEAR) lane_rows.apply_score_mod(s, mask, first_key);
         const bool is_masked = rows.masks(mask, first_key, WARP_KEYS);
         Visible visible;
         if (is_masked) lane_rows.apply_mask(s, visible, mask, first_key);
         softmax_step(s, softmax, acc, lane_rows.scale_log2);
         if constexpr (DROPOUT) lane_rows.apply_dropout(s, first_key);
+        pipeline.apply_page_scales<1>(s, shared.tiles);
         if (is_masked && holds_nonfinite(keys.v_smem))
             accumulate_visible(acc, s, visible, keys.v_smem);
         else accumulate(acc, s, keys.v_smem);

@@ -38,6 +38,7 @@ struct KeyPipeline {
                                 args.arrays.shape.head_dim);
             load_keys<HEAD_DIM_V>(shared_address(&shared.tiles.v[warp][next_stage]), v,
                                   args.arrays.shape.head_dim_v);
+            if constexpr (SCALES == SCALES_OF_PAGES) load_scales(args, shared.tiles);
         }
         cp_async_commit();                                  // an empty group past the last tile
         ++next_tile;
@@ -54,37 +55,47 @@ struct KeyPipeline {
         __syncwarp();
         stage = stage + 1 == NUM_STAGES ? 0 : stage + 1;
     }
-    // The keys of the oldest tile, which is `tile`.
-    __device__ __forceinline__ WarpKeys keys(int tile) const {
+    // The keys of the oldest tile.
+    __device__ __forceinline__ WarpKeys keys() const {
         const WarpKeys stored{shared_address(&shared.tiles.k[warp][stage]),
                               shared_address(&shared.tiles.v[warp][stage])};
-        if constexpr (IS_FLOAT8) return converted(args, shared.tiles, stored, tile);
+        if constexpr (IS_FLOAT8) return converted(shared.tiles, stored);
         else return stored;
+    }
+
+    // If pages have scales, multiplies each score by that of its key: K's if OF is 0, V's if it is 1.
+    template <int OF, class Tiles>
+    __device__ __forceinline__ void apply_page_scales(Scores& s, Tiles& tiles) const {
+        if constexpr (SCALES == SCALES_OF_PAGES) {
+            constexpr float FACTOR = OF == 0 ? 1.0f : WEIGHT_FACTOR;
+            const auto& scales = tiles.scales[warp][stage][OF];
+            for_each_key(s, [&](float& x, int key) { x *= scales[key] * FACTOR; });
+        }
     }
 
 private:
     __device__ __forceinline__ int first_key() const {
         return next_tile * BLOCK_K + warp * WARP_KEYS;
     }
-    template <class Arguments, class Tiles>
-    __device__ __forceinline__ WarpKeys converted(
-        const Arguments& args, Tiles& tiles, const WarpKeys& stored, int tile) const {
+    template <class Tiles>
+    __device__ __forceinline__ WarpKeys converted(Tiles& tiles, const WarpKeys& stored) const {
         const WarpKeys elements{shared_address(&tiles.k_elements[warp]),
                                 shared_address(&tiles.v_elements[warp])};
-        convert_float8<WARP_KEYS, HEAD_DIM>(stored.k_smem, elements.k_smem, [&](int row) {
-            return scale_of_row(tile, row, args.k_scale, args.cache.k_scale_stride);
-        });
-        convert_float8<WARP_KEYS, HEAD_DIM_V>(stored.v_smem, elements.v_smem, [&](int row) {
-            return scale_of_row(tile, row, args.v_scale, args.cache.v_scale_stride);
-        });
+        convert_float8<WARP_KEYS, HEAD_DIM>(stored.k_smem, elements.k_smem);
+        convert_float8<WARP_KEYS, HEAD_DIM_V>(stored.v_smem, elements.v_smem);
         return elements;
     }
-    // The scale of the page of a tile's row; 0 past the last key.
-    __device__ __forceinline__ float scale_of_row(
-        int tile, int row, const float* scales, const HeadStrides& stride) const {
-        const int key = tile * BLOCK_K + warp * WARP_KEYS + row;
+    // Starts the copy of the scales of the keys' pages, a lane each; 0 past the last key.
+    template <class Arguments, class Tiles>
+    __device__ __forceinline__ void load_scales(const Arguments& args, Tiles& tiles) {
+        const int lane = threadIdx.x % 32, key = first_key() + lane % WARP_KEYS;
+        const bool of_k = lane < WARP_KEYS;
         const int page = key < seqlen_k ? pages.of_key(key) : -1;
-        return page < 0 ? 0.0f : scale_of(scales, stride, page, kv_head);
+        const HeadStrides stride = of_k ? args.cache.k_scale_stride : args.cache.v_scale_stride;
+        const float* scales = of_k ? args.k_scale : args.v_scale;
+        cp_async_4(shared_address(&tiles.scales[warp][next_stage][!of_k][lane % WARP_KEYS]),
+                   scales + max(page, 0) * stride.batch + kv_head * stride.head,
+                   page >= 0 ? 4 : 0);
     }
     // Long before it is needed.
     __device__ __forceinline__ void look_up_page() {

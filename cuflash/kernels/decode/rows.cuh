@@ -37,8 +37,10 @@ struct Tiles {
     StoredTile<HEAD_DIM> k[NUM_WARPS][NUM_STAGES];
     StoredTile<HEAD_DIM_V> v[NUM_WARPS][NUM_STAGES];
 };
-// A warp's keys of the tile it computes, as 16-bit elements.
+// With float8 caches, a warp's keys of the tile it computes as 16-bit elements, and, if pages have
+// scales, those of each key.
 struct Float8Tiles : Tiles {
+    float scales[NUM_WARPS][NUM_STAGES][2][WARP_KEYS];      // of K, of V
     SmemTile<WARP_KEYS, HEAD_DIM> k_elements[NUM_WARPS];
     SmemTile<WARP_KEYS, HEAD_DIM_V> v_elements[NUM_WARPS];
 };
@@ -135,11 +137,19 @@ __device__ __forceinline__ void score_gemm(Scores& s, u32 q_smem, u32 k_smem) {
                 for (float& x : fragment) x = -x;
 }
 
-__device__ __forceinline__ void multiply(Scores& s, float factor) {
-    for (auto& tile : s)
-        for (auto& fragment : tile)
-            for (float& x : fragment) x *= factor;
+// Calls f(s[i][j][x], key) with the place of each score's key among the warp's.
+template <class F> __device__ __forceinline__ void for_each_key(Scores& s, F f) {
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < S_TILES; ++j)
+            #pragma unroll
+            for (int x = 0; x < 4; ++x) f(s[i][j][x], j * 8 + threadIdx.x % 4 * 2 + x % 2);
 }
+
+// Weights with scales of pages are rounded to Element relative to this: float8 numbers reach 448, so
+// v_scale is that much smaller than the values, and float16 would lose bits of such weights.
+constexpr float WEIGHT_FACTOR = 512.0f;
 
 using Values = OperandB<WARP_KEYS, Stored::AS_NAMED, O_TILES / 2>;
 

@@ -16,6 +16,7 @@
 // ROTARY, ORDERED, NUM_THREADS; Arguments.
 //
 // Bound by latency: a token is some kilobytes.
+#include "common/float8.cuh"
 #include "decode/key_rows.cuh"
 #include "prepare/rotary.cuh"
 
@@ -40,20 +41,8 @@ __device__ __forceinline__ Token find_token(
     return {high > 0 && index >= 0 && index < sequence.seqlen_q ? low : -1, index};
 }
 
-// A float as float8_e4m3fn, rounded to nearest even; see decode's float8 files for its bits.
-__device__ __forceinline__ u8 to_float8(float x) {
-    const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
-    if (x != x) return static_cast<u8>(sign | 0x7F);
-    const float magnitude = fminf(fabsf(x), 448.0f);
-    if (magnitude < 0.015625f)                              // 2^-6: multiples of 2^-9
-        return static_cast<u8>(sign | static_cast<u32>(rintf(magnitude * 512.0f)));
-    const u32 exact = __float_as_uint(magnitude);
-    const u32 rounded = exact + 0x7FFFF + (exact >> 20 & 1);
-    return static_cast<u8>(sign | (rounded >> 20) - (120 << 3));
-}
-
 __device__ __forceinline__ void store_cached(unsigned char* row, int column, Real x, float scale) {
-    if constexpr (sizeof(Cached) == 1) row[column] = to_float8(static_cast<float>(x) / scale);
+    if constexpr (sizeof(Cached) == 1) row[column] = float_to_float8(static_cast<float>(x) / scale);
     else reinterpret_cast<Element*>(row)[column] = from_accumulator<Element>(x);
 }
 

@@ -1,0 +1,36 @@
+"""The `Runner` that runs calls by kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash import execute, execute_kvcache
+from cuflash.backends.base import Backend
+from cuflash.problem import Call
+
+
+class Kernels:
+    """Runs checked calls by kernels: a `backends.base.Runner`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def forward(self, call: Call) -> tuple[Any, Any]:
+        """Out in full rank and, if wanted, lse."""
+        return execute.forward(call, self.backend)
+
+    def backward(self, call: Call) -> tuple[Any, ...]:
+        """dq, dk, dv in full rank; dbias and dsink if wanted."""
+        return execute.backward(call, self.backend)
+
+    def merge_states(self, call: Call) -> tuple[Any, Any]:
+        """Out and lse in full rank."""
+        return execute.merge_states(call, self.backend)
+
+    def apply_rotary(self, call: Call) -> Any:
+        """Out in full rank."""
+        return execute.apply_rotary(call, self.backend)
+
+    def forward_kvcache(self, call: Call) -> tuple[Any, Any]:
+        """Out in full rank and, if wanted, lse."""
+        return execute_kvcache.forward_kvcache(call, self.backend)
