@@ -116,8 +116,12 @@ def _kept(problem: Problem, block_q: int, warp_keys: int) -> int:
 
 
 def _others(problem: Problem) -> int:
-    """Registers for addresses and weights, and for options."""
-    return 96 if problem.options else 64
+    """Registers for addresses and weights, and for options.
+
+    As seen with NVRTC 13: with fewer, some kernels spill.
+    """
+    needed = 8 * _real_bytes(problem) + 32
+    return needed + 32 if problem.options else needed
 
 
 # Bytes of keys that a thread has under way. With 8 warps on an SM, 256 of
@@ -160,7 +164,8 @@ def _resident_blocks(
 ) -> int:
     """Blocks of an SM at once, for which the kernel is compiled."""
     kept = _kept(problem, tile.block_q, _warp_keys(tile))
-    registers = round_up(kept + _others(problem), 8)
+    # 32 more: loads are moved ahead where there is room for them.
+    registers = min(round_up(kept + _others(problem) + 32, 8), 255)
     by_registers = 65536 // (tile.num_warps * 32 * registers)
     by_shared = (device.shared_bytes + 1024) // (shared + 1024)
     return max(min(by_registers, by_shared), 1)
