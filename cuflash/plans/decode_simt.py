@@ -135,12 +135,13 @@ def _block_q(problem: Problem) -> int:
     return max(
         block_q
         for block_q in (1, 2, 4, 8)
-        if block_q == 1
-        or (block_q < 2 * rows and _fits_in_registers(problem, block_q, 1))
+        if block_q < 2 * rows and _fits_in_registers(problem, block_q, 1)
     )
 
 
 def _fits_in_registers(problem: Problem, block_q: int, warp_keys: int) -> bool:
+    if block_q == warp_keys == 1:  # the smallest tile has to do
+        return True
     return _kept(problem, block_q, warp_keys) + _others(problem) <= 256
 
 
