@@ -85,9 +85,9 @@ def forward(
         Into how many parts, up to 128, the keys of a head are cut: few
         queries of many keys then occupy the whole GPU. By default as many as
         are fastest. With it given, a sequence has the same bits whatever
-        stands beside it in the batch. More than 1 is for float16 and
-        bfloat16, head dimensions up to 256, without packed sequences. It has
-        no effect on NumPy arrays.
+        stands beside it in the batch. More than 1 is not supported with
+        packed sequences, `precision`, `block_q` and `block_k`. It has no
+        effect on NumPy arrays.
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.

@@ -37,6 +37,8 @@ from helpers.machine_code import instructions
 FAMILIES: tuple[tuple[str, Family, str], ...] = (
     ("sm_90a", "wgmma", "bfloat16"),
     ("sm_80", "decode", "bfloat16"),
+    ("sm_80", "decode_simt", "float32"),
+    ("sm_80", "decode_simt", "float64"),
     ("sm_80", "mma", "bfloat16"),
     ("sm_80", "fma", "float32"),
     ("sm_80", "tf32x3", "float32"),
@@ -120,10 +122,11 @@ def cases() -> Iterator[tuple[str, str, KernelPlan]]:
                     chosen = plan(problem, device, family)
                 except UnsupportedError:  # tf32x3 has heads up to 256
                     continue
-                if family == "decode" != chosen.family:  # mma, as above
-                    continue
+                if family.startswith("decode") and family != chosen.family:
+                    continue  # others have it
                 for kernel in chosen.kernels:
-                    yield f"{arch} {family} {direction} {name}", arch, kernel
+                    of = f"{family} {dtype}" if "_" in family else family
+                    yield f"{arch} {of} {direction} {name}", arch, kernel
     for dtype in ("bfloat16", "float32", "float64"):
         problem = Problem("merge", dtype, 8, 2048, 0, 16, 16, 64, 64, 1.0)
         for kernel in plan(problem, device_of_arch("sm_80")).kernels:

@@ -294,16 +294,25 @@ def optional_cases(draw, backend, **others):
 
 @st.composite
 def decode_cases(draw, backend):
-    """Draw a call of few queries and many keys, with some options."""
+    """Draw a call of few queries and many keys, with some options.
+
+    Most rows of 16-bit types up to head_dim 256 are computed by
+    decode/forward.cu, up to eight rows of the others by forward_simt.cu.
+    """
     num_heads_kv = draw(st.integers(1, 2))
     group_size = draw(st.sampled_from([1, 2, 5, 8]))
+    dtype = draw(st.sampled_from(list(DTYPES)))
     head_dim, head_dim_v = draw(
-        st.sampled_from([(64, 64), (128, 128), (40, 72), (256, 160)])
+        st.sampled_from(
+            [(64, 64), (128, 128), (40, 72), (256, 160), (320, 33)]
+        )
     )
+    on_cuda_cores = dtype in ("float32", "float64") or head_dim > 256
+    most_rows = 8 if on_cuda_cores else 64
     case = Case(
-        dtype=draw(st.sampled_from(["float16", "bfloat16"])),
+        dtype=dtype,
         batch=draw(st.integers(1, 2)),
-        seqlen_q=draw(st.integers(1, 64 // group_size)),
+        seqlen_q=draw(st.integers(1, most_rows // group_size)),
         seqlen_k=draw(st.integers(512, 900)),
         num_heads_q=num_heads_kv * group_size,
         num_heads_kv=num_heads_kv,

@@ -66,7 +66,10 @@ def pays(problem: Problem) -> bool:
 
 def is_short(problem: Problem) -> bool:
     """Whether its queries do not fill the tiles of the other kernels."""
-    return rows_of_head(problem) <= _MOST_ROWS and problem.seqlen_k >= _FEWEST_KEYS
+    return (
+        rows_of_head(problem) <= _MOST_ROWS
+        and problem.seqlen_k >= _FEWEST_KEYS
+    )
 
 
 def is_float8(problem: Problem) -> bool:

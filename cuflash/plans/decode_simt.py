@@ -107,13 +107,23 @@ def _kept(problem: Problem, block_q: int, warp_keys: int) -> int:
     """Registers of a thread for Q, acc, S and a warp's keys."""
     columns = sum(_padded(problem)) // 32
     words = block_q * (columns + warp_keys) * _real_bytes(problem) // 4
-    return words + ceil_div(
-        warp_keys * columns * _stored_bytes(problem), 4
-    )  # fmt: skip
+    size = _stored_bytes(problem)
+    for head_dim, vector in zip(
+        _padded(problem), _vectors(problem), strict=True
+    ):
+        loads = head_dim // (32 * vector)
+        words += warp_keys * loads * ceil_div(vector * size, 4)
+    return words
 
 
-# Of 255; addresses, options and weights take the others.
-_REGISTERS = 192
+def _others(problem: Problem) -> int:
+    """Registers for addresses and weights, and for options.
+
+    As seen with NVRTC 13: with fewer, some kernels spill.
+    """
+    needed = 8 * _real_bytes(problem) + 32
+    return needed + 32 if problem.options else needed
+
 
 # Bytes of keys that a thread has under way. With 8 warps on an SM, 256 of
 # them are 64 KiB.
@@ -123,8 +133,17 @@ _LOADED = 256
 def _block_q(problem: Problem) -> int:
     """The rows of a tile: those of a key head, if registers suffice."""
     rows = rows_of_head(problem)
-    fitting = (x for x in (1, 2, 4, 8) if _kept(problem, x, 1) <= _REGISTERS)
-    return max(x for x in fitting if x < 2 * rows)
+    return max(
+        block_q
+        for block_q in (1, 2, 4, 8)
+        if block_q < 2 * rows and _fits_in_registers(problem, block_q, 1)
+    )
+
+
+def _fits_in_registers(problem: Problem, block_q: int, warp_keys: int) -> bool:
+    if block_q == warp_keys == 1:  # the smallest tile has to do
+        return True
+    return _kept(problem, block_q, warp_keys) + _others(problem) <= 256
 
 
 def _fits(problem: Problem, tile: Tile) -> bool:
@@ -138,7 +157,7 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     return (
         tile.block_q == _block_q(problem)
         and (loaded <= _LOADED or keys == 1)
-        and _kept(problem, tile.block_q, keys) <= _REGISTERS
+        and _fits_in_registers(problem, tile.block_q, keys)
     )
 
 
@@ -147,7 +166,8 @@ def _resident_blocks(
 ) -> int:
     """Blocks of an SM at once, for which the kernel is compiled."""
     kept = _kept(problem, tile.block_q, _warp_keys(tile))
-    registers = min(round_up(kept + 64, 8), 255)
+    # 32 more: loads are moved ahead where there is room for them.
+    registers = min(round_up(kept + _others(problem) + 32, 8), 255)
     by_registers = 65536 // (tile.num_warps * 32 * registers)
     by_shared = (device.shared_bytes + 1024) // (shared + 1024)
     return max(min(by_registers, by_shared), 1)

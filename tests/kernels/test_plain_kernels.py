@@ -21,6 +21,8 @@ CALLS = [
     ("backward", "bfloat16", "mma", 64),
     ("forward", "float32", "simt", 32),
     ("backward", "float32", "simt", 32),
+    ("forward", "float32", "decode_simt", 64),
+    ("forward", "float64", "decode_simt", 64),
     ("forward", "float32", "fma", 64),
     ("backward", "float32", "fma", 64),
     ("forward", "float64", "dmma", 64),

@@ -1,4 +1,4 @@
-"""Which calls the decode kernel takes, and into how many parts."""
+"""Which calls the decode kernels take, and into how many parts."""
 
 from dataclasses import replace
 
@@ -35,6 +35,73 @@ def test_other_calls(changes):
     assert plan(replace(CALL, **changes), H200).family != "decode"
 
 
+ON_CUDA_CORES = [
+    {"dtype": "float32"}, {"dtype": "float64"}, {"head_dim": 257},
+    {"head_dim_v": 512}, {"dtype": "float32", "head_dim": 257},
+    {"dtype": "float64", "seqlen_q": 2, "segment_ids": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ON_CUDA_CORES)
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a"])
+def test_the_kernel_on_cuda_cores(changes, arch):
+    problem = replace(CALL, **changes)
+    if arch == "sm_75" and problem.dtype == "bfloat16":
+        problem = replace(problem, dtype="float32")
+    decided = plan(problem, device_of_arch(arch))
+    assert decided.family == "decode_simt"
+    itemsize = 8 if problem.dtype == "float64" else 4
+    widths = [x.itemsize for x in decided.workspace if x.name[:5] == "split"]
+    assert widths == [itemsize] * 2
+
+
+@pytest.mark.parametrize("changes", [
+    {"seqlen_q": 3}, {"seqlen_k": 511}, {"block_q": 16},
+    {"num_sequences": 3}, {"precision": "tf32x3"},
+])  # fmt: skip
+def test_other_calls_of_float32(changes):
+    """Three queries of four heads are twelve rows."""
+    problem = replace(CALL, dtype="float32", **changes)
+    assert not plan(problem, H200).family.startswith("decode")
+
+
+def test_it_is_asked_for_by_name():
+    for wanted in ("decode", "decode_simt"):
+        assert plan(CALL, H200, wanted).family == wanted
+    many = replace(CALL, seqlen_q=100, num_splits=2)
+    assert plan(many, H200, "decode_simt").family == "decode_simt"
+
+
+@given(
+    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    head_dim=st.integers(1, 512),
+    head_dim_v=st.integers(1, 512),
+    seqlen_q=st.integers(1, 4),
+    options=st.booleans(),
+)
+def test_its_loads_cover_each_row(
+    dtype, head_dim, head_dim_v, seqlen_q, options
+):
+    """And its rows are as many as those of a key head, if they fit."""
+    problem = replace(
+        CALL, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v,
+        seqlen_q=seqlen_q, num_heads_kv=16, mask=options,
+    )  # fmt: skip
+    decided = plan(problem, device_of_arch("sm_80"), "decode_simt")
+    known = dict(decided.kernels[0].constants)
+    for length, name in ((head_dim, ""), (head_dim_v, "_V")):
+        vector = known["V_VECTOR" if name else "K_VECTOR"]
+        padded = known[f"HEAD_DIM{name}"]
+        itemsize = {"float16": 2, "float32": 4, "float64": 8}[dtype]
+        assert length % vector == 0 and vector * itemsize <= 16
+        assert padded % (32 * vector) == 0
+        assert length <= padded < length + 32 * vector
+    assert known["BLOCK_K"] == known["WARP_KEYS"] * known["NUM_WARPS"]
+    assert known["BLOCK_Q"] < 2 * 2 * seqlen_q
+    if head_dim + head_dim_v <= 128:
+        assert known["BLOCK_Q"] >= min(2 * seqlen_q, 8)
+
+
 def test_little_shared_memory():
     """sm_86 has 99 KiB; two stages of four warps' keys need 128."""
     problem = replace(CALL, head_dim=256, head_dim_v=256)
@@ -49,17 +116,18 @@ def test_little_shared_memory():
 def test_parts_have_a_tile_at_least(batch, seqlen_k, num_sms):
     problem = replace(CALL, batch=batch, seqlen_k=seqlen_k)
     decided = plan(problem, replace(H200, num_sms=num_sms))
-    splits, tiles = decided.num_splits, -(-seqlen_k // decided.tile.block_k)
-    assert 1 <= splits <= tiles
-    assert decided.launches[0].blocks == batch * 8 * splits
+    blocks, tile = decided.launches[0].blocks, decided.tile
+    constants = dict(decided.kernels[0].constants)
+    tiles = batch * 8 * -(-seqlen_k // tile.block_k)
+    assert blocks == min(num_sms * constants["BLOCKS_PER_SM"], tiles)
     elements = {x.name: x.elements for x in decided.workspace}
-    rows = batch * 32 * splits
-    assert elements == (
-        {"split_out": rows * 128, "split_lse": rows} if splits > 1 else {}
-    )
+    rows = 2 * blocks * tile.block_q
+    assert elements == {
+        "split_out": rows * 128, "split_lse": rows, "part_counters": blocks,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(("seqlen_k", "blocks"), [(1024, 64), (8192, 128)])
+@pytest.mark.parametrize(("seqlen_k", "blocks"), [(1024, 64), (8192, 132)])
 def test_the_keys_of_one_sequence_fill_the_gpu(seqlen_k, blocks):
     """One block on each SM; of 1,024 keys there are 8 tiles a head."""
     problem = replace(CALL, seqlen_k=seqlen_k)
@@ -71,21 +139,41 @@ def test_many_sequences_are_not_cut():
     assert plan(problem, H200).num_splits == 1
 
 
-def test_a_number_of_parts_is_kept():
-    assert plan(replace(CALL, num_splits=7), H200).num_splits == 7
-    assert plan(replace(CALL, num_splits=128), H200).num_splits == 64
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("num_splits", [1, 7, 128])
+def test_a_number_of_parts_is_kept(dtype, num_splits):
+    """With a block for each part of each head, even an empty one."""
+    problem = replace(CALL, dtype=dtype, num_splits=num_splits)
+    decided = plan(problem, H200)
+    assert decided.family.startswith("decode")
+    assert decided.num_splits == num_splits
+    assert decided.launches[0].blocks == 8 * num_splits
 
 
-@given(batch=st.integers(1, 500), seqlen_k=st.integers(0, 5000))
-def test_its_tile_does_not_depend_on_the_batch(batch, seqlen_k):
-    problem = replace(CALL, batch=batch, seqlen_k=seqlen_k, num_splits=2)
-    alone = replace(CALL, num_splits=2)
+@given(
+    dtype=st.sampled_from(["bfloat16", "float32", "float64"]),
+    batch=st.integers(1, 500),
+    seqlen_k=st.integers(0, 5000),
+)
+def test_its_tile_does_not_depend_on_the_batch(dtype, batch, seqlen_k):
+    alone = replace(CALL, dtype=dtype, num_splits=2)
+    problem = replace(alone, batch=batch, seqlen_k=seqlen_k)
     assert plan(problem, H200).tile == plan(alone, H200).tile
 
 
 @pytest.mark.parametrize("changes", [
-    {"dtype": "float32"}, {"head_dim": 257}, {"num_sequences": 3},
-    {"block_q": 64},
+    {"dtype": "float32"}, {"dtype": "float64"}, {"head_dim": 257},
+    {"dtype": "float32", "seqlen_q": 100}, {"seqlen_k": 10, "head_dim": 400},
+])  # fmt: skip
+def test_keys_are_split_for_all_dtypes_and_head_dims(changes):
+    problem = replace(CALL, num_splits=2, **changes)
+    check(problem)
+    assert plan(problem, H200).family == "decode_simt"
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_sequences": 3}, {"block_q": 64}, {"block_k": 64},
+    {"dtype": "float32", "precision": "tf32x3"},
 ])  # fmt: skip
 def test_calls_whose_keys_are_not_split(changes):
     problem = replace(CALL, num_splits=2, **changes)
@@ -96,9 +184,12 @@ def test_calls_whose_keys_are_not_split(changes):
 
 
 def test_too_little_shared_memory_to_split():
+    """The kernel on CUDA cores has no tiles of keys there."""
     problem = replace(CALL, num_splits=2, head_dim=256, head_dim_v=256)
+    assert plan(problem, device_of_arch("sm_86")).family == "decode_simt"
+    small = replace(device_of_arch("sm_86"), shared_bytes=1000)
     with pytest.raises(UnsupportedError, match="too little shared memory"):
-        plan(problem, device_of_arch("sm_86"))
+        plan(problem, small)
 
 
 @pytest.mark.parametrize("num_splits", [0, 129, -1])

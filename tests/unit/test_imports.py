@@ -41,8 +41,10 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("decode", "fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plan": f"errors settings {_PLANS} plans.steps plans.decode plans.fma"
-    " plans.mma plans.mma8 plans.simt plans.wgmma plans.rotary",
+    "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
+    "plan": f"errors settings {_PLANS} plans.steps plans.decode"
+    " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt plans.wgmma"
+    " plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",

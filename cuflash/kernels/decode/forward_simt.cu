@@ -10,8 +10,9 @@
 //
 // A warp takes WARP_KEYS keys of each key tile, loads K and V into registers and keeps m, l and acc
 // of all rows over its keys. Its lanes share the columns. Warps meet only at the end of a part.
-// Bound by memory: all loads of a tile are under way at once, and the other warps of the SM have
-// theirs.
+// Bound by memory: the next tile's K is loaded as soon as the scores have been computed, its V as
+// soon as V has been added. So K and V are under way while a warp waits for K. Were V loaded with
+// K, in the iteration that uses both, ptxas would move its loads behind the wait for K.
 //
 // Grid: parts.cuh. Block: NUM_WARPS warps.
 //
@@ -39,18 +40,21 @@ __device__ __forceinline__ void compute_part(
     const Arguments& args, const Part& part, const RowTile& rows, WarpRows& warp_rows) {
     const LaneRow lane_row(args, rows);
     const TileRange tiles = rows.key_tiles(lane_row.mask, part);
-    KeyLoads loads(args, part, tiles.first);
+    KeyLoads loads(args, part, tiles);
+    WarpKeys keys;
+    loads.load_k(keys, tiles.first);
+    loads.load_v(keys, tiles.first);
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
         const int first_key = KeyLoads::first_key(tile);
-        WarpKeys keys;
-        loads.load(keys, tile);
         OwnPairs own;
         score_gemm(own, warp_rows, keys);
+        loads.load_k(keys, tile + 1);
         lane_row.apply_score_mod(own, keys, first_key);
         lane_row.apply_mask(own, rows.masks(lane_row.mask, first_key, WARP_KEYS), first_key);
         softmax_step(own, warp_rows);
         lane_row.apply_to_weights(own, keys, first_key);
         accumulate(warp_rows, own, keys);
+        loads.load_v(keys, tile + 1);
     }
 }
 

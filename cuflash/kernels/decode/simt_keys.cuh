@@ -77,51 +77,56 @@ using VColumns = LaneColumns<HEAD_DIM_V, V_VECTOR>;
 struct WarpKeys {
     KColumns k[WARP_KEYS];
     VColumns v[WARP_KEYS];
-    int page;                                               // of key lane % WARP_KEYS
-
-    __device__ __forceinline__ int page_of(int j) const {
-        if constexpr (PAGED) return __shfl_sync(WHOLE_WARP, page, j);
-        else return 0;
-    }
+    int page;                                               // of key lane % WARP_KEYS, as of V
 };
 
-// Loads a warp's keys of one tile after another. Pages are looked up one tile ahead.
+// The page of a warp's key. page: that of key lane % WARP_KEYS.
+__device__ __forceinline__ int page_of_key(int page, int key) {
+    if constexpr (PAGED) return __shfl_sync(WHOLE_WARP, page, key);
+    else return 0;
+}
+
+// Loads a warp's keys of one tile after another: K, then V. Pages are looked up one tile ahead.
 struct KeyLoads {
     const Pages<Arguments> pages;
     const KeyRows k, v;
-    const int seqlen_k, head_dim, head_dim_v;
+    const int end_key, head_dim, head_dim_v;
     int next_page;                                          // as WarpKeys::page
 
-    __device__ __forceinline__ KeyLoads(const Arguments& args, const Part& part, int first_tile)
+    __device__ __forceinline__ KeyLoads(
+        const Arguments& args, const Part& part, TileRange tiles)
         : pages{args, part.sequence.number},
           k(args, args.arrays.k, args.arrays.k_stride, part.sequence, part.kv_head),
           v(args, args.arrays.v, args.arrays.v_stride, part.sequence, part.kv_head),
-          seqlen_k(part.sequence.seqlen_k),
+          end_key(min(part.sequence.seqlen_k, tiles.end * BLOCK_K)),
           head_dim(args.arrays.shape.head_dim), head_dim_v(args.arrays.shape.head_dim_v),
-          next_page(page_of_lane(first_tile)) {}
+          next_page(page_of_lane(tiles.first)) {}
 
     static __device__ __forceinline__ int first_key(int tile) {
         return tile * BLOCK_K + threadIdx.x / 32 * WARP_KEYS;
     }
-    // K and V of keys that do not exist are 0.
-    __device__ __forceinline__ void load(WarpKeys& keys, int tile) {
+    // K and V are 0 for keys past the last, and for those whose page is invalid.
+    __device__ __forceinline__ void load_k(WarpKeys& keys, int tile) const {
+        load(keys.k, k, tile, head_dim);
+    }
+    __device__ __forceinline__ void load_v(WarpKeys& keys, int tile) {
+        load(keys.v, v, tile, head_dim_v);
         keys.page = next_page;
-        #pragma unroll
-        for (int j = 0; j < WARP_KEYS; ++j) {
-            const int key = first_key(tile) + j, page = keys.page_of(j);
-            keys.k[j].load(k.row(page, key), key < seqlen_k && page >= 0, head_dim);
-        }
-        #pragma unroll
-        for (int j = 0; j < WARP_KEYS; ++j) {
-            const int key = first_key(tile) + j, page = keys.page_of(j);
-            keys.v[j].load(v.row(page, key), key < seqlen_k && page >= 0, head_dim_v);
-        }
         next_page = page_of_lane(tile + 1);
     }
 
 private:
     __device__ __forceinline__ int page_of_lane(int tile) const {
         const int key = first_key(tile) + threadIdx.x % WARP_KEYS;
-        return key < seqlen_k ? pages.of_key(key) : -1;
+        return key < end_key ? pages.of_key(key) : -1;
+    }
+    template <class Columns>
+    __device__ __forceinline__ void load(
+        Columns (&columns)[WARP_KEYS], const KeyRows& rows, int tile, int num_columns) const {
+        #pragma unroll
+        for (int j = 0; j < WARP_KEYS; ++j) {
+            const int key = first_key(tile) + j, page = page_of_key(next_page, j);
+            columns[j].load(rows.row(page, key), key < end_key && page >= 0, num_columns);
+        }
     }
 };

@@ -155,7 +155,7 @@ private:
     // 0 for a key without a page.
     __device__ __forceinline__ Real scale_of_page(
         const float* scales, const HeadStrides& stride, const WarpKeys& keys, int n) const {
-        const int page = keys.page_of(OwnPairs::key_of(n));
+        const int page = page_of_key(keys.page, OwnPairs::key_of(n));
         return page >= 0 ? scale_of(scales, stride, page, kv_head) : 0.0f;
     }
 };
