@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
 from cuflash.plan import check, device_of_arch, plan
-from cuflash.problem import Problem
+from cuflash.problem import KVCache, Problem
 
 H200 = replace(
     device_of_arch("sm_90a"), num_sms=132, shared_bytes=227 << 10,
@@ -116,10 +116,27 @@ def test_little_shared_memory():
 def test_parts_have_a_tile_at_least(batch, seqlen_k, num_sms):
     problem = replace(CALL, batch=batch, seqlen_k=seqlen_k)
     decided = plan(problem, replace(H200, num_sms=num_sms))
-    blocks, tile = decided.launches[0].blocks, decided.tile
-    constants = dict(decided.kernels[0].constants)
-    tiles = batch * 8 * -(-seqlen_k // tile.block_k)
-    assert blocks == min(num_sms * constants["BLOCKS_PER_SM"], tiles)
+    splits, tile = decided.num_splits, decided.tile
+    assert 1 <= splits <= -(-seqlen_k // tile.block_k)
+    slots = batch * 8 * splits
+    assert decided.launches[0].blocks == slots
+    elements = {x.name: x.elements for x in decided.workspace}
+    rows = slots * tile.block_q
+    assert elements == ({
+        "split_out": rows * 128, "split_lse": rows,
+        "part_counters": batch * 8,
+    } if splits > 1 else {})  # fmt: skip
+
+
+@given(batch=st.integers(1, 200), num_sms=st.integers(1, 200))
+def test_sequences_of_unknown_lengths_fill_the_gpu(batch, num_sms):
+    """With two slots for each block: decode/parts.cuh."""
+    cache = KVCache("bfloat16", 64, 100, max_pages=128, lengths=True)
+    problem = replace(CALL, direction="kvcache", batch=batch, kvcache=cache)
+    decided = plan(problem, replace(H200, num_sms=num_sms))
+    blocks, tile = decided.launches[-1].blocks, decided.tile
+    constants = dict(decided.kernels[-1].constants)
+    assert blocks == num_sms * constants["BLOCKS_PER_SM"]
     elements = {x.name: x.elements for x in decided.workspace}
     rows = 2 * blocks * tile.block_q
     assert elements == {
@@ -127,7 +144,7 @@ def test_parts_have_a_tile_at_least(batch, seqlen_k, num_sms):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("seqlen_k", "blocks"), [(1024, 64), (8192, 132)])
+@pytest.mark.parametrize(("seqlen_k", "blocks"), [(1024, 64), (8192, 128)])
 def test_the_keys_of_one_sequence_fill_the_gpu(seqlen_k, blocks):
     """One block on each SM; of 1,024 keys there are 8 tiles a head."""
     problem = replace(CALL, seqlen_k=seqlen_k)
