@@ -9,7 +9,6 @@ from typing import Any
 from cuflash import layouts, options, workspace
 from cuflash.abi import ForwardKVCacheArguments, Template
 from cuflash.backends.base import Backend, Target
-from cuflash.errors import UnsupportedError
 from cuflash.execute import (
     common_fields,
     decide,
@@ -194,21 +193,14 @@ def _recipe_of(
 
 
 def _with_alignment(signature: Signature) -> Problem:
-    """The problem, with the alignment of caches, which are not copied."""
+    """The problem, with the alignment of the caches' rows."""
     p = signature.problem
     assert p.kvcache is not None
-    alignments = []
-    for name in ("k_cache", "v_cache"):
-        layout = signature.layouts[name]
-        alignments.append(layouts.row_alignment(layout))
-        if not alignments[-1]:
-            raise UnsupportedError(
-                f"{name} has strides {layout.strides} bytes and dtype"
-                f" {layout.dtype}, expected aligned elements in native byte"
-                " order, side by side along head_dim: caches are not copied"
-            )
-    cache = replace(p.kvcache, alignment=min(alignments))
-    return replace(p, kvcache=cache)
+    alignment = min(
+        layouts.row_alignment(signature.layouts[name])
+        for name in ("k_cache", "v_cache")
+    )
+    return replace(p, kvcache=replace(p.kvcache, alignment=alignment))
 
 
 def _taken(

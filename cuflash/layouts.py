@@ -94,12 +94,7 @@ def readable(given: Layout, family: str) -> Layout:
 
 
 def row_alignment(given: Layout) -> int:
-    """The alignment of all rows in bytes, up to `ALIGNMENT`.
-
-    0 if a kernel cannot access them in place at all.
-    """
-    if not _is_in_place(given, given.dtype.itemsize):
-        return 0
+    """The alignment of all rows in bytes, up to `ALIGNMENT`."""
     return math.gcd(ALIGNMENT, given.offset, *_row_strides(given))
 
 

@@ -206,6 +206,7 @@ def _checked(
         paged="page_table" in given,
     )
     arrays.check()
+    arrays.check_caches()
     others = _Others(arrays, by_name, max_seqlen_q)
     options = others.layouts
     rotary = None
@@ -365,6 +366,23 @@ class _Arrays(Arrays):
                 )
         else:
             super().check_dtype(name, got)
+
+    def check_caches(self) -> None:
+        """Check that kernels can access the caches, which are not copied."""
+        for name, shape, strides, dtype, offset, _ in self.seen:
+            if name not in _CACHES or 0 in shape:
+                continue
+            rows = zip(strides, shape, strict=True)
+            sizes = [stride for stride, length in rows if length > 1]
+            side_by_side = shape[-1] == 1 or strides[-1] == dtype.itemsize
+            aligned = not any(x % dtype.itemsize for x in (offset, *sizes))
+            if not (side_by_side and aligned and dtype.isnative):
+                raise UnsupportedError(
+                    f"{name} has strides {tuple(strides)} bytes and dtype "
+                    f"{dtype.str}, expected aligned elements in native byte "
+                    "order, side by side along head_dim: caches are used in "
+                    "place, not copied"
+                )
 
     def check(self) -> None:
         """Check the shapes of all arrays against one another."""

@@ -132,7 +132,7 @@ _LOADED = 256
 
 def _block_q(problem: Problem) -> int:
     """The rows of a tile: those of a key head, if registers suffice."""
-    rows = rows_of_head(problem)
+    rows = max(rows_of_head(problem), 1)
     return max(
         block_q
         for block_q in (1, 2, 4, 8)

@@ -7,6 +7,7 @@ import pytest
 
 import cuflash
 import strategies
+from cuflash.errors import UnsupportedError
 from helpers import kvcache_calls as kv
 from helpers.backends import BACKENDS
 from helpers.compare import assert_bitwise
@@ -127,10 +128,23 @@ def test_scales(backend, scales, power_of_two, seed):
     ))  # fmt: skip
 
 
+# Their elements along head_dim are not side by side.
+APART = ("every_other_element", "axes_reversed")
+
+
 @on_backends
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "broadcast"])
+@pytest.mark.parametrize(
+    "layout", [x for x in LAYOUTS if x not in ("broadcast", *APART)]
+)
 def test_strides_of_the_caches(backend, layout):
     kv.check(backend, replace(CASE, layout=layout))
+
+
+@on_backends
+@pytest.mark.parametrize("layout", APART)
+def test_caches_are_not_copied(backend, layout):
+    with pytest.raises(UnsupportedError, match="^k_cache has strides"):
+        kv.check(backend, replace(CASE, layout=layout))
 
 
 @on_backends

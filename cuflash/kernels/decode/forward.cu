@@ -21,9 +21,9 @@
 // Shared memory: SharedPlan (rows.cuh), tiles as in smem.cuh.
 //
 // Bad at: many rows, which read the keys again for every 16 or 32 of them.
-#include "decode/rows.cuh"
 #include "decode/epilogue.cuh"
 #include "decode/key_pipeline.cuh"
+#include "decode/rows.cuh"
 
 // Starts the loads of the tile's rows. Rows past the last become 0.
 __device__ __forceinline__ void load_queries(
@@ -48,7 +48,7 @@ __device__ __forceinline__ void compute_part(
     load_queries(shared_address(&shared.tiles.q), args.arrays, rows);
     cp_async_commit();
     for (int i = 0; i < NUM_STAGES - 1; ++i) pipeline.load_next();
-    if (part.count > 1 && threadIdx.x == 0) PartCounter(args, part).start();
+    start_part(args, part);
     cp_async_wait<NUM_STAGES - 1>();
     __syncthreads();                                        // Q has come, for all warps
 

@@ -44,6 +44,7 @@ __device__ __forceinline__ void compute_part(
     WarpKeys keys;
     loads.load_k(keys, tiles.first);
     loads.load_v(keys, tiles.first);
+    start_part(args, part);
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
         const int first_key = KeyLoads::first_key(tile);
         OwnPairs own;
@@ -77,10 +78,10 @@ __device__ __forceinline__ void share_state(SharedPlan& shared, const WarpRows& 
 
 // The merged m and l of a row, and the factor that turns a warp's l and acc into the merged ones.
 // The factor of a warp without a visible key is 0, and so is its acc, or NaN if a NaN is visible.
-struct MergedRow {
+struct MergedWarps {
     Real m = -Real(infinity()), l = 0, factors[NUM_WARPS];
 
-    __device__ __forceinline__ MergedRow(const SharedPlan& shared, int row) {
+    __device__ __forceinline__ MergedWarps(const SharedPlan& shared, int row) {
         #pragma unroll
         for (int warp = 0; warp < NUM_WARPS; ++warp)
             m = shared.m[warp][row] > m ? shared.m[warp][row] : m;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void store_part(
     const int lane = threadIdx.x % 32;
     const Real v_scale = v_scale_of_head(args, rows.kv_head);
     for (int row = threadIdx.x / 32; row < BLOCK_Q && rows.exists(row); row += NUM_WARPS) {
-        const MergedRow merged(shared, row);
+        const MergedWarps merged(shared, row);
         const Result<Real> result(args, part, rows, row, merged.m, merged.l);
         if (lane == 0) result.store_lse();
         for (int column = lane; column < args.arrays.shape.head_dim_v; column += 32) {

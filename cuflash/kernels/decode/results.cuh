@@ -77,6 +77,11 @@ __device__ __forceinline__ void merge_columns(
     }
 }
 
+// Before a part is stored; best while its first keys come. Called by the whole block.
+__device__ __forceinline__ void start_part(const Arguments& args, const Part& part) {
+    if (part.count > 1 && threadIdx.x == 0) PartCounter(args, part).start();
+}
+
 // After a part is stored: merges all parts of its row tile, a warp a row, if it is the last. Called
 // by the whole block; `shared` is in shared memory.
 template <class Real>
