@@ -101,3 +101,11 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(generate, "train", interrupted)
     assert generate.main(["--quick"]) == 130
     assert capsys.readouterr().err == "stopped: nothing was saved\n"
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(capsys):
+    assert generate.main(["--quick", "--tokens", "40"]) == 0
+    shown = capsys.readouterr().out
+    assert "by CuPy" in shown
+    assert "Both wrote the same text" in shown
