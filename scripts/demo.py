@@ -21,48 +21,23 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 import command_line
 import cuflash
 from demo_parts import pictures
 from demo_parts.comparison import Materialised, compare, costs, random_inputs
-from demo_parts.model import Config, Transformer
+from demo_parts.device import choose_device
+from demo_parts.generation import write
+from demo_parts.model import Transformer
+from demo_parts.tables import plain_table
 from demo_parts.text import Corpus, load_text
-from demo_parts.training import train, write
+from demo_parts.training import train
 
 PROMPT = "The "
-
-
-def choose_device():
-    """Return the array library and the sizes for this machine."""
-    try:
-        import cupy
-    except ImportError:
-        return np, Config(), "the CPU, by NumPy"
-    if not cupy.is_available():
-        return np, Config(), "the CPU, by NumPy"
-    device = cupy.cuda.Device()
-    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-    # Tensor cores support bfloat16 from sm_80 on. It has float32's range, so
-    # small gradients do not underflow as they would in float16.
-    tensor_cores = int(device.compute_capability) >= 80
-    config = Config(
-        num_layers=4,
-        head_dim=64,
-        seqlen=256,
-        batch=32,
-        steps=1000,
-        peak_rate=2e-3,
-        attention_dtype=ml_dtypes.bfloat16 if tensor_cores else np.float32,
-        long_seqlens=(1024, 2048, 4096, 8192),
-    )
-    return cupy, config, f"{name}, by CuPy"
 
 
 def inputs_of(model, corpus, seed):
@@ -95,13 +70,6 @@ def show_losses(training, validation, options, config, console):
         f"  on unseen text the loss fell from {validation[0][1]:.2f} to "
         f"{validation[-1][1]:.2f} nats a character"
     )
-
-
-def plain_table(*headings):
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left")
-    return table
 
 
 def show_check(dout, q, k, v, xp, console):

@@ -83,14 +83,19 @@ def mlp_backward(dy, w_in, w_out, saved):
     return dhidden @ w_in.T, dw_in, dw_out
 
 
-def attention(x, w_qkv, w_out, config):
-    """y = softmax(Q K^T / sqrt(head_dim)) V W_out with a causal mask.
+def project(x, w_qkv, config):
+    """Return Q, K and V, (B, T, num_heads, head_dim).
 
-    Q, K and V are views of one array; cuflash reads them without copies.
+    They are views of one array; cuflash reads them without copies.
     """
     shape = (*x.shape[:2], 3, config.num_heads, config.head_dim)
     qkv = (x @ w_qkv).astype(config.attention_dtype, copy=False)
-    q, k, v = (qkv.reshape(shape)[:, :, i] for i in range(3))
+    return tuple(qkv.reshape(shape)[:, :, i] for i in range(3))
+
+
+def attention(x, w_qkv, w_out, config):
+    """y = softmax(Q K^T / sqrt(head_dim)) V W_out with a causal mask."""
+    q, k, v = project(x, w_qkv, config)
     out, lse = config.attention.forward(q, k, v, causal=True, return_lse=True)
     joined = out.reshape(x.shape).astype(x.dtype, copy=False)
     return joined @ w_out, (x, q, k, v, out, lse)

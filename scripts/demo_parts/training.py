@@ -1,4 +1,4 @@
-"""Adam, the training loop, and text from the trained model."""
+"""Adam and the training loop."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import time
 
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from .model import to_numpy
 
 
 class Adam:
@@ -79,16 +77,3 @@ def train(model, corpus, *, seconds, seed, console):
             if last:
                 break
     return training, validation
-
-
-def write(model, corpus, prompt, count, seed, temperature=0.7):
-    """Let the model continue `prompt` by `count` characters."""
-    rng = np.random.default_rng(seed)
-    tokens = list(corpus.encode(prompt))
-    for _ in range(count):
-        seen = np.array(tokens[-model.config.seqlen :])[None]
-        logits, _ = model.forward(model.xp.asarray(seen))
-        scores = to_numpy(logits)[0, -1].astype(np.float64) / temperature
-        weights = np.exp(scores - scores.max())
-        tokens.append(rng.choice(len(weights), p=weights / weights.sum()))
-    return corpus.decode(tokens[len(prompt) :])

@@ -29,11 +29,17 @@ def test_examples_run():
 
 def test_examples_of_the_kvcache_page_run():
     page = (ROOT / "docs/guide/kvcache.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    decoding, text = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names = {}
-    exec(block, names)
+    exec(decoding, names)
     assert names["out"].shape == (2, 1, 8, 64)
     assert (names["seqlens"] == 120).all()
+    exec(text, names)
+    tokens = names["text"]
+    # A prompt as long as the text before a token leads to that token.
+    again = [names["next_token"](tokens[:n], 0) for n in range(5, 100)]
+    assert tokens[5:] == again
+    assert len(set(tokens)) > 5
 
 
 DOCS = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]

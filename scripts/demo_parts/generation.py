@@ -1,0 +1,116 @@
+"""Text from the trained model, with and without a KV cache.
+
+Without a cache, each character costs a pass over the whole text so far. With
+one, the keys and values of earlier characters are stored, and a pass sees new
+characters only. Both compute the same logits, up to rounding: with a causal
+mask, a character's keys and values do not depend on later characters.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import cuflash
+
+from .model import mlp, norm, project, to_numpy
+
+
+class Cache:
+    """The keys and values of each layer, for texts of up to `capacity`."""
+
+    def __init__(self, model, capacity):
+        config = model.config
+        shape = 1, capacity, config.num_heads, config.head_dim
+        self.seqlen = 0
+        self.layers = [
+            tuple(model.xp.zeros(shape, config.attention_dtype) for _ in "kv")
+            for _ in range(config.num_layers)
+        ]
+
+    def attend(self, layer, q, k, v):
+        """Append k and v, then attend from q to all that is stored."""
+        return cuflash.forward_kvcache(
+            q,
+            *self.layers[layer],
+            k_new=k,
+            v_new=v,
+            cache_seqlens=self.seqlen,
+            causal=True,
+        )
+
+
+def extend(model, tokens, cache):
+    """Append tokens (1, T) to the cache; return their logits (1, T, V).
+
+    The equations are those of Transformer.forward.
+    """
+    p, config = model.p, model.config
+    start, stop = cache.seqlen, cache.seqlen + tokens.shape[1]
+    if stop > config.seqlen:
+        raise ValueError(f"the model has {config.seqlen} positions")
+    x = p["embed"][tokens] + p["position"][start:stop]
+    for i in range(config.num_layers):
+        n, _ = norm(x, p[f"{i}.norm1"])
+        out = cache.attend(i, *project(n, p[f"{i}.qkv"], config))
+        x = x + out.reshape(x.shape).astype(x.dtype) @ p[f"{i}.out"]
+        n, _ = norm(x, p[f"{i}.norm2"])
+        y, _ = mlp(n, p[f"{i}.mlp_in"], p[f"{i}.mlp_out"])
+        x = x + y
+    cache.seqlen = stop
+    return norm(x, p["norm"])[0] @ p["logits"]
+
+
+def greedy(logits):
+    """Choose the character with the largest logit."""
+    return int(logits.argmax())
+
+
+def sampler(seed, temperature=0.7):
+    """Return a function that draws a character by its logits."""
+    rng = np.random.default_rng(seed)
+
+    def draw(logits):
+        scores = logits.astype(np.float64) / temperature
+        weights = np.exp(scores - scores.max())
+        return int(rng.choice(len(weights), p=weights / weights.sum()))
+
+    return draw
+
+
+def generate(model, prompt, count, choose, cache=None):
+    """Continue `prompt` by `count` tokens.
+
+    Parameters
+    ----------
+    prompt : list of int
+    choose : callable
+        Returns the next token, given the logits (V,) as a NumPy array.
+    cache : Cache, optional
+        An empty one; without it, each token costs a pass over the last
+        config.seqlen tokens.
+
+    Returns
+    -------
+    tokens : list of int
+        Without the prompt.
+    logits : array, (count, V)
+        By which each was chosen.
+    """
+    tokens, rows = list(prompt), []
+    for _ in range(count):
+        if cache is None:
+            seen = tokens[-model.config.seqlen :]
+            logits, _ = model.forward(model.xp.asarray([seen]))
+        else:
+            seen = tokens[cache.seqlen :]
+            logits = extend(model, model.xp.asarray([seen]), cache)
+        rows.append(to_numpy(logits[0, -1]))
+        tokens.append(choose(rows[-1]))
+    return tokens[len(prompt) :], np.array(rows)
+
+
+def write(model, corpus, prompt, count, seed):
+    """Let the model continue a text, of any length."""
+    start = corpus.encode(prompt).tolist()
+    tokens, _ = generate(model, start, count, sampler(seed))
+    return corpus.decode(tokens)

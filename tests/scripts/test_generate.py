@@ -1,0 +1,111 @@
+"""scripts/generate.py: text with and without a KV cache."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich", reason="generating needs the extra `scripts`")
+
+import generate
+from demo_parts.generation import Cache, greedy, sampler
+from demo_parts.generation import generate as write_tokens
+from demo_parts.model import Config, Transformer
+
+SMALL = Config(
+    num_layers=2, num_heads=2, head_dim=8, seqlen=48, batch=4, steps=10
+)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(
+        generate, "choose_device", lambda: (np, SMALL, "a test")
+    )
+
+
+def test_a_short_run_writes_the_same_text_twice(small, capsys):
+    assert generate.main(["--tokens", "70"]) == 0
+    shown = capsys.readouterr().out
+    assert "pieces of 74 characters" in shown
+    assert "Both wrote the same text" in shown
+    rows = [x.split() for x in shown.splitlines() if "with" in x]
+    speeds = [float(x[-1].replace(",", "")) for x in rows if x[-3] == "70"]
+    assert len(speeds) == 2
+    assert min(speeds) > 0
+
+
+def test_texts_that_differ_are_an_error(small, monkeypatch, capsys):
+    def wrong(self, layer, q, k, v):
+        return right(self, layer, q, k, v) + (self.seqlen > 20)
+
+    right = Cache.attend
+    monkeypatch.setattr(Cache, "attend", wrong)
+    assert generate.main(["--tokens", "70"]) == 1
+    assert "The texts differ from character" in capsys.readouterr().out
+
+
+def test_agreement_counts_the_first_equal_characters():
+    logits = np.zeros((4, 2))
+    others = logits + [[0.0], [1.0], [2.0], [9.0]]
+    found = generate.agreement(
+        ([1, 2, 3, 4], logits, 0), ([1, 2, 0, 4], others, 0)
+    )
+    # The third was chosen after the same text, the fourth was not.
+    assert found == (2, 2.0)
+    found = generate.agreement(
+        ([1, 2, 3, 4], logits, 0), ([1, 2, 3, 4], others, 0)
+    )
+    assert found == (4, 9.0)
+
+
+@pytest.mark.parametrize("choose", [lambda: greedy, lambda: sampler(3)])
+@pytest.mark.parametrize("prompt", [[2], [0, 1, 2, 3, 4]])
+def test_each_token_is_that_without_a_cache(choose, prompt):
+    """Here without a cache each token costs a pass: all are compared."""
+    config = generate.sizes(SMALL, 45, 1)
+    model = Transformer(config, 5, np)
+    rng = np.random.default_rng(0)
+    model.values += 0.3 * rng.standard_normal(len(model.values)).astype(
+        np.float32
+    )
+    cached, _ = write_tokens(model, prompt, 40, choose(), Cache(model, 45))
+    whole, _ = write_tokens(model, prompt, 40, choose())
+    assert cached == whole
+    assert len(set(cached)) > 2
+
+
+def test_batches_keep_their_size():
+    assert generate.sizes(SMALL, 96, 7).batch == 2
+    assert generate.sizes(SMALL, 4096, 7).batch == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "argument --tokens: 0 is less than 1"),
+        (["--tokens", "8193"], "--tokens 8193: at most 8,192"),
+        (["--seconds", "0"], "argument --seconds: 0: must be above 0"),
+        (["--seed", "-1"], "--seed -1: at least 0"),
+    ],
+)
+def test_wrong_options(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "train", interrupted)
+    assert generate.main(["--quick"]) == 130
+    assert capsys.readouterr().err == "stopped: nothing was saved\n"
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(capsys):
+    assert generate.main(["--quick", "--tokens", "40"]) == 0
+    shown = capsys.readouterr().out
+    assert "by CuPy" in shown
+    assert "Both wrote the same text" in shown
