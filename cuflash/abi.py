@@ -30,7 +30,6 @@ _KINDS: dict[str, Any] = {
     "SequenceStats*": np.uint64,
     "const int*": np.uint64,
     "const float*": np.uint64,
-    "u64*": np.uint64,
     "u64": np.uint64,
     "i64": np.int64,
     "int": np.int32,
@@ -242,30 +241,32 @@ BackwardOptionsArguments = _struct(
     ("BackwardArguments", "arrays"),
     ("OptionNumbers", "options"),
 )
-_PARTS: tuple[_Fields, ...] = (
-    ("void*", "split_out split_lse", "null: no row tile is cut"),
-    ("u64*", "part_counters", "decode/merge.cuh"),
+_PARTS: _Fields = (
+    "void*",
+    "split_out split_lse",
+    "null: no row tile is cut",
 )
-_PART_NUMBERS: tuple[_Fields, ...] = (
-    ("i64", "counter_key", "decode/merge.cuh"),
-    ("int", "num_splits", "of each row tile, unless parts are balanced"),
+_PART_NUMBERS: _Fields = (
+    "int",
+    "num_splits",
+    "of a row tile; if balanced, the number of blocks",
 )
 ForwardSplitArguments = _struct(
     "ForwardSplitArguments",
     "Of decode/. Each part of the keys of a row tile leaves O and lse of its"
     " rows in Accumulator<Element>,\ncontiguous (slots, BLOCK_Q, head_dim_v).",
-    *_PARTS,
+    _PARTS,
     ("ForwardArguments", "arrays"),
-    *_PART_NUMBERS,
+    _PART_NUMBERS,
 )
 ForwardSplitOptionsArguments = _struct(
     "ForwardSplitOptionsArguments",
     "",
     *_OPTIONS,
-    *_PARTS,
+    _PARTS,
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
-    *_PART_NUMBERS,
+    _PART_NUMBERS,
 )
 MergeArguments = _struct(
     "MergeArguments",
@@ -327,11 +328,11 @@ ForwardKVCacheArguments = _struct(
     ("const float*", "k_scale v_scale"),
     ("const void*", "rotary_cos rotary_sin q_given k_new v_new"),
     ("u64", "cache_seqlen", "the tokens of each sequence before the call"),
-    *_PARTS,
+    _PARTS,
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
     ("KVCacheNumbers", "cache"),
-    *_PART_NUMBERS,
+    _PART_NUMBERS,
 )
 
 TensorMap = _struct(

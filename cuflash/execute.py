@@ -8,7 +8,6 @@ fills in its addresses.
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -223,7 +222,7 @@ def _forward_recipe(
                 "out": 16}  # fmt: skip
         constants["work_items"] = decided.work_items
     if decided.family in ("decode", "decode_simt"):
-        constants |= part_numbers(decided)
+        constants["num_splits"] = decided.num_splits
     kinds = {
         "wgmma": (ForwardWgmmaArguments, ForwardWgmmaOptionsArguments),
         "decode": (ForwardSplitArguments, ForwardSplitOptionsArguments),
@@ -523,15 +522,6 @@ def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
         (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
         (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v),
     )
-
-
-# Of decode/merge.cuh: 48 random bits, once per process.
-_COUNTER_KEY = secrets.randbits(47) | 1 << 47
-
-
-def part_numbers(decided: Plan) -> dict[str, int]:
-    """The struct fields of decode/parts.cuh and merge.cuh."""
-    return {"num_splits": decided.num_splits, "counter_key": _COUNTER_KEY}
 
 
 def common_fields(p: Problem, decided: Plan) -> dict[str, Any]:

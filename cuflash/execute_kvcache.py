@@ -13,7 +13,6 @@ from cuflash.execute import (
     common_fields,
     decide,
     new_array,
-    part_numbers,
     remembered,
 )
 from cuflash.plan import Family, Plan
@@ -35,7 +34,7 @@ _OPTIONS = (
     "rotary_sin",
 )
 _TOKENS = ("q", "k_new", "v_new")  # of k_new and v_new any strides are read
-_BUFFERS = ("split_out", "split_lse", "part_counters")
+_BUFFERS = ("split_out", "split_lse")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +108,8 @@ def _launch(
     q, k_new, v_new = backend.address(tokens)
     caches = [call.given["k_cache"], call.given["v_cache"]]
     addresses = (
-        *given, q, k_new, v_new, call.cache_seqlens, *buffers[:3],
-        buffers[3] if recipe.rotates else q,
+        *given, q, k_new, v_new, call.cache_seqlens, *buffers[:2],
+        buffers[2] if recipe.rotates else q,
         *backend.address(caches, written=recipe.appends),
         *backend.address([written, lse], written=True),
     )  # fmt: skip
@@ -171,7 +170,7 @@ def _recipe_of(
             {**row_strides, "k": given["k_cache"], "v": given["v_cache"]}
         ),
         **common_fields(p, decided),
-        **part_numbers(decided),
+        "num_splits": decided.num_splits,
         "options": options.numbers(
             signature,
             {x: read[x] for x in ("alibi_slopes", "sink") if x in read},

@@ -21,7 +21,6 @@ NAMES = (
     "tile_order",
     "split_out",
     "split_lse",
-    "part_counters",
     "delta",
     "dq_sum",
     "tile_counter",
@@ -100,16 +99,15 @@ def rotated(elements: int, itemsize: int) -> Buffer:
 
 
 def parts(
-    slots: int, counters: int, rows: int, head_dim_v: int, itemsize: int
-) -> tuple[Buffer, ...]:
-    """O and lse of parts of the keys, and how many parts have come.
+    slots: int, rows: int, head_dim_v: int, itemsize: int
+) -> tuple[Buffer, Buffer]:
+    """O and lse of parts of the keys; a slot holds the rows of one part.
 
-    A slot holds the rows of one part; see decode/parts.cuh.
+    See decode/parts.cuh.
     """
     return (
         Buffer("split_out", itemsize, slots * rows * head_dim_v),
         Buffer("split_lse", itemsize, slots * rows),
-        Buffer("part_counters", 8, counters),
     )
 
 

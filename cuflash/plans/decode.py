@@ -7,6 +7,7 @@ from dataclasses import replace
 from cuflash import workspace
 from cuflash.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
 from cuflash.tiles import Tile
+from cuflash.workspace import Buffer
 
 from .append import append_launches, width_of_rotated
 from .kernel import Device, Family, KernelPlan, Launch, Maker, Plan
@@ -90,7 +91,7 @@ def _shared(problem: Problem, tile: Tile) -> int:
             _keys_bytes(d, dv) + tile.num_stages * scales
         )
     states = 4 * tile.num_warps * tile.block_q * (2 + dv + 8)
-    return round_up(max(loads, states), 1024) + 1024  # is_last, aligned
+    return round_up(max(loads, states), 1024)
 
 
 def _keys_bytes(d: int, dv: int) -> int:
@@ -118,10 +119,12 @@ def resident_blocks(
 ) -> int:
     """Blocks of an SM at once, for which the kernel is compiled.
 
-    They need up to 168 registers a thread for 16 rows of 64 columns.
+    For 16 rows of 64 columns a thread needs up to 128 registers, 168 if
+    parts are balanced.
     """
     _, dv = padded_head_dims(problem)
-    registers = 168 if tile.block_q * dv <= 16 * 64 else 255
+    narrow = tile.block_q * dv <= 16 * 64
+    registers = (168 if is_balanced(problem) else 128) if narrow else 255
     by_registers = 65536 // (tile.num_warps * 32 * registers)
     by_shared = (device.shared_bytes + 1024) // (shared + 1024)
     return max(min(by_registers, by_shared), 1)
@@ -198,35 +201,65 @@ def split_plan(
     blocks_per_sm: int,
 ) -> Plan:
     """Grid and workspace: see decode/parts.cuh."""
-    heads = row_tiles(problem, tile.block_q)
+    runs = row_tiles(problem, tile.block_q)
     resident = device.num_sms * blocks_per_sm
-    splits = 1
     if is_balanced(problem):
-        blocks = counters = resident
+        runs = splits = blocks = resident
         slots = 2 * blocks
     else:
         splits = _num_splits(problem, tile, resident)
-        blocks = slots = heads * splits
-        counters = heads
-    buffers = workspace.parts(
-        slots, counters, tile.block_q, problem.head_dim_v,
-        8 if problem.lse_dtype == "float64" else 4,
-    )
+        blocks = slots = runs * splits
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
+    buffers: tuple[Buffer, ...] = ()
+    if splits > 1:
+        launches += (_merge_launch(problem, tile, main, runs),)
+        buffers = workspace.parts(
+            slots, tile.block_q, problem.head_dim_v,
+            8 if problem.lse_dtype == "float64" else 4,
+        )  # fmt: skip
     if problem.seqlen_q == 0:  # of a call that only appends
         launches = ()
     if problem.kvcache is not None:
         appended = append_launches(problem, cache_constants(problem))
         launches = (*appended, *launches)
-    if blocks == heads:  # no row tile is cut
-        buffers = ()
-    if problem.kvcache is not None and problem.kvcache.rotary:
-        rows = problem.kvcache.total_q * problem.num_heads_q
-        elements = rows * width_of_rotated(problem)
-        buffers += (workspace.rotated(elements, element_bytes(problem)),)
+        if problem.kvcache.rotary:
+            rows = problem.kvcache.total_q * problem.num_heads_q
+            elements = rows * width_of_rotated(problem)
+            buffers += (workspace.rotated(elements, element_bytes(problem)),)
     return Plan(
         problem, family, tile, launches, workspace=buffers, num_splits=splits
-    )  # fmt: skip
+    )
+
+
+_MERGED_COLUMNS = 64  # of a warp: finish/merge_parts.cu
+
+
+def _merge_launch(
+    problem: Problem, tile: Tile, main: KernelPlan, runs: int
+) -> Launch:
+    """Merges the parts of row tiles that are cut."""
+    rows = min(max(rows_of_head(problem), 1), tile.block_q)
+    warps = ceil_div(problem.head_dim_v, _MERGED_COLUMNS)
+    kept = {
+        "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",
+        "WINDOW", "SINK", "PACKED", *dict(cache_constants(problem)),
+    }  # fmt: skip
+    constants = tuple(x for x in main.constants if x[0] in kept)
+    kernel = KernelPlan(
+        file="finish/merge_parts.cu",
+        entry="merge_parts",
+        constants=(
+            *constants,
+            ("MERGE_ROWS", rows),
+            ("NUM_WARPS", warps),
+            ("HAS_MASK", False),
+            ("SEGMENTS", False),
+        ),
+        threads=32 * warps,
+        shared_bytes=0,
+        ptxas_level=3,  # loads under way together
+    )
+    return Launch(kernel, runs * rows)
 
 
 FORWARD = Maker(_forward, _shared, _fits)

@@ -95,8 +95,7 @@ def _padded(problem: Problem) -> tuple[int, int]:
 def _shared(problem: Problem, tile: Tile) -> int:
     """Bytes of decode/forward_simt.cu's SharedPlan."""
     _, dv = _padded(problem)
-    states = tile.num_warps * tile.block_q * (dv + 2) * _real_bytes(problem)
-    return states + 8  # is_last
+    return tile.num_warps * tile.block_q * (dv + 2) * _real_bytes(problem)
 
 
 def _warp_keys(tile: Tile) -> int:

@@ -179,14 +179,6 @@ template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
     return old;
 }
 
-inline unsigned long long atomicCAS(
-    unsigned long long* target, unsigned long long expected, unsigned long long x, EMULATOR_SITE) {
-    emulator::check_global(target, sizeof *target, sizeof *target, emulator::Access::WRITE, {file, line});
-    const unsigned long long old = *target;
-    if (old == expected) *target = x;
-    return old;
-}
-
 // ---- The launch ----
 
 namespace emulator {

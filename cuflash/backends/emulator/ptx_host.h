@@ -75,6 +75,11 @@ inline float reciprocal_approx(float x) {
     return flushed(1.0f / flushed(x));
 }
 
+template <typename Element> inline u32 multiply_pairs(u32 a, u32 b) {
+    return pack<Element>(to_float(low_half<Element>(a)) * to_float(low_half<Element>(b)),
+                         to_float(high_half<Element>(a)) * to_float(high_half<Element>(b)));
+}
+
 inline u32 max_of_upper_halves(u32 m, float a, float b) {
     const auto order = [](u32 bits) {                       // of float16 numbers, NaN above all
         const int size = static_cast<int>(bits >> 16 & 0x7FFF);

@@ -63,6 +63,22 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
+// The products of two pairs of elements, rounded to nearest even; subnormal numbers are kept. A
+// fused addition of -0 changes nothing, and sm_80 has no product of bfloat16. PTX ISA: fma.
+template <typename Element> __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b);
+
+template <> __device__ __forceinline__ u32 multiply_pairs<float16>(u32 a, u32 b) {
+    u32 pair;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
+    return pair;
+}
+
+template <> __device__ __forceinline__ u32 multiply_pairs<bfloat16>(u32 a, u32 b) {
+    u32 pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
+    return pair;
+}
+
 // The maximum of the upper halves of m, a and b, in the upper half of the result; 0x7FFF if one of
 // them is NaN or exceeds 2^121 in magnitude. The lower half of the result is meaningless. Upper
 // halves compare as the float16 numbers with the same bits. One instruction on sm_90. PTX ISA:

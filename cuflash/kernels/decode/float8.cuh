@@ -3,15 +3,38 @@
 //
 // Constants: Element.
 #pragma once
-#include "common/float8.cuh"
 #include "common/smem.cuh"
 
-// Two neighbours, the bytes 2 PAIR and 2 PAIR + 1 of a word, as elements in a register.
-template <int PAIR> __device__ __forceinline__ u32 elements_of_float8(u32 word) {
-    float x[2];
-    #pragma unroll
-    for (int i = 0; i < 2; ++i) x[i] = float8_to_float(word << (24 - PAIR * 16 - i * 8));
-    return pack<Element>(x[0], x[1]);
+// How a float8 number in the upper byte of a half becomes an element: exponent and mantissa are
+// shifted to their places; the factor corrects the bias of 7.
+template <class> struct Float8Fields;
+template <> struct Float8Fields<float16> {
+    static constexpr int SHIFT = 1;
+    static constexpr u32 MASK = 0x3F803F80, FACTOR = 0x5C005C00, NAN_BITS = 0x7E00;     // 2^8
+};
+template <> struct Float8Fields<bfloat16> {
+    static constexpr int SHIFT = 4;
+    static constexpr u32 MASK = 0x07F007F0, FACTOR = 0x7B807B80, NAN_BITS = 0x7FC0;     // 2^120
+};
+
+// Two numbers, in the upper bytes of the halves, as elements; NaN becomes 480.
+__device__ __forceinline__ u32 finite_elements(u32 halves) {
+    using Fields = Float8Fields<Element>;
+    const u32 moved = (halves & 0x80008000u) | (halves >> Fields::SHIFT & Fields::MASK);
+    return multiply_pairs<Element>(moved, Fields::FACTOR);
+}
+
+// The four numbers of a word, in order.
+__device__ __forceinline__ void convert_word(u32 word, u32 (&elements)[2]) {
+    elements[0] = finite_elements((word & 0xFF) << 8 | (word & 0xFF00) << 16);
+    elements[1] = finite_elements((word >> 8 & 0xFF00) | (word & 0xFF000000));
+    // A carry into the sign: the other bits are 0x7F, NaN. Rare.
+    const u32 is_nan = ((word & 0x7F7F7F7F) + 0x01010101) & 0x80808080;
+    if (is_nan != 0)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (is_nan >> (i * 8) & 0x80)
+                elements[i / 2] |= Float8Fields<Element>::NAN_BITS << (i % 2 * 16);
 }
 
 // A warp's tile of float8 numbers, two to each 16 bits, as elements in another tile.
@@ -22,12 +45,12 @@ __device__ __forceinline__ void convert_float8(u32 stored, u32 elements) {
         const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const u32 target = elements + tile_offset<ROWS>(row, column * 2 + half * CHUNK_ELEMENTS);
-            const u32 a = words[half * 2], b = words[half * 2 + 1];
-            store_shared_16(target, __uint_as_float(elements_of_float8<0>(a)),
-                            __uint_as_float(elements_of_float8<1>(a)),
-                            __uint_as_float(elements_of_float8<0>(b)),
-                            __uint_as_float(elements_of_float8<1>(b)));
+            u32 a[2], b[2];
+            convert_word(words[half * 2], a);
+            convert_word(words[half * 2 + 1], b);
+            store_shared_16(elements + tile_offset<ROWS>(row, column * 2 + half * CHUNK_ELEMENTS),
+                            __uint_as_float(a[0]), __uint_as_float(a[1]), __uint_as_float(b[0]),
+                            __uint_as_float(b[1]));
         }
     });
     __syncwarp();

@@ -3,7 +3,7 @@
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // Flash-Decoding (Dao, Haziza, Massa, Sizov 2023): the keys of a head are split among blocks
-// (parts.cuh), whose states are merged (merge.cuh). The query heads of a group are packed: their
+// (parts.cuh), whose states are merged by finish/merge_parts.cu. The query heads of a group are packed: their
 // queries are rows of one tile, so K and V are read once per key head. Bound by memory: the tensor
 // cores have 16 rows to multiply with each key.
 //
@@ -48,7 +48,6 @@ __device__ __forceinline__ void compute_part(
     load_queries(shared_address(&shared.tiles.q), args.arrays, rows);
     cp_async_commit();
     for (int i = 0; i < NUM_STAGES - 1; ++i) pipeline.load_next();
-    start_part(args, part);
     cp_async_wait<NUM_STAGES - 1>();
     __syncthreads();                                        // Q has come, for all warps
 
@@ -95,7 +94,6 @@ forward_decode(const __grid_constant__ Arguments args) {
         share_state(shared.states, rows, acc, softmax);
         __syncthreads();
         store_part(args, part, rows, shared.states, lane_rows.scale_log2);
-        finish_part<float>(args, part, rows, shared.is_last);
         __syncthreads();                                    // all states have been read
     }
 }

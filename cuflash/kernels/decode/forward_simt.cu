@@ -4,7 +4,7 @@
 //     S = Q K^T,  x = scale S,  lse = log(rowsum(exp(x))),  O = exp(x - lse) V
 //
 // Flash-Decoding as in decode/forward.cu: the keys of a head are split among blocks (parts.cuh),
-// the query heads of a group are rows of one tile, the states of parts are merged (merge.cuh).
+// the query heads of a group are rows of one tile, finish/merge_parts.cu merges the states of parts.
 // Computes in Real, as simt/forward.cu: exp and log are the library's. 16-bit elements are rounded
 // once, when they are stored.
 //
@@ -31,7 +31,6 @@
 struct SharedPlan {
     Real acc[NUM_WARPS][BLOCK_Q][HEAD_DIM_V];
     Real m[NUM_WARPS][BLOCK_Q], l[NUM_WARPS][BLOCK_Q];
-    u32 is_last;                                            // merge.cuh
 };
 static_assert(sizeof(SharedPlan) <= SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -44,7 +43,6 @@ __device__ __forceinline__ void compute_part(
     WarpKeys keys;
     loads.load_k(keys, tiles.first);
     loads.load_v(keys, tiles.first);
-    start_part(args, part);
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
         const int first_key = KeyLoads::first_key(tile);
         OwnPairs own;
@@ -126,7 +124,6 @@ forward_decode_simt(const __grid_constant__ Arguments args) {
         share_state(shared, warp_rows);
         __syncthreads();
         store_part(args, part, rows, shared);
-        finish_part<Real>(args, part, rows, shared.is_last);
         __syncthreads();                                    // all states have been read
     }
 }

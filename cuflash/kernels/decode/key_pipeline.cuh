@@ -106,16 +106,22 @@ private:
     template <int COLUMNS>
     __device__ __forceinline__ void load_keys(u32 tile, const KeyRows& rows, int num_columns) {
         constexpr int CHUNKS = IS_FLOAT8 ? COLUMNS / 2 : COLUMNS;
+        constexpr bool LOOKS_UP = PAGED && !ONE_PAGE;       // each key's page
         const int row_bytes = num_columns * static_cast<int>(sizeof(Cached));
+        const unsigned char* first = rows.row(next_page, first_key());
         for_each_chunk<WARP_KEYS, CHUNKS, 32>(threadIdx.x % 32, [&](int row, int column) {
             const int key = first_key() + row;
             int bytes = key < seqlen_k ? min(max(row_bytes - column * 2, 0), CHUNK_BYTES) : 0;
-            int page = next_page;
-            if constexpr (PAGED && !ONE_PAGE) page = bytes > 0 ? pages.of_key(key) : -1;
-            if (page < 0) bytes = 0;
-            const unsigned char* source =
-                bytes > 0 ? rows.row(page, key) + column * 2 : rows.first;
-            cp_async_16_partly(tile + tile_offset<WARP_KEYS>(row, column), source, bytes);
+            const unsigned char* source = first + row * rows.token_bytes;
+            if constexpr (LOOKS_UP) {
+                const int page = bytes > 0 ? pages.of_key(key) : -1;
+                source = rows.row(page, key);
+                if (page < 0) bytes = 0;
+            } else if (PAGED && next_page < 0) {
+                bytes = 0;
+            }
+            cp_async_16_partly(tile + tile_offset<WARP_KEYS>(row, column),
+                               bytes > 0 ? source + column * 2 : rows.first, bytes);
         });
     }
 };

@@ -12,10 +12,11 @@
 // into runs of equal cost, one for each block. So one long sequence among short ones keeps all
 // blocks busy, and all end at about the same time; but where a row tile's keys are cut depends on
 // the whole call. A run covers the end of one row tile, some whole ones, and the beginning of one:
-// at most two parts of it are merged with other blocks' parts (merge.cuh).
+// at most two parts of it are merged with other blocks' parts (finish/merge_parts.cu).
 #pragma once
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
+#include "common/softmax.cuh"
 #include "decode/sequences.cuh"
 
 // A part of a row tile's keys.
@@ -24,7 +25,7 @@ struct Part {
     int kv_head, row_tile;
     int first_tile, end_tile;                               // key tiles
     int index, count;                                       // among the row tile's parts
-    i64 first_slot, counter;                                // of the parts: merge.cuh
+    i64 first_slot;                                         // of the row tile's parts
 
     // The place in split_out and split_lse of one of the row tile's parts. In a balanced call a
     // block has two slots: the second is for the row tile that begins in its run.
@@ -78,6 +79,7 @@ struct RowTiles {
 // The parts of a block's run, one after the other. Every warp walks along by itself.
 class BalancedParts {
     const Arguments& args;
+    const int block;
     i64 of_block, longer_blocks;                            // a run's cost; how many cost 1 more
     i64 at, end;                                            // the rest of the run
     RowTiles rows;                                          // of the sequence at `at`
@@ -130,19 +132,38 @@ class BalancedParts {
         }
     }
 
-public:
-    explicit __device__ __forceinline__ BalancedParts(const Arguments& args) : args(args) {
+    __device__ __forceinline__ BalancedParts(const Arguments& args, int block)
+        : args(args), block(block) {
         const i64 total = total_work();
-        of_block = u64(total) / gridDim.x;
-        longer_blocks = total - of_block * gridDim.x;
-        at = start_of(blockIdx.x);
-        end = start_of(blockIdx.x + 1);
-        if (at >= end) return;
+        of_block = u64(total) / args.num_splits;
+        longer_blocks = total - of_block * args.num_splits;
+        at = start_of(block);
+        end = start_of(block + 1);
+    }
+
+    // Begins with the row tile at a place of the run.
+    __device__ __forceinline__ void begin(i64 place) {
+        at = place;
         int number;
         const i64 start = find_sequence(number);
         rows = RowTiles(args, number);
         row_tile = static_cast<int>(u64(at - start) / u32(rows.cost()));
         row_tile_start = start + i64(row_tile) * rows.cost();
+    }
+
+public:
+    explicit __device__ __forceinline__ BalancedParts(const Arguments& args)
+        : BalancedParts(args, blockIdx.x) {
+        if (at < end) begin(at);
+    }
+
+    // The row tile that begins in a block's run and goes on in the next one's, if there is one.
+    static __device__ __forceinline__ bool find_cut_row_tile(
+        const Arguments& args, int block, Part& part) {
+        BalancedParts parts(args, block);
+        if (parts.at >= parts.end) return false;
+        parts.begin(parts.end - 1);
+        return parts.next(part) && part.index == 0 && part.count > 1;
     }
 
     __device__ __forceinline__ bool next(Part& part) {
@@ -166,26 +187,44 @@ private:
     // The places [from, to) of the row tile's key tiles, which are [first_place, row_tile_end).
     __device__ __forceinline__ void set_part(
         Part& part, i64 first_place, i64 row_tile_end, i64 from, i64 to) const {
-        const int first = first_place >= start_of(blockIdx.x) ? blockIdx.x : block_of(first_place);
-        const int last = row_tile_end <= end ? blockIdx.x : block_of(row_tile_end - 1);
+        const int first = first_place >= start_of(block) ? block : block_of(first_place);
+        const int last = row_tile_end <= end ? block : block_of(row_tile_end - 1);
         const int of_head = num_row_tiles(args.arrays.shape, rows.sequence);
         part.sequence = rows.sequence;
         part.kv_head = row_tile / of_head;
         part.row_tile = row_tile % of_head;
         part.first_tile = rows.seen.first + static_cast<int>(from - first_place);
         part.end_tile = rows.seen.first + static_cast<int>(to - first_place);
-        part.index = blockIdx.x - first;
+        part.index = block - first;
         part.count = last - first + 1;
         part.first_slot = 2 * i64(first);
-        part.counter = first;
     }
 };
 
-// The block's only part: blockIdx.x = ((sequence * num_heads_kv + kv_head) * row_tiles + row_tile)
-// * num_splits + index, with the row tiles of the longest sequence.
+// The block's only part: blockIdx.x = row tile * num_splits + index, the row tiles counted as
+// (sequence * num_heads_kv + kv_head) * row_tiles + row_tile, with those of the longest sequence.
 class FixedParts {
     const Arguments& args;
     bool is_through = false;
+
+    // Whether there is such a part.
+    static __device__ __forceinline__ bool set_part(
+        const Arguments& args, int counted_row_tile, int index, Part& part) {
+        const Shape& shape = args.arrays.shape;
+        const int row_tiles = num_tiles(shape.seqlen_q * group_size_of(shape), BLOCK_Q);
+        const int head = counted_row_tile / row_tiles;
+        part.row_tile = counted_row_tile % row_tiles;
+        part.kv_head = head % shape.num_heads_kv;
+        part.sequence = sequence_of(args, head / shape.num_heads_kv);
+        const int tiles = max(num_tiles(part.sequence.seqlen_k, BLOCK_K), 1);
+        const int of_part = num_tiles(tiles, args.num_splits);
+        part.index = index;
+        part.count = num_tiles(tiles, of_part);
+        part.first_slot = i64(counted_row_tile) * args.num_splits;
+        part.first_tile = index * of_part;
+        part.end_tile = min(part.first_tile + of_part, tiles);
+        return index < part.count && part.row_tile < num_row_tiles(shape, part.sequence);
+    }
 
 public:
     explicit __device__ __forceinline__ FixedParts(const Arguments& args) : args(args) {}
@@ -193,23 +232,14 @@ public:
     __device__ __forceinline__ bool next(Part& part) {
         if (is_through) return false;
         is_through = true;
-        const Shape& shape = args.arrays.shape;
-        const int row_tiles = num_tiles(shape.seqlen_q * group_size_of(shape), BLOCK_Q);
-        int index = blockIdx.x / args.num_splits;
-        part.index = blockIdx.x % args.num_splits;
-        part.counter = index;
-        part.first_slot = i64(index) * args.num_splits;
-        part.row_tile = index % row_tiles;
-        index /= row_tiles;
-        part.kv_head = index % shape.num_heads_kv;
-        part.sequence = sequence_of(args, index / shape.num_heads_kv);
-        const int tiles = max(num_tiles(part.sequence.seqlen_k, BLOCK_K), 1);
-        const int of_part = num_tiles(tiles, args.num_splits);
-        part.count = num_tiles(tiles, of_part);
-        part.first_tile = part.index * of_part;
-        part.end_tile = min(part.first_tile + of_part, tiles);
-        return part.index < part.count
-            && part.row_tile < num_row_tiles(shape, part.sequence);
+        const int row_tile = blockIdx.x / args.num_splits;
+        return set_part(args, row_tile, blockIdx.x % args.num_splits, part);
+    }
+
+    // A row tile, if it is cut.
+    static __device__ __forceinline__ bool find_cut_row_tile(
+        const Arguments& args, int counted_row_tile, Part& part) {
+        return set_part(args, counted_row_tile, 0, part) && part.count > 1;
     }
 };
 

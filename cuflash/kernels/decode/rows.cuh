@@ -47,12 +47,9 @@ struct Float8Tiles : Tiles {
 template <bool> struct TilesOf { using type = Tiles; };
 template <> struct TilesOf<true> { using type = Float8Tiles; };
 
-struct SharedPlan {
-    union {
-        TilesOf<IS_FLOAT8>::type tiles;
-        WarpStates states;                                  // once all tiles have been read
-    };
-    u32 is_last;                                            // merge.cuh
+union SharedPlan {
+    TilesOf<IS_FLOAT8>::type tiles;
+    WarpStates states;                                      // once all tiles have been read
 };
 static_assert(sizeof(SharedPlan) <= SHARED_BYTES, "the plan and the kernel disagree");
 

@@ -1,0 +1,48 @@
+// Merges what the blocks of a decode kernel computed of the same row from parts of the keys, in the
+// order of the parts (merge.cuh), and adds the head's sink.
+//
+// Grid: blockIdx.x = run * MERGE_ROWS + row, with a run for each row tile, or, if parts are balanced,
+// for each block of the decode kernel (parts.cuh). Block: a warp for each 32 COLUMNS columns.
+//
+// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; NUM_WARPS, BLOCK_Q,
+// BLOCK_K, CAUSAL, BALANCED, those of a KV cache (sequences.cuh), SINK, WINDOW; Arguments. No
+// shared memory.
+//
+// Bound by latency: the parts are in L2. So a lane has the loads of many parts under way.
+#include "decode/merge.cuh"
+#include "decode/results.cuh"
+
+using Real = Accumulator<Element>;
+
+constexpr int COLUMNS = 2;                                  // of a lane
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
+merge_parts(const __grid_constant__ Arguments args) {
+    const int row = blockIdx.x % MERGE_ROWS;
+    Part part;
+    if (!Parts::find_cut_row_tile(args, blockIdx.x / MERGE_ROWS, part)) return;
+    const RowTile rows(args, part);
+    if (!rows.exists(row)) return;
+
+    const int head_dim_v = args.arrays.shape.head_dim_v, lane = threadIdx.x % 32;
+    const int first_column = threadIdx.x / 32 * 32 * COLUMNS + lane;
+    const Real* lse = static_cast<const Real*>(args.split_lse) + row;
+    const Real* out = static_cast<const Real*>(args.split_out) + i64(row) * head_dim_v;
+    MergedRow<Real, COLUMNS> merged;
+    for (int first = 0; first < part.count; first += 32) {
+        const int parts = min(part.count - first, 32);
+        merged.add(parts, lane < parts ? lse[part.slot(first + lane) * BLOCK_Q] : -Real(infinity()),
+                   [&](int p, int i) {
+                       const int column = first_column + i * 32;
+                       const i64 index = part.slot(first + p) * BLOCK_Q * head_dim_v + column;
+                       return column < head_dim_v ? out[index] : Real(0);
+                   });
+    }
+    const Result<Real> result(args, part, rows, row, merged.m, merged.sum, true);
+    if (threadIdx.x == 0) result.store_lse();
+    #pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+        const int column = first_column + i * 32;
+        if (column < head_dim_v) result.store(column, merged.out[i]);
+    }
+}

@@ -1,0 +1,53 @@
+"""float8_e4m3fn numbers, to elements and back: all of them, exactly."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from helpers.dtypes import DTYPES
+from helpers.small_kernels import on_both, read_only, run
+
+FLOAT8 = ml_dtypes.float8_e4m3fn
+
+
+def converted(backend, element, x):
+    """Return all 256 numbers as elements and as floats, and x as float8."""
+    found = {
+        "elements": np.empty(256, np.uint16),
+        "floats": np.empty(256, np.float32),
+        "rounded": np.empty(4096, np.uint8),
+    }
+    words = np.arange(256, dtype=np.uint8).view(np.uint32)
+    run(
+        "primitives/float8",
+        {"words": read_only(words), "x": read_only(x), **found}, backend,
+        constants={"Element": element}, threads=64,
+    )  # fmt: skip
+    return found
+
+
+@on_both
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+def test_every_number(backend, element):
+    found = converted(backend, element, np.zeros(4096, np.float32))
+    want = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+    elements = found["elements"].view(DTYPES[element]).astype(np.float32)
+    np.testing.assert_array_equal(elements, want)
+    np.testing.assert_array_equal(found["floats"], want)
+
+
+@on_both
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding(backend, seed):
+    """Ties go to even; beyond 448 lies 448; NaN stays."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(4096) * 2.0 ** rng.integers(-12, 10, 4096)
+    numbers = np.arange(0x7F, dtype=np.uint8).view(FLOAT8).astype(float)
+    x[:126] = (numbers[1:] + numbers[:-1]) / 2
+    x[126:130] = np.inf, -np.inf, 1e30, -464
+    x = x.astype(np.float32)
+    found = converted(backend, "float16", x)["rounded"].view(FLOAT8)
+    want = np.clip(x, -448, 448).astype(FLOAT8)
+    np.testing.assert_array_equal(found.view("u1"), want.view("u1"))
+    nan = converted(backend, "float16", np.full(4096, np.nan, np.float32))
+    assert np.isnan(nan["rounded"].view(FLOAT8).astype(np.float32)).all()
