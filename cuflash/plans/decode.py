@@ -119,12 +119,13 @@ def resident_blocks(
 ) -> int:
     """Blocks of an SM at once, for which the kernel is compiled.
 
-    For 16 rows of 64 columns a thread needs up to 128 registers, 168 if
-    parts are balanced.
+    For 16 rows of 64 columns a thread needs up to 128 registers; 168 with
+    options or balanced parts.
     """
     _, dv = padded_head_dims(problem)
     narrow = tile.block_q * dv <= 16 * 64
-    registers = (168 if is_balanced(problem) else 128) if narrow else 255
+    more = is_balanced(problem) or problem.options
+    registers = (168 if more else 128) if narrow else 255
     by_registers = 65536 // (tile.num_warps * 32 * registers)
     by_shared = (device.shared_bytes + 1024) // (shared + 1024)
     return max(min(by_registers, by_shared), 1)

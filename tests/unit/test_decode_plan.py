@@ -127,7 +127,7 @@ def test_parts_have_a_tile_at_least(batch, seqlen_k, num_sms):
     } if splits > 1 else {})  # fmt: skip
 
 
-@given(batch=st.integers(1, 200), num_sms=st.integers(1, 200))
+@given(batch=st.integers(1, 200), num_sms=st.integers(2, 200))
 def test_sequences_of_unknown_lengths_fill_the_gpu(batch, num_sms):
     """With two slots for each block: decode/parts.cuh."""
     cache = KVCache("bfloat16", 64, 100, max_pages=128, lengths=True)

@@ -37,21 +37,46 @@ __device__ __forceinline__ void convert_word(u32 word, u32 (&elements)[2]) {
                 elements[i / 2] |= Float8Fields<Element>::NAN_BITS << (i % 2 * 16);
 }
 
-// A warp's tile of float8 numbers, two to each 16 bits, as elements in another tile.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void convert_float8(u32 stored, u32 elements) {
-    for_each_chunk<ROWS, COLUMNS / 2, 32>(threadIdx.x % 32, [&](int row, int column) {
-        const uint4 chunk = load_shared_16(stored + tile_offset<ROWS>(row, column));
-        const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 a[2], b[2];
-            convert_word(words[half * 2], a);
-            convert_word(words[half * 2 + 1], b);
-            store_shared_16(elements + tile_offset<ROWS>(row, column * 2 + half * CHUNK_ELEMENTS),
-                            __uint_as_float(a[0]), __uint_as_float(a[1]), __uint_as_float(b[0]),
-                            __uint_as_float(b[1]));
-        }
-    });
-    __syncwarp();
+// Calls f(row, column) for the lane's chunks of a warp's tile of ROWS rows of COLUMNS float8 numbers,
+// stored as half as many of 16 bits, in order of rows; column counts those.
+template <int ROWS, int COLUMNS, class F> __device__ __forceinline__ void for_each_float8_chunk(F f) {
+    constexpr int OF_ROW = COLUMNS / 16;
+    #pragma unroll
+    for (int i = 0; i < ROWS * OF_ROW / 32; ++i) {
+        const int chunk = i * 32 + threadIdx.x % 32;
+        f(chunk / OF_ROW, chunk % OF_ROW * CHUNK_ELEMENTS);
+    }
 }
+
+// A lane's chunks of such a tile.
+template <int ROWS, int COLUMNS> struct Float8Chunks {
+    static_assert(ROWS * COLUMNS % 512 == 0, "every lane has as many chunks");
+    uint4 chunks[ROWS * COLUMNS / 512];
+
+    __device__ __forceinline__ void load(u32 tile) {
+        int i = 0;
+        for_each_float8_chunk<ROWS, COLUMNS>([&](int row, int column) {
+            chunks[i++] = load_shared_16(tile + tile_offset<ROWS>(row, column));
+        });
+    }
+    // As elements, to another tile.
+    __device__ __forceinline__ void store(u32 tile) const {
+        int i = 0;
+        for_each_float8_chunk<ROWS, COLUMNS>([&](int row, int column) {
+            const uint4 chunk = chunks[i++];
+            const u32 target[2] = {tile + tile_offset<ROWS>(row, column * 2),
+                                   tile + tile_offset<ROWS>(row, column * 2 + CHUNK_ELEMENTS)};
+            store_words(target[0], chunk.x, chunk.y);
+            store_words(target[1], chunk.z, chunk.w);
+        });
+    }
+
+private:
+    static __device__ __forceinline__ void store_words(u32 target, u32 first, u32 second) {
+        u32 a[2], b[2];
+        convert_word(first, a);
+        convert_word(second, b);
+        store_shared_16(target, __uint_as_float(a[0]), __uint_as_float(a[1]),
+                        __uint_as_float(b[0]), __uint_as_float(b[1]));
+    }
+};

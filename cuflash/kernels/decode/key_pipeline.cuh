@@ -81,8 +81,13 @@ private:
     __device__ __forceinline__ WarpKeys converted(Tiles& tiles, const WarpKeys& stored) const {
         const WarpKeys elements{shared_address(&tiles.k_elements[warp]),
                                 shared_address(&tiles.v_elements[warp])};
-        convert_float8<WARP_KEYS, HEAD_DIM>(stored.k_smem, elements.k_smem);
-        convert_float8<WARP_KEYS, HEAD_DIM_V>(stored.v_smem, elements.v_smem);
+        Float8Chunks<WARP_KEYS, HEAD_DIM> k_chunks;
+        Float8Chunks<WARP_KEYS, HEAD_DIM_V> v_chunks;
+        k_chunks.load(stored.k_smem);                       // all loads before any store
+        v_chunks.load(stored.v_smem);
+        k_chunks.store(elements.k_smem);
+        v_chunks.store(elements.v_smem);
+        __syncwarp();
         return elements;
     }
     // Starts the copy of the scales of the keys' pages, a lane each; 0 past the last key.
@@ -105,11 +110,10 @@ private:
     // Keys past the last and columns past the head dimension become 0.
     template <int COLUMNS>
     __device__ __forceinline__ void load_keys(u32 tile, const KeyRows& rows, int num_columns) {
-        constexpr int CHUNKS = IS_FLOAT8 ? COLUMNS / 2 : COLUMNS;
         constexpr bool LOOKS_UP = PAGED && !ONE_PAGE;       // each key's page
         const int row_bytes = num_columns * static_cast<int>(sizeof(Cached));
         const unsigned char* first = rows.row(next_page, first_key());
-        for_each_chunk<WARP_KEYS, CHUNKS, 32>(threadIdx.x % 32, [&](int row, int column) {
+        const auto load_chunk = [&](int row, int column) {
             const int key = first_key() + row;
             int bytes = key < seqlen_k ? min(max(row_bytes - column * 2, 0), CHUNK_BYTES) : 0;
             const unsigned char* source = first + row * rows.token_bytes;
@@ -122,6 +126,8 @@ private:
             }
             cp_async_16_partly(tile + tile_offset<WARP_KEYS>(row, column),
                                bytes > 0 ? source + column * 2 : rows.first, bytes);
-        });
+        };
+        if constexpr (IS_FLOAT8) for_each_float8_chunk<WARP_KEYS, COLUMNS>(load_chunk);
+        else for_each_chunk<WARP_KEYS, COLUMNS, 32>(threadIdx.x % 32, load_chunk);
     }
 };
