@@ -254,7 +254,7 @@ _PART_NUMBERS: _Fields = (
 ForwardSplitArguments = _struct(
     "ForwardSplitArguments",
     "Of decode/. Each part of the keys of a row tile leaves O and lse of its"
-    " rows in Accumulator<Element>,\ncontiguous (slots, BLOCK_Q, head_dim_v).",
+    " rows as\nAccumulator<Element>, contiguous (slots, BLOCK_Q, head_dim_v).",
     _PARTS,
     ("ForwardArguments", "arrays"),
     _PART_NUMBERS,
@@ -321,7 +321,7 @@ KVCacheNumbers = _struct(
 ForwardKVCacheArguments = _struct(
     "ForwardKVCacheArguments",
     "arrays.k and arrays.v are the caches; their batch strides are from slot"
-    " to slot, or from page to\npage. arrays.q is q_given, or rotated.",
+    " to slot, or page to page.\narrays.q is q_given, or rotated.",
     ("const void*", "alibi_slopes sink"),
     ("const int*", "cache_seqlens", "null: cache_seqlen"),
     ("const int*", "page_table cache_batch_idx cache_leftpad cu_seqlens_q"),

@@ -191,7 +191,7 @@ class Layout:
     offset: int = 0
 
 
-MAX_SPLITS = 128  # finish/merge_splits.cu has room for as many weights
+MAX_SPLITS = 128  # of a sequence; no GPU has more blocks for one
 ALIGNMENT = 16  # the widest load of a kernel, in bytes
 
 

@@ -37,10 +37,12 @@ LAW = {
     "plans.kernel": "problem tiles workspace plans.rounding",
     "plans.steps": _PLANS,
     "plans.rotary": f"{_PLANS} plans.steps",
+    "plans.append": f"{_PLANS} plans.steps",
     **{
         f"plans.{family}": f"{_PLANS} plans.steps"
-        for family in ("decode", "fma", "mma", "mma8", "simt", "wgmma")
+        for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
+    "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
     " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt plans.wgmma"

@@ -43,8 +43,8 @@ struct MergedWarps {
     }
 };
 
-// The part's rows, a warp a row. The factor of a warp without a visible key is 0, and so is its acc,
-// or NaN if a NaN is visible.
+// The part's rows, a warp a row. The factor of a warp without a visible key is 0, and so is its
+// acc, or NaN if a NaN is visible.
 __device__ __forceinline__ void store_part(
     const Arguments& args, const Part& part, const RowTile& rows, const WarpStates& states,
     float scale_log2) {

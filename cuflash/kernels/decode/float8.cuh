@@ -1,5 +1,5 @@
-// decode/forward.cu's keys and values that are stored as float8_e4m3fn (common/float8.cuh). They are
-// converted to Element exactly; scales multiply scores and weights.
+// decode/forward.cu's keys and values that are stored as float8_e4m3fn (common/float8.cuh). They
+// are converted to Element exactly; scales multiply scores and weights.
 //
 // Constants: Element.
 #pragma once
@@ -37,9 +37,10 @@ __device__ __forceinline__ void convert_word(u32 word, u32 (&elements)[2]) {
                 elements[i / 2] |= Float8Fields<Element>::NAN_BITS << (i % 2 * 16);
 }
 
-// Calls f(row, column) for the lane's chunks of a warp's tile of ROWS rows of COLUMNS float8 numbers,
-// stored as half as many of 16 bits, in order of rows; column counts those.
-template <int ROWS, int COLUMNS, class F> __device__ __forceinline__ void for_each_float8_chunk(F f) {
+// Calls f(row, column) for the lane's chunks of a warp's tile of ROWS rows of COLUMNS float8
+// numbers, stored as half as many of 16 bits; column counts those.
+template <int ROWS, int COLUMNS, class F>
+__device__ __forceinline__ void for_each_float8_chunk(F f) {
     constexpr int OF_ROW = COLUMNS / 16;
     #pragma unroll
     for (int i = 0; i < ROWS * OF_ROW / 32; ++i) {

@@ -3,9 +3,9 @@
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
 // Flash-Decoding (Dao, Haziza, Massa, Sizov 2023): the keys of a head are split among blocks
-// (parts.cuh), whose states are merged by finish/merge_parts.cu. The query heads of a group are packed: their
-// queries are rows of one tile, so K and V are read once per key head. Bound by memory: the tensor
-// cores have 16 rows to multiply with each key.
+// (parts.cuh), whose states finish/merge_parts.cu merges. The query heads of a group are packed:
+// their queries are rows of one tile, so K and V are read once per key head. Bound by memory: the
+// tensor cores have 16 rows to multiply with each key.
 //
 // A warp takes 16 keys of each key tile and has a pipeline of its own, which loads them by
 // cp.async; it keeps m, l and acc of all rows over its keys. Warps meet only at the end of a part,

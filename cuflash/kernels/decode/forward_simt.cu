@@ -4,7 +4,8 @@
 //     S = Q K^T,  x = scale S,  lse = log(rowsum(exp(x))),  O = exp(x - lse) V
 //
 // Flash-Decoding as in decode/forward.cu: the keys of a head are split among blocks (parts.cuh),
-// the query heads of a group are rows of one tile, finish/merge_parts.cu merges the states of parts.
+// the query heads of a group are rows of one tile, and
+// finish/merge_parts.cu merges the states of parts.
 // Computes in Real, as simt/forward.cu: exp and log are the library's. 16-bit elements are rounded
 // once, when they are stored.
 //

@@ -15,7 +15,7 @@ struct KeyPipeline {
     Pages<Arguments> pages;
     KeyRows k, v;
     int kv_head, seqlen_k, warp, end_tile, next_tile;
-    int next_page = 0;                                      // of the next tile, if it is on one page
+    int next_page = 0;                                      // of the next tile, if it has one
     int next_stage = 0, stage = 0;
 
     // Whether a warp's keys of a tile are always on one page.
@@ -63,7 +63,7 @@ struct KeyPipeline {
         else return stored;
     }
 
-    // If pages have scales, multiplies each score by that of its key: K's if OF is 0, V's if it is 1.
+    // If pages have scales, multiplies each score by its key's: K's if OF is 0, V's if it is 1.
     template <int OF, class Tiles>
     __device__ __forceinline__ void apply_page_scales(Scores& s, Tiles& tiles) const {
         if constexpr (SCALES == SCALES_OF_PAGES) {
@@ -105,7 +105,8 @@ private:
     // Long before it is needed.
     __device__ __forceinline__ void look_up_page() {
         if constexpr (ONE_PAGE)
-            if (next_tile < end_tile && first_key() < seqlen_k) next_page = pages.of_key(first_key());
+            if (next_tile < end_tile && first_key() < seqlen_k)
+                next_page = pages.of_key(first_key());
     }
     // Keys past the last and columns past the head dimension become 0.
     template <int COLUMNS>

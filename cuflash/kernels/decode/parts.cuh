@@ -34,7 +34,8 @@ struct Part {
     }
 };
 
-__device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(const Arguments& args, const Sequence& sequence) {
+__device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
+    const Arguments& args, const Sequence& sequence) {
     return {sequence.seqlen_q, sequence.seqlen_k, window_of<WINDOW>(args)};
 }
 

@@ -20,8 +20,8 @@ using Scores = float[M_TILES][S_TILES][4];
 using Output = float[M_TILES][O_TILES][4];
 using Visible = bool[M_TILES][S_TILES][4];
 
-// A warp's state of each row, after its last key. Rows are padded so that the lanes of a C fragment,
-// in eight rows, store to different banks.
+// A warp's state of each row, after its last key. Rows are padded so that the lanes of a C
+// fragment, in eight rows, store to different banks.
 struct WarpStates {
     float m[NUM_WARPS][BLOCK_Q], l[NUM_WARPS][BLOCK_Q];
     float acc[NUM_WARPS][BLOCK_Q][HEAD_DIM_V + 8];
@@ -144,8 +144,8 @@ template <class F> __device__ __forceinline__ void for_each_key(Scores& s, F f) 
             for (int x = 0; x < 4; ++x) f(s[i][j][x], j * 8 + threadIdx.x % 4 * 2 + x % 2);
 }
 
-// Weights with scales of pages are rounded to Element relative to this: float8 numbers reach 448, so
-// v_scale is that much smaller than the values, and float16 would lose bits of such weights.
+// Weights with scales of pages are rounded to Element relative to this: float8 numbers reach 448,
+// so v_scale is that much smaller than the values, and float16 would lose bits of such weights.
 constexpr float WEIGHT_FACTOR = 512.0f;
 
 using Values = OperandB<WARP_KEYS, Stored::AS_NAMED, O_TILES / 2>;

@@ -53,7 +53,8 @@ inline void set_keys(Sequence& sequence, const Arguments& args) {
     if constexpr (KVCACHE) {
         const int end = all_tokens(args, sequence);
         int first = 0;
-        if constexpr (LEFTPAD) first = args.cache_leftpad[sequence.number * args.cache.leftpad_stride];
+        if constexpr (LEFTPAD)
+            first = args.cache_leftpad[sequence.number * args.cache.leftpad_stride];
         sequence.first_key = min(max(first, 0), end);
         sequence.seqlen_k = end - sequence.first_key;
     }

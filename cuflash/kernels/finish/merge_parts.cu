@@ -1,8 +1,9 @@
 // Merges what the blocks of a decode kernel computed of the same row from parts of the keys, in the
 // order of the parts (merge.cuh), and adds the head's sink.
 //
-// Grid: blockIdx.x = run * MERGE_ROWS + row, with a run for each row tile, or, if parts are balanced,
-// for each block of the decode kernel (parts.cuh). Block: a warp for each 32 COLUMNS columns.
+// Grid: blockIdx.x = run * MERGE_ROWS + row, with a run for each row tile, or, if parts are
+// balanced, for each block of the decode kernel (parts.cuh). Block: a warp for each 32 COLUMNS
+// columns.
 //
 // Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; NUM_WARPS, BLOCK_Q,
 // BLOCK_K, CAUSAL, BALANCED, those of a KV cache (sequences.cuh), SINK, WINDOW; Arguments. No
