@@ -12,7 +12,9 @@
 // into runs of equal cost, one for each block. So one long sequence among short ones keeps all
 // blocks busy, and all end at about the same time; but where a row tile's keys are cut depends on
 // the whole call. A run covers the end of one row tile, some whole ones, and the beginning of one:
-// at most two parts of it are merged with other blocks' parts (finish/merge_parts.cu).
+// at most two parts of it are merged with other blocks' parts (finish/merge_parts.cu). If all row
+// tiles cost about the same, each gets as many places, a multiple of a run's or a divisor: then a
+// block has one part, or whole row tiles.
 #pragma once
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
@@ -73,29 +75,45 @@ struct RowTiles {
     __device__ __forceinline__ RowTiles(const Arguments& args, int number)
         : sequence(sequence_of(args, number)), seen(seen_tiles(args, sequence)),
           count(num_row_tiles(args.arrays.shape, sequence) * args.arrays.shape.num_heads_kv) {}
-    __device__ __forceinline__ int cost() const { return PART_COST + seen.end - seen.first; }
-    __device__ __forceinline__ i64 work() const { return i64(count) * cost(); }
+    __device__ __forceinline__ int tiles() const { return seen.end - seen.first; }
+    __device__ __forceinline__ int cost() const { return PART_COST + tiles(); }
+};
+
+// What all row tiles cost together, and the one that costs most.
+struct Costs {
+    i64 total;
+    int highest;
 };
 
 // The parts of a block's run, one after the other. Every warp walks along by itself.
 class BalancedParts {
     const Arguments& args;
     const int block;
-    i64 of_block, longer_blocks;                            // a run's cost; how many cost 1 more
+    i64 run, longer_runs;                                   // a run's places; how many have 1 more
+    i64 places_of_each = 0;                                 // of a row tile; 0: as many as it costs
     i64 at, end;                                            // the rest of the run
     RowTiles rows;                                          // of the sequence at `at`
     i64 row_tile_start;                                     // of the row tile at `at`
     int row_tile;                                           // among those of `rows`
 
     __device__ __forceinline__ i64 start_of(int block) const {
-        return block * of_block + min(i64(block), longer_blocks);
+        return block * run + min(i64(block), longer_runs);
     }
     // The block whose run has a place.
     __device__ __forceinline__ int block_of(i64 place) const {
-        const i64 in_longer = longer_blocks * (of_block + 1);
-        return static_cast<int>(
-            place < in_longer ? u64(place) / u64(of_block + 1)
-                              : longer_blocks + u64(place - in_longer) / u64(of_block));
+        const i64 in_longer = longer_runs * (run + 1);
+        return static_cast<int>(place < in_longer
+            ? u64(place) / u64(run + 1) : longer_runs + u64(place - in_longer) / u64(run));
+    }
+    __device__ __forceinline__ i64 places_of(const RowTiles& rows) const {
+        return places_of_each > 0 ? places_of_each : rows.cost();
+    }
+    // All those of the sequence first + lane.
+    __device__ __forceinline__ i64 places_of_lane(int first) const {
+        const int number = first + threadIdx.x % 32;
+        if (number >= args.arrays.shape.batch) return 0;
+        const RowTiles rows(args, number);
+        return rows.count * places_of(rows);
     }
 
     // The sum over lanes up to this one.
@@ -108,48 +126,73 @@ class BalancedParts {
         }
         return x;
     }
-    // The work of the sequence 32 first + lane.
-    __device__ __forceinline__ i64 work_of(int first) const {
-        const int number = first + threadIdx.x % 32;
-        return number < args.arrays.shape.batch ? RowTiles(args, number).work() : 0;
+    static __device__ __forceinline__ Costs costs_of_all(const Arguments& args) {
+        Costs costs{0, 0};
+        for (int number = threadIdx.x % 32; number < args.arrays.shape.batch; number += 32) {
+            const RowTiles rows(args, number);
+            costs.total += i64(rows.count) * rows.cost();
+            if (rows.count > 0) costs.highest = max(costs.highest, rows.cost());
+        }
+        #pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            const int other = __shfl_xor_sync(WHOLE_WARP, costs.highest, distance);
+            costs.total += __shfl_xor_sync(WHOLE_WARP, costs.total, distance);
+            costs.highest = max(costs.highest, other);
+        }
+        return costs;
     }
-    __device__ __forceinline__ i64 total_work() const {
-        i64 work = 0;
-        for (int first = 0; first < args.arrays.shape.batch; first += 32) work += work_of(first);
-        return __shfl_sync(WHOLE_WARP, sum_up_to_lane(work), 31);
-    }
-    // Finds the sequence at `at`, and returns where it starts.
-    __device__ __forceinline__ i64 find_sequence(int& number) const {
+    // Finds the sequence at a place, and returns where it starts.
+    __device__ __forceinline__ i64 find_sequence(i64 place, int& number) const {
         i64 start = 0;
         for (int first = 0;; first += 32) {
-            const i64 work = work_of(first), sum = sum_up_to_lane(work);
-            const u32 beyond = __ballot_sync(WHOLE_WARP, at < start + sum);
+            const i64 places = places_of_lane(first), sum = sum_up_to_lane(places);
+            const u32 beyond = __ballot_sync(WHOLE_WARP, place < start + sum);
             if (beyond != 0) {
                 const int lane = __ffs(beyond) - 1;
                 number = first + lane;
-                return start + __shfl_sync(WHOLE_WARP, sum - work, lane);
+                return start + __shfl_sync(WHOLE_WARP, sum - places, lane);
             }
             start += __shfl_sync(WHOLE_WARP, sum, 31);
         }
     }
 
-    __device__ __forceinline__ BalancedParts(const Arguments& args, int block)
-        : args(args), block(block) {
-        const i64 total = total_work();
-        of_block = u64(total) / args.num_splits;
-        longer_blocks = total - of_block * args.num_splits;
+    // Gives as many places to each of `count` row tiles, and cuts each into as many parts. A part's
+    // run has a tile besides PART_COST.
+    __device__ __forceinline__ void set_equal_runs(i64 count, int highest) {
+        const int blocks = args.num_splits, most = max(highest / (PART_COST + 1), 1);
+        const i64 parts =
+            count >= blocks ? 1 : min(static_cast<int>(u32(blocks) / u32(count)), most);
+        const i64 of_part = u64(highest + parts - 1) / u64(parts);
+        places_of_each = parts * of_part;
+        run = i64(u64(count * parts + blocks - 1) / u64(blocks)) * of_part;
+        longer_runs = 0;
+        at = min(start_of(block), count * places_of_each);
+        end = min(at + run, count * places_of_each);
+    }
+    __device__ __forceinline__ void set_balanced_runs(i64 total) {
+        run = u64(total) / u64(args.num_splits);
+        longer_runs = total - run * args.num_splits;
         at = start_of(block);
         end = start_of(block + 1);
+    }
+    __device__ __forceinline__ BalancedParts(const Arguments& args, int block)
+        : args(args), block(block) {
+        const Costs costs = costs_of_all(args);
+        const i64 batch = args.arrays.shape.batch;
+        const i64 count = PACKED_QUERIES ? 0 : batch * RowTiles(args, 0).count;
+        const bool is_equal = count > 0 && 16 * costs.total >= 15 * count * costs.highest;
+        if (is_equal) set_equal_runs(count, costs.highest);
+        else set_balanced_runs(costs.total);
     }
 
     // Begins with the row tile at a place of the run.
     __device__ __forceinline__ void begin(i64 place) {
-        at = place;
         int number;
-        const i64 start = find_sequence(number);
+        const i64 start = find_sequence(place, number);
+        at = place;
         rows = RowTiles(args, number);
-        row_tile = static_cast<int>(u64(at - start) / u32(rows.cost()));
-        row_tile_start = start + i64(row_tile) * rows.cost();
+        row_tile = static_cast<int>(u64(place - start) / u64(places_of(rows)));
+        row_tile_start = start + row_tile * places_of(rows);
     }
 
 public:
@@ -174,10 +217,11 @@ public:
                 row_tile = 0;
             }
             const i64 first_place = row_tile_start + PART_COST;     // of its key tiles
-            const i64 row_tile_end = row_tile_start + rows.cost();
-            const i64 from = max(at, first_place), to = min(row_tile_end, end);
-            if (from < to) set_part(part, first_place, row_tile_end, from, to);
-            at = row_tile_start = row_tile_end;
+            const i64 end_place = first_place + rows.tiles();
+            const i64 from = max(at, first_place), to = min(end_place, end);
+            if (from < to) set_part(part, first_place, end_place, from, to);
+            row_tile_start += places_of(rows);
+            at = row_tile_start;
             ++row_tile;
             if (from < to) return true;
         }
@@ -185,11 +229,11 @@ public:
     }
 
 private:
-    // The places [from, to) of the row tile's key tiles, which are [first_place, row_tile_end).
+    // The places [from, to) of the row tile's key tiles, which are [first_place, end_place).
     __device__ __forceinline__ void set_part(
-        Part& part, i64 first_place, i64 row_tile_end, i64 from, i64 to) const {
+        Part& part, i64 first_place, i64 end_place, i64 from, i64 to) const {
         const int first = first_place >= start_of(block) ? block : block_of(first_place);
-        const int last = row_tile_end <= end ? block : block_of(row_tile_end - 1);
+        const int last = end_place <= end ? block : block_of(end_place - 1);
         const int of_head = num_row_tiles(args.arrays.shape, rows.sequence);
         part.sequence = rows.sequence;
         part.kv_head = row_tile / of_head;
