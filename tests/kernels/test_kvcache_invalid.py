@@ -204,6 +204,19 @@ def test_no_valid_sequence(backend, which):
             assert_bitwise(x, given[name], name)
 
 
+@on_kernels
+@pytest.mark.parametrize("which", ["packed", "packed, float32"])
+@pytest.mark.usefixtures("unread")
+def test_an_int_that_leaves_no_room_for_packed_tokens(backend, which):
+    """How many each sequence appends is on the device, too."""
+    case = replace(CASES[which], before=(150, 150, 150), by_int=True)
+    given = case.arguments() | {"cache_seqlens": case.capacity}
+    (out, lse), caches = run(backend, case, given)
+    assert not out.any() and (lse == -np.inf).all()
+    for name, x in zip(kv.CACHES, caches, strict=True):
+        assert_bitwise(x, given[name], name)
+
+
 def middle_offsets():
     """A sequence ends before it begins, or beyond q; the next one overlaps."""
     for value in (1, -5, LEAST, 9, MOST):
