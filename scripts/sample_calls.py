@@ -51,6 +51,18 @@ SHAPES = [
     (45, 60, 2, 1, 512, 260, True),
 ]
 
+# As above, with few queries, so that the decode kernels run.
+DECODE_SHAPES = [
+    (1, 700, 8, 1, 64, 64, False),
+    (3, 530, 6, 2, 128, 128, True),
+    (2, 129, 3, 3, 40, 72, True),
+    (1, 70, 2, 1, 512, 260, False),
+    (2, 600, 2, 1, 33, 7, True),
+    (9, 300, 4, 2, 64, 128, True),
+    (1, 97, 2, 1, 256, 256, False),
+]
+PAGE_SIZES = [1, 3, 16, 64]
+
 
 def draw(random: np.random.Generator, dtype: type, *shape: int):
     """Return standard normal numbers on the GPU."""
@@ -138,15 +150,122 @@ def run_packed(name: str, shape: tuple, seed: int) -> None:
         )
 
 
-CALLS = {"plain": run, "options": run_options, "packed": run_packed}
-NUM_SHAPES_OF_OPTIONS = 5  # the first ones: a shape takes 36 kernels
+def run_decode(name: str, shape: tuple, seed: int) -> None:
+    """Run forward with the keys in one part, in a few and in many."""
+    *_, heads, _, _, _, causal = shape
+    random = np.random.default_rng(seed)
+    q, k, v, _ = inputs(random, name, shape, 2)
+    k[0, -1, 0, 0] = np.nan
+    v[0, -1, 0, 0] = np.inf
+    slopes = draw(random, np.float32, heads)
+    each = [{}, {"alibi_slopes": slopes, "window": (200, None)}]
+    for num_splits, options in itertools.product((None, 1, 3, 128), each):
+        cuflash.forward(
+            q, k, v, causal=causal, **options, num_splits=num_splits,
+            return_lse=True,
+        )  # fmt: skip
+
+
+def run_kvcache(name: str, shape: tuple, seed: int) -> None:
+    """Run forward_kvcache on contiguous, paged and float8 caches."""
+    random = np.random.default_rng(seed)
+    q, k, v, _ = inputs(random, name, shape, 3)
+    options = {"causal": shape[-1], "return_lse": True}
+    lengths = random.integers(0, k.shape[1] - q.shape[1] + 1, 3, np.int32)
+    lengths[0] = 0
+    cuflash.forward_kvcache(q, k, v, **options)
+    options["cache_seqlens"] = cupy.asarray(lengths)
+    slots = {
+        "cache_batch_idx": cupy.array([2, 0, 1], np.int32),
+        "cache_leftpad": cupy.array([0, 5, 40], np.int32),
+    }
+    growing = appended(random, name, shape, interleaved=seed % 2 == 0)
+    packed = packed_queries(q, growing)
+    for turn, more in enumerate(({}, growing, packed), start=seed):
+        # Without num_splits, lengths decide where keys are cut.
+        given = {"q": q, **options, **more, "num_splits": (None, 3)[turn % 2]}
+        cuflash.forward_kvcache(k_cache=k, v_cache=v, **given, **slots)
+        run_pages(random, given, k, v, PAGE_SIZES[turn % len(PAGE_SIZES)])
+
+
+def appended(
+    random: np.random.Generator, name: str, shape: tuple, *, interleaved: bool
+) -> dict:
+    """Return new tokens, as many as queries, and rotary tables."""
+    seqlen_q, seqlen_k, _, heads, d, dv, _ = shape
+    dtype = DTYPES[name]
+    tables = draw(random, dtype, 2, seqlen_k, d // 4)
+    return {
+        "k_new": draw(random, dtype, 3, seqlen_q, heads, d),
+        "v_new": draw(random, dtype, 3, seqlen_q, heads, dv),
+        "rotary_cos": tables[0],
+        "rotary_sin": tables[1],
+        "rotary_interleaved": interleaved,
+    }
+
+
+def packed_queries(q, growing: dict) -> dict:
+    """Pack queries and new tokens: of a sequence none, one, and more."""
+    total = q.shape[0] * q.shape[1]
+    tokens = {"q": q, "k_new": growing["k_new"], "v_new": growing["v_new"]}
+    packed = {x: y.reshape(total, *y.shape[2:]) for x, y in tokens.items()}
+    most = q.shape[1]  # there is room for that many in each cache
+    ends = [0, 0, 1, 1 + min(most, total - 1)]
+    return {**growing, **packed, "cu_seqlens_q": cupy.array(ends, np.int32)}
+
+
+def run_pages(
+    random: np.random.Generator, given: dict, k, v, page_size: int
+) -> None:
+    """Run a call with pages in the dtype of q, then with float8 pages."""
+    batch, capacity, heads = k.shape[:3]
+    pages = -(-capacity // page_size)
+    count = batch * pages
+    table = random.permutation(count).astype(np.int32)
+    given = {**given, "page_table": cupy.asarray(table.reshape(batch, pages))}
+    room = (count, page_size, heads)
+    caches = [
+        draw(random, given["q"].dtype, *room, x.shape[-1]) for x in (k, v)
+    ]
+    cuflash.forward_kvcache(k_cache=caches[0], v_cache=caches[1], **given)
+    if given["q"].dtype == np.float64:
+        return  # it has no float8 caches
+    for scales in ((heads,), (count, heads)):
+        caches = [
+            # Below 127: NaN has all bits but the sign.
+            cupy.asarray(random.integers(0, 127, (*room, d), np.uint8))
+            for d in (k.shape[-1], v.shape[-1])
+        ]
+        k_scale, v_scale = 0.01 + abs(draw(random, np.float32, 2, *scales))
+        cuflash.forward_kvcache(
+            k_cache=caches[0], v_cache=caches[1], k_scale=k_scale,
+            v_scale=v_scale, **given,
+        )  # fmt: skip
+
+
+CALLS = {
+    "plain": run,
+    "options": run_options,
+    "packed": run_packed,
+    "decode": run_decode,
+    "kvcache": run_kvcache,
+}
+SHAPES_OF = {
+    "plain": SHAPES,
+    # Only the first ones: a shape takes some 36 kernels.
+    "options": SHAPES[:5],
+    "packed": SHAPES[:5],
+    "decode": DECODE_SHAPES,
+    "kvcache": DECODE_SHAPES[:5],
+}
 
 
 def sample(names: list[str], kinds: list[str]) -> Iterator[Callable]:
     """Yield the calls of dtypes, as functions without arguments."""
     for name, kind in itertools.product(names, kinds):
-        shapes = SHAPES[: None if kind == "plain" else NUM_SHAPES_OF_OPTIONS]
-        for seed, shape in enumerate(shapes):
+        if name == "tf32x3" and kind in ("decode", "kvcache"):
+            continue  # they run without it
+        for seed, shape in enumerate(SHAPES_OF[kind]):
             if name == "tf32x3" and max(shape[4:6]) > 256:
                 continue  # it has no kernel for them
             yield functools.partial(CALLS[kind], name, shape, seed)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import sample_calls
@@ -48,3 +49,14 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(sample_calls, "sample", lambda *_: [interrupted])
     assert sample_calls.main([]) == 130
     assert capsys.readouterr().err == "stopped: not all calls were run\n"
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float64", "tf32x3"])
+def test_decode_calls_are_valid(monkeypatch, name):
+    """NumPy arrays in place of CuPy's are checked, values included."""
+    monkeypatch.setattr(sample_calls, "cupy", np)
+    calls = [*sample_calls.sample([name], ["decode", "kvcache"])]
+    assert bool(calls) == (name != "tf32x3")
+    for call in calls:
+        with np.errstate(all="ignore"):
+            call()
