@@ -88,7 +88,7 @@ def _shared(problem: Problem, tile: Tile) -> int:
     if is_float8(problem):
         scales = 2 * 4 * _WARP_KEYS
         loads += tile.num_warps * (
-            _keys_bytes(d, dv) + tile.num_stages * scales
+            tile_bytes(_WARP_KEYS, max(d, dv)) + tile.num_stages * scales
         )
     states = 4 * tile.num_warps * tile.block_q * (2 + dv + 8)
     return round_up(max(loads, states), 1024)
@@ -106,12 +106,17 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     registers. Two blocks of four warps on an SM overlap their ends; one of
     eight needs half as many parts of the keys. On an H200 128 x 2,048 keys
     take 252 us with four warps and 264 with eight, 1 x 8,192 keys 15.3 and
-    14.4, 16 x 8,192 keys 130 and 125.
+    14.4, 16 x 8,192 keys 130 and 125. Float8 keys are converted before use,
+    for which a warp waits: twelve take 151 us where eight take 158 and four
+    168 (16 x 8,192 keys).
     """
     _, dv = padded_head_dims(problem)
     rows = 16 if rows_of_head(problem) <= 16 or dv > 128 else 32
     few_heads = problem.num_splits or row_tiles(problem, rows) < _MANY_HEADS
-    return tile.block_q == rows and bool(tile.num_warps == 4 or few_heads)
+    if is_float8(problem):
+        return tile.block_q == rows
+    warps = (4, 8) if few_heads else (4,)
+    return tile.block_q == rows and tile.num_warps in warps
 
 
 def resident_blocks(

@@ -56,7 +56,7 @@ def test_the_kernel_on_cuda_cores(changes, arch):
 
 
 @pytest.mark.parametrize("changes", [
-    {"seqlen_q": 3}, {"seqlen_k": 511}, {"block_q": 16},
+    {"seqlen_q": 9}, {"seqlen_k": 511}, {"block_q": 16},
     {"num_sequences": 3}, {"precision": "tf32x3"},
 ])  # fmt: skip
 def test_other_calls_of_float32(changes):

@@ -53,11 +53,11 @@ __device__ __forceinline__ void compute_part(
 
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
         pipeline.wait();
-        const WarpKeys keys = pipeline.keys();
+        const u32 k_smem = pipeline.k_smem();
         const int first_key = tile * BLOCK_K + threadIdx.x / 32 * WARP_KEYS;
         pipeline.load_next();
         Scores s;
-        score_gemm(s, shared_address(&shared.tiles.q), keys.k_smem);
+        score_gemm(s, shared_address(&shared.tiles.q), k_smem);
         if constexpr (SCALES == SCALES_OF_HEADS)
             for_each_key(s, [&](float& x, int) { x *= k_scale; });
         pipeline.apply_page_scales<0>(s, shared.tiles);
@@ -68,9 +68,9 @@ __device__ __forceinline__ void compute_part(
         softmax_step(s, softmax, acc, lane_rows.scale_log2);
         if constexpr (DROPOUT) lane_rows.apply_dropout(s, first_key);
         pipeline.apply_page_scales<1>(s, shared.tiles);
-        if (is_masked && holds_nonfinite(keys.v_smem))
-            accumulate_visible(acc, s, visible, keys.v_smem);
-        else accumulate(acc, s, keys.v_smem);
+        const u32 v_smem = pipeline.v_smem();
+        if (is_masked && holds_nonfinite(v_smem)) accumulate_visible(acc, s, visible, v_smem);
+        else accumulate(acc, s, v_smem);
         pipeline.release();
     }
     cp_async_wait<0>();

@@ -5,9 +5,6 @@
 #include "decode/float8.cuh"
 #include "decode/rows.cuh"
 
-// A warp's keys of a tile, 16-bit elements in shared memory.
-struct WarpKeys { u32 k_smem, v_smem; };
-
 // Each tile of the warp's keys is one cp.async group.
 struct KeyPipeline {
     const Arguments& args;
@@ -55,12 +52,13 @@ struct KeyPipeline {
         __syncwarp();
         stage = stage + 1 == NUM_STAGES ? 0 : stage + 1;
     }
-    // The keys of the oldest tile.
-    __device__ __forceinline__ WarpKeys keys() const {
-        const WarpKeys stored{shared_address(&shared.tiles.k[warp][stage]),
-                              shared_address(&shared.tiles.v[warp][stage])};
-        if constexpr (IS_FLOAT8) return converted(shared.tiles, stored);
-        else return stored;
+    // The oldest tile's keys, or values, as 16-bit elements in shared memory. With float8 caches
+    // the values take the place of the keys.
+    __device__ __forceinline__ u32 k_smem() const {
+        return elements<HEAD_DIM>(shared.tiles, shared_address(&shared.tiles.k[warp][stage]));
+    }
+    __device__ __forceinline__ u32 v_smem() const {
+        return elements<HEAD_DIM_V>(shared.tiles, shared_address(&shared.tiles.v[warp][stage]));
     }
 
     // If pages have scales, multiplies each score by its key's: K's if OF is 0, V's if it is 1.
@@ -77,18 +75,19 @@ private:
     __device__ __forceinline__ int first_key() const {
         return next_tile * BLOCK_K + warp * WARP_KEYS;
     }
-    template <class Tiles>
-    __device__ __forceinline__ WarpKeys converted(Tiles& tiles, const WarpKeys& stored) const {
-        const WarpKeys elements{shared_address(&tiles.k_elements[warp]),
-                                shared_address(&tiles.v_elements[warp])};
-        Float8Chunks<WARP_KEYS, HEAD_DIM> k_chunks;
-        Float8Chunks<WARP_KEYS, HEAD_DIM_V> v_chunks;
-        k_chunks.load(stored.k_smem);                       // all loads before any store
-        v_chunks.load(stored.v_smem);
-        k_chunks.store(elements.k_smem);
-        v_chunks.store(elements.v_smem);
-        __syncwarp();
-        return elements;
+    template <int COLUMNS, class Tiles>
+    __device__ __forceinline__ u32 elements(Tiles& tiles, u32 stored) const {
+        if constexpr (IS_FLOAT8) {
+            const u32 target = shared_address(&tiles.elements[warp]);
+            Float8Chunks<WARP_KEYS, COLUMNS> chunks;
+            chunks.load(stored);                            // all loads before any store
+            __syncwarp();                                   // the keys have been read
+            chunks.store(target);
+            __syncwarp();
+            return target;
+        } else {
+            return stored;
+        }
     }
     // Starts the copy of the scales of the keys' pages, a lane each; 0 past the last key.
     template <class Arguments, class Tiles>

@@ -13,8 +13,8 @@
 // blocks busy, and all end at about the same time; but where a row tile's keys are cut depends on
 // the whole call. A run covers the end of one row tile, some whole ones, and the beginning of one:
 // at most two parts of it are merged with other blocks' parts (finish/merge_parts.cu). If all row
-// tiles cost about the same, each gets as many places, a multiple of a run's or a divisor: then a
-// block has one part, or whole row tiles.
+// tiles have about as many key tiles, and blocks enough, each gets as many places, a multiple of a
+// run's or a divisor: then a block has one part, or whole row tiles.
 #pragma once
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
@@ -156,18 +156,21 @@ class BalancedParts {
         }
     }
 
-    // Gives as many places to each of `count` row tiles, and cuts each into as many parts. A part's
-    // run has a tile besides PART_COST.
-    __device__ __forceinline__ void set_equal_runs(i64 count, int highest) {
-        const int blocks = args.num_splits, most = max(highest / (PART_COST + 1), 1);
+    // Gives as many places to each of `count` row tiles, which have at most `tiles` key tiles, and
+    // cuts each into as many parts. Returns false if that leaves an eighth of the blocks idle.
+    __device__ __forceinline__ bool set_equal_runs(i64 count, int tiles) {
+        const int blocks = args.num_splits;
         const i64 parts =
-            count >= blocks ? 1 : min(static_cast<int>(u32(blocks) / u32(count)), most);
-        const i64 of_part = u64(highest + parts - 1) / u64(parts);
+            count >= blocks ? 1 : min(static_cast<int>(u32(blocks) / u32(count)), tiles);
+        const i64 parts_of_run = u64(count * parts + blocks - 1) / u64(blocks);
+        if (parts < tiles && 8 * parts_of_run * blocks > 9 * count * parts) return false;
+        const i64 of_part = u64(tiles + parts - 1) / u64(parts);
         places_of_each = parts * of_part;
-        run = i64(u64(count * parts + blocks - 1) / u64(blocks)) * of_part;
+        run = parts_of_run * of_part;
         longer_runs = 0;
         at = min(start_of(block), count * places_of_each);
         end = min(at + run, count * places_of_each);
+        return true;
     }
     __device__ __forceinline__ void set_balanced_runs(i64 total) {
         run = u64(total) / u64(args.num_splits);
@@ -181,8 +184,8 @@ class BalancedParts {
         const i64 batch = args.arrays.shape.batch;
         const i64 count = PACKED_QUERIES ? 0 : batch * RowTiles(args, 0).count;
         const bool is_equal = count > 0 && 16 * costs.total >= 15 * count * costs.highest;
-        if (is_equal) set_equal_runs(count, costs.highest);
-        else set_balanced_runs(costs.total);
+        if (!is_equal || !set_equal_runs(count, costs.highest - PART_COST))
+            set_balanced_runs(costs.total);
     }
 
     // Begins with the row tile at a place of the run.
@@ -216,7 +219,8 @@ public:
                 rows = RowTiles(args, rows.sequence.number + 1);
                 row_tile = 0;
             }
-            const i64 first_place = row_tile_start + PART_COST;     // of its key tiles
+            // Of its key tiles.
+            const i64 first_place = row_tile_start + (places_of_each > 0 ? 0 : PART_COST);
             const i64 end_place = first_place + rows.tiles();
             const i64 from = max(at, first_place), to = min(end_place, end);
             if (from < to) set_part(part, first_place, end_place, from, to);

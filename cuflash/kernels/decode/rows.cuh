@@ -37,12 +37,11 @@ struct Tiles {
     StoredTile<HEAD_DIM> k[NUM_WARPS][NUM_STAGES];
     StoredTile<HEAD_DIM_V> v[NUM_WARPS][NUM_STAGES];
 };
-// With float8 caches, a warp's keys of the tile it computes as 16-bit elements, and, if pages have
-// scales, those of each key.
+// With float8 caches, a warp's K, then V, of the tile it computes as 16-bit elements, and, if pages
+// have scales, those of each key.
 struct Float8Tiles : Tiles {
     float scales[NUM_WARPS][NUM_STAGES][2][WARP_KEYS];      // of K, of V
-    SmemTile<WARP_KEYS, HEAD_DIM> k_elements[NUM_WARPS];
-    SmemTile<WARP_KEYS, HEAD_DIM_V> v_elements[NUM_WARPS];
+    SmemTile<WARP_KEYS, (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> elements[NUM_WARPS];
 };
 template <bool> struct TilesOf { using type = Tiles; };
 template <> struct TilesOf<true> { using type = Float8Tiles; };
