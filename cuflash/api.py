@@ -556,10 +556,10 @@ def forward_kvcache(
     `rotary_cos` has no row for them. With NumPy arrays all of these raise a
     ValueRangeError, and nothing is written. On a CUDA device the host reads
     none of these arrays: nothing outside the caches is read or written, and
-    the results of a sequence with an invalid entry are unspecified. Setting
-    the environment variable ``CUFLASH_CHECK=1`` raises the error there too;
-    each call then waits for the device. A `cache_seqlens` that is an int is
-    always checked.
+    the results of a sequence with an invalid entry are unspecified; those of
+    all sequences, if offsets are invalid. Setting the environment variable
+    ``CUFLASH_CHECK=1`` raises the error there too; each call then waits for
+    the device. A `cache_seqlens` that is an int is always checked.
 
     Flash-Decoding [1]_ cuts the keys of few queries into parts that run at
     the same time. Paged caches are those of [2]_.
