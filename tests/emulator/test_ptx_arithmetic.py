@@ -119,6 +119,23 @@ def test_maxima_of_upper_halves(backend, seed):
         np.testing.assert_array_equal(found[name] >> 16, largest)
 
 
+@on_both
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_products_of_pairs(backend, name):
+    """Rounded once to nearest even; subnormal numbers are kept."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 2**32, (2, 32), np.uint32)
+    found = {x: np.empty(32, np.uint32) for x in ("float16s", "bfloat16s")}
+    given = {"a": read_only(a), "b": read_only(b), **found}
+    run("primitives/pair_products", given, backend)
+    x, y, z = (u.view(DTYPES[name]) for u in (a, b, found[f"{name}s"]))
+    with np.errstate(all="ignore"):
+        want = (x.astype(np.float64) * y.astype(np.float64)).astype(x.dtype)
+    np.testing.assert_array_equal(np.isnan(z), np.isnan(want))
+    known = ~np.isnan(want)
+    np.testing.assert_array_equal(z[known], want[known])
+
+
 def larger_half(a, b):
     """The larger of two halves, compared as float16; NaN is above all."""
     a, b = (x.astype(np.uint16).view(np.float16) for x in (a, b))

@@ -75,9 +75,23 @@ inline float reciprocal_approx(float x) {
     return flushed(1.0f / flushed(x));
 }
 
-template <typename Element> inline u32 multiply_pairs(u32 a, u32 b) {
+namespace emulator {
+
+template <typename Element> inline u32 products(u32 a, u32 b) {
     return pack<Element>(to_float(low_half<Element>(a)) * to_float(low_half<Element>(b)),
                          to_float(high_half<Element>(a)) * to_float(high_half<Element>(b)));
+}
+
+}  // namespace emulator
+
+template <typename Element> u32 multiply_pairs(u32 a, u32 b);
+
+template <> inline u32 multiply_pairs<float16>(u32 a, u32 b) {
+    return emulator::products<float16>(a, b);
+}
+
+template <> inline u32 multiply_pairs<bfloat16>(u32 a, u32 b) {
+    return emulator::products<bfloat16>(a, b);
 }
 
 inline u32 max_of_upper_halves(u32 m, float a, float b) {

@@ -1,7 +1,5 @@
 // decode/forward.cu's keys and values that are stored as float8_e4m3fn (common/float8.cuh). They
-// are converted to Element exactly; scales multiply scores and weights.
-//
-// Constants: Element.
+// are converted to elements exactly; scales multiply scores and weights.
 #pragma once
 #include "common/smem.cuh"
 
@@ -18,16 +16,17 @@ template <> struct Float8Fields<bfloat16> {
 };
 
 // Two numbers, in the upper bytes of the halves, as elements; NaN becomes 480.
-__device__ __forceinline__ u32 finite_elements(u32 halves) {
+template <class Element> __device__ __forceinline__ u32 finite_elements(u32 halves) {
     using Fields = Float8Fields<Element>;
     const u32 moved = (halves & 0x80008000u) | (halves >> Fields::SHIFT & Fields::MASK);
     return multiply_pairs<Element>(moved, Fields::FACTOR);
 }
 
 // The four numbers of a word, in order.
+template <class Element>
 __device__ __forceinline__ void convert_word(u32 word, u32 (&elements)[2]) {
-    elements[0] = finite_elements((word & 0xFF) << 8 | (word & 0xFF00) << 16);
-    elements[1] = finite_elements((word >> 8 & 0xFF00) | (word & 0xFF000000));
+    elements[0] = finite_elements<Element>((word & 0xFF) << 8 | (word & 0xFF00) << 16);
+    elements[1] = finite_elements<Element>((word >> 8 & 0xFF00) | (word & 0xFF000000));
     // A carry into the sign: the other bits are 0x7F, NaN. Rare.
     const u32 is_nan = ((word & 0x7F7F7F7F) + 0x01010101) & 0x80808080;
     if (is_nan != 0)
@@ -50,7 +49,7 @@ __device__ __forceinline__ void for_each_float8_chunk(F f) {
 }
 
 // A lane's chunks of such a tile.
-template <int ROWS, int COLUMNS> struct Float8Chunks {
+template <class Element, int ROWS, int COLUMNS> struct Float8Chunks {
     static_assert(ROWS * COLUMNS % 512 == 0, "every lane has as many chunks");
     uint4 chunks[ROWS * COLUMNS / 512];
 
@@ -75,8 +74,8 @@ template <int ROWS, int COLUMNS> struct Float8Chunks {
 private:
     static __device__ __forceinline__ void store_words(u32 target, u32 first, u32 second) {
         u32 a[2], b[2];
-        convert_word(first, a);
-        convert_word(second, b);
+        convert_word<Element>(first, a);
+        convert_word<Element>(second, b);
         store_shared_16(target, __uint_as_float(a[0]), __uint_as_float(a[1]),
                         __uint_as_float(b[0]), __uint_as_float(b[1]));
     }

@@ -79,7 +79,7 @@ private:
     __device__ __forceinline__ u32 elements(Tiles& tiles, u32 stored) const {
         if constexpr (IS_FLOAT8) {
             const u32 target = shared_address(&tiles.elements[warp]);
-            Float8Chunks<WARP_KEYS, COLUMNS> chunks;
+            Float8Chunks<Element, WARP_KEYS, COLUMNS> chunks;
             chunks.load(stored);                            // all loads before any store
             __syncwarp();                                   // the keys have been read
             chunks.store(target);
