@@ -223,7 +223,7 @@ def split_plan(
             slots, tile.block_q, problem.head_dim_v,
             8 if problem.lse_dtype == "float64" else 4,
         )  # fmt: skip
-    if problem.seqlen_q == 0:  # of a call that only appends
+    if not row_tiles(problem, tile.block_q):  # a call may only append
         launches = ()
     if problem.kvcache is not None:
         appended = append_launches(problem, cache_constants(problem))

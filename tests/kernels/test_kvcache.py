@@ -128,6 +128,22 @@ def test_scales(backend, scales, power_of_two, seed):
     ))  # fmt: skip
 
 
+@on_backends
+@pytest.mark.parametrize(("batch", "heads"), [(0, (4, 2)), (2, (0, 2)),
+                                              (2, (0, 0))])  # fmt: skip
+@pytest.mark.parametrize("seqlens", [2, [2, 2]])
+def test_nothing_to_compute(backend, batch, heads, seqlens):
+    q, cache = (
+        backend.place(np.zeros((batch, n, h, 16), np.float16))
+        for n, h in zip((1, 8), heads, strict=True)
+    )
+    if seqlens != 2:
+        seqlens = backend.place(np.array(seqlens[:batch], np.int32))
+    with backend.running(CASE):
+        out = cuflash.forward_kvcache(q, cache, cache, cache_seqlens=seqlens)
+    assert out.shape == q.shape
+
+
 # Their elements along head_dim are not side by side.
 APART = ("every_other_element", "axes_reversed")
 
