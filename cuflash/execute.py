@@ -32,7 +32,7 @@ from cuflash.abi import (
 from cuflash.backends.base import Backend, Target
 from cuflash.layouts import Boxes
 from cuflash.plan import Family, Plan, plan
-from cuflash.problem import Call, Layout, Problem, Signature
+from cuflash.problem import Call, Layout, Problem, Rotary, Signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
         recipe = _forward_recipe(signature, target, target.family)
         written = out
         if recipe.copies:
-            written = _written(recipe, "out", out, backend)
+            written = new_or_same(recipe.copies.get("out"), out, backend)
         _launch(recipe, call, backend, (written, lse))
         if written is not out:
             backend.copy(out, written)
@@ -140,7 +140,7 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
             written = gradients
             if recipe.copies:
                 written = [
-                    _written(recipe, name, gradient, backend)
+                    new_or_same(recipe.copies.get(name), gradient, backend)
                     for name, gradient in zip(
                         _GRADIENTS, gradients, strict=True
                     )
@@ -184,7 +184,7 @@ def apply_rotary(call: Call, backend: Backend) -> Any:
             return out
         target = backend.target
         recipe = _rotary_recipe(signature, target, target.family)
-        written = _written(recipe, "out", out, backend)
+        written = new_or_same(recipe.copies.get("out"), out, backend)
         x = _readable(recipe, call, "x", backend)
         tables, read = _options_read(recipe, call, backend)
         addresses = (
@@ -329,21 +329,17 @@ def _rotary_recipe(
     tables = {
         name: layouts.by_element(x) for name, x in signature.options.items()
     }
-    num_pairs = rotary.rotary_dim // 2
     template = Template(
         RotaryArguments,
         **{
             f"{name}_stride": layouts.element_strides(x)
             for name, x in {**rows, **tables}.items()
         },
-        num_positions=rotary.num_positions,
+        **rotary_fields(rotary),
         batch=p.batch,
         seqlen=p.seqlen_q,
         num_heads=p.num_heads_q,
         head_dim=p.head_dim,
-        num_pairs=num_pairs,
-        pair_step=2 if rotary.interleaved else 1,
-        pair_width=1 if rotary.interleaved else num_pairs,
         inverse=rotary.inverse,
     )
     return Recipe(
@@ -461,14 +457,18 @@ def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
     layout = recipe.copies.get(name)
     if layout is None:
         return call.given[name]
+    return copied(layout, call.arrays[name], backend)
+
+
+def copied(layout: Layout, array: Any, backend: Backend) -> Any:
+    """A copy of an array in full rank, with a layout of `layouts.new`."""
     copy = new_array(layout, backend)
-    backend.copy(copy, call.arrays[name])
+    backend.copy(copy, array)
     return copy
 
 
-def _written(recipe: Recipe, name: str, result: Any, backend: Backend) -> Any:
+def new_or_same(layout: Layout | None, result: Any, backend: Backend) -> Any:
     """The array that kernels write: the result or one to copy from."""
-    layout = recipe.copies.get(name)
     return result if layout is None else new_array(layout, backend)
 
 
@@ -481,12 +481,18 @@ def _options_read(
         array: Any = call.options.get(name)
         layout = recipe.copies.get(name)
         if layout is not None:
-            missing = (1,) * (len(layout.shape) - array.ndim)
-            given = array.reshape(missing + array.shape)
-            array = backend.empty(layout.shape, layout.dtype)
-            backend.copy(array, given[tuple(slice(n) for n in layout.shape)])
+            array = copied_option(layout, array, backend)
         arrays.append(array)
     return arrays, backend.address(arrays)
+
+
+def copied_option(layout: Layout, array: Any, backend: Backend) -> Any:
+    """A copy of an option array, with a layout of `layouts.by_element`."""
+    missing = (1,) * (len(layout.shape) - array.ndim)
+    given = array.reshape(missing + array.shape)
+    copy = backend.empty(layout.shape, layout.dtype)
+    backend.copy(copy, given[tuple(slice(n) for n in layout.shape)])
+    return copy
 
 
 def new_array(layout: Layout, backend: Backend) -> Any:
@@ -522,6 +528,17 @@ def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
         (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
         (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v),
     )
+
+
+def rotary_fields(rotary: Rotary) -> dict[str, int]:
+    """The struct fields that say which columns are pairs."""
+    num_pairs = rotary.rotary_dim // 2
+    return {
+        "num_positions": rotary.num_positions,
+        "num_pairs": num_pairs,
+        "pair_step": 2 if rotary.interleaved else 1,
+        "pair_width": 1 if rotary.interleaved else num_pairs,
+    }
 
 
 def common_fields(p: Problem, decided: Plan) -> dict[str, Any]:

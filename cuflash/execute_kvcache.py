@@ -11,9 +11,12 @@ from cuflash.abi import ForwardKVCacheArguments, Template
 from cuflash.backends.base import Backend, Target
 from cuflash.execute import (
     common_fields,
+    copied,
+    copied_option,
     decide,
-    new_array,
+    new_or_same,
     remembered,
+    rotary_fields,
 )
 from cuflash.plan import Family, Plan
 from cuflash.plans.append import width_of_rotated
@@ -92,18 +95,19 @@ def _launch(
     arrays = [call.options.get(name) for name in _OPTIONS]
     tokens = [call.given.get(name) for name in _TOKENS]
     if recipe.copies:
-        written = new_or_same(recipe, "out", out, backend)
-        arrays = [
-            _readable(recipe, name, x, backend)
-            for name, x in zip(_OPTIONS, arrays, strict=True)
-        ]
-        full = [call.arrays.get(name) for name in _TOKENS]
-        tokens = [
-            _readable(recipe, name, x, backend)
-            for name, x in zip(_TOKENS, full, strict=True)
-        ]
+        written = new_or_same(recipe.copies.get("out"), out, backend)
+        for i, name in enumerate(_OPTIONS):
+            if name in recipe.copies:
+                arrays[i] = copied_option(
+                    recipe.copies[name], arrays[i], backend
+                )
+        for i, name in enumerate(_TOKENS):
+            if name in recipe.copies:
+                tokens[i] = copied(
+                    recipe.copies[name], call.arrays[name], backend
+                )
     # Kept alive until the kernels are queued, as are the copies.
-    kept, buffers = backend.workspace(recipe.buffers)
+    _kept, buffers = backend.workspace(recipe.buffers)
     given = backend.address(arrays)
     q, k_new, v_new = backend.address(tokens)
     caches = [call.given["k_cache"], call.given["v_cache"]]
@@ -115,31 +119,8 @@ def _launch(
     )  # fmt: skip
     arguments = recipe.template.fill((), addresses)
     backend.launch(recipe.loaded, arguments, recipe.template.kind)
-    del kept
     if written is not out:
         backend.copy(out, written)
-
-
-def _readable(recipe: _Recipe, name: str, array: Any, backend: Backend) -> Any:
-    layout = recipe.copies.get(name)
-    if layout is None or array is None:
-        return array
-    if layout.shape == array.shape and len(layout.shape) == 4:
-        copy = new_array(layout, backend)
-    else:  # an option: without its broadcast axes
-        copy = backend.empty(layout.shape, layout.dtype)
-        missing = (1,) * (len(layout.shape) - array.ndim)
-        array = array.reshape(missing + array.shape)
-        array = array[tuple(slice(n) for n in layout.shape)]
-    backend.copy(copy, array)
-    return copy
-
-
-def new_or_same(
-    recipe: _Recipe, name: str, result: Any, backend: Backend
-) -> Any:
-    layout = recipe.copies.get(name)
-    return result if layout is None else new_array(layout, backend)
 
 
 # ---- Recipes ----
@@ -248,11 +229,5 @@ def _numbers(
             own = layouts.element_strides(read[name])
             numbers[field] = own if len(own) > 1 else own[0]
     if cache.rotary:
-        num_pairs = cache.rotary.rotary_dim // 2
-        numbers |= {
-            "num_positions": cache.rotary.num_positions,
-            "num_pairs": num_pairs,
-            "pair_step": 2 if cache.rotary.interleaved else 1,
-            "pair_width": 1 if cache.rotary.interleaved else num_pairs,
-        }
+        numbers |= rotary_fields(cache.rotary)
     return numbers

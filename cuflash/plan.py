@@ -259,6 +259,7 @@ def _decode_family(
 
     Needs shared memory for some tile.
     """
+    must_decode = problem.num_splits or problem.kvcache is not None
     modules: tuple[tuple[Family, ModuleType], ...] = (
         ("decode", decode), ("decode_simt", decode_simt),
     )  # fmt: skip
@@ -267,8 +268,7 @@ def _decode_family(
             module.runs(problem)
             and (
                 wanted == family
-                or (problem.num_splits and wanted != "decode_simt")
-                or (problem.kvcache is not None and wanted != "decode_simt")
+                or (must_decode and wanted != "decode_simt")
                 or (wanted is None and module.pays(problem))
             )
             and any(legal_tiles(problem, device, family))

@@ -191,7 +191,7 @@ class Layout:
     offset: int = 0
 
 
-MAX_SPLITS = 128  # of a sequence; no GPU has more blocks for one
+MAX_SPLITS = 128  # about as many as a large GPU has SMs
 ALIGNMENT = 16  # the widest load of a kernel, in bytes
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cuflash.problem import Problem
+from cuflash.problem import ALIGNMENT, Problem
 
 from .kernel import KernelPlan, Launch
-from .rounding import ceil_div
+from .rounding import ceil_div, round_up
 from .steps import ELEMENTS, ROW_THREADS, element, element_bytes
 
 
@@ -49,5 +49,4 @@ def append_launches(
 
 def width_of_rotated(problem: Problem) -> int:
     """Elements of a row of rotated queries: rows are aligned to 16 bytes."""
-    elements = 16 // element_bytes(problem)
-    return ceil_div(problem.head_dim, elements) * elements
+    return round_up(problem.head_dim, ALIGNMENT // element_bytes(problem))

@@ -149,7 +149,8 @@ class Plan:
     workspace : tuple of Buffer
         The workspace of its kernels.
     num_splits : int
-        The number of parts into which decode kernels cut the keys.
+        The number of parts into which decode kernels cut the keys; if parts
+        are balanced (decode/parts.cuh), the number of blocks.
     """
 
     problem: Problem
