@@ -9,11 +9,11 @@ import torch
 from cuflash import checks, options
 from cuflash.errors import DTypeError, UnsupportedError, type_name
 
-from . import autocast, random
+from . import autocast, ops, random
 from .gradients import Attention
 from .request import Request
+from .tracing import is_traced
 
-_TYPES = {torch.Tensor, torch.nn.Parameter}
 _DIFFERENTIABLE = ("bias", "sink")
 
 
@@ -47,8 +47,8 @@ def attention(
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
-    Differentiable in `q`, `k`, `v`, `bias` and `sink`; the gradients are
-    those of `cuflash.backward`.
+    Differentiable in `q`, `k`, `v`, `bias` and `sink`, of `out` and of `lse`;
+    the gradients are those of `cuflash.backward`.
 
     Parameters
     ----------
@@ -128,24 +128,27 @@ def attention(
                 "max_seqlen_k": max_seqlen_k,
             }
         )
+    if not torch.compiler.is_compiling():
+        check_tensors({"q": q, "k": k, "v": v}, given)
     if autocast.is_on(q):
         q, k, v, given = autocast.cast(q, k, v, given)
+    with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
+    if is_traced(q, k, v):
+        return ops.attention(
+            q, k, v, return_lse, given,
+            scale=scale, causal=causal, block_q=block_q, block_k=block_k,
+            precision=precision, num_splits=num_splits,
+            deterministic=deterministic,
+        )  # fmt: skip
     if given and given.get("dropout") and "seed" not in given:
         given["seed"] = random.draw()
-    check_tensors({"q": q, "k": k, "v": v}, given)
     request = Request(
         scale, causal, block_q, block_k, precision, num_splits, deterministic,
         given,
     )  # fmt: skip
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (given is not None and requires_grad(request.tensors))
-    ):
-        lse_too = checks.flag("return_lse", return_lse)
+    if with_grad:
         return Attention.apply(
-            request, lse_too, q, k, v,
+            request, checks.flag("return_lse", return_lse), q, k, v,
             request.tensors.get("bias"), request.tensors.get("sink"),
         )  # fmt: skip
     results = request.forward(q, k, v, return_lse)
@@ -159,23 +162,28 @@ def check_tensors(
     if given:
         inputs |= {x: given[x] for x in options.ARRAYS if x in given}
     for name, x in inputs.items():
-        if type(x) not in _TYPES and not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor):
             raise DTypeError(
                 f"{name} is of type {type_name(x)}, expected a torch.Tensor: "
                 "cuflash.forward takes NumPy and CuPy arrays"
             )
 
 
-def requires_grad(tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether bias or sink requires grad; no other option may."""
-    found = False
-    for name, x in tensors.items():
-        if x.requires_grad:
+def needs_grad(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: dict[str, Any] | None,
+) -> bool:
+    """Whether an input requires grad; UnsupportedError if one may not."""
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    for name in options.ARRAYS if given else ():
+        if name in given and given[name].requires_grad:
             if name not in _DIFFERENTIABLE:
                 raise UnsupportedError(
                     f"{name} requires grad, expected a tensor that does not: "
                     "attention is differentiable in q, k, v, bias, sink and "
                     f"lse only (pass {name}.detach())"
                 )
-            found = True
-    return found
+            wanted = True
+    return wanted

@@ -81,7 +81,7 @@ def of_inputs(
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv, *others = request.backward(
-        dout, q, k, v, out, lse, tensors, with_dbias, with_dsink
+        dout, dlse, q, k, v, out, lse, tensors, with_dbias, with_dsink
     )
     dbias = others.pop(0) if with_dbias else None
     dsink = others.pop(0) if with_dsink else None

@@ -92,6 +92,7 @@ class Request:
     def backward(
         self,
         dout: torch.Tensor,
+        dlse: torch.Tensor | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -114,6 +115,8 @@ class Request:
         if return_dsink:
             own = (*own, "return_dsink", True)
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+        if dlse is not None:
+            given["dlse"] = dlse
         if backend is None:
             return self._on_cpu(api.backward, given, tensors, own)
         call = self._call(validate.backward, given, tensors, own)

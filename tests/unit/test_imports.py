@@ -77,12 +77,14 @@ LAW = {
     "torch": "torch.attention",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.gradients"
-    " torch.random torch.request",
+    " torch.ops torch.random torch.request torch.tracing",
     "torch.autocast": "errors",
     "torch.backend": "backends.cupy torch.arrays",
     "torch.dtypes": "",
     "torch.gradients": "errors torch.request",
+    "torch.ops": "errors torch.gradients torch.request",
     "torch.random": "",
+    "torch.tracing": "errors",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
