@@ -177,7 +177,9 @@ def needs_grad(
 ) -> bool:
     """Whether an input requires grad; UnsupportedError if one may not."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
-    for name in options.ARRAYS if given else ():
+    if not given:
+        return wanted
+    for name in options.ARRAYS:
         if name in given and given[name].requires_grad:
             if name not in _DIFFERENTIABLE:
                 raise UnsupportedError(

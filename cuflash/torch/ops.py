@@ -78,10 +78,11 @@ def attention(
 
 def _request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
     """The request of an operator's arguments after q, k and v or lse."""
-    *arrays, seed_drawn = (*tensors, *(None,) * (9 - len(tensors)))
+    # The dispatcher drops trailing arguments that are not given.
+    seed_drawn = tensors[8] if len(tensors) > 8 else None
     given = {
         name: x
-        for name, x in zip(TENSORS, arrays, strict=True)
+        for name, x in zip(TENSORS, tensors, strict=False)
         if x is not None
     }
     left, right = numbers.get("window_left"), numbers.get("window_right")
