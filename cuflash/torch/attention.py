@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from cuflash import checks, options
-from cuflash.errors import DTypeError, UnsupportedError, type_name
+from cuflash.errors import UnsupportedError
 
 from . import autocast, ops, random
+from .checks import check_tensors
 from .gradients import Attention
 from .request import Request
 from .tracing import is_traced
@@ -129,7 +130,10 @@ def attention(
             }
         )
     if not torch.compiler.is_compiling():
-        check_tensors({"q": q, "k": k, "v": v}, given)
+        inputs = {"q": q, "k": k, "v": v}
+        if given:
+            inputs |= {x: given[x] for x in options.ARRAYS if x in given}
+        check_tensors(inputs)
     if autocast.is_on(q):
         q, k, v, given = autocast.cast(q, k, v, given)
     with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
@@ -153,20 +157,6 @@ def attention(
         )  # fmt: skip
     results = request.forward(q, k, v, return_lse)
     return results if return_lse else results[0]
-
-
-def check_tensors(
-    inputs: dict[str, Any], given: dict[str, Any] | None
-) -> None:
-    """Raise DTypeError for an argument that has to be a tensor and is none."""
-    if given:
-        inputs |= {x: given[x] for x in options.ARRAYS if x in given}
-    for name, x in inputs.items():
-        if not isinstance(x, torch.Tensor):
-            raise DTypeError(
-                f"{name} is of type {type_name(x)}, expected a torch.Tensor: "
-                "cuflash.forward takes NumPy and CuPy arrays"
-            )
 
 
 def needs_grad(
