@@ -85,11 +85,9 @@ def _shared(problem: Problem, tile: Tile) -> int:
     loads = tile_bytes(tile.block_q, d)
     widths = (d // 2, dv // 2) if is_float8(problem) else (d, dv)
     loads += tile.num_warps * tile.num_stages * _keys_bytes(*widths)
-    if is_float8(problem):
-        scales = 2 * 4 * _WARP_KEYS
-        loads += tile.num_warps * (
-            tile_bytes(_WARP_KEYS, max(d, dv)) + tile.num_stages * scales
-        )
+    cache = problem.kvcache
+    if cache is not None and cache.scales == "page":
+        loads += tile.num_warps * tile.num_stages * 2 * 4 * _WARP_KEYS
     states = 4 * tile.num_warps * tile.block_q * (2 + dv + 8)
     return round_up(max(loads, states), 1024)
 

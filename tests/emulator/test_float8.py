@@ -15,6 +15,7 @@ def converted(backend, x):
     found = {
         "float16s": np.empty(256, np.uint16),
         "bfloat16s": np.empty(256, np.uint16),
+        "carries": np.empty(256, np.uint8),
         "floats": np.empty(256, np.float32),
         "rounded": np.empty(4096, np.uint8),
     }
@@ -27,14 +28,32 @@ def converted(backend, x):
     return found
 
 
+NUMBERS = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+
+
 @on_both
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 def test_every_number(backend, element):
+    """As elements NaN is 480, with its sign; even bytes come first."""
     found = converted(backend, np.zeros(4096, np.float32))
-    want = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
     elements = found[f"{element}s"].view(DTYPES[element]).astype(np.float32)
-    np.testing.assert_array_equal(elements, want)
-    np.testing.assert_array_equal(found["floats"], want)
+    in_order = elements.reshape(-1, 2, 2).swapaxes(1, 2).ravel()
+    want = NUMBERS.copy()
+    want[[0x7F, 0xFF]] = 480, -480
+    np.testing.assert_array_equal(in_order, want)
+
+
+@on_both
+def test_every_number_as_float(backend):
+    found = converted(backend, np.zeros(4096, np.float32))
+    np.testing.assert_array_equal(found["floats"], NUMBERS)
+
+
+@on_both
+def test_nan_carries(backend):
+    """Into the sign's place, and nothing else does."""
+    found = converted(backend, np.zeros(4096, np.float32))
+    np.testing.assert_array_equal(found["carries"] >= 0x80, np.isnan(NUMBERS))
 
 
 @on_both

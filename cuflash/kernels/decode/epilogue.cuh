@@ -22,7 +22,7 @@ __device__ __forceinline__ void share_state(
             for (int j = 0; j < O_TILES; ++j)
                 #pragma unroll
                 for (int x = 0; x < 2; ++x)
-                    states.acc[warp][row][j * 8 + lane % 4 * 2 + x] = acc[i][j][half * 2 + x];
+                    states.acc[warp][row][output_column(j, x)] = acc[i][j][half * 2 + x];
         }
 }
 

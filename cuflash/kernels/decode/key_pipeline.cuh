@@ -52,13 +52,12 @@ struct KeyPipeline {
         __syncwarp();
         stage = stage + 1 == NUM_STAGES ? 0 : stage + 1;
     }
-    // The oldest tile's keys, or values, as 16-bit elements in shared memory. With float8 caches
-    // the values take the place of the keys.
+    // The oldest tile's keys, and its values.
     __device__ __forceinline__ u32 k_smem() const {
-        return elements<HEAD_DIM>(shared.tiles, shared_address(&shared.tiles.k[warp][stage]));
+        return shared_address(&shared.tiles.k[warp][stage]);
     }
     __device__ __forceinline__ u32 v_smem() const {
-        return elements<HEAD_DIM_V>(shared.tiles, shared_address(&shared.tiles.v[warp][stage]));
+        return shared_address(&shared.tiles.v[warp][stage]);
     }
 
     // If pages have scales, multiplies each score by its key's: K's if OF is 0, V's if it is 1.
@@ -74,20 +73,6 @@ struct KeyPipeline {
 private:
     __device__ __forceinline__ int first_key() const {
         return next_tile * BLOCK_K + warp * WARP_KEYS;
-    }
-    template <int COLUMNS, class Tiles>
-    __device__ __forceinline__ u32 elements(Tiles& tiles, u32 stored) const {
-        if constexpr (IS_FLOAT8) {
-            const u32 target = shared_address(&tiles.elements[warp]);
-            Float8Chunks<Element, WARP_KEYS, COLUMNS> chunks;
-            chunks.load(stored);                            // all loads before any store
-            __syncwarp();                                   // the keys have been read
-            chunks.store(target);
-            __syncwarp();
-            return target;
-        } else {
-            return stored;
-        }
     }
     // Starts the copy of the scales of the keys' pages, a lane each; 0 past the last key.
     template <class Arguments, class Tiles>
