@@ -50,8 +50,7 @@ __device__ __forceinline__ void store_part(
     float scale_log2) {
     const int lane = threadIdx.x % 32;
     const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
-    const float v_scale = SCALES == SCALES_OF_PAGES ? 1.0f / WEIGHT_FACTOR
-                                                    : v_scale_of_head(args, rows.kv_head);
+    const float v_scale = v_scale_of_head(args, rows.kv_head) / WEIGHT_FACTOR;
     for (int row = threadIdx.x / 32; row < BLOCK_Q && rows.exists(row); row += NUM_WARPS) {
         const MergedWarps merged(states, row, scale_log2);
         const Result<float> result(

@@ -43,12 +43,16 @@ __device__ __forceinline__ void compute_scores(Scores& s, u32 q_smem, u32 k_smem
     else score_gemm(s, q_smem, k_smem);
 }
 
-// acc += P V.
+// acc += P V. A NaN or an infinity of a key that is masked does not spread.
 __device__ __forceinline__ void add_values(
     Output& acc, const Scores& p, const Visible& visible, bool is_masked, u32 v_smem) {
-    if constexpr (IS_FLOAT8) accumulate_float8(acc, p, visible, is_masked, v_smem);
-    else if (is_masked && holds_nonfinite(v_smem)) accumulate_visible(acc, p, visible, v_smem);
-    else accumulate(acc, p, v_smem);
+    if constexpr (IS_FLOAT8) {
+        if (is_masked && holds_nan(v_smem)) accumulate_visible_float8(acc, p, visible, v_smem);
+        else accumulate_float8(acc, p, v_smem);
+    } else {
+        if (is_masked && holds_nonfinite(v_smem)) accumulate_visible(acc, p, visible, v_smem);
+        else accumulate(acc, p, v_smem);
+    }
 }
 
 // A row tile's state over a part of its keys, of this warp's keys: m, l and acc.
@@ -75,16 +79,14 @@ __device__ __forceinline__ void compute_part(
         pipeline.load_next();
         Scores s;
         compute_scores(s, shared_address(&shared.tiles.q), pipeline.k_smem());
-        if constexpr (SCALES == SCALES_OF_HEADS)
-            for_each_key(s, [&](float& x, int) { x *= k_scale; });
-        pipeline.apply_page_scales<0>(s, shared.tiles);
+        pipeline.apply_k_scales(s, shared.tiles, k_scale);
         if constexpr (!LINEAR) lane_rows.apply_score_mod(s, mask, first_key);
         const bool is_masked = rows.masks(mask, first_key, WARP_KEYS);
         Visible visible;
         if (is_masked) lane_rows.apply_mask(s, visible, mask, first_key);
-        softmax_step(s, softmax, acc, lane_rows.scale_log2);
+        softmax_step<true>(s, softmax, acc, lane_rows.scale_log2);
         if constexpr (DROPOUT) lane_rows.apply_dropout(s, first_key);
-        pipeline.apply_page_scales<1>(s, shared.tiles);
+        pipeline.apply_v_scales(s, shared.tiles);
         add_values(acc, s, visible, is_masked, pipeline.v_smem());
         pipeline.release();
     }

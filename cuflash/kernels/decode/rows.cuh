@@ -153,9 +153,14 @@ __device__ __forceinline__ int output_column(int j, int x) {
                      : j * 8 + place;
 }
 
-// Weights with scales of pages are rounded to Element relative to this: float8 numbers reach 448,
-// so v_scale is that much smaller than the values, and float16 would lose bits of such weights.
-constexpr float WEIGHT_FACTOR = 512.0f;
+// What V is multiplied by: with float8 caches, P as float16, which has more bits than bfloat16. It
+// is rounded relative to WEIGHT_FACTOR, as float16 numbers are multiples of 2^-24. With scales of
+// pages, P v_scale, which need not be a float16, as Element: float8 numbers reach 448, so v_scale
+// is that much smaller than the values.
+template <bool> struct WeightOf { using type = Element; };
+template <> struct WeightOf<true> { using type = float16; };
+using Weight = WeightOf<IS_FLOAT8 && SCALES != SCALES_OF_PAGES>::type;
+constexpr float WEIGHT_FACTOR = !IS_FLOAT8 ? 1.0f : SCALES == SCALES_OF_PAGES ? 512.0f : 32768.0f;
 
 using Values = OperandB<WARP_KEYS, Stored::AS_NAMED, O_TILES / 2>;
 

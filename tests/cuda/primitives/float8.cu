@@ -6,7 +6,7 @@
 struct Arguments {
     const u32* words;
     const float* x;
-    u32 *float16s, *bfloat16s, *carries;
+    u32 *float16s, *by_bits, *bfloat16s, *nan;
     float* floats;
     u8* rounded;
 };
@@ -14,12 +14,16 @@ struct Arguments {
 extern "C" __global__ void float8(const __grid_constant__ Arguments all) {
     const int i = threadIdx.x;
     const u32 word = all.words[i];
-    all.float16s[i * 2] = even_elements<float16>(word);
-    all.float16s[i * 2 + 1] = odd_elements<float16>(word);
-    all.bfloat16s[i * 2] = even_elements<bfloat16>(word);
-    all.bfloat16s[i * 2 + 1] = odd_elements<bfloat16>(word);
-    all.carries[i] = nan_carries(word);
-    for (int j = 0; j < 4; ++j)
-        all.floats[i * 4 + j] = float8_to_float(word << (24 - j * 8));
+    u32 pairs[2], by_bits[2];
+    float8_to_float16<false>(by_bits, word);
+    if constexpr (CONVERTS_FLOAT8) e4m3_to_float16(pairs, word);
+    else float8_to_float16(pairs, word);
+    for (int j = 0; j < 2; ++j) {
+        all.float16s[i * 2 + j] = pairs[j];
+        all.by_bits[i * 2 + j] = by_bits[j];
+        all.bfloat16s[i * 2 + j] = to_elements<bfloat16>(pairs[j]);
+    }
+    all.nan[i] = nan_signs(word);
+    for (int j = 0; j < 4; ++j) all.floats[i * 4 + j] = float8_to_float(word << (24 - j * 8));
     for (int j = i; j < 4096; j += 64) all.rounded[j] = float_to_float8(all.x[j]);
 }
