@@ -95,7 +95,9 @@ def _prepare(
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     seqlens = q.shape[-2], k.shape[-2]
-    return q, k, v, Tiles(*seqlens, scale, Options(**options))
+    together = Options(**options)
+    together.check_axes(q)
+    return q, k, v, Tiles(*seqlens, scale, together)
 
 
 class GradientSteps(NamedTuple):

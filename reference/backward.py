@@ -231,6 +231,7 @@ class _Pass:
         self.scale = default_scale(q.shape[-1]) if scale is None else scale
         self.seqlen_q, self.seqlen_k = q.shape[-2], k.shape[-2]
         self.options = Options(**options)
+        self.options.check_axes(q)
         self.pairs = Tiles(
             self.seqlen_q, self.seqlen_k, self.scale, self.options
         )

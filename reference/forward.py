@@ -219,10 +219,12 @@ def _prepare(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Tiles]:
     """Convert to float64, allocate the results, collect the options."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    together = Options(**options)
+    together.check_axes(q)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
-    pairs = Tiles(q.shape[-2], k.shape[-2], scale, Options(**options))
+    pairs = Tiles(q.shape[-2], k.shape[-2], scale, together)
     return q, k, v, out, lse, pairs
 
 

@@ -383,6 +383,7 @@ def forward_kvcache(
             window=window,
             alibi_slopes=heads_of(alibi_slopes, number, num_heads_kv),
             sink=heads_of(sink, number, num_heads_kv),
+            heads_first=True,
             **options,
         )
         shape = rows.shape[:-1]

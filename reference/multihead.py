@@ -212,7 +212,8 @@ def multi_head_attention(
     x, weights = _as_float64(x, weights)
     num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
     q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
-    out, _ = attention(q, k, v, scale=scale, causal=causal)
+    options = {"scale": scale, "causal": causal, "heads_first": True}
+    out, _ = attention(q, k, v, **options)
     return project(join_heads(out), weights.w_o)
 
 
@@ -260,12 +261,13 @@ def multi_head_attention_vjp(
     num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
     group_size = num_heads // num_heads_kv
     q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
-    out, _ = attention(q, k, v, scale=scale, causal=causal)
+    options = {"scale": scale, "causal": causal, "heads_first": True}
+    out, _ = attention(q, k, v, **options)
 
     dy = np.asarray(dy, np.float64)
     dout, dw_o = project_vjp(dy, join_heads(out), weights.w_o)
     dout = split_heads(dout, num_heads)
-    dq, dk, dv = attention_vjp(dout, q, k, v, scale=scale, causal=causal)
+    dq, dk, dv = attention_vjp(dout, q, k, v, **options)
     dk, dv = share_heads_vjp(dk, group_size), share_heads_vjp(dv, group_size)
 
     dx_q, dw_q = project_vjp(join_heads(dq), x, weights.w_q)
@@ -372,7 +374,7 @@ def gradient_rows(
     """
     seqlen = q.shape[-2]
     scale = default_scale(q.shape[-1]) if scale is None else scale
-    out, lse = attention(q, k, v, scale=scale, causal=causal)
+    out, lse = attention(q, k, v, scale=scale, causal=causal, heads_first=True)
     delta = delta_of(dout, out)
 
     def weights(i: slice, j: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -44,6 +44,9 @@ class Options:
     largest_score : float or None
         Scores and dot products q_i k_j beyond it become infinite; see
         `scores.in_range`. None: float64's largest number.
+    heads_first : bool
+        Says that arrays of 3 or 4 axes are (heads, seqlen, head_dim) or
+        (batch, heads, seqlen, head_dim); see `check_axes`.
     """
 
     causal: bool = False
@@ -57,6 +60,29 @@ class Options:
     segment_ids_k: np.ndarray | None = None
     dropout: Dropout | None = None
     largest_score: float | None = None
+    heads_first: bool = False
+
+    def check_axes(self, q: np.ndarray) -> None:
+        """Refuse arrays that may be (batch, seqlen, heads, head_dim).
+
+        Here tokens are the last axis but one. In such arrays heads are, and
+        each token would attend over its own heads: a wrong result without a
+        sign of it. So 3 or 4 axes need `heads_first`. Two axes are one head,
+        and five no layout of `cuflash.forward`.
+
+        Raises
+        ------
+        ValueError
+        """
+        if self.heads_first or np.ndim(q) not in (3, 4):
+            return
+        batch = "batch, " if np.ndim(q) == 4 else ""
+        raise ValueError(
+            f"q has shape {np.shape(q)}, taken for ({batch}heads, seqlen, "
+            "head_dim): pass heads_first=True if that is right. Arrays of "
+            f"cuflash.forward are ({batch}seqlen, heads, head_dim): "
+            "np.swapaxes(x, -2, -3) puts their heads first"
+        )
 
 
 class Tile(NamedTuple):
