@@ -19,6 +19,31 @@ that sees no key contributes to no gradient, even if its q or dout is NaN. A
 row whose visible scores are all -inf has lse -inf and P 0 too, but its pairs
 take part in every sum, and 0 * inf and 0 * NaN are NaN.
 Sources: [001], [003], [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
+
+Example
+-------
+The gradients need no weights from the forward pass, only out and lse:
+
+>>> import numpy as np
+>>> from cuflash.reference import backward
+>>> from cuflash.reference.attention import attention, attention_vjp
+>>> rng = np.random.default_rng(0)
+>>> q, k, v, dout = rng.standard_normal((4, 6, 4))
+>>> out, lse = attention(q, k, v, causal=True)
+>>> dq, dk, dv = backward.key_outer(
+...     dout, q, k, v, out, lse, causal=True, block_q=2, block_k=3
+... )
+>>> expected = attention_vjp(dout, q, k, v, causal=True)
+>>> [np.allclose(a, b) for a, b in zip((dq, dk, dv), expected)]
+[True, True, True]
+
+D is the row sum of P * dP, though it comes from out:
+
+>>> print(backward.delta(dout, out).round(3))
+[ 3.243 -0.011  0.222 -0.496 -0.735  0.018]
+>>> p_dp = attention(q, k, np.eye(6), causal=True)[0] * (dout @ v.T)
+>>> print(p_dp.sum(axis=1).round(3))
+[ 3.243 -0.011  0.222 -0.496 -0.735  0.018]
 """
 
 from __future__ import annotations
