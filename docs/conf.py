@@ -81,5 +81,5 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
-    "header_links_before_dropdown": 8,
+    "header_links_before_dropdown": 7,
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 # Pages outside docs/: their names on the site, and new titles.
@@ -37,7 +37,7 @@ _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def copy(root: Path, site: Path) -> None:
-    """Copy all pages; remove those of earlier builds that are gone.
+    """Copy all pages; start anew if one of an earlier build is gone.
 
     Files that did not change keep their time, so that Sphinx builds only what
     did.
@@ -59,9 +59,16 @@ def copy(root: Path, site: Path) -> None:
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / source, target)
-    for old in [*site.rglob("*.md")]:
-        if old not in kept:
-            old.unlink()
+    gone = [x for x in copied_before(site) if x not in kept]
+    if gone:  # Sphinx would keep what it made of them
+        shutil.rmtree(site)
+        copy(root, site)
+
+
+def copied_before(site: Path) -> Iterator[Path]:
+    """Yield the pages in Markdown, and the scripts of the gallery."""
+    yield from site.rglob("*.md")
+    yield from site.glob("gallery/*.py")
 
 
 def site_names(root: Path) -> dict[str, str]:

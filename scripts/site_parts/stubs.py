@@ -14,16 +14,16 @@ BRIDGES = {
     "jax": ("JAX", "jax"),
 }
 
-# The page of the gallery that draws a module of the reference.
+# The page and the picture of the gallery that draw a module of the reference.
 PICTURES = {
-    "softmax": "plot_1_online_softmax.py",
-    "tile_state": "plot_1_online_softmax.py",
-    "attention": "plot_2_attention_maps.py",
-    "masks": "plot_3_masks_and_biases.py",
-    "scores": "plot_3_masks_and_biases.py",
-    "traffic": "plot_4_tile_sizes.py",
-    "roofline": "plot_4_tile_sizes.py",
+    "softmax": ("plot_1_online_softmax", 1),
+    "tile_state": ("plot_1_online_softmax", 1),
+    "attention": ("plot_2_attention_maps", 1),
+    "masks": ("plot_3_masks_and_biases", 1),
+    "scores": ("plot_3_masks_and_biases", 2),
+    "traffic": ("plot_4_tile_sizes", 2),
 }
+TITLES = {"kvcache": "KV cache", "running": "Running variance"}
 
 
 def write_bridges(site: Path) -> None:
@@ -61,16 +61,22 @@ def write_reference(site: Path) -> None:
     write(site / "algorithm" / "sources.rst", _module("Sources"))
     for name in reference.__all__:
         page = site / "algorithm" / f"{name}.rst"
-        write(page, _module(name.replace("_", " ").capitalize(), name))
+        title = TITLES.get(name, name.replace("_", " ").capitalize())
+        write(page, _module(title, name))
 
 
 def _module(title: str, name: str = "") -> str:
     module = ".".join(["cuflash.reference", *([name] if name else [])])
-    lines = [title, "=" * len(title), "", f".. automodule:: {module}"]
+    lines = [title, "=" * len(title), ""]
+    if name in PICTURES:
+        page, number = PICTURES[name]
+        image = f"../examples/images/sphx_glr_{page}_{number:03}.png"
+        lines += [f".. figure:: {image}", "   :width: 80%"]
+        lines += [f"   :target: ../examples/{page}.html", ""]
+        lines += [f"   From the gallery: :doc:`../examples/{page}`", ""]
+    lines += [f".. automodule:: {module}"]
     if name:
         lines += ["   :members:", "   :member-order: bysource"]
-    if picture := PICTURES.get(name):
-        lines += ["", ".. minigallery::", "", f"   ../gallery/{picture}"]
     return "\n".join([*lines, ""])
 
 
