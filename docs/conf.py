@@ -39,6 +39,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_memory": False,
+    "capture_repr": (),
     "show_signature": False,
     "remove_config_comments": True,
     "plot_gallery": "True",

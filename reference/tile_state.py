@@ -66,7 +66,7 @@ class TileState:
         rows = zip(
             self.m.ravel(),
             self.l.ravel(),
-            self.acc.reshape(self.m.size, -1),
+            self.acc.reshape(self.m.size, self.acc.shape[-1]),
             strict=True,
         )
         with np.printoptions(precision=3, suppress=True):

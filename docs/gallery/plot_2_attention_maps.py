@@ -33,9 +33,9 @@ before = np.vstack([np.zeros(seqlen), symbol[:-1]])  # the letter before it
 
 heads = {
     "same letter": (symbol, symbol),
-    "previous token": (np.roll(position, -1, axis=0), position),
+    "previous token": (np.roll(position, 1, axis=0), position),
     "what came next": (symbol, before),
-    "nearby": (np.ones((seqlen, seqlen)), np.ones((seqlen, seqlen))),
+    "nearby": (np.full(position.shape, 0.3), np.full(position.shape, 0.3)),
 }
 q = np.stack([8 * x for x, _ in heads.values()], axis=1)  # (seqlen, heads, d)
 k = np.stack([x for _, x in heads.values()], axis=1)
@@ -48,7 +48,8 @@ maps = cuflash.forward(q, k, identity, scale=1.0, causal=True)
 
 # %%
 # Rows are queries, columns keys; each row adds up to 1. The upper triangle is
-# empty, because the mask is causal.
+# empty, because the mask is causal. A query that finds nothing sees all keys
+# alike.
 
 fig, axes = plt.subplots(2, 2, figsize=(9, 9))
 for ax, name, head in zip(axes.flat, heads, range(len(heads)), strict=True):

@@ -24,29 +24,24 @@ entries = [
 print(len(entries), "entries of", entries[0]["measured"]["device"])
 
 # %%
-# Each field names the fastest tile, queries × keys, and its speed. Short
-# sequences and causal masks want smaller tiles, since fewer of them are partly
-# masked and all SMs have work. Large heads leave room for fewer keys.
+# Each field names the fastest tile, queries × keys, and its speed. Long
+# sequences take more keys a tile; large heads leave room for fewer.
 
 
 def draw(ax, direction, causal):
-    mine = [
-        entry
-        for entry in entries
+    cells = {  # of several entries the last, with most work for an SM
+        (entry["head_dim"], entry["seqlen"]): entry
+        for entry in sorted(entries, key=lambda x: x["tiles_per_sm"])
         if (entry["direction"], entry["causal"]) == (direction, causal)
-        and not entry.get("option")
-    ]
-    seqlens = sorted({entry["seqlen"] for entry in mine})
-    head_dims = sorted({entry["head_dim"] for entry in mine})
+    }
+    head_dims, seqlens = (sorted({*x}) for x in zip(*cells, strict=True))
     speed = np.full((len(head_dims), len(seqlens)), np.nan)
-    for entry in mine:
-        at = (
-            head_dims.index(entry["head_dim"]),
-            seqlens.index(entry["seqlen"]),
-        )
-        speed[at], tile = entry["measured"]["tflops"], entry["tile"]
-        words = f"{tile['block_q']} × {tile['block_k']}\n{speed[at]:.0f}"
-        ax.text(*at[::-1], words, ha="center", va="center", fontsize=8)
+    for (head_dim, seqlen), entry in cells.items():
+        row, column = head_dims.index(head_dim), seqlens.index(seqlen)
+        tile, tflops = entry["tile"], entry["measured"]["tflops"]
+        words = f"{tile['block_q']} × {tile['block_k']}\n{tflops:.0f}"
+        ax.text(column, row, words, ha="center", va="center", fontsize=9)
+        speed[row, column] = tflops
     ax.imshow(speed, cmap="YlGn", vmin=100, vmax=1000, aspect="auto")
     ax.set_xticks(range(len(seqlens)), [f"{n:,}" for n in seqlens])
     ax.set_yticks(range(len(head_dims)), head_dims)
