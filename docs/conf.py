@@ -44,7 +44,7 @@ sphinx_gallery_conf = {
     "remove_config_comments": True,
     "plot_gallery": "True",
     "abort_on_example_error": True,
-    "min_reported_time": 1e9,
+    "write_computation_times": False,
 }
 
 # Papers are named by arXiv:... and doi:... in docstrings.
