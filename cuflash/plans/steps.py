@@ -86,6 +86,11 @@ def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
     return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
 
 
+def _with_dlse(problem: Problem, kind: str = "") -> str:
+    """The kind of struct, if need be another one, that has dlse."""
+    return kind or ("" if problem.options else "Plain")
+
+
 def option_constants(
     problem: Problem, kind: str = ""
 ) -> tuple[tuple[str, bool | str], ...]:
@@ -149,7 +154,7 @@ ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 def delta_launch(
     problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
 ) -> Launch:
-    """Computes rowsum(dO * O), and zeroes what the main kernel adds to."""
+    """Computes delta, and zeroes what the main kernel adds to."""
     chunk = 1 if problem.dtype in ("float32", "float64") else 8
     chunks = ceil_div(problem.head_dim_v, chunk)
     lanes = min(1 << (chunks - 1).bit_length(), 32)
@@ -163,7 +168,8 @@ def delta_launch(
             ("BLOCK_Q", block_q),
             ("DQ_COLUMNS", dq_columns),
             ("ADDS_TO_DQ", adds_to_dq),
-            arguments(problem),
+            ("DLSE", problem.dlse),
+            arguments(problem, _with_dlse(problem)),
             packed(problem),
         ),
         threads=ROW_THREADS,
@@ -289,6 +295,7 @@ def rounding_launch(
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
+    kind = _with_dlse(problem, kind)
     asked = (option_constants if recomputes else some_options)(problem, kind)
     kernel = KernelPlan(
         file="finish/dq.cu",
@@ -306,6 +313,7 @@ def rounding_launch(
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
             ("DQ_SEMAPHORES", semaphores if recomputes else 0),
+            ("DLSE", recomputes and problem.dlse),
         ),
         threads=num_warps * 32,
         shared_bytes=shared,

@@ -40,6 +40,9 @@ inline const ForwardArguments& arrays_of(const ForwardKVCacheArguments& argument
     return arguments.arrays;
 }
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
+inline const BackwardArguments& arrays_of(const BackwardPlainArguments& arguments) {
+    return arguments.arrays;
+}
 inline const BackwardArguments& arrays_of(const BackwardWgmmaArguments& arguments) {
     return arguments.arrays;
 }
