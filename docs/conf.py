@@ -72,6 +72,10 @@ def setup(app):
     app.connect("autodoc-skip-member", skip_fields)
 
 
+# Pages without others beside them.
+html_sidebars = {
+    page: [] for page in ("install", "overview", "contributing", "changelog")
+}
 html_theme = "pydata_sphinx_theme"
 html_title = "cuflash"
 html_show_sourcelink = False

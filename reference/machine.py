@@ -7,14 +7,14 @@ The register file models a GPU's fast memory, DRAM its slow memory ([000],
 a tile there::
 
     2 x 2 matrix product                 registers   LOADs   cycles
-    `matmul`                                     3      16       28
-    `inner_product_matmul`                       3      13       25
-    `outer_product_matmul`                       6      10       22
-    `wide_inner_product_matmul`                  6       8       20
+    matmul                                       3      16       28
+    inner_product_matmul                         3      13       25
+    outer_product_matmul                         6      10       22
+    wide_inner_product_matmul                    6       8       20
 
     softmax of n numbers                 registers   LOADs   STOREs
-    `safe_softmax`                               3      3n        n
-    `online_softmax`                             4      2n        n
+    safe_softmax                                 3      3n        n
+    online_softmax                               4      2n        n
 
 Source: [000], problems 1 to 5. There LOAD, STORE, MAC and MAC_Z take one
 cycle and the other instructions have no stated cost; here each takes one.
@@ -37,9 +37,10 @@ An element of a matrix product, and what the machine did:
 >>> a, b = np.arange(4.0).reshape(2, 2), np.ones((2, 2))
 >>> done = machine.run(trace, {"a": a, "b": b, "c": 0 * a}, registers=3)
 >>> print(done)
-7 cycles: 4 LOADs, 1 STOREs; 3 registers
->>> done.dram["c"][0, 0]
-np.float64(1.0)
+7 cycles (LOAD 4, MAC_Z 1, MAC 1, STORE 1), 3 registers
+>>> print(done.dram["c"])
+[[1. 0.]
+ [0. 0.]]
 
 The fourth register of online softmax saves a pass over x:
 
@@ -48,9 +49,9 @@ The fourth register of online softmax saves a pass over x:
 ...     (machine.safe_softmax, 3), (machine.online_softmax, 4)
 ... ):
 ...     done = machine.run(softmax(3), x, registers)
-...     print(done.dram["out"].round(3), "-", done)
-[0.125 0.25  0.625] - 32 cycles: 9 LOADs, 3 STOREs; 3 registers
-[0.125 0.25  0.625] - 38 cycles: 6 LOADs, 3 STOREs; 4 registers
+...     print(done.dram["out"].round(3), done.loads, done.stores)
+[0.125 0.25  0.625] 9 3
+[0.125 0.25  0.625] 6 3
 """
 
 from __future__ import annotations
@@ -155,10 +156,8 @@ class Run:
     registers: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.cycles} cycles: {self.loads} LOADs, {self.stores} STOREs; "
-            f"{self.registers} registers"
-        )
+        counts = ", ".join(f"{name} {n}" for name, n in self.counts.items())
+        return f"{self.cycles} cycles ({counts}), {self.registers} registers"
 
     @property
     def cycles(self) -> int:

@@ -40,7 +40,7 @@ difference of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -234,7 +234,11 @@ def multi_head_attention(
     x, weights = _as_float64(x, weights)
     num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
     q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
-    options = {"scale": scale, "causal": causal, "heads_first": True}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "heads_first": True,
+    }
     out, _ = attention(q, k, v, **options)
     return project(join_heads(out), weights.w_o)
 
@@ -283,7 +287,11 @@ def multi_head_attention_vjp(
     num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
     group_size = num_heads // num_heads_kv
     q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
-    options = {"scale": scale, "causal": causal, "heads_first": True}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "heads_first": True,
+    }
     out, _ = attention(q, k, v, **options)
 
     dy = np.asarray(dy, np.float64)

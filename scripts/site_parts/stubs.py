@@ -58,7 +58,7 @@ def write_reference(site: Path) -> None:
     """Write algorithm/<module>.rst for each module of the reference."""
     from cuflash import reference
 
-    write(site / "algorithm" / "sources.rst", _module("Sources"))
+    write(site / "algorithm" / "sources.rst", _module("Package and sources"))
     for name in reference.__all__:
         page = site / "algorithm" / f"{name}.rst"
         title = TITLES.get(name, name.replace("_", " ").capitalize())

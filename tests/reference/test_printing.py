@@ -29,6 +29,14 @@ def test_every_program_is_a_trace():
     assert all(isinstance(trace, machine.Trace) for trace in made)
 
 
+def test_a_run_says_what_it_counted():
+    dram = {"x": np.zeros(1), "out": np.zeros(1)}
+    done = machine.run(machine.safe_softmax(1), dram, registers=3)
+    assert str(done) == (
+        "10 cycles (LOAD 3, SUB 2, EXP 2, MOV 1, DIV 1, STORE 1), 3 registers"
+    )
+
+
 def test_a_state_has_a_line_for_each_row():
     scores = np.log([[[1.0, 2.0], [4.0, 4.0]]])
     state = TileState.of_tile(scores, np.array([[[1.0, 2.0], [3.0, 4.0]]]))
