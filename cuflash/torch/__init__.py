@@ -1,7 +1,9 @@
 """cuflash for PyTorch tensors: differentiable, compiled, on torch's stream.
 
->>> out = cuflash.torch.attention(q, k, v, causal=True)
->>> out.sum().backward()
+>>> import torch
+>>> import cuflash.torch
+>>> q, k, v = torch.randn(3, 2, 16, 4, 8, requires_grad=True)
+>>> cuflash.torch.attention(q, k, v, causal=True).sum().backward()
 
 Importing this package imports PyTorch; the rest of cuflash does not.
 """
