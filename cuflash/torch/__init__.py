@@ -21,6 +21,7 @@ except ImportError as error:
         name="torch",
     ) from error
 
+from . import op_gradients as _op_gradients  # noqa: F401  registers them
 from .attention import attention
 from .kvcache import forward_kvcache
 from .registration import register_transformers
