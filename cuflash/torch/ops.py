@@ -7,6 +7,7 @@ of the right shapes, by the fake kernels here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ def _draw_seed() -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "attention": run,
     "attention_backward": run_backward,
     "plain_attention": run_plain,
@@ -234,11 +235,12 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-for _name, _kernel in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "attention": _fake,
     "attention_backward": _fake_backward,
     "plain_attention": _fake,
     "plain_attention_backward": _fake_plain_backward,
     "draw_seed": _fake_seed,
-}.items():
+}
+for _name, _kernel in _FAKES.items():
     torch.library.register_fake(f"cuflash::{_name}", _kernel, lib=LIBRARY)

@@ -80,7 +80,7 @@ LAW = {
     "torch.attention": "checks errors options torch.autocast torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing",
     "torch.autocast": "errors",
-    "torch.backend": "backends.cupy torch.arrays",
+    "torch.backend": "backends.cupy torch.arrays torch.dtypes",
     "torch.checks": "errors",
     "torch.dtypes": "",
     "torch.gradients": "errors torch.request",
