@@ -184,6 +184,16 @@ def recognise(mask_function: Callable) -> Pattern | None:
     if name != "and_masks" or len(held.get("mask_functions", ())) != 2:
         return None
     first, second = held["mask_functions"]
+    packed, packs = _named(second)
+    if packed == "packed_sequence_mask_function":
+        name, held = _named(first)
+        if name == "remap_positions_for_packed_sequence":
+            first = held["mask_function"]  # the same within a sequence
+        inner = recognise(first)
+        if inner is None or inner.ids is not None:
+            return None
+        ids = packs["packed_sequence_mask"].to(torch.int32)
+        return Pattern(inner.causal, inner.window, ids)
     name, held = _named(first)
     if name == "sliding_window_overlay":
         if second is masking_utils.causal_mask_function:
@@ -191,13 +201,6 @@ def recognise(mask_function: Callable) -> Pattern | None:
     elif name == "sliding_window_bidirectional_overlay":
         if second is masking_utils.bidirectional_mask_function:
             return Pattern(False, (held["sliding_window"],) * 2)
-    elif name == "remap_positions_for_packed_sequence":
-        inner = recognise(held["mask_function"])
-        name, held = _named(second)
-        if inner and inner.ids is None:
-            if name == "packed_sequence_mask_function":
-                ids = held["packed_sequence_mask"].to(torch.int32)
-                return Pattern(inner.causal, inner.window, ids)
     return None
 
 

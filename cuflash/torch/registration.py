@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 from cuflash.errors import ValueRangeError
+
+# The oldest that is tested.
+_NEEDS = (
+    "register_transformers needs Hugging Face Transformers: pip install "
+    "'transformers>=5.17'"
+)
 
 
 def register_transformers(name: str = "cu_attention") -> None:
@@ -23,7 +31,7 @@ def register_transformers(name: str = "cu_attention") -> None:
     Raises
     ------
     ImportError
-        If Transformers 5 is not installed.
+        If Transformers is not installed, or too old.
     ValueRangeError
         If the name contains "flash".
     """
@@ -34,12 +42,12 @@ def register_transformers(name: str = "cu_attention") -> None:
         )
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
 
         from . import masks, transformers
     except ImportError as error:
-        raise ImportError(
-            "register_transformers needs Hugging Face Transformers 5, which "
-            "could not be imported: pip install 'transformers>=5'"
-        ) from error
+        raise ImportError(f"{_NEEDS} (which could not be imported)") from error
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(f"{_NEEDS} (an older one is installed)")
     AttentionInterface.register(name, transformers.attention_function)
     AttentionMaskInterface.register(name, masks.make)

@@ -1,5 +1,7 @@
 """Hugging Face models with cuflash: logits and gradients of their own."""
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
@@ -180,6 +182,20 @@ def test_paged_caches_are_refused():
         bridge.attention_function(
             torch.nn.Module(), q, q, q, None, block_table=torch.zeros(1)
         )
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install 'transformers>=5"):
+        cuflash.torch.register_transformers()
+
+
+def test_an_old_transformers(monkeypatch):
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size: None)
+    with pytest.raises(ImportError, match="an older one"):
+        cuflash.torch.register_transformers()
 
 
 def test_a_name_with_flash_is_refused():
