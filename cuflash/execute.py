@@ -47,7 +47,8 @@ class Recipe:
     template : Template
         The kernels' argument struct, without addresses.
     inputs : tuple of str
-        The arrays that kernels read, in the struct's order.
+        The arrays that kernels read, in the struct's order; the pointer of
+        one that the call lacks is null.
     copies : mapping of str to Layout
         The arrays that kernels cannot access in place, and the layouts of
         their copies.
@@ -123,18 +124,20 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     signature = call.signature
-    p, dtype = signature.problem, signature.layouts["q"].dtype
-    shapes = _gradient_shapes(p)
+    p, shapes = signature.problem, _gradient_shapes(signature.problem)
     with backend.current():
         has_pairs = 0 not in shapes[0] and 0 not in shapes[1]
         new = backend.empty if has_pairs else backend.zeros
-        gradients = [new(shape, dtype) for shape in shapes]
+        gradients = _gradients(call, shapes, new)
         dbias = dsink = None
         if p.return_dbias:  # zeros: kernels add to it
             dbias = backend.zeros(call.options["bias"].shape, p.lse_dtype)
         if p.return_dsink:
             dsink = new((p.num_heads_q,), p.lse_dtype)
-        if has_pairs:
+        if not has_pairs:
+            for gradient in call.gradients.values():
+                backend.copy(gradient, new(gradient.shape, gradient.dtype))
+        else:
             target = backend.target
             recipe = _backward_recipe(signature, target, target.family)
             written = gradients
@@ -156,6 +159,19 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         if dsink is not None:
             gradients.append(dsink)
     return tuple(gradients)
+
+
+def _gradients(
+    call: Call,
+    shapes: tuple[tuple[int, ...], ...],
+    new: Callable[[tuple[int, ...], Any], Any],
+) -> list[Any]:
+    """dq, dk and dv in full rank: the user's, or new ones."""
+    dtype, given = call.signature.layouts["q"].dtype, call.gradients
+    return [
+        given[name] if name in given else new(shape, dtype)
+        for name, shape in zip(_GRADIENTS, shapes, strict=True)
+    ]
 
 
 def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
@@ -252,7 +268,7 @@ def _backward_recipe(
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
     for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
-        given[name] = layouts.new(shape, given["q"].dtype)
+        given.setdefault(name, layouts.new(shape, given["q"].dtype))
     taken = {
         x: layouts.readable(given[x], decided.family)
         for x in ("dout", "q", "k", "v")
@@ -260,11 +276,16 @@ def _backward_recipe(
     # out has no TensorMap.
     rows_by = "mma" if by_tma else decided.family
     taken["out"] = layouts.readable(given["out"], rows_by)
-    taken["dq"] = given["dq"]
+    # prepare/delta.cu zeroes dq in order, where a kernel adds to it.
+    adds_to_dq = decided.family in ("fma", "dmma", "tf32x3")
+    writable_dq = layouts.contiguous if adds_to_dq else layouts.writable
+    taken["dq"] = writable_dq(given["dq"])
     for name in ("dk", "dv"):
         taken[name] = layouts.writable(given[name], by_tma)
     constants = {**layouts.row_strides(taken), **common_fields(p, decided)}
-    taken["lse"] = layouts.contiguous(given["lse"])
+    for name in ("lse", "dlse"):
+        if name in given:
+            taken[name] = layouts.contiguous(given[name])
     rows: dict[str, int] = {}
     if by_tma:
         tile = decided.tile
@@ -283,7 +304,7 @@ def _backward_recipe(
         decided,
         kinds[by_tma, bool(p.options)],
         constants,
-        inputs=_BACKWARD_POINTERS[:6],
+        inputs=_BACKWARD_POINTERS[:7],
         copies=layouts.changes(given, taken),
         boxes={name: Boxes.of(taken[name], n) for name, n in rows.items()},
     )
@@ -410,7 +431,7 @@ def _launch(
     `gradients` are dbias and dsink, which follow the options' workspace in
     the struct.
     """
-    arrays = [call.given[name] for name in recipe.inputs]
+    arrays = [call.given.get(name) for name in recipe.inputs]
     if recipe.copies:
         arrays = [
             _readable(recipe, call, name, backend) for name in recipe.inputs
@@ -456,7 +477,7 @@ def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
     """An input, or its copy in a layout that kernels can read."""
     layout = recipe.copies.get(name)
     if layout is None:
-        return call.given[name]
+        return call.given.get(name)
     return copied(layout, call.arrays[name], backend)
 
 

@@ -149,7 +149,7 @@ ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 def delta_launch(
     problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
 ) -> Launch:
-    """Computes rowsum(dO * O), and zeroes what the main kernel adds to."""
+    """Computes delta, and zeroes what the main kernel adds to."""
     chunk = 1 if problem.dtype in ("float32", "float64") else 8
     chunks = ceil_div(problem.head_dim_v, chunk)
     lanes = min(1 << (chunks - 1).bit_length(), 32)

@@ -32,10 +32,16 @@ template <class Arguments> inline Offsets key_offsets(const Arguments& args) {
             args.options.total_k};
 }
 
-// Queries of a head in lse and delta.
+// Queries of a head in lse, dlse and delta.
 template <class Arguments> inline int rows_of_head(const Arguments& args) {
     if constexpr (PACKED) return args.options.total_q;
     else return arrays_of(args).shape.seqlen_q;
+}
+
+// The gradient of lse of a row, counted as in lse; 0 if the call has none.
+inline Accumulator<Element> dlse_of_row(const BackwardArguments& arguments, i64 row) {
+    if (arguments.dlse == nullptr) return 0;
+    return static_cast<const Accumulator<Element>*>(arguments.dlse)[row];
 }
 
 // Tiles of a head; with PACKED slots.
@@ -184,6 +190,7 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
     advance(a.dk, k * a.dk_stride.token);
     advance(a.dv, k * a.dv_stride.token);
     a.lse = static_cast<const Accumulator<Element>*>(a.lse) + q;
+    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
     a.delta = static_cast<Accumulator<Element>*>(a.delta) + q;
     a.dq_sum = static_cast<float*>(a.dq_sum) + i64(slot) * sums_of_tile;
     if (a.dq_semaphores != nullptr) a.dq_semaphores += slot;

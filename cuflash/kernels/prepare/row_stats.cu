@@ -2,7 +2,8 @@
 // zeroes what these kernels add to: the sums of dQ, a counter, flags and semaphores
 // (semaphores.cuh).
 //
-//     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
+//     delta = rowsum(dO * O) - dlse   (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4, where
+//                                      dlse is 0; d lse / dS = P adds P dlse to dS)
 //
 // Grid: one block per tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
@@ -85,6 +86,8 @@ backward_rows(const __grid_constant__ Arguments args) {
                            + batch * os.batch + query * os.token + head * os.head;
         const int columns = i < num_rows ? shape.head_dim_v : 0;
         const float sum = row_sum(partial_product(dout, out, lane, columns));
-        if (lane == 0) rows.delta[i] = sum;
+        if (lane > 0) continue;
+        const i64 row = static_cast<i64>(pair) * shape.seqlen_q + query;
+        rows.delta[i] = sum - (i < num_rows ? dlse_of_row(arguments, row) : 0.0f);
     }
 }
