@@ -59,6 +59,18 @@ def test_gradients(options, seqlens):
         assert_close(x, y, atol)
 
 
+def test_gradients_of_lse():
+    """flash-attn returns none: its lse is a constant to autograd."""
+    inputs = qkv(4, 9, grad=True)
+    results = flash_attn_func(*inputs, causal=True, return_attn_probs=True)
+    cotangents = [normal(*x.shape, seed=5) for x in results[:2]]
+    got = torch.autograd.grad(results[:2], inputs, cotangents)
+    want = torch.autograd.grad(dense(*inputs, causal=True), inputs, cotangents)
+    atol = tolerance_of_gradients(*inputs, cotangents[0])
+    for x, y in zip(got, want, strict=True):
+        assert_close(x, y, atol)
+
+
 @pytest.mark.parametrize("heads_k", [1, 2, 4])
 def test_heads_of_a_group_share_a_key_head(heads_k):
     q, k, v = qkv(5, 6, heads_k=heads_k)

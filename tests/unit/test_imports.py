@@ -88,6 +88,20 @@ LAW = {
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
+    "flash_attn": "torch flash_attn.flash_attn_interface",
+    "flash_attn.arguments": "checks errors",
+    "flash_attn.bert_padding": "",
+    "flash_attn.dense": "torch torch.attention flash_attn.arguments",
+    "flash_attn.flash_attn_interface": "flash_attn.dense"
+    " flash_attn.kvcache flash_attn.varlen",
+    "flash_attn.kvcache": "errors torch flash_attn.arguments",
+    "flash_attn.layers": "",
+    "flash_attn.layers.embedding": "flash_attn.layers.functions",
+    "flash_attn.layers.functions": "flash_attn.arguments flash_attn.rotation",
+    "flash_attn.layers.rotary": "flash_attn.layers.embedding"
+    " flash_attn.layers.functions",
+    "flash_attn.rotation": "errors flash_attn.arguments",
+    "flash_attn.varlen": "errors torch torch.attention flash_attn.arguments",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
@@ -96,7 +110,16 @@ LAW = {
 }
 MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
 BRIDGES = ("torch",)  # each imports the library of its name
-PACKAGES = ("backends", "backends.emulator", "build", "plans", *BRIDGES)
+ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
+PACKAGES = (
+    "backends",
+    "backends.emulator",
+    "build",
+    "plans",
+    *BRIDGES,
+    "flash_attn",
+    "flash_attn.layers",
+)
 
 
 class Imports(ast.NodeVisitor):
@@ -235,7 +258,8 @@ def test_a_bridge_is_alone_with_its_library(module):
     imports = CUFLASH[module]
     first = {name.partition(".")[0] for name in imports.top | imports.later}
     for library in BRIDGES:
-        if module.partition(".")[0] != library:
+        above = ON_TOP.get(library, ())
+        if module.partition(".")[0] not in (library, *above):
             assert library not in first
             assert not {x.partition(".")[0] for x in of_cuflash(imports)} & {
                 library
@@ -267,11 +291,14 @@ cuflash.forward_kvcache(cache[:, :1], cache, cache, cache_seqlens=3)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("bridge", BRIDGES)
-def test_a_bridge_without_its_library(bridge):
-    done = run_without([bridge], f"import cuflash.{bridge}")
+@pytest.mark.parametrize(
+    ("bridge", "library"),
+    [*((x, x) for x in BRIDGES), ("flash_attn", "torch")],
+)
+def test_a_bridge_without_its_library(bridge, library):
+    done = run_without([library], f"import cuflash.{bridge}")
     assert done.returncode == 1
-    assert f'pip install "cuflash[{bridge}]"' in done.stderr.splitlines()[-1]
+    assert f'pip install "cuflash[{library}]"' in done.stderr.splitlines()[-1]
 
 
 def test_a_cuda_array_without_cupy():
