@@ -107,6 +107,9 @@ def apply_rotary_emb(
         `x` itself with `inplace`.
     """
     rows = table_rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if torch.compiler.is_compiling():  # it differentiates by itself
+        rotated = rotate(x, *rows, interleaved, False)
+        return x.copy_(rotated) if inplace else rotated
     return _Rotate.apply(x, *rows, interleaved, False, inplace)
 
 
@@ -153,7 +156,7 @@ def apply_rotary_emb_qkv_(
         *table_rows(q, cos, sin, seqlen_offsets),
         *table_rows(k, *keys, seqlen_offsets),
     )
-    return _RotateParts.apply(qkv, at, interleaved, False, *rows)
+    return _rotate_parts(qkv, at, interleaved, rows)
 
 
 def apply_rotary_emb_kv_(
@@ -171,4 +174,16 @@ def apply_rotary_emb_kv_(
         "kv", kv, "(batch, seqlen, 2, nheads, headdim)", "2"
     )
     rows = table_rows(k, cos, sin, seqlen_offsets)
-    return _RotateParts.apply(kv, (0,), interleaved, False, *rows)
+    return _rotate_parts(kv, (0,), interleaved, rows)
+
+
+def _rotate_parts(
+    x: Any, at: tuple[Any, ...], interleaved: bool, rows: tuple[Any, ...]
+) -> Any:
+    """Rotate parts of x in place."""
+    if not torch.compiler.is_compiling():
+        return _RotateParts.apply(x, at, interleaved, False, *rows)
+    for i, cos, sin in zip(at, rows[::2], rows[1::2], strict=True):
+        part = x[:, :, i]
+        part.copy_(rotate(part, cos, sin, interleaved, False))
+    return x
