@@ -22,6 +22,7 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+from flash_attn.ops.triton.rotary import apply_rotary
 
 assert tuple(map(int, flash_attn.__version__.split("."))) >= (2, 8, 0)
 q = torch.ones(1, 3, 2, 8, requires_grad=True)

@@ -14,7 +14,7 @@ from cuflash.flash_attn.layers.rotary import (  # noqa: E402
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
 )
-from cuflash.flash_attn.rotation import apply_rotary  # noqa: E402
+from cuflash.flash_attn.ops.triton.rotary import apply_rotary  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,7 @@ from cuflash.flash_attn import (  # noqa: E402
     flash_attn_interface,
 )
 from cuflash.flash_attn.layers import rotary  # noqa: E402
+from cuflash.flash_attn.ops.triton.rotary import apply_rotary  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +83,17 @@ OTHERS = {
             "seqlen_offsets": 0,
             "cu_seqlens": None,
             "max_seqlen": None,
+        },
+    ),
+    apply_rotary: (
+        ("x", "cos", "sin"),
+        {
+            "seqlen_offsets": 0,
+            "cu_seqlens": None,
+            "max_seqlen": None,
+            "interleaved": False,
+            "inplace": False,
+            "conjugate": False,
         },
     ),
     rotary.apply_rotary_emb_qkv_: (

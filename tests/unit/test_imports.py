@@ -100,6 +100,9 @@ LAW = {
     "flash_attn.layers.functions": "flash_attn.arguments flash_attn.rotation",
     "flash_attn.layers.rotary": "flash_attn.layers.embedding"
     " flash_attn.layers.functions",
+    "flash_attn.ops": "",
+    "flash_attn.ops.triton": "",
+    "flash_attn.ops.triton.rotary": "flash_attn.rotation",
     "flash_attn.rotation": "errors flash_attn.arguments",
     "flash_attn.varlen": "errors torch torch.attention flash_attn.arguments",
     "__init__": "errors api build.warmup emulator reference _checkout"
@@ -119,6 +122,8 @@ PACKAGES = (
     *BRIDGES,
     "flash_attn",
     "flash_attn.layers",
+    "flash_attn.ops",
+    "flash_attn.ops.triton",
 )
 
 
@@ -180,7 +185,7 @@ def of_cuflash(imports):
     for name in imports.top | imports.later:
         first, *rest = name.split(".")
         if first == "cuflash":
-            own = [".".join(rest[:n]) for n in (3, 2, 1)]
+            own = [".".join(rest[:n]) for n in (4, 3, 2, 1)]
             known = (x for x in own if x in LAW or x == "reference")
             names.add(next(known, "__init__"))
     return names
