@@ -16,6 +16,7 @@ from cuflash import layouts, options, settings, workspace
 from cuflash.abi import (
     BackwardArguments,
     BackwardOptionsArguments,
+    BackwardPlainArguments,
     BackwardWgmmaArguments,
     BackwardWgmmaOptionsArguments,
     ForwardArguments,
@@ -47,8 +48,7 @@ class Recipe:
     template : Template
         The kernels' argument struct, without addresses.
     inputs : tuple of str
-        The arrays that kernels read, in the struct's order; the pointer of
-        one that the call lacks is null.
+        The arrays that kernels read, in the struct's order.
     copies : mapping of str to Layout
         The arrays that kernels cannot access in place, and the layouts of
         their copies.
@@ -63,6 +63,9 @@ class Recipe:
         options, whose struct has none of these fields.
     buffers_before_inputs : int
         How many buffers of `workspace` come before the inputs.
+    last_input : str
+        An array whose pointer is the struct's last, null if the call lacks
+        it; empty if the struct has none.
     """
 
     decided: Plan
@@ -74,6 +77,7 @@ class Recipe:
     workspace: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
     buffers_before_inputs: int = 0
+    last_input: str = ""
 
 
 remembered = functools.lru_cache(maxsize=4096)
@@ -293,7 +297,7 @@ def _backward_recipe(
         rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
                 "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
     kinds = {
-        (False, False): BackwardArguments,
+        (False, False): BackwardPlainArguments,
         (False, True): BackwardOptionsArguments,
         (True, False): BackwardWgmmaArguments,
         (True, True): BackwardWgmmaOptionsArguments,
@@ -304,7 +308,8 @@ def _backward_recipe(
         decided,
         kinds[by_tma, bool(p.options)],
         constants,
-        inputs=_BACKWARD_POINTERS[:7],
+        inputs=_BACKWARD_POINTERS[:6],
+        last_input="dlse",
         copies=layouts.changes(given, taken),
         boxes={name: Boxes.of(taken[name], n) for name, n in rows.items()},
     )
@@ -384,6 +389,7 @@ def _recipe(
     inputs: tuple[str, ...],
     copies: dict[str, Layout],
     boxes: Mapping[str, Boxes] | None = None,
+    last_input: str = "",
 ) -> Recipe:
     """Build a recipe, and add the fields and copies of the options.
 
@@ -413,6 +419,7 @@ def _recipe(
         ),
         buffers_before_inputs=sum(x in workspace.NAMES for x in before_inputs),
         options=options.ARRAYS if has_options else (),
+        last_input=last_input,
     )
 
 
@@ -431,7 +438,7 @@ def _launch(
     `gradients` are dbias and dsink, which follow the options' workspace in
     the struct.
     """
-    arrays = [call.given.get(name) for name in recipe.inputs]
+    arrays = [call.given[name] for name in recipe.inputs]
     if recipe.copies:
         arrays = [
             _readable(recipe, call, name, backend) for name in recipe.inputs
@@ -444,6 +451,9 @@ def _launch(
         kept, buffers = backend.workspace(recipe.workspace)
     inputs = backend.address(arrays)
     outputs = backend.address(written, written=True)
+    if recipe.last_input:
+        last = _readable(recipe, call, recipe.last_input, backend)
+        outputs += backend.address([last])
     split = recipe.buffers_before_inputs
     if recipe.options:
         copies, given = _options_read(recipe, call, backend)
@@ -474,7 +484,7 @@ def _arguments(
 
 
 def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
-    """An input, or its copy in a layout that kernels can read."""
+    """An input, or its copy in a layout that kernels can read; or None."""
     layout = recipe.copies.get(name)
     if layout is None:
         return call.given.get(name)

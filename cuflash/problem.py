@@ -98,11 +98,11 @@ class Problem:
     """One attention problem, without its arrays.
 
     Equal problems get equal plans. A scalar option (docs/guide/options.md)
-    is stored by value, 0 or None if absent; an array option as whether it is
-    present. `window` is normalised: a right bound of 0 becomes `causal`, and
-    bounds that mask nothing become None. If `num_sequences` is not None (it
-    may be 0), sequences are packed: ``batch`` is 1, and ``seqlen_q`` and
-    ``seqlen_k`` are the totals over all sequences.
+    is stored by value, 0 or None if absent; an array option, and `dlse`, as
+    whether it is present. `window` is normalised: a right bound of 0 becomes
+    `causal`, and bounds that mask nothing become None. If `num_sequences` is
+    not None (it may be 0), sequences are packed: ``batch`` is 1, and
+    ``seqlen_q`` and ``seqlen_k`` are the totals over all sequences.
 
     A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
     ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
@@ -142,6 +142,7 @@ class Problem:
     max_seqlen_k: int | None = None
     return_dbias: bool = False
     return_dsink: bool = False
+    dlse: bool = False
     rotary: Rotary | None = None
     kvcache: KVCache | None = None
 

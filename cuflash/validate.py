@@ -443,6 +443,7 @@ def _attention(
         deterministic=deterministic,
         precision=precision,
         num_splits=num_splits,
+        dlse="dlse" in arrays.shapes,
         **{**numbers_asked, "window": window},
         **_arrays_there(options, shapes),
     )

@@ -20,5 +20,6 @@ except ImportError as error:
     ) from error
 
 from .attention import attention
+from .kvcache import forward_kvcache
 
-__all__ = ["attention"]
+__all__ = ["attention", "forward_kvcache"]

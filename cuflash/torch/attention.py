@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from cuflash import checks, options
-from cuflash.errors import DTypeError, UnsupportedError, type_name
+from cuflash.errors import UnsupportedError
 
 from . import autocast, ops, random
+from .checks import check_tensors
 from .gradients import Attention
 from .request import Request
 from .tracing import is_traced
@@ -129,7 +130,10 @@ def attention(
             }
         )
     if not torch.compiler.is_compiling():
-        check_tensors({"q": q, "k": k, "v": v}, given)
+        inputs = {"q": q, "k": k, "v": v}
+        if given:
+            inputs |= {x: given[x] for x in options.ARRAYS if x in given}
+        check_tensors(inputs)
     if autocast.is_on(q):
         q, k, v, given = autocast.cast(q, k, v, given)
     with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
@@ -155,20 +159,6 @@ def attention(
     return results if return_lse else results[0]
 
 
-def check_tensors(
-    inputs: dict[str, Any], given: dict[str, Any] | None
-) -> None:
-    """Raise DTypeError for an argument that has to be a tensor and is none."""
-    if given:
-        inputs |= {x: given[x] for x in options.ARRAYS if x in given}
-    for name, x in inputs.items():
-        if not isinstance(x, torch.Tensor):
-            raise DTypeError(
-                f"{name} is of type {type_name(x)}, expected a torch.Tensor: "
-                "cuflash.forward takes NumPy and CuPy arrays"
-            )
-
-
 def needs_grad(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -177,7 +167,9 @@ def needs_grad(
 ) -> bool:
     """Whether an input requires grad; UnsupportedError if one may not."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
-    for name in options.ARRAYS if given else ():
+    if not given:
+        return wanted
+    for name in options.ARRAYS:
         if name in given and given[name].requires_grad:
             if name not in _DIFFERENTIABLE:
                 raise UnsupportedError(

@@ -41,6 +41,11 @@ def cast(
     return q, k, v, given
 
 
+def to_its_dtype(name: str, x: torch.Tensor) -> torch.Tensor:
+    """A tensor in autocast's dtype."""
+    return _to(name, x, torch.get_autocast_dtype(x.device.type))
+
+
 def _to(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype is torch.float64:
         raise DTypeError(

@@ -44,7 +44,8 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """A CPU tensor that shares the memory of a NumPy array."""
+    """A contiguous CPU tensor of a NumPy array, without a copy if it can."""
+    array = np.ascontiguousarray(array)
     dtype = TORCH[array.dtype]
     raw = _AS_BYTES.get(dtype)
     if raw is None:

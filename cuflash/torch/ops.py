@@ -32,15 +32,13 @@ _NUMBERS = (
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
 )
 
-_LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
-_LIBRARY.define(
-    "draw_seed() -> Tensor", tags=torch.Tag.nondeterministic_seeded
-)
-_LIBRARY.define(
+LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
+LIBRARY.define("draw_seed() -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+LIBRARY.define(
     f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_NUMBERS}) -> "
     "(Tensor out, Tensor lse)"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, "
     f"Tensor v, Tensor out, Tensor lse, {_TENSORS}, {_NUMBERS}, "
     "bool return_dbias=False, bool return_dsink=False) -> "
@@ -78,10 +76,11 @@ def attention(
 
 def _request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
     """The request of an operator's arguments after q, k and v or lse."""
-    *arrays, seed_drawn = (*tensors, *(None,) * (9 - len(tensors)))
+    # The dispatcher drops trailing arguments that are not given.
+    seed_drawn = tensors[8] if len(tensors) > 8 else None
     given = {
         name: x
-        for name, x in zip(TENSORS, arrays, strict=True)
+        for name, x in zip(TENSORS, tensors, strict=False)
         if x is not None
     }
     left, right = numbers.get("window_left"), numbers.get("window_right")
@@ -137,22 +136,22 @@ def _draw_seed() -> torch.Tensor:
 
 
 for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("attention", _attention, _device)
-    _LIBRARY.impl("attention_backward", _attention_backward, _device)
-_LIBRARY.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
+    LIBRARY.impl("attention", _attention, _device)
+    LIBRARY.impl("attention_backward", _attention_backward, _device)
+LIBRARY.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
 
 
 # Fake kernels ------------------------------------------------------------
 
 
-@torch.library.register_fake("cuflash::attention", lib=_LIBRARY)
+@torch.library.register_fake("cuflash::attention", lib=LIBRARY)
 def _(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     heads_first = (*q.shape[:-3], *q.shape[-2:-4:-1])
-    return out, q.new_empty(heads_first, dtype=_lse_dtype(q.dtype))
+    return out, q.new_empty(heads_first, dtype=lse_dtype(q.dtype))
 
 
-@torch.library.register_fake("cuflash::attention_backward", lib=_LIBRARY)
+@torch.library.register_fake("cuflash::attention_backward", lib=LIBRARY)
 def _(
     dout: Any,
     dlse: Any,
@@ -177,12 +176,12 @@ def _(
     )  # fmt: skip
 
 
-@torch.library.register_fake("cuflash::draw_seed", lib=_LIBRARY)
+@torch.library.register_fake("cuflash::draw_seed", lib=LIBRARY)
 def _() -> Any:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -218,8 +217,8 @@ def _second(ctx: Any, *gradients: Any) -> Any:
 
 
 torch.library.register_autograd(
-    "cuflash::attention", _backward, setup_context=_setup_context, lib=_LIBRARY
+    "cuflash::attention", _backward, setup_context=_setup_context, lib=LIBRARY
 )
 torch.library.register_autograd(
-    "cuflash::attention_backward", _second, lib=_LIBRARY
+    "cuflash::attention_backward", _second, lib=LIBRARY
 )

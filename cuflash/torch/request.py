@@ -86,7 +86,7 @@ class Request:
         call = self._call(validate.forward, given, self.tensors, own)
         out, lse = execute.forward(call, backend)
         if call.rank != 4:
-            out, lse = _strip(out, call.rank), _strip_lse(lse, call.rank)
+            out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
         return (out, lse) if return_lse else (out,)
 
     def backward(
@@ -123,7 +123,7 @@ class Request:
         results = execute.backward(call, backend)
         if call.rank == 4:
             return results
-        first = (_strip(x, call.rank) for x in results[:3])
+        first = (strip(x, call.rank) for x in results[:3])
         return (*first, *results[3:])
 
     def _call(
@@ -138,7 +138,7 @@ class Request:
             described += [describe(name, x) for name, x in tensors.items()]
         signature = checked(check, tuple(described), *own, *self.scalars)
         call = Call(signature, given, None, tensors, self.seed)
-        if "cu_seqlens_q" in tensors and _reads_offsets():
+        if "cu_seqlens_q" in tensors and reads_values():
             on_host = {n: x.cpu().numpy() for n, x in tensors.items()}
             validate.offsets(Call(signature, given, None, on_host))
         return call
@@ -177,16 +177,17 @@ def _cuda() -> Any:
     return backend
 
 
-def _reads_offsets() -> bool:
+def reads_values() -> bool:
+    """Whether the host checks values that are on a device."""
     return settings.read("CUFLASH_CHECK") == "1"
 
 
-def _strip(x: torch.Tensor, rank: int) -> torch.Tensor:
+def strip(x: torch.Tensor, rank: int) -> torch.Tensor:
     """Drop the axes of (batch, seqlen, heads, d) that q lacks."""
     return x[0] if rank == 3 else x[0, :, 0]
 
 
-def _strip_lse(lse: Any, rank: int) -> Any:
+def strip_lse(lse: Any, rank: int) -> Any:
     """Drop the axes of (batch, heads, seqlen) that q lacks."""
     if lse is None:
         return None

@@ -113,17 +113,21 @@ def test_compiled_dropout_draws_a_seed_at_each_call():
 
 
 def test_one_graph_for_many_lengths():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
 
     def causal(q, k, v):
         return cuflash.torch.attention(q, k, v, causal=True)
 
     call = compiled(causal, dynamic=True, backend=counter)
+    graphs = set()
     for seqlen in (13, 16, 19):
         inputs = tensors(seqlen_q=seqlen, seqlen_k=seqlen + 1)
         expected = cuflash.torch.attention(*inputs, causal=True)
         assert torch.equal(call(*inputs), expected)
-    assert counter.frame_count == 1
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
 
 
 def test_wrong_shapes_are_refused():

@@ -70,24 +70,6 @@ LAW = {
     "backends.emulator.memory": "",
     "backends.emulator.runtime": "errors folders plan build.source"
     " build.cache",
-    "emulator": "backends.emulator",
-    "api": "errors folders options settings problem validate"
-    " validate_kvcache runner backends.base backends.numpy backends.cupy"
-    " backends.emulator",
-    "torch": "torch.attention",
-    "torch.arrays": "workspace torch.dtypes",
-    "torch.attention": "checks errors options torch.autocast torch.gradients"
-    " torch.ops torch.random torch.request torch.tracing",
-    "torch.autocast": "errors",
-    "torch.backend": "backends.cupy torch.arrays",
-    "torch.dtypes": "",
-    "torch.gradients": "errors torch.request",
-    "torch.ops": "errors torch.gradients torch.request",
-    "torch.random": "",
-    "torch.tracing": "errors",
-    "torch.request": "api execute options problem settings validate"
-    " backends.base torch.backend torch.dtypes torch.signature",
-    "torch.signature": "errors problem settings torch.dtypes",
     "flash_attn": "torch flash_attn.flash_attn_interface",
     "flash_attn.arguments": "checks errors",
     "flash_attn.bert_padding": "",
@@ -105,6 +87,30 @@ LAW = {
     "flash_attn.ops.triton.rotary": "flash_attn.rotation",
     "flash_attn.rotation": "errors flash_attn.arguments",
     "flash_attn.varlen": "errors torch torch.attention flash_attn.arguments",
+    "emulator": "backends.emulator",
+    "api": "errors folders options settings problem validate"
+    " validate_kvcache runner backends.base backends.numpy backends.cupy"
+    " backends.emulator",
+    "torch": "torch.attention torch.kvcache",
+    "torch.arrays": "workspace torch.dtypes",
+    "torch.attention": "checks errors options torch.autocast torch.checks"
+    " torch.gradients torch.ops torch.random torch.request torch.tracing",
+    "torch.autocast": "errors",
+    "torch.backend": "backends.cupy torch.arrays",
+    "torch.checks": "errors",
+    "torch.dtypes": "",
+    "torch.gradients": "errors torch.request",
+    "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
+    " torch.kvcache_ops torch.kvcache_request torch.tracing",
+    "torch.kvcache_ops": "torch.kvcache_request torch.ops",
+    "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
+    " torch.dtypes torch.request torch.signature",
+    "torch.ops": "errors torch.gradients torch.request",
+    "torch.random": "",
+    "torch.request": "api execute options problem settings validate"
+    " backends.base torch.backend torch.dtypes torch.signature",
+    "torch.signature": "errors problem settings torch.dtypes",
+    "torch.tracing": "errors",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

@@ -38,12 +38,6 @@ template <class Arguments> inline int rows_of_head(const Arguments& args) {
     else return arrays_of(args).shape.seqlen_q;
 }
 
-// The gradient of lse of a row, counted as in lse; 0 if the call has none.
-inline Accumulator<Element> dlse_of_row(const BackwardArguments& arguments, i64 row) {
-    if (arguments.dlse == nullptr) return 0;
-    return static_cast<const Accumulator<Element>*>(arguments.dlse)[row];
-}
-
 // Tiles of a head; with PACKED slots.
 template <class Arguments> inline int num_query_tiles(const Arguments& args, int block) {
     if constexpr (PACKED) return args.options.total_q / block + args.options.num_sequences + 1;
@@ -190,10 +184,17 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
     advance(a.dk, k * a.dk_stride.token);
     advance(a.dv, k * a.dv_stride.token);
     a.lse = static_cast<const Accumulator<Element>*>(a.lse) + q;
-    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
     a.delta = static_cast<Accumulator<Element>*>(a.delta) + q;
     a.dq_sum = static_cast<float*>(a.dq_sum) + i64(slot) * sums_of_tile;
     if (a.dq_semaphores != nullptr) a.dq_semaphores += slot;
+}
+
+template <class Arguments> inline void advance_dlse(Arguments&, int) {}
+inline void advance_dlse(BackwardOptionsArguments& a, int q) {
+    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
+}
+inline void advance_dlse(BackwardWgmmaOptionsArguments& a, int q) {
+    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
 }
 
 // The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.
@@ -206,6 +207,7 @@ inline Arguments sequence_arguments(
     own.arrays.shape.seqlen_k = sequence.seqlen_k;
     own.options.sequence = sequence.number;
     advance(own.arrays, sequence, sequence.first_q / block_q + sequence.number, sums_of_tile);
+    advance_dlse(own, sequence.first_q);
     return own;
 }
 template <class Arguments>
