@@ -1,7 +1,7 @@
 """Rotation of queries and keys by their positions, differentiable.
 
-The kernels of flash-attn's `apply_rotary` in PyTorch's operations, so that it
-runs on any device; torch.compile fuses them.
+On a CUDA device by the kernel of `cuflash.apply_rotary`; on a CPU, and in
+compiled models, by PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.flash_attn import arguments
+from cuflash.torch.request import backend_of
+from cuflash.torch.rotary import apply_rotary as apply_rotary_by_kernel
 
 
 def apply_rotary(
@@ -106,6 +108,11 @@ def rotate(
     """
     pairs = cos.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
+    backend = kernel_backend(x)
+    if backend is not None and pairs:
+        return _by_kernel(
+            backend, x, cos, sin, interleaved, inverse, out is not None
+        )
     turned = x[..., : 2 * pairs].to(wide)
     shape, axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
     a, b = turned.unflatten(-1, shape).unbind(axis)
@@ -117,6 +124,43 @@ def rotate(
         out = x.clone() if 2 * pairs < x.shape[-1] else torch.empty_like(x)
     out[..., : 2 * pairs] = rotated.flatten(-2)
     return out
+
+
+def kernel_backend(x: Any) -> Any:
+    """The backend of a tensor that a kernel can read, else None."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return None
+    watched = (
+        type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+    return None if watched else backend_of(x)
+
+
+def _by_kernel(
+    backend: Any,
+    x: Any,
+    cos: Any,
+    sin: Any,
+    interleaved: bool,
+    inverse: bool,
+    inplace: bool,
+) -> Any:
+    own = torch.float64 if x.dtype == torch.float64 else torch.float32
+    kind = cos.dtype if cos.dtype in (own, x.dtype) else own
+    tables = [table.to(kind).flatten(0, -2) for table in (cos, sin)]
+    positions = None
+    if cos.ndim == 4:  # the rows of each sequence, one after another
+        rows = torch.arange(len(tables[0]), device=x.device)
+        positions = rows.view(cos.shape[:2])
+    x4 = x if x.ndim == 4 else x[None]
+    out = apply_rotary_by_kernel(
+        backend, x4, *tables, positions, interleaved, inverse, inplace
+    )
+    if inplace:
+        return x
+    return out if x.ndim == 4 else out[0]
 
 
 def _packed_positions(total: int, offset: Any, cu_seqlens: Any) -> Any:

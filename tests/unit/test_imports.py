@@ -85,7 +85,8 @@ LAW = {
     "flash_attn.ops": "",
     "flash_attn.ops.triton": "",
     "flash_attn.ops.triton.rotary": "flash_attn.rotation",
-    "flash_attn.rotation": "errors flash_attn.arguments",
+    "flash_attn.rotation": "errors torch.request torch.rotary"
+    " flash_attn.arguments",
     "flash_attn.varlen": "errors torch torch.attention flash_attn.arguments",
     "emulator": "backends.emulator",
     "api": "errors folders options settings problem validate"
@@ -109,6 +110,7 @@ LAW = {
     "torch.random": "",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
+    "torch.rotary": "execute problem validate backends.base torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
     "__init__": "errors api build.warmup emulator reference _checkout"
