@@ -161,6 +161,8 @@ def number(name: str, given: Any) -> Any:
 
 def window(given: Any) -> tuple[int | None, int | None] | None:
     """flash-attn's window, in which a negative bound is none."""
+    if type(given) is tuple and given == (-1, -1):  # the default, fast
+        return None
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
             raise DTypeError(
@@ -182,14 +184,19 @@ def window(given: Any) -> tuple[int | None, int | None] | None:
 
 def _bound(given: Any) -> Any:
     given = number("window_size", given)
-    if isinstance(given, bool) or not isinstance(
-        given, numbers.Integral | None
-    ):
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
         raise DTypeError(
             f"window_size has a bound {in_words(given)}, expected an int, or "
             "-1 for no bound"
         )
-    return None if given is None or given < 0 else given
+    return given if given >= 0 else None
+
+
+def _is_off(given: Any) -> bool:
+    """Whether a number is the float 0, as by default; checks cost more."""
+    return type(given) is float and not given
 
 
 def masks_and_scores(
@@ -200,24 +207,26 @@ def masks_and_scores(
     alibi_slopes: Any,
 ) -> dict[str, Any]:
     """The options that all functions have."""
-    scale = number("softmax_scale", softmax_scale)
+    scale = softmax_scale
     if scale is not None:
-        scale = checks.real("softmax_scale", scale)
+        scale = checks.real("softmax_scale", number("softmax_scale", scale))
     options: dict[str, Any] = {
         "scale": scale,
         "causal": checks.flag("causal", causal),
         "window": window(window_size),
         "alibi_slopes": alibi_slopes,
     }
-    cap = number("softcap", softcap)
-    # Negative numbers mean none, too.
-    if cap is not None and checks.real("softcap", cap) > 0:
-        options["softcap"] = cap
+    if softcap is not None and not _is_off(softcap):
+        cap = checks.real("softcap", number("softcap", softcap))
+        if cap > 0:  # negative numbers mean none, too
+            options["softcap"] = cap
     return options
 
 
 def dropout(dropout_p: Any, return_attn_probs: bool) -> Any:
     """The probability; `attention` draws a seed for it."""
+    if _is_off(dropout_p):
+        return dropout_p
     probability = checks.dropout("dropout_p", number("dropout_p", dropout_p))
     if probability and return_attn_probs:
         raise UnsupportedError(
