@@ -1,7 +1,9 @@
 """flash-attn's functions, run by cuflash: for models written for flash-attn.
 
+>>> import torch
 >>> import cuflash.flash_attn as flash_attn
->>> out = flash_attn.flash_attn_func(q, k, v, causal=True)
+>>> q, k, v = torch.randn(3, 2, 16, 4, 8, requires_grad=True)
+>>> flash_attn.flash_attn_func(q, k, v, causal=True).sum().backward()
 
 The names, signatures, defaults and results are flash-attn 2's; keywords of
 FlashAttention-3 that it lacks are taken too. ``docs/guide/flash_attn.md``

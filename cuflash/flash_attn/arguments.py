@@ -39,7 +39,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "qv": (
         None,
         "a second product of queries and values is not supported; append qv "
-        "to q, and v to k, with one softmax_scale",
+        "to q, and v to k, with one softmax_scale and at most 512 columns",
     ),
     "attention_chunk": (
         0,

@@ -42,6 +42,18 @@ def unpad_input(
     max_seqlen : int
     seqused : Tensor, (batch,)
         int32: how many tokens of each sequence are used.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuflash.flash_attn.bert_padding import pad_input, unpad_input
+    >>> x = torch.arange(6.0).view(2, 3, 1)
+    >>> mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    >>> tokens, indices, cu_seqlens, longest, _ = unpad_input(x, mask)
+    >>> tokens.flatten(), cu_seqlens, longest
+    (tensor([0., 3., 4.]), tensor([0, 1, 3], dtype=torch.int32), 2)
+    >>> torch.equal(pad_input(tokens, indices, 2, 3), x * mask[..., None])
+    True
     """
     used = attention_mask != 0
     kept = used if unused_mask is None else used | (unused_mask != 0)

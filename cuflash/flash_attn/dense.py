@@ -75,6 +75,15 @@ def flash_attn_func(
     UnsupportedError
         Also for `return_attn_probs` with dropout, and for keywords that are
         not offered.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuflash.flash_attn import flash_attn_func
+    >>> q, k, v = torch.randn(3, 2, 16, 4, 8)
+    >>> out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 16, 4, 8]), torch.Size([2, 4, 16]))
     """
     used = arguments.hopper(
         "flash_attn_func", hopper, "num_splits", "return_softmax_lse"

@@ -89,6 +89,18 @@ def flash_attn_with_kvcache(
     CuflashError
         As `cuflash.torch.forward_kvcache`; its `k_new`, `v_new` and
         `page_table` are `k`, `v` and `block_table` here.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuflash.flash_attn import flash_attn_with_kvcache
+    >>> q, k, v = torch.randn(3, 1, 1, 4, 8)
+    >>> k_cache, v_cache = torch.zeros(2, 1, 32, 4, 8)
+    >>> out = flash_attn_with_kvcache(
+    ...     q, k_cache, v_cache, k, v, cache_seqlens=5
+    ... )
+    >>> torch.equal(k_cache[:, 5:6], k)
+    True
     """
     used = arguments.hopper(
         "flash_attn_with_kvcache",

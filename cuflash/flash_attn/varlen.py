@@ -70,6 +70,15 @@ deterministic, return_attn_probs
     ------
     CuflashError
         As `flash_attn_func`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuflash.flash_attn import flash_attn_varlen_func
+    >>> q, k, v = torch.randn(3, 7, 4, 8)
+    >>> offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 4, 4).shape
+    torch.Size([7, 4, 8])
     """
     used = arguments.hopper(
         "flash_attn_varlen_func",

@@ -105,6 +105,15 @@ def apply_rotary_emb(
     -------
     Tensor, like `x`
         `x` itself with `inplace`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuflash.flash_attn.layers.rotary import apply_rotary_emb
+    >>> x = torch.randn(2, 16, 4, 8)
+    >>> angles = torch.outer(torch.arange(16), 100.0 ** -torch.arange(4))
+    >>> apply_rotary_emb(x, angles.cos(), angles.sin()).shape
+    torch.Size([2, 16, 4, 8])
     """
     rows = table_rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if torch.compiler.is_compiling():  # it differentiates by itself
