@@ -119,6 +119,17 @@ def tensor(name: str, given: Any, layout: str) -> Any:
     return given
 
 
+def one_each(name: str, given: Any, sequences: int) -> Any:
+    """Check a tensor that has one number for each sequence."""
+    tensor(name, given, "(batch)")
+    if len(given) != sequences:
+        raise ShapeError(
+            f"{name} has shape {tuple(given.shape)}, expected ({sequences},): "
+            "one for each sequence"
+        )
+    return given
+
+
 def parts(name: str, given: Any, layout: str, number: str) -> Any:
     """The tensors that one tensor holds, stacked along an axis.
 
@@ -191,7 +202,8 @@ def _bound(given: Any) -> Any:
             f"window_size has a bound {in_words(given)}, expected an int, or "
             "-1 for no bound"
         )
-    return given if given >= 0 else None
+    bound = int(given)
+    return bound if bound >= 0 else None
 
 
 def _is_off(given: Any) -> bool:

@@ -74,6 +74,7 @@ def table_rows(
             _check_length(length, "x", seqlen_offsets, cos)
             rows = slice(seqlen_offsets, seqlen_offsets + length)
             return cos[rows, None], sin[rows, None]
+        arguments.one_each("seqlen_offsets", seqlen_offsets, x.shape[0])
         token = torch.arange(length, device=x.device)
         positions = seqlen_offsets[:, None] + token
     else:
@@ -83,7 +84,9 @@ def table_rows(
                 "too: the length of the longest sequence"
             )
         offset = seqlen_offsets
-        if not isinstance(offset, torch.Tensor):
+        if isinstance(offset, torch.Tensor):
+            arguments.one_each("seqlen_offsets", offset, len(cu_seqlens) - 1)
+        else:
             _check_length(max_seqlen, "max_seqlen", offset, cos)
         positions = _packed_positions(x.shape[0], offset, cu_seqlens)
     inside = ((0 <= positions) & (positions < len(cos)))[..., None, None]
@@ -149,14 +152,21 @@ def _by_kernel(
 ) -> Any:
     own = torch.float64 if x.dtype == torch.float64 else torch.float32
     kind = cos.dtype if cos.dtype in (own, x.dtype) else own
-    tables = [table.to(kind).flatten(0, -2) for table in (cos, sin)]
+    cos_rows, sin_rows = (x.to(kind).flatten(0, -2) for x in (cos, sin))
     positions = None
     if cos.ndim == 4:  # the rows of each sequence, one after another
-        rows = torch.arange(len(tables[0]), device=x.device)
+        rows = torch.arange(len(cos_rows), device=x.device)
         positions = rows.view(cos.shape[:2])
     x4 = x if x.ndim == 4 else x[None]
     out = apply_rotary_by_kernel(
-        backend, x4, *tables, positions, interleaved, inverse, inplace
+        backend,
+        x4,
+        cos_rows,
+        sin_rows,
+        positions,
+        interleaved,
+        inverse,
+        inplace,
     )
     if inplace:
         return x

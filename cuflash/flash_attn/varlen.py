@@ -102,36 +102,30 @@ deterministic, return_attn_probs
     }
     arguments.tensor("q", q, _TOKENS)
     seqused_k = used.get("seqused_k")
-    if pages is not None:
-        if arguments.number("dropout_p", dropout_p):
-            raise UnsupportedError(
-                f"dropout_p is {dropout_p} with block_table, expected 0: "
-                "pages are for inference"
-            )
-        if seqused_k is None:
-            offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
-            seqused_k = offsets[1:] - offsets[:-1]
-        splits = used.get("num_splits") or None
-        out = _over_pages(
-            q, k, v, pages, seqused_k, num_splits=splits, **options
-        )
-        return arguments.results(out, return_attn_probs, wants_lse)
-    arguments.tensor("k", k, _TOKENS)
-    arguments.tensor("v", v, _TOKENS)
-    _offsets("cu_seqlens_k", cu_seqlens_k)
     if seqused_k is not None:
-        cu_seqlens_k, token = _used_tokens(cu_seqlens_k, seqused_k, k.shape[0])
-        k, v = k.index_select(0, token), v.index_select(0, token)
-    out = attention(
-        q,
-        k,
-        v,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_k=arguments.number("max_seqlen_k", max_seqlen_k),
-        deterministic=deterministic,
-        **options,
-        dropout=arguments.dropout(dropout_p, return_attn_probs),
-    )
+        arguments.one_each("seqused_k", seqused_k, len(cu_seqlens_q) - 1)
+    dropout = arguments.dropout(dropout_p, return_attn_probs)
+    if pages is None:
+        out = _over_tokens(
+            q,
+            k,
+            v,
+            cu_seqlens_k,
+            seqused_k,
+            max_seqlen_k=arguments.number("max_seqlen_k", max_seqlen_k),
+            dropout=dropout,
+            deterministic=deterministic,
+            **options,
+        )
+    elif dropout:
+        raise UnsupportedError(
+            f"dropout_p is {dropout_p} with block_table, expected 0: pages "
+            "are for inference"
+        )
+    else:
+        splits = used.get("num_splits") or None
+        options["num_splits"] = splits
+        out = _over_pages(q, k, v, pages, cu_seqlens_k, seqused_k, **options)
     return arguments.results(out, return_attn_probs, wants_lse)
 
 
@@ -144,15 +138,37 @@ def _offsets(name: str, given: Any) -> Any:
     return arguments.tensor(name, given, "(batch + 1)")
 
 
+def _over_tokens(
+    q: Any, k: Any, v: Any, cu_seqlens_k: Any, used: Any, **options: Any
+) -> Any:
+    """Attention of packed queries over packed keys, of which some are used."""
+    arguments.tensor("k", k, _TOKENS)
+    arguments.tensor("v", v, _TOKENS)
+    offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
+    if used is not None:
+        offsets, token = _used_tokens(offsets, used, k.shape[0])
+        k, v = k.index_select(0, token), v.index_select(0, token)
+    return attention(q, k, v, cu_seqlens_k=offsets, **options)
+
+
 def _over_pages(
-    q: Any, k: Any, v: Any, pages: Any, seqlens: Any, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    pages: Any,
+    cu_seqlens_k: Any,
+    used: Any,
+    **options: Any,
 ) -> Any:
     """Attention of packed queries over the pages of each sequence."""
     arguments.tensor("k", k, _PAGES)
     arguments.tensor("v", v, _PAGES)
     arguments.no_gradients("pages have no gradients", q=q, k=k, v=v)
+    if used is None:
+        offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
+        used = offsets[1:] - offsets[:-1]
     return forward_kvcache(
-        q, k, v, page_table=pages, cache_seqlens=seqlens, **options
+        q, k, v, page_table=pages, cache_seqlens=used, **options
     )
 
 

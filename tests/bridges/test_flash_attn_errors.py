@@ -87,6 +87,15 @@ def test_tensors(name, tensors, error, text):
         getattr(flash_attn, name)(*tensors)
 
 
+def test_used_keys_of_another_batch():
+    tables = (offsets([3]), offsets([4]), 3, 4)
+    text = "seqused_k has shape (2,), expected (1,): one for each sequence"
+    with pytest.raises(ShapeError, match=re.escape(text)):
+        flash_attn.flash_attn_varlen_func(
+            Q[0], K[0], V[0], *tables, seqused_k=int32(1, 1)
+        )
+
+
 def test_heads_that_do_not_add_up():
     text = "qkv has 4 heads and num_heads_q is 3, expected num_heads_q + 2 *"
     with pytest.raises(ShapeError, match=re.escape(text)):
@@ -126,6 +135,8 @@ ROTARY = [
      "sin requires grad, but only x has a gradient"),
     ({"seqlen_offsets": 2}, ValueRangeError,
      "seqlen_offsets is 2 and x has 3 tokens, expected at most 4 in sum"),
+    ({"seqlen_offsets": int32(1)}, ShapeError,
+     "seqlen_offsets has shape (1,), expected (2,): one for each sequence"),
     ({"x": Q[0], "cu_seqlens": offsets([3])}, ValueRangeError,
      "cu_seqlens is given without max_seqlen"),
 ]  # fmt: skip
