@@ -21,5 +21,6 @@ except ImportError as error:
 
 from .attention import attention
 from .kvcache import forward_kvcache
+from .registration import register_transformers
 
-__all__ = ["attention", "forward_kvcache"]
+__all__ = ["attention", "forward_kvcache", "register_transformers"]

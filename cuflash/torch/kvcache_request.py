@@ -9,8 +9,9 @@ import torch
 from cuflash import api, execute_kvcache, validate_kvcache
 from cuflash.problem import Call
 
+from . import request
 from .dtypes import from_numpy, to_numpy
-from .request import backend_of, reads_values, strip, strip_lse
+from .request import reads_values, strip, strip_lse
 from .signature import Shown, check_devices, describe
 
 _INPUTS = ("q", "k_cache", "v_cache", "k_new", "v_new")
@@ -35,7 +36,7 @@ def run(
     """
     q = tensors["q"]
     check_devices({name: x.device for name, x in tensors.items()})
-    backend = backend_of(q)
+    backend = request.backend_of(q)
     out, numbers["return_lse"] = tensors.get("out"), return_lse
     if backend is None:
         result = _on_cpu(tensors, length, numbers)

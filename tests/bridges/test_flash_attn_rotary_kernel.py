@@ -4,9 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from emulated_tensors import backends  # noqa: E402
+from emulated_tensors import EmulatedTensors  # noqa: E402
 from flash_attn_data import int32, normal, offsets  # noqa: E402
 
+from cuflash import emulator  # noqa: E402
 from cuflash.flash_attn import rotation  # noqa: E402
 from cuflash.flash_attn.layers.rotary import (  # noqa: E402
     apply_rotary_emb,
@@ -30,8 +31,10 @@ def by_kernel(monkeypatch):
     """Run a call by the kernel."""
 
     def run(function, *args, **options):
-        with backends() as backend, monkeypatch.context() as patch:
-            patch.setattr(rotation, "kernel_backend", backend)
+        with emulator.active() as emulated, monkeypatch.context() as patch:
+            patch.setattr(
+                rotation, "kernel_backend", lambda _: EmulatedTensors(emulated)
+            )
             return function(*args, **options)
 
     return run

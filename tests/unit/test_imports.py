@@ -92,7 +92,7 @@ LAW = {
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
-    "torch": "torch.attention torch.kvcache",
+    "torch": "torch.attention torch.kvcache torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing",
@@ -106,6 +106,9 @@ LAW = {
     "torch.kvcache_ops": "torch.kvcache_request torch.ops",
     "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
     " torch.dtypes torch.request torch.signature",
+    "torch.masks": "",
+    "torch.registration": "errors torch.masks torch.transformers",
+    "torch.transformers": "errors torch.attention torch.masks",
     "torch.ops": "errors torch.gradients torch.request",
     "torch.random": "",
     "torch.request": "api execute options problem settings validate"
