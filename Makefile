@@ -7,6 +7,7 @@
 # make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
 # make sweep   tune tile sizes for this machine's GPU
+# make docs    run every example, then build the site into build/docs
 # make lint    style and types of the Python files
 # make clean   remove .venv and all else that make made
 #
@@ -29,9 +30,11 @@ EXTRAS_mutate := test,scripts
 EXTRAS_coverage := test,scripts
 EXTRAS_bench := scripts
 EXTRAS_sweep := test,scripts
+EXTRAS_docs := docs
 EXTRAS_lint := lint
 
-.PHONY: demo test test-all fuzz fuzz-gpu mutate coverage bench sweep lint clean
+.PHONY: demo test test-all fuzz fuzz-gpu mutate coverage bench sweep docs lint \
+	clean
 .DELETE_ON_ERROR:
 # make would take the stamps for intermediate files.
 .PRECIOUS: .venv/installed-%
@@ -77,6 +80,11 @@ bench: .venv/installed-bench
 # ARGS=--dry-run works without a GPU.
 sweep: .venv/installed-sweep
 	$(BIN)/python scripts/sweep_blocks.py $(ARGS)
+
+# ARGS="--require torch --require jax" fails where their examples do not run.
+docs: .venv/installed-docs
+	$(ONE_THREAD) $(BIN)/python scripts/run_examples.py $(ARGS)
+	$(ONE_THREAD) $(BIN)/python scripts/build_docs.py
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check $(ARGS)

@@ -1,5 +1,9 @@
 """Exact attention and its gradients for CuPy and NumPy arrays.
 
+>>> import numpy as np
+>>> import cuflash
+>>> shape = 2, 16, 4, 8  # batch, seqlen, heads, head_dim
+>>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, *shape))
 >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
 >>> dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse, causal=True)
 

@@ -302,9 +302,9 @@ def backward(
         As given to `forward`.
     out, lse : array
         As `forward` returned them, with ``return_lse=True``.
-    scale, causal, window, softcap, alibi_slopes, bias, mask, sink, \
-    segment_ids_q, segment_ids_k, dropout, seed, cu_seqlens_q, \
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scale, causal, window, softcap, alibi_slopes, bias, mask, sink
+    segment_ids_q, segment_ids_k, dropout, seed
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As given to `forward`.
     block_q, block_k : int, optional
         Tile sizes: queries and keys per tile, in tokens; tuned by default.

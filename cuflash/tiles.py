@@ -93,7 +93,7 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
                     yield Tile(q, k, warps, 1, stages, down, down_k)
     elif family == "decode":
         # A warp per 16 keys.
-        for q, warps, stages in product((16, 32), (12, 8, 4), (3, 2, 4)):
+        for q, warps, stages in product((16, 32), (16, 12, 8, 4), (3, 2, 4)):
             yield Tile(q, 16 * warps, warps, num_stages=stages, ptxas_level=3)
     elif family == "decode_simt":
         # A warp per 8, 4, 2 or 1 keys.

@@ -6,6 +6,62 @@ S, P, dP and dS are whole (seqlen_q, seqlen_k) matrices. Every other algorithm
 of this package is compared with these functions. `options.Options` lists the
 options. Sources: [002], [003], [FA] Dao et al. 2022, arXiv:2205.14135,
 Algorithm 0.
+
+Example
+-------
+The example that [002] works by hand, with scale 1: rows of P are weights that
+add up to 1, and every row of dS adds up to 0.
+
+>>> import numpy as np
+>>> from cuflash.reference.attention import attention, gradient_steps
+>>> q = np.array([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
+>>> k = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]])
+>>> v = np.arange(1, 17).reshape(4, 4)
+>>> out, lse = attention(q, k, v, scale=1)
+>>> print(out.round(3))
+[[ 7.204  8.204  9.204 10.204]
+ [ 9.882 10.882 11.882 12.882]
+ [ 6.076  7.076  8.076  9.076]
+ [ 7.924  8.924  9.924 10.924]]
+>>> dout = np.array([[1], [0], [1], [0]]) * np.ones(4)
+>>> print(gradient_steps(dout, q, k, v, scale=1))
+p
+[[0.225 0.083 0.61  0.083]
+ [0.083 0.225 0.083 0.61 ]
+ [0.366 0.134 0.366 0.134]
+ [0.134 0.366 0.134 0.366]]
+dv
+[[0.59  0.59  0.59  0.59 ]
+ [0.217 0.217 0.217 0.217]
+ [0.976 0.976 0.976 0.976]
+ [0.217 0.217 0.217 0.217]]
+dp
+[[10. 26. 42. 58.]
+ [ 0.  0.  0.  0.]
+ [10. 26. 42. 58.]
+ [ 0.  0.  0.  0.]]
+delta
+[34.816  0.    30.303  0.   ]
+ds_bias
+[[-5.571 -0.728  4.385  1.915]
+ [ 0.     0.     0.     0.   ]
+ [-7.421 -0.579  4.276  3.724]
+ [ 0.     0.     0.     0.   ]]
+ds
+[[-5.571 -0.728  4.385  1.915]
+ [ 0.     0.     0.     0.   ]
+ [-7.421 -0.579  4.276  3.724]
+ [ 0.     0.     0.     0.   ]]
+dq
+[[-1.187  1.187  4.385  1.915]
+ [ 0.     0.     0.     0.   ]
+ [-3.146  3.146  4.276  3.724]
+ [ 0.     0.     0.     0.   ]]
+dk
+[[-12.993   0.     -5.571   0.   ]
+ [ -1.307   0.     -0.728   0.   ]
+ [  8.66    0.      4.385   0.   ]
+ [  5.639   0.      1.915   0.   ]]
 """
 
 from __future__ import annotations
@@ -95,7 +151,9 @@ def _prepare(
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     seqlens = q.shape[-2], k.shape[-2]
-    return q, k, v, Tiles(*seqlens, scale, Options(**options))
+    together = Options(**options)
+    together.check_axes(q)
+    return q, k, v, Tiles(*seqlens, scale, together)
 
 
 class GradientSteps(NamedTuple):
@@ -118,6 +176,12 @@ class GradientSteps(NamedTuple):
     dk: np.ndarray
     dbias: np.ndarray | None
     dsink: np.ndarray | None
+
+    def __str__(self) -> str:
+        names = (name for name, x in self._asdict().items() if x is not None)
+        return "\n".join(
+            f"{name}\n{np.round(getattr(self, name), 3)}" for name in names
+        )
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -31,6 +31,31 @@ alone. With out = P V, dP = dO V^T and lse_i = log sum_j exp(S_ij),
 The same holds for a sink, a column of S whose value is 0, and with dropout,
 which acts on out and not on lse.
 Sources: [001], [003], [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
+
+Example
+-------
+The gradients need no weights from the forward pass, only out and lse:
+
+>>> import numpy as np
+>>> from cuflash.reference import backward
+>>> from cuflash.reference.attention import attention, attention_vjp
+>>> rng = np.random.default_rng(0)
+>>> q, k, v, dout = rng.standard_normal((4, 6, 4))
+>>> out, lse = attention(q, k, v, causal=True)
+>>> dq, dk, dv = backward.key_outer(
+...     dout, q, k, v, out, lse, causal=True, block_q=2, block_k=3
+... )
+>>> expected = attention_vjp(dout, q, k, v, causal=True)
+>>> [np.allclose(a, b) for a, b in zip((dq, dk, dv), expected)]
+[True, True, True]
+
+D is the row sum of P * dP, though it comes from out:
+
+>>> print(backward.delta(dout, out).round(3))
+[ 3.243 -0.011  0.222 -0.496 -0.735  0.018]
+>>> p_dp = attention(q, k, np.eye(6), causal=True)[0] * (dout @ v.T)
+>>> print(p_dp.sum(axis=1).round(3))
+[ 3.243 -0.011  0.222 -0.496 -0.735  0.018]
 """
 
 from __future__ import annotations
@@ -258,6 +283,7 @@ class _Pass:
         self.scale = default_scale(q.shape[-1]) if scale is None else scale
         self.seqlen_q, self.seqlen_k = q.shape[-2], k.shape[-2]
         self.options = Options(**options)
+        self.options.check_axes(q)
         self.pairs = Tiles(
             self.seqlen_q, self.seqlen_k, self.scale, self.options
         )

@@ -4,6 +4,23 @@ r"""Which pairs dropout keeps: a function of only the seed and the pair.
 1, 2, 3", doi:10.1145/2063384.2063405: Philox4x32-10. A counter of four words
 and a key of two words give four words of random bits. The generator has no
 state, so a pair's bits can be computed at any time and anywhere.
+
+Example
+-------
+Z depends on the seed and on the pair only: a tile has the Z that it has in
+the whole.
+
+>>> import numpy as np
+>>> from cuflash.reference.dropout import Dropout
+>>> drop = Dropout(0.5, seed=1)
+>>> whole = drop.factors(np.arange(3), np.arange(8))
+>>> print(whole)
+[[2. 2. 2. 2. 2. 2. 0. 2.]
+ [2. 0. 0. 0. 2. 2. 0. 0.]
+ [2. 0. 0. 0. 2. 0. 0. 2.]]
+>>> tile = drop.factors(np.array([2]), np.arange(4, 8))
+>>> print(tile)
+[[2. 0. 0. 2.]]
 """
 
 from __future__ import annotations
@@ -58,10 +75,14 @@ def threshold(probability: float) -> int:
 class Dropout(NamedTuple):
     """Drop pairs at random.
 
-    probability : that a pair is dropped, in [0, 1).
-    seed : below 2**64.
-    batch, head : their indices, int or ndarrays broadcastable to the leading
-        axes of q.
+    Attributes
+    ----------
+    probability : float
+        That a pair is dropped, in [0, 1).
+    seed : int
+        Below 2**64.
+    batch, head : int or ndarray of int
+        Their indices, broadcastable to the leading axes of q.
     """
 
     probability: float

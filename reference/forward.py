@@ -8,6 +8,27 @@ are the fields of `options.Options`, such as causal. Tiles without a visible
 pair are skipped; fully visible tiles need no mask. Sources:
 [003], [FA] Dao et al. 2022, arXiv:2205.14135, [FA2] Dao 2023,
 arXiv:2307.08691.
+
+Example
+-------
+Five queries and seven keys in tiles of 2 x 3: three orders of the same
+tiles, one result.
+
+>>> import numpy as np
+>>> from cuflash.reference import forward
+>>> from cuflash.reference.attention import attention
+>>> rng = np.random.default_rng(0)
+>>> q, k, v = (rng.standard_normal((n, 4)) for n in (5, 7, 7))
+>>> expected, _ = attention(q, k, v, causal=True)
+>>> tiles = {"block_q": 2, "block_k": 3, "causal": True}
+>>> for schedule in (
+...     forward.query_outer, forward.key_outer, forward.split_keys
+... ):
+...     out, lse = schedule(q, k, v, **tiles)
+...     print(schedule.__name__, np.allclose(out, expected, rtol=1e-14))
+query_outer True
+key_outer True
+split_keys True
 """
 
 from __future__ import annotations
@@ -219,10 +240,12 @@ def _prepare(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Tiles]:
     """Convert to float64, allocate the results, collect the options."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    together = Options(**options)
+    together.check_axes(q)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
-    pairs = Tiles(q.shape[-2], k.shape[-2], scale, Options(**options))
+    pairs = Tiles(q.shape[-2], k.shape[-2], scale, together)
     return q, k, v, out, lse, pairs
 
 

@@ -17,6 +17,30 @@ the left padding. Token t of sequence b is stored in one of two ways:
 
 Query i of seqlen_q is at position n_b - seqlen_q + i: causal masks, windows
 and ALiBi are aligned at the end, as in `masks`.
+
+Example
+-------
+Three tokens, one after the other, appended to an empty cache of 4 rows: the
+results are the rows of causal attention.
+
+>>> import numpy as np
+>>> from cuflash.reference.attention import attention
+>>> from cuflash.reference.kvcache import forward_kvcache
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 3, 1, 8))
+>>> k_cache, v_cache = np.zeros((2, 1, 4, 1, 8))
+>>> expected, _ = attention(q[0, :, 0], k[0, :, 0], v[0, :, 0], causal=True)
+>>> for i in range(3):
+...     new = slice(i, i + 1)
+...     out, lse = forward_kvcache(
+...         q[:, new], k_cache, v_cache, cache_seqlens=i,
+...         k_new=k[:, new], v_new=v[:, new],
+...     )
+...     print(i, np.allclose(out[0, 0, 0], expected[i], rtol=1e-14))
+0 True
+1 True
+2 True
+>>> print(k_cache[0, :, 0, 0].round(3))
+[ 0.903 -0.159 -1.259  0.   ]
 """
 
 from __future__ import annotations
@@ -180,7 +204,12 @@ def check_addresses(
 ) -> None:
     """Raise ValueError if a token's address is outside the caches.
 
-    num_slots : the length of the caches' first axis.
+    Parameters
+    ----------
+    parts : list of Sequence
+    at : Addresses
+    num_slots : int
+        The length of the caches' first axis.
     """
     for part in parts:
         if part.before < 0 or part.first < 0:
@@ -383,6 +412,7 @@ def forward_kvcache(
             window=window,
             alibi_slopes=heads_of(alibi_slopes, number, num_heads_kv),
             sink=heads_of(sink, number, num_heads_kv),
+            heads_first=True,
             **options,
         )
         shape = rows.shape[:-1]

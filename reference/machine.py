@@ -4,20 +4,54 @@ Arrays are in DRAM, arithmetic works on registers, and LOAD and STORE copy
 between them. A trace is a list of instructions; `run` executes it and counts.
 The register file models a GPU's fast memory, DRAM its slow memory ([000],
 "The tile abstraction"): an order that saves a LOAD here saves the transfer of
-a tile there.
+a tile there::
 
     2 x 2 matrix product                 registers   LOADs   cycles
-    `matmul`                                     3      16       28
-    `inner_product_matmul`                       3      13       25
-    `outer_product_matmul`                       6      10       22
-    `wide_inner_product_matmul`                  6       8       20
+    matmul                                       3      16       28
+    inner_product_matmul                         3      13       25
+    outer_product_matmul                         6      10       22
+    wide_inner_product_matmul                    6       8       20
 
     softmax of n numbers                 registers   LOADs   STOREs
-    `safe_softmax`                               3      3n        n
-    `online_softmax`                             4      2n        n
+    safe_softmax                                 3      3n        n
+    online_softmax                               4      2n        n
 
 Source: [000], problems 1 to 5. There LOAD, STORE, MAC and MAC_Z take one
 cycle and the other instructions have no stated cost; here each takes one.
+
+Example
+-------
+An element of a matrix product, and what the machine did:
+
+>>> import numpy as np
+>>> from cuflash.reference import machine
+>>> trace = machine.dot_product(0, 0)
+>>> print(trace)
+  1  LOAD a[0][0], R0
+  2  LOAD b[0][0], R1
+  3  MAC_Z R0, R1, R2
+  4  LOAD a[0][1], R0
+  5  LOAD b[1][0], R1
+  6  MAC R0, R1, R2, R2
+  7  STORE R2, c[0][0]
+>>> a, b = np.arange(4.0).reshape(2, 2), np.ones((2, 2))
+>>> done = machine.run(trace, {"a": a, "b": b, "c": 0 * a}, registers=3)
+>>> print(done)
+7 cycles (LOAD 4, MAC_Z 1, MAC 1, STORE 1), 3 registers
+>>> print(done.dram["c"])
+[[1. 0.]
+ [0. 0.]]
+
+The fourth register of online softmax saves a pass over x:
+
+>>> x = {"x": np.log([1.0, 2.0, 5.0]), "out": np.zeros(3)}
+>>> for softmax, registers in (
+...     (machine.safe_softmax, 3), (machine.online_softmax, 4)
+... ):
+...     done = machine.run(softmax(3), x, registers)
+...     print(done.dram["out"].round(3), done.loads, done.stores)
+[0.125 0.25  0.625] 9 3
+[0.125 0.25  0.625] 6 3
 """
 
 from __future__ import annotations
@@ -63,7 +97,14 @@ class Instruction:
         return f"{self.name} " + ", ".join(operands)
 
 
-Trace = list[Instruction]
+class Trace(list[Instruction]):
+    """A list of instructions; printed, a numbered line for each."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{i:3}  {x}" for i, x in enumerate(self, 1))
+
+    __repr__ = __str__
+
 
 # The instruction sets of [000]: the first two for matmul, the others for
 # softmax. Rd is the last operand of each. The MAC of [000] always multiplies
@@ -113,6 +154,10 @@ class Run:
     dram: dict[str, np.ndarray]
     counts: Counter[str]
     registers: int
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {n}" for name, n in self.counts.items())
+        return f"{self.cycles} cycles ({counts}), {self.registers} registers"
 
     @property
     def cycles(self) -> int:
@@ -217,11 +262,12 @@ def dot_product(i: int, j: int, order: Iterable[int] = (0, 1)) -> Trace:
     order : iterable of int, optional
         The values of k, in the order in which terms are added.
     """
-    trace: Trace = []
+    trace = Trace()
     for step, k in enumerate(order):
         trace += [load("a", i, k, to=0), load("b", k, j, to=1)]
         trace += [op("MAC", 0, 1, 2, 2) if step else op("MAC_Z", 0, 1, 2)]
-    return [*trace, store(2, "c", i, j)]
+    trace += [store(2, "c", i, j)]
+    return trace
 
 
 def matmul() -> Trace:
@@ -229,12 +275,12 @@ def matmul() -> Trace:
 
     [000], problem 2: 4 * 7 cycles, nothing reused.
     """
-    return [
+    return Trace(
         instruction
         for i in range(2)
         for j in range(2)
         for instruction in dot_product(i, j)
-    ]
+    )
 
 
 def inner_product_matmul() -> Trace:
@@ -264,7 +310,7 @@ def outer_product_matmul() -> Trace:
     ones share an operand.
     """
     sums = {(0, 0): 2, (0, 1): 3, (1, 1): 5, (1, 0): 4}
-    trace: Trace = []
+    trace = Trace()
     for k in range(2):
         for (i, j), c in sums.items():
             trace += [load("a", i, k, to=0), load("b", k, j, to=1)]
@@ -286,28 +332,30 @@ def wide_inner_product_matmul() -> Trace:
     c01 = a0  # a00 and a01 are no longer needed
     c11 = b01
     c10 = b00
-    return [
-        load("a", 0, 0, to=a0),
-        load("b", 0, 0, to=b00),
-        op("MAC_Z", a0, b00, c00),
-        load("a", 0, 1, to=a1),
-        load("b", 1, 0, to=b10),
-        op("MAC", a1, b10, c00, c00),
-        store(c00, "c", 0, 0),
-        load("b", 0, 1, to=b01),
-        load("b", 1, 1, to=b11),
-        op("MAC_Z", a0, b01, c01),
-        op("MAC", a1, b11, c01, c01),
-        store(c01, "c", 0, 1),
-        load("a", 1, 0, to=a0),
-        load("a", 1, 1, to=a1),
-        op("MAC_Z", a0, b01, c11),
-        op("MAC", a1, b11, c11, c11),
-        store(c11, "c", 1, 1),
-        op("MAC_Z", a0, b00, c10),
-        op("MAC", a1, b10, c10, c10),
-        store(c10, "c", 1, 0),
-    ]
+    return Trace(
+        [
+            load("a", 0, 0, to=a0),
+            load("b", 0, 0, to=b00),
+            op("MAC_Z", a0, b00, c00),
+            load("a", 0, 1, to=a1),
+            load("b", 1, 0, to=b10),
+            op("MAC", a1, b10, c00, c00),
+            store(c00, "c", 0, 0),
+            load("b", 0, 1, to=b01),
+            load("b", 1, 1, to=b11),
+            op("MAC_Z", a0, b01, c01),
+            op("MAC", a1, b11, c01, c01),
+            store(c01, "c", 0, 1),
+            load("a", 1, 0, to=a0),
+            load("a", 1, 1, to=a1),
+            op("MAC_Z", a0, b01, c11),
+            op("MAC", a1, b11, c11, c11),
+            store(c11, "c", 1, 1),
+            op("MAC_Z", a0, b00, c10),
+            op("MAC", a1, b10, c10, c10),
+            store(c10, "c", 1, 0),
+        ]
+    )
 
 
 def without_repeated_loads(trace: Iterable[Instruction]) -> Trace:
@@ -316,7 +364,7 @@ def without_repeated_loads(trace: Iterable[Instruction]) -> Trace:
     Valid for traces that never load an address after storing to it.
     """
     held: dict[int | Address, int | Address | None] = {}
-    kept: Trace = []
+    kept = Trace()
     for instruction in trace:
         source: int | Address | None = None
         if instruction.name == "LOAD":
@@ -343,7 +391,7 @@ def safe_softmax(n: int) -> Trace:
     n : int
         Length of x, 1 or more.
     """
-    return [*max_pass(n), *sum_pass(n), *normalise_pass(n)]
+    return Trace([*max_pass(n), *sum_pass(n), *normalise_pass(n)])
 
 
 def online_softmax(n: int) -> Trace:
@@ -356,12 +404,12 @@ def online_softmax(n: int) -> Trace:
     n : int
         Length of x, 1 or more.
     """
-    return [*online_pass(n), *normalise_pass(n)]
+    return Trace([*online_pass(n), *normalise_pass(n)])
 
 
 def max_pass(n: int) -> Trace:
     r"""Leave :math:`m = \max_j x_j` in R1: n LOADs ([000], pass 1)."""
-    trace = [load("x", 0, to=1)]
+    trace = Trace([load("x", 0, to=1)])
     for i in range(1, n):
         trace += [load("x", i, to=0), op("MAX", 0, 1, 1)]
     return trace
@@ -372,7 +420,7 @@ def sum_pass(n: int) -> Trace:
 
     The exponentials are added at once and never stored.
     """
-    trace: Trace = []
+    trace = Trace()
     for i in range(n):
         trace += [load("x", i, to=0), op("SUB", 0, 1, 0), op("EXP", 0, 0)]
         trace += [op("ADD", 2, 0, 2) if i else op("MOV", 0, 2)]
@@ -381,7 +429,7 @@ def sum_pass(n: int) -> Trace:
 
 def normalise_pass(n: int) -> Trace:
     r"""Store :math:`e^{x_j - m} / s`: n LOADs, n STOREs ([000], pass 3)."""
-    trace: Trace = []
+    trace = Trace()
     for i in range(n):
         trace += [load("x", i, to=0), op("SUB", 0, 1, 0), op("EXP", 0, 0)]
         trace += [op("DIV", 0, 2, 0), store(0, "out", i)]
@@ -397,13 +445,15 @@ def online_pass(n: int) -> Trace:
 
     [000], problem 5. R3 keeps the old m, which the factor needs.
     """
-    trace = [
-        load("x", 0, to=0),
-        op("MOV", 0, 1),  # m = x0
-        op("SUB", 0, 1, 0),
-        op("EXP", 0, 0),
-        op("MOV", 0, 2),  # s = e^0
-    ]
+    trace = Trace(
+        [
+            load("x", 0, to=0),
+            op("MOV", 0, 1),  # m = x0
+            op("SUB", 0, 1, 0),
+            op("EXP", 0, 0),
+            op("MOV", 0, 2),  # s = e^0
+        ]
+    )
     for i in range(1, n):
         trace += [
             load("x", i, to=0),

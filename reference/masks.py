@@ -9,6 +9,40 @@ i sees key j iff ``-left <= j - (i + seqlen_k - seqlen_q) <= right``, where
 None means no bound ([M] Jiang et al. 2023, arXiv:2310.06825; [LF] Beltagy
 et al. 2020, arXiv:2004.05150). With segment ids, a query sees only keys of
 its own segment ([PK] Krell et al. 2021, arXiv:2107.02027).
+
+Example
+-------
+Two more keys than queries: the masks are aligned at the last key. Rows are
+queries, columns keys.
+
+>>> import numpy as np
+>>> from cuflash.reference import masks
+>>> print(masks.visible(3, 5, causal=True).astype(int))
+[[1 1 1 0 0]
+ [1 1 1 1 0]
+ [1 1 1 1 1]]
+>>> print(masks.visible(3, 5, window=(1, 0)).astype(int))
+[[0 1 1 0 0]
+ [0 0 1 1 0]
+ [0 0 0 1 1]]
+
+A tile's mask is needed only where a part of it is visible:
+
+>>> for k_start, k_stop in masks.tiles(6, 2):
+...     tile = 2, 4, k_start, k_stop  # queries 2 and 3
+...     print(tile, masks.tile_visibility(*tile, 6, 6, causal=True).value)
+(2, 4, 0, 2) all
+(2, 4, 2, 4) part
+(2, 4, 4, 6) none
+
+A masked NaN reaches no result:
+
+>>> weights = np.array([[0.5, 0.5, 0.0]])
+>>> values = np.array([[2.0], [4.0], [np.nan]])
+>>> masks.masked_product(weights, values, np.array([True, True, False]))
+array([[3.]])
+>>> masks.masked_product(weights, values)
+array([[nan]])
 """
 
 from __future__ import annotations

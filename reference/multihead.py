@@ -13,12 +13,34 @@ h // group_size, where group_size = num_heads // num_heads_kv. The scale is
 head_dim ** -0.5, with the dimension of one head, as in Vaswani et al. 2017,
 arXiv:1706.03762; eq. 3 of [003] uses the whole width instead. Sources: [000],
 "Through the QKV projections"; [003], eq. 3 to 10 and the appendix.
+
+Example
+-------
+Four query heads share two key heads; a gradient of the layer against a
+difference of it.
+
+>>> import numpy as np
+>>> from cuflash.reference import multihead
+>>> rng = np.random.default_rng(0)
+>>> x, dy = rng.standard_normal((2, 5, 8))  # 5 tokens of width 8
+>>> shapes = (8, 12), (8, 6), (8, 6), (12, 8)  # head_dim 3
+>>> weights = multihead.Weights(*map(rng.standard_normal, shapes))
+>>> heads = {"num_heads": 4, "num_heads_kv": 2, "causal": True}
+>>> y = multihead.multi_head_attention(x, weights, **heads)
+>>> y.shape
+(5, 8)
+>>> gradients = multihead.multi_head_attention_vjp(dy, x, weights, **heads)
+>>> step = 1e-6 * rng.standard_normal(x.shape)
+>>> moved = multihead.multi_head_attention(x + step, weights, **heads)
+>>> change, expected = (dy * (moved - y)).sum(), (gradients.dx * step).sum()
+>>> print(f"{change / expected:.3f}")
+1.000
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -212,7 +234,12 @@ def multi_head_attention(
     x, weights = _as_float64(x, weights)
     num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
     q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
-    out, _ = attention(q, k, v, scale=scale, causal=causal)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "heads_first": True,
+    }
+    out, _ = attention(q, k, v, **options)
     return project(join_heads(out), weights.w_o)
 
 
@@ -260,12 +287,17 @@ def multi_head_attention_vjp(
     num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
     group_size = num_heads // num_heads_kv
     q, k, v = heads_of(x, weights, num_heads, num_heads_kv)
-    out, _ = attention(q, k, v, scale=scale, causal=causal)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "heads_first": True,
+    }
+    out, _ = attention(q, k, v, **options)
 
     dy = np.asarray(dy, np.float64)
     dout, dw_o = project_vjp(dy, join_heads(out), weights.w_o)
     dout = split_heads(dout, num_heads)
-    dq, dk, dv = attention_vjp(dout, q, k, v, scale=scale, causal=causal)
+    dq, dk, dv = attention_vjp(dout, q, k, v, **options)
     dk, dv = share_heads_vjp(dk, group_size), share_heads_vjp(dv, group_size)
 
     dx_q, dw_q = project_vjp(join_heads(dq), x, weights.w_q)
@@ -280,9 +312,12 @@ def multi_head_attention_vjp(
 class GradientRow(NamedTuple):
     """One token's row of dQ, dK or dV, the heads concatenated.
 
-    of : "q", "k" or "v".
-    token : index of the row.
-    row : ndarray, (columns,).
+    Attributes
+    ----------
+    of : {"q", "k", "v"}
+    token : int
+        Index of the row.
+    row : ndarray, (columns,)
     """
 
     of: str
@@ -372,7 +407,7 @@ def gradient_rows(
     """
     seqlen = q.shape[-2]
     scale = default_scale(q.shape[-1]) if scale is None else scale
-    out, lse = attention(q, k, v, scale=scale, causal=causal)
+    out, lse = attention(q, k, v, scale=scale, causal=causal, heads_first=True)
     delta = delta_of(dout, out)
 
     def weights(i: slice, j: slice) -> tuple[np.ndarray, np.ndarray]:

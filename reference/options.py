@@ -4,6 +4,38 @@
 any tile which pairs are visible, the scores, and what dropout keeps. Every
 function of `attention`, `forward` and `backward` takes the fields of
 `Options` as keyword arguments.
+
+Example
+-------
+The fields of `Options` are the keyword arguments of every schedule.
+
+>>> import numpy as np
+>>> from cuflash.reference.attention import attention
+>>> from cuflash.reference.options import Options, Tile, Tiles
+>>> options = Options(causal=True, window=(2, None))
+>>> pairs = Tiles(6, 6, 1.0, options)
+>>> print(pairs.visible(Tile(0, 6, 0, 6)).astype(int))
+[[1 0 0 0 0 0]
+ [1 1 0 0 0 0]
+ [1 1 1 0 0 0]
+ [0 1 1 1 0 0]
+ [0 0 1 1 1 0]
+ [0 0 0 1 1 1]]
+>>> [pairs.skips(Tile(4, 6, j, j + 2)) for j in (0, 2, 4)]
+[True, False, False]
+
+Arrays of three or four axes have heads before tokens. Since those of
+`cuflash.forward` do not, the call has to say so:
+
+>>> q = np.zeros((1, 16, 4, 8))  # batch, seqlen, heads, head_dim
+>>> attention(q, q, q)  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+    ...
+ValueError: q has shape (1, 16, 4, 8), taken for (batch, heads, ...
+>>> q = np.swapaxes(q, -2, -3)
+>>> out, lse = attention(q, q, q, heads_first=True)
+>>> out.shape, lse.shape
+((1, 4, 16, 8), (1, 4, 16))
 """
 
 from __future__ import annotations
@@ -44,6 +76,9 @@ class Options:
     largest_score : float or None
         Scores and dot products q_i k_j beyond it become infinite; see
         `scores.in_range`. None: float64's largest number.
+    heads_first : bool
+        Says that arrays of 3 or 4 axes are (heads, seqlen, head_dim) or
+        (batch, heads, seqlen, head_dim); see `check_axes`.
     """
 
     causal: bool = False
@@ -57,6 +92,29 @@ class Options:
     segment_ids_k: np.ndarray | None = None
     dropout: Dropout | None = None
     largest_score: float | None = None
+    heads_first: bool = False
+
+    def check_axes(self, q: np.ndarray) -> None:
+        """Refuse arrays that may be (batch, seqlen, heads, head_dim).
+
+        Here tokens are the last axis but one. In such arrays heads are, and
+        each token would attend over its own heads: a wrong result without a
+        sign of it. So 3 or 4 axes need `heads_first`. Two axes are one head,
+        and five no layout of `cuflash.forward`.
+
+        Raises
+        ------
+        ValueError
+        """
+        if self.heads_first or np.ndim(q) not in (3, 4):
+            return
+        batch = "batch, " if np.ndim(q) == 4 else ""
+        raise ValueError(
+            f"q has shape {np.shape(q)}, taken for ({batch}heads, seqlen, "
+            "head_dim): pass heads_first=True if that is right. Arrays of "
+            f"cuflash.forward are ({batch}seqlen, heads, head_dim): "
+            "np.swapaxes(x, -2, -3) puts their heads first"
+        )
 
 
 class Tile(NamedTuple):
@@ -98,9 +156,14 @@ class Tile(NamedTuple):
 class Scores(NamedTuple):
     """Scores of a tile, and their derivative with respect to scale * QK^T.
 
-    s : (..., rows, keys), -inf where not visible.
-    slope : broadcastable to s; 1.0 without a softcap.
-    visible : ndarray of bool, broadcastable to s; None: all is visible.
+    Attributes
+    ----------
+    s : ndarray, (..., rows, keys)
+        -inf where not visible.
+    slope : ndarray or float, broadcastable to s
+        1.0 without a softcap.
+    visible : ndarray of bool, broadcastable to s, or None
+        None: all is visible.
     """
 
     s: np.ndarray

@@ -4,6 +4,27 @@ r"""Sequences of several lengths, end to end in one array.
 [cu_seqlens[b], cu_seqlens[b + 1]). Each sequence attends only to itself, as
 in a separate call; tokens past the last offset belong to no sequence
 ([PK] Krell et al. 2021, arXiv:2107.02027, where a mask separates sequences).
+
+Example
+-------
+Two sequences of 2 and 3 tokens in arrays of 6: the last token belongs to
+none.
+
+>>> import numpy as np
+>>> from cuflash.reference.attention import attention
+>>> from cuflash.reference.packed import packed_attention, spans
+>>> offsets = [0, 2, 5]
+>>> for span in spans(offsets, offsets, 6, 6):
+...     print(span)
+Span(number=0, queries=slice(0, 2, None), keys=slice(0, 2, None))
+Span(number=1, queries=slice(2, 5, None), keys=slice(2, 5, None))
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 6, 4))
+>>> out, lse = packed_attention(q, k, v, offsets, offsets, causal=True)
+>>> alone, _ = attention(q[2:5], k[2:5], v[2:5], causal=True)
+>>> np.array_equal(out[2:5], alone)
+True
+>>> print(out[5], lse[5])
+[0. 0. 0. 0.] -inf
 """
 
 from __future__ import annotations

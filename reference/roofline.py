@@ -9,6 +9,32 @@ causal. cuflash's own Problem is one.
 Sources: [003], "Memory versus computation" and eq. 43, 44, 78 and 79; [FA]
 Dao et al. 2022, arXiv:2205.14135, Algorithm 1; [R] Williams, Waterman and
 Patterson 2009, doi:10.1145/1498765.1498785.
+
+Example
+-------
+1,024 tokens, head_dim 64, float16, on an A100: materialised, the weights'
+traffic takes five times as long as the arithmetic; tile by tile, arithmetic
+is the limit.
+
+>>> from types import SimpleNamespace
+>>> from cuflash.reference import roofline
+>>> problem = SimpleNamespace(
+...     direction="forward", dtype="float16", batch=1, causal=False,
+...     seqlen_q=1024, seqlen_k=1024, num_heads_q=1, num_heads_kv=1,
+...     head_dim=64, head_dim_v=64,
+... )
+>>> for moved in (
+...     roofline.materialised_bytes(problem), roofline.bytes_moved(problem)
+... ):
+...     floor = roofline.time_floor(problem, roofline.A100, moved=moved)
+...     print(
+...         f"arithmetic {1e6 * floor.arithmetic:.2f} us, "
+...         f"traffic {1e6 * floor.traffic:.2f} us"
+...     )
+arithmetic 0.86 us, traffic 4.11 us
+arithmetic 0.86 us, traffic 0.26 us
+>>> roofline.forward_tiles(memory=96 * 1024, head_dim=64)
+(384, 64)
 """
 
 from __future__ import annotations

@@ -10,6 +10,22 @@ A token at position m rotates each pair (a, b) of its columns by an angle
 so that :math:`q'_m \cdot k'_n` depends on q, k and m - n only ([RF] Su et
 al. 2021, arXiv:2104.09864, section 3.2, eq. 13 to 16, 34). cos and sin are
 tables, one row per position.
+
+Example
+-------
+A score depends on the distance of its query and key, not on where they are:
+
+>>> import numpy as np
+>>> from cuflash.reference.rotary import apply_rotary, tables
+>>> cos, sin = tables(num_positions=100, rotary_dim=8)
+>>> q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 8))
+>>> for m, n in ((3, 1), (42, 40), (42, 41)):
+...     a = apply_rotary(q, cos, sin, [m])
+...     b = apply_rotary(k, cos, sin, [n])
+...     print(f"distance {m - n}: {(a * b).sum():.6f}")
+distance 2: -3.619648
+distance 2: -3.619648
+distance 1: -2.514775
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ r"""Welford's variance: a running state, as in online softmax.
 The variance needs the mean of all values, as the softmax needs their
 maximum. In both, a running state replaces the whole data and is corrected
 when its reference point changes. In both, two states merge, so the data may
-be split anywhere (compare `tile_state`):
+be split anywhere (compare `tile_state`)::
 
     softmax     (m, l, acc)       corrected by the factor e^(m - m')
     variance    (n, mean, M2)     corrected by the term (x - mean)(x - mean')
@@ -11,6 +11,24 @@ be split anywhere (compare `tile_state`):
 Sources: [000], "Quiz: Online variance"; [W] Welford 1962,
 doi:10.1080/00401706.1962.10490022; [CGL] Chan, Golub and LeVeque 1983,
 doi:10.1080/00031305.1983.10483115.
+
+Example
+-------
+The variance of four numbers, one by one; then from the states of two halves:
+
+>>> import numpy as np
+>>> from cuflash.reference.running import Moments, welford
+>>> state = Moments.empty()
+>>> for x in (2.0, 4.0, 6.0, 8.0):
+...     state = state.add(x)
+...     print(state)
+n 1  mean 2.0  M2 0.0
+n 2  mean 3.0  M2 2.0
+n 3  mean 4.0  M2 8.0
+n 4  mean 5.0  M2 20.0
+>>> both = welford([2.0, 4.0]).merge(welford([6.0, 8.0]))
+>>> print(both.variance(), np.var([2.0, 4.0, 6.0, 8.0]))
+5.0 5.0
 """
 
 from __future__ import annotations
@@ -40,6 +58,9 @@ class Moments:
     n: int
     mean: np.ndarray
     m2: np.ndarray
+
+    def __str__(self) -> str:
+        return f"n {self.n}  mean {self.mean}  M2 {self.m2}"
 
     @classmethod
     def empty(cls, shape: tuple[int, ...] = ()) -> Moments:

@@ -10,6 +10,24 @@ arXiv:2408.00118, section 2), the second ALiBi ([AL] Press et al. 2021,
 arXiv:2108.12409, section 3). A sink is an additional logit of a row, without
 a value ([SK] Xiao et al. 2023, arXiv:2309.17453; as a learned logit, OpenAI
 2025, arXiv:2508.10925, section 2.2). The gradient of each follows it.
+
+Example
+-------
+Each modification of one row of scores, and a sink, which takes weight from
+the keys but has no value:
+
+>>> import numpy as np
+>>> from cuflash.reference import scores
+>>> s = np.array([[-40.0, 0.0, 5.0, 40.0]])
+>>> print(scores.softcap(s, 20.0).round(2))
+[[-19.28   0.     4.9   19.28]]
+>>> query, key = np.array([3]), np.arange(4)
+>>> print(scores.alibi(np.array(0.5), query, key, shift=0) + 0.0)
+[[-1.5 -1.  -0.5  0. ]]
+>>> row = np.log([[1.0, 2.0, 1.0]])
+>>> weights = np.exp(scores.with_sink(row, np.log(4.0)))
+>>> print(weights / weights.sum())
+[[0.125 0.25  0.125 0.5  ]]
 """
 
 from __future__ import annotations
@@ -47,8 +65,8 @@ def scores_of(
 
     [003], eq. 7. The matmul comes first, then the scale. Forward and backward
     both call this function: if scores are so large that their last bit
-    matters in exp(S - lse) (|S| beyond 1e13 or so), both must round equally,
-    and BLAS rounds equally only for tiles of the same shape.
+    matters in exp(S - lse) (magnitudes beyond 1e13 or so), both must round
+    equally, and BLAS rounds equally only for tiles of the same shape.
 
     Parameters
     ----------

@@ -8,6 +8,25 @@ score of inf makes every weight of its row NaN, and lse inf. The maximum
 ignores NaN, but the exponential of a NaN score makes the sum, and so the row,
 NaN. Only the mask decides which pairs a sum includes: a visible pair with
 weight 0 is included, and 0 * inf and 0 * NaN are NaN.
+
+Example
+-------
+The running state of a row of scores, whose exponentials are 1, 2, 4 and 1.
+m is the maximum so far, s the sum of exp(x - m): when m grows, s shrinks by
+the same factor.
+
+>>> import numpy as np
+>>> from cuflash.reference import softmax
+>>> x = np.log([1.0, 2.0, 4.0, 1.0])
+>>> for m, s in softmax.online_states(x):
+...     print(f"m = log {np.exp(m):.0f}, s = {s}")
+m = log 0, s = 0.0
+m = log 1, s = 1.0
+m = log 2, s = 1.5
+m = log 4, s = 1.75
+m = log 4, s = 2.0
+>>> print(softmax.online_softmax(x))
+[0.125 0.25  0.5   0.125]
 """
 
 from __future__ import annotations

@@ -10,6 +10,27 @@ Merging the states of two disjoint sets gives the state of their union; the
 empty set is the identity. So the keys may be split and grouped in any way,
 and an element is a tile of size 1. Sources: [000], "Element is tile"; [001],
 "Putting it all together"; [FA2] Dao 2023, arXiv:2307.08691, Algorithm 1.
+
+Example
+-------
+One row, four keys, two tiles of two keys. Merging the states of the tiles, in
+either order, gives the state of all keys.
+
+>>> import numpy as np
+>>> from cuflash.reference.tile_state import TileState
+>>> scores = np.log([[1.0, 2.0, 4.0, 1.0]])
+>>> values = np.array([[8.0], [8.0], [0.0], [16.0]])
+>>> first = TileState.of_tile(scores[:, :2], values[:2])
+>>> print(first)
+m 0.693  l 1.500  acc [12.]
+>>> second = TileState.of_tile(scores[:, 2:], values[2:])
+>>> print(second)
+m 1.386  l 1.250  acc [4.]
+>>> print(first.merge(second))
+m 1.386  l 2.000  acc [10.]
+>>> out, lse = second.merge(first).finalize()
+>>> print(out, np.exp(lse))
+[[5.]] [8.]
 """
 
 from __future__ import annotations
@@ -40,6 +61,19 @@ class TileState:
     m: np.ndarray
     l: np.ndarray  # noqa: E741 (the papers' name)
     acc: np.ndarray
+
+    def __str__(self) -> str:
+        rows = zip(
+            self.m.ravel(),
+            self.l.ravel(),
+            self.acc.reshape(self.m.size, self.acc.shape[-1]),
+            strict=True,
+        )
+        with np.printoptions(precision=3, suppress=True):
+            return "\n".join(
+                f"m {m:.3f}  l {l:.3f}  acc {acc}"
+                for m, l, acc in rows  # noqa: E741
+            )
 
     @classmethod
     def empty(cls, rows: tuple[int, ...], head_dim_v: int) -> TileState:

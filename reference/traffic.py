@@ -7,7 +7,7 @@ which counts; ``..._counts`` returns its counts in closed form. Both count the
 elements of one head without a mask, and agree exactly.
 
 The leading terms, in elements, with T x d matrices and n = T / B tiles of
-queries and of keys, are
+queries and of keys, are::
 
     forward                        backward
     materialised   4 T^2           materialised   7 T^2
@@ -27,7 +27,7 @@ These counts differ from the sources as follows:
   key-outer: the operands loaded and the gradients stored. But dK += ... also
   loads the old dK: query-outer reloads dK and dV, key-outer dQ. That makes
   6 and 4 (`inner_loop_query_outer`, `inner_loop_key_outer`).
-- [003] writes these as 4 T_r |J| d and 3 T_c |I| d. The first lacks a factor
+- [003] writes these as 4 T_r B_c d and 3 T_c B_r d. The first lacks a factor
   T_c, the second T_r: both loops together make 4 T_r T d and 3 T_c T d.
 
 Filling arrays with their initial values (0, or -inf for m) is not counted.
@@ -35,6 +35,33 @@ Arrays must be finite here; `forward` and `backward` accept any values.
 
 Sources: [000], "Cost comparison"; [001]; [003], "Memory accesses" and
 Algorithms 1 to 8.
+
+Example
+-------
+What forward moves, with 64 tokens, head_dim 8, and tiles of 16:
+
+>>> import numpy as np
+>>> from cuflash.reference import traffic
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 64, 8))
+>>> slow = traffic.forward_query_outer(q, k, v, block_q=16, block_k=16)
+>>> print(traffic.report(traffic.counts_of(slow)))
+          loads    stores
+q           512         0
+k         2,048         0
+v         2,048         0
+out           0       512
+lse           0        64
+total     4,608       576
+
+K and V were read once for each of the four query tiles. The closed forms say
+so without running it:
+
+>>> sizes = traffic.Sizes(64, 64, 8, 8, block_q=16, block_k=16)
+>>> counts = traffic.forward_query_outer_counts(sizes)
+>>> counts == traffic.counts_of(slow)
+True
+>>> traffic.total(traffic.forward_materialised_counts(sizes))
+18432
 """
 
 from __future__ import annotations
@@ -109,6 +136,17 @@ def counts_of(memories: Memories) -> Counts:
 def total(counts: Counts) -> int:
     """Return the loads plus the stores of all arrays, in elements."""
     return sum(count.loads + count.stores for count in counts.values())
+
+
+def report(counts: Counts) -> str:
+    """Return a table of the counts: a line for each array, and the sum."""
+    width = max(map(len, [*counts, "total"]))
+    lines = [f"{'':{width}} {'loads':>9} {'stores':>9}"]
+    for name, count in counts.items():
+        lines += [f"{name:{width}} {count.loads:9,} {count.stores:9,}"]
+    sums = (sum(x) for x in zip(*counts.values(), strict=True))
+    lines += [f"{'total':{width}}" + "".join(f" {x:9,}" for x in sums)]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

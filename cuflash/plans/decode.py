@@ -85,11 +85,9 @@ def _shared(problem: Problem, tile: Tile) -> int:
     loads = tile_bytes(tile.block_q, d)
     widths = (d // 2, dv // 2) if is_float8(problem) else (d, dv)
     loads += tile.num_warps * tile.num_stages * _keys_bytes(*widths)
-    if is_float8(problem):
-        scales = 2 * 4 * _WARP_KEYS
-        loads += tile.num_warps * (
-            tile_bytes(_WARP_KEYS, max(d, dv)) + tile.num_stages * scales
-        )
+    cache = problem.kvcache
+    if cache is not None and cache.scales == "page":
+        loads += tile.num_warps * tile.num_stages * 2 * 4 * _WARP_KEYS
     states = 4 * tile.num_warps * tile.block_q * (2 + dv + 8)
     return round_up(max(loads, states), 1024)
 
@@ -107,16 +105,25 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     eight needs half as many parts of the keys. On an H200 128 x 2,048 keys
     take 252 us with four warps and 264 with eight, 1 x 8,192 keys 15.3 and
     14.4, 16 x 8,192 keys 130 and 125. Float8 keys are converted before use,
-    for which a warp waits: twelve take 151 us where eight take 158 and four
-    168 (16 x 8,192 keys).
+    so more warps pay: 16 x 8,192 keys take 66 us with twelve, 68 with eight
+    and 70 with four; 64 x 8,192 keys of 64 columns 155 us with sixteen, 166
+    with eight and 171 with four.
     """
     _, dv = padded_head_dims(problem)
     rows = 16 if rows_of_head(problem) <= 16 or dv > 128 else 32
     few_heads = problem.num_splits or row_tiles(problem, rows) < _MANY_HEADS
+    warps: tuple[int, ...] = (4, 8) if few_heads else (4,)
     if is_float8(problem):
-        return tile.block_q == rows
-    warps = (4, 8) if few_heads else (4,)
+        if _is_narrow(tile, dv):
+            warps = (4, 8, 16)
+        elif few_heads:
+            warps = (4, 8, 12)
     return tile.block_q == rows and tile.num_warps in warps
+
+
+def _is_narrow(tile: Tile, dv: int) -> bool:
+    """Whether O takes so few registers that more warps fit on an SM."""
+    return tile.block_q * dv <= 16 * 64
 
 
 def resident_blocks(
@@ -128,9 +135,10 @@ def resident_blocks(
     options or balanced parts.
     """
     _, dv = padded_head_dims(problem)
-    narrow = tile.block_q * dv <= 16 * 64
     more = is_balanced(problem) or problem.options
-    registers = (168 if more else 128) if narrow else 255
+    registers = 255
+    if _is_narrow(tile, dv):
+        registers = 168 if more and tile.num_warps < 16 else 128
     by_registers = 65536 // (tile.num_warps * 32 * registers)
     by_shared = (device.shared_bytes + 1024) // (shared + 1024)
     return max(min(by_registers, by_shared), 1)

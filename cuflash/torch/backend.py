@@ -45,7 +45,16 @@ class TorchBackend(TorchArrays, by_cupy.CupyBackend):
         return super().current()
 
     def stream(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self.index)
+        return _stream(self.index)
+
+
+def _stream_of(index: int) -> int:
+    """The handle of torch's current stream, by its public interface."""
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# Not public, but ten times as fast, and what torch's own compiler calls.
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 @functools.cache

@@ -14,7 +14,9 @@ def converted(backend, x):
     """Return all 256 numbers as elements and as floats, and x as float8."""
     found = {
         "float16s": np.empty(256, np.uint16),
+        "by_bits": np.empty(256, np.uint16),
         "bfloat16s": np.empty(256, np.uint16),
+        "nan": np.empty(256, np.uint8),
         "floats": np.empty(256, np.float32),
         "rounded": np.empty(4096, np.uint8),
     }
@@ -27,14 +29,28 @@ def converted(backend, x):
     return found
 
 
+NUMBERS = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+
+
 @on_both
-@pytest.mark.parametrize("element", ["float16", "bfloat16"])
-def test_every_number(backend, element):
+@pytest.mark.parametrize("name", ["float16s", "by_bits", "bfloat16s"])
+def test_every_number(backend, name):
+    found = converted(backend, np.zeros(4096, np.float32))[name]
+    dtype = DTYPES["bfloat16" if name == "bfloat16s" else "float16"]
+    elements = found.view(dtype).astype(np.float32)
+    np.testing.assert_array_equal(elements, NUMBERS)
+
+
+@on_both
+def test_every_number_as_float(backend):
     found = converted(backend, np.zeros(4096, np.float32))
-    want = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
-    elements = found[f"{element}s"].view(DTYPES[element]).astype(np.float32)
-    np.testing.assert_array_equal(elements, want)
-    np.testing.assert_array_equal(found["floats"], want)
+    np.testing.assert_array_equal(found["floats"], NUMBERS)
+
+
+@on_both
+def test_nan_signs(backend):
+    found = converted(backend, np.zeros(4096, np.float32))
+    np.testing.assert_array_equal(found["nan"], np.isnan(NUMBERS) * 0x80)
 
 
 @on_both

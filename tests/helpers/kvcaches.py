@@ -106,7 +106,7 @@ class CacheCase:
             np.repeat(np.moveaxis(x, 1, 0), self.group_size, axis=0)
             for x in (keys if k is None else k, v)
         )
-        options = {"causal": self.causal, **options}
+        options = {"causal": self.causal, "heads_first": True, **options}
         out, lse = materialised.attention(q, k, v, **options)
         limits = bounds(ReferenceCase(), q, k, v, np.zeros_like(out))
         return np.moveaxis(out, 0, 1), lse, limits

@@ -393,4 +393,5 @@ def of_reference(q, options):
             taken[name] = taken[name][:, None]
     if taken.get("window", "") is None:
         del taken["window"]
-    return {**taken, "dropout": reference_dropout(q, options)}
+    dropout = reference_dropout(q, options)
+    return {**taken, "dropout": dropout, "heads_first": True}

@@ -38,6 +38,7 @@ class ReferenceCase:
             "softcap": self.softcap,
             **self.option_arrays(),
             "dropout": self.dropped(),
+            "heads_first": True,
         }
 
     def option_arrays(self):

@@ -129,6 +129,25 @@ def test_scales(backend, scales, power_of_two, seed):
 
 
 @on_backends
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_nan_of_a_float8_cache(backend, name, group_size):
+    """Key 128 of 130 reaches the last two of three queries, nothing else."""
+    case = replace(CASE, scales="head", causal=True, seqlen_new=None,
+                   group_size=group_size)  # fmt: skip
+    given = case.arguments()
+    clean, _ = kv.run(backend, case, case.arguments())
+    given[name][(*case.index(given, 2, 128, 129), slice(None), 5)] = np.nan
+    (out, lse), _ = kv.run(backend, case, given)
+    if name == "k_cache":
+        clean[1][2, :, 1:] = np.nan
+    columns = slice(None) if name == "k_cache" else 5
+    clean[0][2, 1:, :, columns] = np.nan
+    for got, want in zip((out, lse), clean, strict=True):
+        np.testing.assert_array_equal(got.astype(float), want.astype(float))
+
+
+@on_backends
 @pytest.mark.parametrize(("batch", "heads"), [(0, (4, 2)), (2, (0, 2)),
                                               (2, (0, 0))])  # fmt: skip
 @pytest.mark.parametrize("seqlens", [2, [2, 2]])

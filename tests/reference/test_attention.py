@@ -78,10 +78,10 @@ def test_row_without_keys_is_zero(seqlen_q, seqlen_k):
 def test_empty_lengths(seqlen_q, seqlen_k):
     case = ReferenceCase((2,), seqlen_q, seqlen_k, 4, 5)
     q, k, v, dout = case.arrays()
-    out, lse = attention(q, k, v)
+    out, lse = attention(q, k, v, heads_first=True)
     assert (out.shape, lse.shape) == (dout.shape, q.shape[:-1])
     for gradient, x in zip(
-        attention_vjp(dout, q, k, v), (q, k, v), strict=True
+        attention_vjp(dout, q, k, v, heads_first=True), (q, k, v), strict=True
     ):
         np.testing.assert_array_equal(gradient, np.zeros(x.shape))
 

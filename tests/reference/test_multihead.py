@@ -245,7 +245,10 @@ def test_infinite_input_warns_of_nothing():
 def test_gradient_rows_are_those_of_the_vjp(heads):
     num_heads, num_heads_kv, scale, causal = heads
     dq, dk, dv = attention_vjp(
-        *heads_and_dout(heads), scale=scale, causal=causal
+        *heads_and_dout(heads),
+        scale=scale,
+        causal=causal,
+        heads_first=True,
     )
     group = num_heads // num_heads_kv
     dk, dv = (multihead.share_heads_vjp(d, group) for d in (dk, dv))

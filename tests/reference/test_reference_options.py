@@ -151,14 +151,19 @@ def test_a_sink_takes_all_that_a_row_without_keys_has():
     np.testing.assert_array_equal(lse, np.repeat(sink[:, None], 5, axis=1))
 
 
+HEADS = {"heads_first": True}
+
+
 def test_a_sink_of_minus_infinity_is_none():
     case = plain(causal=True, seqlen_k=3)  # and rows that see nothing
     q, k, v, dout = case.arrays()
     none = np.full((2,), -np.inf)
-    got = attention(q, k, v, causal=True, sink=none)
-    for a, b in zip(got, attention(q, k, v, causal=True), strict=True):
+    got = attention(q, k, v, causal=True, sink=none, **HEADS)
+    for a, b in zip(
+        got, attention(q, k, v, causal=True, **HEADS), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
-    *_, dsink = attention_vjp(dout, q, k, v, causal=True, sink=none)
+    *_, dsink = attention_vjp(dout, q, k, v, causal=True, sink=none, **HEADS)
     np.testing.assert_array_equal(dsink, [0, 0])
 
 
@@ -166,27 +171,32 @@ def test_masked_nan_does_not_spread():
     case = plain()
     q, k, v, dout = case.arrays()
     mask = np.arange(7) != 3
-    want = attention(q, k, v, mask=mask)
-    gradients = attention_vjp(dout, q, k, v, mask=mask)
+    want = attention(q, k, v, mask=mask, **HEADS)
+    gradients = attention_vjp(dout, q, k, v, mask=mask, **HEADS)
     k[:, 3], v[:, 3] = np.nan, np.inf
-    got = attention(q, k, v, mask=mask)
+    got = attention(q, k, v, mask=mask, **HEADS)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(
-        attention_vjp(dout, q, k, v, mask=mask), gradients, strict=True
+        attention_vjp(dout, q, k, v, mask=mask, **HEADS),
+        gradients,
+        strict=True,
     ):
         np.testing.assert_array_equal(a, b)
 
 
 def test_softcap_of_small_scores_is_the_score():
     q, k, v, _ = plain().arrays()
-    capped, _ = attention(q, k, v, softcap=1e9)
-    assert_close(capped, attention(q, k, v)[0], 1e-9)  # s - s^3 / 3 cap^2
+    capped, _ = attention(q, k, v, softcap=1e9, **HEADS)
+    assert_close(
+        capped, attention(q, k, v, **HEADS)[0], 1e-9
+    )  # s - s^3 / 3 cap^2
 
 
 def test_each_head_has_its_alibi_slope():
     q, k, v, _ = plain().arrays()
-    out, _ = attention(q, k, v, alibi_slopes=np.array([0.0, 1e4]))
-    np.testing.assert_array_equal(out[0], attention(q, k, v)[0][0])
+    slopes = np.array([0.0, 1e4])
+    out, _ = attention(q, k, v, alibi_slopes=slopes, **HEADS)
+    np.testing.assert_array_equal(out[0], attention(q, k, v, **HEADS)[0][0])
     # The last query stands at the last key, and sees little but it.
     np.testing.assert_array_equal(out[1], v[1, 2:])

@@ -19,6 +19,8 @@ lengths = st.lists(
     st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5
 )
 
+HEADS = {"heads_first": True}
+
 
 def packed_case(lengths, unused):
     """Return a case with `unused` extra tokens, and its offsets."""
@@ -31,7 +33,8 @@ def packed_case(lengths, unused):
 def test_sequences_are_what_they_are_alone(lengths, unused, causal):
     case, offsets = packed_case(lengths, unused)
     q, k, v, dout = case.arrays()
-    options = {"causal": causal, "sink": np.array([0.5, -1.0])}
+    sink = np.array([0.5, -1.0])
+    options = {"causal": causal, "sink": sink, **HEADS}
     out, lse = packed_attention(q, k, v, *offsets, **options)
     dq, dk, dv, _ = packed_attention_vjp(dout, q, k, v, *offsets, **options)
     for _, i, j in spans(*offsets, case.seqlen_q, case.seqlen_k):
@@ -53,12 +56,12 @@ def test_packing_is_a_mask_by_segment_ids(lengths):
                   np.transpose(lengths))  # fmt: skip
     ids = {"segment_ids_q": of_q, "segment_ids_k": of_k}
     bound = bounds(case, q, k, v, dout)
-    out, lse = packed_attention(q, k, v, *offsets)
-    expected = attention(q, k, v, **ids)
+    out, lse = packed_attention(q, k, v, *offsets, **HEADS)
+    expected = attention(q, k, v, **ids, **HEADS)
     assert_close(out, expected[0], bound.out)
     assert_close(lse, expected[1], bound.lse)
-    grads = packed_attention_vjp(dout, q, k, v, *offsets)
-    expected = attention_vjp(dout, q, k, v, **ids)
+    grads = packed_attention_vjp(dout, q, k, v, *offsets, **HEADS)
+    expected = attention_vjp(dout, q, k, v, **ids, **HEADS)
     for a, b, limit in zip(
         grads, expected, (bound.dq, bound.dk, bound.dv), strict=True
     ):
@@ -69,9 +72,9 @@ def test_tokens_of_no_sequence_have_no_result():
     case, offsets = packed_case([(2, 3)], 1)
     q, k, v, dout = case.arrays()
     q[:, 2], k[:, 3] = np.nan, np.nan
-    out, lse = packed_attention(q, k, v, *offsets)
+    out, lse = packed_attention(q, k, v, *offsets, **HEADS)
     assert not out[:, 2].any() and (lse[:, 2] == -np.inf).all()
-    grads = packed_attention_vjp(dout, q, k, v, *offsets)
+    grads = packed_attention_vjp(dout, q, k, v, *offsets, **HEADS)
     for gradient, token in zip(grads, (2, 3, 3), strict=True):
         assert not gradient[:, token].any() and np.isfinite(gradient).all()
 
@@ -81,9 +84,9 @@ def test_dropout_takes_a_sequence_for_a_batch():
     q, k, v, _ = case.arrays()
     q[:, 3:], k[:, 3:], v[:, 3:] = q[:, :3], k[:, :3], v[:, :3]
     dropout = Dropout(0.5, seed=1, head=np.arange(2))
-    out, _ = packed_attention(q, k, v, *offsets, dropout=dropout)
-    second = attention(q[:, 3:], k[:, 3:], v[:, 3:],
-                       dropout=dropout._replace(batch=1))[0]  # fmt: skip
+    out, _ = packed_attention(q, k, v, *offsets, dropout=dropout, **HEADS)
+    alone = dropout._replace(batch=1)
+    second, _ = attention(q[:, 3:], k[:, 3:], v[:, 3:], dropout=alone, **HEADS)
     np.testing.assert_array_equal(out[:, 3:], second)
     assert (out[:, :3] != second).any()
 
@@ -92,11 +95,12 @@ def test_slopes_may_be_those_of_a_sequence():
     case, offsets = packed_case([(2, 3), (0, 1), (4, 4)], 1)
     q, k, v, dout = case.arrays()
     slopes = np.random.default_rng(0).random((3, 2))
-    packed = {"alibi_slopes": slopes}
+    packed = {"alibi_slopes": slopes, **HEADS}
     out, lse = packed_attention(q, k, v, *offsets, **packed)
     grads = packed_attention_vjp(dout, q, k, v, *offsets, **packed)
     for b, i, j in spans(*offsets, case.seqlen_q, case.seqlen_k):
-        one, own = (q[:, i], k[:, j], v[:, j]), {"alibi_slopes": slopes[b]}
+        one = q[:, i], k[:, j], v[:, j]
+        own = {"alibi_slopes": slopes[b], **HEADS}
         alone = attention(*one, **own)
         np.testing.assert_array_equal(out[:, i], alone[0])
         np.testing.assert_array_equal(lse[:, i], alone[1])

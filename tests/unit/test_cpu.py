@@ -54,7 +54,8 @@ def by_heads(case, *arrays):
 
 
 def reference(case, q, k, v):
-    out, lse = attention(*by_heads(case, q, k, v), **case.meaning())
+    arrays = by_heads(case, q, k, v)
+    out, lse = attention(*arrays, **case.meaning(), heads_first=True)
     return heads_last(out), lse
 
 
@@ -86,7 +87,9 @@ def test_backward_is_the_reference_rounded_once(dtype):
     grads = cuflash.backward(dout, q, k, v, out, lse, **case.call())
     _, exact_lse = reference(case, q, k, v)
     arrays = by_heads(case, dout, q, k, v, out)
-    dq, dk, dv = key_outer(*arrays, exact_lse, **case.meaning())
+    dq, dk, dv = key_outer(
+        *arrays, exact_lse, **case.meaning(), heads_first=True
+    )
     exact = dq, sum_groups(dk, 2), sum_groups(dv, 2)
     for got, want in zip(grads, exact, strict=True):
         assert_rounded(got, heads_last(want), q.dtype)
@@ -102,7 +105,7 @@ def test_block_sizes_change_rounding_only(block_q, block_k):
     assert_rounded(out, reference(case, q, k, v)[0], q.dtype)
     grads = cuflash.backward(dout, q, k, v, out, lse, **case.call())
     arrays = by_heads(case, dout, q, k, v)
-    dq, dk, dv = attention_vjp(*arrays, **case.meaning())
+    dq, dk, dv = attention_vjp(*arrays, **case.meaning(), heads_first=True)
     exact = dq, sum_groups(dk, 2), sum_groups(dv, 2)
     for got, want in zip(grads, exact, strict=True):
         assert_rounded(got, heads_last(want), q.dtype)

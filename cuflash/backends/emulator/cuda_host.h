@@ -85,6 +85,13 @@ inline int __float_as_int(float x) {
     return bits;
 }
 inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(__float_as_int(x)); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i)
+        result |= static_cast<unsigned>(bytes >> (selector >> (i * 4) & 7) * 8 & 0xFF) << (i * 8);
+    return result;
+}
 
 // A product that is not fused with an addition. The compiler may fuse other products, as NVRTC
 // does.

@@ -75,23 +75,25 @@ inline float reciprocal_approx(float x) {
     return flushed(1.0f / flushed(x));
 }
 
-namespace emulator {
-
-template <typename Element> inline u32 products(u32 a, u32 b) {
-    return pack<Element>(to_float(low_half<Element>(a)) * to_float(low_half<Element>(b)),
-                         to_float(high_half<Element>(a)) * to_float(high_half<Element>(b)));
+inline u32 multiply_float16_pairs(u32 a, u32 b) {
+    const auto product = [&](auto half) {
+        return to_float(half(a)) * to_float(half(b));
+    };
+    return pack<float16>(product(low_half<float16>), product(high_half<float16>));
 }
 
-}  // namespace emulator
+constexpr bool CONVERTS_FLOAT8 = true;
 
-template <typename Element> u32 multiply_pairs(u32 a, u32 b);
-
-template <> inline u32 multiply_pairs<float16>(u32 a, u32 b) {
-    return emulator::products<float16>(a, b);
-}
-
-template <> inline u32 multiply_pairs<bfloat16>(u32 a, u32 b) {
-    return emulator::products<bfloat16>(a, b);
+inline void e4m3_to_float16(u32 (&pairs)[2], u32 word) {
+    const auto number = [&](int i) {
+        const int byte = word >> (i * 8) & 0xFF, exponent = byte >> 3 & 0xF, mantissa = byte & 7;
+        const float size =
+            (byte & 0x7F) == 0x7F ? __int_as_float(0x7FC00000)
+            : exponent == 0       ? static_cast<float>(mantissa) * 0x1p-9f
+                                  : __int_as_float((exponent + 120) << 23 | mantissa << 20);
+        return copysignf(size, byte & 0x80 ? -1.0f : 1.0f);
+    };
+    for (int i = 0; i < 2; ++i) pairs[i] = pack<float16>(number(i * 2), number(i * 2 + 1));
 }
 
 inline u32 max_of_upper_halves(u32 m, float a, float b) {

@@ -63,20 +63,30 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// The products of two pairs of elements, rounded to nearest even; subnormal numbers are kept. A
-// fused addition of -0 changes nothing, and sm_80 has no product of bfloat16. PTX ISA: fma.
-template <typename Element> __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b);
-
-template <> __device__ __forceinline__ u32 multiply_pairs<float16>(u32 a, u32 b) {
+// The products of two pairs of float16, rounded to nearest even; subnormal numbers are kept. Adding
+// -0 changes nothing. PTX ISA: fma.
+__device__ __forceinline__ u32 multiply_float16_pairs(u32 a, u32 b) {
     u32 pair;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
     return pair;
 }
 
-template <> __device__ __forceinline__ u32 multiply_pairs<bfloat16>(u32 a, u32 b) {
-    u32 pair;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
-    return pair;
+// Whether there is cvt.rn.f16x2.e4m3x2.
+#if __CUDA_ARCH__ >= 890
+constexpr bool CONVERTS_FLOAT8 = true;
+#else
+constexpr bool CONVERTS_FLOAT8 = false;
+#endif
+
+// A word's four float8_e4m3fn numbers as float16, exactly: bytes 0 and 1, bytes 2 and 3. PTX ISA:
+// cvt.
+__device__ __forceinline__ void e4m3_to_float16(u32 (&pairs)[2], u32 word) {
+    asm("{\n"
+        "    .reg .b16 low, high;\n"
+        "    mov.b32 {low, high}, %2;\n"
+        "    cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "    cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}" : "=r"(pairs[0]), "=r"(pairs[1]) : "r"(word));
 }
 
 // The maximum of the upper halves of m, a and b, in the upper half of the result; 0x7FFF if one of

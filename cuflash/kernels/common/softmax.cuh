@@ -7,6 +7,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr u32 WHOLE_WARP = 0xFFFFFFFFu;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
+__device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7FC00000); }
 
 // What a score is multiplied by in an exponent of 2: |scale| log2(e) if it is S itself
 // (score_mod.cuh's LINEAR), else log2(e). Never 0: 0 * inf is NaN.

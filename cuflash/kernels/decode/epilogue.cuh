@@ -22,7 +22,7 @@ __device__ __forceinline__ void share_state(
             for (int j = 0; j < O_TILES; ++j)
                 #pragma unroll
                 for (int x = 0; x < 2; ++x)
-                    states.acc[warp][row][j * 8 + lane % 4 * 2 + x] = acc[i][j][half * 2 + x];
+                    states.acc[warp][row][output_column(j, x)] = acc[i][j][half * 2 + x];
         }
 }
 
@@ -50,8 +50,7 @@ __device__ __forceinline__ void store_part(
     float scale_log2) {
     const int lane = threadIdx.x % 32;
     const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
-    const float v_scale = SCALES == SCALES_OF_PAGES ? 1.0f / WEIGHT_FACTOR
-                                                    : v_scale_of_head(args, rows.kv_head);
+    const float v_scale = v_scale_of_head(args, rows.kv_head) / WEIGHT_FACTOR;
     for (int row = threadIdx.x / 32; row < BLOCK_Q && rows.exists(row); row += NUM_WARPS) {
         const MergedWarps merged(states, row, scale_log2);
         const Result<float> result(

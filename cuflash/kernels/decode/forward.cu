@@ -22,6 +22,7 @@
 //
 // Bad at: many rows, which read the keys again for every 16 or 32 of them.
 #include "decode/epilogue.cuh"
+#include "decode/float8_rows.cuh"
 #include "decode/key_pipeline.cuh"
 #include "decode/rows.cuh"
 
@@ -37,6 +38,23 @@ __device__ __forceinline__ void load_queries(
     });
 }
 
+__device__ __forceinline__ void compute_scores(Scores& s, u32 q_smem, u32 k_smem) {
+    if constexpr (IS_FLOAT8) score_gemm_float8(s, q_smem, k_smem);
+    else score_gemm(s, q_smem, k_smem);
+}
+
+// acc += P V. A NaN or an infinity of a key that is masked does not spread.
+__device__ __forceinline__ void add_values(
+    Output& acc, const Scores& p, const Visible& visible, bool is_masked, u32 v_smem) {
+    if constexpr (IS_FLOAT8) {
+        if (is_masked && holds_nan(v_smem)) accumulate_visible_float8(acc, p, visible, v_smem);
+        else accumulate_float8(acc, p, v_smem);
+    } else {
+        if (is_masked && holds_nonfinite(v_smem)) accumulate_visible(acc, p, visible, v_smem);
+        else accumulate(acc, p, v_smem);
+    }
+}
+
 // A row tile's state over a part of its keys, of this warp's keys: m, l and acc.
 __device__ __forceinline__ void compute_part(
     const Arguments& args, SharedPlan& shared, const Part& part, const RowTile& rows,
@@ -50,27 +68,26 @@ __device__ __forceinline__ void compute_part(
     for (int i = 0; i < NUM_STAGES - 1; ++i) pipeline.load_next();
     cp_async_wait<NUM_STAGES - 1>();
     __syncthreads();                                        // Q has come, for all warps
+    if constexpr (IS_FLOAT8) {
+        arrange_queries(shared_address(&shared.tiles.q));
+        __syncthreads();
+    }
 
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
         pipeline.wait();
-        const u32 k_smem = pipeline.k_smem();
         const int first_key = tile * BLOCK_K + threadIdx.x / 32 * WARP_KEYS;
         pipeline.load_next();
         Scores s;
-        score_gemm(s, shared_address(&shared.tiles.q), k_smem);
-        if constexpr (SCALES == SCALES_OF_HEADS)
-            for_each_key(s, [&](float& x, int) { x *= k_scale; });
-        pipeline.apply_page_scales<0>(s, shared.tiles);
+        compute_scores(s, shared_address(&shared.tiles.q), pipeline.k_smem());
+        pipeline.apply_k_scales(s, shared.tiles, k_scale);
         if constexpr (!LINEAR) lane_rows.apply_score_mod(s, mask, first_key);
         const bool is_masked = rows.masks(mask, first_key, WARP_KEYS);
         Visible visible;
         if (is_masked) lane_rows.apply_mask(s, visible, mask, first_key);
-        softmax_step(s, softmax, acc, lane_rows.scale_log2);
+        softmax_step<true>(s, softmax, acc, lane_rows.scale_log2);
         if constexpr (DROPOUT) lane_rows.apply_dropout(s, first_key);
-        pipeline.apply_page_scales<1>(s, shared.tiles);
-        const u32 v_smem = pipeline.v_smem();
-        if (is_masked && holds_nonfinite(v_smem)) accumulate_visible(acc, s, visible, v_smem);
-        else accumulate(acc, s, v_smem);
+        pipeline.apply_v_scales(s, shared.tiles);
+        add_values(acc, s, visible, is_masked, pipeline.v_smem());
         pipeline.release();
     }
     cp_async_wait<0>();

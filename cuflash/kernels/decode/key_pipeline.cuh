@@ -5,6 +5,36 @@
 #include "decode/float8.cuh"
 #include "decode/rows.cuh"
 
+// A lane's chunks of a tile of the warp's keys that exists as a whole, COLUMNS numbers of 16 bits:
+// each ROWS rows after the one before, then each panel. POSSIBLE: all lanes have as many, and the
+// swizzle of a lane's chunks does not change, or only its bit 2.
+template <int COLUMNS> struct LaneChunks {
+    static constexpr int OF_ROW = COLUMNS < PANEL_COLUMNS ? COLUMNS / CHUNK_ELEMENTS : 8;
+    static constexpr int ROWS = 32 / OF_ROW;
+    static constexpr bool POSSIBLE = 8 % OF_ROW == 0
+                                  && (COLUMNS < PANEL_COLUMNS || COLUMNS % PANEL_COLUMNS == 0);
+
+    // Starts the copy from rows `token_bytes` apart.
+    static __device__ __forceinline__ void load(
+        u32 tile, const unsigned char* first, i64 token_bytes) {
+        const int lane = threadIdx.x % 32, row = lane / OF_ROW;
+        const int column = lane % OF_ROW * CHUNK_ELEMENTS;
+        const unsigned char* source = first + row * token_bytes + column * 2;
+        u32 targets[2] = {tile + tile_offset<WARP_KEYS>(row, column),
+                          tile + tile_offset<WARP_KEYS>(row + ROWS % 8, column)};
+        if constexpr (ROWS % 8 == 0) targets[1] += ROWS * PANEL_ROW_BYTES;
+        #pragma unroll
+        for (int i = 0; i < WARP_KEYS / ROWS; ++i) {
+            #pragma unroll
+            for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
+                cp_async_16(targets[i % 2] + (i / 2 * 2 * ROWS + panel * WARP_KEYS)
+                                             * PANEL_ROW_BYTES,
+                            source + panel * PANEL_ROW_BYTES);
+            source += ROWS * token_bytes;
+        }
+    }
+};
+
 // Each tile of the warp's keys is one cp.async group.
 struct KeyPipeline {
     const Arguments& args;
@@ -52,42 +82,37 @@ struct KeyPipeline {
         __syncwarp();
         stage = stage + 1 == NUM_STAGES ? 0 : stage + 1;
     }
-    // The oldest tile's keys, or values, as 16-bit elements in shared memory. With float8 caches
-    // the values take the place of the keys.
+    // The oldest tile's keys, and its values.
     __device__ __forceinline__ u32 k_smem() const {
-        return elements<HEAD_DIM>(shared.tiles, shared_address(&shared.tiles.k[warp][stage]));
+        return shared_address(&shared.tiles.k[warp][stage]);
     }
     __device__ __forceinline__ u32 v_smem() const {
-        return elements<HEAD_DIM_V>(shared.tiles, shared_address(&shared.tiles.v[warp][stage]));
+        return shared_address(&shared.tiles.v[warp][stage]);
     }
 
-    // If pages have scales, multiplies each score by its key's: K's if OF is 0, V's if it is 1.
-    template <int OF, class Tiles>
-    __device__ __forceinline__ void apply_page_scales(Scores& s, Tiles& tiles) const {
-        if constexpr (SCALES == SCALES_OF_PAGES) {
-            constexpr float FACTOR = OF == 0 ? 1.0f : WEIGHT_FACTOR;
-            const auto& scales = tiles.scales[warp][stage][OF];
-            for_each_key(s, [&](float& x, int key) { x *= scales[key] * FACTOR; });
-        }
+    // Multiplies each score by the scale of its key.
+    template <class Tiles>
+    __device__ __forceinline__ void apply_k_scales(Scores& s, Tiles& tiles, float of_head) const {
+        if constexpr (SCALES == SCALES_OF_HEADS)
+            for_each_key(s, [&](float& x, int) { x *= of_head; });
+        if constexpr (SCALES == SCALES_OF_PAGES)
+            for_each_key(s, [&](float& x, int key) { x *= tiles.scales[warp][stage][0][key]; });
+    }
+    // Multiplies each weight by WEIGHT_FACTOR, and by its page's scale; those of heads follow at
+    // the end.
+    template <class Tiles>
+    __device__ __forceinline__ void apply_v_scales(Scores& p, Tiles& tiles) const {
+        if constexpr (SCALES == SCALES_OF_HEADS)
+            for_each_key(p, [&](float& x, int) { x *= WEIGHT_FACTOR; });
+        if constexpr (SCALES == SCALES_OF_PAGES)
+            for_each_key(p, [&](float& x, int key) {
+                x *= tiles.scales[warp][stage][1][key] * WEIGHT_FACTOR;
+            });
     }
 
 private:
     __device__ __forceinline__ int first_key() const {
         return next_tile * BLOCK_K + warp * WARP_KEYS;
-    }
-    template <int COLUMNS, class Tiles>
-    __device__ __forceinline__ u32 elements(Tiles& tiles, u32 stored) const {
-        if constexpr (IS_FLOAT8) {
-            const u32 target = shared_address(&tiles.elements[warp]);
-            Float8Chunks<Element, WARP_KEYS, COLUMNS> chunks;
-            chunks.load(stored);                            // all loads before any store
-            __syncwarp();                                   // the keys have been read
-            chunks.store(target);
-            __syncwarp();
-            return target;
-        } else {
-            return stored;
-        }
     }
     // Starts the copy of the scales of the keys' pages, a lane each; 0 past the last key.
     template <class Arguments, class Tiles>
@@ -111,8 +136,13 @@ private:
     template <int COLUMNS>
     __device__ __forceinline__ void load_keys(u32 tile, const KeyRows& rows, int num_columns) {
         constexpr bool LOOKS_UP = PAGED && !ONE_PAGE;       // each key's page
+        constexpr int WIDTH = COLUMNS * static_cast<int>(sizeof(Cached)) / 2;
+        using Chunks = LaneChunks<WIDTH>;
         const int row_bytes = num_columns * static_cast<int>(sizeof(Cached));
         const unsigned char* first = rows.row(next_page, first_key());
+        if constexpr (Chunks::POSSIBLE && !LOOKS_UP)
+            if (first_key() + WARP_KEYS <= seqlen_k && row_bytes == WIDTH * 2 && next_page >= 0)
+                return Chunks::load(tile, first, rows.token_bytes);
         const auto load_chunk = [&](int row, int column) {
             const int key = first_key() + row;
             int bytes = key < seqlen_k ? min(max(row_bytes - column * 2, 0), CHUNK_BYTES) : 0;

@@ -37,17 +37,15 @@ struct Tiles {
     StoredTile<HEAD_DIM> k[NUM_WARPS][NUM_STAGES];
     StoredTile<HEAD_DIM_V> v[NUM_WARPS][NUM_STAGES];
 };
-// With float8 caches, a warp's K, then V, of the tile it computes as 16-bit elements, and, if pages
-// have scales, those of each key.
-struct Float8Tiles : Tiles {
+// If pages have scales, those of each key.
+struct ScaledTiles : Tiles {
     float scales[NUM_WARPS][NUM_STAGES][2][WARP_KEYS];      // of K, of V
-    SmemTile<WARP_KEYS, (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> elements[NUM_WARPS];
 };
 template <bool> struct TilesOf { using type = Tiles; };
-template <> struct TilesOf<true> { using type = Float8Tiles; };
+template <> struct TilesOf<true> { using type = ScaledTiles; };
 
 union SharedPlan {
-    TilesOf<IS_FLOAT8>::type tiles;
+    TilesOf<SCALES == SCALES_OF_PAGES>::type tiles;
     WarpStates states;                                      // once all tiles have been read
 };
 static_assert(sizeof(SharedPlan) <= SHARED_BYTES, "the plan and the kernel disagree");
@@ -121,16 +119,21 @@ struct LaneRows {
     }
 };
 
-// S = Q K^T, or its negative if scale < 0: the softmax takes |scale|.
+// The softmax takes |scale|.
+__device__ __forceinline__ void negate_if_needed(Scores& s) {
+    if (NEGATE_SCORES)
+        for (auto& tile : s)
+            for (auto& fragment : tile)
+                for (float& x : fragment) x = -x;
+}
+
+// S = Q K^T, or its negative.
 __device__ __forceinline__ void score_gemm(Scores& s, u32 q_smem, u32 k_smem) {
     set_zero(s);
     const OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES> queries(q_smem, 0);
     const OperandB<WARP_KEYS, Stored::TRANSPOSED, S_TILES / 2> keys(k_smem, 0);
     gemm<Element, HEAD_DIM / 16>(s, queries, keys);
-    if (NEGATE_SCORES)
-        for (auto& tile : s)
-            for (auto& fragment : tile)
-                for (float& x : fragment) x = -x;
+    negate_if_needed(s);
 }
 
 // Calls f(s[i][j][x], key) with the place of each score's key among the warp's.
@@ -143,9 +146,21 @@ template <class F> __device__ __forceinline__ void for_each_key(Scores& s, F f) 
             for (int x = 0; x < 4; ++x) f(s[i][j][x], j * 8 + threadIdx.x % 4 * 2 + x % 2);
 }
 
-// Weights with scales of pages are rounded to Element relative to this: float8 numbers reach 448,
-// so v_scale is that much smaller than the values, and float16 would lose bits of such weights.
-constexpr float WEIGHT_FACTOR = 512.0f;
+// The column of O of the lane's acc[i][j][x].
+__device__ __forceinline__ int output_column(int j, int x) {
+    const int place = threadIdx.x % 4 * 2 + x % 2;          // among a tile's eight
+    return IS_FLOAT8 ? j / 2 * 16 + place * 2 + j % 2       // float8_rows.cuh
+                     : j * 8 + place;
+}
+
+// What V is multiplied by: with float8 caches, P as float16, which has more bits than bfloat16. It
+// is rounded relative to WEIGHT_FACTOR, as float16 numbers are multiples of 2^-24. With scales of
+// pages, P v_scale, which need not be a float16, as Element: float8 numbers reach 448, so v_scale
+// is that much smaller than the values.
+template <bool> struct WeightOf { using type = Element; };
+template <> struct WeightOf<true> { using type = float16; };
+using Weight = WeightOf<IS_FLOAT8 && SCALES != SCALES_OF_PAGES>::type;
+constexpr float WEIGHT_FACTOR = !IS_FLOAT8 ? 1.0f : SCALES == SCALES_OF_PAGES ? 512.0f : 32768.0f;
 
 using Values = OperandB<WARP_KEYS, Stored::AS_NAMED, O_TILES / 2>;
 
@@ -187,7 +202,7 @@ __device__ __forceinline__ void accumulate_visible(
                     WHOLE_WARP, static_cast<int>(visible[i][key / 8][x]), owner) != 0;
                 #pragma unroll
                 for (int j = 0; j < O_TILES; ++j) {
-                    const int column = j * 8 + lane % 4 * 2;
+                    const int column = output_column(j, 0);
                     const u32 pair = __float_as_int(load_shared_float(
                         v_smem + tile_offset<WARP_KEYS>(key, column)));
                     const float values[2] = {to_float(low_half<Element>(pair)),

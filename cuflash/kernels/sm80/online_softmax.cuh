@@ -17,13 +17,24 @@ template <int M> __device__ __forceinline__ void reset(SoftmaxStateOf<M>& softma
         }
 }
 
+template <int D>
+__device__ __forceinline__ void rescale_row(float (&acc)[D][4], int half, float factor) {
+    #pragma unroll
+    for (int j = 0; j < D; ++j) {
+        acc[j][half * 2] *= factor;
+        acc[j][half * 2 + 1] *= factor;
+    }
+}
+
 // m = max(m_old, rowmax(S)),  P = 2^(c S - c m),  l = l 2^(c m_old - c m) + rowsum(P),  acc scaled
 // by the same factor (FlashAttention-2, Alg. 1, lines 9 and 10), c = scale_log2. S becomes P. No
-// barrier inside.
-template <int M, int N, int D>
+// barrier inside. SKIPS: acc is left alone where the factors of all the warp's rows are 1, which
+// pays where a warp has few rows and many tiles.
+template <bool SKIPS = false, int M, int N, int D>
 __device__ __forceinline__ void softmax_step(
     float (&s)[M][N][4], SoftmaxStateOf<M>& softmax, float (&acc)[M][D][4], float scale_log2) {
-    float reference[M][2];
+    float reference[M][2], factors[M][2];
+    bool differ = false;
     #pragma unroll
     for (int i = 0; i < M; ++i)
         #pragma unroll
@@ -38,12 +49,15 @@ __device__ __forceinline__ void softmax_step(
             const float rescale = exp2_of_product(m_old, scale_log2, reference[i][half]);
             softmax.m[i][half] = m;
             softmax.l[i][half] *= rescale;
-            #pragma unroll
-            for (int j = 0; j < D; ++j) {
-                acc[i][j][half * 2] *= rescale;
-                acc[i][j][half * 2 + 1] *= rescale;
-            }
+            if (!SKIPS) rescale_row(acc[i], half, rescale);
+            factors[i][half] = rescale;
+            differ |= rescale != 1.0f;
         }
+    if (SKIPS && __ballot_sync(WHOLE_WARP, differ) != 0)
+        #pragma unroll
+        for (int i = 0; i < M; ++i)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) rescale_row(acc[i], half, factors[i][half]);
     #pragma unroll
     for (int i = 0; i < M; ++i) {
         float sum[2] = {0.0f, 0.0f};                        // see sm90/forward.cu

@@ -83,7 +83,7 @@ def test_sequences_have_their_own():
     offsets = [0, 3, 3, 8], [0, 4, 5, 9]
     case = ReferenceCase((2,), 9, 10, causal=True)
     q, k, v, dout, dlse = inputs(case)
-    given = {"causal": True}
+    given = {"causal": True, "heads_first": True}
     dq, dk, dv = packed_attention_vjp(
         dout, q, k, v, *offsets, dlse=dlse, **given
     )

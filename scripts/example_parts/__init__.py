@@ -1,0 +1,1 @@
+"""The parts of scripts/run_examples.py."""

@@ -1,0 +1,85 @@
+"""Writes the pages that numpydoc fills: one for each bridge and module."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from site_parts.sources import write
+
+# The bridges, and what each needs to be imported.
+BRIDGES = {
+    "torch": ("PyTorch", "torch"),
+    "flash_attn": ("flash-attn's calls", "torch"),
+    "jax": ("JAX", "jax"),
+}
+
+# The page and the picture of the gallery that draw a module of the reference.
+PICTURES = {
+    "softmax": ("plot_1_online_softmax", 1),
+    "tile_state": ("plot_1_online_softmax", 1),
+    "attention": ("plot_2_attention_maps", 1),
+    "masks": ("plot_3_masks_and_biases", 1),
+    "scores": ("plot_3_masks_and_biases", 2),
+    "traffic": ("plot_4_tile_sizes", 2),
+}
+TITLES = {"kvcache": "KV cache", "running": "Running variance"}
+
+
+def write_bridges(site: Path) -> None:
+    """Write api/<bridge>.rst, with its public names if it can be imported."""
+    for name, (title, need) in BRIDGES.items():
+        page = site / "api" / f"{name}.rst"
+        module = f"cuflash.{name}"
+        try:
+            names = importlib.import_module(module).__all__
+        except ImportError:
+            names = None
+        write(page, _bridge(module, f"{title}: {module}", need, names))
+
+
+def _bridge(
+    module: str, title: str, need: str, names: list[str] | None
+) -> str:
+    lines = [title, "=" * len(title), ""]
+    if names is None:
+        lines += [
+            f"Install the extra ``cuflash[{need}]`` to use it. It was not "
+            "there when these pages were built."
+        ]
+        return "\n".join([*lines, ""])
+    lines += [f".. automodule:: {module}", "   :no-members:", ""]
+    lines += [f".. currentmodule:: {module}", "", ".. autosummary::"]
+    lines += ["   :toctree: generated", "", *(f"   {x}" for x in names)]
+    return "\n".join([*lines, ""])
+
+
+def write_reference(site: Path) -> None:
+    """Write algorithm/<module>.rst for each module of the reference."""
+    from cuflash import reference
+
+    write(site / "algorithm" / "sources.rst", _module("Package and sources"))
+    for name in reference.__all__:
+        page = site / "algorithm" / f"{name}.rst"
+        title = TITLES.get(name, name.replace("_", " ").capitalize())
+        write(page, _module(title, name))
+
+
+def _module(title: str, name: str = "") -> str:
+    module = ".".join(["cuflash.reference", *([name] if name else [])])
+    lines = [title, "=" * len(title), ""]
+    if name in PICTURES:
+        page, number = PICTURES[name]
+        image = f"../examples/images/sphx_glr_{page}_{number:03}.png"
+        lines += [f".. figure:: {image}", "   :width: 80%"]
+        lines += [f"   :target: ../examples/{page}.html", ""]
+        lines += [f"   From the gallery: :doc:`../examples/{page}`", ""]
+    lines += [f".. automodule:: {module}"]
+    if name:
+        lines += ["   :members:", "   :member-order: bysource"]
+    return "\n".join([*lines, ""])
+
+
+def write_all(site: Path) -> None:
+    write_bridges(site)
+    write_reference(site)

@@ -1,0 +1,121 @@
+"""scripts/build_docs.py: what it makes of the repository's pages."""
+
+from pathlib import Path
+
+import pytest
+
+import build_docs
+from site_parts import sources, stubs
+
+ROOT = Path(__file__).parents[2]
+TARGETS = sources.link_targets(ROOT, sources.site_names(ROOT))
+
+
+@pytest.mark.parametrize(
+    "source, page, link, made",
+    [
+        ("docs/guide/options.md", "guide/options.md",
+         "[a](../../README.md#options)", "[a](../overview.md#options)"),
+        ("README.md", "overview.md",
+         "[a](docs/guide/kvcache.md)", "[a](guide/kvcache.md)"),
+        ("README.md", "overview.md", "[`a`](reference)",
+         "[`a`](algorithm/index.md)"),
+        ("docs/algorithm/README.md", "algorithm/index.md",
+         "[a](../../reference/softmax.py)", "[a](softmax.rst)"),
+        ("CONTRIBUTING.md", "contributing.md",
+         "[`slow.txt`](tests/slow.txt)", "`slow.txt`"),
+        ("docs/index.md", "index.md", "[a](lab/README.md)",
+         "[a](lab/index.md)"),
+        ("README.md", "overview.md", "![a\nb](docs/benchmarks/h200_mma.json)",
+         "![a\nb](benchmarks/h200_mma.json)"),
+        ("README.md", "overview.md", "[a](#options)", "[a](#options)"),
+        ("README.md", "overview.md", "[a](https://x.y/z)",
+         "[a](https://x.y/z)"),
+    ],
+)  # fmt: skip
+def test_links_lead_to_the_sites_pages(source, page, link, made):
+    assert sources.with_links(link, source, page, TARGETS) == made
+
+
+def test_a_folders_pages_are_in_its_order():
+    text = "[b](b.md) and [x](../x/c.md), [again](b.md#at)"
+    pages = ["f/index.md", "f/a.md", "f/b.md", "f/picture.png", "g/c.md"]
+    made = sources.toctree(text, "f/index.md", pages)
+    assert made.split("\n\n")[1].split() == ["b", "a", "```"]
+
+
+def test_a_page_alone_has_no_toctree():
+    assert sources.toctree("", "f/index.md", ["f/index.md"]) == ""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A small repository."""
+    pages = {
+        "README.md": "# small\n[guide](docs/guide/README.md)\n",
+        "CONTRIBUTING.md": "# C\n",
+        "CHANGELOG.md": "# C\n",
+        "docs/index.md": "# small\n",
+        "docs/guide/README.md": "# Guide\n",
+        "docs/guide/a.md": "# A\n",
+        "docs/gallery/plot_1.py": "",
+    }
+    for name, text in pages.items():
+        sources.write(tmp_path / "root" / name, text)
+    return tmp_path / "root"
+
+
+def test_pages_are_copied(repository, tmp_path):
+    site = tmp_path / "site"
+    sources.copy(repository, site)
+    overview = (site / "overview.md").read_text()
+    assert overview == "# Overview\n[guide](guide/index.md)\n"
+    assert "\na\n" in (site / "guide/index.md").read_text()
+
+
+def test_what_is_unchanged_keeps_its_time(repository, tmp_path):
+    site = tmp_path / "site"
+    sources.copy(repository, site)
+    before = {x: x.stat().st_mtime_ns for x in site.rglob("*.*")}
+    sources.write(repository / "docs/guide/a.md", "# Another\n")
+    sources.copy(repository, site)
+    changed = {x for x in before if x.stat().st_mtime_ns != before[x]}
+    assert changed == {site / "guide/a.md"}
+
+
+@pytest.mark.parametrize("gone", ["docs/guide/a.md", "docs/gallery/plot_1.py"])
+def test_a_page_that_is_gone_leaves_nothing(repository, tmp_path, gone):
+    site = tmp_path / "site"
+    sources.copy(repository, site)
+    sources.write(site / "examples/made.rst", "of an earlier build")
+    (repository / gone).unlink()
+    sources.copy(repository, site)
+    assert not (site / gone.removeprefix("docs/")).exists()
+    assert not (site / "examples").exists()
+    assert (site / "guide/index.md").exists()
+
+
+def test_each_module_of_the_reference_has_a_page(tmp_path):
+    stubs.write_reference(tmp_path)
+    made = {path.stem for path in (tmp_path / "algorithm").iterdir()}
+    modules = {path.stem for path in (ROOT / "reference").glob("*.py")}
+    assert made == modules - {"__init__"} | {"sources"}
+
+
+def test_pictures_of_modules_come_from_the_gallery():
+    for page, _ in stubs.PICTURES.values():
+        assert (ROOT / "docs/gallery" / f"{page}.py").exists()
+
+
+def test_a_bridge_without_its_library_says_what_to_install():
+    page = stubs._bridge("cuflash.torch", "PyTorch", "torch", None)
+    assert "cuflash[torch]" in page and "autosummary" not in page
+
+
+def test_a_file_is_no_folder_for_the_output(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as stopped:
+        build_docs.main(["--output", str(file)])
+    assert stopped.value.code == 2
+    assert "Not a directory" in capsys.readouterr().err
