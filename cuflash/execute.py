@@ -158,8 +158,10 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
                 if copy is not gradient:
                     backend.copy(gradient, copy)
         if dbias is not None:
-            dtype = signature.options["bias"].dtype
-            gradients.append(_converted(dbias, dtype, backend))
+            if p.bias != p.lse_dtype:
+                dtype = signature.options["bias"].dtype
+                dbias = _converted(dbias, dtype, backend)
+            gradients.append(dbias)
         if dsink is not None:
             gradients.append(dsink)
     return tuple(gradients)
@@ -533,9 +535,7 @@ def new_array(layout: Layout, backend: Backend) -> Any:
 
 
 def _converted(array: Any, dtype: Any, backend: Backend) -> Any:
-    """The array, or a copy converted to the dtype."""
-    if array.dtype == dtype:
-        return array
+    """A copy, converted to the dtype."""
     copy = backend.empty(array.shape, dtype)
     backend.copy(copy, array)
     return copy

@@ -89,6 +89,18 @@ def _encodable(boxes: Boxes) -> tuple[Any, ...]:
     )
 
 
+def bind(index: int) -> None:
+    """Make a device's context current in this thread if it has none.
+
+    CUDA's runtime binds a thread at its first call that needs a context; a
+    launch by the driver may come before that.
+    """
+    runtime = cupy.cuda.runtime
+    before = runtime.getDevice()
+    runtime.setDevice(index)
+    runtime.setDevice(before)
+
+
 _HERE = contextlib.nullcontext()
 
 

@@ -63,6 +63,7 @@ class FakeCupy(types.ModuleType):
         self.cuda = types.SimpleNamespace(
             runtime=types.SimpleNamespace(
                 getDevice=lambda: self.device,
+                setDevice=self._set_device,
                 getDeviceProperties=lambda index: properties,
             ),
             driver=types.SimpleNamespace(launchKernel=self._launch),
@@ -80,6 +81,10 @@ class FakeCupy(types.ModuleType):
         memory = self.alloc(nbytes)
         self.log.append(("alloc", memory.ptr, nbytes))
         return memory
+
+    def _set_device(self, index):
+        self.device = index
+        self.log.append(("bind", index))
 
     @contextmanager
     def _device(self, index):

@@ -70,10 +70,52 @@ LAW = {
     "backends.emulator.memory": "",
     "backends.emulator.runtime": "errors folders plan build.source"
     " build.cache",
+    "flash_attn": "torch flash_attn.flash_attn_interface",
+    "flash_attn.arguments": "checks errors",
+    "flash_attn.bert_padding": "",
+    "flash_attn.dense": "torch torch.attention flash_attn.arguments",
+    "flash_attn.flash_attn_interface": "flash_attn.dense"
+    " flash_attn.kvcache flash_attn.varlen",
+    "flash_attn.kvcache": "errors torch flash_attn.arguments",
+    "flash_attn.layers": "",
+    "flash_attn.layers.embedding": "flash_attn.layers.functions",
+    "flash_attn.layers.functions": "flash_attn.arguments flash_attn.rotation",
+    "flash_attn.layers.rotary": "flash_attn.layers.embedding"
+    " flash_attn.layers.functions",
+    "flash_attn.ops": "",
+    "flash_attn.ops.triton": "",
+    "flash_attn.ops.triton.rotary": "flash_attn.rotation",
+    "flash_attn.rotation": "errors torch.request torch.rotary"
+    " flash_attn.arguments",
+    "flash_attn.varlen": "errors torch torch.attention flash_attn.arguments",
     "emulator": "backends.emulator",
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
+    "torch": "torch.attention torch.kvcache torch.registration",
+    "torch.arrays": "workspace torch.dtypes",
+    "torch.attention": "checks errors options torch.autocast torch.checks"
+    " torch.gradients torch.ops torch.random torch.request torch.tracing",
+    "torch.autocast": "errors",
+    "torch.backend": "backends.cupy torch.arrays",
+    "torch.checks": "errors",
+    "torch.dtypes": "",
+    "torch.gradients": "errors torch.request",
+    "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
+    " torch.kvcache_ops torch.kvcache_request torch.tracing",
+    "torch.kvcache_ops": "torch.kvcache_request torch.ops",
+    "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
+    " torch.dtypes torch.request torch.signature",
+    "torch.masks": "",
+    "torch.registration": "errors torch.masks torch.transformers",
+    "torch.transformers": "errors torch.attention torch.masks",
+    "torch.ops": "errors torch.gradients torch.request",
+    "torch.random": "",
+    "torch.request": "api execute options problem settings validate"
+    " backends.base torch.backend torch.dtypes torch.signature",
+    "torch.rotary": "execute problem validate backends.base torch.signature",
+    "torch.signature": "errors problem settings torch.dtypes",
+    "torch.tracing": "errors",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
@@ -81,7 +123,19 @@ LAW = {
     " __init__",
 }
 MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
-PACKAGES = ("backends", "backends.emulator", "build", "plans")
+BRIDGES = ("torch",)  # each imports the library of its name
+ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
+PACKAGES = (
+    "backends",
+    "backends.emulator",
+    "build",
+    "plans",
+    *BRIDGES,
+    "flash_attn",
+    "flash_attn.layers",
+    "flash_attn.ops",
+    "flash_attn.ops.triton",
+)
 
 
 class Imports(ast.NodeVisitor):
@@ -142,7 +196,7 @@ def of_cuflash(imports):
     for name in imports.top | imports.later:
         first, *rest = name.split(".")
         if first == "cuflash":
-            own = [".".join(rest[:n]) for n in (3, 2, 1)]
+            own = [".".join(rest[:n]) for n in (4, 3, 2, 1)]
             known = (x for x in own if x in LAW or x == "reference")
             names.add(next(known, "__init__"))
     return names
@@ -214,6 +268,20 @@ def test_cupy_is_imported_only_where_allowed(module):
         assert not {name.partition(".")[0] for name in top} & cupy
 
 
+@pytest.mark.parametrize("module", sorted(CUFLASH))
+def test_a_bridge_is_alone_with_its_library(module):
+    """No other module imports a bridge, or the library of one."""
+    imports = CUFLASH[module]
+    first = {name.partition(".")[0] for name in imports.top | imports.later}
+    for library in BRIDGES:
+        above = ON_TOP.get(library, ())
+        if module.partition(".")[0] not in (library, *above):
+            assert library not in first
+            assert not {x.partition(".")[0] for x in of_cuflash(imports)} & {
+                library
+            }
+
+
 def run_without(blocked, text):
     """Run Python text in a process where some modules cannot be imported."""
     block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
@@ -237,6 +305,16 @@ cuflash.forward_kvcache(cache[:, :1], cache, cache, cache_seqlens=3)
 """
     done = run_without(["cupy", "cuda"], text)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bridge", "library"),
+    [*((x, x) for x in BRIDGES), ("flash_attn", "torch")],
+)
+def test_a_bridge_without_its_library(bridge, library):
+    done = run_without([library], f"import cuflash.{bridge}")
+    assert done.returncode == 1
+    assert f'pip install "cuflash[{library}]"' in done.stderr.splitlines()[-1]
 
 
 def test_a_cuda_array_without_cupy():

@@ -1,0 +1,26 @@
+"""cuflash for PyTorch tensors: differentiable, compiled, on torch's stream.
+
+>>> out = cuflash.torch.attention(q, k, v, causal=True)
+>>> out.sum().backward()
+
+Importing this package imports PyTorch; the rest of cuflash does not.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401  the library: imports are absolute
+except ImportError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "cuflash.torch needs PyTorch, which could not be imported: "
+        'pip install "cuflash[torch]"',
+        name="torch",
+    ) from error
+
+from .attention import attention
+from .kvcache import forward_kvcache
+from .registration import register_transformers
+
+__all__ = ["attention", "forward_kvcache", "register_transformers"]

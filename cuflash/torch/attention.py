@@ -1,0 +1,181 @@
+"""`attention` on torch tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuflash import checks, options
+from cuflash.errors import UnsupportedError
+
+from . import autocast, ops, random
+from .checks import check_tensors
+from .gradients import Attention
+from .request import Request
+from .tracing import is_traced
+
+_DIFFERENTIABLE = ("bias", "sink")
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    precision: str | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    segment_ids_q: torch.Tensor | None = None,
+    segment_ids_k: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Any:
+    """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
+
+    Differentiable in `q`, `k`, `v`, `bias` and `sink`, of `out` and of `lse`;
+    the gradients are those of `cuflash.backward`.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, seqlen_q, num_heads_q, head_dim)
+        On a CUDA device or the CPU: float16, bfloat16, float32 or float64.
+        Any strides, and also 3-D or 2-D as for `cuflash.forward`. Note the
+        order of the axes: torch's own function has heads before seqlen.
+    k, v : Tensor, (batch, seqlen_k, num_heads_kv, head_dim)
+        `v` may have another head dimension.
+    scale, causal, block_q, block_k, precision, num_splits, window, softcap, \
+    alibi_slopes, bias, mask, sink, segment_ids_q, segment_ids_k, dropout, \
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As for `cuflash.forward`, with tensors for arrays.
+    seed : int, optional
+        Of dropout; by default drawn from torch's generator of the CPU, which
+        `torch.manual_seed` seeds.
+    return_lse : bool, optional
+        Whether to return `lse` too.
+    deterministic : bool, optional
+        Whether the backward pass sums `dq` in a fixed order.
+
+    Returns
+    -------
+    out : Tensor, (batch, seqlen_q, num_heads_q, head_dim_v)
+        In the dtype of `q`; under autocast in autocast's.
+    lse : Tensor, (batch, num_heads_q, seqlen_q)
+        Only with `return_lse`: float32, float64 for float64 `q`.
+
+    Raises
+    ------
+    CuflashError
+        In the same cases as `cuflash.forward`.
+    ValueRangeError
+        If the tensors are on several devices.
+    UnsupportedError
+        If another tensor than those above requires grad; in the backward
+        pass, if second derivatives are asked for.
+    DTypeError
+        If an argument is no tensor, or float64 under autocast.
+
+    See Also
+    --------
+    cuflash.forward : the same for CuPy and NumPy arrays, with all equations.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cuflash.torch
+    >>> q, k, v = torch.randn(3, 2, 16, 4, 8, requires_grad=True)
+    >>> out = cuflash.torch.attention(q, k, v, causal=True)
+    >>> out.shape
+    torch.Size([2, 16, 4, 8])
+    """
+    given = None
+    # Fast path: no options given.
+    if not (
+        window is softcap is alibi_slopes is bias is mask is sink
+        is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
+        is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
+        and type(dropout) is float and not dropout
+    ):  # fmt: skip
+        given = options.passed(
+            {
+                "window": window,
+                "softcap": softcap,
+                "alibi_slopes": alibi_slopes,
+                "bias": bias,
+                "mask": mask,
+                "sink": sink,
+                "segment_ids_q": segment_ids_q,
+                "segment_ids_k": segment_ids_k,
+                "dropout": dropout,
+                "seed": seed,
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_k": max_seqlen_k,
+            }
+        )
+    if not torch.compiler.is_compiling():
+        inputs = {"q": q, "k": k, "v": v}
+        if given:
+            inputs |= {x: given[x] for x in options.ARRAYS if x in given}
+        check_tensors(inputs)
+    if autocast.is_on(q):
+        q, k, v, given = autocast.cast(q, k, v, given)
+    with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
+    if is_traced(q, k, v):
+        return ops.attention(
+            q, k, v, return_lse, given,
+            scale=scale, causal=causal, block_q=block_q, block_k=block_k,
+            precision=precision, num_splits=num_splits,
+            deterministic=deterministic,
+        )  # fmt: skip
+    if given and given.get("dropout") and "seed" not in given:
+        given["seed"] = random.draw()
+    request = Request(
+        scale, causal, block_q, block_k, precision, num_splits, deterministic,
+        given,
+    )  # fmt: skip
+    if with_grad:
+        return Attention.apply(
+            request, checks.flag("return_lse", return_lse), q, k, v,
+            request.tensors.get("bias"), request.tensors.get("sink"),
+        )  # fmt: skip
+    results = request.forward(q, k, v, return_lse)
+    return results if return_lse else results[0]
+
+
+def needs_grad(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: dict[str, Any] | None,
+) -> bool:
+    """Whether an input requires grad; UnsupportedError if one may not."""
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    if not given:
+        return wanted
+    for name in options.ARRAYS:
+        if name in given and given[name].requires_grad:
+            if name not in _DIFFERENTIABLE:
+                raise UnsupportedError(
+                    f"{name} requires grad, expected a tensor that does not: "
+                    "attention is differentiable in q, k, v, bias, sink and "
+                    f"lse only (pass {name}.detach())"
+                )
+            wanted = True
+    return wanted

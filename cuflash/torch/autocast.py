@@ -1,0 +1,56 @@
+"""Autocast: float32 tensors become its dtype, as torch's attention does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuflash.errors import DTypeError
+
+
+def is_on(q: Any) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    # The first is fast, but a compiler does not know it.
+    if not torch.compiler.is_compiling():
+        if not torch._C._is_any_autocast_enabled():
+            return False
+    return torch.is_autocast_enabled(q.device.type)
+
+
+def cast(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: dict[str, Any] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any] | None]:
+    """q, k and v in autocast's dtype, and options that fit it.
+
+    A float32 bias is left as it is: it is added to float32 scores.
+    """
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (
+        _to(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    if given:
+        bias, sink = given.get("bias"), given.get("sink")
+        if bias is not None and bias.dtype is not torch.float32:
+            given["bias"] = _to("bias", bias, dtype)
+        if sink is not None:
+            given["sink"] = _to("sink", sink, torch.float32)
+    return q, k, v, given
+
+
+def to_its_dtype(name: str, x: torch.Tensor) -> torch.Tensor:
+    """A tensor in autocast's dtype."""
+    return _to(name, x, torch.get_autocast_dtype(x.device.type))
+
+
+def _to(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.dtype is torch.float64:
+        raise DTypeError(
+            f"{name} has dtype float64 under autocast, expected float32 or a "
+            "16-bit dtype: autocast would drop most of its digits (pass "
+            f"{name}.float(), or leave autocast for this call)"
+        )
+    return x.to(dtype) if x.is_floating_point() else x

@@ -1,0 +1,142 @@
+"""`forward_kvcache` on torch tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuflash import validate_kvcache
+from cuflash.errors import UnsupportedError
+
+from . import autocast, kvcache_ops
+from .checks import check_tensors
+from .kvcache_request import run
+from .tracing import is_traced
+
+
+def forward_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    k_new: torch.Tensor | None = None,
+    v_new: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over a cache of keys and values, of torch tensors.
+
+    New tokens, if any, are appended to the caches in place. It has no
+    gradients.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, seqlen_q, num_heads_q, head_dim)
+        On a CUDA device or the CPU.
+    k_cache, v_cache : Tensor, (batch, capacity, num_heads_kv, head_dim)
+        In the dtype of `q`, or float8_e4m3fn, or its bytes as uint8. With
+        `page_table`, (num_pages, page_size, num_heads_kv, head_dim).
+    k_new, v_new, cache_seqlens, page_table, cache_batch_idx, \
+    cache_leftpad, cu_seqlens_q, max_seqlen_q, rotary_cos, rotary_sin, \
+    rotary_interleaved, k_scale, v_scale, scale, causal, window, softcap, \
+    alibi_slopes, sink, num_splits, out, return_lse
+        As for `cuflash.forward_kvcache`, with tensors for arrays.
+
+    Returns
+    -------
+    out : Tensor, (batch, seqlen_q, num_heads_q, head_dim_v)
+    lse : Tensor, (batch, num_heads_q, seqlen_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    CuflashError
+        In the same cases as `cuflash.forward_kvcache`.
+    UnsupportedError
+        If a tensor requires grad where gradients are enabled.
+
+    See Also
+    --------
+    cuflash.forward_kvcache : the same for CuPy and NumPy arrays; explains
+        every argument.
+
+    Notes
+    -----
+    Under autocast `q`, `k_new` and `v_new` take its dtype; the caches have
+    to have it already.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cuflash.torch
+    >>> q, k_new, v_new = torch.randn(3, 1, 1, 4, 8)
+    >>> k_cache, v_cache = torch.zeros(2, 1, 32, 4, 8)
+    >>> out = cuflash.torch.forward_kvcache(
+    ...     q, k_cache, v_cache, k_new=k_new, v_new=v_new, cache_seqlens=0
+    ... )
+    >>> torch.allclose(out, v_new)
+    True
+    """
+    tensors = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k_new": k_new,
+        "v_new": v_new, "cache_seqlens": cache_seqlens,
+        "page_table": page_table, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "cu_seqlens_q": cu_seqlens_q,
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+        "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes,
+        "sink": sink, "out": out,
+    }  # fmt: skip
+    length = None
+    if validate_kvcache.is_int(cache_seqlens):
+        length, tensors["cache_seqlens"] = cache_seqlens, None
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    if not torch.compiler.is_compiling():
+        check_tensors(tensors)
+    if autocast.is_on(q):
+        for name in ("q", "k_new", "v_new"):
+            if name in tensors:
+                tensors[name] = autocast.to_its_dtype(name, tensors[name])
+    if torch.is_grad_enabled():
+        _check_no_grad(tensors)
+    call = kvcache_ops.call if is_traced(q, k_cache, v_cache) else run
+    return call(
+        tensors,
+        length,
+        return_lse,
+        max_seqlen_q=max_seqlen_q,
+        rotary_interleaved=rotary_interleaved,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        num_splits=num_splits,
+    )
+
+
+def _check_no_grad(tensors: dict[str, torch.Tensor]) -> None:
+    for name, x in tensors.items():
+        if x.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires grad, which forward_kvcache has not: call "
+                "it under torch.no_grad(), or cuflash.torch.attention for "
+                "gradients"
+            )

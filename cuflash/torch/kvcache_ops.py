@@ -1,0 +1,76 @@
+"""The operator of `forward_kvcache`, for compiled and traced calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import kvcache_request
+from .ops import LIBRARY, lse_dtype
+
+_TENSORS = (
+    "k_new", "v_new", "cache_seqlens", "page_table", "cache_batch_idx",
+    "cache_leftpad", "cu_seqlens_q", "rotary_cos", "rotary_sin", "k_scale",
+    "v_scale", "alibi_slopes", "sink",
+)  # fmt: skip
+# length takes the place of cache_seqlens where it is an int.
+LIBRARY.define(
+    "forward_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    f"{', '.join(f'Tensor? {name}=None' for name in _TENSORS)}, *, "
+    "SymInt? length=None, SymInt? max_seqlen_q=None, "
+    "bool rotary_interleaved=False, float? scale=None, bool causal=False, "
+    "SymInt? window_left=None, SymInt? window_right=None, "
+    "float? softcap=None, SymInt? num_splits=None) -> "
+    "(Tensor out, Tensor lse)"
+)
+
+
+def call(
+    tensors: dict[str, torch.Tensor],
+    length: Any,
+    return_lse: bool,
+    window: Any = None,
+    **numbers: Any,
+) -> Any:
+    """Call the operator; the arguments are those of `kvcache_request.run`."""
+    tensors = dict(tensors)
+    given_out = tensors.pop("out", None)
+    if window is not None:
+        numbers["window_left"], numbers["window_right"] = window
+    out, lse = torch.ops.cuflash.forward_kvcache(
+        **tensors, length=length, **numbers
+    )
+    if given_out is not None:
+        out = given_out.copy_(out)
+    return (out, lse) if return_lse else out
+
+
+def _kernel(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *tensors: Any,
+    length: Any = None,
+    window_left: Any = None,
+    window_right: Any = None,
+    **numbers: Any,
+) -> Any:
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    for name, x in zip(_TENSORS, tensors, strict=False):
+        if x is not None:
+            given[name] = x
+    if window_left is not None or window_right is not None:
+        numbers["window"] = (window_left, window_right)
+    return kvcache_request.run(given, length, True, **numbers)
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("forward_kvcache", _kernel, _device)
+
+
+@torch.library.register_fake("cuflash::forward_kvcache", lib=LIBRARY)
+def _(q: Any, k_cache: Any, v_cache: Any, *_: Any, **__: Any) -> Any:
+    out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    heads_first = (*q.shape[:-3], *q.shape[-2:-4:-1])
+    return out, q.new_empty(heads_first, dtype=lse_dtype(q.dtype))

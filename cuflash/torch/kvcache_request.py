@@ -1,0 +1,96 @@
+"""A `forward_kvcache` call on real tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuflash import api, execute_kvcache, validate_kvcache
+from cuflash.problem import Call
+
+from . import request
+from .dtypes import from_numpy, to_numpy
+from .request import reads_values, strip, strip_lse
+from .signature import Shown, check_devices, describe
+
+_INPUTS = ("q", "k_cache", "v_cache", "k_new", "v_new")
+
+
+def run(
+    tensors: dict[str, torch.Tensor],
+    length: Any,
+    return_lse: Any,
+    **numbers: Any,
+) -> Any:
+    """Out, and lse if wanted.
+
+    Parameters
+    ----------
+    tensors : dict
+        The tensors that are given, by the names of their arguments.
+    length : int or None
+        cache_seqlens, if it is one number.
+    return_lse, **numbers
+        The other arguments.
+    """
+    q = tensors["q"]
+    check_devices({name: x.device for name, x in tensors.items()})
+    backend = request.backend_of(q)
+    out, numbers["return_lse"] = tensors.get("out"), return_lse
+    if backend is None:
+        result = _on_cpu(tensors, length, numbers)
+    else:
+        call = _call(tensors, length, numbers)
+        result, lse = execute_kvcache.forward_kvcache(call, backend)
+        if call.rank != 4:
+            result = strip(result, call.rank)
+            lse = strip_lse(lse, call.rank)
+        if return_lse:
+            result = (result, lse)
+    written = ["k_cache", "v_cache"] if "k_new" in tensors else []
+    for name in [*written, "out"] if out is not None else written:
+        if not tensors[name].is_inference():
+            torch.autograd.graph.increment_version(tensors[name])
+    if out is not None:
+        return (out, result[1]) if return_lse else out
+    return result
+
+
+def _call(
+    tensors: dict[str, torch.Tensor], length: Any, numbers: dict[str, Any]
+) -> Call:
+    shown: dict[str, Any] = {
+        name: Shown(describe(name, x), x.data_ptr())
+        for name, x in tensors.items()
+    }
+    if length is not None:
+        shown["cache_seqlens"] = length
+    checked = validate_kvcache.forward_kvcache(**shown, **numbers)
+    given = {name: tensors[name] for name in _INPUTS if name in tensors}
+    others = {name: tensors[name] for name in checked.options}
+    call = Call(
+        checked.signature, given, tensors.get("out"), others,
+        cache_seqlens=checked.cache_seqlens,
+    )  # fmt: skip
+    if reads_values():
+        on_host = {name: to_numpy(x.cpu()) for name, x in others.items()}
+        validate_kvcache.values(
+            Call(
+                checked.signature, given, None, on_host,
+                cache_seqlens=checked.cache_seqlens,
+            )
+        )  # fmt: skip
+    return call
+
+
+def _on_cpu(
+    tensors: dict[str, torch.Tensor], length: Any, numbers: dict[str, Any]
+) -> Any:
+    arrays: dict[str, Any] = {name: to_numpy(x) for name, x in tensors.items()}
+    if length is not None:
+        arrays["cache_seqlens"] = length
+    result = api.forward_kvcache(**arrays, **numbers)
+    if isinstance(result, tuple):
+        return tuple(map(from_numpy, result))
+    return from_numpy(result)

@@ -1,0 +1,194 @@
+"""A call on real tensors, without autograd: a `Request` runs it.
+
+Tensors on a CUDA device go to the kernels as they are. Tensors on the CPU
+become NumPy arrays that share their memory, and `cuflash.api` does the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cuflash import api, execute, options, settings, validate
+from cuflash.problem import Call
+
+from .dtypes import from_numpy, to_numpy
+from .signature import check_devices, checked, describe
+
+if TYPE_CHECKING:
+    from cuflash.backends.base import Backend
+
+Results = tuple[torch.Tensor, ...]
+
+
+class Request:
+    """The arguments of `attention` besides q, k and v.
+
+    Parameters
+    ----------
+    scale, causal, block_q, block_k, precision, num_splits, deterministic
+    given : dict or None
+        The options (options.TABLE) that differ from their defaults.
+    """
+
+    __slots__ = (
+        "common", "num_splits", "deterministic", "scalars", "tensors", "seed"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        scale: Any,
+        causal: Any,
+        block_q: Any,
+        block_k: Any,
+        precision: Any,
+        num_splits: Any,
+        deterministic: Any,
+        given: dict[str, Any] | None = None,
+    ) -> None:
+        self.common = (
+            "scale", scale, "causal", causal, "block_q", block_q,
+            "block_k", block_k, "precision", precision,
+        )  # fmt: skip
+        self.num_splits = num_splits
+        self.deterministic = deterministic
+        self.scalars: tuple[Any, ...] = ()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.seed = 0
+        if given:
+            for name in options.ARRAYS:
+                if name in given:
+                    self.tensors[name] = given.pop(name)
+            if "seed" in given:
+                # Not part of the key: it differs from call to call.
+                _, self.seed = options.numbers_of({"seed": given["seed"]})
+                given["seed"] = 0
+            self.scalars = tuple(x for item in given.items() for x in item)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: Any,
+    ) -> Results:
+        """Out and, if wanted, lse."""
+        backend = backend_of(q)
+        own = (
+            *self.common, "num_splits", self.num_splits,
+            "return_lse", return_lse,
+        )  # fmt: skip
+        given = {"q": q, "k": k, "v": v}
+        if backend is None:
+            return self._on_cpu(api.forward, given, self.tensors, own)
+        call = self._call(validate.forward, given, self.tensors, own)
+        out, lse = execute.forward(call, backend)
+        if call.rank != 4:
+            out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
+        return (out, lse) if return_lse else (out,)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tensors: dict[str, torch.Tensor],
+        return_dbias: bool = False,
+        return_dsink: bool = False,
+    ) -> Results:
+        """dq, dk and dv; dbias and dsink if wanted.
+
+        `tensors` are the options' tensors, as given to forward.
+        """
+        backend = backend_of(q)
+        own: tuple[Any, ...] = (
+            *self.common, "deterministic", self.deterministic,
+        )  # fmt: skip
+        if return_dbias:
+            own = (*own, "return_dbias", True)
+        if return_dsink:
+            own = (*own, "return_dsink", True)
+        given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+        if dlse is not None:
+            given["dlse"] = dlse
+        if backend is None:
+            return self._on_cpu(api.backward, given, tensors, own)
+        call = self._call(validate.backward, given, tensors, own)
+        results = execute.backward(call, backend)
+        if call.rank == 4:
+            return results
+        first = (strip(x, call.rank) for x in results[:3])
+        return (*first, *results[3:])
+
+    def _call(
+        self,
+        check: Any,
+        given: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+        own: tuple[Any, ...],
+    ) -> Call:
+        described = [describe(name, x) for name, x in given.items()]
+        if tensors:
+            described += [describe(name, x) for name, x in tensors.items()]
+        signature = checked(check, tuple(described), *own, *self.scalars)
+        call = Call(signature, given, None, tensors, self.seed)
+        if "cu_seqlens_q" in tensors and reads_values():
+            on_host = {n: x.cpu().numpy() for n, x in tensors.items()}
+            validate.offsets(Call(signature, given, None, on_host))
+        return call
+
+    def _on_cpu(
+        self,
+        run: Any,
+        given: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+        own: tuple[Any, ...],
+    ) -> Results:
+        given = given | tensors
+        check_devices({name: x.device for name, x in given.items()})
+        arrays = {name: to_numpy(x) for name, x in given.items()}
+        values = (*own, *self.scalars)
+        others = dict(zip(values[::2], values[1::2], strict=True))
+        if "seed" in others:
+            others["seed"] = self.seed
+        results = run(**arrays, **others)
+        if not isinstance(results, tuple):
+            results = (results,)
+        return tuple(map(from_numpy, results))
+
+
+def backend_of(x: torch.Tensor) -> Backend | None:
+    """The backend of a tensor's CUDA device; None for any other."""
+    return _cuda()(x.get_device()) if x.is_cuda else None
+
+
+@functools.cache
+def _cuda() -> Any:
+    """The function from a device's index to its backend."""
+    api._on_cuda()  # tells what to install where CuPy is missing
+    from .backend import backend
+
+    return backend
+
+
+def reads_values() -> bool:
+    """Whether the host checks values that are on a device."""
+    return settings.read("CUFLASH_CHECK") == "1"
+
+
+def strip(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Drop the axes of (batch, seqlen, heads, d) that q lacks."""
+    return x[0] if rank == 3 else x[0, :, 0]
+
+
+def strip_lse(lse: Any, rank: int) -> Any:
+    """Drop the axes of (batch, heads, seqlen) that q lacks."""
+    if lse is None:
+        return None
+    return lse[0] if rank == 3 else lse[0, 0]

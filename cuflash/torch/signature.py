@@ -1,0 +1,102 @@
+"""From tensors to a checked `Signature`: validated once, then looked up.
+
+The key of the look-up holds shapes, strides, dtypes, alignments and devices
+of the tensors and the values of the other arguments, never the data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuflash import settings
+from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
+from cuflash.problem import ALIGNMENT, Call, Signature
+
+from .dtypes import NUMPY
+
+# (name, shape, strides, dtype, address modulo ALIGNMENT, device)
+Described = tuple[
+    str, tuple[int, ...], tuple[int, ...], torch.dtype, int, torch.device
+]
+
+
+def describe(name: str, x: torch.Tensor) -> Described:
+    """A tensor without its data; part of a key."""
+    return (
+        name, x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT, x.device
+    )  # fmt: skip
+
+
+class Shown:
+    """A tensor as `validate` looks at arrays on a CUDA device."""
+
+    def __init__(self, described: Described, address: int | None = None):
+        name, shape, strides, dtype, offset, device = described
+        if dtype not in NUMPY:
+            raise DTypeError(f"{name} has dtype {dtype}, which NumPy has not")
+        self.shape, self.ndim = tuple(shape), len(shape)
+        self.dtype = NUMPY[dtype]
+        itemsize = self.dtype.itemsize
+        self.strides = tuple(stride * itemsize for stride in strides)
+        self.data = self  # as of a CuPy array
+        self.ptr = offset if address is None else address
+        self.device_id = device.index
+
+
+def check_devices(devices: dict[str, torch.device]) -> None:
+    """Check that tensors are on one device, a CUDA device or the CPU."""
+    first, expected = next(iter(devices.items()))
+    for name, got in devices.items():
+        if got.type not in ("cuda", "cpu"):
+            raise UnsupportedError(
+                f"{name} is on {got}, expected a CUDA device or the CPU"
+            )
+        if got != expected:
+            raise ValueRangeError(
+                f"{name} is on {got}, expected {expected} as {first} is: a "
+                "call runs on one device and moves no tensor"
+            )
+
+
+def checked(
+    validate: Callable[..., Call],
+    described: tuple[Described, ...],
+    *values: Any,
+) -> Signature:
+    """The signature of a call.
+
+    Parameters
+    ----------
+    validate : callable
+        A function of `cuflash.validate`.
+    described : tuple
+        The tensors.
+    *values
+        Names and values of the other arguments, alternating: flat, because
+        the look-up tells 1 from 1.0 and True at this level only.
+    """
+    try:
+        return _remembered(validate, described, *values)
+    except TypeError as error:
+        if isinstance(error, DTypeError):
+            raise
+        return _check(validate, described, *values)  # unhashable: says what
+
+
+def _check(
+    validate: Callable[..., Call],
+    described: tuple[Described, ...],
+    *values: Any,
+) -> Signature:
+    settings.check()
+    check_devices({name: device for name, *_, device in described})
+    shown = {x[0]: Shown(x) for x in described}
+    others = dict(zip(values[::2], values[1::2], strict=True))
+    return validate(**shown, **others).signature
+
+
+_remembered = functools.lru_cache(maxsize=4096, typed=True)(_check)

@@ -1,0 +1,34 @@
+"""Whether a call is traced, so that it has to go by an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuflash.errors import UnsupportedError
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_traced(q: Any, k: Any, v: Any) -> bool:
+    """Whether something besides autograd watches these tensors.
+
+    A compiler, a mode (fake tensors, profilers of operators, selective
+    checkpointing), or a class of tensors.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "cuflash.torch is called inside a transform of torch.func, "
+            "expected a call outside: use torch.autograd for gradients, and "
+            "the batch axis in place of vmap"
+        )
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        or q.is_meta
+    )

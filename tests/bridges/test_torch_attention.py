@@ -1,0 +1,123 @@
+"""`cuflash.torch.attention` on CPU tensors: the numbers of cuflash.forward."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
+
+from torch_data import (  # noqa: E402
+    assert_equal,
+    expected_gradients,
+    on_numpy,
+    options,
+    packed_tensors,
+    tensors,
+)
+
+import cuflash  # noqa: E402
+import cuflash.torch  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+by_option = pytest.mark.parametrize("name", options())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@by_option
+def test_results_are_those_of_forward(dtype, name):
+    inputs, given = tensors(dtype), options(dtype)[name]
+    got = cuflash.torch.attention(*inputs, return_lse=True, **given)
+    expected = on_numpy(cuflash.forward, *inputs, return_lse=True, **given)
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@by_option
+def test_gradients_are_those_of_backward(dtype, name):
+    inputs, given = tensors(dtype, requires_grad=True), options(dtype)[name]
+    for option in ("bias", "sink"):
+        if option in given:
+            inputs.append(given[option].requires_grad_())
+    out = cuflash.torch.attention(*inputs[:3], **given)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, dout)
+    assert_equal(got, expected_gradients((dout, None), inputs[:3], given))
+
+
+def test_packed_sequences():
+    inputs, given = packed_tensors(requires_grad=True)
+    out, lse = cuflash.torch.attention(*inputs, return_lse=True, **given)
+    assert_equal(
+        (out, lse),
+        on_numpy(cuflash.forward, *inputs, return_lse=True, **given),
+    )
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, dout)
+    assert_equal(got, expected_gradients((dout, None), inputs, given))
+
+
+@pytest.mark.parametrize("index", [(0,), (0, slice(None), 0)])
+def test_axes_that_are_left_out(index):
+    q, k, v = tensors(num_heads_kv=4)
+    out = cuflash.torch.attention(q[index], k[index], v[index])
+    whole = cuflash.torch.attention(q, k, v)
+    assert torch.equal(out, whole[index])
+
+
+def test_any_strides():
+    q, k, v = tensors(head_dim=12, head_dim_v=12)
+    given = (q[..., ::2], k.transpose(1, 2).contiguous().transpose(1, 2))
+    out = cuflash.torch.attention(given[0], given[1][..., ::2], v[..., 1::3])
+    plain = [x.contiguous() for x in (q[..., ::2], k[..., ::2], v[..., 1::3])]
+    assert torch.equal(out, cuflash.torch.attention(*plain))
+
+
+def test_gradients_of_some_inputs():
+    q, k, v = tensors()
+    out = cuflash.torch.attention(q, k.requires_grad_(), v)
+    out.sum().backward()
+    assert q.grad is None and v.grad is None
+    whole = [x.detach().requires_grad_() for x in (q, k, v)]
+    cuflash.torch.attention(*whole).sum().backward()
+    assert torch.equal(k.grad, whole[1].grad)
+
+
+def test_no_grad_builds_no_graph():
+    inputs = tensors(requires_grad=True)
+    with torch.no_grad():
+        assert not cuflash.torch.attention(*inputs).requires_grad
+    assert cuflash.torch.attention(*inputs).requires_grad
+
+
+def test_a_changed_input_is_noticed():
+    inputs = tensors(requires_grad=True)
+    out = cuflash.torch.attention(*inputs)
+    with torch.no_grad():
+        inputs[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["none", "softcap", "bias", "sink"])
+def test_gradcheck(name):
+    inputs, given = tensors(requires_grad=True), options()[name]
+    arrays = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+
+    def call(q, k, v, *others):
+        named = dict(zip(arrays, others, strict=True))
+        return cuflash.torch.attention(q, k, v, **{**given, **named})
+
+    others = [x.requires_grad_() for x in arrays.values()]
+    assert torch.autograd.gradcheck(call, (*inputs, *others))
+
+
+def test_second_derivatives_are_refused_when_they_are_needed():
+    inputs = tensors(requires_grad=True)
+    out = cuflash.torch.attention(*inputs)
+    (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    plain = torch.autograd.grad(
+        cuflash.torch.attention(*inputs).sum(), inputs[:1]
+    )
+    assert torch.equal(dq, plain[0])
+    with pytest.raises(cuflash.UnsupportedError, match="second derivatives"):
+        dq.sum().backward()

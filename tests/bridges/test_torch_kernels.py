@@ -1,0 +1,114 @@
+"""Tensors in the kernels' hands: as NumPy arrays on the same emulator."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
+
+import emulated_tensors  # noqa: E402
+from torch_data import (  # noqa: E402
+    assert_equal,
+    expected_gradients,
+    on_numpy,
+    options,
+    packed_tensors,
+    tensors,
+)
+
+import cuflash  # noqa: E402
+import cuflash.torch  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+BOTH = {
+    "bias": options(torch.float32)["bias"]["bias"],
+    "sink": options(torch.float32)["sink"]["sink"],
+}
+
+
+@pytest.fixture(params=["sm_80", "sm_90a"])
+def emulator(request, monkeypatch):
+    with cuflash.emulator.active(request.param) as emulator:
+        emulated_tensors.use(monkeypatch, emulator)
+        yield emulator
+
+
+def check(inputs, given, dlse=False):
+    """Compare out, lse and gradients with those of NumPy arrays."""
+    out, lse = cuflash.torch.attention(*inputs, return_lse=True, **given)
+    assert_equal(
+        (out, lse),
+        on_numpy(cuflash.forward, *inputs, return_lse=True, **given),
+    )
+    dout, weights = torch.randn_like(out), torch.randn_like(lse)
+    wanted = [given[x] for x in ("bias", "sink") if x in given]
+    got = torch.autograd.grad(
+        (out, lse)[: 1 + dlse],
+        [*inputs, *wanted],
+        (dout, weights)[: 1 + dlse],
+    )
+    douts = (dout, weights if dlse else None)
+    assert_equal(got, expected_gradients(douts, inputs, given))
+
+
+def test_16_bit_tensors(emulator):
+    inputs = tensors(
+        torch.bfloat16, head_dim=64, head_dim_v=64, requires_grad=True
+    )
+    check(inputs, {"causal": True})
+
+
+def test_options_with_gradients_and_that_of_lse(emulator):
+    inputs = tensors(torch.float32, requires_grad=True)
+    for x in BOTH.values():
+        x.requires_grad_()
+    check(inputs, BOTH, dlse=True)
+
+
+def test_strides_that_need_copies(emulator):
+    q, k, v = tensors(torch.float32, head_dim=16, head_dim_v=12)
+    views = [q[..., ::2], k[..., 1::2], v[..., ::3]]
+    leaves = [x.detach().requires_grad_() for x in views]
+    check(leaves, {})
+
+
+def test_packed_sequences(emulator):
+    inputs, given = packed_tensors(torch.float32, requires_grad=True)
+    check(inputs, given)
+
+
+def test_kvcache(emulator):
+    generator = torch.Generator().manual_seed(0)
+
+    def arrays():
+        generator.manual_seed(0)
+        q, k_new, v_new = torch.randn(3, 2, 1, 4, 8, generator=generator)
+        k_cache, v_cache = torch.randn(2, 2, 9, 4, 8, generator=generator)
+        return {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "k_new": k_new,
+            "v_new": v_new,
+            "cache_seqlens": torch.tensor([3, 5], dtype=torch.int32),
+        }
+
+    ours, theirs = arrays(), arrays()
+    got = cuflash.torch.forward_kvcache(**ours, return_lse=True)
+    assert_equal(
+        got, on_numpy(cuflash.forward_kvcache, **theirs, return_lse=True)
+    )
+    assert_equal(ours.values(), theirs.values())
+
+
+def test_offsets_are_read_where_asked(emulator, monkeypatch):
+    inputs, given = packed_tensors(torch.float32)
+    given["cu_seqlens_q"] = torch.tensor([0, 3, 99], dtype=torch.int32)
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    with pytest.raises(cuflash.ValueRangeError, match=r"cu_seqlens_q\[2\]"):
+        cuflash.torch.attention(*inputs, **given)
+
+
+def test_a_wrong_shape(emulator):
+    q, k, v = tensors(torch.float32)
+    with pytest.raises(cuflash.ShapeError, match="k has head_dim 7"):
+        cuflash.torch.attention(q, k[..., 1:], v)

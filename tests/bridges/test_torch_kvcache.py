@@ -1,0 +1,172 @@
+"""`cuflash.torch.forward_kvcache` on CPU tensors."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
+
+from torch.library import opcheck  # noqa: E402
+from torch_data import assert_equal, on_numpy  # noqa: E402
+
+import cuflash  # noqa: E402
+import cuflash.torch  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+BATCH, CAPACITY, NEW = 2, 12, 2
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def tensors(dtype=torch.float32):
+    """Return q, caches and new tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "q": normal(BATCH, NEW, 4, 8),
+        "k_cache": normal(BATCH, CAPACITY, 2, 8),
+        "v_cache": normal(BATCH, CAPACITY, 2, 6),
+        "k_new": normal(BATCH, NEW, 2, 8),
+        "v_new": normal(BATCH, NEW, 2, 6),
+    }
+
+
+angles = torch.outer(torch.arange(CAPACITY), 0.1 * torch.arange(1, 4)).float()
+CALLS = {
+    "int": {"cache_seqlens": 3},
+    "lengths": {"cache_seqlens": ints(3, 5), "causal": True},
+    "rotary": {
+        "cache_seqlens": ints(3, 5),
+        "rotary_cos": angles.cos(),
+        "rotary_sin": angles.sin(),
+    },
+    "slots": {
+        "cache_seqlens": ints(3, 5),
+        "cache_batch_idx": ints(1, 0),
+        "cache_leftpad": ints(1, 0),
+    },
+    "pages": {
+        "cache_seqlens": ints(3, 5),
+        "page_table": ints(1, 0).view(2, 1),
+    },
+    "options": {
+        "cache_seqlens": 4,
+        "window": (2, 0),
+        "softcap": 3.0,
+        "alibi_slopes": torch.arange(1, 5) / 8,
+        "sink": torch.arange(4.0),
+        "scale": 0.5,
+    },
+}
+by_call = pytest.mark.parametrize("name", CALLS)
+
+
+def copies(given):
+    return {name: x.clone() for name, x in given.items()}
+
+
+@by_call
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_those_of_forward_kvcache(name, dtype):
+    ours, theirs = tensors(dtype), tensors(dtype)
+    got = cuflash.torch.forward_kvcache(**ours, return_lse=True, **CALLS[name])
+    expected = on_numpy(
+        cuflash.forward_kvcache, **theirs, return_lse=True, **CALLS[name]
+    )
+    assert_equal(got, expected)
+    assert_equal(ours.values(), theirs.values())
+    assert not torch.equal(ours["k_cache"], tensors(dtype)["k_cache"])
+
+
+@by_call
+def test_the_operator(name):
+    given, call = tensors(), dict(CALLS[name])
+    if "window" in call:
+        call["window_left"], call["window_right"] = call.pop("window")
+    if isinstance(call["cache_seqlens"], int):
+        call["length"] = call.pop("cache_seqlens")
+    opcheck(torch.ops.cuflash.forward_kvcache.default, (), given | call)
+
+
+@by_call
+def test_compiled_calls(name):
+    ours, theirs = tensors(), tensors()
+
+    def call(given):
+        return cuflash.torch.forward_kvcache(
+            **given, return_lse=True, **CALLS[name]
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_equal(compiled(ours), call(theirs))
+    assert_equal(ours.values(), theirs.values())
+
+
+def test_float8_caches():
+    given = tensors(torch.bfloat16)
+    scales = {name: torch.ones(2) for name in ("k_scale", "v_scale")}
+    results = []
+    for dtype in (torch.float8_e4m3fn, torch.uint8):
+        caches = {
+            name: given[name].to(torch.float8_e4m3fn).view(dtype)
+            for name in ("k_cache", "v_cache")
+        }
+        own = {**given, **caches, **scales}
+        results.append(cuflash.torch.forward_kvcache(**own, cache_seqlens=3))
+    assert_equal(*([x] for x in results))
+
+
+def test_out():
+    given, out = tensors(), torch.empty(BATCH, NEW, 4, 6)
+    got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3, out=out)
+    assert got is out
+    expected = cuflash.torch.forward_kvcache(**tensors(), cache_seqlens=3)
+    assert torch.equal(out, expected)
+
+
+def test_autograd_knows_that_caches_change():
+    given = tensors()
+    weight = torch.ones(8, requires_grad=True)
+    loss = (given["k_cache"] * weight).sum()
+    cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_in_inference_mode():
+    with torch.inference_mode():
+        given = tensors()
+        out = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    expected = cuflash.torch.forward_kvcache(**tensors(), cache_seqlens=3)
+    assert torch.equal(out, expected)
+
+
+def test_gradients_are_refused():
+    given = tensors()
+    given["q"].requires_grad_()
+    with pytest.raises(cuflash.UnsupportedError, match="q requires grad"):
+        cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    with torch.no_grad():
+        cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+
+
+def test_lengths_are_checked():
+    with pytest.raises(cuflash.ValueRangeError, match=r"cache_seqlens\[1\]"):
+        cuflash.torch.forward_kvcache(
+            **tensors(), cache_seqlens=ints(3, CAPACITY)
+        )
+
+
+def test_autocast():
+    given = tensors(torch.bfloat16)
+    expected = cuflash.torch.forward_kvcache(**copies(given), cache_seqlens=3)
+    for name in ("q", "k_new", "v_new"):
+        given[name] = given[name].float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    assert torch.equal(got, expected)
