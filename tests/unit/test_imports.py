@@ -74,6 +74,14 @@ LAW = {
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
+    "jax": "jax.attention",
+    "jax.arrays": "errors",
+    "jax.calls": "checks errors options plan problem validate jax.arrays",
+    "jax.primitives": "errors jax.calls",
+    "jax.batching": "jax.calls jax.primitives",
+    "jax.cpu": "api jax.calls jax.primitives",
+    "jax.attention": "settings jax.arrays jax.batching jax.calls jax.cpu"
+    " jax.primitives",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
@@ -81,7 +89,7 @@ LAW = {
     " __init__",
 }
 MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
-PACKAGES = ("backends", "backends.emulator", "build", "plans")
+PACKAGES = ("backends", "backends.emulator", "build", "jax", "plans")
 
 
 class Imports(ast.NodeVisitor):
