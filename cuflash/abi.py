@@ -4,7 +4,7 @@ Each struct is described once, by `_struct`. A 0-d array of its dtype is passed
 to a kernel by value; `c_text` becomes ``common/arguments.cuh`` in every
 kernel's text (build/source.py). Pointers are addresses, strides count
 elements. TensorMaps and pointers, which differ between equal calls, come
-first: see `Template`.
+first, but for one that comes last: see `Template`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,9 +146,9 @@ ForwardArguments = _struct(
 )
 BackwardArguments = _struct(
     "BackwardArguments",
-    "",
+    "In all structs of the backward pass.",
     ("const void*", "dout q k v out lse"),
-    ("void*", "delta", "rowsum(dO * O); on sm90 see row_stats.cuh"),
+    ("void*", "delta", "rowsum(dO * O) - dlse; sm90: row_stats.cuh"),
     ("void*", "dq_sum", "float sums of dQ, ordered by dq_accum.cuh"),
     ("int*", "tile_counter", "dq_semaphore.cuh, semaphores.cuh; or null"),
     ("int*", "recompute_flags", "of key tiles: semaphores.cuh; or null"),
@@ -157,6 +157,15 @@ BackwardArguments = _struct(
     ("Strides", "dout_stride q_stride k_stride v_stride out_stride"),
     ("Strides", "dq_stride dk_stride dv_stride"),
     *_COMMON,
+)
+# At the end of each struct of the backward pass: kernels that do not read it
+# are the same machine code as if it did not exist.
+_DLSE: _Fields = ("const void*", "dlse", "gradient of lse, alike; or null")
+BackwardPlainArguments = _struct(
+    "BackwardPlainArguments",
+    "For calls without options.",
+    ("BackwardArguments", "arrays"),
+    _DLSE,
 )
 
 HeadStrides = _struct(
@@ -240,6 +249,7 @@ BackwardOptionsArguments = _struct(
     *_GRADIENTS,
     ("BackwardArguments", "arrays"),
     ("OptionNumbers", "options"),
+    _DLSE,
 )
 _PARTS: _Fields = (
     "void*",
@@ -370,6 +380,7 @@ BackwardWgmmaArguments = _struct(
     " those of k and v a key\ntile's rows, those of dk and dv 16 rows.",
     _BACKWARD_MAPS,
     ("BackwardArguments", "arrays"),
+    _DLSE,
 )
 BackwardWgmmaOptionsArguments = _struct(
     "BackwardWgmmaOptionsArguments",
@@ -379,6 +390,7 @@ BackwardWgmmaOptionsArguments = _struct(
     *_GRADIENTS,
     ("BackwardArguments", "arrays"),
     ("OptionNumbers", "options"),
+    _DLSE,
 )
 
 
@@ -387,6 +399,8 @@ BackwardWgmmaOptionsArguments = _struct(
 
 class Template:
     """An argument struct that lacks only its TensorMaps and pointers.
+
+    These come first; the struct's last fields may be pointers too.
 
     Parameters
     ----------
@@ -408,16 +422,34 @@ class Template:
                 fields[name] = value
         leaves = [*_leaves(kind)]
         maps = leaves.count(TensorMap)
-        pointers = leaves.count(np.dtype(np.uint64))
+        last, end = _last_pointers(kind)
+        self._count = leaves.count(np.dtype(np.uint64)) - last
         self.kind = kind
         self._first = struct.Struct(
-            "=" + f"{TensorMap.itemsize}s" * maps + f"{pointers}Q"
+            "=" + f"{TensorMap.itemsize}s" * maps + f"{self._count}Q"
         )
-        self._rest = filled.tobytes()[self._first.size :]
+        self._rest = filled.tobytes()[self._first.size : end]
+        padding = kind.itemsize - end - 8 * last
+        self._last = struct.Struct(f"={last}Q{padding}x")
 
-    def fill(self, maps: Iterable[bytes], pointers: Iterable[int]) -> bytes:
+    def fill(self, maps: Iterable[bytes], pointers: Sequence[int]) -> bytes:
         """The struct's bytes."""
-        return self._first.pack(*maps, *pointers) + self._rest
+        first, last = pointers[: self._count], pointers[self._count :]
+        return (
+            self._first.pack(*maps, *first)
+            + self._rest
+            + self._last.pack(*last)
+        )
+
+
+def _last_pointers(kind: np.dtype) -> tuple[int, int]:
+    """How many of a struct's last fields are pointers, and their offset."""
+    count, offset = 0, kind.itemsize
+    for name in reversed(kind.names or ()):
+        if kind[name] != np.uint64:
+            break
+        count, offset = count + 1, (kind.fields or {})[name][1]
+    return count, offset
 
 
 def _leaves(kind: np.dtype) -> Iterator[np.dtype]:

@@ -271,6 +271,10 @@ def backward(
     block_k: int | None = None,
     deterministic: bool = False,
     precision: str | None = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -309,6 +313,13 @@ def backward(
         reproducible. `dk` and `dv` always are.
     precision : {None, "tf32x3"}, optional
         As for `forward`; preferably the value that `forward` was given.
+    dlse : array, (batch, num_heads_q, seqlen_q), optional
+        The gradient of the loss with respect to `lse`, in the dtype of
+        `lse`; needed if the loss depends on `lse`, as after `merge_states`.
+    dq, dk, dv : array, optional
+        Each receives the gradient of that name. It has the shape and dtype
+        given below, is on the device of the inputs and shares no memory with
+        them or with another of the three. Any strides.
     return_dbias, return_dsink : bool, optional
         Whether to return the gradients of `bias` and `sink` too. A GPU sums
         the gradient of a broadcast bias in no fixed order, so `return_dbias`
@@ -319,8 +330,9 @@ def backward(
     -------
     dq, dk, dv : array
         With the shapes and the dtype of `q`, `k` and `v`; CuPy arrays for
-        arrays on a CUDA device, NumPy arrays for NumPy arrays. `dk` and `dv`
-        are summed over the query heads that share a key head.
+        arrays on a CUDA device, NumPy arrays for NumPy arrays; the arrays
+        `dq`, `dk` and `dv` themselves if they were given. `dk` and `dv` are
+        summed over the query heads that share a key head.
     dbias : array
         Only with `return_dbias`, after `dv`. With the shape and dtype of
         `bias`: summed over its broadcast axes.
@@ -339,10 +351,11 @@ def backward(
     Notes
     -----
     P is recomputed tile by tile as exp(S - lse), and D = rowsum(dO * O)
-    replaces rowsum(P * dP) [1]_. A query that sees no key contributes
-    exactly 0 to every gradient. A query with lse inf (one of its scores
-    overflowed) has dq NaN and makes dk and dv NaN for every key that it
-    sees.
+    replaces rowsum(P * dP) [1]_. With `dlse`, D = rowsum(dO * O) - dlse,
+    because d lse_i / d S_ij = P_ij: dS = P * (dP - D) in both cases. A query
+    that sees no key contributes exactly 0 to every gradient. A query with
+    lse inf (one of its scores overflowed) has dq NaN and makes dk and dv NaN
+    for every key that it sees.
 
     References
     ----------
@@ -361,6 +374,8 @@ def backward(
     ((16, 8), (16, 8), (16, 8))
     """
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    given |= {name: x for name, x in optional.items() if x is not None}
     # Fast path: no options given.
     no_options = (
         window is softcap is alibi_slopes is bias is mask is sink
@@ -392,7 +407,7 @@ def backward(
             },
             given,
         )
-    runner, arrays = _open(given)
+    runner, arrays = _open(given, _GRADIENTS)
     call = validate.backward(
         **arrays,
         **asked,
@@ -404,9 +419,13 @@ def backward(
         precision=precision,
     )
     _check_offsets(call)
-    dq, dk, dv, *others = runner.backward(call)
-    rank = call.rank
-    return (_strip(dq, rank), _strip(dk, rank), _strip(dv, rank), *others)
+    new_dq, new_dk, new_dv, *others = runner.backward(call)
+    return (
+        _strip(new_dq, call.rank) if dq is None else dq,
+        _strip(new_dk, call.rank) if dk is None else dk,
+        _strip(new_dv, call.rank) if dv is None else dv,
+        *others,
+    )
 
 
 def forward_kvcache(
@@ -810,6 +829,7 @@ def _reads_values(array: Any) -> bool:
 
 # What a call writes to arrays of the user.
 _OUT = {"out": "the result"}
+_GRADIENTS = {x: f"the gradient of {x[1:]}" for x in ("dq", "dk", "dv")}
 _CACHES = {**_OUT, "k_cache": "k_new", "v_cache": "v_new"}
 
 

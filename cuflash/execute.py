@@ -16,6 +16,7 @@ from cuflash import layouts, options, settings, workspace
 from cuflash.abi import (
     BackwardArguments,
     BackwardOptionsArguments,
+    BackwardPlainArguments,
     BackwardWgmmaArguments,
     BackwardWgmmaOptionsArguments,
     ForwardArguments,
@@ -62,6 +63,9 @@ class Recipe:
         options, whose struct has none of these fields.
     buffers_before_inputs : int
         How many buffers of `workspace` come before the inputs.
+    last_input : str
+        An array whose pointer is the struct's last, null if the call lacks
+        it; empty if the struct has none.
     """
 
     decided: Plan
@@ -73,6 +77,7 @@ class Recipe:
     workspace: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
     buffers_before_inputs: int = 0
+    last_input: str = ""
 
 
 remembered = functools.lru_cache(maxsize=4096)
@@ -123,18 +128,20 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     signature = call.signature
-    p, dtype = signature.problem, signature.layouts["q"].dtype
-    shapes = _gradient_shapes(p)
+    p, shapes = signature.problem, _gradient_shapes(signature.problem)
     with backend.current():
         has_pairs = 0 not in shapes[0] and 0 not in shapes[1]
         new = backend.empty if has_pairs else backend.zeros
-        gradients = [new(shape, dtype) for shape in shapes]
+        gradients = _gradients(call, shapes, new)
         dbias = dsink = None
         if p.return_dbias:  # zeros: kernels add to it
             dbias = backend.zeros(call.options["bias"].shape, p.lse_dtype)
         if p.return_dsink:
             dsink = new((p.num_heads_q,), p.lse_dtype)
-        if has_pairs:
+        if not has_pairs:
+            for gradient in call.gradients.values():
+                backend.copy(gradient, new(gradient.shape, gradient.dtype))
+        else:
             target = backend.target
             recipe = _backward_recipe(signature, target, target.family)
             written = gradients
@@ -156,6 +163,19 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         if dsink is not None:
             gradients.append(dsink)
     return tuple(gradients)
+
+
+def _gradients(
+    call: Call,
+    shapes: tuple[tuple[int, ...], ...],
+    new: Callable[[tuple[int, ...], Any], Any],
+) -> list[Any]:
+    """dq, dk and dv in full rank: the user's, or new ones."""
+    dtype, given = call.signature.layouts["q"].dtype, call.gradients
+    return [
+        given[name] if name in given else new(shape, dtype)
+        for name, shape in zip(_GRADIENTS, shapes, strict=True)
+    ]
 
 
 def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
@@ -252,7 +272,7 @@ def _backward_recipe(
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
     for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
-        given[name] = layouts.new(shape, given["q"].dtype)
+        given.setdefault(name, layouts.new(shape, given["q"].dtype))
     taken = {
         x: layouts.readable(given[x], decided.family)
         for x in ("dout", "q", "k", "v")
@@ -260,11 +280,16 @@ def _backward_recipe(
     # out has no TensorMap.
     rows_by = "mma" if by_tma else decided.family
     taken["out"] = layouts.readable(given["out"], rows_by)
-    taken["dq"] = given["dq"]
+    # prepare/delta.cu zeroes dq in order, where a kernel adds to it.
+    adds_to_dq = decided.family in ("fma", "dmma", "tf32x3")
+    writable_dq = layouts.contiguous if adds_to_dq else layouts.writable
+    taken["dq"] = writable_dq(given["dq"])
     for name in ("dk", "dv"):
         taken[name] = layouts.writable(given[name], by_tma)
     constants = {**layouts.row_strides(taken), **common_fields(p, decided)}
-    taken["lse"] = layouts.contiguous(given["lse"])
+    for name in ("lse", "dlse"):
+        if name in given:
+            taken[name] = layouts.contiguous(given[name])
     rows: dict[str, int] = {}
     if by_tma:
         tile = decided.tile
@@ -272,7 +297,7 @@ def _backward_recipe(
         rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k,
                 "v": tile.block_k, "dk": 16, "dv": 16}  # fmt: skip
     kinds = {
-        (False, False): BackwardArguments,
+        (False, False): BackwardPlainArguments,
         (False, True): BackwardOptionsArguments,
         (True, False): BackwardWgmmaArguments,
         (True, True): BackwardWgmmaOptionsArguments,
@@ -284,6 +309,7 @@ def _backward_recipe(
         kinds[by_tma, bool(p.options)],
         constants,
         inputs=_BACKWARD_POINTERS[:6],
+        last_input="dlse",
         copies=layouts.changes(given, taken),
         boxes={name: Boxes.of(taken[name], n) for name, n in rows.items()},
     )
@@ -363,6 +389,7 @@ def _recipe(
     inputs: tuple[str, ...],
     copies: dict[str, Layout],
     boxes: Mapping[str, Boxes] | None = None,
+    last_input: str = "",
 ) -> Recipe:
     """Build a recipe, and add the fields and copies of the options.
 
@@ -392,6 +419,7 @@ def _recipe(
         ),
         buffers_before_inputs=sum(x in workspace.NAMES for x in before_inputs),
         options=options.ARRAYS if has_options else (),
+        last_input=last_input,
     )
 
 
@@ -423,6 +451,9 @@ def _launch(
         kept, buffers = backend.workspace(recipe.workspace)
     inputs = backend.address(arrays)
     outputs = backend.address(written, written=True)
+    if recipe.last_input:
+        last = _readable(recipe, call, recipe.last_input, backend)
+        outputs += backend.address([last])
     split = recipe.buffers_before_inputs
     if recipe.options:
         copies, given = _options_read(recipe, call, backend)
@@ -453,10 +484,10 @@ def _arguments(
 
 
 def _readable(recipe: Recipe, call: Call, name: str, backend: Backend) -> Any:
-    """An input, or its copy in a layout that kernels can read."""
+    """An input, or its copy in a layout that kernels can read; or None."""
     layout = recipe.copies.get(name)
     if layout is None:
-        return call.given[name]
+        return call.given.get(name)
     return copied(layout, call.arrays[name], backend)
 
 

@@ -98,7 +98,7 @@ def row_alignment(given: Layout) -> int:
     return math.gcd(ALIGNMENT, given.offset, *_row_strides(given))
 
 
-def writable(given: Layout, by_tma: bool) -> Layout:
+def writable(given: Layout, by_tma: bool = False) -> Layout:
     """The same for a result, written element by element or by TMA."""
     alignment = 16 if by_tma else given.dtype.itemsize
     if _is_in_place(given, alignment, by_tma):

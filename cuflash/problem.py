@@ -98,11 +98,11 @@ class Problem:
     """One attention problem, without its arrays.
 
     Equal problems get equal plans. A scalar option (docs/guide/options.md)
-    is stored by value, 0 or None if absent; an array option as whether it is
-    present. `window` is normalised: a right bound of 0 becomes `causal`, and
-    bounds that mask nothing become None. If `num_sequences` is not None (it
-    may be 0), sequences are packed: ``batch`` is 1, and ``seqlen_q`` and
-    ``seqlen_k`` are the totals over all sequences.
+    is stored by value, 0 or None if absent; an array option, and `dlse`, as
+    whether it is present. `window` is normalised: a right bound of 0 becomes
+    `causal`, and bounds that mask nothing become None. If `num_sequences` is
+    not None (it may be 0), sequences are packed: ``batch`` is 1, and
+    ``seqlen_q`` and ``seqlen_k`` are the totals over all sequences.
 
     A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
     ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
@@ -142,6 +142,7 @@ class Problem:
     max_seqlen_k: int | None = None
     return_dbias: bool = False
     return_dsink: bool = False
+    dlse: bool = False
     rotary: Rotary | None = None
     kvcache: KVCache | None = None
 
@@ -205,7 +206,8 @@ class Signature:
     rank : int
         2, 3 or 4: the rank of the arrays that the user passed; of q.
     layouts : mapping of str to Layout
-        By argument name, the user's ``out=`` among them.
+        By argument name, the user's ``out=``, ``dq=``, ``dk=`` and ``dv=``
+        among them.
     return_lse : bool
         Forward: whether lse is wanted.
     options : mapping of str to Layout
@@ -235,6 +237,9 @@ class Call:
         The inputs by argument name, as the user passed them.
     given_out : array or None
         Forward, rotary: the user's ``out=``, which receives the result.
+    given_gradients : mapping of str to array
+        Backward: the user's ``dq=``, ``dk=`` and ``dv=``, which receive the
+        gradients; only those that were passed.
     options : mapping of str to array
         The array options, as the user passed them.
     seed : int
@@ -250,6 +255,7 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     cache_seqlens: int = 0
+    given_gradients: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -270,8 +276,8 @@ class Call:
     def arrays(self) -> Mapping[str, Any]:
         """The inputs as views in full rank.
 
-        q, k, v, out and dout are (batch, seqlen, heads, head_dim), lse is
-        (batch, num_heads_q, seqlen_q). Any strides.
+        q, k, v, out and dout are (batch, seqlen, heads, head_dim), lse and
+        dlse (batch, num_heads_q, seqlen_q). Any strides.
         """
         return {name: self._full(name, x) for name, x in self.given.items()}
 
@@ -282,11 +288,18 @@ class Call:
             return None
         return self._full("out", self.given_out)
 
+    @property
+    def gradients(self) -> Mapping[str, Any]:
+        """The user's ``dq=``, ``dk=``, ``dv=`` in full rank, if any."""
+        given = self.given_gradients
+        return {name: self._full(name, x) for name, x in given.items()}
+
     def _full(self, name: str, array: Any) -> Any:
         rank = self.signature.rank
         if rank == 4 or array.ndim == 4:  # caches, where q is packed
             return array
-        missing = _MISSING_LSE if name.startswith("lse") else _MISSING
+        is_lse = name.startswith(("lse", "dlse"))
+        missing = _MISSING_LSE if is_lse else _MISSING
         return array[missing[rank]]
 
 

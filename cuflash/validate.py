@@ -242,7 +242,7 @@ def forward(
         return_lse=checks.flag("return_lse", return_lse),
     )
     if out is not None:
-        _check_apart({**arrays, **asked[2]})
+        _check_apart({"out": out}, {**given, **asked[2]})
     return Call(signature, given, out, *asked[2:])
 
 
@@ -260,6 +260,10 @@ def backward(
     block_k: Any = None,
     deterministic: Any = False,
     precision: Any = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
     **options: Any,
 ) -> Call:
     """Check the arguments of `cuflash.backward`; see there.
@@ -268,10 +272,14 @@ def backward(
     """
     # q comes first: the others are compared with it.
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    written = {"dq": dq, "dk": dk, "dv": dv}
+    written = {name: x for name, x in written.items() if x is not None}
     asked = _asked(options) if options else _NOTHING
     signature = _attention(
         "backward",
-        describe(given),
+        describe({**given, **written}),
         scale_of(scale),
         checks.flag("causal", causal),
         _block("block_q", block_q),
@@ -280,7 +288,9 @@ def backward(
         *asked[:2],
         deterministic=checks.flag("deterministic", deterministic),
     )
-    return Call(signature, given, None, *asked[2:])
+    if written:
+        _check_apart(written, {**given, **asked[2]})
+    return Call(signature, given, None, *asked[2:], given_gradients=written)
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
@@ -313,7 +323,7 @@ def apply_rotary(
     )
     if out is not None:
         read = tables if _is_same(x, out) else {**given, **tables}
-        _check_apart({**read, "out": out})
+        _check_apart({"out": out}, read)
     return Call(signature, given, out, tables)
 
 
@@ -393,8 +403,12 @@ def _attention(
         if name in arrays.shapes:
             arrays.check_same(name, ("batch", "seqlen", "heads"), "q")
             arrays.check_same(name, ("head_dim",), "v")
-    if "lse" in arrays.shapes:
-        arrays.check_same("lse", _AXES_LSE, "q")
+    for name in ("lse", "dlse"):
+        if name in arrays.shapes:
+            arrays.check_same(name, _AXES_LSE, "q")
+    for name in ("dq", "dk", "dv"):
+        if name in arrays.shapes:
+            arrays.check_same(name, _AXES, name[1:])
     batch, seqlen_q, num_heads_q, head_dim = arrays.full["q"]
     _, seqlen_k, num_heads_kv, head_dim_v = arrays.full["v"]
     scale = default_scale(scale, head_dim, arrays.dtype)
@@ -429,6 +443,7 @@ def _attention(
         deterministic=deterministic,
         precision=precision,
         num_splits=num_splits,
+        dlse="dlse" in arrays.shapes,
         **{**numbers_asked, "window": window},
         **_arrays_there(options, shapes),
     )
@@ -830,7 +845,7 @@ class Arrays:
 
 
 def _is_lse(name: str) -> bool:
-    return name.startswith("lse")
+    return name.startswith(("lse", "dlse"))
 
 
 # Offsets of packed sequences ----------------------------------------------
@@ -905,27 +920,35 @@ def positions(call: Call) -> None:
 # Memory that is written to -----------------------------------------------
 
 
-def _check_apart(arrays: dict[str, Any]) -> None:
-    """Check that out shares no memory with an input and does not overlap.
+def _check_apart(written: dict[str, Any], read: dict[str, Any]) -> None:
+    """Check that results share no memory with inputs or each other.
 
     Otherwise kernels would overwrite an input that other rows still read.
+    Nor may elements of one result overlap.
     """
-    out = arrays["out"]
-    first, end = _bounds(out)
-    for name in [x for x in arrays if x != "out"]:
-        other_first, other_end = _bounds(arrays[name])
-        if first >= other_end or other_first >= end:
-            continue
-        if np.shares_memory(_addresses(out), _addresses(arrays[name])):
-            raise shares_memory("out", name)
-    check_elements_apart("out", out.shape, out.strides, out.dtype.itemsize)
+    others = {name: (*_bounds(x), x) for name, x in read.items()}
+    for name, out in written.items():
+        first, end = _bounds(out)
+        for other, (other_first, other_end, x) in others.items():
+            if first >= other_end or other_first >= end:
+                continue
+            if np.shares_memory(_addresses(out), _addresses(x)):
+                raise shares_memory(name, other, both=other in written)
+        check_elements_apart(name, out.shape, out.strides, out.dtype.itemsize)
+        others[name] = first, end, out
 
 
-def shares_memory(written: str, name: str) -> ValueRangeError:
-    """The error for an array that shares memory with one that is written."""
+def shares_memory(
+    written: str, name: str, both: bool = False
+) -> ValueRangeError:
+    """The error for an array that shares memory with one that is written.
+
+    `both`: the other is written too.
+    """
+    why = "both are" if both else f"{name} is read while {written} is"
     return ValueRangeError(
         f"{written} shares memory with {name}, expected separate memory: "
-        f"{name} is read while {written} is written"
+        f"{why} written"
     )
 
 

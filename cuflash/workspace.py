@@ -58,7 +58,7 @@ class Buffer:
 
 
 def delta(rows: int, itemsize: int) -> Buffer:
-    """rowsum(dO * O) for each query (prepare/delta.cu)."""
+    """rowsum(dO * O) - dlse of each query (prepare/delta.cu)."""
     return Buffer("delta", itemsize, rows)
 
 

@@ -128,6 +128,7 @@ def gradient_steps(
     v: np.ndarray,
     *,
     scale: float | None = None,
+    dlse: np.ndarray | None = None,
     **options: Any,
 ) -> GradientSteps:
     r"""Compute the gradients of attention and all intermediate quantities.
@@ -135,14 +136,15 @@ def gradient_steps(
     .. math::
         dV &= (Z \circ P)^T dO \\
         dP &= Z \circ (dO V^T) \\
-        D_i &= \sum_j P_{ij} dP_{ij} \\
+        D_i &= \sum_j P_{ij} dP_{ij} - dlse_i \\
         dS_{ij} &= P_{ij} (dP_{ij} - D_i) \\
         dQ &= scale \cdot dS K \\
         dK &= scale \cdot dS^T Q
 
     [002], "Gradient formulas"; [003], "Summary of backward calculation".
-    Z is 1 without dropout. Sums include all visible pairs, even where P is 0,
-    and no others.
+    Z is 1 without dropout. dlse, the gradient with respect to lse, is 0 there:
+    d lse_i / d S_ij = P_ij adds P_ij dlse_i to dS. Sums include all visible
+    pairs, even where P is 0, and no others.
 
     Parameters
     ----------
@@ -150,6 +152,8 @@ def gradient_steps(
         Gradient with respect to out.
     q, k, v, scale, **options
         As in `attention`.
+    dlse : array_like, (..., seqlen_q), optional
+        Gradient with respect to lse; 0 by default.
 
     Returns
     -------
@@ -169,6 +173,8 @@ def gradient_steps(
     dv = masked_product(np.swapaxes(kept, -1, -2), dout, visible_t)
     dp = tiles.dropped(rows_with_rows(dout, v), whole)
     delta = weighted_sum(p, dp, visible)
+    if dlse is not None:
+        delta = delta - np.asarray(dlse, np.float64)
     ds_bias = score_gradient(p, dp, delta, visible)
     ds = masked(ds_bias * slope, visible)
     dq = scale * masked_product(ds, k, visible)
@@ -189,13 +195,14 @@ def attention_vjp(
     v: np.ndarray,
     *,
     scale: float | None = None,
+    dlse: np.ndarray | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """Return the gradients of `gradient_steps`.
 
     Parameters
     ----------
-    dout, q, k, v, scale, **options
+    dout, q, k, v, scale, dlse, **options
         As in `gradient_steps`.
 
     Returns
@@ -204,6 +211,6 @@ def attention_vjp(
         With the shapes of q, k and v; then dbias if there is a bias, and
         dsink if there is a sink.
     """
-    steps = gradient_steps(dout, q, k, v, scale=scale, **options)
+    steps = gradient_steps(dout, q, k, v, scale=scale, dlse=dlse, **options)
     others = [x for x in (steps.dbias, steps.dsink) if x is not None]
     return steps.dq, steps.dk, steps.dv, *others

@@ -18,6 +18,18 @@ q, k, v; dbias follows if there is a bias, and dsink if there is a sink. A row
 that sees no key contributes to no gradient, even if its q or dout is NaN. A
 row whose visible scores are all -inf has lse -inf and P 0 too, but its pairs
 take part in every sum, and 0 * inf and 0 * NaN are NaN.
+
+If the loss depends on lse too, its gradient dlse (..., seqlen_q) enters D
+alone. With out = P V, dP = dO V^T and lse_i = log sum_j exp(S_ij),
+
+.. math::
+    \partial lse_i / \partial S_{ij} &= P_{ij} \\
+    dS_{ij} &= P_{ij} (dP_{ij} - rowsum(dO O)_i) + dlse_i P_{ij}
+             = P_{ij} (dP_{ij} - D_i) \\
+    D_i &= rowsum(dO O)_i - dlse_i
+
+The same holds for a sink, a column of S whose value is 0, and with dropout,
+which acts on out and not on lse.
 Sources: [001], [003], [FA2] Dao 2023, arXiv:2307.08691, Algorithm 2.
 """
 
@@ -37,15 +49,20 @@ from .tile_state import probabilities_from_lse
 Gradients = tuple[np.ndarray, ...]
 
 
-def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
-    r"""Return :math:`D_i = \sum_c dO_{ic} O_{ic}`.
+def delta(
+    dout: np.ndarray, out: np.ndarray, dlse: np.ndarray | None = None
+) -> np.ndarray:
+    r"""Return :math:`D_i = \sum_c dO_{ic} O_{ic} - dlse_i`.
 
-    [003], eq. 24; [001]. It equals rowsum(P * dP), with head_dim_v terms per
-    row instead of seqlen_k.
+    [003], eq. 24; [001]. The sum equals rowsum(P * dP), with head_dim_v terms
+    per row instead of seqlen_k. The other term makes P (dP - D) the gradient
+    of S if the loss depends on lse, whose derivative with respect to S is P.
 
     Parameters
     ----------
     dout, out : array_like, (..., seqlen_q, head_dim_v)
+    dlse : array_like, (..., seqlen_q), optional
+        Gradient with respect to lse; 0 by default.
 
     Returns
     -------
@@ -53,7 +70,8 @@ def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     """
     dout, out = np.asarray(dout, np.float64), np.asarray(out, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        return (dout * out).sum(axis=-1)
+        rows = (dout * out).sum(axis=-1)
+        return rows if dlse is None else rows - np.asarray(dlse, np.float64)
 
 
 def row_by_row(
@@ -65,6 +83,7 @@ def row_by_row(
     lse: np.ndarray,
     *,
     scale: float | None = None,
+    dlse: np.ndarray | None = None,
     **options: Any,
 ) -> Gradients:
     """Process one query row at a time; k, v, dk and dv are whole.
@@ -75,13 +94,15 @@ def row_by_row(
     ----------
     dout, q, k, v, out, lse : array_like
     scale : float, optional
+    dlse : array_like, (..., seqlen_q), optional
+        Gradient with respect to lse; 0 by default.
     **options
 
     Returns
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, options)
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
     for i in range(p.seqlen_q):
         tile = p.tile(i, i + 1, 0, p.seqlen_k)
         if tile is not None:
@@ -102,6 +123,7 @@ def query_outer(
     scale: float | None = None,
     block_q: int = 64,
     block_k: int = 64,
+    dlse: np.ndarray | None = None,
     **options: Any,
 ) -> Gradients:
     """Keep a query tile and its dq; dk and dv are updated tile by tile.
@@ -114,13 +136,15 @@ def query_outer(
     scale : float, optional
     block_q, block_k : int, optional
         Tile sizes; they need not divide the lengths.
+    dlse : array_like, (..., seqlen_q), optional
+        Gradient with respect to lse; 0 by default.
     **options
 
     Returns
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, options)
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
     for q_start, q_stop in tiles(p.seqlen_q, block_q):
         for k_start, k_stop in tiles(p.seqlen_k, block_k):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -142,6 +166,7 @@ def key_outer(
     scale: float | None = None,
     block_q: int = 64,
     block_k: int = 64,
+    dlse: np.ndarray | None = None,
     **options: Any,
 ) -> Gradients:
     """Keep a key tile with its dk and dv; dq is updated tile by tile.
@@ -150,14 +175,14 @@ def key_outer(
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, scale, block_q, block_k, **options
+    dout, q, k, v, out, lse, scale, block_q, block_k, dlse, **options
         As in `query_outer`.
 
     Returns
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, options)
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
     for k_start, k_stop in tiles(p.seqlen_k, block_k):
         for q_start, q_stop in tiles(p.seqlen_q, block_q):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -179,6 +204,7 @@ def two_pass(
     scale: float | None = None,
     block_q: int = 64,
     block_k: int = 64,
+    dlse: np.ndarray | None = None,
     **options: Any,
 ) -> Gradients:
     """Compute dk and dv in a loop over key tiles, dq over query tiles.
@@ -188,14 +214,14 @@ def two_pass(
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, scale, block_q, block_k, **options
+    dout, q, k, v, out, lse, scale, block_q, block_k, dlse, **options
         As in `query_outer`.
 
     Returns
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, options)
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
     for k_start, k_stop in tiles(p.seqlen_k, block_k):
         for q_start, q_stop in tiles(p.seqlen_q, block_q):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -222,6 +248,7 @@ class _Pass:
         out: np.ndarray,
         lse: np.ndarray,
         scale: float | None,
+        dlse: np.ndarray | None,
         options: dict[str, Any],
     ) -> None:
         dout, q, k, v, lse = (
@@ -234,7 +261,7 @@ class _Pass:
         self.pairs = Tiles(
             self.seqlen_q, self.seqlen_k, self.scale, self.options
         )
-        self.delta = delta(dout, out)
+        self.delta = delta(dout, out, dlse)
         self.dq, self.dk, self.dv = (np.zeros(x.shape) for x in (q, k, v))
         self.dbias = None
         if self.options.bias is not None:

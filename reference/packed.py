@@ -113,6 +113,8 @@ def packed_attention_vjp(
     v: np.ndarray,
     cu_seqlens_q: np.ndarray,
     cu_seqlens_k: np.ndarray,
+    *,
+    dlse: np.ndarray | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """Compute the gradients; see `attention.attention_vjp`.
@@ -132,6 +134,7 @@ def packed_attention_vjp(
         parts = attention_vjp(
             dout[..., rows, :],
             *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
+            dlse=None if dlse is None else dlse[..., rows],
             **_of_sequence(options, b, q.ndim),
         )
         q_index, k_index = (..., rows, slice(None)), (..., keys, slice(None))

@@ -208,7 +208,8 @@ def score_gradient(
     ----------
     p, dp : ndarray, (..., keys)
     delta : ndarray, (...)
-        D_i, from `weighted_sum` or from rowsum(dO * O).
+        D_i, from `weighted_sum` or from rowsum(dO * O); less dlse_i, the
+        gradient of lse, if there is one.
     visible : ndarray of bool, broadcastable to (..., keys), optional
 
     Returns

@@ -63,7 +63,12 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
         _queries(call.arrays[name], problem) for name in ("q", "out", "dout")
     )
     k, v = (_keys(call.arrays[name], problem) for name in ("k", "v"))
-    lse = call.arrays["lse"].reshape(q.shape[:-1]).astype(np.float64)
+    lse, dlse = (
+        call.arrays[name].reshape(q.shape[:-1]).astype(np.float64)
+        if name in call.arrays
+        else None
+        for name in ("lse", "dlse")
+    )
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     others: dict[str, np.ndarray | float] = {"bias": 0.0, "sink": 0.0}
     for part in _parts(call):
@@ -74,15 +79,16 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
             lse_rows = _unrounded(lse_rows, q[rows], k[keys], part.options)
         dq[rows], dk[keys], dv[keys], *rest = backward_of.key_outer(
             *(dout[rows], q[rows], k[keys], v[keys], out[rows], lse_rows),
+            dlse=None if dlse is None else dlse[rows[:-1]],
             **part.options,
         )
         for name in others:
             if name in part.options:
                 others[name] = others[name] + rest.pop(0)
     gradients = (
-        _round(_tokens_first(dq, problem), call),
-        _round(dk.sum(axis=2).swapaxes(1, 2), call),
-        _round(dv.sum(axis=2).swapaxes(1, 2), call),
+        _result("dq", _tokens_first(dq, problem), call),
+        _result("dk", dk.sum(axis=2).swapaxes(1, 2), call),
+        _result("dv", dv.sum(axis=2).swapaxes(1, 2), call),
     )
     wanted = {"bias": problem.return_dbias, "sink": problem.return_dsink}
     return gradients + tuple(
@@ -309,6 +315,15 @@ def _round(array: np.ndarray, call: Call) -> np.ndarray:
     """Convert to the dtype of the inputs, C-contiguous, native bytes."""
     dtype = next(iter(call.arrays.values())).dtype.newbyteorder("=")
     return array.astype(dtype, order="C")
+
+
+def _result(name: str, gradient: np.ndarray, call: Call) -> np.ndarray:
+    """A gradient, rounded: the user's array if it was given."""
+    rounded, given = _round(gradient, call), call.gradients.get(name)
+    if given is None:
+        return rounded
+    given[...] = rounded
+    return given
 
 
 def _unrounded(

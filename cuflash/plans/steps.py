@@ -82,8 +82,11 @@ def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
     """The argument struct of kernels that support options."""
     if problem.kvcache is not None:
         return "Arguments", "ForwardKVCacheArguments"
-    kind = problem.direction.capitalize() + kind
-    return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
+    if problem.options:
+        kind += "Options"
+    elif problem.direction == "backward" and not kind:
+        kind = "Plain"
+    return "Arguments", f"{problem.direction.capitalize()}{kind}Arguments"
 
 
 def option_constants(
@@ -149,7 +152,7 @@ ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 def delta_launch(
     problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
 ) -> Launch:
-    """Computes rowsum(dO * O), and zeroes what the main kernel adds to."""
+    """Computes delta, and zeroes what the main kernel adds to."""
     chunk = 1 if problem.dtype in ("float32", "float64") else 8
     chunks = ceil_div(problem.head_dim_v, chunk)
     lanes = min(1 << (chunks - 1).bit_length(), 32)
@@ -163,6 +166,7 @@ def delta_launch(
             ("BLOCK_Q", block_q),
             ("DQ_COLUMNS", dq_columns),
             ("ADDS_TO_DQ", adds_to_dq),
+            ("DLSE", problem.dlse),
             arguments(problem),
             packed(problem),
         ),
@@ -306,6 +310,7 @@ def rounding_launch(
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
             ("DQ_SEMAPHORES", semaphores if recomputes else 0),
+            ("DLSE", recomputes and problem.dlse),
         ),
         threads=num_warps * 32,
         shared_bytes=shared,

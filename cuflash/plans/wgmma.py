@@ -415,6 +415,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
             ("DQ_SEMAPHORES", semaphores),
+            ("DLSE", problem.dlse),
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
             *some_options(

@@ -671,9 +671,9 @@ def test_overlap_is_seen_on_either_device(wrap):
     packed = np.zeros((2, 5, 4, 4, 8), np.float16)
     q, k, v, out = (wrap(x) for x in np.moveaxis(packed, 2, 0))
     arrays = {"q": q, "k": k, "v": v}
-    validate._check_apart({**arrays, "out": out})
+    validate._check_apart({"out": out}, arrays)
     with pytest.raises(ValueRangeError, match="out shares memory with v"):
-        validate._check_apart({**arrays, "out": wrap(packed[:, :, 2, 1:])})
+        validate._check_apart({"out": wrap(packed[:, :, 2, 1:])}, arrays)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

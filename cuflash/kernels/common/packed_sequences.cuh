@@ -32,7 +32,7 @@ template <class Arguments> inline Offsets key_offsets(const Arguments& args) {
             args.options.total_k};
 }
 
-// Queries of a head in lse and delta.
+// Queries of a head in lse, dlse and delta.
 template <class Arguments> inline int rows_of_head(const Arguments& args) {
     if constexpr (PACKED) return args.options.total_q;
     else return arrays_of(args).shape.seqlen_q;
@@ -189,6 +189,14 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
     if (a.dq_semaphores != nullptr) a.dq_semaphores += slot;
 }
 
+template <class Arguments> inline void advance_dlse(Arguments&, int) {}
+inline void advance_dlse(BackwardOptionsArguments& a, int q) {
+    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
+}
+inline void advance_dlse(BackwardWgmmaOptionsArguments& a, int q) {
+    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
+}
+
 // The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.
 // sums_of_tile: floats of a tile's sums of dQ.
 template <class Arguments>
@@ -199,6 +207,7 @@ inline Arguments sequence_arguments(
     own.arrays.shape.seqlen_k = sequence.seqlen_k;
     own.options.sequence = sequence.number;
     advance(own.arrays, sequence, sequence.first_q / block_q + sequence.number, sums_of_tile);
+    advance_dlse(own, sequence.first_q);
     return own;
 }
 template <class Arguments>

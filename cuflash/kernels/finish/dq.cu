@@ -10,7 +10,7 @@
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
 // Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the summing kernel;
-// Arguments and the options; RECOMPUTES, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K and
+// Arguments and the options; RECOMPUTES, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K, DLSE and
 // DQ_SEMAPHORES; SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).

@@ -2,7 +2,7 @@
 //
 //     dsink = - sum exp(sink - lse) delta          over the head's rows of all batches
 //
-// since dS = P (dP - delta), and dP of a sink is 0. delta = rowsum(dO * O) comes from
+// since dS = P (dP - delta), and dP of a sink is 0. delta = rowsum(dO * O) - dlse comes from
 // prepare/delta.cu. The order of additions is fixed.
 //
 // Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS

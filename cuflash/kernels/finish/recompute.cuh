@@ -2,8 +2,8 @@
 // infinity of its B operand, as 0 * NaN, to rows that do not see it. So rows with a NaN or an
 // infinity are recomputed, if a masked operand may have reached them. Slow, rare.
 //
-// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K; Arguments and the options, as
-// in sm90/backward_constants.cuh.
+// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, DLSE; Arguments and the
+// options, as in sm90/backward_constants.cuh.
 #pragma once
 #include "score/dropout.cuh"
 #include "common/head_rows.cuh"
@@ -14,7 +14,7 @@
 // Whether any row may be affected. With PACKED, because a tile reaches into the next sequence. With
 // WINDOW or PAIRWISE, because dS of a masked pair is not masked (MASK_DS,
 // sm90/backward_constants.cuh): P = 0 makes it 0 * (dP - delta). dP, which may overflow, takes rows
-// of V and dO, delta one of O.
+// of V and dO, delta one of O, and dlse.
 constexpr bool REACHES_ALL = PACKED || WINDOW || PAIRWISE;
 
 // One query head and its key head.
@@ -25,7 +25,8 @@ struct HeadScores {
     ScoreMod<float> score_mod;
     Dropout<float> dropout;
     HeadRows q, dout, out, k, v;
-    const float* lse;
+    i64 first_row;                              // of lse and dlse
+    const float *lse, *dlse;
     float scale;
     __device__ __forceinline__ HeadScores(const Arguments& args, int batch, int head)
         : HeadScores(args, arrays_of(args), batch, head) {}
@@ -41,8 +42,9 @@ struct HeadScores {
           out(arguments.out, arguments.out_stride, batch, head),
           k(arguments.k, arguments.k_stride, batch, head / group_size()),
           v(arguments.v, arguments.v_stride, batch, head / group_size()),
-          lse(static_cast<const float*>(arguments.lse)
-              + (static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(args)),
+          first_row((static_cast<i64>(batch) * shape.num_heads_q + head) * rows_of_head(args)),
+          lse(static_cast<const float*>(arguments.lse) + first_row),
+          dlse(DLSE ? static_cast<const float*>(args.dlse) + first_row : nullptr),
           scale(static_cast<float>(arguments.scale)) {
         score_mod.set_head(args, batch, head);
         pair_mask.set_head(head);
@@ -70,7 +72,8 @@ struct HeadScores {
     }
     __device__ __forceinline__ float scaled_ds(int query, int key) const {
         const float dp = row_product(dout, query, v, key, shape.head_dim_v);
-        const float delta = row_product(dout, query, out, query, shape.head_dim_v);
+        float delta = row_product(dout, query, out, query, shape.head_dim_v);
+        if constexpr (DLSE) delta -= dlse[query];
         float derivative;
         const float weight = p(query, key, derivative);
         const float dropped_dp = DROPOUT ? dp * dropout.z(query, key) : dp;

@@ -7,7 +7,7 @@
 // FlashAttention-2, Alg. 2 (arXiv:2307.08691), as in sm80/backward.cu: a block computes BLOCK_K
 // keys of one key head. It visits the query tiles that see them, of every query head of the group,
 // and keeps dK and dV in registers. It adds its part of dQ to dQ in global memory. prepare/delta.cu
-// has zeroed dQ and computed delta = rowsum(dO * O).
+// has zeroed dQ and computed delta = rowsum(dO * O) - dlse.
 //
 // Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), in ascending order:
 // if CAUSAL, the first tiles are seen by the most queries. Block: NUM_WARPS warps, SCORE_WARPS_Q of

@@ -8,7 +8,7 @@
 // FlashAttention-2, Alg. 2 (arXiv:2307.08691), as fma/backward.cu: a block computes BLOCK_K
 // keys of one key head. It visits the query tiles that see them, of every query head of the group,
 // and keeps dK and dV in registers. It adds its part of dQ to dQ in global memory, which
-// prepare/delta.cu has zeroed; delta = rowsum(dO * O) comes from there too.
+// prepare/delta.cu has zeroed; delta = rowsum(dO * O) - dlse comes from there too.
 //
 // Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), the first tiles
 // first: if CAUSAL, most queries see those.

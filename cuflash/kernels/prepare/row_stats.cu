@@ -3,14 +3,15 @@
 // (semaphores.cuh).
 //
 //     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
+//     delta = rowsum(dO * O) - dlse   with DLSE: d lse / dS = P adds P dlse to dS
 //
 // Grid: one block per tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of the sums
-// of dQ; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; Arguments, the
-// type of the kernel's argument, and the options (docs/guide/options.md). No shared memory.
+// of dQ; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; DLSE; Arguments,
+// the type of the kernel's argument, and the options (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "sm90/semaphores.cuh"
@@ -84,7 +85,10 @@ backward_rows(const __grid_constant__ Arguments args) {
         const Element* out = static_cast<const Element*>(arguments.out)
                            + batch * os.batch + query * os.token + head * os.head;
         const int columns = i < num_rows ? shape.head_dim_v : 0;
-        const float sum = row_sum(partial_product(dout, out, lane, columns));
+        float sum = row_sum(partial_product(dout, out, lane, columns));
+        if (DLSE && i < num_rows)
+            sum -= static_cast<const float*>(args.dlse)[
+                static_cast<i64>(pair) * shape.seqlen_q + query];
         if (lane == 0) rows.delta[i] = sum;
     }
 }

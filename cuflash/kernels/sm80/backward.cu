@@ -7,7 +7,7 @@
 // FlashAttention-2, Alg. 2 (arXiv:2307.08691): a block computes BLOCK_K keys of one key head. It
 // visits the query tiles that see them, of every query head of the group, and keeps dK and dV in
 // registers. It adds its part of dQ to float sums in global memory, which finish/dq.cu scales and
-// rounds. delta = rowsum(dO * O) comes from prepare/delta.cu.
+// rounds. delta = rowsum(dO * O) - dlse comes from prepare/delta.cu.
 //
 // Grid: tiles of BLOCK_K keys of all (batch, key head) pairs (scheduler.cuh), the first tiles
 // first: if CAUSAL, most queries see those.

@@ -19,7 +19,7 @@ template <> struct RowSegmentIds<true> {
 
 struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS> {
     float lse[BLOCK_Q];                         // lse log2(e), or lse if has_large_lse; inf: P = 0
-    float delta[BLOCK_Q];                       // rowsum(dO * O)
+    float delta[BLOCK_Q];                       // rowsum(dO * O) - dlse
     int has_large_lse;                          // |lse log2(e)| > MAX_FUSED_LSE in some row
     float scale;                                // of the scores: the call's, 1 if not LINEAR
     int q_start, head;                          // of the tile
