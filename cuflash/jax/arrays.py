@@ -13,15 +13,23 @@ import numpy as np
 from cuflash.errors import DTypeError, UnsupportedError, type_name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Abstract:
     """A C-contiguous array without data, as `validate` reads arrays.
 
     XLA's buffers are aligned, so the address counts as 0.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : dtype
+    slot : int
+        Which of a callback's buffers holds the data.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    slot: int = -1
     ptr: int = 0
     device_id: int = 0
 
@@ -39,14 +47,19 @@ class Abstract:
         return len(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
     def data(self) -> Abstract:
         """The memory, which has the address and the device."""
         return self
 
 
-def abstract(array: Any) -> Abstract:
+def abstract(array: Any, slot: int = -1) -> Abstract:
     """An array, a tracer or an abstract value, without data."""
-    return Abstract(tuple(array.shape), np.dtype(array.dtype))
+    return Abstract(tuple(array.shape), np.dtype(array.dtype), slot)
 
 
 def check_array(name: str, array: Any) -> None:

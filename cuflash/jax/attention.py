@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cuflash import settings
 
-from . import batching, cpu  # noqa: F401  (rules of the primitives)
+from . import batching, cpu, cuda  # noqa: F401  (the primitives' rules)
 from .arrays import abstract, check_array, check_static, equally_varying
 from .calls import asked_of, forward_call
 from .primitives import attention_p

@@ -6,7 +6,6 @@ hashable, so equal calls are compiled once.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -24,7 +23,6 @@ _BACKWARD_ONLY = ("deterministic",)
 _ARGUMENTS = (
     *_FORWARD_ONLY, *_BACKWARD_ONLY, "scale", "causal", "precision"
 )  # fmt: skip
-HAS_DLSE = "dlse" in inspect.signature(validate.backward).parameters
 
 
 def asked_of(static: Mapping[str, Any]) -> Asked:

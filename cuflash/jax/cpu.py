@@ -57,10 +57,14 @@ def _backward(
     results: Any,
     *buffers: Any,
 ) -> None:
-    gradients = api.backward(**_arrays(names, buffers), **arguments)
+    into = dict(zip(wrt, map(np.asarray, results), strict=True))
+    given = _arrays(names, buffers) | {
+        f"d{name}": x for name, x in into.items() if name in ("q", "k", "v")
+    }
+    gradients = api.backward(**given, **arguments)
     got = dict(zip(gradient_names(wrt), gradients, strict=True))
-    for result, name in zip(results, wrt, strict=True):
-        np.asarray(result)[...] = got[name]
+    for name in {"bias", "sink"} & {*wrt}:
+        into[name][...] = got[name]
 
 
 def _lower(make: Callable[..., Callable[..., None]]) -> mlir.LoweringRule:
@@ -89,5 +93,13 @@ def _backward_of(
     return functools.partial(_backward, given, arguments, wrt)
 
 
-mlir.register_lowering(attention_p, _lower(_forward_of), platform="cpu")
-mlir.register_lowering(gradients_p, _lower(_backward_of), platform="cpu")
+def register() -> None:
+    """Lower attention for CPUs to the NumPy path."""
+    for primitive, make in (
+        (attention_p, _forward_of),
+        (gradients_p, _backward_of),
+    ):
+        mlir.register_lowering(primitive, _lower(make), platform="cpu")
+
+
+register()

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cuflash.errors import UnsupportedError
 
-from .calls import DIFFERENTIABLE, HAS_DLSE, Asked
+from .calls import DIFFERENTIABLE, Asked
 
 _FORWARD_MODE = (
     "cuflash.jax.attention has no forward mode (jax.jvp, jax.jacfwd, "
@@ -168,8 +168,6 @@ def _tangent_transpose(
     dout, *dlse = cotangents
     # A cotangent of zero is left out, but there must be one of out.
     dlse = [x for x in dlse if type(x) is not ad.Zero]
-    if dlse and not HAS_DLSE:
-        raise UnsupportedError("lse is differentiated, which is not supported")
     fixed = operands[len(wrt) :]
     gradients = gradients_p.bind(
         ad.instantiate_zeros(dout), *dlse, *fixed, names=names, wrt=wrt,

@@ -112,6 +112,6 @@ def in_place(monkeypatch):
     monkeypatch.setattr(nvrtc, "function", lambda kernel, device: Function)
     encoded = staticmethod(lambda address, boxes: bytes(128))
     monkeypatch.setattr(backend.CupyBackend, "tensor_map", encoded)
-    monkeypatch.setattr(api, "_on_cuda", lambda: backend)
+    monkeypatch.setattr(api, "on_cuda", lambda: backend)
     FAKE.log.clear()
     return FAKE, backend

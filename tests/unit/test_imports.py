@@ -80,8 +80,12 @@ LAW = {
     "jax.primitives": "errors jax.calls",
     "jax.batching": "jax.calls jax.primitives",
     "jax.cpu": "api jax.calls jax.primitives",
+    "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
+    "jax.machine": "api backends.base",
+    "jax.cuda": "execute problem backends.base jax.arrays jax.calls"
+    " jax.machine jax.primitives jax.recording",
     "jax.attention": "settings jax.arrays jax.batching jax.calls jax.cpu"
-    " jax.primitives",
+    " jax.cuda jax.primitives",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

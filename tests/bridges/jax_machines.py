@@ -1,0 +1,63 @@
+"""The CUDA lowering without a GPU: its kernels run on the emulator."""
+
+import contextlib
+
+import jax
+import numpy as np
+
+from cuflash import emulator
+from cuflash.backends.emulator.machine import Machine as EmulatedMemory
+from cuflash.jax import cpu, cuda
+
+
+class Memory(EmulatedMemory):
+    """The emulator's memory of one callback, as `jax.machine.Queue`."""
+
+    def __init__(self, target, buffers):
+        super().__init__(target)
+        self.arrays = [np.asarray(x) for x in buffers]
+        addresses = [
+            self.address_of(x, written=x.flags.writeable) for x in self.arrays
+        ]
+        self.addresses = addresses
+        self.at = dict(zip(addresses, self.arrays, strict=True))
+
+    def clear(self, address, nbytes):
+        assert self.at[address].nbytes == nbytes
+        self.at[address].fill(0)
+
+    def read(self, address, nbytes):
+        return self.at[address].tobytes()
+
+
+class EmulatedMachine:
+    """An emulated GPU, as `jax.machine.Machine`."""
+
+    def __init__(self, arch):
+        with emulator.active(arch) as self.target:
+            pass
+        self.runs = 0
+
+    def first_device(self):
+        return 0
+
+    def backend(self, index):
+        return self.target.backend()
+
+    def open(self, context, buffers):
+        self.runs += 1
+        memory = Memory(self.target, buffers)
+        return 0, memory.addresses, memory
+
+
+@contextlib.contextmanager
+def emulated(arch="sm_90a"):
+    """Calls on CPU arrays take the CUDA lowering, onto the emulator."""
+    machine = EmulatedMachine(arch)
+    jax.clear_caches()
+    cuda.register(machine, "cpu")
+    try:
+        yield machine
+    finally:
+        cpu.register()
+        jax.clear_caches()
