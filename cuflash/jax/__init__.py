@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(
         "cuflash.jax needs JAX, which is not installed: "
-        "pip install cuflash[jax] (Python 3.11 or newer)",
+        'pip install "cuflash[jax]" (Python 3.11 or newer)',
         name="jax",
     ) from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from .primitives import attention_p, gradients_p, tangent_p
 
 Names = tuple[str, ...]
 
-# Without a batch axis in front, these are the same for all of a batch.
+# The rank with a batch axis. Without one, a batch shares the array.
 _RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2, "segment_ids_q": 2,
          "segment_ids_k": 2}  # fmt: skip
 
@@ -55,13 +56,19 @@ def _rule(
         for x, axis in zip(operands, axes, strict=True)
     ]
     mapped = [axis is not None for axis in axes]
-    size = front[mapped.index(True)].shape[0]
-    if _is_folded(inputs, mapped, params["asked"], params.get("wrt", ())):
-        results = _folded(
-            bind, inputs, outputs, front, mapped, size, params.get("wrt", ())
-        )
-    else:
+    wrt = params.get("wrt", ())
+    if not _is_folded(inputs, mapped, params["asked"], wrt):
         results = _one_by_one(bind, front, mapped)
+        return results, [0] * len(results)
+    given = dict(zip(inputs, front, strict=True))
+    moves = dict(zip(inputs, mapped, strict=True))
+    size = front[mapped.index(True)].shape[0]
+    fold = _Fold(size, given["q"].shape[moves["q"]], wrt)
+    folded = bind(*map(fold.joined, inputs, front, mapped))
+    results = []
+    for name, x in zip(outputs, folded, strict=False):
+        like = name if name in wrt else "q"
+        results.append(fold.split(x, given[like].shape[moves[like]]))
     return results, [0] * len(results)
 
 
@@ -89,44 +96,49 @@ def _one_by_one(
     return list(jax.lax.map(call, moving))
 
 
-def _folded(
-    bind: Callable[..., Any],
-    inputs: Names,
-    outputs: Names,
-    front: Sequence[Any],
-    mapped: Sequence[bool],
-    size: int,
-    wrt: Names,
-) -> list[Any]:
-    given = dict(zip(inputs, front, strict=True))
-    is_mapped = dict(zip(inputs, mapped, strict=True))
-    batch = given["q"].shape[int(is_mapped["q"])]
+@dataclass(frozen=True)
+class _Fold:
+    """Joins the mapped axis and batch.
 
-    def fold(name: str, x: Any, moves: bool) -> Any:
-        if name in _RANK and not moves and name not in wrt:
-            if x.ndim < _RANK[name] or x.shape[0] == 1:
-                return x  # the same for all of the batch
-        elif name in ("sink", "seed"):
+    Attributes
+    ----------
+    size, batch : int
+        The lengths of the two axes.
+    wrt : tuple of str
+        The arrays whose gradients are computed.
+    """
+
+    size: int
+    batch: int
+    wrt: Names
+
+    def joined(self, name: str, x: Any, is_mapped: bool) -> Any:
+        """An operand for ``size * batch`` sequences."""
+        if name in ("sink", "seed"):
             return x
-        if not moves:
-            x = jnp.broadcast_to(x, (size, *x.shape))
+        if not is_mapped:
+            if self._is_shared(name, x):
+                return x
+            x = jnp.broadcast_to(x, (self.size, *x.shape))
         if name in _RANK:
             if x.ndim == _RANK[name]:  # has no batch axis
                 x = x[:, None]
-            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-        return x.reshape(size * batch, *x.shape[2:])
+            x = jnp.broadcast_to(x, (self.size, self.batch, *x.shape[2:]))
+        return x.reshape(self.size * self.batch, *x.shape[2:])
 
-    results = bind(*map(fold, inputs, front, mapped))
+    def _is_shared(self, name: str, x: Any) -> bool:
+        """Whether an operand serves any number of sequences as it is."""
+        if name not in _RANK or name in self.wrt:
+            return False
+        broadcasts = name in ("bias", "mask") and x.shape[0] == 1
+        return broadcasts or x.ndim < _RANK[name]
 
-    def unfold(name: str, x: Any) -> Any:
-        x = x.reshape(size, batch, *x.shape[1:])
-        if name == "bias":
-            shared = given["bias"].shape[int(is_mapped["bias"])] != batch
-            if shared:
-                x = x.sum(axis=1, keepdims=True)
+    def split(self, x: Any, batch: int) -> Any:
+        """A result by mapped index; summed for an array with batch 1."""
+        x = x.reshape(self.size, self.batch, *x.shape[1:])
+        if batch != self.batch:
+            x = x.sum(axis=1, keepdims=True)
         return x
-
-    return list(map(unfold, outputs, results))
 
 
 for _primitive, _names in (

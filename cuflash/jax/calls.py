@@ -89,6 +89,11 @@ def _without_seed(
     return {name: x for name, x in arrays.items() if name != "seed"}
 
 
+def gradient_inputs(names: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
+    """The operands of a gradients call; `names` are those of attention."""
+    return ("dout", "dlse")[: 1 + has_dlse] + (*names, "out", "lse")
+
+
 def gradient_names(wrt: tuple[str, ...]) -> tuple[str, ...]:
     """The arrays whose gradients a backward call returns, in its order."""
     return ("q", "k", "v", *(x for x in ("bias", "sink") if x in wrt))

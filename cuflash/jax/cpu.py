@@ -17,6 +17,7 @@ from .calls import (
     Asked,
     forward_arguments,
     gradient_arguments,
+    gradient_inputs,
     gradient_names,
 )
 from .primitives import attention_p, gradients_p
@@ -88,8 +89,8 @@ def _backward_of(
     wrt: tuple[str, ...],
     has_dlse: bool,
 ) -> Callable[..., None]:
-    given = ("dout", "dlse")[: 1 + has_dlse] + (*names, "out", "lse")
     arguments = gradient_arguments(asked, wrt)
+    given = gradient_inputs(names, has_dlse)
     return functools.partial(_backward, given, arguments, wrt)
 
 

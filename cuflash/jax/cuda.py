@@ -20,7 +20,13 @@ from cuflash.backends.base import Backend
 from cuflash.problem import Call
 
 from .arrays import Abstract, abstract
-from .calls import Asked, backward_call, forward_call, gradient_names
+from .calls import (
+    Asked,
+    backward_call,
+    forward_call,
+    gradient_inputs,
+    gradient_names,
+)
 from .machine import Cuda, Machine
 from .primitives import attention_p, gradients_p
 from .recording import Recording, record
@@ -161,9 +167,7 @@ def _backward(
     has_dlse: bool,
     machine: Machine,
 ) -> list[Any]:
-    cotangents = ("dout", "dlse")[: 1 + has_dlse]
-    names = (*cotangents, *names, "out", "lse")
-    given = dict(zip(names, operands, strict=True))
+    given = dict(zip(gradient_inputs(names, has_dlse), operands, strict=True))
     asked = _with_scale(asked, given["q"].shape[-1])
     check = functools.partial(backward_call, asked=asked, wrt=wrt)
     results = _call_buffers(execute.backward, check, given, machine)

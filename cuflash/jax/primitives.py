@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cuflash.errors import UnsupportedError
 
-from .calls import DIFFERENTIABLE, Asked
+from .arrays import abstract
+from .calls import DIFFERENTIABLE, Asked, backward_call, gradient_inputs
 
 _FORWARD_MODE = (
     "cuflash.jax.attention has no forward mode (jax.jvp, jax.jacfwd, "
@@ -115,11 +116,13 @@ def _tangent_types(
 def _gradient_types(
     *operands: Any,
     names: tuple[str, ...],
+    asked: Asked,
     wrt: tuple[str, ...],
     has_dlse: bool,
-    **_: Any,
 ) -> list[Any]:
-    given = dict(zip(names, operands[1 + has_dlse :], strict=False))
+    given = dict(zip(gradient_inputs(names, has_dlse), operands, strict=True))
+    types = {name: abstract(x) for name, x in given.items()}
+    backward_call(types, asked, wrt)  # raises
     arrays = (given[name] for name in wrt)
     return [_like(x, x.shape, x.dtype) for x in arrays]
 

@@ -77,7 +77,7 @@ LAW = {
     "jax": "jax.attention",
     "jax.arrays": "errors",
     "jax.calls": "checks errors options plan problem validate jax.arrays",
-    "jax.primitives": "errors jax.calls",
+    "jax.primitives": "errors jax.arrays jax.calls",
     "jax.batching": "jax.calls jax.primitives",
     "jax.cpu": "api jax.calls jax.primitives",
     "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
