@@ -138,6 +138,11 @@ def _call_buffers(
     return program.results(created)
 
 
+def _as(array: Any, shape: tuple[int, ...]) -> Any:
+    """A result without padded columns, and without batch if it is packed."""
+    return array[..., : shape[-1]].reshape(shape)
+
+
 def _with_scale(asked: Asked, head_dim: int) -> Asked:
     """The arguments with the scale of unpadded arrays."""
     given = dict(asked)
@@ -156,7 +161,11 @@ def _forward(
     asked = _with_scale(asked, given["q"].shape[-1])
     check = functools.partial(forward_call, asked=asked, return_lse=return_lse)
     out, *lse = _call_buffers(execute.forward, check, given, machine)
-    return [out[..., : given["v"].shape[-1]], *lse]
+    shape = (*given["q"].shape[:-1], given["v"].shape[-1])
+    return [
+        _as(out, shape),
+        *(_as(x, x.shape[-len(shape) + 1 :]) for x in lse),
+    ]
 
 
 def _backward(
@@ -172,10 +181,10 @@ def _backward(
     check = functools.partial(backward_call, asked=asked, wrt=wrt)
     results = _call_buffers(execute.backward, check, given, machine)
     gradients = dict(zip(gradient_names(wrt), results, strict=True))
-    for name in {*wrt} & {"q", "k", "v"}:
-        width = given[name].shape[-1]
-        gradients[name] = gradients[name][..., :width]
-    return [gradients[name].astype(given[name].dtype) for name in wrt]
+    return [
+        _as(gradients[name], given[name].shape).astype(given[name].dtype)
+        for name in wrt
+    ]
 
 
 def lowering(

@@ -60,7 +60,7 @@ gradients_p = _primitive("cuflash_attention_gradients")
 # ---- Shapes ----
 
 
-def _lse_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def lse_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Of out's shape; without batch, sequences are packed."""
     *batch, tokens, heads, _ = shape
     return (*batch, heads, tokens)
@@ -93,7 +93,7 @@ def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 def _results(q: Any, v: Any, return_lse: bool) -> list[Any]:
     shape = (*q.shape[:-1], v.shape[-1])
-    lse = _like(q, _lse_shape(shape), lse_dtype(q.dtype))
+    lse = _like(q, lse_shape(shape), lse_dtype(q.dtype))
     return [_like(q, shape, q.dtype), lse][: 1 + return_lse]
 
 

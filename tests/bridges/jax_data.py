@@ -100,13 +100,13 @@ def float64_if(dtype):
 def loss(wrt, others, **static):
     """The sum of weighted out and lse, as a function of the arrays `wrt`.
 
-    Returns the function and the weights of out and lse.
+    Returns the function, and out, lse and their weights as NumPy arrays.
     """
     given = {**wrt, **others}
     out, lse = cuflash.forward(
         **{n: np.asarray(x) for n, x in given.items()},
         return_lse=True,
-        **static,
+        **{n: x for n, x in static.items() if n != "deterministic"},
     )
     dout = normal(*out.shape, dtype=out.dtype.name, seed=8)
     dlse = normal(*lse.shape, dtype=lse.dtype.name, seed=9)

@@ -8,6 +8,7 @@ import numpy as np
 from cuflash import emulator
 from cuflash.backends.emulator.machine import Machine as EmulatedMemory
 from cuflash.jax import cpu, cuda
+from cuflash.jax.machine import Cuda
 
 
 class Memory(EmulatedMemory):
@@ -36,12 +37,13 @@ class EmulatedMachine:
     def __init__(self, arch):
         with emulator.active(arch) as self.target:
             pass
-        self.runs = 0
+        self.planned = self.runs = 0
 
     def first_device(self):
         return 0
 
     def backend(self, index):
+        self.planned += 1
         return self.target.backend()
 
     def open(self, context, buffers):
@@ -51,13 +53,14 @@ class EmulatedMachine:
 
 
 @contextlib.contextmanager
-def emulated(arch="sm_90a"):
-    """Calls on CPU arrays take the CUDA lowering, onto the emulator."""
+def emulated(arch, platform="cpu"):
+    """Calls on a platform take the CUDA lowering, onto the emulator."""
     machine = EmulatedMachine(arch)
     jax.clear_caches()
-    cuda.register(machine, "cpu")
+    cuda.register(machine, platform)
     try:
         yield machine
     finally:
         cpu.register()
+        cuda.register(Cuda(), "cuda")
         jax.clear_caches()

@@ -3,18 +3,20 @@
 In the same order of warps, kernels of the same plans give the same bits.
 """
 
+import re
+
 import pytest
 
 jax = pytest.importorskip("jax", reason="tests of cuflash.jax need it")
 
 import numpy as np  # noqa: E402
+from jax.experimental.buffer_callback import buffer_callback  # noqa: E402
 from jax_data import (  # noqa: E402
     DIFFERENTIABLE,
     assert_same,
     expected_gradients,
     inputs,
     loss,
-    normal,
     options,
     packed,
     split,
@@ -23,17 +25,11 @@ from jax_machines import emulated  # noqa: E402
 
 import cuflash  # noqa: E402
 from cuflash import emulator  # noqa: E402
-from cuflash.jax import attention  # noqa: E402
+from cuflash.jax import attention, machine  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 
-CASES = {
-    "float16-sm_80": {},
-    "bfloat16-sm_90a": {},
-    "float32-sm_80": {},
-    "float64-sm_75": {},
-}
 WHICH = [
     ("float32", "sm_80", "none"),
     ("float16", "sm_80", "causal"),
@@ -77,3 +73,131 @@ def test_the_bits_are_those_of_cuflash(dtype, arch, name):
         del expected["bias"], expected["q"]
     for each, gradient in expected.items():
         assert_same(got[each], gradient)
+
+
+def forward_on_emulator(arch, given):
+    arrays, static = split(given)
+    (got, _) = on_emulator(
+        arch, lambda x: attention(**x, **static, return_lse=True), arrays
+    )
+    with emulator.active(arch):
+        expected = cuflash.forward(**given, return_lse=True)
+    for x, y in zip(got, expected, strict=True):
+        assert_same(x, y)
+
+
+def test_packed_sequences():
+    forward_on_emulator("sm_90a", packed("float16"))
+
+
+def test_gradients_of_packed_sequences():
+    given = packed("float16") | {"v": packed("float16")["k"]}
+    others, _ = split(given)
+    wrt = {n: others.pop(n) for n in ("q", "k", "v")}
+    with emulator.active("sm_80"):
+        function, of = loss(wrt, others, deterministic=True)
+        expected = expected_gradients(given, of, {"deterministic": True})
+    got, _ = on_emulator("sm_80", jax.grad(function), wrt)
+    for each, gradient in expected.items():
+        assert_same(got[each], gradient)
+
+
+def test_no_keys():
+    forward_on_emulator("sm_80", inputs(seqlen_k=0, head_dim_v=8))
+
+
+@pytest.mark.parametrize("dims", [(5, 8), (8, 6), (3, 7)])
+def test_rows_that_are_not_aligned_are_padded(dims):
+    """Columns of 0 change no bit: sums have the same terms, and zeros."""
+    sizes = {"head_dim": dims[0], "head_dim_v": dims[1]}
+    wrt, others = split(inputs(**sizes))[0], {}
+    with emulator.active("sm_80"):
+        function, of = loss(wrt, others, deterministic=True)
+        expected = expected_gradients(
+            inputs(**sizes), of, {"deterministic": True}
+        )
+    got, _ = on_emulator("sm_80", jax.grad(function), wrt)
+    for each, gradient in expected.items():
+        assert_same(got[each], gradient)
+
+
+def test_a_traced_seed():
+    given = inputs(head_dim_v=8)
+
+    def call(seed):
+        return attention(**given, dropout=0.5, seed=seed)
+
+    got, _ = on_emulator("sm_80", call, jax.numpy.int32(-3))
+    with emulator.active("sm_80"):
+        expected = cuflash.forward(**given, dropout=0.5, seed=2**64 - 3)
+    assert_same(got, expected)
+
+
+def test_no_queries_have_gradients_of_zero():
+    wrt, _ = split(inputs(seqlen_q=0))
+    total = jax.grad(lambda wrt: attention(**wrt).sum())
+    got, runs = on_emulator("sm_80", total, wrt)
+    assert runs == 1
+    for name, x in wrt.items():
+        assert_same(got[name], np.zeros(x.shape, x.dtype))
+
+
+def test_repeated_calls_are_recorded_once():
+    arrays, _ = split(inputs(head_dim_v=8))
+    with emulated("sm_80") as used:
+        call = jax.jit(lambda x: attention(**x))
+        first = call(arrays)
+        planned = used.planned
+        second = call({n: 2 * x for n, x in arrays.items()})
+        assert used.planned == planned and used.runs == 2
+    assert not (np.asarray(first) == np.asarray(second)).all()
+
+
+def targets(function, *arguments):
+    """The names of XLA's custom calls in a function lowered for CUDA."""
+    with emulated("sm_80", platform="cuda"):
+        lowered = jax.jit(function).trace(*arguments)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"custom_call @(\w+)", text)
+
+
+def test_calls_are_compatible_with_command_buffers():
+    compatible = "xla_buffer_python_gpu_callback_cmd_buffer"
+    arrays, _ = split(inputs())
+    total = jax.grad(lambda x: attention(**x).sum())
+    assert targets(total, arrays) == [compatible] * 2
+
+
+def test_the_host_reads_a_traced_seed():
+    def call(seed):
+        return attention(**inputs(), dropout=0.5, seed=seed)
+
+    (name,) = targets(call, jax.numpy.uint32(3))
+    assert name == "xla_buffer_python_gpu_callback"
+
+
+def test_workspaces_are_results_of_the_call():
+    """Of the backward pass: delta, beside dq, dk and dv."""
+    with emulated("sm_80", platform="cuda"):
+        arrays, _ = split(inputs(head_dim_v=8))
+        total = jax.grad(lambda x: attention(**x).sum())
+        lowered = jax.jit(total).trace(arrays)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    (results,) = re.findall(r"custom_call.*-> \((.*xui8.*)\)", text)
+    assert len(re.findall("tensor", results)) == 4
+
+
+def test_addresses_from_capsules():
+    found = []
+
+    def callback(context, out, *given):
+        buffers = [*given, out]
+        found.append(machine.located(buffers))
+        addresses = [np.asarray(x).ctypes.data for x in buffers]
+        found.append((0, addresses))
+        np.asarray(out)[...] = 0
+
+    arrays = [jax.numpy.zeros(5, x) for x in ("bfloat16", "bool", "uint32")]
+    like = jax.ShapeDtypeStruct((3,), "float16")
+    jax.block_until_ready(buffer_callback(callback, like)(*arrays))
+    assert found[0] == found[1]

@@ -93,7 +93,8 @@ LAW = {
     " __init__",
 }
 MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
-PACKAGES = ("backends", "backends.emulator", "build", "jax", "plans")
+BRIDGES = ("jax",)  # each imports the library of its name
+PACKAGES = ("backends", "backends.emulator", "build", "plans", *BRIDGES)
 
 
 class Imports(ast.NodeVisitor):
@@ -226,6 +227,19 @@ def test_cupy_is_imported_only_where_allowed(module):
         assert not {name.partition(".")[0] for name in top} & cupy
 
 
+@pytest.mark.parametrize("module", sorted(CUFLASH))
+def test_a_bridge_is_alone_with_its_library(module):
+    """No other module imports a bridge, or the library of one."""
+    imports = CUFLASH[module]
+    first = {name.partition(".")[0] for name in imports.top | imports.later}
+    for library in BRIDGES:
+        if module.partition(".")[0] != library:
+            assert library not in first
+            assert not {x.partition(".")[0] for x in of_cuflash(imports)} & {
+                library
+            }
+
+
 def run_without(blocked, text):
     """Run Python text in a process where some modules cannot be imported."""
     block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
@@ -249,6 +263,13 @@ cuflash.forward_kvcache(cache[:, :1], cache, cache, cache_seqlens=3)
 """
     done = run_without(["cupy", "cuda"], text)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("bridge", BRIDGES)
+def test_a_bridge_without_its_library(bridge):
+    done = run_without([bridge], f"import cuflash.{bridge}")
+    assert done.returncode == 1
+    assert f'pip install "cuflash[{bridge}]"' in done.stderr.splitlines()[-1]
 
 
 def test_a_cuda_array_without_cupy():
