@@ -146,7 +146,7 @@ ForwardArguments = _struct(
 )
 BackwardArguments = _struct(
     "BackwardArguments",
-    "In all structs of the backward pass.",
+    "",
     ("const void*", "dout q k v out lse"),
     ("void*", "delta", "rowsum(dO * O) - dlse; sm90: row_stats.cuh"),
     ("void*", "dq_sum", "float sums of dQ, ordered by dq_accum.cuh"),
@@ -158,12 +158,13 @@ BackwardArguments = _struct(
     ("Strides", "dq_stride dk_stride dv_stride"),
     *_COMMON,
 )
-# At the end of each struct of the backward pass: kernels that do not read it
-# are the same machine code as if it did not exist.
+# At the end of each struct of the backward pass: the machine code of kernels
+# that do not read it does not depend on it.
 _DLSE: _Fields = ("const void*", "dlse", "gradient of lse, alike; or null")
 BackwardPlainArguments = _struct(
     "BackwardPlainArguments",
-    "For calls without options.",
+    "For calls without options. Kernels that do not name dlse take its"
+    " beginning, BackwardArguments.",
     ("BackwardArguments", "arrays"),
     _DLSE,
 )
@@ -445,10 +446,10 @@ class Template:
 def _last_pointers(kind: np.dtype) -> tuple[int, int]:
     """How many of a struct's last fields are pointers, and their offset."""
     count, offset = 0, kind.itemsize
-    for name in reversed(kind.names or ()):
-        if kind[name] != np.uint64:
+    for field, start, *_ in reversed(list(dict(kind.fields or {}).values())):
+        if field != np.uint64:
             break
-        count, offset = count + 1, (kind.fields or {})[name][1]
+        count, offset = count + 1, start
     return count, offset
 
 

@@ -63,12 +63,10 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
         _queries(call.arrays[name], problem) for name in ("q", "out", "dout")
     )
     k, v = (_keys(call.arrays[name], problem) for name in ("k", "v"))
-    lse, dlse = (
-        call.arrays[name].reshape(q.shape[:-1]).astype(np.float64)
-        if name in call.arrays
-        else None
-        for name in ("lse", "dlse")
-    )
+    lse = call.arrays["lse"].reshape(q.shape[:-1]).astype(np.float64)
+    dlse = call.arrays.get("dlse")
+    if dlse is not None:
+        dlse = dlse.reshape(q.shape[:-1]).astype(np.float64)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     others: dict[str, np.ndarray | float] = {"bias": 0.0, "sink": 0.0}
     for part in _parts(call):

@@ -82,11 +82,13 @@ def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
     """The argument struct of kernels that support options."""
     if problem.kvcache is not None:
         return "Arguments", "ForwardKVCacheArguments"
-    if problem.options:
-        kind += "Options"
-    elif problem.direction == "backward" and not kind:
-        kind = "Plain"
-    return "Arguments", f"{problem.direction.capitalize()}{kind}Arguments"
+    kind = problem.direction.capitalize() + kind
+    return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
+
+
+def _with_dlse(problem: Problem, kind: str = "") -> str:
+    """The kind of struct, if need be another one, that has dlse."""
+    return kind or ("" if problem.options else "Plain")
 
 
 def option_constants(
@@ -167,7 +169,7 @@ def delta_launch(
             ("DQ_COLUMNS", dq_columns),
             ("ADDS_TO_DQ", adds_to_dq),
             ("DLSE", problem.dlse),
-            arguments(problem),
+            arguments(problem, _with_dlse(problem)),
             packed(problem),
         ),
         threads=ROW_THREADS,
@@ -293,6 +295,7 @@ def rounding_launch(
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
+    kind = _with_dlse(problem, kind)
     asked = (option_constants if recomputes else some_options)(problem, kind)
     kernel = KernelPlan(
         file="finish/dq.cu",

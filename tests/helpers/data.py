@@ -7,7 +7,7 @@ import numpy as np
 from cuflash.tiles import Tile
 
 from . import extreme
-from .dtypes import DTYPES
+from .dtypes import DTYPES, lse_dtype
 from .options import (
     NumberFields,
     option_arrays,
@@ -138,6 +138,13 @@ def inputs(case):
     for name, index, value in case.spoiled:
         arrays[name][index] = float(value)
     return tuple(arrays.values())
+
+
+def lse_gradient(case):
+    """Return dlse of a case, standard normal."""
+    rng = np.random.default_rng([case.seed, case.seqlen_q])
+    dlse = rng.standard_normal((case.batch, case.num_heads_q, case.seqlen_q))
+    return dlse.astype(lse_dtype(DTYPES[case.dtype]))
 
 
 # Values: q, k, v and dout of a case from random numbers.

@@ -57,7 +57,9 @@ def forward(q, k, v, *, scale=None, exact_scores=False, **options):
     )
 
 
-def backward(dout, q, k, v, *, scale=None, exact_scores=False, **options):
+def backward(
+    dout, q, k, v, *, scale=None, exact_scores=False, dlse=None, **options
+):
     """Return the expected dq, dk and dv of a call.
 
     Returns
@@ -71,6 +73,7 @@ def backward(dout, q, k, v, *, scale=None, exact_scores=False, **options):
         dq, dk, dv, *others = attention_vjp(
             *(heads_first(x, heads) for x in (dout, q, k, v)),
             scale=scale,
+            dlse=dlse,
             **of_reference(q, options),
         )
         refs = dq, sum_groups(dk, heads_kv), sum_groups(dv, heads_kv)
@@ -78,10 +81,12 @@ def backward(dout, q, k, v, *, scale=None, exact_scores=False, **options):
         _, lse = _reference_forward(q, k, v, scale, options)
         tame = (_tame(x) for x in (dout, q, k, v))
         bias = options.get("bias")
-        plain = low.backward(*tame, terms, scale=scale, bias=bias)
+        plain = low.backward(
+            *tame, terms, scale=scale, bias=bias, dlse=_tame(dlse)
+        )
         errors = Rounding(
             dout, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores
-        ).gradients(bias)
+        ).gradients(bias, dlse)
     return tuple(
         Expected(r, p, largest(e), GRADIENT_FACTOR)
         for r, p, e in zip(refs, plain, errors, strict=True)
@@ -94,4 +99,4 @@ def largest(errors):
 
 def _tame(array):
     """Replace non-finite values by 0; see `Rounding`."""
-    return finite(array).astype(array.dtype)
+    return None if array is None else finite(array).astype(array.dtype)

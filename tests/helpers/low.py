@@ -24,7 +24,7 @@ def forward(q, k, v, terms, *, scale):
     return heads_last(p @ v).astype(dtype)
 
 
-def backward(dout, q, k, v, terms, *, scale, bias=None):
+def backward(dout, q, k, v, terms, *, scale, bias=None, dlse=None):
     """Return dq, dk, dv in the dtype of q; all in the public layout.
 
     Then dbias in the dtype of bias, and dsink in that of lse.
@@ -44,6 +44,8 @@ def backward(dout, q, k, v, terms, *, scale, bias=None):
     p = stored(p)
     dp = stored(dout @ v.swapaxes(-1, -2)) * terms.z
     delta = (p * dp).sum(axis=-1, keepdims=True)
+    if dlse is not None:
+        delta -= dlse[..., None]
     ds_bias = stored(p * (dp - delta))
     ds = stored(ds_bias * terms.slope(products))
     scale = wide.type(scale)

@@ -40,12 +40,16 @@ def assert_packed_forward(got, q, k, v, case):
     assert not out[rest].any() and (lse[:, rest] == -np.inf).all()
 
 
-def assert_packed_gradients(got, dout, q, k, v, case):
-    """Assert dq, dk, dv, and dsink if there is a sink."""
+def assert_packed_gradients(got, dout, q, k, v, case, dlse=None):
+    """Assert dq, dk, dv, and dsink if there is a sink.
+
+    dlse : (1, heads, total_q), or None.
+    """
     dsinks = []
     for i, j, options in _sequences(case):
         parts = dout[:, i], q[:, i], k[:, j], v[:, j]
-        want = expected.backward(*parts, **options)
+        of_lse = None if dlse is None else dlse[..., i]
+        want = expected.backward(*parts, dlse=of_lse, **options)
         for name, x, place, one in zip(
             ("dq", "dk", "dv"), got, (i, j, j), want, strict=False
         ):

@@ -110,16 +110,16 @@ def forward_results(case, q, k, v):
         yield schedule.__name__, result
 
 
-def backward_results(case, *operands):
+def backward_results(case, *operands, dlse=None):
     """Yield (name, (dq, dk, dv)) of every schedule of the backward pass."""
-    yield "row_by_row", backward.row_by_row(*operands, **case.meaning())
+    given = {**case.meaning(), "dlse": dlse}
+    yield "row_by_row", backward.row_by_row(*operands, **given)
     for schedule in (
         backward.query_outer,
         backward.key_outer,
         backward.two_pass,
     ):
-        result = schedule(*operands, **case.meaning(), **case.blocks())
-        yield schedule.__name__, result
+        yield schedule.__name__, schedule(*operands, **given, **case.blocks())
 
 
 class Bounds(NamedTuple):
@@ -140,7 +140,7 @@ class Bounds(NamedTuple):
         return [getattr(self, f"d{x}") for x in ("q", "k", "v", *asked)]
 
 
-def bounds(case, q, k, v, dout):
+def bounds(case, q, k, v, dout, dlse=None):
     """Derive the largest difference of two orders of summation.
 
     A sum of n products is off by at most n EPS times the sum of their
@@ -152,7 +152,8 @@ def bounds(case, q, k, v, dout):
     many rescalings and products, and 8 for exp, division and the rest:
     `rel`. A weight below 1e-308 loses its digits: less than EPS in all.
     dP and D are at most G = max |dout| |v|^T, relative error of both below
-    rel + 2 head_dim_v EPS; rows of P sum to 1, columns to seqlen_q. Two
+    rel + 2 head_dim_v EPS; D less dlse is at most G + max |dlse|, G from here
+    on, and has one rounding more; rows of P sum to 1, columns to seqlen_q. Two
     results differ by twice the error of one.
 
     What is added to scores adds its size to S, and at most 6 roundings more:
@@ -171,9 +172,11 @@ def bounds(case, q, k, v, dout):
     s += slope * (q.shape[-2] + k.shape[-2])
     dropped = 1 / (1 - case.dropout)
     g = dropped * _largest(abs(dout) @ abs(v).swapaxes(-1, -2))
+    if dlse is not None:
+        g += _largest(dlse)
     n_q, n_k = q.shape[-2], k.shape[-2]
     rel = (2 * (q.shape[-1] + 12) * s + 3 * n_k + 11) * EPS
-    rel_ds = 2 * (2 * rel + (2 * v.shape[-1] + 4) * EPS)
+    rel_ds = 2 * (2 * rel + (2 * v.shape[-1] + 5) * EPS)
     rel_ds_bias, rows = rel_ds, q[..., 0].size
     pairs = rows * n_k
     if case.softcap is not None:

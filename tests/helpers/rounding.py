@@ -31,6 +31,7 @@ exponential (4 e) and the rest, and so 8 e cap where the library's function is
 6 e |s|. The slope of a softcap, 1 - t^2, is off by 2 t times the error of t.
 
 Gradients: delta comes from the rounded out, with the error of out itself,
+and dlse is subtracted from it, which rounds once more;
 one error for a whole row, so it enters dq through ``|P K|`` and not through
 a root of squares.
 """
@@ -149,7 +150,7 @@ class Rounding:
         moved = self.score_error.sum(axis=-1)
         return moved + e * (np.sqrt(keys) + 4) + 2 * e * np.abs(self.lse_ref)
 
-    def gradients(self, bias=None):
+    def gradients(self, bias=None, dlse=None):
         """Return the errors of dq, dk and dv, one per element.
 
         Then of dbias, if there is one, and of dsink.
@@ -171,6 +172,9 @@ class Rounding:
             )
         ) + sums * (np.abs(dout) * np.abs(out)).sum(axis=-1, keepdims=True)
 
+        if dlse is not None:
+            delta = delta - finite(dlse)[..., None]
+            delta_error = delta_error + e * np.abs(delta)
         ds_bias = p * (dp - delta)
         a = np.sqrt(
             (self.w * (dp - delta)) ** 2

@@ -113,6 +113,18 @@ def test_out_is_returned(launch):
     assert (out.array == plain).all()
 
 
+def test_gradients_that_were_given_are_returned(launch):
+    q, k, v, dout = inputs(Case())
+    given = [dout, q, k, v, *cuflash.forward(q, k, v, return_lse=True)]
+    plain = cuflash.backward(*given, dlse=given[-1])
+    *on_gpu, dlse, dq, dv = (
+        Tensor(x.copy()) for x in (*given, given[-1], q, v)
+    )
+    got = cuflash.backward(*on_gpu, dlse=dlse, dq=dq, dv=dv)
+    assert got[0] is dq and got[2] is dv
+    assert same((dq.array, got[1], dv.array), plain)
+
+
 @pytest.mark.parametrize("error", [TypeError, BufferError, ValueError])
 def test_an_array_that_cupy_cannot_read(launch, error):
     def to_cupy(tensor):

@@ -56,3 +56,15 @@ def test_backward_adds_sums_of_dq_and_rows(dtype):
     gradients, row = 3 * qkv["q"].nbytes, row_bytes(dtype)
     sums = row * HEAD_DIM if dtype == "bfloat16" else 0
     assert machine.nbytes == gradients + sums + row
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_backward_into_given_arrays_adds_none(dtype):
+    dout, qkv = arrays(dtype)
+    lse = np.zeros((1, HEADS, TOKENS), lse_dtype(DTYPES[dtype]))
+    given = {f"d{name}": np.empty_like(x) for name, x in qkv.items()}
+    machine = Counting("sm_80")
+    call = validate.backward(dout, **qkv, out=dout, lse=lse, dlse=lse, **given)
+    execute.backward(call, machine)
+    row = row_bytes(dtype)
+    assert machine.nbytes == (HEAD_DIM + 1 if dtype == "bfloat16" else 1) * row

@@ -85,6 +85,17 @@ def test_a_call_like_one_before_decides_nothing(call, rank):
     assert not made and machine.launches == 2 * launches
 
 
+@pytest.mark.parametrize("name", ["dlse", "dq", "dk", "dv"])
+def test_a_gradient_given_has_a_recipe_of_its_own(name):
+    machine, given = Counting("sm_90a"), arguments("backward")
+    run(machine, "backward", **given)
+    given[name] = given["lse" if name == "dlse" else name[1:]].copy()
+    for count in (1, 0):
+        with counted_recipes() as made:
+            run(machine, "backward", **given)
+        assert len(made) == count
+
+
 @pytest.mark.parametrize(
     "changes",
     [

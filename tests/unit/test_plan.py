@@ -536,6 +536,26 @@ def test_only_a_deterministic_dq_has_semaphores(deterministic):
     assert [x.name for x in others] == ["delta"]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [("float16", "sm_90a"), ("float16", "sm_80"), ("float32", "sm_80"),
+     ("float32", "sm_75"), ("float64", "sm_80")],
+)  # fmt: skip
+def test_only_kernels_that_need_delta_read_dlse(dtype, arch, causal):
+    """The others serve calls with and without it."""
+    problem = small_problem("backward", dtype, causal=causal)
+    device = device_of_arch(arch)
+    without = plan(problem, device).kernels
+    with_dlse = plan(replace(problem, dlse=True), device).kernels
+    changed = [b for a, b in zip(without, with_dlse, strict=True) if a != b]
+    expected = ["prepare/delta.cu"]
+    if arch == "sm_90a":
+        expected = ["prepare/row_stats.cu", *["finish/dq.cu"] * causal]
+    assert [kernel.file for kernel in changed] == expected
+    assert all(("DLSE", True) in kernel.constants for kernel in changed)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_default_plans_match_the_readme(arch):
     problems = {p.problem for p in default_plans(device_of_arch(arch))}
