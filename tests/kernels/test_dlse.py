@@ -161,7 +161,7 @@ MERGE_ERROR = 1e-12  # sums of 70 terms of about 1, a chain of ten: 1e-13
 @on_backends
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
 def test_a_merge_is_trained_through(backend, arch):
-    """The derivative is explained in reference/test_lse_gradient.py."""
+    """The derivative is explained in reference/test_reference_dlse.py."""
     case = Case("float64", 2, 50, 70, 2, 1, 24, 40, on=Emulation(arch))
     q, k, v, dout = inputs(case)
     halves = [(k[:, i], v[:, i]) for i in (slice(30), slice(30, None))]
