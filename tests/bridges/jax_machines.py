@@ -32,30 +32,36 @@ class Memory(EmulatedMemory):
 
 
 class EmulatedMachine:
-    """An emulated GPU, as `jax.machine.Machine`."""
+    """Emulated GPUs, as `jax.machine.Machine`.
 
-    def __init__(self, arch):
-        with emulator.active(arch) as self.target:
-            pass
-        self.planned = self.runs = 0
+    archs : the architecture of each, the first of which lowers.
+    index : of the one that holds all buffers.
+    """
+
+    def __init__(self, *archs):
+        self.targets = []
+        for arch in archs:
+            with emulator.active(arch) as target:
+                self.targets.append(target)
+        self.planned = self.runs = self.index = 0
 
     def first_device(self):
         return 0
 
     def backend(self, index):
         self.planned += 1
-        return self.target.backend()
+        return self.targets[index].backend()
 
     def open(self, context, buffers):
         self.runs += 1
-        memory = Memory(self.target, buffers)
-        return 0, memory.addresses, memory
+        memory = Memory(self.targets[self.index], buffers)
+        return self.index, memory.addresses, memory
 
 
 @contextlib.contextmanager
-def emulated(arch, platform="cpu"):
+def emulated(*archs, platform="cpu"):
     """Calls on a platform take the CUDA lowering, onto the emulator."""
-    machine = EmulatedMachine(arch)
+    machine = EmulatedMachine(*archs)
     jax.clear_caches()
     cuda.register(machine, platform)
     try:

@@ -153,6 +153,28 @@ def test_repeated_calls_are_recorded_once():
     assert not (np.asarray(first) == np.asarray(second)).all()
 
 
+def gradients_on_two(*archs):
+    """Gradients of a call lowered for the first GPU, run on the second."""
+    wrt, _ = split(inputs("float16", head_dim=64, head_dim_v=64))
+    with emulated(*archs) as used:
+        call = jax.jit(jax.grad(lambda x: attention(**x).sum()))
+        first = jax.block_until_ready(call(wrt))
+        used.index = 1
+        return first, jax.block_until_ready(call(wrt))
+
+
+def test_a_second_gpu_has_kernels_of_its_own():
+    first, second = gradients_on_two("sm_80", "sm_80")
+    for name in ("k", "v"):
+        assert_same(second[name], first[name])
+
+
+def test_gpus_of_two_kinds_are_refused():
+    errors = (jax.errors.JaxRuntimeError, ValueError)  # by XLA's choice
+    with pytest.raises(errors, match="use GPUs of one kind"):
+        gradients_on_two("sm_80", "sm_90a")
+
+
 def targets(function, *arguments):
     """The names of XLA's custom calls in a function lowered for CUDA."""
     with emulated("sm_80", platform="cuda"):

@@ -109,7 +109,8 @@ def test_tracers_in_other_calls():
 def test_invalid_offsets_raise_on_the_cpu():
     given = packed() | {"cu_seqlens_q": np.array([0, 4, 2], np.int32)}
     arrays, _ = split(given)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"cu_seqlens_q\[2\]"):
+    errors = (jax.errors.JaxRuntimeError, ValueError)  # by XLA's choice
+    with pytest.raises(errors, match=r"cu_seqlens_q\[2\]"):
         attention(**arrays).block_until_ready()
 
 
