@@ -1,9 +1,10 @@
 """Attention for JAX: under jit, grad, vmap, shard_map, scan and checkpoint.
 
->>> import cuflash.jax
->>> out = jax.jit(cuflash.jax.attention, static_argnames="causal")(
-...     q, k, v, causal=True
-... )
+>>> import jax, cuflash.jax
+>>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+>>> call = jax.jit(cuflash.jax.attention, static_argnames="causal")
+>>> call(q, k, v, causal=True).shape
+(2, 16, 4, 8)
 
 On a GPU the kernels run on XLA's stream, on the CPU the NumPy reference runs.
 """

@@ -59,9 +59,8 @@ class EmulatedMachine:
 
 
 @contextlib.contextmanager
-def emulated(*archs, platform="cpu"):
-    """Calls on a platform take the CUDA lowering, onto the emulator."""
-    machine = EmulatedMachine(*archs)
+def lowered_for(machine, platform):
+    """Calls on a platform take the CUDA lowering, onto a machine."""
     jax.clear_caches()
     cuda.register(machine, platform)
     try:
@@ -70,3 +69,8 @@ def emulated(*archs, platform="cpu"):
         cpu.register()
         cuda.register(Cuda(), "cuda")
         jax.clear_caches()
+
+
+def emulated(*archs, platform="cpu"):
+    """Calls on a platform take the CUDA lowering, onto the emulator."""
+    return lowered_for(EmulatedMachine(*archs), platform)

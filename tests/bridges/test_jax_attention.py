@@ -1,5 +1,9 @@
 """`cuflash.jax.attention` on the CPU: the numbers of cuflash.forward."""
 
+import doctest
+import inspect
+import sys
+
 import pytest
 
 jax = pytest.importorskip("jax", reason="tests of cuflash.jax need it")
@@ -142,3 +146,20 @@ def test_lse_alone_is_differentiable():
 def test_numpy_arrays_are_taken():
     got = attention(**inputs())
     assert isinstance(got, jax.Array)
+
+
+def test_arguments_are_those_of_forward():
+    names = [*inspect.signature(cuflash.forward).parameters]
+    own = [*inspect.signature(attention).parameters]
+    assert {*own} == {*names} - {"out"} | {"deterministic"}
+    defaults = inspect.signature(cuflash.forward).parameters
+    for name, each in inspect.signature(attention).parameters.items():
+        if name != "deterministic":
+            assert each.default == defaults[name].default
+
+
+@pytest.mark.parametrize("name", ["", ".attention"])
+def test_examples(name):
+    module = sys.modules[f"cuflash.jax{name}"]
+    failed, count = doctest.testmod(module)
+    assert count and not failed

@@ -4,6 +4,7 @@ In the same order of warps, kernels of the same plans give the same bits.
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,11 +22,12 @@ from jax_data import (  # noqa: E402
     packed,
     split,
 )
-from jax_machines import emulated  # noqa: E402
+from jax_machines import emulated, lowered_for  # noqa: E402
 
 import cuflash  # noqa: E402
 from cuflash import emulator  # noqa: E402
 from cuflash.jax import attention, machine  # noqa: E402
+from helpers import fake_cupy  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, needs_compiler]
@@ -207,6 +209,28 @@ def test_workspaces_are_results_of_the_call():
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     (results,) = re.findall(r"custom_call.*-> \((.*xui8.*)\)", text)
     assert len(re.findall("tensor", results)) == 4
+
+
+class CudaOnCpu(machine.Cuda):
+    """CUDA's machine, for callbacks of CPUs, which have no stream."""
+
+    def first_device(self):
+        return 0
+
+    def open(self, context, buffers):
+        return super().open(SimpleNamespace(stream=42), buffers)
+
+
+def test_launches_by_cupy_on_the_stream_of_the_callback(monkeypatch):
+    fake, _ = fake_cupy.in_place(monkeypatch)
+    sizes = {"head_dim": 64, "head_dim_v": 64}
+    arrays, _ = split(inputs("float16", **sizes))
+    with lowered_for(CudaOnCpu(), "cpu"):
+        total = jax.grad(lambda x: attention(**x).sum())
+        jax.block_until_ready(jax.jit(total)(arrays))
+    launches = fake.logged("launch")
+    assert launches and set(launches) == {("launch", 0, 42)}
+    assert not fake.logged("alloc")
 
 
 def test_addresses_from_capsules():

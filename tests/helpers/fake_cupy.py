@@ -3,11 +3,13 @@
 It implements only what `cuflash.backends.cupy` and `validate` use.
 """
 
+import ctypes
 import importlib
 import sys
 import types
 from contextlib import contextmanager
 from itertools import count
+from unittest.mock import Mock
 
 import numpy as np
 
@@ -64,6 +66,10 @@ class FakeCupy(types.ModuleType):
             runtime=types.SimpleNamespace(
                 getDevice=lambda: self.device,
                 getDeviceProperties=lambda index: properties,
+                memcpyDeviceToHost=2,
+                memcpyAsync=self._read_abc,
+                memsetAsync=Mock(),
+                streamSynchronize=Mock(),
             ),
             driver=types.SimpleNamespace(launchKernel=self._launch),
             alloc=self._alloc_for_kernels,
@@ -86,6 +92,10 @@ class FakeCupy(types.ModuleType):
         before, self.device = self.device, index
         yield
         self.device = before
+
+    def _read_abc(self, target, source, nbytes, kind, stream):
+        assert kind == 2
+        ctypes.memmove(target, b"abc"[:nbytes], nbytes)
 
     def _launch(self, function, *sizes):
         *dims, shared, stream, pointers, _ = sizes
