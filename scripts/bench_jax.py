@@ -9,7 +9,7 @@ the first call (traces, compiles, runs), and the time of one among many that
 are queued without waiting. That is the host's time where the GPU is faster:
 by default, calls are small. All take turns in one process. `python` counts
 how often a call of cuflash ran its callback: 0 where XLA replays a command
-buffer.
+buffer. `differs by` is the largest difference from cuflash's results.
 """
 
 from __future__ import annotations
@@ -158,12 +158,13 @@ def measure(
     """The rows of the table."""
     import jax
 
-    first, times, python = {}, {}, {}
-    counted = Counted()
+    first, times, python, apart = {}, {}, {}, {}
+    counted, results = Counted(), {}
     for key, call in calls.items():
         start = time.perf_counter()
-        jax.block_until_ready(call(*arrays))
+        result = jax.block_until_ready(call(*arrays))
         first[key] = time.perf_counter() - start
+        apart[key] = _difference(result, results.setdefault(key[1], result))
         times[key] = []
         _queue(call, arrays, 10)
     for _ in range(ROUNDS):
@@ -176,10 +177,24 @@ def measure(
             name, what, f"{first[name, what]:.2f}",
             f"{1e6 * statistics.median(times[name, what]):.1f}",
             f"{1e6 * min(times[name, what]):.1f}",
+            f"{apart[name, what]:.2g}",
             f"{python[name, what]:g}" if "cuflash" in name else "",
         )
         for name, what in calls
     ]  # fmt: skip
+
+
+def _difference(results: Any, expected: Any) -> float:
+    """The largest difference from the first implementation's numbers."""
+    import jax
+    import numpy as np
+
+    leaves = map(jax.tree.leaves, (results, expected))
+    pairs = zip(*leaves, strict=True)
+    return max(
+        float(np.abs(np.asarray(x, "f8") - np.asarray(y, "f8")).max())
+        for x, y in pairs
+    )
 
 
 def _queue(call: Callable, arrays: list[Any], count: int) -> float:
@@ -197,7 +212,7 @@ def _queue(call: Callable, arrays: list[Any], count: int) -> float:
 
 
 HEAD = ("implementation", "call", "first (s)", "median (us)", "best (us)",
-        "python")  # fmt: skip
+        "differs by", "python")  # fmt: skip
 
 
 def show(rows: list[tuple[str, ...]]) -> None:

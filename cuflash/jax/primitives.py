@@ -46,7 +46,8 @@ def _primitive(name: str) -> Primitive:
         return jax.jit(functools.partial(primitive.bind, **params))
 
     def run(*operands: Any, **params: Any) -> Any:
-        return compiled(**params)(*operands)
+        with jax.disable_jit(False):  # else bind would come here again
+            return compiled(**params)(*operands)
 
     primitive.def_impl(run)
     return primitive

@@ -62,6 +62,14 @@ def test_equal_calls_are_traced_once():
     assert traces == 1
 
 
+def test_with_jit_disabled():
+    arrays, _ = split(inputs())
+    expected = jax.grad(total)(arrays)
+    with jax.disable_jit():
+        got = jax.jit(jax.grad(total))(arrays)
+    jax.tree.map(assert_same, got, expected)
+
+
 def test_static_arguments_of_jit():
     arrays, _ = split(inputs())
     call = jax.jit(attention, static_argnames=("causal", "window"))
