@@ -76,6 +76,7 @@ OPTIONS: dict[str, dict] = {
         "dropout": 0.1,
     },
     "deterministic": {"deterministic": True},
+    "dlse causal": {"dlse": True, "causal": True},
     "deterministic packed": {
         "deterministic": True,
         "num_sequences": 4,
@@ -97,7 +98,7 @@ def _problem(
     if options.get("bias") == "same":
         options = {**options, "bias": dtype}
     if direction == "forward":
-        backward = ("return_dbias", "return_dsink", "deterministic")
+        backward = ("return_dbias", "return_dsink", "deterministic", "dlse")
         options = {k: v for k, v in options.items() if k not in backward}
     return replace(known, **options)
 

@@ -87,10 +87,20 @@ def test_packed_sequences_of(backend, family, arrays_of):
     ))  # fmt: skip
 
 
-def check_packed(backend, case):
+@on_kernels
+@of_each_family
+def test_nan_reaches_its_row_of_a_packed_sequence(backend, family):
+    offsets = (0, 20, 60), (0, 30, 75)
+    case = replace(OF_FAMILY[family], batch=1, offsets=offsets)
+    dlse = lse_gradient(case)
+    dlse[0, 1, 40] = np.nan
+    check_packed(backend, case, dlse)
+
+
+def check_packed(backend, case, dlse=None):
     (q, k, v, dout), given = packed_inputs(case)
     out, lse = cuflash.forward(*given[:3], **case.meaning(), return_lse=True)
-    dlse = lse_gradient(case)
+    dlse = lse_gradient(case) if dlse is None else dlse
     got = calls.backward(
         backend, case, given[3], *given[:3], out, lse,
         dlse=backend.place(dlse[0]),
