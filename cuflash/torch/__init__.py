@@ -1,5 +1,8 @@
 """cuflash for PyTorch tensors: differentiable, compiled, on torch's stream.
 
+>>> import torch
+>>> import cuflash.torch
+>>> q, k, v = torch.randn(3, 2, 16, 4, 8, requires_grad=True).unbind()
 >>> out = cuflash.torch.attention(q, k, v, causal=True)
 >>> out.sum().backward()
 

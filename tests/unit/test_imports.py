@@ -116,6 +116,18 @@ LAW = {
     "torch.rotary": "execute problem validate backends.base torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
+    "jax": "jax.attention",
+    "jax.arrays": "errors",
+    "jax.calls": "checks errors options plan problem validate jax.arrays",
+    "jax.primitives": "errors jax.arrays jax.calls",
+    "jax.batching": "jax.calls jax.primitives",
+    "jax.cpu": "api jax.calls jax.primitives",
+    "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
+    "jax.machine": "api backends.base",
+    "jax.cuda": "execute problem backends.base jax.arrays jax.calls"
+    " jax.machine jax.primitives jax.recording",
+    "jax.attention": "settings jax.arrays jax.batching jax.calls jax.cpu"
+    " jax.cuda jax.primitives",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
@@ -123,7 +135,7 @@ LAW = {
     " __init__",
 }
 MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
-BRIDGES = ("torch",)  # each imports the library of its name
+BRIDGES = ("torch", "jax")  # each imports the library of its name
 ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
 PACKAGES = (
     "backends",
