@@ -2,9 +2,8 @@
 
 >>> import torch
 >>> import cuflash.torch
->>> q, k, v = torch.randn(3, 2, 16, 4, 8, requires_grad=True).unbind()
->>> out = cuflash.torch.attention(q, k, v, causal=True)
->>> out.sum().backward()
+>>> q, k, v = torch.randn(3, 2, 16, 4, 8, requires_grad=True)
+>>> cuflash.torch.attention(q, k, v, causal=True).sum().backward()
 
 Importing this package imports PyTorch; the rest of cuflash does not.
 """
@@ -22,6 +21,7 @@ except ImportError as error:
         name="torch",
     ) from error
 
+from . import op_gradients as _op_gradients  # noqa: F401  registers them
 from .attention import attention
 from .kvcache import forward_kvcache
 from .registration import register_transformers

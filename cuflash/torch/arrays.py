@@ -37,9 +37,7 @@ class TorchArrays:
         total, offsets = workspace.side_by_side(nbytes)
         if not total:
             return None, [0] * len(nbytes)
-        memory = torch.empty(
-            total, dtype=torch.uint8, device=self.tensor_device
-        )
+        memory = self.empty((total,), "uint8")
         start = memory.data_ptr()
         return memory, [0 if x is None else start + x for x in offsets]
 

@@ -7,13 +7,12 @@ of the right shapes, by the fake kernels here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cuflash.errors import UnsupportedError
-
-from .gradients import NO_SECOND_DERIVATIVES, of_inputs
+from .gradients import of_inputs
 from .request import Request
 
 # In the schemas' order. The gradients of the first two are offered.
@@ -44,6 +43,19 @@ LIBRARY.define(
     "bool return_dbias=False, bool return_dsink=False) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
 )
+# Calls without options: compiled code passes every argument that there is,
+# and twenty more take as long as the rest of a call.
+_PLAIN = "*, float? scale=None, bool causal=False, bool deterministic=False"
+LIBRARY.define(
+    f"plain_attention(Tensor q, Tensor k, Tensor v, {_PLAIN}) -> "
+    "(Tensor out, Tensor lse)"
+)
+LIBRARY.define(
+    "plain_attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, "
+    f"Tensor v, Tensor out, Tensor lse, {_PLAIN}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)"
+)
+_OPTIONAL = ("block_q", "block_k", "precision", "num_splits")
 
 
 def attention(
@@ -55,6 +67,16 @@ def attention(
     **numbers: Any,
 ) -> Any:
     """Call the operator; `given` are the options of `attention`."""
+    if not given and all(numbers[name] is None for name in _OPTIONAL):
+        out, lse = torch.ops.cuflash.plain_attention(
+            q,
+            k,
+            v,
+            scale=numbers["scale"],
+            causal=numbers["causal"],
+            deterministic=numbers["deterministic"],
+        )
+        return (out, lse) if return_lse else out
     tensors: dict[str, Any] = {}
     for name, value in (given or {}).items():
         if name == "window":
@@ -106,11 +128,12 @@ def _request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
     )
 
 
-def _attention(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
+def run(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
+    """The kernel of attention."""
     return _request(tensors, numbers).forward(q, k, v, True)
 
 
-def _attention_backward(
+def run_backward(
     dout: Any,
     dlse: Any,
     q: Any,
@@ -123,6 +146,7 @@ def _attention_backward(
     return_dsink: bool = False,
     **numbers: Any,
 ) -> Any:
+    """The kernel of attention_backward."""
     request = _request(tensors, numbers)
     gradients = of_inputs(
         request, request.tensors, return_dbias, return_dsink,
@@ -131,28 +155,55 @@ def _attention_backward(
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
+def _plain_request(
+    scale: Any = None, causal: Any = False, deterministic: Any = False
+) -> Request:
+    return Request(scale, causal, None, None, None, None, deterministic)
+
+
+def run_plain(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
+    """The kernel of plain_attention."""
+    return _plain_request(**numbers).forward(q, k, v, True)
+
+
+def run_plain_backward(*tensors: Any, **numbers: Any) -> Any:
+    """The kernel of plain_attention_backward."""
+    request = _plain_request(**numbers)
+    return of_inputs(request, {}, False, False, *tensors)[:3]
+
+
 def _draw_seed() -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("attention", _attention, _device)
-    LIBRARY.impl("attention_backward", _attention_backward, _device)
+KERNELS: dict[str, Callable[..., Any]] = {
+    "attention": run,
+    "attention_backward": run_backward,
+    "plain_attention": run_plain,
+    "plain_attention_backward": run_plain_backward,
+}
+for _name, _kernel in KERNELS.items():
+    for _device in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _kernel, _device)
 LIBRARY.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
 
 
 # Fake kernels ------------------------------------------------------------
 
 
-@torch.library.register_fake("cuflash::attention", lib=LIBRARY)
-def _(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
+def _fake(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     heads_first = (*q.shape[:-3], *q.shape[-2:-4:-1])
     return out, q.new_empty(heads_first, dtype=lse_dtype(q.dtype))
 
 
-@torch.library.register_fake("cuflash::attention_backward", lib=LIBRARY)
-def _(
+def _fake_plain_backward(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, *_: Any, **numbers: Any
+) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _fake_backward(
     dout: Any,
     dlse: Any,
     q: Any,
@@ -167,58 +218,29 @@ def _(
     return_dsink: bool = False,
     **numbers: Any,
 ) -> Any:
-    def like(x: Any, wanted: bool = True) -> Any:
-        return x.new_empty(x.shape) if wanted else q.new_empty(0)
-
+    others = ((bias, return_dbias), (sink, return_dsink))
     return (
-        like(q), like(k), like(v), like(bias, return_dbias),
-        like(sink, return_dsink),
+        *_fake_plain_backward(dout, dlse, q, k, v),
+        *(x.new_empty(x.shape if is_wanted else (0,))
+          if x is not None else q.new_empty(0) for x, is_wanted in others),
     )  # fmt: skip
 
 
-@torch.library.register_fake("cuflash::draw_seed", lib=LIBRARY)
-def _() -> Any:
+def _fake_seed() -> Any:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-# Gradients ---------------------------------------------------------------
-
-
-def _setup_context(
-    ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple
-) -> None:
-    q, k, v, *tensors = inputs
-    ctx.save_for_backward(q, k, v, *output, *tensors)
-    ctx.numbers = keyword_only_inputs
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-    numbers = {n: x for n, x in ctx.numbers.items() if n != "num_splits"}
-    # The dispatcher drops trailing arguments that are not given.
-    with_dbias, with_dsink = (*ctx.needs_input_grad, False, False)[3:5]
-    gradients = torch.ops.cuflash.attention_backward(
-        dout, dlse, *ctx.saved_tensors, **numbers,
-        return_dbias=with_dbias, return_dsink=with_dsink,
-    )  # fmt: skip
-    dq, dk, dv, dbias, dsink = gradients
-    return (
-        dq, dk, dv, dbias if with_dbias else None,
-        dsink if with_dsink else None, *(None,) * 7,
-    )  # fmt: skip
-
-
-def _second(ctx: Any, *gradients: Any) -> Any:
-    raise UnsupportedError(NO_SECOND_DERIVATIVES)
-
-
-torch.library.register_autograd(
-    "cuflash::attention", _backward, setup_context=_setup_context, lib=LIBRARY
-)
-torch.library.register_autograd(
-    "cuflash::attention_backward", _second, lib=LIBRARY
-)
+_FAKES: dict[str, Callable[..., Any]] = {
+    "attention": _fake,
+    "attention_backward": _fake_backward,
+    "plain_attention": _fake,
+    "plain_attention_backward": _fake_plain_backward,
+    "draw_seed": _fake_seed,
+}
+for _name, _kernel in _FAKES.items():
+    torch.library.register_fake(f"cuflash::{_name}", _kernel, lib=LIBRARY)

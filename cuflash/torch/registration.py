@@ -26,13 +26,6 @@ def register_transformers(name: str = "cu_attention") -> None:
         If Transformers 5 is not installed.
     ValueRangeError
         If the name contains "flash".
-
-    Examples
-    --------
-    >>> cuflash.torch.register_transformers()
-    >>> model = AutoModelForCausalLM.from_pretrained(
-    ...     path, attn_implementation="cu_attention"
-    ... )
     """
     if "flash" in name:
         raise ValueRangeError(

@@ -1,5 +1,7 @@
 """`cuflash.torch.attention` on CPU tensors: the numbers of cuflash.forward."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
@@ -87,6 +89,20 @@ def test_no_grad_builds_no_graph():
     with torch.no_grad():
         assert not cuflash.torch.attention(*inputs).requires_grad
     assert cuflash.torch.attention(*inputs).requires_grad
+
+
+def test_threads():
+    """As torch.nn.DataParallel calls its replicas."""
+    inputs = tensors(requires_grad=True)
+
+    def call(_):
+        out = cuflash.torch.attention(*inputs, causal=True)
+        return torch.autograd.grad(out.sum(), inputs)
+
+    expected = call(0)
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(call, range(20)):
+            assert_equal(got, expected)
 
 
 def test_a_changed_input_is_noticed():

@@ -27,6 +27,8 @@ def fake(monkeypatch):
     monkeypatch.delitem(sys.modules, "cuflash.torch.backend", raising=False)
     module = importlib.import_module("cuflash.torch.backend")
     monkeypatch.setattr(module, "_stream", lambda index: STREAM)
+    on_cpu = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(module, "_new", on_cpu)
     backend = module.TorchBackend(0)
     backend.tensor_device = torch.device("cpu")
     monkeypatch.setattr(request, "backend_of", lambda x: backend)
@@ -54,6 +56,14 @@ def test_kernels_run_on_torchs_stream_and_memory(fake, dtype):
         fake.logged("launch")
     )
     assert {x[0] for x in fake.log} == {"launch", "bind"}
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
+def test_new_tensors_are_contiguous(fake, shape):
+    backend = request.backend_of(None)
+    got, expected = backend.empty(shape, "float32"), torch.empty(shape)
+    assert got.shape == expected.shape and got.dtype is expected.dtype
+    assert got.stride() == expected.stride()
 
 
 def test_a_thread_is_bound_once(fake):

@@ -34,6 +34,23 @@ def test_attention(name):
     opcheck(attention, tensors(torch.float32, requires_grad=True), given)
 
 
+def test_plain_attention():
+    opcheck(
+        torch.ops.cuflash.plain_attention.default,
+        tensors(torch.float32, requires_grad=True),
+        {"causal": True, "scale": 0.5},
+    )
+
+
+def test_plain_attention_backward():
+    q, k, v = tensors(torch.float32)
+    out, lse = attention(q, k, v)
+    opcheck(
+        torch.ops.cuflash.plain_attention_backward.default,
+        (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse),
+    )
+
+
 def test_packed_attention():
     opcheck(attention, *packed_tensors(torch.float32, requires_grad=True))
 
@@ -54,9 +71,10 @@ def test_attention_backward():
     )
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("name", ["attention", "plain_attention"])
+def test_second_derivatives_are_refused(name):
     inputs = tensors(requires_grad=True)
-    out, _ = attention(*inputs)
+    out, _ = getattr(torch.ops.cuflash, name)(*inputs)
     (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
     with pytest.raises(cuflash.UnsupportedError, match="second derivatives"):
         dq.sum().backward()

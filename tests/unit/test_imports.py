@@ -92,12 +92,13 @@ LAW = {
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
-    "torch": "torch.attention torch.kvcache torch.registration",
+    "torch": "torch.attention torch.kvcache torch.op_gradients"
+    " torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing",
     "torch.autocast": "errors",
-    "torch.backend": "backends.cupy torch.arrays",
+    "torch.backend": "backends.cupy torch.arrays torch.dtypes",
     "torch.checks": "errors",
     "torch.dtypes": "",
     "torch.gradients": "errors torch.request",
@@ -109,7 +110,8 @@ LAW = {
     "torch.masks": "",
     "torch.registration": "errors torch.masks torch.transformers",
     "torch.transformers": "errors torch.attention torch.masks",
-    "torch.ops": "errors torch.gradients torch.request",
+    "torch.op_gradients": "errors torch.gradients torch.ops torch.tracing",
+    "torch.ops": "torch.gradients torch.request",
     "torch.random": "",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",

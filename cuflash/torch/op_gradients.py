@@ -1,0 +1,90 @@
+"""The operators' gradients: their kernels under torch's Autograd key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuflash.errors import UnsupportedError
+
+from .gradients import NO_SECOND_DERIVATIVES
+from .ops import KERNELS, LIBRARY
+from .tracing import is_traced
+
+
+class Traced(torch.autograd.Function):
+    """out and lse by an operator, and their gradients by its partner."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, numbers: dict[str, Any], *tensors: Any
+    ) -> Any:
+        out, lse = _below(name, tensors, numbers)
+        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
+        ctx.set_materialize_grads(False)
+        ctx.name, ctx.numbers = name, dict(numbers)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        backward = getattr(torch.ops.cuflash, f"{ctx.name}_backward")
+        needs = ctx.needs_input_grad[2:]
+        # Trailing arguments that are not given are left out.
+        numbers, wanted = ctx.numbers, (*needs, False, False)[3:5]
+        numbers.pop("num_splits", None)
+        if any(wanted):
+            numbers = {
+                **numbers,
+                "return_dbias": wanted[0],
+                "return_dsink": wanted[1],
+            }
+        gradients = backward(dout, dlse, *ctx.saved_tensors, **numbers)
+        others = (
+            x if is_wanted else None
+            for x, is_wanted in zip(gradients[3:], wanted, strict=False)
+        )
+        found = (*gradients[:3], *others, *(None,) * len(needs))
+        return None, None, *found[: len(needs)]
+
+
+class TracedOnce(torch.autograd.Function):
+    """Gradients by an operator, which have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, numbers: dict[str, Any], *tensors: Any
+    ) -> Any:
+        return _below(name, tensors, numbers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(NO_SECOND_DERIVATIVES)
+
+
+def _below(name: str, tensors: Any, numbers: dict[str, Any]) -> Any:
+    """Call an operator's next kernel."""
+    with torch._C._AutoDispatchBelowAutograd():
+        operator = getattr(torch.ops.cuflash, name).default
+        return operator(*tensors, **numbers)
+
+
+def _autograd_kernel(name: str, first: int, function: Any) -> Callable:
+    """The kernel of an operator whose argument `first` is q."""
+    run = KERNELS[name]
+
+    def kernel(*tensors: Any, **numbers: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return function.apply(name, numbers, *tensors)
+        if is_traced(*tensors[first : first + 3]):
+            return _below(name, tensors, numbers)
+        # What the dispatcher comes to in the end, but it takes longer.
+        return run(*tensors, **numbers)
+
+    return kernel
+
+
+for _name in KERNELS:
+    _first, _function = (2, TracedOnce) if "_back" in _name else (0, Traced)
+    LIBRARY.impl(_name, _autograd_kernel(_name, _first, _function), "Autograd")
