@@ -853,7 +853,7 @@ def _open(
         from .backends import numpy
 
         return numpy, arrays
-    cupy = _on_cuda()
+    cupy = on_cuda()
     arrays = {
         name: x if type(x) is cupy.Array else _to_cupy(cupy, name, x)
         for name, x in given.items()
@@ -875,7 +875,7 @@ def _kernels() -> Callable[[Backend], Runner]:
 
 
 @functools.cache
-def _on_cuda() -> ModuleType:
+def on_cuda() -> ModuleType:
     """The backend for CUDA arrays; UnsupportedError if CuPy is missing."""
     try:
         from .backends import cupy

@@ -169,6 +169,12 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
             f"differentiation (pass {name}.detach() and call "
             "cuflash.backward)"
         )
+    if isinstance(array, _tracers()):
+        raise UnsupportedError(
+            f"{name} is a JAX tracer ({type_name(array)}), expected an array "
+            "with data: under jax.jit, jax.grad and jax.vmap call "
+            "cuflash.jax.attention"
+        )
     # Look on the type first: on an instance the attribute may be computed.
     if hasattr(type(array), "__dlpack_device__"):
         device_type = int(array.__dlpack_device__()[0])
@@ -190,6 +196,12 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         "CuPy, or any with DLPack or __cuda_array_interface__ on a CUDA "
         "device"
     )
+
+
+def _tracers() -> Any:
+    """JAX's class of tracers, if the user imported JAX."""
+    core = getattr(sys.modules.get("jax"), "core", None)
+    return getattr(core, "Tracer", ())
 
 
 def check_one_device(seen: tuple[tuple, ...]) -> None:

@@ -6,8 +6,8 @@ program. A comment on the line before a block,
     <!-- needs: torch -->
 
 lets it run only where that is there: torch, transformers, jax, gpu (and CuPy)
-or compiler (of C++). What did not run is named. Then the doctests of cuflash and of its
-reference.
+or compiler (of C++). What did not run is named. Then the doctests of cuflash
+and of its reference.
 """
 
 from __future__ import annotations

@@ -179,6 +179,34 @@ class CupyBackend:
             )  # fmt: skip
 
 
+class Queue(CupyBackend):
+    """Launches on a stream of another library, for arrays at addresses.
+
+    The stream's device is current.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def stream(self) -> int:
+        return self._stream
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Queue filling memory with 0."""
+        cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self._stream)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Memory's bytes; waits for the stream."""
+        read = ctypes.create_string_buffer(nbytes)
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(
+            ctypes.addressof(read), address, nbytes,
+            runtime.memcpyDeviceToHost, self._stream,
+        )  # fmt: skip
+        runtime.streamSynchronize(self._stream)
+        return read.raw
+
+
 @functools.cache
 def backend(index: int) -> CupyBackend:
     """The only backend of device `index`: it is a key of cached recipes."""

@@ -171,7 +171,7 @@ def backend_of(x: torch.Tensor) -> Backend | None:
 @functools.cache
 def _cuda() -> Any:
     """The function from a device's index to its backend."""
-    api._on_cuda()  # tells what to install where CuPy is missing
+    api.on_cuda()  # tells what to install where CuPy is missing
     from .backend import backend
 
     return backend

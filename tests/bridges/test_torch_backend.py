@@ -108,7 +108,7 @@ def test_without_cupy(monkeypatch):
     def missing():
         raise cuflash.UnsupportedError("arrays on a CUDA device need CuPy")
 
-    monkeypatch.setattr(api, "_on_cuda", missing)
+    monkeypatch.setattr(api, "on_cuda", missing)
     request._cuda.cache_clear()
     with pytest.raises(cuflash.UnsupportedError, match="need CuPy"):
         request._cuda()

@@ -3,11 +3,13 @@
 It implements only what `cuflash.backends.cupy` and `validate` use.
 """
 
+import ctypes
 import importlib
 import sys
 import types
 from contextlib import contextmanager
 from itertools import count
+from unittest.mock import Mock
 
 import numpy as np
 
@@ -65,6 +67,10 @@ class FakeCupy(types.ModuleType):
                 getDevice=lambda: self.device,
                 setDevice=self._set_device,
                 getDeviceProperties=lambda index: properties,
+                memcpyDeviceToHost=2,
+                memcpyAsync=self._read_abc,
+                memsetAsync=Mock(),
+                streamSynchronize=Mock(),
             ),
             driver=types.SimpleNamespace(launchKernel=self._launch),
             alloc=self._alloc_for_kernels,
@@ -92,6 +98,10 @@ class FakeCupy(types.ModuleType):
         yield
         self.device = before
 
+    def _read_abc(self, target, source, nbytes, kind, stream):
+        assert kind == 2
+        ctypes.memmove(target, b"abc"[:nbytes], nbytes)
+
     def _launch(self, function, *sizes):
         *dims, shared, stream, pointers, _ = sizes
         self.log.append(("launch", self.device, stream))
@@ -117,6 +127,6 @@ def in_place(monkeypatch):
     monkeypatch.setattr(nvrtc, "function", lambda kernel, device: Function)
     encoded = staticmethod(lambda address, boxes: bytes(128))
     monkeypatch.setattr(backend.CupyBackend, "tensor_map", encoded)
-    monkeypatch.setattr(api, "_on_cuda", lambda: backend)
+    monkeypatch.setattr(api, "on_cuda", lambda: backend)
     FAKE.log.clear()
     return FAKE, backend

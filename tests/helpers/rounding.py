@@ -30,10 +30,9 @@ tanh(x) of 16-bit kernels is 1 - 2 / (exp(2x) + 1): absolutely 8 e from the
 exponential (4 e) and the rest, and so 8 e cap where the library's function is
 6 e |s|. The slope of a softcap, 1 - t^2, is off by 2 t times the error of t.
 
-Gradients: delta comes from the rounded out, with the error of out itself,
-and dlse is subtracted from it, which rounds once more;
-one error for a whole row, so it enters dq through ``|P K|`` and not through
-a root of squares.
+Gradients: delta comes from the rounded out, with the error of out itself, and
+subtracting dlse rounds once more: one error for a whole row, so it enters dq
+through ``|P K|`` and not through a root of squares.
 """
 
 import numpy as np

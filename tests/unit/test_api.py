@@ -48,7 +48,7 @@ def launch(monkeypatch):
         apply_rotary=cpu.apply_rotary,
         forward_kvcache=cpu.forward_kvcache,
     )
-    monkeypatch.setattr(api, "_on_cuda", lambda: fake)
+    monkeypatch.setattr(api, "on_cuda", lambda: fake)
     monkeypatch.setattr(api, "_kernels", lambda: lambda backend: fake)
     return fake
 

@@ -112,6 +112,21 @@ def test_a_call_runs_on_the_device_of_its_arrays(fake):
     assert fake.device == 0
 
 
+def test_a_queue_launches_on_its_stream(fake):
+    queue = sys.modules["cuflash.backends.cupy"].Queue(42)
+    queue.launch(((fake_cupy.Function.kernel, 1, 32, 0),), b"", None)
+    assert fake.logged("launch") == [("launch", 0, 42)]
+
+
+def test_a_queue_fills_and_reads_memory(fake):
+    runtime = fake.cuda.runtime
+    queue = sys.modules["cuflash.backends.cupy"].Queue(42)
+    queue.clear(64, 8)
+    assert queue.read(64, 3) == b"abc"
+    runtime.memsetAsync.assert_called_once_with(64, 0, 8, 42)
+    runtime.streamSynchronize.assert_called_once_with(42)
+
+
 def test_a_bridge_replaces_the_array_methods(fake):
     """As PyTorch's would: another allocator, another stream."""
 

@@ -70,6 +70,24 @@ LAW = {
     "backends.emulator.memory": "",
     "backends.emulator.runtime": "errors folders plan build.source"
     " build.cache",
+    "flash_attn": "torch flash_attn.flash_attn_interface",
+    "flash_attn.arguments": "checks errors",
+    "flash_attn.bert_padding": "",
+    "flash_attn.dense": "torch torch.attention flash_attn.arguments",
+    "flash_attn.flash_attn_interface": "flash_attn.dense"
+    " flash_attn.kvcache flash_attn.varlen",
+    "flash_attn.kvcache": "errors torch flash_attn.arguments",
+    "flash_attn.layers": "",
+    "flash_attn.layers.embedding": "flash_attn.layers.functions",
+    "flash_attn.layers.functions": "flash_attn.arguments flash_attn.rotation",
+    "flash_attn.layers.rotary": "flash_attn.layers.embedding"
+    " flash_attn.layers.functions",
+    "flash_attn.ops": "",
+    "flash_attn.ops.triton": "",
+    "flash_attn.ops.triton.rotary": "flash_attn.rotation",
+    "flash_attn.rotation": "errors torch.request torch.rotary"
+    " flash_attn.arguments",
+    "flash_attn.varlen": "errors torch torch.attention flash_attn.arguments",
     "emulator": "backends.emulator",
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
@@ -97,8 +115,21 @@ LAW = {
     "torch.random": "",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
+    "torch.rotary": "execute problem validate backends.base torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
+    "jax": "jax.attention",
+    "jax.arrays": "errors",
+    "jax.calls": "checks errors options plan problem validate jax.arrays",
+    "jax.primitives": "errors jax.arrays jax.calls",
+    "jax.batching": "jax.calls jax.primitives",
+    "jax.cpu": "api jax.calls jax.primitives",
+    "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
+    "jax.machine": "api backends.base",
+    "jax.cuda": "execute problem backends.base jax.arrays jax.calls"
+    " jax.machine jax.primitives jax.recording",
+    "jax.attention": "settings jax.arrays jax.batching jax.calls jax.cpu"
+    " jax.cuda jax.primitives",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
@@ -106,8 +137,19 @@ LAW = {
     " __init__",
 }
 MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
-BRIDGES = ("torch",)  # each imports the library of its name
-PACKAGES = ("backends", "backends.emulator", "build", "plans", *BRIDGES)
+BRIDGES = ("torch", "jax")  # each imports the library of its name
+ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
+PACKAGES = (
+    "backends",
+    "backends.emulator",
+    "build",
+    "plans",
+    *BRIDGES,
+    "flash_attn",
+    "flash_attn.layers",
+    "flash_attn.ops",
+    "flash_attn.ops.triton",
+)
 
 
 class Imports(ast.NodeVisitor):
@@ -168,7 +210,7 @@ def of_cuflash(imports):
     for name in imports.top | imports.later:
         first, *rest = name.split(".")
         if first == "cuflash":
-            own = [".".join(rest[:n]) for n in (3, 2, 1)]
+            own = [".".join(rest[:n]) for n in (4, 3, 2, 1)]
             known = (x for x in own if x in LAW or x == "reference")
             names.add(next(known, "__init__"))
     return names
@@ -246,7 +288,8 @@ def test_a_bridge_is_alone_with_its_library(module):
     imports = CUFLASH[module]
     first = {name.partition(".")[0] for name in imports.top | imports.later}
     for library in BRIDGES:
-        if module.partition(".")[0] != library:
+        above = ON_TOP.get(library, ())
+        if module.partition(".")[0] not in (library, *above):
             assert library not in first
             assert not {x.partition(".")[0] for x in of_cuflash(imports)} & {
                 library
@@ -278,11 +321,14 @@ cuflash.forward_kvcache(cache[:, :1], cache, cache, cache_seqlens=3)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("bridge", BRIDGES)
-def test_a_bridge_without_its_library(bridge):
-    done = run_without([bridge], f"import cuflash.{bridge}")
+@pytest.mark.parametrize(
+    ("bridge", "library"),
+    [*((x, x) for x in BRIDGES), ("flash_attn", "torch")],
+)
+def test_a_bridge_without_its_library(bridge, library):
+    done = run_without([library], f"import cuflash.{bridge}")
     assert done.returncode == 1
-    assert f'pip install "cuflash[{bridge}]"' in done.stderr.splitlines()[-1]
+    assert f'pip install "cuflash[{library}]"' in done.stderr.splitlines()[-1]
 
 
 def test_a_cuda_array_without_cupy():

@@ -1,0 +1,270 @@
+"""flash-attn's arguments, in the words of `cuflash.torch`."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cuflash import checks
+from cuflash.errors import (
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    ValueRangeError,
+    in_words,
+    type_name,
+)
+
+# Keywords of FlashAttention-3 that change speed alone.
+_WITHOUT_EFFECT = {
+    "num_splits",
+    "pack_gqa",
+    "scheduler_metadata",
+    "sm_margin",
+}
+
+_FLOAT8 = (
+    "float8 queries are not supported; cuflash.torch.forward_kvcache "
+    "takes float8 caches with k_scale and v_scale"
+)
+
+# Other such keywords: their defaults, and why nothing else is offered.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "q_descale": (None, _FLOAT8),
+    "k_descale": (None, _FLOAT8),
+    "v_descale": (None, _FLOAT8),
+    "qv": (
+        None,
+        "a second product of queries and values is not supported; append qv "
+        "to q, and v to k, with one softmax_scale and at most 512 columns",
+    ),
+    "attention_chunk": (
+        0,
+        "chunked attention is not supported; pass each chunk as a sequence "
+        "to flash_attn_varlen_func, or pass segment ids to "
+        "cuflash.torch.attention",
+    ),
+    "rotary_seqlens": (
+        None,
+        "positions start at cache_seqlens; rotate q and k with "
+        "layers.rotary.apply_rotary_emb before the call",
+    ),
+    "seqused_q": (
+        None,
+        "all queries are used; leave out the others with cu_seqlens_q",
+    ),
+}
+
+
+def hopper(
+    function: str, given: Mapping[str, Any], *taken: str
+) -> dict[str, Any]:
+    """The keywords of FlashAttention-3 that a function uses.
+
+    Parameters
+    ----------
+    function : str
+        Its name, for messages.
+    given : mapping
+        The keywords that flash-attn 2's function does not have.
+    *taken : str
+        Those that the function uses. Others have no effect, or raise an
+        UnsupportedError unless they have their default.
+    """
+    used = {}
+    for name, value in given.items():
+        if name in taken:
+            used[name] = value
+        elif name in _REFUSED:
+            default, why = _REFUSED[name]
+            if value is not default and value != default:
+                raise UnsupportedError(
+                    f"{name} of {function} is given, expected {default}: {why}"
+                )
+        elif name not in _WITHOUT_EFFECT:
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}"
+            )
+    return used
+
+
+def one_of(
+    name: str, value: Any, other_name: str, other: Any, default: Any = None
+) -> Any:
+    """The value of an argument that has two names."""
+    if other is default:
+        return value
+    if value is not default:
+        raise ValueRangeError(
+            f"{name} and {other_name} are both given, expected one of them: "
+            "they are two names of one argument"
+        )
+    return other
+
+
+def tensor(name: str, given: Any, layout: str) -> Any:
+    """Check an argument that is a tensor with the axes of `layout`."""
+    if not isinstance(given, torch.Tensor):
+        raise DTypeError(
+            f"{name} is of type {type_name(given)}, expected torch.Tensor"
+        )
+    if given.ndim != layout.count(",") + 1:
+        raise ShapeError(
+            f"{name} has shape {tuple(given.shape)}, expected "
+            f"{layout.count(',') + 1} axes: {layout}"
+        )
+    return given
+
+
+def one_each(name: str, given: Any, sequences: int) -> Any:
+    """Check a tensor that has one number for each sequence."""
+    tensor(name, given, "(batch)")
+    if len(given) != sequences:
+        raise ShapeError(
+            f"{name} has shape {tuple(given.shape)}, expected ({sequences},): "
+            "one for each sequence"
+        )
+    return given
+
+
+def parts(name: str, given: Any, layout: str, number: str) -> Any:
+    """The tensors that one tensor holds, stacked along an axis.
+
+    `number` stands for that axis in `layout`.
+    """
+    tensor(name, given, layout)
+    axis = layout.strip("()").split(", ").index(number)
+    if given.shape[axis] != int(number):
+        raise ShapeError(
+            f"{name} has shape {tuple(given.shape)}, expected {number} along "
+            f"axis {axis}: {layout}"
+        )
+    return given.unbind(axis)
+
+
+def heads(qkv: Any, num_heads_q: int) -> Any:
+    """q, k and v of a tensor that holds them as heads, one after another."""
+    tensor("qkv", qkv, "(batch, seqlen, nheads + 2 * nheads_k, headdim)")
+    others = qkv.shape[2] - num_heads_q
+    if others < 0 or others % 2:
+        raise ShapeError(
+            f"qkv has {qkv.shape[2]} heads and num_heads_q is {num_heads_q}, "
+            "expected num_heads_q + 2 * nheads_k heads "
+            f"(qkv {tuple(qkv.shape)})"
+        )
+    return qkv.split((num_heads_q, others // 2, others // 2), dim=2)
+
+
+def number(name: str, given: Any) -> Any:
+    """A number; that of a tensor, if it is on the CPU."""
+    if not isinstance(given, torch.Tensor):
+        return given
+    if given.device.type != "cpu":
+        raise DTypeError(
+            f"{name} is a tensor on {given.device}, expected a number: to "
+            "read it, the call would have to wait for the device"
+        )
+    return given.item()
+
+
+def window(given: Any) -> tuple[int | None, int | None] | None:
+    """flash-attn's window, in which a negative bound is none."""
+    if type(given) is tuple and given == (-1, -1):  # the default, fast
+        return None
+    if isinstance(given, torch.Tensor):
+        if given.device.type != "cpu":
+            raise DTypeError(
+                f"window_size is a tensor on {given.device}, expected two "
+                "ints or a CPU tensor: to read it, the call would have to "
+                "wait for the device"
+            )
+        given = given.tolist()
+    if given is None:
+        return None
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise DTypeError(
+            f"window_size is {in_words(given)}, expected (left, right), each "
+            "an int, or -1 for no bound"
+        )
+    left, right = (_bound(x) for x in given)
+    return None if left is right is None else (left, right)
+
+
+def _bound(given: Any) -> Any:
+    given = number("window_size", given)
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise DTypeError(
+            f"window_size has a bound {in_words(given)}, expected an int, or "
+            "-1 for no bound"
+        )
+    bound = int(given)
+    return bound if bound >= 0 else None
+
+
+def _is_off(given: Any) -> bool:
+    """Whether a number is the float 0, as by default; checks cost more."""
+    return type(given) is float and not given
+
+
+def masks_and_scores(
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+) -> dict[str, Any]:
+    """The options that all functions have."""
+    scale = softmax_scale
+    if scale is not None:
+        scale = checks.real("softmax_scale", number("softmax_scale", scale))
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": checks.flag("causal", causal),
+        "window": window(window_size),
+        "alibi_slopes": alibi_slopes,
+    }
+    if softcap is not None and not _is_off(softcap):
+        cap = checks.real("softcap", number("softcap", softcap))
+        if cap > 0:  # negative numbers mean none, too
+            options["softcap"] = cap
+    return options
+
+
+def dropout(dropout_p: Any, return_attn_probs: bool) -> Any:
+    """The probability; `attention` draws a seed for it."""
+    if _is_off(dropout_p):
+        return dropout_p
+    probability = checks.dropout("dropout_p", number("dropout_p", dropout_p))
+    if probability and return_attn_probs:
+        raise UnsupportedError(
+            f"return_attn_probs is given with dropout_p {probability}, "
+            "expected dropout_p 0: the pattern of dropout (S_dmask) is not "
+            "stored; for out and lse, pass return_softmax_lse=True"
+        )
+    return probability
+
+
+def results(
+    out: Any, return_attn_probs: bool, return_softmax_lse: bool
+) -> Any:
+    """What flash-attn returns: out; out, lse; or out, lse and S_dmask."""
+    if return_attn_probs:
+        return (*out, None)
+    return tuple(out) if return_softmax_lse else out
+
+
+def no_gradients(why: str, **tensors: Any) -> None:
+    """Refuse tensors whose gradients nobody would compute."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires grad, but {why}: call this under "
+                f"torch.no_grad(), or pass {name}.detach()"
+            )

@@ -1,0 +1,1 @@
+"""Operations, under the names of flash-attn's packages."""

@@ -1,0 +1,1 @@
+"""Operations that flash-attn writes in Triton; these need none."""

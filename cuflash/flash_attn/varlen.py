@@ -1,0 +1,294 @@
+"""Attention over packed sequences, and over pages of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuflash.errors import DTypeError, UnsupportedError
+from cuflash.flash_attn import arguments
+from cuflash.torch import attention, forward_kvcache
+
+_TOKENS = "(total, nheads, headdim)"
+_PAGES = "(num_blocks, page_block_size, nheads, headdim)"
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+    **hopper: Any,
+) -> Any:
+    """Attention over sequences that are stored end to end.
+
+    Parameters
+    ----------
+    q : Tensor, (total_q, nheads, headdim)
+    k, v : Tensor, (total_k, nheads_k, headdim)
+        With `block_table`, (num_blocks, page_block_size, nheads_k, headdim).
+    cu_seqlens_q, cu_seqlens_k : Tensor, (batch + 1,)
+        int32: the offset of each sequence's first token, then the end of the
+        last. With `block_table`, the differences of `cu_seqlens_k` are the
+        lengths of the sequences.
+    max_seqlen_q, max_seqlen_k : int
+        The length of the longest sequence, or more; offsets of a longer
+        sequence are invalid, see `cuflash.forward`.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
+deterministic, return_attn_probs
+        As in `flash_attn_func`, in each sequence; slopes are (nheads,) or
+        (batch, nheads).
+    block_table : Tensor, (batch, max_num_blocks), optional
+        int32: the pages of each sequence, in order. Then there are no
+        gradients and no dropout.
+    **hopper
+        Keywords of FlashAttention-3, as in `flash_attn_func`. `page_table` is
+        `block_table`. `seqused_k`, (batch,) int32: how many of its keys each
+        sequence uses, from the first on; without pages, k and v are copied.
+        With pages and `seqused_k`, `cu_seqlens_k` may be None.
+
+    Returns
+    -------
+    out : Tensor, (total_q, nheads, headdim)
+    lse : Tensor, (nheads, total_q)
+        Only on request; see `flash_attn_func`.
+
+    Raises
+    ------
+    CuflashError
+        As `flash_attn_func`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuflash.flash_attn import flash_attn_varlen_func
+    >>> q, k, v = torch.randn(3, 7, 4, 8)
+    >>> offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 4, 4).shape
+    torch.Size([7, 4, 8])
+    """
+    used = arguments.hopper(
+        "flash_attn_varlen_func",
+        hopper,
+        "num_splits",
+        "page_table",
+        "return_softmax_lse",
+        "seqused_k",
+    )
+    wants_lse = used.get("return_softmax_lse", False)
+    pages = arguments.one_of(
+        "block_table", block_table, "page_table", used.get("page_table")
+    )
+    options = {
+        **arguments.masks_and_scores(
+            softmax_scale, causal, window_size, softcap, alibi_slopes
+        ),
+        "cu_seqlens_q": _offsets("cu_seqlens_q", cu_seqlens_q),
+        "max_seqlen_q": arguments.number("max_seqlen_q", max_seqlen_q),
+        "return_lse": return_attn_probs or wants_lse,
+    }
+    arguments.tensor("q", q, _TOKENS)
+    seqused_k = used.get("seqused_k")
+    if seqused_k is not None:
+        arguments.one_each("seqused_k", seqused_k, len(cu_seqlens_q) - 1)
+    dropout = arguments.dropout(dropout_p, return_attn_probs)
+    if pages is None:
+        out = _over_tokens(
+            q,
+            k,
+            v,
+            cu_seqlens_k,
+            seqused_k,
+            max_seqlen_k=arguments.number("max_seqlen_k", max_seqlen_k),
+            dropout=dropout,
+            deterministic=deterministic,
+            **options,
+        )
+    elif dropout:
+        raise UnsupportedError(
+            f"dropout_p is {dropout_p} with block_table, expected 0: pages "
+            "are for inference"
+        )
+    else:
+        splits = used.get("num_splits") or None
+        options["num_splits"] = splits
+        out = _over_pages(q, k, v, pages, cu_seqlens_k, seqused_k, **options)
+    return arguments.results(out, return_attn_probs, wants_lse)
+
+
+def _offsets(name: str, given: Any) -> Any:
+    if given is None:
+        raise DTypeError(
+            f"{name} is None, expected an int32 tensor: the offset of each "
+            "sequence's first token, then the end of the last"
+        )
+    return arguments.tensor(name, given, "(batch + 1)")
+
+
+def _over_tokens(
+    q: Any, k: Any, v: Any, cu_seqlens_k: Any, used: Any, **options: Any
+) -> Any:
+    """Attention of packed queries over packed keys, of which some are used."""
+    arguments.tensor("k", k, _TOKENS)
+    arguments.tensor("v", v, _TOKENS)
+    offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
+    if used is not None:
+        offsets, token = _used_tokens(offsets, used, k.shape[0])
+        k, v = k.index_select(0, token), v.index_select(0, token)
+    return attention(q, k, v, cu_seqlens_k=offsets, **options)
+
+
+def _over_pages(
+    q: Any,
+    k: Any,
+    v: Any,
+    pages: Any,
+    cu_seqlens_k: Any,
+    used: Any,
+    **options: Any,
+) -> Any:
+    """Attention of packed queries over the pages of each sequence."""
+    arguments.tensor("k", k, _PAGES)
+    arguments.tensor("v", v, _PAGES)
+    arguments.no_gradients("pages have no gradients", q=q, k=k, v=v)
+    if used is None:
+        offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
+        used = offsets[1:] - offsets[:-1]
+    return forward_kvcache(
+        q, k, v, page_table=pages, cache_seqlens=used, **options
+    )
+
+
+def _used_tokens(offsets: Any, used: Any, total: int) -> tuple[Any, Any]:
+    """Offsets of the used tokens, and the index of each in the whole.
+
+    There are as many indices as tokens, so that no size depends on data and
+    the host need not wait; those past the last offset belong to no sequence.
+    """
+    ends = torch.cumsum(used, 0, dtype=torch.int32)
+    new = torch.nn.functional.pad(ends, (1, 0))
+    if not total or not len(used):
+        return new, torch.arange(total, device=used.device)
+    token = torch.arange(total, device=used.device, dtype=torch.int32)
+    sequence = torch.searchsorted(ends, token, right=True)
+    sequence = sequence.clamp(max=len(used) - 1)
+    index = offsets[:-1][sequence] + token - new[sequence]
+    return new, index.clamp(0, total - 1)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **hopper: Any,
+) -> Any:
+    """`flash_attn_varlen_func` of `k` and `v` in one tensor.
+
+    Parameters
+    ----------
+    q : Tensor, (total_q, nheads, headdim)
+    kv : Tensor, (total_k, 2, nheads_k, headdim)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, \
+softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
+return_attn_probs, **hopper
+        As in `flash_attn_varlen_func`.
+
+    Returns
+    -------
+    out, lse
+        As `flash_attn_varlen_func`.
+    """
+    k, v = arguments.parts("kv", kv, "(total, 2, nheads, headdim)", "2")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **hopper,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **hopper: Any,
+) -> Any:
+    """`flash_attn_varlen_func` of `q`, `k` and `v` in one tensor.
+
+    Parameters
+    ----------
+    qkv : Tensor, (total, 3, nheads, headdim)
+    cu_seqlens, max_seqlen
+        As those of queries and of keys in `flash_attn_varlen_func`.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
+deterministic, return_attn_probs, **hopper
+        As in `flash_attn_varlen_func`.
+
+    Returns
+    -------
+    out, lse
+        As `flash_attn_varlen_func`.
+    """
+    q, k, v = arguments.parts("qkv", qkv, "(total, 3, nheads, headdim)", "3")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **hopper,
+    )

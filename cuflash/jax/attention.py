@@ -1,0 +1,190 @@
+"""The public function: check, bring to full rank, bind the primitive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cuflash import settings
+
+from . import batching, cpu, cuda  # noqa: F401  (the primitives' rules)
+from .arrays import abstract, check_array, check_static, equally_varying
+from .calls import asked_of, forward_call
+from .primitives import attention_p
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    precision: str | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sink: Any = None,
+    segment_ids_q: Any = None,
+    segment_ids_k: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Any:
+    """Exact attention, differentiable in reverse mode.
+
+    Works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.checkpoint`,
+    `jax.lax.scan` and `jax.shard_map`.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array
+        As for `cuflash.forward`: (batch, seqlen, heads, head_dim), also
+        without batch, or without batch and heads.
+    scale, causal, precision, num_splits, window, softcap, dropout, \
+    max_seqlen_q, max_seqlen_k
+        As for `cuflash.forward`. Python values: they are compiled into the
+        call, so under `jax.jit` they are static arguments.
+    block_q, block_k : int, optional
+        Tile sizes of the forward pass.
+    return_lse : bool, optional
+        Whether to return `lse` too.
+    deterministic : bool, optional
+        Whether the gradients are summed in a fixed order: see
+        `cuflash.backward`.
+    alibi_slopes, bias, mask, sink, segment_ids_q, segment_ids_k, \
+    cu_seqlens_q, cu_seqlens_k : jax.Array, optional
+        As for `cuflash.forward`.
+    seed : int or integer array of shape (), optional
+        Required with `dropout`. An int is compiled into the call. An array
+        may differ from step to step; on a GPU, the host then waits for it in
+        each call.
+
+    Returns
+    -------
+    out : jax.Array
+        As from `cuflash.forward`.
+    lse : jax.Array
+        Only with `return_lse`.
+
+    Raises
+    ------
+    CuflashError
+        In the same cases as `cuflash.forward`, when the call is traced; also
+        if a Python value is a tracer, if float64 arrays are given without
+        ``jax_enable_x64``, in forward mode, for second derivatives, and for
+        derivatives with respect to other arrays than `q`, `k`, `v`, `bias`
+        and `sink`.
+
+    See Also
+    --------
+    cuflash.forward : the same for CuPy and NumPy arrays.
+
+    Notes
+    -----
+    ``docs/guide/jax.md`` tells what XLA knows of the call, how vmap runs it,
+    and what differs from `jax.nn.dot_product_attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import cuflash.jax
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+    >>> def loss(q, k, v):
+    ...     return (cuflash.jax.attention(q, k, v, causal=True) ** 2).sum()
+    >>> dq, dk, dv = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    >>> dq.shape
+    (2, 16, 4, 8)
+    """
+    settings.check()
+    arrays = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+        "mask": mask,
+        "sink": sink,
+        "segment_ids_q": segment_ids_q,
+        "segment_ids_k": segment_ids_k,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }
+    static = {
+        "scale": scale,
+        "causal": causal,
+        "block_q": block_q,
+        "block_k": block_k,
+        "precision": precision,
+        "num_splits": num_splits,
+        "deterministic": deterministic,
+        "window": tuple(window) if isinstance(window, list) else window,
+        "softcap": softcap,
+        "dropout": dropout,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    given = {x: y for x, y in arrays.items() if y is not None or x in "qkv"}
+    if isinstance(seed, jax.Array):
+        given["seed"] = seed
+    else:
+        static["seed"] = seed
+    return _bind(given, static, return_lse)
+
+
+def _bind(
+    given: dict[str, Any], static: dict[str, Any], return_lse: Any
+) -> Any:
+    for name, array in given.items():
+        check_array(name, array)
+    for name, value in static.items():
+        check_static(name, value)
+    check_static("return_lse", return_lse)
+    asked = asked_of(static)
+    types = {name: abstract(x) for name, x in given.items()}
+    call = forward_call(types, asked, return_lse)
+    packed = "cu_seqlens_q" in given
+    if not packed:
+        given = {name: _full(name, x, call.rank) for name, x in given.items()}
+    results = attention_p.bind(
+        *equally_varying(list(given.values())),
+        names=tuple(given),
+        asked=asked,
+        return_lse=call.return_lse,
+    )
+    if not packed:
+        results = [_stripped(x, call.rank) for x in results]
+    return tuple(results) if call.return_lse else results[0]
+
+
+def _full(name: str, array: Any, rank: int) -> Any:
+    """An argument with the axes that q, of a rank, may leave out."""
+    if name in ("q", "k", "v"):
+        missing = {4: (), 3: (0,), 2: (0, 2)}[rank]
+        return jnp.expand_dims(array, missing)
+    if name in ("bias", "mask"):
+        return jnp.expand_dims(array, tuple(range(4 - array.ndim)))
+    if name.startswith("segment_ids") and array.ndim == 1 and rank < 4:
+        return array[None]
+    return array
+
+
+def _stripped(array: Any, rank: int) -> Any:
+    """A result without the axes that q left out: out has 4, lse 3."""
+    if rank == 4:
+        return array
+    if rank == 3:
+        return array[0]
+    return array[0, :, 0] if array.ndim == 4 else array[0, 0]

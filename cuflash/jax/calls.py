@@ -1,0 +1,108 @@
+"""Checked calls of traced arguments.
+
+A primitive's operands have names; everything else of a call is its `Asked`:
+hashable, so equal calls are compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from cuflash import checks, options, plan, validate
+from cuflash.errors import DTypeError
+from cuflash.problem import Call
+
+from .arrays import Abstract
+
+Asked: TypeAlias = tuple[tuple[str, Any], ...]  # (argument, value)
+
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
+_FORWARD_ONLY = ("block_q", "block_k", "num_splits")
+_BACKWARD_ONLY = ("deterministic",)
+_ARGUMENTS = (
+    *_FORWARD_ONLY, *_BACKWARD_ONLY, "scale", "causal", "precision"
+)  # fmt: skip
+
+
+def asked_of(static: Mapping[str, Any]) -> Asked:
+    """The arguments that are not arrays and differ from their defaults."""
+    checks.flag("deterministic", static["deterministic"])
+    arguments = {
+        name: value for name, value in static.items() if name in _ARGUMENTS
+    }
+    others = {
+        name: value for name, value in static.items() if name not in arguments
+    }
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and value is not False
+    }
+    return tuple((given | options.passed(others)).items())
+
+
+def forward_call(
+    arrays: Mapping[str, Abstract], asked: Asked, return_lse: bool
+) -> Call:
+    """Check a forward call."""
+    given = forward_arguments(asked)
+    call = validate.forward(
+        **_without_seed(arrays, given), **given, return_lse=return_lse
+    )
+    plan.check(call.problem)
+    return call
+
+
+def backward_call(
+    arrays: Mapping[str, Abstract], asked: Asked, wrt: tuple[str, ...]
+) -> Call:
+    """Check a backward call for the gradients of the arrays `wrt`."""
+    given = gradient_arguments(asked, wrt)
+    call = validate.backward(**_without_seed(arrays, given), **given)
+    plan.check(call.problem)
+    return call
+
+
+def forward_arguments(asked: Asked) -> dict[str, Any]:
+    """The arguments of `cuflash.forward` that are not arrays."""
+    return {k: x for k, x in asked if k not in _BACKWARD_ONLY}
+
+
+def gradient_arguments(asked: Asked, wrt: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of `cuflash.backward` that are not arrays."""
+    given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
+    if "bias" in wrt:
+        given["return_dbias"] = True
+    if "sink" in wrt:
+        given["return_dsink"] = True
+    return given
+
+
+def _without_seed(
+    arrays: Mapping[str, Abstract], given: dict[str, Any]
+) -> dict[str, Abstract]:
+    """The arrays but a seed, for which any number stands."""
+    if "seed" in arrays:
+        _check_seed(arrays["seed"])
+        given["seed"] = 0
+    return {name: x for name, x in arrays.items() if name != "seed"}
+
+
+def gradient_inputs(names: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
+    """The operands of a gradients call; `names` are those of attention."""
+    return ("dout", "dlse")[: 1 + has_dlse] + (*names, "out", "lse")
+
+
+def gradient_names(wrt: tuple[str, ...]) -> tuple[str, ...]:
+    """The arrays whose gradients a backward call returns, in its order."""
+    return ("q", "k", "v", *(x for x in ("bias", "sink") if x in wrt))
+
+
+def _check_seed(seed: Abstract) -> None:
+    if seed.shape or seed.dtype.kind not in "ui":
+        raise DTypeError(
+            f"seed has dtype {seed.dtype} and shape {seed.shape}, expected "
+            "an int or an array of integers of shape () (of a key: "
+            "jax.random.bits(key))"
+        )

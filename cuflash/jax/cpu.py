@@ -1,0 +1,106 @@
+"""The lowerings for CPUs: XLA calls the NumPy path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+from jax.interpreters import mlir
+
+from cuflash import api
+
+from .calls import (
+    Asked,
+    forward_arguments,
+    gradient_arguments,
+    gradient_inputs,
+    gradient_names,
+)
+from .primitives import attention_p, gradients_p
+
+
+def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+
+
+def _arrays(names: tuple[str, ...], buffers: Any) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    for name, buffer in zip(names, buffers, strict=True):
+        arrays[name] = np.asarray(buffer)
+    if "seed" in arrays:
+        arrays["seed"] = int(arrays["seed"]) % 2**64
+    return arrays
+
+
+def _forward(
+    names: tuple[str, ...],
+    arguments: dict[str, Any],
+    context: Any,
+    results: Any,
+    *buffers: Any,
+) -> None:
+    out, *lse = map(np.asarray, results)
+    given = _arrays(names, buffers) | arguments
+    got = api.forward(**given, out=out, return_lse=bool(lse))
+    if lse:
+        lse[0][...] = got[1]
+
+
+def _backward(
+    names: tuple[str, ...],
+    arguments: dict[str, Any],
+    wrt: tuple[str, ...],
+    context: Any,
+    results: Any,
+    *buffers: Any,
+) -> None:
+    into = dict(zip(wrt, map(np.asarray, results), strict=True))
+    given = _arrays(names, buffers) | {
+        f"d{name}": x for name, x in into.items() if name in ("q", "k", "v")
+    }
+    gradients = api.backward(**given, **arguments)
+    got = dict(zip(gradient_names(wrt), gradients, strict=True))
+    for name in {"bias", "sink"} & {*wrt}:
+        into[name][...] = got[name]
+
+
+def _lower(make: Callable[..., Callable[..., None]]) -> mlir.LoweringRule:
+    def rule(context: Any, *operands: Any, **params: Any) -> Any:
+        call = buffer_callback(make(**params), _types(context.avals_out))
+        lower = mlir.lower_fun(call, multiple_results=True)
+        return lower(context, *operands)
+
+    return rule
+
+
+def _forward_of(
+    names: tuple[str, ...], asked: Asked, return_lse: bool
+) -> Callable[..., None]:
+    return functools.partial(_forward, names, forward_arguments(asked))
+
+
+def _backward_of(
+    names: tuple[str, ...],
+    asked: Asked,
+    wrt: tuple[str, ...],
+    has_dlse: bool,
+) -> Callable[..., None]:
+    arguments = gradient_arguments(asked, wrt)
+    given = gradient_inputs(names, has_dlse)
+    return functools.partial(_backward, given, arguments, wrt)
+
+
+def register() -> None:
+    """Lower attention for CPUs to the NumPy path."""
+    for primitive, make in (
+        (attention_p, _forward_of),
+        (gradients_p, _backward_of),
+    ):
+        mlir.register_lowering(primitive, _lower(make), platform="cpu")
+
+
+register()

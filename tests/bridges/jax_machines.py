@@ -1,0 +1,76 @@
+"""The CUDA lowering without a GPU: its kernels run on the emulator."""
+
+import contextlib
+
+import jax
+import numpy as np
+
+from cuflash import emulator
+from cuflash.backends.emulator.machine import Machine as EmulatedMemory
+from cuflash.jax import cpu, cuda
+from cuflash.jax.machine import Cuda
+
+
+class Memory(EmulatedMemory):
+    """The emulator's memory of one callback, as `jax.machine.Queue`."""
+
+    def __init__(self, target, buffers):
+        super().__init__(target)
+        self.arrays = [np.asarray(x) for x in buffers]
+        addresses = [
+            self.address_of(x, written=x.flags.writeable) for x in self.arrays
+        ]
+        self.addresses = addresses
+        self.at = dict(zip(addresses, self.arrays, strict=True))
+
+    def clear(self, address, nbytes):
+        assert self.at[address].nbytes == nbytes
+        self.at[address].fill(0)
+
+    def read(self, address, nbytes):
+        return self.at[address].tobytes()
+
+
+class EmulatedMachine:
+    """Emulated GPUs, as `jax.machine.Machine`.
+
+    archs : the architecture of each, the first of which lowers.
+    index : of the one that holds all buffers.
+    """
+
+    def __init__(self, *archs):
+        self.targets = []
+        for arch in archs:
+            with emulator.active(arch) as target:
+                self.targets.append(target)
+        self.planned = self.runs = self.index = 0
+
+    def first_device(self):
+        return 0
+
+    def backend(self, index):
+        self.planned += 1
+        return self.targets[index].backend()
+
+    def open(self, context, buffers):
+        self.runs += 1
+        memory = Memory(self.targets[self.index], buffers)
+        return self.index, memory.addresses, memory
+
+
+@contextlib.contextmanager
+def lowered_for(machine, platform):
+    """Calls on a platform take the CUDA lowering, onto a machine."""
+    jax.clear_caches()
+    cuda.register(machine, platform)
+    try:
+        yield machine
+    finally:
+        cpu.register()
+        cuda.register(Cuda(), "cuda")
+        jax.clear_caches()
+
+
+def emulated(*archs, platform="cpu"):
+    """Calls on a platform take the CUDA lowering, onto the emulator."""
+    return lowered_for(EmulatedMachine(*archs), platform)
