@@ -28,7 +28,7 @@ SHAPE = {"batch": 2, "seqlen": 64, "heads": 16, "heads_kv": 4, "head_dim": 64}
 TOKENS = (2, 2048)  # of the Llama: batch, seqlen
 CALLS = 200  # of a round
 
-# The largest ratio to SDPA's time that issue 35 allows.
+# The largest ratio to SDPA's time that is wanted.
 LIMITS = {
     "forward": 1.5,
     "forward + backward": 1.05,
