@@ -162,11 +162,12 @@ def test_runs_on_the_current_stream(dtype):
     assert_equal(got, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_call_does_not_wait():
     inputs = inputs_on_gpu()
     results(inputs)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         results(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -241,6 +242,8 @@ def test_capture_of_strides_that_need_copies():
     assert torch.equal(got, call())
 
 
+# Of the leaves, which are made outside of the capture's stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_graphed_callables():
     """torch.cuda.make_graphed_callables, with gradients."""
 
@@ -342,6 +345,7 @@ def test_saved_tensors_can_wait_on_the_cpu():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # and so is one
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled_calls(mode):
     torch._dynamo.reset()
