@@ -70,7 +70,7 @@ _PARTNERS = (
 
 
 @dataclass(frozen=True, eq=False)
-class _Checked:
+class Checked:
     """A signature, and where its arrays lie from their addresses.
 
     Attributes
@@ -125,7 +125,50 @@ def forward_kvcache(
     arrays = {**given, **options}
     if out is not None:
         arrays["out"] = out
-    checked = _checked(
+    checked = check_call(
+        arrays,
+        by_int,
+        max_seqlen_q=max_seqlen_q,
+        rotary_interleaved=rotary_interleaved,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_lse=return_lse,
+    )
+    if checked.written:
+        check_apart(checked, tuple(map(address, arrays.values())))
+    signature = checked.signature
+    length = signature.problem.seqlen_k
+    if by_int:
+        length = length_of(cache_seqlens, signature.problem)
+    return Call(signature, given, out, options, cache_seqlens=length)
+
+
+def check_call(
+    arrays: dict[str, Any],
+    by_int: bool,
+    *,
+    max_seqlen_q: Any = None,
+    rotary_interleaved: Any = False,
+    scale: Any = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: Any = None,
+    num_splits: Any = None,
+    return_lse: Any = False,
+) -> Checked:
+    """Check all but where the arrays lie, and a length that is an int.
+
+    Parameters
+    ----------
+    arrays : dict
+        All arrays by argument name, `out` among them, q first.
+    by_int : bool
+        Whether cache_seqlens is an int.
+    """
+    return _checked(
         describe(arrays),
         by_int,
         None if max_seqlen_q is None
@@ -138,13 +181,6 @@ def forward_kvcache(
         splits_of(num_splits),
         checks.flag("return_lse", return_lse),
     )  # fmt: skip
-    if checked.written:
-        _check_apart(checked, tuple(map(address, arrays.values())))
-    signature = checked.signature
-    length = signature.problem.seqlen_k
-    if by_int:
-        length = _length(cache_seqlens, signature.problem)
-    return Call(signature, given, out, options, cache_seqlens=length)
 
 
 def is_int(cache_seqlens: Any) -> bool:
@@ -152,7 +188,7 @@ def is_int(cache_seqlens: Any) -> bool:
     return isinstance(cache_seqlens, (int, numbers.Integral))
 
 
-def _length(given: Any, p: Problem) -> int:
+def length_of(given: Any, p: Problem) -> int:
     """Check a length that is an int."""
     cache = p.kvcache
     assert cache is not None
@@ -190,7 +226,7 @@ def _checked(
     softcap: float,
     num_splits: int | None,
     return_lse: bool,
-) -> _Checked:
+) -> Checked:
     """Check a call; nothing here depends on the data."""
     check_one_device(seen)
     by_name = {x[0]: x for x in seen}
@@ -600,7 +636,7 @@ class _Others:
 # Memory that is written to -----------------------------------------------
 
 
-def _with_memory(signature: Signature, seen: tuple[tuple, ...]) -> _Checked:
+def _with_memory(signature: Signature, seen: tuple[tuple, ...]) -> Checked:
     names = tuple(name for name, *_ in seen)
     memory = tuple(
         (tuple(shape), tuple(strides), np.dtype(dtype).itemsize)
@@ -611,12 +647,12 @@ def _with_memory(signature: Signature, seen: tuple[tuple, ...]) -> _Checked:
     for i in written:
         check_elements_apart(names[i], *memory[i])
     spans = tuple(span(*x) for x in memory)
-    return _Checked(signature, names, memory, spans, written)
+    return Checked(signature, names, memory, spans, written)
 
 
 # Addresses repeat: see `execute`.
 @remembered
-def _check_apart(checked: _Checked, starts: tuple[int, ...]) -> None:
+def check_apart(checked: Checked, starts: tuple[int, ...]) -> None:
     """Check that what is written shares no memory with another array."""
     ends = [
         (start + low, start + high)

@@ -69,7 +69,8 @@ def attention(
     return_lse : bool, optional
         Whether to return `lse` too.
     deterministic : bool, optional
-        Whether the backward pass sums `dq` in a fixed order.
+        Whether the backward pass sums `dq` in a fixed order; so it does under
+        `torch.use_deterministic_algorithms`, too.
 
     Returns
     -------
@@ -129,6 +130,8 @@ def attention(
                 "max_seqlen_k": max_seqlen_k,
             }
         )
+    if torch.are_deterministic_algorithms_enabled():
+        deterministic = True
     if not torch.compiler.is_compiling():
         inputs = {"q": q, "k": k, "v": v}
         if given:

@@ -12,7 +12,7 @@ from cuflash.problem import Call
 from . import request
 from .dtypes import from_numpy, to_numpy
 from .request import reads_values, strip, strip_lse
-from .signature import Shown, check_devices, describe
+from .signature import Shown, check_devices, checked, describe
 
 _INPUTS = ("q", "k_cache", "v_cache", "k_new", "v_new")
 
@@ -35,7 +35,6 @@ def run(
         The other arguments.
     """
     q = tensors["q"]
-    check_devices({name: x.device for name, x in tensors.items()})
     backend = request.backend_of(q)
     out, numbers["return_lse"] = tensors.get("out"), return_lse
     if backend is None:
@@ -60,33 +59,39 @@ def run(
 def _call(
     tensors: dict[str, torch.Tensor], length: Any, numbers: dict[str, Any]
 ) -> Call:
-    shown: dict[str, Any] = {
-        name: Shown(describe(name, x), x.data_ptr())
-        for name, x in tensors.items()
-    }
+    described = [describe(name, x) for name, x in tensors.items()]
+    values = (x for item in numbers.items() for x in item)
+    found = checked(
+        _check, tuple(described), "by_int", length is not None, *values
+    )
+    if found.written:
+        starts = tuple([x.data_ptr() for x in tensors.values()])
+        validate_kvcache.check_apart(found, starts)
+    signature = found.signature
+    before = signature.problem.seqlen_k
     if length is not None:
-        shown["cache_seqlens"] = length
-    checked = validate_kvcache.forward_kvcache(**shown, **numbers)
+        before = validate_kvcache.length_of(length, signature.problem)
     given = {name: tensors[name] for name in _INPUTS if name in tensors}
-    others = {name: tensors[name] for name in checked.options}
-    call = Call(
-        checked.signature, given, tensors.get("out"), others,
-        cache_seqlens=checked.cache_seqlens,
-    )  # fmt: skip
+    others = {name: tensors[name] for name in signature.options}
+    call = Call(signature, given, tensors.get("out"), others, 0, before)
     if reads_values():
         on_host = {name: to_numpy(x.cpu()) for name, x in others.items()}
         validate_kvcache.values(
-            Call(
-                checked.signature, given, None, on_host,
-                cache_seqlens=checked.cache_seqlens,
-            )
-        )  # fmt: skip
+            Call(signature, given, None, on_host, 0, before)
+        )
     return call
+
+
+def _check(by_int: bool, **arguments: Any) -> validate_kvcache.Checked:
+    arrays = {n: x for n, x in arguments.items() if isinstance(x, Shown)}
+    others = {n: x for n, x in arguments.items() if n not in arrays}
+    return validate_kvcache.check_call(arrays, by_int, **others)
 
 
 def _on_cpu(
     tensors: dict[str, torch.Tensor], length: Any, numbers: dict[str, Any]
 ) -> Any:
+    check_devices({name: x.device for name, x in tensors.items()})
     arrays: dict[str, Any] = {name: to_numpy(x) for name, x in tensors.items()}
     if length is not None:
         arrays["cache_seqlens"] = length

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuflash import api, execute, options, settings, validate
-from cuflash.problem import Call
+from cuflash.problem import Call, Signature
 
 from .dtypes import from_numpy, to_numpy
 from .signature import check_devices, checked, describe
@@ -83,7 +83,7 @@ class Request:
         given = {"q": q, "k": k, "v": v}
         if backend is None:
             return self._on_cpu(api.forward, given, self.tensors, own)
-        call = self._call(validate.forward, given, self.tensors, own)
+        call = self._call(_check_forward, given, self.tensors, own)
         out, lse = execute.forward(call, backend)
         if call.rank != 4:
             out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
@@ -119,7 +119,7 @@ class Request:
             given["dlse"] = dlse
         if backend is None:
             return self._on_cpu(api.backward, given, tensors, own)
-        call = self._call(validate.backward, given, tensors, own)
+        call = self._call(_check_backward, given, tensors, own)
         results = execute.backward(call, backend)
         if call.rank == 4:
             return results
@@ -161,6 +161,14 @@ class Request:
         if not isinstance(results, tuple):
             results = (results,)
         return tuple(map(from_numpy, results))
+
+
+def _check_forward(**arguments: Any) -> Signature:
+    return validate.forward(**arguments).signature
+
+
+def _check_backward(**arguments: Any) -> Signature:
+    return validate.backward(**arguments).signature
 
 
 def backend_of(x: torch.Tensor) -> Backend | None:

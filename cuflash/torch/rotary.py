@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ def _signature(
     inplace: bool,
 ) -> Signature:
     signature = checked(
-        validate.apply_rotary,
+        _check,
         (x, *tables),
         "interleaved",
         interleaved,
@@ -77,3 +78,7 @@ def _signature(
         "x", layout.shape, layout.strides, layout.dtype.itemsize
     )
     return replace(signature, layouts={**signature.layouts, "out": layout})
+
+
+def _check(**arguments: Any) -> Signature:
+    return validate.apply_rotary(**arguments).signature

@@ -1,4 +1,4 @@
-"""From tensors to a checked `Signature`: validated once, then looked up.
+"""From tensors to a checked call: validated once, then looked up.
 
 The key of the look-up holds shapes, strides, dtypes, alignments and devices
 of the tensors and the values of the other arguments, never the data.
@@ -14,7 +14,7 @@ import torch
 
 from cuflash import settings
 from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
-from cuflash.problem import ALIGNMENT, Call, Signature
+from cuflash.problem import ALIGNMENT
 
 from .dtypes import NUMPY
 
@@ -34,7 +34,7 @@ def describe(name: str, x: torch.Tensor) -> Described:
 class Shown:
     """A tensor as `validate` looks at arrays on a CUDA device."""
 
-    def __init__(self, described: Described, address: int | None = None):
+    def __init__(self, described: Described) -> None:
         name, shape, strides, dtype, offset, device = described
         if dtype not in NUMPY:
             raise DTypeError(f"{name} has dtype {dtype}, which NumPy has not")
@@ -43,7 +43,7 @@ class Shown:
         itemsize = self.dtype.itemsize
         self.strides = tuple(stride * itemsize for stride in strides)
         self.data = self  # as of a CuPy array
-        self.ptr = offset if address is None else address
+        self.ptr = offset
         self.device_id = device.index
 
 
@@ -63,16 +63,14 @@ def check_devices(devices: dict[str, torch.device]) -> None:
 
 
 def checked(
-    validate: Callable[..., Call],
-    described: tuple[Described, ...],
-    *values: Any,
-) -> Signature:
-    """The signature of a call.
+    check: Callable[..., Any], described: tuple[Described, ...], *values: Any
+) -> Any:
+    """What `check` returns for a call, looked up if it is known.
 
     Parameters
     ----------
-    validate : callable
-        A function of `cuflash.validate`.
+    check : callable
+        Takes tensors (as `Shown`) and other arguments by name.
     described : tuple
         The tensors.
     *values
@@ -80,23 +78,21 @@ def checked(
         the look-up tells 1 from 1.0 and True at this level only.
     """
     try:
-        return _remembered(validate, described, *values)
+        return _remembered(check, described, *values)
     except TypeError as error:
         if isinstance(error, DTypeError):
             raise
-        return _check(validate, described, *values)  # unhashable: says what
+        return _check(check, described, *values)  # unhashable: says what
 
 
 def _check(
-    validate: Callable[..., Call],
-    described: tuple[Described, ...],
-    *values: Any,
-) -> Signature:
+    check: Callable[..., Any], described: tuple[Described, ...], *values: Any
+) -> Any:
     settings.check()
     check_devices({name: device for name, *_, device in described})
     shown = {x[0]: Shown(x) for x in described}
     others = dict(zip(values[::2], values[1::2], strict=True))
-    return validate(**shown, **others).signature
+    return check(**shown, **others)
 
 
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_check)

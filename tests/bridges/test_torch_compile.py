@@ -13,6 +13,7 @@ from torch_data import (  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
+from cuflash import api  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,31 @@ def test_compiled_autocast():
             return cuflash.torch.attention(q, k, v, return_lse=True)
 
     assert_equal(results(compiled(call), inputs), results(call, inputs))
+
+
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_deterministic_algorithms(by_operator, monkeypatch):
+    found = []
+
+    def backward(**arguments):
+        found.append(arguments["deterministic"])
+        return original(**arguments)
+
+    original = api.backward
+    monkeypatch.setattr(api, "backward", backward)
+    inputs = tensors(requires_grad=True)
+
+    def call(*inputs):
+        return cuflash.torch.attention(*inputs).sum()
+
+    if by_operator:
+        call = compiled(call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        call(*inputs).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [True]
 
 
 def test_compiled_dropout_draws_a_seed_at_each_call():
