@@ -580,9 +580,12 @@ def _expect_broadcast(
     name: str, shape: tuple[int, ...], full: tuple[int, ...]
 ) -> tuple[int, ...]:
     if not broadcasts(shape, full):
+        of_keys = len(full) == 4 and shape == (full[0], full[3])
+        advice = f"; if it tells of keys, pass {name}[:, None, None]"
         raise ShapeError(
             f"{name} has shape {shape}, expected one that broadcasts to "
-            f"{full} (layout is {_rule(name).words})"
+            f"{full} (layout is {_rule(name).words}"
+            f"{advice if of_keys else ''})"
         )
     return full
 

@@ -165,8 +165,8 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     if getattr(array, "requires_grad", False):
         raise UnsupportedError(
             f"{name} is a {type_name(array)} that requires grad, expected "
-            "one that does not: cuflash does not take part in automatic "
-            f"differentiation (pass {name}.detach() and call "
+            "one that does not: automatic differentiation is in "
+            f"cuflash.torch.attention (or pass {name}.detach() and call "
             "cuflash.backward)"
         )
     if isinstance(array, _tracers()):
@@ -184,7 +184,7 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         where = (
             "on the CPU" if on_cpu else f"on DLPack device type {device_type}"
         )
-        advice = f" (pass np.from_dlpack({name}))" if on_cpu else ""
+        advice = _advice(name, array) if on_cpu else ""
         raise UnsupportedError(
             f"{name} is a {type_name(array)} {where}, expected a NumPy "
             f"array or an array on a CUDA device{advice}"
@@ -196,6 +196,14 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         "CuPy, or any with DLPack or __cuda_array_interface__ on a CUDA "
         "device"
     )
+
+
+def _advice(name: str, array: Any) -> str:
+    """What to do with an array of another library on the CPU."""
+    library = type(array).__module__.partition(".")[0]
+    bridge = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(library)
+    taken = f"cuflash.{bridge} takes it; or " if bridge else ""
+    return f" ({taken}pass np.from_dlpack({name}))"
 
 
 def _tracers() -> Any:

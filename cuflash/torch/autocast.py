@@ -46,6 +46,21 @@ def to_its_dtype(name: str, x: torch.Tensor) -> torch.Tensor:
     return _to(name, x, torch.get_autocast_dtype(x.device.type))
 
 
+def check_cache(name: str, x: torch.Tensor) -> None:
+    """Refuse a cache that has neither autocast's dtype nor float8."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    if x.is_floating_point() and x.dtype not in (dtype, torch.float8_e4m3fn):
+        raise DTypeError(
+            f"{name} has dtype {_word(x.dtype)} under autocast, expected "
+            f"{_word(dtype)}: caches are used in place (make them with "
+            f"dtype={dtype}, or leave autocast for this call)"
+        )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _to(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype is torch.float64:
         raise DTypeError(

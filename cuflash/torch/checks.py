@@ -5,15 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from cuflash.errors import DTypeError, type_name
+from cuflash.errors import DTypeError, UnsupportedError, type_name
 
 
 def check_tensors(given: dict[str, Any]) -> None:
-    """Raise DTypeError for an argument that has to be a tensor and is none."""
+    """Check that arguments are tensors that cuflash can differentiate, too.
+
+    Raises
+    ------
+    DTypeError
+        If one is no tensor.
+    UnsupportedError
+        If one is sparse or nested, or has a tangent (forward mode).
+    """
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
             raise DTypeError(
-                f"{name} is of type {type_name(x)}, expected a torch.Tensor: "
-                "cuflash itself takes NumPy and CuPy arrays"
+                f"{name} is of type {type_name(x)}, expected a "
+                f"torch.Tensor{_advice(name, x)}"
+            )
+        if x.layout is not torch.strided:
+            _refuse_layout(name, x)
+    if forward_ad._current_level >= 0:
+        _check_no_tangent(given)
+
+
+def _advice(name: str, x: Any) -> str:
+    if hasattr(type(x), "__dlpack__"):
+        return f" (pass torch.from_dlpack({name}))"
+    if isinstance(x, (list, tuple, int, float)):
+        return f" (pass torch.tensor({name}))"
+    return ""
+
+
+def _refuse_layout(name: str, x: torch.Tensor) -> None:
+    advice = f"pass {name}.to_dense()"
+    if x.is_nested:
+        advice = (
+            "its values() and offsets() are packed sequences: pass them "
+            "with cu_seqlens_q and cu_seqlens_k"
+        )
+    raise UnsupportedError(
+        f"{name} has layout {x.layout}, expected torch.strided ({advice})"
+    )
+
+
+def _check_no_tangent(given: dict[str, torch.Tensor]) -> None:
+    for name, x in given.items():
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                f"{name} has a tangent, expected none: cuflash.torch offers "
+                "reverse mode only (call backward() or torch.autograd.grad)"
             )

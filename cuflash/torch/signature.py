@@ -50,11 +50,11 @@ class Shown:
 def check_devices(devices: dict[str, torch.device]) -> None:
     """Check that tensors are on one device, a CUDA device or the CPU."""
     first, expected = next(iter(devices.items()))
+    if expected.type not in ("cuda", "cpu"):
+        raise UnsupportedError(
+            f"{first} is on {expected}, expected a CUDA device or the CPU"
+        )
     for name, got in devices.items():
-        if got.type not in ("cuda", "cpu"):
-            raise UnsupportedError(
-                f"{name} is on {got}, expected a CUDA device or the CPU"
-            )
         if got != expected:
             raise ValueRangeError(
                 f"{name} is on {got}, expected {expected} as {first} is: a "

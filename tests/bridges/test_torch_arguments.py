@@ -42,8 +42,52 @@ def test_options_without_gradients(name):
 
 def test_several_devices():
     q, k, v = tensors()
-    words = "k is on meta, expected a CUDA device or the CPU"
-    refused(cuflash.UnsupportedError, words, q, k.to("meta"), v)
+    words = "k is on meta, expected cpu as q is"
+    refused(cuflash.ValueRangeError, words, q, k.to("meta"), v)
+
+
+def test_values_that_are_no_tensors_name_what_makes_one():
+    inputs = tensors()
+    with_lists = {"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 5]}
+    words = r"cu_seqlens_q is of type list.*torch.tensor\(cu_seqlens_q\)"
+    refused(cuflash.DTypeError, words, *inputs, **with_lists)
+    words = r"mask is of type numpy.ndarray.*torch.from_dlpack\(mask\)"
+    refused(cuflash.DTypeError, words, *inputs, mask=np.ones(5, bool))
+
+
+def test_sparse_and_nested_tensors():
+    q, k, v = tensors()
+    words = r"k has layout torch.sparse_coo, .*pass k.to_dense\(\)"
+    refused(cuflash.UnsupportedError, words, q, k.to_sparse(), v)
+    nested = torch.nested.nested_tensor(
+        list(q), layout=torch.jagged, dtype=q.dtype
+    )
+    words = r"q has layout torch.jagged, .*values\(\) and offsets\(\).*cu_seq"
+    refused(cuflash.UnsupportedError, words, nested, nested, nested)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_tangents_are_refused_and_not_dropped():
+    q, k, v = tensors()
+    bias = torch.zeros(1, dtype=q.dtype)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, k)
+        words = "k has a tangent, .*reverse mode only"
+        refused(cuflash.UnsupportedError, words, q, dual, v)
+        dual = torch.autograd.forward_ad.make_dual(bias, bias)
+        words = "bias has a tangent"
+        refused(cuflash.UnsupportedError, words, q, k, v, bias=dual)
+        cuflash.torch.attention(q, k, v)
+
+
+def test_calls_of_cuflash_itself_name_the_bridge():
+    q, k, v = tensors()
+    words = r"q is a torch.Tensor on the CPU, .*\(cuflash.torch takes it"
+    with pytest.raises(cuflash.UnsupportedError, match=words):
+        cuflash.forward(q, k, v)
+    words = "automatic differentiation is in cuflash.torch.attention"
+    with pytest.raises(cuflash.UnsupportedError, match=words):
+        cuflash.forward(q.clone().requires_grad_(), k, v)
 
 
 def autocast(dtype=torch.bfloat16):

@@ -170,3 +170,12 @@ def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
     assert torch.equal(got, expected)
+
+
+def test_autocast_takes_caches_of_its_dtype_only():
+    words = "k_cache has dtype float32 under autocast, expected bfloat16"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(cuflash.DTypeError, match=words):
+            cuflash.torch.forward_kvcache(
+                **tensors(torch.float32), cache_seqlens=3
+            )

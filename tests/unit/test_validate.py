@@ -138,8 +138,8 @@ def test_a_tensor_that_requires_grad():
     tensor.requires_grad = True
     assert complaint(UnsupportedError, "forward", q=tensor) == (
         "q is a test_validate.OnDevice that requires grad, expected one that "
-        "does not: cuflash does not take part in automatic differentiation "
-        "(pass q.detach() and call cuflash.backward)"
+        "does not: automatic differentiation is in cuflash.torch.attention "
+        "(or pass q.detach() and call cuflash.backward)"
     )
 
 

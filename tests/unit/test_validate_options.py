@@ -202,6 +202,11 @@ def test_shape_of_sink(shape):
     )
 
 
+def test_a_mask_of_keys_with_too_few_axes():
+    text = complaint(ShapeError, mask=np.ones((PAIRS[0], PAIRS[3]), bool))
+    assert text.endswith("if it tells of keys, pass mask[:, None, None])")
+
+
 @pytest.mark.parametrize("shape", [(5,), (2, 5, 7), (1, 2, 4, 5, 7)])
 def test_shape_of_bias(shape):
     assert complaint(ShapeError, bias=f4(*shape)) == (
