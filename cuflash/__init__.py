@@ -65,7 +65,12 @@ def __getattr__(name: str) -> Any:
         import cuflash.reference
 
         return cuflash.reference
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    advice = ""
+    if name in ("torch", "jax", "flash_attn"):
+        advice = f": write `import cuflash.{name}` first"
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}{advice}"
+    )
 
 
 def __dir__() -> list[str]:

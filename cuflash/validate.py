@@ -172,8 +172,8 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     if isinstance(array, _tracers()):
         raise UnsupportedError(
             f"{name} is a JAX tracer ({type_name(array)}), expected an array "
-            "with data: under jax.jit, jax.grad and jax.vmap call "
-            "cuflash.jax.attention"
+            "with data: of all calls, cuflash.jax.attention alone can be "
+            "in jax.jit, jax.grad or jax.vmap"
         )
     # Look on the type first: on an instance the attribute may be computed.
     if hasattr(type(array), "__dlpack_device__"):

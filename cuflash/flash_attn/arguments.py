@@ -220,6 +220,11 @@ def masks_and_scores(
 ) -> dict[str, Any]:
     """The options that all functions have."""
     scale = softmax_scale
+    if isinstance(scale, bool):  # causal's place in FlashAttention-3
+        raise DTypeError(
+            f"softmax_scale is {scale}, expected a number (FlashAttention-3 "
+            "has another order of arguments: pass them by name)"
+        )
     if scale is not None:
         scale = checks.real("softmax_scale", number("softmax_scale", scale))
     options: dict[str, Any] = {

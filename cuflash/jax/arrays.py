@@ -70,9 +70,18 @@ def check_array(name: str, array: Any) -> None:
             "mask would be ignored"
         )
     if not isinstance(array, jax.Array | np.ndarray):
+        known = hasattr(type(array), "__dlpack__")
+        make = "from_dlpack" if known else "asarray"
+        advice = "" if array is None else f" (pass jax.numpy.{make}({name}))"
         raise DTypeError(
-            f"{name} is of type {type_name(array)}, expected a JAX array "
-            "(other libraries' arrays: jax.numpy.from_dlpack)"
+            f"{name} is of type {type_name(array)}, expected a JAX array"
+            f"{advice}"
+        )
+    if not isinstance(array.dtype, np.dtype):
+        advice = f" (pass jax.random.bits({name}))" if name == "seed" else ""
+        raise DTypeError(
+            f"{name} is a JAX array of {array.dtype}, expected an array of "
+            f"numbers{advice}"
         )
     wide = array.dtype == np.float64
     if wide and not jax.config.jax_enable_x64:
@@ -94,9 +103,12 @@ def check_static(name: str, value: Any) -> None:
                 "static_argnames)"
             )
         if isinstance(each, jax.Array):
+            value = f"{name}.item()"
+            if each.ndim:
+                value = f"tuple({name}.tolist())"
             raise DTypeError(
                 f"{name} is a JAX array, expected a Python value: it is "
-                f"compiled into the call (pass {name}.item())"
+                f"compiled into the call (pass {value})"
             )
 
 

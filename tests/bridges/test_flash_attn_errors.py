@@ -40,6 +40,8 @@ FUNC = [
     ({"softmax_scale": META[0]}, DTypeError,
      "softmax_scale is a tensor on meta, expected a number"),
     ({"dropout_p": 1.5}, ValueRangeError, "dropout_p is 1.5, expected at lea"),
+    ({"softmax_scale": True}, DTypeError,
+     "FlashAttention-3 has another order of arguments"),
     ({"softmax_scale": "2"}, DTypeError, "softmax_scale is '2' of type str"),
     ({"causal": 1}, DTypeError, "causal is 1 of type int, expected True or"),
     ({"alibi_slopes": normal(4)}, DTypeError,

@@ -65,6 +65,22 @@ def test_arrays_for_python_values():
         call(scale=jax.numpy.float32(0.1))
 
 
+def test_an_array_of_several_python_values():
+    with pytest.raises(DTypeError, match=r"pass tuple\(window.tolist"):
+        call(window=jax.numpy.array([3, 0]))
+
+
+def test_arrays_of_others_name_what_makes_one_of_jax():
+    with pytest.raises(DTypeError, match=r"pass jax.numpy.asarray\(q\)"):
+        call(q=[1.0])
+
+
+def test_a_key_for_a_seed():
+    words = r"seed is a JAX array of key.*pass jax.random.bits\(seed\)"
+    with pytest.raises(DTypeError, match=words):
+        call(dropout=0.5, seed=jax.random.key(0))
+
+
 @pytest.mark.parametrize("seed", [np.float32(1), np.arange(2)])
 def test_bad_seeds(seed):
     with pytest.raises(DTypeError, match="seed has dtype"):
@@ -102,7 +118,7 @@ def test_deterministic_gradient_of_a_broadcast_bias():
 
 
 def test_tracers_in_other_calls():
-    with pytest.raises(UnsupportedError, match="call cuflash.jax.attention"):
+    with pytest.raises(UnsupportedError, match="cuflash.jax.attention alone"):
         jax.jit(cuflash.forward)(Q, K, V)
 
 

@@ -321,6 +321,12 @@ cuflash.forward_kvcache(cache[:, :1], cache, cache, cache_seqlens=3)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("bridge", ["torch", "jax", "flash_attn"])
+def test_a_bridge_that_is_not_imported_yet(bridge):
+    done = run_without([], f"import cuflash; cuflash.{bridge}.attention")
+    assert f"write `import cuflash.{bridge}` first" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("bridge", "library"),
     [*((x, x) for x in BRIDGES), ("flash_attn", "torch")],
