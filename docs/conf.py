@@ -1,8 +1,9 @@
 """Sphinx's settings for the documentation site: see scripts/build_docs.py."""
 
-import re
+from sphinx.util.nodes import make_refnode
 
 import cuflash
+from site_parts import docstrings
 
 project = "cuflash"
 author = copyright = "the cuflash authors"
@@ -47,19 +48,23 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
 }
 
-# Papers are named by arXiv:... and doi:... in docstrings.
-_PAPERS = (
-    (r"arXiv:(\d{4}\.\d{5})", "https://arxiv.org/abs/"),
-    (r"doi:(10\.[\w./]*\w)", "https://doi.org/"),
-)
+
+def link(app, what, name, thing, options, lines):
+    """Make links of what a docstring names."""
+    lines[:] = [docstrings.linked(line, name) for line in lines]
 
 
-def link_papers(app, what, name, thing, options, lines):
-    """Make links of a docstring's papers."""
-    for i, line in enumerate(lines):
-        for pattern, site in _PAPERS:
-            line = re.sub(pattern, rf"`\g<0> <{site}\g<1>>`__", line)
-        lines[i] = line
+def find_in_reference(app, env, node, content):
+    """Find `masks` and `options.Options` from the reference's modules."""
+    if not node.get("py:module", "").startswith("cuflash.reference"):
+        return None
+    name = f"cuflash.reference.{node['reftarget']}"
+    found = env.get_domain("py").objects.get(name)
+    if found is None:
+        return None
+    return make_refnode(
+        app.builder, node["refdoc"], found.docname, found.node_id, content
+    )
 
 
 def skip_fields(app, what, name, thing, skip, options):
@@ -68,8 +73,9 @@ def skip_fields(app, what, name, thing, skip, options):
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", link_papers)
+    app.connect("autodoc-process-docstring", link)
     app.connect("autodoc-skip-member", skip_fields)
+    app.connect("missing-reference", find_in_reference)
 
 
 # Pages without others beside them.

@@ -13,6 +13,8 @@ BRIDGES = {
     "flash_attn": ("flash-attn's calls", "torch"),
     "jax": ("JAX", "jax"),
 }
+# Their modules that programs import from.
+MODULES = {"flash_attn": ("bert_padding", "layers.rotary")}
 
 # The page and the picture of the gallery that draw a module of the reference.
 PICTURES = {
@@ -32,25 +34,31 @@ def write_bridges(site: Path) -> None:
         page = site / "api" / f"{name}.rst"
         module = f"cuflash.{name}"
         try:
-            names = importlib.import_module(module).__all__
+            importlib.import_module(module)
         except ImportError:
-            names = None
-        write(page, _bridge(module, f"{title}: {module}", need, names))
+            write(page, _missing(f"{title}: {module}", need))
+            continue
+        text = _bridge(module, f"{title}: {module}")
+        for inner in MODULES.get(name, ()):
+            text += "\n" + _bridge(f"{module}.{inner}", inner, "-")
+        write(page, text)
 
 
-def _bridge(
-    module: str, title: str, need: str, names: list[str] | None
-) -> str:
-    lines = [title, "=" * len(title), ""]
-    if names is None:
-        lines += [
-            f"Install the extra ``cuflash[{need}]`` to use it. It was not "
-            "there when these pages were built."
-        ]
-        return "\n".join([*lines, ""])
+def _missing(title: str, need: str) -> str:
+    text = (
+        f"Install the extra ``cuflash[{need}]`` to use it. It was not there "
+        "when these pages were built."
+    )
+    return "\n".join([title, "=" * len(title), "", text, ""])
+
+
+def _bridge(module: str, title: str, underline: str = "=") -> str:
+    names = importlib.import_module(module).__all__
+    lines = [title, underline * len(title), ""]
     lines += [f".. automodule:: {module}", "   :no-members:", ""]
     lines += [f".. currentmodule:: {module}", "", ".. autosummary::"]
-    lines += ["   :toctree: generated", "", *(f"   {x}" for x in names)]
+    lines += ["   :toctree: generated", ""]
+    lines += [f"   {x}" for x in names if not x.startswith("__")]
     return "\n".join([*lines, ""])
 
 

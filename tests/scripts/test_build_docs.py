@@ -1,11 +1,13 @@
 """scripts/build_docs.py: what it makes of the repository's pages."""
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import build_docs
-from site_parts import sources, stubs
+from site_parts import docstrings, sources, stubs
 
 ROOT = Path(__file__).parents[2]
 TARGETS = sources.link_targets(ROOT, sources.site_names(ROOT))
@@ -108,8 +110,31 @@ def test_pictures_of_modules_come_from_the_gallery():
 
 
 def test_a_bridge_without_its_library_says_what_to_install():
-    page = stubs._bridge("cuflash.torch", "PyTorch", "torch", None)
+    page = stubs._missing("PyTorch", "torch")
     assert "cuflash[torch]" in page and "autosummary" not in page
+
+
+def test_the_page_of_a_bridge_lists_functions_only(monkeypatch):
+    bridge = types.SimpleNamespace(__all__=["__version__", "function"])
+    monkeypatch.setitem(sys.modules, "cuflash.a_bridge", bridge)
+    page = stubs._bridge("cuflash.a_bridge", "A")
+    assert page.split("generated")[1].split() == ["function"]
+
+
+@pytest.mark.parametrize(
+    "name, line, made",
+    [
+        ("reference.forward", "([003], eq. 1)",
+         "(:doc:`[003] <sources>`, eq. 1)"),
+        ("reference.forward", ">>> a[FA]", ">>> a[FA]"),
+        ("reference", "- [FA] Dao", "- [FA] Dao"),
+        ("api", "[FA], ``docs/guide/jax.md``", "[FA], :doc:`/guide/jax`"),
+        ("reference", "arXiv:2205.14135,",
+         "`arXiv:2205.14135 <https://arxiv.org/abs/2205.14135>`__,"),
+    ],
+)  # fmt: skip
+def test_links_in_docstrings(name, line, made):
+    assert docstrings.linked(line, f"cuflash.{name}") == made
 
 
 def test_a_file_is_no_folder_for_the_output(tmp_path, capsys):

@@ -389,5 +389,6 @@ def test_import_is_light():
     loaded = set(run_without([], text).stdout.split())
     assert "cuflash.api" in loaded
     assert not loaded & {"cupy", "scipy", "cuda", "cuflash.reference"}
+    assert not loaded & {"torch", "jax", "transformers"}
     assert "cuflash.execute" not in loaded
     assert "cuflash.backends.emulator.machine" not in loaded
