@@ -83,6 +83,8 @@ html_sidebars = {
     page: [] for page in ("install", "overview", "contributing", "changelog")
 }
 html_theme = "pydata_sphinx_theme"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = "cuflash"
 html_show_sourcelink = False
 html_copy_source = False

@@ -1,8 +1,8 @@
 r"""A multi-head attention layer: projections, heads, and their gradients.
 
 .. math::
-    Q = X W_Q,\quad K = X W_K,\quad V = X W_V,\quad
-    O_h = attention(Q_h, K_h, V_h),\quad
+    Q &= X W_Q,\quad K = X W_K,\quad V = X W_V, \\
+    O_h &= attention(Q_h, K_h, V_h),\quad
     Y = concat(O_1, \dots, O_H) W_O
 
 X is (..., seqlen, width); W_Q (width, num_heads * head_dim), W_K

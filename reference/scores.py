@@ -1,9 +1,9 @@
 r"""Score modifications: from scale * QK^T to the mask.
 
 .. math::
-    s \to cap \cdot \tanh(s / cap),\quad
-    s \to s - slope_h |i + seqlen_k - seqlen_q - j|,\quad
-    s \to s + bias_{ij}
+    s &\to cap \cdot \tanh(s / cap), \\
+    s &\to s - slope_h |i + seqlen_k - seqlen_q - j|, \\
+    s &\to s + bias_{ij}
 
 in this order. The first is softcapping ([G2] Gemma Team 2024,
 arXiv:2408.00118, section 2), the second ALiBi ([AL] Press et al. 2021,
