@@ -112,11 +112,11 @@ def forward_kvcache(
     if not torch.compiler.is_compiling():
         check_tensors(tensors)
     if autocast.is_on(q):
+        for name in ("k_cache", "v_cache"):
+            autocast.check_cache(name, tensors[name])
         for name in ("q", "k_new", "v_new"):
             if name in tensors:
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
-        for name in ("k_cache", "v_cache"):
-            autocast.check_cache(name, tensors[name])
     if torch.is_grad_enabled():
         _check_no_grad(tensors)
     call = kvcache_ops.call if is_traced(q, k_cache, v_cache) else run
