@@ -87,7 +87,8 @@ def attention(
         If the tensors are on several devices.
     UnsupportedError
         If another tensor than those above requires grad; in the backward
-        pass, if second derivatives are asked for.
+        pass, if second derivatives are asked for. If a tensor is sparse or
+        nested, or has a tangent (forward mode).
     DTypeError
         If an argument is no tensor, or float64 under autocast.
 

@@ -34,14 +34,21 @@ def write_bridges(site: Path) -> None:
         page = site / "api" / f"{name}.rst"
         module = f"cuflash.{name}"
         try:
-            importlib.import_module(module)
+            text = _bridge(module, f"{title}: {module}")
+            for inner in MODULES.get(name, ()):
+                text += "\n" + _bridge(f"{module}.{inner}", inner, "-")
         except ImportError:
-            write(page, _missing(f"{title}: {module}", need))
-            continue
-        text = _bridge(module, f"{title}: {module}")
-        for inner in MODULES.get(name, ()):
-            text += "\n" + _bridge(f"{module}.{inner}", inner, "-")
+            text = _missing(f"{title}: {module}", need)
         write(page, text)
+        remove_unlisted(site / "api" / "generated", module, text)
+
+
+def remove_unlisted(folder: Path, module: str, text: str) -> None:
+    """Remove pages of names that an earlier build listed, and `text` not."""
+    listed = {line.strip() for line in text.splitlines()}
+    for page in folder.glob(f"{module}.*.rst"):
+        if page.stem.rpartition(".")[2] not in listed:
+            page.unlink()
 
 
 def _missing(title: str, need: str) -> str:

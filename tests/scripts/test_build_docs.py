@@ -121,6 +121,14 @@ def test_the_page_of_a_bridge_lists_functions_only(monkeypatch):
     assert page.split("generated")[1].split() == ["function"]
 
 
+def test_pages_of_names_that_are_gone_are_removed(tmp_path):
+    for name in ("a.old", "a.new", "b.old"):
+        sources.write(tmp_path / f"cuflash.{name}.rst", "")
+    stubs.remove_unlisted(tmp_path, "cuflash.a", "   new\n")
+    left = {page.name for page in tmp_path.iterdir()}
+    assert left == {"cuflash.a.new.rst", "cuflash.b.old.rst"}
+
+
 @pytest.mark.parametrize(
     "name, line, made",
     [
