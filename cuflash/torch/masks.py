@@ -129,6 +129,8 @@ def make(
     ids_q = ids_k = pattern.ids
     padding = _padding(attention_mask, kv_length, kv_offset, num_keys)
     if padding is not None:
+        if pattern.ids is not None:  # one pair of ids cannot tell both
+            return tensor()
         ids_k = padding.to(torch.int32)
         ids_q = ids_k.new_ones((batch_size, q_length))
     left, right = pattern.window
