@@ -60,7 +60,7 @@ class Request:
         if given:
             for name in options.ARRAYS:
                 if name in given:
-                    self.tensors[name] = given.pop(name)
+                    self.tensors[name] = given.pop(name).resolve_neg()
             if "seed" in given:
                 # Not part of the key: it differs from call to call.
                 _, self.seed = options.numbers_of({"seed": given["seed"]})

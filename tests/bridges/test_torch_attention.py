@@ -74,6 +74,29 @@ def test_any_strides():
     assert torch.equal(out, cuflash.torch.attention(*plain))
 
 
+def test_views_that_negate():
+    """The imaginary part of a conjugate: its numbers are stored negated."""
+    q, k, v = tensors(requires_grad=True)
+    negated = torch.complex(q, q).conj().imag
+    assert negated.is_neg()
+    out, lse = cuflash.torch.attention(negated, k, v, return_lse=True)
+    plain = cuflash.torch.attention(-q, k, v, return_lse=True)
+    assert_equal((out, lse), plain)
+    both = [(x.detach().neg()[None].expand(2, *x.shape)) for x in plain]
+    weights = [torch.complex(*x).conj().imag for x in both]
+    assert all(x.is_neg() for x in weights)
+    got = torch.autograd.grad((out, lse), (q, k, v), weights)
+    dense = [x.resolve_neg() for x in weights]
+    assert_equal(got, torch.autograd.grad(plain, (q, k, v), dense))
+
+
+def test_a_bias_that_negates():
+    inputs, bias = tensors(), options()["bias"]["bias"]
+    view = torch.complex(bias, bias).conj().imag
+    out = cuflash.torch.attention(*inputs, bias=view)
+    assert torch.equal(out, cuflash.torch.attention(*inputs, bias=-bias))
+
+
 def test_gradients_of_some_inputs():
     q, k, v = tensors()
     out = cuflash.torch.attention(q, k.requires_grad_(), v)
