@@ -129,8 +129,8 @@ LAW = {
     "jax.machine": "api backends.base",
     "jax.cuda": "execute problem backends.base jax.arrays jax.calls"
     " jax.machine jax.primitives jax.recording",
-    "jax.attention": "settings jax.arrays jax.batching jax.calls jax.cpu"
-    " jax.cuda jax.primitives",
+    "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
+    " jax.cpu jax.cuda jax.primitives",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
