@@ -159,7 +159,7 @@ def heads(qkv: Any, num_heads_q: int) -> Any:
 
 
 def number(name: str, given: Any) -> Any:
-    """A number; that of a tensor, if it is on the CPU."""
+    """A number, or the one that a CPU tensor holds."""
     if not isinstance(given, torch.Tensor):
         return given
     if given.device.type != "cpu":

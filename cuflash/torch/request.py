@@ -24,7 +24,7 @@ Results = tuple[torch.Tensor, ...]
 
 
 class Request:
-    """The arguments of `attention` besides q, k and v.
+    """The arguments of `attention` other than q, k and v.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_traced(q: Any, k: Any, v: Any) -> bool:
-    """Whether something besides autograd watches these tensors.
+    """Whether something other than autograd watches these tensors.
 
     A compiler, a mode (fake tensors, profilers of operators, selective
     checkpointing), or a class of tensors; or a view negates its numbers, which
