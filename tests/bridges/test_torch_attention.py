@@ -150,6 +150,26 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(call, (*inputs, *others))
 
 
+@pytest.fixture
+def deterministic():
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_broadcast_bias_where_order_is_wanted(deterministic):
+    inputs, bias = tensors(requires_grad=True), options()["bias"]["bias"]
+    bias.requires_grad_()
+    expected = cuflash.torch.attention(*inputs, bias=bias).sum()
+    (want,) = torch.autograd.grad(expected, bias)
+    deterministic(True)
+    with pytest.raises(cuflash.UnsupportedError, match="bias is broadcast"):
+        cuflash.torch.attention(*inputs, bias=bias).sum().backward()
+    deterministic(True, warn_only=True)
+    with pytest.warns(UserWarning, match="bias requires grad"):
+        out = cuflash.torch.attention(*inputs, bias=bias)
+    assert torch.equal(torch.autograd.grad(out.sum(), bias)[0], want)
+
+
 def test_second_derivatives_are_refused_when_they_are_needed():
     inputs = tensors(requires_grad=True)
     out = cuflash.torch.attention(*inputs)
