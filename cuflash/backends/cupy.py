@@ -89,6 +89,42 @@ def _encodable(boxes: Boxes) -> tuple[Any, ...]:
     )
 
 
+@functools.cache
+def _can_overlap(index: int) -> bool:
+    """Whether a device and its driver know programmatic dependent launch.
+
+    Before CUDA 12.3 such launches could not be captured in a graph.
+    """
+    is_known = cupy.cuda.runtime.driverGetVersion() >= 12030
+    return is_known and device(index).capability >= 90
+
+
+@functools.lru_cache(maxsize=4096)
+def _overlapping(blocks: int, threads: int, shared: int, stream: int) -> Any:
+    """A CUlaunchConfig of a launch that may overlap the one before."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    name = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    attribute.id = getattr(driver.CUlaunchAttributeID, name)
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def _launch_as(config: Any, function: int, arguments: int) -> None:
+    """Launch by a CUlaunchConfig; `arguments` is an array of pointers."""
+    from cuda.bindings import driver
+
+    (error,) = driver.cuLaunchKernelEx(config, function, arguments, 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuLaunchKernelEx: {error.name}")
+
+
 def bind(index: int) -> None:
     """Make a device's context current in this thread if it has none.
 
@@ -120,10 +156,11 @@ class CupyBackend:
         return device(self.index)
 
     def load(self, decided: Plan) -> tuple[tuple[Any, ...], ...]:
-        """(function, blocks, threads, shared bytes) for each launch."""
+        """(function, blocks, threads, shared bytes, overlaps) of launches."""
+        can = _can_overlap(self.index)
         return tuple(
             (nvrtc.function(x.kernel, self.device()).kernel, x.blocks,
-             x.kernel.threads, x.kernel.shared_bytes)
+             x.kernel.threads, x.kernel.shared_bytes, can and x.overlaps)
             for x in decided.launches
         )  # fmt: skip
 
@@ -172,7 +209,11 @@ class CupyBackend:
         address = ctypes.addressof(pointers)
         launch = cupy.cuda.driver.launchKernel
         stream = self.stream()
-        for function, blocks, threads, shared in loaded:
+        for function, blocks, threads, shared, overlaps in loaded:
+            if overlaps:
+                config = _overlapping(blocks, threads, shared, stream)
+                _launch_as(config, function.ptr, address)
+                continue
             launch(
                 function.ptr, blocks, 1, 1, threads, 1, 1, shared, stream,
                 address, 0,

@@ -273,7 +273,7 @@ def _merge_launch(
         shared_bytes=0,
         ptxas_level=3,  # loads under way together
     )
-    return Launch(kernel, runs * rows)
+    return Launch(kernel, runs * rows, overlaps=True)
 
 
 FORWARD = Maker(_forward, _shared, _fits)

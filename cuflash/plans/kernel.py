@@ -99,10 +99,20 @@ class KernelPlan:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and the number of its blocks."""
+    """A kernel and the number of its blocks.
+
+    Attributes
+    ----------
+    kernel : KernelPlan
+    blocks : int
+    overlaps : bool
+        Whether it may start before the launch before it has ended, for whose
+        results it waits itself (programmatic dependent launch).
+    """
 
     kernel: KernelPlan
     blocks: int
+    overlaps: bool = False
 
 
 class StaticSchedule(NamedTuple):

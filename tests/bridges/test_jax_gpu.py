@@ -199,6 +199,25 @@ def test_layers_after_one_another_replay(monkeypatch):
     assert 6 <= len(runs) <= 24
 
 
+def test_decoding_layers_replay(cp):
+    """Each in two kernels, of which the second starts early."""
+    given = inputs("float16", seqlen_q=1, seqlen_k=3000, head_dim=64,
+                   head_dim_v=64)  # fmt: skip
+    k, v = given["k"], given["v"]
+
+    @jax.jit
+    def layers(x):
+        for _ in range(6):
+            x = attention(x, k, v)
+        return x
+
+    x = cp.asarray(given["q"])
+    for _ in range(6):
+        x = cuflash.forward(x, cp.asarray(k), cp.asarray(v))
+    for _ in range(3):
+        assert_same(layers(given["q"]), x.get())
+
+
 def test_vmap():
     given = inputs("float16", **ALIGNED)
     q = np.stack([given.pop("q")] * 2)

@@ -85,3 +85,11 @@ def test_groups_land_in_their_order(backend, seed):
         seed=seed,
     )
     np.testing.assert_array_equal(out, chunks)
+
+
+@on_both
+def test_a_kernel_that_waits_for_none(backend):
+    """griddepcontrol in a kernel that no other precedes or follows."""
+    counts = np.arange(32, dtype=np.uint32)
+    run("primitives/start_early", {"counts": counts}, backend)
+    np.testing.assert_array_equal(counts, np.arange(1, 33))

@@ -67,6 +67,7 @@ class FakeCupy(types.ModuleType):
                 getDevice=lambda: self.device,
                 setDevice=self._set_device,
                 getDeviceProperties=lambda index: properties,
+                driverGetVersion=lambda: 13000,
                 memcpyDeviceToHost=2,
                 memcpyAsync=self._read_abc,
                 memsetAsync=Mock(),
@@ -106,6 +107,9 @@ class FakeCupy(types.ModuleType):
         *dims, shared, stream, pointers, _ = sizes
         self.log.append(("launch", self.device, stream))
 
+    def launch_as(self, config, function, arguments):
+        self.log.append(("overlapping", self.device, int(config.hStream)))
+
     def logged(self, kind):
         return [x for x in self.log if x[0] == kind]
 
@@ -127,6 +131,7 @@ def in_place(monkeypatch):
     monkeypatch.setattr(nvrtc, "function", lambda kernel, device: Function)
     encoded = staticmethod(lambda address, boxes: bytes(128))
     monkeypatch.setattr(backend.CupyBackend, "tensor_map", encoded)
+    monkeypatch.setattr(backend, "_launch_as", FAKE.launch_as)
     monkeypatch.setattr(api, "on_cuda", lambda: backend)
     FAKE.log.clear()
     return FAKE, backend

@@ -114,8 +114,20 @@ def test_a_call_runs_on_the_device_of_its_arrays(fake):
 
 def test_a_queue_launches_on_its_stream(fake):
     queue = sys.modules["cuflash.backends.cupy"].Queue(42)
-    queue.launch(((fake_cupy.Function.kernel, 1, 32, 0),), b"", None)
-    assert fake.logged("launch") == [("launch", 0, 42)]
+    kernel = fake_cupy.Function.kernel
+    launches = ((kernel, 1, 32, 0, False), (kernel, 1, 32, 0, True))
+    queue.launch(launches, b"", None)
+    assert fake.log[-2:] == [("launch", 0, 42), ("overlapping", 0, 42)]
+
+
+def test_a_launch_that_overlaps(fake):
+    config = sys.modules["cuflash.backends.cupy"]._overlapping(7, 64, 256, 42)
+    sizes = config.gridDimX, config.blockDimX, config.sharedMemBytes
+    assert (*sizes, int(config.hStream)) == (7, 64, 256, 42)
+    (attribute,) = config.attrs
+    assert attribute.id.name.endswith("PROGRAMMATIC_STREAM_SERIALIZATION")
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
+    assert config.numAttrs == 1
 
 
 def test_a_queue_fills_and_reads_memory(fake):

@@ -391,6 +391,10 @@ template <int COUNT> __device__ __forceinline__ void warpgroup_reg_dealloc(EMULA
     emulator::set_registers(COUNT, false, {file, line});
 }
 
+// Kernels run one after the other.
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
+
 inline void fence_async_proxy() { emulator::fence_async_proxy(); }
 
 inline void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,

@@ -283,6 +283,24 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
+// ---- Programmatic dependent launch ----
+//
+// From sm_90 on, a kernel may start while the one before it still runs (Launch.overlaps).
+
+// Waits until the kernels before have ended and their results are visible. PTX ISA: griddepcontrol.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may start once all blocks have called this or ended. PTX ISA: griddepcontrol.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- Global memory ----
 
 // Adds atomically to each of four consecutive floats in global memory, 16-byte aligned, without

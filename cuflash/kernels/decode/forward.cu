@@ -107,6 +107,7 @@ forward_decode(const __grid_constant__ Arguments args) {
         set_zero(acc);
         reset(softmax);
         compute_part(args, shared, part, rows, lane_rows, softmax, acc);
+        griddepcontrol_launch_dependents();                 // of finish/merge_parts.cu
         __syncthreads();                                    // all tiles are free
         share_state(shared.states, rows, acc, softmax);
         __syncthreads();

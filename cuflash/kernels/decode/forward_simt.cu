@@ -122,6 +122,7 @@ forward_decode_simt(const __grid_constant__ Arguments args) {
         const RowTile rows(args, part);
         WarpRows warp_rows(args.arrays, rows);
         compute_part(args, part, rows, warp_rows);
+        griddepcontrol_launch_dependents();                 // of finish/merge_parts.cu
         share_state(shared, warp_rows);
         __syncthreads();
         store_part(args, part, rows, shared);

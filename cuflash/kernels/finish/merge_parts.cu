@@ -9,7 +9,8 @@
 // BLOCK_K, CAUSAL, BALANCED, those of a KV cache (sequences.cuh), SINK, WINDOW; Arguments. No
 // shared memory.
 //
-// Bound by latency: the parts are in L2. So a lane has the loads of many parts under way.
+// Bound by latency: the parts are in L2. So a lane has the loads of many parts under way, and the
+// kernel starts before the parts are there (Launch.overlaps).
 #include "decode/merge.cuh"
 #include "decode/results.cuh"
 
@@ -24,6 +25,8 @@ merge_parts(const __grid_constant__ Arguments args) {
     if (!Parts::find_cut_row_tile(args, blockIdx.x / MERGE_ROWS, part)) return;
     const RowTile rows(args, part);
     if (!rows.exists(row)) return;
+
+    griddepcontrol_wait();                                  // for the parts
 
     const int head_dim_v = args.arrays.shape.head_dim_v, lane = threadIdx.x % 32;
     const int first_column = threadIdx.x / 32 * 32 * COLUMNS + lane;

@@ -74,7 +74,10 @@ struct Consumer {
         for (; tile >= 0; --tile) iteration<false>(tile);
     }
 
-    // S of key tile `tile`, acc += P V of the previous one; then P of `tile`.
+    // S of key tile `tile`, acc += P V of the previous one; then P of `tile`. In a tile that is not
+    // masked, a warp may keep its rows' old maximum, which saves rescaling acc. Each branch is
+    // written out to its end, so that the compiler can schedule the rest between the exponentials;
+    // the wait for P V comes before, because all warps must execute the same instance of it.
     template <bool IS_MASKED>
     __device__ __forceinline__ void iteration(int tile) {
         k = v;
@@ -91,11 +94,22 @@ struct Consumer {
         scheduler_barrier_arrive();
         wait_for_qk<1>();                                   // P V runs on
         release_k(tile == 0);
+        bool keeps_max = false;
         if constexpr (IS_MASKED) mask_scores(tile);
-        online_softmax<IS_MASKED>(s, rows, scale_log2, rescale);
+        else keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
+        if constexpr (IS_MASKED) online_softmax<true>(s, rows, scale_log2, rescale);
         wait_for_pv();
         release_v();
-        rescale_acc();
+        if (keeps_max) {
+            softmax_with_old_max(s, rows, scale_log2, PlainScore{});
+            end_iteration();
+        } else {
+            if constexpr (!IS_MASKED) online_softmax<false>(s, rows, scale_log2, rescale);
+            rescale_acc();
+            end_iteration();
+        }
+    }
+    __device__ __forceinline__ void end_iteration() {
         release_q();
         v = k;
         pack_pairs<Element>(p, s);

@@ -66,7 +66,7 @@ __device__ __forceinline__ bool normalise(
                 o *= inverse;
                 // P = 0 times a NaN or an infinity of V is NaN, also in rows that do not see its
                 // key; and P above 1 (softmax_with_old_max) may overflow acc.
-                if (MASKED || OPTIONS) exact &= fabsf(o) < infinity();
+                exact &= fabsf(o) < infinity();
             }
         const float max_scaled = finite_max_scaled(m, scale_log2);
         exact &= l < infinity() && fabsf(max_scaled) < 0x1p24f;

@@ -92,12 +92,6 @@ struct OptionsConsumer : Consumer {
             }
         }
     }
-    __device__ __forceinline__ void end_iteration() {
-        release_q();
-        v = k;
-        pack_pairs<Element>(p, s);
-    }
-
     template <bool STORES>
     __device__ __forceinline__ void first_iteration(int slot = -1) {
         k = v;
