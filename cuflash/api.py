@@ -12,6 +12,7 @@ import numpy as np
 from . import folders, options, settings, validate, validate_kvcache
 from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
+from .problem import strip, strip_lse
 
 if TYPE_CHECKING:
     from .backends.base import Backend, Runner
@@ -253,8 +254,8 @@ def forward(
     )
     _check_offsets(call)
     result, lse = runner.forward(call)
-    result = _strip(result, call.rank) if out is None else out
-    return (result, _strip_lse(lse, call.rank)) if return_lse else result
+    result = strip(result, call.rank) if out is None else out
+    return (result, strip_lse(lse, call.rank)) if return_lse else result
 
 
 def backward(
@@ -421,9 +422,9 @@ def backward(
     _check_offsets(call)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     return (
-        _strip(new_dq, call.rank) if dq is None else dq,
-        _strip(new_dk, call.rank) if dk is None else dk,
-        _strip(new_dv, call.rank) if dv is None else dv,
+        strip(new_dq, call.rank) if dq is None else dq,
+        strip(new_dk, call.rank) if dk is None else dk,
+        strip(new_dv, call.rank) if dv is None else dv,
         *others,
     )
 
@@ -646,8 +647,8 @@ def forward_kvcache(
     if _reads_values(q):
         validate_kvcache.values(call)
     result, lse = runner.forward_kvcache(call)
-    result = _strip(result, call.rank) if out is None else out
-    return (result, _strip_lse(lse, call.rank)) if return_lse else result
+    result = strip(result, call.rank) if out is None else out
+    return (result, strip_lse(lse, call.rank)) if return_lse else result
 
 
 def merge_states(
@@ -708,7 +709,7 @@ def merge_states(
     )
     call = validate.merge_states(**arrays)
     out, lse = runner.merge_states(call)
-    return _strip(out, call.rank), _strip_lse(lse, call.rank)
+    return strip(out, call.rank), strip_lse(lse, call.rank)
 
 
 def apply_rotary(
@@ -801,7 +802,7 @@ def apply_rotary(
     if _reads_values(call.options.get("positions")):
         validate.positions(call)
     result = runner.apply_rotary(call)
-    return _strip(result, call.rank) if out is None else out
+    return strip(result, call.rank) if out is None else out
 
 
 def _asked(
@@ -903,17 +904,3 @@ def _to_cupy(cupy: ModuleType, name: str, array: Any) -> Any:
             f"{name} is of type {kind.__module__}.{kind.__qualname__}, "
             f"which CuPy cannot read: {error}"
         ) from error
-
-
-def _strip(array: Any, rank: int) -> Any:
-    """Drop the axes of (batch, seqlen, heads, d) that q lacks."""
-    if rank == 4:
-        return array
-    return array[0] if rank == 3 else array[0, :, 0]
-
-
-def _strip_lse(lse: Any, rank: int) -> Any:
-    """Drop the axes of (batch, heads, seqlen) that q lacks."""
-    if rank == 4:
-        return lse
-    return lse[0] if rank == 3 else lse[0, 0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash import layouts, options, settings, workspace
@@ -141,6 +141,8 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         if not has_pairs:
             for gradient in call.gradients.values():
                 backend.copy(gradient, new(gradient.shape, gradient.dtype))
+            if p.dlse and p.return_dsink and 0 not in shapes[0]:
+                dsink = backward(_with_a_key(call, backend), backend)[-1]
         else:
             target = backend.target
             recipe = _backward_recipe(signature, target, target.family)
@@ -178,6 +180,21 @@ def _gradients(
         given[name] if name in given else new(shape, dtype)
         for name, shape in zip(_GRADIENTS, shapes, strict=True)
     ]
+
+
+def _with_a_key(call: Call, backend: Backend) -> Call:
+    """A call without keys, for its dsink, with a key: there it counts nothing.
+
+    dsink depends on sink, lse, delta and dlse alone: dlse reaches the sink of
+    a query that sees no key.
+    """
+    signature = _signature_with_a_key(call.signature)
+    new = {}
+    for name in ("k", "v"):
+        layout = signature.layouts[name]
+        new[name] = backend.zeros(layout.shape, layout.dtype)
+    read = {name: call.options[name] for name in signature.options}
+    return Call(signature, {**call.given, **new}, None, read)
 
 
 def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
@@ -315,6 +332,35 @@ def _backward_recipe(
         copies=layouts.changes(given, taken),
         boxes={name: Boxes.of(taken[name], n) for name, n in rows.items()},
     )
+
+
+# Cached, because recipes are found by the signature's identity.
+@remembered
+def _signature_with_a_key(signature: Signature) -> Signature:
+    """Of `_with_a_key`: options that dsink does not depend on are left out."""
+    p = replace(
+        signature.problem,
+        seqlen_k=1,
+        causal=False,
+        window=(None, None),
+        softcap=0.0,
+        dropout=0.0,
+        alibi_slopes=False,
+        bias=None,
+        bias_is_broadcast=False,
+        mask=False,
+        segment_ids=False,
+        max_seqlen_k=None,
+        return_dbias=False,
+    )
+    _, k, v = _gradient_shapes(p)
+    given, dtype = dict(signature.layouts), signature.layouts["q"].dtype
+    for name in _GRADIENTS:
+        given.pop(name, None)
+    given |= {"k": layouts.new(k, dtype), "v": layouts.new(v, dtype)}
+    kept = ("sink", "cu_seqlens_q", "cu_seqlens_k")
+    read = {name: x for name, x in signature.options.items() if name in kept}
+    return Signature(p, signature.rank, given, options=read)
 
 
 @remembered

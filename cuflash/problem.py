@@ -306,3 +306,17 @@ class Call:
 # Indices that insert the axes that the user left out.
 _MISSING = {3: (None,), 2: (None, slice(None), None, slice(None))}
 _MISSING_LSE = {3: (None,), 2: (None, None)}
+
+
+def strip(array: Any, rank: int) -> Any:
+    """Drop the axes of (batch, seqlen, heads, d) that q, of a rank, lacks."""
+    if rank == 4:
+        return array
+    return array[0] if rank == 3 else array[0, :, 0]
+
+
+def strip_lse(lse: Any, rank: int) -> Any:
+    """Drop the axes of (batch, heads, seqlen) that q, of a rank, lacks."""
+    if rank == 4 or lse is None:
+        return lse
+    return lse[0] if rank == 3 else lse[0, 0]

@@ -159,7 +159,7 @@ def heads(qkv: Any, num_heads_q: int) -> Any:
 
 
 def number(name: str, given: Any) -> Any:
-    """A number; that of a tensor, if it is on the CPU."""
+    """A number, or the one that a CPU tensor holds."""
     if not isinstance(given, torch.Tensor):
         return given
     if given.device.type != "cpu":
@@ -261,15 +261,3 @@ def results(
     if return_attn_probs:
         return (*out, None)
     return tuple(out) if return_softmax_lse else out
-
-
-def no_gradients(why: str, **tensors: Any) -> None:
-    """Refuse tensors whose gradients nobody would compute."""
-    if not torch.is_grad_enabled():
-        return
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
-            raise UnsupportedError(
-                f"{name} requires grad, but {why}: call this under "
-                f"torch.no_grad(), or pass {name}.detach()"
-            )

@@ -7,6 +7,7 @@ from typing import Any
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.flash_attn import arguments
 from cuflash.torch import forward_kvcache
+from cuflash.torch.kvcache import no_gradients
 
 _TOKENS = "(batch, seqlen, nheads, headdim)"
 _PACKED = "(total, nheads, headdim)"
@@ -119,7 +120,7 @@ def flash_attn_with_kvcache(
     arguments.tensor("q", q, layout)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         arguments.tensor(name, cache, _TOKENS if pages is None else _PAGES)
-    arguments.no_gradients(
+    no_gradients(
         "attention over caches has no gradients",
         q=q,
         k_cache=k_cache,

@@ -137,6 +137,7 @@ def kernel_backend(x: Any) -> Any:
         type(x) not in (torch.Tensor, torch.nn.Parameter)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
+        or x.is_neg()
     )
     return None if watched else backend_of(x)
 
@@ -152,7 +153,9 @@ def _by_kernel(
 ) -> Any:
     own = torch.float64 if x.dtype == torch.float64 else torch.float32
     kind = cos.dtype if cos.dtype in (own, x.dtype) else own
-    cos_rows, sin_rows = (x.to(kind).flatten(0, -2) for x in (cos, sin))
+    cos_rows, sin_rows = (
+        table.to(kind).flatten(0, -2) for table in (cos, sin)
+    )
     positions = None
     if cos.ndim == 4:  # the rows of each sequence, one after another
         rows = torch.arange(len(cos_rows), device=x.device)

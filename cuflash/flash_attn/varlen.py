@@ -9,6 +9,7 @@ import torch
 from cuflash.errors import DTypeError, UnsupportedError
 from cuflash.flash_attn import arguments
 from cuflash.torch import attention, forward_kvcache
+from cuflash.torch.kvcache import no_gradients
 
 _TOKENS = "(total, nheads, headdim)"
 _PAGES = "(num_blocks, page_block_size, nheads, headdim)"
@@ -163,7 +164,7 @@ def _over_pages(
     """Attention of packed queries over the pages of each sequence."""
     arguments.tensor("k", k, _PAGES)
     arguments.tensor("v", v, _PAGES)
-    arguments.no_gradients("pages have no gradients", q=q, k=k, v=v)
+    no_gradients("pages have no gradients", q=q, k=k, v=v)
     if used is None:
         offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
         used = offsets[1:] - offsets[:-1]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cuflash import settings
+from cuflash.problem import strip, strip_lse
 
 from . import batching, cpu, cuda  # noqa: F401  (the primitives' rules)
 from .arrays import abstract, check_array, check_static, equally_varying
@@ -183,8 +184,4 @@ def _full(name: str, array: Any, rank: int) -> Any:
 
 def _stripped(array: Any, rank: int) -> Any:
     """A result without the axes that q left out: out has 4, lse 3."""
-    if rank == 4:
-        return array
-    if rank == 3:
-        return array[0]
-    return array[0, :, 0] if array.ndim == 4 else array[0, 0]
+    return strip(array, rank) if array.ndim == 4 else strip_lse(array, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def attention(
         Whether to return `lse` too.
     deterministic : bool, optional
         Whether the backward pass sums `dq` in a fixed order; so it does under
-        `torch.use_deterministic_algorithms`, too.
+        `torch.use_deterministic_algorithms`, too. With its ``warn_only`` a
+        bias that requires grad, which may have no fixed order, is a warning.
 
     Returns
     -------
@@ -132,7 +134,7 @@ def attention(
             }
         )
     if torch.are_deterministic_algorithms_enabled():
-        deterministic = True
+        deterministic = deterministic or not _only_warns(bias)
     if not torch.compiler.is_compiling():
         inputs = {"q": q, "k": k, "v": v}
         if given:
@@ -161,6 +163,23 @@ def attention(
         )  # fmt: skip
     results = request.forward(q, k, v, return_lse)
     return results if return_lse else results[0]
+
+
+def _only_warns(bias: torch.Tensor | None) -> bool:
+    """Whether torch warns of a bias whose gradient may have no fixed order."""
+    # A compiler does not know whether torch only warns.
+    if bias is None or torch.compiler.is_compiling():
+        return False
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    if bias.requires_grad:
+        warnings.warn(
+            "bias requires grad: cuflash sums the gradients of this call in "
+            "no fixed order (pass deterministic=True unless bias is "
+            "broadcast)",
+            stacklevel=3,
+        )
+    return bias.requires_grad
 
 
 def needs_grad(

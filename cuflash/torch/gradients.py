@@ -84,6 +84,10 @@ def of_inputs(
     """The gradients of q, k, v, bias and sink; None for those not wanted."""
     if dout is None:
         dout = torch.zeros_like(out)
+    if dout.is_neg():
+        dout = dout.resolve_neg()
+    if dlse is not None and dlse.is_neg():
+        dlse = dlse.resolve_neg()
     dq, dk, dv, *others = request.backward(
         dout, dlse, q, k, v, out, lse, tensors, with_dbias, with_dsink
     )

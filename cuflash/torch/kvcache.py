@@ -117,8 +117,7 @@ def forward_kvcache(
         for name in ("q", "k_new", "v_new"):
             if name in tensors:
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
-    if torch.is_grad_enabled():
-        _check_no_grad(tensors)
+    no_gradients("attention over caches has no gradients", **tensors)
     call = kvcache_ops.call if is_traced(q, k_cache, v_cache) else run
     return call(
         tensors,
@@ -134,11 +133,13 @@ def forward_kvcache(
     )
 
 
-def _check_no_grad(tensors: dict[str, torch.Tensor]) -> None:
+def no_gradients(why: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse tensors whose gradients nobody would compute."""
+    if not torch.is_grad_enabled():
+        return
     for name, x in tensors.items():
-        if x.requires_grad:
+        if x is not None and x.requires_grad:
             raise UnsupportedError(
-                f"{name} requires grad, which forward_kvcache has not: call "
-                "it under torch.no_grad(), or cuflash.torch.attention for "
-                "gradients"
+                f"{name} requires grad, but {why}: call this under "
+                f"torch.no_grad(), or pass {name}.detach()"
             )

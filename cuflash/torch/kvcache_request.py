@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from cuflash import api, execute_kvcache, validate_kvcache
-from cuflash.problem import Call
+from cuflash.problem import Call, strip, strip_lse
 
 from . import request
 from .dtypes import from_numpy, to_numpy
-from .request import reads_values, strip, strip_lse
+from .request import reads_values
 from .signature import Shown, check_devices, checked, describe
 
 _INPUTS = ("q", "k_cache", "v_cache", "k_new", "v_new")

@@ -129,6 +129,8 @@ def make(
     ids_q = ids_k = pattern.ids
     padding = _padding(attention_mask, kv_length, kv_offset, num_keys)
     if padding is not None:
+        if pattern.ids is not None:  # a pair of ids holds one of them
+            return tensor()
         ids_k = padding.to(torch.int32)
         ids_q = ids_k.new_ones((batch_size, q_length))
     left, right = pattern.window
@@ -173,8 +175,8 @@ class Pattern:
 def recognise(mask_function: Callable) -> Pattern | None:
     """The pattern of a mask function; None if cuflash has no options for it.
 
-    It tells the functions of `transformers.masking_utils` by their names and
-    what they hold. Any that it does not know become a tensor.
+    Functions of `transformers.masking_utils` are recognised by their names
+    and closures. The mask of any other becomes a tensor.
     """
     if mask_function is masking_utils.causal_mask_function:
         return Pattern(causal=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import random
 from .gradients import of_inputs
 from .request import Request
 
@@ -172,10 +173,6 @@ def run_plain_backward(*tensors: Any, **numbers: Any) -> Any:
     return of_inputs(request, {}, False, False, *tensors)[:3]
 
 
-def _draw_seed() -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu").random_()
-
-
 KERNELS: dict[str, Callable[..., Any]] = {
     "attention": run,
     "attention_backward": run_backward,
@@ -185,7 +182,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 for _name, _kernel in KERNELS.items():
     for _device in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _device)
-LIBRARY.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
+LIBRARY.impl("draw_seed", random.drawn, "CompositeExplicitAutograd")
 
 
 # Fake kernels ------------------------------------------------------------
@@ -221,8 +218,8 @@ def _fake_backward(
     others = ((bias, return_dbias), (sink, return_dsink))
     return (
         *_fake_plain_backward(dout, dlse, q, k, v),
-        *(x.new_empty(x.shape if is_wanted else (0,))
-          if x is not None else q.new_empty(0) for x, is_wanted in others),
+        *(x.new_empty(x.shape) if is_wanted else q.new_empty(0)
+          for x, is_wanted in others),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuflash import api, execute, options, settings, validate
-from cuflash.problem import Call, Signature
+from cuflash.problem import Call, Signature, strip, strip_lse
 
 from .dtypes import from_numpy, to_numpy
 from .signature import check_devices, checked, describe
@@ -24,7 +24,7 @@ Results = tuple[torch.Tensor, ...]
 
 
 class Request:
-    """The arguments of `attention` besides q, k and v.
+    """The arguments of `attention` other than q, k and v.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Request:
         if given:
             for name in options.ARRAYS:
                 if name in given:
-                    self.tensors[name] = given.pop(name)
+                    self.tensors[name] = given.pop(name).resolve_neg()
             if "seed" in given:
                 # Not part of the key: it differs from call to call.
                 _, self.seed = options.numbers_of({"seed": given["seed"]})
@@ -188,15 +188,3 @@ def _cuda() -> Any:
 def reads_values() -> bool:
     """Whether the host checks values that are on a device."""
     return settings.read("CUFLASH_CHECK") == "1"
-
-
-def strip(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Drop the axes of (batch, seqlen, heads, d) that q lacks."""
-    return x[0] if rank == 3 else x[0, :, 0]
-
-
-def strip_lse(lse: Any, rank: int) -> Any:
-    """Drop the axes of (batch, heads, seqlen) that q lacks."""
-    if lse is None:
-        return None
-    return lse[0] if rank == 3 else lse[0, 0]

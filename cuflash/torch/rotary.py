@@ -49,9 +49,12 @@ def apply_rotary(
         inplace,
     )
     out = x if inplace else None
-    return execute.apply_rotary(
+    result = execute.apply_rotary(
         Call(signature, {"x": x}, out, tables), backend
     )
+    if inplace and not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+    return result
 
 
 # Cached, because recipes are found by the signature's identity.

@@ -12,10 +12,11 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_traced(q: Any, k: Any, v: Any) -> bool:
-    """Whether something besides autograd watches these tensors.
+    """Whether something other than autograd watches these tensors.
 
     A compiler, a mode (fake tensors, profilers of operators, selective
-    checkpointing), or a class of tensors.
+    checkpointing), or a class of tensors; or a view negates its numbers, which
+    an operator's kernel gets as a copy (the imaginary part of a conjugate).
     """
     if torch.compiler.is_compiling():
         return True
@@ -31,4 +32,7 @@ def is_traced(q: Any, k: Any, v: Any) -> bool:
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
         or q.is_meta
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
     )

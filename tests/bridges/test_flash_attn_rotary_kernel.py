@@ -70,6 +70,14 @@ def test_parts_in_place(by_kernel):
     torch.testing.assert_close(got, want, rtol=0, atol=8 * 2.0**-52)
 
 
+def test_a_change_in_place_is_counted(by_kernel):
+    """So that autograd notices it."""
+    x = normal(2, 5, 2, 8)
+    before = x._version
+    by_kernel(rotation.apply_rotary, x, *normal(2, 9, 3), inplace=True)
+    assert x._version > before
+
+
 def test_overlapping_elements_are_refused(by_kernel):
     x = normal(1, 5, 2, 8).expand(2, 5, 2, 8)
     with pytest.raises(ValueError, match="x has elements that share memory"):

@@ -108,6 +108,19 @@ def test_no_keys():
     forward_on_emulator("sm_80", inputs(seqlen_k=0, head_dim_v=8))
 
 
+def test_gradients_without_keys():
+    """That of the sink is the only one that is not 0."""
+    given = inputs(seqlen_k=0, head_dim_v=8) | options("float32")["sink"]
+    wrt, static = split(given)
+    with emulator.active("sm_80"):
+        function, of = loss(wrt, {}, **static)
+        expected = expected_gradients(given, of, static)
+    got, _ = on_emulator("sm_80", jax.grad(function), wrt)
+    for each, gradient in expected.items():
+        assert_same(got[each], gradient)
+    assert got["sink"].all() and not got["q"].any()
+
+
 @pytest.mark.parametrize("dims", [(5, 8), (8, 6), (3, 7)])
 def test_rows_that_are_not_aligned_are_padded(dims):
     """Columns of 0 change no bit: sums have the same terms, and zeros."""

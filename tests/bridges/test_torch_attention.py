@@ -74,6 +74,29 @@ def test_any_strides():
     assert torch.equal(out, cuflash.torch.attention(*plain))
 
 
+def test_views_that_negate():
+    """The imaginary part of a conjugate: its numbers are stored negated."""
+    q, k, v = tensors(requires_grad=True)
+    negated = torch.complex(q, q).conj().imag
+    assert negated.is_neg()
+    out, lse = cuflash.torch.attention(negated, k, v, return_lse=True)
+    plain = cuflash.torch.attention(-q, k, v, return_lse=True)
+    assert_equal((out, lse), plain)
+    both = [(x.detach().neg()[None].expand(2, *x.shape)) for x in plain]
+    weights = [torch.complex(*x).conj().imag for x in both]
+    assert all(x.is_neg() for x in weights)
+    got = torch.autograd.grad((out, lse), (q, k, v), weights)
+    dense = [x.resolve_neg() for x in weights]
+    assert_equal(got, torch.autograd.grad(plain, (q, k, v), dense))
+
+
+def test_a_bias_that_negates():
+    inputs, bias = tensors(), options()["bias"]["bias"]
+    view = torch.complex(bias, bias).conj().imag
+    out = cuflash.torch.attention(*inputs, bias=view)
+    assert torch.equal(out, cuflash.torch.attention(*inputs, bias=-bias))
+
+
 def test_gradients_of_some_inputs():
     q, k, v = tensors()
     out = cuflash.torch.attention(q, k.requires_grad_(), v)
@@ -125,6 +148,26 @@ def test_gradcheck(name):
 
     others = [x.requires_grad_() for x in arrays.values()]
     assert torch.autograd.gradcheck(call, (*inputs, *others))
+
+
+@pytest.fixture
+def deterministic():
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_broadcast_bias_where_order_is_wanted(deterministic):
+    inputs, bias = tensors(requires_grad=True), options()["bias"]["bias"]
+    bias.requires_grad_()
+    expected = cuflash.torch.attention(*inputs, bias=bias).sum()
+    (want,) = torch.autograd.grad(expected, bias)
+    deterministic(True)
+    with pytest.raises(cuflash.UnsupportedError, match="bias is broadcast"):
+        cuflash.torch.attention(*inputs, bias=bias).sum().backward()
+    deterministic(True, warn_only=True)
+    with pytest.warns(UserWarning, match="bias requires grad"):
+        out = cuflash.torch.attention(*inputs, bias=bias)
+    assert torch.equal(torch.autograd.grad(out.sum(), bias)[0], want)
 
 
 def test_second_derivatives_are_refused_when_they_are_needed():

@@ -64,6 +64,15 @@ def test_options_with_gradients_and_that_of_lse(emulator):
     check(inputs, BOTH, dlse=True)
 
 
+def test_a_sink_without_keys(emulator):
+    inputs = tensors(torch.float32, seqlen_k=0, requires_grad=True)
+    sink = BOTH["sink"].detach().requires_grad_()
+    check(inputs, {"sink": sink}, dlse=True)
+    _, lse = cuflash.torch.attention(*inputs, sink=sink, return_lse=True)
+    (got,) = torch.autograd.grad(lse.sum(), sink)
+    assert torch.equal(got, torch.full((4,), 10.0))  # lse is the sink, 2 x 5
+
+
 def test_strides_that_need_copies(emulator):
     q, k, v = tensors(torch.float32, head_dim=16, head_dim_v=12)
     views = [q[..., ::2], k[..., 1::2], v[..., ::3]]

@@ -219,3 +219,24 @@ def test_errors_are_those_of_the_dtype(name, dtype):
         )
         ulps = 4 * torch.finfo(dtype).eps * expected.norm()
         assert ours <= 2 * theirs + ulps, key
+
+
+def test_packed_sequences_with_padding_become_a_tensor():
+    from transformers import masking_utils as theirs
+
+    from cuflash.torch import masks
+
+    ids = torch.tensor([[0, 0, 1, 1, 1]])
+    function = theirs.and_masks(
+        theirs.causal_mask_function, theirs.packed_sequence_mask_function(ids)
+    )
+    given = {
+        "batch_size": 1,
+        "q_length": 5,
+        "kv_length": 5,
+        "mask_function": function,
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]).bool(),
+    }
+    want = theirs.sdpa_mask(**given, allow_is_causal_skip=False)
+    got = masks.make(**given)
+    assert isinstance(got, torch.Tensor) and torch.equal(got, want)

@@ -1,4 +1,4 @@
-"""What watches tensors besides autograd: export, checkpoints, subclasses."""
+"""Watchers of tensors: export, checkpoints, subclasses."""
 
 import functools
 

@@ -165,6 +165,33 @@ def test_rows_that_see_nothing_give_nothing(backend, family, window, bad):
     assert_gradients_match(got, want, case)
 
 
+@on_backends
+@pytest.mark.parametrize(
+    ("also", "offsets"),
+    [((), None), (("bias", "mask"), None), ((), ((0, 20, 50), (0, 0, 0)))],
+)
+@of_each_family
+def test_a_sink_without_keys(backend, family, also, offsets):
+    """lse is the sink: dsink is the sum of dlse."""
+    case = replace(OF_FAMILY[family], batch=1 if offsets else 2, seqlen_k=0,
+                   arrays_of=("sink", *also), offsets=offsets)  # fmt: skip
+    arrays, dlse = inputs(case), np.abs(lse_gradient(case))
+    if offsets:
+        arrays, dlse = [x[0] for x in arrays], dlse[0]
+        dlse[:, 50:] = 0  # of no sequence
+    *inputs_, dout = arrays
+    given = dout, *inputs_, *calls.forward(backend, case, *inputs_)
+    dq, *_, got = calls.backward(
+        backend, case, *given, dlse=backend.place(dlse)
+    )
+    assert got.dtype == dlse.dtype and not dq.any()
+    heads = 0 if offsets else 1
+    want = np.moveaxis(dlse, heads, 0).reshape(len(got), -1).astype(np.float64)
+    # At most 140 additions in float64, then one rounding.
+    most = 140 * 2.0**-53 + np.finfo(got.dtype).eps
+    np.testing.assert_allclose(got, want.sum(1), rtol=most)
+
+
 MERGE_ERROR = 1e-12  # sums of 70 terms of about 1, a chain of ten: 1e-13
 
 

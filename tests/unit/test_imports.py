@@ -76,7 +76,7 @@ LAW = {
     "flash_attn.dense": "torch torch.attention flash_attn.arguments",
     "flash_attn.flash_attn_interface": "flash_attn.dense"
     " flash_attn.kvcache flash_attn.varlen",
-    "flash_attn.kvcache": "errors torch flash_attn.arguments",
+    "flash_attn.kvcache": "errors torch torch.kvcache flash_attn.arguments",
     "flash_attn.layers": "",
     "flash_attn.layers.embedding": "flash_attn.layers.functions",
     "flash_attn.layers.functions": "flash_attn.arguments flash_attn.rotation",
@@ -87,7 +87,8 @@ LAW = {
     "flash_attn.ops.triton.rotary": "flash_attn.rotation",
     "flash_attn.rotation": "errors torch.request torch.rotary"
     " flash_attn.arguments",
-    "flash_attn.varlen": "errors torch torch.attention flash_attn.arguments",
+    "flash_attn.varlen": "errors torch torch.attention torch.kvcache"
+    " flash_attn.arguments",
     "emulator": "backends.emulator",
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
@@ -111,7 +112,7 @@ LAW = {
     "torch.registration": "errors torch.masks torch.transformers",
     "torch.transformers": "errors torch.attention torch.masks",
     "torch.op_gradients": "errors torch.gradients torch.ops torch.tracing",
-    "torch.ops": "torch.gradients torch.request",
+    "torch.ops": "torch.gradients torch.random torch.request",
     "torch.random": "",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
@@ -128,8 +129,8 @@ LAW = {
     "jax.machine": "api backends.base",
     "jax.cuda": "execute problem backends.base jax.arrays jax.calls"
     " jax.machine jax.primitives jax.recording",
-    "jax.attention": "settings jax.arrays jax.batching jax.calls jax.cpu"
-    " jax.cuda jax.primitives",
+    "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
+    " jax.cpu jax.cuda jax.primitives",
     "__init__": "errors api build.warmup emulator reference _checkout"
     " _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

@@ -24,7 +24,7 @@ class _Rotate(torch.autograd.Function):
         inplace: bool,
     ) -> Any:
         ctx.save_for_backward(cos, sin)
-        ctx.way = interleaved, not inverse
+        ctx.undo = interleaved, not inverse
         if inplace:
             ctx.mark_dirty(x)
         return rotate(
@@ -34,7 +34,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (dout,) = gradients
-        dx = _Rotate.apply(dout, *ctx.saved_tensors, *ctx.way, False)
+        dx = _Rotate.apply(dout, *ctx.saved_tensors, *ctx.undo, False)
         return dx, None, None, None, None, None
 
 
@@ -51,7 +51,7 @@ class _RotateParts(torch.autograd.Function):
         *rows: Any,
     ) -> Any:
         ctx.save_for_backward(*rows)
-        ctx.way = at, interleaved, not inverse
+        ctx.undo = at, interleaved, not inverse
         ctx.mark_dirty(x)
         for i, cos, sin in zip(at, rows[::2], rows[1::2], strict=True):
             part = x[:, :, i]
@@ -62,7 +62,7 @@ class _RotateParts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (dout,) = gradients
         # Autograd may hand the same gradient to others.
-        dx = _RotateParts.apply(dout.clone(), *ctx.way, *ctx.saved_tensors)
+        dx = _RotateParts.apply(dout.clone(), *ctx.undo, *ctx.saved_tensors)
         return dx, None, None, None, *[None] * len(ctx.saved_tensors)
 
 
@@ -177,7 +177,7 @@ def apply_rotary_emb_kv_(
 ) -> Any:
     """Rotate the keys in `kv`, (batch, seqlen, 2, nheads, headdim), in place.
 
-    The other parameters are those of `apply_rotary_emb`; returns `kv`.
+    Other parameters as in `apply_rotary_emb`. Returns `kv`.
     """
     k, _ = arguments.parts(
         "kv", kv, "(batch, seqlen, 2, nheads, headdim)", "2"

@@ -98,8 +98,8 @@ struct KeyPipeline {
         if constexpr (SCALES == SCALES_OF_PAGES)
             for_each_key(s, [&](float& x, int key) { x *= tiles.scales[warp][stage][0][key]; });
     }
-    // Multiplies each weight by WEIGHT_FACTOR, and by its page's scale; those of heads follow at
-    // the end.
+    // Multiplies each weight by WEIGHT_FACTOR, and by its page's scale. A head's scale multiplies O
+    // at the end.
     template <class Tiles>
     __device__ __forceinline__ void apply_v_scales(Scores& p, Tiles& tiles) const {
         if constexpr (SCALES == SCALES_OF_HEADS)

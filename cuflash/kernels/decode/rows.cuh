@@ -37,7 +37,7 @@ struct Tiles {
     StoredTile<HEAD_DIM> k[NUM_WARPS][NUM_STAGES];
     StoredTile<HEAD_DIM_V> v[NUM_WARPS][NUM_STAGES];
 };
-// If pages have scales, those of each key.
+// If pages have scales: of each key, its page's.
 struct ScaledTiles : Tiles {
     float scales[NUM_WARPS][NUM_STAGES][2][WARP_KEYS];      // of K, of V
 };

@@ -20,6 +20,10 @@ constexpr int COLUMNS = 2;                                  // of a lane
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
 merge_parts(const __grid_constant__ Arguments args) {
+    // In one block, even if it has no parts: this kernel's end must imply that of the one before,
+    // whose results the next kernel reads.
+    if (blockIdx.x == 0) griddepcontrol_wait();
+
     const int row = blockIdx.x % MERGE_ROWS;
     Part part;
     if (!Parts::find_cut_row_tile(args, blockIdx.x / MERGE_ROWS, part)) return;
