@@ -49,7 +49,8 @@ def of_two_kernels(backend, case):
     if backend.name == "cupy" or strategies.is_wide(backend, False):
         return case
     return replace(
-        case, **PADDED, deterministic=False, scale=None,
+        case, **PADDED, block_q=None, block_k=None,  # other dims allow others
+        deterministic=False, scale=None,
         on=Emulation(seed=case.on.seed, resident=case.on.resident),
     )  # fmt: skip
 

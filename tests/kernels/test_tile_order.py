@@ -92,7 +92,7 @@ def planned(ids):
         legal_tiles(problem, device, "wgmma"),
         key=lambda x: (x.block_q * x.block_k, x.num_warps, x.num_stages),
     )
-    return plan(problem, device, None, tile)
+    return plan(problem, device, "wgmma", tile)
 
 
 def computed_order(ids, threads=None):
