@@ -58,8 +58,8 @@ def kinds(
         small = small & False
     if "sink" in options:
         small = small & (_maximum(options["sink"]) <= LARGEST_SMALL)
-    found = np.where(small, Kind.SMALL, np.where(tame, Kind.TAME, Kind.WILD))
-    return np.broadcast_to(found, len(q))
+    # All that are SMALL are TAME.
+    return np.broadcast_to(tame.astype(np.int8) + small, len(q))
 
 
 def _longest(x: np.ndarray) -> np.ndarray:

@@ -82,11 +82,12 @@ def backward(
         delta -= dlse
     for heads in steps(q, k, block_q, block_k):
         scores = Scores(q, k, scale, block_k, options, heads)
+        v_turned = turned(of_heads(v, heads))
         sums = _Sums(*(of_heads(x, heads) for x in (dk, dv, dbias)))
         for start, stop in cut(q.shape[-2], block_q):
             at = (*heads, slice(start, stop))
             rows = _Rows(at[-1], dout[at], lse[at], delta[at])
-            _differentiate(scores, rows, of_heads(v, heads), dq[at], sums)
+            _differentiate(scores, rows, v_turned, dq[at], sums)
     dq *= scale
     dk *= scale
     gradients = [dq, dk, dv]
@@ -138,11 +139,15 @@ class _Sums(NamedTuple):
 
 
 def _differentiate(
-    scores: Scores, rows: _Rows, v: np.ndarray, dq: np.ndarray, sums: _Sums
+    scores: Scores,
+    rows: _Rows,
+    v_turned: np.ndarray,
+    dq: np.ndarray,
+    sums: _Sums,
 ) -> None:
     """Add the terms of some queries to dq and to the sums, unscaled."""
     q = scores.q[..., rows.place, :]
-    shift, rest = _shifts(scores, rows, v)
+    shift, rest = _shifts(scores, rows)
     for tile, visible in scores.tiles(rows.place):
         k = scores.k[..., tile.keys, :]
         p, slope = scores.of(tile, visible)
@@ -151,7 +156,7 @@ def _differentiate(
             p -= rest
         np.exp(p, out=p)
         _add_to_keys(sums.dv, tile, scores.kept(p, tile), rows.dout)
-        ds = scores.kept(rows.dout @ turned(v[..., tile.keys, :]), tile)
+        ds = scores.kept(rows.dout @ v_turned[..., tile.keys], tile)
         ds -= rows.delta[..., None]
         ds *= p
         if sums.dbias is not None:
@@ -164,7 +169,7 @@ def _differentiate(
 
 
 def _shifts(
-    scores: Scores, rows: _Rows, v: np.ndarray
+    scores: Scores, rows: _Rows
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return two numbers a row whose sum is lse, or inf where lse is -inf.
 
@@ -177,7 +182,7 @@ def _shifts(
     large = np.abs(lse) > LARGEST_PLAIN_LSE
     large &= lse > -np.inf
     if lse.dtype == np.float32 and large.any():
-        m, total, _ = _attend(scores, rows.place, v[..., :0], False)
+        m, total, _ = _attend(scores, rows.place, scores.k[..., :0], False)
         log = np.log(total)
         large &= np.abs(m + log - lse) <= 2 * np.spacing(np.abs(lse))
         shift = np.where(large, m, shift)
@@ -189,7 +194,7 @@ def _add_to_keys(
     total: np.ndarray, tile: Tile, weights: np.ndarray, rows: np.ndarray
 ) -> None:
     """Add weights^T rows, summed over the heads of a group."""
-    product = turned(weights) @ rows
+    product = np.swapaxes(weights, -1, -2) @ rows
     if product.shape[2] > 1:
         product = product.sum(axis=2, keepdims=True)
     part = total[..., tile.keys, :]
