@@ -1,30 +1,43 @@
-"""Runs calls on NumPy arrays with the reference's tiled functions.
+"""Runs calls on NumPy arrays, in float64 or float32.
 
-Everything is computed in float64 and finally rounded to the arrays' dtype.
-Scores have the range of the kernels' scores: float32, or float64 for float64
-arrays. Heads become leading axes, (batch, num_heads_kv, group_size, seqlen,
-d), so that the query heads of a group share the keys without a copy.
+Attention is computed by `numpy_tiles`, in float64 for float64 arrays and in
+float32 for all others, and rounded once at the end; what is WILD (NaN,
+infinities, scores of thousands: see `Kind`) by the reference in float64, which
+also merges states, rotates, and reads caches. Scores have the range of the
+kernels' scores: float32, or float64 for float64 arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from cuflash import plan
-from cuflash.problem import Call, Problem
+from cuflash.problem import Call
 from cuflash.reference import backward as backward_of
 from cuflash.reference import forward as forward_of
 from cuflash.reference import kvcache
-from cuflash.reference.dropout import Dropout
 from cuflash.reference.packed import spans
 from cuflash.reference.rotary import apply_rotary as apply_rotary_to
 from cuflash.reference.tile_state import TileState
 
-DEFAULT_BLOCK = 128  # a tile's scores in float64 are 128 KiB
+from . import numpy_tiles
+from .numpy_kinds import Kind
+from .numpy_parts import (
+    Part,
+    by_key_heads,
+    by_query_heads,
+    parts,
+    working_dtype,
+    zero_gradients,
+)
+from .numpy_scores import of_heads
+
+REFERENCE_BLOCK = 128  # a tile's scores in float64 are 128 KiB
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 # Overflow and NaN are valid results, whatever the caller's np.errstate.
@@ -34,66 +47,120 @@ _quiet = np.errstate(all="ignore")
 @_quiet
 def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Return out (batch, seqlen_q, num_heads_q, head_dim_v), and lse."""
-    problem = call.problem
-    plan.check(problem)
-    q = _queries(call.arrays["q"], problem)
-    k = _keys(call.arrays["k"], problem)
-    v = _keys(call.arrays["v"], problem)
-    out = np.zeros((*q.shape[:-1], v.shape[-1]))
-    lse = np.full(q.shape[:-1], -np.inf)
-    for part in _parts(call):
-        rows, keys = part.queries, part.keys
-        out[..., rows, :], lse[..., rows] = forward_of.query_outer(
-            q[..., rows, :], k[..., keys, :], v[..., keys, :], **part.options
-        )
-    result = _round(_tokens_first(out, problem), call)
-    if call.out is not None:
-        call.out[...] = result
-        result = call.out
-    shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)
-    return result, lse.reshape(shape).astype(problem.lse_dtype)
+    p = call.problem
+    plan.check(p)
+    q, k, v = _operands(call, "q", "k", "v")
+    shape = (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v)
+    result = np.zeros(shape, _dtype(call))
+    out = by_query_heads(result, p)
+    lse = np.full(q.shape[:-1], -np.inf, q.dtype)
+    for part in parts(call, q, k, v):
+        at, keys = part.of_queries, part.of_keys
+        run: Callable[..., None] = _reference_forward
+        if part.kind != Kind.WILD:
+            small = part.kind == Kind.SMALL
+            run = partial(numpy_tiles.forward, small=small)
+        given = q[at], k[keys], v[keys], out[at], lse[at]
+        run(*given, **_options_of(call, part))
+    lse = lse.reshape(p.batch, p.num_heads_q, p.seqlen_q)
+    return _into(call.out, result), lse
 
 
 @_quiet
 def backward(call: Call) -> tuple[np.ndarray, ...]:
     """Return dq, dk and dv, like q, k and v; dbias, dsink if requested."""
-    problem = call.problem
-    plan.check(problem)
-    q, out, dout = (
-        _queries(call.arrays[name], problem) for name in ("q", "out", "dout")
-    )
-    k, v = (_keys(call.arrays[name], problem) for name in ("k", "v"))
-    lse = call.arrays["lse"].reshape(q.shape[:-1]).astype(np.float64)
-    dlse = call.arrays.get("dlse")
-    if dlse is not None:
-        dlse = dlse.reshape(q.shape[:-1]).astype(np.float64)
-    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    others: dict[str, np.ndarray | float] = {"bias": 0.0, "sink": 0.0}
-    for part in _parts(call):
-        rows = (..., part.queries, slice(None))
-        keys = (..., part.keys, slice(None))
-        lse_rows = lse[rows[:-1]]
-        if problem.lse_dtype == "float32":
-            lse_rows = _unrounded(lse_rows, q[rows], k[keys], part.options)
-        dq[rows], dk[keys], dv[keys], *rest = backward_of.key_outer(
-            *(dout[rows], q[rows], k[keys], v[keys], out[rows], lse_rows),
-            dlse=None if dlse is None else dlse[rows[:-1]],
-            **part.options,
+    p = call.problem
+    plan.check(p)
+    q, k, v, out, dout = _operands(call, "q", "k", "v", "out", "dout")
+    rows = {
+        name: call.arrays[name].reshape(q.shape[:-1]).astype(q.dtype)
+        for name in ("lse", "dlse")
+        if name in call.arrays
+    }
+    results = [
+        np.zeros(call.arrays[name].shape, _dtype(call)) for name in "qkv"
+    ]
+    dq = by_query_heads(results[0], p)
+    dk, dv = map(by_key_heads, results[1:])
+    lse, dlse = rows["lse"], rows.get("dlse")
+    values = [out, dout] if dlse is None else [out, dout, dlse]
+    others = zero_gradients(call)
+    for part in parts(call, q, k, v, values, lse):
+        at, keys = part.of_queries, part.of_keys
+        run: Callable[..., tuple[np.ndarray, ...]] = _reference_backward
+        if part.kind != Kind.WILD:
+            run = numpy_tiles.backward
+        dq[at], dk[keys], dv[keys], *rest = run(
+            *(dout[at], q[at], k[keys], v[keys], out[at], lse[at]),
+            dlse=None if dlse is None else dlse[at],
+            **_options_of(call, part),
         )
-        for name in others:
-            if name in part.options:
-                others[name] = others[name] + rest.pop(0)
-    gradients = (
-        _result("dq", _tokens_first(dq, problem), call),
-        _result("dk", dk.sum(axis=2).swapaxes(1, 2), call),
-        _result("dv", dv.sum(axis=2).swapaxes(1, 2), call),
+        for total, own in zip(others.values(), rest, strict=True):
+            of_part = of_heads(total, part.heads)
+            of_part += own
+    wanted = {"bias": p.return_dbias, "sink": p.return_dsink}
+    gradients = tuple(
+        _into(call.gradients.get(f"d{name}"), x)
+        for name, x in zip("qkv", results, strict=True)
     )
-    wanted = {"bias": problem.return_dbias, "sink": problem.return_dsink}
     return gradients + tuple(
         _like(call.options[name], others[name])
-        for name in others
+        for name in wanted
         if wanted[name]
     )
+
+
+def _reference_forward(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    **options: Any,
+) -> None:
+    """Forward in float64, with the semantics of NaN and infinities."""
+    k, v = (_for_groups(x, q) for x in (k, v))
+    options = _of_reference(q, options)
+    out[...], lse[...] = forward_of.query_outer(q, k, v, **options)
+
+
+def _reference_backward(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    dlse: np.ndarray | None,
+    **options: Any,
+) -> tuple[np.ndarray, ...]:
+    """Backward in float64, with the semantics of NaN and infinities."""
+    k, v = (_for_groups(x, q) for x in (k, v))
+    options = _of_reference(q, options)
+    if lse.dtype == np.float32:
+        lse = _unrounded(lse.astype(np.float64), q, k, options)
+    dq, dk, dv, *rest = backward_of.key_outer(
+        dout, q, k, v, out, lse, dlse=dlse, **options
+    )
+    dk, dv = (x.sum(axis=2, keepdims=True) for x in (dk, dv))
+    return (dq, dk, dv, *rest)
+
+
+def _of_reference(q: np.ndarray, options: dict[str, Any]) -> dict[str, Any]:
+    options = dict(options)
+    for name in ("block_q", "block_k"):
+        options[name] = options[name] or REFERENCE_BLOCK
+    if q.dtype == np.float32:
+        options["largest_score"] = LARGEST_FLOAT32
+    return options
+
+
+def _for_groups(x: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Keys or values, in float64, broadcast along the axis of a group."""
+    # Converted before broadcasting: converting a broadcast array copies it.
+    shape = (*q.shape[:3], *x.shape[3:])
+    return np.broadcast_to(x.astype(np.float64, copy=False), shape)
 
 
 @_quiet
@@ -120,11 +187,7 @@ def apply_rotary(call: Call) -> np.ndarray:
         x, tables["cos"], tables["sin"], positions, rotary.interleaved,
         rotary.inverse,
     )  # fmt: skip
-    result = _round(rotated, call)
-    if call.out is not None:
-        call.out[...] = result
-        result = call.out
-    return result
+    return _into(call.out, _round(rotated, call))
 
 
 @_quiet
@@ -150,11 +213,7 @@ def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
     )
     if call.rank == 3:
         out, lse = out[None], lse[None]
-    result = _round(out, call)
-    if call.out is not None:
-        call.out[...] = result
-        result = call.out
-    return result, lse.astype(p.lse_dtype)
+    return _into(call.out, _round(out, call)), lse.astype(p.lse_dtype)
 
 
 def _rotated(call: Call, options: dict) -> dict[str, np.ndarray]:
@@ -205,122 +264,56 @@ def _cache(array: np.ndarray) -> np.ndarray:
     return array.view(ml_dtypes.float8_e4m3fn)
 
 
-class _Part(NamedTuple):
-    """A range of queries and keys that is computed at once, with options."""
-
-    queries: slice
-    keys: slice
-    options: dict
-
-
-def _parts(call: Call) -> Iterator[_Part]:
-    """The whole call, or each of its packed sequences."""
-    p, options = call.problem, _options(call)
-    if p.num_sequences is None:
-        yield _Part(slice(None), slice(None), options)
-        return
-    for number, queries, keys in spans(
-        call.options["cu_seqlens_q"],
-        call.options["cu_seqlens_k"],
-        p.seqlen_q,
-        p.seqlen_k,
-        p.max_seqlen_q,
-        p.max_seqlen_k,
-    ):
-        own = dict(options)
-        if "dropout" in own:
-            own["dropout"] = own["dropout"]._replace(batch=number)
-        slopes = call.options.get("alibi_slopes")
-        if slopes is not None and np.ndim(slopes) == 2:
-            own["alibi_slopes"] = own["alibi_slopes"][number, None]
-        yield _Part(queries, keys, own)
+def _operands(call: Call, *names: str) -> list[np.ndarray]:
+    """Arrays of a call with heads first, in the dtype to compute with."""
+    p, found = call.problem, []
+    for name in names:
+        array = call.arrays[name]
+        if name in ("k", "v"):
+            by_head = by_key_heads(array)
+        else:
+            by_head = by_query_heads(array, p)
+        by_head = by_head.astype(working_dtype(p), copy=False)
+        found.append(_for_blas(by_head))
+    return found
 
 
-def _options(call: Call) -> dict:
-    """The options that are present, in the form the reference expects."""
-    p, given = call.problem, call.options
-    options = {
-        "scale": p.scale,
-        "causal": p.causal,
-        "window": p.window,
-        "block_q": p.block_q or DEFAULT_BLOCK,
-        "block_k": p.block_k or DEFAULT_BLOCK,
-    }
-    if p.lse_dtype == "float32":
-        options["largest_score"] = LARGEST_FLOAT32
-    if p.softcap:
-        options["softcap"] = p.softcap
-    for name in ("alibi_slopes", "sink"):
-        if name in given:
-            heads = np.atleast_2d(given[name]).astype(np.float64)
-            groups = (len(heads), p.num_heads_kv, p.group_size)
-            options[name] = heads.reshape(groups)
-    for name in ("bias", "mask"):
-        if name in given:
-            options[name] = _by_group(given[name], p)
-    for name in ("segment_ids_q", "segment_ids_k"):
-        if name in given:
-            options[name] = given[name][..., None, None, :]
-    if p.dropout:
-        batch = np.arange(p.batch)[:, None, None]
-        head = np.arange(p.num_heads_q).reshape(p.num_heads_kv, p.group_size)
-        options["dropout"] = Dropout(p.dropout, call.seed, batch, head)
-    return options
+def _for_blas(x: np.ndarray) -> np.ndarray:
+    """Rows that BLAS reads in place, so that strides change no bit."""
+    row, element = x.strides[-2:]
+    in_place = element == x.itemsize and row >= x.shape[-1] * element
+    return x if in_place and row % element == 0 else x.copy(order="C")
 
 
-def _by_group(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """Split axis 1, heads, into (key head, head in group); 1 stays 1."""
-    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    groups = (problem.num_heads_kv, problem.group_size)
-    if array.shape[1] == 1:
-        groups = (1, 1)
-    array = array.reshape(array.shape[0], *groups, *array.shape[2:])
-    return array if array.dtype == bool else array.astype(np.float64)
+def _options_of(call: Call, part: Part) -> dict[str, Any]:
+    """The keyword arguments of a part."""
+    p = call.problem
+    blocks = {"block_q": p.block_q, "block_k": p.block_k}
+    return {"scale": p.scale, **blocks, **part.options}
 
 
-def _like(array: np.ndarray, gradient: np.ndarray | float) -> np.ndarray:
+def _like(array: np.ndarray, gradient: np.ndarray) -> np.ndarray:
     """A gradient with the shape and the dtype of its array."""
     dtype = array.dtype.newbyteorder("=")
     gradient = np.broadcast_to(gradient, np.shape(gradient) or array.shape)
     return gradient.reshape(array.shape).astype(dtype, order="C")
 
 
-def _queries(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """(batch, seqlen_q, heads, d) as (batch, key head, group, seqlen_q, d)."""
-    batch, seqlen_q, _, d = array.shape
-    groups = (problem.num_heads_kv, problem.group_size)
-    split = array.reshape(batch, seqlen_q, *groups, d)
-    return split.transpose(0, 2, 3, 1, 4).astype(np.float64)
-
-
-def _keys(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """(batch, seqlen_k, num_heads_kv, d), broadcast along the group axis."""
-    # Converted before broadcasting: converting a broadcast array copies it.
-    by_head = array.swapaxes(1, 2).astype(np.float64)[:, :, None]
-    batch, num_heads_kv, _, seqlen_k, d = by_head.shape
-    shape = (batch, num_heads_kv, problem.group_size, seqlen_k, d)
-    return np.broadcast_to(by_head, shape)
-
-
-def _tokens_first(array: np.ndarray, problem: Problem) -> np.ndarray:
-    """The inverse of `_queries`."""
-    seqlen_q, d = array.shape[-2:]
-    shape = (problem.batch, seqlen_q, problem.num_heads_q, d)
-    return array.transpose(0, 3, 1, 2, 4).reshape(shape)
+def _dtype(call: Call) -> np.dtype:
+    """The inputs' dtype, in native bytes."""
+    return next(iter(call.arrays.values())).dtype.newbyteorder("=")
 
 
 def _round(array: np.ndarray, call: Call) -> np.ndarray:
     """Convert to the dtype of the inputs, C-contiguous, native bytes."""
-    dtype = next(iter(call.arrays.values())).dtype.newbyteorder("=")
-    return array.astype(dtype, order="C")
+    return array.astype(_dtype(call), order="C")
 
 
-def _result(name: str, gradient: np.ndarray, call: Call) -> np.ndarray:
-    """A gradient, rounded: the user's array if it was given."""
-    rounded, given = _round(gradient, call), call.gradients.get(name)
+def _into(given: np.ndarray | None, result: np.ndarray) -> np.ndarray:
+    """The user's array with the result, if there is one, else the result."""
     if given is None:
-        return rounded
-    given[...] = rounded
+        return result
+    given[...] = result
     return given
 
 

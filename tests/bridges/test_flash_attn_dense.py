@@ -81,14 +81,14 @@ def test_heads_of_a_group_share_a_key_head(heads_k):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_other_dtypes_are_rounded_once(dtype):
-    """On the CPU arithmetic is float64: the only error is the result's."""
+    """On the CPU arithmetic is float32's: of unit 2^-24, not 2^-53."""
     dtype = getattr(torch, dtype)
     q, k, v = qkv(5, 6, dtype=dtype)
     got = flash_attn_func(q, k, v, causal=True)
     want, _ = dense(q, k, v, causal=True)
     half_ulp = torch.finfo(dtype).eps / 2 * float(want.abs().max())
     assert got.dtype == dtype
-    assert_close(got, want, half_ulp + tolerance(q, k, v))
+    assert_close(got, want, half_ulp + 2.0**29 * tolerance(q, k, v))
 
 
 def test_gradcheck():

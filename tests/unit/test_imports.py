@@ -59,7 +59,13 @@ LAW = {
     "build.nvrtc": "errors plan build.source build.cache",
     "build.warmup": "errors folders settings build.cache",
     "backends": "",
-    "backends.numpy": "errors problem plan reference",
+    "backends.numpy": "problem plan reference backends backends.numpy_kinds"
+    " backends.numpy_parts backends.numpy_scores backends.numpy_tiles",
+    "backends.numpy_kinds": "",
+    "backends.numpy_parts": "problem reference backends.numpy_kinds"
+    " backends.numpy_scores",
+    "backends.numpy_scores": "reference",
+    "backends.numpy_tiles": "reference backends.numpy_scores",
     "backends.base": "plan layouts problem",
     "backends.cupy": "errors problem plan layouts workspace abi build.nvrtc",
     "backends.emulator": "plan backends.emulator.machine",

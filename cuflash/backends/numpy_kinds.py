@@ -1,0 +1,79 @@
+"""Which inputs `numpy_tiles` computes, and which are the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+LARGEST_SCORE = 2.0**14  # above it float32 has 9 bits behind the point
+LARGEST_VALUE = 2.0**40  # sums of products of three stay below 2^128
+LARGEST_SMALL = 40.0  # e^-40 is 2^-58: normal, and so are sums of e^40
+
+
+class Kind(IntEnum):
+    """What a batch element's numbers allow.
+
+    WILD : a result may overflow or be NaN: for the reference.
+    TAME : all is finite, scores are at most `LARGEST_SCORE` and values (v
+        and, backward, out, dout, dlse) at most `LARGEST_VALUE`. A bias, sink
+        or lse may be -inf.
+    SMALL : moreover exp(S) and its sums are normal numbers, without m.
+    """
+
+    WILD = 0
+    TAME = 1
+    SMALL = 2
+
+
+def kinds(
+    q: np.ndarray,
+    k: np.ndarray,
+    values: Sequence[np.ndarray],
+    scale: float,
+    options: dict[str, Any],
+    lse: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the `Kind` of each batch element, (batch,)."""
+    lengths = _longest(q), _longest(k)
+    score = abs(scale) * lengths[0] * lengths[1]
+    # Nor is one of the three large where another is 0.
+    tame = score <= LARGEST_SCORE
+    for x in lengths:
+        tame = tame & (max(1, abs(scale)) * x <= LARGEST_SCORE)
+    for x in values:
+        tame = tame & (_largest(x) <= LARGEST_VALUE)
+    upper: list[Any] = [lse, options.get("bias"), options.get("sink")]
+    slopes = options.get("alibi_slopes")
+    if slopes is not None:
+        tame = tame & (_largest(slopes) <= LARGEST_VALUE)
+        upper.append(-slopes * (q.shape[-2] + k.shape[-2]))
+    for x in upper:
+        if x is not None:
+            tame = tame & (_maximum(x) <= LARGEST_SCORE)
+    small = tame & (score <= LARGEST_SMALL)
+    if options.keys() & {"bias", "alibi_slopes"}:
+        small = small & False
+    if "sink" in options:
+        small = small & (_maximum(options["sink"]) <= LARGEST_SMALL)
+    # All that are SMALL are TAME.
+    return np.broadcast_to(tame.astype(np.int8) + small, len(q))
+
+
+def _longest(x: np.ndarray) -> np.ndarray:
+    """The length of the longest vector of each batch element."""
+    squares = np.einsum("...c,...c->...", x, x)
+    return np.sqrt(squares.max(axis=(1, 2, 3), initial=0))
+
+
+def _maximum(x: np.ndarray) -> np.ndarray:
+    """The largest number of each batch element, NaN if there is one."""
+    return x.max(axis=tuple(range(1, x.ndim)), initial=-np.inf)
+
+
+def _largest(x: np.ndarray) -> np.ndarray:
+    """The largest magnitude of each batch element, NaN if there is one."""
+    least = x.min(axis=tuple(range(1, x.ndim)), initial=np.inf)
+    return np.maximum(_maximum(x), -least)

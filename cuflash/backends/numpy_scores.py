@@ -1,0 +1,172 @@
+"""Scores of tiles of NumPy arrays, in their own precision.
+
+Arrays have three axes of heads, (batch, num_heads_kv, group_size, seqlen, d);
+k has a group of 1, which all query heads of the group read. A step takes one
+tile of one head, or of as many heads as have `PAIRS` pairs together, because
+each call of NumPy costs a microsecond. The heads of a step share no rounding:
+BLAS multiplies each alone, so no bit depends on the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cuflash.reference.dropout import Dropout
+from cuflash.reference.masks import tiles as cut
+from cuflash.reference.options import Options, Tile, Tiles
+
+BLOCK_Q, BLOCK_K = 256, 512
+PAIRS = BLOCK_Q * BLOCK_K  # of a step: 512 KiB of scores in float32
+
+Heads = tuple[slice, slice, slice]
+
+
+def steps(
+    q: np.ndarray, k: np.ndarray, block_q: int, block_k: int
+) -> Iterator[Heads]:
+    """Cut the heads so that a tile of a part has about `PAIRS` pairs.
+
+    The lengths alone decide how many of a group there are together, since
+    their sum in dk is rounded.
+    """
+    batch, heads_kv, group = q.shape[:3]
+    rows, keys = min(q.shape[-2], block_q), min(k.shape[-2], block_k)
+    in_group = max(1, min(group, PAIRS // max(rows * keys, 1)))
+    groups = max(1, PAIRS // max(rows * keys * in_group, 1))
+    in_heads = max(1, min(heads_kv, groups))
+    in_batch = max(1, groups // in_heads)
+    for b in cut(batch, in_batch):
+        for h in cut(heads_kv, in_heads):
+            for g in cut(group, in_group):
+                yield slice(*b), slice(*h), slice(*g)
+
+
+def of_heads(array: Any, heads: Heads) -> Any:
+    """The part of some heads, of an array with three axes of heads or more."""
+    if array is None:
+        return None
+    sizes = np.shape(array)[:3]
+    return array[
+        tuple(
+            h if n > 1 else slice(None)
+            for h, n in zip(heads, sizes, strict=True)
+        )
+    ]
+
+
+def options_of(options: dict[str, Any], heads: Heads) -> dict[str, Any]:
+    """The options of some heads."""
+
+    def own(x: Any) -> Any:
+        return of_heads(x, heads) if np.ndim(x) >= 3 else x
+
+    return {
+        name: Dropout(*map(own, x)) if name == "dropout" else own(x)
+        for name, x in options.items()
+    }
+
+
+class Scores:
+    """Scores of the tiles of some heads."""
+
+    def __init__(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        scale: float,
+        block_k: int,
+        options: dict[str, Any],
+        heads: Heads,
+    ) -> None:
+        self.q, self.k, self.block_k = q[heads], of_heads(k, heads), block_k
+        self.k_turned = turned(self.k)
+        # Scaling by a power of two is exact, so q may have it.
+        exact = abs(math.frexp(scale)[0]) == 0.5
+        self.scaled_q = self.q * scale if exact else self.q
+        self.scale = 1.0 if exact else scale
+        self.options = Options(**options_of(options, heads))
+        self.masked = self.options.causal or any(
+            x is not None
+            for x in (
+                *self.options.window,
+                self.options.segment_ids_q,
+                self.options.mask,
+            )
+        )
+        self.pairs = Tiles(q.shape[-2], k.shape[-2], scale, self.options)
+
+    def start(
+        self, rows: slice, head_dim_v: int, small: bool
+    ) -> tuple[np.ndarray, ...]:
+        """m, l and acc before any key: the sink's, which has no value."""
+        shape = self.q[..., rows, 0].shape
+        m = np.full(shape, 0 if small else -np.inf, self.q.dtype)
+        total = np.zeros_like(m)
+        acc = np.zeros((*shape, head_dim_v), m.dtype)
+        if self.options.sink is not None:
+            sink = self.options.sink[..., None]
+            if small:
+                total += np.exp(sink)
+            else:
+                m[...] = sink
+                total[...] = sink > -np.inf
+        return m, total, acc
+
+    def tiles(self, rows: slice) -> Iterator[tuple[Tile, np.ndarray | None]]:
+        """The tiles of some queries, with the mask of those that need one."""
+        first, end = self._seen(rows)
+        for start in range(first, end, self.block_k):
+            stop = min(start + self.block_k, end)
+            tile = Tile(rows.start, rows.stop, start, stop)
+            visible = self.pairs.visible(tile) if self.masked else None
+            if visible is None or visible.any():
+                yield tile, visible
+
+    def _seen(self, rows: slice) -> tuple[int, int]:
+        """The keys [first, end) that some of the queries see."""
+        keys = self.pairs.seqlen_k
+        left, right = self.options.window
+        if self.options.causal:
+            right = 0 if right is None else min(right, 0)
+        shift = keys - self.pairs.seqlen_q
+        first = 0 if left is None else max(0, rows.start + shift - left)
+        end = keys if right is None else min(keys, rows.stop + shift + right)
+        return first, end
+
+    def of(
+        self, tile: Tile, visible: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | float]:
+        """Return S, and its slope with respect to scale * QK^T."""
+        options, slope = self.options, 1.0
+        s = self.scaled_q[..., tile.queries, :] @ self.k_turned[..., tile.keys]
+        if self.scale != 1:
+            s *= self.scale
+        if options.softcap is not None:
+            s /= options.softcap
+            np.tanh(s, out=s)
+            slope = 1 - s * s
+            s *= options.softcap
+        if options.alibi_slopes is not None:
+            query, key = np.arange(*tile[:2]), np.arange(*tile[2:])
+            query += self.pairs.seqlen_k - self.pairs.seqlen_q
+            distance = np.abs(query[:, None] - key).astype(s.dtype)
+            s -= options.alibi_slopes[..., None, None] * distance
+        if options.bias is not None:
+            s += tile.of(options.bias)
+        if visible is not None:
+            np.copyto(s, -np.inf, where=~visible)
+        return s, slope
+
+    def kept(self, weights: np.ndarray, tile: Tile) -> np.ndarray:
+        """The weights that dropout keeps, larger; all without dropout."""
+        kept = self.pairs.dropped(weights, tile)
+        return kept.astype(weights.dtype, copy=False)
+
+
+def turned(x: np.ndarray) -> np.ndarray:
+    """Exchange the last two axes, in memory too: faster for small tiles."""
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2))
