@@ -52,11 +52,18 @@ def device(index: int) -> Device:
     )
 
 
+@functools.cache
+def _driver() -> Any:
+    """The driver's bindings, imported at the first call on a GPU."""
+    from cuda.bindings import driver
+
+    return driver
+
+
 @functools.lru_cache(maxsize=8192)
 def _tensor_map(address: int, boxes: Boxes) -> bytes:
     """A CUtensorMap of (head_dim, token, head, batch), 128-byte swizzled."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     kind, *sizes = _encodable(boxes)
     error, encoded = driver.cuTensorMapEncodeTiled(
         kind,
@@ -76,8 +83,7 @@ def _tensor_map(address: int, boxes: Boxes) -> bytes:
 @functools.lru_cache(maxsize=4096)
 def _encodable(boxes: Boxes) -> tuple[Any, ...]:
     """Data type, sizes, strides, box and element strides for the driver."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     batch, tokens, heads, columns = boxes.shape
     name = f"CU_TENSOR_MAP_DATA_TYPE_{boxes.dtype.upper()}"
     return (
@@ -102,8 +108,7 @@ def _can_overlap(index: int) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _overlapping(blocks: int, threads: int, shared: int, stream: int) -> Any:
     """A CUlaunchConfig of a launch that may overlap the one before."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     attribute = driver.CUlaunchAttribute()
     name = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
     attribute.id = getattr(driver.CUlaunchAttributeID, name)
@@ -118,8 +123,7 @@ def _overlapping(blocks: int, threads: int, shared: int, stream: int) -> Any:
 
 def _launch_as(config: Any, function: int, arguments: int) -> None:
     """Launch by a CUlaunchConfig; `arguments` is an array of pointers."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     (error,) = driver.cuLaunchKernelEx(config, function, arguments, 0)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuLaunchKernelEx: {error.name}")

@@ -1,7 +1,7 @@
 """Runs calls on NumPy arrays, in float64 or float32.
 
 Attention is computed by `numpy_tiles`, in float64 for float64 arrays and in
-float32 for all others, and rounded once at the end; what is WILD (NaN,
+float32 for all others, and rounded once at the end; what is UNBOUNDED (NaN,
 infinities, scores of thousands: see `Kind`) by the reference in float64, which
 also merges states, rotates, and reads caches. Scores have the range of the
 kernels' scores: float32, or float64 for float64 arrays.
@@ -57,7 +57,7 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     for part in parts(call, q, k, v):
         at, keys = part.of_queries, part.of_keys
         run: Callable[..., None] = _reference_forward
-        if part.kind != Kind.WILD:
+        if part.kind != Kind.UNBOUNDED:
             small = part.kind == Kind.SMALL
             run = partial(numpy_tiles.forward, small=small)
         given = q[at], k[keys], v[keys], out[at], lse[at]
@@ -88,7 +88,7 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
     for part in parts(call, q, k, v, values, lse):
         at, keys = part.of_queries, part.of_keys
         run: Callable[..., tuple[np.ndarray, ...]] = _reference_backward
-        if part.kind != Kind.WILD:
+        if part.kind != Kind.UNBOUNDED:
             run = numpy_tiles.backward
         dq[at], dk[keys], dv[keys], *rest = run(
             *(dout[at], q[at], k[keys], v[keys], out[at], lse[at]),

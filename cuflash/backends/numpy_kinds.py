@@ -16,15 +16,15 @@ LARGEST_SMALL = 40.0  # e^-40 is 2^-58: normal, and so are sums of e^40
 class Kind(IntEnum):
     """What a batch element's numbers allow.
 
-    WILD : a result may overflow or be NaN: for the reference.
-    TAME : all is finite, scores are at most `LARGEST_SCORE` and values (v
+    UNBOUNDED : a result may overflow or be NaN: for the reference.
+    BOUNDED : all is finite, scores are at most `LARGEST_SCORE` and values (v
         and, backward, out, dout, dlse) at most `LARGEST_VALUE`. A bias, sink
         or lse may be -inf.
     SMALL : moreover exp(S) and its sums are normal numbers, without m.
     """
 
-    WILD = 0
-    TAME = 1
+    UNBOUNDED = 0
+    BOUNDED = 1
     SMALL = 2
 
 
@@ -40,26 +40,26 @@ def kinds(
     lengths = _longest(q), _longest(k)
     score = abs(scale) * lengths[0] * lengths[1]
     # Nor is one of the three large where another is 0.
-    tame = score <= LARGEST_SCORE
+    bounded = score <= LARGEST_SCORE
     for x in lengths:
-        tame = tame & (max(1, abs(scale)) * x <= LARGEST_SCORE)
+        bounded = bounded & (max(1, abs(scale)) * x <= LARGEST_SCORE)
     for x in values:
-        tame = tame & (_largest(x) <= LARGEST_VALUE)
+        bounded = bounded & (_largest(x) <= LARGEST_VALUE)
     upper: list[Any] = [lse, options.get("bias"), options.get("sink")]
     slopes = options.get("alibi_slopes")
     if slopes is not None:
-        tame = tame & (_largest(slopes) <= LARGEST_VALUE)
+        bounded = bounded & (_largest(slopes) <= LARGEST_VALUE)
         upper.append(-slopes * (q.shape[-2] + k.shape[-2]))
     for x in upper:
         if x is not None:
-            tame = tame & (_maximum(x) <= LARGEST_SCORE)
-    small = tame & (score <= LARGEST_SMALL)
+            bounded = bounded & (_maximum(x) <= LARGEST_SCORE)
+    small = bounded & (score <= LARGEST_SMALL)
     if options.keys() & {"bias", "alibi_slopes"}:
         small = small & False
     if "sink" in options:
         small = small & (_maximum(options["sink"]) <= LARGEST_SMALL)
-    # All that are SMALL are TAME.
-    return np.broadcast_to(tame.astype(np.int8) + small, len(q))
+    # All that are SMALL are BOUNDED.
+    return np.broadcast_to(bounded.astype(np.int8) + small, len(q))
 
 
 def _longest(x: np.ndarray) -> np.ndarray:

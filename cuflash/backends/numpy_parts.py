@@ -30,7 +30,7 @@ class Part(NamedTuple):
     keys: slice
     options: dict[str, Any]
     heads: Heads = (_ALL, _ALL, _ALL)
-    kind: int = Kind.WILD
+    kind: int = Kind.UNBOUNDED
 
     @property
     def of_queries(self) -> tuple[slice, ...]:

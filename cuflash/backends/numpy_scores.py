@@ -83,7 +83,7 @@ class Scores:
         heads: Heads,
     ) -> None:
         self.q, self.k, self.block_k = q[heads], of_heads(k, heads), block_k
-        self.k_turned = turned(self.k)
+        self.k_transposed = transposed(self.k)
         # Scaling by a power of two is exact, so q may have it.
         exact = abs(math.frexp(scale)[0]) == 0.5
         self.scaled_q = self.q * scale if exact else self.q
@@ -142,7 +142,10 @@ class Scores:
     ) -> tuple[np.ndarray, np.ndarray | float]:
         """Return S, and its slope with respect to scale * QK^T."""
         options, slope = self.options, 1.0
-        s = self.scaled_q[..., tile.queries, :] @ self.k_turned[..., tile.keys]
+        s = (
+            self.scaled_q[..., tile.queries, :]
+            @ self.k_transposed[..., tile.keys]
+        )
         if self.scale != 1:
             s *= self.scale
         if options.softcap is not None:
@@ -167,6 +170,6 @@ class Scores:
         return kept.astype(weights.dtype, copy=False)
 
 
-def turned(x: np.ndarray) -> np.ndarray:
+def transposed(x: np.ndarray) -> np.ndarray:
     """Exchange the last two axes, in memory too: faster for small tiles."""
     return np.ascontiguousarray(np.swapaxes(x, -1, -2))

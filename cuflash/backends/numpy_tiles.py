@@ -6,9 +6,10 @@ r"""Attention on NumPy arrays in their own precision, in tiles through BLAS.
     acc' = acc\, e^{m - m'} + P V
 
 and backward P = exp(S - lse), dS = P (dP - D): the equations of
-`cuflash.reference`, for inputs that are TAME or SMALL (`numpy_kinds.Kind`) and
-so without what NaN and infinities cost there. Arrays are (batch, num_heads_kv,
-group_size, seqlen, d), of float32 or float64; k and v have a group of 1.
+`cuflash.reference`, for inputs that are BOUNDED or SMALL
+(`numpy_kinds.Kind`) and so without what NaN and infinities cost there. Arrays
+are (batch, num_heads_kv, group_size, seqlen, d), of float32 or float64; k and
+v have a group of 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cuflash.reference.masks import tiles as cut
 from cuflash.reference.options import Tile
 from cuflash.reference.scores import reduce_to_shape, sink_gradient
 
-from .numpy_scores import BLOCK_K, BLOCK_Q, Scores, of_heads, steps, turned
+from .numpy_scores import BLOCK_K, BLOCK_Q, Scores, of_heads, steps, transposed
 
 LARGEST_PLAIN_LSE = 32.0  # an lse above it is rounded to 2^-19 or coarser
 
@@ -82,12 +83,12 @@ def backward(
         delta -= dlse
     for heads in steps(q, k, block_q, block_k):
         scores = Scores(q, k, scale, block_k, options, heads)
-        v_turned = turned(of_heads(v, heads))
+        v_transposed = transposed(of_heads(v, heads))
         sums = _Sums(*(of_heads(x, heads) for x in (dk, dv, dbias)))
         for start, stop in cut(q.shape[-2], block_q):
             at = (*heads, slice(start, stop))
             rows = _Rows(at[-1], dout[at], lse[at], delta[at])
-            _differentiate(scores, rows, v_turned, dq[at], sums)
+            _differentiate(scores, rows, v_transposed, dq[at], sums)
     dq *= scale
     dk *= scale
     gradients = [dq, dk, dv]
@@ -141,7 +142,7 @@ class _Sums(NamedTuple):
 def _differentiate(
     scores: Scores,
     rows: _Rows,
-    v_turned: np.ndarray,
+    v_transposed: np.ndarray,
     dq: np.ndarray,
     sums: _Sums,
 ) -> None:
@@ -156,7 +157,7 @@ def _differentiate(
             p -= rest
         np.exp(p, out=p)
         _add_to_keys(sums.dv, tile, scores.kept(p, tile), rows.dout)
-        ds = scores.kept(rows.dout @ v_turned[..., tile.keys], tile)
+        ds = scores.kept(rows.dout @ v_transposed[..., tile.keys], tile)
         ds -= rows.delta[..., None]
         ds *= p
         if sums.dbias is not None:
