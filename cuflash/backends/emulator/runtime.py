@@ -33,7 +33,7 @@ TWINS = {"common/ptx.cuh": FOLDER / "ptx_host.h"}
 _FLAGS = ("-std=c++17", "-fno-pie")  # so that addr2line knows the addresses
 # No debug information: it would be most of each program, and faults name the
 # kernel's lines alone.
-_ENGINE_FLAGS = (*_FLAGS, "-O2")
+_ENGINE_FLAGS = (*_FLAGS, "-O3")
 _KERNEL_FLAGS = (
     *_FLAGS,
     "-g1",
