@@ -1,5 +1,5 @@
 # make demo    train a small language model with cuflash, about a minute
-# make test    what finds most faults of a change, six minutes
+# make test    what finds most faults of a change, five minutes
 # make test-all  all tests that this machine can run, 17 minutes
 # make fuzz    the tests that draw calls at random, for hours
 # make fuzz-gpu  random calls of all sizes on this machine's GPU, ten minutes

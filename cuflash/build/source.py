@@ -10,6 +10,7 @@ generates ``common/arguments.cuh``. A kernel can include nothing from outside
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,26 +104,47 @@ def _splice(
     path = twins.get(file, folder / file)
     if file in twins:
         file = path.name
-    lines = [f'#line 1 "{file}"']
     text = path.read_text(encoding="ascii")
+    lines = [f'#line 1 "{file}"']
+    for plain, number, quote, name in _parts(text):
+        lines += plain
+        if not number:
+            break
+        known = name in GENERATED or (folder / name).is_file()
+        if quote != '"' or not known:
+            raise CompileError(
+                f"{file}({number}) includes {name}, which is not a file"
+                f" of {folder}: a kernel can include only those"
+            )
+        if name not in done:
+            lines += _splice(name, folder, twins, done)
+        lines.append(f'#line {number + 1} "{file}"')
+    return lines
+
+
+# A text's lines up to an include, and this include's line number, quote and
+# name; last the lines that remain, with the number 0.
+_Part = tuple[tuple[str, ...], int, str, str]
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(text: str) -> tuple[_Part, ...]:
+    """A file's text, split at its includes.
+
+    Cached by the text itself, so that a file that changes is read anew.
+    """
+    parts: list[_Part] = []
+    plain: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)
         if include:
-            quote, name = include.groups()
-            known = name in GENERATED or (folder / name).is_file()
-            if quote != '"' or not known:
-                raise CompileError(
-                    f"{file}({number}) includes {name}, which is not a file"
-                    f" of {folder}: a kernel can include only those"
-                )
-            if name not in done:
-                lines += _splice(name, folder, twins, done)
-            lines.append(f'#line {number + 1} "{file}"')
+            parts.append((tuple(plain), number, include[1], include[2]))
+            plain = []
         elif _PRAGMA_ONCE.match(line):
-            lines.append("")  # each file is included only once anyway
+            plain.append("")  # each file is included only once anyway
         else:
-            lines.append(line)
-    return lines
+            plain.append(line)
+    return (*parts, (tuple(plain), 0, "", ""))
 
 
 def lines_by_place(text: str) -> dict[tuple[str, int], str]:
