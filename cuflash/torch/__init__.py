@@ -21,7 +21,8 @@ except ImportError as error:
         name="torch",
     ) from error
 
-from . import op_gradients as _op_gradients  # noqa: F401  registers them
+from . import fakes as _fakes  # noqa: F401  registers fake kernels
+from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
 from .kvcache import forward_kvcache
 from .registration import register_transformers

@@ -10,9 +10,10 @@ import torch
 from cuflash import checks, options
 from cuflash.errors import UnsupportedError
 
-from . import autocast, ops, random
+from . import autocast, random
 from .checks import check_tensors
 from .gradients import Attention
+from .ops import attention as by_operator
 from .request import Request
 from .tracing import is_traced
 
@@ -135,16 +136,24 @@ def attention(
         )
     if torch.are_deterministic_algorithms_enabled():
         deterministic = deterministic or not _only_warns(bias)
-    if not torch.compiler.is_compiling():
+    # Compiled code checks each name that it has read again at each call: here
+    # it reads as few as it can.
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        to_cast = torch.is_autocast_enabled(q.device.type)
+    else:
         inputs = {"q": q, "k": k, "v": v}
         if given:
             inputs |= {x: given[x] for x in options.ARRAYS if x in given}
         check_tensors(inputs)
-    if autocast.is_on(q):
+        to_cast = autocast.is_on(q)
+    if to_cast:
         q, k, v, given = autocast.cast(q, k, v, given)
-    with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
-    if is_traced(q, k, v):
-        return ops.attention(
+    with_grad = False
+    if given or not compiling:
+        with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
+    if compiling or is_traced(q, k, v):
+        return by_operator(
             q, k, v, return_lse, given,
             scale=scale, causal=causal, block_q=block_q, block_k=block_k,
             precision=precision, num_splits=num_splits,

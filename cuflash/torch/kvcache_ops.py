@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from . import kvcache_request
-from .ops import LIBRARY, lse_dtype
+from .fakes import lse_dtype
+from .ops import LIBRARY
 
 _TENSORS = (
     "k_new", "v_new", "cache_seqlens", "page_table", "cache_batch_idx",

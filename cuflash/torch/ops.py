@@ -2,11 +2,12 @@
 
 `attention` in eager mode calls the same code without the dispatcher, which
 takes less time. An operator is opaque to torch's compilers: they see tensors
-of the right shapes, by the fake kernels here.
+of the right shapes, by the fake kernels (`fakes.py`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ TENSORS = (
     "bias", "sink", "alibi_slopes", "mask", "segment_ids_q", "segment_ids_k",
     "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
+_POSITIONAL = (*TENSORS, "seed_drawn")
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in TENSORS)
 # seed_drawn, on the CPU, takes the place of seed.
 _NUMBERS = (
@@ -56,7 +58,7 @@ LIBRARY.define(
     f"Tensor v, Tensor out, Tensor lse, {_PLAIN}) -> "
     "(Tensor dq, Tensor dk, Tensor dv)"
 )
-_OPTIONAL = ("block_q", "block_k", "precision", "num_splits")
+OPERATORS = torch.ops.cuflash
 
 
 def attention(
@@ -68,8 +70,11 @@ def attention(
     **numbers: Any,
 ) -> Any:
     """Call the operator; `given` are the options of `attention`."""
-    if not given and all(numbers[name] is None for name in _OPTIONAL):
-        out, lse = torch.ops.cuflash.plain_attention(
+    if not given and (
+        numbers["block_q"] is numbers["block_k"] is numbers["precision"]
+        is numbers["num_splits"] is None
+    ):  # fmt: skip
+        out, lse = OPERATORS.plain_attention(
             q,
             k,
             v,
@@ -89,29 +94,29 @@ def attention(
         else:
             numbers[name] = value
     if numbers.get("dropout") and "seed" not in numbers:
-        tensors["seed_drawn"] = torch.ops.cuflash.draw_seed()
-    out, lse = torch.ops.cuflash.attention(q, k, v, **tensors, **numbers)
+        tensors["seed_drawn"] = OPERATORS.draw_seed()
+    out, lse = OPERATORS.attention(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out
 
 
 # Kernels -----------------------------------------------------------------
 
 
-def _request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
+def request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
     """The request of an operator's arguments after q, k and v or lse."""
-    # The dispatcher drops trailing arguments that are not given.
-    seed_drawn = tensors[8] if len(tensors) > 8 else None
+    # Trailing arguments may be missing, or given by name.
+    numbers = {**numbers, **dict(zip(_POSITIONAL, tensors, strict=False))}
     given = {
-        name: x
-        for name, x in zip(TENSORS, tensors, strict=False)
-        if x is not None
+        name: numbers[name]
+        for name in TENSORS
+        if numbers.get(name) is not None
     }
     left, right = numbers.get("window_left"), numbers.get("window_right")
     if left is not None or right is not None:
         given["window"] = (left, right)
-    seed = numbers.get("seed")
-    if seed_drawn is not None:
-        seed = int(seed_drawn)
+    seed, drawn = numbers.get("seed"), numbers.get("seed_drawn")
+    if drawn is not None:
+        seed = int(drawn)
     if seed is not None:
         given["seed"] = seed % 2**64
     for name in ("softcap", "dropout", "max_seqlen_q", "max_seqlen_k"):
@@ -131,7 +136,7 @@ def _request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
 
 def run(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
     """The kernel of attention."""
-    return _request(tensors, numbers).forward(q, k, v, True)
+    return request(tensors, numbers).forward(q, k, v, True)
 
 
 def run_backward(
@@ -148,29 +153,31 @@ def run_backward(
     **numbers: Any,
 ) -> Any:
     """The kernel of attention_backward."""
-    request = _request(tensors, numbers)
+    asked = request(tensors, numbers)
     gradients = of_inputs(
-        request, request.tensors, return_dbias, return_dsink,
+        asked, asked.tensors, return_dbias, return_dsink,
         dout, dlse, q, k, v, out, lse,
     )  # fmt: skip
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
-def _plain_request(
+@functools.lru_cache(typed=True)
+def plain_request(
     scale: Any = None, causal: Any = False, deterministic: Any = False
 ) -> Request:
+    """The request of a call without options."""
     return Request(scale, causal, None, None, None, None, deterministic)
 
 
 def run_plain(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
     """The kernel of plain_attention."""
-    return _plain_request(**numbers).forward(q, k, v, True)
+    return plain_request(**numbers).forward(q, k, v, True)
 
 
 def run_plain_backward(*tensors: Any, **numbers: Any) -> Any:
     """The kernel of plain_attention_backward."""
-    request = _plain_request(**numbers)
-    return of_inputs(request, {}, False, False, *tensors)[:3]
+    asked = plain_request(**numbers)
+    return of_inputs(asked, {}, False, False, *tensors)[:3]
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -183,61 +190,3 @@ for _name, _kernel in KERNELS.items():
     for _device in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _device)
 LIBRARY.impl("draw_seed", random.drawn, "CompositeExplicitAutograd")
-
-
-# Fake kernels ------------------------------------------------------------
-
-
-def _fake(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    heads_first = (*q.shape[:-3], *q.shape[-2:-4:-1])
-    return out, q.new_empty(heads_first, dtype=lse_dtype(q.dtype))
-
-
-def _fake_plain_backward(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, *_: Any, **numbers: Any
-) -> Any:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _fake_backward(
-    dout: Any,
-    dlse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    bias: Any = None,
-    sink: Any = None,
-    *tensors: Any,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
-    **numbers: Any,
-) -> Any:
-    others = ((bias, return_dbias), (sink, return_dsink))
-    return (
-        *_fake_plain_backward(dout, dlse, q, k, v),
-        *(x.new_empty(x.shape) if is_wanted else q.new_empty(0)
-          for x, is_wanted in others),
-    )  # fmt: skip
-
-
-def _fake_seed() -> Any:
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-_FAKES: dict[str, Callable[..., Any]] = {
-    "attention": _fake,
-    "attention_backward": _fake_backward,
-    "plain_attention": _fake,
-    "plain_attention_backward": _fake_plain_backward,
-    "draw_seed": _fake_seed,
-}
-for _name, _kernel in _FAKES.items():
-    torch.library.register_fake(f"cuflash::{_name}", _kernel, lib=LIBRARY)

@@ -83,7 +83,7 @@ class Request:
         given = {"q": q, "k": k, "v": v}
         if backend is None:
             return self._on_cpu(api.forward, given, self.tensors, own)
-        call = self._call(_check_forward, given, self.tensors, own)
+        call = self._call(check_forward, given, self.tensors, own)
         out, lse = execute.forward(call, backend)
         if call.rank != 4:
             out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
@@ -163,7 +163,7 @@ class Request:
         return tuple(map(from_numpy, results))
 
 
-def _check_forward(**arguments: Any) -> Signature:
+def check_forward(**arguments: Any) -> Signature:
     return validate.forward(**arguments).signature
 
 

@@ -94,6 +94,18 @@ def test_a_repeated_call_is_looked_up(fake, monkeypatch):
     assert len(fake.log) == before + 1
 
 
+def test_a_call_from_compiled_code_is_looked_up_once(fake, monkeypatch):
+    from cuflash.torch import direct, repeated
+
+    inputs = large(torch.float32)
+    direct.plain_attention(*inputs, causal=True)
+    monkeypatch.setattr(repeated, "checked", None)
+    before = len(fake.logged("launch"))
+    out, lse = direct.plain_attention(*inputs, causal=True)
+    assert out.shape == inputs[0].shape and lse.shape == (2, 4, 300)
+    assert len(fake.logged("launch")) == before + 1
+
+
 @pytest.mark.parametrize("causal", [1, "yes", [True]])
 def test_what_equals_true_is_not_taken_for_it(fake, causal):
     inputs = large(torch.float32)

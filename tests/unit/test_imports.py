@@ -99,7 +99,7 @@ LAW = {
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
-    "torch": "torch.attention torch.kvcache torch.op_gradients"
+    "torch": "torch.attention torch.fakes torch.kvcache torch.op_gradients"
     " torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
@@ -107,11 +107,14 @@ LAW = {
     "torch.autocast": "errors",
     "torch.backend": "backends.cupy torch.arrays torch.dtypes",
     "torch.checks": "errors",
+    "torch.direct": "torch.ops torch.repeated",
     "torch.dtypes": "",
+    "torch.fakes": "torch.inductor torch.ops",
     "torch.gradients": "errors torch.request",
+    "torch.inductor": "torch.direct",
     "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
-    "torch.kvcache_ops": "torch.kvcache_request torch.ops",
+    "torch.kvcache_ops": "torch.fakes torch.kvcache_request torch.ops",
     "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
     " torch.dtypes torch.request torch.signature",
     "torch.masks": "",
@@ -120,6 +123,7 @@ LAW = {
     "torch.op_gradients": "errors torch.gradients torch.ops torch.tracing",
     "torch.ops": "torch.gradients torch.random torch.request",
     "torch.random": "",
+    "torch.repeated": "execute problem torch.request torch.signature",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
     "torch.rotary": "execute problem validate backends.base torch.signature",
