@@ -302,11 +302,10 @@ class _Tile:
             part = self.tile.of(whole.d2bias)
             _add(part, reduce_to_shape(t, part.shape))
         q, k = whole.q[self.rows], whole.k[self.keys]
-        ds, t = (masked(x * self.slope, self.visible) for x in (self.ds, t))
+        ds, t = self.ds * self.slope, t * self.slope
         curvature = whole.pairs.curvature(q, k)
         if curvature is not None:
-            moved = curvature * self.ds * self.x_dot
-            t = t + masked(moved, self.visible)
+            t = t + curvature * self.ds * self.x_dot
         d2q, d2k = whole.d2q[self.rows], whole.d2k[self.keys]
         _add(d2q, self._times(t, k), scale)
         _add(d2k, self._transposed(t, q), scale)

@@ -52,24 +52,17 @@ def call_jvp(case, direction, **changed):
 def call_double_backward(case, direction, **changed):
     """Return all second gradients of a public call, by name."""
     given = {f"dd{x}": direction.get(x) for x in INPUTS}
-    names = ["q", "k", "v", "out"]
     there = case.options()
     wanted = {f"return_d2{x}": True for x in ("bias", "sink") if x in there}
     q, k, v, dout = inputs(case)
     out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    arrays["dlse"] = of_rank(lse_gradient(case), q.ndim)
-    results = cuflash.double_backward(
-        **(arrays | given | case.call() | wanted | changed),
-        return_ddlse=True,
-    )
-    names += [x for x in ("bias", "sink") if f"return_d2{x}" in wanted]
-    return dict(zip([*names, "lse"], results, strict=True))
-
-
-def of_rank(lse, rank):
-    """Return lse or dlse without the axes that q lacks."""
-    return lse[(0,) * (4 - rank)]
+    dlse = lse_gradient(case)
+    asked = arrays | given | case.call() | wanted | {"dlse": dlse} | changed
+    results = cuflash.double_backward(**asked, return_ddlse=True)
+    others = [x for x in ("bias", "sink") if asked.get(f"return_d2{x}")]
+    names = ["q", "k", "v", "out", *others, "lse"]
+    return dict(zip(names, results, strict=True))
 
 
 def expected_jvp(case, direction):

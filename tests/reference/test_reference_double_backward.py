@@ -131,7 +131,8 @@ def test_no_cotangent_is_zero():
 
 def test_rows_that_see_nothing_contribute_nothing():
     """Even if their q, dout and cotangents are NaN."""
-    case = ReferenceCase((2,), 5, 3, causal=True)  # two rows see no key
+    options = {"softcap": 2.0, "arrays_of": ("bias",)}
+    case = ReferenceCase((2,), 5, 3, causal=True, **options)  # two see no key
     q, (dout, _) = case.arrays()[0], cotangents_of(case)
     direction = direction_of(case, "qkv")
     expected = second(case, direction)
@@ -172,6 +173,21 @@ def test_a_visible_nan_reaches_the_rows_that_read_it(name):
     for x, nan in ((got.d2q, rows), (got.ddout, rows), (got.d2k, keys)):
         assert (np.isnan(x).all(axis=-1) == nan).all()
     assert (np.isnan(got.ddlse) == rows).all()
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    case = ReferenceCase((2,), 5, 3, causal=True)  # two rows see no key
+    direction = direction_of(case, "qkv")
+    none = {"sink": np.full(2, -np.inf), "ddsink": np.ones(2)}
+    q, k, v, _ = case.arrays()
+    given = case.meaning() | {"sink": none["sink"]}
+    out, lse = attention(q, k, v, **given)
+    got = second(case, direction, out=out, lse=lse, **none)
+    expected = second(case, direction)
+    assert not got.d2sink.any()
+    for name in ("d2q", "d2k", "d2v", "ddout", "ddlse"):
+        a, b = getattr(got, name), getattr(expected, name)
+        np.testing.assert_array_equal(a, b)
 
 
 def test_heads_first_is_asked_for():

@@ -1,5 +1,6 @@
 """Derivatives on NumPy arrays, by tiles and by the reference."""
 
+import tracemalloc
 from unittest import mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from helpers.derivatives import (
     expected_jvp,
     tangents,
 )
-from helpers.dtypes import DTYPES, lse_dtype
+from helpers.dtypes import DTYPES, PRECISION, lse_dtype
 from helpers.heads import heads_first, sum_groups
 
 names_of_tangents = st.sets(st.sampled_from(INPUTS))
@@ -99,18 +100,51 @@ def test_second_gradients_are_the_references(data):
         assert_matches(got[name], expected, name, case)
 
 
+def results_of(case, direction):
+    """Return tangents and second gradients by name."""
+    _, _, out_dot, lse_dot = call_jvp(case, direction)
+    second = call_double_backward(case, direction)
+    return {"out_dot": out_dot, "lse_dot": lse_dot, **second}
+
+
+def assert_near(got, want, case):
+    """Assert some roundings of the largest element.
+
+    Sums are of at most 51 terms, or of 6 * 2 * 37 * 51 < 150^2 pairs, with
+    roundings at random signs, as much as 150 of one sign; a score of at most
+    64, slopes included, is rounded to 64 of them. Terms have up to four such
+    factors. 16-bit types round each result once more, and out before it
+    enters D.
+    """
+    unit = 2.0**-53 if case.dtype == "float64" else 2.0**-24
+    stored = PRECISION[case.dtype].unit if "16" in case.dtype else 0.0
+    for name, x in want.items():
+        exact = np.asarray(x, np.float64)
+        bound = (4 * (150 + 64) * unit + 4 * stored) * abs(exact).max()
+        assert abs(np.asarray(got[name], np.float64) - exact).max() <= bound
+
+
 @each_dtype
 @two_kinds_of_calls
-@by_both
-def test_tiles_and_reference_agree(dtype, fields, tiles):
+def test_tiles_and_reference_agree(dtype, fields):
     case = Case(dtype, **fields)
-    direction = tangents(case)
+    got = results_of(case, tangents(case))
+    with computed(tiles=False):
+        want = results_of(case, tangents(case))
+    assert_near(got, want, case)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@by_both
+def test_one_input_moves(name, tiles):
+    case = Case("float32", **EVERYTHING)
+    direction = tangents(case, [name])
     with computed(tiles):
-        results = call_jvp(case, direction)
-        second = call_double_backward(case, direction)
-    assert_jvp(case, direction, results)
-    for name, want in expected_double_backward(case, direction).items():
-        assert_matches(second[name], want, name, case)
+        got = results_of(case, direction)
+    out_dot, lse_dot = expected_jvp(case, direction)
+    want = {"out_dot": out_dot, "lse_dot": lse_dot}
+    want |= expected_double_backward(case, direction)
+    assert_near(got, {x: y.ref for x, y in want.items()}, case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -280,6 +314,71 @@ def test_no_queries_and_no_keys(seqlens):
         assert_matches(got[name], want, name, case)
 
 
+@by_both
+def test_a_sink_of_minus_infinity_has_no_weight(tiles):
+    case = Case("float32", 1, 9, 6, 2, 1, 8, 8, causal=True)
+    none = np.full(2, -np.inf, np.float32)
+    moves = {"sink": none, "ddsink": np.ones_like(none)}
+    direction = tangents(case, "qkv")
+    with computed(tiles):
+        got = call_double_backward(
+            case, direction, **moves, return_d2sink=True
+        )
+        want = call_double_backward(case, direction)
+    assert not got.pop("sink").any()
+    for name, x in want.items():
+        assert_bitwise(got[name], x, name)
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "dlse"])
+def test_a_nan_reaches_the_keys_that_its_row_sees(name):
+    case = Case("float32", 1, 12, 12, 1, 1, 8, 8, causal=True)
+    q, k, v, dout = inputs(case)
+    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    given = {"dout": dout, "out": out}
+    if name == "dlse":
+        given[name] = np.ones_like(lse)
+    given[name][(0, 0, 5) if name == "dlse" else (0, 5)] = np.nan
+    *_, d2k, _, _ = cuflash.double_backward(
+        *tangents(case, "qkv").values(), q=q, k=k, v=v, lse=lse, causal=True,
+        **given,
+    )  # fmt: skip
+    seen = np.arange(12) <= 5
+    assert (np.isnan(d2k).all(axis=(0, 2, 3)) == seen).all()
+
+
+# Large numbers --------------------------------------------------------------
+
+
+def test_rounded_lse_costs_no_digits():
+    """Two keys of score 1000: lse has an ulp of 2^-14, P is 1 / 2.
+
+    b is W = 1 times the sum of P, which is 1 but for a few roundings.
+    """
+    q = np.array([[1000.0]], np.float32)
+    k = np.ones((2, 1), np.float32)
+    out, lse = cuflash.forward(q, k, k, scale=1.0, return_lse=True)
+    *_, ddlse = cuflash.double_backward(
+        np.ones_like(q), None, None, out, q, k, k, out, lse, scale=1.0,
+        return_ddlse=True,
+    )  # fmt: skip
+    assert abs(ddlse - 1).max() < 2.0**-20
+
+
+def test_products_beyond_float32_with_results_within():
+    """The sums of T K are about 2^128; the scale makes them 2^115."""
+    case = Case("float32", 1, 6, 9, 1, 1, 4, 4, scale=2.0**-13)
+    q, k, v, dout = (x.clip(-1, 1) for x in inputs(case))
+    ddq, v, dout = (x * np.float32(2.0**39) for x in (q, v, dout))
+    k = k * np.float32(2.0**13)
+    given = {"scale": case.scale}
+    out, lse = cuflash.forward(q, k, v, **given, return_lse=True)
+    got = cuflash.double_backward(
+        ddq, None, None, dout, q, k, v, out, lse, **given
+    )
+    assert all(np.isfinite(x).all() for x in got)
+
+
 # Packed sequences -----------------------------------------------------------
 
 OFFSETS = (0, 6, 6, 20), (0, 9, 14, 30)
@@ -324,6 +423,7 @@ def test_packed_sequences_have_tangents_of_their_own():
         got[3], want.lse_dot, rtol=0, atol=bound.lse_dot
     )
     assert not got[2][20:].any() and not got[3][:, 20:].any()
+    assert (got[1][:, 20:] == -np.inf).all()
 
 
 def test_packed_sequences_have_second_gradients_of_their_own():
@@ -347,3 +447,21 @@ def test_packed_sequences_have_second_gradients_of_their_own():
             x, exact.swapaxes(0, 1), rtol=0, atol=getattr(bound, name)
         )
     np.testing.assert_allclose(got[4], want.d2sink, rtol=0, atol=bound.sink)
+
+
+# Memory ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [call_jvp, call_double_backward])
+def test_memory_is_linear(call):
+    """4096 tokens: arrays are 256 KiB, tiles 512 KiB, a matrix is 64 MiB.
+
+    No call holds more than 20 of each at a time.
+    """
+    case = Case("float32", 1, 4096, 4096, head_dim=16, head_dim_v=16)
+    direction = tangents(case, "qkv")
+    tracemalloc.start()
+    call(case, direction)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * (256 + 512) * 2**10
