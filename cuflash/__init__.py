@@ -9,7 +9,9 @@
 
 `forward`, `backward`, `forward_kvcache`, `merge_states` and `apply_rotary` run
 on the device that holds their arrays: on a GPU by CUDA kernels compiled at run
-time, on the CPU by the NumPy reference, `cuflash.reference`.
+time, on the CPU by the NumPy reference, `cuflash.reference`. `jvp` and
+`double_backward`, the derivatives of `forward` and `backward`, run on NumPy
+arrays.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from .api import (
     forward_kvcache,
     merge_states,
 )
+from .api_derivatives import double_backward, jvp
 from .build import warmup
 from .errors import (
     CompileError,
@@ -48,8 +51,10 @@ __all__ = [
     "__version__",
     "apply_rotary",
     "backward",
+    "double_backward",
     "forward",
     "forward_kvcache",
+    "jvp",
     "merge_states",
 ]
 

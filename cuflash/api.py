@@ -221,7 +221,7 @@ def forward(
     )  # fmt: skip
     asked: dict[str, Any] = {}
     if not no_options:
-        asked, given = _asked(
+        asked, given = option_arguments(
             {
                 "window": window,
                 "softcap": softcap,
@@ -240,7 +240,7 @@ def forward(
             },
             given,
         )
-    runner, arrays = _open(given, _OUT)
+    runner, arrays = open_arrays(given, _OUT)
     call = validate.forward(
         **arrays,
         **asked,
@@ -252,7 +252,7 @@ def forward(
         num_splits=num_splits,
         return_lse=return_lse,
     )
-    _check_offsets(call)
+    check_offsets(call)
     result, lse = runner.forward(call)
     result = strip(result, call.rank) if out is None else out
     return (result, strip_lse(lse, call.rank)) if return_lse else result
@@ -387,7 +387,7 @@ def backward(
     )  # fmt: skip
     asked: dict[str, Any] = {}
     if not no_options:
-        asked, given = _asked(
+        asked, given = option_arguments(
             {
                 "window": window,
                 "softcap": softcap,
@@ -408,7 +408,7 @@ def backward(
             },
             given,
         )
-    runner, arrays = _open(given, _GRADIENTS)
+    runner, arrays = open_arrays(given, _GRADIENTS)
     call = validate.backward(
         **arrays,
         **asked,
@@ -419,7 +419,7 @@ def backward(
         deterministic=deterministic,
         precision=precision,
     )
-    _check_offsets(call)
+    check_offsets(call)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     return (
         strip(new_dq, call.rank) if dq is None else dq,
@@ -630,7 +630,7 @@ def forward_kvcache(
         given["cache_seqlens"] = None
     given = {name: x for name, x in given.items() if x is not None}
     writes = k_new is not None or v_new is not None
-    runner, arrays = _open(given, _CACHES if writes else _OUT)
+    runner, arrays = open_arrays(given, _CACHES if writes else _OUT)
     if "cache_seqlens" not in given:
         arrays["cache_seqlens"] = cache_seqlens
     call = validate_kvcache.forward_kvcache(
@@ -704,7 +704,7 @@ def merge_states(
     >>> np.allclose(out, cuflash.forward(q, k, v))
     True
     """
-    runner, arrays = _open(
+    runner, arrays = open_arrays(
         {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     )
     call = validate.merge_states(**arrays)
@@ -795,7 +795,7 @@ def apply_rotary(
         given["positions"] = positions
     if out is not None:
         given["out"] = out
-    runner, arrays = _open(given, _OUT)
+    runner, arrays = open_arrays(given, _OUT)
     call = validate.apply_rotary(
         **arrays, interleaved=interleaved, inverse=inverse
     )
@@ -805,7 +805,7 @@ def apply_rotary(
     return strip(result, call.rank) if out is None else out
 
 
-def _asked(
+def option_arguments(
     given: dict[str, Any], arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split options: (scalar options, `arrays` plus the option arrays)."""
@@ -814,7 +814,7 @@ def _asked(
     return asked, {**arrays, **option_arrays}
 
 
-def _check_offsets(call: Any) -> None:
+def check_offsets(call: Any) -> None:
     """Check offsets on the host; on a device only if CUFLASH_CHECK is 1."""
     if _reads_values(call.options.get("cu_seqlens_q")):
         validate.offsets(call)
@@ -834,7 +834,7 @@ _GRADIENTS = {x: f"the gradient of {x[1:]}" for x in ("dq", "dk", "dv")}
 _CACHES = {**_OUT, "k_cache": "k_new", "v_cache": "v_new"}
 
 
-def _open(
+def open_arrays(
     given: dict[str, Any], written: Mapping[str, str] | None = None
 ) -> tuple[Runner, dict[str, Any]]:
     """The runner for the arrays' device, and the arrays in its library.

@@ -389,8 +389,9 @@ def check_order(problem: Problem) -> None:
     """Raise UnsupportedError if dbias cannot be summed in a fixed order."""
     wanted = problem.return_dbias and problem.deterministic
     if wanted and problem.bias_is_broadcast:
+        name = "dbias" if problem.direction == "backward" else "d2bias"
         raise UnsupportedError(
-            "deterministic and return_dbias are both True and bias is"
+            f"deterministic and return_{name} are both True and bias is"
             " broadcast, expected one of them False or a bias of the full"
             " shape: a GPU sums the gradient of a broadcast bias in no fixed"
             " order"

@@ -127,6 +127,8 @@ def check(problem: Problem) -> None:
     _check_precision(problem)
     _check_splits(problem)
     options.check_order(problem)
+    if problem.tangents:  # no kernel has block sizes for them
+        return
     if problem.block_q is problem.block_k is None:
         return
     legal = set()

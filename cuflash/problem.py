@@ -94,6 +94,27 @@ class KVCache:
 
 
 @dataclass(frozen=True)
+class Tangents:
+    """The tangents of a `jvp` call, without their arrays.
+
+    Or the cotangents of `double_backward`, whose first pass is a JVP in their
+    direction.
+
+    Attributes
+    ----------
+    of : tuple of str
+        The inputs that have one, of q, k, v, bias and sink, in this order.
+        The others do not move.
+    count : int
+        Directions: each of these inputs has as many tangents. 1 in a double
+        backward.
+    """
+
+    of: tuple[str, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class Problem:
     """One attention problem, without its arrays.
 
@@ -109,10 +130,16 @@ class Problem:
     equals ``head_dim_v``. So has a ``"rotary"`` problem (`apply_rotary`),
     whose x counts as queries. In a ``"kvcache"`` problem (`forward_kvcache`)
     ``batch`` is the number of sequences, ``seqlen_q`` the most queries and
-    ``seqlen_k`` the most tokens of one: the capacity.
+    ``seqlen_k`` the most tokens of one: the capacity. A ``"jvp"`` problem is
+    a forward problem with tangents; a ``"double_backward"`` problem is a
+    backward problem with cotangents, in which ``return_dbias`` asks for
+    d2bias and ``return_dsink`` for d2sink.
     """
 
-    direction: Literal["forward", "backward", "merge", "rotary", "kvcache"]
+    direction: Literal[
+        "forward", "backward", "merge", "rotary", "kvcache", "jvp",
+        "double_backward",
+    ]  # fmt: skip
     dtype: DType
     batch: int
     seqlen_q: int
@@ -145,6 +172,8 @@ class Problem:
     dlse: bool = False
     rotary: Rotary | None = None
     kvcache: KVCache | None = None
+    tangents: Tangents | None = None
+    return_ddlse: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -209,13 +238,18 @@ class Signature:
         By argument name, the user's ``out=``, ``dq=``, ``dk=`` and ``dv=``
         among them.
     return_lse : bool
-        Forward: whether lse is wanted.
+        Forward, jvp: whether lse is wanted.
     options : mapping of str to Layout
         The array options, broadcast to their full shapes; cos, sin and
         positions of `apply_rotary`; of `forward_kvcache` every array but
         q, out, the caches, k_new and v_new.
     bias_shape : tuple of int
         The shape of the bias as the user passed it, which dbias has too.
+    tangents : mapping of str to Layout
+        The tangents by what they move, q, k, v, bias or sink, in full rank
+        after an axis of directions.
+    several : bool
+        Whether the tangents that the user passed have an axis of directions.
     """
 
     problem: Problem
@@ -224,6 +258,8 @@ class Signature:
     return_lse: bool = False
     options: Mapping[str, Layout] = field(default_factory=dict)
     bias_shape: tuple[int, ...] = ()
+    tangents: Mapping[str, Layout] = field(default_factory=dict)
+    several: bool = False
 
 
 @dataclass(eq=False)  # not frozen: a frozen one takes twice as long to make
@@ -247,6 +283,9 @@ class Call:
     cache_seqlens : int
         `forward_kvcache`: the length of every sequence before the call,
         unless `options` has an array of lengths.
+    tangents : mapping of str to array
+        `jvp`, `double_backward`: the tangents or cotangents by what they
+        move, q, k, v, bias or sink, as the user passed them.
     """
 
     signature: Signature
@@ -256,6 +295,7 @@ class Call:
     seed: int = 0
     cache_seqlens: int = 0
     given_gradients: Mapping[str, Any] = field(default_factory=dict)
+    tangents: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -281,6 +321,22 @@ class Call:
         """
         return {name: self._full(name, x) for name, x in self.given.items()}
 
+    @functools.cached_property
+    def directions(self) -> Mapping[str, Any]:
+        """The tangents as views after an axis of directions.
+
+        Those of q, k and v are in full rank, those of bias and sink have the
+        axes that the user passed.
+        """
+        whole = slice(None)
+        views = {}
+        for name, array in self.tangents.items():
+            view = array if self.signature.several else array[None]
+            if name in "qkv" and self.rank != 4:
+                view = view[(whole, *_MISSING[self.rank])]
+            views[name] = view
+        return views
+
     @property
     def out(self) -> Any:
         """The user's ``out=`` in full rank, None without one."""
@@ -304,7 +360,10 @@ class Call:
 
 
 # Indices that insert the axes that the user left out.
-_MISSING = {3: (None,), 2: (None, slice(None), None, slice(None))}
+_MISSING: dict[int, tuple] = {
+    3: (None,),
+    2: (None, slice(None), None, slice(None)),
+}
 _MISSING_LSE = {3: (None,), 2: (None, None)}
 
 

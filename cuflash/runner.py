@@ -6,6 +6,7 @@ from typing import Any
 
 from cuflash import execute, execute_kvcache
 from cuflash.backends.base import Backend
+from cuflash.errors import UnsupportedError
 from cuflash.problem import Call
 
 
@@ -34,3 +35,18 @@ class Kernels:
     def forward_kvcache(self, call: Call) -> tuple[Any, Any]:
         """Out in full rank and, if wanted, lse."""
         return execute_kvcache.forward_kvcache(call, self.backend)
+
+    def jvp(self, call: Call) -> tuple[Any, ...]:
+        """Raise UnsupportedError: no kernel computes tangents."""
+        raise _no_kernels("jvp")
+
+    def double_backward(self, call: Call) -> tuple[Any, ...]:
+        """Raise UnsupportedError: no kernel computes second gradients."""
+        raise _no_kernels("double_backward")
+
+
+def _no_kernels(call: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{call} has no kernels, expected NumPy arrays (and no emulator): "
+        "pass cupy.asnumpy(x) for each array x"
+    )

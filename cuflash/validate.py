@@ -247,16 +247,16 @@ def forward(
     `options` holds only the options that the user passed.
     """
     given = {"q": q, "k": k, "v": v}
-    asked = _asked(options) if options else _NOTHING
+    asked = split_options(options)
     arrays = given if out is None else {**given, "out": out}
-    signature = _attention(
+    signature = attention(
         "forward",
         describe(arrays),
         scale_of(scale),
         checks.flag("causal", causal),
-        _block("block_q", block_q),
-        _block("block_k", block_k),
-        _precision(precision),
+        block_of("block_q", block_q),
+        block_of("block_k", block_k),
+        precision_of(precision),
         *asked[:2],
         num_splits=splits_of(num_splits),
         return_lse=checks.flag("return_lse", return_lse),
@@ -296,15 +296,15 @@ def backward(
         given["dlse"] = dlse
     written = {"dq": dq, "dk": dk, "dv": dv}
     written = {name: x for name, x in written.items() if x is not None}
-    asked = _asked(options) if options else _NOTHING
-    signature = _attention(
+    asked = split_options(options)
+    signature = attention(
         "backward",
         describe({**given, **written}),
         scale_of(scale),
         checks.flag("causal", causal),
-        _block("block_q", block_q),
-        _block("block_k", block_k),
-        _precision(precision),
+        block_of("block_q", block_q),
+        block_of("block_k", block_k),
+        precision_of(precision),
         *asked[:2],
         deterministic=checks.flag("deterministic", deterministic),
     )
@@ -347,13 +347,15 @@ def apply_rotary(
     return Call(signature, given, out, tables)
 
 
-_NOTHING: tuple[Numbers, tuple[()], dict[str, Any], int] = ((), (), {}, 0)
+NO_OPTIONS: tuple[Numbers, tuple[()], dict[str, Any], int] = ((), (), {}, 0)
 
 
-def _asked(
+def split_options(
     options: dict[str, Any],
 ) -> tuple[Numbers, tuple[tuple, ...], dict[str, Any], int]:
     """Split options: scalars, array descriptions, arrays and the seed."""
+    if not options:
+        return NO_OPTIONS
     scalars, seed = numbers_of(options)
     arrays = {name: options[name] for name in ARRAYS if name in options}
     return scalars, describe(arrays), arrays, seed
@@ -393,8 +395,8 @@ remembered = functools.lru_cache(maxsize=4096, typed=True)
 
 
 @remembered
-def _attention(
-    direction: Literal["forward", "backward"],
+def attention(
+    direction: Literal["forward", "backward", "jvp", "double_backward"],
     seen: tuple[tuple, ...],
     scale: float | None,
     causal: bool,
@@ -408,7 +410,10 @@ def _attention(
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Signature:
-    """Check a forward or backward call; nothing here depends on the data."""
+    """Check a forward or backward call; nothing here depends on the data.
+
+    Or a jvp call but for its tangents, or a double_backward call.
+    """
     check_one_device(seen + seen_options)
     numbers_asked = dict(asked)
     arrays = Arrays(seen)
@@ -783,12 +788,9 @@ class Arrays:
 
     def _full(self, name: str, shape: tuple) -> tuple:
         """A shape, or strides, in full rank; inserted axes have 1."""
-        rank = self.rank_of(name) + _is_lse(name)
-        if rank == 4:
-            return shape
-        if rank == 3:
-            return (1, *shape)
-        return (1, 1, *shape) if _is_lse(name) else (1, shape[0], 1, shape[1])
+        if not _is_lse(name):
+            return in_full_rank(shape)
+        return (1,) * (3 - len(shape)) + shape
 
     def layouts(self) -> dict[str, Layout]:
         """The layout of each array, in full rank."""
@@ -862,6 +864,13 @@ class Arrays:
             if _is_lse(name)
         ]
         return f"({shapes}; {', '.join(layouts)})"
+
+
+def in_full_rank(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape, or strides, of q, k or v in full rank; new axes have 1."""
+    if len(sizes) == 4:
+        return sizes
+    return (1, *sizes) if len(sizes) == 3 else (1, sizes[0], 1, sizes[1])
 
 
 def _is_lse(name: str) -> bool:
@@ -1088,7 +1097,7 @@ def scale_of(scale: Any) -> float | None:
     return value
 
 
-def _precision(precision: Any) -> Literal["tf32x3"] | None:
+def precision_of(precision: Any) -> Literal["tf32x3"] | None:
     if precision is not None and precision not in PRECISIONS:
         raise ValueRangeError(
             f"precision is {in_words(precision)}, expected "
@@ -1118,7 +1127,7 @@ def splits_of(num_splits: Any) -> int | None:
     return value
 
 
-def _block(name: str, block: Any) -> int | None:
+def block_of(name: str, block: Any) -> int | None:
     if block is None:
         return None
     if isinstance(block, bool) or not isinstance(block, numbers.Integral):

@@ -5,7 +5,8 @@ columns of a head: heads come before tokens, unlike in `cuflash.forward`, so
 arrays of three or four axes need ``heads_first=True``.
 
 Read `softmax` and `tile_state` first, then `attention` (every matrix
-materialised), then `forward` and `backward` (the tiled algorithms).
+materialised), then `forward` and `backward` (the tiled algorithms), `jvp` and
+`double_backward` (their derivatives, along `tangents`).
 `machine`, `traffic` and `roofline` count their costs, `multihead` adds the
 projections, and `running` applies the idea of online softmax to the variance.
 `options` combines the options of a call: `masks` (which query sees which
@@ -70,8 +71,10 @@ Papers:
 from . import (
     attention,
     backward,
+    double_backward,
     dropout,
     forward,
+    jvp,
     kvcache,
     machine,
     masks,
@@ -83,6 +86,7 @@ from . import (
     running,
     scores,
     softmax,
+    tangents,
     tile_state,
     traffic,
 )
@@ -90,8 +94,10 @@ from . import (
 __all__ = [
     "attention",
     "backward",
+    "double_backward",
     "dropout",
     "forward",
+    "jvp",
     "kvcache",
     "machine",
     "masks",
@@ -103,6 +109,7 @@ __all__ = [
     "running",
     "scores",
     "softmax",
+    "tangents",
     "tile_state",
     "traffic",
 ]

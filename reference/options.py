@@ -242,6 +242,25 @@ class Tiles:
         return Scores(s, slope, visible)
 
     @quiet
+    def curvature(self, q: np.ndarray, k: np.ndarray) -> np.ndarray | None:
+        """Return the second derivative of scores; None if it is 0.
+
+        With respect to scale * QK^T, as the slope of `Scores`.
+
+        Parameters
+        ----------
+        q : ndarray, (..., rows, head_dim)
+        k : ndarray, (..., keys, head_dim)
+        """
+        o = self.options
+        if o.softcap is None:
+            return None
+        s = scores.scores_of(q, k, self.scale, largest=o.largest_score)
+        return scores.softcap_curvature(
+            scores.softcap(s, o.softcap), o.softcap
+        )
+
+    @quiet
     def dropped(self, weights: np.ndarray, tile: Tile) -> np.ndarray:
         """Return weights * Z; see `dropout`."""
         if self.options.dropout is None:

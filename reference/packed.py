@@ -35,6 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention import attention, attention_vjp
+from .double_backward import SecondGradients, double_backward
+from .jvp import Tangents, jvp
 
 
 class Span(NamedTuple):
@@ -163,6 +165,125 @@ def packed_attention_vjp(
         for x, part, index in zip(gradients, parts, indices, strict=False):
             x[index] += part
     return tuple(gradients)
+
+
+def packed_jvp(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    cu_seqlens_k: np.ndarray,
+    q_dot: np.ndarray | None = None,
+    k_dot: np.ndarray | None = None,
+    v_dot: np.ndarray | None = None,
+    *,
+    sink_dot: np.ndarray | None = None,
+    **options: Any,
+) -> Tangents:
+    """Compute out, lse and their tangents; see `jvp.jvp`.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, **options
+        As in `packed_attention`.
+    q_dot, k_dot, v_dot, sink_dot : array_like, optional
+        Tangents, with the shapes of what they move: one direction.
+
+    Returns
+    -------
+    Tangents
+        Tangents are 0 for tokens of no sequence.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    results = Tangents(
+        np.zeros((*q.shape[:-1], v.shape[-1])),
+        np.full(q.shape[:-1], -np.inf),
+        np.zeros((*q.shape[:-1], v.shape[-1])),
+        np.zeros(q.shape[:-1]),
+    )
+    totals = q.shape[-2], k.shape[-2]
+    for b, rows, keys in spans(cu_seqlens_q, cu_seqlens_k, *totals):
+        parts = jvp(
+            *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
+            *(_own(q_dot, rows), _own(k_dot, keys), _own(v_dot, keys)),
+            sink_dot=sink_dot,
+            **_of_sequence(options, b, q.ndim),
+        )
+        columns, row = (..., rows, slice(None)), (..., rows)
+        for result, part, index in zip(
+            results, parts, (columns, row, columns, row), strict=True
+        ):
+            result[index] = part
+    return results
+
+
+def packed_double_backward(
+    ddq: np.ndarray | None,
+    ddk: np.ndarray | None,
+    ddv: np.ndarray | None,
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    cu_seqlens_k: np.ndarray,
+    *,
+    ddsink: np.ndarray | None = None,
+    dlse: np.ndarray | None = None,
+    **options: Any,
+) -> SecondGradients:
+    """Compute gradients of the gradients; see `double_backward`.
+
+    Parameters
+    ----------
+    ddq, ddk, ddv, dout, q, k, v, out, lse, ddsink, dlse
+        As in `double_backward.double_backward`.
+    cu_seqlens_q, cu_seqlens_k, **options
+        As in `packed_attention`.
+
+    Returns
+    -------
+    SecondGradients
+        0 for tokens of no sequence; d2sink is summed over all sequences.
+    """
+    dout, q, k, v, out, lse = (
+        np.asarray(x, np.float64) for x in (dout, q, k, v, out, lse)
+    )
+    sink = options.get("sink")
+    results = SecondGradients(
+        d2q=np.zeros(q.shape),
+        d2k=np.zeros(k.shape),
+        d2v=np.zeros(v.shape),
+        ddout=np.zeros(dout.shape),
+        d2bias=None,
+        d2sink=None if sink is None else np.zeros(np.shape(sink)),
+        ddlse=np.zeros(lse.shape),
+    )
+    totals = q.shape[-2], k.shape[-2]
+    for b, rows, keys in spans(cu_seqlens_q, cu_seqlens_k, *totals):
+        parts = double_backward(
+            *(_own(ddq, rows), _own(ddk, keys), _own(ddv, keys)),
+            *(dout[..., rows, :], q[..., rows, :]),
+            *(k[..., keys, :], v[..., keys, :]),
+            *(out[..., rows, :], lse[..., rows]),
+            ddsink=ddsink,
+            dlse=None if dlse is None else dlse[..., rows],
+            **_of_sequence(options, b, q.ndim),
+        )
+        queries, of_keys = (..., rows, slice(None)), (..., keys, slice(None))
+        indices: tuple[Any, ...] = (
+            *(queries, of_keys, of_keys, queries), ..., ..., (..., rows),
+        )  # fmt: skip
+        for result, part, index in zip(results, parts, indices, strict=True):
+            if result is not None:
+                result[index] += part
+    return results
+
+
+def _own(array: np.ndarray | None, tokens: slice) -> np.ndarray | None:
+    return None if array is None else np.asarray(array)[..., tokens, :]
 
 
 def _of_sequence(

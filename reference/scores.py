@@ -131,6 +131,21 @@ def softcap_slope(capped: np.ndarray, cap: float) -> np.ndarray:
 
 
 @quiet
+def softcap_curvature(capped: np.ndarray, cap: float) -> np.ndarray:
+    r"""Return the second derivative, :math:`-2 t (1 - t^2) / cap`.
+
+    Here t is tanh(s / cap).
+
+    Parameters
+    ----------
+    capped : ndarray
+        The result of `softcap`.
+    cap : float
+    """
+    return -2.0 / cap * (capped / cap) * softcap_slope(capped, cap)
+
+
+@quiet
 def alibi(
     slopes: np.ndarray, query: np.ndarray, key: np.ndarray, shift: int
 ) -> np.ndarray:

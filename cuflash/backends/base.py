@@ -109,3 +109,12 @@ class Runner(Protocol):
 
     def forward_kvcache(self, call: Call) -> tuple[Any, Any]:
         """Out and lse; lse may be None if it is not requested."""
+
+    def jvp(self, call: Call) -> tuple[Any, ...]:
+        """Out, lse, out_dot and lse_dot, the last two by direction.
+
+        lse and lse_dot may be None if they are not requested.
+        """
+
+    def double_backward(self, call: Call) -> tuple[Any, ...]:
+        """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if requested."""

@@ -11,34 +11,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from cuflash import plan
 from cuflash.problem import Call
-from cuflash.reference import backward as backward_of
-from cuflash.reference import forward as forward_of
 from cuflash.reference import kvcache
 from cuflash.reference.packed import spans
 from cuflash.reference.rotary import apply_rotary as apply_rotary_to
 from cuflash.reference.tile_state import TileState
 
-from . import numpy_tiles
+from . import numpy_reference, numpy_tiles
+from .numpy_derivatives import double_backward, jvp
 from .numpy_kinds import Kind
 from .numpy_parts import (
-    Part,
     by_key_heads,
     by_query_heads,
+    dtype_of,
+    like,
+    operands,
+    part_options,
     parts,
-    working_dtype,
     zero_gradients,
 )
+from .numpy_reference import LARGEST_FLOAT32
 from .numpy_scores import of_heads
 
-REFERENCE_BLOCK = 128  # a tile's scores in float64 are 128 KiB
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+__all__ = [
+    "apply_rotary",
+    "backward",
+    "double_backward",
+    "forward",
+    "forward_kvcache",
+    "jvp",
+    "merge_states",
+]
 
 # Overflow and NaN are valid results, whatever the caller's np.errstate.
 _quiet = np.errstate(all="ignore")
@@ -49,19 +57,19 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Return out (batch, seqlen_q, num_heads_q, head_dim_v), and lse."""
     p = call.problem
     plan.check(p)
-    q, k, v = _operands(call, "q", "k", "v")
+    q, k, v = operands(call, "q", "k", "v")
     shape = (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v)
-    result = np.zeros(shape, _dtype(call))
+    result = np.zeros(shape, dtype_of(call))
     out = by_query_heads(result, p)
     lse = np.full(q.shape[:-1], -np.inf, q.dtype)
     for part in parts(call, q, k, v):
         at, keys = part.of_queries, part.of_keys
-        run: Callable[..., None] = _reference_forward
+        run: Callable[..., None] = numpy_reference.forward
         if part.kind != Kind.UNBOUNDED:
             small = part.kind == Kind.SMALL
             run = partial(numpy_tiles.forward, small=small)
         given = q[at], k[keys], v[keys], out[at], lse[at]
-        run(*given, **_options_of(call, part))
+        run(*given, **part_options(call, part))
     lse = lse.reshape(p.batch, p.num_heads_q, p.seqlen_q)
     return _into(call.out, result), lse
 
@@ -71,14 +79,14 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
     """Return dq, dk and dv, like q, k and v; dbias, dsink if requested."""
     p = call.problem
     plan.check(p)
-    q, k, v, out, dout = _operands(call, "q", "k", "v", "out", "dout")
+    q, k, v, out, dout = operands(call, "q", "k", "v", "out", "dout")
     rows = {
         name: call.arrays[name].reshape(q.shape[:-1]).astype(q.dtype)
         for name in ("lse", "dlse")
         if name in call.arrays
     }
     results = [
-        np.zeros(call.arrays[name].shape, _dtype(call)) for name in "qkv"
+        np.zeros(call.arrays[name].shape, dtype_of(call)) for name in "qkv"
     ]
     dq = by_query_heads(results[0], p)
     dk, dv = map(by_key_heads, results[1:])
@@ -87,13 +95,13 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
     others = zero_gradients(call)
     for part in parts(call, q, k, v, values, lse):
         at, keys = part.of_queries, part.of_keys
-        run: Callable[..., tuple[np.ndarray, ...]] = _reference_backward
+        run: Callable[..., tuple[np.ndarray, ...]] = numpy_reference.backward
         if part.kind != Kind.UNBOUNDED:
             run = numpy_tiles.backward
         dq[at], dk[keys], dv[keys], *rest = run(
             *(dout[at], q[at], k[keys], v[keys], out[at], lse[at]),
             dlse=None if dlse is None else dlse[at],
-            **_options_of(call, part),
+            **part_options(call, part),
         )
         for total, own in zip(others.values(), rest, strict=True):
             of_part = of_heads(total, part.heads)
@@ -104,63 +112,10 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
         for name, x in zip("qkv", results, strict=True)
     )
     return gradients + tuple(
-        _like(call.options[name], others[name])
+        like(call.options[name], others[name])
         for name in wanted
         if wanted[name]
     )
-
-
-def _reference_forward(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    **options: Any,
-) -> None:
-    """Forward in float64, with the semantics of NaN and infinities."""
-    k, v = (_for_groups(x, q) for x in (k, v))
-    options = _of_reference(q, options)
-    out[...], lse[...] = forward_of.query_outer(q, k, v, **options)
-
-
-def _reference_backward(
-    dout: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    *,
-    dlse: np.ndarray | None,
-    **options: Any,
-) -> tuple[np.ndarray, ...]:
-    """Backward in float64, with the semantics of NaN and infinities."""
-    k, v = (_for_groups(x, q) for x in (k, v))
-    options = _of_reference(q, options)
-    if lse.dtype == np.float32:
-        lse = _unrounded(lse.astype(np.float64), q, k, options)
-    dq, dk, dv, *rest = backward_of.key_outer(
-        dout, q, k, v, out, lse, dlse=dlse, **options
-    )
-    dk, dv = (x.sum(axis=2, keepdims=True) for x in (dk, dv))
-    return (dq, dk, dv, *rest)
-
-
-def _of_reference(q: np.ndarray, options: dict[str, Any]) -> dict[str, Any]:
-    options = dict(options)
-    for name in ("block_q", "block_k"):
-        options[name] = options[name] or REFERENCE_BLOCK
-    if q.dtype == np.float32:
-        options["largest_score"] = LARGEST_FLOAT32
-    return options
-
-
-def _for_groups(x: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Keys or values, in float64, broadcast along the axis of a group."""
-    # Converted before broadcasting: converting a broadcast array copies it.
-    shape = (*q.shape[:3], *x.shape[3:])
-    return np.broadcast_to(x.astype(np.float64, copy=False), shape)
 
 
 @_quiet
@@ -264,49 +219,9 @@ def _cache(array: np.ndarray) -> np.ndarray:
     return array.view(ml_dtypes.float8_e4m3fn)
 
 
-def _operands(call: Call, *names: str) -> list[np.ndarray]:
-    """Arrays of a call with heads first, in the dtype to compute with."""
-    p, found = call.problem, []
-    for name in names:
-        array = call.arrays[name]
-        if name in ("k", "v"):
-            by_head = by_key_heads(array)
-        else:
-            by_head = by_query_heads(array, p)
-        by_head = by_head.astype(working_dtype(p), copy=False)
-        found.append(_for_blas(by_head))
-    return found
-
-
-def _for_blas(x: np.ndarray) -> np.ndarray:
-    """Rows that BLAS reads in place, so that strides change no bit."""
-    row, element = x.strides[-2:]
-    in_place = element == x.itemsize and row >= x.shape[-1] * element
-    return x if in_place and row % element == 0 else x.copy(order="C")
-
-
-def _options_of(call: Call, part: Part) -> dict[str, Any]:
-    """The keyword arguments of a part."""
-    p = call.problem
-    blocks = {"block_q": p.block_q, "block_k": p.block_k}
-    return {"scale": p.scale, **blocks, **part.options}
-
-
-def _like(array: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """A gradient with the shape and the dtype of its array."""
-    dtype = array.dtype.newbyteorder("=")
-    gradient = np.broadcast_to(gradient, np.shape(gradient) or array.shape)
-    return gradient.reshape(array.shape).astype(dtype, order="C")
-
-
-def _dtype(call: Call) -> np.dtype:
-    """The inputs' dtype, in native bytes."""
-    return next(iter(call.arrays.values())).dtype.newbyteorder("=")
-
-
 def _round(array: np.ndarray, call: Call) -> np.ndarray:
     """Convert to the dtype of the inputs, C-contiguous, native bytes."""
-    return array.astype(_dtype(call), order="C")
+    return array.astype(dtype_of(call), order="C")
 
 
 def _into(given: np.ndarray | None, result: np.ndarray) -> np.ndarray:
@@ -315,20 +230,3 @@ def _into(given: np.ndarray | None, result: np.ndarray) -> np.ndarray:
         return result
     given[...] = result
     return given
-
-
-def _unrounded(
-    lse: np.ndarray, q: np.ndarray, k: np.ndarray, options: dict
-) -> np.ndarray:
-    """Undo the rounding of lse to float32 if these keys reproduce it.
-
-    In P = exp(S - lse), the absolute error of lse becomes a relative error of
-    P: 1e-3 at scores of 1e4, and no correct digit at 1e30. So lse is
-    recomputed, and the result is used if it equals the caller's within a
-    float32 ulp. It differs if the caller's lse covers more keys than these;
-    the caller's is used then.
-    """
-    no_values = k[..., :0]
-    _, exact = forward_of.query_outer(q, k, no_values, **options)
-    ulp = np.spacing(np.abs(lse).astype(np.float32))
-    return np.where(np.abs(exact - lse) <= ulp, exact, lse)

@@ -10,6 +10,9 @@ import numpy as np
 
 LARGEST_SCORE = 2.0**14  # above it float32 has 9 bits behind the point
 LARGEST_VALUE = 2.0**40  # sums of products of three stay below 2^128
+# Of a double backward: W is below 2^40, dP below 2^49, and their product with
+# q or k, summed over 2^20 rows, below 2^127.
+LARGEST_COTANGENT = 2.0**20
 LARGEST_SMALL = 40.0  # e^-40 is 2^-58: normal, and so are sums of e^40
 
 
@@ -18,8 +21,9 @@ class Kind(IntEnum):
 
     UNBOUNDED : a result may overflow or be NaN: for the reference.
     BOUNDED : all is finite, scores are at most `LARGEST_SCORE` and values (v
-        and, backward, out, dout, dlse) at most `LARGEST_VALUE`. A bias, sink
-        or lse may be -inf.
+        and, backward, out, dout, dlse; tangents) at most `LARGEST_VALUE`, or
+        `LARGEST_COTANGENT` in a double backward. A bias, sink or lse may be
+        -inf.
     SMALL : moreover exp(S) and its sums are normal numbers, without m.
     """
 
@@ -35,8 +39,12 @@ def kinds(
     scale: float,
     options: dict[str, Any],
     lse: np.ndarray | None = None,
+    largest: float = LARGEST_VALUE,
 ) -> np.ndarray:
-    """Return the `Kind` of each batch element, (batch,)."""
+    """Return the `Kind` of each batch element, (batch,).
+
+    largest : of values.
+    """
     lengths = _longest(q), _longest(k)
     score = abs(scale) * lengths[0] * lengths[1]
     # Nor is one of the three large where another is 0.
@@ -44,7 +52,7 @@ def kinds(
     for x in lengths:
         bounded = bounded & (max(1, abs(scale)) * x <= LARGEST_SCORE)
     for x in values:
-        bounded = bounded & (_largest(x) <= LARGEST_VALUE)
+        bounded = bounded & (_largest(x) <= largest)
     upper: list[Any] = [lse, options.get("bias"), options.get("sink")]
     slopes = options.get("alibi_slopes")
     if slopes is not None:

@@ -17,7 +17,7 @@ from cuflash.problem import Call, Problem
 from cuflash.reference.dropout import Dropout
 from cuflash.reference.packed import spans
 
-from .numpy_kinds import Kind, kinds
+from .numpy_kinds import LARGEST_VALUE, Kind, kinds
 from .numpy_scores import Heads, options_of
 
 _ALL = slice(None)
@@ -50,17 +50,31 @@ def parts(
     v: np.ndarray,
     of_queries: Sequence[np.ndarray] = (),
     lse: np.ndarray | None = None,
+    *,
+    of_keys: Sequence[np.ndarray] = (),
+    others: Sequence[np.ndarray] = (),
+    largest: float = LARGEST_VALUE,
 ) -> Iterator[Part]:
-    """Cut a call into parts of one `Kind` each."""
+    """Cut a call into parts of one `Kind` each.
+
+    Beside v, `of_queries`, `of_keys` and `others` hold values, which are
+    BOUNDED up to `largest`.
+    """
     for part in _sequences(call):
         at, keys = part.of_queries, part.of_keys
         found = kinds(
             q[at],
             k[keys],
-            [v[keys], *(x[at] for x in of_queries)],
+            [
+                v[keys],
+                *(x[at] for x in of_queries),
+                *(x[keys] for x in of_keys),
+                *others,
+            ],
             call.problem.scale,
             part.options,
             None if lse is None else lse[at],
+            largest,
         )
         if len({*found.tolist()}) <= 1:
             yield part._replace(kind=max(found, default=Kind.SMALL))
@@ -107,7 +121,7 @@ def _options(call: Call) -> dict[str, Any]:
             options[name] = heads.reshape(groups)
     for name in ("bias", "mask"):
         if name in given:
-            own = _by_group(given[name], p)
+            own = by_group(given[name], p)
             dtype = own.dtype if name == "mask" else working_dtype(p)
             options[name] = own.astype(dtype, copy=False)
     for name in ("segment_ids_q", "segment_ids_k"):
@@ -122,7 +136,7 @@ def _options(call: Call) -> dict[str, Any]:
     return options
 
 
-def _by_group(array: np.ndarray, problem: Problem) -> np.ndarray:
+def by_group(array: np.ndarray, problem: Problem) -> np.ndarray:
     """Split axis 1, heads, into (key head, head in group); 1 stays 1."""
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     groups = (problem.num_heads_kv, problem.group_size)
@@ -136,7 +150,7 @@ def zero_gradients(call: Call) -> dict[str, np.ndarray]:
     p, given = call.problem, call.options
     sums = {}
     if "bias" in given:
-        shape = _by_group(given["bias"], p).shape
+        shape = by_group(given["bias"], p).shape
         sums["bias"] = np.zeros(shape, working_dtype(p))
     if "sink" in given:
         sums["sink"] = np.zeros((1, p.num_heads_kv, p.group_size))
@@ -158,3 +172,43 @@ def by_query_heads(array: np.ndarray, problem: Problem) -> np.ndarray:
 def by_key_heads(array: np.ndarray) -> np.ndarray:
     """View (batch, seqlen_k, heads, d) with the heads first."""
     return array.swapaxes(1, 2)[:, :, None]
+
+
+def operands(call: Call, *names: str) -> list[np.ndarray]:
+    """Arrays of a call with heads first, in the dtype to compute with."""
+    p, found = call.problem, []
+    for name in names:
+        array = call.arrays[name]
+        if name in ("k", "v"):
+            by_head = by_key_heads(array)
+        else:
+            by_head = by_query_heads(array, p)
+        by_head = by_head.astype(working_dtype(p), copy=False)
+        found.append(for_blas(by_head))
+    return found
+
+
+def for_blas(x: np.ndarray) -> np.ndarray:
+    """Rows that BLAS reads in place, so that strides change no bit."""
+    row, element = x.strides[-2:]
+    in_place = element == x.itemsize and row >= x.shape[-1] * element
+    return x if in_place and row % element == 0 else x.copy(order="C")
+
+
+def part_options(call: Call, part: Part) -> dict[str, Any]:
+    """The keyword arguments of a part."""
+    p = call.problem
+    blocks = {"block_q": p.block_q, "block_k": p.block_k}
+    return {"scale": p.scale, **blocks, **part.options}
+
+
+def like(array: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    """A gradient with the shape and the dtype of its array."""
+    dtype = array.dtype.newbyteorder("=")
+    gradient = np.broadcast_to(gradient, np.shape(gradient) or array.shape)
+    return gradient.reshape(array.shape).astype(dtype, order="C")
+
+
+def dtype_of(call: Call) -> np.dtype:
+    """The inputs' dtype, in native bytes."""
+    return next(iter(call.arrays.values())).dtype.newbyteorder("=")

@@ -82,7 +82,8 @@ class Scores:
         options: dict[str, Any],
         heads: Heads,
     ) -> None:
-        self.q, self.k, self.block_k = q[heads], of_heads(k, heads), block_k
+        self.heads, self.block_k = heads, block_k
+        self.q, self.k = q[heads], of_heads(k, heads)
         self.k_transposed = transposed(self.k)
         # Scaling by a power of two is exact, so q may have it.
         exact = abs(math.frexp(scale)[0]) == 0.5
@@ -141,18 +142,28 @@ class Scores:
         self, tile: Tile, visible: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | float]:
         """Return S, and its slope with respect to scale * QK^T."""
-        options, slope = self.options, 1.0
+        s, t = self.capped(tile)
+        return self.modified(s, tile, visible), 1.0 if t is None else 1 - t * t
+
+    def capped(self, tile: Tile) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return scale * QK^T; or, with a softcap, cap * t and t, a tanh."""
         s = (
             self.scaled_q[..., tile.queries, :]
             @ self.k_transposed[..., tile.keys]
         )
         if self.scale != 1:
             s *= self.scale
-        if options.softcap is not None:
-            s /= options.softcap
-            np.tanh(s, out=s)
-            slope = 1 - s * s
-            s *= options.softcap
+        if self.options.softcap is None:
+            return s, None
+        s /= self.options.softcap
+        t = np.tanh(s, out=s)
+        return t * self.options.softcap, t
+
+    def modified(
+        self, s: np.ndarray, tile: Tile, visible: np.ndarray | None
+    ) -> np.ndarray:
+        """Add ALiBi and bias to capped scores, and mask them; in place."""
+        options = self.options
         if options.alibi_slopes is not None:
             query, key = np.arange(*tile[:2]), np.arange(*tile[2:])
             query += self.pairs.seqlen_k - self.pairs.seqlen_q
@@ -162,12 +173,19 @@ class Scores:
             s += tile.of(options.bias)
         if visible is not None:
             np.copyto(s, -np.inf, where=~visible)
-        return s, slope
+        return s
 
     def kept(self, weights: np.ndarray, tile: Tile) -> np.ndarray:
         """The weights that dropout keeps, larger; all without dropout."""
         kept = self.pairs.dropped(weights, tile)
         return kept.astype(weights.dtype, copy=False)
+
+    def factors(self, tile: Tile) -> np.ndarray | None:
+        """What dropout multiplies weights by; None without dropout."""
+        if self.options.dropout is None:
+            return None
+        query, key = np.arange(*tile[:2]), np.arange(*tile[2:])
+        return self.options.dropout.factors(query, key).astype(self.q.dtype)
 
 
 def transposed(x: np.ndarray) -> np.ndarray:

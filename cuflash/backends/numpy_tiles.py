@@ -87,7 +87,7 @@ def backward(
         sums = _Sums(*(of_heads(x, heads) for x in (dk, dv, dbias)))
         for start, stop in cut(q.shape[-2], block_q):
             at = (*heads, slice(start, stop))
-            rows = _Rows(at[-1], dout[at], lse[at], delta[at])
+            rows = Rows(at[-1], dout[at], lse[at], delta[at])
             _differentiate(scores, rows, v_transposed, dq[at], sums)
     dq *= scale
     dk *= scale
@@ -122,7 +122,7 @@ def _attend(
     return m, total, acc
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """What the gradient of some queries needs."""
 
     place: slice
@@ -141,14 +141,14 @@ class _Sums(NamedTuple):
 
 def _differentiate(
     scores: Scores,
-    rows: _Rows,
+    rows: Rows,
     v_transposed: np.ndarray,
     dq: np.ndarray,
     sums: _Sums,
 ) -> None:
     """Add the terms of some queries to dq and to the sums, unscaled."""
     q = scores.q[..., rows.place, :]
-    shift, rest = _shifts(scores, rows)
+    shift, rest = shifts(scores, rows)
     for tile, visible in scores.tiles(rows.place):
         k = scores.k[..., tile.keys, :]
         p, slope = scores.of(tile, visible)
@@ -156,7 +156,7 @@ def _differentiate(
         if rest is not None:
             p -= rest
         np.exp(p, out=p)
-        _add_to_keys(sums.dv, tile, scores.kept(p, tile), rows.dout)
+        add_to_keys(sums.dv, tile, scores.kept(p, tile), rows.dout)
         ds = scores.kept(rows.dout @ v_transposed[..., tile.keys], tile)
         ds -= rows.delta[..., None]
         ds *= p
@@ -165,13 +165,11 @@ def _differentiate(
             part += reduce_to_shape(ds, part.shape)
         if scores.options.softcap is not None:
             ds *= slope
-        _add_to_keys(sums.dk, tile, ds, q)
+        add_to_keys(sums.dk, tile, ds, q)
         dq += ds @ k
 
 
-def _shifts(
-    scores: Scores, rows: _Rows
-) -> tuple[np.ndarray, np.ndarray | None]:
+def shifts(scores: Scores, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
     """Return two numbers a row whose sum is lse, or inf where lse is -inf.
 
     They are m and log(l) where a rounded lse would cost digits of P, if the
@@ -191,7 +189,7 @@ def _shifts(
     return shift[..., None], rest
 
 
-def _add_to_keys(
+def add_to_keys(
     total: np.ndarray, tile: Tile, weights: np.ndarray, rows: np.ndarray
 ) -> None:
     """Add weights^T rows, summed over the heads of a group."""

@@ -25,7 +25,7 @@ PICTURES = {
     "scores": ("plot_3_masks_and_biases", 2),
     "traffic": ("plot_4_tile_sizes", 2),
 }
-TITLES = {"kvcache": "KV cache", "running": "Running variance"}
+TITLES = {"jvp": "JVP", "kvcache": "KV cache", "running": "Running variance"}
 
 
 def write_bridges(site: Path) -> None:

@@ -16,33 +16,8 @@ from helpers.reference_cases import (
     bounds,
     forward_results,
 )
+from helpers.reference_dense import dense_scores, keep_factors
 from reference_strategies import optional_cases
-
-
-def dense_scores(case, q, k):
-    """Return scores by their definition."""
-    o = case.meaning()
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    s = scale * np.einsum("...id,...jd->...ij", q, k)
-    if case.softcap is not None:
-        s = case.softcap * np.tanh(s / case.softcap)
-    i, j = np.indices(s.shape[-2:])
-    past = i + case.seqlen_k - case.seqlen_q - j  # how far back the key is
-    if "alibi_slopes" in o:
-        s = s - o["alibi_slopes"][..., None, None] * abs(past)
-    if "bias" in o:
-        s = s + o["bias"]
-    left, right = case.window
-    seen = (past >= 0) | (not case.causal)
-    seen &= (left is None or past <= left) & (right is None or -past <= right)
-    seen = seen & o.get("mask", True)
-    if "segment_ids_q" in o:
-        ids = (
-            o["segment_ids_q"][..., :, None],
-            o["segment_ids_k"][..., None, :],
-        )
-        seen = seen & (ids[0] == ids[1])
-    return np.where(seen, s, -np.inf)
 
 
 def dense_weights(case, q, k):
@@ -56,21 +31,6 @@ def dense_weights(case, q, k):
     blind = (lse == -np.inf)[..., None]
     p = scipy.special.softmax(np.where(blind, 0, s), axis=-1)
     return np.where(blind, 0, p)[..., :-1], lse
-
-
-def keep_factors(case):
-    """Return Z of every pair, for each leading index."""
-    shape = (*case.lead, case.seqlen_q, case.seqlen_k)
-    dropout = case.dropped()
-    if dropout is None:
-        return np.ones(shape)
-    i, j = np.arange(case.seqlen_q), np.arange(case.seqlen_k)
-    z = np.empty(shape)
-    for at in np.ndindex(*case.lead):
-        batch, head = (0, 0, *at)[-2:]
-        one = dropout._replace(batch=batch, head=head)
-        z[at] = one.factors(i, j)
-    return z
 
 
 @given(optional_cases())

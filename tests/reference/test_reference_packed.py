@@ -6,11 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.reference.attention import attention, attention_vjp
+from cuflash.reference.double_backward import double_backward
 from cuflash.reference.dropout import Dropout
+from cuflash.reference.jvp import jvp
 from cuflash.reference.packed import (
     first_bad,
     packed_attention,
     packed_attention_vjp,
+    packed_double_backward,
+    packed_jvp,
     spans,
 )
 from helpers.reference_cases import ReferenceCase, assert_close, bounds
@@ -124,3 +128,38 @@ def test_slopes_may_be_those_of_a_sequence():
 def test_first_bad_offset(offsets, bad):
     assert first_bad(np.array(offsets, np.int32), 5) == bad
     assert [*spans(offsets, [0, 1, 1], 5, 1)] == [] or bad is None
+
+
+def test_sequences_have_tangents_of_their_own():
+    offsets, tokens = ([0, 3, 3, 8], [0, 4, 5, 9]), (9, 10)
+    rng = np.random.default_rng(0)
+    q, q_dot = rng.standard_normal((2, 9, 4))
+    k, v, k_dot, v_dot = rng.standard_normal((4, 10, 4))
+    given = {"sink": np.ones(()), "causal": True}
+    got = packed_jvp(q, k, v, *offsets, q_dot, k_dot, v_dot, **given)
+    for _, i, j in spans(*offsets, *tokens):
+        alone = jvp(q[i], k[j], v[j], q_dot[i], k_dot[j], v_dot[j], **given)
+        for x, one in zip(got, alone, strict=True):
+            np.testing.assert_array_equal(x[i], one)
+    assert not got.out_dot[8].any() and not got.lse_dot[8]
+
+
+def test_sequences_have_second_gradients_of_their_own():
+    offsets, tokens = ([0, 3, 3, 8], [0, 4, 5, 9]), (9, 10)
+    rng = np.random.default_rng(0)
+    q, dout, ddq = rng.standard_normal((3, 9, 4))
+    k, v, ddk, ddv = rng.standard_normal((4, 10, 4))
+    given = {"sink": np.ones(()), "causal": True}
+    out, lse = packed_attention(q, k, v, *offsets, **given)
+    got = packed_double_backward(
+        ddq, ddk, ddv, dout, q, k, v, out, lse, *offsets, **given
+    )
+    d2sink = 0.0
+    for _, i, j in spans(*offsets, *tokens):
+        own = dout[i], q[i], k[j], v[j], out[i], lse[i]
+        alone = double_backward(ddq[i], ddk[j], ddv[j], *own, **given)
+        for name, at in {"d2q": i, "d2k": j, "d2v": j, "ddout": i}.items():
+            x, one = getattr(got, name), getattr(alone, name)
+            np.testing.assert_array_equal(x[at], one)
+        d2sink += alone.d2sink
+    assert got.d2sink == d2sink and not got.d2q[8].any()

@@ -30,6 +30,7 @@ LAW = {
     "softcap": "",
     "options": "checks errors layouts problem softcap",
     "validate": "checks errors options problem",
+    "validate_derivatives": "checks errors options problem validate",
     "validate_kvcache": "checks errors options problem validate",
     "tiles": "errors folders",
     "plans": "",
@@ -52,7 +53,7 @@ LAW = {
     " workspace backends.base",
     "execute_kvcache": "errors problem options plan plans.append abi layouts"
     " workspace execute backends.base",
-    "runner": "problem execute execute_kvcache backends.base",
+    "runner": "errors problem execute execute_kvcache backends.base",
     "build": "",
     "build.source": "abi errors",
     "build.cache": "errors folders",
@@ -60,11 +61,18 @@ LAW = {
     "build.warmup": "errors folders settings build.cache",
     "backends": "",
     "backends.numpy": "problem plan reference backends backends.numpy_kinds"
-    " backends.numpy_parts backends.numpy_scores backends.numpy_tiles",
+    " backends.numpy_derivatives backends.numpy_parts"
+    " backends.numpy_reference backends.numpy_scores backends.numpy_tiles",
+    "backends.numpy_derivatives": "problem plan backends backends.numpy_kinds"
+    " backends.numpy_parts backends.numpy_reference backends.numpy_scores"
+    " backends.numpy_tangents",
     "backends.numpy_kinds": "",
     "backends.numpy_parts": "problem reference backends.numpy_kinds"
     " backends.numpy_scores",
+    "backends.numpy_reference": "reference backends.numpy_tangents",
     "backends.numpy_scores": "reference",
+    "backends.numpy_tangents": "reference backends.numpy_scores"
+    " backends.numpy_tiles",
     "backends.numpy_tiles": "reference backends.numpy_scores",
     "backends.base": "plan layouts problem",
     "backends.cupy": "errors problem plan layouts workspace abi build.nvrtc",
@@ -99,6 +107,7 @@ LAW = {
     "api": "errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
+    "api_derivatives": "api problem validate_derivatives",
     "torch": "torch.attention torch.fakes torch.kvcache torch.op_gradients"
     " torch.registration",
     "torch.arrays": "workspace torch.dtypes",
@@ -141,8 +150,8 @@ LAW = {
     " jax.machine jax.primitives jax.recording",
     "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
     " jax.cpu jax.cuda jax.primitives",
-    "__init__": "errors api build.warmup emulator reference _checkout"
-    " _version",
+    "__init__": "errors api api_derivatives build.warmup emulator reference"
+    " _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
     " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
     " __init__",
@@ -327,6 +336,8 @@ cuflash.merge_states(out, lse, out, lse)
 cuflash.apply_rotary(q, q[:, :2], q[:, :2])
 cache = np.ones((1, 5, 1, 4), np.float32)
 cuflash.forward_kvcache(cache[:, :1], cache, cache, cache_seqlens=3)
+cuflash.jvp(q, q, q, q, None, None)
+cuflash.double_backward(q, None, None, out, q, q, q, out, lse)
 """
     done = run_without(["cupy", "cuda"], text)
     assert done.returncode == 0, done.stderr

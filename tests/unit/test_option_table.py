@@ -40,6 +40,18 @@ def test_calls_have_the_options_in_its_order(call):
     assert parameters[parameters.index("window") :] == known
 
 
+@pytest.mark.parametrize("call", [cuflash.jvp, cuflash.double_backward])
+def test_derivatives_have_the_options_of_forward(call):
+    known = inspect.signature(cuflash.forward).parameters
+    names = [x.name for x in options.TABLE if not x.of_gradients]
+    parameters = inspect.signature(call).parameters
+    first = list(parameters).index("window")
+    assert list(parameters)[first : first + len(names)] == names
+    for name in names:
+        assert parameters[name].default == known[name].default
+        assert re.search(rf"^    .*\b{name}\b", call.__doc__, re.M)
+
+
 @of_each_option
 def test_defaults_are_those_of_the_calls(option):
     for call in calls(option):

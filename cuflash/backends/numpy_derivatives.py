@@ -1,0 +1,166 @@
+"""Derivatives of calls on NumPy arrays: `jvp` and `double_backward`.
+
+As `numpy.py` runs the other calls: by `numpy_tangents` in float32 or float64,
+what is UNBOUNDED by the reference in float64, and rounded once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cuflash import plan
+from cuflash.problem import Call, Problem
+
+from . import numpy_reference, numpy_tangents
+from .numpy_kinds import LARGEST_COTANGENT, Kind
+from .numpy_parts import (
+    Part,
+    by_group,
+    by_key_heads,
+    by_query_heads,
+    dtype_of,
+    for_blas,
+    like,
+    operands,
+    part_options,
+    parts,
+    working_dtype,
+    zero_gradients,
+)
+from .numpy_scores import of_heads
+from .numpy_tangents import Direction
+
+# Overflow and NaN are valid results, whatever the caller's np.errstate.
+_quiet = np.errstate(all="ignore")
+
+
+@_quiet
+def jvp(call: Call) -> tuple[np.ndarray, ...]:
+    """Return out, lse, out_dot and lse_dot.
+
+    The last two have an axis of directions before those of out and lse.
+    """
+    p = call.problem
+    plan.check(p)
+    q, k, v = operands(call, "q", "k", "v")
+    directions = _directions(call)
+    shape = (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v)
+    results = np.zeros((1 + len(directions), *shape), dtype_of(call))
+    out, *out_dot = (by_query_heads(x, p) for x in results)
+    lse = np.zeros((1 + len(directions), *q.shape[:-1]), q.dtype)
+    lse[0] = -np.inf
+    of_queries, of_keys, others = _values(directions)
+    for part in parts(
+        call, q, k, v, of_queries, of_keys=of_keys, others=others
+    ):
+        at, keys = part.of_queries, part.of_keys
+        run: Callable[..., None] = numpy_reference.jvp
+        if part.kind != Kind.UNBOUNDED:
+            run = numpy_tangents.jvp
+        rows = [x[at] for x in out_dot], [x[at] for x in lse[1:]]
+        run(
+            *(q[at], k[keys], v[keys]),
+            [_of_part(x, part) for x in directions],
+            (out[at], lse[0][at], *rows),
+            **part_options(call, part),
+        )
+    lse = lse.reshape(len(lse), p.batch, p.num_heads_q, p.seqlen_q)
+    return results[0], lse[0], results[1:], lse[1:]
+
+
+@_quiet
+def double_backward(call: Call) -> tuple[np.ndarray, ...]:
+    """Return d2q, d2k, d2v and ddout; d2bias, d2sink, ddlse if requested."""
+    p = call.problem
+    plan.check(p)
+    q, k, v, out, dout = operands(call, "q", "k", "v", "out", "dout")
+    (direction,) = _directions(call)
+    rows = {
+        name: call.arrays[name].reshape(q.shape[:-1]).astype(q.dtype)
+        for name in ("lse", "dlse")
+        if name in call.arrays
+    }
+    lse, dlse = rows["lse"], rows.get("dlse")
+    names = "q", "k", "v", "dout"
+    results = [np.zeros(call.arrays[x].shape, dtype_of(call)) for x in names]
+    d2q, ddout = (by_query_heads(x, p) for x in results[::3])
+    d2k, d2v = map(by_key_heads, results[1:3])
+    others, ddlse = zero_gradients(call), np.zeros(lse.shape, lse.dtype)
+    of_queries, of_keys, more = _values([direction])
+    of_queries += [out, dout] if dlse is None else [out, dout, dlse]
+    for part in parts(
+        *(call, q, k, v, of_queries, lse),
+        of_keys=of_keys,
+        others=more,
+        largest=LARGEST_COTANGENT,
+    ):
+        at, keys = part.of_queries, part.of_keys
+        run: Callable[..., Any] = numpy_reference.double_backward
+        if part.kind != Kind.UNBOUNDED:
+            run = numpy_tangents.double_backward
+        found = run(
+            _of_part(direction, part),
+            *(dout[at], q[at], k[keys], v[keys], out[at], lse[at]),
+            dlse=None if dlse is None else dlse[at],
+            **part_options(call, part),
+        )
+        d2q[at], ddout[at], ddlse[at] = found.d2q, found.ddout, found.ddlse
+        d2k[keys], d2v[keys] = found.d2k, found.d2v
+        for name, total in others.items():
+            of_part = of_heads(total, part.heads)
+            of_part += getattr(found, f"d2{name}")
+    wanted = {"bias": p.return_dbias, "sink": p.return_dsink}
+    results += [like(call.options[x], others[x]) for x in wanted if wanted[x]]
+    if p.return_ddlse:
+        results.append(ddlse.reshape(p.batch, p.num_heads_q, p.seqlen_q))
+    return tuple(results)
+
+
+def _directions(call: Call) -> list[Direction]:
+    """Each direction's tangents, with the axes of `numpy_tiles`."""
+    p, given = call.problem, call.directions
+    assert p.tangents is not None
+    by_heads: dict[str, Callable[[np.ndarray, Problem], np.ndarray]] = {
+        "q": by_query_heads,
+        "k": lambda x, _: by_key_heads(x),
+        "v": lambda x, _: by_key_heads(x),
+        "bias": by_group,
+        "sink": lambda x, _: x.reshape(1, p.num_heads_kv, p.group_size),
+    }
+
+    def one(name: str, number: int) -> np.ndarray | None:
+        if name not in given:
+            return None
+        array = by_heads[name](given[name][number], p)
+        array = array.astype(working_dtype(p), copy=False)
+        return for_blas(array) if name in "qkv" else array
+
+    return [
+        Direction(*(one(name, number) for name in Direction._fields))
+        for number in range(p.tangents.count)
+    ]
+
+
+def _values(
+    directions: list[Direction],
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Tangents with an axis of queries, with one of keys, and the others."""
+    of_queries = [x.q for x in directions if x.q is not None]
+    of_keys = [y for x in directions for y in (x.k, x.v) if y is not None]
+    others = [y for x in directions for y in (x.bias, x.sink) if y is not None]
+    return of_queries, of_keys, others
+
+
+def _of_part(direction: Direction, part: Part) -> Direction:
+    """The tangents of a part's heads, queries and keys."""
+    q, k, v, bias, sink = direction
+    return Direction(
+        None if q is None else q[part.of_queries],
+        None if k is None else k[part.of_keys],
+        None if v is None else v[part.of_keys],
+        of_heads(bias, part.heads),
+        of_heads(sink, part.heads),
+    )

@@ -1,0 +1,181 @@
+"""Tangents of a case, and the derivatives to expect of a public call.
+
+Arrays are in the public layout. The names of inputs are q, k, v, bias and
+sink.
+"""
+
+import numpy as np
+
+import cuflash
+from cuflash.reference.attention import attention
+from cuflash.reference.double_backward import double_backward
+from cuflash.reference.jvp import jvp
+
+from . import derivative_bounds
+from .compare import Expected
+from .data import inputs, lse_gradient
+from .dtypes import DTYPES, PRECISION
+from .heads import heads_first, heads_last, sum_groups
+from .options import of_reference
+
+INPUTS = "q", "k", "v", "bias", "sink"
+
+
+def moving(case):
+    """Return a case's inputs that may have tangents, by name."""
+    found = dict(zip("qkv", inputs(case), strict=False)) | case.options()
+    return {name: found[name] for name in INPUTS if name in found}
+
+
+def tangents(case, names=INPUTS, count=None):
+    """Return tangents of the named inputs that a case has, standard normal.
+
+    count : directions, an axis before the others; None: one, and no axis.
+    """
+    rng = np.random.default_rng([case.seed, 7])
+    lead, found = () if count is None else (count,), {}
+    for name, x in moving(case).items():
+        tangent = rng.standard_normal((*lead, *x.shape)).astype(x.dtype)
+        if name in names:
+            found[name] = tangent
+    return found
+
+
+def call_jvp(case, direction, **changed):
+    """Return out, lse, out_dot and lse_dot of a public call."""
+    given = {f"{x}_dot": direction.get(x) for x in INPUTS}
+    arrays = dict(zip("qkv", inputs(case), strict=False))
+    options = case.call() | {"return_lse": True}
+    return cuflash.jvp(**(arrays | given | options | changed))
+
+
+def call_double_backward(case, direction, **changed):
+    """Return all second gradients of a public call, by name."""
+    given = {f"dd{x}": direction.get(x) for x in INPUTS}
+    there = case.options()
+    wanted = {f"return_d2{x}": True for x in ("bias", "sink") if x in there}
+    q, k, v, dout = inputs(case)
+    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    dlse = lse_gradient(case)
+    asked = arrays | given | case.call() | wanted | {"dlse": dlse} | changed
+    results = cuflash.double_backward(**asked, return_ddlse=True)
+    others = [x for x in ("bias", "sink") if asked.get(f"return_d2{x}")]
+    names = ["q", "k", "v", "out", *others, "lse"]
+    return dict(zip(names, results, strict=True))
+
+
+def expected_jvp(case, direction):
+    """Return the expected out_dot and lse_dot of one direction."""
+    q, k, v, _ = inputs(case)
+    arrays, options = _of_reference(case, q, k, v)
+    given = _heads_first(case, direction)
+    with np.errstate(all="ignore"):
+        found = jvp(
+            *arrays,
+            **{f"{name}_dot": x for name, x in given.items()},
+            scale=case.scale,
+            **options,
+        )
+    bound = bounds_of(case, given)
+    return (
+        _expected(case, heads_last(found.out_dot), bound.out_dot),
+        _expected(case, found.lse_dot, bound.lse_dot, lse=True),
+    )
+
+
+def expected_double_backward(case, direction):
+    """Return the expected second gradients of `call_double_backward`."""
+    q, k, v, dout = inputs(case)
+    arrays, options = _of_reference(case, q, k, v)
+    given = _heads_first(case, direction)
+    with np.errstate(all="ignore"):
+        out, lse = attention(*arrays, scale=case.scale, **options)
+        found = double_backward(
+            dout=heads_first(dout).astype(np.float64),
+            **dict(zip("qkv", arrays, strict=True)),
+            **{f"dd{name}": given.get(name) for name in INPUTS},
+            out=out,
+            lse=lse,
+            dlse=lse_gradient(case),
+            scale=case.scale,
+            **options,
+        )
+    heads, bound = case.num_heads_kv, bounds_of(case, given)
+    refs = {
+        "q": heads_last(found.d2q),
+        "k": heads_last(sum_groups(found.d2k, heads)),
+        "v": heads_last(sum_groups(found.d2v, heads)),
+        "out": heads_last(found.ddout),
+        "bias": found.d2bias,
+        "sink": found.d2sink,
+        "lse": found.ddlse,
+    }
+    of_results = {"out": bound.out_dot, "lse": bound.lse_dot}
+    return {
+        name: _expected(
+            case,
+            ref,
+            of_results.get(name) or getattr(bound, name, 0.0),
+            lse=name in ("lse", "sink"),
+        )
+        for name, ref in refs.items()
+        if ref is not None
+    }
+
+
+def _of_reference(case, q, k, v):
+    """Return q, k and v by heads in float64, and the reference's options."""
+    arrays = [
+        heads_first(x, case.num_heads_q).astype(np.float64) for x in (q, k, v)
+    ]
+    options = {n: x for n, x in case.meaning().items() if n != "scale"}
+    return arrays, of_reference(q, options)
+
+
+def _heads_first(case, direction):
+    """Return tangents for the reference, in float64."""
+    return {
+        name: x.astype(np.float64)
+        if name in ("bias", "sink")
+        else heads_first(x, case.num_heads_q).astype(np.float64)
+        for name, x in direction.items()
+    }
+
+
+def bounds_of(case, direction):
+    """Return the bounds of a case's results, before they are rounded."""
+    q, k, v, dout = (heads_first(x).astype(np.float64) for x in inputs(case))
+    options, unit = case.options(), PRECISION[case.dtype].unit
+    of = {
+        name: derivative_bounds.largest(_wide(options.get(name)))
+        for name in ("bias", "sink", "alibi_slopes")
+    }
+    return derivative_bounds.bounds(
+        {"q": q, "k": k, "v": v},
+        direction,
+        dout,
+        lse_gradient(case),
+        scale=case.head_dim**-0.5 if case.scale is None else case.scale,
+        unit=2.0**-53 if case.dtype == "float64" else 2.0**-24,
+        softcap=case.softcap,
+        dropout=case.dropout,
+        added=of["bias"]
+        + of["sink"]
+        + of["alibi_slopes"] * (case.seqlen_q + case.seqlen_k),
+        stored=unit,
+        group=case.num_heads_q // case.num_heads_kv,
+    )
+
+
+def _wide(array):
+    return None if array is None else np.asarray(array, np.float64)
+
+
+def _expected(case, ref, bound, lse=False):
+    """Return an expected result; it is rounded to its dtype at the end."""
+    name = case.dtype
+    if lse and name != "float64":
+        name = "float32"
+    unit, floor, _ = PRECISION[DTYPES[name].name]
+    return Expected(ref, ref, bound + unit * abs(ref) + floor, 0)
