@@ -118,8 +118,9 @@ Shape = _struct(
 Schedule = _struct(
     "Schedule",
     "The number of (batch, head) pairs whose tiles run concurrently; of heads,"
-    " if the tiles of all\nbatches are in one order: common/scheduler.cuh.",
-    ("int", "heads_per_section"),
+    " if the tiles of all\nbatches are in one order. The last section has all"
+    " that are left: common/scheduler.cuh.",
+    ("int", "heads_per_section last_section"),
 )
 StaticSchedule = _struct(
     "StaticSchedule",

@@ -669,6 +669,6 @@ def common_fields(p: Problem, decided: Plan) -> dict[str, Any]:
     return {
         "shape": (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q,
                   p.num_heads_kv, p.head_dim, p.head_dim_v),
-        "schedule": (decided.heads_per_section,),
+        "schedule": (decided.heads_per_section, decided.last_section),
         "scale": p.scale,
     }  # fmt: skip

@@ -115,6 +115,10 @@ class Launch:
     overlaps: bool = False
 
 
+# No section has more heads than others: the largest int of CUDA.
+EVEN_SECTIONS = 2**31 - 1
+
+
 class StaticSchedule(NamedTuple):
     """The work items of persistent blocks, for the static tile scheduler.
 
@@ -154,6 +158,9 @@ class Plan:
     heads_per_section : int
         The number of heads whose tiles run concurrently
         (common/scheduler.cuh).
+    last_section : int
+        The section of all heads that are left, however many, or
+        ``EVEN_SECTIONS``: none has more than `heads_per_section`.
     work_items : StaticSchedule or None
         The schedule of a kernel with persistent blocks.
     workspace : tuple of Buffer
@@ -168,6 +175,7 @@ class Plan:
     tile: Tile | None
     launches: tuple[Launch, ...]
     heads_per_section: int = 1
+    last_section: int = EVEN_SECTIONS
     work_items: StaticSchedule | None = None
     workspace: tuple[Buffer, ...] = ()
     num_splits: int = 1

@@ -52,6 +52,21 @@ def test_heads_in_sections(backend):
     assert_gradients_match(grads, want, case)
 
 
+@emulated
+def test_a_last_section_with_more_heads(backend):
+    """Sections of 2 and 3 of five heads, 2 key tiles each, for 3 blocks."""
+    case = Case(
+        "bfloat16", 1, 200, 200, 5, 5, head_dim=64, head_dim_v=64,
+        causal=True,
+        on=Emulation("sm_90a", num_sms=3, l2_bytes=2 * 2 * 200 * 64 * 8),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    out, lse = calls.forward(backend, case, q, k, v)
+    grads = calls.backward(backend, case, dout, q, k, v, out, lse)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(grads, want, case)
+
+
 @on_backends
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("empty_first", [False, True])

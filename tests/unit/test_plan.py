@@ -18,6 +18,7 @@ from cuflash.plan import (
     plan,
     tuned_by,
 )
+from cuflash.plans.kernel import EVEN_SECTIONS
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
 
@@ -611,6 +612,29 @@ def test_sections_of_segments_are_of_heads(
         for direction in DIRECTIONS
     ]  # fmt: skip
     assert found == [forward, backward]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "options", "last"),
+    [(1024, 256, {}, 8), (4096, 64, {}, 9), (16384, 16, {}, 13),
+     (16384, 1, {}, 0), (4096, 64, {"causal": False}, EVEN_SECTIONS),
+     (4096, 64, {"window": (99, 0)}, EVEN_SECTIONS),
+     (4096, 64, {"deterministic": True}, EVEN_SECTIONS)],
+    ids=str,
+)  # fmt: skip
+def test_the_last_section_has_two_causal_tiles_a_block(
+    tokens, heads, options, last
+):
+    """Or all tiles, if there are fewer; 264 tiles of 128 keys at least."""
+    problem = small_problem(
+        "backward", "float16", 128, seqlen_q=tokens, seqlen_k=tokens,
+        num_heads_q=heads, num_heads_kv=heads, **{"causal": True} | options,
+    )  # fmt: skip
+    device = replace(device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20)
+    decided = plan(problem, device)
+    assert decided.last_section == last
+    left = heads - last * decided.heads_per_section
+    assert last in {0, EVEN_SECTIONS} or left * tokens // 128 >= 264
 
 
 @pytest.mark.parametrize(

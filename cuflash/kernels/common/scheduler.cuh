@@ -3,7 +3,8 @@
 // The grid is one-dimensional: blockIdx.x counts the tiles of all (batch, head) pairs, section by
 // section. A section is heads_per_section pairs, as many as L2 can hold the inputs of. Within a
 // section, tile 0 of each pair comes first, then tile 1 of each, and so on. If tiles differ in
-// length, kernels number them longest first.
+// length, kernels number them longest first. All pairs from section last_section on are one
+// section, which may be larger: tiles are shared out evenly if many short ones come last.
 #pragma once
 #include "common/types.cuh"
 
@@ -12,9 +13,11 @@ struct TileCoord { int tile, head, batch; };
 inline TileCoord tile_of_block(
     int block, int num_tiles, int num_heads, int batch, Schedule schedule) {
     const int section_blocks = schedule.heads_per_section * num_tiles;
-    const int section = block / section_blocks, rest = block % section_blocks;
+    const int section = min(block / section_blocks, schedule.last_section);
+    const int rest = block - section * section_blocks;
     const int first_pair = section * schedule.heads_per_section;
-    const int pairs = min(schedule.heads_per_section, batch * num_heads - first_pair);
+    int pairs = batch * num_heads - first_pair;
+    if (section < schedule.last_section) pairs = min(pairs, schedule.heads_per_section);
     const int pair = first_pair + rest % pairs;
     return {rest / pairs, pair % num_heads, pair / num_heads};
 }
