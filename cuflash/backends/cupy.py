@@ -162,11 +162,12 @@ class CupyBackend:
     def load(self, decided: Plan) -> tuple[tuple[Any, ...], ...]:
         """(function, blocks, threads, shared bytes, overlaps) of launches."""
         can = _can_overlap(self.index)
-        return tuple(
-            (nvrtc.function(x.kernel, self.device()).kernel, x.blocks,
-             x.kernel.threads, x.kernel.shared_bytes, can and x.overlaps)
-            for x in decided.launches
-        )  # fmt: skip
+        with self.current():  # a function belongs to the device it loads on
+            return tuple(
+                (nvrtc.function(x.kernel, self.device()).kernel, x.blocks,
+                 x.kernel.threads, x.kernel.shared_bytes, can and x.overlaps)
+                for x in decided.launches
+            )  # fmt: skip
 
     def current(self) -> AbstractContextManager[Any]:
         if self.index == cupy.cuda.runtime.getDevice():  # usual case

@@ -9,6 +9,7 @@ import cuflash
 from cuflash import execute, validate
 from cuflash.backends.base import Backend, Target
 from cuflash.backends.emulator.machine import Emulator
+from cuflash.build import nvrtc
 from cuflash.workspace import ALIGNMENT
 from helpers import fake_cupy
 from helpers.fake_cupy import STREAM, ndarray
@@ -110,6 +111,20 @@ def test_a_call_runs_on_the_device_of_its_arrays(fake):
     cuflash.forward(**arrays)
     assert fake.log == [("launch", 1, STREAM)]
     assert fake.device == 0
+
+
+def test_kernels_are_loaded_on_the_device_of_the_arrays(fake, monkeypatch):
+    def function(kernel, device):
+        loaded_on.append(fake.device)
+        return fake_cupy.Function
+
+    loaded_on = []
+    monkeypatch.setattr(nvrtc, "function", function)
+    with fake.cuda.Device(1):
+        arrays = inputs()
+    cuflash.forward(*(arrays[name] for name in "qkv"))
+    cuflash.backward(**arrays)
+    assert set(loaded_on) == {1}
 
 
 def test_a_queue_launches_on_its_stream(fake):
