@@ -8,8 +8,10 @@ stands above each table and defines it: files (relative to the document; a cell
 is read from the first that has it), optionally a direction, ``causal`` for
 causal rows only, ``means`` for geometric means of ratios, ``options`` for
 calls with and without options, ``decode`` for decode calls (also with
-``means``), and optionally lengths (default all). With lengths, the table has a
-column per runner; without, cuflash's speed and its ratios to the peers.
+``means``), ``elsewhere`` for a file and one of other runs, as multiples of
+cuDNN's speed (also with ``means``), and optionally lengths (default all). With
+lengths, the table has a column per runner; without, cuflash's speed and its
+ratios to the peers.
 
 A section whose file does not exist yet is kept in a comment, its marks written
 as lines ``bench: ...``, and is uncommented once the file exists:
@@ -26,7 +28,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from . import decode_report
+from . import decode_report, other_runs
 from .report import beside_plain, figure, ratio_to, summary
 
 MARK = re.compile(r"^<!-- bench: (.+) -->$", re.M)
@@ -49,6 +51,7 @@ class Wanted(NamedTuple):
     means: bool
     options: bool
     decode: bool
+    elsewhere: bool
     seqlens: list[int]
 
 
@@ -58,14 +61,17 @@ def parse(text: str) -> Wanted:
     files = [x for x in words if x.endswith(".json")]
     directions = [x for x in words if x in ("forward", "backward")]
     seqlens = [int(x.replace(",", "")) for x in words if x[0].isdigit()]
-    known = {*files, *directions, "causal", "means", "options", "decode"}
+    kinds = ("causal", "means", "options", "decode", "elsewhere")
+    known = {*files, *directions, *kinds}
     strange = [x for x in words if x not in known and not x[0].isdigit()]
     if strange or not files:
         raise ValueError(f"the mark {text!r} has no file, or {strange}")
     return Wanted(
-        files, directions or ["forward", "backward"], "causal" in words,
-        "means" in words, "options" in words, "decode" in words, seqlens,
-    )  # fmt: skip
+        files,
+        directions or ["forward", "backward"],
+        *(kind in words for kind in kinds),
+        seqlens,
+    )
 
 
 def updated(text: str, folder: Path) -> str:
@@ -83,6 +89,8 @@ def updated(text: str, folder: Path) -> str:
             lines = _options
         if wanted.decode:
             lines = _decode_means if wanted.means else _decode
+        if wanted.elsewhere:
+            lines = _elsewhere_means if wanted.means else _elsewhere
         return f"{found[1]}\n{chr(10).join(lines(records, wanted))}\n"
 
     return BLOCK.sub(table, _without_waiting(text, folder))
@@ -241,6 +249,15 @@ def _decode(records: list[dict], wanted: Wanted) -> list[str]:
 
 def _decode_means(records: list[dict], wanted: Wanted) -> list[str]:
     return _table(*decode_report.table_of_means(records))
+
+
+def _elsewhere(records: list[dict], wanted: Wanted) -> list[str]:
+    (direction,) = wanted.directions
+    return _table(*other_runs.table(*records, direction))
+
+
+def _elsewhere_means(records: list[dict], wanted: Wanted) -> list[str]:
+    return _table(*other_runs.table_of_means(*records))
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
