@@ -253,6 +253,41 @@ BackwardOptionsArguments = _struct(
     ("OptionNumbers", "options"),
     _DLSE,
 )
+DirectionStrides = _struct(
+    "DirectionStrides",
+    "Strides of tangents: those of one direction as Strides.",
+    ("i64", "direction batch token head"),
+)
+TangentNumbers = _struct(
+    "TangentNumbers",
+    "Of tangents, in elements. lse_dot is contiguous (directions, batch,"
+    " num_heads_q, seqlen_q).",
+    ("DirectionStrides", "q_dot k_dot v_dot out_dot"),
+    ("PairStrides", "bias_dot", "within a direction"),
+    ("i64", "bias_dot_direction sink_dot sink_dot_direction"),
+    ("int", "num_directions", "at least 1: without any, nothing moves"),
+)
+_TANGENTS: tuple[_Fields, ...] = (
+    ("const void*", "q_dot k_dot v_dot", "null: does not move"),
+    ("void*", "out_dot lse_dot", "null: not stored"),
+)
+JvpArguments = _struct(
+    "JvpArguments",
+    "",
+    *_TANGENTS,
+    ("ForwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
+)
+JvpOptionsArguments = _struct(
+    "JvpOptionsArguments",
+    "",
+    *_OPTIONS,
+    ("const void*", "bias_dot sink_dot", "as bias and sink, or null"),
+    *_TANGENTS,
+    ("ForwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+    ("TangentNumbers", "tangents"),
+)
 _PARTS: _Fields = (
     "void*",
     "split_out split_lse",

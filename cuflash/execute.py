@@ -108,8 +108,9 @@ class LaunchedForward:
         p = signature.problem
         self.recipe = recipe
         self.kind = recipe.template.kind
-        self.out = _out_shape(p), signature.layouts["q"].dtype
-        self.lse = (_lse_shape(p), p.lse_dtype) if signature.return_lse else ()
+        self.out = out_shape_of(p), signature.layouts["q"].dtype
+        lse = lse_shape_of(p), p.lse_dtype
+        self.lse = lse if signature.return_lse else ()
 
     def run(
         self, inputs: tuple[Any, Any, Any], backend: Backend
@@ -136,7 +137,7 @@ def launched_forward(
     signature: Signature, target: Target, family: Family | None
 ) -> LaunchedForward | None:
     """A signature's forward call, None if it is more than a launch."""
-    if "out" in signature.layouts or 0 in _lse_shape(signature.problem):
+    if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
         return None
     recipe = _forward_recipe(signature, target, family)
     if recipe.copies or recipe.workspace or recipe.options:
@@ -152,11 +153,11 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
         given = call.given
         return launched.run((given["q"], given["k"], given["v"]), backend)
     p, out, lse = signature.problem, call.out, None
-    lse_shape = _lse_shape(p)
+    lse_shape = lse_shape_of(p)
     with backend.current():
         if out is None:
             dtype = signature.layouts["q"].dtype
-            out = backend.empty(_out_shape(p), dtype)
+            out = backend.empty(out_shape_of(p), dtype)
         if signature.return_lse:
             lse = backend.empty(lse_shape, p.lse_dtype)
         if 0 in lse_shape:
@@ -247,9 +248,9 @@ def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
     """Run a merge_states call: out and lse in full rank."""
     signature = call.signature
     p, dtype = signature.problem, signature.layouts["out_a"].dtype
-    lse_shape = _lse_shape(p)
+    lse_shape = lse_shape_of(p)
     with backend.current():
-        out = backend.empty(_out_shape(p), dtype)
+        out = backend.empty(out_shape_of(p), dtype)
         lse = backend.empty(lse_shape, p.lse_dtype)
         if 0 not in lse_shape:
             target = backend.target
@@ -295,7 +296,7 @@ def _forward_recipe(
     decided = decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
-    given.setdefault("out", layouts.new(_out_shape(p), given["q"].dtype))
+    given.setdefault("out", layouts.new(out_shape_of(p), given["q"].dtype))
     taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
     taken["out"] = layouts.writable(given["out"], by_tma)
     constants = {**layouts.row_strides(taken), **common_fields(p, decided)}
@@ -636,11 +637,13 @@ def _converted(array: Any, dtype: Any, backend: Backend) -> Any:
 # ---- Shapes and other constants ----
 
 
-def _out_shape(p: Problem) -> tuple[int, ...]:
+def out_shape_of(p: Problem) -> tuple[int, ...]:
+    """The shape of out."""
     return p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v
 
 
-def _lse_shape(p: Problem) -> tuple[int, ...]:
+def lse_shape_of(p: Problem) -> tuple[int, ...]:
+    """The shape of lse."""
     return p.batch, p.num_heads_q, p.seqlen_q
 
 

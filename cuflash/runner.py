@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash import execute, execute_kvcache
+from cuflash import execute, execute_derivatives, execute_kvcache
 from cuflash.backends.base import Backend
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Call
@@ -37,8 +37,8 @@ class Kernels:
         return execute_kvcache.forward_kvcache(call, self.backend)
 
     def jvp(self, call: Call) -> tuple[Any, ...]:
-        """Raise UnsupportedError: no kernel computes tangents."""
-        raise _no_kernels("jvp")
+        """Out, lse, out_dot, lse_dot; the last two by direction."""
+        return execute_derivatives.jvp(call, self.backend)
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
         """Raise UnsupportedError: no kernel computes second gradients."""

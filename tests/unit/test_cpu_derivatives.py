@@ -29,6 +29,8 @@ from helpers.dtypes import DTYPES, PRECISION, lse_dtype
 from helpers.heads import heads_first, sum_groups
 
 names_of_tangents = st.sets(st.sampled_from(INPUTS))
+# Some block sizes of the kernels, for any dtype and head dimension.
+blocks = st.sampled_from([(None, None), (16, 8), (8, 16)])
 GROUPED = {
     "batch": 2,
     "seqlen_q": 37,
@@ -76,12 +78,17 @@ def assert_jvp(case, direction, results):
 
 # Values ---------------------------------------------------------------------
 
+drawn = st.tuples(
+    strategies.optional_cases(NumpyBackend()),
+    blocks.map(lambda x: dict(zip(("block_q", "block_k"), x, strict=True))),
+)
+
 
 @given(st.data())
 def test_tangents_are_the_references(data):
-    case = data.draw(strategies.optional_cases(NumpyBackend()))
+    case, sizes = data.draw(drawn)
     direction = tangents(case, data.draw(names_of_tangents))
-    results = call_jvp(case, direction)
+    results = call_jvp(case, direction, **sizes)
     assert_jvp(case, direction, results)
     q, k, v, _ = inputs(case)
     forward = cuflash.forward(q, k, v, **case.call(), return_lse=True)
@@ -91,9 +98,9 @@ def test_tangents_are_the_references(data):
 
 @given(st.data())
 def test_second_gradients_are_the_references(data):
-    case = data.draw(strategies.optional_cases(NumpyBackend()))
+    case, sizes = data.draw(drawn)
     direction = tangents(case, data.draw(names_of_tangents))
-    got = call_double_backward(case, direction)
+    got = call_double_backward(case, direction, **sizes)
     want = expected_double_backward(case, direction)
     assert list(got) == list(want)
     for name, expected in want.items():
