@@ -45,8 +45,7 @@ def jvp(
     r"""`forward`, and its derivative along a direction.
 
     The Jacobian-vector product of `forward`: how out and lse change if q
-    changes with the velocity `q_dot`, k with `k_dot`, and so on. NumPy
-    arrays only.
+    changes with the velocity `q_dot`, k with `k_dot`, and so on.
 
     Parameters
     ----------
@@ -88,8 +87,7 @@ def jvp(
     CuflashError
         In the same cases as `forward`; a ShapeError or DTypeError if a
         tangent does not match what it moves, and a ValueRangeError if there
-        is one of a bias or sink that is not given. An UnsupportedError for
-        arrays on a CUDA device.
+        is one of a bias or sink that is not given.
 
     See Also
     --------
