@@ -271,6 +271,11 @@ _TANGENTS: tuple[_Fields, ...] = (
     ("const void*", "q_dot k_dot v_dot", "null: does not move"),
     ("void*", "out_dot lse_dot", "null: not stored"),
 )
+_OF_OPTIONS: _Fields = (
+    "const void*",
+    "bias_dot sink_dot",
+    "as bias and sink; null: do not move",
+)
 JvpArguments = _struct(
     "JvpArguments",
     "",
@@ -282,11 +287,39 @@ JvpOptionsArguments = _struct(
     "JvpOptionsArguments",
     "",
     *_OPTIONS,
-    ("const void*", "bias_dot sink_dot", "as bias and sink, or null"),
+    _OF_OPTIONS,
     *_TANGENTS,
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
     ("TangentNumbers", "tangents"),
+)
+_DELTA_DOT: _Fields = (
+    "void*",
+    "delta_dot",
+    "rowsum(dO * out_dot), as delta",
+)
+DoubleBackwardArguments = _struct(
+    "DoubleBackwardArguments",
+    "The tangents are cotangents: of dq, dk, dv and, from a JVP in their"
+    " direction, of dout and dlse.\ndq, dk and dv are the second gradients.",
+    *_TANGENTS,
+    _DELTA_DOT,
+    ("BackwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
+    _DLSE,
+)
+DoubleBackwardOptionsArguments = _struct(
+    "DoubleBackwardOptionsArguments",
+    "",
+    *_OPTIONS,
+    *_GRADIENTS,
+    _OF_OPTIONS,
+    *_TANGENTS,
+    _DELTA_DOT,
+    ("BackwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+    ("TangentNumbers", "tangents"),
+    _DLSE,
 )
 _PARTS: _Fields = (
     "void*",

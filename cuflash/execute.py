@@ -175,7 +175,7 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     signature = call.signature
-    p, shapes = signature.problem, _gradient_shapes(signature.problem)
+    p, shapes = signature.problem, gradient_shapes_of(signature.problem)
     with backend.current():
         has_pairs = 0 not in shapes[0] and 0 not in shapes[1]
         new = backend.empty if has_pairs else backend.zeros
@@ -209,7 +209,7 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         if dbias is not None:
             if p.bias != p.lse_dtype:
                 dtype = signature.options["bias"].dtype
-                dbias = _converted(dbias, dtype, backend)
+                dbias = converted(dbias, dtype, backend)
             gradients.append(dbias)
         if dsink is not None:
             gradients.append(dsink)
@@ -337,7 +337,7 @@ def _backward_recipe(
     decided = decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
-    for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
+    for name, shape in zip(_GRADIENTS, gradient_shapes_of(p), strict=True):
         given.setdefault(name, layouts.new(shape, given["q"].dtype))
     taken = {
         x: layouts.readable(given[x], decided.family)
@@ -400,7 +400,7 @@ def _signature_with_a_key(signature: Signature) -> Signature:
         max_seqlen_k=None,
         return_dbias=False,
     )
-    _, k, v = _gradient_shapes(p)
+    _, k, v = gradient_shapes_of(p)
     given, dtype = dict(signature.layouts), signature.layouts["q"].dtype
     for name in _GRADIENTS:
         given.pop(name, None)
@@ -627,7 +627,7 @@ def new_array(layout: Layout, backend: Backend) -> Any:
     return rows[..., : layout.shape[-1]]
 
 
-def _converted(array: Any, dtype: Any, backend: Backend) -> Any:
+def converted(array: Any, dtype: Any, backend: Backend) -> Any:
     """A copy, converted to the dtype."""
     copy = backend.empty(array.shape, dtype)
     backend.copy(copy, array)
@@ -647,7 +647,7 @@ def lse_shape_of(p: Problem) -> tuple[int, ...]:
     return p.batch, p.num_heads_q, p.seqlen_q
 
 
-def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+def gradient_shapes_of(p: Problem) -> tuple[tuple[int, ...], ...]:
     """The shapes of dq, dk and dv."""
     return (
         (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim),

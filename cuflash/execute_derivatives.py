@@ -1,13 +1,18 @@
-"""Runs checked calls of `jvp` by kernels; see `execute`."""
+"""Runs checked calls of `jvp` and `double_backward` by kernels.
+
+As `execute` runs the others; but a recipe's pointers go by their names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash import layouts, options, workspace
 from cuflash.abi import (
+    DoubleBackwardArguments,
+    DoubleBackwardOptionsArguments,
     JvpArguments,
     JvpOptionsArguments,
     Template,
@@ -16,9 +21,11 @@ from cuflash.abi import (
 from cuflash.backends.base import Backend, Target
 from cuflash.execute import (
     common_fields,
+    converted,
     copied,
     copied_option,
     decide,
+    gradient_shapes_of,
     lse_shape_of,
     out_shape_of,
     remembered,
@@ -72,11 +79,86 @@ def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
         written = {"out": out, "lse": lse}
         if count:
             written |= {"out_dot": out_dot, "lse_dot": lse_dot}
-        if 0 not in lse_shape:
-            target = backend.target
-            recipe = _jvp_recipe(signature, target, target.family)
-            _launch(recipe, call, backend, written)
+        _run_jvp(call, backend, written)
     return out, lse, out_dot, lse_dot
+
+
+def _run_jvp(call: Call, backend: Backend, written: dict[str, Any]) -> None:
+    """Launch the kernels of a JVP, if there are any rows."""
+    signature, target = call.signature, backend.target
+    if 0 not in lse_shape_of(signature.problem):
+        recipe = _jvp_recipe(signature, target, target.family)
+        _launch(recipe, call, backend, {}, written)
+
+
+def double_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    """Run a double_backward call: d2q, d2k, d2v and ddout in full rank.
+
+    Then d2bias, d2sink and ddlse if wanted.
+    """
+    signature = call.signature
+    p, dtype = signature.problem, signature.layouts["q"].dtype
+    shapes, names = gradient_shapes_of(p), ("dq", "dk", "dv")
+    has_pairs = 0 not in shapes[0] and 0 not in shapes[1]
+    with backend.current():
+        ddout = backend.empty((1, *out_shape_of(p)), dtype)
+        ddlse = backend.empty((1, *lse_shape_of(p)), p.lse_dtype)
+        moved = {"out_dot": ddout, "lse_dot": ddlse}
+        _run_jvp(_call_of_jvp(call), backend, moved)
+        new = backend.empty if has_pairs else backend.zeros
+        written = {
+            x: new(y, dtype) for x, y in zip(names, shapes, strict=True)
+        }
+        if p.return_dbias:  # zeros: kernels add to it
+            shape = call.options["bias"].shape
+            written["dbias"] = backend.zeros(shape, p.lse_dtype)
+        if p.return_dsink:
+            written["dsink"] = new((p.num_heads_q,), p.lse_dtype)
+        if has_pairs:
+            target = backend.target
+            recipe = _double_recipe(signature, target, target.family)
+            _launch(recipe, call, backend, moved, written)
+        if p.return_dbias and p.bias != p.lse_dtype:
+            of_bias = signature.options["bias"].dtype
+            written["dbias"] = converted(written["dbias"], of_bias, backend)
+    results = [written.pop(name) for name in names]
+    others = [*written.values()]
+    if p.return_ddlse:
+        others.append(ddlse[0])
+    return (*results, ddout[0], *others)
+
+
+def _call_of_jvp(call: Call) -> Call:
+    """The call whose tangents are ddout and ddlse."""
+    given = {name: call.given[name] for name in "qkv"}
+    return Call(
+        _signature_of_jvp(call.signature),
+        given,
+        options=call.options,
+        seed=call.seed,
+        tangents=call.tangents,
+    )
+
+
+# Cached, because recipes are found by the signature's identity.
+@remembered
+def _signature_of_jvp(signature: Signature) -> Signature:
+    problem = replace(
+        signature.problem,
+        direction="jvp",
+        block_q=None,
+        block_k=None,
+        deterministic=False,
+        return_dbias=False,
+        return_dsink=False,
+        return_ddlse=False,
+        dlse=False,
+    )
+    given = {name: signature.layouts[name] for name in "qkv"}
+    return replace(signature, problem=problem, layouts=given, return_lse=True)
+
+
+# ---- Recipes ----
 
 
 @remembered
@@ -87,24 +169,52 @@ def _jvp_recipe(
     decided = decide(p, target, family)
     given = {x: signature.layouts[x] for x in "qkv"}
     taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
-    moves, copies = _tangents_taken(signature, decided)
-    count, dtype = num_directions(p), given["q"].dtype
-    results = {
-        "out": layouts.new(out_shape_of(p), dtype),
-        "out_dot": layouts.new((count, *out_shape_of(p)), dtype),
+    results = {"out": layouts.new(out_shape_of(p), given["q"].dtype)}
+    constants = {
+        **layouts.row_strides({**taken, **results}),
+        **common_fields(p, decided),
     }
-    strides = layouts.row_strides({**taken, **results})
-    numbers = _tangent_numbers(moves)
-    numbers["num_directions"] = count
-    numbers["out_dot"] = strides.pop("out_dot_stride")
-    constants = {**strides, **common_fields(p, decided)}
     return _recipe(
         signature,
         target,
         decided,
         JvpOptionsArguments if p.options else JvpArguments,
-        {**constants, "tangents": numbers},
-        layouts.changes(given, taken) | copies,
+        constants,
+        layouts.changes(given, taken),
+    )
+
+
+@remembered
+def _double_recipe(
+    signature: Signature, target: Target, family: Family | None
+) -> _Recipe:
+    p, given = signature.problem, signature.layouts
+    decided = decide(p, target, family)
+    taken = {
+        x: layouts.readable(given[x], decided.family)
+        for x in ("dout", "q", "k", "v", "out")
+    }
+    results = {
+        name: layouts.new(shape, given["q"].dtype)
+        for name, shape in zip(
+            ("dq", "dk", "dv"), gradient_shapes_of(p), strict=True
+        )
+    }
+    constants = {
+        **layouts.row_strides({**taken, **results}),
+        **common_fields(p, decided),
+    }
+    rows = {
+        x: layouts.contiguous(given[x]) for x in ("lse", "dlse") if x in given
+    }
+    with_options = DoubleBackwardOptionsArguments
+    return _recipe(
+        signature,
+        target,
+        decided,
+        with_options if p.options else DoubleBackwardArguments,
+        constants,
+        layouts.changes(given, taken | rows),
     )
 
 
@@ -130,9 +240,23 @@ def _tangents_taken(
     return taken, copies
 
 
-def _tangent_numbers(taken: Mapping[str, Layout]) -> dict[str, Any]:
-    """The fields of `TangentNumbers` that say where tangents stand."""
-    numbers: dict[str, Any] = {}
+def _tangent_numbers(
+    signature: Signature, taken: Mapping[str, Layout]
+) -> dict[str, Any]:
+    """The fields of `TangentNumbers`: directions, and where tangents stand.
+
+    Tangents of out are contiguous.
+    """
+    count, shape = (
+        num_directions(signature.problem),
+        out_shape_of(signature.problem),
+    )
+    out_dot = layouts.new((count, *shape), signature.layouts["q"].dtype)
+    strides = layouts.row_strides({"out_dot": out_dot})
+    numbers: dict[str, Any] = {
+        "num_directions": count,
+        "out_dot": strides["out_dot_stride"],
+    }
     for name, layout in taken.items():
         if name in "qkv":
             strides = layouts.row_strides({name: layout})
@@ -152,7 +276,10 @@ def _recipe(
     constants: dict[str, Any],
     copies: dict[str, Layout],
 ) -> _Recipe:
-    """Build a recipe, and add the fields and copies of the options."""
+    """Build a recipe; add the fields and copies of tangents and options."""
+    moves, copies_of_tangents = _tangents_taken(signature, decided)
+    constants["tangents"] = _tangent_numbers(signature, moves)
+    copies |= copies_of_tangents
     if signature.problem.options:
         read = {
             name: layouts.by_element(x)
@@ -170,14 +297,21 @@ def _recipe(
     )
 
 
+# ---- Launches ----
+
+
 def _launch(
     recipe: _Recipe,
     call: Call,
     backend: Backend,
+    moved: Mapping[str, Any],
     written: Mapping[str, Any],
 ) -> None:
-    """Launch a recipe's kernels; `written` are the results by pointer."""
-    read = _inputs(recipe, call, backend)
+    """Launch a recipe's kernels.
+
+    They read the call's inputs and `moved`, and write `written`, by pointer.
+    """
+    read = {**_inputs(recipe, call, backend), **moved}
     # Kept alive until the kernels are queued, as are the copies in `read`.
     _kept, buffers = backend.workspace(recipe.workspace)
     addresses = dict(zip(workspace.NAMES, buffers, strict=True))

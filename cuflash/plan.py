@@ -71,6 +71,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("simt", "jvp"): simt_derivatives.JVP,
+    ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
 
@@ -137,8 +138,6 @@ def check(problem: Problem) -> None:
     _check_precision(problem)
     _check_splits(problem)
     options.check_order(problem)
-    if problem.direction == "double_backward":
-        return  # no kernel has block sizes for it
     if problem.block_q is problem.block_k is None:
         return
     legal = set()

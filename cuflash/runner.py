@@ -6,7 +6,6 @@ from typing import Any
 
 from cuflash import execute, execute_derivatives, execute_kvcache
 from cuflash.backends.base import Backend
-from cuflash.errors import UnsupportedError
 from cuflash.problem import Call
 
 
@@ -41,12 +40,5 @@ class Kernels:
         return execute_derivatives.jvp(call, self.backend)
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
-        """Raise UnsupportedError: no kernel computes second gradients."""
-        raise _no_kernels("double_backward")
-
-
-def _no_kernels(call: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{call} has no kernels, expected NumPy arrays (and no emulator): "
-        "pass cupy.asnumpy(x) for each array x"
-    )
+        """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if wanted."""
+        return execute_derivatives.double_backward(call, self.backend)

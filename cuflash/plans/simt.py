@@ -62,7 +62,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     return max(_dkdv_shared(problem, tile), _dq_shared(problem, tile))
 
 
-def _fits(problem: Problem, tile: Tile) -> bool:
+def fits(problem: Problem, tile: Tile) -> bool:
     """Whether a thread's accumulators stay in registers."""
     rows = max(tile.block_q, tile.block_k)
     if tile.num_warps * 32 % rows:
@@ -161,5 +161,5 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
-FORWARD = Maker(_forward, _forward_shared, _fits)
-BACKWARD = Maker(_backward, _backward_shared, _fits)
+FORWARD = Maker(_forward, _forward_shared, fits)
+BACKWARD = Maker(_backward, _backward_shared, fits)

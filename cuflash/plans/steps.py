@@ -268,8 +268,15 @@ def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
 
 
 def delta_buffer(problem: Problem) -> Buffer:
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-    return workspace.delta(rows, 8 if problem.lse_dtype == "float64" else 4)
+    return workspace.delta(num_rows(problem), _lse_bytes(problem))
+
+
+def delta_dot_buffer(problem: Problem) -> Buffer:
+    return workspace.delta_dot(num_rows(problem), _lse_bytes(problem))
+
+
+def _lse_bytes(problem: Problem) -> int:
+    return 8 if problem.lse_dtype == "float64" else 4
 
 
 def semaphore_buffers(problem: Problem, q_tiles: int) -> tuple[Buffer, ...]:

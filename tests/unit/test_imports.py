@@ -56,7 +56,7 @@ LAW = {
     " workspace execute backends.base",
     "execute_derivatives": "problem options plan plans.steps abi layouts"
     " workspace execute backends.base",
-    "runner": "errors problem execute execute_derivatives execute_kvcache"
+    "runner": "problem execute execute_derivatives execute_kvcache"
     " backends.base",
     "build": "",
     "build.source": "abi errors",

@@ -225,16 +225,6 @@ def test_offsets_are_checked(name):
     )
 
 
-def test_no_kernel_has_second_gradients():
-    """What CuPy's arrays get, and NumPy's in the emulator."""
-    with cuflash.emulator.active("sm_80"):
-        text = complaint(UnsupportedError, "ddq")
-    assert text == (
-        "double_backward has no kernels, expected NumPy arrays (and no"
-        " emulator): pass cupy.asnumpy(x) for each array x"
-    )
-
-
 # Calls ----------------------------------------------------------------------
 
 

@@ -197,9 +197,8 @@ inline void advance_dlse(BackwardWgmmaOptionsArguments& a, int q) {
     if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
 }
 
-// Tangents stand in the order of what moves, and of out and lse.
-template <class Arguments> inline void advance_tangents(Arguments&, const Sequence&) {}
-inline void advance_tangents(JvpOptionsArguments& a, const Sequence& sequence) {
+template <class Arguments>
+inline void advance_each_tangent(Arguments& a, const Sequence& sequence) {
     const TangentNumbers& stride = a.tangents;
     advance(a.q_dot, sequence.first_q * stride.q_dot.token);
     advance(a.k_dot, sequence.first_k * stride.k_dot.token);
@@ -207,6 +206,14 @@ inline void advance_tangents(JvpOptionsArguments& a, const Sequence& sequence) {
     advance(a.out_dot, sequence.first_q * stride.out_dot.token);
     if (a.lse_dot != nullptr)
         a.lse_dot = static_cast<Accumulator<Element>*>(a.lse_dot) + sequence.first_q;
+}
+template <class Arguments> inline void advance_tangents(Arguments&, const Sequence&) {}
+inline void advance_tangents(JvpOptionsArguments& a, const Sequence& sequence) {
+    advance_each_tangent(a, sequence);
+}
+inline void advance_tangents(DoubleBackwardOptionsArguments& a, const Sequence& sequence) {
+    advance_each_tangent(a, sequence);
+    a.delta_dot = static_cast<Accumulator<Element>*>(a.delta_dot) + sequence.first_q;
 }
 
 // The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.

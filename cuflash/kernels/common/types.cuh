@@ -57,6 +57,13 @@ inline const BackwardArguments& arrays_of(const BackwardWgmmaOptionsArguments& a
     return arguments.arrays;
 }
 
+inline const BackwardArguments& arrays_of(const DoubleBackwardArguments& arguments) {
+    return arguments.arrays;
+}
+inline const BackwardArguments& arrays_of(const DoubleBackwardOptionsArguments& arguments) {
+    return arguments.arrays;
+}
+
 // Zeroes the counter of the dynamic scheduler, which sm90/forward.cu has.
 template <class Arguments> inline void clear_tile_counter(const Arguments&) {}
 inline void clear_tile_counter(const ForwardWgmmaOptionsArguments& args) { *args.tile_counter = 0; }

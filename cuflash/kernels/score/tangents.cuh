@@ -17,10 +17,12 @@ inline const Element* head_start(
          + direction * stride.direction + batch * stride.batch + head * stride.head;
 }
 
-// B' of one head in one direction.
+// B' of one head in one direction. As in bias.cuh, pairs past the arrays' ends read the last row's
+// or column's.
 template <class Real> struct BiasTangent {
     const Bias* first;
     i64 stride_q, stride_k;
+    int last_query, last_key;
 
     template <class Arguments>
     BiasTangent(const Arguments& args, int direction, int batch, int head) {
@@ -31,12 +33,14 @@ template <class Real> struct BiasTangent {
                   + batch * stride.batch + head * stride.head;
             stride_q = stride.query;
             stride_k = stride.key;
+            last_query = arrays_of(args).shape.seqlen_q - 1;
+            last_key = arrays_of(args).shape.seqlen_k - 1;
         }
     }
-    // Of a pair within the arrays.
     Real at(int query, int key) const {
         if constexpr (BIAS_DOT)
-            return static_cast<Real>(to_accumulator(first[query * stride_q + key * stride_k]));
+            return static_cast<Real>(to_accumulator(
+                first[min(query, last_query) * stride_q + min(key, last_key) * stride_k]));
         else
             return 0;
     }
