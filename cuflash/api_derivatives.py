@@ -203,7 +203,7 @@ def double_backward(
     r"""The gradients of `backward` with respect to its inputs.
 
     For a loss that depends on gradients: forces that are trained, gradient
-    penalties, meta-learning. NumPy arrays only.
+    penalties, meta-learning.
 
     Parameters
     ----------
@@ -254,8 +254,7 @@ def double_backward(
     CuflashError
         In the same cases as `backward`; a ShapeError or DTypeError if a
         cotangent does not match its input, and a ValueRangeError if a bias
-        or sink is not given that another argument needs. An UnsupportedError
-        for arrays on a CUDA device.
+        or sink is not given that another argument needs.
 
     See Also
     --------
