@@ -43,17 +43,21 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
+    "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
-    " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt plans.wgmma"
-    " plans.rotary",
+    " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
+    " plans.simt_derivatives plans.wgmma plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",
     "execute_kvcache": "errors problem options plan plans.append abi layouts"
     " workspace execute backends.base",
-    "runner": "errors problem execute execute_kvcache backends.base",
+    "execute_derivatives": "problem options plan plans.steps abi layouts"
+    " workspace execute backends.base",
+    "runner": "problem execute execute_derivatives execute_kvcache"
+    " backends.base",
     "build": "",
     "build.source": "abi errors",
     "build.cache": "errors folders",
