@@ -23,6 +23,7 @@ LAW = {
     "errors": "",
     "problem": "",
     "folders": "",
+    "folding": "",
     "settings": "errors",
     "abi": "options",
     "checks": "errors",
@@ -116,14 +117,18 @@ LAW = {
     " torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
-    " torch.gradients torch.ops torch.random torch.request torch.tracing",
+    " torch.gradients torch.ops torch.random torch.request torch.tracing"
+    " torch.transforms",
     "torch.autocast": "errors",
     "torch.backend": "backends.cupy torch.arrays torch.dtypes",
     "torch.checks": "errors",
     "torch.direct": "torch.ops torch.repeated",
     "torch.dtypes": "",
     "torch.fakes": "torch.inductor torch.ops",
-    "torch.gradients": "errors torch.request",
+    "torch.derivatives": "errors torch.request torch.request_derivatives"
+    " torch.vmap",
+    "torch.gradients": "torch.derivatives torch.request"
+    " torch.request_derivatives",
     "torch.inductor": "torch.direct",
     "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
@@ -133,15 +138,20 @@ LAW = {
     "torch.masks": "",
     "torch.registration": "errors torch.masks torch.transformers",
     "torch.transformers": "errors torch.attention torch.masks",
-    "torch.op_gradients": "errors torch.gradients torch.ops torch.tracing",
-    "torch.ops": "torch.gradients torch.random torch.request",
+    "torch.op_gradients": "errors torch.ops torch.tracing",
+    "torch.ops": "torch.random torch.request torch.request_derivatives",
     "torch.random": "",
     "torch.repeated": "execute problem torch.request torch.signature",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
+    "torch.request_derivatives": "api_derivatives problem runner"
+    " validate_derivatives torch.request",
     "torch.rotary": "execute problem validate backends.base torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
+    "torch.transforms": "errors problem torch.derivatives torch.request"
+    " torch.tracing",
+    "torch.vmap": "folding",
     "jax": "jax.attention",
     "jax.arrays": "errors",
     "jax.calls": "checks errors options plan problem validate jax.arrays",
