@@ -21,6 +21,7 @@ from cuflash.plans import (
     fma,
     mma,
     mma8,
+    mma8_derivatives,
     simt,
     simt_derivatives,
     wgmma,
@@ -71,6 +72,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode", "kvcache"): decode.FORWARD,
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
+    ("dmma", "jvp"): mma8_derivatives.JVP,
+    ("tf32x3", "jvp"): mma8_derivatives.JVP,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
@@ -190,7 +193,17 @@ def family_of(
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
-    return family if _has_kernels(problem, family) else "simt"
+    return family if _runs(problem, device, family) else "simt"
+
+
+def _runs(problem: Problem, device: Device, family: str) -> bool:
+    """Whether a family has kernels; of derivatives, also such a tile."""
+    if not _has_kernels(problem, family):
+        return False
+    if problem.tangents is None:
+        return True
+    legal = legal_tiles(problem, device, family)
+    return any(_has_sizes(tile, problem) for tile in legal)
 
 
 def _has_kernels(problem: Problem, family: str) -> bool:
