@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cuflash import options
 from cuflash.plan import device_of_arch, plan
-from cuflash.problem import Problem
+from cuflash.problem import Problem, Tangents
 
 from .options import TABLE
 
@@ -17,7 +17,8 @@ ASKED = {
 
 
 def small_problem(direction, dtype, head_dim=64, **changes):
-    """A causal problem of 128 tokens and two query heads."""
+    """A causal problem of 128 tokens and two query heads; q, k, v move."""
+    derivative = direction in ("jvp", "double_backward")
     fields = {
         "batch": 1,
         "seqlen_q": 128,
@@ -28,6 +29,7 @@ def small_problem(direction, dtype, head_dim=64, **changes):
         "head_dim_v": head_dim,
         "scale": 0.125,
         "causal": True,
+        "tangents": Tangents(("q", "k", "v")) if derivative else None,
     }
     return Problem(direction, dtype, **{**fields, **changes})
 

@@ -31,7 +31,11 @@ from helpers.dtypes import DTYPES
 
 ON = Emulation("sm_80", seed=3)
 NAMES = "out", "lse", "out_dot", "lse_dot"
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+# Options of `Case` by kind: each dtype, and float32 in parts on tensor cores.
+KINDS = {name: {"dtype": name} for name in DTYPES} | {
+    "tf32x3": {"dtype": "float32", "precision": "tf32x3"}
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
 two_kinds_of_calls = pytest.mark.parametrize(
     "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
 )
@@ -50,15 +54,18 @@ def exact_jvp(case, direction):
 # Values ---------------------------------------------------------------------
 
 
+BLOCKS = [(None, None), (16, 8), (8, 16), (16, 16), (32, 16)]
+
+
 @st.composite
-def cases(draw, backend, dtype):
-    """Draw a call, and blocks of jvp's kernels: any dtype has these."""
-    case = draw(strategies.optional_cases(backend, dtype=dtype, longest=100))
-    block_q, block_k = draw(st.sampled_from([(None, None), (16, 8), (8, 16)]))
+def cases(draw, backend, kind):
+    """Draw a call, and blocks of jvp's kernels: simt has these for all."""
+    case = draw(strategies.optional_cases(backend, longest=100, **KINDS[kind]))
+    block_q, block_k = draw(st.sampled_from(BLOCKS))
     return replace(case, block_q=block_q, block_k=block_k)
 
 
-@on_each_backend(cases, each={"dtype": DTYPES}, backends=[EMULATED, CUPY])
+@on_each_backend(cases, each={"kind": KINDS}, backends=[EMULATED, CUPY])
 def test_is_the_references(backend, case):
     direction = tangents(case)
     got = by_name(call_jvp(case, direction, backend))
@@ -74,9 +81,9 @@ def test_is_the_references(backend, case):
 
 @on_kernels
 @two_kinds_of_calls
-@each_dtype
-def test_errors_are_a_few_roundings(backend, dtype, fields):
-    case = Case(dtype, on=ON, **fields)
+@each_kind
+def test_errors_are_a_few_roundings(backend, kind, fields):
+    case = Case(on=ON, **KINDS[kind], **fields)
     direction = tangents(case)
     got = by_name(call_jvp(case, direction, backend))
     assert_near(got, exact_jvp(case, direction), case)
@@ -85,9 +92,10 @@ def test_errors_are_a_few_roundings(backend, dtype, fields):
 
 
 @on_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_one_input_moves(backend, name):
-    case = Case("float32", on=ON, **EVERYTHING)
+def test_one_input_moves(backend, name, dtype):
+    case = Case(dtype, on=ON, **EVERYTHING)
     direction = tangents(case, [name])
     got = by_name(call_jvp(case, direction, backend))
     assert_near(got, exact_jvp(case, direction), case)
@@ -120,8 +128,9 @@ def test_packed_sequences(backend):
 
 @on_kernels
 @two_kinds_of_calls
-def test_directions_are_calls_of_their_own(backend, fields):
-    case = Case("float32", on=ON, **fields)
+@pytest.mark.parametrize("kind", ["float32", "float64", "tf32x3"])
+def test_directions_are_calls_of_their_own(backend, kind, fields):
+    case = Case(on=ON, **KINDS[kind], **fields)
     directions = tangents(case, count=3)
     *both, out_dot, lse_dot = call_jvp(case, directions, backend)
     for n in range(3):
@@ -133,9 +142,10 @@ def test_directions_are_calls_of_their_own(backend, fields):
 
 
 @on_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("count", [None, 0])
-def test_nothing_moves(backend, count):
-    case = Case("float32", on=ON, **GROUPED)
+def test_nothing_moves(backend, count, dtype):
+    case = Case(dtype, on=ON, **GROUPED)
     direction = {} if count is None else tangents(case, count=count)
     out, lse, *moved = call_jvp(case, direction, backend)
     plain = by_name(call_jvp(case, {}))
@@ -179,7 +189,7 @@ def test_lse_need_not_be_returned():
 
 
 @on_kernels
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_strides_change_no_bit(backend, dtype):
     case = Case(dtype, 2, 20, 26, 2, 1, 24, 12, on=ON)
     moves = tangents(case, "qkv", count=2)
@@ -220,10 +230,12 @@ def off_by_one(array):
 
 
 @on_kernels
-@each_dtype
-def test_rows_that_see_nothing(backend, dtype):
+@each_kind
+def test_rows_that_see_nothing(backend, kind):
     """Their tangents are exactly 0, whatever q and its tangent are."""
-    case = Case(dtype, 1, 20, 12, 2, 1, 8, 8, causal=True, on=ON)
+    case = Case(batch=1, seqlen_q=20, seqlen_k=12, num_heads_q=2,
+                num_heads_kv=1, head_dim=8, head_dim_v=8, causal=True, on=ON,
+                **KINDS[kind])  # fmt: skip
     direction = tangents(case, "qkv")
     direction["q"][:, :8] = np.nan
     q = inputs(case)[0]
@@ -234,9 +246,12 @@ def test_rows_that_see_nothing(backend, dtype):
 
 
 @on_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", "qkv")
-def test_nonfinite_tangents_reach_the_rows_that_read_them(backend, name):
-    case = Case("float32", 2, 30, 30, 2, 1, 8, 8, causal=True, on=ON)
+def test_nonfinite_tangents_reach_the_rows_that_read_them(
+    backend, name, dtype
+):
+    case = Case(dtype, 2, 30, 30, 2, 1, 8, 8, causal=True, on=ON)
     for value in (np.nan, np.inf, -np.inf):
         direction = tangents(case, "qkv")
         direction[name][1, 17] = value
@@ -250,15 +265,16 @@ def test_nonfinite_tangents_reach_the_rows_that_read_them(backend, name):
 
 
 @on_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["window", "mask", "segment_ids"])
-def test_what_is_masked_is_not_read(backend, name):
+def test_what_is_masked_is_not_read(backend, name, dtype):
     """NaN in the tangents of a token that the first queries do not see."""
     hides = {
         "window": {"window": (3, 3)},
         "mask": {"arrays_of": ("mask",)},
         "segment_ids": {"arrays_of": ("segment_ids_k", "segment_ids_q")},
     }
-    case = Case("float32", 1, 40, 40, head_dim=8, head_dim_v=8, on=ON,
+    case = Case(dtype, 1, 40, 40, head_dim=8, head_dim_v=8, on=ON,
                 **hides[name])  # fmt: skip
     direction = tangents(case, "qkv")
     for x in "kv":
@@ -270,9 +286,10 @@ def test_what_is_masked_is_not_read(backend, name):
 
 
 @on_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seqlens", [(0, 5), (5, 0)])
-def test_no_queries_and_no_keys(backend, seqlens):
-    case = Case("float32", 1, *seqlens, 2, 1, 8, 8, arrays_of=("sink",), on=ON)
+def test_no_queries_and_no_keys(backend, seqlens, dtype):
+    case = Case(dtype, 1, *seqlens, 2, 1, 8, 8, arrays_of=("sink",), on=ON)
     direction = tangents(case)
     results = call_jvp(case, direction, backend)
     assert not results[2].any()
@@ -281,9 +298,10 @@ def test_no_queries_and_no_keys(backend, seqlens):
 
 
 @on_kernels
-def test_a_sink_of_minus_infinity_has_no_weight(backend):
-    case = Case("float32", 1, 9, 6, 2, 1, 8, 8, causal=True, on=ON)
-    none = np.full(2, -np.inf, np.float32)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_sink_of_minus_infinity_has_no_weight(backend, dtype):
+    case = Case(dtype, 1, 9, 6, 2, 1, 8, 8, causal=True, on=ON)
+    none = np.full(2, -np.inf, dtype)
     direction = tangents(case, "qkv")
     got = call_jvp(
         case, {**direction, "sink": np.ones_like(none)}, backend, sink=none

@@ -1,5 +1,5 @@
-// Which pairs of a tile a warp's query rows see, and O += P V over those alone: what mma8/forward.cu
-// and mma8/jvp.cu do about partly masked tiles.
+// Partly masked tiles of mma8/forward.cu and mma8/jvp.cu: which pairs a warp's query rows see, and
+// O += P V over those alone.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, HEAD_DIM_V; Arguments and the options.
 #pragma once
