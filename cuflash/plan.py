@@ -74,6 +74,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("dmma", "jvp"): mma8_derivatives.JVP,
     ("tf32x3", "jvp"): mma8_derivatives.JVP,
+    ("dmma", "double_backward"): mma8_derivatives.DOUBLE_BACKWARD,
+    ("tf32x3", "double_backward"): mma8_derivatives.DOUBLE_BACKWARD,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip

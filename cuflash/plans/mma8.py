@@ -81,7 +81,8 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def _backward_fits(problem: Problem, tile: Tile) -> bool:
+def shares_evenly(problem: Problem, tile: Tile) -> bool:
+    """Whether warps can share a backward tile, by whole MMAs."""
     d, dv = head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
@@ -94,8 +95,13 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
         d % (gradient_across * columns),
         dv % (gradient_across * columns),
     )
-    if any(shares):
+    return not any(shares)
+
+
+def _backward_fits(problem: Problem, tile: Tile) -> bool:
+    if not shares_evenly(problem, tile):
         return False
+    d, dv = head_dims(problem)
     words = element_bytes(problem) // 4
     return kept_and_summed(tile, d, dv, words) <= REGISTERS
 

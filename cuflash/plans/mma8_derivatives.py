@@ -6,17 +6,23 @@ from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
 from .kernel import Device, Launch, Maker, Plan
-from .mma8 import REGISTERS, chunk, family_of, head_dims
+from .mma8 import REGISTERS, chunk, family_of, head_dims, shares_evenly
 from .steps import (
     ROWS_PAD,
     count_tiles,
+    delta_buffer,
+    delta_dot_buffer,
+    double_delta_launch,
     element_bytes,
+    gradient_constants,
     heads_per_section,
     main_kernel,
     num_directions,
     option_buffers,
     option_constants,
     option_launches,
+    semaphore_buffers,
+    sink_launches,
     tangent_constants,
 )
 
@@ -67,4 +73,69 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
+def _double_backward_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = head_dims(problem)
+    return element_bytes(problem) * (
+        2 * tile.block_k * (d + dv + 2 * ROWS_PAD)
+        + tile.block_q * (2 * d + dv + 3 * ROWS_PAD)
+        + 2 * tile.block_q * (tile.block_k + ROWS_PAD)
+        + 4 * tile.block_q  # numbers of a row
+    )
+
+
+def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
+    """Whether d2K, d2V, and scores or d2Q and dS, stay in registers."""
+    if not shares_evenly(problem, tile):
+        return False
+    d, dv = head_dims(problem)
+    pairs = tile.block_q * tile.block_k
+    elements = tile.block_k * (d + dv) + max(
+        4 * pairs, pairs + tile.block_q * d
+    )
+    words = element_bytes(problem) // 4
+    return words * elements // (tile.num_warps * 32) <= REGISTERS
+
+
+def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = dims = head_dims(problem)
+    kernel = main_kernel(
+        problem, tile, family_of(problem), dims,
+        _double_backward_shared(problem, tile),
+        *gradient_constants(problem, tile), *option_constants(problem),
+        *tangent_constants(problem),
+    )  # fmt: skip
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    columns = 3 * d + dv  # of q, its cotangent, d2q and dout
+    bytes_of_rows = problem.seqlen_q * columns * element_bytes(problem)
+    return Plan(
+        problem,
+        family_of(problem),
+        tile,
+        (
+            *option_launches(problem, tile),
+            double_delta_launch(problem, tile.block_q, adds_to_dq=True),
+            Launch(kernel, k_tiles * problem.batch * problem.num_heads_kv),
+            *sink_launches(problem, tile),
+        ),
+        heads_per_section=heads_per_section(
+            problem,
+            device,
+            problem.num_heads_kv,
+            problem.group_size * bytes_of_rows,
+        ),
+        workspace=(
+            *option_buffers(problem, tile),
+            delta_buffer(problem),
+            delta_dot_buffer(problem),
+            *semaphore_buffers(
+                problem, q_tiles * problem.batch * problem.num_heads_q
+            ),
+        ),
+    )
+
+
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)
+DOUBLE_BACKWARD = Maker(
+    _double_backward, _double_backward_shared, _double_backward_fits
+)

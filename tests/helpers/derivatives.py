@@ -21,6 +21,12 @@ from .options import of_reference
 
 NUMPY = NumpyBackend()
 INPUTS = "q", "k", "v", "bias", "sink"
+# Options of `Case` by kind: each dtype, and float32 in parts on tensor cores.
+KINDS = {name: {"dtype": name} for name in DTYPES} | {
+    "tf32x3": {"dtype": "float32", "precision": "tf32x3"}
+}
+# simt has all of these for all kinds, mma8 the last ones and (None, None).
+BLOCKS = [(None, None), (16, 8), (8, 16), (16, 16), (32, 16)]
 GROUPED = {
     "batch": 2,
     "seqlen_q": 37,

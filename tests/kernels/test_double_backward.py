@@ -12,9 +12,11 @@ from helpers.backends import CUPY, EMULATED, on_kernels
 from helpers.compare import assert_bitwise, assert_matches
 from helpers.data import LAYOUTS, Case, Emulation, inputs, lse_gradient
 from helpers.derivatives import (
+    BLOCKS,
     EVERYTHING,
     GROUPED,
     INPUTS,
+    KINDS,
     NUMPY,
     assert_near,
     call_double_backward,
@@ -25,7 +27,8 @@ from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 
 ON = Emulation("sm_80", seed=3)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+two_dtypes = pytest.mark.parametrize("dtype", ["float32", "float64"])
 two_kinds_of_calls = pytest.mark.parametrize(
     "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
 )
@@ -41,14 +44,14 @@ def exact(case, direction):
 
 
 @st.composite
-def cases(draw, backend, dtype):
-    """Draw a call, and blocks of its kernels: any dtype has these."""
-    case = draw(strategies.optional_cases(backend, dtype=dtype, longest=100))
-    block_q, block_k = draw(st.sampled_from([(None, None), (16, 8), (8, 16)]))
+def cases(draw, backend, kind):
+    """Draw a call, and blocks of its kernels."""
+    case = draw(strategies.optional_cases(backend, longest=100, **KINDS[kind]))
+    block_q, block_k = draw(st.sampled_from(BLOCKS))
     return replace(case, block_q=block_q, block_k=block_k)
 
 
-@on_each_backend(cases, each={"dtype": DTYPES}, backends=[EMULATED, CUPY])
+@on_each_backend(cases, each={"kind": KINDS}, backends=[EMULATED, CUPY])
 def test_is_the_references(backend, case):
     direction = tangents(case)
     got = call_double_backward(case, direction, backend)
@@ -61,18 +64,19 @@ def test_is_the_references(backend, case):
 
 @on_kernels
 @two_kinds_of_calls
-@each_dtype
-def test_errors_are_a_few_roundings(backend, dtype, fields):
-    case = Case(dtype, on=ON, **fields)
+@each_kind
+def test_errors_are_a_few_roundings(backend, kind, fields):
+    case = Case(on=ON, **KINDS[kind], **fields)
     direction = tangents(case)
     got = call_double_backward(case, direction, backend)
     assert_near(got, exact(case, direction), case)
 
 
 @on_kernels
+@two_dtypes
 @pytest.mark.parametrize("name", [*INPUTS, None])
-def test_one_input_moves(backend, name):
-    case = Case("float32", on=ON, **EVERYTHING)
+def test_one_input_moves(backend, name, dtype):
+    case = Case(dtype, on=ON, **EVERYTHING)
     direction = tangents(case, [name])
     got = call_double_backward(case, direction, backend)
     assert_near(got, exact(case, direction), case)
@@ -162,9 +166,9 @@ def test_axes_may_be_left_out(backend, rank):
 
 
 @on_kernels
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_strides_change_no_bit(backend, dtype):
-    case = Case(dtype, 2, 20, 26, 2, 1, 24, 12, on=ON)
+    case = Case(dtype, 2, 20, 26, 2, 1, 24, 12, deterministic=True, on=ON)
     direction = tangents(case, "qkv")
     q, k, v, _ = inputs(case)
     out, lse = cuflash.forward(q, k, v, return_lse=True)
@@ -180,10 +184,11 @@ def test_strides_change_no_bit(backend, dtype):
 
 
 @on_kernels
-def test_results_are_the_same_bits_again(backend):
+@pytest.mark.parametrize("kind", ["float32", "float64", "tf32x3"])
+def test_results_are_the_same_bits_again(backend, kind):
     """Another order of warps; no sum but that of a broadcast bias moves."""
     fields = EVERYTHING | {"arrays_of": ("mask", "sink")}
-    case = Case("float32", on=ON, deterministic=True, **fields)
+    case = Case(on=ON, deterministic=True, **KINDS[kind], **fields)
     first = call_double_backward(case, tangents(case), backend)
     case = replace(case, on=replace(ON, seed=9, resident=1))
     again = call_double_backward(case, tangents(case), backend)
@@ -192,9 +197,10 @@ def test_results_are_the_same_bits_again(backend):
 
 
 @on_kernels
+@two_dtypes
 @pytest.mark.parametrize("seqlens", [(0, 5), (5, 0)])
-def test_no_queries_and_no_keys(backend, seqlens):
-    case = Case("float32", 1, *seqlens, 2, 1, 8, 8, arrays_of=("sink",), on=ON)
+def test_no_queries_and_no_keys(backend, seqlens, dtype):
+    case = Case(dtype, 1, *seqlens, 2, 1, 8, 8, arrays_of=("sink",), on=ON)
     direction = tangents(case)
     got = call_double_backward(case, direction, backend)
     for name, want in expected_double_backward(case, direction).items():
@@ -213,10 +219,12 @@ def test_wide_heads(backend):
 
 
 @on_kernels
-@each_dtype
-def test_rows_that_see_nothing(backend, dtype):
+@each_kind
+def test_rows_that_see_nothing(backend, kind):
     """They contribute exactly 0, whatever q and its cotangent are."""
-    case = Case(dtype, 1, 20, 12, 2, 1, 8, 8, causal=True, on=ON)
+    case = Case(batch=1, seqlen_q=20, seqlen_k=12, num_heads_q=2,
+                num_heads_kv=1, head_dim=8, head_dim_v=8, causal=True, on=ON,
+                **KINDS[kind])  # fmt: skip
     direction = tangents(case, "qkv")
     direction["q"][:, :8] = np.nan
     q = inputs(case)[0]
@@ -228,12 +236,13 @@ def test_rows_that_see_nothing(backend, dtype):
 
 
 @on_kernels
+@two_dtypes
 @pytest.mark.parametrize("name", ["dout", "out", "dlse", "q", "k", "v"])
-def test_a_nan_reaches_what_reads_it(backend, name):
-    """The last are cotangents. As on NumPy arrays; but kernels do not need
-    out for ddout.
+def test_a_nan_reaches_what_reads_it(backend, name, dtype):
+    """The last are cotangents. As on NumPy arrays; but some kernels do not
+    need out for ddout.
     """
-    case = Case("float32", 1, 40, 40, 1, 1, 8, 8, causal=True,
+    case = Case(dtype, 1, 40, 40, 1, 1, 8, 8, causal=True,
                 window=(9, 0), on=ON)  # fmt: skip
     direction, given = tangents(case, "qkv"), {}
     if name in direction:
@@ -247,7 +256,7 @@ def test_a_nan_reaches_what_reads_it(backend, name):
         call_double_backward(case, direction, x, **given)
         for x in (backend, NUMPY)
     )
-    if name == "out":
+    if name == "out" and dtype == "float32":
         assert np.isfinite(got.pop("out")).all()
     for x, y in got.items():
         assert (np.isnan(y) == np.isnan(want[x])).all(), x
@@ -255,9 +264,10 @@ def test_a_nan_reaches_what_reads_it(backend, name):
 
 
 @on_kernels
-def test_a_sink_of_minus_infinity_has_no_weight(backend):
-    case = Case("float32", 1, 9, 6, 2, 1, 8, 8, causal=True, on=ON)
-    none = np.full(2, -np.inf, np.float32)
+@two_dtypes
+def test_a_sink_of_minus_infinity_has_no_weight(backend, dtype):
+    case = Case(dtype, 1, 9, 6, 2, 1, 8, 8, causal=True, on=ON)
+    none = np.full(2, -np.inf, dtype)
     moves = {"sink": none, "ddsink": np.ones_like(none)}
     direction = tangents(case, "qkv")
     got = call_double_backward(

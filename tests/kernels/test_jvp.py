@@ -17,9 +17,11 @@ from helpers.compare import (
 )
 from helpers.data import LAYOUTS, Case, Emulation, inputs
 from helpers.derivatives import (
+    BLOCKS,
     EVERYTHING,
     GROUPED,
     INPUTS,
+    KINDS,
     assert_near,
     call_jvp,
     expected_jvp,
@@ -31,10 +33,6 @@ from helpers.dtypes import DTYPES
 
 ON = Emulation("sm_80", seed=3)
 NAMES = "out", "lse", "out_dot", "lse_dot"
-# Options of `Case` by kind: each dtype, and float32 in parts on tensor cores.
-KINDS = {name: {"dtype": name} for name in DTYPES} | {
-    "tf32x3": {"dtype": "float32", "precision": "tf32x3"}
-}
 each_kind = pytest.mark.parametrize("kind", KINDS)
 two_kinds_of_calls = pytest.mark.parametrize(
     "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
@@ -54,12 +52,9 @@ def exact_jvp(case, direction):
 # Values ---------------------------------------------------------------------
 
 
-BLOCKS = [(None, None), (16, 8), (8, 16), (16, 16), (32, 16)]
-
-
 @st.composite
 def cases(draw, backend, kind):
-    """Draw a call, and blocks of jvp's kernels: simt has these for all."""
+    """Draw a call, and blocks of jvp's kernels."""
     case = draw(strategies.optional_cases(backend, longest=100, **KINDS[kind]))
     block_q, block_k = draw(st.sampled_from(BLOCKS))
     return replace(case, block_q=block_q, block_k=block_k)

@@ -65,7 +65,7 @@ def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
         assert report.spill_bytes == 0 and not report.warnings
 
 
-@pytest.mark.parametrize("direction", ["jvp"])
+@pytest.mark.parametrize("direction", ["jvp", "double_backward"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("dtype", "precision"), [("float64", None), ("float32", "tf32x3")]

@@ -24,7 +24,7 @@ from helpers.kernels import small_problem
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIRECTIONS = ("forward", "backward")
-DERIVATIVES = ("jvp",)
+DERIVATIVES = ("jvp", "double_backward")
 SIXTEEN_BITS = ("float16", "bfloat16")
 FAMILIES = {
     "float16": "mma",

@@ -23,6 +23,7 @@
 //
 // Bound by the matmuls, 5 against forward's 2. Bad at: what mma8/forward.cu is bad at; several
 // directions share no matmul.
+#include "mma8/tangent_matmuls.cuh"
 #include "mma8/visible_pairs.cuh"
 #include "common/forward_loads.cuh"
 #include "common/scheduler.cuh"
@@ -112,42 +113,6 @@ __device__ __forceinline__ void load_lse(
                 effective_lse(query < shape.seqlen_q ? lse[query] : -Element(infinity()));
             rows.b[i][half] = 0;
         }
-}
-
-// S = Q K^T and W = Q' K^T + Q K'^T. Q and K are read, and split into parts, once for all three
-// matmuls; S adds in the order of gemm_abt(), so P is backward's to the last bit.
-__device__ __forceinline__ void compute_scores(
-    Scores& s, Scores& w, const SharedPlan& shared, int warp_row) {
-    set_zero<M_TILES, S_TILES>(s);
-    set_zero<M_TILES, S_TILES>(w);
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    constexpr int PITCH = HEAD_DIM + ROWS_PAD;
-    #pragma unroll 1
-    for (int d = 0; d < HEAD_DIM; d += 8) {
-        Operand q[M_TILES][4], q_dot[M_TILES][4];
-        #pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-            const int row = warp_row + m * 16 + g;
-            load_rows(q[m], &shared.q.at[row][d + t], PITCH, 4);
-            if constexpr (Q_DOT) load_rows(q_dot[m], &shared.q_dot.at[row][d + t], PITCH, 4);
-        }
-        #pragma unroll
-        for (int n = 0; n < S_TILES; ++n) {
-            const Element* k = &shared.k.at[n * 8 + g][d + t];
-            const Operand first = operand(k[0]), second = operand(k[4]);
-            #pragma unroll
-            for (int m = 0; m < M_TILES; ++m) {
-                multiply(s[m][n], q[m], first, second);
-                if constexpr (Q_DOT) multiply(w[m][n], q_dot[m], first, second);
-            }
-            if constexpr (K_DOT) {
-                const Element* k_dot = &shared.k_dot.at[n * 8 + g][d + t];
-                const Operand third = operand(k_dot[0]), fourth = operand(k_dot[4]);
-                #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) multiply(w[m][n], q[m], third, fourth);
-            }
-        }
-    }
 }
 
 // P = exp(x - lse) and P * W replace S and W = X' / scale, both 0 for masked pairs; b += rowsum(P *
@@ -311,7 +276,8 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         __syncthreads();
         loader.load_values(tile);
-        compute_scores(s, w, shared, warp_row);
+        gemm_abt_dot<Q_DOT, K_DOT>(
+            s, w, shared.q, shared.q_dot, warp_row, shared.k, shared.k_dot, 0);
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite_values(shared));

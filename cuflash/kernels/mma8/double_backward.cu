@@ -1,0 +1,162 @@
+// The gradient of backward attention by mma.sync in steps of 8: for double, where tensor cores
+// multiply doubles (sm_80, sm_90, sm_100, sm_103), and for float split into tf32 parts (precision
+// "tf32x3", sm_80 and newer). The cotangents of dq, dk and dv are a direction, in which scores move
+// with W, lse with b and O with ddO (mma8/jvp.cu). With P, dP, dS and D of mma8/backward.cu and
+//
+//     U = dO ddV^T,  F = rowsum(dO * ddO)
+//     T = P ((dP - D) (W - b) + U - F)             the gradient by scores, dbias's too
+//     T_X = g T + g' dS X'                         by scale S: g, g' of a softcap; 1, 0 without
+//
+// (docs/guide/derivatives.md), the second gradients are
+//
+//     d2Q = scale (T_X K + (g dS) ddK),  d2K = scale (T_X^T Q + (g dS)^T ddQ)
+//     d2V = (P (W - b))^T dO
+//
+// Dropout's Z multiplies dP, U and, for d2V, P. As in mma8/backward.cu a block computes BLOCK_K keys
+// of one key head, visits the query tiles of the group's heads, keeps d2K and d2V in registers and
+// adds its part of d2Q to d2Q in global memory. D and F come from prepare/double_delta.cu, which has
+// zeroed d2Q too; b and ddO from a JVP.
+//
+// Grid, block: those of mma8/backward.cu.
+// Constants: those of mma8/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients the
+// loss depends on.
+// Shared memory, in elements:
+//     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each      v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
+//     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each      dout      BLOCK_Q * (HEAD_DIM_V + 4)
+//     tx, weights  BLOCK_Q * (BLOCK_K + 4) each    lse, delta, b, delta_dot  BLOCK_Q each
+// The next dO loads while the last two matmuls run, the next Q while dP and U are computed.
+//
+// Bound by the matmuls, 10 against backward's 5. Bad at: what mma8/backward.cu is bad at, more so:
+// tiles are half as large.
+#include "common/dq_semaphore.cuh"
+#include "mma8/backward_gradients.cuh"
+#include "mma8/double_backward_scores.cuh"
+
+// Which tiles contain a NaN or an infinity, the same in all threads; asked of partly masked tiles.
+struct Nonfinite { bool k = false, k_dot = false, q = false, q_dot = false, dout = false; };
+
+// The products and weights of a query tile, once dO and then Q have arrived.
+template <bool MASKED>
+__device__ __forceinline__ void compute_scores(
+    Weights& x, SharedPlan& shared, const ScoreTile& score_tile,
+    const BiasTangent<Element>& bias_tangent, Nonfinite& nonfinite) {
+    const int row = ScoreGrid::first_row(), column = ScoreGrid::first_column();
+    cp_async_wait<1>();                                     // dO; in the first iteration, K and V
+    if constexpr (MASKED) nonfinite.dout = __syncthreads_or(loaded_nonfinite(shared.dout));
+    else __syncthreads();
+    gemm_abt_dot<false, V_DOT>(
+        x.ds, x.u, shared.dout, shared.dout, row, shared.v, shared.v_dot, column);
+    cp_async_wait<0>();                                     // Q and ddQ
+    if constexpr (MASKED) {
+        nonfinite.q = __syncthreads_or(loaded_nonfinite(shared.q));
+        if constexpr (Q_DOT) nonfinite.q_dot = __syncthreads_or(loaded_nonfinite(shared.q_dot));
+    } else {
+        __syncthreads();
+    }
+    gemm_abt_dot<Q_DOT, K_DOT>(
+        x.p_dot, x.tx, shared.q, shared.q_dot, row, shared.k, shared.k_dot, column);
+    compute_weights<MASKED>(x, shared, score_tile, bias_tangent);
+}
+
+// Adds to d2Q of query tile q_tile, in the order of the key tiles if DETERMINISTIC.
+__device__ __forceinline__ void add_d2q(
+    const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
+    int q_tile, int num_q_tiles, const QueryGrid::Sums& d2q) {
+    int* semaphore = arrays.dq_semaphores
+        + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
+    const int rank = score_tile.dq_rank(q_tile, coord.tile);
+    if (DETERMINISTIC) semaphore_wait(semaphore, rank);
+    add_to_dq(arrays, coord.batch, head, score_tile.q_start, d2q);
+    if (DETERMINISTIC) semaphore_release(semaphore, rank);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+double_backward_mma8(const __grid_constant__ Arguments call_args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: find the key tile, and the query tiles that see it.
+    const Shape& call_shape = arrays_of(call_args).shape;
+    const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
+    const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
+    const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
+    TileCoord coord = tile_of_block(
+        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
+        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
+    if (!sequence.has_tile) return;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const BackwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    ScoreTile score_tile(args, coord.batch, coord.tile);
+    const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
+    const auto next_query_tile = [&](int tile) {
+        return score_tile.pair_mask.query_tile_after(tile, coord.tile, tiles.end);
+    };
+    const int first_tile = SEGMENTS ? next_query_tile(tiles.first - 1) : tiles.first;
+    const int first_head = coord.head * group_size, end_head = first_head + group_size;
+    const Loader loader{shared, args, arrays, coord, end_head};
+
+    KeyGrid::Sums d2k;
+    ValueGrid::Sums d2v;
+    set_zero<KeyGrid::M_TILES, KeyGrid::N_TILES>(d2k);
+    set_zero<ValueGrid::M_TILES, ValueGrid::N_TILES>(d2v);
+
+    // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
+    Nonfinite nonfinite;
+    const auto iterate = [&](auto masked, int head, int tile) {
+        constexpr bool MASKED = masked.value;
+        const int tile_after = next_query_tile(tile);
+        const bool last_tile = tile_after == tiles.end;
+        const int next_head = head + last_tile, next_tile = last_tile ? first_tile : tile_after;
+        score_tile.q_start = tile * BLOCK_Q;
+
+        Weights x;
+        const BiasTangent<Element> bias_tangent(args, 0, coord.batch, head);
+        compute_scores<MASKED>(x, shared, score_tile, bias_tangent, nonfinite);
+        write_weights(shared.weights, x.p_dot);
+        write_weights(shared.tx, x.tx);
+        __syncthreads();                                    // P (W - b) and T_X are written
+        gradient_gemm<ValueGrid, true, MASKED>(
+            d2v, shared.weights, shared.dout, score_tile, nonfinite.dout);
+        __syncthreads();                                    // P (W - b) and dO are free
+
+        loader.load_dout(next_head, next_tile);
+        write_weights(shared.weights, x.ds);
+        __syncthreads();                                    // dS is written
+        QueryGrid::Sums d2q;
+        set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(d2q);
+        gradient_gemm<QueryGrid, false, MASKED>(
+            d2q, shared.tx, shared.k, score_tile, nonfinite.k);
+        if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
+            d2q, shared.weights, shared.k_dot, score_tile, nonfinite.k_dot);
+        add_d2q(arrays, score_tile, coord, head, tile, num_q_tiles, d2q);
+        gradient_gemm<KeyGrid, true, MASKED>(
+            d2k, shared.tx, shared.q, score_tile, nonfinite.q);
+        if constexpr (Q_DOT) gradient_gemm<KeyGrid, true, MASKED>(
+            d2k, shared.weights, shared.q_dot, score_tile, nonfinite.q_dot);
+        __syncthreads();                                    // the weights and Q, ddQ are free
+        loader.load_q(next_head, next_tile);
+    };
+
+    if (first_tile < tiles.end) {
+        loader.load_keys(score_tile.k_start);
+        loader.load_dout(first_head, first_tile);
+        loader.load_q(first_head, first_tile);
+        cp_async_wait<1>();
+        nonfinite.k = __syncthreads_or(loaded_nonfinite(shared.k));
+        if constexpr (K_DOT) nonfinite.k_dot = __syncthreads_or(loaded_nonfinite(shared.k_dot));
+        for (int head = first_head; head < end_head; ++head) {
+            score_tile.set_head(args, coord.batch, head);
+            for (int tile = first_tile; tile < tiles.end; tile = next_query_tile(tile))
+                if (score_tile.full(tiles, tile)) iterate(Bool<false>{}, head, tile);
+                else iterate(Bool<true>{}, head, tile);
+        }
+    }
+
+    // Epilogue.
+    store_gradient<KeyGrid>(
+        d2k, arrays.dk, arrays.dk_stride, coord, shape.seqlen_k, shape.head_dim);
+    store_gradient<ValueGrid>(
+        d2v, arrays.dv, arrays.dv_stride, coord, shape.seqlen_k, shape.head_dim_v);
+}
