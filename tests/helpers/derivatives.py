@@ -25,8 +25,8 @@ INPUTS = "q", "k", "v", "bias", "sink"
 KINDS = {name: {"dtype": name} for name in DTYPES} | {
     "tf32x3": {"dtype": "float32", "precision": "tf32x3"}
 }
-# simt has all of these for all kinds, mma8 the last ones and (None, None).
-BLOCKS = [(None, None), (16, 8), (8, 16), (16, 16), (32, 16)]
+# simt has all of these on all GPUs; mma8 the last one, in part of the calls.
+BLOCKS = [(None, None), (16, 8), (8, 16), (16, 16)]
 GROUPED = {
     "batch": 2,
     "seqlen_q": 37,

@@ -29,7 +29,6 @@ from helpers.derivatives import (
     tangents,
 )
 from helpers.drawn import on_each_backend
-from helpers.dtypes import DTYPES
 
 ON = Emulation("sm_80", seed=3)
 NAMES = "out", "lse", "out_dot", "lse_dot"

@@ -110,8 +110,10 @@ def test_options_take_float64_to_no_other_family(
     ("dtype", "precision", "family"),
     [("float64", None, "dmma"), ("float32", "tf32x3", "tf32x3")],
 )
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("head_dim", [1, 64, 128])
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [("sm_80", 1), ("sm_80", 64), ("sm_90a", 64), ("sm_90a", 128)],
+)
 def test_mma8_has_derivatives(direction, dtype, precision, family, arch,
                               head_dim):  # fmt: skip
     decided = planned(direction, dtype, head_dim, arch, precision=precision)

@@ -129,8 +129,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
         write_weights(shared.weights, ds);
         __syncthreads();                                    // dS is written
         add_dq<MASKED>(shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
-        gradient_gemm<KeyGrid, true, MASKED>(
-            dk, shared.weights, shared.q, score_tile, q_nonfinite);
+        gradient_gemm<KeyGrid, true, MASKED>(dk, shared.weights, shared.q, score_tile, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
         loader.load_q(next_head, next_tile);
     };

@@ -12,14 +12,14 @@
 //     d2Q = scale (T_X K + (g dS) ddK),  d2K = scale (T_X^T Q + (g dS)^T ddQ)
 //     d2V = (P (W - b))^T dO
 //
-// Dropout's Z multiplies dP, U and, for d2V, P. As in mma8/backward.cu a block computes BLOCK_K keys
-// of one key head, visits the query tiles of the group's heads, keeps d2K and d2V in registers and
-// adds its part of d2Q to d2Q in global memory. D and F come from prepare/double_delta.cu, which has
-// zeroed d2Q too; b and ddO from a JVP.
+// Dropout's Z multiplies dP, U and, for d2V, P. As in mma8/backward.cu a block computes BLOCK_K
+// keys of one key head, visits the query tiles of the group's heads, keeps d2K and d2V in registers
+// and adds its part of d2Q to d2Q in global memory. D and F come from prepare/double_delta.cu,
+// which has zeroed d2Q too; b and ddO from a JVP.
 //
 // Grid, block: those of mma8/backward.cu.
-// Constants: those of mma8/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients the
-// loss depends on.
+// Constants: those of mma8/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients
+// the loss depends on.
 // Shared memory, in elements:
 //     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each      v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each      dout      BLOCK_Q * (HEAD_DIM_V + 4)
@@ -58,16 +58,32 @@ __device__ __forceinline__ void compute_scores(
     compute_weights<MASKED>(x, shared, score_tile, bias_tangent);
 }
 
-// Adds to d2Q of query tile q_tile, in the order of the key tiles if DETERMINISTIC.
+// T_X K + (g dS) ddK of query tile q_tile, added to d2Q.
+template <bool MASKED>
 __device__ __forceinline__ void add_d2q(
-    const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
-    int q_tile, int num_q_tiles, const QueryGrid::Sums& d2q) {
+    const SharedPlan& shared, const BackwardArguments& arrays, const ScoreTile& score_tile,
+    TileCoord coord, int head, int q_tile, int num_q_tiles, const Nonfinite& nonfinite) {
+    QueryGrid::Sums d2q;
+    set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(d2q);
+    gradient_gemm<QueryGrid, false, MASKED>(d2q, shared.tx, shared.k, score_tile, nonfinite.k);
+    if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
+        d2q, shared.weights, shared.k_dot, score_tile, nonfinite.k_dot);
     int* semaphore = arrays.dq_semaphores
         + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
     const int rank = score_tile.dq_rank(q_tile, coord.tile);
     if (DETERMINISTIC) semaphore_wait(semaphore, rank);
     add_to_dq(arrays, coord.batch, head, score_tile.q_start, d2q);
     if (DETERMINISTIC) semaphore_release(semaphore, rank);
+}
+
+// d2K += T_X^T Q + (g dS)^T ddQ
+template <bool MASKED>
+__device__ __forceinline__ void add_to_d2k(
+    KeyGrid::Sums& d2k, const SharedPlan& shared, const ScoreTile& score_tile,
+    const Nonfinite& nonfinite) {
+    gradient_gemm<KeyGrid, true, MASKED>(d2k, shared.tx, shared.q, score_tile, nonfinite.q);
+    if constexpr (Q_DOT) gradient_gemm<KeyGrid, true, MASKED>(
+        d2k, shared.weights, shared.q_dot, score_tile, nonfinite.q_dot);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -87,7 +103,6 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const BackwardArguments& arrays = arrays_of(args);
-    const Shape& shape = arrays.shape;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
     const auto next_query_tile = [&](int tile) {
@@ -124,17 +139,9 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
         loader.load_dout(next_head, next_tile);
         write_weights(shared.weights, x.ds);
         __syncthreads();                                    // dS is written
-        QueryGrid::Sums d2q;
-        set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(d2q);
-        gradient_gemm<QueryGrid, false, MASKED>(
-            d2q, shared.tx, shared.k, score_tile, nonfinite.k);
-        if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
-            d2q, shared.weights, shared.k_dot, score_tile, nonfinite.k_dot);
-        add_d2q(arrays, score_tile, coord, head, tile, num_q_tiles, d2q);
-        gradient_gemm<KeyGrid, true, MASKED>(
-            d2k, shared.tx, shared.q, score_tile, nonfinite.q);
-        if constexpr (Q_DOT) gradient_gemm<KeyGrid, true, MASKED>(
-            d2k, shared.weights, shared.q_dot, score_tile, nonfinite.q_dot);
+        add_d2q<MASKED>(
+            shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);
+        add_to_d2k<MASKED>(d2k, shared, score_tile, nonfinite);
         __syncthreads();                                    // the weights and Q, ddQ are free
         loader.load_q(next_head, next_tile);
     };
@@ -155,8 +162,9 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
     }
 
     // Epilogue.
+    const int num_keys = arrays.shape.seqlen_k;
     store_gradient<KeyGrid>(
-        d2k, arrays.dk, arrays.dk_stride, coord, shape.seqlen_k, shape.head_dim);
+        d2k, arrays.dk, arrays.dk_stride, coord, num_keys, arrays.shape.head_dim);
     store_gradient<ValueGrid>(
-        d2v, arrays.dv, arrays.dv_stride, coord, shape.seqlen_k, shape.head_dim_v);
+        d2v, arrays.dv, arrays.dv_stride, coord, num_keys, arrays.shape.head_dim_v);
 }

@@ -1,5 +1,5 @@
-// mma8/double_backward.cu's tile of scores: shared memory, the loads of query tiles, and the weights
-// of BLOCK_Q queries and BLOCK_K keys.
+// mma8/double_backward.cu's tile of scores: shared memory, the loads of query tiles, and the
+// weights of BLOCK_Q queries and BLOCK_K keys.
 #pragma once
 #include "mma8/tangent_matmuls.cuh"
 #include "mma8/warp_grids.cuh"

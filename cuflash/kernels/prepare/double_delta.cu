@@ -2,8 +2,8 @@
 //
 //     delta = rowsum(dO * O) - dlse,  delta_dot = rowsum(dO * ddO)
 //
-// in float, or in double for double elements. delta is as prepare/delta.cu has it. As there, it also
-// zeroes what the main kernel adds to.
+// in float, or in double for double elements. delta is as prepare/delta.cu has it. As there, the
+// kernel also zeroes what the main kernel adds to.
 //
 // Block: NUM_THREADS threads; LANES of a warp share a row, column by column.
 // Grid: blockIdx.x = row / (NUM_THREADS / LANES), rows being counted as in a contiguous array:
