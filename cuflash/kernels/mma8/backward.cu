@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_dq(
     TileCoord coord, int head, int q_tile, int num_q_tiles, bool k_nonfinite) {
     QueryGrid::Sums dq;
     set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
-    gradient_gemm<QueryGrid, false, MASKED>(dq, shared.weights, shared.k, score_tile, k_nonfinite);
+    gradient_gemm<QueryGrid, false, MASKED>(dq, shared, shared.k, score_tile, k_nonfinite);
     int* semaphore = arrays.dq_semaphores
         + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
     const int rank = score_tile.dq_rank(q_tile, coord.tile);
@@ -119,17 +119,17 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
         compute_scores<MASKED>(
             shared, score_tile, scale, s, ds, dout_nonfinite, q_nonfinite);
 
-        write_weights(shared.weights, s);
+        write_weights(shared, s);
         __syncthreads();                                    // P is written
         gradient_gemm<ValueGrid, true, MASKED>(
-            dv, shared.weights, shared.dout, score_tile, dout_nonfinite);
+            dv, shared, shared.dout, score_tile, dout_nonfinite);
         __syncthreads();                                    // P and dO are free
 
         loader.load_dout(next_head, next_tile);
-        write_weights(shared.weights, ds);
+        write_weights(shared, ds);
         __syncthreads();                                    // dS is written
         add_dq<MASKED>(shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
-        gradient_gemm<KeyGrid, true, MASKED>(dk, shared.weights, shared.q, score_tile, q_nonfinite);
+        gradient_gemm<KeyGrid, true, MASKED>(dk, shared, shared.q, score_tile, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
         loader.load_q(next_head, next_tile);
     };

@@ -1,5 +1,5 @@
 // Gradients of mma8's backward kernels: matmuls of weights of pairs, which shared memory holds, and
-// stores to global memory.
+// stores to global memory. The weights are a member of `shared`: a WeightTile.
 #pragma once
 #include "common/scheduler.cuh"
 #include "mma8/warp_grids.cuh"
@@ -7,27 +7,27 @@
 
 // The fragment of A for 16 rows of D, from `row` on: queries, or, if TRANSPOSED, keys, two
 // neighbours a lane. `first` and `second` are the lane's indices of the sum.
-template <bool TRANSPOSED>
+template <bool TRANSPOSED, class Shared>
 __device__ __forceinline__ void load_weights(
-    Operand (&a)[4], const WeightTile& weights, int row, int first, int second) {
+    Operand (&a)[4], const Shared& shared, int row, int first, int second) {
     const int g = threadIdx.x % 32 / 4;
     if constexpr (TRANSPOSED) {
-        const Pair upper = pair_at(&weights.at[first][row + 2 * g]);
-        const Pair lower = pair_at(&weights.at[second][row + 2 * g]);
+        const Pair upper = pair_at(&shared.weights.at[first][row + 2 * g]);
+        const Pair lower = pair_at(&shared.weights.at[second][row + 2 * g]);
         a[0] = operand(upper.x);
         a[1] = operand(upper.y);
         a[2] = operand(lower.x);
         a[3] = operand(lower.y);
     } else {
-        load_rows(a, &weights.at[row + g][first], BLOCK_K + ROWS_PAD, second - first);
+        load_rows(a, &shared.weights.at[row + g][first], BLOCK_K + ROWS_PAD, second - first);
     }
 }
 
-// D += A B over K indices, for the warp's rows and columns of D. A is the weights, B a
-// tile of K rows. Of eight indices a lane takes the two whose rows of B lie in different banks.
-template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
+// D += A B over K indices, for the warp's rows and columns of D. A is the weights, B a tile of
+// K rows. Of eight indices a lane takes the two whose rows of B lie in different banks.
+template <class Grid, bool TRANSPOSED, class Shared, int K, int COLUMNS>
 __device__ __forceinline__ void weights_gemm(
-    typename Grid::Sums& d, const WeightTile& weights, const SmemTile<K, COLUMNS>& b) {
+    typename Grid::Sums& d, const Shared& shared, const SmemTile<K, COLUMNS>& b) {
     constexpr int M = Grid::M_TILES, N = Grid::N_TILES;
     static_assert(N % CHUNK == 0, "tiles of columns come by CHUNK");
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void weights_gemm(
         #pragma unroll
         for (int m = 0; m < M; ++m)
             load_weights<TRANSPOSED>(
-                a[m], weights, Grid::first_row() + m * 16, k + first, k + second);
+                a[m], shared, Grid::first_row() + m * 16, k + first, k + second);
     };
     const Element* upper = &b.at[first][Grid::first_column() + CHUNK * g];
     const Element* lower = &b.at[second][Grid::first_column() + CHUNK * g];
@@ -68,9 +68,9 @@ __device__ __forceinline__ void weights_gemm(
 
 // The same over visible pairs only, on CUDA cores: for a partly masked tile whose B has a NaN or an
 // infinity, since 0 * NaN is NaN. Slow, rare.
-template <class Grid, bool TRANSPOSED, int K, int COLUMNS>
+template <class Grid, bool TRANSPOSED, class Shared, int K, int COLUMNS>
 __device__ __forceinline__ void add_visible(
-    typename Grid::Sums& d, const WeightTile& weights, const SmemTile<K, COLUMNS>& b,
+    typename Grid::Sums& d, const Shared& shared, const SmemTile<K, COLUMNS>& b,
     const ScoreTile& score_tile) {
     #pragma unroll 1
     for (int k = 0; k < K; ++k)
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_visible(
                               + (TRANSPOSED ? key_row(half) : query_row(half));
                 const int query = TRANSPOSED ? k : row, key = TRANSPOSED ? row : k;
                 if (!score_tile.visible(query, key)) continue;
-                const Element weight = weights.at[query][key];
+                const Element weight = shared.weights.at[query][key];
                 #pragma unroll
                 for (int n = 0; n < Grid::N_TILES; ++n)
                     #pragma unroll
@@ -94,12 +94,12 @@ __device__ __forceinline__ void add_visible(
             }
 }
 
-template <class Grid, bool TRANSPOSED, bool MASKED, int K, int COLUMNS>
+template <class Grid, bool TRANSPOSED, bool MASKED, class Shared, int K, int COLUMNS>
 __device__ __forceinline__ void gradient_gemm(
-    typename Grid::Sums& d, const WeightTile& weights, const SmemTile<K, COLUMNS>& b,
+    typename Grid::Sums& d, const Shared& shared, const SmemTile<K, COLUMNS>& b,
     const ScoreTile& score_tile, bool nonfinite) {
-    if (MASKED && nonfinite) add_visible<Grid, TRANSPOSED>(d, weights, b, score_tile);
-    else weights_gemm<Grid, TRANSPOSED>(d, weights, b);
+    if (MASKED && nonfinite) add_visible<Grid, TRANSPOSED>(d, shared, b, score_tile);
+    else weights_gemm<Grid, TRANSPOSED>(d, shared, b);
 }
 
 // Adds the lane's numbers of CHUNK tiles to a row of dQ: x[c] to CHUNK columns from first + CHUNK *

@@ -23,7 +23,7 @@
 // Shared memory, in elements:
 //     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each      v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each      dout      BLOCK_Q * (HEAD_DIM_V + 4)
-//     tx, weights  BLOCK_Q * (BLOCK_K + 4) each    lse, delta, b, delta_dot  BLOCK_Q each
+//     tx, others  BLOCK_Q * (BLOCK_K + 4) each     lse, delta, b, delta_dot  BLOCK_Q each
 // The next dO loads while the last two matmuls run, the next Q while dP and U are computed.
 //
 // Bound by the matmuls, 10 against backward's 5. Bad at: what mma8/backward.cu is bad at, more so:
@@ -67,7 +67,7 @@ __device__ __forceinline__ void add_d2q(
     set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(d2q);
     gradient_gemm<QueryGrid, false, MASKED>(d2q, shared.tx, shared.k, score_tile, nonfinite.k);
     if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
-        d2q, shared.weights, shared.k_dot, score_tile, nonfinite.k_dot);
+        d2q, shared.others, shared.k_dot, score_tile, nonfinite.k_dot);
     int* semaphore = arrays.dq_semaphores
         + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
     const int rank = score_tile.dq_rank(q_tile, coord.tile);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_to_d2k(
     const Nonfinite& nonfinite) {
     gradient_gemm<KeyGrid, true, MASKED>(d2k, shared.tx, shared.q, score_tile, nonfinite.q);
     if constexpr (Q_DOT) gradient_gemm<KeyGrid, true, MASKED>(
-        d2k, shared.weights, shared.q_dot, score_tile, nonfinite.q_dot);
+        d2k, shared.others, shared.q_dot, score_tile, nonfinite.q_dot);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -129,15 +129,15 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
         Weights x;
         const BiasTangent<Element> bias_tangent(args, 0, coord.batch, head);
         compute_scores<MASKED>(x, shared, score_tile, bias_tangent, nonfinite);
-        write_weights(shared.weights, x.p_dot);
+        write_weights(shared.others, x.p_dot);
         write_weights(shared.tx, x.tx);
         __syncthreads();                                    // P (W - b) and T_X are written
         gradient_gemm<ValueGrid, true, MASKED>(
-            d2v, shared.weights, shared.dout, score_tile, nonfinite.dout);
+            d2v, shared.others, shared.dout, score_tile, nonfinite.dout);
         __syncthreads();                                    // P (W - b) and dO are free
 
         loader.load_dout(next_head, next_tile);
-        write_weights(shared.weights, x.ds);
+        write_weights(shared.others, x.ds);
         __syncthreads();                                    // dS is written
         add_d2q<MASKED>(
             shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);

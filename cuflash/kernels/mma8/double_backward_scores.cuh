@@ -8,13 +8,15 @@
 #include "score/score_tile.cuh"
 #include "score/tangents.cuh"
 
+struct SharedWeights { WeightTile weights; };
+
 struct SharedPlan {
     SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
     SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
     SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
     SmemTile<BLOCK_Q, HEAD_DIM_V> dout;
-    WeightTile tx;                                          // T_X
-    WeightTile weights;                                     // Z P (W - b), then g dS
+    SharedWeights tx;                                       // T_X
+    SharedWeights others;                                   // Z P (W - b), then g dS
     Element lse[BLOCK_Q], delta[BLOCK_Q], b[BLOCK_Q], delta_dot[BLOCK_Q];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");

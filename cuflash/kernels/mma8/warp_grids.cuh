@@ -38,8 +38,9 @@ using WeightTile = SmemTile<BLOCK_Q, BLOCK_K>;
 __device__ __forceinline__ int query_row(int i) { return threadIdx.x % 32 / 4 + i * 8; }
 __device__ __forceinline__ int key_row(int i) { return threadIdx.x % 32 / 4 * 2 + i; }
 
-// P, dS or another weight of the pairs, to shared memory.
-__device__ __forceinline__ void write_weights(WeightTile& weights, const Scores& x) {
+// P, dS or another weight of the pairs, to the WeightTile of `shared`.
+template <class Shared>
+__device__ __forceinline__ void write_weights(Shared& shared, const Scores& x) {
     #pragma unroll
     for (int m = 0; m < ScoreGrid::M_TILES; ++m)
         #pragma unroll
@@ -47,7 +48,7 @@ __device__ __forceinline__ void write_weights(WeightTile& weights, const Scores&
             #pragma unroll
             for (int half = 0; half < 2; ++half)
                 *reinterpret_cast<Pair*>(
-                    &weights.at[ScoreGrid::first_row() + m * 16 + query_row(half)]
+                    &shared.weights.at[ScoreGrid::first_row() + m * 16 + query_row(half)]
                                       [ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2]) =
                     Pair{x[m][n][half * 2], x[m][n][half * 2 + 1]};
 }
