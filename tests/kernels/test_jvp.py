@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import strategies
-from helpers import expected
+from helpers import calls, expected
 from helpers.backends import CUPY, EMULATED, on_kernels
 from helpers.compare import (
     assert_bitwise,
@@ -115,6 +115,18 @@ def test_packed_sequences(backend):
     assert ((got["lse"] == -np.inf) == (lse == -np.inf)).all()
     assert not got["out_dot"][:, 20:].any()
     assert not got["lse_dot"][..., 20:].any()
+
+
+@on_kernels
+@two_kinds_of_calls
+@pytest.mark.parametrize("kind", ["float64", "tf32x3"])
+def test_mma8_returns_forwards_bits(backend, kind, fields):
+    """Its kernel of tangents reads out and lse of a forward call."""
+    case = Case(on=ON, **KINDS[kind], **fields)
+    out, lse, *_ = call_jvp(case, tangents(case), backend)
+    want = calls.forward(backend, case, *inputs(case)[:3])
+    for a, b in zip((out, lse), want, strict=True):
+        assert_bitwise(a, b, kind)
 
 
 # Directions -----------------------------------------------------------------
