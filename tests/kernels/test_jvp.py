@@ -111,8 +111,10 @@ def test_packed_sequences(backend):
     lse = want.pop("lse")
     assert_near(got, want, case)
     assert ((got["lse"] == -np.inf) == (lse == -np.inf)).all()
-    assert not got["out_dot"][:, 20:].any()
-    assert not got["lse_dot"][..., 20:].any()
+    directions["sink"][:] = np.nan  # read by no token without a sequence
+    *_, out_dot, lse_dot = call_jvp(case, directions, backend, **given)
+    assert not out_dot[:, 20:].any() and not lse_dot[..., 20:].any()
+    assert np.isnan(out_dot[:, :20]).all()
 
 
 # Directions -----------------------------------------------------------------

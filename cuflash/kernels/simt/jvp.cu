@@ -214,8 +214,8 @@ inline void store(
         if (column >= shape.head_dim_v) continue;
         const Real o = state.acc[n] / l, tangent = state.acc_dot[n] / l;
         if (wanted.out && direction == 0) out[column] = from_accumulator<Element>(o);
-        if (wanted.out_dot) out_dot[column] =
-            from_accumulator<Element>(LSE_MOVES ? fma(-b, o, tangent) : tangent);
+        if (wanted.out_dot)
+            out_dot[column] = from_accumulator<Element>(fma(-b, o, tangent));
     }
     if (thread_of_row != 0) return;
     const i64 heads = i64(shape.batch) * shape.num_heads_q, rows = rows_of_head(args);
