@@ -60,3 +60,12 @@ def test_decode_calls_are_valid(monkeypatch, name):
     for call in calls:
         with np.errstate(all="ignore"):
             call()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float64", "tf32x3"])
+def test_calls_of_derivatives_are_valid(monkeypatch, name):
+    monkeypatch.setattr(sample_calls, "cupy", np)
+    calls = [*sample_calls.sample([name], ["derivatives"])]
+    assert len(calls) == 5
+    with np.errstate(all="ignore"):
+        calls[0]()
