@@ -9,18 +9,25 @@ it again. docs/guide/distributed.md explains when to use what.
 from __future__ import annotations
 
 from .attention import backward, forward
+from .environment import group_from_environment
 from .gathering import gather
 from .group import Group
 from .in_process import run as run_threads
 from .layouts import positions, shard, unshard
+from .mpi import MpiGroup
+from .nccl import NcclGroup, unique_id
 
 __all__ = [
     "Group",
+    "MpiGroup",
+    "NcclGroup",
     "backward",
     "forward",
     "gather",
+    "group_from_environment",
     "positions",
     "run_threads",
     "shard",
+    "unique_id",
     "unshard",
 ]

@@ -42,9 +42,7 @@ class Sums:
     ) -> None:
         self.machine, self.shape, self.dtype = machine, shape, dtype
         self.ranges = [x for x in ranges if len(x)]
-        self.wide = np.dtype(
-            np.float64 if dtype == np.float64 else np.float32
-        )
+        self.wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         self.left = [0] * len(self.ranges)
         self.held: list[Any] = [None] * len(self.ranges)
         self.total = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -87,12 +87,23 @@ def check(
     except CuflashError as error:
         group.refuse(error)
         raise
-    group.agree(
-        f"{problem} of packed sequences {request.mask.packed}, layout"
-        f" {layout!r}, ulysses {ulysses}, {request.mask.offsets_q},"
-        f" {request.mask.offsets_k}"
-    )
+    group.agree(_describe(problem, request))
     return request
+
+
+def _describe(problem: Problem, request: Request) -> str:
+    """A call as all ranks must make it, without what is left to defaults."""
+    words: list[str] = [problem.direction]
+    for field in fields(problem)[1:]:
+        value = getattr(problem, field.name)
+        if value != field.default:
+            words.append(f"{field.name} {value}")
+    mask = request.mask
+    words += [f"layout {mask.layout}", f"ulysses {request.ulysses}"]
+    if mask.packed:
+        for name, offsets in (("q", mask.offsets_q), ("k", mask.offsets_k)):
+            words.append(f"cu_seqlens_{name} {list(offsets)}")
+    return ", ".join(words)
 
 
 def _check(
@@ -139,9 +150,7 @@ def _check(
         offsets_k=offsets[1],
         packed=packed,
     )
-    views = {
-        name: x[_view(name, call.rank)] for name, x in opened.items()
-    }
+    views = {name: x[_view(name, call.rank)] for name, x in opened.items()}
     # The rank's own arrays do not tell what the whole mask leaves out.
     problem = replace(problem, causal=mask.causal, window=mask.window)
     request = Request(group, views, mask, ulysses, options, call.rank)

@@ -97,13 +97,14 @@ class Group(abc.ABC):
             What `mark` returned: arrays are sent and overwritten when the
             stream has reached that moment; by default, this one.
         """
-        kept = [
-            [x for x in messages if x[0].size] for messages in (sends, receives)
-        ]
-        if not kept[0] and not kept[1]:
+        sends, receives = (
+            [x for x in messages if x[0].size]
+            for messages in (sends, receives)
+        )
+        if not sends and not receives:
             return Arrived()
-        self.bytes_sent += sum(arrays.nbytes(x) for x, _ in kept[0])
-        return self._exchange(kept[0], kept[1], after)
+        self.bytes_sent += sum(arrays.nbytes(x) for x, _ in sends)
+        return self._exchange(sends, receives, after)
 
     def agree(self, text: str) -> None:
         """Raise ValueRangeError on all ranks unless all give the same text.
@@ -120,13 +121,21 @@ class Group(abc.ABC):
         digest = hashlib.sha256(text.encode()).digest()
         if any(x != digest for x in self.gather_bytes(digest)):
             padded = text.encode()[:_LONGEST_TEXT].ljust(_LONGEST_TEXT)
-            each = [
-                f"rank {rank}: {x.decode(errors='replace').rstrip()}"
-                for rank, x in enumerate(self.gather_bytes(padded))
-            ]
+            texts = self.gather_bytes(padded)
+            calls = {
+                x.decode(errors="replace").rstrip(): [
+                    rank for rank, y in enumerate(texts) if x == y
+                ]
+                for x in texts
+            }
+            each = "; ".join(
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"
+                f" {call}"
+                for call, ranks in calls.items()
+            )
             raise ValueRangeError(
                 "the ranks of a group make different calls, expected the "
-                "same shapes, dtypes and options on each; " + "; ".join(each)
+                f"same shapes, dtypes and options on each ({each})"
             )
         self._agreed.add(text)
 

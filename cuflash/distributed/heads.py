@@ -160,5 +160,3 @@ def _cut(array: Any, count: int, index: int, axis: int) -> Any:
     length = array.shape[axis] // count
     at = (slice(None),) * axis
     return array[(*at, slice(index * length, (index + 1) * length))]
-
-

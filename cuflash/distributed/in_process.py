@@ -92,7 +92,9 @@ class InProcessGroup(Group):
 
     def mark(self) -> Any:
         cupy = _cupy()
-        return None if cupy is None else cupy.cuda.get_current_stream().record()
+        return (
+            None if cupy is None else cupy.cuda.get_current_stream().record()
+        )
 
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Any
@@ -158,7 +160,9 @@ class InProcessGroup(Group):
         """Wait until another rank has an array."""
         with self._board.changed:
             self._board.wait_for(
-                self.rank, f"rank {rank} to take an array", lambda: parcel.taken
+                self.rank,
+                f"rank {rank} to take an array",
+                lambda: parcel.taken,
             )
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

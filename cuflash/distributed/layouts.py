@@ -156,6 +156,7 @@ def _offsets(
     check_layout(layout)
     if (seqlen is None) == (cu_seqlens is None):
         raise ValueRangeError("expected either seqlen or cu_seqlens")
+    offsets: tuple[int, ...]
     if cu_seqlens is None:
         offsets = 0, checks.length("seqlen", seqlen)
     else:

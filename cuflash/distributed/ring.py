@@ -122,7 +122,10 @@ def backward(
     own = [x.keys for x in ring.blocks(0)]
     others = [x for step in steps[1:] for x in ring.given(step)]
     dk, dv = _sums(
-        ring, (k, v), chunk_ranges(ring.mask, ring.mask.offsets_k), own + others
+        ring,
+        (k, v),
+        chunk_ranges(ring.mask, ring.mask.offsets_k),
+        own + others,
     )
     returns = Returns(ring, dk, dv)
     for step, keys in Travel(ring, (k, v)).steps():
@@ -135,8 +138,8 @@ def backward(
             gradients = _backward(
                 ring,
                 block,
-                *(x[:, rows] for x in (dout, q)),
-                *(k_block, v_block, out[:, rows], lse[..., rows]),
+                (dout[:, rows], q[:, rows], k_block, v_block),
+                (out[:, rows], lse[..., rows]),
                 None if dlse is None else dlse[..., rows],
             )
             dq.add(block.queries, gradients[0])
@@ -251,9 +254,7 @@ class Travel:
     def _own_part(self, keys: range) -> tuple[Any, Any]:
         """Contiguous keys and values to send."""
         if keys not in self.contiguous:
-            k, v = (
-                contiguous(x[:, keys.start : keys.stop]) for x in self.own
-            )
+            k, v = (contiguous(x[:, keys.start : keys.stop]) for x in self.own)
             self.contiguous[keys] = k, v
         return self.contiguous[keys]
 
@@ -286,9 +287,7 @@ class Returns:
             found[held] = _sums(self.ring, pair, ranges, expected)
         return found
 
-    def send(
-        self, step: int, sums: dict[range, tuple[Sums, Sums]]
-    ) -> None:
+    def send(self, step: int, sums: dict[range, tuple[Sums, Sums]]) -> None:
         """Send a step's gradients; start to receive those of own keys."""
         ring = self.ring
         sends = [
@@ -333,17 +332,18 @@ def _forward(
 
 
 def _backward(
-    ring: Ring, block: Block, dout: Any, q: Any, k: Any, v: Any, out: Any,
-    lse: Any, dlse: Any,
-) -> tuple[Any, ...]:  # fmt: skip
+    ring: Ring,
+    block: Block,
+    given: tuple[Any, ...],
+    results: tuple[Any, Any],
+    dlse: Any,
+) -> tuple[Any, ...]:
     arguments = ring.arguments(block)
-    given = (dout, q, k, v, out, lse)
+    given += results
     if not block.cu_seqlens_q:
         return api.backward(*given, dlse=dlse, **arguments)
     dlse = None if dlse is None else dlse[0]
-    gradients = api.backward(
-        *(x[0] for x in given), dlse=dlse, **arguments
-    )
+    gradients = api.backward(*(x[0] for x in given), dlse=dlse, **arguments)
     return tuple(x[None] for x in gradients)
 
 

@@ -43,6 +43,7 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
+    "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
@@ -138,6 +139,38 @@ LAW = {
     "torch.rotary": "execute problem validate backends.base torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
+    "execute_partial": "problem abi plans.partial backends.base",
+    "distributed": "distributed.attention distributed.environment"
+    " distributed.gathering distributed.group distributed.in_process"
+    " distributed.layouts distributed.mpi distributed.nccl",
+    "distributed.accumulate": "distributed.machine",
+    "distributed.arguments": "api checks errors problem validate"
+    " distributed.group distributed.layouts distributed.schedule",
+    "distributed.arrays": "api",
+    "distributed.attention": "problem distributed.arguments"
+    " distributed.group distributed.heads distributed.machine"
+    " distributed.ring",
+    "distributed.bench": "__init__ api errors distributed.attention"
+    " distributed.environment distributed.group distributed.in_process"
+    " distributed.layouts",
+    "distributed.environment": "errors distributed.group distributed.mpi"
+    " distributed.nccl",
+    "distributed.gathering": "distributed.arrays distributed.group"
+    " distributed.layouts distributed.machine",
+    "distributed.group": "checks errors distributed.arrays",
+    "distributed.heads": "distributed.arrays distributed.group"
+    " distributed.layouts distributed.machine distributed.schedule",
+    "distributed.in_process": "errors distributed.group",
+    "distributed.layouts": "checks errors distributed.arrays",
+    "distributed.machine": "api backends.emulator execute_partial",
+    "distributed.mpi": "errors distributed.group",
+    "distributed.nccl": "api errors distributed.group"
+    " distributed.nccl_library distributed.watchdog",
+    "distributed.nccl_library": "api errors distributed.group",
+    "distributed.ring": "api distributed.accumulate distributed.arrays"
+    " distributed.group distributed.machine distributed.schedule",
+    "distributed.schedule": "distributed.layouts",
+    "distributed.watchdog": "",
     "jax": "jax.attention",
     "jax.arrays": "errors",
     "jax.calls": "checks errors options plan problem validate jax.arrays",
@@ -156,7 +189,13 @@ LAW = {
     " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
     " __init__",
 }
-MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
+MAY_IMPORT_CUPY = {
+    "backends.cupy",
+    "build.nvrtc",
+    "build.warmup",
+    "distributed.environment",
+    "distributed.nccl_library",
+}
 BRIDGES = ("torch", "jax")  # each imports the library of its name
 ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
 PACKAGES = (
@@ -165,6 +204,7 @@ PACKAGES = (
     "build",
     "plans",
     *BRIDGES,
+    "distributed",
     "flash_attn",
     "flash_attn.layers",
     "flash_attn.ops",
@@ -343,7 +383,9 @@ cuflash.double_backward(q, None, None, out, q, q, q, out, lse)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("bridge", ["torch", "jax", "flash_attn"])
+@pytest.mark.parametrize(
+    "bridge", ["torch", "jax", "flash_attn", "distributed"]
+)
 def test_a_bridge_that_is_not_imported_yet(bridge):
     done = run_without([], f"import cuflash; cuflash.{bridge}.attention")
     assert f"write `import cuflash.{bridge}` first" in done.stderr

@@ -1,7 +1,7 @@
 // Adds gradients of some blocks to those of others, for cuflash.distributed: result = a + b.
 //
-// a may be of the accumulators' type, b is of the inputs' type, the result of either. The result may
-// be a: each thread reads elements before it writes them.
+// a may be of the accumulators' type, b is of the inputs' type, the result of either. The result
+// may be a: each thread reads elements before it writes them.
 //
 // Grid: BLOCK_COLUMNS = NUM_THREADS * VECTOR columns of a token,
 //     blockIdx.x = (batch_index * seqlen + token) * ceil(columns / BLOCK_COLUMNS) + part

@@ -3,9 +3,9 @@
 //     m = max(lse_a, lse_b),  w_a = exp(lse_a - m),  w_b = exp(lse_b - m)
 //     result = (w_a a + w_b b) / (w_a + w_b),  lse_a = m + log(w_a + w_b)
 //
-// a may be of the accumulators' type, b is of the inputs' type, the result of either. The result may
-// be a: each lane reads elements before it writes them. A side with lse = -inf takes no part; one
-// with lse = inf makes the result NaN.
+// a may be of the accumulators' type, b is of the inputs' type, the result of either. The result
+// may be a: each lane reads elements before it writes them. A side with lse = -inf takes no part;
+// one with lse = inf makes the result NaN.
 //
 // Grid: one warp per row of a head, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
 //     row = (batch_index * seqlen + token) * num_heads + head
