@@ -36,8 +36,8 @@ class MpiGroup(Group):
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise UnsupportedError(
-                f"mpi4py could not be imported ({error}): pip install mpi4py "
-                "mpich"
+                f"mpi4py could not be imported ({error}): pip install "
+                '"cuflash[mpi]"'
             ) from error
         self._mpi = MPI
         self._communicator = communicator or MPI.COMM_WORLD

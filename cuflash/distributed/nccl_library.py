@@ -149,5 +149,5 @@ def library(name: str | None = None) -> Library:
                 reasons.append(f"{each}: {error}")
     raise UnsupportedError(
         f"NCCL was not found ({'; '.join(reasons)}): pip install "
-        '"nvidia-nccl-cu13", or "nvidia-nccl-cu12" for a CUDA 12 driver'
+        '"cuflash[nccl13]", or "cuflash[nccl12]" for a CUDA 12 driver'
     )
