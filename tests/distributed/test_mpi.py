@@ -40,7 +40,5 @@ def test_processes(size):
 
 def test_without_mpi4py(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(
-        cuflash.UnsupportedError, match="pip install .cuflash.mpi"
-    ):
+    with pytest.raises(cuflash.UnsupportedError, match=r"cuflash\[mpi\]"):
         distributed.MpiGroup()
