@@ -77,7 +77,7 @@ class NcclGroup(Group):
         self._stream = self._cupy.cuda.Stream(
             non_blocking=True, priority=_HIGHEST
         )
-        self._watchdog = Watchdog(self.timeout, self._abort)
+        self._watchdog = Watchdog(self.timeout, self._abort, self._bind)
         self._communicator: Any = self._within_timeout(
             lambda: self._library.join(self.size, unique_id, self.rank)
         )
@@ -155,8 +155,11 @@ class NcclGroup(Group):
         if communicator is not None and not self._watchdog.expired:
             communicator.destroy()
 
+    def _bind(self) -> None:
+        """Make the device that of the calling thread."""
+        self._cupy.cuda.runtime.setDevice(self.device)
+
     def _abort(self) -> None:
-        self._cupy.cuda.runtime.setDevice(self.device)  # of this thread
         self._communicator.abort()
 
     def _within_timeout(self, function: Callable[[], Any]) -> Any:
@@ -166,7 +169,7 @@ class NcclGroup(Group):
 
         def run() -> None:
             try:
-                self._cupy.cuda.runtime.setDevice(self.device)
+                self._bind()
                 results.append(function())
             except BaseException as error:
                 errors.append(error)

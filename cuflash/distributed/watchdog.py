@@ -38,10 +38,17 @@ class Watchdog:
         from when it is queued behind others.
     abort : callable
         Called in the watchdog's thread.
+    enter : callable, optional
+        Called when that thread starts.
     """
 
-    def __init__(self, timeout: float, abort: Callable[[], None]) -> None:
-        self.timeout, self._abort = timeout, abort
+    def __init__(
+        self,
+        timeout: float,
+        abort: Callable[[], None],
+        enter: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.timeout, self._abort, self._enter = timeout, abort, enter
         self.expired = False
         self._watched: deque[_Watched] = deque()
         self._changed = threading.Condition()
@@ -73,6 +80,7 @@ class Watchdog:
             self._changed.notify()
 
     def _run(self) -> None:
+        self._enter()
         while True:
             with self._changed:
                 while not self._watched and not self._closed:

@@ -109,8 +109,8 @@ LAW = {
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "api_derivatives": "api problem validate_derivatives",
-    "torch": "torch.attention torch.fakes torch.kvcache torch.op_gradients"
-    " torch.registration",
+    "torch": "torch.attention torch.fakes torch.group_attention"
+    " torch.kvcache torch.op_gradients torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing",
@@ -121,6 +121,8 @@ LAW = {
     "torch.dtypes": "",
     "torch.fakes": "torch.inductor torch.ops",
     "torch.gradients": "errors torch.request",
+    "torch.group_attention": "api distributed errors torch.checks"
+    " torch.dtypes torch.gradients",
     "torch.inductor": "torch.direct",
     "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
