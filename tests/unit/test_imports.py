@@ -131,7 +131,7 @@ LAW = {
     "torch.gradients": "torch.derivatives torch.request"
     " torch.request_derivatives",
     "torch.group_attention": "api distributed errors torch.checks"
-    " torch.dtypes torch.gradients",
+    " torch.dtypes",
     "torch.inductor": "torch.direct",
     "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
