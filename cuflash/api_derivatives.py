@@ -155,10 +155,10 @@ def jvp(
     )
     check_offsets(call)
     out, lse, out_dot, lse_dot = runner.jvp(call)
-    out, out_dot = strip(out, call.rank), _strip_each(out_dot, call)
+    out, out_dot = strip(out, call.rank), strip_each(out_dot, call)
     if not return_lse:
         return out, out_dot
-    of_lse = _strip_each(lse_dot, call, lse=True)
+    of_lse = strip_each(lse_dot, call, lse=True)
     return out, strip_lse(lse, call.rank), out_dot, of_lse
 
 
@@ -338,7 +338,7 @@ def _there(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _strip_each(array: Any, call: Any, lse: bool = False) -> Any:
+def strip_each(array: Any, call: Any, lse: bool = False) -> Any:
     """Drop axes that the user left out, and that of one direction."""
     if not call.signature.several:
         return (strip_lse if lse else strip)(array[0], call.rank)

@@ -36,6 +36,7 @@ from cuflash.plans.kernel import (
     StaticSchedule,
     device_of_arch,
     occupancy,
+    shared_bytes_of_block,
 )
 from cuflash.plans.rotary import rotary_plan
 from cuflash.plans.rounding import ceil_div
@@ -338,8 +339,9 @@ def legal_tiles(
 
 def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
     maker = _MAKERS[family, problem.direction]
-    shared = tile.blocks_per_sm * maker.shared_bytes(problem, tile)
-    return shared <= device.shared_bytes and maker.fits(problem, tile)
+    most = shared_bytes_of_block(device, tile.blocks_per_sm)
+    shared = maker.shared_bytes(problem, tile)
+    return shared <= most and maker.fits(problem, tile)
 
 
 def is_legal(

@@ -23,6 +23,7 @@ LAW = {
     "errors": "",
     "problem": "",
     "folders": "",
+    "folding": "",
     "settings": "errors",
     "abi": "options",
     "checks": "errors",
@@ -44,6 +45,7 @@ LAW = {
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
+    "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
@@ -112,18 +114,24 @@ LAW = {
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "api_derivatives": "api problem validate_derivatives",
-    "torch": "torch.attention torch.fakes torch.kvcache torch.op_gradients"
-    " torch.registration",
+    "torch": "torch.attention torch.fakes torch.group_attention"
+    " torch.kvcache torch.op_gradients torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
-    " torch.gradients torch.ops torch.random torch.request torch.tracing",
+    " torch.gradients torch.ops torch.random torch.request torch.tracing"
+    " torch.transforms",
     "torch.autocast": "errors",
     "torch.backend": "backends.cupy torch.arrays torch.dtypes",
     "torch.checks": "errors",
     "torch.direct": "torch.ops torch.repeated",
     "torch.dtypes": "",
     "torch.fakes": "torch.inductor torch.ops",
-    "torch.gradients": "errors torch.request",
+    "torch.derivatives": "errors torch.request torch.request_derivatives"
+    " torch.vmap",
+    "torch.gradients": "torch.derivatives torch.request"
+    " torch.request_derivatives",
+    "torch.group_attention": "api distributed errors torch.checks"
+    " torch.dtypes",
     "torch.inductor": "torch.direct",
     "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
@@ -133,15 +141,52 @@ LAW = {
     "torch.masks": "",
     "torch.registration": "errors torch.masks torch.transformers",
     "torch.transformers": "errors torch.attention torch.masks",
-    "torch.op_gradients": "errors torch.gradients torch.ops torch.tracing",
-    "torch.ops": "torch.gradients torch.random torch.request",
+    "torch.op_gradients": "errors torch.ops torch.tracing",
+    "torch.ops": "torch.random torch.request torch.request_derivatives",
     "torch.random": "",
     "torch.repeated": "execute problem torch.request torch.signature",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
+    "torch.request_derivatives": "api_derivatives problem runner"
+    " validate_derivatives torch.request",
     "torch.rotary": "execute problem validate backends.base torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
+    "torch.transforms": "errors problem torch.derivatives torch.request"
+    " torch.tracing",
+    "torch.vmap": "folding",
+    "execute_partial": "problem abi plans.partial backends.base",
+    "distributed": "distributed.attention distributed.environment"
+    " distributed.gathering distributed.group distributed.in_process"
+    " distributed.layouts distributed.mpi distributed.nccl",
+    "distributed.accumulate": "distributed.machine",
+    "distributed.arguments": "api checks errors problem validate"
+    " distributed.group distributed.layouts distributed.schedule",
+    "distributed.arrays": "api",
+    "distributed.attention": "problem distributed.arguments"
+    " distributed.group distributed.heads distributed.machine"
+    " distributed.ring",
+    "distributed.bench": "__init__ api errors distributed.attention"
+    " distributed.environment distributed.group distributed.in_process"
+    " distributed.layouts",
+    "distributed.environment": "errors distributed.group distributed.mpi"
+    " distributed.nccl",
+    "distributed.gathering": "distributed.arrays distributed.group"
+    " distributed.layouts distributed.machine",
+    "distributed.group": "checks errors distributed.arrays",
+    "distributed.heads": "distributed.arrays distributed.group"
+    " distributed.layouts distributed.machine distributed.schedule",
+    "distributed.in_process": "errors distributed.group",
+    "distributed.layouts": "checks errors distributed.arrays",
+    "distributed.machine": "api backends.emulator execute_partial",
+    "distributed.mpi": "errors distributed.group",
+    "distributed.nccl": "api errors distributed.group"
+    " distributed.nccl_library distributed.watchdog",
+    "distributed.nccl_library": "api errors distributed.group",
+    "distributed.ring": "api distributed.accumulate distributed.arrays"
+    " distributed.group distributed.machine distributed.schedule",
+    "distributed.schedule": "distributed.layouts",
+    "distributed.watchdog": "",
     "jax": "jax.attention",
     "jax.arrays": "errors",
     "jax.calls": "checks errors options plan problem validate jax.arrays",
@@ -160,7 +205,13 @@ LAW = {
     " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
     " __init__",
 }
-MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
+MAY_IMPORT_CUPY = {
+    "backends.cupy",
+    "build.nvrtc",
+    "build.warmup",
+    "distributed.environment",
+    "distributed.nccl_library",
+}
 BRIDGES = ("torch", "jax")  # each imports the library of its name
 ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
 PACKAGES = (
@@ -169,6 +220,7 @@ PACKAGES = (
     "build",
     "plans",
     *BRIDGES,
+    "distributed",
     "flash_attn",
     "flash_attn.layers",
     "flash_attn.ops",
@@ -347,7 +399,9 @@ cuflash.double_backward(q, None, None, out, q, q, q, out, lse)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("bridge", ["torch", "jax", "flash_attn"])
+@pytest.mark.parametrize(
+    "bridge", ["torch", "jax", "flash_attn", "distributed"]
+)
 def test_a_bridge_that_is_not_imported_yet(bridge):
     done = run_without([], f"import cuflash; cuflash.{bridge}.attention")
     assert f"write `import cuflash.{bridge}` first" in done.stderr
