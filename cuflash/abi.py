@@ -465,6 +465,16 @@ ForwardWgmmaOptionsArguments = _struct(
     ("OptionNumbers", "options"),
     ("StaticSchedule", "work_items"),
 )
+JvpWgmmaArguments = _struct(
+    "JvpWgmmaArguments",
+    "As ForwardWgmmaArguments; those of tangents are of (head_dim, token, head,"
+    " direction * batch).",
+    ("TensorMap", "q_map k_map v_map q_dot_map k_dot_map v_dot_map"),
+    *_TANGENTS,
+    ("int*", "recompute_flags", "of 16 rows: row_flags.cuh"),
+    ("ForwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
+)
 BackwardWgmmaArguments = _struct(
     "BackwardWgmmaArguments",
     "The maps of q and dout have boxes of 64 columns and a query tile's rows,"

@@ -24,6 +24,7 @@ from cuflash.plans import (
     simt,
     simt_derivatives,
     wgmma,
+    wgmma_jvp,
 )
 from cuflash.plans.kernel import (
     SHARED_KIB,
@@ -71,6 +72,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode", "kvcache"): decode.FORWARD,
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
+    ("wgmma", "jvp"): wgmma_jvp.JVP,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
@@ -252,7 +254,8 @@ def _family_of(
             return "dmma"
         return "simt"
     has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    if has_wgmma and wgmma.runs(problem, device):
+    runs = wgmma_jvp.runs if problem.direction == "jvp" else wgmma.runs
+    if has_wgmma and runs(problem, device):
         return "wgmma"
     return "mma"
 

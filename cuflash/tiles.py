@@ -73,6 +73,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         # For short sequences: one consumer, and several blocks on an SM.
         for k, stages, blocks in product((128, 96, 80, 64), (4, 3, 2), (3, 2)):
             yield Tile(64, k, 8, blocks, stages)
+    elif (family, direction) == ("wgmma", "jvp"):
+        # Two consumer warpgroups, and one producer.
+        for k, stages in product((128, 64), (3, 2)):
+            yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
     elif (family, direction) == ("wgmma", "backward"):
         # Two consumer warpgroups with 64 keys each, and one producer.
         for q, stages in product((128, 64), (3, 2)):

@@ -45,12 +45,13 @@ LAW = {
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
+    "plans.wgmma_jvp": f"{_PLANS} plans.steps plans.simt_derivatives",
     "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
     " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
-    " plans.simt_derivatives plans.wgmma plans.rotary",
+    " plans.simt_derivatives plans.wgmma plans.wgmma_jvp plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",
