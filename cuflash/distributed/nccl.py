@@ -102,7 +102,16 @@ class NcclGroup(Group):
         stream.wait_event(self.mark() if after is None else after)
         watched = self._watchdog.begin()
         start = self._event(stream)
-        self._library.exchange(self._communicator, sends, receives, stream.ptr)
+        try:
+            self._library.exchange(
+                self._communicator, sends, receives, stream.ptr
+            )
+        except RuntimeError as error:
+            self._watchdog.dismiss(watched)
+            self.check()
+            raise GroupError(
+                f"rank {self.rank}: NCCL failed: {error}"
+            ) from error
         end = self._event(stream)
         self._watchdog.queued(watched, start, end)
         return _OnStream(self, end, (sends, receives))
