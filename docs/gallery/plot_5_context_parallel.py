@@ -65,7 +65,7 @@ axes[0].set_ylabel("efficiency, %")
 axes[0].legend()
 
 # %%
-# What was measured stands beside it: `python -m cuflash.distributed.bench`
+# What was measured stands beside it: ``python -m cuflash.distributed.bench``
 # with ``--json docs/benchmarks/distributed.json``. The prediction knows
 # neither launches nor merging, nor that smaller blocks are slower.
 
