@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import api
-from cuflash.errors import DTypeError, GroupError
+from cuflash.errors import DTypeError, GroupError, ValueRangeError
 
 from .group import DEFAULT_TIMEOUT, Group, Message, Pending
 from .nccl_library import library as find_library
@@ -97,6 +97,11 @@ class NcclGroup(Group):
                 raise DTypeError(
                     f"got an array of type {type(array).__name__}, expected "
                     "a CuPy array: the group communicates by NCCL"
+                )
+            if array.data.device_id != self.device:
+                raise ValueRangeError(
+                    f"got an array on CUDA device {array.data.device_id}, "
+                    f"expected device {self.device}, the group's"
                 )
         stream = self._stream
         stream.wait_event(self.mark() if after is None else after)

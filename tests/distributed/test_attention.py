@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import cuflash
+from helpers import expected
 from helpers.backends import BACKENDS, EMULATED, on_backends
+from helpers.compare import assert_gradients_match
 from helpers.data import Case, Emulation
 from helpers.dtypes import DTYPES
 from helpers.ranks import Shared, bits_of
@@ -105,6 +108,18 @@ def test_packed_sequences_of_cut_blocks(backend, change):
 def test_packed_sequences_over_heads(backend):
     case = replace(PACKED, num_heads_q=8, num_heads_kv=4)
     check(backend, case, 4, ulysses=2)
+
+
+@on_backends
+@pytest.mark.parametrize("sharing", [{}, {"ulysses": 2}])
+def test_the_gradient_of_lse(backend, sharing):
+    case = replace(of_ranks(2), dtype="float32")
+    shared = Shared(case, 2, **sharing)
+    q, k, v, dout = shared.whole
+    dlse = np.random.default_rng(2).standard_normal((1, 4, 96), np.float32)
+    results = shared.results(backend, dlse)
+    want = expected.backward(dout, q, k, v, dlse=dlse, **case.meaning())
+    assert_gradients_match(results[2:], want, case)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
