@@ -7,11 +7,10 @@
 >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
 >>> dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse, causal=True)
 
-`forward`, `backward`, `forward_kvcache`, `merge_states` and `apply_rotary` run
+`forward`, `backward`, `forward_kvcache`, `merge_states`, `apply_rotary`, and
+`jvp` and `double_backward`, the derivatives of `forward` and `backward`, run
 on the device that holds their arrays: on a GPU by CUDA kernels compiled at run
-time, on the CPU by the NumPy reference, `cuflash.reference`. `jvp` and
-`double_backward`, the derivatives of `forward` and `backward`, run on NumPy
-arrays.
+time, on the CPU by the NumPy reference, `cuflash.reference`.
 """
 
 from __future__ import annotations

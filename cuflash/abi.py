@@ -253,6 +253,74 @@ BackwardOptionsArguments = _struct(
     ("OptionNumbers", "options"),
     _DLSE,
 )
+DirectionStrides = _struct(
+    "DirectionStrides",
+    "Strides of tangents: those of one direction as Strides.",
+    ("i64", "direction batch token head"),
+)
+TangentNumbers = _struct(
+    "TangentNumbers",
+    "Of tangents, in elements. lse_dot is contiguous (directions, batch,"
+    " num_heads_q, seqlen_q).",
+    ("DirectionStrides", "q_dot k_dot v_dot out_dot"),
+    ("PairStrides", "bias_dot", "within a direction"),
+    ("i64", "bias_dot_direction sink_dot sink_dot_direction"),
+    ("int", "num_directions", "at least 1: without any, nothing moves"),
+)
+_TANGENTS: tuple[_Fields, ...] = (
+    ("const void*", "q_dot k_dot v_dot", "null: does not move"),
+    ("void*", "out_dot lse_dot", "null: not stored"),
+)
+_OF_OPTIONS: _Fields = (
+    "const void*",
+    "bias_dot sink_dot",
+    "as bias and sink; null: do not move",
+)
+JvpArguments = _struct(
+    "JvpArguments",
+    "",
+    *_TANGENTS,
+    ("ForwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
+)
+JvpOptionsArguments = _struct(
+    "JvpOptionsArguments",
+    "",
+    *_OPTIONS,
+    _OF_OPTIONS,
+    *_TANGENTS,
+    ("ForwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+    ("TangentNumbers", "tangents"),
+)
+_DELTA_DOT: _Fields = (
+    "void*",
+    "delta_dot",
+    "rowsum(dO * out_dot), as delta",
+)
+DoubleBackwardArguments = _struct(
+    "DoubleBackwardArguments",
+    "The tangents are cotangents: of dq, dk, dv and, from a JVP in their"
+    " direction, of dout and dlse.\ndq, dk and dv are the second gradients.",
+    *_TANGENTS,
+    _DELTA_DOT,
+    ("BackwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
+    _DLSE,
+)
+DoubleBackwardOptionsArguments = _struct(
+    "DoubleBackwardOptionsArguments",
+    "",
+    *_OPTIONS,
+    *_GRADIENTS,
+    _OF_OPTIONS,
+    *_TANGENTS,
+    _DELTA_DOT,
+    ("BackwardArguments", "arrays"),
+    ("OptionNumbers", "options"),
+    ("TangentNumbers", "tangents"),
+    _DLSE,
+)
 _PARTS: _Fields = (
     "void*",
     "split_out split_lse",

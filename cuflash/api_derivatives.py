@@ -45,8 +45,7 @@ def jvp(
     r"""`forward`, and its derivative along a direction.
 
     The Jacobian-vector product of `forward`: how out and lse change if q
-    changes with the velocity `q_dot`, k with `k_dot`, and so on. NumPy
-    arrays only.
+    changes with the velocity `q_dot`, k with `k_dot`, and so on.
 
     Parameters
     ----------
@@ -88,8 +87,7 @@ def jvp(
     CuflashError
         In the same cases as `forward`; a ShapeError or DTypeError if a
         tangent does not match what it moves, and a ValueRangeError if there
-        is one of a bias or sink that is not given. An UnsupportedError for
-        arrays on a CUDA device.
+        is one of a bias or sink that is not given.
 
     See Also
     --------
@@ -157,10 +155,10 @@ def jvp(
     )
     check_offsets(call)
     out, lse, out_dot, lse_dot = runner.jvp(call)
-    out, out_dot = strip(out, call.rank), _strip_each(out_dot, call)
+    out, out_dot = strip(out, call.rank), strip_each(out_dot, call)
     if not return_lse:
         return out, out_dot
-    of_lse = _strip_each(lse_dot, call, lse=True)
+    of_lse = strip_each(lse_dot, call, lse=True)
     return out, strip_lse(lse, call.rank), out_dot, of_lse
 
 
@@ -205,7 +203,7 @@ def double_backward(
     r"""The gradients of `backward` with respect to its inputs.
 
     For a loss that depends on gradients: forces that are trained, gradient
-    penalties, meta-learning. NumPy arrays only.
+    penalties, meta-learning.
 
     Parameters
     ----------
@@ -256,8 +254,7 @@ def double_backward(
     CuflashError
         In the same cases as `backward`; a ShapeError or DTypeError if a
         cotangent does not match its input, and a ValueRangeError if a bias
-        or sink is not given that another argument needs. An UnsupportedError
-        for arrays on a CUDA device.
+        or sink is not given that another argument needs.
 
     See Also
     --------
@@ -341,7 +338,7 @@ def _there(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _strip_each(array: Any, call: Any, lse: bool = False) -> Any:
+def strip_each(array: Any, call: Any, lse: bool = False) -> Any:
     """Drop axes that the user left out, and that of one direction."""
     if not call.signature.several:
         return (strip_lse if lse else strip)(array[0], call.rank)

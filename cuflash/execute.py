@@ -108,8 +108,9 @@ class LaunchedForward:
         p = signature.problem
         self.recipe = recipe
         self.kind = recipe.template.kind
-        self.out = _out_shape(p), signature.layouts["q"].dtype
-        self.lse = (_lse_shape(p), p.lse_dtype) if signature.return_lse else ()
+        self.out = out_shape_of(p), signature.layouts["q"].dtype
+        lse = lse_shape_of(p), p.lse_dtype
+        self.lse = lse if signature.return_lse else ()
 
     def run(
         self, inputs: tuple[Any, Any, Any], backend: Backend
@@ -136,7 +137,7 @@ def launched_forward(
     signature: Signature, target: Target, family: Family | None
 ) -> LaunchedForward | None:
     """A signature's forward call, None if it is more than a launch."""
-    if "out" in signature.layouts or 0 in _lse_shape(signature.problem):
+    if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
         return None
     recipe = _forward_recipe(signature, target, family)
     if recipe.copies or recipe.workspace or recipe.options:
@@ -152,11 +153,11 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
         given = call.given
         return launched.run((given["q"], given["k"], given["v"]), backend)
     p, out, lse = signature.problem, call.out, None
-    lse_shape = _lse_shape(p)
+    lse_shape = lse_shape_of(p)
     with backend.current():
         if out is None:
             dtype = signature.layouts["q"].dtype
-            out = backend.empty(_out_shape(p), dtype)
+            out = backend.empty(out_shape_of(p), dtype)
         if signature.return_lse:
             lse = backend.empty(lse_shape, p.lse_dtype)
         if 0 in lse_shape:
@@ -174,7 +175,7 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     signature = call.signature
-    p, shapes = signature.problem, _gradient_shapes(signature.problem)
+    p, shapes = signature.problem, gradient_shapes_of(signature.problem)
     with backend.current():
         has_pairs = 0 not in shapes[0] and 0 not in shapes[1]
         new = backend.empty if has_pairs else backend.zeros
@@ -208,7 +209,7 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         if dbias is not None:
             if p.bias != p.lse_dtype:
                 dtype = signature.options["bias"].dtype
-                dbias = _converted(dbias, dtype, backend)
+                dbias = converted(dbias, dtype, backend)
             gradients.append(dbias)
         if dsink is not None:
             gradients.append(dsink)
@@ -247,9 +248,9 @@ def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
     """Run a merge_states call: out and lse in full rank."""
     signature = call.signature
     p, dtype = signature.problem, signature.layouts["out_a"].dtype
-    lse_shape = _lse_shape(p)
+    lse_shape = lse_shape_of(p)
     with backend.current():
-        out = backend.empty(_out_shape(p), dtype)
+        out = backend.empty(out_shape_of(p), dtype)
         lse = backend.empty(lse_shape, p.lse_dtype)
         if 0 not in lse_shape:
             target = backend.target
@@ -295,7 +296,7 @@ def _forward_recipe(
     decided = decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
-    given.setdefault("out", layouts.new(_out_shape(p), given["q"].dtype))
+    given.setdefault("out", layouts.new(out_shape_of(p), given["q"].dtype))
     taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
     taken["out"] = layouts.writable(given["out"], by_tma)
     constants = {**layouts.row_strides(taken), **common_fields(p, decided)}
@@ -336,7 +337,7 @@ def _backward_recipe(
     decided = decide(p, target, family)
     by_tma = decided.family == "wgmma"
     given = dict(signature.layouts)
-    for name, shape in zip(_GRADIENTS, _gradient_shapes(p), strict=True):
+    for name, shape in zip(_GRADIENTS, gradient_shapes_of(p), strict=True):
         given.setdefault(name, layouts.new(shape, given["q"].dtype))
     taken = {
         x: layouts.readable(given[x], decided.family)
@@ -399,7 +400,7 @@ def _signature_with_a_key(signature: Signature) -> Signature:
         max_seqlen_k=None,
         return_dbias=False,
     )
-    _, k, v = _gradient_shapes(p)
+    _, k, v = gradient_shapes_of(p)
     given, dtype = dict(signature.layouts), signature.layouts["q"].dtype
     for name in _GRADIENTS:
         given.pop(name, None)
@@ -626,7 +627,7 @@ def new_array(layout: Layout, backend: Backend) -> Any:
     return rows[..., : layout.shape[-1]]
 
 
-def _converted(array: Any, dtype: Any, backend: Backend) -> Any:
+def converted(array: Any, dtype: Any, backend: Backend) -> Any:
     """A copy, converted to the dtype."""
     copy = backend.empty(array.shape, dtype)
     backend.copy(copy, array)
@@ -636,15 +637,17 @@ def _converted(array: Any, dtype: Any, backend: Backend) -> Any:
 # ---- Shapes and other constants ----
 
 
-def _out_shape(p: Problem) -> tuple[int, ...]:
+def out_shape_of(p: Problem) -> tuple[int, ...]:
+    """The shape of out."""
     return p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v
 
 
-def _lse_shape(p: Problem) -> tuple[int, ...]:
+def lse_shape_of(p: Problem) -> tuple[int, ...]:
+    """The shape of lse."""
     return p.batch, p.num_heads_q, p.seqlen_q
 
 
-def _gradient_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+def gradient_shapes_of(p: Problem) -> tuple[tuple[int, ...], ...]:
     """The shapes of dq, dk and dv."""
     return (
         (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim),

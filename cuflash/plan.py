@@ -15,7 +15,16 @@ from typing import cast
 
 from cuflash import options, settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plans import decode, decode_simt, fma, mma, mma8, simt, wgmma
+from cuflash.plans import (
+    decode,
+    decode_simt,
+    fma,
+    mma,
+    mma8,
+    simt,
+    simt_derivatives,
+    wgmma,
+)
 from cuflash.plans.kernel import (
     SHARED_KIB,
     Device,
@@ -27,6 +36,7 @@ from cuflash.plans.kernel import (
     StaticSchedule,
     device_of_arch,
     occupancy,
+    shared_bytes_of_block,
 )
 from cuflash.plans.rotary import rotary_plan
 from cuflash.plans.rounding import ceil_div
@@ -61,6 +71,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode", "kvcache"): decode.FORWARD,
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
+    ("simt", "jvp"): simt_derivatives.JVP,
+    ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
 
@@ -127,8 +139,6 @@ def check(problem: Problem) -> None:
     _check_precision(problem)
     _check_splits(problem)
     options.check_order(problem)
-    if problem.tangents:  # no kernel has block sizes for them
-        return
     if problem.block_q is problem.block_k is None:
         return
     legal = set()
@@ -180,7 +190,12 @@ def family_of(
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
-    return family
+    return family if _has_kernels(problem, family) else "simt"
+
+
+def _has_kernels(problem: Problem, family: str) -> bool:
+    """Whether a family has kernels of the problem's direction."""
+    return (family, problem.direction) in _MAKERS
 
 
 def _family_of(
@@ -225,7 +240,7 @@ def _family_of(
             replace(problem, direction=direction)
             for direction in ("forward", "backward")
         )
-        runs = all(_fma_runs(each, device) for each in both)
+        runs = all(_fma_runs(each, device) for each in (*both, problem))
         return "fma" if runs else "simt"
     if not _has_sixteen_bits(problem):
         has_tf32 = problem.dtype == "float32" and device.capability >= 80
@@ -236,7 +251,8 @@ def _family_of(
         if _dmma_runs(problem, device):
             return "dmma"
         return "simt"
-    if wanted != "mma" and wgmma.runs(problem, device):
+    has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
+    if has_wgmma and wgmma.runs(problem, device):
         return "wgmma"
     return "mma"
 
@@ -314,6 +330,8 @@ def legal_tiles(
 
     Larger tiles, which are usually faster, come first.
     """
+    if not _has_kernels(problem, family):
+        return
     for tile in tiles.candidates(family, problem.direction):
         if _fits(problem, device, family, tile):
             yield tile
@@ -321,8 +339,9 @@ def legal_tiles(
 
 def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
     maker = _MAKERS[family, problem.direction]
-    shared = tile.blocks_per_sm * maker.shared_bytes(problem, tile)
-    return shared <= device.shared_bytes and maker.fits(problem, tile)
+    most = shared_bytes_of_block(device, tile.blocks_per_sm)
+    shared = maker.shared_bytes(problem, tile)
+    return shared <= most and maker.fits(problem, tile)
 
 
 def is_legal(
@@ -428,7 +447,7 @@ def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
     walked, longest, rows, heads = (
         (problem.seqlen_k, problem.max_seqlen_k,
          problem.seqlen_q, problem.num_heads_q)
-        if problem.direction == "forward"
+        if problem.direction in ("forward", "jvp")
         else (problem.seqlen_q, problem.max_seqlen_q,
               problem.seqlen_k, problem.num_heads_kv)
     )  # fmt: skip

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash import execute, execute_kvcache
+from cuflash import execute, execute_derivatives, execute_kvcache
 from cuflash.backends.base import Backend
-from cuflash.errors import UnsupportedError
 from cuflash.problem import Call
 
 
@@ -37,16 +36,9 @@ class Kernels:
         return execute_kvcache.forward_kvcache(call, self.backend)
 
     def jvp(self, call: Call) -> tuple[Any, ...]:
-        """Raise UnsupportedError: no kernel computes tangents."""
-        raise _no_kernels("jvp")
+        """Out, lse, out_dot, lse_dot; the last two by direction."""
+        return execute_derivatives.jvp(call, self.backend)
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
-        """Raise UnsupportedError: no kernel computes second gradients."""
-        raise _no_kernels("double_backward")
-
-
-def _no_kernels(call: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{call} has no kernels, expected NumPy arrays (and no emulator): "
-        "pass cupy.asnumpy(x) for each array x"
-    )
+        """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if wanted."""
+        return execute_derivatives.double_backward(call, self.backend)

@@ -70,6 +70,9 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             (128, 192), (128, 176, 160, 144, 112, 96, 80, 64), (4, 3, 2)
         ):
             yield Tile(q, k, (q // 64 + 1) * 4, num_stages=stages)
+        # For short sequences: one consumer, and several blocks on an SM.
+        for k, stages, blocks in product((128, 96, 80, 64), (4, 3, 2), (3, 2)):
+            yield Tile(64, k, 8, blocks, stages)
     elif (family, direction) == ("wgmma", "backward"):
         # Two consumer warpgroups with 64 keys each, and one producer.
         for q, stages in product((128, 64), (3, 2)):
@@ -150,7 +153,8 @@ _BLOCKS_PER_SM, _PTXAS_LEVELS = (1, 2), (3, 1)
 
 def variants(tile: Tile) -> Iterator[Tile]:
     """A tile with each bound on registers and each optimisation level."""
-    for blocks, level in product(_BLOCKS_PER_SM, _PTXAS_LEVELS):
+    all_blocks = dict.fromkeys((*_BLOCKS_PER_SM, tile.blocks_per_sm))
+    for blocks, level in product(all_blocks, _PTXAS_LEVELS):
         yield replace(tile, blocks_per_sm=blocks, ptxas_level=level)
 
 

@@ -22,6 +22,7 @@ NAMES = (
     "split_out",
     "split_lse",
     "delta",
+    "delta_dot",
     "dq_sum",
     "tile_counter",
     "previous_tiles",
@@ -60,6 +61,11 @@ class Buffer:
 def delta(rows: int, itemsize: int) -> Buffer:
     """rowsum(dO * O) - dlse of each query (prepare/delta.cu)."""
     return Buffer("delta", itemsize, rows)
+
+
+def delta_dot(rows: int, itemsize: int) -> Buffer:
+    """rowsum(dO * ddO) of each query (prepare/double_delta.cu)."""
+    return Buffer("delta_dot", itemsize, rows)
 
 
 def query_rows(tiles: int, bytes_of_tile: int) -> Buffer:

@@ -216,6 +216,12 @@ _REGISTERS_OF_SM = 64 * 1024
 _RESERVED_SHARED = 1024  # bytes per block, by the driver, from 8.0 on
 
 
+def shared_bytes_of_block(device: Device, blocks_per_sm: int) -> int:
+    """The most shared memory of a block, if an SM has that many."""
+    whole = device.shared_bytes + _RESERVED_SHARED
+    return whole // blocks_per_sm - _RESERVED_SHARED
+
+
 def occupancy(
     kernel: KernelPlan, registers: int, device: Device
 ) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from .steps import (
 )
 
 
-def _sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
+def sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
     """Bytes of a Real, and the padded head_dim and head_dim_v.
 
     `rows` is the tile side that threads are assigned to (simt/simt.cuh).
@@ -33,7 +33,7 @@ def _sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
-    size, d, dv = _sizes(problem, tile, tile.block_q)
+    size, d, dv = sizes(problem, tile, tile.block_q)
     return size * (
         tile.block_q * (d + 1)
         + tile.block_k * (max(d, dv) + 1)
@@ -42,7 +42,7 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _dkdv_shared(problem: Problem, tile: Tile) -> int:
-    size, d, dv = _sizes(problem, tile, tile.block_k)
+    size, d, dv = sizes(problem, tile, tile.block_k)
     return size * (
         (tile.block_q + tile.block_k) * (d + dv + 2)
         + 2 * tile.block_k * (tile.block_q + 1)
@@ -51,7 +51,7 @@ def _dkdv_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _dq_shared(problem: Problem, tile: Tile) -> int:
-    size, d, dv = _sizes(problem, tile, tile.block_q)
+    size, d, dv = sizes(problem, tile, tile.block_q)
     return size * (
         (tile.block_q + tile.block_k) * (d + dv + 2)
         + tile.block_q * (tile.block_k + 1)
@@ -62,29 +62,31 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     return max(_dkdv_shared(problem, tile), _dq_shared(problem, tile))
 
 
-def _fits(problem: Problem, tile: Tile) -> bool:
+def fits(problem: Problem, tile: Tile) -> bool:
     """Whether a thread's accumulators stay in registers."""
     rows = max(tile.block_q, tile.block_k)
     if tile.num_warps * 32 % rows:
         return False
-    size, d, dv = _sizes(problem, tile, rows)
+    size, d, dv = sizes(problem, tile, rows)
     columns = (d + dv) * rows // (tile.num_warps * 32)
-    return columns * size // 4 <= _REGISTERS
+    return columns * size // 4 <= REGISTERS
 
 
 # Registers, half of 255, for accumulators; scores and addresses use the rest.
-_REGISTERS = 128
+REGISTERS = 128
 
 
-def _kernel(
+def kernel_of(
     file: str,
     entry: str,
     problem: Problem,
     tile: Tile,
     rows: int,
     shared: int,
+    *own: tuple[str, bool],
 ) -> KernelPlan:
-    _, d, dv = _sizes(problem, tile, rows)
+    """A simt kernel, with `own` constants."""
+    _, d, dv = sizes(problem, tile, rows)
     return KernelPlan(
         file=file,
         entry=entry,
@@ -98,6 +100,7 @@ def _kernel(
             ("NUM_THREADS", tile.num_warps * 32),
             ("SHARED_BYTES", shared),
             *option_constants(problem),
+            *own,
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
@@ -105,7 +108,7 @@ def _kernel(
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    kernel = _kernel(
+    kernel = kernel_of(
         "simt/forward.cu",
         "forward_simt",
         problem,
@@ -125,7 +128,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    dkdv = _kernel(
+    dkdv = kernel_of(
         "simt/backward_dkdv.cu",
         "backward_simt_dkdv",
         problem,
@@ -133,7 +136,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile.block_k,
         _dkdv_shared(problem, tile),
     )
-    dq = _kernel(
+    dq = kernel_of(
         "simt/backward_dq.cu",
         "backward_simt_dq",
         problem,
@@ -158,5 +161,5 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
-FORWARD = Maker(_forward, _forward_shared, _fits)
-BACKWARD = Maker(_backward, _backward_shared, _fits)
+FORWARD = Maker(_forward, _forward_shared, fits)
+BACKWARD = Maker(_backward, _backward_shared, fits)

@@ -82,8 +82,24 @@ def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
     """The argument struct of kernels that support options."""
     if problem.kvcache is not None:
         return "Arguments", "ForwardKVCacheArguments"
-    kind = problem.direction.capitalize() + kind
+    words = problem.direction.split("_")
+    kind = "".join(word.capitalize() for word in words) + kind
     return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
+
+
+def tangent_constants(problem: Problem) -> tuple[tuple[str, bool], ...]:
+    """The constants of a kernel with tangents: which inputs move."""
+    tangents = problem.tangents
+    assert tangents is not None
+    moving = tangents.of if tangents.count else ()
+    names = "q", "k", "v", "bias", "sink"
+    return tuple((f"{name.upper()}_DOT", name in moving) for name in names)
+
+
+def num_directions(problem: Problem) -> int:
+    """The directions that kernels compute: without any, nothing moves."""
+    assert problem.tangents is not None
+    return max(problem.tangents.count, 1)
 
 
 def _with_dlse(problem: Problem, kind: str = "") -> str:
@@ -252,8 +268,15 @@ def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
 
 
 def delta_buffer(problem: Problem) -> Buffer:
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-    return workspace.delta(rows, 8 if problem.lse_dtype == "float64" else 4)
+    return workspace.delta(num_rows(problem), _lse_bytes(problem))
+
+
+def delta_dot_buffer(problem: Problem) -> Buffer:
+    return workspace.delta_dot(num_rows(problem), _lse_bytes(problem))
+
+
+def _lse_bytes(problem: Problem) -> int:
+    return 8 if problem.lse_dtype == "float64" else 4
 
 
 def semaphore_buffers(problem: Problem, q_tiles: int) -> tuple[Buffer, ...]:

@@ -16,6 +16,7 @@ from .kernel import (
     Maker,
     Plan,
     StaticSchedule,
+    shared_bytes_of_block,
 )
 from .rounding import ceil_div, round_up
 from .steps import (
@@ -37,15 +38,16 @@ from .steps import (
 # The head dimensions that common/ptx.cuh has MMAs for and that fit in shared
 # memory.
 _HEAD_DIMS = {
-    "forward": (64, 96, 128, 192, 256),
-    "backward": (64, 128, 192, 256),
+    "forward": (32, 64, 96, 128, 192, 256),
+    "backward": (32, 64, 128, 192, 256),
 }
 
 
-# A thread has 240 registers with two consumer warpgroups, 160 with three. S
-# and P use block_k * 3/4 registers, acc head_dim_v / 2. Sums up to the values
-# below do not spill; with three consumers, 132 does.
-_REGISTERS = {2: 196, 3: 128}
+# By consumer warpgroups of a block, and blocks of an SM. A thread has 240
+# registers with two consumers, 160 with three; with one, 232 or 136. S and P
+# use block_k * 3/4 registers, acc head_dim_v / 2. Sums up to the values below
+# do not spill; with three consumers, 132 does.
+_REGISTERS = {(2, 1): 196, (3, 1): 128, (1, 2): 188, (1, 3): 96}
 
 
 # Extra registers for a mask, or for a softcap with certain other options.
@@ -54,6 +56,8 @@ _OPTION_REGISTERS = 32
 
 
 _MBARRIER_BYTES, _WORK_BYTES = 8, 20
+
+_PANEL_COLUMNS = 64  # common/smem.cuh
 
 
 # Larger head dimensions leave no shared memory for ALiBi's MMA.
@@ -151,6 +155,7 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
+    room = _REGISTERS.get((tile.block_q // 64, tile.blocks_per_sm), 0)
     used = tile.block_k * 3 // 4 + dv // 2
     softcap_and_more = problem.softcap and (
         problem.bias or problem.segment_ids or is_packed(problem)
@@ -159,15 +164,16 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
         used += tile.block_k // 4  # biases read from shared memory
-    return used <= _REGISTERS[tile.block_q // 64]
+    return used <= room
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _head_dims(problem)
+    most = shared_bytes_of_block(device, tile.blocks_per_sm)
     q_stages, shared = next(
         (stages, room)
         for stages in (3, 2, 1)
-        if (room := _shared(problem, tile, stages)) <= device.shared_bytes
+        if (room := _shared(problem, tile, stages)) <= most
     )
     kernel = KernelPlan(
         file="sm90/forward.cu",
@@ -182,6 +188,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("BLOCK_K", tile.block_k),
             ("Q_STAGES", q_stages),
             ("KV_STAGES", tile.num_stages),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
             ("SHARED_BYTES", shared),
             *option_constants(problem, "Wgmma"),
         ),
@@ -195,14 +202,15 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     has_pairs = problem.causal and not (
         is_dynamic or _has_balanced_rounds(problem)
     )
-    schedule = _static_schedule(num_tiles, heads, has_pairs, device)
+    blocks = device.num_sms * tile.blocks_per_sm
+    schedule = _static_schedule(num_tiles, heads, has_pairs, blocks)
     return Plan(
         problem,
         "wgmma",
         tile,
         (
             *option_launches(problem, tile, "Wgmma"),
-            Launch(kernel, min(schedule.items, device.num_sms)),
+            Launch(kernel, min(schedule.items, blocks)),
         ),
         heads_per_section=_section_heads(problem, tile, device),
         work_items=schedule,
@@ -299,11 +307,11 @@ def _equal_sections(heads: int, least: int) -> int:
 
 
 def _static_schedule(
-    num_tiles: int, heads: int, has_pairs: bool, device: Device
+    num_tiles: int, heads: int, has_pairs: bool, blocks: int
 ) -> StaticSchedule:
     """Pairs of tiles if their lengths differ and there are enough tiles."""
     pairs = num_tiles // 2 if has_pairs else 0
-    if heads * (num_tiles - pairs) < device.num_sms:
+    if heads * (num_tiles - pairs) < blocks:
         pairs = 0
     singles = num_tiles - 2 * pairs
     return StaticSchedule(
@@ -326,9 +334,11 @@ _BACKWARD_REGISTERS = 208
 _MAX_SEMAPHORE_HEADS = 16
 
 
-def _backward_head_dims(problem: Problem) -> tuple[int, int]:
+def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
     """`_head_dims`, with head_dim raised to at least head_dim_v."""
     d, dv = _head_dims(problem)
+    if _is_wide(tile):  # whole panels
+        d, dv = max(d, _PANEL_COLUMNS), max(dv, _PANEL_COLUMNS)
     return max(d, dv), dv
 
 
@@ -376,7 +386,7 @@ def _last_section(
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _backward_head_dims(problem)
+    d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
     ds = 2 * tile_bytes(tile.block_k, tile.block_q)
@@ -406,11 +416,13 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
-    d, dv = _backward_head_dims(problem)
+    d, dv = _backward_head_dims(problem, tile)
     if _is_wide(tile):
         return True  # it distributes registers by head_dim
-    if tile.block_q * d != tile.block_k // 64 * 64 * 64:
-        return False  # a warpgroup computes 64 x 64 of dq
+    if tile.block_q == 64 and d != tile.block_k:
+        return False  # a warpgroup computes all 64 rows, and 64 columns, of dq
+    if tile.block_q > 64 and d > 64:
+        return False  # or 64 rows, and all columns
     if (problem.softcap or problem.dropout) and tile.block_q > 64:
         return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
@@ -418,7 +430,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _backward_head_dims(problem)
+    d, dv = _backward_head_dims(problem, tile)
     shared = _backward_shared(problem, tile)
     wide = "_wide" if _is_wide(tile) else ""
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.

@@ -6,12 +6,13 @@ import warnings
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cuflash import checks, options
 from cuflash.errors import UnsupportedError
 
-from . import autocast, random
-from .checks import check_tensors
+from . import autocast, random, transforms
+from .checks import check_tensors, have_tangents
 from .gradients import Attention
 from .ops import attention as by_operator
 from .request import Request
@@ -50,8 +51,9 @@ def attention(
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
-    Differentiable in `q`, `k`, `v`, `bias` and `sink`, of `out` and of `lse`;
-    the gradients are those of `cuflash.backward`.
+    Differentiable twice in `q`, `k`, `v`, `bias` and `sink`, of `out` and of
+    `lse`, in reverse and forward mode and by torch.func. The derivatives are
+    those of `cuflash.backward`, `jvp` and `double_backward`.
 
     Parameters
     ----------
@@ -89,9 +91,9 @@ def attention(
     ValueRangeError
         If the tensors are on several devices.
     UnsupportedError
-        If another tensor than those above requires grad; in the backward
-        pass, if second derivatives are asked for. If a tensor is sparse or
-        nested, or has a tangent (forward mode).
+        If another tensor than those above requires grad or has a tangent;
+        for third derivatives, and forward mode over forward mode. If a tensor
+        is sparse or nested.
     DTypeError
         If an argument is no tensor, or float64 under autocast.
 
@@ -139,6 +141,7 @@ def attention(
     # Compiled code checks each name that it has read again at each call: here
     # it reads as few as it can.
     compiling = torch.compiler.is_compiling()
+    transformed = False
     if compiling:
         to_cast = torch.is_autocast_enabled(q.device.type)
     else:
@@ -147,12 +150,16 @@ def attention(
             inputs |= {x: given[x] for x in options.ARRAYS if x in given}
         check_tensors(inputs)
         to_cast = autocast.is_on(q)
+        inside = torch._C._are_functorch_transforms_active()
+        transformed = inside or (
+            forward_ad._current_level >= 0 and have_tangents(inputs)
+        )
     if to_cast:
         q, k, v, given = autocast.cast(q, k, v, given)
     with_grad = False
-    if given or not compiling:
+    if (given or not compiling) and not transformed:
         with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
-    if compiling or is_traced(q, k, v):
+    if compiling or (not transformed and is_traced(q, k, v)):
         return by_operator(
             q, k, v, return_lse, given,
             scale=scale, causal=causal, block_q=block_q, block_k=block_k,
@@ -160,11 +167,19 @@ def attention(
             deterministic=deterministic,
         )  # fmt: skip
     if given and given.get("dropout") and "seed" not in given:
+        if transformed and inside:
+            raise UnsupportedError(
+                "dropout is given without seed inside a transform of "
+                "torch.func, expected seed too: no seed is drawn there"
+            )
         given["seed"] = random.draw()
     request = Request(
         scale, causal, block_q, block_k, precision, num_splits, deterministic,
         given,
     )  # fmt: skip
+    if transformed:
+        wanted = checks.flag("return_lse", return_lse)
+        return transforms.attention(request, wanted, q, k, v)
     if with_grad:
         return Attention.apply(
             request, checks.flag("return_lse", return_lse), q, k, v,

@@ -11,14 +11,14 @@ from cuflash.errors import DTypeError, UnsupportedError, type_name
 
 
 def check_tensors(given: dict[str, Any]) -> None:
-    """Check that arguments are tensors that cuflash can differentiate, too.
+    """Check that arguments are plain tensors.
 
     Raises
     ------
     DTypeError
         If one is no tensor.
     UnsupportedError
-        If one is sparse or nested, or has a tangent (forward mode).
+        If one is sparse or nested.
     """
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
@@ -28,8 +28,6 @@ def check_tensors(given: dict[str, Any]) -> None:
             )
         if x.layout is not torch.strided:
             _refuse_layout(name, x)
-    if forward_ad._current_level >= 0:
-        _check_no_tangent(given)
 
 
 def _advice(name: str, x: Any) -> str:
@@ -52,10 +50,19 @@ def _refuse_layout(name: str, x: torch.Tensor) -> None:
     )
 
 
-def _check_no_tangent(given: dict[str, torch.Tensor]) -> None:
+def have_tangents(given: dict[str, torch.Tensor]) -> bool:
+    """Whether one has a tangent; only inside a level of forward mode."""
+    return any(
+        forward_ad.unpack_dual(x).tangent is not None for x in given.values()
+    )
+
+
+def check_no_tangents(given: dict[str, torch.Tensor], why: str) -> None:
+    """Refuse tensors whose tangents nobody would compute with."""
+    if forward_ad._current_level < 0:
+        return
     for name, x in given.items():
-        if forward_ad.unpack_dual(x).tangent is not None:
+        if have_tangents({name: x}):
             raise UnsupportedError(
-                f"{name} has a tangent, expected none: cuflash.torch offers "
-                "reverse mode only (call backward() or torch.autograd.grad)"
+                f"{name} has a tangent, expected none: {why}"
             )

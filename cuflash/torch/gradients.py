@@ -5,23 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from cuflash.errors import UnsupportedError
-
+from .derivatives import Static, gradients_of
 from .request import Request
+from .request_derivatives import of_inputs
 
-NO_SECOND_DERIVATIVES = (
-    "second derivatives of cuflash.torch.attention are not supported: call "
-    "backward() or torch.autograd.grad() without create_graph, or use "
-    "torch.nn.functional.scaled_dot_product_attention"
-)
+# By one name each, because every backward pass calls them.
+_with_grad = torch.is_grad_enabled
+_is_transformed = torch._C._are_functorch_transforms_active
 
 
 class Attention(torch.autograd.Function):
     """out, and lse if wanted, of a request."""
 
     # Function.apply first unwraps what transforms of torch.func leave, which
-    # `is_traced` has refused; its base does the rest in half of the time.
+    # go by `transforms`; its base does the rest in half of the time.
     apply = vars(torch._C._FunctionBase)["apply"]
 
     @staticmethod
@@ -44,53 +43,25 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        if dout is dlse is None:  # second gradients go by way of q, k and v
+            return (None,) * 7
+        *_, with_dbias, with_dsink = ctx.needs_input_grad
+        # The gradients have derivatives, or are mapped.
+        if _with_grad() or forward_ad._current_level >= 0 or _is_transformed():
+            return None, None, *_differentiable(ctx, dout, dlse)
         q, k, v, out, lse, *others = ctx.saved_tensors
         tensors = dict(zip(ctx.names, others, strict=True))
-        *_, with_dbias, with_dsink = ctx.needs_input_grad
-        arguments = (
+        return None, None, *of_inputs(
             ctx.request, tensors, with_dbias, with_dsink,
             dout, dlse, q, k, v, out, lse,
         )  # fmt: skip
-        if torch.is_grad_enabled():  # by create_graph=True
-            return None, None, *Once.apply(*arguments)
-        return None, None, *of_inputs(*arguments)
 
 
-class Once(torch.autograd.Function):
-    """The gradients, which have none themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        return of_inputs(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(NO_SECOND_DERIVATIVES)
-
-
-def of_inputs(
-    request: Request,
-    tensors: dict[str, torch.Tensor],
-    with_dbias: bool,
-    with_dsink: bool,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[Any, ...]:
-    """The gradients of q, k, v, bias and sink; None for those not wanted."""
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if dout.is_neg():
-        dout = dout.resolve_neg()
-    if dlse is not None and dlse.is_neg():
-        dlse = dlse.resolve_neg()
-    dq, dk, dv, *others = request.backward(
-        dout, dlse, q, k, v, out, lse, tensors, with_dbias, with_dsink
-    )
-    dbias = others.pop(0) if with_dbias else None
-    dsink = others.pop(0) if with_dsink else None
-    return dq, dk, dv, dbias, dsink
+def _differentiable(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    """The gradients of q, k, v, bias and sink."""
+    needs = dict(zip(("bias", "sink"), ctx.needs_input_grad[5:], strict=True))
+    wanted = tuple(name for name, needed in needs.items() if needed)
+    static = Static(ctx.request, ctx.names, wanted)
+    found = gradients_of(static, dout, dlse, ctx.saved_tensors)
+    named = dict(zip(ctx.names, found[5:], strict=True))
+    return *found[:3], named.get("bias"), named.get("sink")

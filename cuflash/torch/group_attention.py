@@ -17,7 +17,12 @@ from cuflash.errors import UnsupportedError
 
 from .checks import check_tensors
 from .dtypes import from_numpy, to_numpy
-from .gradients import NO_SECOND_DERIVATIVES
+
+_NO_SECOND_DERIVATIVES = (
+    "second derivatives of cuflash.torch.distributed_attention are not"
+    " supported: call backward() or torch.autograd.grad() without"
+    " create_graph, or use cuflash.torch.attention on one device"
+)
 
 
 def distributed_attention(
@@ -101,7 +106,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         if torch.is_grad_enabled():
-            raise UnsupportedError(NO_SECOND_DERIVATIVES)
+            raise UnsupportedError(_NO_SECOND_DERIVATIVES)
         saved = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(saved[3])

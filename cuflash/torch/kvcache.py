@@ -10,9 +10,11 @@ from cuflash import validate_kvcache
 from cuflash.errors import UnsupportedError
 
 from . import autocast, kvcache_ops
-from .checks import check_tensors
+from .checks import check_no_tangents, check_tensors
 from .kvcache_request import run
-from .tracing import is_traced
+from .tracing import is_traced, refuse_transforms
+
+_NO_GRADIENTS = "attention over caches has no gradients"
 
 
 def forward_kvcache(
@@ -111,13 +113,15 @@ def forward_kvcache(
     tensors = {name: x for name, x in tensors.items() if x is not None}
     if not torch.compiler.is_compiling():
         check_tensors(tensors)
+        check_no_tangents(tensors, _NO_GRADIENTS)
+        refuse_transforms()
     if autocast.is_on(q):
         for name in ("k_cache", "v_cache"):
             autocast.check_cache(name, tensors[name])
         for name in ("q", "k_new", "v_new"):
             if name in tensors:
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
-    no_gradients("attention over caches has no gradients", **tensors)
+    no_gradients(_NO_GRADIENTS, **tensors)
     call = kvcache_ops.call if is_traced(q, k_cache, v_cache) else run
     return call(
         tensors,

@@ -9,9 +9,13 @@ import torch
 
 from cuflash.errors import UnsupportedError
 
-from .gradients import NO_SECOND_DERIVATIVES
 from .ops import KERNELS, LIBRARY
 from .tracing import is_traced
+
+_NO_SECOND_DERIVATIVES = (
+    "second derivatives of cuflash.torch.attention are not supported in "
+    "compiled and traced calls: call it in eager mode, on plain tensors"
+)
 
 
 class Traced(torch.autograd.Function):
@@ -60,7 +64,7 @@ class TracedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(NO_SECOND_DERIVATIVES)
+        raise UnsupportedError(_NO_SECOND_DERIVATIVES)
 
 
 def _below(name: str, tensors: Any, numbers: dict[str, Any]) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from . import random
-from .gradients import of_inputs
 from .request import Request
+from .request_derivatives import of_inputs
 
 # In the schemas' order. The gradients of the first two are offered.
 TENSORS = (

@@ -73,17 +73,23 @@ class Request:
         k: torch.Tensor,
         v: torch.Tensor,
         return_lse: Any,
+        tensors: dict[str, torch.Tensor] | None = None,
     ) -> Results:
-        """Out and, if wanted, lse."""
+        """Out and, if wanted, lse.
+
+        `tensors` are the options' tensors, by default those given.
+        """
         backend = backend_of(q)
+        if tensors is None:
+            tensors = self.tensors
         own = (
             *self.common, "num_splits", self.num_splits,
             "return_lse", return_lse,
         )  # fmt: skip
         given = {"q": q, "k": k, "v": v}
         if backend is None:
-            return self._on_cpu(api.forward, given, self.tensors, own)
-        call = self._call(check_forward, given, self.tensors, own)
+            return self.on_cpu(api.forward, given, tensors, own)
+        call = self.call(check_forward, given, tensors, own)
         out, lse = execute.forward(call, backend)
         if call.rank != 4:
             out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
@@ -118,21 +124,25 @@ class Request:
         if dlse is not None:
             given["dlse"] = dlse
         if backend is None:
-            return self._on_cpu(api.backward, given, tensors, own)
-        call = self._call(_check_backward, given, tensors, own)
+            return self.on_cpu(api.backward, given, tensors, own)
+        call = self.call(_check_backward, given, tensors, own)
         results = execute.backward(call, backend)
         if call.rank == 4:
             return results
         first = (strip(x, call.rank) for x in results[:3])
         return (*first, *results[3:])
 
-    def _call(
+    def call(
         self,
         check: Any,
         given: dict[str, torch.Tensor],
         tensors: dict[str, torch.Tensor],
         own: tuple[Any, ...],
     ) -> Call:
+        """The checked call of tensors on a CUDA device.
+
+        `own` are names and values of the other arguments, alternating.
+        """
         described = [describe(name, x) for name, x in given.items()]
         if tensors:
             described += [describe(name, x) for name, x in tensors.items()]
@@ -143,13 +153,14 @@ class Request:
             validate.offsets(Call(signature, given, None, on_host))
         return call
 
-    def _on_cpu(
+    def on_cpu(
         self,
         run: Any,
         given: dict[str, torch.Tensor],
         tensors: dict[str, torch.Tensor],
         own: tuple[Any, ...],
     ) -> Results:
+        """The results of a function of `api` on tensors on the CPU."""
         given = given | tensors
         check_devices({name: x.device for name, x in given.items()})
         arrays = {name: to_numpy(x) for name, x in given.items()}

@@ -20,19 +20,25 @@ def is_traced(q: Any, k: Any, v: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if torch._C._are_functorch_transforms_active():
-        raise UnsupportedError(
-            "cuflash.torch is called inside a transform of torch.func, "
-            "expected a call outside: use torch.autograd for gradients, and "
-            "the batch axis in place of vmap"
-        )
+    return is_watched(q, k, v) or q.is_neg() or k.is_neg() or v.is_neg()
+
+
+def is_watched(q: Any, k: Any, v: Any) -> bool:
+    """`is_traced`, outside compilers, of tensors that do not negate."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or type(q) not in _PLAIN
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
         or q.is_meta
-        or q.is_neg()
-        or k.is_neg()
-        or v.is_neg()
     )
+
+
+def refuse_transforms() -> None:
+    """Raise inside a transform of torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "attention over caches is called inside a transform of "
+            "torch.func, expected a call outside: it has no gradients, and a "
+            "batch axis in place of vmap"
+        )

@@ -66,20 +66,6 @@ def test_sparse_and_nested_tensors():
     refused(cuflash.UnsupportedError, words, nested, nested, nested)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-def test_tangents_are_refused_and_not_dropped():
-    q, k, v = tensors()
-    bias = torch.zeros(1, dtype=q.dtype)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(k, k)
-        words = "k has a tangent, .*reverse mode only"
-        refused(cuflash.UnsupportedError, words, q, dual, v)
-        dual = torch.autograd.forward_ad.make_dual(bias, bias)
-        words = "bias has a tangent"
-        refused(cuflash.UnsupportedError, words, q, k, v, bias=dual)
-        cuflash.torch.attention(q, k, v)
-
-
 def test_calls_of_cuflash_itself_name_the_bridge():
     q, k, v = tensors()
     words = r"q is a torch.Tensor on the CPU, .*\(cuflash.torch takes it"

@@ -168,15 +168,3 @@ def test_a_broadcast_bias_where_order_is_wanted(deterministic):
     with pytest.warns(UserWarning, match="bias requires grad"):
         out = cuflash.torch.attention(*inputs, bias=bias)
     assert torch.equal(torch.autograd.grad(out.sum(), bias)[0], want)
-
-
-def test_second_derivatives_are_refused_when_they_are_needed():
-    inputs = tensors(requires_grad=True)
-    out = cuflash.torch.attention(*inputs)
-    (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
-    plain = torch.autograd.grad(
-        cuflash.torch.attention(*inputs).sum(), inputs[:1]
-    )
-    assert torch.equal(dq, plain[0])
-    with pytest.raises(cuflash.UnsupportedError, match="second derivatives"):
-        dq.sum().backward()

@@ -179,13 +179,3 @@ def test_fake_and_meta_tensors():
         for x, y in zip(real, results, strict=True):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
             assert x.stride() == y.stride()
-
-
-def test_torch_func_is_refused():
-    inputs = tensors()
-
-    def loss(*inputs):
-        return cuflash.torch.attention(*inputs).sum()
-
-    with pytest.raises(cuflash.UnsupportedError, match="torch.func"):
-        torch.func.grad(loss)(*inputs)

@@ -52,11 +52,22 @@ def test_pairs_of_warps_meet(backend, seed):
 
 
 @on_hopper
-def test_threads_keep_their_values_across_setmaxnreg(backend):
-    x = drawn_words(0, 384)
+@pytest.mark.parametrize(
+    ("threads", "blocks_per_sm", "more"), [(384, 1, 240), (256, 3, 136)]
+)
+def test_threads_keep_their_values_across_setmaxnreg(
+    threads, blocks_per_sm, more, backend
+):
+    x = drawn_words(0, threads)
     y = np.empty_like(x)
-    arguments = {"x": read_only(x), "y": y}
-    run("primitives/trade_registers", arguments, backend, threads=384)
+    run(
+        "primitives/trade_registers",
+        {"x": read_only(x), "y": y},
+        backend,
+        constants={"NUM_THREADS": threads, "BLOCKS_PER_SM": blocks_per_sm,
+                   "FEWER": 24, "MORE": more},
+        threads=threads,
+    )  # fmt: skip
     np.testing.assert_array_equal(y, x)
 
 
@@ -146,7 +157,7 @@ def check_wgmma(backend, name, columns, sign=1, **how):
 
 @on_hopper
 @pytest.mark.parametrize(
-    "columns", [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
+    "columns", [32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
 )
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
@@ -159,7 +170,7 @@ def test_wgmma_of_small_integers_is_exact(
 
 
 @on_hopper
-@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("columns", [32, 64, 128, 256])
 @pytest.mark.parametrize(
     ("of_a", "of_b"), [(True, False), (False, True), (True, True)]
 )

@@ -12,13 +12,35 @@ from cuflash.reference.double_backward import double_backward
 from cuflash.reference.jvp import jvp
 
 from . import derivative_bounds
+from .backends import NumpyBackend
 from .compare import Expected
 from .data import inputs, lse_gradient
 from .dtypes import DTYPES, PRECISION
 from .heads import heads_first, heads_last, sum_groups
 from .options import of_reference
 
+NUMPY = NumpyBackend()
 INPUTS = "q", "k", "v", "bias", "sink"
+GROUPED = {
+    "batch": 2,
+    "seqlen_q": 37,
+    "seqlen_k": 51,
+    "num_heads_q": 6,
+    "num_heads_kv": 2,
+    "head_dim": 24,
+    "head_dim_v": 12,
+    "causal": True,
+}
+EVERYTHING = {
+    **GROUPED,
+    "softcap": 2.0,
+    "window": (20, 9),
+    "dropout": 0.25,
+    "arrays_of": (
+        "alibi_slopes", "bias", "mask", "segment_ids_k", "segment_ids_q",
+        "sink",
+    ),
+}  # fmt: skip
 
 
 def moving(case):
@@ -41,25 +63,42 @@ def tangents(case, names=INPUTS, count=None):
     return found
 
 
-def call_jvp(case, direction, **changed):
+def call_jvp(case, direction, backend=NUMPY, **changed):
     """Return out, lse, out_dot and lse_dot of a public call."""
     given = {f"{x}_dot": direction.get(x) for x in INPUTS}
     arrays = dict(zip("qkv", inputs(case), strict=False))
     options = case.call() | {"return_lse": True}
-    return cuflash.jvp(**(arrays | given | options | changed))
+    asked = arrays | given | options | changed
+    return _run(backend, case, cuflash.jvp, asked)
 
 
-def call_double_backward(case, direction, **changed):
+def _run(backend, case, function, asked):
+    """Return a call's results as NumPy arrays."""
+    placed = {
+        name: backend.place(x) if isinstance(x, np.ndarray) else x
+        for name, x in asked.items()
+    }
+    backend.poison()
+    with backend.running(case):
+        results = function(**placed)
+    return tuple(backend.fetch(x) for x in results)
+
+
+def call_double_backward(case, direction, backend=NUMPY, **changed):
     """Return all second gradients of a public call, by name."""
     given = {f"dd{x}": direction.get(x) for x in INPUTS}
     there = case.options()
     wanted = {f"return_d2{x}": True for x in ("bias", "sink") if x in there}
     q, k, v, dout = inputs(case)
-    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
-    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    arrays = {"dout": dout, "q": q, "k": k, "v": v}
+    if "out" not in changed or "lse" not in changed:
+        arrays["out"], arrays["lse"] = cuflash.forward(
+            q, k, v, **case.meaning(), return_lse=True
+        )
     dlse = lse_gradient(case)
     asked = arrays | given | case.call() | wanted | {"dlse": dlse} | changed
-    results = cuflash.double_backward(**asked, return_ddlse=True)
+    asked["return_ddlse"] = True
+    results = _run(backend, case, cuflash.double_backward, asked)
     others = [x for x in ("bias", "sink") if asked.get(f"return_d2{x}")]
     names = ["q", "k", "v", "out", *others, "lse"]
     return dict(zip(names, results, strict=True))
@@ -179,3 +218,20 @@ def _expected(case, ref, bound, lse=False):
         name = "float32"
     unit, floor, _ = PRECISION[DTYPES[name].name]
     return Expected(ref, ref, bound + unit * abs(ref) + floor, 0)
+
+
+def assert_near(got, want, case):
+    """Assert some roundings of the largest element.
+
+    Sums are of at most 51 terms, or of 6 * 2 * 37 * 51 < 150^2 pairs, with
+    roundings at random signs, as much as 150 of one sign; a score of at most
+    64, slopes included, is rounded to 64 of them. Terms have up to four such
+    factors. 16-bit types round each result once more, and out before it
+    enters D.
+    """
+    unit = 2.0**-53 if case.dtype == "float64" else 2.0**-24
+    stored = PRECISION[case.dtype].unit if "16" in case.dtype else 0.0
+    for name, x in want.items():
+        exact = np.asarray(x, np.float64)
+        bound = (4 * (150 + 64) * unit + 4 * stored) * abs(exact).max()
+        assert abs(np.asarray(got[name], np.float64) - exact).max() <= bound

@@ -9,7 +9,7 @@ import pytest
 from cuflash import folders
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.problem import Rotary
+from cuflash.problem import Rotary, Tangents
 from helpers.dtypes import DTYPES, lse_dtype
 from helpers.kernels import kernels, small_kernel
 
@@ -63,6 +63,20 @@ def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
         report = nvrtc.report(kernel, arch)
         assert report.shared_bytes == kernel.shared_bytes
         assert report.spill_bytes == 0 and not report.warnings
+
+
+@pytest.mark.parametrize("direction", ["jvp", "double_backward"])
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [("float16", "sm_90a"), ("bfloat16", "sm_80"), ("float32", "sm_75"),
+     ("float64", "sm_120")],
+)  # fmt: skip
+def test_kernels_of_derivatives_compile(direction, dtype, arch):
+    tangents = Tangents(("q", "k", "v"))
+    for kernel in kernels(direction, dtype, arch, 128, tangents=tangents):
+        report = nvrtc.report(kernel, arch)
+        assert report.shared_bytes == kernel.shared_bytes
+        assert not report.warnings
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,10 @@ from helpers.backends import NumpyBackend
 from helpers.compare import assert_bitwise, assert_matches
 from helpers.data import Case, inputs
 from helpers.derivatives import (
+    EVERYTHING,
+    GROUPED,
     INPUTS,
+    assert_near,
     bounds_of,
     call_double_backward,
     call_jvp,
@@ -25,30 +28,12 @@ from helpers.derivatives import (
     expected_jvp,
     tangents,
 )
-from helpers.dtypes import DTYPES, PRECISION, lse_dtype
+from helpers.dtypes import DTYPES, lse_dtype
 from helpers.heads import heads_first, sum_groups
 
 names_of_tangents = st.sets(st.sampled_from(INPUTS))
-GROUPED = {
-    "batch": 2,
-    "seqlen_q": 37,
-    "seqlen_k": 51,
-    "num_heads_q": 6,
-    "num_heads_kv": 2,
-    "head_dim": 24,
-    "head_dim_v": 12,
-    "causal": True,
-}
-EVERYTHING = {
-    **GROUPED,
-    "softcap": 2.0,
-    "window": (20, 9),
-    "dropout": 0.25,
-    "arrays_of": (
-        "alibi_slopes", "bias", "mask", "segment_ids_k", "segment_ids_q",
-        "sink",
-    ),
-}  # fmt: skip
+# Some block sizes of the kernels, for any dtype and head dimension.
+blocks = st.sampled_from([(None, None), (16, 8), (8, 16)])
 two_kinds_of_calls = pytest.mark.parametrize("fields", [GROUPED, EVERYTHING])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -76,12 +61,17 @@ def assert_jvp(case, direction, results):
 
 # Values ---------------------------------------------------------------------
 
+drawn = st.tuples(
+    strategies.optional_cases(NumpyBackend()),
+    blocks.map(lambda x: dict(zip(("block_q", "block_k"), x, strict=True))),
+)
+
 
 @given(st.data())
 def test_tangents_are_the_references(data):
-    case = data.draw(strategies.optional_cases(NumpyBackend()))
+    case, sizes = data.draw(drawn)
     direction = tangents(case, data.draw(names_of_tangents))
-    results = call_jvp(case, direction)
+    results = call_jvp(case, direction, **sizes)
     assert_jvp(case, direction, results)
     q, k, v, _ = inputs(case)
     forward = cuflash.forward(q, k, v, **case.call(), return_lse=True)
@@ -91,9 +81,9 @@ def test_tangents_are_the_references(data):
 
 @given(st.data())
 def test_second_gradients_are_the_references(data):
-    case = data.draw(strategies.optional_cases(NumpyBackend()))
+    case, sizes = data.draw(drawn)
     direction = tangents(case, data.draw(names_of_tangents))
-    got = call_double_backward(case, direction)
+    got = call_double_backward(case, direction, **sizes)
     want = expected_double_backward(case, direction)
     assert list(got) == list(want)
     for name, expected in want.items():
@@ -105,23 +95,6 @@ def results_of(case, direction):
     _, _, out_dot, lse_dot = call_jvp(case, direction)
     second = call_double_backward(case, direction)
     return {"out_dot": out_dot, "lse_dot": lse_dot, **second}
-
-
-def assert_near(got, want, case):
-    """Assert some roundings of the largest element.
-
-    Sums are of at most 51 terms, or of 6 * 2 * 37 * 51 < 150^2 pairs, with
-    roundings at random signs, as much as 150 of one sign; a score of at most
-    64, slopes included, is rounded to 64 of them. Terms have up to four such
-    factors. 16-bit types round each result once more, and out before it
-    enters D.
-    """
-    unit = 2.0**-53 if case.dtype == "float64" else 2.0**-24
-    stored = PRECISION[case.dtype].unit if "16" in case.dtype else 0.0
-    for name, x in want.items():
-        exact = np.asarray(x, np.float64)
-        bound = (4 * (150 + 64) * unit + 4 * stored) * abs(exact).max()
-        assert abs(np.asarray(got[name], np.float64) - exact).max() <= bound
 
 
 @each_dtype

@@ -23,6 +23,7 @@ LAW = {
     "errors": "",
     "problem": "",
     "folders": "",
+    "folding": "",
     "settings": "errors",
     "abi": "options",
     "checks": "errors",
@@ -43,18 +44,22 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
+    "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
     "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
-    " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt plans.wgmma"
-    " plans.rotary",
+    " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
+    " plans.simt_derivatives plans.wgmma plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",
     "execute_kvcache": "errors problem options plan plans.append abi layouts"
     " workspace execute backends.base",
-    "runner": "errors problem execute execute_kvcache backends.base",
+    "execute_derivatives": "problem options plan plans.steps abi layouts"
+    " workspace execute backends.base",
+    "runner": "problem execute execute_derivatives execute_kvcache"
+    " backends.base",
     "build": "",
     "build.source": "abi errors",
     "build.cache": "errors folders",
@@ -113,16 +118,20 @@ LAW = {
     " torch.kvcache torch.op_gradients torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
-    " torch.gradients torch.ops torch.random torch.request torch.tracing",
+    " torch.gradients torch.ops torch.random torch.request torch.tracing"
+    " torch.transforms",
     "torch.autocast": "errors",
     "torch.backend": "backends.cupy torch.arrays torch.dtypes",
     "torch.checks": "errors",
     "torch.direct": "torch.ops torch.repeated",
     "torch.dtypes": "",
     "torch.fakes": "torch.inductor torch.ops",
-    "torch.gradients": "errors torch.request",
+    "torch.derivatives": "errors torch.request torch.request_derivatives"
+    " torch.vmap",
+    "torch.gradients": "torch.derivatives torch.request"
+    " torch.request_derivatives",
     "torch.group_attention": "api distributed errors torch.checks"
-    " torch.dtypes torch.gradients",
+    " torch.dtypes",
     "torch.inductor": "torch.direct",
     "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
@@ -132,15 +141,20 @@ LAW = {
     "torch.masks": "",
     "torch.registration": "errors torch.masks torch.transformers",
     "torch.transformers": "errors torch.attention torch.masks",
-    "torch.op_gradients": "errors torch.gradients torch.ops torch.tracing",
-    "torch.ops": "torch.gradients torch.random torch.request",
+    "torch.op_gradients": "errors torch.ops torch.tracing",
+    "torch.ops": "torch.random torch.request torch.request_derivatives",
     "torch.random": "",
     "torch.repeated": "execute problem torch.request torch.signature",
     "torch.request": "api execute options problem settings validate"
     " backends.base torch.backend torch.dtypes torch.signature",
+    "torch.request_derivatives": "api_derivatives problem runner"
+    " validate_derivatives torch.request",
     "torch.rotary": "execute problem validate backends.base torch.signature",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
+    "torch.transforms": "errors problem torch.derivatives torch.request"
+    " torch.tracing",
+    "torch.vmap": "folding",
     "execute_partial": "problem abi plans.partial backends.base",
     "distributed": "distributed.attention distributed.environment"
     " distributed.gathering distributed.group distributed.in_process"

@@ -431,6 +431,26 @@ def test_long_rows_have_tiles_of_their_own():
     assert short.block_k < long.block_k
 
 
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_blocks_of_short_sequences_share_an_sm(head_dim):
+    short, long = (
+        planned("forward", head_dim=head_dim, arch="sm_90a", batch=1024,
+                seqlen_q=n, seqlen_k=n)
+        for n in (64, 4096)
+    )  # fmt: skip
+    assert short.tile.block_q == 64 and short.tile.blocks_per_sm > 1
+    assert long.tile.blocks_per_sm == 1
+    room = device_of_arch("sm_90a").shared_bytes // short.tile.blocks_per_sm
+    assert short.launches[-1].kernel.shared_bytes <= room
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_narrow_heads_are_not_padded_on_hopper(direction):
+    decided = planned(direction, head_dim=32, arch="sm_90a", seqlen_q=512)
+    sizes = [dict(x.constants).get("HEAD_DIM") for x in decided.kernels]
+    assert 32 in sizes and 64 not in sizes
+
+
 @pytest.mark.parametrize(
     ("direction", "arch", "head_dim", "wanted", "family"),
     [
@@ -480,7 +500,10 @@ def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
         "sequence_stats": 1, "tile_counter": 1,
         "previous_tiles": decided.work_items.items,
     }  # fmt: skip
-    assert decided.launches[-1].blocks == min(blocks, decided.work_items.items)
+    resident = blocks * decided.tile.blocks_per_sm
+    assert decided.launches[-1].blocks == min(
+        resident, decided.work_items.items
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "k_tiles"), [(64, 6), (256, 10)])

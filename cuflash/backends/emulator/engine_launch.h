@@ -16,7 +16,7 @@ struct Array {
 constexpr uint64_t FIRST_ADDRESS = 0x510000000000, ADDRESS_SPAN = uint64_t{1} << 36;
 
 struct Launch {
-    int blocks = 0, threads = 0, shared = 0, resident = 0;
+    int blocks = 0, threads = 0, blocks_per_sm = 1, shared = 0, resident = 0;
     uint64_t seed = 0;
     bool flush_denormals = false;
     const unsigned char* arguments = nullptr;
@@ -50,6 +50,7 @@ void read_launch(const std::string& folder) {
         words >> item;
         if (item == "blocks") words >> launch.blocks;
         else if (item == "threads") words >> launch.threads;
+        else if (item == "blocks_per_sm") words >> launch.blocks_per_sm;
         else if (item == "shared") words >> launch.shared;
         else if (item == "seed") words >> launch.seed;
         else if (item == "resident") words >> launch.resident;

@@ -4,12 +4,13 @@
 namespace emulator {
 namespace {
 
-// Registers per thread with one block per SM (__launch_bounds__(threads, 1)), as in the kernels
-// that use setmaxnreg.
+// Registers per thread of kernels that use setmaxnreg: as many as let blocks_per_sm blocks be
+// resident (__launch_bounds__(threads, blocks_per_sm)).
 int registers_at_start() {
     constexpr int OF_MULTIPROCESSOR = 64 << 10, UNIT = 8, MOST = 248;
     const int num_warps = (launch.threads + LANES - 1) / LANES;
-    return std::min(OF_MULTIPROCESSOR / (num_warps * LANES) / UNIT * UNIT, MOST);
+    const int threads = launch.blocks_per_sm * num_warps * LANES;
+    return std::min(OF_MULTIPROCESSOR / threads / UNIT * UNIT, MOST);
 }
 
 void start_block(Block& b, int index) {

@@ -218,6 +218,7 @@ class Machine:
             f"kernel {kernel.entry}",
             f"blocks {launch.blocks}",
             f"threads {kernel.threads}",
+            f"blocks_per_sm {dict(kernel.constants).get('BLOCKS_PER_SM', 1)}",
             f"shared {kernel.shared_bytes}",
             f"seed {emulator.seed}",
             f"resident {emulator.resident}",

@@ -197,6 +197,25 @@ inline void advance_dlse(BackwardWgmmaOptionsArguments& a, int q) {
     if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
 }
 
+template <class Arguments>
+inline void advance_each_tangent(Arguments& a, const Sequence& sequence) {
+    const TangentNumbers& stride = a.tangents;
+    advance(a.q_dot, sequence.first_q * stride.q_dot.token);
+    advance(a.k_dot, sequence.first_k * stride.k_dot.token);
+    advance(a.v_dot, sequence.first_k * stride.v_dot.token);
+    advance(a.out_dot, sequence.first_q * stride.out_dot.token);
+    if (a.lse_dot != nullptr)
+        a.lse_dot = static_cast<Accumulator<Element>*>(a.lse_dot) + sequence.first_q;
+}
+template <class Arguments> inline void advance_tangents(Arguments&, const Sequence&) {}
+inline void advance_tangents(JvpOptionsArguments& a, const Sequence& sequence) {
+    advance_each_tangent(a, sequence);
+}
+inline void advance_tangents(DoubleBackwardOptionsArguments& a, const Sequence& sequence) {
+    advance_each_tangent(a, sequence);
+    a.delta_dot = static_cast<Accumulator<Element>*>(a.delta_dot) + sequence.first_q;
+}
+
 // The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.
 // sums_of_tile: floats of a tile's sums of dQ.
 template <class Arguments>
@@ -208,6 +227,7 @@ inline Arguments sequence_arguments(
     own.options.sequence = sequence.number;
     advance(own.arrays, sequence, sequence.first_q / block_q + sequence.number, sums_of_tile);
     advance_dlse(own, sequence.first_q);
+    advance_tangents(own, sequence);
     return own;
 }
 template <class Arguments>

@@ -520,7 +520,8 @@ template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (
 // Operand names and constraints of the accumulators in an asm statement: "%0, %1, ..." and "+f".
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
               "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+#define D16(i) D8(i), D8(i + 8)
+#define D32(i) D16(i), D16(i + 16)
 #define D40(i) D32(i), D8(i + 32)
 #define D48(i) D32(i), D8(i + 32), D8(i + 40)
 #define D56(i) D48(i), D8(i + 48)
@@ -530,8 +531,9 @@ template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (
 #define D88(i) D64(i), D8(i + 64), D8(i + 72), D8(i + 80)
 #define D96(i) D64(i), D32(i + 64)
 #define D128(i) D64(i), D64(i + 64)
-#define NAMES32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
-                "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES32 NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+                "%30, %31"
 #define NAMES40 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES48 NAMES40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES56 NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55"
@@ -587,6 +589,7 @@ __device__ __forceinline__ void wgmma_registers(
     WGMMA(N, COUNT, float16, "f16", __VA_ARGS__)                                                   \
     WGMMA(N, COUNT, bfloat16, "bf16", __VA_ARGS__)
 
+WGMMA_OF_BOTH(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
 WGMMA_OF_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 WGMMA_OF_BOTH(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 WGMMA_OF_BOTH(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")

@@ -39,6 +39,10 @@ inline const ForwardArguments& arrays_of(const ForwardSplitOptionsArguments& arg
 inline const ForwardArguments& arrays_of(const ForwardKVCacheArguments& arguments) {
     return arguments.arrays;
 }
+inline const ForwardArguments& arrays_of(const JvpArguments& arguments) { return arguments.arrays; }
+inline const ForwardArguments& arrays_of(const JvpOptionsArguments& arguments) {
+    return arguments.arrays;
+}
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
 inline const BackwardArguments& arrays_of(const BackwardPlainArguments& arguments) {
     return arguments.arrays;
@@ -50,6 +54,13 @@ inline const BackwardArguments& arrays_of(const BackwardOptionsArguments& argume
     return arguments.arrays;
 }
 inline const BackwardArguments& arrays_of(const BackwardWgmmaOptionsArguments& arguments) {
+    return arguments.arrays;
+}
+
+inline const BackwardArguments& arrays_of(const DoubleBackwardArguments& arguments) {
+    return arguments.arrays;
+}
+inline const BackwardArguments& arrays_of(const DoubleBackwardOptionsArguments& arguments) {
     return arguments.arrays;
 }
 

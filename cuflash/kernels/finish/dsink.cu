@@ -5,6 +5,11 @@
 // since dS = P (dP - delta), and dP of a sink is 0. delta = rowsum(dO * O) - dlse comes from
 // prepare/delta.cu. The order of additions is fixed.
 //
+// In a double backward, with the gradient s' of a loss by dsink, what the sink moves is T
+// (simt/double_backward.cuh):
+//
+//     d2sink = - sum exp(sink - lse) (delta (s' - b) + delta_dot)
+//
 // Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
 // and so on of each batch.
 // A row whose lse is -inf belongs to no sequence: others have at least the sink's weight.
@@ -23,7 +28,8 @@ struct SharedPlan { double sums[NUM_THREADS]; };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // delta of a row of a (batch, head), `pair` being batch * num_heads_q + head.
-inline Real row_delta(const BackwardArguments& arguments, i64 pair, int row) {
+template <class Arguments> inline Real row_delta(const Arguments& args, i64 pair, int row) {
+    const BackwardArguments& arguments = args.arrays;
     const int length = arguments.shape.seqlen_q;
     if constexpr (IN_TILES) {
         const i64 tile = pair * ((length + BLOCK_Q - 1) / BLOCK_Q) + row / BLOCK_Q;
@@ -31,6 +37,18 @@ inline Real row_delta(const BackwardArguments& arguments, i64 pair, int row) {
     } else {
         return static_cast<const Real*>(arguments.delta)[pair * length + row];
     }
+}
+
+// The factor that takes its place in a double backward.
+inline Real row_delta(const DoubleBackwardOptionsArguments& args, i64 pair, int row) {
+    const BackwardArguments& arguments = args.arrays;
+    const i64 index = pair * arguments.shape.seqlen_q + row;
+    const int head = pair % arguments.shape.num_heads_q;
+    const Real sink_dot = args.sink_dot == nullptr
+        ? Real(0) : static_cast<const Real*>(args.sink_dot)[head * args.tangents.sink_dot];
+    const Real b = static_cast<const Real*>(args.lse_dot)[index];
+    const Real delta = static_cast<const Real*>(arguments.delta)[index];
+    return fma(delta, sink_dot - b, static_cast<const Real*>(args.delta_dot)[index]);
 }
 
 // The thread's part of the sum over packed sequences, a slot a warp.
@@ -71,7 +89,7 @@ backward_sink(const __grid_constant__ Arguments args) {
         const Real* lse = static_cast<const Real*>(arguments.lse) + pair * shape.seqlen_q;
         for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)
             if (!has_no_weight && !(PACKED && lse[row] == -infinite))
-                sum -= exp(sink - lse[row]) * row_delta(arguments, pair, row);
+                sum -= exp(sink - lse[row]) * row_delta(args, pair, row);
     }
     sums[thread] = sum;
     for (int half = NUM_THREADS / 2; half > 0; half /= 2) {

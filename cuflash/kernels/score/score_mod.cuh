@@ -75,6 +75,18 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         derivative = slope_of_x[0];
         return x[0];
     }
+    // g' = d^2 x / d(scale S)^2 = -2 g tanh(scale S / cap) / cap of one product.
+    Real curvature(Real product) const {
+        if constexpr (SOFTCAP) {
+            Real capped[1] = {product}, slope[1];
+            this->template cap<1>(capped, slope, scale);
+            const Real tanh_by_cap = capped[0] * this->inverse_softcap * this->inverse_softcap;
+            return -2 * tanh_by_cap * slope[0];
+        } else {
+            return 0;
+        }
+    }
+
     Real score(Real product, Real distance, Real bias) const {
         Real derivative;
         return score(product, distance, bias, derivative);

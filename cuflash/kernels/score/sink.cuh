@@ -19,12 +19,13 @@ template <class Real> inline Real lse_of_row(Real m, Real l) {
 // A row's state with the sink: l exp(m) + exp(sink) = sum exp(top). Whatever was summed relative to
 // m must be multiplied by rescale. m and sink may be -inf.
 template <class Real> struct WithSink {
-    Real top, sum, rescale;
+    Real top, sum, rescale, weight;                         // weight: exp(sink - top)
     WithSink(Real m, Real l, Real sink) {
         const bool nothing = m == -Real(infinity()) && sink == m;
         top = sink > m ? sink : m;
         rescale = nothing ? Real(1) : exp(m - top);
-        sum = nothing ? l : l * rescale + exp(sink - top);
+        weight = nothing ? Real(0) : exp(sink - top);
+        sum = nothing ? l : l * rescale + weight;
     }
 };
 

@@ -41,9 +41,9 @@
 // key tiles that start together seldom wait.
 // Block: 1 + CONSUMERS warpgroups.
 //
-// Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (64 or 128, the former at least the latter),
-// BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh), SHARED_BYTES;
-// DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; Arguments and the options
+// Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
+// latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; Arguments and the options
 // (docs/guide/options.md).
 // Shared memory and barriers: backward_shared.cuh.
 //
@@ -65,9 +65,9 @@ constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
 static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
 static_assert(CONSUMERS == 2, "registers suffice for two consumers");
-static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS == 64,
-              "a warpgroup's part of dQ is 64 queries and 64 columns");
-static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= 64 * HEAD_DIM * 2,
+static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
+              "a warpgroup's part of dQ is 64 queries and at most 64 columns");
+static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
 
 // The writer warp of a consumer's part of dQ: adds it to the sums once an iteration.
@@ -110,7 +110,7 @@ __device__ __forceinline__ void issue_gradient(
     wgmma_commit();
 }
 
-// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all queries and 64 columns.
+// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all 64 queries and 64 columns.
 struct IssueDq {
     SharedPlan& shared;
     const WorkState& state;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void stage_dq(
 __device__ __forceinline__ void store_gradients(
     const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
     int warpgroup, int thread, const Shape& shape, float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
-    constexpr int DV_BYTES = 64 * HEAD_DIM_V * 2, DK_BYTES = 64 * HEAD_DIM * 2;
+    constexpr int DV_BYTES = gradient_bytes(HEAD_DIM_V), DK_BYTES = gradient_bytes(HEAD_DIM);
     constexpr bool BOTH_FIT = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
     const BackwardArguments& arrays = args.arrays;
     const int lane = threadIdx.x % 32;

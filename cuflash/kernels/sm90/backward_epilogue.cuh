@@ -23,6 +23,9 @@ __device__ __forceinline__ void store_last_rows(
         threadIdx.x % 32);
 }
 
+// Bytes in shared memory of a warpgroup's 64 rows of dK or dV.
+constexpr int gradient_bytes(int columns) { return 64 * num_panels(columns) * PANEL_ROW_BYTES; }
+
 // Scales and rounds the warp's 16 rows of dK or dV, from `key` on, and stores them to `array`
 // through its warpgroup's tile of 64 rows. Returns whether the lane's elements are all finite.
 template <int COUNT>

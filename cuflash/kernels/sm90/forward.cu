@@ -28,10 +28,13 @@
 //                                  infinities, scores above 2^24): detected in the epilogue,
 //                                  recomputed one by one
 //
-// Grid: one block per SM, or one per query tile if those are fewer. The static scheduler assigns
-// tiles to blocks, longest first. With packed sequences or segment ids, the host does not know how
-// long a tile takes, so blocks take tiles from an atomic counter; with segment ids, in the order of
-// prepare/segment_order.cu, longest first.
+// Where sequences are short, a tile of 64 queries has one consumer, and several blocks run on an SM
+// instead: each hides the others' latencies.
+//
+// Grid: BLOCKS_PER_SM blocks per SM, or one per query tile if those are fewer. The static scheduler
+// assigns tiles to blocks, longest first. With packed sequences or segment ids, the host does not
+// know how long a tile takes, so blocks take tiles from an atomic counter; with segment ids, in the
+// order of prepare/segment_order.cu, longest first.
 // Block: 1 + CONSUMER_WARPGROUPS warpgroups.
 //
 // Slow for few queries: a consumer computes 64 rows even for one query, and the keys of a head are
@@ -39,8 +42,8 @@
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0 and scores are LINEAR), HEAD_DIM and
 // HEAD_DIM_V (multiples of 16 that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, Q_STAGES, KV_STAGES,
-// SHARED_BYTES; Arguments and the options (docs/guide/options.md). LINEAR (score_mod.cuh): the call
-// has no softcap, ALiBi or bias, so scores are scale S.
+// BLOCKS_PER_SM, SHARED_BYTES; Arguments and the options (docs/guide/options.md). LINEAR
+// (score_mod.cuh): the call has no softcap, ALiBi or bias, so scores are scale S.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_option_consumer.cuh"
@@ -90,7 +93,15 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
                        shared.work_tiles[work_slot(consumer.q)].q_start);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// An SM has 64 K registers. Consumers get those that the producer does not need; with SPARSE_TILES
+// it needs 16 more, except beside three consumers, which cannot spare any.
+constexpr int PRODUCER_REGISTERS = CONSUMER_WARPGROUPS == 3 ? 32 : SPARSE_TILES ? 40 : 24;
+constexpr int BLOCK_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8 * THREADS;
+constexpr int CONSUMER_REGISTERS =
+    (BLOCK_REGISTERS / WARPGROUP - PRODUCER_REGISTERS) / CONSUMER_WARPGROUPS / 8 * 8;
+static_assert(CONSUMER_REGISTERS <= 240, "a thread has up to 255");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 forward_wgmma(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
@@ -98,13 +109,6 @@ forward_wgmma(const __grid_constant__ Arguments args) {
     shared.fill_alibi<THREADS>();
     __syncthreads();
 
-    // An SM has 64 K registers: consumers get those that the producer does not need. With
-    // SPARSE_TILES the producer needs 16 more per thread, 8 from each of two consumer
-    // warpgroups; three, with 160 each, cannot spare any.
-    constexpr int MORE = SPARSE_TILES && CONSUMER_WARPGROUPS == 2 ? 8 : 0;
-    constexpr int CONSUMER_REGISTERS = (CONSUMER_WARPGROUPS == 2 ? 240 : 160) - MORE;
-    constexpr int PRODUCER_REGISTERS =
-        (CONSUMER_WARPGROUPS == 2 ? 24 : 32) + MORE * CONSUMER_WARPGROUPS;
     if (threadIdx.x < WARPGROUP) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         produce(args, shared);

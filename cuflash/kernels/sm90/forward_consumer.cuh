@@ -197,13 +197,15 @@ struct Consumer {
         accumulates = true;
     }
 
-    // Pingpong: one warpgroup at a time issues its GEMMs, then signals the next one.
+    // Pingpong: one warpgroup at a time issues its GEMMs, then signals the next one. A single one
+    // only waits for all its warps.
     __device__ __forceinline__ void scheduler_barrier_sync() {
         barrier_sync(SCHEDULER_BARRIER + warpgroup, SCHEDULER_THREADS);
     }
     __device__ __forceinline__ void scheduler_barrier_arrive() {
-        barrier_arrive(SCHEDULER_BARRIER + (warpgroup + 1) % CONSUMER_WARPGROUPS,
-                       SCHEDULER_THREADS);
+        if constexpr (CONSUMER_WARPGROUPS > 1)
+            barrier_arrive(SCHEDULER_BARRIER + (warpgroup + 1) % CONSUMER_WARPGROUPS,
+                           SCHEDULER_THREADS);
     }
 
     // PENDING: the number of later GEMMs that may still run.

@@ -25,7 +25,8 @@ constexpr bool MASKED = CAUSAL || WINDOW || SPARSE_TILES || PACKED;     // some 
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)),
               "packed sequences support no bias, mask or segment ids");
-static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three consumer warpgroups");
+static_assert(BLOCK_Q == CONSUMER_WARPGROUPS * CONSUMER_ROWS && CONSUMER_WARPGROUPS <= 3,
+              "one, two or three consumer warpgroups");
 static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "an MMA sums over 16 elements");
 
 // ---- Named barriers (0 is __syncthreads) ----
@@ -33,7 +34,8 @@ static_assert(BLOCK_K % 16 == 0 && HEAD_DIM % 16 == 0, "an MMA sums over 16 elem
 // SCHEDULER_BARRIER + w: consumer warpgroup w may issue its GEMMs. EPILOGUE_BARRIER + w: the GEMMs
 // of all its warps have read Q, so its rows of O may overwrite that stage. Only the last query tile
 // needs it: for the others, a scheduler barrier comes between the last read of Q and the epilogue.
-constexpr int SCHEDULER_BARRIER = 1, SCHEDULER_THREADS = 2 * WARPGROUP;
+constexpr int SCHEDULER_BARRIER = 1, SCHEDULER_THREADS =
+    (CONSUMER_WARPGROUPS > 1 ? 2 : 1) * WARPGROUP;
 constexpr int EPILOGUE_BARRIER = SCHEDULER_BARRIER + CONSUMER_WARPGROUPS;
 
 // ---- Query tiles ----

@@ -1,0 +1,97 @@
+// Shared by the two kernels of a double backward on CUDA cores: what one pair contributes.
+//
+// The cotangents of dq, dk, dv, dbias and dsink are a direction, in which scores move with W, lse
+// with b and O with ddO (simt/jvp.cu, score/tangents.cuh). With P, dP and D of backward.cuh and
+//
+//     U = dO ddV^T,  F = rowsum(dO * ddO)
+//     T = P ((dP - D) (W - b) + U - F)             the gradient by scores, dbias's too
+//     T_X = g T + g' dS X'                         by scale S: g, g' of a softcap; 1, 0 without
+//
+// (docs/guide/derivatives.md; F = E + b D there), the second gradients are
+//
+//     d2Q = scale ((g dS) ddK + T_X K),  d2K = scale ((g dS)^T ddQ + T_X^T Q)
+//     d2V = (P (W - b))^T dO
+//
+// Dropout's Z multiplies dP, U and, for d2V, P. As in backward.cuh the mask alone says which pairs
+// take part.
+#pragma once
+#include "simt/backward.cuh"
+#include "score/tangents.cuh"
+
+// delta: D. product: F.
+struct SecondQuery { Real lse, delta, b, product; };
+
+// Of a pair: S = q k, X' / scale = ddq k + q ddk, dP = dO v, U = dO ddv.
+struct Products { Real s, x_dot, dp, u; };
+
+// Of a pair: T_X, g dS, T, and what d2V takes: Z P (W - b).
+struct SecondWeight { Real tx, ds, t, p_dot; };
+
+// The weights of query i and key j; shift = seqlen_k - seqlen_q.
+inline SecondWeight second_weight_of(
+    const Products& products, const SecondQuery& query, const HeadOptions<Real>& options,
+    const BiasTangent<Real>& bias_tangent, int i, int j, int shift) {
+    const ScoreMod<Real>& score_mod = options.score_mod;
+    Real slope;
+    const Real x = score_mod.score(
+        products.s, Real(i + shift - j), score_mod.bias_of(i, j), slope);
+    const Real p = exp(x - query.lse), z = options.dropout.z(i, j);
+    const Real x_dot = score_mod.scale * products.x_dot;
+    const Real relative = slope * x_dot + bias_tangent.at(i, j) - query.b;   // W - b
+    const Real ds = p * ((DROPOUT ? z * products.dp : products.dp) - query.delta);
+    const Real t = ds * relative + p * ((DROPOUT ? z * products.u : products.u) - query.product);
+    const Real p_dot = p * relative;
+    return {SOFTCAP ? slope * t + score_mod.curvature(products.s) * ds * x_dot : t,
+            SOFTCAP ? ds * slope : ds, t, DROPOUT ? z * p_dot : p_dot};
+}
+
+// One head's pieces of all arrays.
+struct SecondHead : Head {
+    const Element *q_dot, *k_dot, *v_dot;
+    const Real *b, *product;
+
+    SecondHead(const Arguments& args, int batch, int head) : Head(args, batch, head) {
+        const Shape& shape = arrays_of(args).shape;
+        const TangentNumbers& moves = args.tangents;
+        const int kv_head = head / (shape.num_heads_q / shape.num_heads_kv);
+        q_dot = head_start(args.q_dot, moves.q_dot, 0, batch, head);
+        k_dot = head_start(args.k_dot, moves.k_dot, 0, batch, kv_head);
+        v_dot = head_start(args.v_dot, moves.v_dot, 0, batch, kv_head);
+        const i64 row = (i64(batch) * shape.num_heads_q + head) * rows_of_head(args);
+        b = static_cast<const Real*>(args.lse_dot) + row;
+        product = static_cast<const Real*>(args.delta_dot) + row;
+    }
+
+    SecondQuery query(int i) const {
+        return {effective_lse(lse[i]), delta[i], b[i], product[i]};
+    }
+
+    // Tiles of Q, ddQ and dO; of K, ddK, V and ddV. What does not move has no cotangent.
+    template <class Shared>
+    void load_queries(Shared& shared, const Arguments& args, int start) const {
+        const BackwardArguments& a = arrays_of(args);
+        const Shape& shape = a.shape;
+        load_tile<BLOCK_Q, HEAD_DIM>(
+            shared.q, q, a.q_stride.token, start, shape.seqlen_q, shape.head_dim);
+        load_tile<BLOCK_Q, HEAD_DIM_V>(
+            shared.dout, dout, a.dout_stride.token, start, shape.seqlen_q, shape.head_dim_v);
+        if constexpr (Q_DOT) load_tile<BLOCK_Q, HEAD_DIM>(
+            shared.q_dot, q_dot, args.tangents.q_dot.token, start, shape.seqlen_q,
+            shape.head_dim);
+    }
+    template <class Shared>
+    void load_keys(Shared& shared, const Arguments& args, int start) const {
+        const BackwardArguments& a = arrays_of(args);
+        const Shape& shape = a.shape;
+        load_tile<BLOCK_K, HEAD_DIM>(
+            shared.k, k, a.k_stride.token, start, shape.seqlen_k, shape.head_dim);
+        load_tile<BLOCK_K, HEAD_DIM_V>(
+            shared.v, v, a.v_stride.token, start, shape.seqlen_k, shape.head_dim_v);
+        if constexpr (K_DOT) load_tile<BLOCK_K, HEAD_DIM>(
+            shared.k_dot, k_dot, args.tangents.k_dot.token, start, shape.seqlen_k,
+            shape.head_dim);
+        if constexpr (V_DOT) load_tile<BLOCK_K, HEAD_DIM_V>(
+            shared.v_dot, v_dot, args.tangents.v_dot.token, start, shape.seqlen_k,
+            shape.head_dim_v);
+    }
+};

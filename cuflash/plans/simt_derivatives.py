@@ -1,0 +1,149 @@
+"""Plans of the simt kernels of derivatives: any dtype, head dim and GPU."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .rounding import ceil_div
+from .simt import REGISTERS, fits, kernel_of, sizes
+from .steps import (
+    ROW_THREADS,
+    arguments,
+    count_tiles,
+    delta_buffer,
+    delta_dot_buffer,
+    element,
+    num_directions,
+    num_rows,
+    option_buffers,
+    option_launches,
+    sink_launches,
+    tangent_constants,
+)
+
+
+def _jvp_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = sizes(problem, tile, tile.block_q)
+    return (2 * size) * (
+        tile.block_q * (d + 1)
+        + tile.block_k * (max(d, dv) + 1)
+        + tile.block_q * (tile.block_k + 1)
+    )
+
+
+def _jvp_fits(problem: Problem, tile: Tile) -> bool:
+    """Whether a thread's sums of O and O' stay in registers."""
+    if tile.num_warps * 32 % tile.block_q:
+        return False
+    size, _, dv = sizes(problem, tile, tile.block_q)
+    columns = 2 * dv * tile.block_q // (tile.num_warps * 32)
+    return columns * size // 4 <= REGISTERS
+
+
+def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
+    kernel = kernel_of(
+        "simt/jvp.cu",
+        "jvp_simt",
+        problem,
+        tile,
+        tile.block_q,
+        _jvp_shared(problem, tile),
+        *tangent_constants(problem),
+    )
+    blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    blocks *= problem.batch * problem.num_heads_q * num_directions(problem)
+    return Plan(
+        problem,
+        "simt",
+        tile,
+        (*option_launches(problem, tile), Launch(kernel, blocks)),
+        workspace=option_buffers(problem, tile),
+    )
+
+
+def _dkdv_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = sizes(problem, tile, tile.block_k)
+    return size * (
+        tile.block_k * (2 * d + 2 * dv + 4)
+        + tile.block_q * (2 * d + dv + 3)
+        + 3 * tile.block_k * (tile.block_q + 1)
+        + 4 * tile.block_q
+    )
+
+
+def _dq_shared(problem: Problem, tile: Tile) -> int:
+    size, d, dv = sizes(problem, tile, tile.block_q)
+    return size * (
+        tile.block_k * (2 * d + 2 * dv + 4)
+        + tile.block_q * (2 * d + dv + 3)
+        + 2 * tile.block_q * (tile.block_k + 1)
+    )
+
+
+def _double_backward_shared(problem: Problem, tile: Tile) -> int:
+    return max(_dkdv_shared(problem, tile), _dq_shared(problem, tile))
+
+
+def _delta_launch(problem: Problem) -> Launch:
+    """Computes delta and delta_dot."""
+    lanes = min(1 << (problem.head_dim_v - 1).bit_length(), 32)
+    kernel = KernelPlan(
+        file="prepare/double_delta.cu",
+        entry="double_backward_delta",
+        constants=(
+            ("Element", element(problem)),
+            ("NUM_THREADS", ROW_THREADS),
+            ("LANES", lanes),
+            ("DLSE", problem.dlse),
+            arguments(problem),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=0,
+    )
+    return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
+
+
+def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    dkdv = kernel_of(
+        "simt/double_backward_dkdv.cu",
+        "double_backward_simt_dkdv",
+        problem,
+        tile,
+        tile.block_k,
+        _dkdv_shared(problem, tile),
+        *tangent_constants(problem),
+    )
+    dq = kernel_of(
+        "simt/double_backward_dq.cu",
+        "double_backward_simt_dq",
+        problem,
+        tile,
+        tile.block_q,
+        _dq_shared(problem, tile),
+        *tangent_constants(problem),
+    )
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    return Plan(
+        problem,
+        "simt",
+        tile,
+        (
+            *option_launches(problem, tile),
+            _delta_launch(problem),
+            Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
+            Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
+            *sink_launches(problem, tile),
+        ),
+        workspace=(
+            *option_buffers(problem, tile),
+            delta_buffer(problem),
+            delta_dot_buffer(problem),
+        ),
+    )
+
+
+JVP = Maker(_jvp, _jvp_shared, _jvp_fits)
+DOUBLE_BACKWARD = Maker(_double_backward, _double_backward_shared, fits)

@@ -1,0 +1,135 @@
+"""Derivatives of a `Request` on real tensors, without autograd."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from cuflash import api_derivatives, validate_derivatives
+from cuflash.api_derivatives import strip_each
+from cuflash.problem import Signature, strip, strip_lse
+from cuflash.runner import Kernels
+from cuflash.validate_derivatives import COTANGENTS, TANGENTS
+
+from .request import Request, Results, backend_of
+
+Tensors = dict[str, torch.Tensor]
+
+# What may be left out of a call, but has no default.
+ON_CPU = {
+    "jvp": functools.partial(
+        api_derivatives.jvp, q_dot=None, k_dot=None, v_dot=None
+    ),
+    "double_backward": functools.partial(
+        api_derivatives.double_backward, ddq=None, ddk=None, ddv=None
+    ),
+}
+
+
+def of_inputs(
+    request: Request,
+    tensors: dict[str, torch.Tensor],
+    with_dbias: bool,
+    with_dsink: bool,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[Any, ...]:
+    """The gradients of q, k, v, bias and sink; None for those not wanted."""
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if dout.is_neg():
+        dout = dout.resolve_neg()
+    if dlse is not None and dlse.is_neg():
+        dlse = dlse.resolve_neg()
+    dq, dk, dv, *others = request.backward(
+        dout, dlse, q, k, v, out, lse, tensors, with_dbias, with_dsink
+    )
+    dbias = others.pop(0) if with_dbias else None
+    dsink = others.pop(0) if with_dsink else None
+    return dq, dk, dv, dbias, dsink
+
+
+def jvp(
+    request: Request, given: Tensors, tangents: Tensors, tensors: Tensors
+) -> Results:
+    """The tangents of out and lse.
+
+    Parameters
+    ----------
+    request : Request
+    given : dict
+        q, k and v.
+    tangents : dict
+        By what they move. Each may have an axis of directions before the
+        others, and so have the results.
+    tensors : dict
+        The options' tensors.
+    """
+    moved = {TANGENTS[name]: x for name, x in tangents.items()}
+    own = (*request.common, "return_lse", True)
+    backend = backend_of(given["q"])
+    if backend is None:
+        run = ON_CPU["jvp"]
+        return request.on_cpu(run, {**given, **moved}, tensors, own)[2:]
+    call = request.call(_check_jvp, {**given, **moved}, tensors, own)
+    call.given, call.tangents = given, tangents
+    _, _, out_dot, lse_dot = Kernels(backend).jvp(call)
+    return strip_each(out_dot, call), strip_each(lse_dot, call, lse=True)
+
+
+def double_backward(
+    request: Request,
+    given: Tensors,
+    cotangents: Tensors,
+    tensors: Tensors,
+    wanted: tuple[str, ...],
+) -> Results:
+    """d2q, d2k, d2v and ddout; d2bias, d2sink and ddlse if wanted.
+
+    Parameters
+    ----------
+    request : Request
+    given : dict
+        dout, q, k, v, out, lse and, if there is one, dlse.
+    cotangents : dict
+        By what they move.
+    tensors : dict
+        The options' tensors.
+    wanted : tuple of str
+        Which of "bias", "sink" and "lse", in this order.
+    """
+    moved = {COTANGENTS[name]: x for name, x in cotangents.items()}
+    own: tuple[Any, ...] = (
+        *request.common, "deterministic", request.deterministic,
+    )  # fmt: skip
+    for name in wanted:
+        flag = "return_ddlse" if name == "lse" else f"return_d2{name}"
+        own = (*own, flag, True)
+    backend = backend_of(given["q"])
+    if backend is None:
+        run = ON_CPU["double_backward"]
+        return request.on_cpu(run, {**given, **moved}, tensors, own)
+    check = _check_double_backward
+    call = request.call(check, {**given, **moved}, tensors, own)
+    call.given, call.tangents = given, cotangents
+    results = Kernels(backend).double_backward(call)
+    others = (
+        strip_lse(x, call.rank) if name == "lse" else x
+        for name, x in zip(wanted, results[4:], strict=True)
+    )
+    return (*(strip(x, call.rank) for x in results[:4]), *others)
+
+
+def _check_jvp(**arguments: Any) -> Signature:
+    return validate_derivatives.jvp(**arguments).signature
+
+
+def _check_double_backward(**arguments: Any) -> Signature:
+    return validate_derivatives.double_backward(**arguments).signature

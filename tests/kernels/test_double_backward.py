@@ -1,0 +1,268 @@
+"""double_backward by the kernels: the gradients of backward."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import cuflash
+import strategies
+from helpers.backends import CUPY, EMULATED, on_kernels
+from helpers.compare import assert_bitwise, assert_matches
+from helpers.data import LAYOUTS, Case, Emulation, inputs, lse_gradient
+from helpers.derivatives import (
+    EVERYTHING,
+    GROUPED,
+    INPUTS,
+    NUMPY,
+    assert_near,
+    call_double_backward,
+    expected_double_backward,
+    tangents,
+)
+from helpers.drawn import on_each_backend
+from helpers.dtypes import DTYPES
+
+ON = Emulation("sm_80", seed=3)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+two_kinds_of_calls = pytest.mark.parametrize(
+    "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
+)
+
+
+def exact(case, direction):
+    """Return the reference's second gradients."""
+    found = expected_double_backward(case, direction)
+    return {name: x.ref for name, x in found.items()}
+
+
+# Values ---------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw, backend, dtype):
+    """Draw a call, and blocks of its kernels: any dtype has these."""
+    case = draw(strategies.optional_cases(backend, dtype=dtype, longest=100))
+    block_q, block_k = draw(st.sampled_from([(None, None), (16, 8), (8, 16)]))
+    return replace(case, block_q=block_q, block_k=block_k)
+
+
+@on_each_backend(cases, each={"dtype": DTYPES}, backends=[EMULATED, CUPY])
+def test_is_the_references(backend, case):
+    direction = tangents(case)
+    got = call_double_backward(case, direction, backend)
+    for name, want in expected_double_backward(case, direction).items():
+        assert_matches(got[name], want, name, case)
+    for name, want in call_double_backward(case, direction).items():
+        assert got[name].dtype == want.dtype
+        assert got[name].shape == want.shape
+
+
+@on_kernels
+@two_kinds_of_calls
+@each_dtype
+def test_errors_are_a_few_roundings(backend, dtype, fields):
+    case = Case(dtype, on=ON, **fields)
+    direction = tangents(case)
+    got = call_double_backward(case, direction, backend)
+    assert_near(got, exact(case, direction), case)
+
+
+@on_kernels
+@pytest.mark.parametrize("name", [*INPUTS, None])
+def test_one_input_moves(backend, name):
+    case = Case("float32", on=ON, **EVERYTHING)
+    direction = tangents(case, [name])
+    got = call_double_backward(case, direction, backend)
+    assert_near(got, exact(case, direction), case)
+
+
+@on_kernels
+def test_packed_sequences(backend):
+    """One without queries, one without keys, tokens of none."""
+    case = Case(
+        "float64", 1, 22, 31, 4, 2, 8, 8, causal=True, arrays_of=("sink",),
+        offsets=((0, 6, 6, 20), (0, 9, 14, 30)), dropout=0.25, on=ON,
+    )  # fmt: skip
+    q, k, v, dout = (x[0] for x in inputs(case))
+    out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
+    given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse,
+             "dlse": lse_gradient(case)[0]}  # fmt: skip
+    direction = {
+        x: y if x == "sink" else y[0] for x, y in tangents(case).items()
+    }
+    got, want = (
+        call_double_backward(case, direction, x, **given)
+        for x in (backend, NUMPY)
+    )
+    assert_near(got, want, case)
+    for x in (got["q"], got["out"], got["lse"].T):
+        assert not x[20:].any()
+    assert not got["k"][30:].any() and not got["v"][30:].any()
+
+
+@on_kernels
+def test_a_gradient_of_lse_counts(backend):
+    """Without dlse the results differ; with 0 they do not."""
+    case = Case("float32", on=ON, **EVERYTHING)
+    direction = tangents(case)
+    results = [
+        call_double_backward(case, direction, backend, dlse=dlse)
+        for dlse in (None, np.zeros_like(lse_gradient(case)))
+    ]
+    for name in ("q", "k", "v", "out", "sink", "lse"):
+        assert_bitwise(results[0][name], results[1][name], name)
+    other = call_double_backward(case, direction, backend)
+    assert abs(other["q"] - results[0]["q"]).max() > 0.1
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("axes", [(0,), (1, 2)])
+def test_gradients_of_broadcast_biases(backend, dtype, axes):
+    case = Case(dtype, **{**GROUPED, "arrays_of": ("bias",)}, on=ON)
+    shape = [1 if axis in axes else n for axis, n in enumerate((2, 6, 37, 51))]
+    rng = np.random.default_rng(0)
+    bias, ddbias = rng.standard_normal((2, *shape)).astype(DTYPES[dtype])
+    q, k, v, _ = inputs(case)
+    options = {**case.meaning(), "bias": bias}
+    out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+    given = {"bias": bias, "out": out, "lse": lse}
+    direction = tangents(case, "qkv") | {"bias": ddbias}
+    got, want = (
+        call_double_backward(case, direction, x, **given)["bias"]
+        for x in (backend, NUMPY)
+    )
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert_near({"bias": got}, {"bias": want}, case)
+
+
+# Shapes and strides ---------------------------------------------------------
+
+
+@on_kernels
+@pytest.mark.parametrize("rank", [2, 3])
+def test_axes_may_be_left_out(backend, rank):
+    case = Case("float64", 1, 9, 12, head_dim=8, head_dim_v=4, on=ON)
+    at = (0, slice(None), 0) if rank == 2 else (0,)
+    q, k, v, dout = inputs(case)
+    out, lse = cuflash.forward(q, k, v, return_lse=True)
+    given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    direction, of_lse = tangents(case, "qkv"), (0,) * (4 - rank)
+    whole = call_double_backward(case, direction, backend, dlse=None)
+    small = {name: x[at] for name, x in given.items()}
+    got = call_double_backward(
+        case, {name: x[at] for name, x in direction.items()}, backend,
+        **small, lse=lse[of_lse], dlse=None,
+    )  # fmt: skip
+    for name, x in whole.items():
+        want = x[of_lse if name == "lse" else at]
+        assert_bitwise(got[name], np.ascontiguousarray(want), name)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_strides_change_no_bit(backend, dtype):
+    case = Case(dtype, 2, 20, 26, 2, 1, 24, 12, on=ON)
+    direction = tangents(case, "qkv")
+    q, k, v, _ = inputs(case)
+    out, lse = cuflash.forward(q, k, v, return_lse=True)
+    wanted = call_double_backward(case, direction, backend)
+    for name in LAYOUTS.keys() - {"broadcast"}:
+        lay_out = LAYOUTS[name]
+        strided = {x: lay_out(y) for x, y in direction.items()}
+        rows = {"out": lay_out(out), "lse": np.asfortranarray(lse)}
+        other = replace(case, layout=name)
+        got = call_double_backward(other, strided, backend, **rows)
+        for x, want in wanted.items():
+            assert_bitwise(got[x], want, f"{name} {x}")
+
+
+@on_kernels
+def test_results_are_the_same_bits_again(backend):
+    """Another order of warps; no sum but that of a broadcast bias moves."""
+    fields = EVERYTHING | {"arrays_of": ("mask", "sink")}
+    case = Case("float32", on=ON, deterministic=True, **fields)
+    first = call_double_backward(case, tangents(case), backend)
+    case = replace(case, on=replace(ON, seed=9, resident=1))
+    again = call_double_backward(case, tangents(case), backend)
+    for name, x in first.items():
+        assert_bitwise(again[name], x, name)
+
+
+@on_kernels
+@pytest.mark.parametrize("seqlens", [(0, 5), (5, 0)])
+def test_no_queries_and_no_keys(backend, seqlens):
+    case = Case("float32", 1, *seqlens, 2, 1, 8, 8, arrays_of=("sink",), on=ON)
+    direction = tangents(case)
+    got = call_double_backward(case, direction, backend)
+    for name, want in expected_double_backward(case, direction).items():
+        assert_matches(got[name], want, name, case)
+
+
+@on_kernels
+def test_wide_heads(backend):
+    case = Case("float32", 1, 9, 13, head_dim=320, head_dim_v=272, on=ON)
+    direction = tangents(case)
+    got = call_double_backward(case, direction, backend)
+    assert_near(got, exact(case, direction), case)
+
+
+# What no one sees -----------------------------------------------------------
+
+
+@on_kernels
+@each_dtype
+def test_rows_that_see_nothing(backend, dtype):
+    """They contribute exactly 0, whatever q and its cotangent are."""
+    case = Case(dtype, 1, 20, 12, 2, 1, 8, 8, causal=True, on=ON)
+    direction = tangents(case, "qkv")
+    direction["q"][:, :8] = np.nan
+    q = inputs(case)[0]
+    q[:, :8] = np.inf
+    got = call_double_backward(case, direction, backend, q=q)
+    assert not got["q"][:, :8].any() and not got["out"][:, :8].any()
+    assert not got["lse"][..., :8].any()
+    assert all(np.isfinite(x.astype("f4")).all() for x in got.values())
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["dout", "out", "dlse", "q", "k", "v"])
+def test_a_nan_reaches_what_reads_it(backend, name):
+    """The last are cotangents. As on NumPy arrays; but kernels do not need
+    out for ddout.
+    """
+    case = Case("float32", 1, 40, 40, 1, 1, 8, 8, causal=True,
+                window=(9, 0), on=ON)  # fmt: skip
+    direction, given = tangents(case, "qkv"), {}
+    if name in direction:
+        direction[name][0, 20] = np.nan
+    else:
+        q, k, v, dout = inputs(case)
+        out, _ = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
+        given[name] = {"dout": dout, "out": out}.get(name, lse_gradient(case))
+        given[name][(0, 0, 20) if name == "dlse" else (0, 20)] = np.nan
+    got, want = (
+        call_double_backward(case, direction, x, **given)
+        for x in (backend, NUMPY)
+    )
+    if name == "out":
+        assert np.isfinite(got.pop("out")).all()
+    for x, y in got.items():
+        assert (np.isnan(y) == np.isnan(want[x])).all(), x
+    assert not all(np.isfinite(y).all() for y in got.values())
+
+
+@on_kernels
+def test_a_sink_of_minus_infinity_has_no_weight(backend):
+    case = Case("float32", 1, 9, 6, 2, 1, 8, 8, causal=True, on=ON)
+    none = np.full(2, -np.inf, np.float32)
+    moves = {"sink": none, "ddsink": np.ones_like(none)}
+    direction = tangents(case, "qkv")
+    got = call_double_backward(
+        case, direction, backend, **moves, return_d2sink=True
+    )
+    assert not got.pop("sink").any()
+    for name, x in call_double_backward(case, direction, backend).items():
+        assert_bitwise(got[name], x, name)

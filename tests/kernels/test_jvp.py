@@ -1,0 +1,316 @@
+"""jvp by the kernels: tangents of out and lse."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import cuflash
+import strategies
+from helpers import expected
+from helpers.backends import CUPY, EMULATED, on_kernels
+from helpers.compare import (
+    assert_bitwise,
+    assert_forward_matches,
+    assert_matches,
+)
+from helpers.data import LAYOUTS, Case, Emulation, inputs
+from helpers.derivatives import (
+    EVERYTHING,
+    GROUPED,
+    INPUTS,
+    assert_near,
+    call_jvp,
+    expected_jvp,
+    moving,
+    tangents,
+)
+from helpers.drawn import on_each_backend
+from helpers.dtypes import DTYPES
+
+ON = Emulation("sm_80", seed=3)
+NAMES = "out", "lse", "out_dot", "lse_dot"
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+two_kinds_of_calls = pytest.mark.parametrize(
+    "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
+)
+
+
+def by_name(results):
+    return dict(zip(NAMES, results, strict=True))
+
+
+def exact_jvp(case, direction):
+    """Return out_dot and lse_dot of the reference."""
+    wanted = expected_jvp(case, direction)
+    return {x: y.ref for x, y in zip(NAMES[2:], wanted, strict=True)}
+
+
+# Values ---------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw, backend, dtype):
+    """Draw a call, and blocks of jvp's kernels: any dtype has these."""
+    case = draw(strategies.optional_cases(backend, dtype=dtype, longest=100))
+    block_q, block_k = draw(st.sampled_from([(None, None), (16, 8), (8, 16)]))
+    return replace(case, block_q=block_q, block_k=block_k)
+
+
+@on_each_backend(cases, each={"dtype": DTYPES}, backends=[EMULATED, CUPY])
+def test_is_the_references(backend, case):
+    direction = tangents(case)
+    got = by_name(call_jvp(case, direction, backend))
+    wanted = expected_jvp(case, direction)
+    for name, want in zip(NAMES[2:], wanted, strict=True):
+        assert_matches(got[name], want, name, case)
+    forward = expected.forward(*inputs(case)[:3], **case.meaning())
+    assert_forward_matches((got["out"], got["lse"]), forward, case)
+    for name, want in by_name(call_jvp(case, direction)).items():
+        assert got[name].dtype == want.dtype
+        assert got[name].shape == want.shape
+
+
+@on_kernels
+@two_kinds_of_calls
+@each_dtype
+def test_errors_are_a_few_roundings(backend, dtype, fields):
+    case = Case(dtype, on=ON, **fields)
+    direction = tangents(case)
+    got = by_name(call_jvp(case, direction, backend))
+    assert_near(got, exact_jvp(case, direction), case)
+    plain = by_name(call_jvp(case, {}))
+    assert_near(got, {x: plain[x] for x in ("out", "lse")}, case)
+
+
+@on_kernels
+@pytest.mark.parametrize("name", INPUTS)
+def test_one_input_moves(backend, name):
+    case = Case("float32", on=ON, **EVERYTHING)
+    direction = tangents(case, [name])
+    got = by_name(call_jvp(case, direction, backend))
+    assert_near(got, exact_jvp(case, direction), case)
+
+
+@on_kernels
+def test_packed_sequences(backend):
+    """One without queries, one without keys, tokens of none."""
+    case = Case(
+        "float64", 1, 22, 31, 4, 2, 8, 8, causal=True, arrays_of=("sink",),
+        offsets=((0, 6, 6, 20), (0, 9, 14, 30)), dropout=0.25, on=ON,
+    )  # fmt: skip
+    q, k, v, _ = (x[0] for x in inputs(case))
+    directions = {
+        x: y if x == "sink" else y[:, 0]
+        for x, y in tangents(case, count=2).items()
+    }
+    given = {"q": q, "k": k, "v": v}
+    got = by_name(call_jvp(case, directions, backend, **given))
+    want = by_name(call_jvp(case, directions, **given))
+    lse = want.pop("lse")
+    assert_near(got, want, case)
+    assert ((got["lse"] == -np.inf) == (lse == -np.inf)).all()
+    assert not got["out_dot"][:, 20:].any()
+    assert not got["lse_dot"][..., 20:].any()
+
+
+# Directions -----------------------------------------------------------------
+
+
+@on_kernels
+@two_kinds_of_calls
+def test_directions_are_calls_of_their_own(backend, fields):
+    case = Case("float32", on=ON, **fields)
+    directions = tangents(case, count=3)
+    *both, out_dot, lse_dot = call_jvp(case, directions, backend)
+    for n in range(3):
+        one = {name: x[n] for name, x in directions.items()}
+        alone = call_jvp(case, one, backend)
+        got = *both, out_dot[n], lse_dot[n]
+        for a, b in zip(got, alone, strict=True):
+            assert_bitwise(np.ascontiguousarray(a), b, str(n))
+
+
+@on_kernels
+@pytest.mark.parametrize("count", [None, 0])
+def test_nothing_moves(backend, count):
+    case = Case("float32", on=ON, **GROUPED)
+    direction = {} if count is None else tangents(case, count=count)
+    out, lse, *moved = call_jvp(case, direction, backend)
+    plain = by_name(call_jvp(case, {}))
+    got = {"out": out, "lse": lse}
+    assert_near(got, {x: plain[x] for x in got}, case)
+    lead = () if count is None else (0,)
+    for x, tangent in zip((out, lse), moved, strict=True):
+        assert tangent.shape == (*lead, *x.shape) and not tangent.any()
+
+
+@on_kernels
+@pytest.mark.parametrize("rank", [2, 3])
+def test_axes_may_be_left_out(backend, rank):
+    case = Case("float64", 1, 9, 12, head_dim=8, head_dim_v=4, on=ON)
+    at = (0, slice(None), 0) if rank == 2 else (0,)
+    given = dict(zip("qkv", (x[at] for x in inputs(case)), strict=False))
+    moves = tangents(case, "qkv", count=2)
+    whole = call_jvp(case, moves, backend)
+    several = (slice(None), *at)
+    small = {name: x[several] for name, x in moves.items()}
+    got = call_jvp(case, small, backend, **given)
+    of_lse = (0,) * (4 - rank)
+    want = (whole[0][at], whole[1][of_lse], whole[2][several],
+            whole[3][(slice(None), *of_lse)])  # fmt: skip
+    for a, b in zip(got, want, strict=True):
+        assert_bitwise(a, np.ascontiguousarray(b), str(rank))
+
+
+def test_lse_need_not_be_returned():
+    case = Case("float32", on=ON, **GROUPED)
+    q, k, v, _ = inputs(case)
+    moves = [*tangents(case, "qkv").values()]
+    with cuflash.emulator.active("sm_80"):
+        whole = cuflash.jvp(q, k, v, *moves, return_lse=True)
+        out, out_dot = cuflash.jvp(q, k, v, *moves)
+    assert_bitwise(out, whole[0], "out")
+    assert_bitwise(out_dot, whole[2], "out_dot")
+
+
+# Strides --------------------------------------------------------------------
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_strides_change_no_bit(backend, dtype):
+    case = Case(dtype, 2, 20, 26, 2, 1, 24, 12, on=ON)
+    moves = tangents(case, "qkv", count=2)
+    wanted = call_jvp(case, moves, backend)
+    for name in LAYOUTS.keys() - {"broadcast"}:
+        strided = {x: laid_out(name, y) for x, y in moves.items()}
+        got = call_jvp(replace(case, layout=name), strided, backend)
+        for a, b in zip(got, wanted, strict=True):
+            assert_bitwise(a, b, name)
+
+
+def laid_out(name, tangents):
+    """Lay out (directions, batch, ...) like an array of as many batches."""
+    batches = tangents.reshape(-1, *tangents.shape[2:])
+    return LAYOUTS[name](batches).reshape(tangents.shape)
+
+
+@on_kernels
+def test_unaligned_tangents_of_options_are_copied(backend):
+    fields = {**GROUPED, "arrays_of": ("bias", "sink")}
+    case = Case("float32", on=ON, **fields)
+    moves = tangents(case, count=2)
+    wanted = call_jvp(case, moves, backend)
+    moves = {x: off_by_one(y) for x, y in moves.items()}
+    for a, b in zip(call_jvp(case, moves, backend), wanted, strict=True):
+        assert_bitwise(a, b, "unaligned")
+
+
+def off_by_one(array):
+    """Return a copy, one byte off the alignment of its elements."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    view = memory[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+# What no one sees -----------------------------------------------------------
+
+
+@on_kernels
+@each_dtype
+def test_rows_that_see_nothing(backend, dtype):
+    """Their tangents are exactly 0, whatever q and its tangent are."""
+    case = Case(dtype, 1, 20, 12, 2, 1, 8, 8, causal=True, on=ON)
+    direction = tangents(case, "qkv")
+    direction["q"][:, :8] = np.nan
+    q = inputs(case)[0]
+    q[:, :8] = np.inf
+    *_, out_dot, lse_dot = call_jvp(case, direction, backend, q=q)
+    assert not out_dot[:, :8].any() and not lse_dot[..., :8].any()
+    assert np.isfinite(out_dot.astype("f4")).all()
+
+
+@on_kernels
+@pytest.mark.parametrize("name", "qkv")
+def test_nonfinite_tangents_reach_the_rows_that_read_them(backend, name):
+    case = Case("float32", 2, 30, 30, 2, 1, 8, 8, causal=True, on=ON)
+    for value in (np.nan, np.inf, -np.inf):
+        direction = tangents(case, "qkv")
+        direction[name][1, 17] = value
+        *_, out_dot, lse_dot = call_jvp(case, direction, backend)
+        assert np.isfinite(out_dot[0]).all() and np.isfinite(lse_dot[0]).all()
+        token = np.arange(30)
+        rows = token == 17 if name == "q" else token >= 17
+        assert (np.isfinite(out_dot[1]).all(axis=(1, 2)) == ~rows).all()
+        of_lse = np.isfinite(lse_dot[1])
+        assert (of_lse == ~(rows & (name != "v"))).all()
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["window", "mask", "segment_ids"])
+def test_what_is_masked_is_not_read(backend, name):
+    """NaN in the tangents of a token that the first queries do not see."""
+    hides = {
+        "window": {"window": (3, 3)},
+        "mask": {"arrays_of": ("mask",)},
+        "segment_ids": {"arrays_of": ("segment_ids_k", "segment_ids_q")},
+    }
+    case = Case("float32", 1, 40, 40, head_dim=8, head_dim_v=8, on=ON,
+                **hides[name])  # fmt: skip
+    direction = tangents(case, "qkv")
+    for x in "kv":
+        direction[x][0, 30] = np.nan
+    *_, out_dot, _ = call_jvp(case, direction, backend)
+    *_, wanted, _ = call_jvp(case, direction)
+    assert (np.isnan(out_dot) == np.isnan(wanted)).all()
+    assert np.isnan(wanted).any() and not np.isnan(wanted).all()
+
+
+@on_kernels
+@pytest.mark.parametrize("seqlens", [(0, 5), (5, 0)])
+def test_no_queries_and_no_keys(backend, seqlens):
+    case = Case("float32", 1, *seqlens, 2, 1, 8, 8, arrays_of=("sink",), on=ON)
+    direction = tangents(case)
+    results = call_jvp(case, direction, backend)
+    assert not results[2].any()
+    moved = np.broadcast_to(direction["sink"][:, None], results[3][0].shape)
+    np.testing.assert_allclose(results[3][0], moved, rtol=2.0**-23)
+
+
+@on_kernels
+def test_a_sink_of_minus_infinity_has_no_weight(backend):
+    case = Case("float32", 1, 9, 6, 2, 1, 8, 8, causal=True, on=ON)
+    none = np.full(2, -np.inf, np.float32)
+    direction = tangents(case, "qkv")
+    got = call_jvp(
+        case, {**direction, "sink": np.ones_like(none)}, backend, sink=none
+    )
+    for a, b in zip(got, call_jvp(case, direction, backend), strict=True):
+        assert_bitwise(a, b, "sink")
+
+
+# Plans ----------------------------------------------------------------------
+
+
+@on_kernels
+def test_wide_heads(backend):
+    case = Case("float32", 1, 9, 13, head_dim=320, head_dim_v=272, on=ON)
+    direction = tangents(case)
+    got = by_name(call_jvp(case, direction, backend))
+    assert_near(got, exact_jvp(case, direction), case)
+    assert list(direction) == [*moving(case)]
+
+
+@pytest.mark.parametrize("family", ["wgmma", "mma", "fma", "tf32x3", None])
+def test_any_family_may_be_asked_for(family):
+    """Those without kernels of tangents leave them to simt."""
+    case = Case("float32", 1, 9, 13, on=ON)
+    direction = tangents(case)
+    given = dict(zip("qkv", inputs(case), strict=False))
+    dots = {f"{x}_dot": y for x, y in direction.items()}
+    with cuflash.emulator.active("sm_90a", family=family):
+        got = cuflash.jvp(**given, **dots, return_lse=True)
+    assert_near(by_name(got), exact_jvp(case, direction), case)
