@@ -111,7 +111,7 @@ class NcclGroup(Group):
             self._library.exchange(
                 self._communicator, sends, receives, stream.ptr
             )
-        except RuntimeError as error:
+        except Exception as error:  # the libraries' classes differ
             self._watchdog.dismiss(watched)
             self.check()
             raise GroupError(
