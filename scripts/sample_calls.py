@@ -25,6 +25,7 @@ import numpy as np
 import command_line
 import cuflash
 from bench_parts import machine
+from cuflash import distributed
 
 try:
     import cupy
@@ -275,6 +276,22 @@ def run_pages(
         )  # fmt: skip
 
 
+def run_shared(name: str, shape: tuple, seed: int) -> None:
+    """Run two ranks, threads, that share a sequence."""
+    arrays = inputs(np.random.default_rng(seed), name, shape, 2)
+    # Lengths that the ranks' four chunks divide.
+    q, k, v, dout = (x[:, : x.shape[1] // 4 * 4] for x in arrays)
+    options = {"causal": shape[-1], **precision_of(name)}
+
+    def of_rank(group: distributed.Group) -> None:
+        parts = [distributed.shard(x, group.rank, 2) for x in (q, k, v, dout)]
+        given = {**options, "group": group}
+        out, lse = distributed.forward(*parts[:3], **given, return_lse=True)
+        distributed.backward(parts[3], *parts[:3], out, lse, **given)
+
+    distributed.run_threads(2, of_rank)
+
+
 CALLS = {
     "plain": run,
     "options": run_options,
@@ -282,6 +299,7 @@ CALLS = {
     "derivatives": run_derivatives,
     "decode": run_decode,
     "kvcache": run_kvcache,
+    "shared": run_shared,
 }
 SHAPES_OF = {
     "plain": SHAPES,
@@ -291,6 +309,7 @@ SHAPES_OF = {
     "derivatives": SHAPES[:5],
     "decode": DECODE_SHAPES,
     "kvcache": DECODE_SHAPES[:5],
+    "shared": SHAPES,
 }
 
 

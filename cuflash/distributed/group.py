@@ -80,6 +80,17 @@ class Group(abc.ABC):
         """This moment of the current stream, for `exchange`."""
         return None
 
+    def synchronize(self) -> None:
+        """Wait for the current stream; raise GroupError if the group failed.
+
+        On a CPU there is nothing to wait for: calls return with results.
+        """
+        return None
+
+    def close(self) -> None:
+        """Leave the group; all ranks do so together."""
+        return None
+
     def exchange(
         self,
         sends: Sequence[Message],

@@ -96,6 +96,11 @@ class InProcessGroup(Group):
             None if cupy is None else cupy.cuda.get_current_stream().record()
         )
 
+    def synchronize(self) -> None:
+        cupy = _cupy()
+        if cupy is not None:
+            cupy.cuda.get_current_stream().synchronize()
+
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Any
     ) -> Pending:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import api
-from cuflash.errors import DTypeError, GroupError
+from cuflash.errors import DTypeError, GroupError, ValueRangeError
 
 from .group import DEFAULT_TIMEOUT, Group, Message, Pending
 from .nccl_library import library as find_library
@@ -98,11 +98,25 @@ class NcclGroup(Group):
                     f"got an array of type {type(array).__name__}, expected "
                     "a CuPy array: the group communicates by NCCL"
                 )
+            if array.data.device_id != self.device:
+                raise ValueRangeError(
+                    f"got an array on CUDA device {array.data.device_id}, "
+                    f"expected device {self.device}, the group's"
+                )
         stream = self._stream
         stream.wait_event(self.mark() if after is None else after)
         watched = self._watchdog.begin()
         start = self._event(stream)
-        self._library.exchange(self._communicator, sends, receives, stream.ptr)
+        try:
+            self._library.exchange(
+                self._communicator, sends, receives, stream.ptr
+            )
+        except Exception as error:  # the libraries' classes differ
+            self._watchdog.dismiss(watched)
+            self.check()
+            raise GroupError(
+                f"rank {self.rank}: NCCL failed: {error}"
+            ) from error
         end = self._event(stream)
         self._watchdog.queued(watched, start, end)
         return _OnStream(self, end, (sends, receives))

@@ -73,6 +73,12 @@ class Watchdog:
         with self._changed:
             watched.start, watched.end, watched.since = start, end, None
 
+    def dismiss(self, watched: _Watched) -> None:
+        """Forget an exchange that could not be queued."""
+        with self._changed:
+            if watched in self._watched:
+                self._watched.remove(watched)
+
     def close(self) -> None:
         """Stop watching."""
         with self._changed:

@@ -6,7 +6,7 @@ from cuflash.problem import Problem
 
 from .kernel import Family, KernelPlan, Launch, Plan
 from .rounding import ceil_div
-from .steps import ELEMENTS, ROW_THREADS, element, num_rows
+from .steps import ELEMENTS, ROW_THREADS, element
 
 _VECTOR = 4  # elements of a lane, so that it loads up to 16 bytes
 
@@ -18,7 +18,7 @@ def _vector(columns: int, is_wide: bool) -> int:
 
 
 def merge_rows_plan(problem: Problem, first: str, result: str) -> Plan:
-    """A warp per row of a head.
+    """A warp for each head of a token.
 
     Parameters
     ----------
@@ -29,8 +29,12 @@ def merge_rows_plan(problem: Problem, first: str, result: str) -> Plan:
         result: the problem's, or that of its lse.
     """
     vector = _vector(problem.head_dim_v, problem.dtype == "float64")
-    blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)
-    return _plan(problem, "merge_rows", (first, result), vector, blocks)
+    heads = max(problem.num_heads_q, 1)
+    warps = min(ROW_THREADS // 32, 1 << heads.bit_length() - 1)
+    blocks = problem.batch * problem.seqlen_q * ceil_div(heads, warps)
+    return _plan(
+        problem, "merge_rows", (first, result), vector, blocks, 32 * warps
+    )
 
 
 def add_rows_plan(problem: Problem, first: str, result: str) -> Plan:
@@ -51,6 +55,7 @@ def _plan(
     dtypes: tuple[str, str],
     vector: int,
     blocks: int,
+    threads: int = ROW_THREADS,
 ) -> Plan:
     first, result = (ELEMENTS.get(x, x) for x in dtypes)
     kernel = KernelPlan(
@@ -61,9 +66,9 @@ def _plan(
             ("First", first),
             ("Result", result),
             ("VECTOR", vector),
-            ("NUM_THREADS", ROW_THREADS),
+            ("NUM_THREADS", threads),
         ),
-        threads=ROW_THREADS,
+        threads=threads,
         shared_bytes=0,
     )
     family: Family = "mma" if element(problem) == problem.dtype else "simt"

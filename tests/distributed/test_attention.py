@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import cuflash
+from helpers import expected
 from helpers.backends import BACKENDS, EMULATED, on_backends
+from helpers.compare import assert_gradients_match
 from helpers.data import Case, Emulation
 from helpers.dtypes import DTYPES
 from helpers.ranks import Shared, bits_of
@@ -14,18 +17,19 @@ HOPPER = Emulation("sm_90a")
 PLAIN = Case(
     "bfloat16", 1, 96, 96, 4, 2, 32, 32, causal=True, seed=1, on=HOPPER
 )
-PACKED = replace(
-    PLAIN,
-    seqlen_q=96,
-    seqlen_k=96,
-    offsets=((0, 16, 16, 64, 96), (0, 16, 16, 64, 96)),
-)
+OFFSETS = (0, 16, 16, 64, 96)
+PACKED = replace(PLAIN, offsets=(OFFSETS, OFFSETS))
 
 
 def of_ranks(size, case=PLAIN):
     """The case with a length that 2 `size` divides, and as many heads."""
     length = 2 * size * max(1, 96 // (2 * size))
     return replace(case, seqlen_q=length, seqlen_k=length)
+
+
+def few(backend):
+    """How many ranks; each launch of an emulated kernel is a process."""
+    return 2 if backend.name == "emulated" else 4
 
 
 def check(backend, case, size, **sharing):
@@ -71,8 +75,9 @@ def test_layouts(backend, layout, causal):
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("window", [(20, None), (9, 5)])
 def test_windows(backend, layout, window):
-    case = replace(of_ranks(4), causal=window[1] is None, window=window)
-    check(backend, case, 4, layout=layout)
+    size = few(backend) + 1
+    case = replace(of_ranks(size), causal=window[1] is None, window=window)
+    check(backend, case, size, layout=layout)
 
 
 @on_backends
@@ -86,22 +91,35 @@ def test_other_lengths_of_keys(backend, seqlen_k):
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences(backend, layout, causal):
-    check(backend, replace(PACKED, causal=causal), 4, layout=layout)
+    case = replace(PACKED, causal=causal)
+    check(backend, case, few(backend), layout=layout)
 
 
 @on_backends
 @pytest.mark.parametrize("change", [
     {"window": (20, None)},
-    {"offsets": ((0, 16, 16, 64, 96), (0, 32, 48, 64, 96))},
+    {"offsets": (OFFSETS, (0, 32, 48, 64, 96))},
 ])  # fmt: skip
 def test_packed_sequences_of_cut_blocks(backend, change):
-    check(backend, replace(PACKED, **change), 4)
+    check(backend, replace(PACKED, **change), few(backend))
 
 
 @on_backends
 def test_packed_sequences_over_heads(backend):
     case = replace(PACKED, num_heads_q=8, num_heads_kv=4)
     check(backend, case, 4, ulysses=2)
+
+
+@on_backends
+@pytest.mark.parametrize("sharing", [{}, {"ulysses": 2}])
+def test_the_gradient_of_lse(backend, sharing):
+    case = replace(of_ranks(2), dtype="float32")
+    shared = Shared(case, 2, **sharing)
+    q, k, v, dout = shared.whole
+    dlse = np.random.default_rng(2).standard_normal((1, 4, 96), np.float32)
+    results = shared.results(backend, dlse)
+    want = expected.backward(dout, q, k, v, dlse=dlse, **case.meaning())
+    assert_gradients_match(results[2:], want, case)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

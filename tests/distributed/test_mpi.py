@@ -1,5 +1,6 @@
 """Ranks that are processes, by mpi4py."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -22,10 +23,10 @@ def mpiexec():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes(size):
-    pytest.importorskip("mpi4py")
     command = mpiexec()
-    if command is None:
-        pytest.skip("there is no mpiexec: pip install mpich")
+    is_there = importlib.util.find_spec("mpi4py") and command
+    if not is_there and not os.environ.get("CI"):
+        pytest.skip('no mpi4py or no mpiexec: pip install "cuflash[mpi]"')
     done = subprocess.run(
         [command, "-n", str(size), sys.executable, str(RANKS)],
         capture_output=True,

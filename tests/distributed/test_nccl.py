@@ -46,15 +46,54 @@ def test_bytes_and_calls_of_one_rank(group, cp):
 
 
 @gpu
-def test_an_exchange_that_nobody_answers(group, cp):
-    """A receive without a send: the watchdog ends it."""
-    group._watchdog.timeout = 0.5
-    got = cp.zeros(4)
-    group.exchange([], [(got, 0)]).wait()
-    with pytest.raises(cuflash.GroupError, match="left the group"):
+def test_what_nccl_refuses(group, cp):
+    """It knows that nobody sends, of one rank."""
+    with pytest.raises(cuflash.GroupError, match="NCCL failed"):
+        group.exchange([], [(cp.zeros(4), 0)])
+
+
+def on_two_devices(cp, function, timeout):
+    """Run a function on two ranks, each with a device of its own."""
+    if cp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    unique_id = distributed.unique_id()
+
+    def of_rank(board):
+        with cp.cuda.Device(board.rank):
+            group = distributed.NcclGroup(
+                board.rank, 2, unique_id, timeout=timeout
+            )
+            return function(group)
+
+    return distributed.run_threads(2, of_rank)
+
+
+@gpu
+def test_an_array_to_another_device(cp):
+    def of_rank(group):
+        own, got = cp.full(8, group.rank), cp.zeros(8, int)
+        group.exchange([(own, 1 - group.rank)], [(got, 1 - group.rank)]).wait()
         group.synchronize()
-    with pytest.raises(cuflash.GroupError):
-        group.exchange([(got, 0)], [])
+        return int(got.sum())
+
+    assert on_two_devices(cp, of_rank, 60.0) == [8, 0]
+
+
+@gpu
+def test_a_rank_that_does_not_answer(cp):
+    """The watchdog ends the exchange of the other."""
+
+    def of_rank(group):
+        if group.rank == 1:
+            return None
+        # Connections are made by the first exchange, which waits on the host.
+        with pytest.raises(cuflash.GroupError):
+            group.exchange([], [(cp.zeros(4), 1)]).wait()
+            group.synchronize()
+        with pytest.raises(cuflash.GroupError, match="left the group"):
+            group.exchange([(cp.zeros(4), 1)], [])
+
+    on_two_devices(cp, of_rank, 2.0)
 
 
 @gpu

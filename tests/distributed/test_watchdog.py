@@ -60,3 +60,8 @@ def test_what_comes_after_one_that_ended(watchdog, aborted):
     watchdog.queued(watchdog.begin(), Event(done=True), Event(done=True))
     watchdog.queued(watchdog.begin(), Event(done=True), Event())
     assert aborted.wait(5)
+
+
+def test_what_could_not_be_queued(watchdog, aborted):
+    watchdog.dismiss(watchdog.begin())
+    assert not aborted.wait(0.3)

@@ -68,26 +68,31 @@ class Shared:
             "ulysses": self.ulysses,
         }
 
-    def run(self, backend, group):
-        """Out, lse, dq, dk and dv of a rank, as NumPy arrays."""
+    def run(self, backend, group, dlse=None):
+        """Out, lse, dq, dk and dv of a rank, as NumPy arrays.
+
+        dlse : of the whole sequence, or None.
+        """
         q, k, v, dout = (
             backend.place(self.part(name, x, group.rank))
             for name, x in self.given.items()
         )
         options = self.options(group)
         out, lse = distributed.forward(q, k, v, return_lse=True, **options)
+        if dlse is not None:
+            dlse = backend.place(self.part("lse", dlse, group.rank))
         gradients = distributed.backward(
-            dout, q, k, v, out, lse, **options,
+            dout, q, k, v, out, lse, **options, dlse=dlse,
             deterministic=self.case.deterministic,
         )  # fmt: skip
         return [backend.fetch(x) for x in (out, lse, *gradients)]
 
-    def results(self, backend):
+    def results(self, backend, dlse=None):
         """The whole results of ranks that are threads."""
         with backend.running(self.case):
             each = distributed.run_threads(
                 self.size,
-                lambda group: self.run(backend, group),
+                lambda group: self.run(backend, group, dlse),
                 timeout=TIMEOUT,
             )
         return self.joined(each)

@@ -7,25 +7,27 @@
 // may be a: each lane reads elements before it writes them. A side with lse = -inf takes no part;
 // one with lse = inf makes the result NaN.
 //
-// Grid: one warp per row of a head, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
-//     row = (batch_index * seqlen + token) * num_heads + head
-// Block: NUM_THREADS threads, a multiple of 32. Constants: Element, First, Result, VECTOR,
-// NUM_THREADS. No shared memory.
+// Grid: a block for NUM_WARPS heads of a token, with head_blocks = ceil(num_heads / NUM_WARPS),
+//     blockIdx.x = (batch_index * seqlen + token) * head_blocks + head / NUM_WARPS
+// Block: NUM_THREADS threads, a multiple of 32; a warp for each head. Constants: Element, First,
+// Result, VECTOR, NUM_THREADS. No shared memory.
 //
 // Bound by memory: a and b read once, the result written once.
 #include "partial/rows.cuh"
 
+constexpr int NUM_WARPS = NUM_THREADS / 32;
 static_assert(NUM_THREADS % 32 == 0, "whole warps");
 
 inline Real infinity() { return __int_as_float(0x7f800000); }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 merge_rows(const __grid_constant__ MergeRowsArguments args) {
-    const int lane = threadIdx.x % 32;
-    const i64 row = i64(blockIdx.x) * (NUM_THREADS / 32) + threadIdx.x / 32;
-    if (row >= i64(args.batch) * args.seqlen * args.num_heads) return;
-    const i64 head = row % args.num_heads, token = row / args.num_heads % args.seqlen;
-    const i64 batch = row / args.num_heads / args.seqlen;
+    // In 32 bits: a warp moves too few bytes to hide 64-bit divisions.
+    const int lane = threadIdx.x % 32, head_blocks = (args.num_heads - 1) / NUM_WARPS + 1;
+    const int head = blockIdx.x % head_blocks * NUM_WARPS + threadIdx.x / 32;
+    const u32 tokens = blockIdx.x / head_blocks;
+    const int token = tokens % args.seqlen, batch = tokens / args.seqlen;
+    if (head >= args.num_heads) return;
 
     Real* own_lse = static_cast<Real*>(args.lse_a)
                   + batch * args.lse_a_stride.batch + head * args.lse_a_stride.head + token;
@@ -37,7 +39,7 @@ merge_rows(const __grid_constant__ MergeRowsArguments args) {
     const Real w_a = has_a ? exp(lse_a - m) : Real(0), w_b = has_b ? exp(lse_b - m) : Real(0);
     const Real sum = w_a + w_b, inverse = Real(1) / sum;
 
-    const i64 first = head * args.head_dim;
+    const int first = head * args.head_dim;
     const First* a = token_row(static_cast<const First*>(args.a), args.a_stride, batch, token);
     const Element* b = token_row(static_cast<const Element*>(args.b), args.b_stride, batch, token);
     Result* result =
