@@ -190,16 +190,18 @@ LAW = {
     "distributed.watchdog": "",
     "jax": "jax.attention",
     "jax.arrays": "errors",
-    "jax.calls": "checks errors options plan problem validate jax.arrays",
+    "jax.calls": "checks errors options plan problem validate"
+    " validate_derivatives jax.arrays",
     "jax.primitives": "errors jax.arrays jax.calls",
-    "jax.batching": "jax.calls jax.primitives",
-    "jax.cpu": "api jax.calls jax.primitives",
+    "jax.derivatives": "errors jax.calls jax.primitives",
+    "jax.batching": "folding jax.primitives",
+    "jax.cpu": "api api_derivatives jax.calls jax.primitives",
     "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
     "jax.machine": "api backends.base",
-    "jax.cuda": "execute problem backends.base jax.arrays jax.calls"
+    "jax.cuda": "execute problem runner backends.base jax.arrays jax.calls"
     " jax.machine jax.primitives jax.recording",
     "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
-    " jax.cpu jax.cuda jax.primitives",
+    " jax.cpu jax.cuda jax.derivatives jax.primitives",
     "__init__": "errors api api_derivatives build.warmup emulator reference"
     " _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
