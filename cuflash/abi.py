@@ -467,8 +467,8 @@ ForwardWgmmaOptionsArguments = _struct(
 )
 JvpWgmmaArguments = _struct(
     "JvpWgmmaArguments",
-    "As ForwardWgmmaArguments; those of tangents are of (head_dim, token, head,"
-    " direction * batch).",
+    "As ForwardWgmmaArguments; those of tangents are of (head_dim, token,"
+    " head, direction * batch).",
     ("TensorMap", "q_map k_map v_map q_dot_map k_dot_map v_dot_map"),
     *_TANGENTS,
     ("int*", "recompute_flags", "of 16 rows: row_flags.cuh"),
