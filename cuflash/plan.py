@@ -19,6 +19,7 @@ from cuflash.plans import (
     decode,
     decode_simt,
     fma,
+    fma_derivatives,
     mma,
     mma8,
     simt,
@@ -73,6 +74,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("wgmma", "jvp"): wgmma_jvp.JVP,
+    ("fma", "jvp"): fma_derivatives.JVP,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
@@ -299,11 +301,17 @@ def _decode_family(
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:
-    """Needs float32, cp.async and shared memory for some tile."""
+    """Needs float32, cp.async and shared memory for some tile.
+
+    Derivatives need a tile of the requested sizes: simt has more.
+    """
     return (
         problem.dtype == "float32"
         and device.capability >= 80
-        and any(legal_tiles(problem, device, "fma"))
+        and any(
+            problem.tangents is None or _has_sizes(tile, problem)
+            for tile in legal_tiles(problem, device, "fma")
+        )
     )
 
 

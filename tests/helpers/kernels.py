@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cuflash import options
 from cuflash.plan import device_of_arch, plan
-from cuflash.problem import Problem
+from cuflash.problem import Problem, Tangents
 
 from .options import TABLE
 
@@ -17,7 +17,12 @@ ASKED = {
 
 
 def small_problem(direction, dtype, head_dim=64, **changes):
-    """A causal problem of 128 tokens and two query heads."""
+    """A causal problem of 128 tokens and two query heads.
+
+    In derivatives q, k and v move.
+    """
+    if direction in ("jvp", "double_backward"):
+        changes.setdefault("tangents", Tangents(("q", "k", "v")))
     fields = {
         "batch": 1,
         "seqlen_q": 128,
