@@ -21,6 +21,7 @@ from cuflash.plans import (
     fma,
     mma,
     mma8,
+    mma_derivatives,
     simt,
     simt_derivatives,
     wgmma,
@@ -71,10 +72,14 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode", "kvcache"): decode.FORWARD,
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
+    ("mma", "jvp"): mma_derivatives.JVP,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
+
+# The families for derivatives of problems whose own one has no kernels.
+_OLDER: dict[Family, tuple[Family, ...]] = {"wgmma": ("mma",)}
 
 _OLDEST_FOR_TF32X3 = 80  # compute capability
 
@@ -190,7 +195,22 @@ def family_of(
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
+    if problem.tangents is not None:
+        return _derivative_family(problem, device, family)
     return family if _has_kernels(problem, family) else "simt"
+
+
+def _derivative_family(
+    problem: Problem, device: Device, family: Family
+) -> Family:
+    """That family, else an older one, which has a tile for derivatives.
+
+    Tangents double what a block holds, so fewer head dimensions fit.
+    """
+    return next(
+        (x for x in (family, *_OLDER.get(family, ()))
+         if any(legal_tiles(problem, device, x))), "simt"
+    )  # fmt: skip
 
 
 def _has_kernels(problem: Problem, family: str) -> bool:

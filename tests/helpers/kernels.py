@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cuflash import options
 from cuflash.plan import device_of_arch, plan
-from cuflash.problem import Problem
+from cuflash.problem import Problem, Tangents
 
 from .options import TABLE
 
@@ -17,7 +17,10 @@ ASKED = {
 
 
 def small_problem(direction, dtype, head_dim=64, **changes):
-    """A causal problem of 128 tokens and two query heads."""
+    """A causal problem of 128 tokens and two query heads.
+
+    In a derivative, q, k and v move in one direction.
+    """
     fields = {
         "batch": 1,
         "seqlen_q": 128,
@@ -29,6 +32,8 @@ def small_problem(direction, dtype, head_dim=64, **changes):
         "scale": 0.125,
         "causal": True,
     }
+    if direction in ("jvp", "double_backward"):
+        fields["tangents"] = Tangents(("q", "k", "v"))
     return Problem(direction, dtype, **{**fields, **changes})
 
 
