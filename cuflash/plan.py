@@ -22,6 +22,7 @@ from cuflash.plans import (
     fma_derivatives,
     mma,
     mma8,
+    mma_derivatives,
     simt,
     simt_derivatives,
     wgmma,
@@ -75,10 +76,14 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("wgmma", "jvp"): wgmma_jvp.JVP,
     ("fma", "jvp"): fma_derivatives.JVP,
+    ("mma", "jvp"): mma_derivatives.JVP,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
+
+# The families for derivatives of problems whose own one has no kernels.
+_OLDER: dict[Family, tuple[Family, ...]] = {"wgmma": ("mma",)}
 
 _OLDEST_FOR_TF32X3 = 80  # compute capability
 
@@ -194,7 +199,23 @@ def family_of(
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
+    if problem.tangents is not None:
+        return _derivative_family(problem, device, family)
     return family if _has_kernels(problem, family) else "simt"
+
+
+def _derivative_family(
+    problem: Problem, device: Device, family: Family
+) -> Family:
+    """That family, else an older one, which has such a tile for derivatives.
+
+    Tangents double what a block holds, so fewer head dimensions fit.
+    """
+    for name in (family, *_OLDER.get(family, ())):
+        legal = legal_tiles(problem, device, name)
+        if any(_has_sizes(tile, problem) for tile in legal):
+            return name
+    return "simt"
 
 
 def _has_kernels(problem: Problem, family: str) -> bool:
@@ -301,17 +322,11 @@ def _decode_family(
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:
-    """Needs float32, cp.async and shared memory for some tile.
-
-    Derivatives need a tile of the requested sizes: simt has more.
-    """
+    """Needs float32, cp.async and shared memory for some tile."""
     return (
         problem.dtype == "float32"
         and device.capability >= 80
-        and any(
-            problem.tangents is None or _has_sizes(tile, problem)
-            for tile in legal_tiles(problem, device, "fma")
-        )
+        and any(legal_tiles(problem, device, "fma"))
     )
 
 

@@ -391,8 +391,9 @@ def main_kernel(
     *own: tuple[str, int | bool | str],
 ) -> KernelPlan:
     """A family's kernel of the problem's direction, with `own` constants."""
-    backward = problem.direction == "backward"
-    direction = "backward" if backward else "forward"
+    direction = problem.direction
+    if direction not in ("backward", "jvp", "double_backward"):
+        direction = "forward"
     entry = f"{direction}_{entry_suffix(family)}"
     return KernelPlan(
         file=f"{folder(family)}/{direction}.cu",

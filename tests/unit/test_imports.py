@@ -44,13 +44,18 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
+    "plans.mma_derivatives": f"{_PLANS} plans.steps plans.mma",
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
     "plans.wgmma_jvp": f"{_PLANS} plans.steps plans.simt_derivatives",
+    "plans.mma8_derivatives": f"{_PLANS} plans.steps plans.mma8",
+    "plans.fma_derivatives": f"{_PLANS} plans.steps plans.fma",
+    "plans.mma_derivatives": f"{_PLANS} plans.steps plans.mma",
     "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
     " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
+    " plans.fma_derivatives plans.mma_derivatives plans.mma8_derivatives"
     " plans.simt_derivatives plans.wgmma plans.wgmma_jvp plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
