@@ -22,6 +22,7 @@ from cuflash.plans import (
     fma_derivatives,
     mma,
     mma8,
+    mma8_derivatives,
     mma_derivatives,
     simt,
     simt_derivatives,
@@ -77,6 +78,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("wgmma", "jvp"): wgmma_jvp.JVP,
     ("fma", "jvp"): fma_derivatives.JVP,
     ("mma", "jvp"): mma_derivatives.JVP,
+    ("dmma", "jvp"): mma8_derivatives.JVP,
+    ("tf32x3", "jvp"): mma8_derivatives.JVP,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
@@ -277,8 +280,8 @@ def _family_of(
             return "dmma"
         return "simt"
     has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    runs = wgmma_jvp.runs if problem.direction == "jvp" else wgmma.runs
-    if has_wgmma and runs(problem, device):
+    by_wgmma = wgmma_jvp.runs if problem.direction == "jvp" else wgmma.runs
+    if has_wgmma and by_wgmma(problem, device):
         return "wgmma"
     return "mma"
 

@@ -139,6 +139,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
         ):
             yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+    elif direction == "jvp" and family in ("dmma", "tf32x3"):
+        for q, k, warps in product(
+            (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)
+        ):
+            yield Tile(q, k, warps, ptxas_level=3)
     elif (family, direction) == ("tf32x3", "forward"):
         for q, k, warps in product(
             (128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)

@@ -31,8 +31,14 @@ from helpers.dtypes import DTYPES
 
 ON = Emulation("sm_80", seed=3)
 NAMES = "out", "lse", "out_dot", "lse_dot"
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-each_family = pytest.mark.parametrize("dtype", ["float16", "float32"])
+# Options of `Case` by kind: each dtype, and float32 in parts on tensor cores.
+KINDS = {name: {"dtype": name} for name in DTYPES} | {
+    "tf32x3": {"dtype": "float32", "precision": "tf32x3"}
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_family = pytest.mark.parametrize(
+    "dtype", ["float16", "float32", "float64"]
+)
 two_kinds_of_calls = pytest.mark.parametrize(
     "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
 )
@@ -51,21 +57,24 @@ def exact_jvp(case, direction):
 # Values ---------------------------------------------------------------------
 
 
+BLOCKS = [(None, None), (16, 8), (8, 16), (16, 16), (32, 16)]
+
+
 @st.composite
-def cases(draw, backend, dtype):
+def cases(draw, backend, kind):
     """Draw a call, and blocks of the jvp kernels of its dtype.
 
-    In float32, those without an 8 are fma's, where it runs.
+    Those with an 8 are simt's, which has them for all but 16-bit types.
     """
-    case = draw(strategies.optional_cases(backend, dtype=dtype, longest=100))
-    blocks = [(16, 8), (8, 16), (32, 16), (16, 32)]
-    if "16" in dtype:
+    case = draw(strategies.optional_cases(backend, longest=100, **KINDS[kind]))
+    blocks = [(16, 8), (8, 16), (16, 16), (32, 16), (16, 32)]
+    if "16" in case.dtype:
         blocks = [(64, 16), (32, 32)]
     block_q, block_k = draw(st.sampled_from([(None, None), *blocks]))
     return replace(case, block_q=block_q, block_k=block_k)
 
 
-@on_each_backend(cases, each={"dtype": DTYPES}, backends=[EMULATED, CUPY])
+@on_each_backend(cases, each={"kind": KINDS}, backends=[EMULATED, CUPY])
 def test_is_the_references(backend, case):
     direction = tangents(case)
     got = by_name(call_jvp(case, direction, backend))
@@ -81,9 +90,9 @@ def test_is_the_references(backend, case):
 
 @on_kernels
 @two_kinds_of_calls
-@each_dtype
-def test_errors_are_a_few_roundings(backend, dtype, fields):
-    case = Case(dtype, on=ON, **fields)
+@each_kind
+def test_errors_are_a_few_roundings(backend, kind, fields):
+    case = Case(on=ON, **KINDS[kind], **fields)
     direction = tangents(case)
     got = by_name(call_jvp(case, direction, backend))
     assert_near(got, exact_jvp(case, direction), case)
@@ -150,10 +159,10 @@ def test_what_keys_have_in_common_costs_no_accuracy(backend, dtype):
 
 
 @on_kernels
-@each_family
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "tf32x3"])
 @two_kinds_of_calls
-def test_directions_are_calls_of_their_own(backend, dtype, fields):
-    case = Case(dtype, on=ON, **fields)
+def test_directions_are_calls_of_their_own(backend, kind, fields):
+    case = Case(on=ON, **KINDS[kind], **fields)
     directions = tangents(case, count=3)
     *both, out_dot, lse_dot = call_jvp(case, directions, backend)
     for n in range(3):
@@ -212,7 +221,7 @@ def test_lse_need_not_be_returned():
 
 
 @on_kernels
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_strides_change_no_bit(backend, dtype):
     case = Case(dtype, 2, 20, 26, 2, 1, 24, 12, on=ON)
     moves = tangents(case, "qkv", count=2)
@@ -253,10 +262,12 @@ def off_by_one(array):
 
 
 @on_kernels
-@each_dtype
-def test_rows_that_see_nothing(backend, dtype):
+@each_kind
+def test_rows_that_see_nothing(backend, kind):
     """Their tangents are exactly 0, whatever q and its tangent are."""
-    case = Case(dtype, 1, 20, 12, 2, 1, 8, 8, causal=True, on=ON)
+    case = Case(batch=1, seqlen_q=20, seqlen_k=12, num_heads_q=2,
+                num_heads_kv=1, head_dim=8, head_dim_v=8, causal=True, on=ON,
+                **KINDS[kind])  # fmt: skip
     direction = tangents(case, "qkv")
     direction["q"][:, :8] = np.nan
     q = inputs(case)[0]

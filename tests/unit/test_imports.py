@@ -44,7 +44,6 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plans.mma_derivatives": f"{_PLANS} plans.steps plans.mma",
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
     "plans.wgmma_jvp": f"{_PLANS} plans.steps plans.simt_derivatives",
     "plans.mma8_derivatives": f"{_PLANS} plans.steps plans.mma8",
