@@ -36,7 +36,7 @@ __device__ __forceinline__ RowResults finish_row(
         for (int x = half * 2; x < half * 2 + 2; ++x) {
             acc[i][j][x] *= factor;
             acc_dot[i][j][x] *= factor;
-            if constexpr (LSE_MOVES) acc_dot[i][j][x] = fmaf(-b, acc[i][j][x], acc_dot[i][j][x]);
+            acc_dot[i][j][x] = fmaf(-b, acc[i][j][x], acc_dot[i][j][x]);
         }
     return {lse_of_row(m, l), r + b};
 }
