@@ -17,6 +17,7 @@ from cuflash.abi import (
     DoubleBackwardOptionsArguments,
     JvpArguments,
     JvpOptionsArguments,
+    JvpWgmmaArguments,
     Template,
     pointers_of,
 )
@@ -52,6 +53,8 @@ class _Recipe:
         The struct's pointers, in its order; ``seed`` among them.
     workspace : tuple of int
         Bytes of the buffers `workspace.NAMES`.
+    boxes : tuple of (str, Boxes)
+        The struct's TensorMaps: a pointer's name, and what is there.
     """
 
     decided: Plan
@@ -60,6 +63,7 @@ class _Recipe:
     copies: Mapping[str, Layout]
     pointers: tuple[str, ...]
     workspace: tuple[int, ...]
+    boxes: tuple[tuple[str, layouts.Boxes], ...] = ()
 
 
 def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
@@ -238,13 +242,17 @@ def _jvp_recipe(
         **layouts.row_strides({**results, **taken}),
         **common_fields(p, decided),
     }
+    kind = JvpOptionsArguments if p.options else JvpArguments
+    if decided.family == "wgmma":
+        kind = JvpWgmmaArguments
     return _recipe(
         signature,
         target,
         decided,
-        JvpOptionsArguments if p.options else JvpArguments,
+        kind,
         constants,
         layouts.changes(given, taken | rows),
+        taken if decided.family == "wgmma" else {},
     )
 
 
@@ -297,6 +305,8 @@ def _tangents_taken(
     for name, given in signature.tangents.items():
         if name in "qkv":
             taken[name] = layouts.readable(given, decided.family)
+            if decided.family == "wgmma":  # a direction counts as a batch
+                taken[name] = layouts.foldable(taken[name])
         else:
             taken[name] = layouts.by_element(given)
         if taken[name] is not given:
@@ -339,8 +349,13 @@ def _recipe(
     kind: Any,
     constants: dict[str, Any],
     copies: dict[str, Layout],
+    by_tma: Mapping[str, Layout] | None = None,
 ) -> _Recipe:
-    """Build a recipe; add the fields and copies of tangents and options."""
+    """Build a recipe; add the fields and copies of tangents and options.
+
+    `by_tma` are the inputs whose tiles TMA loads, as it does those of
+    tangents.
+    """
     moves, copies_of_tangents = _tangents_taken(signature, decided)
     constants["tangents"] = _tangent_numbers(signature, moves)
     copies |= copies_of_tangents
@@ -358,7 +373,28 @@ def _recipe(
         copies,
         pointers_of(kind),
         workspace.sizes(decided.workspace, workspace.NAMES),
+        _boxes(decided, by_tma, moves) if by_tma else (),
     )
+
+
+def _boxes(
+    decided: Plan, given: Mapping[str, Layout], moves: Mapping[str, Layout]
+) -> tuple[tuple[str, layouts.Boxes], ...]:
+    """The boxes of q, k and v, then of their tangents, by pointer.
+
+    In place of a tangent that there is not, its input: no kernel reads it.
+    """
+    tile = decided.tile
+    assert tile is not None  # only a merge plan has no tile
+    rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k}
+    found = [(x, layouts.Boxes.of(given[x], n)) for x, n in rows.items()]
+    for name, n in rows.items():
+        if name in moves:
+            whole = layouts.folded(moves[name])
+            found.append((f"{name}_dot", layouts.Boxes.of(whole, n)))
+        else:
+            found.append((name, layouts.Boxes.of(given[name], n)))
+    return tuple(found)
 
 
 # ---- Launches ----
@@ -384,7 +420,8 @@ def _launch(
         found = backend.address([*arrays.values()], written=are_results)
         addresses |= zip(arrays, found, strict=True)
     pointers = [addresses.get(name, 0) for name in recipe.pointers]
-    arguments = recipe.template.fill((), pointers)
+    maps = [backend.tensor_map(addresses[x], box) for x, box in recipe.boxes]
+    arguments = recipe.template.fill(maps, pointers)
     backend.launch(recipe.loaded, arguments, recipe.template.kind)
 
 

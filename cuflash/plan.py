@@ -19,12 +19,15 @@ from cuflash.plans import (
     decode,
     decode_simt,
     fma,
+    fma_derivatives,
     mma,
     mma8,
     mma8_derivatives,
+    mma_derivatives,
     simt,
     simt_derivatives,
     wgmma,
+    wgmma_jvp,
 )
 from cuflash.plans.kernel import (
     SHARED_KIB,
@@ -72,6 +75,9 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode", "kvcache"): decode.FORWARD,
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
+    ("wgmma", "jvp"): wgmma_jvp.JVP,
+    ("fma", "jvp"): fma_derivatives.JVP,
+    ("mma", "jvp"): mma_derivatives.JVP,
     ("dmma", "jvp"): mma8_derivatives.JVP,
     ("tf32x3", "jvp"): mma8_derivatives.JVP,
     ("dmma", "double_backward"): mma8_derivatives.DOUBLE_BACKWARD,
@@ -80,6 +86,9 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
+
+# The families for derivatives of problems whose own one has no kernels.
+_OLDER: dict[Family, tuple[Family, ...]] = {"wgmma": ("mma",)}
 
 _OLDEST_FOR_TF32X3 = 80  # compute capability
 
@@ -195,17 +204,23 @@ def family_of(
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
-    return family if _runs(problem, device, family) else "simt"
+    if problem.tangents is not None:
+        return _derivative_family(problem, device, family)
+    return family if _has_kernels(problem, family) else "simt"
 
 
-def _runs(problem: Problem, device: Device, family: str) -> bool:
-    """Whether a family has kernels; of derivatives, also such a tile."""
-    if not _has_kernels(problem, family):
-        return False
-    if problem.tangents is None:
-        return True
-    legal = legal_tiles(problem, device, family)
-    return any(_has_sizes(tile, problem) for tile in legal)
+def _derivative_family(
+    problem: Problem, device: Device, family: Family
+) -> Family:
+    """That family, else an older one, which has such a tile for derivatives.
+
+    Tangents double what a block holds, so fewer head dimensions fit.
+    """
+    for name in (family, *_OLDER.get(family, ())):
+        legal = legal_tiles(problem, device, name)
+        if any(_has_sizes(tile, problem) for tile in legal):
+            return name
+    return "simt"
 
 
 def _has_kernels(problem: Problem, family: str) -> bool:
@@ -267,7 +282,8 @@ def _family_of(
             return "dmma"
         return "simt"
     has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    if has_wgmma and wgmma.runs(problem, device):
+    by_wgmma = wgmma_jvp.runs if problem.direction == "jvp" else wgmma.runs
+    if has_wgmma and by_wgmma(problem, device):
         return "wgmma"
     return "mma"
 

@@ -17,16 +17,16 @@ from .steps import (
 )
 
 # kernels/fma/fma.cuh: the layout of a warp's lanes over a matmul's result.
-_LANE_ROWS, _LANE_COLUMNS = 4, 8
+LANE_ROWS, LANE_COLUMNS = 4, 8
 
 # kernels/fma/fma.cuh: elements that pad each row of P.
-_WEIGHTS_PAD = 8
+WEIGHTS_PAD = 8
 
 # Registers, of 255, for a thread's accumulators and one operand's fragments.
-_REGISTERS = 200
+REGISTERS = 200
 
 
-def _head_dims(problem: Problem) -> tuple[int, int]:
+def head_dims(problem: Problem) -> tuple[int, int]:
     """Rounded up to multiples that all lanes and two warps can share."""
     d, dv = (
         round_up(d, 32 if d <= 128 else 64)
@@ -41,27 +41,27 @@ def _weight_keys(tile: Tile) -> int:
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     return 4 * (
         (tile.block_q + tile.block_k) * (d + ROWS_PAD)
         + tile.block_k * (dv + ROWS_PAD)
-        + tile.block_q * (_weight_keys(tile) + _WEIGHTS_PAD)
+        + tile.block_q * (_weight_keys(tile) + WEIGHTS_PAD)
     )
 
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
-    _, dv = _head_dims(problem)
-    if tile.block_q % (tile.num_warps * _LANE_ROWS):
+    _, dv = head_dims(problem)
+    if tile.block_q % (tile.num_warps * LANE_ROWS):
         return False
-    rows = tile.block_q // tile.num_warps // _LANE_ROWS
-    columns = (tile.block_k + dv) // _LANE_COLUMNS
-    return rows <= 8 and rows * (columns + 4) <= _REGISTERS
+    rows = tile.block_q // tile.num_warps // LANE_ROWS
+    columns = (tile.block_k + dv) // LANE_COLUMNS
+    return rows <= 8 and rows * (columns + 4) <= REGISTERS
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return forward_in_one(
         problem, device, tile, "fma",
-        _head_dims(problem), _forward_shared(problem, tile),
+        head_dims(problem), _forward_shared(problem, tile),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         ("WEIGHT_KEYS", _weight_keys(tile)),
         *option_constants(problem),
@@ -69,21 +69,21 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     return 4 * (
         (tile.block_q + tile.block_k) * (d + dv + 2 * ROWS_PAD)
-        + tile.block_q * (tile.block_k + _WEIGHTS_PAD)
+        + tile.block_q * (tile.block_k + WEIGHTS_PAD)
         + 2 * tile.block_q  # lse and delta
     )
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
     shares = (
-        tile.block_q % (tile.score_warps_q * _LANE_ROWS),
-        tile.block_k % (across * _LANE_COLUMNS),
+        tile.block_q % (tile.score_warps_q * LANE_ROWS),
+        tile.block_k % (across * LANE_COLUMNS),
         d % (across * 32),
         tile.block_k % (tile.gradient_warps_k * 16),
         d % (gradient_across * 32),
@@ -91,14 +91,14 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     )
     if any(shares):
         return False
-    rows = tile.block_q // tile.score_warps_q // _LANE_ROWS
-    return kept_and_summed(tile, d, dv) + 4 * rows <= _REGISTERS
+    rows = tile.block_q // tile.score_warps_q // LANE_ROWS
+    return kept_and_summed(tile, d, dv) + 4 * rows <= REGISTERS
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return backward_in_one(
         problem, device, tile, "fma",
-        _head_dims(problem), _backward_shared(problem, tile),
+        head_dims(problem), _backward_shared(problem, tile),
         *option_constants(problem),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from cuflash import folders
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.problem import Rotary, Tangents
+from cuflash.problem import Rotary
 from helpers.dtypes import DTYPES, lse_dtype
 from helpers.kernels import kernels, small_kernel
 
@@ -85,11 +85,18 @@ def test_mma8_derivatives_do_not_spill(direction, head_dim, dtype, precision):
      ("float64", "sm_120")],
 )  # fmt: skip
 def test_kernels_of_derivatives_compile(direction, dtype, arch):
-    tangents = Tangents(("q", "k", "v"))
-    for kernel in kernels(direction, dtype, arch, 128, tangents=tangents):
+    for kernel in kernels(direction, dtype, arch, 128):
         report = nvrtc.report(kernel, arch)
         assert report.shared_bytes == kernel.shared_bytes
         assert not report.warnings
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_derivatives_of_float32_do_not_spill(arch, head_dim):
+    for kernel in kernels("jvp", "float32", arch, head_dim):
+        report = nvrtc.report(kernel, arch)
+        assert report.spill_bytes == 0 and not report.warnings
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

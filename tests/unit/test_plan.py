@@ -164,6 +164,17 @@ def test_float32_falls_back_to_simt(direction, arch, wanted, family):
     assert plan(problem, device_of_arch(arch), wanted).family == family
 
 
+@pytest.mark.parametrize(
+    ("arch", "block_q", "family"),
+    [("sm_80", None, "fma"), ("sm_80", 32, "fma"), ("sm_80", 8, "simt"),
+     ("sm_75", None, "simt")],
+)  # fmt: skip
+def test_derivatives_of_float32_fall_back_to_simt(arch, block_q, family):
+    """Where fma has no tiles, or none of the requested size."""
+    decided = planned("jvp", "float32", arch=arch, block_q=block_q)
+    assert decided.family == family
+
+
 WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 
 

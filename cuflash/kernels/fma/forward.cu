@@ -21,21 +21,11 @@
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
 // element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
 // acc leaves registers for only 4 rows per lane; few queries with many keys.
-#include "fma/fma.cuh"
+#include "fma/query_rows.cuh"
 #include "common/forward_loads.cuh"
-#include "common/mask.cuh"
-#include "score/pair_mask.cuh"
 #include "common/scheduler.cuh"
 #include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
-
-constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
-constexpr int ROWS = WARP_ROWS / LANE_ROWS, KEYS = BLOCK_K / LANE_COLUMNS;
-constexpr int COLUMNS = HEAD_DIM_V / LANE_COLUMNS;
-
-static_assert(BLOCK_Q % (NUM_WARPS * LANE_ROWS) == 0, "every lane has as many rows");
-static_assert(BLOCK_K % WEIGHT_KEYS == 0, "weights are exchanged WEIGHT_KEYS at a time");
-static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 struct SharedPlan {
     SmemTile<BLOCK_Q, HEAD_DIM> q;
@@ -50,22 +40,6 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 
 // m: the row's maximum of scores. l: this lane's part of the row's sum of P.
 struct Rows { float m[ROWS], l[ROWS]; };
-using Scores = float[ROWS][KEYS];
-using Output = float[ROWS][COLUMNS];
-
-// The maximum, which skips NaN, and the sum over the eight lanes of a row, in each of them.
-__device__ __forceinline__ float row_max(float x) {
-    #pragma unroll
-    for (int distance = 2; distance < 16; distance *= 2)
-        x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, distance));
-    return x;
-}
-__device__ __forceinline__ float row_sum(float x) {
-    #pragma unroll
-    for (int distance = 2; distance < 16; distance *= 2)
-        x += __shfl_xor_sync(WHOLE_WARP, x, distance);
-    return x;
-}
 
 __device__ __forceinline__ void reset(Rows& rows) {
     #pragma unroll
@@ -114,22 +88,6 @@ __device__ __forceinline__ void apply_score_mod(
                                   score_mod.bias_of(query, first_key + j * LANE_COLUMNS));
     }
 }
-
-// The lane's row i and key j of the tile: whether the query sees the key.
-struct LaneVisibility {
-    const Mask<CAUSAL, WINDOW>& mask;
-    const PairMask& pair_mask;
-    const Shape& shape;
-    const int &first_query, &k_start;
-    __device__ __forceinline__ bool operator()(int i, int j) const {
-        const int query = first_query + i * LANE_ROWS, key = k_start + j;
-        if (WINDOW && key < mask.first_key(query)) return false;
-        if constexpr (PAIRWISE)
-            if (query < shape.seqlen_q && key < shape.seqlen_k && !pair_mask.visible(query, key))
-                return false;
-        return key < mask.num_keys(query);
-    }
-};
 
 // S = -inf where the query does not see the key, and -S if scale < 0: the softmax takes |scale|.
 template <bool MASKED>

@@ -215,7 +215,7 @@ __device__ __forceinline__ void store(
                     chunk_of_tiles(numbers, acc[i], n, half * 2 + c);
                     #pragma unroll
                     for (int x = 0; x < CHUNK; ++x)
-                        if (LSE_MOVES && column + x < shape.head_dim_v)
+                        if (column + x < shape.head_dim_v)
                             numbers[x] = fma(-b, out[query * os.token + column + x], numbers[x]);
                     store_chunk(out_dot + query * ods.token, column, shape.head_dim_v, aligned,
                                 numbers);

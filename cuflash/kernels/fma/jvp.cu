@@ -1,0 +1,311 @@
+// Forward attention for float and its derivative along directions, in full precision: fused
+// multiply-adds on register tiles.
+//
+//     S = Q K^T,  W = Q' K^T + Q K'^T,  P = exp(scale S - lse),  b = rowsum(P * scale W) = lse'
+//     O = P V,  O' = (P * scale W) V + P V' - b O
+//
+// As fma/forward.cu, with the tangents' tiles beside those of Q, K and V: each fragment is loaded
+// once for both of its products. acc_dot and b are rescaled as acc and l are. A sink adds its
+// weight times s' to b; dropout's Z multiplies P where it meets V or V', but not in b. Each
+// direction computes O and lse anew; the first one stores them.
+//
+// Grid: the tiles of fma/forward.cu, longest first, each once for every direction:
+// blockIdx.x = order of the tile * directions + direction. Block: as fma/forward.cu.
+//
+// Constants: those of fma/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves. With
+// score modifications, scale S stands for the score, scale W for its tangent (score/tangents.cuh).
+// Shared memory, in floats:
+//     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each          k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
+//     p, p_dot  BLOCK_Q * (WEIGHT_KEYS + 8) each       v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
+// The next K and K' load while V and V' are used, and the other way round: two barriers per
+// iteration.
+//
+// Bound by the multiply-adds: with 4 x 8 numbers of S and of W per lane, 24 loads of 16 bytes are
+// 384 multiply-adds, as in fma/forward.cu. Bad at: several directions, which share nothing; few
+// queries with many keys.
+#include "fma/jvp_loads.cuh"
+#include "fma/query_rows.cuh"
+#include "fma/tangents.cuh"
+#include "common/scheduler.cuh"
+#include "score/head_options.cuh"
+#include "common/packed_sequences.cuh"
+
+struct SharedPlan {
+    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
+    WeightTile<BLOCK_Q, WEIGHT_KEYS> p, p_dot;
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// m: the row's maximum of scores. l, b: this lane's parts of the row's sums of P and of P * W.
+struct Rows { float m[ROWS], l[ROWS], b[ROWS]; };
+
+__device__ __forceinline__ void reset(Rows& rows) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        rows.m[i] = -infinity();
+        rows.l[i] = rows.b[i] = 0.0f;
+    }
+}
+
+// The products S become scores and W their tangents. Where the query does not see the key, the
+// score is -inf and its tangent 0. LINEAR scores are kept as S, -S if scale < 0, as in
+// fma/forward.cu. The lane's first pair is of first_query and first_key.
+template <bool MASKED>
+__device__ __forceinline__ void apply_options(
+    Scores& s, Scores& w, const ScoreMod<float>& score_mod, const BiasTangent<float>& bias_tangent,
+    const LaneVisibility& visible, int first_key, int shift) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int query = visible.first_query + i * LANE_ROWS;
+        const float distance = static_cast<float>(query + shift - first_key);
+        #pragma unroll
+        for (int j = 0; j < KEYS; ++j) {
+            const int key = first_key + j * LANE_COLUMNS;
+            w[i][j] *= score_mod.scale;
+            if constexpr (LINEAR) {
+                if (NEGATE_SCORES) s[i][j] = -s[i][j];
+            } else {
+                float slope;
+                s[i][j] = score_mod.score(
+                    s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
+                    score_mod.bias_of(query, key), slope);
+                if constexpr (SOFTCAP) w[i][j] *= slope;
+                if constexpr (BIAS_DOT) w[i][j] += bias_tangent.at(query, key);
+            }
+            if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) {
+                s[i][j] = -infinity();
+                w[i][j] = 0.0f;
+            }
+        }
+    }
+}
+
+// fma/forward.cu's softmax_step(), with b = b 2^(c m_old - c m) + rowsum(P * W) and acc_dot by the
+// same factor. S becomes P, W becomes P * W. No barrier inside.
+__device__ __forceinline__ void softmax_step(
+    Scores& s, Scores& w, Rows& rows, Output& acc, Output& acc_dot, float scale_log2) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        float m = s[i][0];
+        #pragma unroll
+        for (int j = 1; j < KEYS; ++j) m = fmaxf(m, s[i][j]);
+        m = fmaxf(rows.m[i], row_max(m));
+        const float reference = finite_reference(m, scale_log2);
+        const float rescale = exp2_of_product(rows.m[i], scale_log2, reference);
+        rows.m[i] = m;
+        rows.l[i] *= rescale;
+        rows.b[i] *= rescale;
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) {
+            acc[i][n] *= rescale;
+            acc_dot[i][n] *= rescale;
+        }
+        float sum = 0.0f, sum_dot = 0.0f;                   // see sm90/forward.cu
+        #pragma unroll
+        for (int j = 0; j < KEYS; ++j) {
+            s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);
+            sum += s[i][j];
+            if constexpr (SCORES_MOVE) {
+                w[i][j] *= s[i][j];
+                sum_dot += w[i][j];
+            }
+        }
+        rows.l[i] += sum;
+        rows.b[i] += sum_dot;
+    }
+}
+
+// P = P Z and P * W by the same factors: 0 where dropout drops the pair, larger elsewhere.
+__device__ __forceinline__ void apply_dropout(
+    Scores& p, Scores& pw, const Dropout<float>& dropout, int warp_query, int k_start) {
+    Kept<ROWS, KEYS> kept;
+    find_kept(kept, dropout, warp_query, k_start);
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+        #pragma unroll
+        for (int j = 0; j < KEYS; ++j) {
+            const float z = kept.at(i, j) ? dropout.factor : 0.0f;
+            p[i][j] *= z;
+            pw[i][j] *= z;
+        }
+}
+
+// acc += P V,  acc_dot += (P * W) V + P V'. The warp exchanges P and P * W through shared memory,
+// WEIGHT_KEYS columns at a time. visible(i, j): whether the lane's row i sees the tile's key j.
+template <bool MASKED, class F>
+__device__ __forceinline__ void accumulate(
+    Output& acc, Output& acc_dot, const Scores& p, const Scores& pw, SharedPlan& shared,
+    int warp_row, F visible, bool nonfinite) {
+    constexpr int STEP = WEIGHT_KEYS / LANE_COLUMNS;
+    #pragma unroll
+    for (int first = 0; first < KEYS; first += STEP) {
+        float part[ROWS][STEP], part_dot[ROWS][STEP];
+        #pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            #pragma unroll
+            for (int j = 0; j < STEP; ++j) {
+                part[i][j] = p[i][first + j];
+                part_dot[i][j] = pw[i][first + j];
+            }
+        __syncwarp();                                       // the last weights are free
+        write_weights(shared.p.at, warp_row, 0, part);
+        if constexpr (SCORES_MOVE) write_weights(shared.p_dot.at, warp_row, 0, part_dot);
+        __syncwarp();
+        gemm_ab_pair<SCORES_MOVE, V_DOT, MASKED>(
+            acc, acc_dot, shared.p, shared.p_dot, warp_row, shared.v, shared.v_dot,
+            first * LANE_COLUMNS, visible, nonfinite);
+    }
+}
+
+// Which results are stored; with PACKED only the call's own arguments tell.
+struct Wanted { bool out, out_dot; };
+
+// O = acc / l, lse = |scale| m + log(l), lse' = b / l and O' = acc_dot / l - lse' O; lse -inf and
+// the others 0 for rows without a visible key. A sink takes part in l and b.
+__device__ __forceinline__ void store(
+    const Arguments& args, Wanted wanted, TileCoord coord, int direction, int first_query,
+    const Output& acc, const Output& acc_dot, const Rows& state) {
+    const ForwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const Strides os = arrays.out_stride;
+    const DirectionStrides& ods = args.tangents.out_dot;
+    const Strides moved_stride = {ods.batch, ods.token, ods.head};
+    float* out = static_cast<float*>(arrays.out) + coord.batch * os.batch + coord.head * os.head;
+    float* out_dot = static_cast<float*>(args.out_dot) + direction * ods.direction
+                   + coord.batch * ods.batch + coord.head * ods.head;
+    const bool aligned = rows_aligned(out, os), dot_aligned = rows_aligned(out_dot, moved_stride);
+    const i64 head = static_cast<i64>(coord.batch) * shape.num_heads_q + coord.head;
+    const i64 rows = rows_of_head(args), heads = static_cast<i64>(shape.batch) * shape.num_heads_q;
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int query = first_query + i * LANE_ROWS;
+        float l = row_sum(state.l[i]), b = row_sum(state.b[i]), rescale = 1.0f;
+        const float scale = LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
+        float m = state.m[i] == -infinity() ? state.m[i] : state.m[i] * scale;
+        if (query >= shape.seqlen_q) continue;
+        if constexpr (SINK) {
+            const WithSink<float> with_sink(m, l, sink_of<float>(args, coord.head));
+            m = with_sink.top;
+            l = with_sink.sum;
+            rescale = with_sink.rescale;
+            b = b * rescale
+              + with_sink.weight * sink_tangent_of<float>(args, direction, coord.head);
+        }
+        const float divisor = l == 0.0f ? 1.0f : l;
+        b /= divisor;
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; n += CHUNK) {
+            float numbers[CHUNK], moved[CHUNK];
+            #pragma unroll
+            for (int c = 0; c < CHUNK; ++c) {
+                numbers[c] = acc[i][n + c] * rescale / divisor;
+                moved[c] = acc_dot[i][n + c] * rescale / divisor;
+                moved[c] = fmaf(-b, numbers[c], moved[c]);
+            }
+            const int column = lane_column() * CHUNK + n * 8;
+            if (wanted.out && direction == 0)
+                store_chunk(out + query * os.token, column, shape.head_dim_v, aligned, numbers);
+            if (wanted.out_dot)
+                store_chunk(
+                    out_dot + query * ods.token, column, shape.head_dim_v, dot_aligned, moved);
+        }
+        if (lane_column() != 0) continue;
+        const i64 row = head * rows + query;
+        if (arrays.lse != nullptr && direction == 0)
+            static_cast<float*>(arrays.lse)[row] = lse_of_row(m, l);
+        if (args.lse_dot != nullptr)
+            static_cast<float*>(args.lse_dot)[direction * heads * rows + row] = b;
+    }
+}
+
+// The block's tile, longest first, and direction. Computed in the prologue and again in the
+// epilogue, as in fma/forward.cu.
+struct BlockCoord { TileCoord coord; int direction; };
+__device__ __forceinline__ BlockCoord coord_of_this_block(const Arguments& args) {
+    const Shape& shape = arrays_of(args).shape;
+    const int block = opaque(blockIdx.x), directions = args.tangents.num_directions;
+    const int num_tiles = num_query_tiles(args, BLOCK_Q);
+    TileCoord coord = tile_of_block(block / directions, num_tiles, shape.num_heads_q, shape.batch,
+                                    arrays_of(args).schedule);
+    coord.tile = num_tiles - 1 - coord.tile;
+    return {coord, block % directions};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+jvp_fma(const __grid_constant__ Arguments call_args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: find the tile; start loading Q and the last K, and their tangents.
+    auto [coord, direction] = coord_of_this_block(call_args);
+    const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
+    if (!sequence.has_tile) return;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const Shape& shape = arrays_of(args).shape;             // with PACKED the block's sequence
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(call_args)};
+    HeadOptions<float> options(args, coord.batch);
+    options.set_head(args, coord.batch, coord.head);
+    const BiasTangent<float> bias_tangent(args, direction, coord.batch, coord.head);
+    const PairMask& pair_mask = options.pair_mask;
+    const int q_tile = coord.tile, q_start = q_tile * BLOCK_Q;
+    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int first_query = q_start + warp_row + lane_row();    // the lane's
+    const float scale_log2 = exponent_scale<LINEAR>(arrays_of(args).scale);
+
+    Rows rows;
+    Output acc, acc_dot;
+    set_zero(acc);
+    set_zero(acc_dot);
+    reset(rows);
+
+    const TangentLoader<SharedPlan> loader{shared, args, direction, coord.batch, coord.head,
+                                           coord.head / (shape.num_heads_q / shape.num_heads_kv)};
+    int tile = tiles.num_visited - 1, next = 0;
+    if (SEGMENTS) tile = pair_mask.key_tile_before(q_tile, tiles.num_visited, tiles.first);
+    if (tile >= tiles.first) {
+        loader.load_queries(q_start);
+        loader.load_k(tile);
+    }
+
+    // Main loop: fma/forward.cu's, with a tangent beside each tile.
+    const auto iterate = [&](auto masked) {
+        constexpr bool MASKED = masked.value;
+        const int k_start = tile * BLOCK_K;
+        const LaneVisibility visible{mask, pair_mask, shape, first_query, k_start};
+        Scores s, w;
+        cp_async_wait<0>();
+        __syncthreads();
+        loader.load_v(tile);
+        gemm_abt_pair<Q_DOT, K_DOT>(
+            s, w, shared.q, shared.q_dot, warp_row, shared.k, shared.k_dot, 0);
+        apply_options<MASKED>(s, w, options.score_mod, bias_tangent, visible,
+                              k_start + lane_column(), shape.seqlen_k - shape.seqlen_q);
+        cp_async_wait<0>();
+        const bool nonfinite = barrier_or_nonfinite_pair<MASKED, V_DOT>(shared.v, shared.v_dot);
+        next = pair_mask.key_tile_before(q_tile, tile, tiles.first);
+        if (SEGMENTS ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
+        softmax_step(s, w, rows, acc, acc_dot, scale_log2);
+        if constexpr (DROPOUT) apply_dropout(s, w, options.dropout, q_start + warp_row, k_start);
+        accumulate<MASKED>(acc, acc_dot, s, w, shared, warp_row, visible, nonfinite);
+    };
+
+    if constexpr (WINDOW || PAIRWISE) {                     // any tile may be partly masked
+        for (; tile >= tiles.first; tile = next)
+            if (tiles.full(tile) && pair_mask.sees_all(q_tile, tile)) iterate(Bool<false>{});
+            else iterate(Bool<true>{});
+    } else {
+        for (; tile >= tiles.num_full; --tile) iterate(Bool<true>{});
+        for (; tile >= 0; --tile) iterate(Bool<false>{});
+    }
+
+    // Epilogue.
+    auto [same, same_direction] = coord_of_this_block(call_args);
+    const auto same_sequence = sequence_of_block<false>(call_args, same.tile, BLOCK_Q, true);
+    const Arguments& same_args = sequence_arguments(call_args, same_sequence, BLOCK_Q);
+    const Wanted wanted{arrays_of(call_args).out != nullptr, call_args.out_dot != nullptr};
+    store(same_args, wanted, same, same_direction, same.tile * BLOCK_Q + warp_row + lane_row(),
+          acc, acc_dot, rows);
+}

@@ -1,0 +1,50 @@
+// A block's queries in forward passes (fma/forward.cu, fma/jvp.cu): BLOCK_Q of one head, of which
+// each warp has whole rows; fma.cuh defines which lane holds which numbers.
+//
+// Constants: CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, WEIGHT_KEYS: how many columns of P a warp's lanes
+// exchange at a time; HEAD_DIM and HEAD_DIM_V, multiples of 32; the options.
+#pragma once
+#include "fma/fma.cuh"
+#include "common/mask.cuh"
+#include "score/pair_mask.cuh"
+
+constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
+constexpr int ROWS = WARP_ROWS / LANE_ROWS, KEYS = BLOCK_K / LANE_COLUMNS;
+constexpr int COLUMNS = HEAD_DIM_V / LANE_COLUMNS;
+
+static_assert(BLOCK_Q % (NUM_WARPS * LANE_ROWS) == 0, "every lane has as many rows");
+static_assert(BLOCK_K % WEIGHT_KEYS == 0, "weights are exchanged WEIGHT_KEYS at a time");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
+
+using Scores = float[ROWS][KEYS];
+using Output = float[ROWS][COLUMNS];
+
+// The maximum, which skips NaN, and the sum over the eight lanes of a row, in each of them.
+__device__ __forceinline__ float row_max(float x) {
+    #pragma unroll
+    for (int distance = 2; distance < 16; distance *= 2)
+        x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, distance));
+    return x;
+}
+__device__ __forceinline__ float row_sum(float x) {
+    #pragma unroll
+    for (int distance = 2; distance < 16; distance *= 2)
+        x += __shfl_xor_sync(WHOLE_WARP, x, distance);
+    return x;
+}
+
+// The lane's row i and key j of the tile: whether the query sees the key.
+struct LaneVisibility {
+    const Mask<CAUSAL, WINDOW>& mask;
+    const PairMask& pair_mask;
+    const Shape& shape;
+    const int &first_query, &k_start;
+    __device__ __forceinline__ bool operator()(int i, int j) const {
+        const int query = first_query + i * LANE_ROWS, key = k_start + j;
+        if (WINDOW && key < mask.first_key(query)) return false;
+        if constexpr (PAIRWISE)
+            if (query < shape.seqlen_q && key < shape.seqlen_k && !pair_mask.visible(query, key))
+                return false;
+        return key < mask.num_keys(query);
+    }
+};

@@ -1,0 +1,110 @@
+"""Plans of the fma kernels of derivatives: float32, register tiles."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from .fma import LANE_COLUMNS, LANE_ROWS, REGISTERS, WEIGHTS_PAD, head_dims
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .steps import (
+    ROWS_PAD,
+    count_tiles,
+    element_bytes,
+    heads_per_section,
+    is_linear,
+    num_directions,
+    option_buffers,
+    option_constants,
+    option_launches,
+    tangent_constants,
+)
+
+# Columns of P and of P * W that a warp's lanes exchange at a time.
+_WEIGHT_KEYS = 16
+
+
+def _kernel(
+    name: str,
+    problem: Problem,
+    tile: Tile,
+    shared: int,
+    *own: tuple[str, int | bool | str],
+) -> KernelPlan:
+    """A kernel ``fma/<name>.cu`` with `own` constants and those of all."""
+    d, dv = head_dims(problem)
+    return KernelPlan(
+        file=f"fma/{name}.cu",
+        entry=f"{name}_fma",
+        constants=(
+            ("Element", "float"),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", tile.num_warps),
+            ("BLOCKS_PER_SM", tile.blocks_per_sm),
+            ("SHARED_BYTES", shared),
+            *own,
+            *option_constants(problem),
+            *tangent_constants(problem),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+
+
+def _jvp_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = head_dims(problem)
+    return 8 * (
+        (tile.block_q + tile.block_k) * (d + ROWS_PAD)
+        + tile.block_k * (dv + ROWS_PAD)
+        + tile.block_q * (_WEIGHT_KEYS + WEIGHTS_PAD)
+    )
+
+
+def _jvp_fits(problem: Problem, tile: Tile) -> bool:
+    """Whether O, S, their tangents and a fragment stay in registers."""
+    _, dv = head_dims(problem)
+    if tile.block_q % (tile.num_warps * LANE_ROWS):
+        return False
+    rows = tile.block_q // tile.num_warps // LANE_ROWS
+    columns = (tile.block_k + dv) // LANE_COLUMNS
+    return 2 * rows * (columns + 4) <= REGISTERS
+
+
+def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
+    shared = _jvp_shared(problem, tile)
+    kernel = _kernel(
+        "jvp",
+        problem,
+        tile,
+        shared,
+        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+        ("WEIGHT_KEYS", _WEIGHT_KEYS),
+    )
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    blocks = tiles * problem.batch * problem.num_heads_q
+    columns = 2 * sum(head_dims(problem))  # of k, v and their tangents
+    bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
+    return Plan(
+        problem,
+        "fma",
+        tile,
+        (
+            *option_launches(problem, tile),
+            Launch(kernel, blocks * num_directions(problem)),
+        ),
+        workspace=option_buffers(problem, tile),
+        heads_per_section=heads_per_section(
+            problem,
+            device,
+            problem.num_heads_q,
+            bytes_of_keys // problem.group_size,
+        ),
+    )
+
+
+JVP = Maker(_jvp, _jvp_shared, _jvp_fits)
