@@ -28,6 +28,7 @@ from helpers.derivatives import (
     tangents,
 )
 from helpers.drawn import on_each_backend
+from helpers.dtypes import DTYPES, lse_dtype
 
 ON = Emulation("sm_80", seed=3)
 NAMES = "out", "lse", "out_dot", "lse_dot"
@@ -338,7 +339,7 @@ def test_no_queries_and_no_keys(backend, dtype, seqlens):
 @each_family
 def test_a_sink_of_minus_infinity_has_no_weight(backend, dtype):
     case = Case(dtype, 1, 9, 6, 2, 1, 8, 8, causal=True, on=ON)
-    none = np.full(2, -np.inf, np.float32)
+    none = np.full(2, -np.inf, lse_dtype(DTYPES[dtype]))
     direction = tangents(case, "qkv")
     got = call_jvp(
         case, {**direction, "sink": np.ones_like(none)}, backend, sink=none
