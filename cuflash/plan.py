@@ -73,6 +73,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("fma", "jvp"): fma_derivatives.JVP,
+    ("fma", "double_backward"): fma_derivatives.DOUBLE_BACKWARD,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
@@ -192,7 +193,12 @@ def family_of(
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
-    return family if _has_kernels(problem, family) else "simt"
+    if _has_kernels(problem, family):
+        return family
+    # Derivatives of tf32x3 calls are float32's.
+    return (
+        "fma" if problem.precision and _fma_runs(problem, device) else "simt"
+    )
 
 
 def _has_kernels(problem: Problem, family: str) -> bool:

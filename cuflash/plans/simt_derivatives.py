@@ -5,18 +5,14 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
-from .rounding import ceil_div
+from .kernel import Device, Launch, Maker, Plan
 from .simt import REGISTERS, fits, kernel_of, sizes
 from .steps import (
-    ROW_THREADS,
-    arguments,
     count_tiles,
     delta_buffer,
     delta_dot_buffer,
-    element,
+    double_delta_launch,
     num_directions,
-    num_rows,
     option_buffers,
     option_launches,
     sink_launches,
@@ -86,25 +82,6 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
     return max(_dkdv_shared(problem, tile), _dq_shared(problem, tile))
 
 
-def _delta_launch(problem: Problem) -> Launch:
-    """Computes delta and delta_dot."""
-    lanes = min(1 << (problem.head_dim_v - 1).bit_length(), 32)
-    kernel = KernelPlan(
-        file="prepare/double_delta.cu",
-        entry="double_backward_delta",
-        constants=(
-            ("Element", element(problem)),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", lanes),
-            ("DLSE", problem.dlse),
-            arguments(problem),
-        ),
-        threads=ROW_THREADS,
-        shared_bytes=0,
-    )
-    return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
-
-
 def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     dkdv = kernel_of(
         "simt/double_backward_dkdv.cu",
@@ -132,7 +109,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile),
-            _delta_launch(problem),
+            double_delta_launch(problem, tile.block_q),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
             *sink_launches(problem, tile),

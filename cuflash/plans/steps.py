@@ -194,6 +194,31 @@ def delta_launch(
     return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
 
 
+def double_delta_launch(
+    problem: Problem, block_q: int, adds_to_dq: bool = False
+) -> Launch:
+    """Computes delta and delta_dot, and zeroes d2q if kernels add to it."""
+    lanes = min(1 << (problem.head_dim_v - 1).bit_length(), 32)
+    kernel = KernelPlan(
+        file="prepare/double_delta.cu",
+        entry="double_backward_delta",
+        constants=(
+            ("Element", element(problem)),
+            ("NUM_THREADS", ROW_THREADS),
+            ("LANES", lanes),
+            ("BLOCK_Q", block_q),
+            ("DQ_COLUMNS", 0),
+            ("ADDS_TO_DQ", adds_to_dq),
+            ("DLSE", problem.dlse),
+            arguments(problem),
+            packed(problem),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=0,
+    )
+    return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
+
+
 def option_launches(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[Launch, ...]:

@@ -52,14 +52,9 @@ def exact_jvp(case, direction):
 
 @st.composite
 def cases(draw, backend, dtype):
-    """Draw a call, and blocks of jvp's kernels: any dtype has these.
-
-    Those without an 8 are fma's in float32, where it runs.
-    """
+    """Draw a call, and blocks of jvp's kernels."""
     case = draw(strategies.optional_cases(backend, dtype=dtype, longest=100))
-    block_q, block_k = draw(
-        st.sampled_from([(None, None), (16, 8), (8, 16), (32, 16), (16, 32)])
-    )
+    block_q, block_k = draw(strategies.derivative_blocks(case, "jvp"))
     return replace(case, block_q=block_q, block_k=block_k)
 
 

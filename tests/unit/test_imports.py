@@ -44,12 +44,13 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
+    "plans.fma_derivatives": f"{_PLANS} plans.steps plans.fma",
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
     " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
-    " plans.simt_derivatives plans.wgmma plans.rotary",
+    " plans.fma_derivatives plans.simt_derivatives plans.wgmma plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",

@@ -2,15 +2,18 @@
 //
 //     delta = rowsum(dO * O) - dlse,  delta_dot = rowsum(dO * ddO)
 //
-// in float, or in double for double elements. delta is as prepare/delta.cu has it.
+// in float, or in double for double elements. delta is as prepare/delta.cu has it. With ADDS_TO_DQ
+// it also zeroes d2Q, to which the main kernel adds, and what orders these additions.
 //
 // Block: NUM_THREADS threads; LANES of a warp share a row, column by column.
 // Grid: blockIdx.x = row / (NUM_THREADS / LANES), rows being counted as in a contiguous array:
 //     row = (batch * seqlen_q + query) * num_heads_q + head
-// Constants: Element, NUM_THREADS, LANES, DLSE; Arguments, its argument's type. No shared memory.
+// Constants: Element, NUM_THREADS, LANES, DLSE, ADDS_TO_DQ, DQ_COLUMNS (0: no sums), BLOCK_Q;
+// Arguments, its argument's type, and PACKED. No shared memory.
 //
 // Bound by memory: O, dO and ddO read once.
 #include "common/elements.cuh"
+#include "prepare/clear_sums.cuh"
 
 using Real = Accumulator<Element>;
 
@@ -29,6 +32,7 @@ inline Real row_product(const Element* a, const Element* b, int lane, int column
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 double_backward_delta(const __grid_constant__ Arguments args) {
     const BackwardArguments& arrays = arrays_of(args);
+    if constexpr (ADDS_TO_DQ) clear_sums(args);
     const Shape& shape = arrays.shape;
     const int lane = threadIdx.x % LANES;
     const i64 row = i64(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES;
