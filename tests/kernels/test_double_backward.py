@@ -71,6 +71,19 @@ def test_errors_are_a_few_roundings(backend, dtype, fields):
 
 
 @on_kernels
+@pytest.mark.parametrize("head_dims", [(64, 128), (128, 64), (256, 256)])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_warps_share_columns(backend, head_dims, arch):
+    """Those of large heads, in float32: other warps have other columns."""
+    d, dv = head_dims
+    fields = {**EVERYTHING, "head_dim": d, "head_dim_v": dv}
+    case = Case("float32", on=Emulation(arch), **fields)
+    direction = tangents(case)
+    got = call_double_backward(case, direction, backend)
+    assert_near(got, exact(case, direction), case)
+
+
+@on_kernels
 @pytest.mark.parametrize("name", [*INPUTS, None])
 def test_one_input_moves(backend, name):
     case = Case("float32", on=ON, **EVERYTHING)

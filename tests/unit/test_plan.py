@@ -151,6 +151,11 @@ def test_derivatives_of_float32_fall_back_to_simt(
     assert decided.family == family
 
 
+@pytest.mark.parametrize("direction", ["jvp", "double_backward"])
+def test_derivatives_of_tf32x3_calls_are_those_of_float32(direction):
+    assert planned(direction, "float32", precision="tf32x3").family == "fma"
+
+
 WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 
 
