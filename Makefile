@@ -23,7 +23,7 @@ BIN := .venv/bin
 # The extras of setup.cfg that each target needs; a GPU adds its own.
 EXTRAS_demo := scripts
 EXTRAS_test := test,scripts
-EXTRAS_test-all := test,scripts
+EXTRAS_test-all := test,scripts,mpi
 EXTRAS_fuzz := test,scripts
 EXTRAS_fuzz-gpu := scripts
 EXTRAS_mutate := test,scripts

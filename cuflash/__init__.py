@@ -33,6 +33,7 @@ from .errors import (
     CompileError,
     CuflashError,
     DTypeError,
+    GroupError,
     KernelFault,
     ShapeError,
     UnsupportedError,
@@ -43,6 +44,7 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "DTypeError",
+    "GroupError",
     "KernelFault",
     "ShapeError",
     "UnsupportedError",
@@ -70,7 +72,7 @@ def __getattr__(name: str) -> Any:
 
         return cuflash.reference
     advice = ""
-    if name in ("torch", "jax", "flash_attn"):
+    if name in ("torch", "jax", "flash_attn", "distributed"):
         advice = f": write `import cuflash.{name}` first"
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}{advice}"

@@ -358,6 +358,27 @@ MergeArguments = _struct(
     ("int", "batch seqlen_q num_heads_q head_dim_v"),
 )
 
+MergeRowsArguments = _struct(
+    "MergeRowsArguments",
+    "a, b and result are (batch, seqlen, num_heads, head_dim); the heads of a"
+    " token are contiguous.\nlse_a, which is written, and lse_b are (batch,"
+    " num_heads, seqlen); the tokens of a head are.",
+    ("const void*", "a b lse_b"),
+    ("void*", "result lse_a"),
+    ("TokenStrides", "a_stride b_stride result_stride"),
+    ("HeadStrides", "lse_a_stride lse_b_stride"),
+    ("int", "batch seqlen num_heads head_dim"),
+)
+AddRowsArguments = _struct(
+    "AddRowsArguments",
+    "a, b and result are (batch, seqlen, columns); the columns are"
+    " contiguous.",
+    ("const void*", "a b"),
+    ("void*", "result"),
+    ("TokenStrides", "a_stride b_stride result_stride"),
+    ("int", "batch seqlen columns"),
+)
+
 ElementStrides = _struct(
     "ElementStrides",
     "Strides of an array (batch, seqlen, heads, head_dim), for rows of any"
@@ -443,6 +464,16 @@ ForwardWgmmaOptionsArguments = _struct(
     ("ForwardArguments", "arrays"),
     ("OptionNumbers", "options"),
     ("StaticSchedule", "work_items"),
+)
+JvpWgmmaArguments = _struct(
+    "JvpWgmmaArguments",
+    "As ForwardWgmmaArguments; those of tangents are of (head_dim, token,"
+    " head, direction * batch).",
+    ("TensorMap", "q_map k_map v_map q_dot_map k_dot_map v_dot_map"),
+    *_TANGENTS,
+    ("int*", "recompute_flags", "of 16 rows: row_flags.cuh"),
+    ("ForwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
 )
 BackwardWgmmaArguments = _struct(
     "BackwardWgmmaArguments",

@@ -11,6 +11,7 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "DTypeError",
+    "GroupError",
     "KernelFault",
     "ShapeError",
     "UnsupportedError",
@@ -40,6 +41,10 @@ class UnsupportedError(CuflashError, NotImplementedError):
 
 class CompileError(CuflashError, RuntimeError):
     """A kernel did not compile; the message shows the failing source lines."""
+
+
+class GroupError(CuflashError, RuntimeError):
+    """A rank of a group failed, or did not answer in time."""
 
 
 class KernelFault(CuflashError, RuntimeError):

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash import layouts, options, workspace
+import numpy as np
+
+from cuflash import execute, layouts, options, workspace
 from cuflash.abi import (
     DoubleBackwardArguments,
     DoubleBackwardOptionsArguments,
     JvpArguments,
     JvpOptionsArguments,
+    JvpWgmmaArguments,
     Template,
     pointers_of,
 )
@@ -32,7 +35,7 @@ from cuflash.execute import (
 )
 from cuflash.plan import Family, Plan
 from cuflash.plans.steps import num_directions
-from cuflash.problem import Call, Layout, Signature
+from cuflash.problem import Call, Layout, Problem, Signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +53,8 @@ class _Recipe:
         The struct's pointers, in its order; ``seed`` among them.
     workspace : tuple of int
         Bytes of the buffers `workspace.NAMES`.
+    boxes : tuple of (str, Boxes)
+        The struct's TensorMaps: a pointer's name, and what is there.
     """
 
     decided: Plan
@@ -58,6 +63,7 @@ class _Recipe:
     copies: Mapping[str, Layout]
     pointers: tuple[str, ...]
     workspace: tuple[int, ...]
+    boxes: tuple[tuple[str, layouts.Boxes], ...] = ()
 
 
 def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
@@ -69,18 +75,43 @@ def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
     p, dtype = signature.problem, signature.layouts["q"].dtype
     assert p.tangents is not None
     count, lse_shape = p.tangents.count, lse_shape_of(p)
-    lse = lse_dot = None
+    out = lse = lse_dot = None
+    after_forward = 0 not in lse_shape and _is_after_forward(p, backend)
+    if after_forward:
+        out, lse = execute.forward(_call_of_forward(call), backend)
     with backend.current():
-        out = backend.empty(out_shape_of(p), dtype)
         out_dot = backend.empty((count, *out_shape_of(p)), dtype)
         if signature.return_lse:
-            lse = backend.empty(lse_shape, p.lse_dtype)
             lse_dot = backend.empty((count, *lse_shape), p.lse_dtype)
-        written = {"out": out, "lse": lse}
-        if count:
-            written |= {"out_dot": out_dot, "lse_dot": lse_dot}
-        _run_jvp(call, backend, written)
-    return out, lse, out_dot, lse_dot
+        moved = {"out_dot": out_dot, "lse_dot": lse_dot}
+        if not after_forward:
+            out = backend.empty(out_shape_of(p), dtype)
+            if signature.return_lse:
+                lse = backend.empty(lse_shape, p.lse_dtype)
+            written = {"out": out, "lse": lse, **(moved if count else {})}
+            _run_jvp(call, backend, written)
+        elif count:
+            given = {**call.given, "out": out, "lse": lse}
+            reading = _signature_after_forward(signature)
+            _run_jvp(
+                replace(call, signature=reading, given=given), backend, moved
+            )
+    return out, lse if signature.return_lse else None, out_dot, lse_dot
+
+
+def _is_after_forward(p: Problem, backend: Backend) -> bool:
+    """Whether the kernels of a JVP read out and lse."""
+    return decide(p, backend.target, backend.target.family).after_forward
+
+
+def _call_of_forward(call: Call) -> Call:
+    """The forward call of a JVP's inputs, which returns lse."""
+    return Call(
+        _signature_of_forward(call.signature),
+        call.given,
+        options=call.options,
+        seed=call.seed,
+    )
 
 
 def _run_jvp(call: Call, backend: Backend, written: dict[str, Any]) -> None:
@@ -104,7 +135,7 @@ def double_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         ddout = backend.empty((1, *out_shape_of(p)), dtype)
         ddlse = backend.empty((1, *lse_shape_of(p)), p.lse_dtype)
         moved = {"out_dot": ddout, "lse_dot": ddlse}
-        _run_jvp(_call_of_jvp(call), backend, moved)
+        _run_jvp(_call_of_jvp(call, backend), backend, moved)
         new = backend.empty if has_pairs else backend.zeros
         written = {
             x: new(y, dtype) for x, y in zip(names, shapes, strict=True)
@@ -128,12 +159,16 @@ def double_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     return (*results, ddout[0], *others)
 
 
-def _call_of_jvp(call: Call) -> Call:
+def _call_of_jvp(call: Call, backend: Backend) -> Call:
     """The call whose tangents are ddout and ddlse."""
-    given = {name: call.given[name] for name in "qkv"}
+    names: tuple[str, ...] = ("q", "k", "v")
+    signature = _signature_of_jvp(call.signature, names)
+    if _is_after_forward(signature.problem, backend):
+        names = (*names, "out", "lse")
+        signature = _signature_of_jvp(call.signature, names)
     return Call(
-        _signature_of_jvp(call.signature),
-        given,
+        signature,
+        {name: call.given[name] for name in names},
         options=call.options,
         seed=call.seed,
         tangents=call.tangents,
@@ -142,7 +177,36 @@ def _call_of_jvp(call: Call) -> Call:
 
 # Cached, because recipes are found by the signature's identity.
 @remembered
-def _signature_of_jvp(signature: Signature) -> Signature:
+def _signature_of_forward(signature: Signature) -> Signature:
+    problem = replace(
+        signature.problem,
+        direction="forward",
+        block_q=None,
+        block_k=None,
+        tangents=None,
+    )
+    return replace(
+        signature, problem=problem, tangents={}, several=False, return_lse=True
+    )
+
+
+@remembered
+def _signature_after_forward(signature: Signature) -> Signature:
+    """With the results of the forward call among the inputs."""
+    p = signature.problem
+    dtype = signature.layouts["q"].dtype
+    results = {
+        "out": layouts.new(out_shape_of(p), dtype),
+        "lse": layouts.new(lse_shape_of(p), np.dtype(p.lse_dtype)),
+    }
+    return replace(signature, layouts={**signature.layouts, **results})
+
+
+@remembered
+def _signature_of_jvp(
+    signature: Signature, names: tuple[str, ...]
+) -> Signature:
+    """Of `_call_of_jvp`: a JVP that reads the arrays of these names."""
     problem = replace(
         signature.problem,
         direction="jvp",
@@ -154,7 +218,7 @@ def _signature_of_jvp(signature: Signature) -> Signature:
         return_ddlse=False,
         dlse=False,
     )
-    given = {name: signature.layouts[name] for name in "qkv"}
+    given = {name: signature.layouts[name] for name in names}
     return replace(signature, problem=problem, layouts=given, return_lse=True)
 
 
@@ -167,20 +231,28 @@ def _jvp_recipe(
 ) -> _Recipe:
     p = signature.problem
     decided = decide(p, target, family)
-    given = {x: signature.layouts[x] for x in "qkv"}
+    given = signature.layouts
     taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
+    rows = {}
+    if decided.after_forward:  # out is read element by element
+        taken["out"] = layouts.writable(given["out"])
+        rows["lse"] = layouts.contiguous(given["lse"])
     results = {"out": layouts.new(out_shape_of(p), given["q"].dtype)}
     constants = {
-        **layouts.row_strides({**taken, **results}),
+        **layouts.row_strides({**results, **taken}),
         **common_fields(p, decided),
     }
+    kind = JvpOptionsArguments if p.options else JvpArguments
+    if decided.family == "wgmma":
+        kind = JvpWgmmaArguments
     return _recipe(
         signature,
         target,
         decided,
-        JvpOptionsArguments if p.options else JvpArguments,
+        kind,
         constants,
-        layouts.changes(given, taken),
+        layouts.changes(given, taken | rows),
+        taken if decided.family == "wgmma" else {},
     )
 
 
@@ -233,6 +305,8 @@ def _tangents_taken(
     for name, given in signature.tangents.items():
         if name in "qkv":
             taken[name] = layouts.readable(given, decided.family)
+            if decided.family == "wgmma":  # a direction counts as a batch
+                taken[name] = layouts.foldable(taken[name])
         else:
             taken[name] = layouts.by_element(given)
         if taken[name] is not given:
@@ -275,8 +349,13 @@ def _recipe(
     kind: Any,
     constants: dict[str, Any],
     copies: dict[str, Layout],
+    by_tma: Mapping[str, Layout] | None = None,
 ) -> _Recipe:
-    """Build a recipe; add the fields and copies of tangents and options."""
+    """Build a recipe; add the fields and copies of tangents and options.
+
+    `by_tma` are the inputs whose tiles TMA loads, as it does those of
+    tangents.
+    """
     moves, copies_of_tangents = _tangents_taken(signature, decided)
     constants["tangents"] = _tangent_numbers(signature, moves)
     copies |= copies_of_tangents
@@ -294,7 +373,28 @@ def _recipe(
         copies,
         pointers_of(kind),
         workspace.sizes(decided.workspace, workspace.NAMES),
+        _boxes(decided, by_tma, moves) if by_tma else (),
     )
+
+
+def _boxes(
+    decided: Plan, given: Mapping[str, Layout], moves: Mapping[str, Layout]
+) -> tuple[tuple[str, layouts.Boxes], ...]:
+    """The boxes of q, k and v, then of their tangents, by pointer.
+
+    In place of a tangent that there is not, its input: no kernel reads it.
+    """
+    tile = decided.tile
+    assert tile is not None  # only a merge plan has no tile
+    rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k}
+    found = [(x, layouts.Boxes.of(given[x], n)) for x, n in rows.items()]
+    for name, n in rows.items():
+        if name in moves:
+            whole = layouts.folded(moves[name])
+            found.append((f"{name}_dot", layouts.Boxes.of(whole, n)))
+        else:
+            found.append((name, layouts.Boxes.of(given[name], n)))
+    return tuple(found)
 
 
 # ---- Launches ----
@@ -320,7 +420,8 @@ def _launch(
         found = backend.address([*arrays.values()], written=are_results)
         addresses |= zip(arrays, found, strict=True)
     pointers = [addresses.get(name, 0) for name in recipe.pointers]
-    arguments = recipe.template.fill((), pointers)
+    maps = [backend.tensor_map(addresses[x], box) for x, box in recipe.boxes]
+    arguments = recipe.template.fill(maps, pointers)
     backend.launch(recipe.loaded, arguments, recipe.template.kind)
 
 

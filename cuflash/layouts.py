@@ -93,6 +93,26 @@ def readable(given: Layout, family: str) -> Layout:
     return _with_aligned_rows(given)
 
 
+def foldable(given: Layout) -> Layout:
+    """The layout if its first two axes count as one, else a copy's."""
+    directions, batch = given.strides[:2]
+    one = 1 in given.shape[:2]
+    if one or directions == given.shape[1] * batch:
+        return given
+    return _with_aligned_rows(given)
+
+
+def folded(given: Layout) -> Layout:
+    """A `foldable` layout with its first two axes as one."""
+    (count, batch), (first, second) = given.shape[:2], given.strides[:2]
+    return Layout(
+        (count * batch, *given.shape[2:]),
+        (first if batch == 1 else second, *given.strides[2:]),
+        given.dtype,
+        given.offset,
+    )
+
+
 def row_alignment(given: Layout) -> int:
     """The alignment of all rows in bytes, up to `ALIGNMENT`."""
     return math.gcd(ALIGNMENT, given.offset, *_row_strides(given))

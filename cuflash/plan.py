@@ -22,9 +22,12 @@ from cuflash.plans import (
     fma_derivatives,
     mma,
     mma8,
+    mma8_derivatives,
+    mma_derivatives,
     simt,
     simt_derivatives,
     wgmma,
+    wgmma_jvp,
 )
 from cuflash.plans.kernel import (
     SHARED_KIB,
@@ -72,12 +75,22 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode", "kvcache"): decode.FORWARD,
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
+    ("wgmma", "jvp"): wgmma_jvp.JVP,
     ("fma", "jvp"): fma_derivatives.JVP,
     ("fma", "double_backward"): fma_derivatives.DOUBLE_BACKWARD,
+    ("mma", "jvp"): mma_derivatives.JVP,
+    ("dmma", "jvp"): mma8_derivatives.JVP,
+    ("tf32x3", "jvp"): mma8_derivatives.JVP,
     ("simt", "jvp"): simt_derivatives.JVP,
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
+
+# The families for derivatives of problems whose own one has no kernels.
+_OLDER: dict[Family, tuple[Family, ...]] = {
+    "wgmma": ("mma",),
+    "tf32x3": ("fma",),
+}
 
 _OLDEST_FOR_TF32X3 = 80  # compute capability
 
@@ -193,12 +206,23 @@ def family_of(
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
     options.check_order(problem)
-    if _has_kernels(problem, family):
-        return family
-    # Derivatives of tf32x3 calls are float32's.
-    return (
-        "fma" if problem.precision and _fma_runs(problem, device) else "simt"
-    )
+    if problem.tangents is not None:
+        return _derivative_family(problem, device, family)
+    return family if _has_kernels(problem, family) else "simt"
+
+
+def _derivative_family(
+    problem: Problem, device: Device, family: Family
+) -> Family:
+    """That family, else an older one, which has such a tile for derivatives.
+
+    Tangents double what a block holds, so fewer head dimensions fit.
+    """
+    for name in (family, *_OLDER.get(family, ())):
+        legal = legal_tiles(problem, device, name)
+        if any(_has_sizes(tile, problem) for tile in legal):
+            return name
+    return "simt"
 
 
 def _has_kernels(problem: Problem, family: str) -> bool:
@@ -260,7 +284,8 @@ def _family_of(
             return "dmma"
         return "simt"
     has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    if has_wgmma and wgmma.runs(problem, device):
+    by_wgmma = wgmma_jvp.runs if problem.direction == "jvp" else wgmma.runs
+    if has_wgmma and by_wgmma(problem, device):
         return "wgmma"
     return "mma"
 
@@ -304,17 +329,11 @@ def _decode_family(
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:
-    """Needs float32, cp.async and shared memory for some tile.
-
-    Derivatives need a tile of the requested sizes: simt has more.
-    """
+    """Needs float32, cp.async and shared memory for some tile."""
     return (
         problem.dtype == "float32"
         and device.capability >= 80
-        and any(
-            problem.tangents is None or _has_sizes(tile, problem)
-            for tile in legal_tiles(problem, device, "fma")
-        )
+        and any(legal_tiles(problem, device, "fma"))
     )
 
 

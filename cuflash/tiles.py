@@ -73,6 +73,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         # For short sequences: one consumer, and several blocks on an SM.
         for k, stages, blocks in product((128, 96, 80, 64), (4, 3, 2), (3, 2)):
             yield Tile(64, k, 8, blocks, stages)
+    elif (family, direction) == ("wgmma", "jvp"):
+        # Two consumer warpgroups, and one producer.
+        for k, stages in product((128, 64), (3, 2)):
+            yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
     elif (family, direction) == ("wgmma", "backward"):
         # Two consumer warpgroups with 64 keys each, and one producer.
         for q, stages in product((128, 64), (3, 2)):
@@ -86,6 +90,9 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         for q, k, warps in product(
             (128, 64, 32), (128, 64, 32, 16), (4, 8, 2)
         ):
+            yield Tile(q, k, warps)
+    elif (family, direction) == ("mma", "jvp"):
+        for q, k, warps in product((64, 128, 32), (64, 32, 16), (4, 8, 2)):
             yield Tile(q, k, warps)
     elif (family, direction) == ("mma", "backward"):
         for q, k, warps, stages in product(
@@ -132,6 +139,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
         ):
             yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+    elif direction == "jvp" and family in ("dmma", "tf32x3"):
+        for q, k, warps in product(
+            (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)
+        ):
+            yield Tile(q, k, warps, ptxas_level=3)
     elif (family, direction) == ("tf32x3", "forward"):
         for q, k, warps in product(
             (128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)

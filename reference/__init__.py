@@ -13,7 +13,7 @@ projections, and `running` applies the idea of online softmax to the variance.
 key), `scores` (score modifications) and `dropout`. `packed` handles packed
 sequences: several lengths, end to end in one array. `rotary` rotates queries
 and keys by their positions, and `kvcache` attends to a cache of keys and
-values that grows.
+values that grows. `context_parallel` schedules ranks that share a sequence.
 
 Sources
 -------
@@ -58,6 +58,8 @@ Papers:
 - [R] Samuel Williams, Andrew Waterman and David Patterson, "Roofline: An
   Insightful Visual Performance Model for Multicore Architectures", 2009,
   doi:10.1145/1498765.1498785.
+- [RA] Hao Liu, Matei Zaharia and Pieter Abbeel, "Ring Attention with Blockwise
+  Transformers for Near-Infinite Context", 2023, arXiv:2310.01889.
 - [RF] Jianlin Su, Yu Lu, Shengfeng Pan, Ahmed Murtadha, Bo Wen and Yunfeng
   Liu, "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
   arXiv:2104.09864.
@@ -71,6 +73,7 @@ Papers:
 from . import (
     attention,
     backward,
+    context_parallel,
     double_backward,
     dropout,
     forward,
@@ -94,6 +97,7 @@ from . import (
 __all__ = [
     "attention",
     "backward",
+    "context_parallel",
     "double_backward",
     "dropout",
     "forward",

@@ -17,6 +17,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 import command_line
 import cuflash
 from bench_parts import machine
+from cuflash import distributed
 
 try:
     import cupy
@@ -103,16 +105,31 @@ def run(name: str, shape: tuple, seed: int) -> None:
 
 def run_options(name: str, shape: tuple, seed: int) -> None:
     """Run forward and backward with each option alone, then with all."""
-    seqlen_q, seqlen_k, heads, *_, causal = shape
-    random, dtype = np.random.default_rng(seed), DTYPES[name]
+    random = np.random.default_rng(seed)
     q, k, v, dout = inputs(random, name, shape, 2)
+    given = {"causal": shape[-1], **precision_of(name)}
+    each = each_option(random, name, shape, seed)
+    together = {name: x for options in each for name, x in options.items()}
+    for options in (*each, together):
+        options = {**options, **given}
+        out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+        for wanted in {"bias", "sink"} & options.keys():
+            options[f"return_d{wanted}"] = True
+        cuflash.backward(dout, q, k, v, out, lse, **options)
+
+
+def each_option(
+    random: np.random.Generator, name: str, shape: tuple, seed: int
+) -> list[dict[str, Any]]:
+    """Return each option's arguments, for a batch of two."""
+    seqlen_q, seqlen_k, heads, *_ = shape
+    dtype = DTYPES[name]
     ids = [
         cupy.asarray(np.sort(random.integers(0, 4, (2, n), np.int32)))
         for n in (seqlen_q, seqlen_k)
     ]
     lse_dtype = np.float64 if dtype is np.float64 else np.float32
-    given = {"causal": causal, **precision_of(name)}
-    each = [
+    return [
         {"window": (50, 20)},
         {"softcap": 20.0},
         {"alibi_slopes": draw(random, np.float32, heads)},
@@ -122,13 +139,29 @@ def run_options(name: str, shape: tuple, seed: int) -> None:
         {"segment_ids_q": ids[0], "segment_ids_k": ids[1]},
         {"dropout": 0.25, "seed": seed},
     ]
+
+
+def run_derivatives(name: str, shape: tuple, seed: int) -> None:
+    """Run jvp in two directions and double_backward; then with options."""
+    random = np.random.default_rng(seed)
+    q, k, v, dout = inputs(random, name, shape, 2)
+    given = {"causal": shape[-1], **precision_of(name)}
+    each = each_option(random, name, shape, seed)
     together = {name: x for options in each for name, x in options.items()}
-    for options in (*each, together):
+    for options in ({}, together):
         options = {**options, **given}
         out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+        moving = {"q": q, "k": k, "v": v}
+        moving |= {x: options[x] for x in ("bias", "sink") if x in options}
+        dots = {f"{x}_dot": cupy.stack([y, y]) for x, y in moving.items()}
+        cuflash.jvp(q, k, v, **dots, **options, return_lse=True)
+        cotangents = {f"dd{x}": y for x, y in moving.items()}
         for wanted in {"bias", "sink"} & options.keys():
-            options[f"return_d{wanted}"] = True
-        cuflash.backward(dout, q, k, v, out, lse, **options)
+            options[f"return_d2{wanted}"] = True
+        cuflash.double_backward(
+            dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=lse,
+            **cotangents, **options, return_ddlse=True,
+        )  # fmt: skip
 
 
 def run_packed(name: str, shape: tuple, seed: int) -> None:
@@ -243,20 +276,40 @@ def run_pages(
         )  # fmt: skip
 
 
+def run_shared(name: str, shape: tuple, seed: int) -> None:
+    """Run two ranks, threads, that share a sequence."""
+    arrays = inputs(np.random.default_rng(seed), name, shape, 2)
+    # Lengths that the ranks' four chunks divide.
+    q, k, v, dout = (x[:, : x.shape[1] // 4 * 4] for x in arrays)
+    options = {"causal": shape[-1], **precision_of(name)}
+
+    def of_rank(group: distributed.Group) -> None:
+        parts = [distributed.shard(x, group.rank, 2) for x in (q, k, v, dout)]
+        given = {**options, "group": group}
+        out, lse = distributed.forward(*parts[:3], **given, return_lse=True)
+        distributed.backward(parts[3], *parts[:3], out, lse, **given)
+
+    distributed.run_threads(2, of_rank)
+
+
 CALLS = {
     "plain": run,
     "options": run_options,
     "packed": run_packed,
+    "derivatives": run_derivatives,
     "decode": run_decode,
     "kvcache": run_kvcache,
+    "shared": run_shared,
 }
 SHAPES_OF = {
     "plain": SHAPES,
     # Only the first ones: a shape takes some 36 kernels.
     "options": SHAPES[:5],
     "packed": SHAPES[:5],
+    "derivatives": SHAPES[:5],
     "decode": DECODE_SHAPES,
     "kvcache": DECODE_SHAPES[:5],
+    "shared": SHAPES,
 }
 
 

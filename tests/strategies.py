@@ -116,14 +116,6 @@ def tiles(case, direction, arch):
     return list(legal_tiles(problem, device, family_of(problem, device)))
 
 
-def derivative_blocks(case, direction):
-    """Draw block sizes: simt's, which any dtype has, or the family's own."""
-    arch = case.on.arch if case.on else "sm_80"
-    legal = {(x.block_q, x.block_k) for x in tiles(case, direction, arch)}
-    own = {(32, 16), (64, 48), (32, 64), (64, 32)} & legal
-    return st.sampled_from([(None, None), (16, 8), (8, 16), *sorted(own)])
-
-
 def archs_of(case, archs, wide):
     """Draw an architecture, half of the time one of the first two."""
     if case.precision:

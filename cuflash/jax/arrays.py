@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,6 +40,11 @@ class Abstract:
             self.dtype.itemsize * math.prod(self.shape[axis + 1 :])
             for axis in range(len(self.shape))
         )
+
+    def __getitem__(self, index: int) -> Abstract:
+        """The only element along the first axis, in the same memory."""
+        assert index == 0 and self.shape[0] == 1
+        return replace(self, shape=self.shape[1:])
 
     @property
     def ndim(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from cuflash import settings
 from cuflash.problem import strip, strip_lse
 
-from . import batching, cpu, cuda  # noqa: F401  (the primitives' rules)
+from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
 from .arrays import abstract, check_array, check_static, equally_varying
 from .calls import asked_of, forward_call
 from .primitives import attention_p
@@ -44,10 +44,11 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> Any:
-    """Exact attention, differentiable in reverse mode.
+    """Exact attention, differentiable twice, in reverse and forward mode.
 
-    Works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.checkpoint`,
-    `jax.lax.scan` and `jax.shard_map`.
+    Works under `jax.jit`, `jax.grad`, `jax.jvp`, `jax.linearize`,
+    `jax.hessian`, `jax.vmap`, `jax.checkpoint`, `jax.lax.scan` and
+    `jax.shard_map`.
 
     Parameters
     ----------
@@ -85,9 +86,9 @@ def attention(
     CuflashError
         In the same cases as `cuflash.forward`, when the call is traced; also
         if a Python value is a tracer, if float64 arrays are given without
-        ``jax_enable_x64``, in forward mode, for second derivatives, and for
-        derivatives with respect to other arrays than `q`, `k`, `v`, `bias`
-        and `sink`.
+        ``jax_enable_x64``, for third derivatives, in forward mode over
+        forward mode, and for derivatives with respect to other arrays than
+        `q`, `k`, `v`, `bias` and `sink`.
 
     See Also
     --------

@@ -1,84 +1,133 @@
 """vmap: the mapped axis joins batch, or calls run one after another.
 
-It joins batch where elements of a batch are independent of each other's index.
-Packed sequences have no batch axis, dropout depends on the index in a batch,
-and the gradient of sink is summed over the batch: these run by `jax.lax.map`.
+`folding` says which. Those that do not join run by `jax.lax.map`. If only the
+tangents of a call are mapped, as by `jax.jacfwd`, the mapped axis is that of
+the call's directions.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from .calls import Asked
-from .primitives import attention_p, gradients_p, tangent_p
+from cuflash.folding import Fold, Names, is_folded
 
-Names = tuple[str, ...]
+from .primitives import (
+    attention_p,
+    gradients_p,
+    gradients_tangent_p,
+    second_gradients_p,
+    second_tangent_p,
+    tangent_p,
+)
 
-# The rank with a batch axis. Without one, a batch shares the array.
-_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2, "segment_ids_q": 2,
-         "segment_ids_k": 2}  # fmt: skip
+# A call's inputs and outputs by name, and how many of its first inputs are
+# tangents or cotangents; each has the name of the array that it belongs to.
+Named: TypeAlias = tuple[Names, Names, int]
+Results: TypeAlias = tuple[list[Any], list[int]]
 
 
-def _attention_names(names: Names, **_: Any) -> tuple[Names, Names]:
-    return names, ("out", "lse")
+def _attention_names(names: Names, **_: Any) -> Named:
+    return names, ("out", "lse"), 0
 
 
-def _tangent_names(names: Names, wrt: Names, **_: Any) -> tuple[Names, Names]:
-    return (*wrt, *names, "out", "lse"), ("out", "lse")
+def _tangent_names(names: Names, wrt: Names, **_: Any) -> Named:
+    return (*wrt, *names, "out", "lse"), ("out", "lse"), len(wrt)
+
+
+def _second_tangent_names(
+    names: Names, moved: Names, wrt: Names, **_: Any
+) -> Named:
+    inputs = (*wrt, *moved, *names, "out", "lse")
+    return inputs, ("out", "lse"), len(wrt) + len(moved)
 
 
 def _gradient_names(
     names: Names, wrt: Names, has_dlse: bool, **_: Any
-) -> tuple[Names, Names]:
+) -> Named:
     cotangents = ("out", "lse")[: 1 + has_dlse]
-    return (*cotangents, *names, "out", "lse"), wrt
+    return (*cotangents, *names, "out", "lse"), wrt, 0
+
+
+def _moved_gradient_names(
+    names: Names, moved: Names, wrt: Names, has_dlse: bool, **_: Any
+) -> Named:
+    inputs, outputs, _n = _gradient_names(names, wrt, has_dlse)
+    return (*moved, *inputs), outputs, len(moved)
+
+
+def _second_gradient_names(
+    names: Names, moved: Names, wrt: Names, has_dlse: bool, **_: Any
+) -> Named:
+    inputs, _wrt, _n = _gradient_names(names, wrt, has_dlse)
+    outputs = (*wrt, *("out", "lse")[: 1 + has_dlse])
+    return (*moved, *inputs), outputs, len(moved)
 
 
 def _rule(
     primitive: Primitive,
-    names_of: Callable[..., tuple[Names, Names]],
+    names_of: Callable[..., Named],
     operands: Sequence[Any],
     axes: Sequence[int | None],
     **params: Any,
-) -> tuple[list[Any], list[int]]:
-    inputs, outputs = names_of(**params)
+) -> Results:
+    inputs, outputs, num_moved = names_of(**params)
     bind = functools.partial(primitive.bind, **params)
     front = [
         x if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes, strict=True)
     ]
     mapped = [axis is not None for axis in axes]
-    wrt = params.get("wrt", ())
-    if not _is_folded(inputs, mapped, params["asked"], wrt):
+    wrt = tuple({*inputs[:num_moved], *outputs} - {"out", "lse"})
+    has_dropout = "dropout" in dict(params["asked"])
+    if not is_folded(inputs, mapped, has_dropout, wrt):
         results = _one_by_one(bind, front, mapped)
         return results, [0] * len(results)
     given = dict(zip(inputs, front, strict=True))
     moves = dict(zip(inputs, mapped, strict=True))
     size = front[mapped.index(True)].shape[0]
-    fold = _Fold(size, given["q"].shape[moves["q"]], wrt)
-    folded = bind(*map(fold.joined, inputs, front, mapped))
-    results = []
-    for name, x in zip(outputs, folded, strict=False):
-        like = name if name in wrt else "q"
-        results.append(fold.split(x, given[like].shape[moves[like]]))
-    return results, [0] * len(results)
+    batches = {name: x.shape[moves[name]] for name, x in given.items()}
+    fold = Fold(size, batches["q"], wrt, jnp.broadcast_to)
+    directed = _directed(**params)
+    folded = bind(*[
+        (_over_directions if index in directed else _joined)(fold, *operand)
+        for index, operand in enumerate(
+            zip(inputs, front, mapped, strict=True)
+        )
+    ])  # fmt: skip
+    split, axis = fold.split, 0
+    if directed:
+        split, axis = jax.vmap(fold.split, (0, None)), 1
+    results = [
+        split(x, batches[name if name in wrt else "q"])
+        for name, x in zip(outputs, folded, strict=False)
+    ]
+    return results, [axis] * len(results)
 
 
-def _is_folded(
-    inputs: Names, mapped: Sequence[bool], asked: Asked, wrt: Names
-) -> bool:
-    """Whether the mapped axis can join batch."""
-    own = {x for x, is_mapped in zip(inputs, mapped, strict=True) if is_mapped}
-    by_index = "cu_seqlens_q" in inputs or "dropout" in dict(asked)
-    return not (by_index or own & {"sink", "seed"} or "sink" in wrt)
+def _directed(
+    wrt: Names = (), moved: Names = (), several: bool = False, **_: Any
+) -> range:
+    """The operands that have an axis of directions before the others."""
+    if not several:
+        return range(0)
+    # Of a second tangent, the directions are those of the first.
+    return range(len(wrt), len(wrt) + len(moved)) if moved else range(len(wrt))
+
+
+def _joined(fold: Fold, name: str, x: Any, is_mapped: bool) -> Any:
+    return fold.joined(name, x, is_mapped)
+
+
+def _over_directions(fold: Fold, name: str, x: Any, is_mapped: bool) -> Any:
+    join = functools.partial(fold.joined, name, is_mapped=is_mapped)
+    return jax.vmap(join, in_axes=int(is_mapped))(x)
 
 
 def _one_by_one(
@@ -96,56 +145,56 @@ def _one_by_one(
     return list(jax.lax.map(call, moving))
 
 
-@dataclass(frozen=True)
-class _Fold:
-    """Joins the mapped axis and batch.
+def _tangent_rule(
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    wrt: Names,
+    several: bool,
+    **params: Any,
+) -> Results:
+    """`_rule`, where mapped tangents become directions."""
+    n = len(wrt)
+    if any(axis is not None for axis in axes[n:]):
+        return _rule(
+            *(tangent_p, _tangent_names, operands, axes),
+            wrt=wrt, several=several, **params,
+        )  # fmt: skip
+    size = next(
+        x.shape[axis]
+        for x, axis in zip(operands, axes, strict=True)
+        if axis is not None
+    )
+    moved = [
+        _directions(x, axis, size, several)
+        for x, axis in zip(operands[:n], axes[:n], strict=True)
+    ]
+    results = tangent_p.bind(
+        *moved, *operands[n:], wrt=wrt, several=True, **params
+    )
+    if several:
+        num = results[0].shape[0] // size
+        results = [x.reshape(size, num, *x.shape[1:]) for x in results]
+    return results, [0] * len(results)
 
-    Attributes
-    ----------
-    size, batch : int
-        The lengths of the two axes.
-    wrt : tuple of str
-        The arrays whose gradients are computed.
-    """
 
-    size: int
-    batch: int
-    wrt: Names
-
-    def joined(self, name: str, x: Any, is_mapped: bool) -> Any:
-        """An operand for ``size * batch`` sequences."""
-        if name in ("sink", "seed"):
-            return x
-        if not is_mapped:
-            if self._is_shared(name, x):
-                return x
-            x = jnp.broadcast_to(x, (self.size, *x.shape))
-        if name in _RANK:
-            if x.ndim == _RANK[name]:  # has no batch axis
-                x = x[:, None]
-            x = jnp.broadcast_to(x, (self.size, self.batch, *x.shape[2:]))
-        return x.reshape(self.size * self.batch, *x.shape[2:])
-
-    def _is_shared(self, name: str, x: Any) -> bool:
-        """Whether an operand serves any number of sequences as it is."""
-        if name not in _RANK or name in self.wrt:
-            return False
-        broadcasts = name in ("bias", "mask") and x.shape[0] == 1
-        return broadcasts or x.ndim < _RANK[name]
-
-    def split(self, x: Any, batch: int) -> Any:
-        """A result by mapped index; summed for an array with batch 1."""
-        x = x.reshape(self.size, self.batch, *x.shape[1:])
-        if batch != self.batch:
-            x = x.sum(axis=1, keepdims=True)
-        return x
+def _directions(x: Any, axis: int | None, size: int, several: bool) -> Any:
+    """A tangent whose first axis is the mapped one, and directions so far."""
+    if axis is None:
+        x = jnp.broadcast_to(x, (size, *x.shape))
+    else:
+        x = jnp.moveaxis(x, axis, 0)
+    return x.reshape(size * x.shape[1], *x.shape[2:]) if several else x
 
 
 for _primitive, _names in (
     (attention_p, _attention_names),
-    (tangent_p, _tangent_names),
     (gradients_p, _gradient_names),
+    (gradients_tangent_p, _moved_gradient_names),
+    (second_gradients_p, _second_gradient_names),
+    (second_tangent_p, _second_tangent_names),
 ):
     batching.primitive_batchers[_primitive] = functools.partial(
         _rule, _primitive, _names
     )
+batching.primitive_batchers[tangent_p] = _tangent_rule

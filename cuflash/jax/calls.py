@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from cuflash import checks, options, plan, validate
+from cuflash import checks, options, plan, validate, validate_derivatives
 from cuflash.errors import DTypeError
 from cuflash.problem import Call
+from cuflash.validate_derivatives import COTANGENTS, TANGENTS
 
 from .arrays import Abstract
 
@@ -64,6 +65,33 @@ def backward_call(
     return call
 
 
+def tangent_call(
+    arrays: Mapping[str, Abstract], asked: Asked, return_lse: bool
+) -> Call:
+    """Check a jvp call."""
+    given = tangent_arguments(asked)
+    call = validate_derivatives.jvp(
+        **_without_seed(arrays, given), **given, return_lse=return_lse
+    )
+    plan.check(call.problem)
+    return call
+
+
+def second_gradients_call(
+    arrays: Mapping[str, Abstract],
+    asked: Asked,
+    wrt: tuple[str, ...],
+    has_dlse: bool,
+) -> Call:
+    """Check a double_backward call for the gradients of the arrays `wrt`."""
+    given = second_arguments(asked, wrt, has_dlse)
+    call = validate_derivatives.double_backward(
+        **_without_seed(arrays, given), **given
+    )
+    plan.check(call.problem)
+    return call
+
+
 def forward_arguments(asked: Asked) -> dict[str, Any]:
     """The arguments of `cuflash.forward` that are not arrays."""
     return {k: x for k, x in asked if k not in _BACKWARD_ONLY}
@@ -76,6 +104,25 @@ def gradient_arguments(asked: Asked, wrt: tuple[str, ...]) -> dict[str, Any]:
         given["return_dbias"] = True
     if "sink" in wrt:
         given["return_dsink"] = True
+    return given
+
+
+def tangent_arguments(asked: Asked) -> dict[str, Any]:
+    """The arguments of `cuflash.jvp` that are not arrays."""
+    other = (*_FORWARD_ONLY, *_BACKWARD_ONLY)
+    return {k: x for k, x in asked if k not in other}
+
+
+def second_arguments(
+    asked: Asked, wrt: tuple[str, ...], has_dlse: bool
+) -> dict[str, Any]:
+    """The arguments of `cuflash.double_backward` that are not arrays."""
+    given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
+    for name in ("bias", "sink"):
+        if name in wrt:
+            given[f"return_d2{name}"] = True
+    if has_dlse:
+        given["return_ddlse"] = True
     return given
 
 
@@ -92,6 +139,27 @@ def _without_seed(
 def gradient_inputs(names: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
     """The operands of a gradients call; `names` are those of attention."""
     return ("dout", "dlse")[: 1 + has_dlse] + (*names, "out", "lse")
+
+
+def tangent_inputs(
+    names: tuple[str, ...], wrt: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The operands of a tangent call; `wrt` are the arrays that move."""
+    return (*(TANGENTS[x] for x in wrt), *names, "out", "lse")
+
+
+def second_inputs(
+    names: tuple[str, ...], moved: tuple[str, ...], has_dlse: bool
+) -> tuple[str, ...]:
+    """The operands of a second_gradients call."""
+    cotangents = (COTANGENTS[x] for x in moved)
+    return (*cotangents, *gradient_inputs(names, has_dlse))
+
+
+def second_names(wrt: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
+    """What a double_backward call returns gradients of, in its order."""
+    more = (x for x in ("bias", "sink") if x in wrt)
+    return ("q", "k", "v", "out", *more, *("lse",) * has_dlse)
 
 
 def gradient_names(wrt: tuple[str, ...]) -> tuple[str, ...]:

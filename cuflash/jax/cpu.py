@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
-from cuflash import api
+from cuflash import api, api_derivatives
 
 from .calls import (
     Asked,
@@ -19,8 +19,18 @@ from .calls import (
     gradient_arguments,
     gradient_inputs,
     gradient_names,
+    second_arguments,
+    second_inputs,
+    second_names,
+    tangent_arguments,
+    tangent_inputs,
 )
-from .primitives import attention_p, gradients_p
+from .primitives import (
+    attention_p,
+    gradients_p,
+    second_gradients_p,
+    tangent_p,
+)
 
 
 def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:
@@ -68,6 +78,39 @@ def _backward(
         into[name][...] = got[name]
 
 
+def _tangent(
+    names: tuple[str, ...],
+    arguments: dict[str, Any],
+    context: Any,
+    results: Any,
+    *buffers: Any,
+) -> None:
+    given = _arrays(names, buffers)
+    del given["out"], given["lse"]
+    missing: dict[str, Any] = dict.fromkeys(("q_dot", "k_dot", "v_dot"))
+    given = missing | given | arguments
+    got = api_derivatives.jvp(**given, return_lse=True)
+    for into, x in zip(results, got[2:], strict=False):
+        np.asarray(into)[...] = x
+
+
+def _second_gradients(
+    names: tuple[str, ...],
+    arguments: dict[str, Any],
+    results_of: tuple[str, ...],
+    returned: tuple[str, ...],
+    context: Any,
+    results: Any,
+    *buffers: Any,
+) -> None:
+    missing: dict[str, Any] = dict.fromkeys(("ddq", "ddk", "ddv"))
+    given = missing | _arrays(names, buffers) | arguments
+    found = api_derivatives.double_backward(**given)
+    got = dict(zip(returned, found, strict=True))
+    for name, into in zip(results_of, results, strict=True):
+        np.asarray(into)[...] = got[name]
+
+
 def _lower(make: Callable[..., Callable[..., None]]) -> mlir.LoweringRule:
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
         call = buffer_callback(make(**params), _types(context.avals_out))
@@ -94,11 +137,40 @@ def _backward_of(
     return functools.partial(_backward, given, arguments, wrt)
 
 
+def _tangent_of(
+    names: tuple[str, ...],
+    wrt: tuple[str, ...],
+    asked: Asked,
+    return_lse: bool,
+    several: bool,
+) -> Callable[..., None]:
+    arguments = tangent_arguments(asked)
+    return functools.partial(_tangent, tangent_inputs(names, wrt), arguments)
+
+
+def _second_gradients_of(
+    names: tuple[str, ...],
+    asked: Asked,
+    moved: tuple[str, ...],
+    wrt: tuple[str, ...],
+    has_dlse: bool,
+) -> Callable[..., None]:
+    return functools.partial(
+        _second_gradients,
+        second_inputs(names, moved, has_dlse),
+        second_arguments(asked, wrt, has_dlse),
+        (*wrt, *("out", "lse")[: 1 + has_dlse]),
+        second_names(wrt, has_dlse),
+    )
+
+
 def register() -> None:
     """Lower attention for CPUs to the NumPy path."""
     for primitive, make in (
         (attention_p, _forward_of),
+        (tangent_p, _tangent_of),
         (gradients_p, _backward_of),
+        (second_gradients_p, _second_gradients_of),
     ):
         mlir.register_lowering(primitive, _lower(make), platform="cpu")
 

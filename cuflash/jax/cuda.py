@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 from cuflash import execute
 from cuflash.backends.base import Backend
 from cuflash.problem import Call
+from cuflash.runner import Kernels
 
 from .arrays import Abstract, abstract
 from .calls import (
@@ -26,9 +27,19 @@ from .calls import (
     forward_call,
     gradient_inputs,
     gradient_names,
+    second_gradients_call,
+    second_inputs,
+    second_names,
+    tangent_call,
+    tangent_inputs,
 )
 from .machine import Cuda, Machine
-from .primitives import attention_p, gradients_p
+from .primitives import (
+    attention_p,
+    gradients_p,
+    second_gradients_p,
+    tangent_p,
+)
 from .recording import Recording, record
 
 Run = Callable[[Call, Backend], tuple[Any, ...]]
@@ -40,7 +51,7 @@ class Program:
     Parameters
     ----------
     run : callable
-        `execute.forward` or `execute.backward`.
+        `execute.forward`, `execute.backward` or a method of `Kernels`.
     call : Call
         Its arrays are `Abstract`; their slots are the operands.
     inputs : mapping of str to Abstract
@@ -103,7 +114,10 @@ class Program:
 
 # ---- Lowering ----
 
-_WIDE = ("q", "k", "v", "out", "dout")
+_WIDE = (
+    "q", "k", "v", "out", "dout", "q_dot", "k_dot", "v_dot", "ddq", "ddk",
+    "ddv",
+)  # fmt: skip
 
 
 def _padded(name: str, array: Any) -> Any:
@@ -187,6 +201,59 @@ def _backward(
     ]
 
 
+def _tangent(
+    *operands: Any,
+    names: tuple[str, ...],
+    wrt: tuple[str, ...],
+    asked: Asked,
+    return_lse: bool,
+    several: bool,
+    machine: Machine,
+) -> list[Any]:
+    given = dict(zip(tangent_inputs(names, wrt), operands, strict=True))
+    lead = operands[0].shape[:several]
+    shape = given.pop("out").shape
+    lse = given.pop("lse")
+    asked = _with_scale(asked, given["q"].shape[-1])
+    check = functools.partial(tangent_call, asked=asked, return_lse=return_lse)
+    results = _call_buffers(_jvp, check, given, machine)
+    shapes = (*lead, *shape), (*lead, *lse.shape)
+    tangents = results[1 + return_lse :]
+    return [_as(x, y) for x, y in zip(tangents, shapes, strict=False)]
+
+
+def _second_gradients(
+    *operands: Any,
+    names: tuple[str, ...],
+    asked: Asked,
+    moved: tuple[str, ...],
+    wrt: tuple[str, ...],
+    has_dlse: bool,
+    machine: Machine,
+) -> list[Any]:
+    inputs = second_inputs(names, moved, has_dlse)
+    given = dict(zip(inputs, operands, strict=True))
+    asked = _with_scale(asked, given["q"].shape[-1])
+    check = functools.partial(
+        second_gradients_call, asked=asked, wrt=wrt, has_dlse=has_dlse
+    )
+    results = _call_buffers(_double_backward, check, given, machine)
+    found = dict(zip(second_names(wrt, has_dlse), results, strict=True))
+    like = {name: given[name] for name in wrt}
+    like |= {x: given[x] for x in ("out", "lse")[: 1 + has_dlse]}
+    return [
+        _as(found[name], x.shape).astype(x.dtype) for name, x in like.items()
+    ]
+
+
+def _jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
+    return Kernels(backend).jvp(call)
+
+
+def _double_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    return Kernels(backend).double_backward(call)
+
+
 def lowering(
     traced: Callable[..., list[Any]], machine: Machine
 ) -> mlir.LoweringRule:
@@ -203,7 +270,9 @@ def register(machine: Machine, platform: str) -> None:
     """Lower attention for the calls of a platform to run on a machine."""
     for primitive, traced in (
         (attention_p, _forward),
+        (tangent_p, _tangent),
         (gradients_p, _backward),
+        (second_gradients_p, _second_gradients),
     ):
         mlir.register_lowering(
             primitive, lowering(traced, machine), platform=platform

@@ -1,12 +1,15 @@
-"""Three primitives: attention, its tangent, and its gradients.
+"""The primitives: attention, and its derivatives up to the second.
 
-    attention:  q, k, v, ...                   -> out, lse
-    tangent:    dq, dk, dv, ...; q, k, v, ...  -> dout, dlse   JVP
-    gradients:  dout, dlse; q, k, v, ...       -> dq, dk, dv   its transpose
+    attention:        x                    -> out, lse
+    tangent:          x'; x, out, lse      -> out', lse'       `jvp`
+    gradients:        dout, dlse; x, ...   -> dx               `backward`
+    second_tangent:   x'; x', x, ...       -> out'', lse''     never runs
+    gradients_tangent: dout', dlse', x'; dout, dlse, x, ... -> dx'
+    second_gradients: ddx; dout, dlse, x, ... -> d2x, ddout, ddlse
+                                                          `double_backward`
 
-The tangent is linear in its first operands, as JAX's reverse mode requires,
-and never runs: reverse mode transposes it. A lowering of it would add forward
-mode, which `jax.custom_vjp` rules out.
+x is q, k, v, bias and sink; tangents before the first semicolon are what a
+primitive is linear in. `derivatives` says what follows from what.
 """
 
 from __future__ import annotations
@@ -18,22 +21,18 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cuflash.errors import UnsupportedError
 
 from .arrays import abstract
-from .calls import DIFFERENTIABLE, Asked, backward_call, gradient_inputs
-
-_FORWARD_MODE = (
-    "cuflash.jax.attention has no forward mode (jax.jvp, jax.jacfwd, "
-    "jax.hessian, jax.linearize's function): use reverse mode (jax.grad, "
-    "jax.vjp, jax.jacrev)"
-)
-_SECOND_ORDER = (
-    "cuflash.jax.attention has no second derivatives: its gradients cannot "
-    "be differentiated (stop them with jax.lax.stop_gradient)"
+from .calls import (
+    Asked,
+    backward_call,
+    gradient_inputs,
+    second_gradients_call,
+    second_inputs,
 )
 
 
@@ -55,7 +54,10 @@ def _primitive(name: str) -> Primitive:
 
 attention_p = _primitive("cuflash_attention")
 tangent_p = _primitive("cuflash_attention_tangent")
+second_tangent_p = _primitive("cuflash_attention_second_tangent")
 gradients_p = _primitive("cuflash_attention_gradients")
+gradients_tangent_p = _primitive("cuflash_attention_gradients_tangent")
+second_gradients_p = _primitive("cuflash_attention_second_gradients")
 
 
 # ---- Shapes ----
@@ -107,10 +109,37 @@ def _attention_types(
 
 @tangent_p.def_abstract_eval
 def _tangent_types(
-    *operands: Any, wrt: tuple[str, ...], return_lse: bool, **_: Any
+    *operands: Any,
+    wrt: tuple[str, ...],
+    return_lse: bool,
+    several: bool,
+    **_: Any,
 ) -> list[Any]:
     q, _k, v = operands[len(wrt) : len(wrt) + 3]
-    return _results(q, v, return_lse)
+    return _by_direction(_results(q, v, return_lse), operands[0], several)
+
+
+@second_tangent_p.def_abstract_eval
+def _second_tangent_types(
+    *operands: Any,
+    wrt: tuple[str, ...],
+    moved: tuple[str, ...],
+    return_lse: bool,
+    several: bool,
+    **_: Any,
+) -> list[Any]:
+    n = len(wrt) + len(moved)
+    q, _k, v = operands[n : n + 3]
+    first = operands[len(wrt)]
+    return _by_direction(_results(q, v, return_lse), first, several)
+
+
+def _by_direction(results: list[Any], tangent: Any, several: bool) -> Any:
+    """The results, after the axis of directions if a tangent has one."""
+    if not several:
+        return results
+    lead = tangent.shape[:1]
+    return [_like(x, (*lead, *x.shape), x.dtype) for x in results]
 
 
 @gradients_p.def_abstract_eval
@@ -128,67 +157,29 @@ def _gradient_types(
     return [_like(x, x.shape, x.dtype) for x in arrays]
 
 
-# ---- Derivatives ----
+@gradients_tangent_p.def_abstract_eval
+def _gradients_tangent_types(
+    *operands: Any, moved: tuple[str, ...], **params: Any
+) -> list[Any]:
+    return _gradient_types(*operands[len(moved) :], **params)
 
 
-def _attention_jvp(
-    operands: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    names: tuple[str, ...],
-    asked: Asked,
-    return_lse: bool,
-) -> tuple[list[Any], list[Any]]:
-    moved = {
-        name: tangent
-        for name, tangent in zip(names, tangents, strict=True)
-        if type(tangent) is not ad.Zero
-    }
-    for name in moved:
-        if name not in DIFFERENTIABLE:
-            raise UnsupportedError(
-                f"{name} is differentiated, expected one of "
-                f"{', '.join(DIFFERENTIABLE)}: cuflash has no gradient of "
-                f"{name} (pass jax.lax.stop_gradient({name}))"
-            )
-    results = attention_p.bind(
-        *operands, names=names, asked=asked, return_lse=True
-    )
-    moving = tangent_p.bind(
-        *moved.values(), *operands, *results, names=names, wrt=tuple(moved),
-        asked=asked, return_lse=return_lse,
-    )  # fmt: skip
-    return results[: 1 + return_lse], moving
-
-
-def _tangent_transpose(
-    cotangents: Sequence[Any],
+@second_gradients_p.def_abstract_eval
+def _second_gradient_types(
     *operands: Any,
     names: tuple[str, ...],
-    wrt: tuple[str, ...],
     asked: Asked,
-    return_lse: bool,
+    moved: tuple[str, ...],
+    wrt: tuple[str, ...],
+    has_dlse: bool,
 ) -> list[Any]:
-    dout, *dlse = cotangents
-    # A cotangent of zero is left out, but there must be one of out.
-    dlse = [x for x in dlse if type(x) is not ad.Zero]
-    fixed = operands[len(wrt) :]
-    gradients = gradients_p.bind(
-        ad.instantiate_zeros(dout), *dlse, *fixed, names=names, wrt=wrt,
-        asked=asked, has_dlse=bool(dlse),
-    )  # fmt: skip
-    gradients = [
-        gradient if ad.is_undefined_primal(operand) else None
-        for gradient, operand in zip(gradients, operands, strict=False)
-    ]
-    return [*gradients, *[None] * len(fixed)]
-
-
-def _raises(message: str) -> Callable[..., NoReturn]:
-    def rule(*operands: Any, **params: Any) -> NoReturn:
-        raise UnsupportedError(message)
-
-    return rule
+    inputs = second_inputs(names, moved, has_dlse)
+    given = dict(zip(inputs, operands, strict=True))
+    types = {name: abstract(x) for name, x in given.items()}
+    second_gradients_call(types, asked, wrt, has_dlse)  # raises
+    results = [given[name] for name in wrt]
+    results += [given[name] for name in ("dout", "dlse")[: 1 + has_dlse]]
+    return [_like(x, x.shape, x.dtype) for x in results]
 
 
 def _other_platform(context: Any, *operands: Any, **params: Any) -> NoReturn:
@@ -198,10 +189,5 @@ def _other_platform(context: Any, *operands: Any, **params: Any) -> NoReturn:
     )
 
 
-ad.primitive_jvps[attention_p] = _attention_jvp
-ad.primitive_transposes[tangent_p] = _tangent_transpose
-ad.primitive_jvps[tangent_p] = _raises(_SECOND_ORDER)
-ad.primitive_jvps[gradients_p] = _raises(_SECOND_ORDER)
-mlir.register_lowering(tangent_p, _raises(_FORWARD_MODE))
-mlir.register_lowering(attention_p, _other_platform)
-mlir.register_lowering(gradients_p, _other_platform)
+for _each in (attention_p, tangent_p, gradients_p, second_gradients_p):
+    mlir.register_lowering(_each, _other_platform)

@@ -39,20 +39,20 @@ class Recording:
         Those of `created` that hold the call's results.
     zeroed : tuple of (int, int)
         The slots and sizes in bytes of buffers to fill with 0 first.
-    launch : _Launch or None
+    launches : tuple of _Launch
     """
 
     created: tuple[Abstract, ...]
     results: tuple[Abstract, ...]
     zeroed: tuple[tuple[int, int], ...]
-    launch: _Launch | None
+    launches: tuple[_Launch, ...]
 
     def replay(self, addresses: list[int], seed: int, backend: Any) -> None:
         """Queue the launches on a backend's stream."""
         for slot, nbytes in self.zeroed:
             backend.clear(addresses[slot], nbytes)
-        if self.launch is not None:
-            self.launch.queue([*addresses, 0, seed], backend)
+        for launch in self.launches:
+            launch.queue([*addresses, 0, seed], backend)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def record(
         tuple(recorder.created),
         tuple(recorder.sources.get(x, x) for x in results if x is not None),
         tuple(recorder.zeroed),
-        recorder.recorded,
+        tuple(recorder.launches),
     )
 
 
@@ -128,7 +128,7 @@ class Recorder:
         self.created: list[Abstract] = []
         self.zeroed: list[tuple[int, int]] = []
         self.sources: dict[Abstract, Abstract] = {}
-        self.recorded: _Launch | None = None
+        self.launches: list[_Launch] = []
         self._num_inputs, self._base = num_inputs, base
         self._boxes: list[Boxes] = []
 
@@ -180,7 +180,6 @@ class Recorder:
         return 0
 
     def launch(self, loaded: Any, arguments: bytes, kind: Any) -> None:
-        assert self.recorded is None, "a call has one launch"
         packed, fields, found = _taken_apart(arguments, kind)
         markers = [x for x in found if type(x) is bytes]
         addresses = found[len(markers) :]
@@ -189,13 +188,15 @@ class Recorder:
             address, index = struct.unpack_from("=QQ", marker)
             maps.append((addresses.index(address), self._boxes[index]))
         names = zip(pointers_of(kind), addresses, strict=True)
-        self.recorded = _Launch(
-            loaded,
-            kind,
-            packed,
-            fields,
-            tuple(_slot(name, address) for name, address in names),
-            tuple(maps),
+        self.launches.append(
+            _Launch(
+                loaded,
+                kind,
+                packed,
+                fields,
+                tuple(_slot(name, address) for name, address in names),
+                tuple(maps),
+            )
         )
 
 

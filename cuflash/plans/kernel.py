@@ -168,6 +168,9 @@ class Plan:
     num_splits : int
         The number of parts into which decode kernels cut the keys; if parts
         are balanced (decode/parts.cuh), the number of blocks.
+    after_forward : bool
+        jvp: whether its kernels read out and lse, which a forward call
+        computes before.
     """
 
     problem: Problem
@@ -179,6 +182,7 @@ class Plan:
     work_items: StaticSchedule | None = None
     workspace: tuple[Buffer, ...] = ()
     num_splits: int = 1
+    after_forward: bool = False
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:

@@ -30,7 +30,7 @@ from .steps import (
 
 # Registers, of 255, for a thread's accumulators. The rest hold fragments,
 # addresses and row statistics. 224 is the most that fits, as measured.
-_ACCUMULATOR_REGISTERS = 224
+ACCUMULATOR_REGISTERS = 224
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
@@ -42,7 +42,7 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def _shares_rows(tile: Tile) -> bool:
+def shares_rows(tile: Tile) -> bool:
     """Whether warps share rows in 16-row tiles, and loads are even.
 
     In common/smem.cuh's load_tile, eight threads load a row, and a thread's
@@ -59,13 +59,13 @@ def _shares_rows(tile: Tile) -> bool:
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = padded_head_dims(problem)
-    if not _shares_rows(tile):
+    if not shares_rows(tile):
         return False
     rows = tile.block_q // tile.num_warps
-    return rows * (tile.block_k + dv) // 32 <= _ACCUMULATOR_REGISTERS
+    return rows * (tile.block_k + dv) // 32 <= ACCUMULATOR_REGISTERS
 
 
-def _padded(problem: Problem, d: int, dv: int) -> bool:
+def padded(problem: Problem, d: int, dv: int) -> bool:
     return (problem.head_dim, problem.head_dim_v) != (d, dv)
 
 
@@ -73,7 +73,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = padded_head_dims(problem)
     return forward_in_one(
         problem, device, tile, "mma", (d, dv), _forward_shared(problem, tile),
-        ("PADDED", _padded(problem, d, dv)),
+        ("PADDED", padded(problem, d, dv)),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         *option_constants(problem),
     )  # fmt: skip
@@ -105,7 +105,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     )
     if any(shares):
         return False
-    return kept_and_summed(tile, d, dv) <= _ACCUMULATOR_REGISTERS
+    return kept_and_summed(tile, d, dv) <= ACCUMULATOR_REGISTERS
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -113,7 +113,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     shared = _backward_shared(problem, tile)
     main = main_kernel(
         problem, tile, "mma", (d, dv), shared,
-        ("PADDED", _padded(problem, d, dv)),
+        ("PADDED", padded(problem, d, dv)),
         ("NUM_STAGES", tile.num_stages),
         *gradient_constants(problem, tile),
         *option_constants(problem),

@@ -21,17 +21,17 @@ from .steps import (
 CAPABILITIES = (80, 90, 100, 103)
 
 # Registers, of 255, for accumulators; fragments and addresses need the rest.
-_REGISTERS = 192
+REGISTERS = 192
 
 
-def _family(problem: Problem) -> Family:
+def family_of(problem: Problem) -> Family:
     return "dmma" if problem.dtype == "float64" else "tf32x3"
 
 
-def _head_dims(problem: Problem) -> tuple[int, int]:
+def head_dims(problem: Problem) -> tuple[int, int]:
     """Rounded up to multiples that warps can share.
 
-    A float32 MMA takes more columns (`_chunk`), so wide heads, which two
+    A float32 MMA takes more columns (`chunk`), so wide heads, which two
     warps share, need larger multiples.
     """
     dims = problem.head_dim, problem.head_dim_v
@@ -40,40 +40,40 @@ def _head_dims(problem: Problem) -> tuple[int, int]:
     return round_up(dims[0], step), round_up(dims[1], step)
 
 
-def _chunk(problem: Problem) -> int:
+def chunk(problem: Problem) -> int:
     """Elements per 16 bytes, the unit in which column tiles are grouped."""
     return 16 // element_bytes(problem)
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     return element_bytes(problem) * (
         (tile.block_q + tile.block_k) * (d + ROWS_PAD)
-        + tile.block_k * (dv + _chunk(problem))
+        + tile.block_k * (dv + chunk(problem))
     )
 
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
-    _, dv = _head_dims(problem)
+    _, dv = head_dims(problem)
     if tile.block_q % (tile.num_warps * 16):
         return False
     rows = tile.block_q // tile.num_warps
     words = element_bytes(problem) // 4
-    chunk = rows * 8 * 4 if words == 1 else 0  # sums restarted per chunk
-    kept = words * rows * (tile.block_k + dv) + chunk
-    return kept // 32 <= _REGISTERS
+    restarted = rows * 8 * 4 if words == 1 else 0  # sums of a chunk
+    kept = words * rows * (tile.block_k + dv) + restarted
+    return kept // 32 <= REGISTERS
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return forward_in_one(
-        problem, device, tile, _family(problem),
-        _head_dims(problem), _forward_shared(problem, tile),
+        problem, device, tile, family_of(problem),
+        head_dims(problem), _forward_shared(problem, tile),
         *option_constants(problem),
     )  # fmt: skip
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     return element_bytes(problem) * (
         (tile.block_q + tile.block_k) * (d + dv + 2 * ROWS_PAD)
         + tile.block_q * (tile.block_k + ROWS_PAD)
@@ -82,10 +82,10 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
-    columns = 8 * _chunk(problem)
+    columns = 8 * chunk(problem)
     shares = (
         tile.block_q % (tile.score_warps_q * 16),
         tile.block_k % (across * 8),
@@ -97,13 +97,13 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     if any(shares):
         return False
     words = element_bytes(problem) // 4
-    return kept_and_summed(tile, d, dv, words) <= _REGISTERS
+    return kept_and_summed(tile, d, dv, words) <= REGISTERS
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return backward_in_one(
-        problem, device, tile, _family(problem),
-        _head_dims(problem), _backward_shared(problem, tile),
+        problem, device, tile, family_of(problem),
+        head_dims(problem), _backward_shared(problem, tile),
         *option_constants(problem),
     )  # fmt: skip
 

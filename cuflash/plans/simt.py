@@ -84,8 +84,9 @@ def kernel_of(
     rows: int,
     shared: int,
     *own: tuple[str, bool],
+    kind: str = "",
 ) -> KernelPlan:
-    """A simt kernel, with `own` constants."""
+    """A simt kernel, with `own` constants and the `kind` of struct."""
     _, d, dv = sizes(problem, tile, rows)
     return KernelPlan(
         file=file,
@@ -99,7 +100,7 @@ def kernel_of(
             ("BLOCK_K", tile.block_k),
             ("NUM_THREADS", tile.num_warps * 32),
             ("SHARED_BYTES", shared),
-            *option_constants(problem),
+            *option_constants(problem, kind),
             *own,
         ),
         threads=tile.num_warps * 32,

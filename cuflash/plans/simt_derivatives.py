@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .kernel import Device, Launch, Maker, Plan
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .simt import REGISTERS, fits, kernel_of, sizes
 from .steps import (
     count_tiles,
@@ -38,8 +38,9 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     return columns * size // 4 <= REGISTERS
 
 
-def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    kernel = kernel_of(
+def jvp_kernel(problem: Problem, tile: Tile, kind: str = "") -> KernelPlan:
+    """The kernel of a JVP; with a `kind` of struct, of flagged rows."""
+    return kernel_of(
         "simt/jvp.cu",
         "jvp_simt",
         problem,
@@ -47,7 +48,12 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile.block_q,
         _jvp_shared(problem, tile),
         *tangent_constants(problem),
+        kind=kind,
     )
+
+
+def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
+    kernel = jvp_kernel(problem, tile)
     blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
     blocks *= problem.batch * problem.num_heads_q * num_directions(problem)
     return Plan(

@@ -416,8 +416,8 @@ def main_kernel(
     *own: tuple[str, int | bool | str],
 ) -> KernelPlan:
     """A family's kernel of the problem's direction, with `own` constants."""
-    backward = problem.direction == "backward"
-    direction = "backward" if backward else "forward"
+    kvcache = problem.direction == "kvcache"
+    direction = "forward" if kvcache else problem.direction
     entry = f"{direction}_{entry_suffix(family)}"
     return KernelPlan(
         file=f"{folder(family)}/{direction}.cu",

@@ -24,7 +24,13 @@ except ImportError as error:
 from . import fakes as _fakes  # noqa: F401  registers fake kernels
 from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
+from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .registration import register_transformers
 
-__all__ = ["attention", "forward_kvcache", "register_transformers"]
+__all__ = [
+    "attention",
+    "distributed_attention",
+    "forward_kvcache",
+    "register_transformers",
+]

@@ -141,7 +141,7 @@ class Rule:
         static = replace(self.static, several=True)
         results = self.function.apply(static, *moved, *tensors[n:])
         if several:
-            sizes = (info.batch_size, -1)
+            sizes = info.batch_size, len(results[0]) // info.batch_size
             results = tuple(x.unflatten(0, sizes) for x in results)
         return results, 0
 

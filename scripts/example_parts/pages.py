@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-NEEDS = ("torch", "transformers", "jax", "gpu", "compiler")
+NEEDS = ("torch", "transformers", "jax", "gpu", "launcher", "compiler")
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
 _NEEDS = re.compile(r"^\s*<!--\s*needs:(?P<names>.*?)-->\s*$")

@@ -32,6 +32,8 @@ def is_there(need: str) -> bool:
     if need == "gpu":
         has_cupy = importlib.util.find_spec("cupy") is not None
         return has_cupy and cuda_extra.driver_version() is not None
+    if need == "launcher":  # of processes on several GPUs
+        return is_there("gpu") and "WORLD_SIZE" in os.environ
     if need == "compiler":
         compilers = (os.environ.get("CXX"), "g++", "clang++")
         return any(shutil.which(name) for name in compilers if name)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from site_parts.sources import write
 
-# The bridges, and what each needs to be imported.
+# The packages with public names of their own, and the extra of each.
 BRIDGES = {
+    "distributed": ("Several devices", "mpi"),
     "torch": ("PyTorch", "torch"),
     "flash_attn": ("flash-attn's calls", "torch"),
     "jax": ("JAX", "jax"),
@@ -24,6 +25,7 @@ PICTURES = {
     "masks": ("plot_3_masks_and_biases", 1),
     "scores": ("plot_3_masks_and_biases", 2),
     "traffic": ("plot_4_tile_sizes", 2),
+    "context_parallel": ("plot_5_context_parallel", 1),
 }
 TITLES = {"jvp": "JVP", "kvcache": "KV cache", "running": "Running variance"}
 

@@ -18,6 +18,7 @@ from jax_data import (  # noqa: E402
     expected_gradients,
     inputs,
     loss,
+    normal,
     options,
     packed,
     split,
@@ -75,6 +76,81 @@ def test_the_bits_are_those_of_cuflash(dtype, arch, name):
         del expected["bias"], expected["q"]
     for each, gradient in expected.items():
         assert_same(got[each], gradient)
+
+
+def moved(wrt):
+    """A tangent of each array."""
+    return {
+        n: normal(*x.shape, dtype=x.dtype.name, seed=6) for n, x in wrt.items()
+    }
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 6])
+@pytest.mark.parametrize(
+    "dtype, name", [("float32", "bias"), ("float16", "sink")]
+)
+def test_tangents(dtype, name, head_dim_v):
+    wrt, static = split(
+        inputs(dtype, head_dim_v=head_dim_v) | options(dtype)[name]
+    )
+    tangents = moved(wrt)
+
+    def call(wrt):
+        return attention(**wrt, **static, return_lse=True)
+
+    (_, got), runs = on_emulator(
+        "sm_80", lambda *x: jax.jvp(call, *x), (wrt,), (tangents,)
+    )
+    assert runs == 2  # forward, tangent
+    with emulator.active("sm_80"):
+        expected = cuflash.jvp(
+            **{n: np.asarray(x) for n, x in wrt.items()},
+            **{f"{n}_dot": x for n, x in tangents.items()},
+            return_lse=True,
+            **static,
+        )
+    for x, y in zip(got, expected[2:], strict=True):
+        assert_same(x, y)
+
+
+def test_several_tangents():
+    given = inputs(head_dim=2, head_dim_v=8)
+    q_dots = normal(3, *given["q"].shape)
+
+    def push(q_dot):
+        call = lambda q: attention(**given | {"q": q})  # noqa: E731
+        return jax.jvp(call, (given["q"],), (q_dot,))[1]
+
+    got, runs = on_emulator("sm_80", jax.vmap(push), q_dots)
+    assert runs == 1  # of all directions; out is not used
+    with emulator.active("sm_80"):
+        _, expected = cuflash.jvp(*given.values(), q_dots, None, None)
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize(
+    "dtype, name", [("float32", "bias"), ("float16", "sink")]
+)
+def test_second_gradients(dtype, name):
+    wrt, _, static = case(dtype, name)
+    tangents = moved(wrt)
+    with emulator.active("sm_80"):
+        function, (out, lse, dout, dlse) = loss(wrt, {}, **static)
+        found = cuflash.double_backward(
+            **{f"dd{n}": x for n, x in tangents.items()},
+            **{n: np.asarray(x) for n, x in wrt.items()},
+            dout=dout, out=out, lse=lse, dlse=dlse,
+            **{f"return_d2{name}": True},
+        )  # fmt: skip
+    expected = dict(zip(("q", "k", "v", "ddout", name), found, strict=True))
+
+    def penalty(wrt):
+        gradients = jax.grad(function)(wrt)
+        return sum((gradients[n] * tangents[n]).sum() for n in tangents)
+
+    got, _ = on_emulator("sm_80", jax.grad(penalty), wrt)
+    for each, x in got.items():
+        assert_same(x, expected[each])
 
 
 def forward_on_emulator(arch, given):

@@ -87,16 +87,30 @@ def test_bad_seeds(seed):
         call(dropout=0.5, seed=jax.numpy.asarray(seed))
 
 
-@pytest.mark.parametrize("transform", [jax.jacfwd, jax.hessian])
-def test_forward_mode(transform):
-    with pytest.raises(UnsupportedError, match="has no forward mode"):
-        transform(lambda q: call(q=q).sum())(Q)
+def test_forward_mode_twice():
+    with pytest.raises(UnsupportedError, match="forward mode twice"):
+        jax.jacfwd(jax.jacfwd(lambda q: call(q=q).sum()))(Q)
 
 
-def test_second_derivatives():
-    gradient = jax.grad(lambda q: (call(q=q) ** 2).sum())
-    with pytest.raises(UnsupportedError, match="no second derivatives"):
-        jax.grad(lambda q: gradient(q).sum())(Q)
+def test_third_derivatives():
+    def gradient(function):
+        return lambda q: jax.grad(function)(q).sum()
+
+    third = gradient(gradient(gradient(lambda q: (call(q=q) ** 2).sum())))
+    with pytest.raises(UnsupportedError, match="third derivatives"):
+        third(Q)
+
+
+def test_a_tangent_of_slopes():
+    slopes = options()["slopes"]["alibi_slopes"]
+    words = "alibi_slopes is differentiated, expected one of q, k"
+    with pytest.raises(UnsupportedError, match=words):
+        jax.jvp(lambda x: call(alibi_slopes=x), (slopes,), (slopes,))
+
+
+def test_a_tangent_of_another_dtype_is_jaxs_error():
+    with pytest.raises(TypeError, match="float16"):
+        jax.jvp(lambda q: call(q=q), (Q,), (Q.astype("float16"),))
 
 
 def test_derivatives_with_respect_to_slopes():

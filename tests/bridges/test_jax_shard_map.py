@@ -52,6 +52,20 @@ halves = [{n: x if n == "sink" else x[i:i + 1] for n, x in given.items()}
 parts = [jax.grad(lambda x: total(plain, x))(half) for half in halves]
 assert_same(got["sink"], parts[0]["sink"] + parts[1]["sink"])
 """
+SECOND = """
+def second(call, x):
+    moved = jax.tree.map(jax.numpy.cos, x)
+    slopes = jax.grad(lambda x: total(call, x))
+    pushed = jax.jvp(call, (x,), (moved,)), jax.jvp(slopes, (x,), (moved,))
+    norm = lambda x: sum((y ** 2).sum() for y in jax.tree.leaves(slopes(x)))
+    return pushed, jax.grad(norm)(x)
+
+del arrays["sink"], given["sink"], specs["sink"]  # summed in another order
+sharded = jax.shard_map(plain, mesh=mesh, in_specs=(specs,),
+                        out_specs=specs["q"])
+got = jax.jit(lambda x: second(sharded, x))(arrays)
+jax.tree.map(assert_same, got, jax.jit(lambda x: second(plain, x))(given))
+"""
 REPLICATED_KEYS = """
 specs["k"] = specs["v"] = P("b")
 given |= {n: given[n][:, :, :1] for n in "kv"}
@@ -104,7 +118,9 @@ def run(kind, text):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
-    "text", [CALLS, GRADIENTS, REPLICATED_KEYS], ids=["out", "grad", "keys"]
+    "text",
+    [CALLS, GRADIENTS, SECOND, REPLICATED_KEYS],
+    ids=["out", "grad", "second", "keys"],
 )
 def test_shard_map(kind, text):
     run(kind, text)

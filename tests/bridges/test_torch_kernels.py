@@ -17,7 +17,10 @@ from torch_data import (  # noqa: E402
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+]
 
 BOTH = {
     "bias": options(torch.float32)["bias"]["bias"],
@@ -71,6 +74,52 @@ def test_a_sink_without_keys(emulator):
     _, lse = cuflash.torch.attention(*inputs, sink=sink, return_lse=True)
     (got,) = torch.autograd.grad(lse.sum(), sink)
     assert torch.equal(got, torch.full((4,), 10.0))  # lse is the sink, 2 x 5
+
+
+def directions(inputs):
+    return [torch.randn_like(x) for x in inputs]
+
+
+@pytest.mark.parametrize("name", ["none", "bias", "sink"])
+def test_tangents(emulator, name):
+    inputs, given = tensors(torch.float32), options(torch.float32)[name]
+    moved = directions(inputs)
+    _, got = torch.func.jvp(
+        lambda *x: cuflash.torch.attention(*x, return_lse=True, **given),
+        tuple(inputs),
+        tuple(moved),
+    )
+    expected = on_numpy(cuflash.jvp, *inputs, *moved, return_lse=True, **given)
+    assert_equal(got, expected[2:])
+
+
+def test_several_tangents(emulator):
+    q, k, v = tensors(torch.float32, head_dim=2)
+    moved = torch.randn(3, *q.shape)
+
+    def push(q_dot):
+        call = lambda q: cuflash.torch.attention(q, k, v)  # noqa: E731
+        return torch.func.jvp(call, (q,), (q_dot,))[1]
+
+    got = torch.func.vmap(push)(moved)
+    expected = on_numpy(cuflash.jvp, q, k, v, moved, None, None)
+    assert torch.equal(got, expected[1])
+
+
+def test_second_gradients(emulator):
+    inputs = tensors(torch.float32, requires_grad=True)
+    out, lse = cuflash.torch.attention(*inputs, **BOTH, return_lse=True)
+    dout, dlse = (x.requires_grad_() for x in directions([out, lse]))
+    first = torch.autograd.grad(
+        (out, lse), inputs, (dout, dlse), create_graph=True
+    )
+    moved = directions(inputs)
+    got = torch.autograd.grad(first, (*inputs, dout, dlse), moved)
+    expected = on_numpy(
+        cuflash.double_backward,
+        *moved, dout, *inputs, out, lse, dlse=dlse, return_ddlse=True, **BOTH,
+    )  # fmt: skip
+    assert_equal(got, expected)
 
 
 def test_strides_that_need_copies(emulator):

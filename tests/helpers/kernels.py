@@ -17,12 +17,8 @@ ASKED = {
 
 
 def small_problem(direction, dtype, head_dim=64, **changes):
-    """A causal problem of 128 tokens and two query heads.
-
-    In derivatives q, k and v move.
-    """
-    if direction in ("jvp", "double_backward"):
-        changes.setdefault("tangents", Tangents(("q", "k", "v")))
+    """A causal problem of 128 tokens and two query heads; q, k, v move."""
+    derivative = direction in ("jvp", "double_backward")
     fields = {
         "batch": 1,
         "seqlen_q": 128,
@@ -33,6 +29,7 @@ def small_problem(direction, dtype, head_dim=64, **changes):
         "head_dim_v": head_dim,
         "scale": 0.125,
         "causal": True,
+        "tangents": Tangents(("q", "k", "v")) if derivative else None,
     }
     return Problem(direction, dtype, **{**fields, **changes})
 

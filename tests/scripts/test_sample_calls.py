@@ -52,11 +52,21 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float64", "tf32x3"])
-def test_decode_calls_are_valid(monkeypatch, name):
+def test_calls_are_valid(monkeypatch, name):
     """NumPy arrays in place of CuPy's are checked, values included."""
     monkeypatch.setattr(sample_calls, "cupy", np)
     calls = [*sample_calls.sample([name], ["decode", "kvcache"])]
     assert bool(calls) == (name != "tf32x3")
+    calls += sample_calls.sample([name], ["shared"])
     for call in calls:
         with np.errstate(all="ignore"):
             call()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float64", "tf32x3"])
+def test_calls_of_derivatives_are_valid(monkeypatch, name):
+    monkeypatch.setattr(sample_calls, "cupy", np)
+    calls = [*sample_calls.sample([name], ["derivatives"])]
+    assert len(calls) == 5
+    with np.errstate(all="ignore"):
+        calls[0]()

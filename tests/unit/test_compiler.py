@@ -65,6 +65,19 @@ def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
         assert report.spill_bytes == 0 and not report.warnings
 
 
+@pytest.mark.parametrize("direction", ["jvp"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float64", None), ("float32", "tf32x3")]
+)
+def test_mma8_derivatives_do_not_spill(direction, head_dim, dtype, precision):
+    options = {"precision": precision, "causal": False}
+    for kernel in kernels(direction, dtype, "sm_90a", head_dim, **options):
+        report = nvrtc.report(kernel, "sm_90a")
+        assert report.shared_bytes == kernel.shared_bytes
+        assert report.spill_bytes == 0 and not report.warnings
+
+
 @pytest.mark.parametrize("direction", ["jvp", "double_backward"])
 @pytest.mark.parametrize(
     ("dtype", "arch"),

@@ -44,13 +44,18 @@ LAW = {
         f"plans.{family}": f"{_PLANS} plans.steps"
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
-    "plans.fma_derivatives": f"{_PLANS} plans.steps plans.fma",
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
+    "plans.wgmma_jvp": f"{_PLANS} plans.steps plans.simt_derivatives",
+    "plans.mma8_derivatives": f"{_PLANS} plans.steps plans.mma8",
+    "plans.fma_derivatives": f"{_PLANS} plans.steps plans.fma",
+    "plans.mma_derivatives": f"{_PLANS} plans.steps plans.mma",
+    "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
     "plan": f"errors settings {_PLANS} plans.steps plans.decode"
     " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
-    " plans.fma_derivatives plans.simt_derivatives plans.wgmma plans.rotary",
+    " plans.fma_derivatives plans.mma_derivatives plans.mma8_derivatives"
+    " plans.simt_derivatives plans.wgmma plans.wgmma_jvp plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",
@@ -114,8 +119,8 @@ LAW = {
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "api_derivatives": "api problem validate_derivatives",
-    "torch": "torch.attention torch.fakes torch.kvcache torch.op_gradients"
-    " torch.registration",
+    "torch": "torch.attention torch.fakes torch.group_attention"
+    " torch.kvcache torch.op_gradients torch.registration",
     "torch.arrays": "workspace torch.dtypes",
     "torch.attention": "checks errors options torch.autocast torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing"
@@ -130,6 +135,8 @@ LAW = {
     " torch.vmap",
     "torch.gradients": "torch.derivatives torch.request"
     " torch.request_derivatives",
+    "torch.group_attention": "api distributed errors torch.checks"
+    " torch.dtypes",
     "torch.inductor": "torch.direct",
     "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
@@ -153,25 +160,65 @@ LAW = {
     "torch.transforms": "errors problem torch.derivatives torch.request"
     " torch.tracing",
     "torch.vmap": "folding",
+    "execute_partial": "problem abi plans.partial backends.base",
+    "distributed": "distributed.attention distributed.environment"
+    " distributed.gathering distributed.group distributed.in_process"
+    " distributed.layouts distributed.mpi distributed.nccl",
+    "distributed.accumulate": "distributed.machine",
+    "distributed.arguments": "api checks errors problem validate"
+    " distributed.group distributed.layouts distributed.schedule",
+    "distributed.arrays": "api",
+    "distributed.attention": "problem distributed.arguments"
+    " distributed.group distributed.heads distributed.machine"
+    " distributed.ring",
+    "distributed.bench": "__init__ api errors distributed.attention"
+    " distributed.environment distributed.group distributed.in_process"
+    " distributed.layouts",
+    "distributed.environment": "errors distributed.group distributed.mpi"
+    " distributed.nccl",
+    "distributed.gathering": "distributed.arrays distributed.group"
+    " distributed.layouts distributed.machine",
+    "distributed.group": "checks errors distributed.arrays",
+    "distributed.heads": "distributed.arrays distributed.group"
+    " distributed.layouts distributed.machine distributed.schedule",
+    "distributed.in_process": "errors distributed.group",
+    "distributed.layouts": "checks errors distributed.arrays",
+    "distributed.machine": "api backends.emulator execute_partial",
+    "distributed.mpi": "errors distributed.group",
+    "distributed.nccl": "api errors distributed.group"
+    " distributed.nccl_library distributed.watchdog",
+    "distributed.nccl_library": "api errors distributed.group",
+    "distributed.ring": "api distributed.accumulate distributed.arrays"
+    " distributed.group distributed.machine distributed.schedule",
+    "distributed.schedule": "distributed.layouts",
+    "distributed.watchdog": "",
     "jax": "jax.attention",
     "jax.arrays": "errors",
-    "jax.calls": "checks errors options plan problem validate jax.arrays",
+    "jax.calls": "checks errors options plan problem validate"
+    " validate_derivatives jax.arrays",
     "jax.primitives": "errors jax.arrays jax.calls",
-    "jax.batching": "jax.calls jax.primitives",
-    "jax.cpu": "api jax.calls jax.primitives",
+    "jax.derivatives": "errors jax.calls jax.primitives",
+    "jax.batching": "folding jax.primitives",
+    "jax.cpu": "api api_derivatives jax.calls jax.primitives",
     "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
     "jax.machine": "api backends.base",
-    "jax.cuda": "execute problem backends.base jax.arrays jax.calls"
+    "jax.cuda": "execute problem runner backends.base jax.arrays jax.calls"
     " jax.machine jax.primitives jax.recording",
     "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
-    " jax.cpu jax.cuda jax.primitives",
+    " jax.cpu jax.cuda jax.derivatives jax.primitives",
     "__init__": "errors api api_derivatives build.warmup emulator reference"
     " _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
     " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
     " __init__",
 }
-MAY_IMPORT_CUPY = {"backends.cupy", "build.nvrtc", "build.warmup"}
+MAY_IMPORT_CUPY = {
+    "backends.cupy",
+    "build.nvrtc",
+    "build.warmup",
+    "distributed.environment",
+    "distributed.nccl_library",
+}
 BRIDGES = ("torch", "jax")  # each imports the library of its name
 ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
 PACKAGES = (
@@ -180,6 +227,7 @@ PACKAGES = (
     "build",
     "plans",
     *BRIDGES,
+    "distributed",
     "flash_attn",
     "flash_attn.layers",
     "flash_attn.ops",
@@ -358,7 +406,9 @@ cuflash.double_backward(q, None, None, out, q, q, q, out, lse)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("bridge", ["torch", "jax", "flash_attn"])
+@pytest.mark.parametrize(
+    "bridge", ["torch", "jax", "flash_attn", "distributed"]
+)
 def test_a_bridge_that_is_not_imported_yet(bridge):
     done = run_without([], f"import cuflash; cuflash.{bridge}.attention")
     assert f"write `import cuflash.{bridge}` first" in done.stderr

@@ -24,6 +24,7 @@ from helpers.kernels import small_problem
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIRECTIONS = ("forward", "backward")
+DERIVATIVES = ("jvp",)
 SIXTEEN_BITS = ("float16", "bfloat16")
 FAMILIES = {
     "float16": "mma",
@@ -104,6 +105,30 @@ def test_options_take_float64_to_no_other_family(
         assert plan(problem, device, wanted).family == family
 
 
+@pytest.mark.parametrize("direction", DERIVATIVES)
+@pytest.mark.parametrize(
+    ("dtype", "precision", "family"),
+    [("float64", None, "dmma"), ("float32", "tf32x3", "tf32x3")],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [1, 64, 128])
+def test_mma8_has_derivatives(direction, dtype, precision, family, arch,
+                              head_dim):  # fmt: skip
+    decided = planned(direction, dtype, head_dim, arch, precision=precision)
+    assert decided.family == family
+    assert decided.kernels[-1].file == f"mma8/{direction}.cu"
+
+
+@pytest.mark.parametrize("direction", DERIVATIVES)
+@pytest.mark.parametrize(
+    "changes",
+    [{"block_q": 16, "block_k": 8}, {"head_dim": 256}, {"arch": "sm_86"}],
+    ids=["blocks", "head_dim", "arch"],
+)
+def test_simt_has_the_other_derivatives(direction, changes):
+    assert planned(direction, "float64", **changes).family == "simt"
+
+
 @both_directions
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_sixteen_bits_need_sm_80(direction, dtype):
@@ -151,9 +176,9 @@ def test_derivatives_of_float32_fall_back_to_simt(
     assert decided.family == family
 
 
-@pytest.mark.parametrize("direction", ["jvp", "double_backward"])
-def test_derivatives_of_tf32x3_calls_are_those_of_float32(direction):
-    assert planned(direction, "float32", precision="tf32x3").family == "fma"
+def test_second_gradients_of_tf32x3_calls_are_those_of_float32():
+    decided = planned("double_backward", "float32", precision="tf32x3")
+    assert decided.family == "fma"
 
 
 WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]

@@ -43,6 +43,9 @@ inline const ForwardArguments& arrays_of(const JvpArguments& arguments) { return
 inline const ForwardArguments& arrays_of(const JvpOptionsArguments& arguments) {
     return arguments.arrays;
 }
+inline const ForwardArguments& arrays_of(const JvpWgmmaArguments& arguments) {
+    return arguments.arrays;
+}
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
 inline const BackwardArguments& arrays_of(const BackwardPlainArguments& arguments) {
     return arguments.arrays;

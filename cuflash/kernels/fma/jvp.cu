@@ -202,7 +202,7 @@ __device__ __forceinline__ void store(
             for (int c = 0; c < CHUNK; ++c) {
                 numbers[c] = acc[i][n + c] * rescale / divisor;
                 moved[c] = acc_dot[i][n + c] * rescale / divisor;
-                if constexpr (LSE_MOVES) moved[c] = fmaf(-b, numbers[c], moved[c]);
+                moved[c] = fmaf(-b, numbers[c], moved[c]);
             }
             const int column = lane_column() * CHUNK + n * 8;
             if (wanted.out && direction == 0)

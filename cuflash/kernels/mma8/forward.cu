@@ -24,11 +24,9 @@
 // HEAD_DIM + HEAD_DIM_V multiply-adds; splitting a float takes three per operand. Bad at:
 // head_dim_v above 128, for which acc is too large; NaN or infinity in V in a partly masked
 // tile.
-#include "mma8/mma8.cuh"
+#include "mma8/visible_pairs.cuh"
 #include "common/forward_loads.cuh"
 #include "score/dropout.cuh"
-#include "common/mask.cuh"
-#include "score/pair_mask.cuh"
 #include "common/scheduler.cuh"
 #include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
@@ -57,10 +55,6 @@ __device__ __forceinline__ double larger(double a, double b) { return b > a ? b 
 __device__ __forceinline__ double quad_max(double x) {
     x = larger(x, __shfl_xor_sync(WHOLE_WARP, x, 1));
     return larger(x, __shfl_xor_sync(WHOLE_WARP, x, 2));
-}
-__device__ __forceinline__ double quad_sum(double x) {
-    x += __shfl_xor_sync(WHOLE_WARP, x, 1);
-    return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
 }
 
 __device__ __forceinline__ void reset(Rows& rows) {
@@ -109,21 +103,6 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
         }
 }
 
-// The lane's `row` and the tile's `key`: whether the query sees the key.
-struct LaneVisibility {
-    const Mask<CAUSAL, WINDOW>& mask;
-    const PairMask& pair_mask;
-    const Shape& shape;
-    const int &first_query, &k_start;
-    __device__ __forceinline__ bool operator()(int row, int key) const {
-        const int query = first_query + row;
-        if (WINDOW && k_start + key < mask.first_key(query)) return false;
-        if (PAIRWISE && query < shape.seqlen_q && k_start + key < shape.seqlen_k
-            && !pair_mask.visible(query, k_start + key)) return false;
-        return k_start + key < mask.num_keys(first_query + row);
-    }
-};
-
 // S becomes the scores of score_mod.cuh, -inf where the query does not see the key.
 template <bool MASKED>
 __device__ __forceinline__ void apply_score_mod(
@@ -162,39 +141,6 @@ __device__ __forceinline__ void apply_dropout(
                     p[i][j][half * 2 + x] *=
                         (kept >> (j * 2 + x)) & 1 ? dropout.factor : Element(0);
         }
-}
-
-// acc += P V over visible pairs only, on CUDA cores: for a partly masked tile whose V has a NaN or
-// an infinity, since 0 * NaN is NaN. Slow, rare.
-template <class F>
-__device__ __forceinline__ void add_visible_rows(
-    Output& acc, const Scores& p, const SharedPlan& shared, F visible) {
-    const int lane = threadIdx.x % 32, t = lane % 4;
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int j = 0; j < S_TILES; ++j)
-            #pragma unroll
-            for (int x = 0; x < 2; ++x)
-                #pragma unroll 1
-                for (int owner = 0; owner < 4; ++owner) {   // of the quad: has key 8j + 2 owner + x
-                    const int key = j * 8 + 2 * owner + x;
-                    #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const Element weight = __shfl_sync(
-                            WHOLE_WARP, p[i][j][half * 2 + x], lane / 4 * 4 + owner);
-                        if (!visible(i * 16 + half * 8, key)) continue;
-                        #pragma unroll
-                        for (int n = 0; n < O_TILES; ++n)
-                            #pragma unroll
-                            for (int c = 0; c < 2; ++c) {
-                                const int column =
-                                    n / CHUNK * (8 * CHUNK) + CHUNK * (2 * t + c) + n % CHUNK;
-                                Element& sum = acc[i][n][half * 2 + c];
-                                sum = fma(weight, shared.v.at[key][column], sum);
-                            }
-                    }
-                }
 }
 
 // O = acc / l and lse = m + log(l); 0 and -inf for rows without a visible key. A sink takes part
@@ -320,7 +266,7 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
         if (next >= tiles.first) loader.load_k(next);
         softmax_step(s, rows, acc);
         if constexpr (DROPOUT) apply_dropout(s, options.dropout, first_query, k_start);
-        if (MASKED && nonfinite) add_visible_rows(acc, s, shared, visible);
+        if (MASKED && nonfinite) add_visible_rows(acc, s, shared.v, visible);
         else gemm_ab(acc, s, shared.v);
     };
 

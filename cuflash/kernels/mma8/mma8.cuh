@@ -35,6 +35,12 @@ __device__ __forceinline__ Pair pair_at(const Element* x) {
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2_E); }
 
+// softmax.cuh's, in double.
+__device__ __forceinline__ double quad_sum(double x) {
+    x += __shfl_xor_sync(WHOLE_WARP, x, 1);
+    return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
+}
+
 // ---- Operands ----
 
 struct Parts { u32 high, low; };

@@ -8,7 +8,6 @@
 #include "common/elements.cuh"
 
 constexpr bool SCORES_MOVE = Q_DOT || K_DOT || BIAS_DOT;
-constexpr bool LSE_MOVES = SCORES_MOVE || SINK_DOT;
 
 // Where one head of a direction's tangents (directions, batch, seqlen, heads, columns) begins.
 inline const Element* head_start(

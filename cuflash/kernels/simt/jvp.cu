@@ -5,7 +5,8 @@
 // with W, the tangent of the scores, from score/tangents.cuh. As simt/forward.cu: online softmax
 // over key tiles; sums with P * W are rescaled as l and acc are. A sink adds its weight times s' to
 // b; dropout's Z multiplies P where it meets V or V', but not in b. Each direction computes O and
-// lse anew; the first one stores them.
+// lse anew; the first one stores them. After sm90/jvp.cu it computes the rows that are flagged
+// (row_flags.cuh), and no others.
 //
 // Grid: one block per tile of BLOCK_Q queries of one head and direction,
 //     blockIdx.x = ((order * batch + batch_index) * num_heads_q + head) * directions + direction
@@ -25,6 +26,7 @@
 #include "score/head_options.cuh"
 #include "score/tangents.cuh"
 #include "common/packed_sequences.cuh"
+#include "common/row_flags.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -214,8 +216,8 @@ inline void store(
         if (column >= shape.head_dim_v) continue;
         const Real o = state.acc[n] / l, tangent = state.acc_dot[n] / l;
         if (wanted.out && direction == 0) out[column] = from_accumulator<Element>(o);
-        if (wanted.out_dot) out_dot[column] =
-            from_accumulator<Element>(LSE_MOVES ? fma(-b, o, tangent) : tangent);
+        if (wanted.out_dot)
+            out_dot[column] = from_accumulator<Element>(fma(-b, o, tangent));
     }
     if (thread_of_row != 0) return;
     const i64 heads = i64(shape.batch) * shape.num_heads_q, rows = rows_of_head(args);
@@ -244,6 +246,8 @@ jvp_simt(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays_of(args).shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_start = q_tile * BLOCK_Q;
+    if (has_no_flag(call_args, direction * call_shape.batch + batch, head, q_start, BLOCK_Q))
+        return;
     const Head own_head(args, direction, batch, head);
 
     // Which query of the tile, and which of its threads.

@@ -3,8 +3,7 @@
 // from the lane's first. first_row: the lane's first query. k_start: the tile's first key.
 #pragma once
 #include "sm90/forward_shared.cuh"
-
-__device__ __forceinline__ int lane_key(int k_start) { return k_start + threadIdx.x % 4 * 2; }
+#include "sm90/score_mask.cuh"
 
 // ---- Bias ----
 
@@ -98,30 +97,6 @@ __device__ __forceinline__ void apply_score_mod(
 }
 
 // ---- Masks: S = -inf where a pair is masked ----
-
-// Causal mask, window and the end of the keys.
-__device__ __forceinline__ void apply_mask(
-    float (&s)[S_COUNT], const Mask<CAUSAL, WINDOW>& mask, int first_row, int k_start) {
-    const int first_key = lane_key(k_start);
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int end = max(mask.num_keys(first_row + half * 8) - first_key, 0);
-        const int count = end / 8 * 2 + min(end % 8, 2);    // of the lane's columns
-        const int begin = WINDOW ? max(mask.first_key(first_row + half * 8) - first_key, 0) : 0;
-        const int num_before = begin / 8 * 2 + min(begin % 8, 2);
-        #pragma unroll
-        for (int word = 0; word < (S_COUNT + 63) / 64; ++word) {
-            const int bits = count - word * 32;
-            u32 visible = bits >= 32 ? ~0u : (1u << max(bits, 0)) - 1;
-            const int masked = num_before - word * 32;
-            if (WINDOW) visible &= masked >= 32 ? 0u : ~0u << max(masked, 0);
-            #pragma unroll
-            for (int i = word * 32; i < min(word * 32 + 32, S_COUNT / 2); ++i)
-                if ((visible >> i % 32 & 1) == 0)
-                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
-        }
-    }
-}
 
 // Masks pairs of unequal segment ids. one_id: all keys of the tile have the same id.
 __device__ __forceinline__ void apply_segment_mask(

@@ -28,14 +28,16 @@ template <int ROWS> constexpr int column_step(int step) {
     return step / STEPS * ROWS * PANEL_ROW_BYTES + step % STEPS * WGMMA_K * 2;
 }
 
-// D = SIGN A B^T over COLUMNS columns of both; A is 64 rows, from the one at which `a` points.
+// D = SIGN A B^T, or D += SIGN A B^T if `accumulate`, over COLUMNS columns of both; A is 64 rows,
+// from the one at which `a` points.
 template <typename Element, int SIGN, int A_ROWS, int B_ROWS, int COLUMNS, int COUNT>
-__device__ __forceinline__ void gemm_abt_ss(float (&d)[COUNT], u64 a, u64 b) {
+__device__ __forceinline__ void gemm_abt_ss(
+    float (&d)[COUNT], u64 a, u64 b, bool accumulate = false) {
     #pragma unroll
     for (int step = 0; step < COLUMNS / WGMMA_K; ++step)
         wgmma_shared<SIGN, false, false>(
             d, advance(a, column_step<A_ROWS>(step)), advance(b, column_step<B_ROWS>(step)),
-            step > 0, Element{});
+            step > 0 || accumulate, Element{});
 }
 
 // D = A B, or D += A B if `accumulate`: A in registers, ROWS rows of B.

@@ -1,0 +1,219 @@
+"""The public calls: attention over sequences that a group of ranks shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.problem import strip, strip_lse
+
+from . import arguments, ring
+from .arguments import Request
+from .group import Group
+from .heads import LSE, ROWS, Heads
+from .machine import machine_of
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    group: Group,
+    causal: bool = False,
+    layout: str = "zigzag",
+    ulysses: int = 1,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+) -> Any:
+    """Exact attention over sequences that the ranks of a group share.
+
+    Every rank calls it with its part of q, k and v, as `shard` cuts them, and
+    gets its part of the result.
+
+    Parameters
+    ----------
+    q, k, v : array
+        This rank's tokens; otherwise as in `cuflash.forward`. All ranks hold
+        as many.
+    group : Group
+        The ranks.
+    causal, scale, window, softcap, precision
+        As in `cuflash.forward`, for the whole sequences.
+    layout : {"zigzag", "contiguous"}, optional
+        Which tokens a rank holds: see `shard`. With "zigzag" all ranks have
+        the same work under a causal mask.
+    ulysses : int, optional
+        Ranks that exchange tokens for heads before they compute: a divisor
+        of the group's size and of num_heads_kv. 1 is ring attention alone;
+        the group's size is all-to-all alone, in which no keys travel.
+    return_lse : bool, optional
+        Whether to return `lse` too, which `backward` needs.
+    cu_seqlens_q, cu_seqlens_k : sequence of int, (sequences + 1,), optional
+        Offsets of packed sequences, of the *whole* sequences and the same on
+        all ranks; each sequence is cut on its own, and `q` is (tokens of this
+        rank, heads, head_dim). The host reads them: pass a list or a NumPy
+        array, since it would wait for a CUDA array.
+
+    Returns
+    -------
+    out, lse : array
+        Of this rank's queries, as `cuflash.forward` returns them.
+
+    Raises
+    ------
+    ShapeError
+        If a sequence cannot be cut into equal chunks, or as `cuflash.forward`
+        does.
+    ValueRangeError
+        On all ranks, if their shapes, dtypes or options differ.
+    GroupError
+        If a rank failed, or did not answer within the group's timeout.
+    CuflashError
+        In the same cases as `cuflash.forward`.
+
+    See Also
+    --------
+    backward, shard, gather
+
+    Notes
+    -----
+    In ring attention [1]_ a rank computes with the keys of one rank after the
+    other while the next ones travel, and merges the results by their lse in
+    float32. Each is rounded to the dtype of q first.
+
+    Arrays with a bias, a mask, segment ids, a sink, slopes or dropout are not
+    supported: their values depend on positions that a block does not know.
+
+    On a GPU the call returns without waiting.
+
+    References
+    ----------
+    .. [1] H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise
+       Transformers for Near-Infinite Context", arXiv:2310.01889.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuflash
+    >>> from cuflash.distributed import forward, run_threads, shard, unshard
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 32, 2, 8))
+    >>> def of_rank(group):
+    ...     own = [shard(x, group.rank, group.size) for x in (q, k, v)]
+    ...     return forward(*own, group=group, causal=True)
+    >>> out = unshard(run_threads(4, of_rank))
+    >>> np.allclose(out, cuflash.forward(q, k, v, causal=True))
+    True
+    """
+    request = arguments.check(
+        "forward",
+        {"q": q, "k": k, "v": v},
+        group=group,
+        causal=causal,
+        layout=layout,
+        ulysses=ulysses,
+        window=window,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        scale=scale,
+        softcap=softcap,
+        precision=precision,
+    )
+    heads, own = _open(request)
+    of_q, of_k = request.mask.offsets_q, request.mask.offsets_k
+    given = [request.arrays[name] for name in "qkv"]
+    spread = heads.spread(given, [of_q, of_k, of_k])
+    results = ring.forward(own, *spread)
+    out, lse = heads.collect(results, [of_q, of_q], [ROWS, LSE])
+    result = strip(out, request.rank)
+    return (result, strip_lse(lse, request.rank)) if return_lse else result
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    group: Group,
+    causal: bool = False,
+    layout: str = "zigzag",
+    ulysses: int = 1,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    dlse: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+) -> tuple[Any, Any, Any]:
+    """The gradients of `forward`, of this rank's queries and keys.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse : array
+        Of this rank; as in `cuflash.backward`.
+    group, causal, layout, ulysses, scale, window, softcap, precision
+    cu_seqlens_q, cu_seqlens_k
+        As given to `forward`.
+    deterministic, dlse
+        As in `cuflash.backward`.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Like q, k and v.
+
+    Raises
+    ------
+    CuflashError
+        In the same cases as `forward`.
+
+    Notes
+    -----
+    A rank computes the gradients of the keys of one rank after the other and
+    sends them back, in the dtype of k; their owner adds them in float32.
+    """
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    request = arguments.check(
+        "backward",
+        given,
+        group=group,
+        causal=causal,
+        layout=layout,
+        ulysses=ulysses,
+        window=window,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        scale=scale,
+        softcap=softcap,
+        precision=precision,
+        deterministic=deterministic,
+    )
+    heads, own = _open(request)
+    of_q, of_k = request.mask.offsets_q, request.mask.offsets_k
+    rows = [request.arrays[x] for x in ("dout", "q", "k", "v", "out")]
+    spread = heads.spread(rows, [of_q, of_q, of_k, of_k, of_q])
+    of_rows = [request.arrays[x] for x in ("lse", "dlse") if x in given]
+    lses = heads.spread(of_rows, [of_q] * len(of_rows), LSE)
+    gradients = ring.backward(own, *spread, *lses)
+    dq, dk, dv = heads.collect(gradients, [of_q, of_k, of_k], [ROWS] * 3)
+    rank = request.rank
+    return strip(dq, rank), strip(dk, rank), strip(dv, rank)
+
+
+def _open(request: Request) -> tuple[Heads, ring.Ring]:
+    machine = machine_of(request.arrays["q"])
+    heads = Heads(request.group, request.ulysses, request.mask, machine)
+    options = {x: y for x, y in request.options.items() if y is not None}
+    own = ring.Ring(heads.ring(), request.ring_mask, machine, options)
+    return heads, own

@@ -1,0 +1,196 @@
+"""A group of the processes that mpirun, torchrun or Slurm started."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cuflash.errors import GroupError, UnsupportedError
+
+from .group import DEFAULT_TIMEOUT, Group
+from .mpi import MpiGroup
+from .nccl import NcclGroup, unique_id
+
+
+class Process(NamedTuple):
+    """This process among those that were started together.
+
+    Attributes
+    ----------
+    rank, size : int
+    local : int
+        Its rank among those of this machine.
+    """
+
+    rank: int
+    size: int
+    local: int
+
+
+# rank, size and local rank: torchrun, Open MPI, MPICH, Slurm.
+_NAMES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def process() -> Process:
+    """This process, from the environment variables of its launcher.
+
+    Raises
+    ------
+    UnsupportedError
+        If no launcher started it.
+    """
+    for rank, size, local in _NAMES:
+        if rank in os.environ and size in os.environ:
+            own = int(os.environ[rank])
+            return Process(
+                own, int(os.environ[size]), int(os.environ.get(local, own))
+            )
+    raise UnsupportedError(
+        "no environment variables of a launcher, expected those of torchrun "
+        "(RANK and WORLD_SIZE), mpirun or srun: start one process a GPU by "
+        "one of them, or make a NcclGroup or an MpiGroup yourself"
+    )
+
+
+def group_from_environment(
+    *, timeout: float = DEFAULT_TIMEOUT, library: str | None = None
+) -> Group:
+    """The group of the processes that a launcher started.
+
+    With a GPU it is a `NcclGroup` on the device of this process's local rank,
+    which becomes the current one; without, an `MpiGroup` for NumPy arrays.
+
+    Parameters
+    ----------
+    timeout : float, optional
+        Seconds that a rank waits for another.
+    library : {None, "cupy", "nccl4py"}, optional
+        As for `NcclGroup`.
+
+    Returns
+    -------
+    Group
+
+    Raises
+    ------
+    UnsupportedError
+        If no launcher started this process, or NCCL or mpi4py is missing.
+    GroupError
+        If the other processes do not join in time.
+
+    Notes
+    -----
+    Rank 0 hands NCCL's id to the others: by torch.distributed if that is
+    initialised, by mpi4py if that is imported, else by a file in the
+    temporary folder, which all processes of one machine share.
+    """
+    own = process()
+    devices = count_devices()
+    if not devices:
+        return MpiGroup(timeout=timeout)
+    import cupy
+
+    cupy.cuda.Device(own.local % devices).use()
+    shared = _share(own, timeout, library)
+    group = NcclGroup(
+        own.rank, own.size, shared.id, timeout=timeout, library=library
+    )
+    if shared.file is not None and own.rank == 0:
+        shared.file.unlink(missing_ok=True)  # all have joined
+    return group
+
+
+def count_devices() -> int:
+    """How many GPUs this process sees; 0 without CuPy."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # no CuPy, no driver, no device: all mean none
+        return 0
+
+
+class _Shared(NamedTuple):
+    id: bytes
+    file: Path | None = None
+
+
+def _share(own: Process, timeout: float, library: str | None) -> _Shared:
+    """NCCL's id, made by rank 0."""
+    made = unique_id(library) if own.rank == 0 else None
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available():
+        if torch.distributed.is_initialized():
+            given: list[Any] = [made]
+            torch.distributed.broadcast_object_list(given, src=0)
+            return _Shared(given[0])
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.COMM_WORLD.size == own.size:
+        return _Shared(mpi.COMM_WORLD.bcast(made))
+    file = _file()
+    if made is not None:
+        _write(file, made)
+        return _Shared(made, file)
+    return _Shared(_read(file, own.rank, timeout), file)
+
+
+_count = itertools.count()
+
+
+def _file() -> Path:
+    """A file that the processes of one launcher know, and no others.
+
+    They have one parent. Its process id and the time of its start tell it
+    from earlier ones; the count, this group from earlier ones.
+    """
+    parent = os.getppid()
+    try:
+        stat = Path(f"/proc/{parent}/stat").read_text()
+        since = stat.rpartition(")")[2].split()[19]
+    except OSError:
+        since = "0"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = (
+        f"cuflash_nccl_{os.getuid()}_{parent}_{since}_{restarts}"
+        f"_{next(_count)}"
+    )
+    return Path(tempfile.gettempdir()) / name
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Write a file that nobody else can write, and that appears as a whole."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    with os.fdopen(handle, "wb") as written:
+        written.write(data)
+    os.replace(name, file)
+
+
+def _read(file: Path, rank: int, timeout: float) -> bytes:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            if file.stat().st_uid == os.getuid():
+                return file.read_bytes()
+        except FileNotFoundError:
+            pass
+        if time.monotonic() > deadline:
+            raise GroupError(
+                f"rank {rank} waited {timeout:g} s for rank 0 to make a "
+                f"group: {file} did not appear. Processes on several "
+                "machines need mpi4py or torch.distributed"
+            )
+        time.sleep(0.01)

@@ -1,0 +1,359 @@
+"""Attention of a rank's queries to the keys of all ranks, step by step.
+
+The steps are those of `schedule`. Keys and values arrive in `SLOTS` buffers:
+those of the next steps travel while a step computes. In the backward pass a
+rank sends the gradients of another rank's keys back to it, where they are
+summed; they travel while the next step computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from cuflash import api
+
+from .accumulate import Merged, Sums
+from .arrays import contiguous
+from .group import Group, Message, Pending
+from .machine import Host
+from .schedule import Block, Mask, blocks, chunk_ranges, needed_keys
+
+# Two would do if copies could always begin at once. But where a kernel holds
+# all SMs of a GPU, a copy by NCCL begins when that kernel ends: it must have
+# been ready by then, so its buffer is of the step before the last.
+SLOTS = 3
+
+
+@dataclass
+class Ring:
+    """The ranks that compute with each other's keys, and their mask.
+
+    Attributes
+    ----------
+    group : Group
+    mask : Mask
+        Of sequences that the group's ranks share.
+    machine : Host
+    options : mapping
+        Further arguments of `cuflash.forward` and `cuflash.backward`.
+    """
+
+    group: Group
+    mask: Mask
+    machine: Host
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def blocks(self, step: int) -> tuple[Block, ...]:
+        """The blocks that this rank computes in a step."""
+        return blocks(self.mask, self.group.rank, self.source(step))
+
+    def source(self, step: int) -> int:
+        """The rank whose keys this one needs in a step."""
+        return (self.group.rank - step) % self.group.size
+
+    def target(self, step: int) -> int:
+        """The rank that needs this one's keys in a step."""
+        return (self.group.rank + step) % self.group.size
+
+    def needed(self, step: int) -> tuple[range, ...]:
+        """The keys of `source` that this rank needs."""
+        return needed_keys(self.mask, self.group.rank, self.source(step))
+
+    def given(self, step: int) -> tuple[range, ...]:
+        """The keys of this rank that `target` needs."""
+        return needed_keys(self.mask, self.target(step), self.group.rank)
+
+    def arguments(self, block: Block) -> dict[str, Any]:
+        """The arguments of a block's call, without its arrays."""
+        found = {
+            **self.options, "causal": block.causal, "window": block.window
+        }  # fmt: skip
+        if block.window == (None, None):
+            del found["window"]
+        if block.cu_seqlens_q:
+            for name, offsets in (
+                ("q", block.cu_seqlens_q), ("k", block.cu_seqlens_k)
+            ):  # fmt: skip
+                found[f"cu_seqlens_{name}"] = self.machine.offsets(offsets)
+                longest = max(b - a for a, b in pairwise(offsets))
+                found[f"max_seqlen_{name}"] = longest
+        return found
+
+
+def forward(ring: Ring, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Out and lse of a rank's queries, in chunk order and full rank."""
+    steps = range(ring.group.size)
+    shape = (*q.shape[:-1], v.shape[-1])
+    merged = Merged(
+        ring.machine,
+        shape,
+        q.dtype,
+        chunk_ranges(ring.mask, ring.mask.offsets_q),
+        [x.queries for step in steps for x in ring.blocks(step)],
+    )
+    for step, keys in Travel(ring, (k, v)).steps():
+        for block in ring.blocks(step):
+            k_block, v_block = keys.of(block.keys)
+            merged.merge(
+                block.queries,
+                *_forward(ring, block, _rows(q, block), k_block, v_block),
+            )
+    return merged.result(), merged.lse
+
+
+def backward(
+    ring: Ring, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
+    dlse: Any = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """dq, dk and dv of a rank's queries and keys, in chunk order."""
+    steps = range(ring.group.size)
+    dq = Sums(
+        ring.machine,
+        q.shape,
+        q.dtype,
+        chunk_ranges(ring.mask, ring.mask.offsets_q),
+        [x.queries for step in steps for x in ring.blocks(step)],
+    )
+    own = [x.keys for x in ring.blocks(0)]
+    others = [x for step in steps[1:] for x in ring.given(step)]
+    dk, dv = _sums(
+        ring,
+        (k, v),
+        chunk_ranges(ring.mask, ring.mask.offsets_k),
+        own + others,
+    )
+    returns = Returns(ring, dk, dv)
+    for step, keys in Travel(ring, (k, v)).steps():
+        here = {range(k.shape[1]): (dk, dv)}
+        if step:
+            here = returns.new(step, keys)
+        for block in ring.blocks(step):
+            k_block, v_block = keys.of(block.keys)
+            rows = slice(block.queries.start, block.queries.stop)
+            gradients = _backward(
+                ring,
+                block,
+                (dout[:, rows], q[:, rows], k_block, v_block),
+                (out[:, rows], lse[..., rows]),
+                None if dlse is None else dlse[..., rows],
+            )
+            dq.add(block.queries, gradients[0])
+            for keys_of, sums in here.items():
+                if _holds(keys_of, block.keys):
+                    at = _shift(block.keys, -keys_of.start)
+                    for total, x in zip(sums, gradients[1:], strict=True):
+                        total.add(at, x)
+        returns.receive()
+        if step:
+            returns.send(step, here)
+    returns.receive()
+    return dq.result(), dk.result(), dv.result()
+
+
+def _sums(
+    ring: Ring, like: tuple[Any, Any], ranges: Any, expected: list[range]
+) -> tuple[Sums, Sums]:
+    k, v = (
+        Sums(ring.machine, x.shape, x.dtype, ranges, expected) for x in like
+    )
+    return k, v
+
+
+class Keys:
+    """Some keys and values of a rank: arrays by their ranges of tokens."""
+
+    def __init__(self, parts: dict[range, tuple[Any, Any]]) -> None:
+        self.parts = parts
+
+    def of(self, keys: range) -> tuple[Any, Any]:
+        """Views of the keys and the values of a block."""
+        for held, pair in self.parts.items():
+            if _holds(held, keys):
+                at = slice(keys.start - held.start, keys.stop - held.start)
+                k, v = pair
+                return k[:, at], v[:, at]
+        raise KeyError(keys)
+
+
+class Travel:
+    """Sends a rank's keys and values, and receives those of the others.
+
+    On all ranks the exchanges of steps have one order, as NCCL demands: the
+    keys of the first `SLOTS` steps; then, after each step, its gradients, if
+    any, and the keys of `SLOTS` steps later.
+    """
+
+    def __init__(self, ring: Ring, own: tuple[Any, Any]) -> None:
+        self.ring, self.own = ring, own
+        self.size = ring.group.size
+        self.contiguous: dict[range, tuple[Any, Any]] = {}
+        for step in range(1, self.size):
+            for keys in ring.given(step):
+                self._own_part(keys)
+        self.slots = [self._slot(i) for i in range(SLOTS)]
+        self.coming: deque[tuple[Keys, Pending]] = deque()
+        now = ring.group.mark()
+        for step in range(1, min(SLOTS + 1, self.size)):
+            self._start(step, now)
+
+    def steps(self) -> Iterator[tuple[int, Keys]]:
+        """Yield each step and its keys, which then may be overwritten."""
+        k, v = self.own
+        yield 0, Keys({range(k.shape[1]): (k, v)})
+        for step in range(1, self.size):
+            keys, pending = self.coming.popleft()
+            pending.wait()
+            yield step, keys
+            if step + SLOTS < self.size:
+                # What computes with the slot is queued: it is free at this
+                # moment of the stream.
+                self._start(step + SLOTS, self.ring.group.mark())
+
+    def _slot(self, index: int) -> tuple[Any, ...]:
+        """Memory for the keys and values of every SLOTS-th step."""
+        most = max(
+            (
+                sum(map(len, self.ring.needed(step)))
+                for step in range(index + 1, self.size, SLOTS)
+            ),
+            default=0,
+        )
+        return tuple(
+            self.ring.machine.empty(
+                (most * x.shape[0] * math.prod(x.shape[2:]),), x.dtype
+            )
+            for x in self.own
+        )
+
+    def _start(self, step: int, after: Any) -> None:
+        ring, slot = self.ring, self.slots[(step - 1) % SLOTS]
+        parts: dict[range, tuple[Any, Any]] = {}
+        receives: list[Message] = []
+        used = 0  # tokens
+        for keys in ring.needed(step):
+            pair = [
+                _part(memory, x, used, len(keys))
+                for memory, x in zip(slot, self.own, strict=True)
+            ]
+            used += len(keys)
+            parts[keys] = pair[0], pair[1]
+            receives += [(x, ring.source(step)) for x in pair]
+        sends = [
+            (x, ring.target(step))
+            for keys in ring.given(step)
+            for x in self._own_part(keys)
+        ]
+        pending = ring.group.exchange(sends, receives, after)
+        self.coming.append((Keys(parts), pending))
+
+    def _own_part(self, keys: range) -> tuple[Any, Any]:
+        """Contiguous keys and values to send."""
+        if keys not in self.contiguous:
+            k, v = (contiguous(x[:, keys.start : keys.stop]) for x in self.own)
+            self.contiguous[keys] = k, v
+        return self.contiguous[keys]
+
+
+def _part(memory: Any, like: Any, start: int, count: int) -> Any:
+    """An array of `count` tokens, after `start` tokens, in a slot."""
+    batch, _, *rest = like.shape
+    row = batch * math.prod(rest)
+    flat = memory[start * row : (start + count) * row]
+    return flat.reshape((batch, count, *rest))
+
+
+class Returns:
+    """Sends gradients of other ranks' keys, and adds those of its own."""
+
+    def __init__(self, ring: Ring, dk: Sums, dv: Sums) -> None:
+        self.ring, self.own = ring, (dk, dv)
+        self.coming: deque[Any] = deque()
+
+    def new(self, step: int, keys: Keys) -> dict[range, tuple[Sums, Sums]]:
+        """Sums for the gradients of the keys of a step."""
+        found = {}
+        for held, pair in keys.parts.items():
+            expected = [
+                _shift(x.keys, -held.start)
+                for x in self.ring.blocks(step)
+                if _holds(held, x.keys)
+            ]
+            ranges = [range(len(held))]
+            found[held] = _sums(self.ring, pair, ranges, expected)
+        return found
+
+    def send(self, step: int, sums: dict[range, tuple[Sums, Sums]]) -> None:
+        """Send a step's gradients; start to receive those of own keys."""
+        ring = self.ring
+        sends = [
+            (contiguous(total.result()), ring.source(step))
+            for pair in sums.values()
+            for total in pair
+        ]
+        receives, arrays = [], {}
+        for keys in ring.given(step):
+            pair = tuple(
+                ring.machine.empty(
+                    (x.shape[0], len(keys), *x.shape[2:]), x.dtype
+                )
+                for x in self.own
+            )
+            arrays[keys] = pair
+            receives += [(x, ring.target(step)) for x in pair]
+        pending = ring.group.exchange(sends, receives)
+        self.coming.append((pending, arrays, sends))
+
+    def receive(self) -> None:
+        """Add what was sent before the last step."""
+        while self.coming:
+            pending, arrays, _ = self.coming.popleft()
+            pending.wait()
+            for keys, pair in arrays.items():
+                for total, x in zip(self.own, pair, strict=True):
+                    total.add(keys, x)
+
+
+def _forward(
+    ring: Ring, block: Block, q: Any, k: Any, v: Any
+) -> tuple[Any, Any]:
+    arguments = ring.arguments(block)
+    given = (q, k, v)
+    if not block.cu_seqlens_q:
+        return api.forward(*given, return_lse=True, **arguments)
+    out, lse = api.forward(
+        *(x[0] for x in given), return_lse=True, **arguments
+    )
+    return out[None], lse[None]
+
+
+def _backward(
+    ring: Ring,
+    block: Block,
+    given: tuple[Any, ...],
+    results: tuple[Any, Any],
+    dlse: Any,
+) -> tuple[Any, ...]:
+    arguments = ring.arguments(block)
+    given += results
+    if not block.cu_seqlens_q:
+        return api.backward(*given, dlse=dlse, **arguments)
+    dlse = None if dlse is None else dlse[0]
+    gradients = api.backward(*(x[0] for x in given), dlse=dlse, **arguments)
+    return tuple(x[None] for x in gradients)
+
+
+def _rows(array: Any, block: Block) -> Any:
+    return array[:, block.queries.start : block.queries.stop]
+
+
+def _holds(outer: range, inner: range) -> bool:
+    return outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def _shift(tokens: range, by: int) -> range:
+    return range(tokens.start + by, tokens.stop + by)

@@ -1,0 +1,25 @@
+// Flags of rows that sm90/jvp.cu leaves to simt/jvp.cu, one for 16 rows of a head.
+#pragma once
+#include "common/types.cuh"
+
+constexpr int FLAG_ROWS = 16;
+
+// slice: batches of all directions.
+inline int* recompute_flag_of_rows(const JvpWgmmaArguments& args, int slice, int head, int row) {
+    const Shape& shape = args.arrays.shape;
+    const int flags_of_head = (shape.seqlen_q + FLAG_ROWS - 1) / FLAG_ROWS;
+    return args.recompute_flags
+         + (i64{slice} * shape.num_heads_q + head) * flags_of_head + row / FLAG_ROWS;
+}
+
+// Whether a kernel has nothing to do for num_rows rows: none of their flags is set.
+template <class Arguments> inline bool has_no_flag(const Arguments&, int, int, int, int) {
+    return false;
+}
+inline bool has_no_flag(
+    const JvpWgmmaArguments& args, int slice, int head, int first_row, int num_rows) {
+    const int end = min(first_row + num_rows, args.arrays.shape.seqlen_q);
+    for (int row = first_row; row < end; row += FLAG_ROWS)
+        if (*recompute_flag_of_rows(args, slice, head, row) != 0) return false;
+    return true;
+}

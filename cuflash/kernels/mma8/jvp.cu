@@ -1,0 +1,330 @@
+// The derivative of attention along directions by mma.sync in steps of 8: for double, where tensor
+// cores multiply doubles (sm_80, sm_90, sm_100, sm_103), and for float split into tf32 parts
+// (precision "tf32x3", sm_80 and newer). O and lse are given; mma8/forward.cu computes them before.
+//
+//     S = Q K^T,  X' = scale (Q' K^T + Q K'^T),  P = exp(scale S - lse)
+//     b = rowsum(P * W) = lse',  O' = (P * W) V + P V' - b O
+//
+// with W, the tangent of the scores, from score/tangents.cuh: X' without options. P comes from lse
+// alone, as in mma8/backward.cu, so nothing is rescaled and one accumulator a row is enough: the
+// sum of O' takes the registers that O takes in mma8/forward.cu. A block computes BLOCK_Q queries
+// of one head in one direction and visits the key tiles that they see from the last to the first.
+// A sink adds its weight times s' to b; dropout's Z multiplies P where it meets V or V', not in b.
+//
+// Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh), and of
+// each tile all directions, which read the same K and V.
+// Block: NUM_WARPS warps of WARP_ROWS queries each.
+//
+// Constants: those of mma8/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
+// Shared memory, in elements:
+//     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
+//     v, v_dot  BLOCK_K * (HEAD_DIM_V + VALUES_PAD) each
+// The loads are those of mma8/forward.cu, of two arrays at a time: two barriers per iteration.
+//
+// Bound by the matmuls, 5 against forward's 2. Bad at: what mma8/forward.cu is bad at; several
+// directions share no matmul.
+#include "mma8/visible_pairs.cuh"
+#include "common/forward_loads.cuh"
+#include "common/scheduler.cuh"
+#include "score/head_options.cuh"
+#include "score/tangents.cuh"
+#include "common/packed_sequences.cuh"
+
+constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
+constexpr int M_TILES = WARP_ROWS / 16, S_TILES = BLOCK_K / 8, O_TILES = HEAD_DIM_V / 8;
+
+static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles of queries");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
+
+struct SharedPlan {
+    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
+    SmemTile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v, v_dot;
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// lse: the row's, as effective_lse() has it. b: this lane's part of the row's sum of P * W.
+struct Rows { Element lse[M_TILES][2], b[M_TILES][2]; };
+using Scores = Fragments<M_TILES, S_TILES>;
+using Output = Fragments<M_TILES, O_TILES>;
+
+// One head's queries of a direction, and tiles of its keys; what does not move has no tangent.
+struct Loader {
+    SharedPlan& shared;
+    const ForwardArguments& arrays;
+    const TangentNumbers& moves;
+    const Element *q, *k, *v, *q_dot, *k_dot, *v_dot;
+
+    __device__ __forceinline__ Loader(
+        SharedPlan& shared, const Arguments& args, TileCoord coord, int direction)
+        : shared(shared), arrays(arrays_of(args)), moves(args.tangents) {
+        const int batch = coord.batch, head = coord.head;
+        const int kv_head = head / (arrays.shape.num_heads_q / arrays.shape.num_heads_kv);
+        q = head_start(arrays.q, arrays.q_stride, batch, head);
+        k = head_start(arrays.k, arrays.k_stride, batch, kv_head);
+        v = head_start(arrays.v, arrays.v_stride, batch, kv_head);
+        q_dot = head_start(args.q_dot, moves.q_dot, direction, batch, head);
+        k_dot = head_start(args.k_dot, moves.k_dot, direction, batch, kv_head);
+        v_dot = head_start(args.v_dot, moves.v_dot, direction, batch, kv_head);
+    }
+
+    // Joins the group of the first keys.
+    __device__ __forceinline__ void load_queries(int start) const {
+        const i64 step = arrays.q_stride.token, dot_step = moves.q_dot.token;
+        const int num_rows = arrays.shape.seqlen_q - start, columns = arrays.shape.head_dim;
+        load_tile(shared.q, q + start * step, step, num_rows, columns);
+        if constexpr (Q_DOT)
+            load_tile(shared.q_dot, q_dot + start * dot_step, dot_step, num_rows, columns);
+    }
+    __device__ __forceinline__ void load_keys(int tile) const {
+        const i64 step = arrays.k_stride.token, dot_step = moves.k_dot.token;
+        const int start = tile * BLOCK_K;
+        const int num_rows = arrays.shape.seqlen_k - start, columns = arrays.shape.head_dim;
+        load_tile(shared.k, k + start * step, step, num_rows, columns);
+        if constexpr (K_DOT)
+            load_tile(shared.k_dot, k_dot + start * dot_step, dot_step, num_rows, columns);
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void load_values(int tile) const {
+        const i64 step = arrays.v_stride.token, dot_step = moves.v_dot.token;
+        const int start = tile * BLOCK_K;
+        const int num_rows = arrays.shape.seqlen_k - start, columns = arrays.shape.head_dim_v;
+        if constexpr (SCORES_MOVE) load_tile(shared.v, v + start * step, step, num_rows, columns);
+        if constexpr (V_DOT)
+            load_tile(shared.v_dot, v_dot + start * dot_step, dot_step, num_rows, columns);
+        cp_async_commit();
+    }
+};
+
+// Rows past seqlen_q get the lse of rows without a key.
+__device__ __forceinline__ void load_lse(
+    Rows& rows, const Arguments& args, TileCoord coord, int first_query) {
+    const Shape& shape = arrays_of(args).shape;
+    const i64 head = static_cast<i64>(coord.batch) * shape.num_heads_q + coord.head;
+    const Element* lse =
+        static_cast<const Element*>(arrays_of(args).lse) + head * rows_of_head(args);
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = first_query + i * 16 + half * 8;
+            rows.lse[i][half] =
+                effective_lse(query < shape.seqlen_q ? lse[query] : -Element(infinity()));
+            rows.b[i][half] = 0;
+        }
+}
+
+// S = Q K^T and W = Q' K^T + Q K'^T. Q and K are read, and split into parts, once for all three
+// matmuls; S adds in the order of gemm_abt(), so P is backward's to the last bit.
+__device__ __forceinline__ void compute_scores(
+    Scores& s, Scores& w, const SharedPlan& shared, int warp_row) {
+    set_zero<M_TILES, S_TILES>(s);
+    set_zero<M_TILES, S_TILES>(w);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    constexpr int PITCH = HEAD_DIM + ROWS_PAD;
+    #pragma unroll 1
+    for (int d = 0; d < HEAD_DIM; d += 8) {
+        Operand q[M_TILES][4], q_dot[M_TILES][4];
+        #pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+            const int row = warp_row + m * 16 + g;
+            load_rows(q[m], &shared.q.at[row][d + t], PITCH, 4);
+            if constexpr (Q_DOT) load_rows(q_dot[m], &shared.q_dot.at[row][d + t], PITCH, 4);
+        }
+        #pragma unroll
+        for (int n = 0; n < S_TILES; ++n) {
+            const Element* k = &shared.k.at[n * 8 + g][d + t];
+            const Operand first = operand(k[0]), second = operand(k[4]);
+            #pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                multiply(s[m][n], q[m], first, second);
+                if constexpr (Q_DOT) multiply(w[m][n], q_dot[m], first, second);
+            }
+            if constexpr (K_DOT) {
+                const Element* k_dot = &shared.k_dot.at[n * 8 + g][d + t];
+                const Operand third = operand(k_dot[0]), fourth = operand(k_dot[4]);
+                #pragma unroll
+                for (int m = 0; m < M_TILES; ++m) multiply(w[m][n], q[m], third, fourth);
+            }
+        }
+    }
+}
+
+// P = exp(x - lse) and P * W replace S and W = X' / scale, both 0 for masked pairs; b += rowsum(P *
+// W). With dropout both are then multiplied by Z.
+template <bool MASKED>
+__device__ __forceinline__ void compute_weights(
+    Scores& s, Scores& w, Rows& rows, const HeadOptions<Element>& options,
+    const BiasTangent<Element>& bias_tangent, const LaneVisibility& visible) {
+    const ScoreMod<Element>& score_mod = options.score_mod;
+    const int first_key = visible.k_start + threadIdx.x % 4 * 2;
+    const int shift = visible.shape.seqlen_k - visible.shape.seqlen_q;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = i * 16 + half * 8, query = visible.first_query + row;
+            const Element lse = rows.lse[i][half];
+            u32 kept = 0;
+            if constexpr (DROPOUT) kept = options.dropout.kept_bits<S_TILES>(query, first_key);
+            Element sum = 0;
+            #pragma unroll
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    const int key = first_key + j * 8 + x;
+                    Element &p = s[i][j][half * 2 + x], &pw = w[i][j][half * 2 + x], slope;
+                    p = score_mod.score(p, static_cast<Element>(query + shift - key),
+                                        score_mod.bias_of(query, key), slope);
+                    const Element x_dot = score_mod.scale * pw;
+                    p = exponential(p - lse);
+                    pw = p * ((SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(query, key));
+                    if (MASKED && !visible(row, key - visible.k_start)) p = pw = 0;
+                    if constexpr (SCORES_MOVE) sum += pw;
+                    if constexpr (DROPOUT) {
+                        const Element z =
+                            (kept >> (j * 2 + x)) & 1 ? options.dropout.factor : Element(0);
+                        p *= z;
+                        pw *= z;
+                    }
+                }
+            rows.b[i][half] += sum;
+        }
+}
+
+// acc += (P * W) V + P V'. nonfinite: whether V or V' of a partly masked tile contains a NaN or an
+// infinity.
+__device__ __forceinline__ void accumulate(
+    Output& acc, const Scores& p, const Scores& pw, const SharedPlan& shared,
+    const LaneVisibility& visible, bool nonfinite) {
+    if constexpr (SCORES_MOVE) {
+        if (nonfinite) add_visible_rows(acc, pw, shared.v, visible);
+        else gemm_ab(acc, pw, shared.v);
+    }
+    if constexpr (V_DOT) {
+        if (nonfinite) add_visible_rows(acc, p, shared.v_dot, visible);
+        else gemm_ab(acc, p, shared.v_dot);
+    }
+}
+
+// Whether a chunk that this thread itself loaded of V or V' holds a NaN or an infinity.
+__device__ __forceinline__ bool loaded_nonfinite_values(const SharedPlan& shared) {
+    bool found = false;
+    if constexpr (SCORES_MOVE) found |= loaded_nonfinite(shared.v);
+    if constexpr (V_DOT) found |= loaded_nonfinite(shared.v_dot);
+    return found;
+}
+
+// O' = acc - b O and lse' = b. Without a key, or with scores of -inf only, both are 0.
+__device__ __forceinline__ void store(
+    const Arguments& args, TileCoord coord, int direction, int first_query, const Output& acc,
+    const Rows& rows) {
+    const ForwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const Strides os = arrays.out_stride;
+    const DirectionStrides& ods = args.tangents.out_dot;
+    const Element* out = head_start(arrays.out, os, coord.batch, coord.head);
+    Element* out_dot = const_cast<Element*>(
+        head_start(args.out_dot, ods, direction, coord.batch, coord.head));
+    const bool aligned = rows_aligned(out_dot, Strides{0, ods.token, 0});
+    const i64 heads = static_cast<i64>(shape.batch) * shape.num_heads_q;
+    const i64 head =
+        direction * heads + static_cast<i64>(coord.batch) * shape.num_heads_q + coord.head;
+    const Element sink = sink_of<Element>(args, coord.head);
+    const Element sink_dot = sink_tangent_of<Element>(args, direction, coord.head);
+    const int t = threadIdx.x % 4;
+    #pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = first_query + i * 16 + half * 8;
+            Element b = quad_sum(rows.b[i][half]);
+            if (query >= shape.seqlen_q) continue;
+            if constexpr (SINK_DOT) b += exponential(sink - rows.lse[i][half]) * sink_dot;
+            #pragma unroll
+            for (int n = 0; n < O_TILES; n += CHUNK)
+                #pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int column = n * 8 + CHUNK * (2 * t + c);
+                    Element numbers[CHUNK];
+                    chunk_of_tiles(numbers, acc[i], n, half * 2 + c);
+                    #pragma unroll
+                    for (int x = 0; x < CHUNK; ++x)
+                        if (column + x < shape.head_dim_v)
+                            numbers[x] = fma(-b, out[query * os.token + column + x], numbers[x]);
+                    store_chunk(out_dot + query * ods.token, column, shape.head_dim_v, aligned,
+                                numbers);
+                }
+            if (args.lse_dot != nullptr && t == 0)
+                static_cast<Element*>(args.lse_dot)[head * rows_of_head(args) + query] = b;
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+jvp_mma8(const __grid_constant__ Arguments call_args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: find the tile, the last tiles first; start loading Q, Q' and the last K, K'.
+    const Shape& call_shape = arrays_of(call_args).shape;
+    const int direction = blockIdx.x % call_args.tangents.num_directions;
+    const int num_tiles = num_query_tiles(call_args, BLOCK_Q);
+    TileCoord coord = tile_of_block(
+        blockIdx.x / call_args.tangents.num_directions, num_tiles, call_shape.num_heads_q,
+        call_shape.batch, arrays_of(call_args).schedule);
+    coord.tile = num_tiles - 1 - coord.tile;
+    const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
+    if (!sequence.has_tile) return;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const Shape& shape = arrays_of(args).shape;
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
+    const int q_start = coord.tile * BLOCK_Q;
+    const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
+    HeadOptions<Element> options(args, coord.batch);
+    options.set_head(args, coord.batch, coord.head);
+    const PairMask& pair_mask = options.pair_mask;
+    const BiasTangent<Element> bias_tangent(args, direction, coord.batch, coord.head);
+
+    const Loader loader(shared, args, coord, direction);
+    const auto before = [&](int tile) {                     // the visited tile before `tile`
+        return pair_mask.key_tile_before(coord.tile, tile, tiles.first);
+    };
+    int tile = SEGMENTS ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
+    if (tile >= tiles.first) {
+        loader.load_queries(q_start);
+        loader.load_keys(tile);
+    }
+    Rows rows;
+    Output acc;
+    set_zero<M_TILES, O_TILES>(acc);
+    load_lse(rows, args, coord, first_query);
+
+    // Main loop, one key tile per iteration. The load of its K, K' has been started; V's tiles are
+    // free once all warps are past the first barrier, K's once they are past the second.
+    const auto iterate = [&](auto masked) {
+        constexpr bool MASKED = masked.value;
+        const int k_start = tile * BLOCK_K;
+        const LaneVisibility visible{mask, pair_mask, shape, first_query, k_start};
+        Scores s, w;                                        // S, then P; W, then P * W
+        cp_async_wait<0>();
+        __syncthreads();
+        loader.load_values(tile);
+        compute_scores(s, w, shared, warp_row);
+        cp_async_wait<0>();
+        bool nonfinite = false;
+        if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite_values(shared));
+        else __syncthreads();
+        next = before(tile);
+        if (next >= tiles.first) loader.load_keys(next);
+        compute_weights<MASKED>(s, w, rows, options, bias_tangent, visible);
+        accumulate(acc, s, w, shared, visible, nonfinite);
+    };
+    for (; tile >= tiles.first; tile = next)
+        if (tiles.full(tile) && pair_mask.sees_all(coord.tile, tile)) iterate(Bool<false>{});
+        else iterate(Bool<true>{});
+
+    // Epilogue.
+    store(args, coord, direction, first_query, acc, rows);
+}

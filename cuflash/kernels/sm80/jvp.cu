@@ -1,0 +1,216 @@
+// Forward attention and its derivative along directions, for 16-bit types by mma.sync, sm_80 and
+// newer.
+//
+//     O = P V,  b = rowsum(P * W) = lse',  O' = (P * W) V + P V' - b O
+//
+// with W, the tangent of the scores, from score/tangents.cuh. As sm80/forward.cu: online softmax
+// over the key tiles that a block's queries see, from the last to the first, those that are partly
+// masked apart. The sums b = rowsum(P * (W - r)) and acc_dot = (P * (W - r)) V + P V' are rescaled
+// as l and acc = P V are. r is a reference of W in its row (jvp_softmax.cuh).
+//
+// Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, as in sm80/forward.cu, times
+// directions: blockIdx.x = tile * directions + direction. Each direction computes O and lse anew;
+// the first one stores them.
+// Block: NUM_WARPS warps of WARP_ROWS queries each.
+//
+// Constants: those of sm80/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
+// Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
+//     q_then_out, q_dot_then_out_dot  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2 each
+//     k, k_dot                        BLOCK_K * HEAD_DIM * 2 each
+//     v, v_dot                        BLOCK_K * HEAD_DIM_V * 2 each
+// The next K and K' load while V and V' are used, and V and V' while K and K' are.
+//
+// Bad at: head_dim_v above 192, whose sums do not fit in registers; several directions, which share
+// nothing.
+#include "sm80/jvp_epilogue.cuh"
+
+constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+
+struct SharedPlan {
+    SmemTile<BLOCK_Q, WIDEST> q_then_out, q_dot_then_out_dot;
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// One head's rows, as the calling thread loads them in tiles.
+struct Rows {
+    const u16* first;
+    i64 stride;
+
+    __device__ __forceinline__ Rows(const void* array, Strides s, int batch, int head)
+        : first(thread_source(array, batch * s.batch + head * s.head, s.token)), stride(s.token) {}
+    __device__ __forceinline__ Rows(
+        const void* array, DirectionStrides s, int direction, int batch, int head)
+        : first(thread_source(array, direction * s.direction + batch * s.batch + head * s.head,
+                              s.token)),
+          stride(s.token) {}
+
+    // RAGGED: the tile may reach past the last row.
+    template <int ROWS, int COLUMNS, bool RAGGED>
+    __device__ __forceinline__ void load(u32 tile, int start, int num_rows, int num_columns) const {
+        load_tile<ROWS, COLUMNS, THREADS, missing<PADDED>(RAGGED)>(
+            tile, first + start * stride, stride, num_rows - start, num_columns);
+    }
+};
+
+// Loads tiles of one head's keys and values and of their tangents in one direction, if they move;
+// K and K' as one cp.async group, V and V' as another.
+struct KeyLoader {
+    const Shape& shape;
+    u32 k_smem, k_dot_smem, v_smem, v_dot_smem;
+    Rows k, k_dot, v, v_dot;
+
+    __device__ __forceinline__ KeyLoader(
+        const Arguments& args, SharedPlan& shared, int direction, int batch, int head)
+        : shape(arrays_of(args).shape), k_smem(shared_address(&shared.k)),
+          k_dot_smem(shared_address(&shared.k_dot)), v_smem(shared_address(&shared.v)),
+          v_dot_smem(shared_address(&shared.v_dot)),
+          k(arrays_of(args).k, arrays_of(args).k_stride, batch, head),
+          k_dot(args.k_dot, args.tangents.k_dot, direction, batch, head),
+          v(arrays_of(args).v, arrays_of(args).v_stride, batch, head),
+          v_dot(args.v_dot, args.tangents.v_dot, direction, batch, head) {}
+
+    template <bool RAGGED> __device__ __forceinline__ void load_k(int tile) const {
+        const int start = tile * BLOCK_K, end = shape.seqlen_k, columns = shape.head_dim;
+        k.load<BLOCK_K, HEAD_DIM, RAGGED>(k_smem, start, end, columns);
+        if constexpr (K_DOT) k_dot.load<BLOCK_K, HEAD_DIM, RAGGED>(k_dot_smem, start, end, columns);
+        cp_async_commit();
+    }
+    template <bool RAGGED> __device__ __forceinline__ void load_v(int tile) const {
+        const int start = tile * BLOCK_K, end = shape.seqlen_k, columns = shape.head_dim_v;
+        v.load<BLOCK_K, HEAD_DIM_V, RAGGED>(v_smem, start, end, columns);
+        if constexpr (V_DOT)
+            v_dot.load<BLOCK_K, HEAD_DIM_V, RAGGED>(v_dot_smem, start, end, columns);
+        cp_async_commit();
+    }
+    // Whether the thread's own chunks of V and V' contain a NaN or an infinity.
+    __device__ __forceinline__ bool nonfinite() const {
+        bool found = loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_smem);
+        if constexpr (V_DOT)
+            found |= loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_dot_smem);
+        return found;
+    }
+};
+
+// Starts the loads of the block's queries and of their tangents.
+__device__ __forceinline__ void load_queries(
+    u32 q_smem, u32 q_dot_smem, const Arguments& args, TileCoord coord, int direction) {
+    const ForwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const int start = coord.tile * BLOCK_Q;
+    Rows(arrays.q, arrays.q_stride, coord.batch, coord.head)
+        .load<BLOCK_Q, HEAD_DIM, true>(q_smem, start, shape.seqlen_q, shape.head_dim);
+    if constexpr (Q_DOT)
+        Rows(args.q_dot, args.tangents.q_dot, direction, coord.batch, coord.head)
+            .load<BLOCK_Q, HEAD_DIM, true>(q_dot_smem, start, shape.seqlen_q, shape.head_dim);
+}
+
+// The block's tile. The last tiles, which see the most keys, come first. Computed in the prologue
+// and again in the epilogue, to hold no registers in between.
+__device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_args) {
+    const Shape& shape = arrays_of(call_args).shape;
+    const int num_tiles = num_query_tiles(call_args, BLOCK_Q);
+    TileCoord coord = tile_of_block(
+        opaque(blockIdx.x) / call_args.tangents.num_directions, num_tiles, shape.num_heads_q,
+        shape.batch, arrays_of(call_args).schedule);
+    coord.tile = num_tiles - 1 - coord.tile;
+    return coord;
+}
+__device__ __forceinline__ int direction_of_this_block(const Arguments& call_args) {
+    return opaque(blockIdx.x) % call_args.tangents.num_directions;
+}
+
+__device__ __forceinline__ void finish(
+    const Arguments& call_args, SharedPlan& shared, Output& acc, Output& acc_dot,
+    const SoftmaxState& softmax, const TangentState& state) {
+    TileCoord coord = tile_of_this_block(call_args);
+    const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const Wanted wanted{arrays_of(call_args).out != nullptr, call_args.out_dot != nullptr};
+    store(args, wanted, coord, direction_of_this_block(call_args),
+          shared_address(&shared.q_then_out), shared_address(&shared.q_dot_then_out_dot), acc,
+          acc_dot, softmax, state);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+jvp_mma(const __grid_constant__ Arguments call_args) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    const u32 q_smem = shared_address(&shared.q_then_out);
+    const u32 q_dot_smem = shared_address(&shared.q_dot_then_out_dot);
+
+    // Prologue: find the tile and the direction; start loading Q and the last K.
+    const int direction = direction_of_this_block(call_args);
+    TileCoord coord = tile_of_this_block(call_args);
+    const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
+    if (!sequence.has_tile) return;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const Shape& shape = arrays_of(args).shape;
+    const int q_start = coord.tile * BLOCK_Q;
+    const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
+    const int lane_query = q_start + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    const QueryTile query_tile(args, coord, lane_query);
+    const BiasTangent<float> bias_tangent(args, direction, coord.batch, coord.head);
+    const KeyTiles tiles = query_tile.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
+    const KeyLoader loader(args, shared, direction, coord.batch, kv_head);
+
+    SoftmaxState softmax;
+    TangentState state;
+    Output acc, acc_dot;
+    set_zero(acc);
+    set_zero(acc_dot);
+    reset(softmax);
+    reset(state);
+
+    const PairMask& pair_mask = query_tile.pair_mask;
+    int tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first), next = 0;
+    if (tile >= tiles.first) {
+        load_queries(q_smem, q_dot_smem, args, coord, direction);
+        loader.load_k<true>(tile);
+    }
+
+    // Main loop, one key tile per iteration, its barriers as in sm80/forward.cu.
+    const auto iterate = [&](auto masked) {
+        constexpr bool MASKED = masked.value;
+        const int k_start = tile * BLOCK_K;
+        Scores s, w;
+        cp_async_wait<0>();
+        __syncthreads();
+        loader.load_v<MASKED>(tile);
+        score_gemms(s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
+        apply_score_mod(s, w, query_tile, bias_tangent, k_start);
+        if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
+        cp_async_wait<0>();
+        bool nonfinite = false;                             // in V, V', the same in all threads
+        if constexpr (MASKED) nonfinite = __syncthreads_or(loader.nonfinite());
+        else __syncthreads();
+        next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
+        if (next >= tiles.first) loader.load_k<false>(next);
+        tangent_step(s, w, softmax, state, acc, acc_dot, query_tile.scale_log2);
+        if constexpr (DROPOUT) apply_dropout(s, w, query_tile, k_start);
+        if (MASKED && nonfinite) {
+            value_gemms<true>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
+            add_nonfinite_terms(acc, s, shared.v.bytes, query_tile, k_start);
+            if constexpr (SCORES_MOVE)
+                add_nonfinite_terms(acc_dot, w, shared.v.bytes, query_tile, k_start);
+            if constexpr (V_DOT)
+                add_nonfinite_terms(acc_dot, s, shared.v_dot.bytes, query_tile, k_start);
+        } else {
+            value_gemms<false>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
+        }
+    };
+
+    if constexpr (WINDOW || PAIRWISE) {                     // any tile may be partly masked
+        for (; tile >= tiles.first; tile = next)
+            if (tiles.full(tile) && pair_mask.sees_all(q_start / BLOCK_Q, tile))
+                iterate(Bool<false>{});
+            else
+                iterate(Bool<true>{});
+    } else {
+        for (; tile >= tiles.num_full; --tile) iterate(Bool<true>{});
+        for (; tile >= 0; --tile) iterate(Bool<false>{});
+    }
+
+    finish(call_args, shared, acc, acc_dot, softmax, state);
+}

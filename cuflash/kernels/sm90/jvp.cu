@@ -1,0 +1,363 @@
+// Forward attention and its derivative along directions, for 16-bit types on Hopper (sm_90a).
+//
+//     O = P V,  b = rowsum(P * W) = lse',  O' = (P * W) V + P V' - b O,
+//     W = scale (Q' K^T + Q K'^T)
+//
+// As forward.cu: warpgroup 0, the producer, loads tiles by TMA; the consumers compute 64 queries of
+// the tile each and visit the key tiles from the last to the first, with online softmax. A tile
+// takes up to six matmuls, three that end in S and W and three that start from P and P * W:
+//
+//     tensor cores  | S  W of one consumer | O O' of the other | S  W ...
+//     warps           softmax of the other   softmax of the one
+//
+// P * W is rounded to Element. Relative to a row's reference r it is small where W is alike for all
+// keys, as with a component of K' that they share (docs/guide/derivatives.md):
+//
+//     b = r + sum P (W - r) / l,  O' = (sum P (W - r) V + P V') / l - (b - r) O
+//
+// which hold for any r; r is the mean of W, by weight, over the first tile with a key of the row.
+//
+// Grid: tiles of BLOCK_Q queries of all (direction, batch, head), longest first (scheduler.cuh). A
+// direction counts as a batch: its tangents are slices of arrays (directions * batch, ...). Each
+// direction computes O and lse anew; the first one stores them.
+// Block: 1 + CONSUMER_WARPGROUPS warpgroups.
+//
+// A NaN or an infinity at a masked key makes rows non-finite, as 0 * NaN; so do P * W beyond
+// float16, and scores whose exponents lose their fraction. The warps of such rows set their flag,
+// and simt/jvp.cu, launched next, computes the flagged rows.
+//
+// Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0), HEAD_DIM and HEAD_DIM_V (multiples of 16
+// that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, KV_STAGES, SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what
+// moves; Arguments; no options.
+// Shared memory: SharedPlan, tiles as in smem.cuh.
+// mbarriers: *_full: from TMA to the consumers, an arrival for each tile, and its bytes. *_empty:
+// back, an arrival of each consumer warp.
+//
+// Bad at: short sequences: a block has one query tile, so nothing overlaps its beginning and end.
+#include "common/types.cuh"
+#include "common/row_flags.cuh"
+#include "common/scheduler.cuh"
+#include "sm90/wgmma.cuh"
+
+constexpr int CONSUMER_ROWS = WGMMA_M;                      // queries of a consumer warpgroup
+constexpr int CONSUMER_WARPGROUPS = BLOCK_Q / CONSUMER_ROWS;
+constexpr int CONSUMER_WARPS = CONSUMER_WARPGROUPS * 4;
+constexpr int THREADS = (1 + CONSUMER_WARPGROUPS) * WARPGROUP;
+constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4; // of a thread
+constexpr int SIGN = NEGATE_SCORES ? -1 : 1;
+constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
+
+static_assert(CONSUMER_WARPGROUPS == 2, "240 registers for each of two consumers");
+
+#include "sm90/forward_softmax.cuh"
+#include "sm90/score_mask.cuh"
+
+using Scores = float[S_COUNT];
+using Output = float[O_COUNT];
+
+struct KeyStage {
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
+};
+struct SharedPlan {
+    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
+    KeyStage keys[KV_STAGES];
+    u64 q_full, k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// Before the block's first barrier, by one thread.
+__device__ __forceinline__ void init_barriers(SharedPlan& shared) {
+    mbarrier_init(shared_address(&shared.q_full), 1 + Q_DOT);
+    for (int i = 0; i < KV_STAGES; ++i) {
+        mbarrier_init(shared_address(&shared.k_full[i]), 1 + K_DOT);
+        mbarrier_init(shared_address(&shared.v_full[i]), 1 + V_DOT);
+        mbarrier_init(shared_address(&shared.k_empty[i]), CONSUMER_WARPS);
+        mbarrier_init(shared_address(&shared.v_empty[i]), CONSUMER_WARPS);
+    }
+    fence_mbarrier_init();
+}
+
+// The block's tile. `slice` counts batches of all directions: where its tangents stand.
+struct QueryTile {
+    int q_start, head, batch, slice;
+    bool stores_out;                                        // of the first direction
+
+    __device__ __forceinline__ explicit QueryTile(const Arguments& args) {
+        const Shape& shape = args.arrays.shape;
+        const int num_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+        const TileCoord coord = tile_of_block(
+            blockIdx.x, num_tiles, shape.num_heads_q,
+            shape.batch * args.tangents.num_directions, args.arrays.schedule);
+        q_start = (CAUSAL ? num_tiles - 1 - coord.tile : coord.tile) * BLOCK_Q;
+        head = coord.head;
+        slice = coord.batch;
+        batch = slice % shape.batch;
+        stores_out = slice < shape.batch;
+    }
+};
+
+// ---- The producer, one thread ----
+
+__device__ __forceinline__ void produce(
+    const Arguments& args, SharedPlan& shared, const QueryTile& tile, int num_key_tiles) {
+    const Shape& shape = args.arrays.shape;
+    const int kv_head = tile.head / (shape.num_heads_q / shape.num_heads_kv);
+    const u32 q_full = shared_address(&shared.q_full);
+    tma_load_tile<BLOCK_Q, HEAD_DIM>(
+        shared_address(&shared.q), args.q_map, q_full, tile.q_start, tile.head, tile.batch);
+    if constexpr (Q_DOT) tma_load_tile<BLOCK_Q, HEAD_DIM>(
+        shared_address(&shared.q_dot), args.q_dot_map, q_full, tile.q_start, tile.head, tile.slice);
+    PipelineState<KV_STAGES> stage;
+    for (int key_tile = num_key_tiles - 1; key_tile >= 0; --key_tile, stage.next()) {
+        KeyStage& keys = shared.keys[stage.index];
+        const int token = key_tile * BLOCK_K;
+        const u32 k_full = shared_address(&shared.k_full[stage.index]);
+        mbarrier_wait(shared_address(&shared.k_empty[stage.index]), stage.phase ^ 1);
+        tma_load_tile<BLOCK_K, HEAD_DIM>(
+            shared_address(&keys.k), args.k_map, k_full, token, kv_head, tile.batch);
+        if constexpr (K_DOT) tma_load_tile<BLOCK_K, HEAD_DIM>(
+            shared_address(&keys.k_dot), args.k_dot_map, k_full, token, kv_head, tile.slice);
+        const u32 v_full = shared_address(&shared.v_full[stage.index]);
+        mbarrier_wait(shared_address(&shared.v_empty[stage.index]), stage.phase ^ 1);
+        tma_load_tile<BLOCK_K, HEAD_DIM_V>(
+            shared_address(&keys.v), args.v_map, v_full, token, kv_head, tile.batch);
+        if constexpr (V_DOT) tma_load_tile<BLOCK_K, HEAD_DIM_V>(
+            shared_address(&keys.v_dot), args.v_dot_map, v_full, token, kv_head, tile.slice);
+    }
+}
+
+// lse of maximum m and sum l: |scale| m + log(l), less the logarithm of the factor by which
+// online_softmax made l too large. max_scaled: finite_max_scaled().
+__device__ __forceinline__ float lse_of_sum(
+    float m, float l, float scale, float scale_log2, float max_scaled) {
+    constexpr float LN_2 = 0.6931471805599453f;
+    const float log_excess = fmaf(m, scale_log2, -max_scaled) * LN_2;
+    return l == 0.0f ? -infinity() : m * scale + (logf(l) - log_excess);
+}
+
+// ---- A consumer warpgroup ----
+
+// Of the lane's two rows: r; this lane's part of sum P (W - r), relative to the maximum as l is.
+struct TangentState { float reference[2] = {0.0f, 0.0f}, sum[2] = {0.0f, 0.0f}; };
+
+// r of rows that had no key before this tile: sum P W / sum P over it. No key: r stays 0.
+__device__ __forceinline__ void choose_references(
+    TangentState& tangents, const bool (&had_no_key)[2], const Scores& p, const Scores& w,
+    float scale) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float weights = 0.0f, sum = 0.0f;
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i)
+            if (i / 2 % 2 == half) {
+                weights += p[i];
+                sum = fmaf(p[i], w[i], sum);
+            }
+        weights = quad_sum(weights);
+        sum = quad_sum(sum);
+        if (had_no_key[half] && weights > 0.0f) tangents.reference[half] = scale * sum / weights;
+    }
+}
+
+// W becomes P (W - r), with W scaled.
+__device__ __forceinline__ void weigh_tangents(
+    TangentState& tangents, const Scores& p, Scores& w, float scale, const float (&rescale)[2]) {
+    float sum[2] = {0.0f, 0.0f};
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i) {
+        const int half = i / 2 % 2;
+        w[i] = p[i] * fmaf(w[i], scale, -tangents.reference[half]);
+        sum[half] += w[i];
+    }
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        tangents.sum[half] = tangents.sum[half] * rescale[half] + sum[half];
+}
+
+struct Consumer {
+    const Arguments& args;
+    SharedPlan& shared;
+    const QueryTile& tile;
+    Output &acc, &acc_dot;
+    RowState& rows;
+    TangentState& tangents;
+
+    // The shuffle tells the compiler that the value is uniform across a warp.
+    const int warpgroup =
+        __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
+    const int lane = threadIdx.x % 32;
+    const int lane_row = (threadIdx.x / 32 - 4) * 16 + lane / 4;    // the lane's first
+    const float scale = fabsf(static_cast<float>(args.arrays.scale));
+    const float scale_log2 = exponent_scale<true>(args.arrays.scale);
+
+    // S = Q K^T and W = Q' K^T + Q K'^T, asynchronously.
+    __device__ __forceinline__ void issue_scores(Scores& s, Scores& w, int stage) {
+        const int rows_before = warpgroup * CONSUMER_ROWS * PANEL_ROW_BYTES;
+        const u64 q = descriptor(shared_address(&shared.q) + rows_before, 0);
+        const u64 q_dot = descriptor(shared_address(&shared.q_dot) + rows_before, 0);
+        const u64 k = descriptor(shared_address(&shared.keys[stage].k), 0);
+        const u64 k_dot = descriptor(shared_address(&shared.keys[stage].k_dot), 0);
+        warpgroup_fence_operand(s);
+        warpgroup_fence_operand(w);
+        wgmma_fence();
+        gemm_abt_ss<Element, SIGN, BLOCK_Q, BLOCK_K, HEAD_DIM>(s, q, k);
+        if constexpr (Q_DOT) gemm_abt_ss<Element, SIGN, BLOCK_Q, BLOCK_K, HEAD_DIM>(w, q_dot, k);
+        if constexpr (K_DOT)
+            gemm_abt_ss<Element, SIGN, BLOCK_Q, BLOCK_K, HEAD_DIM>(w, q, k_dot, Q_DOT);
+        wgmma_commit();
+    }
+
+    // acc += P V and acc_dot += P (W - r) V + P V', asynchronously.
+    __device__ __forceinline__ void issue_output(
+        const u32 (&p)[P_COUNT], const u32 (&pw)[P_COUNT], int stage) {
+        constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
+        const u64 v = descriptor(shared_address(&shared.keys[stage].v), PANEL_BYTES);
+        const u64 v_dot = descriptor(shared_address(&shared.keys[stage].v_dot), PANEL_BYTES);
+        warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(acc_dot);
+        wgmma_fence();
+        gemm_ab_rs<Element, BLOCK_K>(acc, p, v, true);
+        if constexpr (SCORES_MOVE) gemm_ab_rs<Element, BLOCK_K>(acc_dot, pw, v, true);
+        if constexpr (V_DOT) gemm_ab_rs<Element, BLOCK_K>(acc_dot, p, v_dot, true);
+        wgmma_commit();
+    }
+
+    // One key tile. is_masked: some of its pairs are.
+    __device__ __forceinline__ void iterate(
+        PipelineState<KV_STAGES> stage, const Mask<CAUSAL>& mask, int key_tile, bool is_masked) {
+        Scores s, w;
+        float rescale[2];
+        mbarrier_wait(shared_address(&shared.k_full[stage.index]), stage.phase);
+        issue_scores(s, w, stage.index);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(s);
+        warpgroup_fence_operand(w);
+        release(shared.k_empty, stage.index);
+
+        const bool had_no_key[2] = {rows.max[0] == -infinity(), rows.max[1] == -infinity()};
+        if (is_masked) apply_mask(s, mask, tile.q_start + lane_row, key_tile * BLOCK_K);
+        online_softmax<true>(s, rows, scale_log2, rescale);
+        if constexpr (SCORES_MOVE) {
+            if (__ballot_sync(WHOLE_WARP, had_no_key[0] || had_no_key[1]) != 0)
+                choose_references(tangents, had_no_key, s, w, scale);
+            weigh_tangents(tangents, s, w, scale, rescale);
+        }
+        #pragma unroll
+        for (int i = 0; i < O_COUNT; ++i) {
+            acc[i] *= rescale[i / 2 % 2];
+            acc_dot[i] *= rescale[i / 2 % 2];
+        }
+        u32 p[P_COUNT], pw[P_COUNT];
+        pack_pairs<Element>(p, s);
+        if constexpr (SCORES_MOVE) pack_pairs<Element>(pw, w);
+
+        mbarrier_wait(shared_address(&shared.v_full[stage.index]), stage.phase);
+        issue_output(p, pw, stage.index);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(acc_dot);
+        release(shared.v_empty, stage.index);
+    }
+
+    // A key tile that only the other warpgroup sees.
+    __device__ __forceinline__ void skip(PipelineState<KV_STAGES> stage) {
+        mbarrier_wait(shared_address(&shared.k_full[stage.index]), stage.phase);
+        release(shared.k_empty, stage.index);
+        mbarrier_wait(shared_address(&shared.v_full[stage.index]), stage.phase);
+        release(shared.v_empty, stage.index);
+    }
+    __device__ __forceinline__ void release(u64 (&empty)[KV_STAGES], int stage) {
+        mbarrier_arrive_if(lane == 0, shared_address(&empty) + 8 * stage);
+    }
+
+    // O, lse and their tangents to global memory; the flag of the warp's rows.
+    __device__ __forceinline__ void store() {
+        const ForwardArguments& arrays = args.arrays;
+        const Shape& shape = arrays.shape;
+        const int query = tile.q_start + lane_row;
+        const i64 rows_before = (i64{tile.batch} * shape.num_heads_q + tile.head) * shape.seqlen_q;
+        const i64 moved_before = (i64{tile.slice} * shape.num_heads_q + tile.head) * shape.seqlen_q;
+        bool exact = true;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float m = rows.max[half], l = quad_sum(rows.sum[half]);
+            const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+            const float b = quad_sum(tangents.sum[half]) * inverse;
+            #pragma unroll
+            for (int j = 0; j < O_COUNT / 4; ++j)
+                #pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    float &o = acc[j * 4 + half * 2 + x], &o_dot = acc_dot[j * 4 + half * 2 + x];
+                    o *= inverse;
+                    o_dot = fmaf(o_dot, inverse, -b * o);
+                    exact &= fabsf(o) < infinity() && fabsf(o_dot) < infinity();
+                }
+            // As in forward_epilogue.cuh: an exponent of 2^24 has no fraction.
+            const float max_scaled = finite_max_scaled(m, scale_log2);
+            exact &= l < infinity() && fabsf(max_scaled) < 0x1p24f && fabsf(b) < infinity();
+            if (lane % 4 != 0 || query + half * 8 >= shape.seqlen_q) continue;
+            if (arrays.lse != nullptr && tile.stores_out)
+                static_cast<float*>(arrays.lse)[rows_before + query + half * 8] =
+                    lse_of_sum(m, l, scale, scale_log2, max_scaled);
+            if (args.lse_dot != nullptr)
+                static_cast<float*>(args.lse_dot)[moved_before + query + half * 8] =
+                    l == 0.0f ? 0.0f : tangents.reference[half] + b;
+        }
+        const i64 stride = arrays.out_stride.token;
+        if (arrays.out != nullptr && tile.stores_out)
+            store_to_array(
+                static_cast<Element*>(arrays.out) + tile.batch * arrays.out_stride.batch
+                    + tile.head * arrays.out_stride.head + query * stride,
+                stride, acc, query, shape.seqlen_q, shape.head_dim_v);
+        const DirectionStrides& moved = args.tangents.out_dot;  // contiguous: a slice is a batch
+        if (args.out_dot != nullptr)
+            store_to_array(
+                static_cast<Element*>(args.out_dot) + tile.slice * moved.batch
+                    + tile.head * moved.head + query * moved.token,
+                moved.token, acc_dot, query, shape.seqlen_q, shape.head_dim_v);
+        const bool all_exact = __ballot_sync(WHOLE_WARP, exact) == WHOLE_WARP;
+        const int first_row = query - lane / 4;
+        if (lane == 0 && first_row < shape.seqlen_q)
+            *recompute_flag_of_rows(args, tile.slice, tile.head, first_row) = !all_exact;
+    }
+};
+
+__device__ __forceinline__ void consume(
+    const Arguments& args, SharedPlan& shared, const QueryTile& tile, const Mask<CAUSAL>& mask,
+    int num_key_tiles) {
+    Output acc, acc_dot;
+    #pragma unroll
+    for (int i = 0; i < O_COUNT; ++i) acc[i] = acc_dot[i] = 0.0f;
+    RowState rows = empty_rows();
+    TangentState tangents;
+    Consumer consumer{args, shared, tile, acc, acc_dot, rows, tangents};
+    const int first_row = tile.q_start + consumer.warpgroup * CONSUMER_ROWS;
+    const KeyTiles visited = mask.key_tiles(first_row, CONSUMER_ROWS, BLOCK_K);
+    const int end = first_row < mask.seqlen_q ? visited.num_visited : 0;
+    PipelineState<KV_STAGES> stage;
+    mbarrier_wait(shared_address(&shared.q_full), 0);
+    int key_tile = num_key_tiles - 1;
+    for (; key_tile >= end; --key_tile, stage.next()) consumer.skip(stage);
+    for (; key_tile >= 0; --key_tile, stage.next())
+        consumer.iterate(stage, mask, key_tile, key_tile >= visited.num_full);
+    consumer.store();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+jvp_wgmma(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();
+    const QueryTile tile(args);
+    const Mask<CAUSAL> mask{args.arrays.shape.seqlen_q, args.arrays.shape.seqlen_k, {}};
+    const int num_key_tiles = mask.key_tiles(tile.q_start, BLOCK_Q, BLOCK_K).num_visited;
+    if (threadIdx.x < WARPGROUP) {
+        warpgroup_reg_dealloc<24>();
+        if (threadIdx.x == 0) produce(args, shared, tile, num_key_tiles);
+    } else {
+        warpgroup_reg_alloc<240>();
+        consume(args, shared, tile, mask, num_key_tiles);
+    }
+}

@@ -1,0 +1,75 @@
+"""The kernels that combine partial results, which have no tiles."""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+
+from .kernel import Family, KernelPlan, Launch, Plan
+from .rounding import ceil_div
+from .steps import ELEMENTS, ROW_THREADS, element
+
+_VECTOR = 4  # elements of a lane, so that it loads up to 16 bytes
+
+
+def _vector(columns: int, is_wide: bool) -> int:
+    """The elements that a lane loads at once: a divisor of the columns."""
+    most = _VECTOR // 2 if is_wide else _VECTOR
+    return most if columns % most == 0 else 1
+
+
+def merge_rows_plan(problem: Problem, first: str, result: str) -> Plan:
+    """A warp for each head of a token.
+
+    Parameters
+    ----------
+    problem : Problem
+        Of ``"merge"``.
+    first, result : str
+        The dtypes of the array that another is merged into and of the
+        result: the problem's, or that of its lse.
+    """
+    vector = _vector(problem.head_dim_v, problem.dtype == "float64")
+    heads = max(problem.num_heads_q, 1)
+    warps = min(ROW_THREADS // 32, 1 << heads.bit_length() - 1)
+    blocks = problem.batch * problem.seqlen_q * ceil_div(heads, warps)
+    return _plan(
+        problem, "merge_rows", (first, result), vector, blocks, 32 * warps
+    )
+
+
+def add_rows_plan(problem: Problem, first: str, result: str) -> Plan:
+    """A block for up to ROW_THREADS * vector columns of a token.
+
+    Parameters are those of `merge_rows_plan`.
+    """
+    vector = _vector(problem.head_dim_v, problem.dtype == "float64")
+    columns = problem.num_heads_q * problem.head_dim_v
+    parts = ceil_div(columns, ROW_THREADS * vector)
+    blocks = problem.batch * problem.seqlen_q * parts
+    return _plan(problem, "add_rows", (first, result), vector, blocks)
+
+
+def _plan(
+    problem: Problem,
+    entry: str,
+    dtypes: tuple[str, str],
+    vector: int,
+    blocks: int,
+    threads: int = ROW_THREADS,
+) -> Plan:
+    first, result = (ELEMENTS.get(x, x) for x in dtypes)
+    kernel = KernelPlan(
+        file=f"partial/{entry}.cu",
+        entry=entry,
+        constants=(
+            ("Element", element(problem)),
+            ("First", first),
+            ("Result", result),
+            ("VECTOR", vector),
+            ("NUM_THREADS", threads),
+        ),
+        threads=threads,
+        shared_bytes=0,
+    )
+    family: Family = "mma" if element(problem) == problem.dtype else "simt"
+    return Plan(problem, family, None, (Launch(kernel, blocks),))

@@ -1,0 +1,120 @@
+"""The plan of a JVP by wgmma: 16-bit types without options, on Hopper."""
+
+from __future__ import annotations
+
+from cuflash import workspace
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .rounding import ceil_div, round_up
+from .simt_derivatives import jvp_kernel
+from .steps import (
+    count_tiles,
+    heads_per_section,
+    num_directions,
+    option_constants,
+    tangent_constants,
+    tile_bytes,
+)
+
+_HEAD_DIMS = (32, 64, 96, 128)
+
+# A thread has 240 registers: S, W and what they become, and the sums of O and
+# O'. Sums up to this do not spill.
+_REGISTERS = 192
+
+_MBARRIER_BYTES = 8
+
+_FLAG_ROWS = 16  # common/row_flags.cuh
+
+# Of the kernel that computes the flagged rows. Its blocks are many, and almost
+# all of them end at once.
+_RECOMPUTE_TILE = Tile(32, 16, 4)
+
+
+def runs(problem: Problem, device: Device) -> bool:
+    """Whether the kernel supports the problem."""
+    tangents = problem.tangents
+    return bool(
+        device.arch == "sm_90a"
+        and problem.seqlen_k > 0
+        and not problem.options
+        and tangents is not None
+        and tangents.count > 0
+        and max(problem.head_dim, problem.head_dim_v) <= _HEAD_DIMS[-1]
+        and problem.head_dim_v % 8 == 0  # it stores rows 16 bytes at a time
+    )
+
+
+def _head_dims(problem: Problem) -> tuple[int, int]:
+    d, dv = (
+        next(x for x in _HEAD_DIMS if x >= d)
+        for d in (problem.head_dim, problem.head_dim_v)
+    )
+    return d, dv
+
+
+def _shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _head_dims(problem)
+    keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
+    barriers = 1 + 4 * tile.num_stages
+    return round_up(
+        2 * tile_bytes(tile.block_q, d)
+        + 2 * tile.num_stages * keys
+        + barriers * _MBARRIER_BYTES,
+        1024,
+    )
+
+
+def _fits(problem: Problem, tile: Tile) -> bool:
+    _, dv = _head_dims(problem)
+    return tile.block_k + dv <= _REGISTERS
+
+
+def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = _head_dims(problem)
+    shared = _shared(problem, tile)
+    kernel = KernelPlan(
+        file="sm90/jvp.cu",
+        entry="jvp_wgmma",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("CAUSAL", problem.causal),
+            ("NEGATE_SCORES", problem.scale < 0),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("KV_STAGES", tile.num_stages),
+            ("SHARED_BYTES", shared),
+            *option_constants(problem, "Wgmma"),
+            *tangent_constants(problem),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+    )
+    moving_heads = problem.num_heads_q * num_directions(problem)
+    heads = problem.batch * moving_heads
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    rows = count_tiles(problem, problem.seqlen_q, _RECOMPUTE_TILE.block_q)
+    key_bytes = problem.seqlen_k * (d + dv) * 4 // problem.group_size
+    flags = ceil_div(problem.seqlen_q, _FLAG_ROWS) * heads
+    return Plan(
+        problem,
+        "wgmma",
+        tile,
+        (
+            Launch(kernel, tiles * heads),
+            Launch(
+                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"), rows * heads
+            ),
+        ),
+        heads_per_section=heads_per_section(
+            problem, device, moving_heads, key_bytes
+        ),
+        workspace=(workspace.ints("recompute_flags", flags),),
+    )
+
+
+JVP = Maker(_plan, _shared, _fits)

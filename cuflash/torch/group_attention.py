@@ -1,0 +1,145 @@
+"""Attention over sequences that ranks share, for torch tensors.
+
+`cuflash.distributed` computes with NumPy's arrays, or CuPy's on torch's
+stream: tensors are shared with it, not copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cuflash import api, distributed
+from cuflash.errors import UnsupportedError
+
+from .checks import check_tensors
+from .dtypes import from_numpy, to_numpy
+
+_NO_SECOND_DERIVATIVES = (
+    "second derivatives of cuflash.torch.distributed_attention are not"
+    " supported: call backward() or torch.autograd.grad() without"
+    " create_graph, or use cuflash.torch.attention on one device"
+)
+
+
+def distributed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: distributed.Group,
+    causal: bool = False,
+    layout: str = "zigzag",
+    ulysses: int = 1,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+) -> Any:
+    """Attention over sequences that the ranks of a group share.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        This rank's tokens, as `cuflash.distributed.shard` cuts them or
+        `cuflash.distributed.positions` selects them.
+    group : cuflash.distributed.Group
+        `cuflash.distributed.group_from_environment()` makes one; its ranks
+        are those of torch.distributed where torchrun started the processes.
+    causal, layout, ulysses, scale, window, softcap, precision, return_lse
+    cu_seqlens_q, cu_seqlens_k
+        As in `cuflash.distributed.forward`.
+    deterministic : bool, optional
+        Whether to sum dq in a fixed order.
+
+    Returns
+    -------
+    out, lse : Tensor
+        lse only with `return_lse`. Both have gradients. All ranks must run
+        the backward pass together.
+
+    Raises
+    ------
+    CuflashError
+        As `cuflash.distributed.forward` does; UnsupportedError for second
+        derivatives.
+    """
+    check_tensors({"q": q, "k": k, "v": v})
+    options = {
+        "group": group,
+        "causal": causal,
+        "layout": layout,
+        "ulysses": ulysses,
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "precision": precision,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }
+    out, lse = _Attention.apply(options, deterministic, q, k, v)
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, options: Any, deterministic: bool, *tensors: torch.Tensor
+    ) -> Any:
+        with _on_stream_of(tensors[0]):
+            results = distributed.forward(
+                *map(_to_array, tensors), return_lse=True, **options
+            )
+            out, lse = map(_to_tensor, results)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.options = {**options, "deterministic": deterministic}
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(_NO_SECOND_DERIVATIVES)
+        saved = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(saved[3])
+        with _on_stream_of(dout):
+            gradients = distributed.backward(
+                *map(_to_array, (dout, *saved)),
+                dlse=None if dlse is None else _to_array(dlse),
+                **ctx.options,
+            )
+            return None, None, *map(_to_tensor, gradients)
+
+
+def _to_array(tensor: torch.Tensor) -> Any:
+    """An array of NumPy or CuPy that shares a tensor's memory."""
+    if tensor.is_cuda:
+        return api.on_cuda().to_cupy(tensor.detach())
+    return to_numpy(tensor)
+
+
+def _to_tensor(array: Any) -> torch.Tensor:
+    if hasattr(array, "__cuda_array_interface__"):
+        return torch.from_dlpack(array)
+    return from_numpy(array)
+
+
+@contextlib.contextmanager
+def _on_stream_of(tensor: torch.Tensor) -> Iterator[None]:
+    """Let CuPy use a tensor's device, and torch's current stream of it."""
+    if not tensor.is_cuda:
+        yield
+        return
+    cuda = api.on_cuda().cupy.cuda
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    index = tensor.device.index
+    with cuda.Device(index), cuda.ExternalStream(stream, index):
+        yield

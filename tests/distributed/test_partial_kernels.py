@@ -1,0 +1,104 @@
+"""The kernels that merge and add rows do what NumPy does."""
+
+import numpy as np
+import pytest
+
+from cuflash import emulator
+from cuflash.distributed.machine import Device, Host
+from helpers.backends import EMULATED
+from helpers.dtypes import DTYPES, PRECISION, lse_dtype
+
+SHAPES = [(2, 9, 3, 8), (1, 7, 2, 33), (1, 5, 1, 260)]
+on_kinds = pytest.mark.parametrize(
+    ("dtype", "first_is_wide", "result_is_wide"),
+    [
+        ("bfloat16", False, True),
+        ("bfloat16", True, True),
+        ("bfloat16", True, False),
+        ("bfloat16", False, False),
+        ("float16", True, False),
+        ("float32", True, True),
+        ("float64", True, True),
+    ],
+)
+
+
+def rows(shape, dtype, seed):
+    """Rows of tokens that are a part of a larger array."""
+    batch, tokens, *rest = shape
+    rng = np.random.default_rng(seed)
+    whole = rng.standard_normal((batch, tokens + 4, *rest)).astype(dtype)
+    return whole[:, 4:]
+
+
+def lses(shape, dtype, seed):
+    """Of rows that saw no key, too, and of some with overflow."""
+    batch, tokens, heads, _ = shape
+    rng = np.random.default_rng(seed)
+    whole = rng.standard_normal((batch, heads, tokens + 1)) * 3
+    whole[rng.random(whole.shape) < 0.2] = -np.inf
+    whole[rng.random(whole.shape) < 0.05] = np.inf
+    return whole.astype(dtype)[..., 1:]
+
+
+def fresh(array):
+    """A copy of the larger array, and the same part of it."""
+    whole = array.base.copy()
+    return whole[:, 4:] if array.ndim == 4 else whole[..., 1:]
+
+
+def run(call, arrays, result, arch="sm_80"):
+    """What a method writes, by kernels and by NumPy."""
+    found = []
+    for kind in (Device, Host):
+        own = [fresh(x) for x in arrays]
+        to = np.zeros_like(result)
+        with emulator.active(arch):
+            machine = kind(result) if kind is Device else kind()
+            getattr(machine, call)(*own, to)
+        found.append((to, *own))
+    return found
+
+
+def assert_close(got, want, dtype, result):
+    """Within a rounding to the result's dtype, and some of float32's."""
+    unit = PRECISION[np.dtype(result).name].unit
+    small = PRECISION[dtype].sum_unit
+    # exp of arguments up to 12 with an ulp of each, a sum, a quotient.
+    bound = (2 * unit + 32 * small) * 8.0  # values of up to 8
+    np.testing.assert_allclose(
+        got.astype(np.float64), want.astype(np.float64), rtol=0, atol=bound
+    )
+
+
+@on_kinds
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_merge(backend, shape, dtype, first_is_wide, result_is_wide):
+    own, wide = DTYPES[dtype], lse_dtype(DTYPES[dtype])
+    a = rows(shape, wide if first_is_wide else own, 0)
+    arrays = a, lses(shape, wide, 1), rows(shape, own, 2), lses(shape, wide, 3)
+    result = np.zeros(shape, wide if result_is_wide else own)
+    got, want = run("merge", arrays, result)
+    assert_close(got[0], want[0], dtype, result.dtype)
+    assert_close(got[2], want[2], dtype, wide)  # lse
+
+
+@on_kinds
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_add(backend, shape, dtype, first_is_wide, result_is_wide):
+    own, wide = DTYPES[dtype], lse_dtype(DTYPES[dtype])
+    a = rows(shape, wide if first_is_wide else own, 0)
+    result = np.zeros(shape, wide if result_is_wide else own)
+    got, want = run("add", (a, rows(shape, own, 2)), result)
+    assert got[0].tobytes() == want[0].tobytes()
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_into_the_first_array(backend):
+    a, b = (rows((1, 6, 2, 8), np.float32, seed) for seed in range(2))
+    want = a + b
+    with emulator.active("sm_80"):
+        Device(a).add(a, b, a)
+    assert (a == want).all()
