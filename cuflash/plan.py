@@ -77,6 +77,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("wgmma", "jvp"): wgmma_jvp.JVP,
     ("fma", "jvp"): fma_derivatives.JVP,
+    ("fma", "double_backward"): fma_derivatives.DOUBLE_BACKWARD,
     ("mma", "jvp"): mma_derivatives.JVP,
     ("dmma", "jvp"): mma8_derivatives.JVP,
     ("tf32x3", "jvp"): mma8_derivatives.JVP,
@@ -88,7 +89,10 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 
 
 # The families for derivatives of problems whose own one has no kernels.
-_OLDER: dict[Family, tuple[Family, ...]] = {"wgmma": ("mma",)}
+_OLDER: dict[Family, tuple[Family, ...]] = {
+    "wgmma": ("mma",),
+    "tf32x3": ("fma",),
+}
 
 _OLDEST_FOR_TF32X3 = 80  # compute capability
 

@@ -119,7 +119,7 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2)
         ):
             yield Tile(q, k, warps, ptxas_level=3)
-    elif (family, direction) == ("fma", "backward"):
+    elif family == "fma":  # backward, double_backward
         for q, k, warps, down, down_k in product(
             (128, 112, 96, 64, 32, 16),
             (64, 32, 16),

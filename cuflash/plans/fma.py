@@ -77,7 +77,8 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def _backward_fits(problem: Problem, tile: Tile) -> bool:
+def shares_evenly(problem: Problem, tile: Tile) -> bool:
+    """Whether all lanes get as much of each product of a backward pass."""
     d, dv = head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
@@ -89,8 +90,13 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
         d % (gradient_across * 32),
         dv % (gradient_across * 32),
     )
-    if any(shares):
+    return not any(shares)
+
+
+def _backward_fits(problem: Problem, tile: Tile) -> bool:
+    if not shares_evenly(problem, tile):
         return False
+    d, dv = head_dims(problem)
     rows = tile.block_q // tile.score_warps_q // LANE_ROWS
     return kept_and_summed(tile, d, dv) + 4 * rows <= REGISTERS
 

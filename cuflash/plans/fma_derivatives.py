@@ -5,23 +5,40 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .fma import LANE_COLUMNS, LANE_ROWS, REGISTERS, WEIGHTS_PAD, head_dims
+from .fma import (
+    LANE_COLUMNS,
+    LANE_ROWS,
+    REGISTERS,
+    WEIGHTS_PAD,
+    head_dims,
+    shares_evenly,
+)
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .steps import (
     ROWS_PAD,
     count_tiles,
+    delta_buffer,
+    delta_dot_buffer,
+    double_delta_launch,
     element_bytes,
+    gradient_constants,
     heads_per_section,
     is_linear,
     num_directions,
     option_buffers,
     option_constants,
     option_launches,
+    semaphore_buffers,
+    sink_launches,
     tangent_constants,
 )
 
 # Columns of P and of P * W that a warp's lanes exchange at a time.
 _WEIGHT_KEYS = 16
+
+# Registers, of 255, for the same in a double backward, which needs more of
+# them for addresses and statistics of rows.
+_SECOND_REGISTERS = 176
 
 
 def _kernel(
@@ -107,4 +124,71 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
+def _double_backward_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = head_dims(problem)
+    return 4 * (
+        tile.block_q * (2 * d + dv + 3 * ROWS_PAD)
+        + 2 * tile.block_k * (d + dv + 2 * ROWS_PAD)
+        + 2 * tile.block_q * (tile.block_k + WEIGHTS_PAD)
+        + 4 * tile.block_q  # lse, delta, b and delta_dot
+    )
+
+
+def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
+    """Whether d2K, d2V, four scores and two fragments are in registers."""
+    d, dv = head_dims(problem)
+    threads = tile.num_warps * 32
+    kept = tile.block_k * (d + dv) // threads
+    scores = 4 * tile.block_q * tile.block_k // threads
+    dq = (tile.block_q * d + tile.block_q * tile.block_k) // threads
+    rows = tile.block_q // (tile.score_warps_q * LANE_ROWS)
+    needed = kept + max(scores, dq) + 8 * rows
+    return shares_evenly(problem, tile) and needed <= _SECOND_REGISTERS
+
+
+def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    kernel = _kernel(
+        "double_backward",
+        problem,
+        tile,
+        _double_backward_shared(problem, tile),
+        *gradient_constants(problem, tile),
+    )
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    d, dv = head_dims(problem)
+    columns = 3 * d + dv  # of q, ddq, d2q and dout
+    shared_by_head = (
+        problem.group_size
+        * problem.seqlen_q
+        * columns
+        * element_bytes(problem)
+    )
+    return Plan(
+        problem,
+        "fma",
+        tile,
+        (
+            *option_launches(problem, tile),
+            double_delta_launch(problem, tile.block_q, adds_to_dq=True),
+            Launch(kernel, k_tiles * problem.batch * problem.num_heads_kv),
+            *sink_launches(problem, tile),
+        ),
+        heads_per_section=heads_per_section(
+            problem, device, problem.num_heads_kv, shared_by_head
+        ),
+        workspace=(
+            *option_buffers(problem, tile),
+            delta_buffer(problem),
+            delta_dot_buffer(problem),
+            *semaphore_buffers(
+                problem, q_tiles * problem.batch * problem.num_heads_q
+            ),
+        ),
+    )
+
+
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)
+DOUBLE_BACKWARD = Maker(
+    _double_backward, _double_backward_shared, _double_backward_fits
+)

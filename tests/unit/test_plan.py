@@ -169,10 +169,18 @@ def test_float32_falls_back_to_simt(direction, arch, wanted, family):
     [("sm_80", None, "fma"), ("sm_80", 32, "fma"), ("sm_80", 8, "simt"),
      ("sm_75", None, "simt")],
 )  # fmt: skip
-def test_derivatives_of_float32_fall_back_to_simt(arch, block_q, family):
+@pytest.mark.parametrize("direction", ["jvp", "double_backward"])
+def test_derivatives_of_float32_fall_back_to_simt(
+    direction, arch, block_q, family
+):
     """Where fma has no tiles, or none of the requested size."""
-    decided = planned("jvp", "float32", arch=arch, block_q=block_q)
+    decided = planned(direction, "float32", arch=arch, block_q=block_q)
     assert decided.family == family
+
+
+def test_second_gradients_of_tf32x3_calls_are_those_of_float32():
+    decided = planned("double_backward", "float32", precision="tf32x3")
+    assert decided.family == "fma"
 
 
 WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
