@@ -79,6 +79,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("fma", "jvp"): fma_derivatives.JVP,
     ("fma", "double_backward"): fma_derivatives.DOUBLE_BACKWARD,
     ("mma", "jvp"): mma_derivatives.JVP,
+    ("mma", "double_backward"): mma_derivatives.DOUBLE_BACKWARD,
     ("dmma", "jvp"): mma8_derivatives.JVP,
     ("tf32x3", "jvp"): mma8_derivatives.JVP,
     ("dmma", "double_backward"): mma8_derivatives.DOUBLE_BACKWARD,

@@ -101,6 +101,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
             for down, down_k in product((4, 2, 8, 1), repeat=2):
                 if max(down, down_k) <= warps:
                     yield Tile(q, k, warps, 1, stages, down, down_k)
+    elif (family, direction) == ("mma", "double_backward"):
+        for q, k, warps, stages in product((64, 32), (64, 32), (8, 4), (2, 1)):
+            for down, down_k in product((4, 2, 1), repeat=2):
+                yield Tile(q, k, warps, 1, stages, down, down_k)
     elif family == "decode":
         # A warp per 16 keys.
         for q, warps, stages in product((16, 32), (16, 12, 8, 4), (3, 2, 4)):

@@ -89,7 +89,8 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     return round_up(total, 1024)
 
 
-def _backward_fits(problem: Problem, tile: Tile) -> bool:
+def shares_gradients(problem: Problem, tile: Tile) -> bool:
+    """Whether warps share the matmuls of a backward pass, and loads."""
     d, dv = padded_head_dims(problem)
     across = tile.num_warps // tile.score_warps_q
     gradient_across = tile.num_warps // tile.gradient_warps_k
@@ -103,8 +104,13 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
         d % (gradient_across * 16),
         dv % (gradient_across * 16),
     )
-    if any(shares):
+    return not any(shares)
+
+
+def _backward_fits(problem: Problem, tile: Tile) -> bool:
+    if not shares_gradients(problem, tile):
         return False
+    d, dv = padded_head_dims(problem)
     return kept_and_summed(tile, d, dv) <= ACCUMULATOR_REGISTERS
 
 

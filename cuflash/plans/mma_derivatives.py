@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
-from .mma import ACCUMULATOR_REGISTERS, padded, shares_rows
+from .mma import (
+    ACCUMULATOR_REGISTERS,
+    padded,
+    shares_gradients,
+    shares_rows,
+)
+from .rounding import round_up
 from .steps import (
     count_tiles,
+    delta_buffer,
+    delta_dot_buffer,
+    double_delta_launch,
     element_bytes,
+    gradient_constants,
     heads_per_section,
     is_linear,
     main_kernel,
@@ -18,9 +29,14 @@ from .steps import (
     option_constants,
     option_launches,
     padded_head_dims,
+    rounding_launch,
+    semaphore_buffers,
+    sink_launches,
     tangent_constants,
     tile_bytes,
 )
+
+_REGISTERS_OF_SM, _REGISTERS_OF_THREAD = 64 * 1024, 255
 
 
 def _main_kernel(
@@ -85,4 +101,75 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
+def _double_backward_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = padded_head_dims(problem)
+    keys = 2 * (tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv))
+    queries = 2 * tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
+    weights = 3 * tile_bytes(tile.block_q, tile.block_k)
+    statistics = 4 * 4 * tile.block_q  # lse, delta, b and delta_dot
+    total = keys + weights + tile.num_stages * (queries + statistics)
+    return round_up(total, 1024)
+
+
+def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
+    """Whether what is kept, and scores or sums of dq, stay in registers.
+
+    A softcap has two more tiles of scores: slopes and curvatures.
+    """
+    if not shares_gradients(problem, tile):
+        return False
+    d, dv = padded_head_dims(problem)
+    threads = tile.num_warps * 32
+    kept = tile.block_k * (d + dv) // threads
+    tiles = 6 if problem.softcap else 4
+    scores = tiles * tile.block_q * tile.block_k // threads
+    dq = tile.block_q * d // threads
+    registers = _REGISTERS_OF_SM // (threads * tile.blocks_per_sm)
+    missing = max(_REGISTERS_OF_THREAD - registers, 0)
+    return kept + max(scores, dq) <= ACCUMULATOR_REGISTERS - missing
+
+
+def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = padded_head_dims(problem)
+    main = _main_kernel(
+        problem,
+        tile,
+        _double_backward_shared(problem, tile),
+        ("NUM_STAGES", tile.num_stages),
+        *gradient_constants(problem, tile),
+    )
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    q_pairs = problem.batch * problem.num_heads_q
+    # q, its cotangent and dout have 2 bytes per element, the sums of dq 4.
+    shared_by_head = problem.group_size * problem.seqlen_q * (8 * d + 2 * dv)
+    return Plan(
+        problem,
+        "mma",
+        tile,
+        (
+            *option_launches(problem, tile),
+            double_delta_launch(problem, tile.block_q, d),
+            Launch(main, k_tiles * problem.batch * problem.num_heads_kv),
+            rounding_launch(
+                problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps
+            ),
+            *sink_launches(problem, tile),
+        ),
+        heads_per_section=heads_per_section(
+            problem, device, problem.num_heads_kv, shared_by_head
+        ),
+        workspace=(
+            *option_buffers(problem, tile),
+            delta_buffer(problem),
+            delta_dot_buffer(problem),
+            workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),
+            *semaphore_buffers(problem, q_tiles * q_pairs),
+        ),
+    )
+
+
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)
+DOUBLE_BACKWARD = Maker(
+    _double_backward, _double_backward_shared, _double_backward_fits
+)

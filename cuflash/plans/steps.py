@@ -104,7 +104,8 @@ def num_directions(problem: Problem) -> int:
 
 def _with_dlse(problem: Problem, kind: str = "") -> str:
     """The kind of struct, if need be another one, that has dlse."""
-    return kind or ("" if problem.options else "Plain")
+    has_it = problem.options or problem.direction == "double_backward"
+    return kind or ("" if has_it else "Plain")
 
 
 def option_constants(

@@ -23,6 +23,7 @@
 // Bad at: head_dim_v above 192, whose sums do not fit in registers; several directions, which share
 // nothing.
 #include "sm80/jvp_epilogue.cuh"
+#include "sm80/row_loads.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
@@ -32,27 +33,6 @@ struct SharedPlan {
     SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
-
-// One head's rows, as the calling thread loads them in tiles.
-struct Rows {
-    const u16* first;
-    i64 stride;
-
-    __device__ __forceinline__ Rows(const void* array, Strides s, int batch, int head)
-        : first(thread_source(array, batch * s.batch + head * s.head, s.token)), stride(s.token) {}
-    __device__ __forceinline__ Rows(
-        const void* array, DirectionStrides s, int direction, int batch, int head)
-        : first(thread_source(array, direction * s.direction + batch * s.batch + head * s.head,
-                              s.token)),
-          stride(s.token) {}
-
-    // RAGGED: the tile may reach past the last row.
-    template <int ROWS, int COLUMNS, bool RAGGED>
-    __device__ __forceinline__ void load(u32 tile, int start, int num_rows, int num_columns) const {
-        load_tile<ROWS, COLUMNS, THREADS, missing<PADDED>(RAGGED)>(
-            tile, first + start * stride, stride, num_rows - start, num_columns);
-    }
-};
 
 // Loads tiles of one head's keys and values and of their tangents in one direction, if they move;
 // K and K' as one cp.async group, V and V' as another.

@@ -1,0 +1,268 @@
+// The gradient of backward attention for 16-bit types by mma.sync, sm_80 and newer: d2K, d2V and
+// the float sums of d2Q. Of each pair it computes T_X, g dS and P (W - b): simt/double_backward.cuh
+// has the equations.
+//
+//     d2Q = scale ((g dS) ddK + T_X K),  d2K = scale ((g dS)^T ddQ + T_X^T Q)
+//     d2V = (P (W - b))^T dO
+//
+// One pass, as in sm80/backward.cu: a block computes BLOCK_K keys of one key head, visits the query
+// tiles that see them, of every query head of the group, and keeps d2K and d2V in registers. It
+// adds its part of d2Q to float sums in global memory, which finish/dq.cu scales and rounds. D and
+// F come from prepare/double_delta.cu, b and ddO from a JVP.
+//
+// Grid, block: those of sm80/backward.cu.
+// Constants: those of sm80/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients
+// the loss depends on.
+// Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
+//     k, k_dot       BLOCK_K * HEAD_DIM * 2 each              d2K in the epilogue
+//     v, v_dot       BLOCK_K * HEAD_DIM_V * 2 each            d2V in the epilogue
+//     q, q_dot       NUM_STAGES * BLOCK_Q * HEAD_DIM * 2 each
+//     dout           NUM_STAGES * BLOCK_Q * HEAD_DIM_V * 2
+//     tx, ds, p_dot  BLOCK_Q * BLOCK_K * 2 each               exchanged between warps
+//     rows           NUM_STAGES * BLOCK_Q * 16                lse, D, b, F
+// Barriers as in sm80/backward.cu.
+//
+// Bad at: what sm80/backward.cu is bad at; seven tiles of rows leave room for one block on an SM
+// where head_dim is above 64.
+#include "sm80/double_backward_gradients.cuh"
+#include "sm80/row_loads.cuh"
+
+struct SharedPlan {
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;                   // then d2K
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;                 // then d2V
+    SmemTile<BLOCK_Q, HEAD_DIM> q[NUM_STAGES], q_dot[NUM_STAGES];
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout[NUM_STAGES];
+    SmemTile<BLOCK_Q, BLOCK_K> tx, ds, p_dot;
+    alignas(1024) RowStatistics rows[NUM_STAGES];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or two stages");
+
+// A query tile of a query head.
+struct QueryCoord { int head, tile; };
+
+// The query tiles that see the block's keys: those of the group's first head, then those of its
+// second head, and so on.
+struct QueryWalk {
+    const PairMask& pair_mask;
+    QueryTiles tiles;
+    int k_tile, first_tile, end_head;
+
+    __device__ __forceinline__ QueryCoord first(int head) const {
+        return {first_tile < tiles.end ? head : end_head, first_tile};
+    }
+    // Called by whole warps.
+    __device__ __forceinline__ QueryCoord after(QueryCoord at) const {
+        const int tile = pair_mask.query_tile_after(at.tile, k_tile, tiles.end);
+        return tile < tiles.end ? QueryCoord{at.head, tile} : QueryCoord{at.head + 1, first_tile};
+    }
+};
+
+// Starts the loads of a query tile's rows and statistics, one cp.async group.
+__device__ __forceinline__ void load_queries(
+    SharedPlan& shared, const Arguments& args, int batch, QueryCoord at, int stage) {
+    const BackwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const int start = at.tile * BLOCK_Q, end = shape.seqlen_q;
+    Rows(arrays.q, arrays.q_stride, batch, at.head)
+        .load<BLOCK_Q, HEAD_DIM, true>(
+            shared_address(&shared.q[stage]), start, end, shape.head_dim);
+    Rows(arrays.dout, arrays.dout_stride, batch, at.head)
+        .load<BLOCK_Q, HEAD_DIM_V, true>(
+            shared_address(&shared.dout[stage]), start, end, shape.head_dim_v);
+    if constexpr (Q_DOT)
+        Rows(args.q_dot, args.tangents.q_dot, 0, batch, at.head)
+            .load<BLOCK_Q, HEAD_DIM, true>(
+                shared_address(&shared.q_dot[stage]), start, end, shape.head_dim);
+    const i64 first = (static_cast<i64>(batch) * shape.num_heads_q + at.head) * rows_of_head(args)
+                    + start;
+    const RowStatistics& rows = shared.rows[stage];
+    const auto load = [&](const float* target, const void* source, int i) {
+        cp_async_4(shared_address(target + i), static_cast<const float*>(source) + first + i,
+                   start + i < end ? 4 : 0);
+    };
+    for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
+        load(rows.lse, arrays.lse, i);
+        load(rows.delta, arrays.delta, i);
+        load(rows.b, args.lse_dot, i);
+        load(rows.product, args.delta_dot, i);
+    }
+    cp_async_commit();
+}
+
+// Starts the loads of the block's K, V, ddK and ddV.
+__device__ __forceinline__ void load_keys(
+    SharedPlan& shared, const Arguments& args, TileCoord coord) {
+    const BackwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const int start = coord.tile * BLOCK_K, end = shape.seqlen_k;
+    Rows(arrays.k, arrays.k_stride, coord.batch, coord.head)
+        .load<BLOCK_K, HEAD_DIM, true>(shared_address(&shared.k), start, end, shape.head_dim);
+    Rows(arrays.v, arrays.v_stride, coord.batch, coord.head)
+        .load<BLOCK_K, HEAD_DIM_V, true>(shared_address(&shared.v), start, end, shape.head_dim_v);
+    if constexpr (K_DOT)
+        Rows(args.k_dot, args.tangents.k_dot, 0, coord.batch, coord.head)
+            .load<BLOCK_K, HEAD_DIM, true>(
+                shared_address(&shared.k_dot), start, end, shape.head_dim);
+    if constexpr (V_DOT)
+        Rows(args.v_dot, args.tangents.v_dot, 0, coord.batch, coord.head)
+            .load<BLOCK_K, HEAD_DIM_V, true>(
+                shared_address(&shared.v_dot), start, end, shape.head_dim_v);
+}
+
+// Whether the chunks that the thread itself loaded have a NaN or an infinity: of K and ddK, and of
+// Q, ddQ and dO, which are operands of gradients.
+__device__ __forceinline__ bool keys_nonfinite(SharedPlan& shared) {
+    const auto in = [](u32 tile) {
+        return loaded_nonfinite<Element, BLOCK_K, HEAD_DIM, THREADS>(tile);
+    };
+    return in(shared_address(&shared.k)) || (K_DOT && in(shared_address(&shared.k_dot)));
+}
+__device__ __forceinline__ bool queries_nonfinite(SharedPlan& shared, int stage) {
+    const auto in = [](u32 tile) {
+        return loaded_nonfinite<Element, BLOCK_Q, HEAD_DIM, THREADS>(tile);
+    };
+    return in(shared_address(&shared.q[stage]))
+        || (Q_DOT && in(shared_address(&shared.q_dot[stage])))
+        || loaded_nonfinite<Element, BLOCK_Q, HEAD_DIM_V, THREADS>(
+               shared_address(&shared.dout[stage]));
+}
+
+// T_X, g dS and, for d2V, Z P (W - b) of a tile, to shared memory.
+template <bool MASKED>
+__device__ __forceinline__ void compute_weights(
+    SharedPlan& shared, const ScoreTile& score_tile, const BiasTangent<float>& bias_tangent,
+    int stage) {
+    const RowStatistics& rows = shared.rows[stage];
+    const u32 dout = shared_address(&shared.dout[stage]);
+    Scores s, w, dp, u, slopes, bends;                      // s: then P; w: then W - b
+    pair_gemms<HEAD_DIM, Q_DOT, K_DOT>(
+        s, w, shared_address(&shared.q[stage]), shared_address(&shared.q_dot[stage]),
+        shared_address(&shared.k), shared_address(&shared.k_dot));
+    probabilities_and_tangents(s, w, slopes, bends, rows, score_tile, bias_tangent);
+    pair_gemms<HEAD_DIM_V, false, V_DOT>(
+        dp, u, dout, dout, shared_address(&shared.v), shared_address(&shared.v_dot));
+    KeptBits kept;
+    if constexpr (DROPOUT) {
+        find_kept(kept, score_tile);
+        apply_dropout(dp, kept, score_tile);
+        apply_dropout(u, kept, score_tile);
+    }
+    second_weights(s, w, dp, u, rows, score_tile);          // w, dp, u: P (W - b), dS, T
+    if constexpr (DROPOUT) apply_dropout(w, kept, score_tile);
+    store_weights<MASKED>(shared_address(&shared.p_dot), w, score_tile);
+    if constexpr (DBIAS) {
+        if constexpr (MASKED) apply_mask(u, score_tile);
+        add_dbias(u, score_tile);
+    }
+    if constexpr (SOFTCAP) apply_slopes(u, dp, slopes, bends);
+    store_weights<MASKED>(shared_address(&shared.tx), u, score_tile);
+    store_weights<MASKED>(shared_address(&shared.ds), dp, score_tile);
+}
+
+// d2K and d2V leave through the tiles of K and V, once no warp reads those any more.
+__device__ __forceinline__ void store_gradients(
+    SharedPlan& shared, const BackwardArguments& arrays, TileCoord coord, KeyGrid::Fragments& d2k,
+    ValueGrid::Fragments& d2v) {
+    const int num_rows = arrays.shape.seqlen_k - coord.tile * BLOCK_K;
+    __syncthreads();
+    store_gradient<KeyGrid, HEAD_DIM>(
+        d2k, static_cast<float>(arrays.scale), shared_address(&shared.k), arrays.dk,
+        arrays.dk_stride, coord, num_rows, arrays.shape.head_dim);
+    store_gradient<ValueGrid, HEAD_DIM_V>(
+        d2v, 1.0f, shared_address(&shared.v), arrays.dv, arrays.dv_stride, coord, num_rows,
+        arrays.shape.head_dim_v);
+}
+
+// The block's tile of keys, not yet of a sequence.
+__device__ __forceinline__ TileCoord tile_of_this_block(
+    const Arguments& call_args, void* shared_bytes) {
+    const Shape& shape = arrays_of(call_args).shape;
+    return tile_of_block(
+        block_ticket(arrays_of(call_args).tile_counter, shared_bytes),
+        num_key_tiles(call_args, BLOCK_K), shape.num_heads_kv, shape.batch,
+        arrays_of(call_args).schedule);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+double_backward_mma(const __grid_constant__ Arguments call_args) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: find the key tile, and the query tiles that see it.
+    TileCoord coord = tile_of_this_block(call_args, shared_bytes);
+    const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
+    const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
+    if (!sequence.has_tile) return;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
+    const BackwardArguments& arrays = arrays_of(args);
+    const int group_size = arrays.shape.num_heads_q / arrays.shape.num_heads_kv;
+    ScoreTile score_tile(args, coord.batch, coord.tile);
+    const QueryTiles tiles =
+        score_tile.mask.query_tiles(coord.tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+    const int first_tile = SEGMENTS ? score_tile.pair_mask.query_tile_after(
+                                          tiles.first - 1, coord.tile, tiles.end)
+                                    : tiles.first;
+    const int first_head = coord.head * group_size, end_head = first_head + group_size;
+    const QueryWalk walk{score_tile.pair_mask, tiles, coord.tile, first_tile, end_head};
+    QueryCoord at = walk.first(first_head);
+
+    KeyGrid::Fragments d2k;
+    ValueGrid::Fragments d2v;
+    set_zero(d2k);
+    set_zero(d2v);
+
+    load_keys(shared, args, coord);
+    cp_async_commit();
+    if (at.head < end_head) load_queries(shared, args, coord.batch, at, 0);
+    cp_async_wait<0>();
+    const bool k_nonfinite = __syncthreads_or(keys_nonfinite(shared));
+
+    // Main loop, one query tile per iteration. Its rows are on their way to `stage`; the other
+    // stage is free once all warps are past the first barrier.
+    int stage = 0;
+    const auto iterate = [&](auto masked, QueryCoord next) {
+        constexpr bool MASKED = masked.value;
+        const BiasTangent<float> bias_tangent(args, 0, coord.batch, at.head);
+        bool nonfinite = false;                             // in Q, ddQ, dO; in all threads
+        cp_async_wait<0>();
+        if constexpr (MASKED) nonfinite = __syncthreads_or(queries_nonfinite(shared, stage));
+        else __syncthreads();
+        if (NUM_STAGES == 2 && next.head < end_head)
+            load_queries(shared, args, coord.batch, next, stage ^ 1);
+
+        compute_weights<MASKED>(shared, score_tile, bias_tangent, stage);
+        __syncthreads();
+
+        add_product<false, BLOCK_Q, MASKED>(
+            d2v, shared.p_dot, shared.dout[stage], ValueGrid::first_row(),
+            ValueGrid::first_column(), score_tile, nonfinite);
+        add_d2q<MASKED>(
+            shared, arrays, score_tile, coord, at.head, at.tile, num_q_tiles, k_nonfinite);
+        add_product<false, BLOCK_Q, MASKED>(
+            d2k, shared.tx, shared.q[stage], KeyGrid::first_row(), KeyGrid::first_column(),
+            score_tile, nonfinite);
+        if constexpr (Q_DOT)
+            add_product<false, BLOCK_Q, MASKED>(
+                d2k, shared.ds, shared.q_dot[stage], KeyGrid::first_row(),
+                KeyGrid::first_column(), score_tile, nonfinite);
+
+        if (NUM_STAGES == 1) {
+            __syncthreads();
+            if (next.head < end_head) load_queries(shared, args, coord.batch, next, 0);
+        } else {
+            stage ^= 1;
+        }
+    };
+
+    while (at.head < end_head) {
+        const QueryCoord next = walk.after(at);
+        score_tile.set_head(args, coord.batch, at.head);
+        score_tile.q_start = at.tile * BLOCK_Q;
+        if (score_tile.full(tiles, at.tile)) iterate(Bool<false>{}, next);
+        else iterate(Bool<true>{}, next);
+        at = next;
+    }
+
+    store_gradients(shared, arrays, coord, d2k, d2v);
+}

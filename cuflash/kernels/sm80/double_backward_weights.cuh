@@ -1,0 +1,131 @@
+// sm80/double_backward.cu's tile of pairs in C fragments: what BLOCK_Q queries and BLOCK_K keys
+// contribute. The equations are those of simt/double_backward.cuh.
+#pragma once
+#include "sm80/backward_scores.cuh"
+#include "score/tangents.cuh"
+
+// D = A B^T and D' = A' B^T + A B'^T, of which A' and B' may be missing.
+template <int COLUMNS, bool A_DOT, bool B_DOT>
+__device__ __forceinline__ void pair_gemms(
+    Scores& d, Scores& d_dot, u32 a_tile, u32 a_dot_tile, u32 b_tile, u32 b_dot_tile) {
+    constexpr int M = ScoreGrid::M_TILES, N = ScoreGrid::N_TILES;
+    const ScoreRows rows(a_tile, ScoreGrid::first_row());
+    const ScoreRows rows_dot(a_dot_tile, ScoreGrid::first_row());
+    const ScoreColumns columns(b_tile, ScoreGrid::first_column());
+    const ScoreColumns columns_dot(b_dot_tile, ScoreGrid::first_column());
+    const auto multiply = [](Scores& sum, int n, const u32 (&a)[M][4], const u32 (&b)[4]) {
+        #pragma unroll
+        for (int m = 0; m < M; ++m) {
+            mma_16x8x16(sum[m][2 * n], a[m], b[0], b[1], Element{});
+            mma_16x8x16(sum[m][2 * n + 1], a[m], b[2], b[3], Element{});
+        }
+    };
+    set_zero(d);
+    set_zero(d_dot);
+    #pragma unroll 4
+    for (int k = 0; k < COLUMNS / 16; ++k) {
+        u32 a[M][4], a_dot[M][4];
+        #pragma unroll
+        for (int m = 0; m < M; ++m) {
+            rows.load(a[m], m, k);
+            if constexpr (A_DOT) rows_dot.load(a_dot[m], m, k);
+        }
+        #pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            u32 b[4], b_dot[4];
+            columns.load(b, k, n);
+            multiply(d, n, a, b);
+            if constexpr (A_DOT) multiply(d_dot, n, a_dot, b);
+            if constexpr (B_DOT) {
+                columns_dot.load(b_dot, k, n);
+                multiply(d_dot, n, a, b_dot);
+            }
+        }
+    }
+}
+
+// Calls f(i, j, x, row, key) for each of the lane's elements [i][j][x]: a row of the tile, a key of
+// the array.
+template <class F>
+__device__ __forceinline__ void for_each_pair(const ScoreTile& score_tile, F f) {
+    const int first_row = ScoreGrid::first_row() + threadIdx.x % 32 / 4;
+    const int first_key = lane_key(score_tile);
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            #pragma unroll
+            for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 2; ++x)
+                    f(i, j, half * 2 + x, first_row + i * 16 + half * 8, first_key + j * 8 + x);
+}
+
+// Of each row of a tile of queries, in shared memory: lse, D, b and F.
+struct RowStatistics { float lse[BLOCK_Q], delta[BLOCK_Q], b[BLOCK_Q], product[BLOCK_Q]; };
+
+// P and W - b. S becomes the one, X / scale = Q' K^T + Q K'^T the other. slopes and bends, only
+// with SOFTCAP: g, and g' X, of score_mod.cuh.
+__device__ __forceinline__ void probabilities_and_tangents(
+    Scores& s, Scores& x, Scores& slopes, Scores& bends, const RowStatistics& rows,
+    const ScoreTile& score_tile, const BiasTangent<float>& bias_tangent) {
+    const ScoreMod<float>& score_mod = score_tile.score_mod;
+    const int shift = score_tile.mask.seqlen_k - score_tile.mask.seqlen_q;
+    for_each_pair(score_tile, [&](int i, int j, int n, int row, int key) {
+        const int query = score_tile.q_start + row;
+        const float lse = effective_lse(rows.lse[row]), product = s[i][j][n];
+        float& w = x[i][j][n];
+        w *= score_mod.scale;
+        if constexpr (LINEAR) {
+            s[i][j][n] = weight(product, score_mod.scale, lse);
+        } else {
+            float slope;
+            const float score = score_mod.score(
+                product, static_cast<float>(query + shift - key), score_mod.bias_of(query, key),
+                slope);
+            s[i][j][n] = weight(score, 1.0f, lse);
+            if constexpr (SOFTCAP) {
+                slopes[i][j][n] = slope;
+                bends[i][j][n] = score_mod.curvature(product) * w;
+                w *= slope;
+            }
+        }
+        if constexpr (BIAS_DOT) w += bias_tangent.at(query, key);
+        w -= rows.b[row];
+    });
+}
+
+// dS = P (dP - D),  T = dS (W - b) + P (U - F),  P (W - b): dP, U and W - b become these.
+__device__ __forceinline__ void second_weights(
+    const Scores& p, Scores& w, Scores& dp, Scores& u, const RowStatistics& rows,
+    const ScoreTile& score_tile) {
+    for_each_pair(score_tile, [&](int i, int j, int n, int row, int) {
+        const float weight = p[i][j][n], ds = weight * (dp[i][j][n] - rows.delta[row]);
+        u[i][j][n] = ds * w[i][j][n] + weight * (u[i][j][n] - rows.product[row]);
+        dp[i][j][n] = ds;
+        w[i][j][n] *= weight;
+    });
+}
+
+// T_X = g T + g' dS X and g dS, instead of T and dS.
+__device__ __forceinline__ void apply_slopes(
+    Scores& t, Scores& ds, const Scores& slopes, const Scores& bends) {
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+            #pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                t[i][j][x] = slopes[i][j][x] * t[i][j][x] + bends[i][j][x] * ds[i][j][x];
+                ds[i][j][x] *= slopes[i][j][x];
+            }
+}
+
+// Rounds to a tile of shared memory what the tile's pairs contribute; 0 of masked pairs.
+template <bool MASKED>
+__device__ __forceinline__ void store_weights(u32 tile, Scores& x, const ScoreTile& score_tile) {
+    if constexpr (MASKED) apply_mask(x, score_tile);
+    PackedScores packed;
+    pack_fragments<Element>(packed, x);
+    store_scores(tile, packed);
+}

@@ -1,0 +1,26 @@
+// One head's rows of an array, loaded in tiles by cp.async.
+//
+// Constants: THREADS, PADDED.
+#pragma once
+#include "common/smem.cuh"
+
+// As the calling thread loads them: its chunks of the first tile begin at `first`.
+struct Rows {
+    const u16* first;
+    i64 stride;
+
+    __device__ __forceinline__ Rows(const void* array, Strides s, int batch, int head)
+        : first(thread_source(array, batch * s.batch + head * s.head, s.token)), stride(s.token) {}
+    __device__ __forceinline__ Rows(
+        const void* array, DirectionStrides s, int direction, int batch, int head)
+        : first(thread_source(array, direction * s.direction + batch * s.batch + head * s.head,
+                              s.token)),
+          stride(s.token) {}
+
+    // Starts the copy of the tile from row `start` on. RAGGED: it may reach past the last row.
+    template <int ROWS, int COLUMNS, bool RAGGED>
+    __device__ __forceinline__ void load(u32 tile, int start, int num_rows, int num_columns) const {
+        load_tile<ROWS, COLUMNS, THREADS, missing<PADDED>(RAGGED)>(
+            tile, first + start * stride, stride, num_rows - start, num_columns);
+    }
+};
