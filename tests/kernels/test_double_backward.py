@@ -226,8 +226,12 @@ def test_no_queries_and_no_keys(backend, seqlens, dtype):
 
 
 @on_kernels
-def test_wide_heads(backend):
-    case = Case("float32", 1, 9, 13, head_dim=320, head_dim_v=272, on=ON)
+@pytest.mark.parametrize(
+    ("dtype", "d", "dv"),
+    [("float32", 320, 272), ("bfloat16", 256, 192), ("float16", 40, 256)],
+)
+def test_wide_heads(backend, dtype, d, dv):
+    case = Case(dtype, 1, 9, 13, head_dim=d, head_dim_v=dv, on=ON)
     direction = tangents(case)
     got = call_double_backward(case, direction, backend)
     assert_near(got, exact(case, direction), case)

@@ -304,6 +304,22 @@ def test_nonfinite_tangents_reach_the_rows_that_read_them(
 
 @on_kernels
 @each_family
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nonfinite_values_reach_the_rows_that_read_them(backend, dtype, value):
+    case = Case(dtype, 2, 90, 90, 2, 1, 8, 8, window=(30, 5), on=ON)
+    v = inputs(case)[2]
+    v[1, 40] = value
+    results = call_jvp(case, tangents(case, "qkv"), backend, v=v)
+    token = np.arange(90)
+    reads = (token >= 35) & (token <= 70)
+    for x in results[0], results[2]:
+        assert np.isfinite(x[0].astype("f4")).all()
+        finite = np.isfinite(x[1].astype("f4"))
+        assert (finite == ~reads[:, None, None]).all()
+
+
+@on_kernels
+@each_family
 @pytest.mark.parametrize("name", ["window", "mask", "segment_ids"])
 def test_what_is_masked_is_not_read(backend, dtype, name):
     """NaN in the tangents of a token that the first queries do not see."""
@@ -352,18 +368,23 @@ def test_a_sink_of_minus_infinity_has_no_weight(backend, dtype):
 
 
 @on_kernels
-def test_wide_heads(backend):
-    case = Case("float32", 1, 9, 13, head_dim=320, head_dim_v=272, on=ON)
+@pytest.mark.parametrize(
+    ("dtype", "d", "dv"),
+    [("float32", 320, 272), ("bfloat16", 256, 192), ("float16", 40, 256)],
+)
+def test_wide_heads(backend, dtype, d, dv):
+    case = Case(dtype, 1, 9, 13, head_dim=d, head_dim_v=dv, on=ON)
     direction = tangents(case)
     got = by_name(call_jvp(case, direction, backend))
     assert_near(got, exact_jvp(case, direction), case)
     assert list(direction) == [*moving(case)]
 
 
+@each_family
 @pytest.mark.parametrize("family", ["wgmma", "mma", "fma", "tf32x3", None])
-def test_any_family_may_be_asked_for(family):
-    """Those without kernels of tangents leave them to simt."""
-    case = Case("float32", 1, 9, 13, on=ON)
+def test_any_family_may_be_asked_for(dtype, family):
+    """Those without kernels of tangents leave them to mma or simt."""
+    case = Case(dtype, 1, 9, 13, on=ON)
     direction = tangents(case)
     given = dict(zip("qkv", inputs(case), strict=False))
     dots = {f"{x}_dot": y for x, y in direction.items()}

@@ -178,9 +178,24 @@ def test_derivatives_of_float32_fall_back_to_simt(
     assert decided.family == family
 
 
-def test_second_gradients_of_tf32x3_calls_are_those_of_float32():
-    decided = planned("double_backward", "float32", precision="tf32x3")
-    assert decided.family == "fma"
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
+    """jvp up to head_dim_v 192; double_backward as shared memory allows."""
+    device = device_of_arch(arch)
+    small = device.shared_bytes < 2**17
+    for direction in ("jvp", "double_backward"):
+        for head_dim in (16, 64, 128, 192):
+            problem = small_problem(direction, dtype, head_dim)
+            hopper = (arch, direction) == ("sm_90a", "jvp") and head_dim < 192
+            own = "wgmma" if hopper else "mma"
+            assert plan(problem, device).family == own
+            assert plan(problem, device, "mma").family == "mma"
+            assert plan(problem, device, "simt").family == "simt"
+    wide = small_problem("jvp", dtype, 256)
+    assert plan(wide, device).family == "simt"
+    wide = small_problem("double_backward", dtype, 256)
+    assert plan(wide, device).family == ("simt" if small else "mma")
 
 
 WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
