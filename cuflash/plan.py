@@ -219,7 +219,8 @@ def _derivative_family(
 ) -> Family:
     """That family, else an older one, which has such a tile for derivatives.
 
-    Tangents double what a block holds, so fewer head dimensions fit.
+    Tangents double what a block holds, so fewer head dimensions fit. The
+    requested block sizes may be those of simt alone.
     """
     for name in (family, *_OLDER.get(family, ())):
         legal = legal_tiles(problem, device, name)

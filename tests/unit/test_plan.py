@@ -192,6 +192,8 @@ def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
             assert plan(problem, device).family == own
             assert plan(problem, device, "mma").family == "mma"
             assert plan(problem, device, "simt").family == "simt"
+            sizes = replace(problem, block_q=16, block_k=8)
+            assert plan(sizes, device).family == "simt"
     wide = small_problem("jvp", dtype, 256)
     assert plan(wide, device).family == "simt"
     wide = small_problem("double_backward", dtype, 256)
