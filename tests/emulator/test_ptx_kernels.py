@@ -19,12 +19,16 @@ VALUES = {
     "PARTLY": (False, True),
     "TRANSPOSED": (False, True),
     "WARP": (False, True),
-    "COLUMNS": (64, 256),
+    "COLUMNS": (32, 256),
     "REGISTERS": (False, True),
     "SIGN": (1,),
     "A_TRANSPOSED": (False, True),
     "B_TRANSPOSED": (False, True),
     "ROWS": (16,),
+    "NUM_THREADS": (384,),
+    "BLOCKS_PER_SM": (1,),
+    "FEWER": (24,),
+    "MORE": (240,),
 }
 
 

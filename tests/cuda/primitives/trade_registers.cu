@@ -1,7 +1,7 @@
 // warpgroup_reg_dealloc and warpgroup_reg_alloc, on sm_90a: the first warpgroup gives registers to
 // the others, and each thread goes on with its number.
-// Constants: NUM_THREADS; BLOCKS_PER_SM, which decides how many registers a thread starts with;
-// FEWER and MORE, what it then has.
+// Constants: NUM_THREADS, BLOCKS_PER_SM, FEWER, MORE.
+// A thread starts with as many registers as BLOCKS_PER_SM allows; it then has FEWER or MORE.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* x; u32* y; };
