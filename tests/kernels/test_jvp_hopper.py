@@ -1,0 +1,92 @@
+"""jvp of 16-bit calls without options on Hopper: sm90/jvp.cu."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuflash.plan import device_of_arch, plan
+from helpers import expected
+from helpers.backends import on_kernels
+from helpers.compare import (
+    assert_bitwise,
+    assert_forward_matches,
+    assert_matches,
+)
+from helpers.data import Case, Emulation, inputs
+from helpers.derivatives import call_jvp, expected_jvp, tangents
+from helpers.kernels import small_problem
+
+ON = Emulation("sm_90a", seed=5)
+PLAIN = Case("bfloat16", 2, 150, 200, 4, 2, 64, 64, on=ON)
+
+
+def check(case, direction, backend):
+    out, lse, *moved = call_jvp(case, direction, backend)
+    wanted = expected_jvp(case, direction)
+    for name, got, want in zip(("out_dot", "lse_dot"), moved, wanted,
+                               strict=True):  # fmt: skip
+        assert_matches(got, want, name, case)
+    forward = expected.forward(*inputs(case)[:3], **case.meaning())
+    assert_forward_matches((out, lse), forward, case)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_plain_calls_have_a_kernel_of_their_own(head_dim):
+    problem = small_problem("jvp", "bfloat16", head_dim)
+    files = [x.file for x in plan(problem, device_of_arch("sm_90a")).kernels]
+    assert files == ["sm90/jvp.cu", "simt/jvp.cu"]
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "causal"),
+    [(64, 64, False), (128, 128, True), (40, 24, True), (96, 64, False)],
+)
+def test_is_the_references(backend, head_dim, head_dim_v, causal):
+    case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v,
+                   causal=causal)  # fmt: skip
+    check(case, tangents(case), backend)
+
+
+@on_kernels
+@pytest.mark.parametrize("moving", ["q", "k", "v", "qv"])
+def test_some_inputs_move(backend, moving):
+    case = replace(PLAIN, dtype="float16", causal=True)
+    check(case, tangents(case, moving), backend)
+
+
+@on_kernels
+@pytest.mark.parametrize("seqlens", [(1, 300), (300, 40), (129, 64)])
+def test_lengths_that_no_tile_divides(backend, seqlens):
+    """With fewer keys than queries, the first rows see none."""
+    case = replace(PLAIN, seqlen_q=seqlens[0], seqlen_k=seqlens[1],
+                   causal=True)  # fmt: skip
+    check(case, tangents(case), backend)
+
+
+@on_kernels
+def test_directions(backend):
+    """A direction counts as a batch, whatever the strides are."""
+    directions = tangents(PLAIN, "qkv", count=3)
+    k = directions["k"]
+    directions["k"] = np.moveaxis(np.moveaxis(k, 0, 1).copy(), 1, 0)
+    *_, out_dot, lse_dot = call_jvp(PLAIN, directions, backend)
+    for n in range(3):
+        own = {name: x[n] for name, x in directions.items()}
+        wanted = call_jvp(PLAIN, own, backend)
+        for got, want in zip((out_dot, lse_dot), wanted[-2:], strict=True):
+            assert_bitwise(np.ascontiguousarray(got[n]), want, str(n))
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_nan_of_a_masked_key_is_not_read(backend, name):
+    """Its tiles hold rows that do not see it: simt/jvp.cu computes those."""
+    case = replace(PLAIN, causal=True)
+    direction = tangents(case, "qkv")
+    direction[name][0, 120] = np.nan
+    *_, out_dot, _ = call_jvp(case, direction, backend)
+    *_, wanted, _ = call_jvp(case, direction)
+    assert (np.isnan(out_dot) == np.isnan(wanted)).all()
+    assert np.isnan(wanted).any() and not np.isnan(wanted).all()
