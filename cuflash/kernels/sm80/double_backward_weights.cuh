@@ -2,46 +2,19 @@
 // contribute. The equations are those of simt/double_backward.cuh.
 #pragma once
 #include "sm80/backward_scores.cuh"
+#include "sm80/gemm_pair.cuh"
 #include "score/tangents.cuh"
 
 // D = A B^T and D' = A' B^T + A B'^T, of which A' and B' may be missing.
 template <int COLUMNS, bool A_DOT, bool B_DOT>
 __device__ __forceinline__ void pair_gemms(
     Scores& d, Scores& d_dot, u32 a_tile, u32 a_dot_tile, u32 b_tile, u32 b_dot_tile) {
-    constexpr int M = ScoreGrid::M_TILES, N = ScoreGrid::N_TILES;
-    const ScoreRows rows(a_tile, ScoreGrid::first_row());
-    const ScoreRows rows_dot(a_dot_tile, ScoreGrid::first_row());
-    const ScoreColumns columns(b_tile, ScoreGrid::first_column());
-    const ScoreColumns columns_dot(b_dot_tile, ScoreGrid::first_column());
-    const auto multiply = [](Scores& sum, int n, const u32 (&a)[M][4], const u32 (&b)[4]) {
-        #pragma unroll
-        for (int m = 0; m < M; ++m) {
-            mma_16x8x16(sum[m][2 * n], a[m], b[0], b[1], Element{});
-            mma_16x8x16(sum[m][2 * n + 1], a[m], b[2], b[3], Element{});
-        }
-    };
+    const int first_row = ScoreGrid::first_row(), first_column = ScoreGrid::first_column();
     set_zero(d);
     set_zero(d_dot);
-    #pragma unroll 4
-    for (int k = 0; k < COLUMNS / 16; ++k) {
-        u32 a[M][4], a_dot[M][4];
-        #pragma unroll
-        for (int m = 0; m < M; ++m) {
-            rows.load(a[m], m, k);
-            if constexpr (A_DOT) rows_dot.load(a_dot[m], m, k);
-        }
-        #pragma unroll
-        for (int n = 0; n < N / 2; ++n) {
-            u32 b[4], b_dot[4];
-            columns.load(b, k, n);
-            multiply(d, n, a, b);
-            if constexpr (A_DOT) multiply(d_dot, n, a_dot, b);
-            if constexpr (B_DOT) {
-                columns_dot.load(b_dot, k, n);
-                multiply(d_dot, n, a, b_dot);
-            }
-        }
-    }
+    gemm_pair<Element, COLUMNS / 16, A_DOT, B_DOT>(
+        d, d_dot, ScoreRows(a_tile, first_row), ScoreRows(a_dot_tile, first_row),
+        ScoreColumns(b_tile, first_column), ScoreColumns(b_dot_tile, first_column));
 }
 
 // Calls f(i, j, x, row, key) for each of the lane's elements [i][j][x]: a row of the tile, a key of
