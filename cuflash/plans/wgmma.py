@@ -36,10 +36,11 @@ from .steps import (
 )
 
 # The head dimensions that common/ptx.cuh has MMAs for and that fit in shared
-# memory.
+# memory; for jvp, in registers.
 _HEAD_DIMS = {
     "forward": (32, 64, 96, 128, 192, 256),
     "backward": (32, 64, 128, 192, 256),
+    "jvp": (32, 64, 96, 128),
 }
 
 
@@ -55,7 +56,7 @@ _REGISTERS = {(2, 1): 196, (3, 1): 128, (1, 2): 188, (1, 3): 96}
 _OPTION_REGISTERS = 32
 
 
-_MBARRIER_BYTES, _WORK_BYTES = 8, 20
+MBARRIER_BYTES, _WORK_BYTES = 8, 20
 
 _PANEL_COLUMNS = 64  # common/smem.cuh
 
@@ -67,7 +68,7 @@ _WIDEST_WITH_SLOPES = 192
 _SEQUENCE_BYTES = 6 * 4  # common/packed_sequences.cuh's Sequence
 
 
-def _head_dims(problem: Problem) -> tuple[int, int]:
+def head_dims(problem: Problem) -> tuple[int, int]:
     """The head dimensions, rounded up to supported ones: see `runs`."""
     d, dv = (
         next(x for x in _HEAD_DIMS[problem.direction] if x >= d)
@@ -77,6 +78,7 @@ def _head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
+    """Whether the kernels support the problem; see `wgmma_jvp.runs` too."""
     # A fixed order of dQ needs consecutive key tiles per query tile.
     no_order = problem.deterministic and not has_order(problem, "wgmma")
     return (
@@ -89,7 +91,7 @@ def runs(problem: Problem, device: Device) -> bool:
 
 
 def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     queries = tile_bytes(tile.block_q, max(d, dv))
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
@@ -101,7 +103,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     return round_up(
         q_stages * queries
         + tile.num_stages * keys
-        + round_up(works * work + barriers * _MBARRIER_BYTES, 16)
+        + round_up(works * work + barriers * MBARRIER_BYTES, 16)
         + (_biases_bytes(tile) if _has_staged_bias(problem) else 0)
         + (4 * tile.num_stages if _has_sparse_tiles(problem) else 4)
         + (_ids_bytes(tile) if problem.segment_ids else 0)
@@ -130,7 +132,7 @@ def _has_alibi_mma(problem: Problem) -> bool:
     return (
         problem.alibi_slopes
         and not (problem.softcap or problem.bias)
-        and max(_head_dims(problem)) <= _WIDEST_WITH_SLOPES
+        and max(head_dims(problem)) <= _WIDEST_WITH_SLOPES
     )
 
 
@@ -154,7 +156,7 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
-    _, dv = _head_dims(problem)
+    _, dv = head_dims(problem)
     room = _REGISTERS.get((tile.block_q // 64, tile.blocks_per_sm), 0)
     used = tile.block_k * 3 // 4 + dv // 2
     softcap_and_more = problem.softcap and (
@@ -168,7 +170,7 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     most = shared_bytes_of_block(device, tile.blocks_per_sm)
     q_stages, shared = next(
         (stages, room)
@@ -270,7 +272,7 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
     heads may share the bias and it does not fit in L2. With segment ids, see
     `_ordered_heads`.
     """
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     heads = problem.batch * problem.num_heads_q
     visible_keys = int(min(window_of(problem), problem.seqlen_k))
     fitting = heads_per_section(
@@ -335,8 +337,8 @@ _MAX_SEMAPHORE_HEADS = 16
 
 
 def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """`_head_dims`, with head_dim raised to at least head_dim_v."""
-    d, dv = _head_dims(problem)
+    """`head_dims`, with head_dim raised to at least head_dim_v."""
+    d, dv = head_dims(problem)
     if _is_wide(tile):  # whole panels
         d, dv = max(d, _PANEL_COLUMNS), max(dv, _PANEL_COLUMNS)
     return max(d, dv), dv
@@ -407,7 +409,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         + tile.num_stages * (queries + _rows_bytes(problem, tile))
         + ds
         + dq
-        + barriers * _MBARRIER_BYTES
+        + barriers * MBARRIER_BYTES
         + 2 * work
         # has_segment_boundary
         + 4 * (tile.num_stages if problem.segment_ids else 1),

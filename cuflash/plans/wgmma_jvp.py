@@ -6,6 +6,7 @@ from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
+from . import wgmma
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel
@@ -17,14 +18,11 @@ from .steps import (
     tangent_constants,
     tile_bytes,
 )
-
-_HEAD_DIMS = (32, 64, 96, 128)
+from .wgmma import MBARRIER_BYTES, head_dims
 
 # A thread has 240 registers: S, W and what they become, and the sums of O and
 # O'. Sums up to this do not spill.
 _REGISTERS = 192
-
-_MBARRIER_BYTES = 8
 
 _FLAG_ROWS = 16  # common/row_flags.cuh
 
@@ -37,43 +35,33 @@ def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernel supports the problem."""
     tangents = problem.tangents
     return bool(
-        device.arch == "sm_90a"
-        and problem.seqlen_k > 0
+        wgmma.runs(problem, device)
         and not problem.options
         and tangents is not None
         and tangents.count > 0
-        and max(problem.head_dim, problem.head_dim_v) <= _HEAD_DIMS[-1]
         and problem.head_dim_v % 8 == 0  # it stores rows 16 bytes at a time
     )
 
 
-def _head_dims(problem: Problem) -> tuple[int, int]:
-    d, dv = (
-        next(x for x in _HEAD_DIMS if x >= d)
-        for d in (problem.head_dim, problem.head_dim_v)
-    )
-    return d, dv
-
-
 def _shared(problem: Problem, tile: Tile) -> int:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 1 + 4 * tile.num_stages
     return round_up(
         2 * tile_bytes(tile.block_q, d)
         + 2 * tile.num_stages * keys
-        + barriers * _MBARRIER_BYTES,
+        + barriers * MBARRIER_BYTES,
         1024,
     )
 
 
 def _fits(problem: Problem, tile: Tile) -> bool:
-    _, dv = _head_dims(problem)
+    _, dv = head_dims(problem)
     return tile.block_k + dv <= _REGISTERS
 
 
 def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = _head_dims(problem)
+    d, dv = head_dims(problem)
     shared = _shared(problem, tile)
     kernel = KernelPlan(
         file="sm90/jvp.cu",

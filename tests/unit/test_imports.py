@@ -45,7 +45,8 @@ LAW = {
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
-    "plans.wgmma_jvp": f"{_PLANS} plans.steps plans.simt_derivatives",
+    "plans.wgmma_jvp": f"{_PLANS} plans.steps plans.simt_derivatives"
+    " plans.wgmma",
     "plans.mma8_derivatives": f"{_PLANS} plans.steps plans.mma8",
     "plans.fma_derivatives": f"{_PLANS} plans.steps plans.fma",
     "plans.mma_derivatives": f"{_PLANS} plans.steps plans.mma",
