@@ -23,7 +23,7 @@
 // Block: 1 + CONSUMER_WARPGROUPS warpgroups.
 //
 // A NaN or an infinity at a masked key makes rows non-finite, as 0 * NaN; so do P * W beyond
-// float16, and scores whose exponents lose their fraction. The warps of such rows set their flag,
+// float16, and exponents so large that a float holds no fraction of them. Their warps set a flag,
 // and simt/jvp.cu, launched next, computes the flagged rows.
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0), HEAD_DIM and HEAD_DIM_V (multiples of 16
