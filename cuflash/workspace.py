@@ -68,16 +68,17 @@ def delta_dot(rows: int, itemsize: int) -> Buffer:
     return Buffer("delta_dot", itemsize, rows)
 
 
-def query_rows(tiles: int, bytes_of_tile: int) -> Buffer:
+def query_rows(nbytes: int) -> Buffer:
     """Row statistics of each query tile for the backward kernels of sm90/.
 
-    prepare/row_stats.cu writes them in place of `delta`.
+    prepare/row_stats.cu writes them in place of `delta`. Maxima of each key
+    tile may follow them: sm90/integer_dq.cuh.
     """
-    return Buffer("delta", bytes_of_tile, tiles)
+    return Buffer("delta", 16, nbytes // 16)
 
 
 def dq_sum(elements: int) -> Buffer:
-    """float32 sums of dQ, in the element order of common/dq_accum.cuh."""
+    """float32 or int32 sums of dQ, in the order of common/dq_accum.cuh."""
     return Buffer("dq_sum", 4, elements)
 
 

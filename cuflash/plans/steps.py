@@ -337,13 +337,13 @@ def rounding_launch(
     kind: str = "",
     *,
     recomputes: bool = False,
-    semaphores: int = 0,
+    integers: bool = False,
 ) -> Launch:
-    """Rounds the float32 sums of dQ, and recomputes rows if asked to.
+    """Rounds the sums of dQ, and recomputes rows if asked to.
 
     One block per query tile, then one per key tile for recomputation. Only a
-    kernel that recomputes depends on masks, score modifications and
-    semaphores; no kernel depends on DBIAS.
+    kernel that recomputes depends on masks and score modifications; no kernel
+    depends on DBIAS. `integers`: the sums are those of sm90/integer_dq.cuh.
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
@@ -364,7 +364,7 @@ def rounding_launch(
             *(constant for constant in asked if constant[0] != "DBIAS"),
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
-            ("DQ_SEMAPHORES", semaphores if recomputes else 0),
+            ("INTEGER_DQ", integers),
             ("DLSE", recomputes and problem.dlse),
         ),
         threads=num_warps * 32,
@@ -392,6 +392,7 @@ def sink_launches(
             ("BLOCK_Q", tile.block_q),
             ("IN_TILES", bool(kind)),
             ("SEGMENTS", problem.segment_ids),
+            ("INTEGER_DQ", bool(kind) and problem.deterministic),
         ),
         threads=ROW_THREADS,
         shared_bytes=shared,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cuflash import workspace
-from cuflash.options import has_order
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
@@ -79,12 +78,9 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernels support the problem; see `wgmma_jvp.runs` too."""
-    # A fixed order of dQ needs consecutive key tiles per query tile.
-    no_order = problem.deterministic and not has_order(problem, "wgmma")
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
-        and not no_order
         and max(problem.head_dim, problem.head_dim_v)
         <= _HEAD_DIMS[problem.direction][-1]
     )
@@ -325,15 +321,13 @@ def _static_schedule(
 # row, and four numbers per tile.
 _ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
 
+# A KeyMaxima of sm90/integer_dq.cuh.
+_KEY_MAXIMA_BYTES = 16
+
 
 # Accumulators that fit in 240 registers, as measured: 208 with P in float,
 # 192 with dS computed from the rounded P.
 _BACKWARD_REGISTERS = 208
-
-
-# With dq_semaphore, more concurrent heads cost up to 10 % at seqlen 512, as
-# measured; fewer cost as much at 4096.
-_MAX_SEMAPHORE_HEADS = 16
 
 
 def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -345,8 +339,8 @@ def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 
 def _rows_bytes(problem: Problem, tile: Tile) -> int:
-    ids = 4 * tile.block_q if problem.segment_ids else 0
-    return tile.block_q * _ROW_BYTES + _ROWS_BYTES + ids
+    words = problem.segment_ids + problem.deterministic  # ids, grids
+    return tile.block_q * (_ROW_BYTES + 4 * words) + _ROWS_BYTES
 
 
 def _is_wide(tile: Tile) -> bool:
@@ -381,7 +375,7 @@ def _last_section(
     """
     others = {"window", "segment_ids", "cu_seqlens"}
     has_triangle = problem.causal and others.isdisjoint(problem.options)
-    if not has_triangle or problem.deterministic:
+    if not has_triangle:
         return EVEN_SECTIONS
     least = ceil_div(_LAST_CAUSAL_TILES * device.num_sms, num_tiles)
     return max(problem.batch * problem.num_heads_kv - least, 0) // heads
@@ -437,7 +431,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     wide = "_wide" if _is_wide(tile) else ""
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
-    semaphores = dq_warps // 4 if problem.deterministic else 0
+    integers = ("INTEGER_DQ", problem.deterministic)
     layout = (
         ("Element", problem.dtype),
         ("HEAD_DIM", d),
@@ -447,9 +441,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("NUM_WARPS", dq_warps),
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("CAUSAL", problem.causal),
-        ("DQ_SEMAPHORES", semaphores),
+        integers,
     )
     lanes = ceil_div(problem.head_dim_v, 8)
+    masks_of_grids = ("WINDOW", "DROPOUT") if problem.deterministic else ()
     rows = KernelPlan(
         file="prepare/row_stats.cu",
         entry="backward_rows",
@@ -458,12 +453,16 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("HEAD_DIM", d),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
-            ("DQ_SEMAPHORES", semaphores),
+            ("CAUSAL", problem.deterministic and problem.causal),
+            integers,
             ("DLSE", problem.dlse),
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
             *some_options(
-                problem, "Wgmma", "SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"
+                problem,
+                "Wgmma",
+                *("SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"),
+                *masks_of_grids,
             ),
         ),
         threads=ROW_THREADS,
@@ -497,8 +496,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.segment_ids:
         heads = _ordered_heads(problem.num_heads_kv, heads)
-    if problem.deterministic and not problem.causal:
-        heads = min(heads, _MAX_SEMAPHORE_HEADS)
     masks = {"window", "segment_ids", "mask", "cu_seqlens"}
     is_masked = problem.causal or not masks.isdisjoint(problem.options)
     return Plan(
@@ -507,6 +504,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile, "Wgmma"),
+            *_maxima_launches(problem, tile, (d, dv), k_tiles),
             Launch(rows, q_tiles),
             Launch(main, min(k_tiles, device.num_sms)),
             rounding_launch(
@@ -516,8 +514,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 q_tiles + (k_tiles if is_masked else 0),
                 dq_warps,
                 "Wgmma",
-                recomputes=is_masked,
-                semaphores=semaphores,
+                recomputes=is_masked or problem.deterministic,
+                integers=problem.deterministic,
             ),
             *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip
@@ -525,13 +523,48 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         last_section=_last_section(problem, heads, k_tiles_of_head, device),
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
-            workspace.query_rows(q_tiles, _rows_bytes(problem, tile)),
-            workspace.dq_sum(q_tiles * tile.block_q * d),
+            workspace.query_rows(
+                q_tiles * _rows_bytes(problem, tile)
+                + (k_tiles * _KEY_MAXIMA_BYTES if problem.deterministic else 0)
+            ),
+            workspace.dq_sum(
+                q_tiles
+                * tile.block_q
+                * d
+                * (2 if problem.deterministic else 1)
+            ),
             workspace.ints("tile_counter", 1),
             workspace.ints("recompute_flags", k_tiles),
-            workspace.ints("dq_semaphores", q_tiles * semaphores),
         ),
     )
+
+
+def _maxima_launches(
+    problem: Problem, tile: Tile, head_dims: tuple[int, int], k_tiles: int
+) -> tuple[Launch, ...]:
+    """Maxima of K and V, from which the grids of integer sums follow."""
+    if not problem.deterministic:
+        return ()
+    lanes = ceil_div(max(problem.head_dim, problem.head_dim_v), 8)
+    shared = ROW_THREADS // 32 * _KEY_MAXIMA_BYTES
+    kernel = KernelPlan(
+        file="prepare/key_maxima.cu",
+        entry="backward_key_maxima",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", head_dims[0]),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("INTEGER_DQ", True),
+            ("NUM_THREADS", ROW_THREADS),
+            ("LANES", 1 << (lanes - 1).bit_length()),
+            ("SHARED_BYTES", shared),
+            *some_options(problem, "Wgmma", "SEGMENTS"),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=shared,
+    )
+    return (Launch(kernel, k_tiles),)
 
 
 FORWARD = Maker(_forward, _forward_shared, _forward_fits)

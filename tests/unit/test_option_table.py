@@ -98,14 +98,11 @@ def test_docstrings_describe_the_arrays(option):
 
 
 @of_each_option
-def test_the_readme_lists_nondeterministic_families(option):
-    """Rows: options, families that take all, wgmma."""
+def test_the_readme_lists_what_excludes_it(option):
     if option.of_gradients or not option.flag:
         return
     table = README.split("<!-- options:")[1].split("\n\n")[1]
     (row,) = (x for x in table.splitlines() if f"`{option.name}`" in x)
-    hopper = row.strip("|").split("|")[2]
-    assert ("not with `deterministic" in hopper) == bool(option.no_order)
     assert ("not with bias, mask or segment" in row) == any(
         option.name in other.not_with for other in options.TABLE
     )
@@ -144,13 +141,12 @@ def test_kernels_have_its_flag(option):
 
 
 @of_each_option
-def test_families_without_an_order_leave_it_to_others(option):
+def test_hopper_has_it_in_any_backward_pass(option):
     if not (option.part_of or option.of_gradients):
         return
     problem = asked(option)
     assert wgmma.runs(problem, HOPPER)
-    in_order = replace(problem, deterministic=True)
-    assert wgmma.runs(in_order, HOPPER) == ("wgmma" not in option.no_order)
+    assert wgmma.runs(replace(problem, deterministic=True), HOPPER)
 
 
 def test_structs_have_the_fields_of_all():

@@ -541,12 +541,23 @@ def test_warpgroup_products_are_hopper_s(
         ({}, "wgmma"),
         ({"window": (5, 5), "softcap": 1.0, "sink": True}, "wgmma"),
         ({"dropout": 0.5}, "wgmma"),
-        ({"deterministic": True}, "mma"),
+        ({"deterministic": True}, "wgmma"),
     ],
 )
 def test_packed_sequences_are_hopper_s(options, family):
     problem = small_problem("backward", "float16", num_sequences=3, **options)
     assert plan(problem, device_of_arch("sm_90a")).family == family
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_only_integers_need_maxima_of_keys(deterministic):
+    """And sums of two limbs; nothing of it in other calls."""
+    problem = small_problem("backward", "float16", deterministic=deterministic)
+    decided = plan(problem, device_of_arch("sm_90a"))
+    files = [kernel.file for kernel in decided.kernels]
+    sums = {x.name: x.elements for x in decided.workspace}["dq_sum"]
+    assert ("prepare/key_maxima.cu" in files) == deterministic
+    assert sums == 128 * 2 * 64 * (1 + deterministic)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 132])
@@ -705,7 +716,7 @@ def test_sections_of_segments_are_of_heads(
     [(1024, 256, {}, 8), (4096, 64, {}, 9), (16384, 16, {}, 13),
      (16384, 1, {}, 0), (4096, 64, {"causal": False}, EVEN_SECTIONS),
      (4096, 64, {"window": (99, 0)}, EVEN_SECTIONS),
-     (4096, 64, {"deterministic": True}, EVEN_SECTIONS)],
+     (4096, 64, {"deterministic": True}, 9)],
     ids=str,
 )  # fmt: skip
 def test_the_last_section_has_two_causal_tiles_a_block(

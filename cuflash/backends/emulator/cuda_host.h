@@ -26,6 +26,7 @@ template <class T> struct alignas(16) FourOf {
     }
 };
 using uint4 = FourOf<unsigned>;
+using int4 = FourOf<int>;
 using float4 = FourOf<float>;
 template <class T> struct alignas(16) TwoOf {
     T x, y;
@@ -49,6 +50,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 extern "C" {
 float fabsf(float), copysignf(float, float), fmaxf(float, float), fminf(float, float);
 float fmaf(float, float, float), expf(float), exp2f(float), logf(float), tanhf(float);
+float sqrtf(float), rintf(float);
 double fabs(double), fmax(double, double), fma(double, double, double);
 double exp(double), log(double), tanh(double);
 }
@@ -104,6 +106,12 @@ inline double __dmul_rn(double a, double b) {
     double product = a * b;
     asm("" : "+m"(product));
     return product;
+}
+
+// To nearest even; NaN becomes 0, what is too large the largest integer.
+inline int __float2int_rn(float x) {
+    if (!(fabsf(x) < 0x1p31f)) return x > 0 ? 0x7FFFFFFF : x < 0 ? -0x7FFFFFFF - 1 : 0;
+    return static_cast<int>(rintf(x));
 }
 
 // Fast; on a GPU, the error is up to 2 ulp.

@@ -76,6 +76,7 @@ void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at
 void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);
 void load_bytes(uint32_t target, const void* source, uint32_t barrier, int bytes, Site site);
 void add_floats(float* target, uint32_t source, int bytes, Site site);
+void add_ints(int* target, uint32_t source, int bytes, Site site);
 void commit_stores();
 void read_stores(int pending);
 void write_stores(int pending);

@@ -333,14 +333,27 @@ void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site si
                               {site, __builtin_return_address(0)}});
 }
 
-void add_floats(float* target, uint32_t source, int bytes, Site site) {
+namespace {
+
+[[gnu::always_inline]] inline void add_in_bulk(
+    void* target, uint32_t source, int bytes, bool adds_ints, Site site) {
     check_bulk(target, source, bytes, Access::WRITE, site);
     check_shared(source, bytes, Access::READ, [&] { return here(site); }, true);
     for (int i = 0; i < bytes; i += GRANULE)
         block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
     thread->stores.push_back(
         {source, std::nullopt, {}, {site, __builtin_return_address(0)}, false, {},
-         reinterpret_cast<unsigned char*>(target), bytes});
+         static_cast<unsigned char*>(target), bytes, adds_ints});
+}
+
+}  // namespace
+
+void add_floats(float* target, uint32_t source, int bytes, Site site) {
+    add_in_bulk(target, source, bytes, false, site);
+}
+
+void add_ints(int* target, uint32_t source, int bytes, Site site) {
+    add_in_bulk(target, source, bytes, true, site);
 }
 
 void commit_stores() {
@@ -369,14 +382,18 @@ void read_source(BulkStore& store) {
         });
 }
 
+template <class T> void add_element(unsigned char* target, const unsigned char* from) {
+    T x;
+    memcpy(&x, from, sizeof x);
+    *reinterpret_cast<T*>(target) += x;
+}
+
 void write_target(const BulkStore& store) {
     const unsigned char* from = store.bytes.data();
     if (!store.map) {
-        for (int i = 0; i < store.count; i += static_cast<int>(sizeof(float))) {
-            float x;
-            memcpy(&x, from + i, sizeof x);
-            *reinterpret_cast<float*>(store.target + i) += x;
-        }
+        for (int i = 0; i < store.count; i += static_cast<int>(sizeof(float)))
+            if (store.adds_ints) add_element<uint32_t>(store.target + i, from + i);
+            else add_element<float>(store.target + i, from + i);
         return;
     }
     for_each_row(*store.map, store.at, [&](const BoxRow& row) {

@@ -32,6 +32,7 @@ struct BulkStore {
     std::vector<unsigned char> bytes;                       // read, but not written yet
     unsigned char* target = nullptr;                        // without a map: of `count` bytes
     int count = 0;
+    bool adds_ints = false;                                 // without a map; otherwise floats
 };
 
 enum class State { READY, WAITS, ENDED };

@@ -329,6 +329,11 @@ inline void reduce_add_4(float* target, const float (&x)[4], EMULATOR_SITE) {
     for (int i = 0; i < 4; ++i) target[i] += x[i];
 }
 
+inline void reduce_add_u64(u64* target, u64 x, EMULATOR_SITE) {
+    emulator::check_global(target, 8, 8, emulator::Access::WRITE, {file, line});
+    *target += x;
+}
+
 inline void reduce_add_nonzero(float* target, float x, EMULATOR_SITE) {
     if (x == 0.0f) return;
     emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
@@ -414,6 +419,11 @@ inline void bulk_load(u32 target, const void* source, u32 barrier, int bytes, EM
 __device__ __forceinline__ void bulk_reduce_add(
     float* target, u32 source, int bytes, EMULATOR_SITE) {
     emulator::add_floats(target, source, bytes, {file, line});
+}
+
+__device__ __forceinline__ void bulk_reduce_add_s32(
+    int* target, u32 source, int bytes, EMULATOR_SITE) {
+    emulator::add_ints(target, source, bytes, {file, line});
 }
 
 inline void tma_store_commit() { emulator::commit_stores(); }

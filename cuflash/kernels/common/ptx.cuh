@@ -317,6 +317,12 @@ __device__ __forceinline__ void reduce_add_4(float* target, const float (&x)[4])
 #endif
 }
 
+// Adds x atomically, modulo 2^64, to an integer in global memory without returning the old value.
+// PTX ISA: red.
+__device__ __forceinline__ void reduce_add_u64(u64* target, u64 x) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(target), "l"(x) : "memory");
+}
+
 // Adds x atomically to a float in global memory without returning the old value; no access if x is
 // 0. PTX ISA: red.
 __device__ __forceinline__ void reduce_add_nonzero(float* target, float x) {
@@ -463,6 +469,12 @@ __device__ __forceinline__ void bulk_load(
 // bulk group, as tma_store() does. PTX ISA: cp.reduce.async.bulk.
 __device__ __forceinline__ void bulk_reduce_add(float* target, u32 source, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 :: "l"(target), "r"(source), "r"(bytes) : "memory");
+}
+
+// The same of integers, modulo 2^32. PTX ISA: cp.reduce.async.bulk.
+__device__ __forceinline__ void bulk_reduce_add_s32(int* target, u32 source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;"
                  :: "l"(target), "r"(source), "r"(bytes) : "memory");
 }
 

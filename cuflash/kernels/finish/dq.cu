@@ -1,8 +1,8 @@
 // dQ from its sums: scales by the softmax scale, rounds, and stores rows in the array's order.
 //
 // Runs after sm80/backward.cu, sm90/backward.cu or sm90/backward_wide.cu, which add to the sums in
-// the order of their fragments (dq_accum.cuh). After the sm90 kernels it also RECOMPUTES rows of
-// dQ, dK and dV (recompute.cuh).
+// the order of their fragments (dq_accum.cuh). After the sm90 kernels the sums may be integers
+// (integer_dq.cuh), and it also RECOMPUTES rows of dQ, dK and dV (recompute.cuh).
 //
 // Grid: one block per tile of BLOCK_Q queries of one head,
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
@@ -10,14 +10,15 @@
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
 // Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the summing kernel;
-// Arguments and the options; RECOMPUTES, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K, DLSE and
-// DQ_SEMAPHORES; SHARED_BYTES.
+// Arguments and the options; INTEGER_DQ; RECOMPUTES, which follows from that, and if so its CAUSAL,
+// HEAD_DIM_V, BLOCK_K and DLSE; SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).
 //
 // Bound by memory: 4 bytes read and 2 written per element.
-#include "sm90/semaphores.cuh"
+#include "sm90/recompute_flags.cuh"
 #include "common/dq_accum.cuh"
+#include "sm90/integer_dq.cuh"
 #include "finish/recompute.cuh"
 #include "common/packed_sequences.cuh"
 
@@ -45,6 +46,39 @@ __device__ __forceinline__ void recompute_keys(const Arguments& whole, int index
         recompute_key(args, batch, head, key);
 }
 
+// INTEGER_DQ: the QueryRows of a tile, which is counted within its sequence.
+inline int slot_of(NoSequence, int tile) { return tile; }
+inline int slot_of(const Sequence& sequence, int tile) { return sequence.first_slot + tile; }
+template <class Sequence>
+inline const QueryRows& query_rows(
+    const Arguments& whole, const Sequence& sequence, int pair, int tile) {
+    return static_cast<const QueryRows*>(arrays_of(whole).delta)[
+        i64(pair) * num_query_tiles(whole, BLOCK_Q) + slot_of(sequence, tile)];
+}
+
+// INTEGER_DQ: dQ from its integers. Rows without a grid become NaN, which are then recomputed.
+// Returns whether the thread's rows have grids.
+__device__ __forceinline__ bool read_integers(
+    QueryGrid::Fragments& dq, const float* sums, const QueryRows& rows, float scale) {
+    const int row = QueryGrid::first_row() + threadIdx.x % 32 / 4;
+    const DqGrid grids[2] = {{rows.grid(row)}, {rows.grid(row + 8)}};
+    const bool is_wide = grids[0].is_wide();
+    #pragma unroll
+    for (int n = 0; n < QueryGrid::N_TILES; ++n) {
+        const int4* words = reinterpret_cast<const int4*>(sums + dq_sum_step(0, n));
+        const int4 high = sums_of_words(words[0]);
+        const int4 low = is_wide ? sums_of_words(words[SUMS_OF_TILE / 4]) : int4{0, 0, 0, 0};
+        const int highs[4] = {high.x, high.y, high.z, high.w};
+        const int lows[4] = {low.x, low.y, low.z, low.w};
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float sum = sum_of_limbs(highs[i], lows[i], grids[i / 2].inverse_steps());
+            dq[0][n][i] = grids[i / 2].exists() ? sum * scale : quiet_nan();
+        }
+    }
+    return grids[0].exists() && grids[1].exists();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 backward_dq(const __grid_constant__ Arguments whole) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -57,32 +91,37 @@ backward_dq(const __grid_constant__ Arguments whole) {
         return recompute_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
     const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
+    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q, LIMBS * SUMS_OF_TILE);
     const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
     if (RECOMPUTES && !PACKED && batch >= shape.batch)
         return recompute_keys(args, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
     const float* sums =
-        dq_sum_tile(arguments.dq_sum, PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x)
+        dq_sum_tile(arguments.dq_sum,
+                    LIMBS * (PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x))
         + dq_sum_first(threadIdx.x);
     const float scale = static_cast<float>(arguments.scale);
 
     bool finite = true;
     QueryGrid::Fragments dq;
-    #pragma unroll
-    for (int m = 0; m < QueryGrid::M_TILES; ++m)
+    if constexpr (INTEGER_DQ) {
+        finite = read_integers(dq, sums, query_rows(whole, sequence, pair, tile), scale);
+    } else {
         #pragma unroll
-        for (int n = 0; n < QueryGrid::N_TILES; ++n) {
-            const float4 sum = *reinterpret_cast<const float4*>(sums + dq_sum_step(m, n));
-            dq[m][n][0] = sum.x * scale;
-            dq[m][n][1] = sum.y * scale;
-            dq[m][n][2] = sum.z * scale;
-            dq[m][n][3] = sum.w * scale;
-            if (RECOMPUTES)
-                #pragma unroll
-                for (int i = 0; i < 4; ++i) finite &= !is_nonfinite(dq[m][n][i]);
-        }
+        for (int m = 0; m < QueryGrid::M_TILES; ++m)
+            #pragma unroll
+            for (int n = 0; n < QueryGrid::N_TILES; ++n) {
+                const float4 sum = *reinterpret_cast<const float4*>(sums + dq_sum_step(m, n));
+                dq[m][n][0] = sum.x * scale;
+                dq[m][n][1] = sum.y * scale;
+                dq[m][n][2] = sum.z * scale;
+                dq[m][n][3] = sum.w * scale;
+                if (RECOMPUTES)
+                    #pragma unroll
+                    for (int i = 0; i < 4; ++i) finite &= !is_nonfinite(dq[m][n][i]);
+            }
+    }
     Packed<QueryGrid::M_TILES, QueryGrid::N_TILES> packed;
     pack_fragments<Element>(packed, dq);
     store_fragments<BLOCK_Q>(dq_tile, packed, QueryGrid::first_row(), QueryGrid::first_column());

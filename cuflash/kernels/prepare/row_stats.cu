@@ -1,6 +1,5 @@
 // Runs before sm90/backward.cu and backward_wide.cu. Writes the QueryRows of each query tile, and
-// zeroes what these kernels add to: the sums of dQ, a counter, flags and semaphores
-// (semaphores.cuh).
+// zeroes what these kernels add to: the sums of dQ, a counter and flags (recompute_flags.cuh).
 //
 //     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
 //     delta = rowsum(dO * O) - dlse   with DLSE: d lse / dS = P adds P dlse to dS
@@ -10,35 +9,35 @@
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of the sums
-// of dQ; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; DLSE; Arguments,
-// the type of the kernel's argument, and the options (docs/guide/options.md). No shared memory.
+// of dQ; INTEGER_DQ, and if so its CAUSAL; DLSE; Arguments, the type of the kernel's argument, and
+// the options (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
-#include "sm90/semaphores.cuh"
+#include "sm90/recompute_flags.cuh"
 #include "score/pair_mask.cuh"
-#include "sm90/row_stats.cuh"
-#include "prepare/delta.cuh"
+#include "prepare/row_grids.cuh"
 #include "common/softmax.cuh"
 #include "score/score_mod.cuh"
 #include "common/packed_sequences.cuh"
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
-// Zeroes the sums of dQ of the block's tile, and the block's share of the counters.
-__device__ __forceinline__ void clear_sums(const Arguments& args) {
+// Zeroes the sums of dQ of the block's tile, of so many limbs, and the block's share of the flags.
+__device__ __forceinline__ void clear_sums(const Arguments& args, int limbs) {
     const BackwardArguments& arguments = args.arrays;
     float4* sums = static_cast<float4*>(arguments.dq_sum)
-                 + static_cast<i64>(blockIdx.x) * (BLOCK_Q * HEAD_DIM / 4);
+                 + static_cast<i64>(blockIdx.x) * (LIMBS * SUMS_OF_TILE / 4);
     #pragma unroll
-    for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
+    for (int i = threadIdx.x; i < SUMS_OF_TILE / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (limbs == 2)
+        for (int i = threadIdx.x; i < SUMS_OF_TILE / 4; i += NUM_THREADS)
+            sums[SUMS_OF_TILE / 4 + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int thread = blockIdx.x * NUM_THREADS + threadIdx.x, threads = gridDim.x * NUM_THREADS;
     const i64 num_flags = recompute_flag(args, {0, 0, arguments.shape.batch})
                         - arguments.recompute_flags;
     if (thread == 0) *arguments.tile_counter = 0;
     for (i64 i = thread; i < num_flags; i += threads) arguments.recompute_flags[i] = 0;
-    for (i64 i = thread; i < i64(gridDim.x) * DQ_SEMAPHORES; i += threads)
-        arguments.dq_semaphores[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
@@ -56,7 +55,8 @@ backward_rows(const __grid_constant__ Arguments args) {
     const int num_rows = min(BLOCK_Q, seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;
     QueryRows& rows = static_cast<QueryRows*>(arguments.delta)[blockIdx.x];
 
-    clear_sums(args);
+    const TileGrid grid(args, sequence, batch, head, tile);
+    clear_sums(args, grid.limbs());
     float lse = infinity();
     if (thread < num_rows)
         lse = effective_lse(static_cast<const float*>(arguments.lse)[
@@ -90,5 +90,9 @@ backward_rows(const __grid_constant__ Arguments args) {
             sum -= static_cast<const float*>(args.dlse)[
                 static_cast<i64>(pair) * shape.seqlen_q + query];
         if (lane == 0) rows.delta[i] = sum;
+        grid.store_row(rows, i, dout, lane, columns,
+                       static_cast<const float*>(arguments.lse)
+                           + (static_cast<i64>(pair) * shape.seqlen_q + query), sum);
     }
+    grid.store_flags(rows);
 }

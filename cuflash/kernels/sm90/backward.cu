@@ -10,7 +10,7 @@
 // query head of the group in turn. A consumer computes S^T and dP^T; the registers of P^T and dS^T
 // are then the A operands of dV and dK. The consumers divide dQ = dS K, with dS^T from shared
 // memory. A writer warp of the producer adds each consumer's part to a float sum in global memory,
-// which finish/dq.cu scales and rounds.
+// or to an integer one if INTEGER_DQ, which finish/dq.cu scales and rounds.
 //
 //     backward_constants.cuh      constants that follow from the generated ones
 //     backward_shared.cuh         SharedPlan, barriers
@@ -21,6 +21,7 @@
 //     backward_pair_bits.cuh      masks and dropout as one bit per pair
 //     backward_score_mod.cuh      softcap, ALiBi, bias and dbias
 //     backward_epilogue.cuh       dK and dV of a work tile
+//     backward_integer_dq.cuh     parts of dQ as integers
 //
 // The matmuls of an iteration are issued so that the tensor cores have work while warps compute:
 //
@@ -36,15 +37,11 @@
 //
 // Grid: as many blocks as SMs, or as key tiles if those are fewer. scheduler.cuh numbers the tiles,
 // the first keys first: if CAUSAL, most queries see those, so the longest tiles start first.
-// DETERMINISTIC: key tiles add to dQ in the order of their indices. If CAUSAL, the last keys then
-// come first (LAST_KEYS_FIRST): they begin at query tiles that the other key tiles reach later, so
-// key tiles that start together seldom wait.
 // Block: 1 + CONSUMERS warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; Arguments and the options
-// (docs/guide/options.md).
+// SHARED_BYTES; INTEGER_DQ; Arguments and the options (docs/guide/options.md).
 // Shared memory and barriers: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
@@ -52,6 +49,7 @@
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/backward_option_scores.cuh"
 #include "common/dq_accum.cuh"
+#include "sm90/backward_integer_dq.cuh"
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
@@ -62,7 +60,6 @@ constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 // the producer's search for tiles needs more than 24 and spills; the consumers can spare none.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
-static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
 static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
 static_assert(CONSUMERS == 2, "registers suffice for two consumers");
 static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
@@ -70,30 +67,25 @@ static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
 
-// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration.
+// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration; to each limb
+// of them, as the consumer stages one after the other.
 __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.staging[consumer]);
-    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
-        int* semaphore = dq_semaphores(args, query_tile) + consumer;
-        barrier_sync(DQ_FULL + consumer, DQ_THREADS);
-        if (lane == 0) {
-            // Predecessors have smaller indices and have started: the wait ends (next_index).
-            if (DETERMINISTIC && has_predecessors) while (load_acquire(semaphore) != turn) {}
-            bulk_reduce_add(
-                dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4),
-                part, DQ_PART_BYTES);
-            tma_store_commit();
-            if (DETERMINISTIC) {
-                tma_store_wait<0>();
-                __threadfence();
-                store_release(semaphore, turn + 1);
-            } else {
+    for_each_iteration(args, shared, [&](int query_tile) {
+        float* sums = dq_sum_tile(args.arrays.dq_sum, query_tile * LIMBS)
+                    + consumer * (DQ_PART_BYTES / 4);
+        const int limbs = limbs_of(args, query_tile);
+        for (int limb = 0; limb < limbs; ++limb) {
+            barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+            if (lane == 0) {
+                add_in_bulk(sums + limb * SUMS_OF_TILE, part, DQ_PART_BYTES);
+                tma_store_commit();
                 tma_store_wait_read<0>();
             }
+            __syncwarp();
+            barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
         }
-        __syncwarp();
-        barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
     });
     tma_store_wait<0>();
 }
@@ -164,20 +156,31 @@ __device__ __forceinline__ void publish_ds(
 
 // The warpgroup's part of dQ, for its writer warp. `staged`: not the first of the work tile. Before
 // the first, the warpgroup owns the staging buffer, and TMA stores of the previous work tile's dV
-// or dK may still read it.
+// or dK may still read it. lane_grid: of row lane % 16 of the warp's rows.
 __device__ __forceinline__ void stage_dq(
-    SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], int warpgroup, int thread,
-    bool& staged) {
+    SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], u32 lane_grid, int warpgroup,
+    int thread, bool& staged) {
     if (DOUBLE_BUFFERED_K && !staged) {
         tma_store_wait_read<0>();
         shared.release_previous_k(state, thread % 32 == 0);
     }
     barrier_sync((staged ? DQ_EMPTY : CONSUMER_SYNC) + warpgroup, staged ? DQ_THREADS : WARPGROUP);
     const u32 target = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
-    #pragma unroll
-    for (int n = 0; n < DQ_REGS / 4; ++n)
-        store_shared_16(target + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2],
-                        dq[n * 4 + 3]);
+    if constexpr (INTEGER_DQ) {
+        const RowPair grids(lane_grid, thread % 32);
+        stage_limb<false>(target, dq, grids);
+        if (grids.are_wide()) {
+            fence_async_proxy();
+            barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
+            barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
+            stage_limb<true>(target, dq, grids);
+        }
+    } else {
+        #pragma unroll
+        for (int n = 0; n < DQ_REGS / 4; ++n)
+            store_shared_16(target + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
+                            dq[n * 4 + 2], dq[n * 4 + 3]);
+    }
     fence_async_proxy();
     barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
     staged = true;
@@ -240,6 +243,7 @@ struct Iterate {
     PipelineState<STAGES>& stage;
     PipelineState<2>& ds_stage;
     bool &started, &staged;
+    u32& lane_grid;
     const IssueDq& issue_dq;
     const IssuePreviousDq& issue_previous_dq;
 
@@ -292,6 +296,7 @@ struct Iterate {
 
         compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
                    zero_masked);
+        drop_overflowing_rows(args, shared.work_tiles[state.stage()], rows, ds, first_column);
         publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);
         if (!DEFERRED_DQ) {
             mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
@@ -308,8 +313,10 @@ struct Iterate {
         if (DEFERRED_DQ)
             mbarrier_arrive_if(
                 started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
+        if (!DEFERRED_DQ) lane_grid = lane_grid_of(rows, consumer_thread);
         if (!DEFERRED_DQ || started)
-            stage_dq(shared, state, dq, warpgroup, consumer_thread, staged);
+            stage_dq(shared, state, dq, lane_grid, warpgroup, consumer_thread, staged);
+        if (DEFERRED_DQ) lane_grid = lane_grid_of(rows, consumer_thread);
 
         started = true;
         ds_stage.next();
@@ -349,12 +356,13 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
         bool started = false;                               // dk and dv hold a sum
         bool staged = false;                                // a part of this tile's dQ
+        u32 lane_grid = 0;                                  // of the dQ to be staged next
         const IssueDq issue_dq{shared, state, key_rows};
         const IssuePreviousDq issue_previous_dq{shared, state, ds_stage, started, issue_dq};
         const Iterate iterate{
             args, shape, mask, bounds, pair_mask, dropout, scale_log2, warpgroup, consumer_thread,
             key_rows, shared, state, k_tile, batch, dk, dv, ds, stage, ds_stage, started, staged,
-            issue_dq, issue_previous_dq};
+            lane_grid, issue_dq, issue_previous_dq};
 
         int remaining = QueryTileIterator(args, tiles, {k_tile, 0, batch}).remaining;
         for (; remaining > 0; --remaining) iterate(remaining == 1);
@@ -368,7 +376,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             warpgroup_fence_operand(dq);
             mbarrier_arrive_if(
                 threadIdx.x % 32 == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-            stage_dq(shared, state, dq, warpgroup, consumer_thread, staged);
+            stage_dq(shared, state, dq, lane_grid, warpgroup, consumer_thread, staged);
         }
         state.count = opaque(state.count);
         store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);

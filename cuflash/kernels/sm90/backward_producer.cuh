@@ -57,14 +57,13 @@ __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& s
     const int num_k_tiles = num_key_tiles(args, BLOCK_K);
     PipelineState<STAGES> stage;
     WorkState state;
-    for (int index = first_index(args);; ++state.count) {
+    for (int index = blockIdx.x;; ++state.count) {
         WorkTile packed = {};
         skip_empty_slots(args, index, num_k_tiles, packed);
         const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
         WorkTile work = {-1, 0, 0};
         if (!ended && PACKED) work = packed;
         if (!ended && !PACKED) static_cast<TileCoord&>(work) = tile_at(args, num_k_tiles, index);
-        if (!ended && LAST_KEYS_FIRST) work.tile = num_k_tiles - 1 - work.tile;
         if (is_elected) publish_work_tile(shared, state, work);
         if (ended) return;
 

@@ -7,7 +7,8 @@
 // A persistent block takes one work tile after another, 64 keys of one key head
 // (backward_scheduler.cuh). Warpgroup 0 produces: it loads tiles. Each of the others has one role:
 //     1, scores      S^T and dP^T, from these P^T and dS^T, which go to shared memory;
-//                    dQ, which it adds from its registers to a float sum in global memory
+//                    dQ, which it adds from its registers to a float sum in global memory, or
+//                    two elements at a time to a pair of integers if INTEGER_DQ
 //     2, gradient    dV += P^T dO
 //     3, gradient    dK += dS^T Q
 // finish/dq.cu scales and rounds the sums of dQ.
@@ -22,7 +23,7 @@
 // Grid: as sm90/backward.cu's. Block: 4 warpgroups.
 //
 // Constants: as sm90/backward.cu's, but HEAD_DIM up to 256 and BLOCK_K and BLOCK_Q 64; NUM_WARPS
-// and SCORE_WARPS_Q of dQ alone; DQ_SEMAPHORES 0 or 1.
+// and SCORE_WARPS_Q of dQ alone.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // mbarriers: as in backward_shared.cuh. *_empty: an arrival of each warp of the role that reads
@@ -34,6 +35,7 @@
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_producer.cuh"
 #include "common/dq_accum.cuh"
+#include "sm90/backward_integer_dq.cuh"
 
 constexpr int BLOCK_THREADS = 4 * WARPGROUP;
 constexpr int ROLE_WARPS = WARPGROUP / 32;
@@ -56,7 +58,6 @@ constexpr bool EARLY_BIASES = SCORE_REGISTERS > DQ_REGS + 2 * S_REGS + 64;
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
-static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == 1, "one warpgroup adds to dQ");
 
 struct SharedPlan {
     static constexpr int K_STAGES = 1;
@@ -75,28 +76,6 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Barrier 0 is __syncthreads. SEMAPHORE_ACQUIRED: an iteration's dQ may be added; DQ_ADDED: it has
-// been.
-constexpr int SEMAPHORE_ACQUIRED = 1, DQ_ADDED = 2, SEMAPHORE_THREADS = WARPGROUP + 32;
-
-// If DETERMINISTIC, one warp acquires and releases the semaphore of each query tile's dQ.
-__device__ __forceinline__ void order_dq_additions(const Arguments& args, SharedPlan& shared) {
-    const int lane = threadIdx.x % 32;
-    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
-        int* semaphore = dq_semaphores(args, query_tile);
-        // Predecessors have smaller indices and have started: the wait ends (next_index).
-        if (lane == 0 && has_predecessors) while (load_acquire(semaphore) != turn) {}
-        __syncwarp();
-        barrier_arrive(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
-        barrier_sync(DQ_ADDED, SEMAPHORE_THREADS);
-        if (lane == 0) {
-            __threadfence();                                // all additions before the barrier
-            store_release(semaphore, turn + 1);
-        }
-        __syncwarp();
-    });
-}
-
 // ---- The score warpgroup: S, dP, P, dS, and dQ ----
 
 // A warp's 16 rows of P^T or dS^T, for the warpgroups that need them.
@@ -109,12 +88,20 @@ __device__ __forceinline__ void publish(
 }
 
 // Adds columns [part * DQ_COLUMNS, (part + 1) * DQ_COLUMNS) of an iteration's dQ to its sums, of
-// which `sums` is the thread's first.
-__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[DQ_REGS], int part) {
-    #pragma unroll
-    for (int n = 0; n < DQ_REGS / 4; ++n)
-        reduce_add_4(sums + dq_sum_step(0, part * (DQ_REGS / 4) + n),
-                     {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
+// which `sums` is the thread's first. lane_grid: of row lane % 16 of the warp's rows.
+__device__ __forceinline__ void add_dq(
+    float* sums, const float (&dq)[DQ_REGS], int part, u32 lane_grid, int lane) {
+    float* first = sums + dq_sum_step(0, part * (DQ_REGS / 4));
+    if constexpr (INTEGER_DQ) {
+        const RowPair grids(lane_grid, lane);
+        add_limb<false>(first, dq, grids);
+        if (grids.are_wide()) add_limb<true>(first + SUMS_OF_TILE, dq, grids);
+    } else {
+        #pragma unroll
+        for (int n = 0; n < DQ_REGS / 4; ++n)
+            reduce_add_4(first + dq_sum_step(0, n),
+                         {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
+    }
 }
 
 // S or dP of an iteration, the next to issue. Here and below the members are the variables of
@@ -209,12 +196,14 @@ struct Iterate {
         mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
         compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
                    zero_masked);
+        drop_overflowing_rows(args, work, rows, ds, first_column);
+        const u32 lane_grid = lane_grid_of(rows, thread);   // dK's warpgroup releases the rows
         publish(ds_tile, shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);
         mbarrier_wait(shared_address(&shared.ds_full[stage.index]), stage.phase);
 
         float* sums = dq_sum_tile(args.arrays.dq_sum,
                                   query_tile_index(args, sequence_of(work), work.batch,
-                                                   it.head, it.tile))
+                                                   it.head, it.tile) * LIMBS)
                     + dq_sum_first(thread);
         #pragma unroll
         for (int part = 0; part < DQ_PARTS; ++part) {
@@ -235,10 +224,8 @@ struct Iterate {
             else if (is_first && is_last) wgmma_wait<2>();
             else wgmma_wait<1>();
             warpgroup_fence_operand(dq);
-            if (DETERMINISTIC && is_first) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
-            add_dq(sums, dq, part);
+            add_dq(sums, dq, part, lane_grid, lane);
         }
-        if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
         if (!last.value && !EARLY_BIASES) load_biases(pairs, args);
         if (!last.value) wgmma_wait<1>();                   // the next S
         warpgroup_fence_operand(s);
@@ -389,23 +376,20 @@ backward_wgmma_wide(const __grid_constant__ Arguments args) {
         mbarrier_init(shared_address(&shared.kv_empty), ROLE_WARPS);
         for (int i = 0; i < WORK_STAGES; ++i) {
             mbarrier_init(shared_address(&shared.work_full[i]), 1);
-            // score and gradient warps, the K/V producer, the semaphore's warp
-            mbarrier_init(
-                shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + DQ_SEMAPHORES);
+            // score and gradient warps, the K/V producer
+            mbarrier_init(shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1);
         }
         fence_mbarrier_init();
     }
     __syncthreads();
 
     const BackwardArguments& arrays = args.arrays;
-    const int warp = threadIdx.x / 32;
     // By a shuffle, so that the compiler knows that it is uniform in the warp.
     const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
     if (role == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
-        if (DETERMINISTIC && warp == 1) order_dq_additions(args, shared);
     } else if (role == 1) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
         compute_scores(args, shared);

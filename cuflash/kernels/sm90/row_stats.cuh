@@ -2,7 +2,7 @@
 // prepare/row_stats.cu writes one QueryRows for each tile of each (batch, head), one after
 // another; the producer copies it in bulk together with the tile's Q.
 //
-// Constants: BLOCK_Q, SEGMENTS.
+// Constants: BLOCK_Q, SEGMENTS, INTEGER_DQ.
 #pragma once
 #include "common/types.cuh"
 
@@ -17,7 +17,18 @@ template <> struct RowSegmentIds<true> {
     int id(int row) const { return ids[row]; }
 };
 
-struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS> {
+// The grids of the rows' dQ, bits of a DqGrid (integer_dq.cuh), if its sums are integers.
+template <bool> struct RowGrids {
+    void set_grid(int, u32) {}
+    u32 grid(int) const { return 0; }
+};
+template <> struct RowGrids<true> {
+    u32 grids[BLOCK_Q];
+    void set_grid(int row, u32 bits) { grids[row] = bits; }
+    u32 grid(int row) const { return grids[row]; }
+};
+
+struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS>, RowGrids<INTEGER_DQ> {
     float lse[BLOCK_Q];                         // lse log2(e), or lse if has_large_lse; inf: P = 0
     float delta[BLOCK_Q];                       // rowsum(dO * O) - dlse
     int has_large_lse;                          // |lse log2(e)| > MAX_FUSED_LSE in some row

@@ -1,0 +1,236 @@
+"""Deterministic dq on Hopper: integer sums, on a grid of each row.
+
+Whatever the sizes of keys and of rows, errors stay within the bounds of other
+calls; and a sequence has the same bits alone, in a batch and packed.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuflash.tiles import Tile
+from helpers import calls, expected
+from helpers.backends import EMULATED
+from helpers.checks import check_packed
+from helpers.compare import assert_bitwise, assert_gradients_match
+from helpers.data import Case, Emulation, inputs
+from helpers.packed import packed_inputs
+
+TILES = {
+    64: Tile(128, 128, 12, 1, 2, 8, 1, 3),
+    128: Tile(64, 128, 12, 1, 2, 4, 1, 3),
+    256: Tile(64, 64, 16, 1, 2, 4, 1, 3),  # sm90/backward_wide.cu
+}
+on_emulator = pytest.mark.parametrize("backend", [EMULATED])
+on_each_kernel = pytest.mark.parametrize("head_dim", TILES)
+
+
+def case_of(head_dim, dtype="bfloat16", **fields):
+    """Return a case of several key tiles, with grouped heads."""
+    on = Emulation("sm_90a", num_sms=2, backward_tile=TILES[head_dim])
+    shape = {"seqlen_q": 150, "seqlen_k": 300, "num_heads_q": 2}
+    return Case(dtype, head_dim=head_dim, head_dim_v=head_dim, on=on,
+                deterministic=True, **(shape | fields))  # fmt: skip
+
+
+def check(backend, case, arrays):
+    """Check the gradients of q, k, v and dout; return those of q."""
+    got = calls.both(backend, case, *arrays)
+    q, k, v, dout = arrays
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(got, want, case)
+    return got[0]
+
+
+# Any order -------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (90, 20)},
+    "segments": {"arrays_of": ("segment_ids_q", "segment_ids_k")},
+    "softcap": {"softcap": 3.0, "head_dim": 128},
+    "dropout": {"dropout": 0.25, "head_dim": 256},
+    "slopes": {"arrays_of": ("alibi_slopes",), "causal": True},
+}
+
+
+def in_another_order(backend, case, arrays):
+    on = replace(case.on, seed=3, resident=5)
+    return calls.both(backend, replace(case, on=on), *arrays)
+
+
+@on_emulator
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_any_order_has_the_same_bits(backend, options):
+    case = case_of(**({"head_dim": 64} | options))
+    arrays = inputs(case)
+    dq = check(backend, case, arrays)
+    assert_bitwise(in_another_order(backend, case, arrays)[0], dq, "dq")
+
+
+@on_emulator
+@on_each_kernel
+def test_wide_sums_in_any_order(backend, head_dim):
+    """Two limbs: a key 2^16 times as large as others, in the second tile."""
+    case = case_of(head_dim, seqlen_q=70)
+    q, k, v, dout = inputs(case)
+    k[:, 200] *= 2.0**16
+    q[...] = 0
+    dq = check(backend, case, (q, k, v, dout))
+    again = in_another_order(backend, case, (q, k, v, dout))[0]
+    assert_bitwise(again, dq, "dq")
+
+
+@on_emulator
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_in_any_order(backend, causal):
+    offsets = (0, 70, 70, 200), (0, 150, 160, 300)
+    case = case_of(64, seqlen_q=200, causal=causal, offsets=offsets)
+    check_packed(backend, case)
+    q, k, v, dout = packed_inputs(case)[1]
+    dq = calls.both(backend, case, q, k, v, dout)[0]
+    again = in_another_order(backend, case, (q, k, v, dout))[0]
+    assert_bitwise(again, dq, "dq")
+
+
+# Sequences -------------------------------------------------------------------
+
+
+@on_emulator
+@on_each_kernel
+def test_a_sequence_has_the_same_bits_in_a_batch(backend, head_dim):
+    """Also if the other one is far larger."""
+    case = case_of(head_dim, batch=2, seqlen_k=140, causal=True)
+    arrays = inputs(case)
+    for array in arrays:
+        array[0] *= 8
+    q, k, v, dout = arrays
+    given = dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    both = calls.backward(backend, case, *given)
+    one = replace(case, batch=1)
+    alone = calls.backward(backend, one, *(x[1:] for x in given))
+    for name, x, y in zip(("dq", "dk", "dv"), both, alone, strict=True):
+        assert_bitwise(x[1:], y, name)
+
+
+@on_emulator
+@on_each_kernel
+def test_a_sequence_has_the_same_bits_packed(backend, head_dim):
+    """Between others, which its last tiles reach into."""
+    offsets = (0, 30, 110, 150), (0, 50, 210, 300)
+    case = case_of(head_dim, causal=True, offsets=offsets)
+    q, k, v, dout = packed_inputs(case)[1]
+    k[:50] *= 8
+    v[210:] *= 8
+    out, lse = calls.forward(backend, case, q, k, v)
+    packed = calls.backward(backend, case, dout, q, k, v, out, lse)
+    of_q, of_k = slice(30, 110), slice(50, 210)
+    alone = calls.backward(
+        backend, replace(case, offsets=None), dout[None, of_q],
+        q[None, of_q], k[None, of_k], v[None, of_k], out[None, of_q],
+        lse[None, :, of_q],
+    )  # fmt: skip
+    parts = packed[0][of_q], packed[1][of_k], packed[2][of_k]
+    for name, x, y in zip(("dq", "dk", "dv"), parts, alone, strict=True):
+        assert_bitwise(x, y[0], name)
+
+
+# Sizes -----------------------------------------------------------------------
+
+
+def large_key(q, k, v, dout):
+    k[:, 170] *= 1000
+
+
+def large_value(q, k, v, dout):
+    v[:, 170] *= 1000
+
+
+def large_row(q, k, v, dout):
+    dout[:, 40] *= 1000
+
+
+def rows_of_all_sizes(q, k, v, dout):
+    sizes = 2.0 ** (np.arange(dout.shape[1]) % 24 - 12)
+    dout *= sizes[:, None, None].astype(dout.dtype)
+
+
+def tiny_values(q, k, v, dout):
+    v *= v.dtype.type(2.0**-10)
+
+
+SIZES = [large_key, large_value, large_row, rows_of_all_sizes, tiny_values]
+
+
+@on_emulator
+@on_each_kernel
+@pytest.mark.parametrize("change", SIZES)
+def test_errors_of_extreme_sizes(backend, change, head_dim):
+    case = case_of(head_dim, "float16")
+    arrays = inputs(case)
+    change(*arrays)
+    check(backend, case, arrays)
+
+
+@on_emulator
+@on_each_kernel
+def test_small_rows_beside_large_keys_are_accurate(backend, head_dim):
+    """Row by row: only the last query sees the large key and its value."""
+    case = case_of(head_dim, "float16", causal=True)
+    q, k, v, dout = inputs(case)
+    k[:, -1] *= 1000
+    v[:, -1] *= 1000
+    got = calls.both(backend, case, q, k, v, dout)[0]
+    want = expected.backward(dout, q, k, v, **case.meaning())[0]
+    # The others' errors are those of a call without that key.
+    small = replace(case, seqlen_q=149, seqlen_k=299)
+    plain = expected.backward(
+        *(x[:, :-1] for x in (dout, q, k, v)), **small.meaning()
+    )[0]
+    error = abs(got[:, :-1].astype(np.float64) - want.ref[:, :-1])
+    assert error.max() <= plain.bound().max()
+
+
+@on_emulator
+@on_each_kernel
+def test_a_float16_ds_may_overflow(backend, head_dim):
+    """Rows whose dS does not fit are computed from the definition."""
+    case = case_of(head_dim, "float16", seqlen_k=200, scale=2.0**-9)
+    q, k, v, dout = inputs(case)
+    dout[:, 20:30] *= 256
+    v *= 256
+    k[:, 3] *= 256  # gets nearly all of the weight, or none
+    k *= k.dtype.type(2.0**-4)
+    out, lse = calls.forward(backend, case, q, k, v)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse)[0]
+    want = expected.backward(dout, q, k, v, **case.meaning())[0]
+    finite = np.isfinite(got.astype(np.float32)).all(axis=(0, 2, 3))
+    assert finite.all()
+    assert abs(got - want.ref).max() <= want.bound().max()
+
+
+# NaN and infinity ------------------------------------------------------------
+
+SPOILED = [
+    ("k", (0, 200, 0, 3), "nan"), ("v", (0, 10, 0, 0), "inf"),
+    ("dout", (0, 149, 1, 2), "inf"), ("q", (0, 60, 0, 1), "nan"),
+]  # fmt: skip
+
+
+@on_emulator
+@pytest.mark.parametrize("spoiled", SPOILED, ids=[x for x, *_ in SPOILED])
+@pytest.mark.parametrize("causal", [False, True])
+@on_each_kernel
+def test_nonfinite_inputs(backend, head_dim, causal, spoiled):
+    """The same rows as of other calls are NaN, no others."""
+    case = case_of(head_dim, causal=causal, spoiled=(spoiled,))
+    arrays = inputs(case)
+    q, k, v, dout = arrays
+    out, lse = calls.forward(backend, case, q, k, v)
+    dq = calls.backward(backend, case, dout, q, k, v, out, lse)[0]
+    plain = replace(case, deterministic=False)
+    other = calls.backward(backend, plain, dout, q, k, v, out, lse)[0]
+    kinds = [np.isfinite(x.astype(np.float32)) for x in (dq, other)]
+    np.testing.assert_array_equal(*kinds)
