@@ -114,6 +114,35 @@ def test_bytes_are_copied_and_floats_added(backend, seed, chunks, rounds):
     np.testing.assert_array_equal(sums, expected)
 
 
+LARGEST, SMALLEST = 2**31 - 1, -(2**31)
+
+
+@on_hopper
+@given(seed=SEEDS, rounds=st.integers(1, 3))
+def test_integers_are_rounded_and_added(backend, seed, rounds):
+    """Halves to even, NaN to 0, the rest to what is there; sums wrap."""
+    rng = np.random.default_rng(seed)
+    x = (rng.integers(-(2**26), 2**26, 32) / 4).astype(np.float32)
+    x[:6] = 0.5, 1.5, np.nan, 3e9, -np.inf, -2.5
+    whole = np.rint(np.nan_to_num(x[6:])).astype(np.int64)
+    whole = np.r_[0, 2, 0, LARGEST, SMALLEST, -2, whole]
+    sums = rng.integers(SMALLEST, LARGEST, 32, np.int32)
+    pairs, of_pairs = rng.integers(0, 2**64, (2, 4), np.uint64)
+    expected = (sums + 3 * rounds * whole).astype(np.int32)
+    of_all = of_pairs + np.uint64(3 * rounds) * pairs
+    run(
+        "primitives/add_integers",
+        {"x": read_only(x), "pairs": read_only(pairs), "sums": sums,
+         "pair_sums": of_pairs, "rounds": rounds},
+        backend,
+        blocks=3,
+        shared_bytes=128,
+        seed=seed,
+    )  # fmt: skip
+    np.testing.assert_array_equal(sums, expected)
+    np.testing.assert_array_equal(of_pairs, of_all)
+
+
 @on_hopper
 @given(seed=SEEDS, waits=st.integers(0, 1))
 def test_a_sum_is_there_after_the_wait_for_it(backend, seed, waits):
