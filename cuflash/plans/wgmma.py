@@ -339,8 +339,9 @@ def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 
 def _rows_bytes(problem: Problem, tile: Tile) -> int:
-    words = problem.segment_ids + problem.deterministic  # ids, grids
-    return tile.block_q * (_ROW_BYTES + 4 * words) + _ROWS_BYTES
+    ids = 4 * tile.block_q if problem.segment_ids else 0
+    grids = 4 * tile.block_q + 16 if problem.deterministic else 0
+    return tile.block_q * _ROW_BYTES + _ROWS_BYTES + ids + grids
 
 
 def _is_wide(tile: Tile) -> bool:
@@ -545,7 +546,9 @@ def _maxima_launches(
     """Maxima of K and V, from which the grids of integer sums follow."""
     if not problem.deterministic:
         return ()
-    lanes = ceil_div(max(problem.head_dim, problem.head_dim_v), 8)
+    chunks = ceil_div(max(problem.head_dim, problem.head_dim_v), 8)
+    # Of a row; so many that all threads have rows.
+    lanes = max(1 << (chunks - 1).bit_length(), ROW_THREADS // tile.block_k)
     shared = ROW_THREADS // 32 * _KEY_MAXIMA_BYTES
     kernel = KernelPlan(
         file="prepare/key_maxima.cu",
@@ -557,7 +560,7 @@ def _maxima_launches(
             ("BLOCK_K", tile.block_k),
             ("INTEGER_DQ", True),
             ("NUM_THREADS", ROW_THREADS),
-            ("LANES", 1 << (lanes - 1).bit_length()),
+            ("LANES", lanes),
             ("SHARED_BYTES", shared),
             *some_options(problem, "Wgmma", "SEGMENTS"),
         ),

@@ -329,9 +329,9 @@ inline void reduce_add_4(float* target, const float (&x)[4], EMULATOR_SITE) {
     for (int i = 0; i < 4; ++i) target[i] += x[i];
 }
 
-inline void reduce_add_u64(u64* target, u64 x, EMULATOR_SITE) {
-    emulator::check_global(target, 8, 8, emulator::Access::WRITE, {file, line});
-    *target += x;
+inline void reduce_add_s32(int* target, int x, EMULATOR_SITE) {
+    emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
+    *target = static_cast<int>(static_cast<u32>(*target) + static_cast<u32>(x));
 }
 
 inline void reduce_add_nonzero(float* target, float x, EMULATOR_SITE) {

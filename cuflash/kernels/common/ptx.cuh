@@ -317,10 +317,10 @@ __device__ __forceinline__ void reduce_add_4(float* target, const float (&x)[4])
 #endif
 }
 
-// Adds x atomically, modulo 2^64, to an integer in global memory without returning the old value.
+// Adds x atomically, modulo 2^32, to an integer in global memory without returning the old value.
 // PTX ISA: red.
-__device__ __forceinline__ void reduce_add_u64(u64* target, u64 x) {
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(target), "l"(x) : "memory");
+__device__ __forceinline__ void reduce_add_s32(int* target, int x) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" :: "l"(target), "r"(x) : "memory");
 }
 
 // Adds x atomically to a float in global memory without returning the old value; no access if x is

@@ -46,33 +46,40 @@ __device__ __forceinline__ void recompute_keys(const Arguments& whole, int index
         recompute_key(args, batch, head, key);
 }
 
-// INTEGER_DQ: the QueryRows of a tile, which is counted within its sequence.
+// INTEGER_DQ: the index of a tile, which is counted within its sequence, among those of all heads.
 inline int slot_of(NoSequence, int tile) { return tile; }
 inline int slot_of(const Sequence& sequence, int tile) { return sequence.first_slot + tile; }
-template <class Sequence>
-inline const QueryRows& query_rows(
-    const Arguments& whole, const Sequence& sequence, int pair, int tile) {
-    return static_cast<const QueryRows*>(arrays_of(whole).delta)[
-        i64(pair) * num_query_tiles(whole, BLOCK_Q) + slot_of(sequence, tile)];
+
+// INTEGER_DQ: four sums of a thread's fragment.
+__device__ __forceinline__ int4 read_sums(const int* sums, int lane) {
+    if (!BY_LANES) return *reinterpret_cast<const int4*>(sums + lane * 4);
+    return int4{sums[lane], sums[lane + 32], sums[lane + 64], sums[lane + 96]};
 }
 
 // INTEGER_DQ: dQ from its integers. Rows without a grid become NaN, which are then recomputed.
 // Returns whether the thread's rows have grids.
 __device__ __forceinline__ bool read_integers(
-    QueryGrid::Fragments& dq, const float* sums, const QueryRows& rows, float scale) {
-    const int row = QueryGrid::first_row() + threadIdx.x % 32 / 4;
+    QueryGrid::Fragments& dq, const Arguments& whole, i64 tile, float scale) {
+    const QueryRows& rows = static_cast<const QueryRows*>(arrays_of(whole).delta)[tile];
+    const int lane = threadIdx.x % 32, row = QueryGrid::first_row() + lane / 4;
+    const int first = dq_sum_first(threadIdx.x) - lane * 4;
+    const int* high_sums = static_cast<const int*>(arrays_of(whole).dq_sum) + tile * SUMS_OF_TILE;
     const DqGrid grids[2] = {{rows.grid(row)}, {rows.grid(row + 8)}};
     const bool is_wide = grids[0].is_wide();
+    const u32 excess = rows.parts() * MAGIC_BITS;
     #pragma unroll
     for (int n = 0; n < QueryGrid::N_TILES; ++n) {
-        const int4* words = reinterpret_cast<const int4*>(sums + dq_sum_step(0, n));
-        const int4 high = sums_of_words(words[0]);
-        const int4 low = is_wide ? sums_of_words(words[SUMS_OF_TILE / 4]) : int4{0, 0, 0, 0};
+        const int4 high = read_sums(high_sums + first + dq_sum_step(0, n), lane);
+        int4 low = {0, 0, 0, 0};
+        if (is_wide)
+            low = read_sums(
+                high_sums + (low_sums_distance(whole) + first + dq_sum_step(0, n)), lane);
         const int highs[4] = {high.x, high.y, high.z, high.w};
         const int lows[4] = {low.x, low.y, low.z, low.w};
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float sum = sum_of_limbs(highs[i], lows[i], grids[i / 2].inverse_steps());
+            const int exact = static_cast<int>(static_cast<u32>(highs[i]) - excess);
+            const float sum = sum_of_limbs(exact, lows[i], grids[i / 2].inverse_steps());
             dq[0][n][i] = grids[i / 2].exists() ? sum * scale : quiet_nan();
         }
     }
@@ -91,22 +98,22 @@ backward_dq(const __grid_constant__ Arguments whole) {
         return recompute_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
     const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q, LIMBS * SUMS_OF_TILE);
+    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q, SUMS_OF_TILE);
     const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;
     if (RECOMPUTES && !PACKED && batch >= shape.batch)
         return recompute_keys(args, blockIdx.x - shape.batch * shape.num_heads_q * num_q_tiles);
     const float* sums =
-        dq_sum_tile(arguments.dq_sum,
-                    LIMBS * (PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x))
+        dq_sum_tile(arguments.dq_sum, PACKED ? i64(pair) * num_q_tiles + tile : blockIdx.x)
         + dq_sum_first(threadIdx.x);
     const float scale = static_cast<float>(arguments.scale);
 
     bool finite = true;
     QueryGrid::Fragments dq;
     if constexpr (INTEGER_DQ) {
-        finite = read_integers(dq, sums, query_rows(whole, sequence, pair, tile), scale);
+        finite = read_integers(
+            dq, whole, i64(pair) * num_q_tiles + slot_of(sequence, tile), scale);
     } else {
         #pragma unroll
         for (int m = 0; m < QueryGrid::M_TILES; ++m)

@@ -3,7 +3,7 @@
 //
 // Grid: one block per tile of BLOCK_K keys of one key head,
 //     blockIdx.x = (batch * num_heads_kv + head) * num_k_tiles + k_tile
-// Block: NUM_THREADS threads; LANES of a warp share a row, in chunks of 16 bytes.
+// Block: NUM_THREADS threads; LANES of a warp share a row, a chunk of 16 bytes each.
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K, HEAD_DIM, INTEGER_DQ; Arguments,
 // SEGMENTS, PACKED; SHARED_BYTES. Shared memory: the maxima of each warp.
@@ -19,27 +19,44 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 
 inline float fourth_root(float x) { return sqrtf(sqrtf(x)); }
 
-// The lane's share of a row: the largest magnitude, which skips NaN, and the sum of squares.
-struct RowShare { float most, squares; };
+// The lane's chunk of a row, eight elements, or zeros.
+inline uint4 load_chunk(const Element* row, int lane, int columns) {
+    const int first = lane * CHUNK;
+    return first + CHUNK <= columns ? *reinterpret_cast<const uint4*>(row + first)
+                                    : uint4{0, 0, 0, 0};
+}
+// The pair of elements from `first` on of a row that ends within the chunk.
+inline u32 load_pair(const Element* row, int first, int columns) {
+    const u32 low = first < columns ? row[first].bits : 0;
+    const u32 high = first + 1 < columns ? row[first + 1].bits : 0;
+    return low | high << 16;
+}
+inline uint4 load_last_chunk(const Element* row, int lane, int columns, uint4 chunk) {
+    const int first = lane * CHUNK;
+    if (columns % CHUNK == 0 || first + CHUNK <= columns) return chunk;
+    return uint4{load_pair(row, first, columns), load_pair(row, first + 2, columns),
+                 load_pair(row, first + 4, columns), load_pair(row, first + 6, columns)};
+}
 
-inline RowShare row_share(const Element* row, int lane, int columns) {
-    RowShare share = {0.0f, 0.0f};
+// The largest magnitude, which skips NaN, and the sum of squares.
+struct ChunkShare { float most, squares; };
+inline ChunkShare share_of(uint4 chunk) {
+    ChunkShare share = {0.0f, 0.0f};
     const auto add = [&](float x) {
         share.most = fmaxf(share.most, fabsf(x));
         share.squares = fmaf(x, x, share.squares);
     };
-    for (int d = lane * CHUNK; d < columns; d += LANES * CHUNK) {
-        if (d + CHUNK <= columns) {
-            const Chunk chunk = *reinterpret_cast<const Chunk*>(row + d);
-            for (int i = 0; i < CHUNK; ++i) add(to_accumulator(chunk.x[i]));
-        } else {
-            for (int i = d; i < columns; ++i) add(to_accumulator(row[i]));
-        }
+    const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    #pragma unroll
+    for (u32 pair : pairs) {
+        add(to_float(low_half<Element>(pair)));
+        add(to_float(high_half<Element>(pair)));
     }
     return share;
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+// Three blocks an SM, 96 KB of loads in flight.
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
 backward_key_maxima(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     KeyMaxima (&warps)[WARPS] = reinterpret_cast<SharedPlan*>(shared_bytes)->warps;
@@ -61,20 +78,36 @@ backward_key_maxima(const __grid_constant__ Arguments args) {
     // Rows of the tile past a packed sequence's end are keys of others, masked. They matter only if
     // 0 * K is NaN.
     const int rows = own_rows <= 0 ? 0 : min(BLOCK_K, shape.seqlen_k - first_row);
-    #pragma unroll 4
-    for (int i = thread / LANES; i < BLOCK_K; i += NUM_THREADS / LANES) {
-        const i64 row = i64(first_row) + i;
-        const RowShare of_k =
-            row_share(k + row * ks.token, lane, i < rows ? shape.head_dim : 0);
-        const RowShare of_v =
-            row_share(v + row * vs.token, lane, i < rows ? shape.head_dim_v : 0);
-        const float k_squares = row_sum(of_k.squares), v_squares = row_sum(of_v.squares);
-        const bool is_own = i < own_rows, is_finite = k_squares + v_squares < infinity();
-        own.k = fmaxf(own.k, !is_finite ? infinity() : is_own ? of_k.most : 0.0f);
-        own.v = fmaxf(own.v, is_own ? v_squares : 0.0f);
-        if (is_own && lane == 0 && k_squares > 0.0f && v_squares > 0.0f) {
-            own.roots += 1.0f / (fourth_root(k_squares) * fourth_root(v_squares));
-            own.keys += 1.0f;
+    constexpr int PARALLEL_ROWS = NUM_THREADS / LANES, ROWS = BLOCK_K / PARALLEL_ROWS;
+    constexpr int BATCH = ROWS < 4 ? ROWS : 4;              // rows whose loads are in flight
+    static_assert(BLOCK_K % PARALLEL_ROWS == 0 && ROWS % BATCH == 0, "all lanes have rows");
+    #pragma unroll 1
+    for (int first = thread / LANES; first < BLOCK_K; first += BATCH * PARALLEL_ROWS) {
+        uint4 of_k[BATCH], of_v[BATCH];
+        #pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int i = first + b * PARALLEL_ROWS;
+            const i64 row = i64(first_row) + i;
+            of_k[b] = load_chunk(k + row * ks.token, lane, i < rows ? shape.head_dim : 0);
+            of_v[b] = load_chunk(v + row * vs.token, lane, i < rows ? shape.head_dim_v : 0);
+        }
+        #pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int i = first + b * PARALLEL_ROWS;
+            const i64 row = i64(first_row) + i;
+            if (i < rows) {
+                of_k[b] = load_last_chunk(k + row * ks.token, lane, shape.head_dim, of_k[b]);
+                of_v[b] = load_last_chunk(v + row * vs.token, lane, shape.head_dim_v, of_v[b]);
+            }
+            const ChunkShare k_share = share_of(of_k[b]), v_share = share_of(of_v[b]);
+            const float k_squares = row_sum(k_share.squares), v_squares = row_sum(v_share.squares);
+            const bool is_own = i < own_rows, is_finite = k_squares + v_squares < infinity();
+            own.k = fmaxf(own.k, !is_finite ? infinity() : is_own ? k_share.most : 0.0f);
+            own.v = fmaxf(own.v, is_own ? v_squares : 0.0f);
+            if (is_own && lane == 0 && k_squares > 0.0f && v_squares > 0.0f) {
+                own.roots += 1.0f / (fourth_root(k_squares) * fourth_root(v_squares));
+                own.keys += 1.0f;
+            }
         }
     }
     for (int distance = 16; distance > 0; distance /= 2)

@@ -33,23 +33,51 @@ template <class Arguments> inline float keep_factor_of(const Arguments& args) {
     else return 1.0f;
 }
 
-// By all threads of a block.
-template <bool> struct TileGridOf {
-    template <class Sequence>
-    TileGridOf(const Arguments&, const Sequence&, int, int, int) {}
-    int limbs() const { return 1; }
-    void store_row(QueryRows&, int, const Element*, int, int, const float*, float) const {}
-    void store_flags(QueryRows&) const {}
+// The lane's shares of a row's dO * O and, INTEGER_DQ, of |dO|^2, from the same loads.
+template <bool> struct RowProductsOf {
+    Real dout_out;
+    RowProductsOf(const Element* dout, const Element* out, int lane, int columns)
+        : dout_out(partial_product(dout, out, lane, columns)) {}
+    void store_norm(QueryRows&, int, int) const {}
 };
+template <> struct RowProductsOf<true> {
+    Real dout_out = 0, dout_dout = 0;
+    RowProductsOf(const Element* dout, const Element* out, int lane, int columns) {
+        const auto add = [&](Element a, Element b) {
+            const Real x = to_accumulator(a);
+            dout_out = fma(x, to_accumulator(b), dout_out);
+            dout_dout = fma(x, x, dout_dout);
+        };
+        for (int d = lane * CHUNK; d < columns; d += LANES * CHUNK) {
+            if (d + CHUNK <= columns) {
+                const Chunk a = *reinterpret_cast<const Chunk*>(dout + d);
+                const Chunk b = *reinterpret_cast<const Chunk*>(out + d);
+                for (int i = 0; i < CHUNK; ++i) add(a.x[i], b.x[i]);
+            } else {
+                for (int i = d; i < columns; ++i) add(dout[i], out[i]);
+            }
+        }
+    }
+    // |dO_i|^2 stands in place of the row's grid until set_grids().
+    void store_norm(QueryRows& rows, int row, int lane) const {
+        const Real squares = row_sum(dout_dout);
+        if (lane == 0) rows.set_grid(row, __float_as_uint(squares));
+    }
+};
+using RowProducts = RowProductsOf<INTEGER_DQ>;
 
-template <> struct TileGridOf<true> {
+inline int first_key_slot(NoSequence) { return 0; }
+inline int first_key_slot(const Sequence& sequence) {
+    return sequence.first_k / BLOCK_K + sequence.number;
+}
+
+// Over the key tiles that a query tile visits. By each warp, in a fixed order.
+struct VisitedKeys {
     float k_max, v_max;                         // of |K_jc| and |V_j|, times 1 / (1 - dropout)
-    u32 is_wide;
-    mutable bool may_overflow = false;          // in one of the thread's rows
+    bool is_wide;
 
-    // Maxima over the key tiles that the query tile visits. By each warp, in a fixed order.
     template <class Sequence>
-    TileGridOf(const Arguments& args, const Sequence& sequence, int batch, int head, int tile) {
+    VisitedKeys(const Arguments& args, const Sequence& sequence, int batch, int head, int tile) {
         const Shape& shape = arrays_of(args).shape;
         const Mask<CAUSAL, WINDOW> mask{
             seqlen_q_of(args, sequence), seqlen_k_of(args, sequence), window_of<WINDOW>(args)};
@@ -71,36 +99,36 @@ template <> struct TileGridOf<true> {
         const float error = all.k * sqrtf(all.v) * inverse_size;
         is_wide = error * error * shape.head_dim > WIDE_SQUARED;
         k_max = all.k;
-        v_max = sqrtf(all.v) + LEAST_NORM;
-        v_max *= keep_factor_of(args);
-    }
-
-    static int first_key_slot(NoSequence) { return 0; }
-    static int first_key_slot(const Sequence& sequence) {
-        return sequence.first_k / BLOCK_K + sequence.number;
-    }
-
-    int limbs() const { return is_wide ? 2 : 1; }
-
-    // The grid of row i, by its lanes. P exceeds 1 by the error of lse, up to a few times
-    // |lse| 2^-24, which only shows where lse is in the millions.
-    void store_row(QueryRows& rows, int i, const Element* dout, int lane, int columns,
-                   const float* row_lse, float delta) const {
-        const float lse = columns > 0 ? effective_lse(*row_lse) : infinity();
-        const float norm =
-            sqrtf(row_sum(partial_product(dout, dout, lane, columns))) + LEAST_NORM;
-        const float ds = norm * v_max + fabsf(delta);
-        const float excess = lse < infinity() ? exp2_approx(fabsf(lse) * 0x1p-20f) : 1.0f;
-        const u32 bits = lse == lse ? DqGrid::of(ds * k_max * excess) : 0;
-        may_overflow |= ds > OVERFLOWING_DS;
-        if (lane == 0) rows.set_grid(i, bits | (is_wide ? DqGrid::WIDE : 0));
-    }
-
-    // Whether a dS may overflow, in the first row's grid alone.
-    void store_flags(QueryRows& rows) const {
-        if constexpr (!FLOAT16_DQ) return;
-        const bool any = __syncthreads_or(may_overflow);
-        if (threadIdx.x == 0 && any) rows.set_grid(0, rows.grid(0) | DqGrid::MAY_OVERFLOW);
+        v_max = (sqrtf(all.v) + LEAST_NORM) * keep_factor_of(args);
     }
 };
-using TileGrid = TileGridOf<INTEGER_DQ>;
+
+// Sets the grids of all rows, and zeroes sums of `lo` if the tile is wide. lse: of the thread's
+// row, if it has one. P exceeds 1 by the error of lse, up to a few times |lse| 2^-24, which only
+// shows where lse is in the millions.
+template <class Sequence>
+inline void set_grids(const Arguments& args, const Sequence& sequence, int batch, int head,
+                      int tile, QueryRows& rows, float lse) {
+    if constexpr (!INTEGER_DQ) return;
+    __syncthreads();                                        // norms and delta
+    const VisitedKeys keys(args, sequence, batch, head, tile);
+    const int row = threadIdx.x;
+    bool may_overflow = false;
+    u32 bits = 0;
+    if (row < BLOCK_Q) {
+        const float norm = sqrtf(__uint_as_float(rows.grid(row))) + LEAST_NORM;
+        const float ds = norm * keys.v_max + fabsf(rows.delta[row]);
+        const float excess = lse < infinity() ? exp2_approx(fabsf(lse) * 0x1p-20f) : 1.0f;
+        bits = lse == lse ? DqGrid::of(ds * keys.k_max * excess) : 0;
+        may_overflow = ds > OVERFLOWING_DS;
+    }
+    bits |= keys.is_wide ? DqGrid::WIDE : 0;
+    if (FLOAT16_DQ && __syncthreads_or(may_overflow)) bits |= DqGrid::MAY_OVERFLOW;
+    if (row < BLOCK_Q) rows.set_grid(row, bits);
+    if (row == 0) rows.clear_parts();
+    if (!keys.is_wide) return;
+    int4* sums = reinterpret_cast<int4*>(
+        static_cast<int*>(arrays_of(args).dq_sum)
+        + (low_sums_distance(args) + i64(blockIdx.x) * SUMS_OF_TILE));
+    for (int i = row; i < SUMS_OF_TILE / 4; i += NUM_THREADS) sums[i] = int4{0, 0, 0, 0};
+}

@@ -22,17 +22,14 @@
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
-// Zeroes the sums of dQ of the block's tile, of so many limbs, and the block's share of the flags.
-__device__ __forceinline__ void clear_sums(const Arguments& args, int limbs) {
+// Zeroes the sums of dQ of the block's tile, and the block's share of the flags.
+__device__ __forceinline__ void clear_sums(const Arguments& args) {
     const BackwardArguments& arguments = args.arrays;
     float4* sums = static_cast<float4*>(arguments.dq_sum)
-                 + static_cast<i64>(blockIdx.x) * (LIMBS * SUMS_OF_TILE / 4);
+                 + static_cast<i64>(blockIdx.x) * (BLOCK_Q * HEAD_DIM / 4);
     #pragma unroll
-    for (int i = threadIdx.x; i < SUMS_OF_TILE / 4; i += NUM_THREADS)
+    for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (limbs == 2)
-        for (int i = threadIdx.x; i < SUMS_OF_TILE / 4; i += NUM_THREADS)
-            sums[SUMS_OF_TILE / 4 + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int thread = blockIdx.x * NUM_THREADS + threadIdx.x, threads = gridDim.x * NUM_THREADS;
     const i64 num_flags = recompute_flag(args, {0, 0, arguments.shape.batch})
                         - arguments.recompute_flags;
@@ -55,8 +52,7 @@ backward_rows(const __grid_constant__ Arguments args) {
     const int num_rows = min(BLOCK_Q, seqlen_q - tile * BLOCK_Q), thread = threadIdx.x;
     QueryRows& rows = static_cast<QueryRows*>(arguments.delta)[blockIdx.x];
 
-    const TileGrid grid(args, sequence, batch, head, tile);
-    clear_sums(args, grid.limbs());
+    clear_sums(args);
     float lse = infinity();
     if (thread < num_rows)
         lse = effective_lse(static_cast<const float*>(arguments.lse)[
@@ -85,14 +81,13 @@ backward_rows(const __grid_constant__ Arguments args) {
         const Element* out = static_cast<const Element*>(arguments.out)
                            + batch * os.batch + query * os.token + head * os.head;
         const int columns = i < num_rows ? shape.head_dim_v : 0;
-        float sum = row_sum(partial_product(dout, out, lane, columns));
+        const RowProducts products(dout, out, lane, columns);
+        float sum = row_sum(products.dout_out);
         if (DLSE && i < num_rows)
             sum -= static_cast<const float*>(args.dlse)[
                 static_cast<i64>(pair) * shape.seqlen_q + query];
         if (lane == 0) rows.delta[i] = sum;
-        grid.store_row(rows, i, dout, lane, columns,
-                       static_cast<const float*>(arguments.lse)
-                           + (static_cast<i64>(pair) * shape.seqlen_q + query), sum);
+        products.store_norm(rows, i, lane);
     }
-    grid.store_flags(rows);
+    set_grids(args, sequence, batch, head, tile, rows, lse);
 }

@@ -67,24 +67,38 @@ static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
 
-// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration; to each limb
-// of them, as the consumer stages one after the other.
+// Adds the staged part of dQ to the sums from sums() on, by a writer warp.
+template <class Sums>
+__device__ __forceinline__ void add_staged(u32 part, int consumer, int lane, Sums sums) {
+    barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+    if (lane == 0) {
+        add_in_bulk(sums(), part, DQ_PART_BYTES);
+        tma_store_commit();
+        tma_store_wait_read<0>();
+    }
+    __syncwarp();
+    barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+}
+
+// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration. Wide tiles
+// have two limbs, which the consumer stages one after the other.
 __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.staging[consumer]);
     for_each_iteration(args, shared, [&](int query_tile) {
-        float* sums = dq_sum_tile(args.arrays.dq_sum, query_tile * LIMBS)
-                    + consumer * (DQ_PART_BYTES / 4);
-        const int limbs = limbs_of(args, query_tile);
-        for (int limb = 0; limb < limbs; ++limb) {
-            barrier_sync(DQ_FULL + consumer, DQ_THREADS);
-            if (lane == 0) {
-                add_in_bulk(sums + limb * SUMS_OF_TILE, part, DQ_PART_BYTES);
-                tma_store_commit();
-                tma_store_wait_read<0>();
+        const auto first = [&] {
+            return dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4);
+        };
+        if constexpr (INTEGER_DQ) {
+            // A loop, so that there is one copy of the addition: the warp has few registers.
+            float* sums = first();
+            for (bool has_low = is_wide(args, query_tile);; has_low = false) {
+                add_staged(part, consumer, lane, [&] { return sums; });
+                if (!has_low) break;
+                sums += low_sums_distance(args);
             }
-            __syncwarp();
-            barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+        } else {
+            add_staged(part, consumer, lane, first);
         }
     });
     tma_store_wait<0>();
@@ -156,10 +170,10 @@ __device__ __forceinline__ void publish_ds(
 
 // The warpgroup's part of dQ, for its writer warp. `staged`: not the first of the work tile. Before
 // the first, the warpgroup owns the staging buffer, and TMA stores of the previous work tile's dV
-// or dK may still read it. lane_grid: of row lane % 16 of the warp's rows.
+// or dK may still read it.
 __device__ __forceinline__ void stage_dq(
-    SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], u32 lane_grid, int warpgroup,
-    int thread, bool& staged) {
+    SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], const RowPair& grids,
+    int warpgroup, int thread, bool& staged) {
     if (DOUBLE_BUFFERED_K && !staged) {
         tma_store_wait_read<0>();
         shared.release_previous_k(state, thread % 32 == 0);
@@ -167,8 +181,7 @@ __device__ __forceinline__ void stage_dq(
     barrier_sync((staged ? DQ_EMPTY : CONSUMER_SYNC) + warpgroup, staged ? DQ_THREADS : WARPGROUP);
     const u32 target = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
     if constexpr (INTEGER_DQ) {
-        const RowPair grids(lane_grid, thread % 32);
-        stage_limb<false>(target, dq, grids);
+        stage_high(target, dq, grids);
         if (grids.are_wide()) {
             fence_async_proxy();
             barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
@@ -313,9 +326,12 @@ struct Iterate {
         if (DEFERRED_DQ)
             mbarrier_arrive_if(
                 started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-        if (!DEFERRED_DQ) lane_grid = lane_grid_of(rows, consumer_thread);
-        if (!DEFERRED_DQ || started)
-            stage_dq(shared, state, dq, lane_grid, warpgroup, consumer_thread, staged);
+        if (!DEFERRED_DQ)
+            stage_dq(shared, state, dq, RowPair(rows, consumer_thread), warpgroup, consumer_thread,
+                     staged);
+        else if (started)
+            stage_dq(shared, state, dq, RowPair(lane_grid, lane), warpgroup, consumer_thread,
+                     staged);
         if (DEFERRED_DQ) lane_grid = lane_grid_of(rows, consumer_thread);
 
         started = true;
@@ -376,7 +392,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             warpgroup_fence_operand(dq);
             mbarrier_arrive_if(
                 threadIdx.x % 32 == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-            stage_dq(shared, state, dq, lane_grid, warpgroup, consumer_thread, staged);
+            stage_dq(shared, state, dq, RowPair(lane_grid, threadIdx.x % 32), warpgroup,
+                     consumer_thread, staged);
         }
         state.count = opaque(state.count);
         store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);

@@ -1,8 +1,8 @@
 // Parts of dQ as integers (INTEGER_DQ, integer_dq.cuh), from the consumers of sm90/backward.cu and
 // backward_wide.cu. Without INTEGER_DQ nothing here compiles to anything.
 //
-// A warp has 16 rows of dQ, and lane l parts of the rows l / 4 and l / 4 + 8. It keeps the grid of
-// row l % 16, one register.
+// A warp has 16 rows of dQ, and lane l parts of the rows l / 4 and l / 4 + 8. Where dQ is staged an
+// iteration later, it keeps the grid of row l % 16, one register.
 //
 // Constants: those of integer_dq.cuh, dq_accum.cuh and backward_constants.cuh.
 #pragma once
@@ -10,16 +10,22 @@
 #include "sm90/backward_scheduler.cuh"
 #include "sm90/integer_dq.cuh"
 
-// The limbs of a query tile's sums. By writer warps: the consumers know it from the grids.
-__device__ __forceinline__ int limbs_of(const Arguments& args, int query_tile) {
+// By writer warps: whether the consumers stage two limbs of a query tile. These know it from its
+// grids.
+__device__ __forceinline__ bool is_wide(const Arguments& args, int query_tile) {
     const QueryRows* rows = static_cast<const QueryRows*>(args.arrays.delta) + query_tile;
-    return INTEGER_DQ && DqGrid{rows->grid(0)}.is_wide() ? 2 : 1;
+    return INTEGER_DQ && DqGrid{rows->grid(0)}.is_wide();
 }
 
 // Adds what is in shared memory to floats or, INTEGER_DQ, to integers.
 __device__ __forceinline__ void add_in_bulk(float* sums, u32 source, int bytes) {
     if (INTEGER_DQ) bulk_reduce_add_s32(reinterpret_cast<int*>(sums), source, bytes);
     else bulk_reduce_add(sums, source, bytes);
+}
+
+__device__ __forceinline__ void store_words(u32 target, const u32 (&x)[4]) {
+    store_shared_16(target, __uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                    __uint_as_float(x[3]));
 }
 
 // The bits of the grid of row lane % 16 of a warp's rows. thread: of those that compute dQ.
@@ -31,44 +37,72 @@ __device__ __forceinline__ u32 lane_grid_of(const QueryRows& rows, int thread) {
 struct RowPair {
     DqGrid first, second;
     __device__ __forceinline__ RowPair(u32 lane_grid, int lane)
-        : first{__shfl_sync(WHOLE_WARP, lane_grid, lane / 4)},
-          second{__shfl_sync(WHOLE_WARP, lane_grid, lane / 4 + 8)} {}
+        : first{INTEGER_DQ ? __shfl_sync(WHOLE_WARP, lane_grid, lane / 4) : 0},
+          second{INTEGER_DQ ? __shfl_sync(WHOLE_WARP, lane_grid, lane / 4 + 8) : 0} {}
+    // thread: of those that compute dQ.
+    __device__ __forceinline__ RowPair(const QueryRows& rows, int thread)
+        : first{rows.grid(thread / 32 % SCORE_WARPS_Q * 16 + thread % 32 / 4)},
+          second{rows.grid(thread / 32 % SCORE_WARPS_Q * 16 + thread % 32 / 4 + 8)} {}
     bool are_wide() const { return first.is_wide(); }       // both, and those of other lanes
 };
-
-// Integer i of a thread's part of dQ: a C fragment has two elements of the first row, then two of
-// the second.
-template <bool IS_LOW, int COUNT>
-__device__ __forceinline__ int dq_limb(
-    const float (&dq)[COUNT], int i, float first_steps, float second_steps) {
-    const float steps = i / 2 % 2 == 0 ? first_steps : second_steps;
-    return IS_LOW ? low_limb(dq[i], steps) : high_limb(dq[i], steps);
-}
 
 // Stores a limb of a thread's part of dQ to shared memory.
 template <bool IS_LOW, int COUNT>
 __device__ __forceinline__ void stage_limb(
     u32 target, const float (&dq)[COUNT], const RowPair& grids) {
-    const float first = grids.first.steps(), second = grids.second.steps();
-    const auto bits = [&](int i) {
-        return __int_as_float(dq_limb<IS_LOW>(dq, i, first, second));
-    };
+    const float steps[2] = {grids.first.steps(), grids.second.steps()};
     #pragma unroll
-    for (int n = 0; n < COUNT / 4; ++n)
-        store_shared_16(target + dq_sum_step(0, n) * 4, bits(n * 4), bits(n * 4 + 1),
-                        bits(n * 4 + 2), bits(n * 4 + 3));
+    for (int n = 0; n < COUNT / 4; ++n) {
+        u32 x[4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            x[i] = IS_LOW ? low_limb(dq[n * 4 + i], steps[i / 2])
+                          : high_limb(dq[n * 4 + i], steps[i / 2]);
+        store_words(target + dq_sum_step(0, n) * 4, x);
+    }
 }
 
-// Adds a limb of a thread's part of dQ to PAIRED_SUMS in global memory.
+// Stores hi of a thread's part of dQ to shared memory, first as if it were small, which it seldom
+// is not.
+template <int COUNT>
+__device__ __forceinline__ void stage_high(
+    u32 target, const float (&dq)[COUNT], const RowPair& grids) {
+    const float steps[2] = {grids.first.steps(), grids.second.steps()};
+    u32 differing = 0;
+    #pragma unroll
+    for (int n = 0; n < COUNT / 4; ++n) {
+        u32 x[4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            x[i] = rounded_by_magic(dq[n * 4 + i], steps[i / 2]);
+            differing |= x[i] ^ MAGIC_BITS;
+        }
+        store_words(target + dq_sum_step(0, n) * 4, x);
+    }
+    if ((differing & MAGIC_RANGE) != 0) stage_limb<false>(target, dq, grids);
+}
+
+// Adds a thread's part of dQ to sums in global memory, BY_LANES, of which `sums` is the lane's
+// first.
 template <bool IS_LOW, int COUNT>
 __device__ __forceinline__ void add_limb(
-    float* sums, const float (&dq)[COUNT], const RowPair& grids) {
-    const float first = grids.first.steps(), second = grids.second.steps();
+    int* sums, const float (&dq)[COUNT], const RowPair& grids) {
+    const float steps[2] = {grids.first.steps(), grids.second.steps()};
     #pragma unroll
-    for (int i = 0; i < COUNT; i += 2) {
-        u64* pair = reinterpret_cast<u64*>(sums + dq_sum_step(0, i / 4) + i % 4);
-        reduce_add_u64(pair, pair_of(dq_limb<IS_LOW>(dq, i, first, second),
-                                     dq_limb<IS_LOW>(dq, i + 1, first, second)));
+    for (int n = 0; n < COUNT / 4; ++n) {
+        u32 x[4], differing = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            x[i] = IS_LOW ? low_limb(dq[n * 4 + i], steps[i / 2])
+                          : rounded_by_magic(dq[n * 4 + i], steps[i / 2]);
+            if (!IS_LOW) differing |= x[i] ^ MAGIC_BITS;
+        }
+        if ((differing & MAGIC_RANGE) != 0)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = high_limb(dq[n * 4 + i], steps[i / 2]);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            reduce_add_s32(sums + dq_sum_step(0, n) + i * 32, static_cast<int>(x[i]));
     }
 }
 

@@ -36,6 +36,9 @@ __device__ __forceinline__ void load_query_tile(
               static_cast<const QueryRows*>(args.arrays.delta)
                   + query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile),
               q_full, sizeof(QueryRows));
+    if constexpr (INTEGER_DQ)
+        static_cast<QueryRows*>(args.arrays.delta)[
+            query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile)].count_part();
     // A sequence without queries may start after the array's last token, which is loaded instead.
     const int first_token = sequence_of(work).first_q + it.tile * BLOCK_Q;
     const int token = PACKED ? min(first_token, args.arrays.shape.seqlen_q - 1) : first_token;

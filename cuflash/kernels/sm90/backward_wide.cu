@@ -8,7 +8,7 @@
 // (backward_scheduler.cuh). Warpgroup 0 produces: it loads tiles. Each of the others has one role:
 //     1, scores      S^T and dP^T, from these P^T and dS^T, which go to shared memory;
 //                    dQ, which it adds from its registers to a float sum in global memory, or
-//                    two elements at a time to a pair of integers if INTEGER_DQ
+//                    to integers if INTEGER_DQ
 //     2, gradient    dV += P^T dO
 //     3, gradient    dK += dS^T Q
 // finish/dq.cu scales and rounds the sums of dQ.
@@ -90,16 +90,17 @@ __device__ __forceinline__ void publish(
 // Adds columns [part * DQ_COLUMNS, (part + 1) * DQ_COLUMNS) of an iteration's dQ to its sums, of
 // which `sums` is the thread's first. lane_grid: of row lane % 16 of the warp's rows.
 __device__ __forceinline__ void add_dq(
-    float* sums, const float (&dq)[DQ_REGS], int part, u32 lane_grid, int lane) {
-    float* first = sums + dq_sum_step(0, part * (DQ_REGS / 4));
+    const Arguments& args, float* sums, const float (&dq)[DQ_REGS], int part, u32 lane_grid,
+    int lane) {
     if constexpr (INTEGER_DQ) {
         const RowPair grids(lane_grid, lane);
-        add_limb<false>(first, dq, grids);
-        if (grids.are_wide()) add_limb<true>(first + SUMS_OF_TILE, dq, grids);
+        int* words = reinterpret_cast<int*>(sums) + dq_sum_step(0, part * (DQ_REGS / 4)) - lane * 3;
+        add_limb<false>(words, dq, grids);
+        if (grids.are_wide()) add_limb<true>(words + low_sums_distance(args), dq, grids);
     } else {
         #pragma unroll
         for (int n = 0; n < DQ_REGS / 4; ++n)
-            reduce_add_4(first + dq_sum_step(0, n),
+            reduce_add_4(sums + dq_sum_step(0, part * (DQ_REGS / 4) + n),
                          {dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]});
     }
 }
@@ -203,7 +204,7 @@ struct Iterate {
 
         float* sums = dq_sum_tile(args.arrays.dq_sum,
                                   query_tile_index(args, sequence_of(work), work.batch,
-                                                   it.head, it.tile) * LIMBS)
+                                                   it.head, it.tile))
                     + dq_sum_first(thread);
         #pragma unroll
         for (int part = 0; part < DQ_PARTS; ++part) {
@@ -224,7 +225,7 @@ struct Iterate {
             else if (is_first && is_last) wgmma_wait<2>();
             else wgmma_wait<1>();
             warpgroup_fence_operand(dq);
-            add_dq(sums, dq, part, lane_grid, lane);
+            add_dq(args, sums, dq, part, lane_grid, lane);
         }
         if (!last.value && !EARLY_BIASES) load_biases(pairs, args);
         if (!last.value) wgmma_wait<1>();                   // the next S

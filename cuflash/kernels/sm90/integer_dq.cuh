@@ -29,8 +29,9 @@
 #include "common/softmax.cuh"
 #include "sm90/row_stats.cuh"
 
-// A query tile has BLOCK_Q * HEAD_DIM sums, ordered by dq_accum.cuh, then as many of `lo`.
-constexpr int SUMS_OF_TILE = BLOCK_Q * HEAD_DIM, LIMBS = INTEGER_DQ ? 2 : 1;
+// A query tile has so many sums. Those of all tiles, ordered by dq_accum.cuh, come first, then as
+// many of `lo`.
+constexpr int SUMS_OF_TILE = BLOCK_Q * HEAD_DIM;
 constexpr float LOW_STEPS = 65536.0f;                       // of lo in one of hi
 
 // Whether rounding dS may make it infinite though dQ's bound is not.
@@ -38,8 +39,10 @@ template <class T> struct IsFloat16 { static constexpr bool value = false; };
 template <> struct IsFloat16<float16> { static constexpr bool value = true; };
 constexpr bool FLOAT16_DQ = INTEGER_DQ && IsFloat16<Element>::value;
 
-// backward_wide.cu adds two neighbouring sums at once, as high * 2^32 + low modulo 2^64.
-constexpr bool PAIRED_SUMS = BLOCK_K == 64;
+// backward_wide.cu adds from registers, one element of each lane at a time. So that a warp adds to
+// 128 contiguous bytes, the element i of lane l's C fragment is at 32 i + l among the fragment's
+// sums instead of 4 l + i.
+constexpr bool BY_LANES = BLOCK_K == 64;
 
 // Of the keys of a key tile, or of several.
 struct alignas(16) KeyMaxima {
@@ -72,22 +75,30 @@ struct DqGrid {
     }
 };
 
-// Parts of dQ as integers; steps: of the grid.
-__device__ __forceinline__ int high_limb(float part, float steps) {
-    return __float2int_rn(part * steps);
+// Rounding by an addition, which is faster than a conversion: for |x g| < 2^22 the lower bits of
+// MAGIC + x g are rint(x g). The bits of MAGIC are left in, and what a sum has of them is removed
+// at its end: the number of a tile's parts tells (QueryRows). Larger x g are converted.
+constexpr float MAGIC = 12582912.0f;                        // 2^23 + 2^22
+constexpr u32 MAGIC_BITS = 0x4B400000u, MAGIC_RANGE = 0xFF800000u;
+
+// hi + MAGIC_BITS if |x g| < 2^22, else something that differs from MAGIC_BITS in MAGIC_RANGE.
+__device__ __forceinline__ u32 rounded_by_magic(float part, float steps) {
+    return __float_as_uint(fmaf(part, steps, MAGIC));
 }
-__device__ __forceinline__ int low_limb(float part, float steps) {
+// hi + MAGIC_BITS, and lo.
+__device__ __forceinline__ u32 high_limb(float part, float steps) {
+    return static_cast<u32>(__float2int_rn(part * steps)) + MAGIC_BITS;
+}
+__device__ __forceinline__ u32 low_limb(float part, float steps) {
     const float x = part * steps;
-    return __float2int_rn((x - rintf(x)) * LOW_STEPS);      // exact but for the last rounding
+    return static_cast<u32>(
+        __float2int_rn((x - rintf(x)) * LOW_STEPS));        // exact but for the last rounding
 }
 
-// Two neighbouring sums in one, and their values.
-__device__ __forceinline__ u64 pair_of(int first, int second) {
-    return static_cast<u64>(static_cast<i64>(first)) + (static_cast<u64>(second) << 32);
-}
-__device__ __forceinline__ int4 sums_of_words(int4 words) {
-    if (!PAIRED_SUMS) return words;
-    return int4{words.x, words.y + (words.x < 0), words.z, words.w + (words.z < 0)};
+// From a sum to that of its `lo`.
+__device__ __forceinline__ i64 low_sums_distance(const Arguments& args) {
+    const Shape& shape = arrays_of(args).shape;
+    return i64(shape.batch) * shape.num_heads_q * num_query_tiles(args, BLOCK_Q) * SUMS_OF_TILE;
 }
 
 // A row's dQ / scale.
