@@ -68,18 +68,19 @@ template <int COUNT>
 __device__ __forceinline__ void stage_high(
     u32 target, const float (&dq)[COUNT], const RowPair& grids) {
     const float steps[2] = {grids.first.steps(), grids.second.steps()};
-    u32 differing = 0;
+    u32 differing[4] = {};                                  // four short chains of operations
     #pragma unroll
     for (int n = 0; n < COUNT / 4; ++n) {
         u32 x[4];
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
             x[i] = rounded_by_magic(dq[n * 4 + i], steps[i / 2]);
-            differing |= x[i] ^ MAGIC_BITS;
+            differing[i] |= x[i] ^ MAGIC_BITS;
         }
         store_words(target + dq_sum_step(0, n) * 4, x);
     }
-    if ((differing & MAGIC_RANGE) != 0) stage_limb<false>(target, dq, grids);
+    const u32 any = differing[0] | differing[1] | (differing[2] | differing[3]);
+    if ((any & MAGIC_RANGE) != 0) stage_limb<false>(target, dq, grids);
 }
 
 // Adds a thread's part of dQ to sums in global memory, BY_LANES, of which `sums` is the lane's
