@@ -239,6 +239,36 @@ def test_backward_on_a_gpu(cp, dtype, head_dim, causal, deterministic):
     assert not any(count_changes(cp, compute, repeats))
 
 
+def of_documents(cp):
+    """Return three documents a sequence, by segment ids."""
+    ids = cp.repeat(cp.arange(3, dtype=cp.int32)[None], LENGTH // 3, axis=1)
+    return {"segment_ids_q": ids, "segment_ids_k": ids}
+
+
+def of_packed(cp):
+    """Return the same documents as packed sequences."""
+    offsets = cp.arange(0, LENGTH + 1, LENGTH // 3, dtype=cp.int32)
+    return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [of_documents, of_packed])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_documents_on_a_gpu(cp, head_dim, options):
+    """One sequence, so that both have the same shapes of results."""
+    arrays = [x[0] for x in inputs_on_gpu("bfloat16", head_dim)]
+    q, k, v, dout = arrays
+    given = {"causal": True, **options(cp)}
+    out, lse = cuflash.forward(q, k, v, **given, return_lse=True)
+
+    def compute():
+        return cuflash.backward(
+            dout, q, k, v, out, lse, **given, deterministic=True
+        )
+
+    assert not any(count_changes(cp, compute))
+
+
 # Under load ------------------------------------------------------------------
 
 LOADED_REPEATS = int(os.environ.get("CUFLASH_REPEATS", "1000"))
