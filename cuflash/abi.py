@@ -360,22 +360,22 @@ MergeArguments = _struct(
 
 MergeRowsArguments = _struct(
     "MergeRowsArguments",
-    "a, b and result are (batch, seqlen, num_heads, head_dim); the heads of a"
-    " token are contiguous.\nlse_a, which is written, and lse_b are (batch,"
-    " num_heads, seqlen); the tokens of a head are.",
-    ("const void*", "a b lse_b"),
+    "The rows are (batch, seqlen, num_heads, head_dim); the heads of a token"
+    " are contiguous.\nEach lse is (batch, num_heads, seqlen); the tokens of a"
+    " head are contiguous. lse_a is written.",
+    ("const void*", "a b0 b1 b2 lse_b0 lse_b1 lse_b2"),
     ("void*", "result lse_a"),
-    ("TokenStrides", "a_stride b_stride result_stride"),
-    ("HeadStrides", "lse_a_stride lse_b_stride"),
+    ("TokenStrides", "a_stride b0_stride b1_stride b2_stride result_stride"),
+    ("HeadStrides", "lse_a_stride"),
+    ("HeadStrides", "lse_b0_stride lse_b1_stride lse_b2_stride"),
     ("int", "batch seqlen num_heads head_dim"),
 )
 AddRowsArguments = _struct(
     "AddRowsArguments",
-    "a, b and result are (batch, seqlen, columns); the columns are"
-    " contiguous.",
-    ("const void*", "a b"),
+    "The rows are (batch, seqlen, columns); the columns are contiguous.",
+    ("const void*", "a b0 b1 b2"),
     ("void*", "result"),
-    ("TokenStrides", "a_stride b_stride result_stride"),
+    ("TokenStrides", "a_stride b0_stride b1_stride b2_stride result_stride"),
     ("int", "batch seqlen columns"),
 )
 
