@@ -195,7 +195,7 @@ class Travel:
         for step in range(1, self.size):
             for keys in ring.given(step):
                 self._own_part(keys)
-        self.slots = [self._slot(i) for i in range(SLOTS)]
+        self.slots = [self._slot(i) for i in range(min(SLOTS, self.size - 1))]
         self.coming: deque[tuple[Keys, Pending]] = deque()
         now = ring.group.mark()
         for step in range(1, min(SLOTS + 1, self.size)):
