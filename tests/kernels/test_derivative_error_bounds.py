@@ -168,6 +168,29 @@ def test_parts_at_their_worst(backend):
     assert_bounded(backend, case, *arrays, direction)
 
 
+@pytest.mark.parametrize(("keys", "d"), [(130, 32), (5, 8), (60, 80)])
+def test_one_number_bounds_a_whole_array(keys, d):
+    """The page's formulas of lse_dot and out_dot."""
+    case = Case("float64", seqlen_q=keys, seqlen_k=keys, head_dim=d)
+    q, k, v, dout, direction = arrays_of(case)
+    q, k, v, dout, *direction = map(heads_first, (q, k, v, dout, *direction))
+    x = bounds.exact_derivatives(
+        dout, q, k, v, direction, scale=d**-0.5, causal=False
+    )
+    u, n, t = 2.0**-53, keys, -(-keys // (4 if d > 64 else 16))
+    a, w = (
+        d**-0.5 * sum(abs(y) @ abs(z).swapaxes(2, 3) for y, z in some).max()
+        for some in ([(q, k)], [(x.q_dot, k), (q, x.k_dot)])
+    )
+    ends, size, v_dot = (abs(y).max() for y in (x.lse, v, x.v_dot))
+    lse_dot = 2 * d * a + 24 * a + 2 * d + 2 * n + 12 * t + 10 * ends + 13
+    out_dot = 6 * d * a + 72 * a + 4 * d + 7 * n + 36 * t + 20 * ends + 39
+    of_v = 2 * d * a + 24 * a + 3 * n + 12 * t + 10 * ends + 11
+    most = bounds.derivative_bounds(x, ARITHMETIC["float64"])
+    assert most[1].max() <= w * u * lse_dot
+    assert most[0].max() <= u * (size * w * out_dot + v_dot * of_v)
+
+
 # Inputs that reach them ------------------------------------------------------
 
 
