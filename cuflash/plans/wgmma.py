@@ -9,7 +9,6 @@ from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
 from .kernel import (
-    EVEN_SECTIONS,
     Device,
     KernelPlan,
     Launch,
@@ -25,6 +24,7 @@ from .steps import (
     heads_per_section,
     is_linear,
     is_packed,
+    last_section,
     option_buffers,
     option_constants,
     option_launches,
@@ -365,28 +365,6 @@ def _has_short_loops(problem: Problem) -> bool:
     return not {"window", "segment_ids"}.isdisjoint(problem.options)
 
 
-# Tiles a block of the last section. The mean of a head's causal key tiles is
-# half as long as the longest: with two a block, the longest tile, which comes
-# first, takes as long as the section does.
-_LAST_CAUSAL_TILES = 2
-
-
-def _last_section(
-    problem: Problem, heads: int, num_tiles: int, device: Device
-) -> int:
-    """The section of all heads that are left.
-
-    It has more heads than others where key tiles differ in length. Blocks
-    would otherwise wait for the longest tile of the last few heads.
-    """
-    others = {"window", "segment_ids", "cu_seqlens"}
-    has_triangle = problem.causal and others.isdisjoint(problem.options)
-    if not has_triangle or problem.deterministic:
-        return EVEN_SECTIONS
-    least = ceil_div(_LAST_CAUSAL_TILES * device.num_sms, num_tiles)
-    return max(problem.batch * problem.num_heads_kv - least, 0) // heads
-
-
 def _backward_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
@@ -522,7 +500,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip
         heads_per_section=heads,
-        last_section=_last_section(problem, heads, k_tiles_of_head, device),
+        last_section=last_section(
+            problem, heads, kv_pairs, k_tiles_of_head, device.num_sms
+        ),
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
             workspace.query_rows(q_tiles, _rows_bytes(problem, tile)),

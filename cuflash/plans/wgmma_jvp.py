@@ -12,9 +12,9 @@ from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel
 from .steps import (
     count_tiles,
-    heads_per_section,
     num_directions,
     option_constants,
+    sections,
     tangent_constants,
     tile_bytes,
 )
@@ -98,8 +98,8 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
                 jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"), rows * heads
             ),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, moving_heads, key_bytes
+        **sections(
+            problem, device, kernel, moving_heads, key_bytes, heads, tiles
         ),
         workspace=(workspace.ints("recompute_flags", flags),),
     )
