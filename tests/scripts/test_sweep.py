@@ -11,7 +11,7 @@ import pytest
 import cuflash
 import sweep_blocks
 from bench_parts import report
-from cuflash import folders, tiles
+from cuflash import folders, nearest_tiles, tiles
 from cuflash.plan import device_of_arch, legal_tiles, plan
 from cuflash.problem import Problem
 from helpers import fake_gpu
@@ -38,7 +38,7 @@ def own_tables(tmp_path, monkeypatch):
 
 def forget():
     """Clear the caches of tables and plans."""
-    for known in (tiles.entries, tiles._tuned, plan):
+    for known in (tiles.entries, nearest_tiles._tuned, plan):
         known.cache_clear()
 
 
