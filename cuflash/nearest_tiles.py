@@ -27,6 +27,9 @@ _OTHER_MASK, _OTHER_OPTION = 1.5, 4.0
 _ANY_DTYPE, _ANY_MASK, _ANY_LENGTH, _ANY_LOAD = 0.25, 0.25, 2.0, 1.0
 # Entries of the package's tables count less than this machine's own.
 _OF_THE_PACKAGE = 0.5
+# For another GPU: this, and of the same architecture an octave of bandwidth
+# as one of length.
+_OTHER_GPU = 0.25
 # More tiles per SM than this make no difference.
 _MANY_TILES_PER_SM = 8.0
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -42,12 +45,15 @@ def tuned(
     option: str | None,
     seqlen: float,
     tiles_per_sm: float,
+    gpu: str | None = None,
+    bandwidth: int | None = None,
 ) -> tuple[Tile, ...]:
     """The tiles of a family's entries, the nearest entry's tile first.
 
-    The distance of an entry adds up differences in architecture, dtype,
+    The distance of an entry adds up differences in architecture, GPU, dtype,
     head_dim, causal, option, length and tiles per SM. At equal distance,
-    entries measured on this machine come first.
+    entries measured on this machine come first, then those that a table
+    lists first.
 
     Parameters
     ----------
@@ -57,12 +63,12 @@ def tuned(
     head_dim : int
         The larger of head_dim and head_dim_v.
     causal : bool
-    option, seqlen, tiles_per_sm
+    option, seqlen, tiles_per_sm, gpu, bandwidth
         As in `tiles.Entry`.
     """
     return _tuned(
-        folders.tile_tables(), capability, family, direction, dtype,
-        head_dim, causal, option, _quarters(seqlen),
+        folders.tile_tables(), capability, gpu, bandwidth, family, direction,
+        dtype, head_dim, causal, option, _quarters(seqlen),
         _quarters(min(tiles_per_sm, _MANY_TILES_PER_SM)),
     )  # fmt: skip
 
@@ -74,16 +80,22 @@ def _quarters(number: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _tuned(
-    folder: Path, capability: int, family: str, direction: str, *asked: Any
-) -> tuple[Tile, ...]:
+    folder: Path, capability: int, gpu: str | None, bandwidth: int | None,
+    family: str, direction: str, *asked: Any,
+) -> tuple[Tile, ...]:  # fmt: skip
     far = [
         (
             extra
             + _arch_distance(entry.arch, capability)
+            + _gpu_distance(entry, capability, gpu, bandwidth, unnamed)
             + _distance(entry, *asked),
             entry.tile,
         )
-        for where, extra in ((folder, 0.0), (tiles.TABLES, _OF_THE_PACKAGE))
+        # This machine's own entries that name no GPU are for its GPU.
+        for where, extra, unnamed in (
+            (folder, 0.0, 0.0),
+            (tiles.TABLES, _OF_THE_PACKAGE, _OTHER_GPU),
+        )
         for entry in tiles.entries(where)
         if (entry.family, entry.direction) == (family, direction)
     ]
@@ -96,6 +108,20 @@ def _arch_distance(arch: int, capability: int) -> float:
         return 0.0
     other = _OLDER_ARCH if arch < capability else _NEWER_ARCH
     return other + abs(arch - capability) / 10
+
+
+def _gpu_distance(
+    entry: Entry, capability: int, gpu: str | None, bandwidth: int | None,
+    unnamed: float,
+) -> float:  # fmt: skip
+    """`unnamed`: that of entries for any GPU."""
+    if gpu is None or entry.gpu == gpu:
+        return 0.0
+    if entry.gpu is None:
+        return unnamed
+    if entry.arch != capability or not (entry.bandwidth and bandwidth):
+        return _OTHER_GPU
+    return _OTHER_GPU + abs(math.log2(entry.bandwidth / bandwidth))
 
 
 def _distance(

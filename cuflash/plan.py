@@ -403,6 +403,8 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         _tuned_option(problem),
         seqlen,
         load,
+        device.name,
+        device.bandwidth,
     )
     for tile in nearest:
         if _has_sizes(tile, problem) and is_legal(

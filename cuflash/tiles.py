@@ -225,6 +225,10 @@ class Entry:
     tiles_per_sm : float or None
         Tiles of `ROWS_OF_A_TILE` rows (nearest_tiles.py) per SM; None: any
         number.
+    gpu : str or None
+        The GPU for which the tile is the best known; None: any.
+    bandwidth : int or None
+        The peak bandwidth of that GPU's memory in GB/s.
     measured : mapping or None
         Device, driver, NVRTC, date, ms and TFLOP/s, if it was measured.
     """
@@ -239,6 +243,8 @@ class Entry:
     option: str | None = None
     seqlen: int | None = None
     tiles_per_sm: float | None = None
+    gpu: str | None = None
+    bandwidth: int | None = None
     measured: Mapping[str, Any] | None = None
 
 
@@ -256,9 +262,13 @@ _KINDS = {
     "option": (str, type(None)),
     "seqlen": (int, type(None)),
     "tiles_per_sm": (float, int, type(None)),
+    "gpu": (str, type(None)),
+    "bandwidth": (int, type(None)),
     "measured": (dict, type(None)),
 }
 _NEEDED = {"family", "direction", "head_dim", "tile"}
+# A table may have them too, for entries without.
+GPU_FIELDS = ("gpu", "bandwidth")
 _TILE_FIELDS = {field.name for field in fields(Tile)}
 
 
@@ -282,7 +292,11 @@ def read_table(path: Path) -> tuple[Entry, ...]:
 
 
 def parse_table(content: str | bytes, arch: str) -> tuple[Entry, ...]:
-    """The entries of a table's text; `arch` is a name such as ``sm_90``."""
+    """The entries of a table's text; `arch` is a name such as ``sm_90``.
+
+    Entries without a field "gpu" are for the GPU that the table names, if it
+    does.
+    """
     named = re.fullmatch(r"sm_(\d+)", arch)
     try:
         table = json.loads(content)
@@ -290,7 +304,11 @@ def parse_table(content: str | bytes, arch: str) -> tuple[Entry, ...]:
             raise ValueRangeError(f"its format is {table['format']!r}")
         if not named or table["arch"] != arch:
             raise ValueRangeError(f"it is for {table['arch']!r}")
-        return tuple(_entry(int(named[1]), x) for x in table["tiles"])
+        gpu = {name: table[name] for name in GPU_FIELDS if name in table}
+        return tuple(
+            _entry(int(named[1]), x if "gpu" in x else {**gpu, **x})
+            for x in table["tiles"]
+        )
     except ValueRangeError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -305,11 +323,13 @@ def _entry(arch: int, found: dict[str, Any]) -> Entry:
     for name, kinds in _KINDS.items():
         if name in values and type(values[name]) not in kinds:
             raise ValueRangeError(f"{name} is {values[name]!r}")
-    for name in ("head_dim", "seqlen", "tiles_per_sm"):
+    for name in ("head_dim", "seqlen", "tiles_per_sm", "bandwidth"):
         if not (values.get(name) is None or 0 < values[name] < math.inf):
             raise ValueRangeError(f"{name} is {values[name]!r}")
     if values.get("option") not in (None, *OPTIONS):
         raise ValueRangeError(f"option is {values['option']!r}")
+    if values.get("bandwidth") and not values.get("gpu"):
+        raise ValueRangeError("bandwidth is of no gpu")
     sizes = values.pop("tile")
     if not sizes.keys() <= _TILE_FIELDS or any(
         type(size) is not int for size in sizes.values()

@@ -1,5 +1,7 @@
 """The nearest entries of the tables of tuned tiles."""
 
+from dataclasses import replace
+
 import pytest
 
 from cuflash import folders, nearest_tiles, tiles
@@ -59,6 +61,70 @@ def test_the_nearest_entry_is_taken(tmp_path, monkeypatch, near, far):
         nearest_tiles._tuned.cache_clear()
         chosen = tuned(tmp_path, monkeypatch, *found)
         assert chosen.block_k == 128
+
+
+THIS = {"gpu": "this", "bandwidth": 4000}
+OTHER = {"gpu": "other", "bandwidth": 4000}
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        (THIS, {}),
+        (THIS, OTHER),
+        ({}, {"gpu": "slower", "bandwidth": 3000}),
+        (OTHER, {"gpu": "slower", "bandwidth": 3000}),
+        ({"gpu": "faster", "bandwidth": 4500},
+         {"gpu": "slower", "bandwidth": 3000}),
+        ({"gpu": "slow", "bandwidth": 2000}, {**THIS, "seqlen": 256}),
+        ({**THIS, "seqlen": 1500}, {"gpu": "slow", "bandwidth": 2000}),
+    ],
+)  # fmt: skip
+def test_the_nearest_gpu_is_taken(tmp_path, monkeypatch, near, far):
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "package")
+    found = [
+        entry(tile=BY_BLOCK_K[k], **{"seqlen": 1024, **changes})
+        for k, changes in ((16, far), (128, near))
+    ]
+    write_table(tmp_path / "package", "sm_80", *found)
+    assert tuned(tmp_path, monkeypatch, **THIS).block_k == 128
+
+
+@pytest.mark.parametrize("asked", [{}, {**THIS, "capability": 86}], ids=str)
+def test_gpus_are_alike_for_an_unknown_one_and_other_architectures(
+    tmp_path, monkeypatch, asked
+):
+    """Then the first entry of the table is taken."""
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "none")
+    gpus = [{"gpu": "slower", "bandwidth": 3000}, OTHER]
+    found = [
+        entry(tile=BY_BLOCK_K[k], **gpu)
+        for k, gpu in zip((128, 16), gpus, strict=True)
+    ]
+    assert tuned(tmp_path, monkeypatch, *found, **asked).block_k == 128
+
+
+def test_entries_of_this_machine_that_name_no_gpu_are_for_its_gpu(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "package")
+    known = entry(tile=BY_BLOCK_K[16], **THIS)
+    write_table(tmp_path / "package", "sm_80", known)
+    own = [entry(tile=BY_BLOCK_K[32], **OTHER), entry(tile=BY_BLOCK_K[128])]
+    assert tuned(tmp_path, monkeypatch, *own, **THIS).block_k == 128
+
+
+def test_a_plan_takes_the_tile_of_its_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
+    found = [
+        entry(tile=BY_BLOCK_K[k], gpu=gpu, bandwidth=2000)
+        for k, gpu in ((16, "A"), (128, "B"))
+    ]
+    write_table(tmp_path, "sm_80", *found)
+    problem = small_problem("forward", "float16", scale=0.3)
+    for name, block_k in (("A", 16), ("B", 128)):
+        device = replace(device_of_arch("sm_80"), name=name)
+        assert plan(problem, device).tile.block_k == block_k
 
 
 def test_many_tiles_are_as_many_as_more(tmp_path, monkeypatch):

@@ -101,6 +101,19 @@ def test_a_plan_of_one_tile():
             plan(problem, device, None, wrong)
 
 
+# A table's GPU --------------------------------------------------------------
+
+
+def test_entries_are_for_the_tables_gpu_unless_they_name_another(tmp_path):
+    other = {"gpu": "B", "bandwidth": 2}
+    lines = [entry(), entry(gpu=None), entry(gpu="B"), entry(**other)]
+    path = write_table(tmp_path, "sm_80", *lines)
+    head = {"gpu": "A", "bandwidth": 1}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **head}))
+    found = [(x.gpu, x.bandwidth) for x in tiles.read_table(path)]
+    assert found == [("A", 1), (None, None), ("B", None), ("B", 2)]
+
+
 # What is broken --------------------------------------------------------------
 
 
@@ -133,6 +146,10 @@ def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
         ({"tiles_per_sm": float("nan")}, "tiles_per_sm is nan"),
         ({"causal": "yes"}, "causal is 'yes'"),
         ({"option": "softcap"}, "option is 'softcap'"),
+        ({"gpu": 7}, "gpu is 7"),
+        ({"gpu": "A", "bandwidth": 0}, "bandwidth is 0"),
+        ({"gpu": "A", "bandwidth": "1"}, "bandwidth is '1'"),
+        ({"bandwidth": 1}, "bandwidth is of no gpu"),
         ({"color": "red"}, "an entry has the fields"),
         ({"tile": {"block_q": 64}}, "TypeError"),
         ({"tile": {**BY_BLOCK_K[16], "num_warps": 5}}, "no mma forward kern"),
