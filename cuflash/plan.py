@@ -13,8 +13,9 @@ from dataclasses import replace
 from types import ModuleType
 from typing import cast
 
-from cuflash import options, settings, tiles
+from cuflash import nearest_tiles, options, settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
+from cuflash.nearest_tiles import ROWS_OF_A_TILE
 from cuflash.plans import (
     decode,
     decode_simt,
@@ -392,7 +393,7 @@ def is_legal(
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
     """The nearest tuned tile with the requested sizes, else a legal one."""
     seqlen, load = tuned_by(problem, device)
-    nearest = tiles.tuned(
+    nearest = nearest_tiles.tuned(
         device.capability,
         family,
         problem.direction,
@@ -402,6 +403,8 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         _tuned_option(problem),
         seqlen,
         load,
+        device.name,
+        device.bandwidth,
     )
     for tile in nearest:
         if _has_sizes(tile, problem) and is_legal(
@@ -473,7 +476,7 @@ def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
 
     The length is the number of tokens that a block iterates over (keys in a
     forward pass, queries in a backward pass). The load is the number of tiles
-    of `tiles.ROWS_OF_A_TILE` rows (queries forward, keys backward) per SM.
+    of `ROWS_OF_A_TILE` rows (queries forward, keys backward) per SM.
 
     The lengths of packed sequences are unknown, except for the longest if the
     user gives it. They are assumed to be equal, or one of that length and the
@@ -491,7 +494,7 @@ def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
     if problem.num_sequences:
         walked = _length_of_pairs(walked, problem.num_sequences, longest)
     walked = min(walked, window_of(problem))
-    count = ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
+    count = ceil_div(rows, ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
 
 

@@ -34,6 +34,7 @@ LAW = {
     "validate_derivatives": "checks errors options problem validate",
     "validate_kvcache": "checks errors options problem validate",
     "tiles": "errors folders",
+    "nearest_tiles": "folders tiles",
     "plans": "",
     "plans.rounding": "",
     "plans.kernel": "problem tiles workspace plans.rounding",
@@ -53,7 +54,7 @@ LAW = {
     "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
-    "plan": f"errors settings {_PLANS} plans.steps plans.decode"
+    "plan": f"errors settings nearest_tiles {_PLANS} plans.steps plans.decode"
     " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
     " plans.fma_derivatives plans.mma_derivatives plans.mma8_derivatives"
     " plans.simt_derivatives plans.wgmma plans.wgmma_jvp plans.rotary",

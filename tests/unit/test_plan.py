@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cuflash import tiles
+from cuflash import nearest_tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plan import (
     default_plans,
@@ -383,7 +383,7 @@ def test_the_nearest_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
         direction, head_dim=head_dim, arch=arch, seqlen_q=seqlen,
         seqlen_k=seqlen,
     )  # fmt: skip
-    nearest, *_ = tiles.tuned(
+    nearest, *_ = nearest_tiles.tuned(
         device.capability, decided.family, direction, "float16", head_dim,
         True, None, *tuned_by(decided.problem, device),
     )  # fmt: skip
