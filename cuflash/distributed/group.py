@@ -57,6 +57,10 @@ class Group(abc.ABC):
     # the first of its kind.
     checks_each_call = True
 
+    # Whether all ranks compute on one device. A rank then launches what needs
+    # its own keys alone first: nothing travels while another rank computes.
+    shares_device = False
+
     def __init__(
         self, rank: int, size: int, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
@@ -188,6 +192,7 @@ class Subgroup(Group):
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(group.rank), len(ranks), group.timeout)
         self.group, self.ranks = group, tuple(ranks)
+        self.shares_device = group.shares_device
 
     def mark(self) -> Any:
         return self.group.mark()

@@ -81,6 +81,8 @@ class _Board:
 class InProcessGroup(Group):
     """A rank that is a thread: see `run`."""
 
+    shares_device = True
+
     def __init__(self, rank: int, board: _Board) -> None:
         super().__init__(rank, board.size, board.timeout)
         self._board = board
