@@ -88,7 +88,10 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
     return max(_dkdv_shared(problem, tile), _dq_shared(problem, tile))
 
 
-def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+def double_backward_kernels(
+    problem: Problem, tile: Tile, kind: str = ""
+) -> tuple[KernelPlan, KernelPlan]:
+    """Those of d2k and d2v, and of d2q; with a `kind`, of flagged tiles."""
     dkdv = kernel_of(
         "simt/double_backward_dkdv.cu",
         "double_backward_simt_dkdv",
@@ -97,6 +100,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile.block_k,
         _dkdv_shared(problem, tile),
         *tangent_constants(problem),
+        kind=kind,
     )
     dq = kernel_of(
         "simt/double_backward_dq.cu",
@@ -106,7 +110,13 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile.block_q,
         _dq_shared(problem, tile),
         *tangent_constants(problem),
+        kind=kind,
     )
+    return dkdv, dq
+
+
+def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    dkdv, dq = double_backward_kernels(problem, tile)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     return Plan(

@@ -36,11 +36,12 @@ from .steps import (
 )
 
 # The head dimensions that common/ptx.cuh has MMAs for and that fit in shared
-# memory; for jvp, in registers.
+# memory; for derivatives, in registers too.
 _HEAD_DIMS = {
     "forward": (32, 64, 96, 128, 192, 256),
     "backward": (32, 64, 128, 192, 256),
     "jvp": (32, 64, 96, 128),
+    "double_backward": (32, 64, 96, 128),
 }
 
 
@@ -78,7 +79,9 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernels support the problem; see `wgmma_jvp.runs` too."""
+    """Whether the kernels support the problem; of derivatives, see `runs` of
+    `wgmma_jvp` and `wgmma_double_backward` too.
+    """
     # A fixed order of dQ needs consecutive key tiles per query tile.
     no_order = problem.deterministic and not has_order(problem, "wgmma")
     return (

@@ -4,7 +4,8 @@
 //
 // A block owns a tile of keys and visits the query tiles of all query heads that read them, so that
 // no two blocks add to the same number: no atomics, and every run gives the same bits. D and F come
-// from prepare/double_delta.cu, b and ddO from a JVP, d2Q from simt/double_backward_dq.cu.
+// from prepare/double_delta.cu, b and ddO from a JVP, d2Q from simt/double_backward_dq.cu. After
+// sm90/double_backward.cu both compute the tiles that are flagged (tile_flags.cuh), and no others.
 //
 // Grid and block: those of simt/backward_dkdv.cu.
 // Constants: those of simt/backward_dkdv.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which
@@ -16,6 +17,7 @@
 //
 // Bad at: speed, as simt/forward.cu; all products are computed here and once more for d2Q.
 #include "simt/double_backward.cuh"
+#include "common/tile_flags.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_K;
 constexpr int QUERIES_PER_THREAD = (BLOCK_Q + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
@@ -117,6 +119,7 @@ double_backward_simt_dkdv(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int k_start = k_tile * BLOCK_K;
+    if (has_no_key_flag(call_args, batch, kv_head, k_start)) return;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
 
     // Which key of the tile, and which of its threads.

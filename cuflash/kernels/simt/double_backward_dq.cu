@@ -16,6 +16,7 @@
 //
 // Bad at: speed, as simt/forward.cu.
 #include "simt/double_backward.cuh"
+#include "common/tile_flags.cuh"
 #include "score/dbias.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
@@ -86,6 +87,7 @@ double_backward_simt_dq(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays.shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_start = q_tile * BLOCK_Q;
+    if (has_no_query_flag(call_args, batch, head_index, q_start)) return;
     const SecondHead head(args, batch, head_index);
 
     // Which query of the tile, and which of its threads.
