@@ -38,6 +38,11 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     return columns * size // 4 <= REGISTERS
 
 
+def recompute_launch(kernel: KernelPlan, tiles: int, device: Device) -> Launch:
+    """Of a kernel of flagged tiles, almost all of which are not."""
+    return Launch(kernel, min(tiles, 2 * device.num_sms))
+
+
 def jvp_kernel(problem: Problem, tile: Tile, kind: str = "") -> KernelPlan:
     """The kernel of a JVP; with a `kind` of struct, of flagged rows."""
     return kernel_of(
@@ -47,6 +52,7 @@ def jvp_kernel(problem: Problem, tile: Tile, kind: str = "") -> KernelPlan:
         tile,
         tile.block_q,
         _jvp_shared(problem, tile),
+        ("ONLY_FLAGGED", bool(kind)),
         *tangent_constants(problem),
         kind=kind,
     )
@@ -99,6 +105,7 @@ def double_backward_kernels(
         tile,
         tile.block_k,
         _dkdv_shared(problem, tile),
+        ("ONLY_FLAGGED", bool(kind)),
         *tangent_constants(problem),
         kind=kind,
     )
@@ -109,6 +116,7 @@ def double_backward_kernels(
         tile,
         tile.block_q,
         _dq_shared(problem, tile),
+        ("ONLY_FLAGGED", bool(kind)),
         *tangent_constants(problem),
         kind=kind,
     )

@@ -9,7 +9,7 @@ from cuflash.tiles import Tile
 from . import wgmma
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
-from .simt_derivatives import double_backward_kernels
+from .simt_derivatives import double_backward_kernels, recompute_launch
 from .steps import (
     ROW_THREADS,
     count_tiles,
@@ -31,8 +31,7 @@ _WORK_BYTES = 3 * 4  # of a work tile
 
 _QUERY_WARPS = 4  # that compute d2q
 
-# Of the kernels that compute the flagged tiles. Their blocks are many, and
-# almost all of them end at once.
+# Of the kernels that compute the flagged tiles.
 _RECOMPUTE_TILE = Tile(16, 32, 4), Tile(32, 16, 4)
 
 
@@ -122,7 +121,9 @@ def _main(problem: Problem, tile: Tile, semaphores: int) -> KernelPlan:
     )
 
 
-def _recompute_launches(problem: Problem) -> tuple[Launch, ...]:
+def _recompute_launches(
+    problem: Problem, device: Device
+) -> tuple[Launch, ...]:
     """The kernels of flagged tiles; without masked pairs there are none."""
     if not problem.causal:
         return ()
@@ -131,9 +132,11 @@ def _recompute_launches(problem: Problem) -> tuple[Launch, ...]:
     _, of_queries = double_backward_kernels(problem, by_queries, "Wgmma")
     k_tiles = count_tiles(problem, problem.seqlen_k, by_keys.block_k)
     q_tiles = count_tiles(problem, problem.seqlen_q, by_queries.block_q)
+    k_tiles *= problem.batch * problem.num_heads_kv
+    q_tiles *= problem.batch * problem.num_heads_q
     return (
-        Launch(of_keys, k_tiles * problem.batch * problem.num_heads_kv),
-        Launch(of_queries, q_tiles * problem.batch * problem.num_heads_q),
+        recompute_launch(of_keys, k_tiles, device),
+        recompute_launch(of_queries, q_tiles, device),
     )
 
 
@@ -158,7 +161,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
             rounding_launch(
                 problem, tile, (d, dv), q_tiles, _QUERY_WARPS, "Wgmma"
             ),
-            *_recompute_launches(problem),
+            *_recompute_launches(problem, device),
         ),
         heads_per_section=heads_per_section(
             problem, device, problem.num_heads_kv, shared_by_head

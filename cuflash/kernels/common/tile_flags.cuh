@@ -20,18 +20,18 @@ inline int* query_flag(const DoubleBackwardWgmmaArguments& args, int batch, int 
          + query / FLAG_TOKENS;
 }
 
-// Whether a kernel has nothing to do for a tile within a flag's tile.
-template <class Arguments> inline bool has_no_key_flag(const Arguments&, int, int, int) {
-    return false;
+// Whether the flag is set of a tile that lies within a flag's. Calls without flags compute all.
+template <class Arguments> inline bool has_key_flag(const Arguments&, int, int, int) {
+    return true;
 }
-inline bool has_no_key_flag(
+inline bool has_key_flag(
     const DoubleBackwardWgmmaArguments& args, int batch, int kv_head, int key) {
-    return *key_flag(args, batch, kv_head, key) == 0;
+    return *key_flag(args, batch, kv_head, key) != 0;
 }
-template <class Arguments> inline bool has_no_query_flag(const Arguments&, int, int, int) {
-    return false;
+template <class Arguments> inline bool has_query_flag(const Arguments&, int, int, int) {
+    return true;
 }
-inline bool has_no_query_flag(
+inline bool has_query_flag(
     const DoubleBackwardWgmmaArguments& args, int batch, int head, int query) {
-    return *query_flag(args, batch, head, query) == 0;
+    return *query_flag(args, batch, head, query) != 0;
 }
