@@ -53,19 +53,27 @@ def _rows_bytes(tile: Tile) -> int:
     return tile.block_q * _ROW_BYTES + _ROWS_BYTES
 
 
-def _shared(problem: Problem, tile: Tile) -> int:
+def _shared_of(problem: Problem, tile: Tile, q_stages: int) -> int:
     d, dv = head_dims(problem)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
-    queries = 2 * tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
+    q = tile_bytes(tile.block_q, d)
+    others = q + tile_bytes(tile.block_q, dv)  # ddq and dout
     weights = 3 * tile_bytes(tile.block_k, tile.block_q)
-    barriers = 6 * tile.num_stages + 3 + 2 * 2  # k, v; work
+    # q; ddq, dout and weights; k and v; work
+    barriers = 2 * q_stages + 8 * tile.num_stages + 3 + 2 * 2
     return round_up(
         2 * keys
-        + tile.num_stages * (queries + weights + _rows_bytes(tile))
+        + q_stages * q
+        + tile.num_stages * (others + weights + _rows_bytes(tile))
         + barriers * MBARRIER_BYTES
         + 2 * _WORK_BYTES,
         1024,
     )
+
+
+def _shared(problem: Problem, tile: Tile) -> int:
+    """With as few stages of Q as of the other tiles."""
+    return _shared_of(problem, tile, tile.num_stages)
 
 
 def _fits(problem: Problem, tile: Tile) -> bool:
@@ -94,9 +102,14 @@ def _rows(problem: Problem, tile: Tile, semaphores: int) -> KernelPlan:
     )
 
 
-def _main(problem: Problem, tile: Tile, semaphores: int) -> KernelPlan:
+def _main(
+    problem: Problem, device: Device, tile: Tile, semaphores: int
+) -> KernelPlan:
     d, dv = head_dims(problem)
-    shared = _shared(problem, tile)
+    q_stages = tile.num_stages + 1
+    if _shared_of(problem, tile, q_stages) > device.shared_bytes:
+        q_stages = tile.num_stages
+    shared = _shared_of(problem, tile, q_stages)
     return KernelPlan(
         file="sm90/double_backward.cu",
         entry="double_backward_wgmma",
@@ -111,6 +124,7 @@ def _main(problem: Problem, tile: Tile, semaphores: int) -> KernelPlan:
             ("CAUSAL", problem.causal),
             ("DQ_SEMAPHORES", semaphores),
             ("STAGES", tile.num_stages),
+            ("Q_STAGES", q_stages),
             ("SHARED_BYTES", shared),
             *option_constants(problem, "Wgmma"),
             *tangent_constants(problem),
@@ -156,7 +170,8 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         (
             Launch(_rows(problem, tile, semaphores), q_tiles),
             Launch(
-                _main(problem, tile, semaphores), min(k_tiles, device.num_sms)
+                _main(problem, device, tile, semaphores),
+                min(k_tiles, device.num_sms),
             ),
             rounding_launch(
                 problem, tile, (d, dv), q_tiles, _QUERY_WARPS, "Wgmma"

@@ -21,7 +21,7 @@
 // Grid: as sm90/backward.cu's, in whatever order DETERMINISTIC asks for. Block: 4 warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64, 96 or 128), BLOCK_Q and BLOCK_K
-// (64), STAGES (of Q, ddQ, dO and the weights), NUM_WARPS and SCORE_WARPS_Q of d2Q alone,
+// (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), NUM_WARPS and SCORE_WARPS_Q of d2Q alone,
 // DQ_SEMAPHORES (0, or 1 if DETERMINISTIC), SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what moves;
 // Arguments; no options.
 // Shared memory and barriers: double_backward_producer.cuh.
@@ -43,8 +43,8 @@ constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
 constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES, Q_PANEL_BYTES = BLOCK_Q * PANEL_ROW_BYTES;
 
 // As in backward_wide.cu: 512 for the four threads of the same rank in the warpgroups.
-constexpr int PRODUCER_REGISTERS = 24, SCORE_REGISTERS = 216, KEY_REGISTERS = 160;
-constexpr int QUERY_REGISTERS = 112;
+constexpr int PRODUCER_REGISTERS = 32, SCORE_REGISTERS = 216, KEY_REGISTERS = 160;
+constexpr int QUERY_REGISTERS = 104;
 static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + KEY_REGISTERS + QUERY_REGISTERS == 512, "");
 
 static_assert(BLOCK_Q == FLAG_TOKENS && BLOCK_K == FLAG_TOKENS, "a matmul has 64 rows");
@@ -73,18 +73,20 @@ struct ScoreRole {
 
     // One query tile.
     __device__ __forceinline__ void iterate(
-        PipelineState<STAGES> stage, const Mask<CAUSAL, WINDOW>& mask,
+        const IterationStage& stage, const Mask<CAUSAL, WINDOW>& mask,
         const MaskBounds& bounds) const {
-        const int n = stage.index;
+        const int i = stage.q.index, n = stage.others.index;
+        const u32 phase = stage.others.phase;
         const SecondRows& rows = shared.rows[n];
-        const u64 q = descriptor(shared_address(&shared.q[n]), 0);
+        const u64 q = descriptor(shared_address(&shared.q[i]), 0);
         const u64 dout = descriptor(shared_address(&shared.dout[n]), 0);
         float s[S_REGS], w[S_REGS], dp[S_REGS], u[S_REGS];
-        mbarrier_wait(shared_address(&shared.q_full[n]), stage.phase);
+        mbarrier_wait(shared_address(&shared.q_full[i]), stage.q.phase);
         issue_scores<HEAD_DIM>(s, k, q);
+        if constexpr (Q_DOT) mbarrier_wait(shared_address(&shared.q_dot_full[n]), phase);
         if constexpr (SCORES_MOVE)
             issue_tangents(w, k, k_dot, q, descriptor(shared_address(&shared.q_dot[n]), 0));
-        mbarrier_wait(shared_address(&shared.dout_full[n]), stage.phase);
+        mbarrier_wait(shared_address(&shared.dout_full[n]), phase);
         issue_scores<HEAD_DIM_V>(dp, v, dout);
         if constexpr (V_DOT) issue_scores<HEAD_DIM_V>(u, v_dot, dout);
         const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
@@ -104,6 +106,7 @@ struct ScoreRole {
         if (is_cut) zero_masked(w, mask, bounds, query);
         u32 rounded[S_REGS / 2];
         round_product(rounded, s, w);
+        mbarrier_wait(shared_address(&shared.weights_empty[n]), phase ^ 1);
         publish(shared_address(&shared.pw[n]), shared_address(&shared.pw_full[n]), rounded,
                 warp_row, lane);
 
@@ -119,6 +122,8 @@ struct ScoreRole {
             #pragma unroll
             for (int i = 0; i < S_REGS; ++i) u[i] = 0.0f;
         second_score_gradients(u, s, w, dp, rows, first_column);
+        __syncwarp();
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
         if (is_cut) zero_masked(u, mask, bounds, query);
         publish_rounded(u, &shared.t[n], &shared.t_full[n]);
     }
@@ -126,7 +131,7 @@ struct ScoreRole {
     __device__ __forceinline__ void run() const {
         const Shape& shape = args.arrays.shape;
         const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, {}};
-        PipelineState<STAGES> stage;
+        IterationStage stage;
         for (WorkState state;; ++state.count) {
             const WorkTile work = acquire_work_tile(shared, state);
             if (work.tile < 0) break;
@@ -152,33 +157,47 @@ struct KeyRole {
 
     // d2V += (P (W - b))^T dO, d2K += dS^T ddQ + T^T Q; = if not `accumulate`.
     __device__ __forceinline__ void iterate(
-        PipelineState<STAGES> stage, float (&d2k)[DK_REGS], float (&d2v)[DV_REGS],
+        const IterationStage& stage, float (&d2k)[DK_REGS], float (&d2v)[DV_REGS],
         bool accumulate) const {
-        const int n = stage.index;
-        const u64 q = descriptor(shared_address(&shared.q[n]), Q_PANEL_BYTES);
+        const int i = stage.q.index, n = stage.others.index;
+        const u32 phase = stage.others.phase;
+        const u64 q = descriptor(shared_address(&shared.q[i]), Q_PANEL_BYTES);
         const u64 q_dot = descriptor(shared_address(&shared.q_dot[n]), Q_PANEL_BYTES);
         const u64 dout = descriptor(shared_address(&shared.dout[n]), Q_PANEL_BYTES);
-        const auto weights = [](const auto& tile) { return descriptor(shared_address(&tile), 0); };
-        mbarrier_wait(shared_address(&shared.dout_full[n]), stage.phase);
-        mbarrier_wait(shared_address(&shared.pw_full[n]), stage.phase);
+        mbarrier_wait(shared_address(&shared.dout_full[n]), phase);
+        mbarrier_wait(shared_address(&shared.pw_full[n]), phase);
+        add(d2v, shared.pw[n], dout, accumulate);
+        if constexpr (Q_DOT) {
+            mbarrier_wait(shared_address(&shared.q_dot_full[n]), phase);
+            mbarrier_wait(shared_address(&shared.ds_full[n]), phase);
+            add(d2k, shared.ds[n], q_dot, accumulate);
+            wgmma_wait<1>();                                // d2V
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
+            wgmma_wait<0>();
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.q_dot_empty[n]));
+        } else {
+            wgmma_wait<0>();
+            mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
+        }
         warpgroup_fence_operand(d2v);
-        wgmma_fence();
-        gemm_ab_ss<Element, BLOCK_Q>(d2v, weights(shared.pw[n]), dout, accumulate);
-        wgmma_commit();
-
-        mbarrier_wait(shared_address(&shared.q_full[n]), stage.phase);
-        mbarrier_wait(shared_address(&shared.ds_full[n]), stage.phase);
-        warpgroup_fence_operand(d2k);
-        wgmma_fence();
-        if constexpr (Q_DOT) gemm_ab_ss<Element, BLOCK_Q>(
-            d2k, weights(shared.ds[n]), q_dot, accumulate);
-        mbarrier_wait(shared_address(&shared.t_full[n]), stage.phase);
-        gemm_ab_ss<Element, BLOCK_Q>(d2k, weights(shared.t[n]), q, Q_DOT || accumulate);
-        wgmma_commit();
+        mbarrier_wait(shared_address(&shared.q_full[i]), stage.q.phase);
+        mbarrier_wait(shared_address(&shared.t_full[n]), phase);
+        add(d2k, shared.t[n], q, Q_DOT || accumulate);
         wgmma_wait<0>();
-        warpgroup_fence_operand(d2v);
         warpgroup_fence_operand(d2k);
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.empty[n]));
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.q_empty[i]));
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.weights_empty[n]));
+    }
+
+    // sum += weights^T rows, asynchronously; = if not `accumulate`.
+    template <int COUNT, class Weights>
+    __device__ __forceinline__ void add(
+        float (&sum)[COUNT], const Weights& weights, u64 rows, bool accumulate) const {
+        warpgroup_fence_operand(sum);
+        wgmma_fence();
+        gemm_ab_ss<Element, BLOCK_Q>(
+            sum, descriptor(shared_address(&weights), 0), rows, accumulate);
+        wgmma_commit();
     }
 
     // Scales a gradient of the work tile and stores it. Returns whether the lane's elements are all
@@ -205,7 +224,7 @@ struct KeyRole {
         const BackwardArguments& arrays = args.arrays;
         const Shape& shape = arrays.shape;
         float d2k[DK_REGS], d2v[DV_REGS];
-        PipelineState<STAGES> stage;
+        IterationStage stage;
         for (WorkState state;; ++state.count) {
             const WorkTile work = acquire_work_tile(shared, state);
             if (work.tile < 0) break;
@@ -234,22 +253,23 @@ struct QueryRole {
 
     // d2Q / scale = dS ddK + T K.
     __device__ __forceinline__ void compute(
-        PipelineState<STAGES> stage, float (&d2q)[DQ_REGS]) const {
-        const int n = stage.index;
+        const IterationStage& stage, float (&d2q)[DQ_REGS]) const {
+        const int n = stage.others.index;
+        const u32 phase = stage.others.phase;
         const u64 k = descriptor(shared_address(&shared.k), K_PANEL_BYTES);
         const u64 k_dot = descriptor(shared_address(&shared.k_dot), K_PANEL_BYTES);
-        mbarrier_wait(shared_address(&shared.ds_full[n]), stage.phase);
+        mbarrier_wait(shared_address(&shared.ds_full[n]), phase);
         warpgroup_fence_operand(d2q);
         wgmma_fence();
         if constexpr (K_DOT) gemm_atb_ss<Element, BLOCK_K>(
             d2q, descriptor(shared_address(&shared.ds[n]), 0), k_dot);
-        mbarrier_wait(shared_address(&shared.t_full[n]), stage.phase);
+        mbarrier_wait(shared_address(&shared.t_full[n]), phase);
         gemm_atb_ss<Element, BLOCK_K>(
             d2q, descriptor(shared_address(&shared.t[n]), 0), k, K_DOT);
         wgmma_commit();
         wgmma_wait<0>();
         warpgroup_fence_operand(d2q);
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.empty[n]));
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.weights_empty[n]));
     }
 
     // Adds it to its sums; flags the query tile if the causal mask cuts it and d2Q is not finite.
@@ -273,7 +293,7 @@ struct QueryRole {
     }
 
     __device__ __forceinline__ void run() const {
-        PipelineState<STAGES> stage;
+        IterationStage stage;
         for (WorkState state;; ++state.count) {
             const WorkTile work = acquire_work_tile(shared, state);
             if (work.tile < 0) break;
