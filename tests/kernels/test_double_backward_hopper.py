@@ -49,8 +49,9 @@ def test_plain_calls_have_a_kernel_of_their_own(head_dim):
     [(64, 64, False), (128, 128, True), (40, 24, True), (96, 64, False)],
 )
 def test_is_the_references(backend, head_dim, head_dim_v, causal):
-    case = replace(PLAIN, batch=2, num_heads_q=4, num_heads_kv=2, causal=causal,
-                   head_dim=head_dim, head_dim_v=head_dim_v)  # fmt: skip
+    grouped = replace(PLAIN, batch=2, num_heads_q=4, num_heads_kv=2)
+    case = replace(grouped, head_dim=head_dim, head_dim_v=head_dim_v,
+                   causal=causal)  # fmt: skip
     check(case, tangents(case), backend)
 
 

@@ -21,8 +21,8 @@
 // Grid: as sm90/backward.cu's, in whatever order DETERMINISTIC asks for. Block: 4 warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64, 96 or 128), BLOCK_Q and BLOCK_K
-// (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), NUM_WARPS and SCORE_WARPS_Q of d2Q alone,
-// DQ_SEMAPHORES (0, or 1 if DETERMINISTIC), SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what moves;
+// (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), NUM_WARPS and SCORE_WARPS_Q of d2Q
+// alone, DQ_SEMAPHORES (0, or 1 if DETERMINISTIC), SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what moves;
 // Arguments; no options.
 // Shared memory and barriers: double_backward_producer.cuh.
 //
