@@ -336,7 +336,7 @@ _BACKWARD_REGISTERS = 208
 
 # With dq_semaphore, more concurrent heads cost up to 10 % at seqlen 512, as
 # measured; fewer cost as much at 4096.
-_MAX_SEMAPHORE_HEADS = 16
+MAX_SEMAPHORE_HEADS = 16
 
 
 def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -374,7 +374,7 @@ def _has_short_loops(problem: Problem) -> bool:
 _LAST_CAUSAL_TILES = 2
 
 
-def _last_section(
+def last_section_of(
     problem: Problem, heads: int, num_tiles: int, device: Device
 ) -> int:
     """The section of all heads that are left.
@@ -501,7 +501,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     if problem.segment_ids:
         heads = _ordered_heads(problem.num_heads_kv, heads)
     if problem.deterministic and not problem.causal:
-        heads = min(heads, _MAX_SEMAPHORE_HEADS)
+        heads = min(heads, MAX_SEMAPHORE_HEADS)
     masks = {"window", "segment_ids", "mask", "cu_seqlens"}
     is_masked = problem.causal or not masks.isdisjoint(problem.options)
     return Plan(
@@ -525,7 +525,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *sink_launches(problem, tile, "Wgmma"),
         ),  # fmt: skip
         heads_per_section=heads,
-        last_section=_last_section(problem, heads, k_tiles_of_head, device),
+        last_section=last_section_of(problem, heads, k_tiles_of_head, device),
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
             workspace.query_rows(q_tiles, _rows_bytes(problem, tile)),

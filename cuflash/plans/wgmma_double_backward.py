@@ -22,7 +22,12 @@ from .steps import (
     tangent_constants,
     tile_bytes,
 )
-from .wgmma import MBARRIER_BYTES, head_dims
+from .wgmma import (
+    MAX_SEMAPHORE_HEADS,
+    MBARRIER_BYTES,
+    head_dims,
+    last_section_of,
+)
 
 # sm90/second_rows.cuh: four statistics of a row, four numbers of a tile.
 _ROW_BYTES, _ROWS_BYTES = 4 * 4, 16
@@ -159,10 +164,15 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     semaphores = 1 if problem.deterministic else 0
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    k_tiles *= problem.batch * problem.num_heads_kv
+    tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    k_tiles = tiles_of_head * problem.batch * problem.num_heads_kv
     # q, its cotangent and dout have 2 bytes per element, the sums of dq 4.
     shared_by_head = problem.group_size * problem.seqlen_q * (8 * d + 2 * dv)
+    heads = heads_per_section(
+        problem, device, problem.num_heads_kv, shared_by_head
+    )
+    if problem.deterministic and not problem.causal:
+        heads = min(heads, MAX_SEMAPHORE_HEADS)
     return Plan(
         problem,
         "wgmma",
@@ -178,9 +188,8 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
             ),
             *_recompute_launches(problem, device),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, problem.num_heads_kv, shared_by_head
-        ),
+        heads_per_section=heads,
+        last_section=last_section_of(problem, heads, tiles_of_head, device),
         workspace=(
             delta_buffer(problem),
             delta_dot_buffer(problem),
