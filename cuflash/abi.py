@@ -152,7 +152,7 @@ BackwardArguments = _struct(
     ("void*", "delta", "rowsum(dO * O) - dlse; sm90: row_stats.cuh"),
     ("void*", "dq_sum", "float sums of dQ, ordered by dq_accum.cuh"),
     ("int*", "tile_counter", "dq_semaphore.cuh, semaphores.cuh; or null"),
-    ("int*", "recompute_flags", "of key tiles: semaphores.cuh; or null"),
+    ("int*", "recompute_flags", "semaphores.cuh, tile_flags.cuh; or null"),
     ("int*", "dq_semaphores", "of query tiles, as tile_counter; or null"),
     ("void*", "dq dk dv"),
     ("Strides", "dout_stride q_stride k_stride v_stride out_stride"),
@@ -474,6 +474,18 @@ JvpWgmmaArguments = _struct(
     ("int*", "recompute_flags", "of 16 rows: row_flags.cuh"),
     ("ForwardArguments", "arrays"),
     ("TangentNumbers", "tangents"),
+)
+DoubleBackwardWgmmaArguments = _struct(
+    "DoubleBackwardWgmmaArguments",
+    "As DoubleBackwardArguments. Maps have boxes of 64 columns and a tile's"
+    " rows.",
+    ("TensorMap", "q_map k_map v_map dout_map q_dot_map k_dot_map v_dot_map"),
+    *_TANGENTS,
+    _DELTA_DOT,
+    ("void*", "query_rows", "of query tiles: second_rows.cuh"),
+    ("BackwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
+    _DLSE,
 )
 BackwardWgmmaArguments = _struct(
     "BackwardWgmmaArguments",

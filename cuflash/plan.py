@@ -28,6 +28,7 @@ from cuflash.plans import (
     simt,
     simt_derivatives,
     wgmma,
+    wgmma_double_backward,
     wgmma_jvp,
 )
 from cuflash.plans.kernel import (
@@ -77,6 +78,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("wgmma", "jvp"): wgmma_jvp.JVP,
+    ("wgmma", "double_backward"): wgmma_double_backward.DOUBLE_BACKWARD,
     ("fma", "jvp"): fma_derivatives.JVP,
     ("fma", "double_backward"): fma_derivatives.DOUBLE_BACKWARD,
     ("mma", "jvp"): mma_derivatives.JVP,
@@ -89,6 +91,12 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
+
+# Whether wgmma's kernels support a problem; `wgmma.runs` in other directions.
+_WGMMA_RUNS = {
+    "jvp": wgmma_jvp.runs,
+    "double_backward": wgmma_double_backward.runs,
+}
 
 # The families for derivatives of problems whose own one has no kernels.
 _OLDER: dict[Family, tuple[Family, ...]] = {
@@ -289,7 +297,7 @@ def _family_of(
             return "dmma"
         return "simt"
     has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    by_wgmma = wgmma_jvp.runs if problem.direction == "jvp" else wgmma.runs
+    by_wgmma = _WGMMA_RUNS.get(problem.direction, wgmma.runs)
     if has_wgmma and by_wgmma(problem, device):
         return "wgmma"
     return "mma"

@@ -76,6 +76,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         # Two consumer warpgroups, and one producer.
         for k, stages in product((128, 64), (3, 2)):
             yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
+    elif (family, direction) == ("wgmma", "double_backward"):
+        # Three consumer warpgroups that share the same 64 keys, a producer.
+        for stages in (3, 2):
+            yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
+                       ptxas_level=3)  # fmt: skip
     elif (family, direction) == ("wgmma", "backward"):
         # Two consumer warpgroups with 64 keys each, and one producer.
         for q, stages in product((128, 64), (3, 2)):

@@ -36,11 +36,12 @@ from .steps import (
 )
 
 # The head dimensions that common/ptx.cuh has MMAs for and that fit in shared
-# memory; for jvp, in registers.
+# memory; for derivatives, in registers too.
 _HEAD_DIMS = {
     "forward": (32, 64, 96, 128, 192, 256),
     "backward": (32, 64, 128, 192, 256),
     "jvp": (32, 64, 96, 128),
+    "double_backward": (32, 64, 96, 128),
 }
 
 
@@ -78,7 +79,9 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernels support the problem; see `wgmma_jvp.runs` too."""
+    """Whether the kernels support the problem; of derivatives, see `runs` of
+    `wgmma_jvp` and `wgmma_double_backward` too.
+    """
     # A fixed order of dQ needs consecutive key tiles per query tile.
     no_order = problem.deterministic and not has_order(problem, "wgmma")
     return (
@@ -333,7 +336,7 @@ _BACKWARD_REGISTERS = 208
 
 # With dq_semaphore, more concurrent heads cost up to 10 % at seqlen 512, as
 # measured; fewer cost as much at 4096.
-_MAX_SEMAPHORE_HEADS = 16
+MAX_SEMAPHORE_HEADS = 16
 
 
 def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -476,7 +479,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     if problem.segment_ids:
         heads = _ordered_heads(problem.num_heads_kv, heads)
     if problem.deterministic and not problem.causal:
-        heads = min(heads, _MAX_SEMAPHORE_HEADS)
+        heads = min(heads, MAX_SEMAPHORE_HEADS)
     masks = {"window", "segment_ids", "mask", "cu_seqlens"}
     is_masked = problem.causal or not masks.isdisjoint(problem.options)
     return Plan(

@@ -9,7 +9,7 @@ from cuflash.tiles import Tile
 from . import wgmma
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
-from .simt_derivatives import jvp_kernel
+from .simt_derivatives import jvp_kernel, recompute_launch
 from .steps import (
     count_tiles,
     num_directions,
@@ -26,8 +26,7 @@ _REGISTERS = 192
 
 _FLAG_ROWS = 16  # common/row_flags.cuh
 
-# Of the kernel that computes the flagged rows. Its blocks are many, and almost
-# all of them end at once.
+# Of the kernel that computes the flagged rows.
 _RECOMPUTE_TILE = Tile(32, 16, 4)
 
 
@@ -94,8 +93,10 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             Launch(kernel, tiles * heads),
-            Launch(
-                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"), rows * heads
+            recompute_launch(
+                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"),
+                rows * heads,
+                device,
             ),
         ),
         **sections(

@@ -33,6 +33,7 @@
 // Bad at: only 64 keys share a load of Q and dO, and an iteration adds up to 64 KB of dQ.
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_producer.cuh"
+#include "sm90/backward_roles.cuh"
 #include "common/dq_accum.cuh"
 
 constexpr int BLOCK_THREADS = 4 * WARPGROUP;
@@ -75,38 +76,7 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Barrier 0 is __syncthreads. SEMAPHORE_ACQUIRED: an iteration's dQ may be added; DQ_ADDED: it has
-// been.
-constexpr int SEMAPHORE_ACQUIRED = 1, DQ_ADDED = 2, SEMAPHORE_THREADS = WARPGROUP + 32;
-
-// If DETERMINISTIC, one warp acquires and releases the semaphore of each query tile's dQ.
-__device__ __forceinline__ void order_dq_additions(const Arguments& args, SharedPlan& shared) {
-    const int lane = threadIdx.x % 32;
-    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
-        int* semaphore = dq_semaphores(args, query_tile);
-        // Predecessors have smaller indices and have started: the wait ends (next_index).
-        if (lane == 0 && has_predecessors) while (load_acquire(semaphore) != turn) {}
-        __syncwarp();
-        barrier_arrive(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
-        barrier_sync(DQ_ADDED, SEMAPHORE_THREADS);
-        if (lane == 0) {
-            __threadfence();                                // all additions before the barrier
-            store_release(semaphore, turn + 1);
-        }
-        __syncwarp();
-    });
-}
-
 // ---- The score warpgroup: S, dP, P, dS, and dQ ----
-
-// A warp's 16 rows of P^T or dS^T, for the warpgroups that need them.
-__device__ __forceinline__ void publish(
-    u32 tile, u32 full, const u32 (&rounded)[S_REGS / 2], int warp_row, int lane) {
-    store_rows<BLOCK_K>(tile, warp_row, lane, rounded);
-    fence_async_proxy();
-    __syncwarp();
-    mbarrier_arrive_if(lane == 0, full);
-}
 
 // Adds columns [part * DQ_COLUMNS, (part + 1) * DQ_COLUMNS) of an iteration's dQ to its sums, of
 // which `sums` is the thread's first.
