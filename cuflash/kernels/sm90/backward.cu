@@ -84,16 +84,19 @@ __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared
                 dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4),
                 part, DQ_PART_BYTES);
             tma_store_commit();
-            if (DETERMINISTIC) {
-                tma_store_wait<0>();
-                __threadfence();
-                store_release(semaphore, turn + 1);
-            } else {
-                tma_store_wait_read<0>();
-            }
+            tma_store_wait_read<0>();
         }
         __syncwarp();
         barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+        // After the consumer's release: it need not wait until the addition is visible.
+        if constexpr (DETERMINISTIC) {
+            if (lane == 0) {
+                tma_store_wait<0>();
+                __threadfence();
+                store_release(semaphore, turn + 1);
+            }
+            __syncwarp();
+        }
     });
     tma_store_wait<0>();
 }
