@@ -151,9 +151,9 @@ BackwardArguments = _struct(
     ("const void*", "dout q k v out lse"),
     ("void*", "delta", "rowsum(dO * O) - dlse; sm90: row_stats.cuh"),
     ("void*", "dq_sum", "sums of dQ, ordered by dq_accum.cuh"),
-    ("int*", "tile_counter", "dq_semaphore.cuh, recompute_flags.cuh"),
-    ("int*", "recompute_flags", "of key tiles: recompute_flags.cuh"),
-    ("int*", "dq_semaphores", "of query tiles: dq_semaphore.cuh; or null"),
+    ("int*", "tile_counter", "dq_semaphore.cuh, semaphores.cuh; or null"),
+    ("int*", "recompute_flags", "semaphores.cuh, tile_flags.cuh; or null"),
+    ("int*", "dq_semaphores", "of query tiles, as tile_counter; or null"),
     ("void*", "dq dk dv"),
     ("Strides", "dout_stride q_stride k_stride v_stride out_stride"),
     ("Strides", "dq_stride dk_stride dv_stride"),
@@ -360,22 +360,22 @@ MergeArguments = _struct(
 
 MergeRowsArguments = _struct(
     "MergeRowsArguments",
-    "a, b and result are (batch, seqlen, num_heads, head_dim); the heads of a"
-    " token are contiguous.\nlse_a, which is written, and lse_b are (batch,"
-    " num_heads, seqlen); the tokens of a head are.",
-    ("const void*", "a b lse_b"),
+    "The rows are (batch, seqlen, num_heads, head_dim); the heads of a token"
+    " are contiguous.\nEach lse is (batch, num_heads, seqlen); the tokens of a"
+    " head are contiguous. lse_a is written.",
+    ("const void*", "a b0 b1 b2 lse_b0 lse_b1 lse_b2"),
     ("void*", "result lse_a"),
-    ("TokenStrides", "a_stride b_stride result_stride"),
-    ("HeadStrides", "lse_a_stride lse_b_stride"),
+    ("TokenStrides", "a_stride b0_stride b1_stride b2_stride result_stride"),
+    ("HeadStrides", "lse_a_stride"),
+    ("HeadStrides", "lse_b0_stride lse_b1_stride lse_b2_stride"),
     ("int", "batch seqlen num_heads head_dim"),
 )
 AddRowsArguments = _struct(
     "AddRowsArguments",
-    "a, b and result are (batch, seqlen, columns); the columns are"
-    " contiguous.",
-    ("const void*", "a b"),
+    "The rows are (batch, seqlen, columns); the columns are contiguous.",
+    ("const void*", "a b0 b1 b2"),
     ("void*", "result"),
-    ("TokenStrides", "a_stride b_stride result_stride"),
+    ("TokenStrides", "a_stride b0_stride b1_stride b2_stride result_stride"),
     ("int", "batch seqlen columns"),
 )
 
@@ -474,6 +474,18 @@ JvpWgmmaArguments = _struct(
     ("int*", "recompute_flags", "of 16 rows: row_flags.cuh"),
     ("ForwardArguments", "arrays"),
     ("TangentNumbers", "tangents"),
+)
+DoubleBackwardWgmmaArguments = _struct(
+    "DoubleBackwardWgmmaArguments",
+    "As DoubleBackwardArguments. Maps have boxes of 64 columns and a tile's"
+    " rows.",
+    ("TensorMap", "q_map k_map v_map dout_map q_dot_map k_dot_map v_dot_map"),
+    *_TANGENTS,
+    _DELTA_DOT,
+    ("void*", "query_rows", "of query tiles: second_rows.cuh"),
+    ("BackwardArguments", "arrays"),
+    ("TangentNumbers", "tangents"),
+    _DLSE,
 )
 BackwardWgmmaArguments = _struct(
     "BackwardWgmmaArguments",

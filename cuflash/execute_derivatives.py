@@ -15,6 +15,7 @@ from cuflash import execute, layouts, options, workspace
 from cuflash.abi import (
     DoubleBackwardArguments,
     DoubleBackwardOptionsArguments,
+    DoubleBackwardWgmmaArguments,
     JvpArguments,
     JvpOptionsArguments,
     JvpWgmmaArguments,
@@ -252,7 +253,7 @@ def _jvp_recipe(
         kind,
         constants,
         layouts.changes(given, taken | rows),
-        taken if decided.family == "wgmma" else {},
+        {x: taken[x] for x in "qkv"} if decided.family == "wgmma" else {},
     )
 
 
@@ -279,14 +280,21 @@ def _double_recipe(
     rows = {
         x: layouts.contiguous(given[x]) for x in ("lse", "dlse") if x in given
     }
-    with_options = DoubleBackwardOptionsArguments
+    kind = DoubleBackwardArguments
+    if p.options:
+        kind = DoubleBackwardOptionsArguments
+    by_tma: dict[str, Layout] = {}
+    if decided.family == "wgmma":
+        kind = DoubleBackwardWgmmaArguments
+        by_tma = {x: taken[x] for x in ("q", "k", "v", "dout")}
     return _recipe(
         signature,
         target,
         decided,
-        with_options if p.options else DoubleBackwardArguments,
+        kind,
         constants,
         layouts.changes(given, taken | rows),
+        by_tma,
     )
 
 
@@ -380,14 +388,18 @@ def _recipe(
 def _boxes(
     decided: Plan, given: Mapping[str, Layout], moves: Mapping[str, Layout]
 ) -> tuple[tuple[str, layouts.Boxes], ...]:
-    """The boxes of q, k and v, then of their tangents, by pointer.
+    """The boxes of the inputs, then of q's, k's and v's tangents, by pointer.
 
     In place of a tangent that there is not, its input: no kernel reads it.
     """
     tile = decided.tile
     assert tile is not None  # only a merge plan has no tile
     rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k}
-    found = [(x, layouts.Boxes.of(given[x], n)) for x, n in rows.items()]
+    of_inputs = {**rows, "dout": tile.block_q}
+    found = [
+        (x, layouts.Boxes.of(layout, of_inputs[x]))
+        for x, layout in given.items()
+    ]
     for name, n in rows.items():
         if name in moves:
             whole = layouts.folded(moves[name])

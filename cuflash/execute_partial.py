@@ -7,6 +7,7 @@ checked here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from cuflash.abi import AddRowsArguments, MergeRowsArguments, Template
@@ -18,38 +19,58 @@ from cuflash.problem import Problem
 Described = tuple[tuple[int, ...], tuple[int, ...], Any]
 
 
+# The kernels take one array and up to this many more (partial/rows.cuh).
+MOST_OTHERS = 3
+
+
 def merge_rows(
-    backend: Backend, a: Any, lse_a: Any, b: Any, lse_b: Any, result: Any
+    backend: Backend,
+    a: Any,
+    lse_a: Any,
+    others: Sequence[tuple[Any, Any]],
+    result: Any,
 ) -> None:
-    """Merge b into a, into `result`; lse_a receives the merged lse.
+    """Merge others into a, into `result`; lse_a receives the merged lse.
 
     Parameters
     ----------
     backend : Backend
-    a, b, result : array, (batch, seqlen, heads, head_dim)
-        The heads of a token are contiguous. b has the inputs' dtype, the
-        others have it or that of lse; `result` may be a.
-    lse_a, lse_b : array, (batch, heads, seqlen)
+    a, result : array, (batch, seqlen, heads, head_dim)
+        The heads of a token are contiguous. Of the inputs' dtype or of that
+        of lse; `result` may be a.
+    lse_a : array, (batch, heads, seqlen)
         The last axis is contiguous.
+    others : sequence of (array, lse)
+        One to `MOST_OTHERS`, like a and lse_a, of the inputs' dtype.
     """
-    arrays = a, b, lse_b, result, lse_a
-    if not b.size:
+    if not a.size:
         return
-    found = _merge_recipe(_described(arrays), backend.target)
-    _launch(found, backend, arrays[:3], arrays[3:])
+    rows, lses = [x for x, _ in others], [lse for _, lse in others]
+    seen = _described(a), _described(result), _described(lse_a)
+    of_rows, of_lses = (tuple(map(_described, x)) for x in (rows, lses))
+    found = _merge_recipe(*seen, of_rows, of_lses, backend.target)
+    read = (a, *_padded(rows), *_padded(lses))
+    _launch(found, backend, read, (result, lse_a))
 
 
-def add_rows(backend: Backend, a: Any, b: Any, result: Any) -> None:
-    """Store a + b, of the form that `merge_rows` takes, in `result`."""
-    arrays = a, b, result
-    if not b.size:
+def add_rows(
+    backend: Backend, a: Any, others: Sequence[Any], result: Any
+) -> None:
+    """Store the sum of a and others, as `merge_rows` takes, in `result`."""
+    if not a.size:
         return
-    found = _add_recipe(_described(arrays), backend.target)
-    _launch(found, backend, arrays[:2], arrays[2:])
+    seen = _described(a), _described(result), tuple(map(_described, others))
+    found = _add_recipe(*seen, backend.target)
+    _launch(found, backend, (a, *_padded(others)), (result,))
 
 
-def _described(arrays: tuple[Any, ...]) -> tuple[Described, ...]:
-    return tuple((x.shape, x.strides, x.dtype) for x in arrays)
+def _padded(given: Sequence[Any]) -> list[Any]:
+    """As many as the argument structs have; the last one fills the rest."""
+    return [*given, *[given[-1]] * (MOST_OTHERS - len(given))]
+
+
+def _described(array: Any) -> Described:
+    return array.shape, array.strides, array.dtype
 
 
 def _launch(
@@ -70,18 +91,25 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def _merge_recipe(
-    seen: tuple[Described, ...], target: Target
+    a: Described,
+    result: Described,
+    lse_a: Described,
+    others: tuple[Described, ...],
+    lses: tuple[Described, ...],
+    target: Target,
 ) -> tuple[Any, Template]:
-    a, b, lse_b, result, lse_a = seen
-    batch, seqlen, heads, head_dim = b[0]
-    decided = merge_rows_plan(_problem(b), a[2].name, result[2].name)
+    batch, seqlen, heads, head_dim = a[0]
+    decided = merge_rows_plan(
+        _problem(others[0]), a[2].name, result[2].name, len(others)
+    )
     template = Template(
         MergeRowsArguments,
-        a_stride=_strides(a),
-        b_stride=_strides(b),
-        result_stride=_strides(result),
+        **_strides_of_rows(a, others, result),
         lse_a_stride=_strides(lse_a),
-        lse_b_stride=_strides(lse_b),
+        **{
+            f"lse_b{i}_stride": _strides(x)
+            for i, x in enumerate(_padded(lses))
+        },
         batch=batch,
         seqlen=seqlen,
         num_heads=heads,
@@ -92,21 +120,32 @@ def _merge_recipe(
 
 @functools.lru_cache(maxsize=4096)
 def _add_recipe(
-    seen: tuple[Described, ...], target: Target
+    a: Described,
+    result: Described,
+    others: tuple[Described, ...],
+    target: Target,
 ) -> tuple[Any, Template]:
-    a, b, result = seen
-    batch, seqlen, heads, head_dim = b[0]
-    decided = add_rows_plan(_problem(b), a[2].name, result[2].name)
+    batch, seqlen, heads, head_dim = a[0]
+    decided = add_rows_plan(
+        _problem(others[0]), a[2].name, result[2].name, len(others)
+    )
     template = Template(
         AddRowsArguments,
-        a_stride=_strides(a),
-        b_stride=_strides(b),
-        result_stride=_strides(result),
+        **_strides_of_rows(a, others, result),
         batch=batch,
         seqlen=seqlen,
         columns=heads * head_dim,
     )
     return target.load(decided), template
+
+
+def _strides_of_rows(
+    a: Described, others: tuple[Described, ...], result: Described
+) -> dict[str, tuple[int, int]]:
+    """The fields of both argument structs."""
+    arrays = {"a": a, "result": result}
+    arrays |= {f"b{i}": x for i, x in enumerate(_padded(others))}
+    return {f"{name}_stride": _strides(x) for name, x in arrays.items()}
 
 
 def _strides(of: Described) -> tuple[int, int]:

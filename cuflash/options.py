@@ -8,6 +8,7 @@ derived from it. Tests compare signatures, docstrings and README.md with it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,6 +88,9 @@ class Option:
         Other options that it requires: ValueRangeError without them.
     not_with : tuple of str
         Other options that exclude it: UnsupportedError.
+    no_order : tuple of str
+        Families in which key tiles cannot add to dq in a fixed order with
+        it: with ``deterministic=True`` they sum integers, in any order.
     of_gradients : bool
         Whether only `cuflash.backward` has it.
     """
@@ -102,6 +106,7 @@ class Option:
     numbers: Callable[[Signature], dict[str, Any]] | None = None
     needs: tuple[str, ...] = ()
     not_with: tuple[str, ...] = ()
+    no_order: tuple[str, ...] = ()
     of_gradients: bool = False
 
     def is_in(self, problem: Problem) -> bool:
@@ -251,6 +256,7 @@ TABLE = (
         stride="ids_q_stride",
         needs=("segment_ids_k",),
         not_with=("cu_seqlens_q",),
+        no_order=("wgmma",),
     ),
     Option(
         "segment_ids_k",
@@ -259,6 +265,7 @@ TABLE = (
         stride="ids_k_stride",
         needs=("segment_ids_q",),
         not_with=("cu_seqlens_q",),
+        no_order=("wgmma",),
     ),
     Option(
         "dropout",
@@ -278,6 +285,7 @@ TABLE = (
         stride="offset_q_stride",
         numbers=_sequences,
         needs=("cu_seqlens_k",),
+        no_order=("wgmma",),
     ),
     Option(
         "cu_seqlens_k",
@@ -285,6 +293,7 @@ TABLE = (
         part_of="cu_seqlens",
         stride="offset_k_stride",
         needs=("cu_seqlens_q",),
+        no_order=("wgmma",),
     ),
     Option(
         "max_seqlen_q",
@@ -362,6 +371,18 @@ def numbers(
         if option.numbers:
             fields |= option.numbers(signature)
     return fields
+
+
+@functools.cache
+def _without_order(family: str) -> frozenset[str]:
+    return frozenset(
+        option.part_of for option in TABLE if family in option.no_order
+    )
+
+
+def has_order(problem: Problem, family: str) -> bool:
+    """Whether a family can sum dq in a fixed order with these options."""
+    return _without_order(family).isdisjoint(problem.options)
 
 
 def check_order(problem: Problem) -> None:

@@ -13,8 +13,9 @@ from dataclasses import replace
 from types import ModuleType
 from typing import cast
 
-from cuflash import options, settings, tiles
+from cuflash import nearest_tiles, options, settings, tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
+from cuflash.nearest_tiles import ROWS_OF_A_TILE
 from cuflash.plans import (
     decode,
     decode_simt,
@@ -27,6 +28,7 @@ from cuflash.plans import (
     simt,
     simt_derivatives,
     wgmma,
+    wgmma_double_backward,
     wgmma_jvp,
 )
 from cuflash.plans.kernel import (
@@ -76,6 +78,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("decode_simt", "forward"): decode_simt.FORWARD,
     ("decode_simt", "kvcache"): decode_simt.FORWARD,
     ("wgmma", "jvp"): wgmma_jvp.JVP,
+    ("wgmma", "double_backward"): wgmma_double_backward.DOUBLE_BACKWARD,
     ("fma", "jvp"): fma_derivatives.JVP,
     ("fma", "double_backward"): fma_derivatives.DOUBLE_BACKWARD,
     ("mma", "jvp"): mma_derivatives.JVP,
@@ -88,6 +91,12 @@ _MAKERS: dict[tuple[str, str], Maker] = {
     ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
 }  # fmt: skip
 
+
+# Whether wgmma's kernels support a problem; `wgmma.runs` in other directions.
+_WGMMA_RUNS = {
+    "jvp": wgmma_jvp.runs,
+    "double_backward": wgmma_double_backward.runs,
+}
 
 # The families for derivatives of problems whose own one has no kernels.
 _OLDER: dict[Family, tuple[Family, ...]] = {
@@ -288,7 +297,7 @@ def _family_of(
             return "dmma"
         return "simt"
     has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    by_wgmma = wgmma_jvp.runs if problem.direction == "jvp" else wgmma.runs
+    by_wgmma = _WGMMA_RUNS.get(problem.direction, wgmma.runs)
     if has_wgmma and by_wgmma(problem, device):
         return "wgmma"
     return "mma"
@@ -392,7 +401,7 @@ def is_legal(
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
     """The nearest tuned tile with the requested sizes, else a legal one."""
     seqlen, load = tuned_by(problem, device)
-    nearest = tiles.tuned(
+    nearest = nearest_tiles.tuned(
         device.capability,
         family,
         problem.direction,
@@ -402,6 +411,8 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         _tuned_option(problem),
         seqlen,
         load,
+        device.name,
+        device.bandwidth,
     )
     for tile in nearest:
         if _has_sizes(tile, problem) and is_legal(
@@ -473,7 +484,7 @@ def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
 
     The length is the number of tokens that a block iterates over (keys in a
     forward pass, queries in a backward pass). The load is the number of tiles
-    of `tiles.ROWS_OF_A_TILE` rows (queries forward, keys backward) per SM.
+    of `ROWS_OF_A_TILE` rows (queries forward, keys backward) per SM.
 
     The lengths of packed sequences are unknown, except for the longest if the
     user gives it. They are assumed to be equal, or one of that length and the
@@ -491,7 +502,7 @@ def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
     if problem.num_sequences:
         walked = _length_of_pairs(walked, problem.num_sequences, longest)
     walked = min(walked, window_of(problem))
-    count = ceil_div(rows, tiles.ROWS_OF_A_TILE) * problem.batch * heads
+    count = ceil_div(rows, ROWS_OF_A_TILE) * problem.batch * heads
     return walked, count / device.num_sms
 
 

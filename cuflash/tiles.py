@@ -1,9 +1,8 @@
 """Tile sizes: those that kernels support, and tuned ones.
 
 `candidates` lists the tiles that a family's kernel supports; `plan.py` knows
-which of them fit a problem and a device. `tuned` looks up tables, one file
-per architecture: those that scripts/sweep_blocks.py measured on this machine
-(`folders.tile_tables`) and those of the package (``tile_tables/``).
+which of them fit a problem and a device. `entries` reads a folder of tables,
+one file per architecture; `nearest_tiles.py` chooses among their entries.
 """
 
 from __future__ import annotations
@@ -77,6 +76,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         # Two consumer warpgroups, and one producer.
         for k, stages in product((128, 64), (3, 2)):
             yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
+    elif (family, direction) == ("wgmma", "double_backward"):
+        # Three consumer warpgroups that share the same 64 keys, a producer.
+        for stages in (3, 2):
+            yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
+                       ptxas_level=3)  # fmt: skip
     elif (family, direction) == ("wgmma", "backward"):
         # Two consumer warpgroups with 64 keys each, and one producer.
         for q, stages in product((128, 64), (3, 2)):
@@ -224,7 +228,12 @@ class Entry:
         Tokens that a block iterates over (keys forward, queries backward);
         None: any number.
     tiles_per_sm : float or None
-        Tiles of `ROWS_OF_A_TILE` rows per SM; None: any number.
+        Tiles of `ROWS_OF_A_TILE` rows (nearest_tiles.py) per SM; None: any
+        number.
+    gpu : str or None
+        The GPU for which the tile is the best known; None: any.
+    bandwidth : int or None
+        The peak bandwidth of that GPU's memory in GB/s.
     measured : mapping or None
         Device, driver, NVRTC, date, ms and TFLOP/s, if it was measured.
     """
@@ -239,6 +248,8 @@ class Entry:
     option: str | None = None
     seqlen: int | None = None
     tiles_per_sm: float | None = None
+    gpu: str | None = None
+    bandwidth: int | None = None
     measured: Mapping[str, Any] | None = None
 
 
@@ -256,9 +267,13 @@ _KINDS = {
     "option": (str, type(None)),
     "seqlen": (int, type(None)),
     "tiles_per_sm": (float, int, type(None)),
+    "gpu": (str, type(None)),
+    "bandwidth": (int, type(None)),
     "measured": (dict, type(None)),
 }
 _NEEDED = {"family", "direction", "head_dim", "tile"}
+# A table may have them too, for entries without.
+GPU_FIELDS = ("gpu", "bandwidth")
 _TILE_FIELDS = {field.name for field in fields(Tile)}
 
 
@@ -282,7 +297,11 @@ def read_table(path: Path) -> tuple[Entry, ...]:
 
 
 def parse_table(content: str | bytes, arch: str) -> tuple[Entry, ...]:
-    """The entries of a table's text; `arch` is a name such as ``sm_90``."""
+    """The entries of a table's text; `arch` is a name such as ``sm_90``.
+
+    Entries without a field "gpu" are for the GPU that the table names, if it
+    does.
+    """
     named = re.fullmatch(r"sm_(\d+)", arch)
     try:
         table = json.loads(content)
@@ -290,7 +309,11 @@ def parse_table(content: str | bytes, arch: str) -> tuple[Entry, ...]:
             raise ValueRangeError(f"its format is {table['format']!r}")
         if not named or table["arch"] != arch:
             raise ValueRangeError(f"it is for {table['arch']!r}")
-        return tuple(_entry(int(named[1]), x) for x in table["tiles"])
+        gpu = {name: table[name] for name in GPU_FIELDS if name in table}
+        return tuple(
+            _entry(int(named[1]), x if "gpu" in x else {**gpu, **x})
+            for x in table["tiles"]
+        )
     except ValueRangeError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -305,11 +328,13 @@ def _entry(arch: int, found: dict[str, Any]) -> Entry:
     for name, kinds in _KINDS.items():
         if name in values and type(values[name]) not in kinds:
             raise ValueRangeError(f"{name} is {values[name]!r}")
-    for name in ("head_dim", "seqlen", "tiles_per_sm"):
+    for name in ("head_dim", "seqlen", "tiles_per_sm", "bandwidth"):
         if not (values.get(name) is None or 0 < values[name] < math.inf):
             raise ValueRangeError(f"{name} is {values[name]!r}")
     if values.get("option") not in (None, *OPTIONS):
         raise ValueRangeError(f"option is {values['option']!r}")
+    if values.get("bandwidth") and not values.get("gpu"):
+        raise ValueRangeError("bandwidth is of no gpu")
     sizes = values.pop("tile")
     if not sizes.keys() <= _TILE_FIELDS or any(
         type(size) is not int for size in sizes.values()
@@ -336,119 +361,3 @@ def entries(folder: Path) -> tuple[Entry, ...]:
                 f"{error}; it is ignored", RuntimeWarning, stacklevel=2
             )
     return tuple(found)
-
-
-# ---- The nearest entry ----
-
-ROWS_OF_A_TILE = 128  # for counting tiles, whichever tile is chosen
-
-# The distance of an entry from a problem is a sum of these. The unit is an
-# octave of length: a factor of two.
-_OLDER_ARCH, _NEWER_ARCH = 8.0, 16.0  # and a tenth for each 0.1 between
-_HEAD_DIM_OCTAVE = 4.0  # per octave of head_dim
-_TOO_FEW_COLUMNS = 8.0
-_OTHER_DTYPE, _OTHER_WIDTH = 0.25, 8.0
-_OTHER_MASK, _OTHER_OPTION = 1.5, 4.0
-_ANY_DTYPE, _ANY_MASK, _ANY_LENGTH, _ANY_LOAD = 0.25, 0.25, 2.0, 1.0
-# Entries of the package's tables count less than this machine's own.
-_OF_THE_PACKAGE = 0.5
-# More tiles per SM than this make no difference.
-_MANY_TILES_PER_SM = 8.0
-_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-
-
-def tuned(
-    capability: int,
-    family: str,
-    direction: str,
-    dtype: str,
-    head_dim: int,
-    causal: bool,
-    option: str | None,
-    seqlen: float,
-    tiles_per_sm: float,
-) -> tuple[Tile, ...]:
-    """The tiles of a family's entries, the nearest entry's tile first.
-
-    The distance of an entry adds up differences in architecture, dtype,
-    head_dim, causal, option, length and tiles per SM. At equal distance,
-    entries measured on this machine come first.
-
-    Parameters
-    ----------
-    capability : int
-        Compute capability; 90 means 9.0.
-    family, direction, dtype : str
-    head_dim : int
-        The larger of head_dim and head_dim_v.
-    causal : bool
-    option, seqlen, tiles_per_sm
-        As in `Entry`.
-    """
-    return _tuned(
-        folders.tile_tables(), capability, family, direction, dtype,
-        head_dim, causal, option, _quarters(seqlen),
-        _quarters(min(tiles_per_sm, _MANY_TILES_PER_SM)),
-    )  # fmt: skip
-
-
-def _quarters(number: float) -> float:
-    """log2 of a number, rounded to quarters: a coarser cache key."""
-    return round(4 * math.log2(max(number, 2**-10))) / 4
-
-
-@functools.lru_cache(maxsize=4096)
-def _tuned(
-    folder: Path, capability: int, family: str, direction: str, *asked: Any
-) -> tuple[Tile, ...]:
-    far = [
-        (
-            extra
-            + _arch_distance(entry.arch, capability)
-            + _distance(entry, *asked),
-            entry.tile,
-        )
-        for where, extra in ((folder, 0.0), (TABLES, _OF_THE_PACKAGE))
-        for entry in entries(where)
-        if (entry.family, entry.direction) == (family, direction)
-    ]
-    far.sort(key=lambda pair: pair[0])  # stable: this machine's first
-    return tuple(dict.fromkeys(tile for _, tile in far))
-
-
-def _arch_distance(arch: int, capability: int) -> float:
-    if arch == capability:
-        return 0.0
-    other = _OLDER_ARCH if arch < capability else _NEWER_ARCH
-    return other + abs(arch - capability) / 10
-
-
-def _distance(
-    entry: Entry, dtype: str, head_dim: int, causal: bool,
-    option: str | None, length: float, load: float,
-) -> float:  # fmt: skip
-    """`length` and `load` are logarithms to base 2."""
-    columns = math.log2(entry.head_dim / head_dim)
-    distance = _HEAD_DIM_OCTAVE * abs(columns)
-    if columns < 0:
-        distance += _TOO_FEW_COLUMNS
-    if entry.dtype is None:
-        distance += _ANY_DTYPE
-    elif _WIDTHS.get(entry.dtype) != _WIDTHS[dtype]:
-        distance += _OTHER_WIDTH
-    elif entry.dtype != dtype:
-        distance += _OTHER_DTYPE
-    if entry.causal is None:
-        distance += _ANY_MASK
-    elif entry.causal != causal:
-        distance += _OTHER_MASK
-    if entry.option != option:
-        distance += _OTHER_OPTION
-    if entry.seqlen is None:
-        distance += _ANY_LENGTH
-    else:
-        distance += abs(math.log2(entry.seqlen) - length)
-    if entry.tiles_per_sm is None:
-        return distance + _ANY_LOAD
-    tiles_per_sm = min(entry.tiles_per_sm, _MANY_TILES_PER_SM)
-    return distance + abs(math.log2(tiles_per_sm) - load)

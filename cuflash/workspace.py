@@ -23,6 +23,7 @@ NAMES = (
     "split_lse",
     "delta",
     "delta_dot",
+    "query_rows",
     "dq_sum",
     "tile_counter",
     "previous_tiles",
@@ -75,6 +76,11 @@ def query_rows(nbytes: int) -> Buffer:
     tile may follow them: sm90/integer_dq.cuh.
     """
     return Buffer("delta", 16, nbytes // 16)
+
+
+def second_query_rows(tiles: int, bytes_of_tile: int) -> Buffer:
+    """Row statistics of each query tile for sm90/double_backward.cu."""
+    return Buffer("query_rows", bytes_of_tile, tiles)
 
 
 def dq_sum(elements: int) -> Buffer:

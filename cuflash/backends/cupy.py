@@ -49,7 +49,16 @@ def device(index: int) -> Device:
         num_sms=properties["multiProcessorCount"],
         shared_bytes=properties["sharedMemPerBlockOptin"],
         l2_bytes=properties["l2CacheSize"],
+        name=properties["name"].decode(),
+        bandwidth=_bandwidth(properties),
     )
+
+
+def _bandwidth(properties: dict[str, Any]) -> int | None:
+    """The peak bandwidth of the memory in GB/s, if the driver knows it."""
+    # kHz and bits; two transfers per clock.
+    rate = 2 * properties["memoryClockRate"] * properties["memoryBusWidth"]
+    return round(rate / 8 / 1e6) or None
 
 
 @functools.cache

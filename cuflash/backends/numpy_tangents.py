@@ -234,8 +234,8 @@ def double_backward(
             rows = Rows(at[-1], dout[at], lse[at], delta[at])
             b, ddout = _first_pass(values, rows, out[at])
             found.ddlse[at], found.ddout[at] = b, ddout
-            e = np.einsum("...c,...c->...", rows.dout, ddout) - b * rows.delta
-            _second_pass(values, rows, b, e, found.d2q[at], sums)
+            moved = np.einsum("...c,...c->...", rows.dout, ddout)
+            _second_pass(values, rows, b, moved, found.d2q[at], sums)
     for x in (found.d2q, found.d2k):
         x *= scale
     return found
@@ -282,12 +282,17 @@ def _second_pass(
     values: _Values,
     rows: Rows,
     b: np.ndarray,
-    e: np.ndarray,
+    moved: np.ndarray,
     d2q: np.ndarray,
     sums: list[np.ndarray | None],
 ) -> None:
     """Add the terms of some queries to d2q and to the sums, unscaled.
 
+    T is P ((dP - D) (W - b) + U - rowsum(dO * ddO)), which is the reference's
+    because E + b D is that sum. What all keys share cancels in W - b and
+    dP - D, before it is multiplied.
+
+    moved : rowsum(dO * ddO).
     sums : d2k, d2v, and d2bias and d2sink or None.
     """
     scores, motion = values.scores, values.motion
@@ -295,8 +300,9 @@ def _second_pass(
     assert d2k is not None and d2v is not None
     own, q = motion.direction, scores.q[..., rows.place, :]
     if d2sink is not None:
-        moved = rows.delta * motion.of_sink() + e
-        part = -(values.sink_weight(rows.lse) * moved).sum(axis=-1)
+        e = moved - b * rows.delta
+        e += rows.delta * motion.of_sink()
+        part = -(values.sink_weight(rows.lse) * e).sum(axis=-1)
         d2sink += reduce_to_shape(part, d2sink.shape)
     shift, rest = shifts(scores, rows)
     for tile, visible in scores.tiles(rows.place):
@@ -306,20 +312,23 @@ def _second_pass(
         w, x_dot = motion.of(tile, slope)
         z = scores.factors(tile)
         relative = -b[..., None] if w is None else w - b[..., None]
-        relative = relative * (p if z is None else z * p)
-        add_to_keys(d2v, tile, relative, rows.dout)
-        dp = rows.dout @ values.v_transposed[..., tile.keys]
-        dp = dp if z is None else dp * z
-        t = -b[..., None] * dp - e[..., None]
-        if values.ddv_transposed is not None:
-            u = rows.dout @ values.ddv_transposed[..., tile.keys]
-            t += u if z is None else u * z
-        ds = dp
+        kept = p if z is None else z * p
+        add_to_keys(d2v, tile, relative * kept, rows.dout)
+        ds = rows.dout @ values.v_transposed[..., tile.keys]
+        if z is not None:
+            ds *= z
         ds -= rows.delta[..., None]
-        if w is not None:
-            t += ds * w
-        t *= p
         ds *= p
+        t = ds * relative
+        if values.ddv_transposed is None:
+            t -= p * moved[..., None]
+        else:
+            u = rows.dout @ values.ddv_transposed[..., tile.keys]
+            if z is not None:
+                u *= z
+            u -= moved[..., None]
+            u *= p
+            t += u
         if d2bias is not None:
             part = tile.of(d2bias)
             part += reduce_to_shape(t, part.shape)

@@ -1,9 +1,9 @@
 """Sums of what blocks contribute, in float32 (float64 for float64 arrays).
 
-`Sums` adds gradients; `Merged` merges outputs by their lse. A range of rows
-that one block contributes to as a whole keeps that block's array until the
-second contribution, and the last one is rounded to the result's dtype in the
-same pass, so that no pass over the rows only converts.
+`Sums` adds gradients; `Merged` merges outputs by their lse. Contributions to
+a range of rows are held, in their own dtype, until `MOST_HELD` can be combined
+in one pass over memory; the last pass rounds to the result's dtype. The first
+contribution, if it is to all rows, becomes the result's memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from .machine import Host
+
+# Arrays that one pass combines: execute_partial.MOST_OTHERS and another.
+MOST_HELD = 4
 
 
 class Sums:
@@ -44,79 +47,89 @@ class Sums:
         self.ranges = [x for x in ranges if len(x)]
         self.wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         self.left = [0] * len(self.ranges)
-        self.held: list[Any] = [None] * len(self.ranges)
-        self.total = 0
+        # Of each range: a sum in the wide dtype or one contribution, and
+        # further contributions.
+        self.held: list[list[Any]] = [[] for _ in self.ranges]
         for rows in expected:
-            self.total += len(rows) > 0
             for i, own in enumerate(self.ranges):
                 self.left[i] += _overlap(own, rows) is not None
-        self._whole: Any = None
         self._result: Any = None
+        self._targets: dict[int, Any] = {}
 
     def add(self, rows: range, array: Any) -> None:
-        """Add a contribution, (batch, len(rows), heads, head_dim)."""
-        if self.total == 1 and len(rows) == self.shape[1]:
-            self._whole = array
-            return
+        """Add a contribution, (batch, len(rows), heads, head_dim).
+
+        It belongs to the sum from now on.
+        """
+        is_first = self._result is None and not any(self.held)
+        if is_first and len(rows) == self.shape[1]:
+            self._result = array
         for i, own in enumerate(self.ranges):
             part = _overlap(own, rows)
             if part is not None:
-                self._add(i, part, _cut(array, rows, part))
+                self.left[i] -= 1
+                in_place = self._result is array
+                cut = self._target(i) if in_place else _cut(array, rows, part)
+                self._add(i, part, cut)
 
     def _add(self, i: int, part: range, array: Any) -> None:
         own, held = self.ranges[i], self.held[i]
-        self.left[i] -= 1
-        target = _rows(self.result(), own) if not self.left[i] else None
-        if part == own and held is None:
-            if target is not None:
-                self.machine.copy(target, array)
-            self.held[i] = array if target is None else target
-        elif part == own:
-            if target is None:
-                target = held if held.dtype == self.wide else self._new(own)
-            self._combine(i, own, held, array, target)
-            self.held[i] = target
+        is_last = not self.left[i]
+        if part == own:
+            held.append(array)
+            if is_last:
+                self._combine_held(i, self._target(i))
+            elif len(held) == MOST_HELD:
+                self._combine_held(i, self._widest(i))
+            return
+        self._combine_held(i, self._widest(i))
+        view = held[0][:, part.start - own.start : part.stop - own.start]
+        self._combine(i, part, view, [array], view)
+        if is_last:
+            self._combine_held(i, self._target(i))
+
+    def _combine_held(self, i: int, target: Any) -> None:
+        """Make what is held of a range one array, `target`."""
+        if not self.held[i]:
+            target[...] = 0
         else:
-            held = self._widened(i)
-            view = held[:, part.start - own.start : part.stop - own.start]
-            self._combine(i, part, view, array, view)
-            self.held[i] = held
-            if target is not None:
-                self.machine.copy(target, held)
+            first, *others = self.held[i]
+            if others:
+                self._combine(i, self.ranges[i], first, others, target)
+            elif first is not target:
+                self.machine.copy(target, first)
+        self.held[i][:] = [target]
 
-    def _combine(self, i: int, part: range, a: Any, b: Any, to: Any) -> None:
-        self.machine.add(a, b, to)
+    def _combine(
+        self, i: int, part: range, a: Any, others: list[Any], to: Any
+    ) -> None:
+        self.machine.add(a, others, to)
 
-    def _new(self, rows: range) -> Any:
+    def _widest(self, i: int) -> Any:
+        """The wide array that is held of a range, or a new one."""
+        held, rows = self.held[i], self.ranges[i]
+        if held and held[0].dtype == self.wide:
+            return held[0]
         batch, _, *rest = self.shape
         return self.machine.empty((batch, len(rows), *rest), self.wide)
 
-    def _widened(self, i: int) -> Any:
-        """What is held of a range, in the wide dtype; 0 if nothing is."""
-        held = self.held[i]
-        if held is not None and held.dtype == self.wide:
-            return held
-        wide = self._new(self.ranges[i])
-        if held is None:
-            wide[...] = 0
-        else:
-            self.machine.copy(wide, held)
-        return wide
+    def _target(self, i: int) -> Any:
+        """The result's rows of a range."""
+        if i not in self._targets:
+            if self._result is None:
+                self._result = self.machine.empty(self.shape, self.dtype)
+            rows = self.ranges[i]
+            self._targets[i] = self._result[:, rows.start : rows.stop]
+        return self._targets[i]
 
     def result(self) -> Any:
-        """The result: complete after the last contribution."""
-        if self._whole is not None:
-            return self._whole
-        if self._result is None:
+        """The result, after the last contribution."""
+        for i, held in enumerate(self.held):
+            if not held:  # rows without a contribution
+                self._target(i).fill(0)
+        if self._result is None:  # no rows
             self._result = self.machine.empty(self.shape, self.dtype)
-            for own, count in zip(self.ranges, self.left, strict=True):
-                if not count:
-                    self._clear(own)
         return self._result
-
-    def _clear(self, rows: range) -> None:
-        """Rows without a contribution."""
-        _rows(self._result, rows).fill(0)
 
 
 class Merged(Sums):
@@ -124,32 +137,47 @@ class Merged(Sums):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        batch, rows, heads, _ = self.shape
-        self.lse = self.machine.empty((batch, heads, rows), self.wide)
-        self.lse.fill(-np.inf)
+        self._lse: Any = None
+        # Of each range: lse of what is held, but for the first.
+        self._held_lse: list[list[Any]] = [[] for _ in self.ranges]
         self._given: Any = None
 
+    @property
+    def lse(self) -> Any:
+        """The merged lse, after the last contribution."""
+        if self._lse is None:
+            batch, rows, heads, _ = self.shape
+            self._lse = self.machine.empty((batch, heads, rows), self.wide)
+            self._lse.fill(-np.inf)
+        return self._lse
+
     def merge(self, rows: range, out: Any, lse: Any) -> None:
-        """Merge a contribution, and its lse (batch, heads, len(rows))."""
-        if self.total == 1 and len(rows) == self.shape[1]:
-            self._whole, self.lse = out, lse
-            return
+        """Merge a contribution, and its lse (batch, heads, len(rows)).
+
+        Both belong to the result from now on.
+        """
+        if self._lse is None and len(rows) == self.shape[1]:
+            self._lse = lse
         self._given = rows, lse
         self.add(rows, out)
 
     def _add(self, i: int, part: range, array: Any) -> None:
-        first = part == self.ranges[i] and self.held[i] is None
-        super()._add(i, part, array)
-        if first:
-            self.lse[..., part.start : part.stop] = self._lse_of(part)
-
-    def _combine(self, i: int, part: range, a: Any, b: Any, to: Any) -> None:
-        own = self.lse[..., part.start : part.stop]
-        self.machine.merge(a, own, b, self._lse_of(part), to)
-
-    def _lse_of(self, part: range) -> Any:
         rows, lse = self._given
-        return lse[..., part.start - rows.start : part.stop - rows.start]
+        of_part = lse[..., part.start - rows.start : part.stop - rows.start]
+        if self.held[i] or part != self.ranges[i]:
+            self._held_lse[i].append(of_part)
+        elif lse is not self._lse:
+            self.lse[..., part.start : part.stop] = of_part
+        super()._add(i, part, array)
+
+    def _combine(
+        self, i: int, part: range, a: Any, others: list[Any], to: Any
+    ) -> None:
+        own = self.lse[..., part.start : part.stop]
+        lses = self._held_lse[i][: len(others)]
+        del self._held_lse[i][: len(others)]
+        pairs = list(zip(others, lses, strict=True))
+        self.machine.merge(a, own, pairs, to)
 
 
 def _overlap(a: range, b: range) -> range | None:
@@ -159,7 +187,3 @@ def _overlap(a: range, b: range) -> range | None:
 
 def _cut(array: Any, rows: range, part: range) -> Any:
     return array[:, part.start - rows.start : part.stop - rows.start]
-
-
-def _rows(array: Any, rows: range) -> Any:
-    return array[:, rows.start : rows.stop]

@@ -57,6 +57,10 @@ class Group(abc.ABC):
     # the first of its kind.
     checks_each_call = True
 
+    # Whether all ranks compute on one device. A rank then launches what needs
+    # its own keys alone first: nothing travels while another rank computes.
+    shares_device = False
+
     def __init__(
         self, rank: int, size: int, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
@@ -120,6 +124,8 @@ class Group(abc.ABC):
     def agree(self, text: str) -> None:
         """Raise ValueRangeError on all ranks unless all give the same text.
 
+        A group may leave the comparison to `confirm`.
+
         Parameters
         ----------
         text : str
@@ -129,34 +135,48 @@ class Group(abc.ABC):
             return
         if text in self._agreed and not self.checks_each_call:
             return
-        digest = hashlib.sha256(text.encode()).digest()
-        if any(x != digest for x in self.gather_bytes(digest)):
-            padded = text.encode()[:_LONGEST_TEXT].ljust(_LONGEST_TEXT)
-            texts = self.gather_bytes(padded)
-            calls = {
-                x.decode(errors="replace").rstrip(): [
-                    rank for rank, y in enumerate(texts) if x == y
-                ]
-                for x in texts
-            }
-            each = "; ".join(
-                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"
-                f" {call}"
-                for call, ranks in calls.items()
-            )
-            raise ValueRangeError(
-                "the ranks of a group make different calls, expected the "
-                f"same shapes, dtypes and options on each ({each})"
-            )
+        self._compare(text, self.gather_bytes(digest(text)))
         self._agreed.add(text)
+
+    def confirm(self) -> None:
+        """Wait until all ranks have made this call; raise as `agree` does."""
+        return None
+
+    def _compare(self, text: str, digests: list[bytes]) -> None:
+        """Raise ValueRangeError if a rank's text has another digest."""
+        if all(x == digest(text) for x in digests):
+            return
+        padded = text.encode()[:_LONGEST_TEXT].ljust(_LONGEST_TEXT)
+        texts = self.gather_bytes(padded)
+        calls = {
+            x.decode(errors="replace").rstrip(): [
+                rank for rank, y in enumerate(texts) if x == y
+            ]
+            for x in texts
+        }
+        each = "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"
+            f" {call}"
+            for call, ranks in calls.items()
+        )
+        raise ValueRangeError(
+            "the ranks of a group make different calls, expected the "
+            f"same shapes, dtypes and options on each ({each})"
+        )
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one raises an error."""
         if self.checks_each_call and self.size > 1:
             try:
                 self.agree(f"{type(error).__name__}: {error}")
+                self.confirm()
             except (ValueRangeError, GroupError):
                 pass  # this rank raises `error`
+
+
+def digest(text: str) -> bytes:
+    """Bytes that tell a call from others."""
+    return hashlib.sha256(text.encode()).digest()
 
 
 class Subgroup(Group):
@@ -172,6 +192,7 @@ class Subgroup(Group):
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(group.rank), len(ranks), group.timeout)
         self.group, self.ranks = group, tuple(ranks)
+        self.shares_device = group.shares_device
 
     def mark(self) -> Any:
         return self.group.mark()

@@ -16,7 +16,7 @@ import numpy as np
 
 from cuflash.errors import GroupError
 
-from .group import DEFAULT_TIMEOUT, Group, Message, Pending
+from .group import DEFAULT_TIMEOUT, Group, Message, Pending, digest
 
 
 @dataclass(eq=False)
@@ -81,10 +81,13 @@ class _Board:
 class InProcessGroup(Group):
     """A rank that is a thread: see `run`."""
 
+    shares_device = True
+
     def __init__(self, rank: int, board: _Board) -> None:
         super().__init__(rank, board.size, board.timeout)
         self._board = board
         self._round = 0
+        self._given: str | None = None  # the call that is to be confirmed
         # How many arrays were sent to, and are expected of, each rank.
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
@@ -171,11 +174,22 @@ class InProcessGroup(Group):
             )
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
+        self.confirm()
+        self._give(data)
+        return self._collect()
+
+    def _give(self, data: bytes) -> None:
+        """Show bytes to the other ranks; `_collect` comes next."""
+        board = self._board
+        with board.changed:
+            board.rounds[self._round][self.rank] = data
+            board.changed.notify_all()
+
+    def _collect(self) -> list[bytes]:
+        """The bytes that all ranks gave."""
         board = self._board
         with board.changed:
             given = board.rounds[self._round]
-            given[self.rank] = data
-            board.changed.notify_all()
             board.wait_for(
                 self.rank,
                 "the calls of all ranks",
@@ -184,6 +198,20 @@ class InProcessGroup(Group):
             board.rounds.pop(self._round - 2, None)  # all have read it
             self._round += 1
             return [given[rank] for rank in range(self.size)]
+
+    def agree(self, text: str) -> None:
+        # Ranks take turns on one device and in one interpreter: a rank that
+        # does not wait for the others here has launched its first kernel
+        # before they have checked their calls.
+        self.confirm()
+        if self.size > 1:
+            self._given = text
+            self._give(digest(text))
+
+    def confirm(self) -> None:
+        text, self._given = self._given, None
+        if text is not None:
+            self._compare(text, self._collect())
 
 
 class _Travelling:
@@ -200,6 +228,7 @@ class _Travelling:
         self._receives, self._after = receives, after
 
     def wait(self) -> None:
+        self._group.confirm()
         parcels = []
         for array, rank, number in self._receives:
             parcel = self._group.take(rank, number)

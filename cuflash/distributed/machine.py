@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,17 @@ class Host:
         return np.asarray(values, np.int32)
 
     @np.errstate(all="ignore")
-    def merge(self, a: Any, lse_a: Any, b: Any, lse_b: Any, to: Any) -> None:
-        """Merge b into a, as `execute_partial.merge_rows` does."""
-        m = np.maximum(lse_a, lse_b)
+    def merge(
+        self, a: Any, lse_a: Any, others: Sequence[tuple[Any, Any]], to: Any
+    ) -> None:
+        """Merge others into a, as `execute_partial.merge_rows` does."""
+        given = [(a, lse_a), *others]
+        m = functools.reduce(np.maximum, (lse for _, lse in given))
         finite = np.where(m == -np.inf, 0, m).astype(m.dtype)
-        weights = [np.exp(x - finite) for x in (lse_a, lse_b)]
-        total = weights[0] + weights[1]
-        merged = np.zeros(b.shape, m.dtype)
-        lses = lse_a, lse_b
-        for weight, lse, x in zip(weights, lses, (a, b), strict=True):
+        weights = [np.exp(lse - finite) for _, lse in given]
+        total = functools.reduce(np.add, weights)
+        merged = np.zeros(a.shape, m.dtype)
+        for weight, (x, lse) in zip(weights, given, strict=True):
             share = (weight / total).swapaxes(1, 2)[..., None]
             # A side without keys takes no part, whatever it holds.
             used = (lse != -np.inf).swapaxes(1, 2)[..., None]
@@ -45,10 +48,12 @@ class Host:
         lse_a[...] = np.where(m == -np.inf, m, lse)
 
     @np.errstate(all="ignore")
-    def add(self, a: Any, b: Any, to: Any) -> None:
-        """Store a + b in `to`, summed in the wider dtype."""
-        wide = np.float64 if b.dtype == np.float64 else np.float32
-        to[...] = a.astype(wide) + b.astype(wide)
+    def add(self, a: Any, others: Sequence[Any], to: Any) -> None:
+        """Store the sum of a and others in `to`, summed in the wider dtype."""
+        wide = np.float64 if a.dtype == np.float64 else np.float32
+        to[...] = functools.reduce(
+            np.add, (x.astype(wide) for x in (a, *others))
+        )
 
 
 class Device(Host):
@@ -76,11 +81,13 @@ class Device(Host):
             return super().offsets(values)
         return _offsets_on(self._array.device.id, values)
 
-    def merge(self, a: Any, lse_a: Any, b: Any, lse_b: Any, to: Any) -> None:
-        _kernels().merge_rows(self.backend, a, lse_a, b, lse_b, to)
+    def merge(
+        self, a: Any, lse_a: Any, others: Sequence[tuple[Any, Any]], to: Any
+    ) -> None:
+        _kernels().merge_rows(self.backend, a, lse_a, others, to)
 
-    def add(self, a: Any, b: Any, to: Any) -> None:
-        _kernels().add_rows(self.backend, a, b, to)
+    def add(self, a: Any, others: Sequence[Any], to: Any) -> None:
+        _kernels().add_rows(self.backend, a, others, to)
 
 
 def machine_of(array: Any) -> Host:

@@ -192,19 +192,19 @@ class Travel:
         self.ring, self.own = ring, own
         self.size = ring.group.size
         self.contiguous: dict[range, tuple[Any, Any]] = {}
-        for step in range(1, self.size):
-            for keys in ring.given(step):
-                self._own_part(keys)
-        self.slots = [self._slot(i) for i in range(SLOTS)]
+        self.slots: list[tuple[Any, ...]] = []
         self.coming: deque[tuple[Keys, Pending]] = deque()
-        now = ring.group.mark()
-        for step in range(1, min(SLOTS + 1, self.size)):
-            self._start(step, now)
 
     def steps(self) -> Iterator[tuple[int, Keys]]:
         """Yield each step and its keys, which then may be overwritten."""
         k, v = self.own
-        yield 0, Keys({range(k.shape[1]): (k, v)})
+        own = Keys({range(k.shape[1]): (k, v)})
+        if self.ring.group.shares_device:
+            yield 0, own
+            self._begin()
+        else:
+            self._begin()
+            yield 0, own
         for step in range(1, self.size):
             keys, pending = self.coming.popleft()
             pending.wait()
@@ -213,6 +213,16 @@ class Travel:
                 # What computes with the slot is queued: it is free at this
                 # moment of the stream.
                 self._start(step + SLOTS, self.ring.group.mark())
+
+    def _begin(self) -> None:
+        """Start the exchanges of the first steps."""
+        for step in range(1, self.size):
+            for keys in self.ring.given(step):
+                self._own_part(keys)
+        self.slots = [self._slot(i) for i in range(min(SLOTS, self.size - 1))]
+        now = self.ring.group.mark()
+        for step in range(1, min(SLOTS + 1, self.size)):
+            self._start(step, now)
 
     def _slot(self, index: int) -> tuple[Any, ...]:
         """Memory for the keys and values of every SLOTS-th step."""

@@ -22,12 +22,12 @@ from .steps import (
     double_delta_launch,
     element_bytes,
     gradient_constants,
-    heads_per_section,
     is_linear,
     num_directions,
     option_buffers,
     option_constants,
     option_launches,
+    sections,
     semaphore_buffers,
     sink_launches,
     tangent_constants,
@@ -103,23 +103,23 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("WEIGHT_KEYS", _WEIGHT_KEYS),
     )
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    blocks = tiles * problem.batch * problem.num_heads_q
+    pairs = problem.batch * problem.num_heads_q * num_directions(problem)
     columns = 2 * sum(head_dims(problem))  # of k, v and their tangents
     bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
     return Plan(
         problem,
         "fma",
         tile,
-        (
-            *option_launches(problem, tile),
-            Launch(kernel, blocks * num_directions(problem)),
-        ),
+        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
         workspace=option_buffers(problem, tile),
-        heads_per_section=heads_per_section(
+        **sections(
             problem,
             device,
+            kernel,
             problem.num_heads_q,
             bytes_of_keys // problem.group_size,
+            pairs,
+            tiles,
         ),
     )
 
@@ -156,6 +156,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    pairs = problem.batch * problem.num_heads_kv
     d, dv = head_dims(problem)
     columns = 3 * d + dv  # of q, ddq, d2q and dout
     shared_by_head = (
@@ -171,11 +172,17 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         (
             *option_launches(problem, tile),
             double_delta_launch(problem, tile.block_q, adds_to_dq=True),
-            Launch(kernel, k_tiles * problem.batch * problem.num_heads_kv),
+            Launch(kernel, k_tiles * pairs),
             *sink_launches(problem, tile),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, problem.num_heads_kv, shared_by_head
+        **sections(
+            problem,
+            device,
+            kernel,
+            problem.num_heads_kv,
+            shared_by_head,
+            pairs,
+            k_tiles,
         ),
         workspace=(
             *option_buffers(problem, tile),

@@ -34,12 +34,19 @@ class Device:
         The most shared memory that one block may use.
     l2_bytes : int
         The size of the L2 cache.
+    name : str or None
+        The driver's name of the GPU; None: one that stands for any of its
+        architecture.
+    bandwidth : int or None
+        The peak bandwidth of its memory in GB/s.
     """
 
     arch: str
     num_sms: int = 108
     shared_bytes: int = 99 * 1024
     l2_bytes: int = 40 << 20
+    name: str | None = None
+    bandwidth: int | None = None
 
     @property
     def capability(self) -> int:

@@ -14,7 +14,6 @@ from .steps import (
     delta_launch,
     forward_in_one,
     gradient_constants,
-    heads_per_section,
     is_linear,
     kept_and_summed,
     main_kernel,
@@ -23,6 +22,7 @@ from .steps import (
     option_launches,
     padded_head_dims,
     rounding_launch,
+    sections,
     semaphore_buffers,
     sink_launches,
     tile_bytes,
@@ -144,8 +144,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ),
             *sink_launches(problem, tile),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, problem.num_heads_kv, shared_by_head
+        **sections(
+            problem, device, main, problem.num_heads_kv, shared_by_head,
+            kv_pairs, k_tiles,
         ),
         workspace=(
             *option_buffers(problem, tile),
@@ -153,7 +154,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),
             *semaphore_buffers(problem, q_tiles * q_pairs),
         ),
-    )
+    )  # fmt: skip
 
 
 FORWARD = Maker(_forward, _forward_shared, _forward_fits)

@@ -15,12 +15,12 @@ from .steps import (
     double_delta_launch,
     element_bytes,
     gradient_constants,
-    heads_per_section,
     main_kernel,
     num_directions,
     option_buffers,
     option_constants,
     option_launches,
+    sections,
     semaphore_buffers,
     sink_launches,
     tangent_constants,
@@ -53,21 +53,24 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem, tile, family_of(problem), dims, _jvp_shared(problem, tile),
         *option_constants(problem), *tangent_constants(problem),
     )  # fmt: skip
-    blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    blocks *= problem.batch * problem.num_heads_q * num_directions(problem)
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    pairs = problem.batch * problem.num_heads_q * num_directions(problem)
     # k, v and their tangents
     bytes_of_keys = 2 * problem.seqlen_k * sum(dims) * element_bytes(problem)
     return Plan(
         problem,
         family_of(problem),
         tile,
-        (*option_launches(problem, tile), Launch(kernel, blocks)),
+        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
         workspace=option_buffers(problem, tile),
-        heads_per_section=heads_per_section(
+        **sections(
             problem,
             device,
+            kernel,
             problem.num_heads_q,
             bytes_of_keys // problem.group_size,
+            pairs,
+            tiles,
         ),
         after_forward=True,
     )
@@ -106,6 +109,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )  # fmt: skip
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    pairs = problem.batch * problem.num_heads_kv
     columns = 3 * d + dv  # of q, its cotangent, d2q and dout
     bytes_of_rows = problem.seqlen_q * columns * element_bytes(problem)
     return Plan(
@@ -115,14 +119,17 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         (
             *option_launches(problem, tile),
             double_delta_launch(problem, tile.block_q, adds_to_dq=True),
-            Launch(kernel, k_tiles * problem.batch * problem.num_heads_kv),
+            Launch(kernel, k_tiles * pairs),
             *sink_launches(problem, tile),
         ),
-        heads_per_section=heads_per_section(
+        **sections(
             problem,
             device,
+            kernel,
             problem.num_heads_kv,
             problem.group_size * bytes_of_rows,
+            pairs,
+            k_tiles,
         ),
         workspace=(
             *option_buffers(problem, tile),

@@ -21,7 +21,6 @@ from .steps import (
     double_delta_launch,
     element_bytes,
     gradient_constants,
-    heads_per_section,
     is_linear,
     main_kernel,
     num_directions,
@@ -30,6 +29,7 @@ from .steps import (
     option_launches,
     padded_head_dims,
     rounding_launch,
+    sections,
     semaphore_buffers,
     sink_launches,
     tangent_constants,
@@ -82,21 +82,24 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
         _jvp_shared(problem, tile),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
     )
-    blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    blocks *= problem.batch * problem.num_heads_q * num_directions(problem)
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    pairs = problem.batch * problem.num_heads_q * num_directions(problem)
     columns = 2 * sum(padded_head_dims(problem))  # of k, v, k_dot, v_dot
     bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
     return Plan(
         problem,
         "mma",
         tile,
-        (*option_launches(problem, tile), Launch(kernel, blocks)),
+        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
         workspace=option_buffers(problem, tile),
-        heads_per_section=heads_per_section(
+        **sections(
             problem,
             device,
+            kernel,
             problem.num_heads_q,
             bytes_of_keys // problem.group_size,
+            pairs,
+            tiles,
         ),
     )
 
@@ -140,6 +143,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    pairs = problem.batch * problem.num_heads_kv
     q_pairs = problem.batch * problem.num_heads_q
     # q, its cotangent and dout have 2 bytes per element, the sums of dq 4.
     shared_by_head = problem.group_size * problem.seqlen_q * (8 * d + 2 * dv)
@@ -150,14 +154,20 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         (
             *option_launches(problem, tile),
             double_delta_launch(problem, tile.block_q, d),
-            Launch(main, k_tiles * problem.batch * problem.num_heads_kv),
+            Launch(main, k_tiles * pairs),
             rounding_launch(
                 problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps
             ),
             *sink_launches(problem, tile),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, problem.num_heads_kv, shared_by_head
+        **sections(
+            problem,
+            device,
+            main,
+            problem.num_heads_kv,
+            shared_by_head,
+            pairs,
+            k_tiles,
         ),
         workspace=(
             *option_buffers(problem, tile),

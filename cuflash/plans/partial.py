@@ -17,7 +17,9 @@ def _vector(columns: int, is_wide: bool) -> int:
     return most if columns % most == 0 else 1
 
 
-def merge_rows_plan(problem: Problem, first: str, result: str) -> Plan:
+def merge_rows_plan(
+    problem: Problem, first: str, result: str, count: int
+) -> Plan:
     """A warp for each head of a token.
 
     Parameters
@@ -25,19 +27,24 @@ def merge_rows_plan(problem: Problem, first: str, result: str) -> Plan:
     problem : Problem
         Of ``"merge"``.
     first, result : str
-        The dtypes of the array that another is merged into and of the
+        The dtypes of the array that others are merged into and of the
         result: the problem's, or that of its lse.
+    count : int
+        How many others.
     """
     vector = _vector(problem.head_dim_v, problem.dtype == "float64")
     heads = max(problem.num_heads_q, 1)
     warps = min(ROW_THREADS // 32, 1 << heads.bit_length() - 1)
     blocks = problem.batch * problem.seqlen_q * ceil_div(heads, warps)
     return _plan(
-        problem, "merge_rows", (first, result), vector, blocks, 32 * warps
-    )
+        problem, "merge_rows", (first, result), count, vector, blocks,
+        32 * warps,
+    )  # fmt: skip
 
 
-def add_rows_plan(problem: Problem, first: str, result: str) -> Plan:
+def add_rows_plan(
+    problem: Problem, first: str, result: str, count: int
+) -> Plan:
     """A block for up to ROW_THREADS * vector columns of a token.
 
     Parameters are those of `merge_rows_plan`.
@@ -46,13 +53,14 @@ def add_rows_plan(problem: Problem, first: str, result: str) -> Plan:
     columns = problem.num_heads_q * problem.head_dim_v
     parts = ceil_div(columns, ROW_THREADS * vector)
     blocks = problem.batch * problem.seqlen_q * parts
-    return _plan(problem, "add_rows", (first, result), vector, blocks)
+    return _plan(problem, "add_rows", (first, result), count, vector, blocks)
 
 
 def _plan(
     problem: Problem,
     entry: str,
     dtypes: tuple[str, str],
+    count: int,
     vector: int,
     blocks: int,
     threads: int = ROW_THREADS,
@@ -65,6 +73,7 @@ def _plan(
             ("Element", element(problem)),
             ("First", first),
             ("Result", result),
+            ("COUNT", count),
             ("VECTOR", vector),
             ("NUM_THREADS", threads),
         ),

@@ -38,6 +38,11 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     return columns * size // 4 <= REGISTERS
 
 
+def recompute_launch(kernel: KernelPlan, tiles: int, device: Device) -> Launch:
+    """Of a kernel of flagged tiles, almost all of which are not."""
+    return Launch(kernel, min(tiles, 2 * device.num_sms))
+
+
 def jvp_kernel(problem: Problem, tile: Tile, kind: str = "") -> KernelPlan:
     """The kernel of a JVP; with a `kind` of struct, of flagged rows."""
     return kernel_of(
@@ -47,6 +52,7 @@ def jvp_kernel(problem: Problem, tile: Tile, kind: str = "") -> KernelPlan:
         tile,
         tile.block_q,
         _jvp_shared(problem, tile),
+        ("ONLY_FLAGGED", bool(kind)),
         *tangent_constants(problem),
         kind=kind,
     )
@@ -88,7 +94,10 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
     return max(_dkdv_shared(problem, tile), _dq_shared(problem, tile))
 
 
-def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+def double_backward_kernels(
+    problem: Problem, tile: Tile, kind: str = ""
+) -> tuple[KernelPlan, KernelPlan]:
+    """Those of d2k and d2v, and of d2q; with a `kind`, of flagged tiles."""
     dkdv = kernel_of(
         "simt/double_backward_dkdv.cu",
         "double_backward_simt_dkdv",
@@ -96,7 +105,9 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         tile.block_k,
         _dkdv_shared(problem, tile),
+        ("ONLY_FLAGGED", bool(kind)),
         *tangent_constants(problem),
+        kind=kind,
     )
     dq = kernel_of(
         "simt/double_backward_dq.cu",
@@ -105,8 +116,15 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         tile.block_q,
         _dq_shared(problem, tile),
+        ("ONLY_FLAGGED", bool(kind)),
         *tangent_constants(problem),
+        kind=kind,
     )
+    return dkdv, dq
+
+
+def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    dkdv, dq = double_backward_kernels(problem, tile)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     return Plan(

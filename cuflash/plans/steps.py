@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 from cuflash import options, workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
-from .kernel import Device, Family, KernelPlan, Launch, Plan
+from .kernel import EVEN_SECTIONS, Device, Family, KernelPlan, Launch, Plan
 from .rounding import ceil_div, round_up
 
 _ENTRIES = {"dmma": "mma8", "tf32x3": "mma8"}
@@ -32,6 +33,54 @@ def heads_per_section(
     """The number of heads whose shared data fit in half of L2."""
     fitting = device.l2_bytes // 2 // max(bytes_of_head, 1)
     return max(1, min(fitting, problem.batch * num_heads))
+
+
+# Tiles for each block that runs at a time, in the last section. The mean of a
+# head's causal tiles is half as long as the longest: with two, the longest
+# tile, which comes first, takes as long as the section does.
+_LAST_CAUSAL_TILES = 2
+
+_RESERVED_BYTES = 1024  # of shared memory, in each block
+
+
+def last_section(
+    problem: Problem, heads: int, pairs: int, tiles: int, running: int
+) -> int:
+    """The section of all (batch, head) pairs that are left.
+
+    It has more pairs than the `heads` of other sections where tiles differ in
+    length. Blocks would otherwise wait for the longest tile of the last few
+    heads. A pair has `tiles`; `running` blocks run at a time.
+    """
+    others = {"window", "segment_ids", "cu_seqlens"}
+    has_triangle = problem.causal and others.isdisjoint(problem.options)
+    if not has_triangle or problem.deterministic:
+        return EVEN_SECTIONS
+    least = ceil_div(_LAST_CAUSAL_TILES * running, max(tiles, 1))
+    return max(pairs - least, 0) // heads
+
+
+class Sections(TypedDict):
+    """Fields of a `Plan`."""
+
+    heads_per_section: int
+    last_section: int
+
+
+def sections(
+    problem: Problem, device: Device, kernel: KernelPlan, num_heads: int,
+    bytes_of_head: int, pairs: int, tiles: int,
+) -> Sections:  # fmt: skip
+    """The sections of (batch, head) pairs with so many `tiles` each."""
+    heads = heads_per_section(problem, device, num_heads, bytes_of_head)
+    room = device.shared_bytes + _RESERVED_BYTES
+    running = device.num_sms * (
+        room // (kernel.shared_bytes + _RESERVED_BYTES)
+    )
+    return {
+        "heads_per_section": heads,
+        "last_section": last_section(problem, heads, pairs, tiles, running),
+    }
 
 
 # kernels/common/smem.cuh: rows of 128 bytes, panels of 64 columns.
@@ -337,13 +386,15 @@ def rounding_launch(
     kind: str = "",
     *,
     recomputes: bool = False,
+    semaphores: int = 0,
     integers: bool = False,
 ) -> Launch:
     """Rounds the sums of dQ, and recomputes rows if asked to.
 
     One block per query tile, then one per key tile for recomputation. Only a
-    kernel that recomputes depends on masks and score modifications; no kernel
-    depends on DBIAS. `integers`: the sums are those of sm90/integer_dq.cuh.
+    kernel that recomputes depends on masks, score modifications and
+    semaphores; no kernel depends on DBIAS. `integers`: the sums are those of
+    sm90/integer_dq.cuh.
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
@@ -364,6 +415,7 @@ def rounding_launch(
             *(constant for constant in asked if constant[0] != "DBIAS"),
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
+            ("DQ_SEMAPHORES", semaphores if recomputes else 0),
             ("INTEGER_DQ", integers),
             ("DLSE", recomputes and problem.dlse),
         ),
@@ -374,9 +426,12 @@ def rounding_launch(
 
 
 def sink_launches(
-    problem: Problem, tile: Tile, kind: str = ""
+    problem: Problem, tile: Tile, kind: str = "", *, integers: bool = False
 ) -> tuple[Launch, ...]:
-    """The gradient of sinks, one block per head, if requested."""
+    """The gradient of sinks, one block per head, if requested.
+
+    `integers`: as of `rounding_launch`.
+    """
     if not problem.return_dsink:
         return ()
     shared = 8 * ROW_THREADS
@@ -392,7 +447,7 @@ def sink_launches(
             ("BLOCK_Q", tile.block_q),
             ("IN_TILES", bool(kind)),
             ("SEGMENTS", problem.segment_ids),
-            ("INTEGER_DQ", bool(kind) and problem.deterministic),
+            ("INTEGER_DQ", integers),
         ),
         threads=ROW_THREADS,
         shared_bytes=shared,
@@ -468,22 +523,20 @@ def forward_in_one(
     """One kernel, one block per query tile; `own` are its own constants."""
     kernel = main_kernel(problem, tile, family, head_dims, shared, *own)
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    blocks = tiles * problem.batch * problem.num_heads_q
+    pairs = problem.batch * problem.num_heads_q
     columns = sum(head_dims)  # of k and v
     bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
     return Plan(
         problem,
         family,
         tile,
-        (*option_launches(problem, tile), Launch(kernel, blocks)),
+        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
         workspace=option_buffers(problem, tile),
-        heads_per_section=heads_per_section(
-            problem,
-            device,
-            problem.num_heads_q,
-            bytes_of_keys // problem.group_size,
+        **sections(
+            problem, device, kernel, problem.num_heads_q,
+            bytes_of_keys // problem.group_size, pairs, tiles,
         ),
-    )
+    )  # fmt: skip
 
 
 def backward_in_one(
@@ -503,6 +556,7 @@ def backward_in_one(
     )  # fmt: skip
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    pairs = problem.batch * problem.num_heads_kv
     columns = 2 * d + dv  # of q, dq and dout
     shared_by_head = (
         problem.group_size
@@ -517,11 +571,12 @@ def backward_in_one(
         (
             *option_launches(problem, tile),
             delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
-            Launch(main, k_tiles * problem.batch * problem.num_heads_kv),
+            Launch(main, k_tiles * pairs),
             *sink_launches(problem, tile),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, problem.num_heads_kv, shared_by_head
+        **sections(
+            problem, device, main, problem.num_heads_kv, shared_by_head,
+            pairs, k_tiles,
         ),
         workspace=(
             *option_buffers(problem, tile),
@@ -530,7 +585,7 @@ def backward_in_one(
                 problem, q_tiles * problem.batch * problem.num_heads_q
             ),
         ),
-    )
+    )  # fmt: skip
 
 
 def merge_plan(problem: Problem) -> Plan:

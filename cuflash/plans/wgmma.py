@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cuflash import workspace
+from cuflash.options import has_order
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
 from .kernel import (
-    EVEN_SECTIONS,
     Device,
     KernelPlan,
     Launch,
@@ -24,6 +24,7 @@ from .steps import (
     heads_per_section,
     is_linear,
     is_packed,
+    last_section,
     option_buffers,
     option_constants,
     option_launches,
@@ -35,11 +36,12 @@ from .steps import (
 )
 
 # The head dimensions that common/ptx.cuh has MMAs for and that fit in shared
-# memory; for jvp, in registers.
+# memory; for derivatives, in registers too.
 _HEAD_DIMS = {
     "forward": (32, 64, 96, 128, 192, 256),
     "backward": (32, 64, 128, 192, 256),
     "jvp": (32, 64, 96, 128),
+    "double_backward": (32, 64, 96, 128),
 }
 
 
@@ -77,7 +79,9 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernels support the problem; see `wgmma_jvp.runs` too."""
+    """Whether the kernels support the problem; of derivatives, see `runs` of
+    `wgmma_jvp` and `wgmma_double_backward` too.
+    """
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
@@ -317,17 +321,32 @@ def _static_schedule(
     )
 
 
-# Row statistics of a query tile (sm90/row_stats.cuh): lse and delta of each
-# row, and four numbers per tile.
-_ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
+def has_integer_dq(problem: Problem) -> bool:
+    """Whether the sums of dQ are integers: sm90/integer_dq.cuh's INTEGER_DQ.
+
+    Otherwise a deterministic dQ is summed in turns, for which the key tiles
+    that visit a query tile have to be consecutive.
+    """
+    return problem.deterministic and not has_order(problem, "wgmma")
+
 
 # A KeyMaxima of sm90/integer_dq.cuh.
 _KEY_MAXIMA_BYTES = 16
 
 
+# Row statistics of a query tile (sm90/row_stats.cuh): lse and delta of each
+# row, and four numbers per tile.
+_ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
+
+
 # Accumulators that fit in 240 registers, as measured: 208 with P in float,
 # 192 with dS computed from the rounded P.
 _BACKWARD_REGISTERS = 208
+
+
+# With dq_semaphore, more concurrent heads cost up to 10 % at seqlen 512, as
+# measured; fewer cost as much at 4096.
+MAX_SEMAPHORE_HEADS = 16
 
 
 def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -339,9 +358,8 @@ def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 
 def _rows_bytes(problem: Problem, tile: Tile) -> int:
-    ids = 4 * tile.block_q if problem.segment_ids else 0
-    grids = 4 * tile.block_q + 16 if problem.deterministic else 0
-    return tile.block_q * _ROW_BYTES + _ROWS_BYTES + ids + grids
+    words = problem.segment_ids + has_integer_dq(problem)  # ids, grids
+    return tile.block_q * (_ROW_BYTES + 4 * words) + _ROWS_BYTES
 
 
 def _is_wide(tile: Tile) -> bool:
@@ -358,28 +376,6 @@ def _has_short_loops(problem: Problem) -> bool:
     See DOUBLE_BUFFERED_K in sm90/backward_shared.cuh.
     """
     return not {"window", "segment_ids"}.isdisjoint(problem.options)
-
-
-# Tiles a block of the last section. The mean of a head's causal key tiles is
-# half as long as the longest: with two a block, the longest tile, which comes
-# first, takes as long as the section does.
-_LAST_CAUSAL_TILES = 2
-
-
-def _last_section(
-    problem: Problem, heads: int, num_tiles: int, device: Device
-) -> int:
-    """The section of all heads that are left.
-
-    It has more heads than others where key tiles differ in length. Blocks
-    would otherwise wait for the longest tile of the last few heads.
-    """
-    others = {"window", "segment_ids", "cu_seqlens"}
-    has_triangle = problem.causal and others.isdisjoint(problem.options)
-    if not has_triangle:
-        return EVEN_SECTIONS
-    least = ceil_div(_LAST_CAUSAL_TILES * device.num_sms, num_tiles)
-    return max(problem.batch * problem.num_heads_kv - least, 0) // heads
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
@@ -432,7 +428,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     wide = "_wide" if _is_wide(tile) else ""
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
-    integers = ("INTEGER_DQ", problem.deterministic)
+    integers = has_integer_dq(problem)
+    in_turns = problem.deterministic and not integers
+    semaphores = dq_warps // 4 if in_turns else 0
     layout = (
         ("Element", problem.dtype),
         ("HEAD_DIM", d),
@@ -442,10 +440,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("NUM_WARPS", dq_warps),
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("CAUSAL", problem.causal),
-        integers,
+        ("DQ_SEMAPHORES", semaphores),
+        ("INTEGER_DQ", integers),
     )
     lanes = ceil_div(problem.head_dim_v, 8)
-    masks_of_grids = ("WINDOW", "DROPOUT") if problem.deterministic else ()
     rows = KernelPlan(
         file="prepare/row_stats.cu",
         entry="backward_rows",
@@ -454,8 +452,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("HEAD_DIM", d),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
-            ("CAUSAL", problem.deterministic and problem.causal),
-            integers,
+            ("DQ_SEMAPHORES", semaphores),
+            ("INTEGER_DQ", integers),
+            ("CAUSAL", integers and problem.causal),
             ("DLSE", problem.dlse),
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", 1 << (lanes - 1).bit_length()),
@@ -463,7 +462,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 problem,
                 "Wgmma",
                 *("SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"),
-                *masks_of_grids,
+                *(("WINDOW", "DROPOUT") if integers else ()),
             ),
         ),
         threads=ROW_THREADS,
@@ -497,6 +496,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.segment_ids:
         heads = _ordered_heads(problem.num_heads_kv, heads)
+    if in_turns and not problem.causal:
+        heads = min(heads, MAX_SEMAPHORE_HEADS)
     masks = {"window", "segment_ids", "mask", "cu_seqlens"}
     is_masked = problem.causal or not masks.isdisjoint(problem.options)
     return Plan(
@@ -515,27 +516,26 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 q_tiles + (k_tiles if is_masked else 0),
                 dq_warps,
                 "Wgmma",
-                recomputes=is_masked or problem.deterministic,
-                integers=problem.deterministic,
+                recomputes=is_masked,
+                semaphores=semaphores,
+                integers=integers,
             ),
-            *sink_launches(problem, tile, "Wgmma"),
+            *sink_launches(problem, tile, "Wgmma", integers=integers),
         ),  # fmt: skip
         heads_per_section=heads,
-        last_section=_last_section(problem, heads, k_tiles_of_head, device),
+        last_section=last_section(
+            problem, heads, kv_pairs, k_tiles_of_head, device.num_sms
+        ),
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
             workspace.query_rows(
                 q_tiles * _rows_bytes(problem, tile)
-                + (k_tiles * _KEY_MAXIMA_BYTES if problem.deterministic else 0)
+                + (k_tiles * _KEY_MAXIMA_BYTES if integers else 0)
             ),
-            workspace.dq_sum(
-                q_tiles
-                * tile.block_q
-                * d
-                * (2 if problem.deterministic else 1)
-            ),
+            workspace.dq_sum(q_tiles * tile.block_q * d * (1 + integers)),
             workspace.ints("tile_counter", 1),
             workspace.ints("recompute_flags", k_tiles),
+            workspace.ints("dq_semaphores", q_tiles * semaphores),
         ),
     )
 
@@ -544,7 +544,7 @@ def _maxima_launches(
     problem: Problem, tile: Tile, head_dims: tuple[int, int], k_tiles: int
 ) -> tuple[Launch, ...]:
     """Maxima of K and V, from which the grids of integer sums follow."""
-    if not problem.deterministic:
+    if not has_integer_dq(problem):
         return ()
     chunks = ceil_div(max(problem.head_dim, problem.head_dim_v), 8)
     # Of a row; so many that all threads have rows.

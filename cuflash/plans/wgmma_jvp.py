@@ -9,12 +9,12 @@ from cuflash.tiles import Tile
 from . import wgmma
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
-from .simt_derivatives import jvp_kernel
+from .simt_derivatives import jvp_kernel, recompute_launch
 from .steps import (
     count_tiles,
-    heads_per_section,
     num_directions,
     option_constants,
+    sections,
     tangent_constants,
     tile_bytes,
 )
@@ -26,8 +26,7 @@ _REGISTERS = 192
 
 _FLAG_ROWS = 16  # common/row_flags.cuh
 
-# Of the kernel that computes the flagged rows. Its blocks are many, and almost
-# all of them end at once.
+# Of the kernel that computes the flagged rows.
 _RECOMPUTE_TILE = Tile(32, 16, 4)
 
 
@@ -94,12 +93,14 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             Launch(kernel, tiles * heads),
-            Launch(
-                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"), rows * heads
+            recompute_launch(
+                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"),
+                rows * heads,
+                device,
             ),
         ),
-        heads_per_section=heads_per_section(
-            problem, device, moving_heads, key_bytes
+        **sections(
+            problem, device, kernel, moving_heads, key_bytes, heads, tiles
         ),
         workspace=(workspace.ints("recompute_flags", flags),),
     )

@@ -85,6 +85,7 @@ def lines(record: Record) -> list[dict[str, Any]]:
         cell, group = cell_of(entry), verdict.group
         problem = group.problem(cell.batch, cell.seqlen, cell.heads)
         seqlen, load = tuned_by(problem, device)
+        named = {"gpu": device.name, "bandwidth": device.bandwidth}
         made.append(
             {
                 "family": group.family,
@@ -94,6 +95,7 @@ def lines(record: Record) -> list[dict[str, Any]]:
                 "causal": group.causal,
                 "seqlen": seqlen,
                 "tiles_per_sm": round(load, 2),
+                **{k: v for k, v in named.items() if v is not None},
                 "tile": as_json(verdict.best),
                 "measured": {
                     "device": machine["device"],
@@ -112,16 +114,16 @@ def lines(record: Record) -> list[dict[str, Any]]:
 def merge(folder: Path, record: Record) -> Path:
     """Put a record's lines into the table of a folder.
 
-    Replaces lines of the same problems, keeps the others. Renames a file that
-    is no table.
+    Replaces lines of the same problems and GPU, keeps the others. Renames a
+    file that is no table.
     """
     arch = f"sm_{record.device.capability}"
     path = folder / f"{arch}.json"
-    kept, note = [], NOTE
+    kept, head = [], {}
     if path.exists():
         try:
             kept = [_line(entry) for entry in tiles.read_table(path)]
-            note = json.loads(path.read_text(encoding="utf-8")).get("note")
+            head = json.loads(path.read_text(encoding="utf-8"))
         except ValueRangeError as error:
             aside = path.with_name(f"{path.name}.broken")
             path.replace(aside)
@@ -129,7 +131,7 @@ def merge(folder: Path, record: Record) -> Path:
     new = lines(record)
     replaced = {_what(line) for line in new}
     kept = [line for line in kept if _what(line) not in replaced]
-    write(path, arch, note or NOTE, [*kept, *new])
+    write(path, arch, [*kept, *new], head)
     tiles.entries.cache_clear()
     return path
 
@@ -142,24 +144,39 @@ def _line(entry: Entry) -> dict[str, Any]:
 
 _FIELDS = ("family", "direction", "head_dim", "dtype", "causal", "option",
            "seqlen", "tiles_per_sm")  # fmt: skip
+_ORDER = (*_FIELDS, *tiles.GPU_FIELDS, "tile", "measured")
 
 
 def _what(line: dict[str, Any]) -> tuple:
-    """The key of a line."""
-    return tuple(line.get(name) for name in _FIELDS)
+    """The key of a line: its problem and GPU.
+
+    Sweeps once wrote the GPU's name only among what they measured.
+    """
+    gpu = line.get("gpu") or line.get("measured", {}).get("device")
+    return *(line.get(name) for name in _FIELDS), gpu
 
 
-def write(path: Path, arch: str, note: str, table: list[dict]) -> None:
-    """Write a table atomically, one line per entry."""
+def write(
+    path: Path, arch: str, table: list[dict], old: dict[str, Any]
+) -> None:
+    """Write a table atomically, one line per entry.
+
+    Keeps note and GPU of the old table. Lines for that GPU come before those
+    of the same problem for others, and need not name it.
+    """
+    head = {"format": tiles.FORMAT, "arch": arch}
+    head |= {name: old[name] for name in tiles.GPU_FIELDS if name in old}
+    head["note"] = old.get("note") or NOTE
     ordered = sorted(
-        table, key=lambda x: [(v is not None, v or 0) for v in _what(x)]
+        (_unnamed(line, head) for line in table),
+        key=lambda x: [
+            (v is not None, v or 0)
+            for v in (x.get(name) for name in (*_FIELDS, "gpu"))
+        ],
     )
     text = ",\n".join(
-        "  " + json.dumps({k: x[k] for k in (*_FIELDS, "tile", "measured")
-                           if k in x})
-        for x in ordered
-    )  # fmt: skip
-    head = {"format": tiles.FORMAT, "arch": arch, "note": note}
+        "  " + json.dumps({k: x[k] for k in _ORDER if k in x}) for x in ordered
+    )
     opening = json.dumps(head, indent=1)[:-2]
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
@@ -169,6 +186,13 @@ def write(path: Path, arch: str, note: str, table: list[dict]) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _unnamed(line: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
+    """A line without the fields that it shares with its table's head."""
+    if line.get("gpu") != head.get("gpu"):
+        return {"gpu": None, **line}
+    return {k: v for k, v in line.items() if k not in tiles.GPU_FIELDS}
 
 
 def against(

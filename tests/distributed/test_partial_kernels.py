@@ -5,6 +5,7 @@ import pytest
 
 from cuflash import emulator
 from cuflash.distributed.machine import Device, Host
+from cuflash.execute_partial import MOST_OTHERS
 from helpers.backends import EMULATED
 from helpers.dtypes import DTYPES, PRECISION, lse_dtype
 
@@ -47,15 +48,15 @@ def fresh(array):
     return whole[:, 4:] if array.ndim == 4 else whole[..., 1:]
 
 
-def run(call, arrays, result, arch="sm_80"):
+def run(call, first, others, result, arch="sm_80"):
     """What a method writes, by kernels and by NumPy."""
     found = []
     for kind in (Device, Host):
-        own = [fresh(x) for x in arrays]
+        own = [fresh(x) for x in first]
         to = np.zeros_like(result)
         with emulator.active(arch):
             machine = kind(result) if kind is Device else kind()
-            getattr(machine, call)(*own, to)
+            getattr(machine, call)(*own, others, to)
         found.append((to, *own))
     return found
 
@@ -71,27 +72,36 @@ def assert_close(got, want, dtype, result):
     )
 
 
+on_counts = pytest.mark.parametrize("count", [1, MOST_OTHERS])
+
+
 @on_kinds
+@on_counts
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", [EMULATED])
-def test_merge(backend, shape, dtype, first_is_wide, result_is_wide):
+def test_merge(backend, shape, count, dtype, first_is_wide, result_is_wide):
     own, wide = DTYPES[dtype], lse_dtype(DTYPES[dtype])
     a = rows(shape, wide if first_is_wide else own, 0)
-    arrays = a, lses(shape, wide, 1), rows(shape, own, 2), lses(shape, wide, 3)
+    others = [
+        (rows(shape, own, 2 + i), lses(shape, wide, 12 + i))
+        for i in range(count)
+    ]
     result = np.zeros(shape, wide if result_is_wide else own)
-    got, want = run("merge", arrays, result)
+    got, want = run("merge", (a, lses(shape, wide, 1)), others, result)
     assert_close(got[0], want[0], dtype, result.dtype)
     assert_close(got[2], want[2], dtype, wide)  # lse
 
 
 @on_kinds
+@on_counts
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", [EMULATED])
-def test_add(backend, shape, dtype, first_is_wide, result_is_wide):
+def test_add(backend, shape, count, dtype, first_is_wide, result_is_wide):
     own, wide = DTYPES[dtype], lse_dtype(DTYPES[dtype])
     a = rows(shape, wide if first_is_wide else own, 0)
+    others = [rows(shape, own, 2 + i) for i in range(count)]
     result = np.zeros(shape, wide if result_is_wide else own)
-    got, want = run("add", (a, rows(shape, own, 2)), result)
+    got, want = run("add", (a,), others, result)
     assert got[0].tobytes() == want[0].tobytes()
 
 
@@ -100,5 +110,5 @@ def test_into_the_first_array(backend):
     a, b = (rows((1, 6, 2, 8), np.float32, seed) for seed in range(2))
     want = a + b
     with emulator.active("sm_80"):
-        Device(a).add(a, b, a)
+        Device(a).add(a, [b], a)
     assert (a == want).all()

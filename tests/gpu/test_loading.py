@@ -34,6 +34,13 @@ def test_the_device_runs_what_nvrtc_reported(device):
     assert loaded.local_size_bytes >= report.spill_bytes
 
 
+def test_the_driver_tells_name_and_bandwidth(cp, device):
+    """No GPU from sm_75 on has a memory slower than 50 GB/s."""
+    properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)
+    assert device.name == properties["name"].decode()
+    assert device.bandwidth is None or device.bandwidth > 50
+
+
 def test_a_damaged_file_is_compiled_again(device):
     kernel = small_kernel(device.arch)
     path = nvrtc.cubin_file(kernel, device.arch)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
 
-from cuflash import emulator, execute, plan, tiles
+from cuflash import emulator, execute, nearest_tiles, plan, tiles
 
 from .dtypes import DTYPES
 from .host_compiler import needs_compiler
@@ -65,9 +65,9 @@ class EmulatedBackend(NumpyBackend):
                 return (chosen[direction],)
             return known(capability, family, direction, *rest)
 
-        known = tiles.tuned
+        known = nearest_tiles.tuned
         with (
-            mock.patch.object(tiles, "tuned", tuned),
+            mock.patch.object(nearest_tiles, "tuned", tuned),
             mock.patch.object(plan, "device_of_arch", lambda arch: device),
             # Plans are cached by problem, and these must not stay.
             mock.patch.object(execute, "plan", plan.plan.__wrapped__),

@@ -67,40 +67,55 @@ def exact(dout, q, k, v, *, scale, causal):
 
 def bounds(x, arithmetic):
     """Return the bounds of out, lse, dq, dk and dv of `exact` matrices."""
-    u, product, size = arithmetic.unit, arithmetic.product, np.abs
+    return results(every_bound(x, arithmetic))
+
+
+def every_bound(x, arithmetic, wide=WIDE):
+    """Return the bounds of all that leads to the five results, and theirs.
+
+    By the names of `exact`, and of the page: weight (epsilon), row (E),
+    sums (nu), eta, dp (pi), delta. ds is tau.
+
+    wide : head dimensions above it have the smaller tiles.
+    """
+    y, u = SimpleNamespace(), arithmetic.unit
+    product, size = arithmetic.product, np.abs
     keys = x.k.shape[-2]
-    is_wide = max(x.q.shape[-1], x.v.shape[-1]) > WIDE
+    is_wide = max(x.q.shape[-1], x.v.shape[-1]) > wide
     tiles = -(-keys // (SMALLEST_WIDE_BLOCK if is_wide else SMALLEST_BLOCK))
-    sums = product(keys) + PER_TILE * tiles * u
+    y.sums = product(keys) + PER_TILE * tiles * u
     score = product(x.q.shape[-1]) * size(x.scale)
     score = score * (size(x.q) @ turned(size(x.k)))
 
-    weight = score + 6 * u * (size(x.s) + size(x.m)) + EXP * u
-    row = (x.p * weight).sum(axis=-1, keepdims=True)
-    out = (x.p * weight) @ size(x.v) + (row + sums + 2 * u) * size(x.out)
-    out += sums * (x.p @ size(x.v))
-    lse = row[..., 0] + sums + 4 * u * (size(x.lse) + size(x.m[..., 0]))
+    y.weight = score + 6 * u * (size(x.s) + size(x.m)) + EXP * u
+    y.row = (x.p * y.weight).sum(axis=-1, keepdims=True)
+    y.out = (x.p * y.weight) @ size(x.v) + y.sums * (x.p @ size(x.v))
+    y.out += (y.row + y.sums + 2 * u) * size(x.out)
+    y.lse = y.row[..., 0] + y.sums
+    y.lse += 4 * u * (size(x.lse) + size(x.m[..., 0]))
 
     # P of the gradients is exp(S - lse), with the errors of lse in it.
     row = x.lse[..., None]
-    weight = score + lse[..., None] + EXP * u
-    weight += 3 * u * (size(x.s) + size(row) + size(x.s - row))
+    y.eta = score + y.lse[..., None] + EXP * u
+    y.eta += 3 * u * (size(x.s) + size(row) + size(x.s - row))
     columns = product(x.v.shape[-1])
-    delta = (size(x.dout) * (out + columns * size(x.out))).sum(
+    y.delta = (size(x.dout) * (y.out + columns * size(x.out))).sum(
         axis=-1, keepdims=True
     )
-    dp = columns * (size(x.dout) @ turned(size(x.v)))
-    ds = (weight + 5 * u) * size(x.ds)
-    ds += size(x.scale) * x.p * (dp + delta)
-    dq = ds @ size(x.k) + sums * (size(x.ds) @ size(x.k))
+    y.dp = columns * (size(x.dout) @ turned(size(x.v)))
+    y.ds = (y.eta + 5 * u) * size(x.ds)
+    y.ds += size(x.scale) * x.p * (y.dp + y.delta)
+    y.dq = y.ds @ size(x.k) + y.sums * (size(x.ds) @ size(x.k))
     queries = product(x.q.shape[-2]) + u
-    dk = turned(ds) @ size(x.q) + queries * (turned(size(x.ds)) @ size(x.q))
-    dv = turned(x.p * (weight + queries)) @ size(x.dout)
-    return out, lse, dq, dk, dv
+    y.dk = turned(y.ds) @ size(x.q) + queries * (
+        turned(size(x.ds)) @ size(x.q)
+    )
+    y.dv = turned(x.p * (y.eta + queries)) @ size(x.dout)
+    return y
 
 
 def results(x):
-    """Return out, lse, dq, dk and dv of `exact` matrices."""
+    """Return out, lse, dq, dk and dv of exact matrices, or of bounds."""
     return x.out, x.lse, x.dq, x.dk, x.dv
 
 

@@ -60,7 +60,8 @@ class FakeCupy(types.ModuleType):
         properties = {
             "name": b"A fake GPU", "major": 9, "minor": 0,
             "multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 << 10,
-            "l2CacheSize": 50 << 20,
+            "l2CacheSize": 50 << 20, "memoryClockRate": 2_000_000,
+            "memoryBusWidth": 4096,
         }  # fmt: skip
         self.cuda = types.SimpleNamespace(
             runtime=types.SimpleNamespace(

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 
 from cuflash.plan import device_of_arch
 
@@ -17,7 +18,9 @@ class FakeGpu:
     """All tiles are correct; those with 16 keys are the fastest."""
 
     def describe(self):
-        return device_of_arch("sm_80"), dict(MACHINE)
+        return replace(
+            device_of_arch("sm_80"), name=MACHINE["device"], bandwidth=1555
+        ), dict(MACHINE)
 
     def check(self, group, tile):
         return {"error": 0.5, "registers": 40, "local_bytes": 0}

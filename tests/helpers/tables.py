@@ -4,6 +4,10 @@ import json
 
 from cuflash import tiles
 
+# Tiles that mma's forward kernel is written for, by their block_k.
+BY_BLOCK_K = {k: {"block_q": 64, "block_k": k, "num_warps": 4}
+              for k in (16, 32, 64, 128)}  # fmt: skip
+
 
 def entry(**changes):
     """A line of a table: mma's forward pass, 64 columns."""

@@ -1,7 +1,8 @@
-"""Deterministic dq on Hopper: integer sums, on a grid of each row.
+"""Deterministic dq on Hopper with segment ids or packed: integer sums.
 
-Whatever the sizes of keys and of rows, errors stay within the bounds of other
-calls; and a sequence has the same bits alone, in a batch and packed.
+Each row has a grid of its own. Whatever the sizes of keys and of rows, errors
+stay within the bounds of other calls; and a packed sequence has the same bits
+alone and among others.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import EMULATED
-from helpers.checks import check_packed
+from helpers.checks import check_gradients_of_forward, check_packed
 from helpers.compare import assert_bitwise, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
 from helpers.packed import packed_inputs
@@ -34,9 +35,17 @@ def case_of(head_dim, dtype="bfloat16", **fields):
                 deterministic=True, **(shape | fields))  # fmt: skip
 
 
+def gradients(backend, case, arrays, **other):
+    """Return dq, dk and dv of a case as one packed sequence."""
+    offsets = (0, case.seqlen_q), (0, case.seqlen_k)
+    packed = replace(case, offsets=offsets, **other)
+    got = calls.both(backend, packed, *(x[0] for x in arrays))
+    return [x[None] for x in got]
+
+
 def check(backend, case, arrays):
     """Check the gradients of q, k, v and dout; return those of q."""
-    got = calls.both(backend, case, *arrays)
+    got = gradients(backend, case, arrays)
     q, k, v, dout = arrays
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(got, want, case)
@@ -45,29 +54,28 @@ def check(backend, case, arrays):
 
 # Any order -------------------------------------------------------------------
 
+IDS = "segment_ids_q", "segment_ids_k"
 OPTIONS = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window": (90, 20)},
-    "segments": {"arrays_of": ("segment_ids_q", "segment_ids_k")},
-    "softcap": {"softcap": 3.0, "head_dim": 128},
-    "dropout": {"dropout": 0.25, "head_dim": 256},
-    "slopes": {"arrays_of": ("alibi_slopes",), "causal": True},
-}
+    "segments": {"arrays_of": IDS},
+    "window": {"arrays_of": IDS, "window": (90, 20), "head_dim": 256},
+    "softcap": {"arrays_of": IDS, "softcap": 3.0, "head_dim": 128},
+    "dropout": {"arrays_of": IDS, "dropout": 0.25, "causal": True,
+                "head_dim": 128},
+    "slopes": {"arrays_of": (*IDS, "alibi_slopes"), "causal": True},
+}  # fmt: skip
 
 
-def in_another_order(backend, case, arrays):
-    on = replace(case.on, seed=3, resident=5)
-    return calls.both(backend, replace(case, on=on), *arrays)
+def in_another_order(case):
+    return replace(case, on=replace(case.on, seed=3, resident=5))
 
 
 @on_emulator
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_any_order_has_the_same_bits(backend, options):
     case = case_of(**({"head_dim": 64} | options))
-    arrays = inputs(case)
-    dq = check(backend, case, arrays)
-    assert_bitwise(in_another_order(backend, case, arrays)[0], dq, "dq")
+    dq = check_gradients_of_forward(backend, case)[0]
+    again = calls.both(backend, in_another_order(case), *inputs(case))[0]
+    assert_bitwise(again, dq, "dq")
 
 
 @on_emulator
@@ -79,7 +87,8 @@ def test_wide_sums_in_any_order(backend, head_dim):
     k[:, 200] *= 2.0**16
     q[...] = 0
     dq = check(backend, case, (q, k, v, dout))
-    again = in_another_order(backend, case, (q, k, v, dout))[0]
+    other = in_another_order(case)
+    again = gradients(backend, other, (q, k, v, dout))[0]
     assert_bitwise(again, dq, "dq")
 
 
@@ -89,9 +98,9 @@ def test_packed_sequences_in_any_order(backend, causal):
     offsets = (0, 70, 70, 200), (0, 150, 160, 300)
     case = case_of(64, seqlen_q=200, causal=causal, offsets=offsets)
     check_packed(backend, case)
-    q, k, v, dout = packed_inputs(case)[1]
-    dq = calls.both(backend, case, q, k, v, dout)[0]
-    again = in_another_order(backend, case, (q, k, v, dout))[0]
+    arrays = packed_inputs(case)[1]
+    dq = calls.both(backend, case, *arrays)[0]
+    again = calls.both(backend, in_another_order(case), *arrays)[0]
     assert_bitwise(again, dq, "dq")
 
 
@@ -100,41 +109,23 @@ def test_packed_sequences_in_any_order(backend, causal):
 
 @on_emulator
 @on_each_kernel
-def test_a_sequence_has_the_same_bits_in_a_batch(backend, head_dim):
-    """Also if the other one is far larger."""
-    case = case_of(head_dim, batch=2, seqlen_k=140, causal=True)
-    arrays = inputs(case)
-    for array in arrays:
-        array[0] *= 8
-    q, k, v, dout = arrays
-    given = dout, q, k, v, *calls.forward(backend, case, q, k, v)
-    both = calls.backward(backend, case, *given)
-    one = replace(case, batch=1)
-    alone = calls.backward(backend, one, *(x[1:] for x in given))
-    for name, x, y in zip(("dq", "dk", "dv"), both, alone, strict=True):
-        assert_bitwise(x[1:], y, name)
-
-
-@on_emulator
-@on_each_kernel
-def test_a_sequence_has_the_same_bits_packed(backend, head_dim):
-    """Between others, which its last tiles reach into."""
+def test_a_sequence_has_the_same_bits_alone(backend, head_dim):
+    """Not between others, which its last tiles reach into."""
     offsets = (0, 30, 110, 150), (0, 50, 210, 300)
     case = case_of(head_dim, causal=True, offsets=offsets)
     q, k, v, dout = packed_inputs(case)[1]
     k[:50] *= 8
     v[210:] *= 8
     out, lse = calls.forward(backend, case, q, k, v)
-    packed = calls.backward(backend, case, dout, q, k, v, out, lse)
+    among = calls.backward(backend, case, dout, q, k, v, out, lse)
     of_q, of_k = slice(30, 110), slice(50, 210)
     alone = calls.backward(
-        backend, replace(case, offsets=None), dout[None, of_q],
-        q[None, of_q], k[None, of_k], v[None, of_k], out[None, of_q],
-        lse[None, :, of_q],
+        backend, replace(case, offsets=((0, 80), (0, 160))), dout[of_q],
+        q[of_q], k[of_k], v[of_k], out[of_q], lse[:, of_q],
     )  # fmt: skip
-    parts = packed[0][of_q], packed[1][of_k], packed[2][of_k]
+    parts = among[0][of_q], among[1][of_k], among[2][of_k]
     for name, x, y in zip(("dq", "dk", "dv"), parts, alone, strict=True):
-        assert_bitwise(x, y[0], name)
+        assert_bitwise(x, y, name)
 
 
 # Sizes -----------------------------------------------------------------------
@@ -177,20 +168,19 @@ def test_errors_of_extreme_sizes(backend, change, head_dim):
 @on_emulator
 @on_each_kernel
 def test_small_rows_beside_large_keys_are_accurate(backend, head_dim):
-    """Row by row: only the last query sees the large key and its value."""
+    """Only the last query sees the large key and its value.
+
+    The others' errors are those of a call without that key.
+    """
     case = case_of(head_dim, "float16", causal=True)
     q, k, v, dout = inputs(case)
     k[:, -1] *= 1000
     v[:, -1] *= 1000
-    got = calls.both(backend, case, q, k, v, dout)[0]
-    want = expected.backward(dout, q, k, v, **case.meaning())[0]
-    # The others' errors are those of a call without that key.
-    small = replace(case, seqlen_q=149, seqlen_k=299)
-    plain = expected.backward(
-        *(x[:, :-1] for x in (dout, q, k, v)), **small.meaning()
-    )[0]
-    error = abs(got[:, :-1].astype(np.float64) - want.ref[:, :-1])
-    assert error.max() <= plain.bound().max()
+    dq = gradients(backend, case, (q, k, v, dout))[0]
+    small = [x[:, :-1] for x in (dout, q, k, v)]
+    want = expected.backward(*small, **case.meaning())[0]
+    error = abs(dq[:, :-1].astype(np.float64) - want.ref)
+    assert error.max() <= want.bound().max()
 
 
 @on_emulator
@@ -198,21 +188,14 @@ def test_small_rows_beside_large_keys_are_accurate(backend, head_dim):
 def test_a_float16_ds_may_overflow(backend, head_dim):
     """Where others have an infinity, the definition's dS is in float32."""
     case = case_of(head_dim, "float16", seqlen_k=200, scale=2.0**-10)
-    q, k, v, dout = inputs(case)
+    q, k, v, dout = arrays = inputs(case)
     size = np.float16((64 / head_dim) ** 0.5)
     q *= 8 * size
     k /= 16
     k[:, 3] *= 1024  # much of the weight in half of the rows
     v *= 256
     dout[:, 20:30] *= 256 * size
-    out, lse = calls.forward(backend, case, q, k, v)
-    given = dout, q, k, v, out, lse
-    got = calls.backward(backend, case, *given)[0]
-    other = calls.backward(backend, replace(case, deterministic=False), *given)
-    want = expected.backward(dout, q, k, v, **case.meaning())[0]
-    error = abs(got.astype(np.float64) - want.ref)
-    assert not np.isfinite(other[0][:, 20:30]).all()
-    assert error.max() <= want.bound().max()
+    check(backend, case, arrays)
 
 
 # NaN and infinity ------------------------------------------------------------
@@ -231,10 +214,7 @@ def test_nonfinite_inputs(backend, head_dim, causal, spoiled):
     """The same rows as of other calls are NaN, no others."""
     case = case_of(head_dim, causal=causal, spoiled=(spoiled,))
     arrays = inputs(case)
-    q, k, v, dout = arrays
-    out, lse = calls.forward(backend, case, q, k, v)
-    dq = calls.backward(backend, case, dout, q, k, v, out, lse)[0]
-    plain = replace(case, deterministic=False)
-    other = calls.backward(backend, plain, dout, q, k, v, out, lse)[0]
+    dq = gradients(backend, case, arrays)[0]
+    other = gradients(backend, case, arrays, deterministic=False)[0]
     kinds = [np.isfinite(x.astype(np.float32)) for x in (dq, other)]
     np.testing.assert_array_equal(*kinds)

@@ -11,7 +11,7 @@ import pytest
 import cuflash
 import sweep_blocks
 from bench_parts import report
-from cuflash import folders, tiles
+from cuflash import folders, nearest_tiles, tiles
 from cuflash.plan import device_of_arch, legal_tiles, plan
 from cuflash.problem import Problem
 from helpers import fake_gpu
@@ -38,7 +38,7 @@ def own_tables(tmp_path, monkeypatch):
 
 def forget():
     """Clear the caches of tables and plans."""
-    for known in (tiles.entries, tiles._tuned, plan):
+    for known in (tiles.entries, nearest_tiles._tuned, plan):
         known.cache_clear()
 
 
@@ -210,6 +210,7 @@ def test_a_sweep_finds_the_best_tile_and_plans_take_it(
     assert [x.seqlen for x in found] == [512, 1024]
     assert {x.tile.block_k for x in found} == {16}
     assert found[0].measured["device"] == "A fake GPU"
+    assert (found[0].gpu, found[0].bandwidth) == ("A fake GPU", 1555)
     assert set(found[0].measured) == {
         "device", "driver", "nvrtc", "date", "ms", "spread", "tflops"
     }  # fmt: skip
@@ -346,6 +347,43 @@ def test_lines_for_other_problems_stay(output, own_tables):
         assert found[0].tile.block_k == 16 and found[0].measured is None
 
 
+def line_of(record, **changes):
+    """The record's only line, with other fields; None removes one."""
+    (line,) = tables.lines(record)
+    return {k: v for k, v in {**line, **changes}.items() if v is not None}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "stays"),
+    [("A fake GPU", "A fake GPU", False), (None, "A fake GPU", False),
+     ("B", "B", True), (None, "B", True)],
+)  # fmt: skip
+def test_lines_for_other_gpus_stay(tmp_path, gpu, device, stays):
+    """Lines of older sweeps name a GPU only among what they measured."""
+    record = record_of((16, 1.0))
+    measured = {"device": device, "ms": 2.0}
+    old = line_of(record, gpu=gpu, bandwidth=None, measured=measured)
+    write_table(tmp_path, "sm_80", old)
+    path = tables.merge(tmp_path, record)
+    found = {x.measured["ms"] for x in tiles.read_table(path)}
+    assert found == ({1.0, 2.0} if stays else {1.0})
+
+
+@pytest.mark.parametrize("name", ["A fake GPU", "B"])
+def test_a_table_keeps_its_gpu(tmp_path, name):
+    """Lines for that GPU come first and do not name it."""
+    path = write_table(tmp_path, "sm_80", entry(gpu=None), entry())
+    head = {"gpu": name, "bandwidth": 1555, "note": "by hand"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **head}))
+    before = tiles.read_table(path)
+    tables.merge(tmp_path, record_of((16, 1.0)))
+    table = json.loads(path.read_text())
+    assert {k: table[k] for k in head} == head
+    assert ("gpu" in table["tiles"][-1]) == (name == "B")
+    *kept, new = tiles.read_table(path)
+    assert set(kept) == set(before) and new.gpu == "A fake GPU"
+
+
 def test_a_broken_table_is_moved_aside(output, own_tables, capsys):
     own_tables.mkdir()
     (own_tables / "sm_80.json").write_text("{")
@@ -383,7 +421,8 @@ def record_of(*times):
     """Return a record of one cell with (block_k, ms); 16 is today's."""
     record = Record("nowhere", {
         **fake_gpu.MACHINE,
-        "plans_see": {"arch": "sm_80", "num_sms": 108},
+        "plans_see": {"arch": "sm_80", "num_sms": 108,
+                      "name": "A fake GPU", "bandwidth": 1555},
     })  # fmt: skip
     (cell,) = GROUP.cells([512], 512, 16)
     rows = [

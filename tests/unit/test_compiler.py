@@ -100,6 +100,15 @@ def test_derivatives_of_float32_do_not_spill(arch, head_dim, direction):
         assert report.spill_bytes == 0 and not report.warnings
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_double_backward_on_hopper_does_not_spill(head_dim):
+    """But for the kernels of flagged tiles."""
+    for kernel in kernels("double_backward", "bfloat16", "sm_90a", head_dim):
+        if not kernel.file.startswith("simt/"):
+            report = nvrtc.report(kernel, "sm_90a")
+            assert report.spill_bytes == 0 and not report.warnings
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_compiles(dtype):
     (kernel,) = kernels("merge", dtype, "sm_80")

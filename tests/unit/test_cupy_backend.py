@@ -178,3 +178,12 @@ def test_backends_implement_the_protocol(fake):
     emulated = Emulator("sm_80")
     assert wanted <= set(dir(ours))
     assert wanted <= {*dir(emulated.backend()), *dir(emulated)}
+
+
+@pytest.mark.parametrize("khz, expected", [(2_000_000, 2048), (0, None)])
+def test_a_device_has_the_name_and_bandwidth_of_its_gpu(fake, khz, expected):
+    """2 GHz, 4096 bits, twice per clock; some drivers know no clock."""
+    properties = fake.cuda.runtime.getDeviceProperties(0)
+    properties["memoryClockRate"] = khz
+    device = sys.modules["cuflash.backends.cupy"].device(0)
+    assert (device.name, device.bandwidth) == ("A fake GPU", expected)

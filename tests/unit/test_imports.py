@@ -34,6 +34,7 @@ LAW = {
     "validate_derivatives": "checks errors options problem validate",
     "validate_kvcache": "checks errors options problem validate",
     "tiles": "errors folders",
+    "nearest_tiles": "folders tiles",
     "plans": "",
     "plans.rounding": "",
     "plans.kernel": "problem tiles workspace plans.rounding",
@@ -45,18 +46,22 @@ LAW = {
         for family in ("fma", "mma", "mma8", "simt", "wgmma")
     },
     "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
-    "plans.wgmma_jvp": f"{_PLANS} plans.steps plans.simt_derivatives"
-    " plans.wgmma",
+    **{
+        f"plans.{name}": f"{_PLANS} plans.steps plans.simt_derivatives"
+        " plans.wgmma"
+        for name in ("wgmma_jvp", "wgmma_double_backward")
+    },
     "plans.mma8_derivatives": f"{_PLANS} plans.steps plans.mma8",
     "plans.fma_derivatives": f"{_PLANS} plans.steps plans.fma",
     "plans.mma_derivatives": f"{_PLANS} plans.steps plans.mma",
     "plans.partial": f"{_PLANS} plans.steps",
     "plans.decode": f"{_PLANS} plans.steps plans.append",
     "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
-    "plan": f"errors settings {_PLANS} plans.steps plans.decode"
+    "plan": f"errors settings nearest_tiles {_PLANS} plans.steps plans.decode"
     " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
     " plans.fma_derivatives plans.mma_derivatives plans.mma8_derivatives"
-    " plans.simt_derivatives plans.wgmma plans.wgmma_jvp plans.rotary",
+    " plans.simt_derivatives plans.wgmma plans.wgmma_jvp"
+    " plans.wgmma_double_backward plans.rotary",
     "workspace": "",
     "execute": "errors settings problem options plan abi layouts"
     " workspace backends.base",

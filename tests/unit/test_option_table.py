@@ -141,12 +141,12 @@ def test_kernels_have_its_flag(option):
 
 
 @of_each_option
-def test_hopper_has_it_in_any_backward_pass(option):
+def test_what_has_no_order_is_summed_in_integers(option):
     if not (option.part_of or option.of_gradients):
         return
-    problem = asked(option)
+    problem = replace(asked(option), deterministic=True)
     assert wgmma.runs(problem, HOPPER)
-    assert wgmma.runs(replace(problem, deterministic=True), HOPPER)
+    assert wgmma.has_integer_dq(problem) == ("wgmma" in option.no_order)
 
 
 def test_structs_have_the_fields_of_all():

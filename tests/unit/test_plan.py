@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cuflash import tiles
+from cuflash import nearest_tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plan import (
     default_plans,
@@ -187,7 +187,7 @@ def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
     for direction in ("jvp", "double_backward"):
         for head_dim in (16, 64, 128, 192):
             problem = small_problem(direction, dtype, head_dim)
-            hopper = (arch, direction) == ("sm_90a", "jvp") and head_dim < 192
+            hopper = arch == "sm_90a" and head_dim < 192
             own = "wgmma" if hopper else "mma"
             assert plan(problem, device).family == own
             assert plan(problem, device, "mma").family == "mma"
@@ -383,7 +383,7 @@ def test_the_nearest_tuned_tile_is_taken(direction, arch, head_dim, seqlen):
         direction, head_dim=head_dim, arch=arch, seqlen_q=seqlen,
         seqlen_k=seqlen,
     )  # fmt: skip
-    nearest, *_ = tiles.tuned(
+    nearest, *_ = nearest_tiles.tuned(
         device.capability, decided.family, direction, "float16", head_dim,
         True, None, *tuned_by(decided.problem, device),
     )  # fmt: skip
@@ -550,14 +550,19 @@ def test_packed_sequences_are_hopper_s(options, family):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_only_integers_need_maxima_of_keys(deterministic):
-    """And sums of two limbs; nothing of it in other calls."""
-    problem = small_problem("backward", "float16", deterministic=deterministic)
+@pytest.mark.parametrize("options", [{}, {"segment_ids": True}])
+def test_only_integers_need_maxima_of_keys(options, deterministic):
+    """And sums of two limbs, but no semaphores."""
+    problem = small_problem(
+        "backward", "float16", deterministic=deterministic, **options
+    )
     decided = plan(problem, device_of_arch("sm_90a"))
     files = [kernel.file for kernel in decided.kernels]
-    sums = {x.name: x.elements for x in decided.workspace}["dq_sum"]
-    assert ("prepare/key_maxima.cu" in files) == deterministic
-    assert sums == 128 * 2 * 64 * (1 + deterministic)
+    elements = {x.name: x.elements for x in decided.workspace}
+    integers = bool(options) and deterministic
+    assert ("prepare/key_maxima.cu" in files) == integers
+    assert elements["dq_sum"] == 128 * 2 * 64 * (1 + integers)
+    assert bool(elements["dq_semaphores"]) == (deterministic > integers)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 132])
@@ -716,7 +721,7 @@ def test_sections_of_segments_are_of_heads(
     [(1024, 256, {}, 8), (4096, 64, {}, 9), (16384, 16, {}, 13),
      (16384, 1, {}, 0), (4096, 64, {"causal": False}, EVEN_SECTIONS),
      (4096, 64, {"window": (99, 0)}, EVEN_SECTIONS),
-     (4096, 64, {"deterministic": True}, 9)],
+     (4096, 64, {"deterministic": True}, EVEN_SECTIONS)],
     ids=str,
 )  # fmt: skip
 def test_the_last_section_has_two_causal_tiles_a_block(

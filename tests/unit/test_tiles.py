@@ -1,16 +1,16 @@
-"""Tables of tuned tiles: their content, and the nearest entry."""
+"""Tables of tuned tiles: their content, and how they are read."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from cuflash import folders, tiles
+from cuflash import tiles
 from cuflash.build import nvrtc
 from cuflash.errors import ValueRangeError
 from cuflash.plan import device_of_arch, plan
 from helpers.kernels import small_problem
-from helpers.tables import entry, write_table
+from helpers.tables import BY_BLOCK_K, entry, write_table
 
 ARCHS = {90: "sm_90a"}  # of those whose name has a suffix
 TABLE_FILES = sorted(tiles.TABLES.glob("sm_*.json"))
@@ -20,10 +20,6 @@ DTYPES = {
     "dmma": ("float64",),
     "tf32x3": ("float32",),
 }
-
-# Tiles that mma's forward kernel is written for, by their block_k.
-BY_BLOCK_K = {k: {"block_q": 64, "block_k": k, "num_warps": 4}
-              for k in (16, 32, 64, 128)}  # fmt: skip
 
 
 def packaged():
@@ -47,27 +43,6 @@ def planned(found, dtype):
     )
     device = device_of_arch(ARCHS.get(found.arch, f"sm_{found.arch}"))
     return plan(problem, device, found.family, found.tile), device
-
-
-def tuned(folder, monkeypatch, *found, **asked):
-    """Return the tile of a problem with `found` in this machine's tables."""
-    monkeypatch.setattr(folders, "tile_tables", lambda: folder)
-    write_table(folder, "sm_80", *found)
-    chosen = tiles.tuned(
-        **{
-            "capability": 80,
-            "family": "mma",
-            "direction": "forward",
-            "dtype": "float16",
-            "head_dim": 64,
-            "causal": True,
-            "option": None,
-            "seqlen": 1024,
-            "tiles_per_sm": 4.0,
-            **asked,
-        }
-    )
-    return chosen[0]
 
 
 # The package's ---------------------------------------------------------------
@@ -116,83 +91,6 @@ def test_every_table_has_its_source():
         assert some or "measured" in table["note"]
 
 
-# The nearest -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("near", "far"),
-    [
-        ({"head_dim": 64}, {"head_dim": 128}),
-        ({"head_dim": 128}, {"head_dim": 32}),
-        ({"causal": True}, {"causal": False}),
-        ({"causal": None}, {"causal": False}),
-        ({"dtype": "float16"}, {"dtype": "bfloat16"}),
-        ({"dtype": "bfloat16"}, {"dtype": "float32"}),
-        ({"seqlen": 1024}, {"seqlen": 512}),
-        ({"seqlen": 2048}, {"seqlen": 256}),
-        ({"seqlen": 512, "tiles_per_sm": 4.0},
-         {"seqlen": 1024, "tiles_per_sm": 0.25}),
-        ({"seqlen": 2048, "causal": True}, {"seqlen": 1024, "causal": False}),
-        ({"seqlen": 2048}, {"seqlen": None, "tiles_per_sm": None}),
-        ({"seqlen": None}, {"seqlen": 16384}),
-        ({"seqlen": 8192}, {"seqlen": 1024, "option": "window"}),
-    ],
-)  # fmt: skip
-def test_the_nearest_entry_is_taken(tmp_path, monkeypatch, near, far):
-    first, second = (
-        entry(tile=BY_BLOCK_K[k], **changes)
-        for k, changes in ((16, far), (128, near))
-    )
-    monkeypatch.setattr(tiles, "TABLES", tmp_path / "none")
-    for found in ((first, second), (second, first)):
-        tiles.entries.cache_clear()
-        tiles._tuned.cache_clear()
-        chosen = tuned(tmp_path, monkeypatch, *found)
-        assert chosen.block_k == 128
-
-
-def test_many_tiles_are_as_many_as_more(tmp_path, monkeypatch):
-    found = [
-        entry(tile=BY_BLOCK_K[32], tiles_per_sm=8.0, seqlen=1024),
-        entry(tile=BY_BLOCK_K[16], tiles_per_sm=300.0, seqlen=2048),
-    ]
-    asked = {"tiles_per_sm": 200.0}
-    assert tuned(tmp_path, monkeypatch, *found, **asked).block_k == 32
-
-
-@pytest.mark.parametrize("capability, expected", [(80, 16), (89, 64)])
-def test_this_machines_table_takes_precedence(
-    tmp_path, monkeypatch, capability, expected
-):
-    """But not over an entry for the exact architecture."""
-    chosen = tuned(
-        tmp_path, monkeypatch, entry(tile=BY_BLOCK_K[16]),
-        capability=capability,
-    )  # fmt: skip
-    assert chosen.block_k == expected
-
-
-def test_a_plan_takes_this_machines_tile(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
-    found = entry(tile=BY_BLOCK_K[16], head_dim=128, causal=True)
-    write_table(tmp_path, "sm_80", found)
-    problem = small_problem("forward", "float16", 128, scale=0.3)
-    decided = plan(problem, device_of_arch("sm_80"))
-    assert decided.tile == tiles.Tile(**BY_BLOCK_K[16])
-    assert decided.kernels[0].shared_bytes > 0
-
-
-def test_a_tile_that_does_not_fit_is_passed_over(tmp_path, monkeypatch):
-    """head_dim_v is larger than the entry's, and shared memory too small."""
-    monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
-    large = {"block_q": 128, "block_k": 128, "num_warps": 8,
-             "blocks_per_sm": 2}  # fmt: skip
-    found = entry(tile=large, head_dim=256)
-    write_table(tmp_path, "sm_80", found)
-    problem = small_problem("forward", "float16", 256, scale=0.3)
-    assert plan(problem, device_of_arch("sm_80")).tile.block_k < 128
-
-
 def test_a_plan_of_one_tile():
     problem = small_problem("forward", "float16")
     device = device_of_arch("sm_80")
@@ -201,6 +99,19 @@ def test_a_plan_of_one_tile():
     for wrong in (replace(tile, num_warps=3), replace(tile, block_q=1 << 12)):
         with pytest.raises(ValueRangeError, match="cannot be run by the mma"):
             plan(problem, device, None, wrong)
+
+
+# A table's GPU --------------------------------------------------------------
+
+
+def test_entries_are_for_the_tables_gpu_unless_they_name_another(tmp_path):
+    other = {"gpu": "B", "bandwidth": 2}
+    lines = [entry(), entry(gpu=None), entry(gpu="B"), entry(**other)]
+    path = write_table(tmp_path, "sm_80", *lines)
+    head = {"gpu": "A", "bandwidth": 1}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **head}))
+    found = [(x.gpu, x.bandwidth) for x in tiles.read_table(path)]
+    assert found == [("A", 1), (None, None), ("B", None), ("B", 2)]
 
 
 # What is broken --------------------------------------------------------------
@@ -235,6 +146,10 @@ def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
         ({"tiles_per_sm": float("nan")}, "tiles_per_sm is nan"),
         ({"causal": "yes"}, "causal is 'yes'"),
         ({"option": "softcap"}, "option is 'softcap'"),
+        ({"gpu": 7}, "gpu is 7"),
+        ({"gpu": "A", "bandwidth": 0}, "bandwidth is 0"),
+        ({"gpu": "A", "bandwidth": "1"}, "bandwidth is '1'"),
+        ({"bandwidth": 1}, "bandwidth is of no gpu"),
         ({"color": "red"}, "an entry has the fields"),
         ({"tile": {"block_q": 64}}, "TypeError"),
         ({"tile": {**BY_BLOCK_K[16], "num_warps": 5}}, "no mma forward kern"),

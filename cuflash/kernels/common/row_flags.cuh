@@ -12,14 +12,14 @@ inline int* recompute_flag_of_rows(const JvpWgmmaArguments& args, int slice, int
          + (i64{slice} * shape.num_heads_q + head) * flags_of_head + row / FLAG_ROWS;
 }
 
-// Whether a kernel has nothing to do for num_rows rows: none of their flags is set.
-template <class Arguments> inline bool has_no_flag(const Arguments&, int, int, int, int) {
-    return false;
+// Whether a flag of num_rows rows is set. Calls without flags compute all rows.
+template <class Arguments> inline bool has_flag(const Arguments&, int, int, int, int) {
+    return true;
 }
-inline bool has_no_flag(
+inline bool has_flag(
     const JvpWgmmaArguments& args, int slice, int head, int first_row, int num_rows) {
     const int end = min(first_row + num_rows, args.arrays.shape.seqlen_q);
     for (int row = first_row; row < end; row += FLAG_ROWS)
-        if (*recompute_flag_of_rows(args, slice, head, row) != 0) return false;
-    return true;
+        if (*recompute_flag_of_rows(args, slice, head, row) != 0) return true;
+    return false;
 }

@@ -66,6 +66,9 @@ inline const BackwardArguments& arrays_of(const DoubleBackwardArguments& argumen
 inline const BackwardArguments& arrays_of(const DoubleBackwardOptionsArguments& arguments) {
     return arguments.arrays;
 }
+inline const BackwardArguments& arrays_of(const DoubleBackwardWgmmaArguments& arguments) {
+    return arguments.arrays;
+}
 
 // Zeroes the counter of the dynamic scheduler, which sm90/forward.cu has.
 template <class Arguments> inline void clear_tile_counter(const Arguments&) {}

@@ -10,13 +10,13 @@
 // Block: NUM_WARPS warps, which hold dQ as they did when it was summed.
 //
 // Constants: Element, HEAD_DIM, BLOCK_Q, NUM_WARPS and SCORE_WARPS_Q as in the summing kernel;
-// Arguments and the options; INTEGER_DQ; RECOMPUTES, which follows from that, and if so its CAUSAL,
-// HEAD_DIM_V, BLOCK_K and DLSE; SHARED_BYTES.
+// Arguments and the options; RECOMPUTES, and if so its CAUSAL, HEAD_DIM_V, BLOCK_K, DLSE and
+// DQ_SEMAPHORES; INTEGER_DQ, which implies that; SHARED_BYTES.
 // Shared memory: the tile of dQ, BLOCK_Q * HEAD_DIM * 2 bytes, with HEAD_DIM rounded up to a
 // multiple of 64 (smem.cuh).
 //
 // Bound by memory: 4 bytes read and 2 written per element.
-#include "sm90/recompute_flags.cuh"
+#include "sm90/semaphores.cuh"
 #include "common/dq_accum.cuh"
 #include "sm90/integer_dq.cuh"
 #include "finish/recompute.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void recompute_keys(const Arguments& whole, int index
         recompute_key(args, batch, head, key);
 }
 
-// INTEGER_DQ: the index of a tile, which is counted within its sequence, among those of all heads.
+// INTEGER_DQ: the index of a tile, which is counted within its sequence, among those of its head.
 inline int slot_of(NoSequence, int tile) { return tile; }
 inline int slot_of(const Sequence& sequence, int tile) { return sequence.first_slot + tile; }
 
@@ -62,24 +62,20 @@ __device__ __forceinline__ bool read_integers(
     QueryGrid::Fragments& dq, const Arguments& whole, i64 tile, float scale) {
     const QueryRows& rows = static_cast<const QueryRows*>(arrays_of(whole).delta)[tile];
     const int lane = threadIdx.x % 32, row = QueryGrid::first_row() + lane / 4;
-    const int first = dq_sum_first(threadIdx.x) - lane * 4;
-    const int* high_sums = static_cast<const int*>(arrays_of(whole).dq_sum) + tile * SUMS_OF_TILE;
+    const int* first = static_cast<const int*>(arrays_of(whole).dq_sum) + tile * SUMS_OF_TILE
+                     + (dq_sum_first(threadIdx.x) - lane * 4);
     const DqGrid grids[2] = {{rows.grid(row)}, {rows.grid(row + 8)}};
     const bool is_wide = grids[0].is_wide();
-    const u32 excess = rows.parts() * MAGIC_BITS;
     #pragma unroll
     for (int n = 0; n < QueryGrid::N_TILES; ++n) {
-        const int4 high = read_sums(high_sums + first + dq_sum_step(0, n), lane);
+        const int4 high = read_sums(first + dq_sum_step(0, n), lane);
         int4 low = {0, 0, 0, 0};
-        if (is_wide)
-            low = read_sums(
-                high_sums + (low_sums_distance(whole) + first + dq_sum_step(0, n)), lane);
+        if (is_wide) low = read_sums(first + low_sums_distance(whole) + dq_sum_step(0, n), lane);
         const int highs[4] = {high.x, high.y, high.z, high.w};
         const int lows[4] = {low.x, low.y, low.z, low.w};
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int exact = static_cast<int>(static_cast<u32>(highs[i]) - excess);
-            const float sum = sum_of_limbs(exact, lows[i], grids[i / 2].inverse_steps());
+            const float sum = sum_of_limbs(highs[i], lows[i], grids[i / 2].inverse_steps());
             dq[0][n][i] = grids[i / 2].exists() ? sum * scale : quiet_nan();
         }
     }
@@ -98,7 +94,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
         return recompute_keys(whole, blockIdx.x - arrays_of(whole).shape.num_heads_q * num_q_tiles);
     const auto sequence = sequence_of_block<false>(whole, tile, BLOCK_Q, false);
     if (!sequence.has_tile) return;
-    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q, SUMS_OF_TILE);
+    const Arguments& args = sequence_arguments(whole, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
     const BackwardArguments& arguments = arrays_of(args);
     const Shape& shape = arguments.shape;
     const int head = pair % shape.num_heads_q, batch = pair / shape.num_heads_q;

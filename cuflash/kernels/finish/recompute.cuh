@@ -1,10 +1,9 @@
 // Recomputes rows of dQ, dK and dV from the definition, a warp a row. A matmul spreads a NaN or an
 // infinity of its B operand, as 0 * NaN, to rows that do not see it. So rows with a NaN or an
-// infinity are recomputed, if a masked operand may have reached them; with INTEGER_DQ also rows of
-// dQ whose sums had no grid (sm90/integer_dq.cuh). Slow, rare.
+// infinity are recomputed, if a masked operand may have reached them. Slow, rare.
 //
-// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, DLSE, INTEGER_DQ;
-// Arguments and the options, as in sm90/backward_constants.cuh.
+// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, DLSE; Arguments and the
+// options, as in sm90/backward_constants.cuh.
 #pragma once
 #include "score/dropout.cuh"
 #include "common/head_rows.cuh"
@@ -137,9 +136,8 @@ __device__ __forceinline__ void recompute_query(
     const KeyTiles tiles = scores.mask.key_tiles(query / BLOCK_Q * BLOCK_Q, BLOCK_Q, BLOCK_K);
     const int end_visited = min(tiles.num_visited * BLOCK_K, shape.seqlen_k);
     if (!has_nonfinite(dq, query, shape.head_dim)) return;
-    if (!REACHES_ALL && !INTEGER_DQ
-        && !has_nonfinite(scores.k, 0, end_visited, shape.head_dim,
-                          [&](int key) { return scores.visible(query, key); })) return;
+    if (!REACHES_ALL && !has_nonfinite(scores.k, 0, end_visited, shape.head_dim,
+                                  [&](int key) { return scores.visible(query, key); })) return;
     RowSum<HEAD_DIM> sum;
     for (int key = scores.mask.first_key(query); key < scores.mask.num_keys(query); ++key)
         if (scores.visible(query, key)

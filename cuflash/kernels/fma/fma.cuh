@@ -74,8 +74,9 @@ __device__ __forceinline__ void find_kept(
 }
 
 // s[i][j] = sum_d a[first_row + lane's row i][d] * b[first_column + lane's column j][d], added in
-// the order of d: forward and backward get the same scores to the last bit.
-template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
+// the order of d: forward and backward get the same scores to the last bit. UNROLL: loads of one
+// step of CHUNK columns overlap multiply-adds of another, in more registers.
+template <int UNROLL = 1, int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void gemm_abt(
     float (&s)[M][N], const SmemTile<A_ROWS, COLUMNS>& a, int first_row,
     const SmemTile<B_ROWS, COLUMNS>& b, int first_column) {
@@ -84,7 +85,7 @@ __device__ __forceinline__ void gemm_abt(
     const float* others = b.at[first_column + lane_column()];
     constexpr int PITCH = COLUMNS + ROWS_PAD, A_STEP = LANE_ROWS * PITCH;
     constexpr int B_STEP = LANE_COLUMNS * PITCH;
-    #pragma unroll 1
+    #pragma unroll UNROLL
     for (int d = 0; d < COLUMNS; d += CHUNK) {
         float4 x[M];
         #pragma unroll

@@ -236,7 +236,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         __syncthreads();
         loader.load_v(tile);
-        gemm_abt(s, shared.q, warp_row, shared.k, 0);
+        gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
         if constexpr (!LINEAR)
             apply_score_mod(s, options.score_mod, first_query, k_start + lane_column(),
                             shape.seqlen_k - shape.seqlen_q);

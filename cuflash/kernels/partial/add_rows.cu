@@ -1,14 +1,15 @@
-// Adds gradients of some blocks to those of others, for cuflash.distributed: result = a + b.
+// Adds gradients of some blocks to those of others, for cuflash.distributed:
 //
-// a may be of the accumulators' type, b is of the inputs' type, the result of either. The result
-// may be a: each thread reads elements before it writes them.
+//     result = a + b0, or a + b0 + b1, or a + b0 + b1 + b2
+//
+// a may be of the accumulators' type, the others are of the inputs' type, the result of either. The
+// result may be a: each thread reads elements before it writes them.
 //
 // Grid: BLOCK_COLUMNS = NUM_THREADS * VECTOR columns of a token,
 //     blockIdx.x = (batch_index * seqlen + token) * ceil(columns / BLOCK_COLUMNS) + part
-// Block: NUM_THREADS threads. Constants: Element, First, Result, VECTOR, NUM_THREADS. No shared
-// memory.
+// Block: NUM_THREADS threads. Constants: those of rows.cuh, NUM_THREADS. No shared memory.
 //
-// Bound by memory: a and b read once, the result written once.
+// Bound by memory: each array read once, the result written once.
 #include "partial/rows.cuh"
 
 constexpr int BLOCK_COLUMNS = NUM_THREADS * VECTOR;
@@ -19,8 +20,10 @@ add_rows(const __grid_constant__ AddRowsArguments args) {
     const int row = blockIdx.x / parts, token = row % args.seqlen, batch = row / args.seqlen;
     const int column = part * BLOCK_COLUMNS + threadIdx.x * VECTOR;
     if (column >= args.columns) return;
-    combine(token_row(static_cast<const First*>(args.a), args.a_stride, batch, token),
-            token_row(static_cast<const Element*>(args.b), args.b_stride, batch, token),
-            token_row(static_cast<Result*>(args.result), args.result_stride, batch, token),
-            column, [](Real x, Real y) { return x + y; });
+    Rows(args, batch, token).combine(column, [](const Real (&elements)[1 + COUNT]) {
+        Real sum = elements[0];
+        #pragma unroll
+        for (int i = 1; i <= COUNT; ++i) sum += elements[i];
+        return sum;
+    });
 }

@@ -125,7 +125,6 @@ inline void set_grids(const Arguments& args, const Sequence& sequence, int batch
     bits |= keys.is_wide ? DqGrid::WIDE : 0;
     if (FLOAT16_DQ && __syncthreads_or(may_overflow)) bits |= DqGrid::MAY_OVERFLOW;
     if (row < BLOCK_Q) rows.set_grid(row, bits);
-    if (row == 0) rows.clear_parts();
     if (!keys.is_wide) return;
     int4* sums = reinterpret_cast<int4*>(
         static_cast<int*>(arrays_of(args).dq_sum)

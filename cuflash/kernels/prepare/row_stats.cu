@@ -1,5 +1,6 @@
 // Runs before sm90/backward.cu and backward_wide.cu. Writes the QueryRows of each query tile, and
-// zeroes what these kernels add to: the sums of dQ, a counter and flags (recompute_flags.cuh).
+// zeroes what these kernels add to: the sums of dQ, a counter, flags and semaphores
+// (semaphores.cuh).
 //
 //     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
 //     delta = rowsum(dO * O) - dlse   with DLSE: d lse / dS = P adds P dlse to dS
@@ -9,11 +10,12 @@
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of the sums
-// of dQ; INTEGER_DQ, and if so its CAUSAL; DLSE; Arguments, the type of the kernel's argument, and
-// the options (docs/guide/options.md). No shared memory.
+// of dQ; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; INTEGER_DQ, and
+// if so its CAUSAL; DLSE; Arguments, the type of the kernel's argument, and the options
+// (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
-#include "sm90/recompute_flags.cuh"
+#include "sm90/semaphores.cuh"
 #include "score/pair_mask.cuh"
 #include "prepare/row_grids.cuh"
 #include "common/softmax.cuh"
@@ -22,7 +24,7 @@
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
-// Zeroes the sums of dQ of the block's tile, and the block's share of the flags.
+// Zeroes the sums of dQ of the block's tile, and the block's share of the counters.
 __device__ __forceinline__ void clear_sums(const Arguments& args) {
     const BackwardArguments& arguments = args.arrays;
     float4* sums = static_cast<float4*>(arguments.dq_sum)
@@ -35,6 +37,8 @@ __device__ __forceinline__ void clear_sums(const Arguments& args) {
                         - arguments.recompute_flags;
     if (thread == 0) *arguments.tile_counter = 0;
     for (i64 i = thread; i < num_flags; i += threads) arguments.recompute_flags[i] = 0;
+    for (i64 i = thread; i < i64(gridDim.x) * DQ_SEMAPHORES; i += threads)
+        arguments.dq_semaphores[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)

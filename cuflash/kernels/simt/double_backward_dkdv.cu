@@ -4,7 +4,8 @@
 //
 // A block owns a tile of keys and visits the query tiles of all query heads that read them, so that
 // no two blocks add to the same number: no atomics, and every run gives the same bits. D and F come
-// from prepare/double_delta.cu, b and ddO from a JVP, d2Q from simt/double_backward_dq.cu.
+// from prepare/double_delta.cu, b and ddO from a JVP, d2Q from simt/double_backward_dq.cu. After
+// sm90/double_backward.cu both compute the tiles that are flagged (tile_flags.cuh), and no others.
 //
 // Grid and block: those of simt/backward_dkdv.cu.
 // Constants: those of simt/backward_dkdv.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which
@@ -16,6 +17,9 @@
 //
 // Bad at: speed, as simt/forward.cu; all products are computed here and once more for d2Q.
 #include "simt/double_backward.cuh"
+#include "common/flagged_tiles.cuh"
+#include "common/scheduler.cuh"
+#include "common/tile_flags.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_K;
 constexpr int QUERIES_PER_THREAD = (BLOCK_Q + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
@@ -100,16 +104,20 @@ inline void accumulate(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-double_backward_simt_dkdv(const __grid_constant__ Arguments call_args) {
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+// Which tile of which key head.
+__device__ __forceinline__ TileCoord tile_at(const Arguments& args, u32 index) {
+    const Shape& shape = arrays_of(args).shape;
+    const int head = index % shape.num_heads_kv;
+    const int batch = index / shape.num_heads_kv % shape.batch;
+    const int tile = index / shape.num_heads_kv / shape.batch;
+    return {tile, head, batch};
+}
 
-    // Which tile of which key head.
-    const Shape& call_shape = arrays_of(call_args).shape;
-    const int kv_head = blockIdx.x % call_shape.num_heads_kv;
-    const int batch = blockIdx.x / call_shape.num_heads_kv % call_shape.batch;
-    int k_tile = blockIdx.x / call_shape.num_heads_kv / call_shape.batch;
+__device__ __forceinline__ void compute_tile(
+    const Arguments& call_args, SharedPlan& shared, u32 index) {
+    const TileCoord coord = tile_at(call_args, index);
+    const int kv_head = coord.head, batch = coord.batch;
+    int k_tile = coord.tile;
     const auto sequence = sequence_of_block<true>(call_args, k_tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -164,4 +172,18 @@ double_backward_simt_dkdv(const __grid_constant__ Arguments call_args) {
     store_row(
         d2k, sums.d2k, Real(arrays.scale), thread_of_row, THREADS_PER_ROW, shape.head_dim);
     store_row(d2v, sums.d2v, Real(1), thread_of_row, THREADS_PER_ROW, shape.head_dim_v);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+double_backward_simt_dkdv(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    const Shape& shape = arrays_of(args).shape;
+    const auto is_flagged = [&](u32 index) {
+        const TileCoord coord = tile_at(args, index);
+        return has_key_flag(args, coord.batch, coord.head, coord.tile * BLOCK_K);
+    };
+    for_each_tile(
+        num_key_tiles(args, BLOCK_K) * shape.num_heads_kv * shape.batch, is_flagged,
+        [&](u32 index) { compute_tile(args, shared, index); });
 }

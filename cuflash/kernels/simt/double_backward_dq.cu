@@ -16,6 +16,9 @@
 //
 // Bad at: speed, as simt/forward.cu.
 #include "simt/double_backward.cuh"
+#include "common/flagged_tiles.cuh"
+#include "common/scheduler.cuh"
+#include "common/tile_flags.cuh"
 #include "score/dbias.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
@@ -68,17 +71,20 @@ inline void accumulate(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-double_backward_simt_dq(const __grid_constant__ Arguments call_args) {
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+// Which tile of which head.
+__device__ __forceinline__ TileCoord tile_at(const Arguments& args, u32 index) {
+    const Shape& shape = arrays_of(args).shape;
+    const int head = index % shape.num_heads_q;
+    const int batch = index / shape.num_heads_q % shape.batch;
+    const int order = index / shape.num_heads_q / shape.batch;
+    return {CAUSAL ? num_query_tiles(args, BLOCK_Q) - 1 - order : order, head, batch};
+}
 
-    // Which tile of which head.
-    const Shape& call_shape = arrays_of(call_args).shape;
-    const int head_index = blockIdx.x % call_shape.num_heads_q;
-    const int batch = blockIdx.x / call_shape.num_heads_q % call_shape.batch;
-    const int order = blockIdx.x / call_shape.num_heads_q / call_shape.batch;
-    int q_tile = CAUSAL ? num_query_tiles(call_args, BLOCK_Q) - 1 - order : order;
+__device__ __forceinline__ void compute_tile(
+    const Arguments& call_args, SharedPlan& shared, u32 index) {
+    const TileCoord coord = tile_at(call_args, index);
+    const int head_index = coord.head, batch = coord.batch;
+    int q_tile = coord.tile;
     const auto sequence = sequence_of_block<false>(call_args, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -134,4 +140,18 @@ double_backward_simt_dq(const __grid_constant__ Arguments call_args) {
     Element* out = static_cast<Element*>(arrays.dq)
         + batch * dqs.batch + i * dqs.token + head_index * dqs.head;
     store_row(out, d2q, Real(arrays.scale), thread_of_row, THREADS_PER_ROW, shape.head_dim);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+double_backward_simt_dq(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    const Shape& shape = arrays_of(args).shape;
+    const auto is_flagged = [&](u32 index) {
+        const TileCoord coord = tile_at(args, index);
+        return has_query_flag(args, coord.batch, coord.head, coord.tile * BLOCK_Q);
+    };
+    for_each_tile(
+        num_query_tiles(args, BLOCK_Q) * shape.num_heads_q * shape.batch, is_flagged,
+        [&](u32 index) { compute_tile(args, shared, index); });
 }

@@ -26,6 +26,7 @@
 #include "score/head_options.cuh"
 #include "score/tangents.cuh"
 #include "common/packed_sequences.cuh"
+#include "common/flagged_tiles.cuh"
 #include "common/row_flags.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
@@ -227,27 +228,32 @@ inline void store(
     if (args.lse_dot) static_cast<Real*>(args.lse_dot)[direction * heads * rows + index] = b;
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-jvp_simt(const __grid_constant__ Arguments call_args) {
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+// Which tile of which head, in which direction. With PACKED, slots.
+struct TangentTile {
+    int direction, head, batch, q_tile;
 
-    // Which tile of which head, in which direction.
-    const Shape& call_shape = arrays_of(call_args).shape;
-    const int direction = blockIdx.x % call_args.tangents.num_directions;
-    const int block = blockIdx.x / call_args.tangents.num_directions;
-    const int head = block % call_shape.num_heads_q;
-    const int batch = block / call_shape.num_heads_q % call_shape.batch;
-    const int order = block / call_shape.num_heads_q / call_shape.batch;
-    int q_tile = CAUSAL ? num_query_tiles(call_args, BLOCK_Q) - 1 - order : order;
+    __device__ __forceinline__ TangentTile(const Arguments& args, u32 index) {
+        const Shape& shape = arrays_of(args).shape;
+        direction = index % args.tangents.num_directions;
+        const int block = index / args.tangents.num_directions;
+        head = block % shape.num_heads_q;
+        batch = block / shape.num_heads_q % shape.batch;
+        const int order = block / shape.num_heads_q / shape.batch;
+        q_tile = CAUSAL ? num_query_tiles(args, BLOCK_Q) - 1 - order : order;
+    }
+};
+
+__device__ __forceinline__ void compute_tile(
+    const Arguments& call_args, SharedPlan& shared, u32 index) {
+    const TangentTile tile(call_args, index);
+    const int direction = tile.direction, head = tile.head, batch = tile.batch;
+    int q_tile = tile.q_tile;
     const auto sequence = sequence_of_block<false>(call_args, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const Shape& shape = arrays_of(args).shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_start = q_tile * BLOCK_Q;
-    if (has_no_flag(call_args, direction * call_shape.batch + batch, head, q_start, BLOCK_Q))
-        return;
     const Head own_head(args, direction, batch, head);
 
     // Which query of the tile, and which of its threads.
@@ -300,4 +306,20 @@ jvp_simt(const __grid_constant__ Arguments call_args) {
     }
     const Wanted wanted{arrays_of(call_args).out != nullptr, call_args.out_dot != nullptr};
     store(state, args, wanted, direction, batch, head, query, thread_of_row);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+jvp_simt(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    const Shape& shape = arrays_of(args).shape;
+    const int slices = args.tangents.num_directions * shape.batch;
+    const auto is_flagged = [&](u32 index) {
+        const TangentTile tile(args, index);
+        return has_flag(args, tile.direction * shape.batch + tile.batch, tile.head,
+                        tile.q_tile * BLOCK_Q, BLOCK_Q);
+    };
+    for_each_tile(
+        num_query_tiles(args, BLOCK_Q) * shape.num_heads_q * slices, is_flagged,
+        [&](u32 index) { compute_tile(args, shared, index); });
 }

@@ -37,11 +37,15 @@
 //
 // Grid: as many blocks as SMs, or as key tiles if those are fewer. scheduler.cuh numbers the tiles,
 // the first keys first: if CAUSAL, most queries see those, so the longest tiles start first.
+// DETERMINISTIC: key tiles add to dQ in the order of their indices. If CAUSAL, the last keys then
+// come first (LAST_KEYS_FIRST): they begin at query tiles that the other key tiles reach later, so
+// key tiles that start together seldom wait.
 // Block: 1 + CONSUMERS warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; INTEGER_DQ; Arguments and the options (docs/guide/options.md).
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; Arguments and the
+// options (docs/guide/options.md).
 // Shared memory and barriers: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
@@ -60,6 +64,7 @@ constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 // the producer's search for tiles needs more than 24 and spills; the consumers can spare none.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
+static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
 static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
 static_assert(CONSUMERS == 2, "registers suffice for two consumers");
 static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
@@ -67,38 +72,56 @@ static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
 
-// Adds the staged part of dQ to the sums from sums() on, by a writer warp.
-template <class Sums>
-__device__ __forceinline__ void add_staged(u32 part, int consumer, int lane, Sums sums) {
-    barrier_sync(DQ_FULL + consumer, DQ_THREADS);
-    if (lane == 0) {
-        add_in_bulk(sums(), part, DQ_PART_BYTES);
-        tma_store_commit();
-        tma_store_wait_read<0>();
-    }
-    __syncwarp();
-    barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
-}
-
-// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration. Wide tiles
-// have two limbs, which the consumer stages one after the other.
+// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration.
 __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.staging[consumer]);
-    for_each_iteration(args, shared, [&](int query_tile) {
-        const auto first = [&] {
-            return dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4);
-        };
-        if constexpr (INTEGER_DQ) {
-            // A loop, so that there is one copy of the addition: the warp has few registers.
-            float* sums = first();
-            for (bool has_low = is_wide(args, query_tile);; has_low = false) {
-                add_staged(part, consumer, lane, [&] { return sums; });
-                if (!has_low) break;
-                sums += low_sums_distance(args);
+    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
+        int* semaphore = dq_semaphores(args, query_tile) + consumer;
+        barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+        if (lane == 0) {
+            // Predecessors have smaller indices and have started: the wait ends (next_index).
+            if (DETERMINISTIC && has_predecessors) while (load_acquire(semaphore) != turn) {}
+            bulk_reduce_add(
+                dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4),
+                part, DQ_PART_BYTES);
+            tma_store_commit();
+            tma_store_wait_read<0>();
+        }
+        __syncwarp();
+        barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+        // After the consumer's release: it need not wait until the addition is visible.
+        if constexpr (DETERMINISTIC) {
+            if (lane == 0) {
+                tma_store_wait<0>();
+                __threadfence();
+                store_release(semaphore, turn + 1);
             }
-        } else {
-            add_staged(part, consumer, lane, first);
+            __syncwarp();
+        }
+    });
+    tma_store_wait<0>();
+}
+
+// The same, INTEGER_DQ. Wide tiles have two limbs, which the consumer stages one after the other.
+__device__ __forceinline__ void add_integer_dq(
+    const Arguments& args, SharedPlan& shared, int consumer) {
+    const int lane = threadIdx.x % 32;
+    const u32 part = shared_address(&shared.staging[consumer]);
+    for_each_iteration(args, shared, [&](int query_tile, int, bool) {
+        int* sums = reinterpret_cast<int*>(dq_sum_tile(args.arrays.dq_sum, query_tile))
+                  + consumer * (DQ_PART_BYTES / 4);
+        for (bool has_low = is_wide(args, query_tile);; has_low = false) {
+            barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+            if (lane == 0) {
+                bulk_reduce_add_s32(sums, part, DQ_PART_BYTES);
+                tma_store_commit();
+                tma_store_wait_read<0>();
+            }
+            __syncwarp();
+            barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+            if (!has_low) break;
+            sums += low_sums_distance(args);
         }
     });
     tma_store_wait<0>();
@@ -181,7 +204,7 @@ __device__ __forceinline__ void stage_dq(
     barrier_sync((staged ? DQ_EMPTY : CONSUMER_SYNC) + warpgroup, staged ? DQ_THREADS : WARPGROUP);
     const u32 target = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
     if constexpr (INTEGER_DQ) {
-        stage_high(target, dq, grids);
+        stage_limb<false>(target, dq, grids);
         if (grids.are_wide()) {
             fence_async_proxy();
             barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
@@ -413,7 +436,10 @@ backward_wgmma(const __grid_constant__ Arguments args) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
-        if (warp >= 1 && warp <= CONSUMERS) add_dq(args, shared, warp - 1);
+        if (warp >= 1 && warp <= CONSUMERS) {
+            if constexpr (INTEGER_DQ) add_integer_dq(args, shared, warp - 1);
+            else add_dq(args, shared, warp - 1);
+        }
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(args, shared);

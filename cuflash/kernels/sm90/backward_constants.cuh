@@ -1,8 +1,9 @@
 // Constants of the backward kernels on Hopper, sm90/backward.cu and sm90/backward_wide.cu, that
 // follow from the generated ones.
 //
-// Constants: Element, CAUSAL, BLOCK_Q, STAGES (of Q and dO), INTEGER_DQ (integer_dq.cuh); Arguments
-// and the options (docs/guide/options.md).
+// Constants: Element, CAUSAL, BLOCK_Q, STAGES (of Q and dO), DQ_SEMAPHORES (semaphores of a query
+// tile's dQ if it is DETERMINISTIC, else 0), INTEGER_DQ (integer_dq.cuh); Arguments and the options
+// (docs/guide/options.md).
 #pragma once
 #include "score/pair_mask.cuh"
 #include "common/softmax.cuh"
@@ -11,6 +12,9 @@
 constexpr int S_REGS = BLOCK_Q / 2;                         // a thread's floats of 64 keys' S^T
 constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool MASKED = CAUSAL || WINDOW || PAIRWISE || PACKED;      // some pairs may be masked
+
+constexpr bool DETERMINISTIC = DQ_SEMAPHORES > 0;
+constexpr bool LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 
 // Whether a whole warp, not one thread, produces Q: it takes 32 lanes to search for tiles.
 constexpr bool WARP_PRODUCER = SEGMENTS || PACKED;
@@ -29,4 +33,6 @@ constexpr bool MASK_DS = !VISIBILITY_BITS || DBIAS;
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)),
               "packed sequences do not support bias, mask or segment ids");
+static_assert(!(WARP_PRODUCER && DETERMINISTIC),
+              "deterministic order requires consecutive key tiles at every query tile");
 static_assert(FLOAT_P || !(SOFTCAP || DROPOUT), "dS does not follow from the rounded P alone");

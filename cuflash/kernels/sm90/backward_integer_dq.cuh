@@ -17,17 +17,6 @@ __device__ __forceinline__ bool is_wide(const Arguments& args, int query_tile) {
     return INTEGER_DQ && DqGrid{rows->grid(0)}.is_wide();
 }
 
-// Adds what is in shared memory to floats or, INTEGER_DQ, to integers.
-__device__ __forceinline__ void add_in_bulk(float* sums, u32 source, int bytes) {
-    if (INTEGER_DQ) bulk_reduce_add_s32(reinterpret_cast<int*>(sums), source, bytes);
-    else bulk_reduce_add(sums, source, bytes);
-}
-
-__device__ __forceinline__ void store_words(u32 target, const u32 (&x)[4]) {
-    store_shared_16(target, __uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                    __uint_as_float(x[3]));
-}
-
 // The bits of the grid of row lane % 16 of a warp's rows. thread: of those that compute dQ.
 __device__ __forceinline__ u32 lane_grid_of(const QueryRows& rows, int thread) {
     return rows.grid(thread / 32 % SCORE_WARPS_Q * 16 + thread % 16);
@@ -46,65 +35,39 @@ struct RowPair {
     bool are_wide() const { return first.is_wide(); }       // both, and those of other lanes
 };
 
+// Limb i of a thread's part of dQ: a C fragment has two elements of the first row, then two of the
+// second.
+template <bool IS_LOW, int COUNT>
+__device__ __forceinline__ int dq_limb(
+    const float (&dq)[COUNT], int i, float first_steps, float second_steps) {
+    const float steps = i / 2 % 2 == 0 ? first_steps : second_steps;
+    return IS_LOW ? low_limb(dq[i], steps) : high_limb(dq[i], steps);
+}
+
 // Stores a limb of a thread's part of dQ to shared memory.
 template <bool IS_LOW, int COUNT>
 __device__ __forceinline__ void stage_limb(
     u32 target, const float (&dq)[COUNT], const RowPair& grids) {
-    const float steps[2] = {grids.first.steps(), grids.second.steps()};
+    const float first = grids.first.steps(), second = grids.second.steps();
+    const auto bits = [&](int i) {
+        return __int_as_float(dq_limb<IS_LOW>(dq, i, first, second));
+    };
     #pragma unroll
-    for (int n = 0; n < COUNT / 4; ++n) {
-        u32 x[4];
-        #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            x[i] = IS_LOW ? low_limb(dq[n * 4 + i], steps[i / 2])
-                          : high_limb(dq[n * 4 + i], steps[i / 2]);
-        store_words(target + dq_sum_step(0, n) * 4, x);
-    }
+    for (int n = 0; n < COUNT / 4; ++n)
+        store_shared_16(target + dq_sum_step(0, n) * 4, bits(n * 4), bits(n * 4 + 1),
+                        bits(n * 4 + 2), bits(n * 4 + 3));
 }
 
-// Stores hi of a thread's part of dQ to shared memory, first as if it were small, which it seldom
-// is not.
-template <int COUNT>
-__device__ __forceinline__ void stage_high(
-    u32 target, const float (&dq)[COUNT], const RowPair& grids) {
-    const float steps[2] = {grids.first.steps(), grids.second.steps()};
-    u32 differing[4] = {};                                  // four short chains of operations
-    #pragma unroll
-    for (int n = 0; n < COUNT / 4; ++n) {
-        u32 x[4];
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x[i] = rounded_by_magic(dq[n * 4 + i], steps[i / 2]);
-            differing[i] |= x[i] ^ MAGIC_BITS;
-        }
-        store_words(target + dq_sum_step(0, n) * 4, x);
-    }
-    const u32 any = differing[0] | differing[1] | (differing[2] | differing[3]);
-    if ((any & MAGIC_RANGE) != 0) stage_limb<false>(target, dq, grids);
-}
-
-// Adds a thread's part of dQ to sums in global memory, BY_LANES, of which `sums` is the lane's
-// first.
+// Adds a limb of a thread's part of dQ to sums in global memory, BY_LANES, of which `sums` is the
+// lane's first.
 template <bool IS_LOW, int COUNT>
 __device__ __forceinline__ void add_limb(
     int* sums, const float (&dq)[COUNT], const RowPair& grids) {
-    const float steps[2] = {grids.first.steps(), grids.second.steps()};
+    const float first = grids.first.steps(), second = grids.second.steps();
     #pragma unroll
-    for (int n = 0; n < COUNT / 4; ++n) {
-        u32 x[4], differing = 0;
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x[i] = IS_LOW ? low_limb(dq[n * 4 + i], steps[i / 2])
-                          : rounded_by_magic(dq[n * 4 + i], steps[i / 2]);
-            if (!IS_LOW) differing |= x[i] ^ MAGIC_BITS;
-        }
-        if ((differing & MAGIC_RANGE) != 0)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = high_limb(dq[n * 4 + i], steps[i / 2]);
-        #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            reduce_add_s32(sums + dq_sum_step(0, n) + i * 32, static_cast<int>(x[i]));
-    }
+    for (int i = 0; i < COUNT; ++i)
+        reduce_add_s32(sums + dq_sum_step(0, i / 4) + i % 4 * 32,
+                       dq_limb<IS_LOW>(dq, i, first, second));
 }
 
 // Whether a pair of float16 has a NaN or an infinity: an exponent of ones.

@@ -36,9 +36,6 @@ __device__ __forceinline__ void load_query_tile(
               static_cast<const QueryRows*>(args.arrays.delta)
                   + query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile),
               q_full, sizeof(QueryRows));
-    if constexpr (INTEGER_DQ)
-        static_cast<QueryRows*>(args.arrays.delta)[
-            query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile)].count_part();
     // A sequence without queries may start after the array's last token, which is loaded instead.
     const int first_token = sequence_of(work).first_q + it.tile * BLOCK_Q;
     const int token = PACKED ? min(first_token, args.arrays.shape.seqlen_q - 1) : first_token;
@@ -60,13 +57,14 @@ __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& s
     const int num_k_tiles = num_key_tiles(args, BLOCK_K);
     PipelineState<STAGES> stage;
     WorkState state;
-    for (int index = blockIdx.x;; ++state.count) {
+    for (int index = first_index(args);; ++state.count) {
         WorkTile packed = {};
         skip_empty_slots(args, index, num_k_tiles, packed);
         const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
         WorkTile work = {-1, 0, 0};
         if (!ended && PACKED) work = packed;
         if (!ended && !PACKED) static_cast<TileCoord&>(work) = tile_at(args, num_k_tiles, index);
+        if (!ended && LAST_KEYS_FIRST) work.tile = num_k_tiles - 1 - work.tile;
         if (is_elected) publish_work_tile(shared, state, work);
         if (ended) return;
 

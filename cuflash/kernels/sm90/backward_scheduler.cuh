@@ -2,17 +2,18 @@
 // tiles that it visits for each.
 //
 // A work tile is BLOCK_K keys of one key head. A block takes one work tile after another: first the
-// tile of its own index, then each time the next index of a counter in global memory. With SEGMENTS
-// an index counts tiles in the order of prepare/segment_order.cu. The Q producer publishes each
-// work tile, and its packed sequence, one tile ahead of the consumers. An iteration is one query
-// tile that sees the keys; iterations go through the query heads of the group in turn.
+// tile of its own index, then each time the next index of a counter in global memory. If
+// DETERMINISTIC, all indices come from the counter. With SEGMENTS an index counts tiles in the
+// order of prepare/segment_order.cu. The Q producer publishes each work tile, and its packed
+// sequence, one tile ahead of the consumers. An iteration is one query tile that sees the keys;
+// iterations go through the query heads of the group in turn.
 //
 // Constants: BLOCK_Q, BLOCK_K, and those of backward_constants.cuh.
 // SharedPlan has work_tiles[WORK_STAGES] and their barriers: work_full, an arrival of the thread
 // that publishes; work_empty, an arrival of each warp that reads.
 #pragma once
 #include "sm90/backward_constants.cuh"
-#include "sm90/recompute_flags.cuh"
+#include "sm90/semaphores.cuh"
 #include "common/packed_sequences.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -59,9 +60,15 @@ __device__ __forceinline__ void release_work_tile(Shared& shared, WorkState stat
 
 // ---- Indices of work tiles ----
 
-// After the first, which is blockIdx.x.
+// If DETERMINISTIC, a tile waits for tiles of smaller indices, so these must all have been taken by
+// blocks that run. CUDA promises neither an order in which blocks start nor that all are resident
+// at once, so the first index is not blockIdx.x. No deadlock: a block takes its tiles in the order
+// of indices, and the smallest index in progress waits for none.
 __device__ __forceinline__ int next_index(const Arguments& args) {
-    return gridDim.x + atomicAdd(arrays_of(args).tile_counter, 1);
+    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(arrays_of(args).tile_counter, 1);
+}
+__device__ __forceinline__ int first_index(const Arguments& args) {
+    return DETERMINISTIC ? next_index(args) : blockIdx.x;
 }
 
 // Packed sequences leave slots empty: advances `index` to the first slot that has a tile, `work`.
@@ -96,7 +103,8 @@ __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_ti
 // ---- Query tiles of a work tile ----
 
 // No query sees keys left of every WINDOW, nor keys of a sequence without queries. The first query
-// tile is visited all the same, so that every key tile takes part in the pipeline.
+// tile is visited all the same, so that every key tile takes part in the pipeline and consecutive
+// key tiles stay consecutive at a query tile.
 template <class Sequence>
 __device__ __forceinline__ QueryTiles query_tiles(
     const Arguments& args, int k_tile, const Sequence& sequence) {
@@ -149,7 +157,9 @@ __device__ __forceinline__ int query_tile_index(
          + sequence.first_q / BLOCK_Q + sequence.number;
 }
 
-// Calls f(query_tile) for each of the block's iterations, by a whole warp: an index as above.
+// Calls f(query_tile, turn, has_predecessors) for each of the block's iterations, by a whole warp:
+// query_tile is an index as above. If DETERMINISTIC, the key tiles that add to a query
+// tile's dQ do so in the order of `turn`, without gaps; the first of them has no predecessors.
 template <class Shared, class F>
 __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared& shared, F f) {
     const int lane = threadIdx.x % 32;
@@ -158,9 +168,17 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         if (work.tile < 0) break;
         __syncwarp();
         const auto sequence = sequence_of(work);
+        const int turn =
+            LAST_KEYS_FIRST ? num_key_tiles(args, BLOCK_K) - 1 - work.tile : work.tile;
+        // The key tile of the turn before visits the query tiles [first_before, end_before).
+        const int first_before =
+            LAST_KEYS_FIRST ? query_tiles(args, work.tile + 1, sequence).first : 0;
+        constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
+        const int end_before = BOUNDED ? query_tiles(args, work.tile - 1, sequence).end : 0;
         release_work_tile(shared, state, lane == 0);
         QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work);
         for (; it.remaining > 0; it.next(args, work))
-            f(query_tile_index(args, sequence, work.batch, it.head, it.tile));
+            f(query_tile_index(args, sequence, work.batch, it.head, it.tile), turn,
+              turn > 0 && it.tile >= first_before && (!BOUNDED || it.tile < end_before));
     }
 }

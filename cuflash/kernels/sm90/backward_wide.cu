@@ -23,7 +23,7 @@
 // Grid: as sm90/backward.cu's. Block: 4 warpgroups.
 //
 // Constants: as sm90/backward.cu's, but HEAD_DIM up to 256 and BLOCK_K and BLOCK_Q 64; NUM_WARPS
-// and SCORE_WARPS_Q of dQ alone.
+// and SCORE_WARPS_Q of dQ alone; DQ_SEMAPHORES 0 or 1; INTEGER_DQ.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // mbarriers: as in backward_shared.cuh. *_empty: an arrival of each warp of the role that reads
@@ -34,6 +34,7 @@
 // Bad at: only 64 keys share a load of Q and dO, and an iteration adds up to 64 KB of dQ.
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_producer.cuh"
+#include "sm90/backward_roles.cuh"
 #include "common/dq_accum.cuh"
 #include "sm90/backward_integer_dq.cuh"
 
@@ -58,6 +59,7 @@ constexpr bool EARLY_BIASES = SCORE_REGISTERS > DQ_REGS + 2 * S_REGS + 64;
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
+static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == 1, "one warpgroup adds to dQ");
 
 struct SharedPlan {
     static constexpr int K_STAGES = 1;
@@ -77,15 +79,6 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // ---- The score warpgroup: S, dP, P, dS, and dQ ----
-
-// A warp's 16 rows of P^T or dS^T, for the warpgroups that need them.
-__device__ __forceinline__ void publish(
-    u32 tile, u32 full, const u32 (&rounded)[S_REGS / 2], int warp_row, int lane) {
-    store_rows<BLOCK_K>(tile, warp_row, lane, rounded);
-    fence_async_proxy();
-    __syncwarp();
-    mbarrier_arrive_if(lane == 0, full);
-}
 
 // Adds columns [part * DQ_COLUMNS, (part + 1) * DQ_COLUMNS) of an iteration's dQ to its sums, of
 // which `sums` is the thread's first. lane_grid: of row lane % 16 of the warp's rows.
@@ -225,8 +218,10 @@ struct Iterate {
             else if (is_first && is_last) wgmma_wait<2>();
             else wgmma_wait<1>();
             warpgroup_fence_operand(dq);
+            if (DETERMINISTIC && is_first) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
             add_dq(args, sums, dq, part, lane_grid, lane);
         }
+        if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
         if (!last.value && !EARLY_BIASES) load_biases(pairs, args);
         if (!last.value) wgmma_wait<1>();                   // the next S
         warpgroup_fence_operand(s);
@@ -377,20 +372,23 @@ backward_wgmma_wide(const __grid_constant__ Arguments args) {
         mbarrier_init(shared_address(&shared.kv_empty), ROLE_WARPS);
         for (int i = 0; i < WORK_STAGES; ++i) {
             mbarrier_init(shared_address(&shared.work_full[i]), 1);
-            // score and gradient warps, the K/V producer
-            mbarrier_init(shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1);
+            // score and gradient warps, the K/V producer, the semaphore's warp
+            mbarrier_init(
+                shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + DQ_SEMAPHORES);
         }
         fence_mbarrier_init();
     }
     __syncthreads();
 
     const BackwardArguments& arrays = args.arrays;
+    const int warp = threadIdx.x / 32;
     // By a shuffle, so that the compiler knows that it is uniform in the warp.
     const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
     if (role == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
+        if (DETERMINISTIC && warp == 1) order_dq_additions(args, shared);
     } else if (role == 1) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
         compute_scores(args, shared);

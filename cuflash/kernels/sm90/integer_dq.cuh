@@ -1,5 +1,6 @@
 // Sums of dQ in integers (INTEGER_DQ): their additions may come in any order, so dQ has the same
-// bits in every run.
+// bits in every run. For deterministic calls whose key tiles are not consecutive at a query tile,
+// with PACKED or SEGMENTS. Others add floats in turns, which is faster.
 //
 // Each row i of dQ / scale has a grid, a power of two g_i: a part x of the row, from one key tile,
 // is added as the integer hi = rint(g_i x). No sum over key tiles exceeds the row's bound, by
@@ -31,6 +32,8 @@
 
 // A query tile has so many sums. Those of all tiles, ordered by dq_accum.cuh, come first, then as
 // many of `lo`.
+static_assert(!INTEGER_DQ || PACKED || SEGMENTS, "other calls have an order");
+
 constexpr int SUMS_OF_TILE = BLOCK_Q * HEAD_DIM;
 constexpr float LOW_STEPS = 65536.0f;                       // of lo in one of hi
 
@@ -75,24 +78,13 @@ struct DqGrid {
     }
 };
 
-// Rounding by an addition, which is faster than a conversion: for |x g| < 2^22 the lower bits of
-// MAGIC + x g are rint(x g). The bits of MAGIC are left in, and what a sum has of them is removed
-// at its end: the number of a tile's parts tells (QueryRows). Larger x g are converted.
-constexpr float MAGIC = 12582912.0f;                        // 2^23 + 2^22
-constexpr u32 MAGIC_BITS = 0x4B400000u, MAGIC_RANGE = 0xFF800000u;
-
-// hi + MAGIC_BITS if |x g| < 2^22, else something that differs from MAGIC_BITS in MAGIC_RANGE.
-__device__ __forceinline__ u32 rounded_by_magic(float part, float steps) {
-    return __float_as_uint(fmaf(part, steps, MAGIC));
+// Parts of dQ as integers; steps: of the grid.
+__device__ __forceinline__ int high_limb(float part, float steps) {
+    return __float2int_rn(part * steps);
 }
-// hi + MAGIC_BITS, and lo.
-__device__ __forceinline__ u32 high_limb(float part, float steps) {
-    return static_cast<u32>(__float2int_rn(part * steps)) + MAGIC_BITS;
-}
-__device__ __forceinline__ u32 low_limb(float part, float steps) {
+__device__ __forceinline__ int low_limb(float part, float steps) {
     const float x = part * steps;
-    return static_cast<u32>(
-        __float2int_rn((x - rintf(x)) * LOW_STEPS));        // exact but for the last rounding
+    return __float2int_rn((x - rintf(x)) * LOW_STEPS);      // exact but for the last rounding
 }
 
 // From a sum to that of its `lo`.

@@ -17,22 +17,15 @@ template <> struct RowSegmentIds<true> {
     int id(int row) const { return ids[row]; }
 };
 
-// The grids of the rows' dQ, bits of a DqGrid (integer_dq.cuh), if its sums are integers, and how
-// many parts of dQ are added to them: the producer counts them.
+// The grids of the rows' dQ, bits of a DqGrid (integer_dq.cuh), if its sums are integers.
 template <bool> struct RowGrids {
     void set_grid(int, u32) {}
     u32 grid(int) const { return 0; }
-    void clear_parts() {}
-    void count_part() {}
-    u32 parts() const { return 0; }
 };
-template <> struct alignas(16) RowGrids<true> {
-    u32 grids[BLOCK_Q], num_parts;
+template <> struct RowGrids<true> {
+    u32 grids[BLOCK_Q];
     void set_grid(int row, u32 bits) { grids[row] = bits; }
     u32 grid(int row) const { return grids[row]; }
-    void clear_parts() { num_parts = 0; }
-    void count_part() { atomicAdd(&num_parts, 1u); }
-    u32 parts() const { return num_parts; }
 };
 
 struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS>, RowGrids<INTEGER_DQ> {

@@ -61,14 +61,16 @@ __device__ __forceinline__ void gemm_ab_ss(float (&d)[COUNT], u64 a, u64 b, bool
             step > 0 || accumulate, Element{});
 }
 
-// D = A^T B over ROWS rows of both; A is 64 columns, from the one at which `a` points.
+// D = A^T B, or D += A^T B if `accumulate`, over ROWS rows of both; A is 64 columns, from the one
+// at which `a` points.
 template <typename Element, int ROWS, int COUNT>
-__device__ __forceinline__ void gemm_atb_ss(float (&d)[COUNT], u64 a, u64 b) {
+__device__ __forceinline__ void gemm_atb_ss(
+    float (&d)[COUNT], u64 a, u64 b, bool accumulate = false) {
     #pragma unroll
     for (int step = 0; step < ROWS / WGMMA_K; ++step)
         wgmma_shared<1, true, true>(
             d, advance(a, step * WGMMA_K * PANEL_ROW_BYTES),
-            advance(b, step * WGMMA_K * PANEL_ROW_BYTES), step > 0, Element{});
+            advance(b, step * WGMMA_K * PANEL_ROW_BYTES), step > 0 || accumulate, Element{});
 }
 
 // Rounds an accumulator to Element: its registers are then in the order of an A operand.

@@ -1,0 +1,210 @@
+"""The plan of a double backward by wgmma: plain 16-bit calls, on Hopper."""
+
+from __future__ import annotations
+
+from cuflash import workspace
+from cuflash.problem import Problem
+from cuflash.tiles import Tile
+
+from . import wgmma
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .rounding import ceil_div, round_up
+from .simt_derivatives import double_backward_kernels, recompute_launch
+from .steps import (
+    ROW_THREADS,
+    count_tiles,
+    delta_buffer,
+    delta_dot_buffer,
+    heads_per_section,
+    last_section,
+    option_constants,
+    rounding_launch,
+    some_options,
+    tangent_constants,
+    tile_bytes,
+)
+from .wgmma import (
+    MAX_SEMAPHORE_HEADS,
+    MBARRIER_BYTES,
+    head_dims,
+)
+
+# sm90/second_rows.cuh: four statistics of a row, four numbers of a tile.
+_ROW_BYTES, _ROWS_BYTES = 4 * 4, 16
+
+_WORK_BYTES = 3 * 4  # of a work tile
+
+_QUERY_WARPS = 4  # that compute d2q
+
+# Of the kernels that compute the flagged tiles.
+_RECOMPUTE_TILE = Tile(16, 32, 4), Tile(32, 16, 4)
+
+
+def runs(problem: Problem, device: Device) -> bool:
+    """Whether the kernel supports the problem."""
+    tangents = problem.tangents
+    return bool(
+        wgmma.runs(problem, device)
+        and not problem.options
+        and tangents is not None
+        and tangents.count > 0
+        # It stores rows 16 bytes at a time.
+        and problem.head_dim % 8 == 0
+        and problem.head_dim_v % 8 == 0
+    )
+
+
+def _rows_bytes(tile: Tile) -> int:
+    return tile.block_q * _ROW_BYTES + _ROWS_BYTES
+
+
+def _shared_of(problem: Problem, tile: Tile, q_stages: int) -> int:
+    d, dv = head_dims(problem)
+    keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
+    q = tile_bytes(tile.block_q, d)
+    others = q + tile_bytes(tile.block_q, dv)  # ddq and dout
+    weights = 3 * tile_bytes(tile.block_k, tile.block_q)
+    # q; ddq, dout and weights; k and v; work
+    barriers = 2 * q_stages + 8 * tile.num_stages + 3 + 2 * 2
+    return round_up(
+        2 * keys
+        + q_stages * q
+        + tile.num_stages * (others + weights + _rows_bytes(tile))
+        + barriers * MBARRIER_BYTES
+        + 2 * _WORK_BYTES,
+        1024,
+    )
+
+
+def _shared(problem: Problem, tile: Tile) -> int:
+    """With as few stages of Q as of the other tiles."""
+    return _shared_of(problem, tile, tile.num_stages)
+
+
+def _fits(problem: Problem, tile: Tile) -> bool:
+    return True  # registers do for all its head dimensions
+
+
+def _rows(problem: Problem, tile: Tile, semaphores: int) -> KernelPlan:
+    """The kernel that prepares row statistics."""
+    lanes = ceil_div(problem.head_dim_v, 8)
+    return KernelPlan(
+        file="prepare/second_rows.cu",
+        entry="double_backward_rows",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", head_dims(problem)[0]),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("DQ_SEMAPHORES", semaphores),
+            ("INTEGER_DQ", False),
+            ("DLSE", problem.dlse),
+            ("NUM_THREADS", ROW_THREADS),
+            ("LANES", 1 << (lanes - 1).bit_length()),
+            *some_options(problem, "Wgmma", "SEGMENTS"),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=0,
+    )
+
+
+def _main(
+    problem: Problem, device: Device, tile: Tile, semaphores: int
+) -> KernelPlan:
+    d, dv = head_dims(problem)
+    q_stages = tile.num_stages + 1
+    if _shared_of(problem, tile, q_stages) > device.shared_bytes:
+        q_stages = tile.num_stages
+    shared = _shared_of(problem, tile, q_stages)
+    return KernelPlan(
+        file="sm90/double_backward.cu",
+        entry="double_backward_wgmma",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", d),
+            ("HEAD_DIM_V", dv),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_WARPS", _QUERY_WARPS),
+            ("SCORE_WARPS_Q", tile.score_warps_q),
+            ("CAUSAL", problem.causal),
+            ("DQ_SEMAPHORES", semaphores),
+            ("INTEGER_DQ", False),
+            ("STAGES", tile.num_stages),
+            ("Q_STAGES", q_stages),
+            ("SHARED_BYTES", shared),
+            *option_constants(problem, "Wgmma"),
+            *tangent_constants(problem),
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=tile.ptxas_level,
+    )
+
+
+def _recompute_launches(
+    problem: Problem, device: Device
+) -> tuple[Launch, ...]:
+    """The kernels of flagged tiles; without masked pairs there are none."""
+    if not problem.causal:
+        return ()
+    by_keys, by_queries = _RECOMPUTE_TILE
+    of_keys, _ = double_backward_kernels(problem, by_keys, "Wgmma")
+    _, of_queries = double_backward_kernels(problem, by_queries, "Wgmma")
+    k_tiles = count_tiles(problem, problem.seqlen_k, by_keys.block_k)
+    q_tiles = count_tiles(problem, problem.seqlen_q, by_queries.block_q)
+    k_tiles *= problem.batch * problem.num_heads_kv
+    q_tiles *= problem.batch * problem.num_heads_q
+    return (
+        recompute_launch(of_keys, k_tiles, device),
+        recompute_launch(of_queries, q_tiles, device),
+    )
+
+
+def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = head_dims(problem)
+    semaphores = 1 if problem.deterministic else 0
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    q_tiles *= problem.batch * problem.num_heads_q
+    tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    kv_pairs = problem.batch * problem.num_heads_kv
+    k_tiles = tiles_of_head * kv_pairs
+    # q, its cotangent and dout have 2 bytes per element, the sums of dq 4.
+    shared_by_head = problem.group_size * problem.seqlen_q * (8 * d + 2 * dv)
+    heads = heads_per_section(
+        problem, device, problem.num_heads_kv, shared_by_head
+    )
+    if problem.deterministic and not problem.causal:
+        heads = min(heads, MAX_SEMAPHORE_HEADS)
+    return Plan(
+        problem,
+        "wgmma",
+        tile,
+        (
+            Launch(_rows(problem, tile, semaphores), q_tiles),
+            Launch(
+                _main(problem, device, tile, semaphores),
+                min(k_tiles, device.num_sms),
+            ),
+            rounding_launch(
+                problem, tile, (d, dv), q_tiles, _QUERY_WARPS, "Wgmma"
+            ),
+            *_recompute_launches(problem, device),
+        ),
+        heads_per_section=heads,
+        last_section=last_section(
+            problem, heads, kv_pairs, tiles_of_head, device.num_sms
+        ),
+        workspace=(
+            delta_buffer(problem),
+            delta_dot_buffer(problem),
+            workspace.second_query_rows(q_tiles, _rows_bytes(tile)),
+            workspace.dq_sum(q_tiles * tile.block_q * d),
+            workspace.ints("tile_counter", 1),
+            workspace.ints("recompute_flags", k_tiles + q_tiles),
+            workspace.ints("dq_semaphores", q_tiles * semaphores),
+        ),
+    )
+
+
+DOUBLE_BACKWARD = Maker(_plan, _shared, _fits)

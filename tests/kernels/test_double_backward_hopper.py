@@ -1,0 +1,102 @@
+"""double_backward of plain 16-bit calls on Hopper: sm90/double_backward.cu."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuflash.plan import device_of_arch, plan
+from helpers.backends import on_kernels
+from helpers.compare import assert_bitwise, assert_matches
+from helpers.data import Case, Emulation, inputs
+from helpers.derivatives import (
+    NUMPY,
+    assert_near,
+    call_double_backward,
+    expected_double_backward,
+    tangents,
+)
+from helpers.kernels import small_problem
+
+ON = Emulation("sm_90a", seed=5)
+PLAIN = Case("bfloat16", 1, 150, 200, 2, 1, 64, 64, on=ON)
+
+
+def check(case, direction, backend):
+    got = call_double_backward(case, direction, backend)
+    wanted = expected_double_backward(case, direction)
+    for name, want in wanted.items():
+        assert_matches(got[name], want, name, case)
+    assert_near(got, {name: x.ref for name, x in wanted.items()}, case)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_plain_calls_have_a_kernel_of_their_own(head_dim):
+    problem = small_problem("double_backward", "bfloat16", head_dim)
+    files = [x.file for x in plan(problem, device_of_arch("sm_90a")).kernels]
+    assert files == [
+        "prepare/second_rows.cu",
+        "sm90/double_backward.cu",
+        "finish/dq.cu",
+        "simt/double_backward_dkdv.cu",
+        "simt/double_backward_dq.cu",
+    ]
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "causal"),
+    [(64, 64, False), (128, 128, True), (40, 24, True), (96, 64, False)],
+)
+def test_is_the_references(backend, head_dim, head_dim_v, causal):
+    grouped = replace(PLAIN, batch=2, num_heads_q=4, num_heads_kv=2)
+    case = replace(grouped, head_dim=head_dim, head_dim_v=head_dim_v,
+                   causal=causal)  # fmt: skip
+    check(case, tangents(case), backend)
+
+
+@on_kernels
+@pytest.mark.parametrize("moving", ["q", "k", "v", "qv", "kv"])
+def test_some_inputs_move(backend, moving):
+    case = replace(PLAIN, dtype="float16", causal=True)
+    check(case, tangents(case, moving), backend)
+
+
+@on_kernels
+@pytest.mark.parametrize("seqlens", [(1, 300), (300, 40), (129, 64)])
+def test_lengths_that_no_tile_divides(backend, seqlens):
+    """With fewer keys than queries, the first rows see none."""
+    case = replace(PLAIN, seqlen_q=seqlens[0], seqlen_k=seqlens[1],
+                   causal=True)  # fmt: skip
+    check(case, tangents(case), backend)
+
+
+@on_kernels
+def test_deterministic_calls_sum_in_order(backend):
+    case = replace(PLAIN, deterministic=True, causal=True)
+    direction = tangents(case)
+    first = call_double_backward(case, direction, backend)
+    other = replace(case, on=replace(ON, seed=9, resident=1))
+    again = call_double_backward(other, direction, backend)
+    for name, x in first.items():
+        assert_bitwise(again[name], x, name)
+    check(case, direction, backend)
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v"])
+def test_a_nan_of_a_masked_token_is_not_read(backend, name):
+    """Its tiles hold rows that do not see it: simt computes those anew. All
+    but dout are cotangents.
+    """
+    case = replace(PLAIN, causal=True)
+    direction, given = tangents(case, "qkv"), {}
+    given["dout"] = inputs(case)[3]
+    {**direction, **given}[name][0, 120] = np.nan
+    got, want = (
+        call_double_backward(case, direction, x, **given)
+        for x in (backend, NUMPY)
+    )
+    for x, y in got.items():
+        assert (np.isnan(y) == np.isnan(want[x])).all(), x
+    assert not all(np.isfinite(y.astype("f4")).all() for y in got.values())

@@ -1,0 +1,169 @@
+"""The nearest entries of the tables of tuned tiles."""
+
+from dataclasses import replace
+
+import pytest
+
+from cuflash import folders, nearest_tiles, tiles
+from cuflash.plan import device_of_arch, plan
+from helpers.kernels import small_problem
+from helpers.tables import BY_BLOCK_K, entry, write_table
+
+
+def tuned(folder, monkeypatch, *found, **asked):
+    """Return the tile of a problem with `found` in this machine's tables."""
+    monkeypatch.setattr(folders, "tile_tables", lambda: folder)
+    write_table(folder, "sm_80", *found)
+    chosen = nearest_tiles.tuned(
+        **{
+            "capability": 80,
+            "family": "mma",
+            "direction": "forward",
+            "dtype": "float16",
+            "head_dim": 64,
+            "causal": True,
+            "option": None,
+            "seqlen": 1024,
+            "tiles_per_sm": 4.0,
+            **asked,
+        }
+    )
+    return chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ({"head_dim": 64}, {"head_dim": 128}),
+        ({"head_dim": 128}, {"head_dim": 32}),
+        ({"causal": True}, {"causal": False}),
+        ({"causal": None}, {"causal": False}),
+        ({"dtype": "float16"}, {"dtype": "bfloat16"}),
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}),
+        ({"seqlen": 1024}, {"seqlen": 512}),
+        ({"seqlen": 2048}, {"seqlen": 256}),
+        ({"seqlen": 512, "tiles_per_sm": 4.0},
+         {"seqlen": 1024, "tiles_per_sm": 0.25}),
+        ({"seqlen": 2048, "causal": True}, {"seqlen": 1024, "causal": False}),
+        ({"seqlen": 2048}, {"seqlen": None, "tiles_per_sm": None}),
+        ({"seqlen": None}, {"seqlen": 16384}),
+        ({"seqlen": 8192}, {"seqlen": 1024, "option": "window"}),
+    ],
+)  # fmt: skip
+def test_the_nearest_entry_is_taken(tmp_path, monkeypatch, near, far):
+    first, second = (
+        entry(tile=BY_BLOCK_K[k], **changes)
+        for k, changes in ((16, far), (128, near))
+    )
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "none")
+    for found in ((first, second), (second, first)):
+        tiles.entries.cache_clear()
+        nearest_tiles._tuned.cache_clear()
+        chosen = tuned(tmp_path, monkeypatch, *found)
+        assert chosen.block_k == 128
+
+
+THIS = {"gpu": "this", "bandwidth": 4000}
+OTHER = {"gpu": "other", "bandwidth": 4000}
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        (THIS, {}),
+        (THIS, OTHER),
+        ({}, {"gpu": "slower", "bandwidth": 3000}),
+        (OTHER, {"gpu": "slower", "bandwidth": 3000}),
+        ({"gpu": "faster", "bandwidth": 4500},
+         {"gpu": "slower", "bandwidth": 3000}),
+        ({"gpu": "slow", "bandwidth": 2000}, {**THIS, "seqlen": 256}),
+        ({**THIS, "seqlen": 1500}, {"gpu": "slow", "bandwidth": 2000}),
+    ],
+)  # fmt: skip
+def test_the_nearest_gpu_is_taken(tmp_path, monkeypatch, near, far):
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "package")
+    found = [
+        entry(tile=BY_BLOCK_K[k], **{"seqlen": 1024, **changes})
+        for k, changes in ((16, far), (128, near))
+    ]
+    write_table(tmp_path / "package", "sm_80", *found)
+    assert tuned(tmp_path, monkeypatch, **THIS).block_k == 128
+
+
+@pytest.mark.parametrize("asked", [{}, {**THIS, "capability": 86}], ids=str)
+def test_gpus_are_alike_for_an_unknown_one_and_other_architectures(
+    tmp_path, monkeypatch, asked
+):
+    """Then the first entry of the table is taken."""
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "none")
+    gpus = [{"gpu": "slower", "bandwidth": 3000}, OTHER]
+    found = [
+        entry(tile=BY_BLOCK_K[k], **gpu)
+        for k, gpu in zip((128, 16), gpus, strict=True)
+    ]
+    assert tuned(tmp_path, monkeypatch, *found, **asked).block_k == 128
+
+
+def test_entries_of_this_machine_that_name_no_gpu_are_for_its_gpu(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "package")
+    known = entry(tile=BY_BLOCK_K[16], **THIS)
+    write_table(tmp_path / "package", "sm_80", known)
+    own = [entry(tile=BY_BLOCK_K[32], **OTHER), entry(tile=BY_BLOCK_K[128])]
+    assert tuned(tmp_path, monkeypatch, *own, **THIS).block_k == 128
+
+
+def test_a_plan_takes_the_tile_of_its_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
+    found = [
+        entry(tile=BY_BLOCK_K[k], gpu=gpu, bandwidth=2000)
+        for k, gpu in ((16, "A"), (128, "B"))
+    ]
+    write_table(tmp_path, "sm_80", *found)
+    problem = small_problem("forward", "float16", scale=0.3)
+    for name, block_k in (("A", 16), ("B", 128)):
+        device = replace(device_of_arch("sm_80"), name=name)
+        assert plan(problem, device).tile.block_k == block_k
+
+
+def test_many_tiles_are_as_many_as_more(tmp_path, monkeypatch):
+    found = [
+        entry(tile=BY_BLOCK_K[32], tiles_per_sm=8.0, seqlen=1024),
+        entry(tile=BY_BLOCK_K[16], tiles_per_sm=300.0, seqlen=2048),
+    ]
+    asked = {"tiles_per_sm": 200.0}
+    assert tuned(tmp_path, monkeypatch, *found, **asked).block_k == 32
+
+
+@pytest.mark.parametrize("capability, expected", [(80, 16), (89, 64)])
+def test_this_machines_table_takes_precedence(
+    tmp_path, monkeypatch, capability, expected
+):
+    """But not over an entry for the exact architecture."""
+    chosen = tuned(
+        tmp_path, monkeypatch, entry(tile=BY_BLOCK_K[16]),
+        capability=capability,
+    )  # fmt: skip
+    assert chosen.block_k == expected
+
+
+def test_a_plan_takes_this_machines_tile(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
+    found = entry(tile=BY_BLOCK_K[16], head_dim=128, causal=True)
+    write_table(tmp_path, "sm_80", found)
+    problem = small_problem("forward", "float16", 128, scale=0.3)
+    decided = plan(problem, device_of_arch("sm_80"))
+    assert decided.tile == tiles.Tile(**BY_BLOCK_K[16])
+    assert decided.kernels[0].shared_bytes > 0
+
+
+def test_a_tile_that_does_not_fit_is_passed_over(tmp_path, monkeypatch):
+    """head_dim_v is larger than the entry's, and shared memory too small."""
+    monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
+    large = {"block_q": 128, "block_k": 128, "num_warps": 8,
+             "blocks_per_sm": 2}  # fmt: skip
+    found = entry(tile=large, head_dim=256)
+    write_table(tmp_path, "sm_80", found)
+    problem = small_problem("forward", "float16", 256, scale=0.3)
+    assert plan(problem, device_of_arch("sm_80")).tile.block_k < 128
