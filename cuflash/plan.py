@@ -403,6 +403,8 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         seqlen,
         load,
     )
+    if problem.tangents is not None and problem.tangents.count > 1:
+        nearest = _several_directions_first(nearest)
     for tile in nearest:
         if _has_sizes(tile, problem) and is_legal(
             problem, device, family, tile
@@ -415,6 +417,11 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         if _has_sizes(tile, problem):
             return tile
     raise _no_such_blocks(problem, f"the {family}", device.arch, legal)
+
+
+def _several_directions_first(found: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """The same tiles; first those whose blocks have several directions."""
+    return tuple(sorted(found, key=lambda tile: -tile.directions))
 
 
 def _has_sizes(tile: Tile, problem: Problem) -> bool:

@@ -47,6 +47,8 @@ class Tile:
     ptxas_level : int
         The optimisation level of ptxas. At 3 it may hoist loads so far that
         it runs out of registers and spills; at 1 it does not.
+    directions : int
+        Directions of a JVP that a block computes at once.
     """
 
     block_q: int
@@ -57,9 +59,13 @@ class Tile:
     score_warps_q: int = 1
     gradient_warps_k: int = 1
     ptxas_level: int = 1
+    directions: int = 1
 
     def __str__(self) -> str:
-        return f"{self.block_q} x {self.block_k}, {self.num_warps} warps"
+        shared = f", {self.directions} directions" * (self.directions > 1)
+        return (
+            f"{self.block_q} x {self.block_k}, {self.num_warps} warps{shared}"
+        )
 
 
 def candidates(family: str, direction: str) -> Iterator[Tile]:
@@ -119,10 +125,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         ):
             yield Tile(q, k, warps, ptxas_level=3)
     elif (family, direction) == ("fma", "jvp"):
-        for q, k, warps in product(
-            (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2)
+        for q, k, warps, together in product(
+            (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2), (1, 2)
         ):
-            yield Tile(q, k, warps, ptxas_level=3)
+            yield Tile(q, k, warps, ptxas_level=3, directions=together)
     elif family == "fma":  # backward, double_backward
         for q, k, warps, down, down_k in product(
             (128, 112, 96, 64, 32, 16),

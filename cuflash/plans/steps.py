@@ -102,6 +102,26 @@ def num_directions(problem: Problem) -> int:
     return max(problem.tangents.count, 1)
 
 
+def directions_of_blocks(
+    problem: Problem, tile: Tile
+) -> tuple[tuple[int, int, bool], ...]:
+    """How launches divide a JVP's directions among blocks.
+
+    For each launch: the directions of a block, the number of such groups, and
+    whether it is the launch of the last direction alone.
+    """
+    groups, alone = divmod(num_directions(problem), tile.directions)
+    last = ((1, 1, True),) if alone else ()
+    return (tile.directions, groups, False), *last
+
+
+def direction_constants(
+    directions: int, last: bool
+) -> tuple[tuple[str, int | bool], ...]:
+    """The constants of score/directions.cuh."""
+    return ("DIRECTIONS", directions), ("LAST_DIRECTION", last)
+
+
 def _with_dlse(problem: Problem, kind: str = "") -> str:
     """The kind of struct, if need be another one, that has dlse."""
     has_it = problem.options or problem.direction == "double_backward"
