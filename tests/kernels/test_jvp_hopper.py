@@ -66,15 +66,17 @@ def test_lengths_that_no_tile_divides(backend, seqlens):
 
 
 @on_kernels
-def test_directions(backend):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_directions(backend, batch):
     """A direction counts as a batch, whatever the strides are."""
-    directions = tangents(PLAIN, "qkv", count=3)
+    case = replace(PLAIN, batch=batch, block_k=64)
+    directions = tangents(case, "qkv", count=3)
     k = directions["k"]
     directions["k"] = np.moveaxis(np.moveaxis(k, 0, 1).copy(), 1, 0)
-    *_, out_dot, lse_dot = call_jvp(PLAIN, directions, backend)
+    *_, out_dot, lse_dot = call_jvp(case, directions, backend)
     for n in range(3):
         own = {name: x[n] for name, x in directions.items()}
-        wanted = call_jvp(PLAIN, own, backend)
+        wanted = call_jvp(case, own, backend)
         for got, want in zip((out_dot, lse_dot), wanted[-2:], strict=True):
             assert_bitwise(np.ascontiguousarray(got[n]), want, str(n))
 
