@@ -403,16 +403,18 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         seqlen,
         load,
     )
-    if problem.tangents is not None and problem.tangents.count > 1:
+    if problem.tangents is not None:
         nearest = _several_directions_first(nearest)
     for tile in nearest:
         if _has_sizes(tile, problem) and is_legal(
             problem, device, family, tile
         ):
             return tile
-    legal = list(legal_tiles(problem, device, family))
+    legal = tuple(legal_tiles(problem, device, family))
     if not legal:
         raise _no_room(problem, device, family)
+    if problem.tangents is not None:
+        legal = _several_directions_first(legal)
     for tile in legal:
         if _has_sizes(tile, problem):
             return tile

@@ -83,6 +83,9 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         # Two consumer warpgroups, and one producer.
         for k, stages in product((128, 64), (3, 2)):
             yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
+        for k, stages in product((96, 80, 64), (3, 2)):
+            yield Tile(128, k, 12, num_stages=stages, ptxas_level=3,
+                       directions=2)  # fmt: skip
     elif (family, direction) == ("wgmma", "backward"):
         # Two consumer warpgroups with 64 keys each, and one producer.
         for q, stages in product((128, 64), (3, 2)):

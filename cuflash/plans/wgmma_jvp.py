@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
@@ -12,6 +14,8 @@ from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel
 from .steps import (
     count_tiles,
+    direction_constants,
+    directions_of_blocks,
     heads_per_section,
     num_directions,
     option_constants,
@@ -48,8 +52,8 @@ def _shared(problem: Problem, tile: Tile) -> int:
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 1 + 4 * tile.num_stages
     return round_up(
-        2 * tile_bytes(tile.block_q, d)
-        + 2 * tile.num_stages * keys
+        (1 + tile.directions) * tile_bytes(tile.block_q, d)
+        + (1 + tile.directions) * tile.num_stages * keys
         + barriers * MBARRIER_BYTES,
         1024,
     )
@@ -57,13 +61,17 @@ def _shared(problem: Problem, tile: Tile) -> int:
 
 def _fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
-    return tile.block_k + dv <= _REGISTERS
+    if tile.directions > num_directions(problem):
+        return False
+    return tile.block_k + (1 + tile.directions) * dv // 2 <= _REGISTERS
 
 
-def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
+def _kernel(
+    problem: Problem, tile: Tile, directions: int, last: bool
+) -> KernelPlan:
     d, dv = head_dims(problem)
-    shared = _shared(problem, tile)
-    kernel = KernelPlan(
+    shared = _shared(problem, replace(tile, directions=directions))
+    return KernelPlan(
         file="sm90/jvp.cu",
         entry="jvp_wgmma",
         constants=(
@@ -78,28 +86,43 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("SHARED_BYTES", shared),
             *option_constants(problem, "Wgmma"),
             *tangent_constants(problem),
+            *direction_constants(directions, last),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
     )
-    moving_heads = problem.num_heads_q * num_directions(problem)
-    heads = problem.batch * moving_heads
+
+
+def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
+    heads = problem.batch * problem.num_heads_q
+    moving_heads = heads * num_directions(problem)
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     rows = count_tiles(problem, problem.seqlen_q, _RECOMPUTE_TILE.block_q)
-    key_bytes = problem.seqlen_k * (d + dv) * 4 // problem.group_size
-    flags = ceil_div(problem.seqlen_q, _FLAG_ROWS) * heads
+    columns = (1 + tile.directions) * sum(head_dims(problem))
+    key_bytes = problem.seqlen_k * columns * 2 // problem.group_size
+    flags = ceil_div(problem.seqlen_q, _FLAG_ROWS) * moving_heads
+    launches = [
+        Launch(
+            _kernel(problem, tile, directions, last), tiles * heads * groups
+        )
+        for directions, groups, last in directions_of_blocks(problem, tile)
+    ]
     return Plan(
         problem,
         "wgmma",
         tile,
         (
-            Launch(kernel, tiles * heads),
+            *launches,
             Launch(
-                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"), rows * heads
+                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"),
+                rows * moving_heads,
             ),
         ),
         heads_per_section=heads_per_section(
-            problem, device, moving_heads, key_bytes
+            problem,
+            device,
+            problem.num_heads_q * num_directions(problem) // tile.directions,
+            key_bytes,
         ),
         workspace=(workspace.ints("recompute_flags", flags),),
     )

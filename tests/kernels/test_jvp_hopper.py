@@ -82,6 +82,25 @@ def test_directions(backend, batch):
 
 
 @on_kernels
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), [(64, True), (64, False), (32, True), (128, True)]
+)
+def test_two_directions_are_the_references(backend, head_dim, causal):
+    """In tiles of their own."""
+    case = replace(PLAIN, batch=1, head_dim=head_dim, head_dim_v=head_dim,
+                   causal=causal)  # fmt: skip
+    two = tangents(case, count=2)
+    *_, out_dot, lse_dot = call_jvp(case, two, backend)
+    for n in range(2):
+        one = {name: x[n] for name, x in two.items()}
+        for name, got, want in zip(("out_dot", "lse_dot"),
+                                   (out_dot[n], lse_dot[n]),
+                                   expected_jvp(case, one),
+                                   strict=True):  # fmt: skip
+            assert_matches(got, want, name, case)
+
+
+@on_kernels
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_nan_of_a_masked_key_is_not_read(backend, name):
     """Its tiles hold rows that do not see it: simt/jvp.cu computes those."""
@@ -92,3 +111,17 @@ def test_a_nan_of_a_masked_key_is_not_read(backend, name):
     *_, wanted, _ = call_jvp(case, direction)
     assert (np.isnan(out_dot) == np.isnan(wanted)).all()
     assert np.isnan(wanted).any() and not np.isnan(wanted).all()
+
+
+@on_kernels
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_nan_of_a_masked_key_is_in_one_direction(backend, nth):
+    case = replace(PLAIN, batch=1, causal=True)
+    two = tangents(case, "qkv", count=2)
+    wanted = call_jvp(case, two, backend)
+    two["v"][nth, 0, 120] = np.nan
+    got = call_jvp(case, two, backend)
+    assert_bitwise(got[2][1 - nth], wanted[2][1 - nth], "the other")
+    reads = np.arange(150) + 50 >= 120
+    finite = np.isfinite(got[2][nth, 0].astype("f4"))
+    assert (finite == ~reads[:, None, None]).all()

@@ -15,10 +15,17 @@ ON = Emulation("sm_80", seed=3)
 SHAPE = {"batch": 1, "num_heads_q": 2, "num_heads_kv": 1}
 PLAIN = Case("float32", seqlen_q=70, seqlen_k=90, head_dim=24, head_dim_v=12,
              on=ON, **SHAPE)  # fmt: skip
+HOPPER = Case("bfloat16", seqlen_q=150, seqlen_k=200, head_dim=64,
+              head_dim_v=64, causal=True, block_k=64,
+              on=Emulation("sm_90a", seed=5), **SHAPE)  # fmt: skip
 CASES = {
     "fma": PLAIN,
+    "wgmma": HOPPER,
     "everything": Case("float32", on=ON, **{**EVERYTHING, **SHAPE}),
 }
+each_kernel = pytest.mark.parametrize(
+    "case", [PLAIN, HOPPER], ids=["fma", "wgmma"]
+)
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -60,26 +67,30 @@ def test_are_calls_of_their_own(backend, case):
 
 
 @on_kernels
+@each_kernel
 @pytest.mark.parametrize("moving", ["q", "k", "v"])
-def test_one_input_moves(backend, moving):
-    three = tangents(PLAIN, moving, count=3)
-    *_, out_dot, lse_dot = call_jvp(PLAIN, three, backend)
+def test_one_input_moves(backend, case, moving):
+    three = tangents(case, moving, count=3)
+    *_, out_dot, lse_dot = call_jvp(case, three, backend)
     for n in range(3):
         one = {moving: three[moving][n]}
-        *_, out_alone, lse_alone = call_jvp(PLAIN, one, backend)
+        *_, out_alone, lse_alone = call_jvp(case, one, backend)
         assert_bitwise(np.ascontiguousarray(out_dot[n]), out_alone, str(n))
         assert_bitwise(np.ascontiguousarray(lse_dot[n]), lse_alone, str(n))
 
 
 @on_kernels
-def test_a_nan_stays_in_its_direction(backend):
-    two = tangents(PLAIN, count=2)
+@each_kernel
+def test_a_nan_stays_in_its_direction(backend, case):
+    two = tangents(case, count=2)
     for name in two:
         two[name][1] = np.nan
-    out, lse, out_dot, lse_dot = call_jvp(PLAIN, two, backend)
+    out, lse, out_dot, lse_dot = call_jvp(case, two, backend)
     for x in (out, lse, out_dot[0], lse_dot[0]):
-        assert np.isfinite(x).all()
-    assert np.isnan(out_dot[1]).all() and np.isnan(lse_dot[1]).all()
+        assert np.isfinite(x.astype("f4")).all()
+    assert (
+        np.isnan(out_dot[1].astype("f4")).all() and np.isnan(lse_dot[1]).all()
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,9 +101,13 @@ def test_a_nan_stays_in_its_direction(backend):
         (5, [(2, False), (1, True)]),
     ],
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_blocks_have_two_directions(head_dim, count, wanted):
-    assert in_turn(jvp_plan(count, head_dim).launches) == wanted
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float32", 64), ("float32", 128), ("bfloat16", 64)],
+)
+def test_blocks_have_two_directions(dtype, head_dim, count, wanted):
+    decided = jvp_plan(count, head_dim, dtype=dtype)
+    assert in_turn(decided.launches) == wanted
 
 
 def test_wide_heads_have_one():
