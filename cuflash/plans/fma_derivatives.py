@@ -21,8 +21,7 @@ from .steps import (
     count_tiles,
     delta_buffer,
     delta_dot_buffer,
-    direction_constants,
-    directions_of_blocks,
+    direction_groups,
     double_delta_launch,
     element_bytes,
     gradient_constants,
@@ -107,14 +106,16 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
                 "jvp",
                 problem,
                 tile,
-                _jvp_shared(problem, replace(tile, directions=directions)),
+                _jvp_shared(
+                    problem, replace(tile, directions=group.directions)
+                ),
                 ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
                 ("WEIGHT_KEYS", _WEIGHT_KEYS),
-                *direction_constants(directions, last),
+                *group.constants,
             ),
-            blocks * groups,
+            blocks * group.groups,
         )
-        for directions, groups, last in directions_of_blocks(problem, tile)
+        for group in direction_groups(problem, tile)
     ]
     # Columns of k, v and their tangents.
     columns = (1 + tile.directions) * sum(head_dims(problem))

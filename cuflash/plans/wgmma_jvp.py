@@ -13,9 +13,9 @@ from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel
 from .steps import (
+    DirectionGroups,
     count_tiles,
-    direction_constants,
-    directions_of_blocks,
+    direction_groups,
     heads_per_section,
     num_directions,
     option_constants,
@@ -67,10 +67,10 @@ def _fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _kernel(
-    problem: Problem, tile: Tile, directions: int, last: bool
+    problem: Problem, tile: Tile, group: DirectionGroups
 ) -> KernelPlan:
     d, dv = head_dims(problem)
-    shared = _shared(problem, replace(tile, directions=directions))
+    shared = _shared(problem, replace(tile, directions=group.directions))
     return KernelPlan(
         file="sm90/jvp.cu",
         entry="jvp_wgmma",
@@ -86,10 +86,21 @@ def _kernel(
             ("SHARED_BYTES", shared),
             *option_constants(problem, "Wgmma"),
             *tangent_constants(problem),
-            *direction_constants(directions, last),
+            *group.constants,
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
+    )
+
+
+def _groups(problem: Problem, tile: Tile) -> tuple[DirectionGroups, ...]:
+    """In pairs; else all but the first take five products, without O."""
+    count = num_directions(problem)
+    if tile.directions > 1 or count == 1:
+        return direction_groups(problem, tile)
+    return (
+        DirectionGroups(1, 1, "first"),
+        DirectionGroups(1, count - 1, "rest"),
     )
 
 
@@ -102,10 +113,8 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     key_bytes = problem.seqlen_k * columns * 2 // problem.group_size
     flags = ceil_div(problem.seqlen_q, _FLAG_ROWS) * moving_heads
     launches = [
-        Launch(
-            _kernel(problem, tile, directions, last), tiles * heads * groups
-        )
-        for directions, groups, last in directions_of_blocks(problem, tile)
+        Launch(_kernel(problem, tile, group), tiles * heads * group.groups)
+        for group in _groups(problem, tile)
     ]
     return Plan(
         problem,

@@ -37,13 +37,15 @@ def jvp_plan(count, head_dim=64, arch="sm_90a", dtype="float32", **fields):
 
 
 def in_turn(launches):
-    """Of each launch: the directions of a block, and whether it is the last.
+    """Of each launch: the directions of a block, and which it has.
 
     Kernels that compute flagged rows have no such constants.
     """
+    which = {"FIRST_DIRECTION": "first", "LAST_DIRECTION": "last",
+             "READS_OUT": "rest"}  # fmt: skip
     constants = [dict(launch.kernel.constants) for launch in launches]
     return [
-        (x["DIRECTIONS"], x["LAST_DIRECTION"])
+        (x["DIRECTIONS"], *(name for key, name in which.items() if x[key]))
         for x in constants
         if "DIRECTIONS" in x
     ]
@@ -96,9 +98,9 @@ def test_a_nan_stays_in_its_direction(backend, case):
 @pytest.mark.parametrize(
     ("count", "wanted"),
     [
-        (1, [(1, False)]),
-        (2, [(2, False)]),
-        (5, [(2, False), (1, True)]),
+        (1, [(1,)]),
+        (2, [(2,)]),
+        (5, [(2,), (1, "last")]),
     ],
 )
 @pytest.mark.parametrize(
@@ -110,9 +112,15 @@ def test_blocks_have_two_directions(dtype, head_dim, count, wanted):
     assert in_turn(decided.launches) == wanted
 
 
+def test_where_two_do_not_fit_others_read_the_first_ones_out():
+    first, rest, _ = jvp_plan(4, 128, dtype="bfloat16").launches
+    assert in_turn([first, rest]) == [(1, "first"), (1, "rest")]
+    assert rest.blocks == 3 * first.blocks
+
+
 def test_wide_heads_have_one():
     (launch,) = jvp_plan(4, 256).launches
-    assert in_turn([launch]) == [(1, False)]
+    assert in_turn([launch]) == [(1,)]
     assert launch.blocks == 4 * jvp_plan(1, 256).launches[0].blocks
 
 

@@ -35,6 +35,8 @@
 #include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
 
+static_assert(!READS_OUT, "every block computes O");
+
 struct SharedPlan {
     SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot[DIRECTIONS];
     SmemTile<BLOCK_K, HEAD_DIM> k, k_dot[DIRECTIONS];

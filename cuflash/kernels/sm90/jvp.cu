@@ -22,6 +22,8 @@
 //
 //     S  W | O  O' | W of the second | O' of the second
 //
+// If it READS_OUT, which the first direction's launch has stored, it takes five matmuls without O.
+//
 // Grid: tiles of BLOCK_Q queries of all (group of directions, batch, head), longest first
 // (scheduler.cuh). A direction counts as a batch: its tangents are slices of arrays (directions *
 // batch, ...). The block of the first direction stores O and lse.
@@ -234,8 +236,8 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // acc_dot += P (W - r) V + P V' of a direction and, if it is the first, acc += P V,
-    // asynchronously.
+    // acc_dot += P (W - r) V + P V' of a direction and, if it is the first, acc += P V unless
+    // READS_OUT, asynchronously.
     template <int DIRECTION>
     __device__ __forceinline__ void issue_output(
         const u32 (&p)[P_COUNT], const u32 (&pw)[P_COUNT], int stage) {
@@ -244,10 +246,11 @@ struct Consumer {
         const u64 v_dot =
             descriptor(shared_address(&shared.keys[stage].v_dot[DIRECTION]), PANEL_BYTES);
         Output& moved = acc_dot[DIRECTION];
-        if constexpr (DIRECTION == 0) warpgroup_fence_operand(acc);
+        constexpr bool WITH_OUT = DIRECTION == 0 && !READS_OUT;
+        if constexpr (WITH_OUT) warpgroup_fence_operand(acc);
         warpgroup_fence_operand(moved);
         wgmma_fence();
-        if constexpr (DIRECTION == 0) gemm_ab_rs<Element, BLOCK_K>(acc, p, v, true);
+        if constexpr (WITH_OUT) gemm_ab_rs<Element, BLOCK_K>(acc, p, v, true);
         if constexpr (SCORES_MOVE) gemm_ab_rs<Element, BLOCK_K>(moved, pw, v, true);
         if constexpr (V_DOT) gemm_ab_rs<Element, BLOCK_K>(moved, p, v_dot, true);
         wgmma_commit();
@@ -271,7 +274,7 @@ struct Consumer {
         weigh<0>(s, w, had_no_key, rescale);
         #pragma unroll
         for (int i = 0; i < O_COUNT; ++i) {
-            acc[i] *= rescale[i / 2 % 2];
+            if constexpr (!READS_OUT) acc[i] *= rescale[i / 2 % 2];
             #pragma unroll
             for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i] *= rescale[i / 2 % 2];
         }
@@ -282,7 +285,7 @@ struct Consumer {
         mbarrier_wait(shared_address(&shared.v_full[stage.index]), stage.phase);
         issue_output<0>(p, pw, stage.index);
         wgmma_wait<0>();
-        warpgroup_fence_operand(acc);
+        if constexpr (!READS_OUT) warpgroup_fence_operand(acc);
         warpgroup_fence_operand(acc_dot[0]);
         if constexpr (DIRECTIONS == 2) iterate_second(stage.index, s, w, had_no_key, rescale);
         release(shared.v_empty, stage.index);
@@ -328,11 +331,28 @@ struct Consumer {
         mbarrier_arrive_if(lane == 0, shared_address(&empty) + 8 * stage);
     }
 
+    // acc = O of the lane's rows, from global memory.
+    __device__ __forceinline__ void load_out(int query) {
+        const Strides& stride = args.arrays.out_stride;
+        const Element* out = static_cast<const Element*>(args.arrays.out)
+                           + tile.batch * stride.batch + tile.head * stride.head;
+        #pragma unroll
+        for (int i = 0; i < O_COUNT; i += 2) {
+            const int row = query + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2;
+            u32 pair = 0;
+            if (row < args.arrays.shape.seqlen_q && column < args.arrays.shape.head_dim_v)
+                pair = *reinterpret_cast<const u32*>(out + row * stride.token + column);
+            acc[i] = to_float(low_half<Element>(pair));
+            acc[i + 1] = to_float(high_half<Element>(pair));
+        }
+    }
+
     // O, lse and their tangents to global memory; the flags of the warp's rows.
     __device__ __forceinline__ void store() {
         const ForwardArguments& arrays = args.arrays;
         const Shape& shape = arrays.shape;
         const int query = tile.q_start + lane_row;
+        if constexpr (READS_OUT) load_out(query);
         const i64 rows_before = (i64{tile.batch} * shape.num_heads_q + tile.head) * shape.seqlen_q;
         i64 moved_before[DIRECTIONS];
         bool exact[DIRECTIONS];
@@ -354,7 +374,7 @@ struct Consumer {
                 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     const int i = j * 4 + half * 2 + x;
-                    acc[i] *= inverse;
+                    if constexpr (!READS_OUT) acc[i] *= inverse;
                     #pragma unroll
                     for (int v = 0; v < DIRECTIONS; ++v) {
                         float& o_dot = acc_dot[v][i];
