@@ -101,8 +101,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         ):
             yield Tile(q, k, warps)
     elif (family, direction) == ("mma", "jvp"):
-        for q, k, warps in product((64, 128, 32), (64, 32, 16), (4, 8, 2)):
-            yield Tile(q, k, warps)
+        for q, k, warps, together in product(
+            (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2)
+        ):
+            yield Tile(q, k, warps, directions=together)
     elif (family, direction) == ("mma", "backward"):
         for q, k, warps, stages in product(
             (128, 64, 32), (128, 64, 32), (8, 4), (2, 1)

@@ -21,6 +21,7 @@ HOPPER = Case("bfloat16", seqlen_q=150, seqlen_k=200, head_dim=64,
 CASES = {
     "fma": PLAIN,
     "wgmma": HOPPER,
+    "mma": Case("float16", block_k=32, on=ON, **{**EVERYTHING, **SHAPE}),
     "everything": Case("float32", on=ON, **{**EVERYTHING, **SHAPE}),
 }
 each_kernel = pytest.mark.parametrize(

@@ -4,11 +4,6 @@
 #pragma once
 #include "fma/fma.cuh"
 
-// A tile or a lane's numbers as those of the only direction.
-template <class T> __device__ __forceinline__ T (&one(T& x))[1] {
-    return reinterpret_cast<T (&)[1]>(x);
-}
-
 // s = a b^T and w = a' b^T + a b'^T in each direction, rows from first_row and columns from
 // first_column on. A_MOVES, B_MOVES: whether there are an a' and a b'. Products are added in the
 // order of d, s as gemm_abt() has it, to the last bit.
