@@ -122,6 +122,20 @@ __device__ __forceinline__ int direction_of_this_block(const Arguments& call_arg
     return first_direction_of(opaque(blockIdx.x) % num_direction_groups(tangents), tangents);
 }
 
+// After value_gemms<true>(), by a whole warp.
+__device__ __forceinline__ void add_all_nonfinite_terms(
+    Output& acc, OutputTangents& acc_dot, const Scores& p, const ScoreTangents& pw,
+    const SharedPlan& shared, const QueryTile& query_tile, int k_start) {
+    add_nonfinite_terms(acc, p, shared.v.bytes, query_tile, k_start);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n) {
+        if constexpr (SCORES_MOVE)
+            add_nonfinite_terms(acc_dot[n], pw[n], shared.v.bytes, query_tile, k_start);
+        if constexpr (V_DOT)
+            add_nonfinite_terms(acc_dot[n], p, shared.v_dot[n].bytes, query_tile, k_start);
+    }
+}
+
 __device__ __forceinline__ void finish(
     const Arguments& call_args, SharedPlan& shared, Output& acc, OutputTangents& acc_dot,
     const SoftmaxState& softmax, const TangentStates& states) {
@@ -196,15 +210,7 @@ jvp_mma(const __grid_constant__ Arguments call_args) {
         if constexpr (DROPOUT) apply_dropout(s, w, query_tile, k_start);
         if (MASKED && nonfinite) {
             value_gemms<true, V_BYTES>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
-            add_nonfinite_terms(acc, s, shared.v.bytes, query_tile, k_start);
-            #pragma unroll
-            for (int n = 0; n < DIRECTIONS; ++n) {
-                if constexpr (SCORES_MOVE)
-                    add_nonfinite_terms(acc_dot[n], w[n], shared.v.bytes, query_tile, k_start);
-                if constexpr (V_DOT)
-                    add_nonfinite_terms(
-                        acc_dot[n], s, shared.v_dot[n].bytes, query_tile, k_start);
-            }
+            add_all_nonfinite_terms(acc, acc_dot, s, w, shared, query_tile, k_start);
         } else {
             value_gemms<false, V_BYTES>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
         }
