@@ -327,7 +327,8 @@ def _tangent_numbers(
 ) -> dict[str, Any]:
     """The fields of `TangentNumbers`: directions, and where tangents stand.
 
-    Tangents of out are contiguous.
+    Tangents of out are contiguous, so that a direction may count as a batch,
+    also where there is one batch.
     """
     count, shape = (
         num_directions(signature.problem),
@@ -335,18 +336,19 @@ def _tangent_numbers(
     )
     out_dot = layouts.new((count, *shape), signature.layouts["q"].dtype)
     strides = layouts.row_strides({"out_dot": out_dot})
+    direction, batch, *others = strides["out_dot_stride"]
     numbers: dict[str, Any] = {
         "num_directions": count,
-        "out_dot": strides["out_dot_stride"],
+        "out_dot": (direction, batch or direction, *others),
     }
     for name, layout in taken.items():
         if name in "qkv":
             strides = layouts.row_strides({name: layout})
             numbers[f"{name}_dot"] = strides[f"{name}_stride"]
         else:
-            direction, *others = layouts.element_strides(layout)
-            numbers[f"{name}_dot_direction"] = direction
-            numbers[f"{name}_dot"] = tuple(others) if others[1:] else others[0]
+            first, *inner = layouts.element_strides(layout)
+            numbers[f"{name}_dot_direction"] = first
+            numbers[f"{name}_dot"] = tuple(inner) if inner[1:] else inner[0]
     return numbers
 
 

@@ -414,18 +414,27 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         device.name,
         device.bandwidth,
     )
+    if problem.tangents is not None:
+        nearest = _several_directions_first(nearest)
     for tile in nearest:
         if _has_sizes(tile, problem) and is_legal(
             problem, device, family, tile
         ):
             return tile
-    legal = list(legal_tiles(problem, device, family))
+    legal = tuple(legal_tiles(problem, device, family))
     if not legal:
         raise _no_room(problem, device, family)
+    if problem.tangents is not None:
+        legal = _several_directions_first(legal)
     for tile in legal:
         if _has_sizes(tile, problem):
             return tile
     raise _no_such_blocks(problem, f"the {family}", device.arch, legal)
+
+
+def _several_directions_first(found: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """The same tiles; first those whose blocks have several directions."""
+    return tuple(sorted(found, key=lambda tile: -tile.directions))
 
 
 def _has_sizes(tile: Tile, problem: Problem) -> bool:

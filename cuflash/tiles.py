@@ -46,6 +46,8 @@ class Tile:
     ptxas_level : int
         The optimisation level of ptxas. At 3 it may hoist loads so far that
         it runs out of registers and spills; at 1 it does not.
+    directions : int
+        Directions of a JVP that a block computes at once.
     """
 
     block_q: int
@@ -56,9 +58,13 @@ class Tile:
     score_warps_q: int = 1
     gradient_warps_k: int = 1
     ptxas_level: int = 1
+    directions: int = 1
 
     def __str__(self) -> str:
-        return f"{self.block_q} x {self.block_k}, {self.num_warps} warps"
+        shared = f", {self.directions} directions" * (self.directions > 1)
+        return (
+            f"{self.block_q} x {self.block_k}, {self.num_warps} warps{shared}"
+        )
 
 
 def candidates(family: str, direction: str) -> Iterator[Tile]:
@@ -76,6 +82,9 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         # Two consumer warpgroups, and one producer.
         for k, stages in product((128, 64), (3, 2)):
             yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
+        for k, stages in product((96, 80, 64), (3, 2)):
+            yield Tile(128, k, 12, num_stages=stages, ptxas_level=3,
+                       directions=2)  # fmt: skip
     elif (family, direction) == ("wgmma", "double_backward"):
         # Three consumer warpgroups that share the same 64 keys, a producer.
         for stages in (3, 2):
@@ -96,8 +105,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         ):
             yield Tile(q, k, warps)
     elif (family, direction) == ("mma", "jvp"):
-        for q, k, warps in product((64, 128, 32), (64, 32, 16), (4, 8, 2)):
-            yield Tile(q, k, warps)
+        for q, k, warps, together in product(
+            (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2)
+        ):
+            yield Tile(q, k, warps, directions=together)
     elif (family, direction) == ("mma", "backward"):
         for q, k, warps, stages in product(
             (128, 64, 32), (128, 64, 32), (8, 4), (2, 1)
@@ -123,10 +134,10 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         ):
             yield Tile(q, k, warps, ptxas_level=3)
     elif (family, direction) == ("fma", "jvp"):
-        for q, k, warps in product(
-            (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2)
+        for q, k, warps, together in product(
+            (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2), (1, 2)
         ):
-            yield Tile(q, k, warps, ptxas_level=3)
+            yield Tile(q, k, warps, ptxas_level=3, directions=together)
     elif family == "fma":  # backward, double_backward
         for q, k, warps, down, down_k in product(
             (128, 112, 96, 64, 32, 16),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
@@ -19,6 +21,7 @@ from .steps import (
     count_tiles,
     delta_buffer,
     delta_dot_buffer,
+    direction_groups,
     double_delta_launch,
     element_bytes,
     gradient_constants,
@@ -75,7 +78,7 @@ def _kernel(
 
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
     d, dv = head_dims(problem)
-    return 8 * (
+    return (4 + 4 * tile.directions) * (
         (tile.block_q + tile.block_k) * (d + ROWS_PAD)
         + tile.block_k * (dv + ROWS_PAD)
         + tile.block_q * (_WEIGHT_KEYS + WEIGHTS_PAD)
@@ -85,40 +88,51 @@ def _jvp_shared(problem: Problem, tile: Tile) -> int:
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     """Whether O, S, their tangents and a fragment stay in registers."""
     _, dv = head_dims(problem)
+    if tile.directions > num_directions(problem):
+        return False
     if tile.block_q % (tile.num_warps * LANE_ROWS):
         return False
     rows = tile.block_q // tile.num_warps // LANE_ROWS
     columns = (tile.block_k + dv) // LANE_COLUMNS
-    return 2 * rows * (columns + 4) <= REGISTERS
+    return (1 + tile.directions) * rows * (columns + 4) <= REGISTERS
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    shared = _jvp_shared(problem, tile)
-    kernel = _kernel(
-        "jvp",
-        problem,
-        tile,
-        shared,
-        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("WEIGHT_KEYS", _WEIGHT_KEYS),
-    )
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q * num_directions(problem)
-    columns = 2 * sum(head_dims(problem))  # of k, v and their tangents
+    heads = problem.batch * problem.num_heads_q
+    launches = [
+        Launch(
+            _kernel(
+                "jvp",
+                problem,
+                tile,
+                _jvp_shared(
+                    problem, replace(tile, directions=group.directions)
+                ),
+                ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+                ("WEIGHT_KEYS", _WEIGHT_KEYS),
+                *group.constants,
+            ),
+            tiles * heads * group.groups,
+        )
+        for group in direction_groups(problem, tile)
+    ]
+    # Columns of k, v and their tangents.
+    columns = (1 + tile.directions) * sum(head_dims(problem))
     bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
     return Plan(
         problem,
         "fma",
         tile,
-        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
+        (*option_launches(problem, tile), *launches),
         workspace=option_buffers(problem, tile),
         **sections(
             problem,
             device,
-            kernel,
+            launches[0].kernel,
             problem.num_heads_q,
             bytes_of_keys // problem.group_size,
-            pairs,
+            heads * (num_directions(problem) // tile.directions),
             tiles,
         ),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
@@ -18,6 +20,7 @@ from .steps import (
     count_tiles,
     delta_buffer,
     delta_dot_buffer,
+    direction_groups,
     double_delta_launch,
     element_bytes,
     gradient_constants,
@@ -35,6 +38,10 @@ from .steps import (
     tangent_constants,
     tile_bytes,
 )
+
+# Registers, of 255, for the accumulators of two directions, which need more of
+# them for statistics of rows and addresses: 192 spill.
+_REGISTERS_OF_PAIRS = 160
 
 _REGISTERS_OF_SM, _REGISTERS_OF_THREAD = 64 * 1024, 255
 
@@ -59,7 +66,7 @@ def _main_kernel(
 
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
     d, dv = padded_head_dims(problem)
-    return 2 * (
+    return (1 + tile.directions) * (
         tile_bytes(tile.block_q, max(d, dv))
         + tile_bytes(tile.block_k, d)
         + tile_bytes(tile.block_k, dv)
@@ -69,36 +76,49 @@ def _jvp_shared(problem: Problem, tile: Tile) -> int:
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     """Whether scores, O and their tangents stay in registers."""
     _, dv = padded_head_dims(problem)
-    if not shares_rows(tile):
+    if tile.directions > num_directions(problem) or not shares_rows(tile):
         return False
     rows = tile.block_q // tile.num_warps
-    return 2 * rows * (tile.block_k + dv) // 32 <= ACCUMULATOR_REGISTERS
+    accumulators = (1 + tile.directions) * rows * (tile.block_k + dv) // 32
+    if tile.directions > 1:
+        return accumulators <= _REGISTERS_OF_PAIRS
+    return accumulators <= ACCUMULATOR_REGISTERS
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    kernel = _main_kernel(
-        problem,
-        tile,
-        _jvp_shared(problem, tile),
-        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-    )
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q * num_directions(problem)
-    columns = 2 * sum(padded_head_dims(problem))  # of k, v, k_dot, v_dot
+    heads = problem.batch * problem.num_heads_q
+    launches = [
+        Launch(
+            _main_kernel(
+                problem,
+                tile,
+                _jvp_shared(
+                    problem, replace(tile, directions=group.directions)
+                ),
+                ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+                *group.constants,
+            ),
+            tiles * heads * group.groups,
+        )
+        for group in direction_groups(problem, tile)
+    ]
+    # Columns of k, v and their tangents.
+    columns = (1 + tile.directions) * sum(padded_head_dims(problem))
     bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
     return Plan(
         problem,
         "mma",
         tile,
-        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
+        (*option_launches(problem, tile), *launches),
         workspace=option_buffers(problem, tile),
         **sections(
             problem,
             device,
-            kernel,
+            launches[0].kernel,
             problem.num_heads_q,
             bytes_of_keys // problem.group_size,
-            pairs,
+            heads * (num_directions(problem) // tile.directions),
             tiles,
         ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from cuflash import options, workspace
 from cuflash.problem import Problem
@@ -149,6 +149,44 @@ def num_directions(problem: Problem) -> int:
     """The directions that kernels compute: without any, nothing moves."""
     assert problem.tangents is not None
     return max(problem.tangents.count, 1)
+
+
+class DirectionGroups(NamedTuple):
+    """The directions of a JVP that a launch computes.
+
+    Attributes
+    ----------
+    directions : int
+        Directions of a block.
+    groups : int
+        The number of such groups.
+    which : str
+        ``"all"``, or all but a last one; ``"last"``, that one; ``"first"``;
+        ``"rest"``, all but the first, whose launch has written out.
+    """
+
+    directions: int
+    groups: int
+    which: str = "all"
+
+    @property
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        """The constants of score/directions.cuh."""
+        return (
+            ("DIRECTIONS", self.directions),
+            ("FIRST_DIRECTION", self.which == "first"),
+            ("LAST_DIRECTION", self.which == "last"),
+            ("READS_OUT", self.which == "rest"),
+        )
+
+
+def direction_groups(
+    problem: Problem, tile: Tile
+) -> tuple[DirectionGroups, ...]:
+    """How launches divide a JVP's directions among blocks."""
+    groups, alone = divmod(num_directions(problem), tile.directions)
+    last = (DirectionGroups(1, 1, "last"),) if alone else ()
+    return DirectionGroups(tile.directions, groups), *last
 
 
 def _with_dlse(problem: Problem, kind: str = "") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
@@ -11,7 +13,9 @@ from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel, recompute_launch
 from .steps import (
+    DirectionGroups,
     count_tiles,
+    direction_groups,
     num_directions,
     option_constants,
     sections,
@@ -47,8 +51,8 @@ def _shared(problem: Problem, tile: Tile) -> int:
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 1 + 4 * tile.num_stages
     return round_up(
-        2 * tile_bytes(tile.block_q, d)
-        + 2 * tile.num_stages * keys
+        (1 + tile.directions) * tile_bytes(tile.block_q, d)
+        + (1 + tile.directions) * tile.num_stages * keys
         + barriers * MBARRIER_BYTES,
         1024,
     )
@@ -56,13 +60,17 @@ def _shared(problem: Problem, tile: Tile) -> int:
 
 def _fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
-    return tile.block_k + dv <= _REGISTERS
+    if tile.directions > num_directions(problem):
+        return False
+    return tile.block_k + (1 + tile.directions) * dv // 2 <= _REGISTERS
 
 
-def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
+def _kernel(
+    problem: Problem, tile: Tile, group: DirectionGroups
+) -> KernelPlan:
     d, dv = head_dims(problem)
-    shared = _shared(problem, tile)
-    kernel = KernelPlan(
+    shared = _shared(problem, replace(tile, directions=group.directions))
+    return KernelPlan(
         file="sm90/jvp.cu",
         entry="jvp_wgmma",
         constants=(
@@ -77,30 +85,57 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("SHARED_BYTES", shared),
             *option_constants(problem, "Wgmma"),
             *tangent_constants(problem),
+            *group.constants,
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
     )
-    moving_heads = problem.num_heads_q * num_directions(problem)
-    heads = problem.batch * moving_heads
+
+
+def _groups(problem: Problem, tile: Tile) -> tuple[DirectionGroups, ...]:
+    """In pairs; else all but the first take five products, without O."""
+    count = num_directions(problem)
+    if tile.directions > 1 or count == 1:
+        return direction_groups(problem, tile)
+    return (
+        DirectionGroups(1, 1, "first"),
+        DirectionGroups(1, count - 1, "rest"),
+    )
+
+
+def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
+    heads = problem.batch * problem.num_heads_q
+    moving_heads = heads * num_directions(problem)
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     rows = count_tiles(problem, problem.seqlen_q, _RECOMPUTE_TILE.block_q)
-    key_bytes = problem.seqlen_k * (d + dv) * 4 // problem.group_size
-    flags = ceil_div(problem.seqlen_q, _FLAG_ROWS) * heads
+    groups = num_directions(problem) // tile.directions
+    columns = (1 + tile.directions) * sum(head_dims(problem))
+    key_bytes = problem.seqlen_k * columns * 2 // problem.group_size
+    flags = ceil_div(problem.seqlen_q, _FLAG_ROWS) * moving_heads
+    launches = [
+        Launch(_kernel(problem, tile, group), tiles * heads * group.groups)
+        for group in _groups(problem, tile)
+    ]
     return Plan(
         problem,
         "wgmma",
         tile,
         (
-            Launch(kernel, tiles * heads),
+            *launches,
             recompute_launch(
                 jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"),
-                rows * heads,
+                rows * moving_heads,
                 device,
             ),
         ),
         **sections(
-            problem, device, kernel, moving_heads, key_bytes, heads, tiles
+            problem,
+            device,
+            launches[0].kernel,
+            problem.num_heads_q * groups,
+            key_bytes,
+            heads * groups,
+            tiles,
         ),
         workspace=(workspace.ints("recompute_flags", flags),),
     )

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from cuflash.plan import device_of_arch, plan
+from cuflash.plans import wgmma_jvp
+from cuflash.plans.kernel import Launch
 from helpers import expected
-from helpers.backends import on_kernels
+from helpers.backends import EMULATED, on_kernels
 from helpers.compare import (
     assert_bitwise,
     assert_forward_matches,
@@ -65,18 +67,55 @@ def test_lengths_that_no_tile_divides(backend, seqlens):
     check(case, tangents(case), backend)
 
 
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_finite_rows_are_not_flagged(backend, head_dim, monkeypatch):
+    """Of any direction: nothing is missing without the recomputing kernel."""
+    monkeypatch.setattr(
+        wgmma_jvp, "recompute_launch", lambda kernel, *_: Launch(kernel, 0)
+    )
+    case = replace(PLAIN, seqlen_q=83, head_dim=head_dim, head_dim_v=head_dim)
+    three = tangents(case, count=3)
+    *_, out_dot, _ = call_jvp(case, three, backend)
+    for n in range(3):
+        one = {name: x[n] for name, x in three.items()}
+        want, _ = expected_jvp(case, one)
+        assert_matches(out_dot[n], want, "out_dot", case)
+
+
 @on_kernels
-def test_directions(backend):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_directions(backend, batch):
     """A direction counts as a batch, whatever the strides are."""
-    directions = tangents(PLAIN, "qkv", count=3)
+    case = replace(PLAIN, batch=batch, block_k=64)
+    directions = tangents(case, "qkv", count=3)
     k = directions["k"]
     directions["k"] = np.moveaxis(np.moveaxis(k, 0, 1).copy(), 1, 0)
-    *_, out_dot, lse_dot = call_jvp(PLAIN, directions, backend)
+    *_, out_dot, lse_dot = call_jvp(case, directions, backend)
     for n in range(3):
         own = {name: x[n] for name, x in directions.items()}
-        wanted = call_jvp(PLAIN, own, backend)
+        wanted = call_jvp(case, own, backend)
         for got, want in zip((out_dot, lse_dot), wanted[-2:], strict=True):
             assert_bitwise(np.ascontiguousarray(got[n]), want, str(n))
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), [(64, True), (64, False), (32, True), (128, True)]
+)
+def test_two_directions_are_the_references(backend, head_dim, causal):
+    """In tiles of their own."""
+    case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim,
+                   causal=causal)  # fmt: skip
+    two = tangents(case, count=2)
+    *_, out_dot, lse_dot = call_jvp(case, two, backend)
+    for n in range(2):
+        one = {name: x[n] for name, x in two.items()}
+        for name, got, want in zip(("out_dot", "lse_dot"),
+                                   (out_dot[n], lse_dot[n]),
+                                   expected_jvp(case, one),
+                                   strict=True):  # fmt: skip
+            assert_matches(got, want, name, case)
 
 
 @on_kernels
@@ -90,3 +129,17 @@ def test_a_nan_of_a_masked_key_is_not_read(backend, name):
     *_, wanted, _ = call_jvp(case, direction)
     assert (np.isnan(out_dot) == np.isnan(wanted)).all()
     assert np.isnan(wanted).any() and not np.isnan(wanted).all()
+
+
+@on_kernels
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_nan_of_a_masked_key_is_in_one_direction(backend, nth):
+    case = replace(PLAIN, batch=1, causal=True)
+    two = tangents(case, "qkv", count=2)
+    wanted = call_jvp(case, two, backend)
+    two["v"][nth, 0, 120] = np.nan
+    got = call_jvp(case, two, backend)
+    assert_bitwise(got[2][1 - nth], wanted[2][1 - nth], "the other")
+    reads = np.arange(150) + 50 >= 120
+    finite = np.isfinite(got[2][nth, 0].astype("f4"))
+    assert (finite == ~reads[:, None, None]).all()

@@ -41,6 +41,9 @@ def planned(found, dtype):
         found.head_dim,
         causal=found.causal is not False,
     )
+    if problem.tangents is not None:
+        several = replace(problem.tangents, count=found.tile.directions)
+        problem = replace(problem, tangents=several)
     device = device_of_arch(ARCHS.get(found.arch, f"sm_{found.arch}"))
     return plan(problem, device, found.family, found.tile), device
 

@@ -108,7 +108,7 @@ __device__ __forceinline__ bool load_first_tiles(
     loader.load_q(head, tile);
     if constexpr (!PAIRWISE) return false;
     cp_async_wait<1>();                                     // K and ddK
-    return barrier_or_nonfinite_pair<true, K_DOT>(plain.shared.k, plain.shared.k_dot);
+    return barrier_or_nonfinite_all<true, K_DOT>(plain.shared.k, one(plain.shared.k_dot));
 }
 
 // The weights of one pair: of dO in d2V; scale T and scale dS by scale S, in d2Q and d2K.
@@ -183,12 +183,12 @@ __device__ __forceinline__ void compute_scores(
     Scores u;
     cp_async_wait<1>();                                     // dO; the first time K, V, ddK, ddV
     nonfinite.dout = barrier_or_nonfinite<MASKED>(shared.dout);
-    gemm_abt_pair<false, V_DOT>(
-        ds, u, shared.dout, shared.dout, row, shared.v, shared.v_dot, column);
+    gemm_abt_tangents<false, V_DOT>(
+        ds, one(u), shared.dout, one(shared.dout), row, shared.v, one(shared.v_dot), column);
     cp_async_wait<0>();                                     // Q and ddQ
-    nonfinite.q = barrier_or_nonfinite_pair<MASKED, Q_DOT>(shared.q, shared.q_dot);
-    gemm_abt_pair<Q_DOT, K_DOT>(
-        p_dot, t, shared.q, shared.q_dot, row, shared.k, shared.k_dot, column);
+    nonfinite.q = barrier_or_nonfinite_all<MASKED, Q_DOT>(shared.q, one(shared.q_dot));
+    gemm_abt_tangents<Q_DOT, K_DOT>(
+        p_dot, one(t), shared.q, one(shared.q_dot), row, shared.k, one(shared.k_dot), column);
     compute_weights<MASKED>(p_dot, t, ds, u, shared, score_tile, bias_tangent);
 }
 

@@ -6,46 +6,59 @@
 //
 // As fma/forward.cu, with the tangents' tiles beside those of Q, K and V: each fragment is loaded
 // once for both of its products. acc_dot and b are rescaled as acc and l are. A sink adds its
-// weight times s' to b; dropout's Z multiplies P where it meets V or V', but not in b. Each
-// direction computes O and lse anew; the first one stores them.
+// weight times s' to b; dropout's Z multiplies P where it meets V or V', but not in b. A block
+// has DIRECTIONS of the directions, for which it computes S, P and O once (score/directions.cuh).
+// The block of the first direction stores O and lse.
 //
-// Grid: the tiles of fma/forward.cu, longest first, each once for every direction:
-// blockIdx.x = order of the tile * directions + direction. Block: as fma/forward.cu.
+// Grid: the tiles of fma/forward.cu, longest first, each once for every group of directions:
+// blockIdx.x = order of the tile * groups + group. Block: as fma/forward.cu.
 //
-// Constants: those of fma/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves. With
-// score modifications, scale S stands for the score, scale W for its tangent (score/tangents.cuh).
+// Constants: those of fma/forward.cu and score/directions.cuh; Q_DOT, K_DOT, V_DOT, BIAS_DOT,
+// SINK_DOT: what moves. With score modifications, scale S stands for the score, scale W for its
+// tangent (score/tangents.cuh).
 // Shared memory, in floats:
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each          k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
 //     p, p_dot  BLOCK_Q * (WEIGHT_KEYS + 8) each       v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
+// with a *_dot for each direction.
 // The next K and K' load while V and V' are used, and the other way round: two barriers per
 // iteration.
 //
 // Bound by the multiply-adds: with 4 x 8 numbers of S and of W per lane, 24 loads of 16 bytes are
-// 384 multiply-adds, as in fma/forward.cu. Bad at: several directions, which share nothing; few
-// queries with many keys.
+// 384 multiply-adds, as in fma/forward.cu. Two directions are five
+// products for each load of Q, K, P and V instead of three, and half again as many numbers per
+// lane. Bad at: few queries with many keys.
 #include "fma/jvp_loads.cuh"
 #include "fma/query_rows.cuh"
 #include "fma/tangents.cuh"
 #include "common/scheduler.cuh"
+#include "score/directions.cuh"
 #include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
 
+static_assert(!READS_OUT, "every block computes O");
+
 struct SharedPlan {
-    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
-    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
-    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
-    WeightTile<BLOCK_Q, WEIGHT_KEYS> p, p_dot;
+    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot[DIRECTIONS];
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot[DIRECTIONS];
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot[DIRECTIONS];
+    WeightTile<BLOCK_Q, WEIGHT_KEYS> p, p_dot[DIRECTIONS];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
+// W, then P * W, and O' in each of the block's directions.
+using ScoreTangents = float[DIRECTIONS][ROWS][KEYS];
+using OutputTangents = float[DIRECTIONS][ROWS][COLUMNS];
+
 // m: the row's maximum of scores. l, b: this lane's parts of the row's sums of P and of P * W.
-struct Rows { float m[ROWS], l[ROWS], b[ROWS]; };
+struct Rows { float m[ROWS], l[ROWS], b[DIRECTIONS][ROWS]; };
 
 __device__ __forceinline__ void reset(Rows& rows) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         rows.m[i] = -infinity();
-        rows.l[i] = rows.b[i] = 0.0f;
+        rows.l[i] = 0.0f;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) rows.b[v][i] = 0.0f;
     }
 }
 
@@ -54,8 +67,9 @@ __device__ __forceinline__ void reset(Rows& rows) {
 // fma/forward.cu. The lane's first pair is of first_query and first_key.
 template <bool MASKED>
 __device__ __forceinline__ void apply_options(
-    Scores& s, Scores& w, const ScoreMod<float>& score_mod, const BiasTangent<float>& bias_tangent,
-    const LaneVisibility& visible, int first_key, int shift) {
+    Scores& s, ScoreTangents& w, const ScoreMod<float>& score_mod,
+    const BiasTangent<float>& bias_tangent, const LaneVisibility& visible, int first_key,
+    int shift) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = visible.first_query + i * LANE_ROWS;
@@ -63,7 +77,8 @@ __device__ __forceinline__ void apply_options(
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
-            w[i][j] *= score_mod.scale;
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) w[v][i][j] *= score_mod.scale;
             if constexpr (LINEAR) {
                 if (NEGATE_SCORES) s[i][j] = -s[i][j];
             } else {
@@ -71,12 +86,16 @@ __device__ __forceinline__ void apply_options(
                 s[i][j] = score_mod.score(
                     s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
                     score_mod.bias_of(query, key), slope);
-                if constexpr (SOFTCAP) w[i][j] *= slope;
-                if constexpr (BIAS_DOT) w[i][j] += bias_tangent.at(query, key);
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v) {
+                    if constexpr (SOFTCAP) w[v][i][j] *= slope;
+                    if constexpr (BIAS_DOT) w[v][i][j] += bias_tangent.at(query, key, v);
+                }
             }
             if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) {
                 s[i][j] = -infinity();
-                w[i][j] = 0.0f;
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v) w[v][i][j] = 0.0f;
             }
         }
     }
@@ -85,7 +104,8 @@ __device__ __forceinline__ void apply_options(
 // fma/forward.cu's softmax_step(), with b = b 2^(c m_old - c m) + rowsum(P * W) and acc_dot by the
 // same factor. S becomes P, W becomes P * W. No barrier inside.
 __device__ __forceinline__ void softmax_step(
-    Scores& s, Scores& w, Rows& rows, Output& acc, Output& acc_dot, float scale_log2) {
+    Scores& s, ScoreTangents& w, Rows& rows, Output& acc, OutputTangents& acc_dot,
+    float scale_log2) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         float m = s[i][0];
@@ -96,30 +116,35 @@ __device__ __forceinline__ void softmax_step(
         const float rescale = exp2_of_product(rows.m[i], scale_log2, reference);
         rows.m[i] = m;
         rows.l[i] *= rescale;
-        rows.b[i] *= rescale;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) rows.b[v][i] *= rescale;
         #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) {
             acc[i][n] *= rescale;
-            acc_dot[i][n] *= rescale;
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i][n] *= rescale;
         }
-        float sum = 0.0f, sum_dot = 0.0f;                   // see sm90/forward.cu
+        float sum = 0.0f, sum_dot[DIRECTIONS] = {};         // see sm90/forward.cu
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);
             sum += s[i][j];
-            if constexpr (SCORES_MOVE) {
-                w[i][j] *= s[i][j];
-                sum_dot += w[i][j];
-            }
+            if constexpr (SCORES_MOVE)
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v) {
+                    w[v][i][j] *= s[i][j];
+                    sum_dot[v] += w[v][i][j];
+                }
         }
         rows.l[i] += sum;
-        rows.b[i] += sum_dot;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) rows.b[v][i] += sum_dot[v];
     }
 }
 
 // P = P Z and P * W by the same factors: 0 where dropout drops the pair, larger elsewhere.
 __device__ __forceinline__ void apply_dropout(
-    Scores& p, Scores& pw, const Dropout<float>& dropout, int warp_query, int k_start) {
+    Scores& p, ScoreTangents& pw, const Dropout<float>& dropout, int warp_query, int k_start) {
     Kept<ROWS, KEYS> kept;
     find_kept(kept, dropout, warp_query, k_start);
     #pragma unroll
@@ -128,7 +153,8 @@ __device__ __forceinline__ void apply_dropout(
         for (int j = 0; j < KEYS; ++j) {
             const float z = kept.at(i, j) ? dropout.factor : 0.0f;
             p[i][j] *= z;
-            pw[i][j] *= z;
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) pw[v][i][j] *= z;
         }
 }
 
@@ -136,24 +162,28 @@ __device__ __forceinline__ void apply_dropout(
 // WEIGHT_KEYS columns at a time. visible(i, j): whether the lane's row i sees the tile's key j.
 template <bool MASKED, class F>
 __device__ __forceinline__ void accumulate(
-    Output& acc, Output& acc_dot, const Scores& p, const Scores& pw, SharedPlan& shared,
-    int warp_row, F visible, bool nonfinite) {
+    Output& acc, OutputTangents& acc_dot, const Scores& p, const ScoreTangents& pw,
+    SharedPlan& shared, int warp_row, F visible, bool nonfinite) {
     constexpr int STEP = WEIGHT_KEYS / LANE_COLUMNS;
     #pragma unroll
     for (int first = 0; first < KEYS; first += STEP) {
-        float part[ROWS][STEP], part_dot[ROWS][STEP];
+        float part[ROWS][STEP], part_dot[DIRECTIONS][ROWS][STEP];
         #pragma unroll
         for (int i = 0; i < ROWS; ++i)
             #pragma unroll
             for (int j = 0; j < STEP; ++j) {
                 part[i][j] = p[i][first + j];
-                part_dot[i][j] = pw[i][first + j];
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v) part_dot[v][i][j] = pw[v][i][first + j];
             }
         __syncwarp();                                       // the last weights are free
         write_weights(shared.p.at, warp_row, 0, part);
-        if constexpr (SCORES_MOVE) write_weights(shared.p_dot.at, warp_row, 0, part_dot);
+        if constexpr (SCORES_MOVE)
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                write_weights(shared.p_dot[v].at, warp_row, 0, part_dot[v]);
         __syncwarp();
-        gemm_ab_pair<SCORES_MOVE, V_DOT, MASKED>(
+        gemm_ab_tangents<SCORES_MOVE, V_DOT, MASKED>(
             acc, acc_dot, shared.p, shared.p_dot, warp_row, shared.v, shared.v_dot,
             first * LANE_COLUMNS, visible, nonfinite);
     }
@@ -163,10 +193,11 @@ __device__ __forceinline__ void accumulate(
 struct Wanted { bool out, out_dot; };
 
 // O = acc / l, lse = |scale| m + log(l), lse' = b / l and O' = acc_dot / l - lse' O; lse -inf and
-// the others 0 for rows without a visible key. A sink takes part in l and b.
+// the others 0 for rows without a visible key. A sink takes part in l and b. Directions count from
+// `direction` on.
 __device__ __forceinline__ void store(
     const Arguments& args, Wanted wanted, TileCoord coord, int direction, int first_query,
-    const Output& acc, const Output& acc_dot, const Rows& state) {
+    const Output& acc, const OutputTangents& acc_dot, const Rows& state) {
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const Strides os = arrays.out_stride;
@@ -181,7 +212,9 @@ __device__ __forceinline__ void store(
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
-        float l = row_sum(state.l[i]), b = row_sum(state.b[i]), rescale = 1.0f;
+        float l = row_sum(state.l[i]), b[DIRECTIONS], rescale = 1.0f;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) b[v] = row_sum(state.b[v][i]);
         const float scale = LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
         float m = state.m[i] == -infinity() ? state.m[i] : state.m[i] * scale;
         if (query >= shape.seqlen_q) continue;
@@ -190,47 +223,57 @@ __device__ __forceinline__ void store(
             m = with_sink.top;
             l = with_sink.sum;
             rescale = with_sink.rescale;
-            b = b * rescale
-              + with_sink.weight * sink_tangent_of<float>(args, direction, coord.head);
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                b[v] = b[v] * rescale
+                     + with_sink.weight * sink_tangent_of<float>(args, direction + v, coord.head);
         }
         const float divisor = l == 0.0f ? 1.0f : l;
-        b /= divisor;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) b[v] /= divisor;
         #pragma unroll
         for (int n = 0; n < COLUMNS; n += CHUNK) {
-            float numbers[CHUNK], moved[CHUNK];
+            float numbers[CHUNK], moved[DIRECTIONS][CHUNK];
             #pragma unroll
             for (int c = 0; c < CHUNK; ++c) {
                 numbers[c] = acc[i][n + c] * rescale / divisor;
-                moved[c] = acc_dot[i][n + c] * rescale / divisor;
-                moved[c] = fmaf(-b, numbers[c], moved[c]);
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v) {
+                    moved[v][c] = acc_dot[v][i][n + c] * rescale / divisor;
+                    moved[v][c] = fmaf(-b[v], numbers[c], moved[v][c]);
+                }
             }
             const int column = lane_column() * CHUNK + n * 8;
             if (wanted.out && direction == 0)
                 store_chunk(out + query * os.token, column, shape.head_dim_v, aligned, numbers);
             if (wanted.out_dot)
-                store_chunk(
-                    out_dot + query * ods.token, column, shape.head_dim_v, dot_aligned, moved);
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v)
+                    store_chunk(out_dot + v * ods.direction + query * ods.token, column,
+                                shape.head_dim_v, dot_aligned, moved[v]);
         }
         if (lane_column() != 0) continue;
         const i64 row = head * rows + query;
         if (arrays.lse != nullptr && direction == 0)
             static_cast<float*>(arrays.lse)[row] = lse_of_row(m, l);
         if (args.lse_dot != nullptr)
-            static_cast<float*>(args.lse_dot)[direction * heads * rows + row] = b;
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                static_cast<float*>(args.lse_dot)[(direction + v) * heads * rows + row] = b[v];
     }
 }
 
-// The block's tile, longest first, and direction. Computed in the prologue and again in the
+// The block's tile, longest first, and first direction. Computed in the prologue and again in the
 // epilogue, as in fma/forward.cu.
 struct BlockCoord { TileCoord coord; int direction; };
 __device__ __forceinline__ BlockCoord coord_of_this_block(const Arguments& args) {
     const Shape& shape = arrays_of(args).shape;
-    const int block = opaque(blockIdx.x), directions = args.tangents.num_directions;
+    const int block = opaque(blockIdx.x), groups = num_direction_groups(args.tangents);
     const int num_tiles = num_query_tiles(args, BLOCK_Q);
-    TileCoord coord = tile_of_block(block / directions, num_tiles, shape.num_heads_q, shape.batch,
+    TileCoord coord = tile_of_block(block / groups, num_tiles, shape.num_heads_q, shape.batch,
                                     arrays_of(args).schedule);
     coord.tile = num_tiles - 1 - coord.tile;
-    return {coord, block % directions};
+    return {coord, first_direction_of(block % groups, args.tangents)};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -256,9 +299,11 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
     const float scale_log2 = exponent_scale<LINEAR>(arrays_of(args).scale);
 
     Rows rows;
-    Output acc, acc_dot;
+    Output acc;
+    OutputTangents acc_dot;
     set_zero(acc);
-    set_zero(acc_dot);
+    #pragma unroll
+    for (int v = 0; v < DIRECTIONS; ++v) set_zero(acc_dot[v]);
     reset(rows);
 
     const TangentLoader<SharedPlan> loader{shared, args, direction, coord.batch, coord.head,
@@ -275,16 +320,17 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;
         const LaneVisibility visible{mask, pair_mask, shape, first_query, k_start};
-        Scores s, w;
+        Scores s;
+        ScoreTangents w;
         cp_async_wait<0>();
         __syncthreads();
         loader.load_v(tile);
-        gemm_abt_pair<Q_DOT, K_DOT>(
+        gemm_abt_tangents<Q_DOT, K_DOT>(
             s, w, shared.q, shared.q_dot, warp_row, shared.k, shared.k_dot, 0);
         apply_options<MASKED>(s, w, options.score_mod, bias_tangent, visible,
                               k_start + lane_column(), shape.seqlen_k - shape.seqlen_q);
         cp_async_wait<0>();
-        const bool nonfinite = barrier_or_nonfinite_pair<MASKED, V_DOT>(shared.v, shared.v_dot);
+        const bool nonfinite = barrier_or_nonfinite_all<MASKED, V_DOT>(shared.v, shared.v_dot);
         next = pair_mask.key_tile_before(q_tile, tile, tiles.first);
         if (SEGMENTS ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
         softmax_step(s, w, rows, acc, acc_dot, scale_log2);

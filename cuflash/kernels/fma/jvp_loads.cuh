@@ -1,9 +1,9 @@
-// The loads of fma/jvp.cu: a head's tiles of Q, K and V, and beside each the tile of its tangent in
-// one direction, if it moves. K with K' and V with V' are one cp.async group each; the queries join
-// the first one.
+// The loads of fma/jvp.cu: a head's tiles of Q, K and V, and beside each the tiles of its tangents
+// in the block's directions, if it moves. K with K' and V with V' are one cp.async group each; the
+// queries join the first one.
 //
 // SharedPlan has the members q, q_dot, k, k_dot, v and v_dot. Constants: Arguments, Element,
-// BLOCK_K, Q_DOT, K_DOT, V_DOT.
+// BLOCK_K, Q_DOT, K_DOT, V_DOT, DIRECTIONS.
 #pragma once
 #include "common/padded_tiles.cuh"
 #include "score/tangents.cuh"
@@ -11,21 +11,22 @@
 template <class SharedPlan> struct TangentLoader {
     SharedPlan& shared;
     const Arguments& args;
-    int direction, batch, head, kv_head;
-
+    int direction, batch, head, kv_head;                    // the first direction
 
     template <bool MOVES, int BLOCK, int COLUMNS>
     __device__ __forceinline__ void load_pair(
-        SmemTile<BLOCK, COLUMNS>& tile, SmemTile<BLOCK, COLUMNS>& tile_dot, const void* array,
-        const Strides& stride, const void* array_dot, const DirectionStrides& stride_dot,
-        int of_head, int start, int seqlen, int columns) const {
+        SmemTile<BLOCK, COLUMNS>& tile, SmemTile<BLOCK, COLUMNS> (&tile_dot)[DIRECTIONS],
+        const void* array, const Strides& stride, const void* array_dot,
+        const DirectionStrides& stride_dot, int of_head, int start, int seqlen, int columns) const {
         load_tile(tile, head_start(array, stride, batch, of_head) + start * stride.token,
                   stride.token, seqlen - start, columns);
         if constexpr (MOVES)
-            load_tile(tile_dot,
-                      head_start(array_dot, stride_dot, direction, batch, of_head)
-                          + start * stride_dot.token,
-                      stride_dot.token, seqlen - start, columns);
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                load_tile(tile_dot[v],
+                          head_start(array_dot, stride_dot, direction + v, batch, of_head)
+                              + start * stride_dot.token,
+                          stride_dot.token, seqlen - start, columns);
     }
     __device__ __forceinline__ void load_queries(int start) const {
         const ForwardArguments& a = arrays_of(args);

@@ -20,7 +20,7 @@ inline const Element* head_start(
 // or column's.
 template <class Real> struct BiasTangent {
     const Bias* first;
-    i64 stride_q, stride_k;
+    i64 stride_q, stride_k, stride_direction;
     int last_query, last_key;
 
     template <class Arguments>
@@ -32,14 +32,17 @@ template <class Real> struct BiasTangent {
                   + batch * stride.batch + head * stride.head;
             stride_q = stride.query;
             stride_k = stride.key;
+            stride_direction = args.tangents.bias_dot_direction;
             last_query = arrays_of(args).shape.seqlen_q - 1;
             last_key = arrays_of(args).shape.seqlen_k - 1;
         }
     }
-    Real at(int query, int key) const {
+    // later: the direction less the first one.
+    Real at(int query, int key, int later = 0) const {
         if constexpr (BIAS_DOT)
             return static_cast<Real>(to_accumulator(
-                first[min(query, last_query) * stride_q + min(key, last_key) * stride_k]));
+                first[min(query, last_query) * stride_q + min(key, last_key) * stride_k
+                      + later * stride_direction]));
         else
             return 0;
     }

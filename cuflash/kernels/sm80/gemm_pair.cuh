@@ -41,3 +41,38 @@ __device__ __forceinline__ void gemm_pair(
         }
     }
 }
+
+// The same in each of COUNT directions v, with the operands a_dot(v) and b_dot(v).
+template <class Element, int K_BLOCKS, bool A_DOT, bool B_DOT, int UNROLL = 4, int COUNT,
+          int M_TILES, int N_TILES, class A, class ADot, class B, class BDot>
+__device__ __forceinline__ void gemm_tangents(
+    float (&d)[M_TILES][N_TILES][4], float (&d_dot)[COUNT][M_TILES][N_TILES][4], const A& a,
+    const ADot& a_dot, const B& b, const BDot& b_dot) {
+    #pragma unroll UNROLL
+    for (int k = 0; k < K_BLOCKS; ++k) {
+        u32 a_fragment[M_TILES][4], a_dot_fragment[COUNT][M_TILES][4];
+        #pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+            a.load(a_fragment[m], m, k);
+            #pragma unroll
+            for (int v = 0; v < COUNT; ++v)
+                if constexpr (A_DOT) a_dot(v).load(a_dot_fragment[v][m], m, k);
+        }
+        #pragma unroll
+        for (int n = 0; n < N_TILES / 2; ++n) {
+            u32 b_fragment[4];
+            b.load(b_fragment, k, n);
+            multiply_block<Element>(d, n, a_fragment, b_fragment);
+            #pragma unroll
+            for (int v = 0; v < COUNT; ++v)
+                if constexpr (A_DOT)
+                    multiply_block<Element>(d_dot[v], n, a_dot_fragment[v], b_fragment);
+            #pragma unroll
+            for (int v = 0; v < COUNT; ++v)
+                if constexpr (B_DOT) {
+                    b_dot(v).load(b_fragment, k, n);
+                    multiply_block<Element>(d_dot[v], n, a_fragment, b_fragment);
+                }
+        }
+    }
+}

@@ -8,38 +8,42 @@
 // masked apart. The sums b = rowsum(P * (W - r)) and acc_dot = (P * (W - r)) V + P V' are rescaled
 // as l and acc = P V are. r is a reference of W in its row (jvp_softmax.cuh).
 //
-// Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, as in sm80/forward.cu, times
-// directions: blockIdx.x = tile * directions + direction. Each direction computes O and lse anew;
-// the first one stores them.
+// Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, as in sm80/forward.cu, times groups of
+// directions: blockIdx.x = tile * groups + group. A block has DIRECTIONS of them, for which it
+// computes S, P and O once (score/directions.cuh); that of the first one stores O and lse.
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
-// Constants: those of sm80/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
+// Constants: those of sm80/forward.cu and score/directions.cuh; Q_DOT, K_DOT, V_DOT, BIAS_DOT,
+// SINK_DOT: what moves.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     q_then_out, q_dot_then_out_dot  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2 each
 //     k, k_dot                        BLOCK_K * HEAD_DIM * 2 each
 //     v, v_dot                        BLOCK_K * HEAD_DIM_V * 2 each
-// The next K and K' load while V and V' are used, and V and V' while K and K' are.
+// with a *_dot for each direction. The next K and K' load while V and V' are used, and V and V'
+// while K and K' are.
 //
-// Bad at: head_dim_v above 192, whose sums do not fit in registers; several directions, which share
-// nothing.
+// Bad at: head_dim_v above 192, whose sums do not fit in registers.
 #include "sm80/jvp_epilogue.cuh"
 #include "sm80/row_loads.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 struct SharedPlan {
-    SmemTile<BLOCK_Q, WIDEST> q_then_out, q_dot_then_out_dot;
-    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
-    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
+    SmemTile<BLOCK_Q, WIDEST> q_then_out, q_dot_then_out_dot[DIRECTIONS];
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot[DIRECTIONS];
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot[DIRECTIONS];
 };
+constexpr int Q_BYTES = sizeof(SharedPlan::q_then_out), K_BYTES = sizeof(SharedPlan::k);
+constexpr int V_BYTES = sizeof(SharedPlan::v);              // from one direction's tile to the next
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Loads tiles of one head's keys and values and of their tangents in one direction, if they move;
-// K and K' as one cp.async group, V and V' as another.
+// Loads tiles of one head's keys and values and of their tangents, if they move; K and K' as one
+// cp.async group, V and V' as another. k_dot, v_dot: of the first direction.
 struct KeyLoader {
     const Shape& shape;
     u32 k_smem, k_dot_smem, v_smem, v_dot_smem;
     Rows k, k_dot, v, v_dot;
+    i64 k_dot_direction, v_dot_direction;                   // strides
 
     __device__ __forceinline__ KeyLoader(
         const Arguments& args, SharedPlan& shared, int direction, int batch, int head)
@@ -49,26 +53,38 @@ struct KeyLoader {
           k(arrays_of(args).k, arrays_of(args).k_stride, batch, head),
           k_dot(args.k_dot, args.tangents.k_dot, direction, batch, head),
           v(arrays_of(args).v, arrays_of(args).v_stride, batch, head),
-          v_dot(args.v_dot, args.tangents.v_dot, direction, batch, head) {}
+          v_dot(args.v_dot, args.tangents.v_dot, direction, batch, head),
+          k_dot_direction(args.tangents.k_dot.direction),
+          v_dot_direction(args.tangents.v_dot.direction) {}
 
     template <bool RAGGED> __device__ __forceinline__ void load_k(int tile) const {
         const int start = tile * BLOCK_K, end = shape.seqlen_k, columns = shape.head_dim;
         k.load<BLOCK_K, HEAD_DIM, RAGGED>(k_smem, start, end, columns);
-        if constexpr (K_DOT) k_dot.load<BLOCK_K, HEAD_DIM, RAGGED>(k_dot_smem, start, end, columns);
+        #pragma unroll
+        for (int n = 0; n < DIRECTIONS; ++n)
+            if constexpr (K_DOT)
+                k_dot.after(n * k_dot_direction).load<BLOCK_K, HEAD_DIM, RAGGED>(
+                    k_dot_smem + n * K_BYTES, start, end, columns);
         cp_async_commit();
     }
     template <bool RAGGED> __device__ __forceinline__ void load_v(int tile) const {
         const int start = tile * BLOCK_K, end = shape.seqlen_k, columns = shape.head_dim_v;
         v.load<BLOCK_K, HEAD_DIM_V, RAGGED>(v_smem, start, end, columns);
-        if constexpr (V_DOT)
-            v_dot.load<BLOCK_K, HEAD_DIM_V, RAGGED>(v_dot_smem, start, end, columns);
+        #pragma unroll
+        for (int n = 0; n < DIRECTIONS; ++n)
+            if constexpr (V_DOT)
+                v_dot.after(n * v_dot_direction).load<BLOCK_K, HEAD_DIM_V, RAGGED>(
+                    v_dot_smem + n * V_BYTES, start, end, columns);
         cp_async_commit();
     }
     // Whether the thread's own chunks of V and V' contain a NaN or an infinity.
     __device__ __forceinline__ bool nonfinite() const {
         bool found = loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_smem);
-        if constexpr (V_DOT)
-            found |= loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(v_dot_smem);
+        #pragma unroll
+        for (int n = 0; n < DIRECTIONS; ++n)
+            if constexpr (V_DOT)
+                found |= loaded_nonfinite<Element, BLOCK_K, HEAD_DIM_V, THREADS>(
+                    v_dot_smem + n * V_BYTES);
         return found;
     }
 };
@@ -81,9 +97,12 @@ __device__ __forceinline__ void load_queries(
     const int start = coord.tile * BLOCK_Q;
     Rows(arrays.q, arrays.q_stride, coord.batch, coord.head)
         .load<BLOCK_Q, HEAD_DIM, true>(q_smem, start, shape.seqlen_q, shape.head_dim);
-    if constexpr (Q_DOT)
-        Rows(args.q_dot, args.tangents.q_dot, direction, coord.batch, coord.head)
-            .load<BLOCK_Q, HEAD_DIM, true>(q_dot_smem, start, shape.seqlen_q, shape.head_dim);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n)
+        if constexpr (Q_DOT)
+            Rows(args.q_dot, args.tangents.q_dot, direction + n, coord.batch, coord.head)
+                .load<BLOCK_Q, HEAD_DIM, true>(
+                    q_dot_smem + n * Q_BYTES, start, shape.seqlen_q, shape.head_dim);
 }
 
 // The block's tile. The last tiles, which see the most keys, come first. Computed in the prologue
@@ -92,25 +111,41 @@ __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_ar
     const Shape& shape = arrays_of(call_args).shape;
     const int num_tiles = num_query_tiles(call_args, BLOCK_Q);
     TileCoord coord = tile_of_block(
-        opaque(blockIdx.x) / call_args.tangents.num_directions, num_tiles, shape.num_heads_q,
+        opaque(blockIdx.x) / num_direction_groups(call_args.tangents), num_tiles, shape.num_heads_q,
         shape.batch, arrays_of(call_args).schedule);
     coord.tile = num_tiles - 1 - coord.tile;
     return coord;
 }
+// The first one.
 __device__ __forceinline__ int direction_of_this_block(const Arguments& call_args) {
-    return opaque(blockIdx.x) % call_args.tangents.num_directions;
+    const TangentNumbers& tangents = call_args.tangents;
+    return first_direction_of(opaque(blockIdx.x) % num_direction_groups(tangents), tangents);
+}
+
+// After value_gemms<true>(), by a whole warp.
+__device__ __forceinline__ void add_all_nonfinite_terms(
+    Output& acc, OutputTangents& acc_dot, const Scores& p, const ScoreTangents& pw,
+    const SharedPlan& shared, const QueryTile& query_tile, int k_start) {
+    add_nonfinite_terms(acc, p, shared.v.bytes, query_tile, k_start);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n) {
+        if constexpr (SCORES_MOVE)
+            add_nonfinite_terms(acc_dot[n], pw[n], shared.v.bytes, query_tile, k_start);
+        if constexpr (V_DOT)
+            add_nonfinite_terms(acc_dot[n], p, shared.v_dot[n].bytes, query_tile, k_start);
+    }
 }
 
 __device__ __forceinline__ void finish(
-    const Arguments& call_args, SharedPlan& shared, Output& acc, Output& acc_dot,
-    const SoftmaxState& softmax, const TangentState& state) {
+    const Arguments& call_args, SharedPlan& shared, Output& acc, OutputTangents& acc_dot,
+    const SoftmaxState& softmax, const TangentStates& states) {
     TileCoord coord = tile_of_this_block(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     const Wanted wanted{arrays_of(call_args).out != nullptr, call_args.out_dot != nullptr};
-    store(args, wanted, coord, direction_of_this_block(call_args),
-          shared_address(&shared.q_then_out), shared_address(&shared.q_dot_then_out_dot), acc,
-          acc_dot, softmax, state);
+    store<Q_BYTES>(args, wanted, coord, direction_of_this_block(call_args),
+                   shared_address(&shared.q_then_out), shared_address(&shared.q_dot_then_out_dot),
+                   acc, acc_dot, softmax, states);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -136,12 +171,14 @@ jvp_mma(const __grid_constant__ Arguments call_args) {
     const KeyLoader loader(args, shared, direction, coord.batch, kv_head);
 
     SoftmaxState softmax;
-    TangentState state;
-    Output acc, acc_dot;
+    TangentStates states;
+    Output acc;
+    OutputTangents acc_dot;
     set_zero(acc);
-    set_zero(acc_dot);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n) set_zero(acc_dot[n]);
     reset(softmax);
-    reset(state);
+    reset(states);
 
     const PairMask& pair_mask = query_tile.pair_mask;
     int tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first), next = 0;
@@ -154,11 +191,13 @@ jvp_mma(const __grid_constant__ Arguments call_args) {
     const auto iterate = [&](auto masked) {
         constexpr bool MASKED = masked.value;
         const int k_start = tile * BLOCK_K;
-        Scores s, w;
+        Scores s;
+        ScoreTangents w;
         cp_async_wait<0>();
         __syncthreads();
         loader.load_v<MASKED>(tile);
-        score_gemms(s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
+        score_gemms<Q_BYTES, K_BYTES>(
+            s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
         apply_score_mod(s, w, query_tile, bias_tangent, k_start);
         if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
         cp_async_wait<0>();
@@ -167,17 +206,13 @@ jvp_mma(const __grid_constant__ Arguments call_args) {
         else __syncthreads();
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (next >= tiles.first) loader.load_k<false>(next);
-        tangent_step(s, w, softmax, state, acc, acc_dot, query_tile.scale_log2);
+        tangent_step(s, w, softmax, states, acc, acc_dot, query_tile.scale_log2);
         if constexpr (DROPOUT) apply_dropout(s, w, query_tile, k_start);
         if (MASKED && nonfinite) {
-            value_gemms<true>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
-            add_nonfinite_terms(acc, s, shared.v.bytes, query_tile, k_start);
-            if constexpr (SCORES_MOVE)
-                add_nonfinite_terms(acc_dot, w, shared.v.bytes, query_tile, k_start);
-            if constexpr (V_DOT)
-                add_nonfinite_terms(acc_dot, s, shared.v_dot.bytes, query_tile, k_start);
+            value_gemms<true, V_BYTES>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
+            add_all_nonfinite_terms(acc, acc_dot, s, w, shared, query_tile, k_start);
         } else {
-            value_gemms<false>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
+            value_gemms<false, V_BYTES>(acc, acc_dot, s, w, loader.v_smem, loader.v_dot_smem);
         }
     };
 
@@ -192,5 +227,5 @@ jvp_mma(const __grid_constant__ Arguments call_args) {
         for (; tile >= 0; --tile) iterate(Bool<false>{});
     }
 
-    finish(call_args, shared, acc, acc_dot, softmax, state);
+    finish(call_args, shared, acc, acc_dot, softmax, states);
 }

@@ -4,47 +4,62 @@
 #include "common/packed_sequences.cuh"
 #include "score/sink.cuh"
 
-// acc = O and acc_dot = O' of one row of the lane, and lse and lse' = b.
+// acc = O and acc_dot = O' of one row of the lane, and lse and lse' = b. Directions count from
+// `direction` on.
 //
 //     O = acc / l,  b - r = b_rel / l,  O' = acc_dot / l - (b - r) O
 //
 // since the references r of W cancel in O'. l includes a sink's weight, whose tangent s' enters b.
 // Without a key, or with scores of -inf only, l is 0 and the sums are 0 or NaN: they are the
 // results. Called by whole quads.
-struct RowResults { float lse, lse_dot; };
+struct RowResults { float lse, lse_dot[DIRECTIONS]; };
 
 __device__ __forceinline__ RowResults finish_row(
-    const Arguments& args, int direction, int head, int i, int half, Output& acc, Output& acc_dot,
-    const SoftmaxState& softmax, const TangentState& state) {
+    const Arguments& args, int direction, int head, int i, int half, Output& acc,
+    OutputTangents& acc_dot, const SoftmaxState& softmax, const TangentStates& states) {
     const float scale = LINEAR ? fabsf(static_cast<float>(arrays_of(args).scale)) : 1.0f;
-    const float r = state.r[i][half];
     float m = softmax.m[i][half], l = quad_sum(softmax.l[i][half]), rescale = 1.0f;
     if (m != -infinity()) m *= scale;
-    float b = SCORES_MOVE ? quad_sum(state.b[i][half]) : 0.0f;
+    float b[DIRECTIONS];
+    #pragma unroll
+    for (int v = 0; v < DIRECTIONS; ++v)
+        b[v] = SCORES_MOVE ? quad_sum(states[v].b[i][half]) : 0.0f;
     if constexpr (SINK) {
         const WithSink<float> with_sink(m, l, sink_of<float>(args, head));
         m = with_sink.top;
         l = with_sink.sum;
         rescale = with_sink.rescale;
-        b = b * rescale + with_sink.weight * (sink_tangent_of<float>(args, direction, head) - r);
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            const float sink_dot = sink_tangent_of<float>(args, direction + v, head);
+            b[v] = b[v] * rescale + with_sink.weight * (sink_dot - states[v].r[i][half]);
+        }
     }
     const float inverse = l == 0.0f ? 1.0f : 1.0f / l, factor = rescale * inverse;
-    b *= inverse;
+    #pragma unroll
+    for (int v = 0; v < DIRECTIONS; ++v) b[v] *= inverse;
     #pragma unroll
     for (int j = 0; j < O_TILES; ++j)
         #pragma unroll
         for (int x = half * 2; x < half * 2 + 2; ++x) {
             acc[i][j][x] *= factor;
-            acc_dot[i][j][x] *= factor;
-            acc_dot[i][j][x] = fmaf(-b, acc[i][j][x], acc_dot[i][j][x]);
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) {
+                float& moved = acc_dot[v][i][j][x];
+                moved *= factor;
+                moved = fmaf(-b[v], acc[i][j][x], moved);
+            }
         }
-    return {lse_of_row(m, l), r + b};
+    RowResults results{lse_of_row(m, l)};
+    #pragma unroll
+    for (int v = 0; v < DIRECTIONS; ++v) results.lse_dot[v] = states[v].r[i][half] + b[v];
+    return results;
 }
 
 // lse and lse' of all rows, and O and O' in acc and acc_dot.
 __device__ __forceinline__ void finish_rows(
-    const Arguments& args, TileCoord coord, int direction, Output& acc, Output& acc_dot,
-    const SoftmaxState& softmax, const TangentState& state) {
+    const Arguments& args, TileCoord coord, int direction, Output& acc, OutputTangents& acc_dot,
+    const SoftmaxState& softmax, const TangentStates& states) {
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int lane = threadIdx.x % 32;
@@ -57,13 +72,16 @@ __device__ __forceinline__ void finish_rows(
             const int row = coord.tile * BLOCK_Q + threadIdx.x / 32 * WARP_ROWS + i * 16 + half * 8
                           + lane / 4;
             const RowResults results = finish_row(
-                args, direction, coord.head, i, half, acc, acc_dot, softmax, state);
+                args, direction, coord.head, i, half, acc, acc_dot, softmax, states);
             if (lane % 4 != 0 || row >= shape.seqlen_q) continue;
             if (arrays.lse != nullptr && direction == 0)
                 static_cast<float*>(arrays.lse)[first + row] = results.lse;
             if (args.lse_dot != nullptr)
-                static_cast<float*>(args.lse_dot)[direction * heads * rows + first + row] =
-                    results.lse_dot;
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v)
+                    static_cast<float*>(
+                        args.lse_dot)[(direction + v) * heads * rows + first + row] =
+                        results.lse_dot[v];
         }
 }
 
@@ -85,11 +103,14 @@ __device__ __forceinline__ void store_rows(
 // Which results are stored; with PACKED only the call's own arguments tell.
 struct Wanted { bool out, out_dot; };
 
-// Epilogue. q and q_dot: tiles that each warp is done with in its own rows.
+// Epilogue. q and q_dot: tiles that each warp is done with in its own rows, those of directions
+// Q_BYTES apart.
+template <int Q_BYTES>
 __device__ __forceinline__ void store(
     const Arguments& args, Wanted wanted, TileCoord coord, int direction, u32 q, u32 q_dot,
-    Output& acc, Output& acc_dot, const SoftmaxState& softmax, const TangentState& state) {
-    finish_rows(args, coord, direction, acc, acc_dot, softmax, state);
+    Output& acc, OutputTangents& acc_dot, const SoftmaxState& softmax,
+    const TangentStates& states) {
+    finish_rows(args, coord, direction, acc, acc_dot, softmax, states);
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int q_start = coord.tile * BLOCK_Q;
@@ -101,9 +122,13 @@ __device__ __forceinline__ void store(
     }
     if (wanted.out_dot) {
         const DirectionStrides& stride = args.tangents.out_dot;
-        u16* out_dot = static_cast<u16*>(args.out_dot) + direction * stride.direction
-                     + coord.batch * stride.batch + coord.head * stride.head;
-        const bool aligned = ((reinterpret_cast<u64>(out_dot) | stride.token * 2) & 15) == 0;
-        store_rows(shape, q_dot, acc_dot, out_dot, stride.token, aligned, q_start);
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            u16* out_dot = static_cast<u16*>(args.out_dot) + (direction + v) * stride.direction
+                         + coord.batch * stride.batch + coord.head * stride.head;
+            const bool aligned = ((reinterpret_cast<u64>(out_dot) | stride.token * 2) & 15) == 0;
+            store_rows(shape, q_dot + v * Q_BYTES, acc_dot[v], out_dot, stride.token, aligned,
+                       q_start);
+        }
     }
 }

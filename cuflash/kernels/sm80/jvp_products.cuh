@@ -2,19 +2,34 @@
 #pragma once
 #include "sm80/forward_softmax.cuh"
 #include "sm80/gemm_pair.cuh"
+#include "score/directions.cuh"
 #include "score/tangents.cuh"
 
+static_assert(!READS_OUT, "every block computes O");
+
+// W, then P * W, and O' in each of the block's directions.
+using ScoreTangents = Scores[DIRECTIONS];
+using OutputTangents = Output[DIRECTIONS];
+
 // S = Q K^T, or its negative if scale < 0, and X = Q' K^T + Q K'^T. By rows of the tiles q and
-// q_dot, and k and k_dot, in shared memory.
+// q_dot, and k and k_dot, in shared memory; tiles of directions are Q_BYTES and K_BYTES apart.
+template <int Q_BYTES, int K_BYTES>
 __device__ __forceinline__ void score_gemms(
-    Scores& s, Scores& x, u32 q, u32 q_dot, u32 k, u32 k_dot) {
+    Scores& s, ScoreTangents& x, u32 q, u32 q_dot, u32 k, u32 k_dot) {
     using Queries = OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES>;
     using Keys = OperandB<BLOCK_K, Stored::TRANSPOSED, S_TILES / 2>;
     const int first_row = threadIdx.x / 32 * WARP_ROWS;
     set_zero(s);
-    set_zero(x);
-    gemm_pair<Element, HEAD_DIM / 16, Q_DOT, K_DOT>(
-        s, x, Queries(q, first_row), Queries(q_dot, first_row), Keys(k, 0), Keys(k_dot, 0));
+    #pragma unroll
+    for (int v = 0; v < DIRECTIONS; ++v) set_zero(x[v]);
+    if constexpr (DIRECTIONS == 1)
+        gemm_pair<Element, HEAD_DIM / 16, Q_DOT, K_DOT>(
+            s, x[0], Queries(q, first_row), Queries(q_dot, first_row), Keys(k, 0), Keys(k_dot, 0));
+    else
+        gemm_tangents<Element, HEAD_DIM / 16, Q_DOT, K_DOT>(
+            s, x, Queries(q, first_row),
+            [&](int v) { return Queries(q_dot + v * Q_BYTES, first_row); }, Keys(k, 0),
+            [&](int v) { return Keys(k_dot + v * K_BYTES, 0); });
     if (NEGATE_SCORES)
         for (auto& tile : s)
             for (auto& fragment : tile)
@@ -22,35 +37,42 @@ __device__ __forceinline__ void score_gemms(
 }
 
 // acc += P V,  acc_dot += (P * W) V + P V',  P and P * W rounded to Element. SANITIZED: with zeros
-// for the NaNs and infinities of V and V'.
-template <bool SANITIZED>
+// for the NaNs and infinities of V and V'. The tiles v_dot are V_BYTES apart.
+template <bool SANITIZED, int V_BYTES>
 __device__ __forceinline__ void value_gemms(
-    Output& acc, Output& acc_dot, const Scores& p, const Scores& pw, u32 v, u32 v_dot) {
+    Output& acc, OutputTangents& acc_dot, const Scores& p, const ScoreTangents& pw, u32 v_tile,
+    u32 v_dot_tile) {
     using Tile = OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>;
     const auto load = [](u32 (&b)[4], const Tile& tile, int k, int n) {
         if constexpr (SANITIZED) Sanitized<Element, Tile>{tile}.load(b, k, n);
         else tile.load(b, k, n);
     };
-    const RegisterA<Element, M_TILES, S_TILES> weights(p), tangents(pw);
-    const Tile values(v, 0), values_dot(v_dot, 0);
+    using Weights = RegisterA<Element, M_TILES, S_TILES>;
+    const Weights weights(p), first(pw[0]), last(pw[DIRECTIONS - 1]);
+    const Tile values(v_tile, 0);
     #pragma unroll
     for (int k = 0; k < BLOCK_K / 16; ++k) {
-        u32 a[M_TILES][4], a_dot[M_TILES][4];
+        u32 a[M_TILES][4], a_dot[DIRECTIONS][M_TILES][4];
         #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
             weights.load(a[m], m, k);
-            tangents.load(a_dot[m], m, k);
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) (v == 0 ? first : last).load(a_dot[v][m], m, k);
         }
         #pragma unroll
         for (int n = 0; n < O_TILES / 2; ++n) {
             u32 b[4];
             load(b, values, k, n);
             multiply_block<Element>(acc, n, a, b);
-            if constexpr (SCORES_MOVE) multiply_block<Element>(acc_dot, n, a_dot, b);
-            if constexpr (V_DOT) {
-                load(b, values_dot, k, n);
-                multiply_block<Element>(acc_dot, n, a, b);
-            }
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                if constexpr (SCORES_MOVE) multiply_block<Element>(acc_dot[v], n, a_dot[v], b);
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                if constexpr (V_DOT) {
+                    load(b, Tile(v_dot_tile + v * V_BYTES, 0), k, n);
+                    multiply_block<Element>(acc_dot[v], n, a, b);
+                }
         }
     }
 }

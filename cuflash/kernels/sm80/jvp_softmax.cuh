@@ -9,11 +9,14 @@
 // r: the row's reference, 0 until the row has seen a key. b: this lane's part of the row's sum of
 // P * (W - r), relative to the softmax's m as l is.
 struct TangentState { float r[M_TILES][2], b[M_TILES][2]; };
+using TangentStates = TangentState[DIRECTIONS];
 
-__device__ __forceinline__ void reset(TangentState& state) {
+__device__ __forceinline__ void reset(TangentStates& states) {
     #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        for (int half = 0; half < 2; ++half) state.r[i][half] = state.b[i][half] = 0.0f;
+    for (int v = 0; v < DIRECTIONS; ++v)
+        for (int i = 0; i < M_TILES; ++i)
+            for (int half = 0; half < 2; ++half)
+                states[v].r[i][half] = states[v].b[i][half] = 0.0f;
 }
 
 // Calls f(i, j, x, query, key) for each of the lane's elements [i][j][x] of a tile of pairs.
@@ -44,28 +47,33 @@ __device__ __forceinline__ bool sees(const QueryTile& query_tile, int query, int
 
 // W = g scale X + B' and, not LINEAR, S becomes the scores of score_mod.cuh. X becomes W.
 __device__ __forceinline__ void apply_score_mod(
-    Scores& s, Scores& x, const QueryTile& query_tile, const BiasTangent<float>& bias_tangent,
-    int k_start) {
+    Scores& s, ScoreTangents& x, const QueryTile& query_tile,
+    const BiasTangent<float>& bias_tangent, int k_start) {
     const ScoreMod<float>& score_mod = query_tile.score_mod;
     const int shift = query_tile.mask.seqlen_k - query_tile.mask.seqlen_q;
     for_each_pair(query_tile, k_start, [&](int i, int j, int n, int query, int key) {
-        float slope = 1.0f, &score = s[i][j][n], &w = x[i][j][n];
+        float slope = 1.0f, &score = s[i][j][n];
         if constexpr (!LINEAR)
             score = score_mod.score(score, static_cast<float>(query + shift - key),
                                     score_mod.bias_of(query, key), slope);
-        w *= score_mod.scale;
-        if constexpr (SOFTCAP) w *= slope;
-        if constexpr (BIAS_DOT) w += bias_tangent.at(query, key);
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            float& w = x[v][i][j][n];
+            w *= score_mod.scale;
+            if constexpr (SOFTCAP) w *= slope;
+            if constexpr (BIAS_DOT) w += bias_tangent.at(query, key, v);
+        }
     });
 }
 
 // S = -inf and W = 0 where the query does not see the key.
 __device__ __forceinline__ void apply_mask(
-    Scores& s, Scores& w, const QueryTile& query_tile, int k_start) {
+    Scores& s, ScoreTangents& w, const QueryTile& query_tile, int k_start) {
     for_each_pair(query_tile, k_start, [&](int i, int j, int n, int query, int key) {
         if (sees(query_tile, query, key)) return;
         s[i][j][n] = -infinity();
-        w[i][j][n] = 0.0f;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) w[v][i][j][n] = 0.0f;
     });
 }
 
@@ -91,8 +99,8 @@ __device__ __forceinline__ void set_references(
 // The step of softmax_step() for both sums: S becomes P, W becomes P * (W - r), and b is the sum of
 // that. No barrier inside.
 __device__ __forceinline__ void tangent_step(
-    Scores& s, Scores& w, SoftmaxState& softmax, TangentState& state, Output& acc,
-    Output& acc_dot, float scale_log2) {
+    Scores& s, ScoreTangents& w, SoftmaxState& softmax, TangentStates& states, Output& acc,
+    OutputTangents& acc_dot, float scale_log2) {
     float m_old[M_TILES][2];
     bool begins[M_TILES][2], any = false;
     for (int i = 0; i < M_TILES; ++i)
@@ -104,27 +112,35 @@ __device__ __forceinline__ void tangent_step(
         for (int half = 0; half < 2; ++half) {
             const float factor = exp2_of_product(
                 m_old[i][half], scale_log2, finite_reference(softmax.m[i][half], scale_log2));
-            state.b[i][half] *= factor;
-            rescale_row(acc_dot[i], half, factor);
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) {
+                states[v].b[i][half] *= factor;
+                rescale_row(acc_dot[v][i], half, factor);
+            }
             begins[i][half] = m_old[i][half] == -infinity();
             any |= begins[i][half];
         }
     if constexpr (!SCORES_MOVE) return;
-    if (__ballot_sync(WHOLE_WARP, any) != 0) set_references(state, s, w, softmax.l, begins);
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
+    if (__ballot_sync(WHOLE_WARP, any) != 0)
         #pragma unroll
-        for (int j = 0; j < S_TILES; ++j)
+        for (int v = 0; v < DIRECTIONS; ++v)
+            set_references(states[v], s, w[v], softmax.l, begins);
+    #pragma unroll
+    for (int v = 0; v < DIRECTIONS; ++v)
+        #pragma unroll
+        for (int i = 0; i < M_TILES; ++i)
             #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                w[i][j][x] = s[i][j][x] * (w[i][j][x] - state.r[i][x / 2]);
-                state.b[i][x / 2] += w[i][j][x];
-            }
+            for (int j = 0; j < S_TILES; ++j)
+                #pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    w[v][i][j][x] = s[i][j][x] * (w[v][i][j][x] - states[v].r[i][x / 2]);
+                    states[v].b[i][x / 2] += w[v][i][j][x];
+                }
 }
 
 // P = P Z and P * W = P * W Z: 0 where dropout drops the pair, larger elsewhere.
 __device__ __forceinline__ void apply_dropout(
-    Scores& p, Scores& pw, const QueryTile& query_tile, int k_start) {
+    Scores& p, ScoreTangents& pw, const QueryTile& query_tile, int k_start) {
     const Dropout<float>& dropout = query_tile.dropout;
     const int first_key = k_start + threadIdx.x % 4 * 2;
     #pragma unroll
@@ -139,7 +155,8 @@ __device__ __forceinline__ void apply_dropout(
                 for (int x = 0; x < 2; ++x) {
                     const float z = (kept >> (j * 2 + x)) & 1 ? dropout.factor : 0.0f;
                     p[i][j][half * 2 + x] *= z;
-                    pw[i][j][half * 2 + x] *= z;
+                    #pragma unroll
+                    for (int v = 0; v < DIRECTIONS; ++v) pw[v][i][j][half * 2 + x] *= z;
                 }
         }
 }

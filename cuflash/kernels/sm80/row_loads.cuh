@@ -17,6 +17,13 @@ struct Rows {
                               s.token)),
           stride(s.token) {}
 
+    // The same rows `distance` elements later.
+    __device__ __forceinline__ Rows after(i64 distance) const {
+        Rows rows = *this;
+        rows.first += distance;
+        return rows;
+    }
+
     // Starts the copy of the tile from row `start` on. RAGGED: it may reach past the last row.
     template <int ROWS, int COLUMNS, bool RAGGED>
     __device__ __forceinline__ void load(u32 tile, int start, int num_rows, int num_columns) const {

@@ -17,9 +17,16 @@
 //
 // which hold for any r; r is the mean of W, by weight, over the first tile with a key of the row.
 //
-// Grid: tiles of BLOCK_Q queries of all (direction, batch, head), longest first (scheduler.cuh). A
-// direction counts as a batch: its tangents are slices of arrays (directions * batch, ...). Each
-// direction computes O and lse anew; the first one stores them.
+// With two DIRECTIONS a block computes S, P and O once. The second one's W and O' come after the
+// first one's, in the same registers of W:
+//
+//     S  W | O  O' | W of the second | O' of the second
+//
+// If it READS_OUT, which the first direction's launch has stored, it takes five matmuls without O.
+//
+// Grid: tiles of BLOCK_Q queries of all (group of directions, batch, head), longest first
+// (scheduler.cuh). A direction counts as a batch: its tangents are slices of arrays (directions *
+// batch, ...). The block of the first direction stores O and lse.
 // Block: 1 + CONSUMER_WARPGROUPS warpgroups.
 //
 // A NaN or an infinity at a masked key makes rows non-finite, as 0 * NaN; so do P * W beyond
@@ -28,7 +35,7 @@
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0), HEAD_DIM and HEAD_DIM_V (multiples of 16
 // that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, KV_STAGES, SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what
-// moves; Arguments; no options.
+// moves; Arguments; those of score/directions.cuh; no options.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 // mbarriers: *_full: from TMA to the consumers, an arrival for each tile, and its bytes. *_empty:
 // back, an arrival of each consumer warp.
@@ -37,6 +44,7 @@
 #include "common/types.cuh"
 #include "common/row_flags.cuh"
 #include "common/scheduler.cuh"
+#include "score/directions.cuh"
 #include "sm90/wgmma.cuh"
 
 constexpr int CONSUMER_ROWS = WGMMA_M;                      // queries of a consumer warpgroup
@@ -55,12 +63,14 @@ static_assert(CONSUMER_WARPGROUPS == 2, "240 registers for each of two consumers
 using Scores = float[S_COUNT];
 using Output = float[O_COUNT];
 
+#include "sm90/jvp_weights.cuh"
+
 struct KeyStage {
-    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
-    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot[DIRECTIONS];
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot[DIRECTIONS];
 };
 struct SharedPlan {
-    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
+    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot[DIRECTIONS];
     KeyStage keys[KV_STAGES];
     u64 q_full, k_full[KV_STAGES], k_empty[KV_STAGES], v_full[KV_STAGES], v_empty[KV_STAGES];
 };
@@ -68,19 +78,20 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 
 // Before the block's first barrier, by one thread.
 __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
-    mbarrier_init(shared_address(&shared.q_full), 1 + Q_DOT);
+    mbarrier_init(shared_address(&shared.q_full), 1 + Q_DOT * DIRECTIONS);
     for (int i = 0; i < KV_STAGES; ++i) {
-        mbarrier_init(shared_address(&shared.k_full[i]), 1 + K_DOT);
-        mbarrier_init(shared_address(&shared.v_full[i]), 1 + V_DOT);
+        mbarrier_init(shared_address(&shared.k_full[i]), 1 + K_DOT * DIRECTIONS);
+        mbarrier_init(shared_address(&shared.v_full[i]), 1 + V_DOT * DIRECTIONS);
         mbarrier_init(shared_address(&shared.k_empty[i]), CONSUMER_WARPS);
         mbarrier_init(shared_address(&shared.v_empty[i]), CONSUMER_WARPS);
     }
     fence_mbarrier_init();
 }
 
-// The block's tile. `slice` counts batches of all directions: where its tangents stand.
+// The block's tile. `slice` counts batches of all directions: where the tangents of its first
+// direction stand.
 struct QueryTile {
-    int q_start, head, batch, slice;
+    int q_start, head, batch, slice, num_batches;
     bool stores_out;                                        // of the first direction
 
     __device__ __forceinline__ explicit QueryTile(const Arguments& args) {
@@ -88,12 +99,20 @@ struct QueryTile {
         const int num_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
         const TileCoord coord = tile_of_block(
             blockIdx.x, num_tiles, shape.num_heads_q,
-            shape.batch * args.tangents.num_directions, args.arrays.schedule);
+            shape.batch * num_direction_groups(args.tangents), args.arrays.schedule);
         q_start = (CAUSAL ? num_tiles - 1 - coord.tile : coord.tile) * BLOCK_Q;
         head = coord.head;
+        num_batches = shape.batch;
+        batch = coord.batch % num_batches;
         slice = coord.batch;
-        batch = slice % shape.batch;
-        stores_out = slice < shape.batch;
+        if constexpr (DIRECTIONS > 1 || LAST_DIRECTION || READS_OUT) {
+            const int group = coord.batch / num_batches;
+            slice = first_direction_of(group, args.tangents) * num_batches + batch;
+        }
+        stores_out = slice < num_batches;
+    }
+    __device__ __forceinline__ int slice_of(int direction) const {
+        return slice + direction * num_batches;
     }
 };
 
@@ -106,8 +125,11 @@ __device__ __forceinline__ void produce(
     const u32 q_full = shared_address(&shared.q_full);
     tma_load_tile<BLOCK_Q, HEAD_DIM>(
         shared_address(&shared.q), args.q_map, q_full, tile.q_start, tile.head, tile.batch);
-    if constexpr (Q_DOT) tma_load_tile<BLOCK_Q, HEAD_DIM>(
-        shared_address(&shared.q_dot), args.q_dot_map, q_full, tile.q_start, tile.head, tile.slice);
+    #pragma unroll
+    for (int v = 0; v < DIRECTIONS; ++v)
+        if constexpr (Q_DOT) tma_load_tile<BLOCK_Q, HEAD_DIM>(
+            shared_address(&shared.q_dot[v]), args.q_dot_map, q_full, tile.q_start, tile.head,
+            tile.slice_of(v));
     PipelineState<KV_STAGES> stage;
     for (int key_tile = num_key_tiles - 1; key_tile >= 0; --key_tile, stage.next()) {
         KeyStage& keys = shared.keys[stage.index];
@@ -116,72 +138,32 @@ __device__ __forceinline__ void produce(
         mbarrier_wait(shared_address(&shared.k_empty[stage.index]), stage.phase ^ 1);
         tma_load_tile<BLOCK_K, HEAD_DIM>(
             shared_address(&keys.k), args.k_map, k_full, token, kv_head, tile.batch);
-        if constexpr (K_DOT) tma_load_tile<BLOCK_K, HEAD_DIM>(
-            shared_address(&keys.k_dot), args.k_dot_map, k_full, token, kv_head, tile.slice);
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v)
+            if constexpr (K_DOT) tma_load_tile<BLOCK_K, HEAD_DIM>(
+                shared_address(&keys.k_dot[v]), args.k_dot_map, k_full, token, kv_head,
+                tile.slice_of(v));
         const u32 v_full = shared_address(&shared.v_full[stage.index]);
         mbarrier_wait(shared_address(&shared.v_empty[stage.index]), stage.phase ^ 1);
         tma_load_tile<BLOCK_K, HEAD_DIM_V>(
             shared_address(&keys.v), args.v_map, v_full, token, kv_head, tile.batch);
-        if constexpr (V_DOT) tma_load_tile<BLOCK_K, HEAD_DIM_V>(
-            shared_address(&keys.v_dot), args.v_dot_map, v_full, token, kv_head, tile.slice);
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v)
+            if constexpr (V_DOT) tma_load_tile<BLOCK_K, HEAD_DIM_V>(
+                shared_address(&keys.v_dot[v]), args.v_dot_map, v_full, token, kv_head,
+                tile.slice_of(v));
     }
-}
-
-// lse of maximum m and sum l: |scale| m + log(l), less the logarithm of the factor by which
-// online_softmax made l too large. max_scaled: finite_max_scaled().
-__device__ __forceinline__ float lse_of_sum(
-    float m, float l, float scale, float scale_log2, float max_scaled) {
-    constexpr float LN_2 = 0.6931471805599453f;
-    const float log_excess = fmaf(m, scale_log2, -max_scaled) * LN_2;
-    return l == 0.0f ? -infinity() : m * scale + (logf(l) - log_excess);
 }
 
 // ---- A consumer warpgroup ----
-
-// Of the lane's two rows: r; this lane's part of sum P (W - r), relative to the maximum as l is.
-struct TangentState { float reference[2] = {0.0f, 0.0f}, sum[2] = {0.0f, 0.0f}; };
-
-// r of rows that had no key before this tile: sum P W / sum P over it. No key: r stays 0.
-__device__ __forceinline__ void choose_references(
-    TangentState& tangents, const bool (&had_no_key)[2], const Scores& p, const Scores& w,
-    float scale) {
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float weights = 0.0f, sum = 0.0f;
-        #pragma unroll
-        for (int i = 0; i < S_COUNT; ++i)
-            if (i / 2 % 2 == half) {
-                weights += p[i];
-                sum = fmaf(p[i], w[i], sum);
-            }
-        weights = quad_sum(weights);
-        sum = quad_sum(sum);
-        if (had_no_key[half] && weights > 0.0f) tangents.reference[half] = scale * sum / weights;
-    }
-}
-
-// W becomes P (W - r), with W scaled.
-__device__ __forceinline__ void weigh_tangents(
-    TangentState& tangents, const Scores& p, Scores& w, float scale, const float (&rescale)[2]) {
-    float sum[2] = {0.0f, 0.0f};
-    #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i) {
-        const int half = i / 2 % 2;
-        w[i] = p[i] * fmaf(w[i], scale, -tangents.reference[half]);
-        sum[half] += w[i];
-    }
-    #pragma unroll
-    for (int half = 0; half < 2; ++half)
-        tangents.sum[half] = tangents.sum[half] * rescale[half] + sum[half];
-}
 
 struct Consumer {
     const Arguments& args;
     SharedPlan& shared;
     const QueryTile& tile;
-    Output &acc, &acc_dot;
+    Output &acc, (&acc_dot)[DIRECTIONS];
     RowState& rows;
-    TangentState& tangents;
+    TangentState (&tangents)[DIRECTIONS];
 
     // The shuffle tells the compiler that the value is uniform across a warp.
     const int warpgroup =
@@ -191,35 +173,42 @@ struct Consumer {
     const float scale = fabsf(static_cast<float>(args.arrays.scale));
     const float scale_log2 = exponent_scale<true>(args.arrays.scale);
 
-    // S = Q K^T and W = Q' K^T + Q K'^T, asynchronously.
+    // W = Q' K^T + Q K'^T of a direction and, if it is the first, S = Q K^T, asynchronously.
+    template <int DIRECTION>
     __device__ __forceinline__ void issue_scores(Scores& s, Scores& w, int stage) {
         const int rows_before = warpgroup * CONSUMER_ROWS * PANEL_ROW_BYTES;
         const u64 q = descriptor(shared_address(&shared.q) + rows_before, 0);
-        const u64 q_dot = descriptor(shared_address(&shared.q_dot) + rows_before, 0);
+        const u64 q_dot = descriptor(shared_address(&shared.q_dot[DIRECTION]) + rows_before, 0);
         const u64 k = descriptor(shared_address(&shared.keys[stage].k), 0);
-        const u64 k_dot = descriptor(shared_address(&shared.keys[stage].k_dot), 0);
-        warpgroup_fence_operand(s);
+        const u64 k_dot = descriptor(shared_address(&shared.keys[stage].k_dot[DIRECTION]), 0);
+        if constexpr (DIRECTION == 0) warpgroup_fence_operand(s);
         warpgroup_fence_operand(w);
         wgmma_fence();
-        gemm_abt_ss<Element, SIGN, BLOCK_Q, BLOCK_K, HEAD_DIM>(s, q, k);
+        if constexpr (DIRECTION == 0)
+            gemm_abt_ss<Element, SIGN, BLOCK_Q, BLOCK_K, HEAD_DIM>(s, q, k);
         if constexpr (Q_DOT) gemm_abt_ss<Element, SIGN, BLOCK_Q, BLOCK_K, HEAD_DIM>(w, q_dot, k);
         if constexpr (K_DOT)
             gemm_abt_ss<Element, SIGN, BLOCK_Q, BLOCK_K, HEAD_DIM>(w, q, k_dot, Q_DOT);
         wgmma_commit();
     }
 
-    // acc += P V and acc_dot += P (W - r) V + P V', asynchronously.
+    // acc_dot += P (W - r) V + P V' of a direction and, if it is the first, acc += P V unless
+    // READS_OUT, asynchronously.
+    template <int DIRECTION>
     __device__ __forceinline__ void issue_output(
         const u32 (&p)[P_COUNT], const u32 (&pw)[P_COUNT], int stage) {
         constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
         const u64 v = descriptor(shared_address(&shared.keys[stage].v), PANEL_BYTES);
-        const u64 v_dot = descriptor(shared_address(&shared.keys[stage].v_dot), PANEL_BYTES);
-        warpgroup_fence_operand(acc);
-        warpgroup_fence_operand(acc_dot);
+        const u64 v_dot =
+            descriptor(shared_address(&shared.keys[stage].v_dot[DIRECTION]), PANEL_BYTES);
+        Output& moved = acc_dot[DIRECTION];
+        constexpr bool WITH_OUT = DIRECTION == 0 && !READS_OUT;
+        if constexpr (WITH_OUT) warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(moved);
         wgmma_fence();
-        gemm_ab_rs<Element, BLOCK_K>(acc, p, v, true);
-        if constexpr (SCORES_MOVE) gemm_ab_rs<Element, BLOCK_K>(acc_dot, pw, v, true);
-        if constexpr (V_DOT) gemm_ab_rs<Element, BLOCK_K>(acc_dot, p, v_dot, true);
+        if constexpr (WITH_OUT) gemm_ab_rs<Element, BLOCK_K>(acc, p, v, true);
+        if constexpr (SCORES_MOVE) gemm_ab_rs<Element, BLOCK_K>(moved, pw, v, true);
+        if constexpr (V_DOT) gemm_ab_rs<Element, BLOCK_K>(moved, p, v_dot, true);
         wgmma_commit();
     }
 
@@ -229,35 +218,62 @@ struct Consumer {
         Scores s, w;
         float rescale[2];
         mbarrier_wait(shared_address(&shared.k_full[stage.index]), stage.phase);
-        issue_scores(s, w, stage.index);
+        issue_scores<0>(s, w, stage.index);
         wgmma_wait<0>();
         warpgroup_fence_operand(s);
         warpgroup_fence_operand(w);
-        release(shared.k_empty, stage.index);
+        if constexpr (DIRECTIONS == 1) release(shared.k_empty, stage.index);
 
         const bool had_no_key[2] = {rows.max[0] == -infinity(), rows.max[1] == -infinity()};
         if (is_masked) apply_mask(s, mask, tile.q_start + lane_row, key_tile * BLOCK_K);
         online_softmax<true>(s, rows, scale_log2, rescale);
-        if constexpr (SCORES_MOVE) {
-            if (__ballot_sync(WHOLE_WARP, had_no_key[0] || had_no_key[1]) != 0)
-                choose_references(tangents, had_no_key, s, w, scale);
-            weigh_tangents(tangents, s, w, scale, rescale);
-        }
+        weigh<0>(s, w, had_no_key, rescale);
         #pragma unroll
         for (int i = 0; i < O_COUNT; ++i) {
-            acc[i] *= rescale[i / 2 % 2];
-            acc_dot[i] *= rescale[i / 2 % 2];
+            if constexpr (!READS_OUT) acc[i] *= rescale[i / 2 % 2];
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i] *= rescale[i / 2 % 2];
         }
         u32 p[P_COUNT], pw[P_COUNT];
         pack_pairs<Element>(p, s);
         if constexpr (SCORES_MOVE) pack_pairs<Element>(pw, w);
 
         mbarrier_wait(shared_address(&shared.v_full[stage.index]), stage.phase);
-        issue_output(p, pw, stage.index);
+        issue_output<0>(p, pw, stage.index);
         wgmma_wait<0>();
-        warpgroup_fence_operand(acc);
-        warpgroup_fence_operand(acc_dot);
+        if constexpr (!READS_OUT) warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(acc_dot[0]);
+        if constexpr (DIRECTIONS == 2) iterate_second(stage.index, s, w, had_no_key, rescale);
         release(shared.v_empty, stage.index);
+    }
+
+    // The same key tile in the second direction, from P.
+    __device__ __forceinline__ void iterate_second(
+        int stage, Scores& s, Scores& w, const bool (&had_no_key)[2], const float (&rescale)[2]) {
+        if constexpr (SCORES_MOVE) {
+            issue_scores<1>(s, w, stage);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(w);
+        }
+        release(shared.k_empty, stage);
+        weigh<1>(s, w, had_no_key, rescale);
+        u32 p[P_COUNT], pw[P_COUNT];
+        if constexpr (V_DOT) pack_pairs<Element>(p, s);
+        if constexpr (SCORES_MOVE) pack_pairs<Element>(pw, w);
+        issue_output<1>(p, pw, stage);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(acc_dot[1]);
+    }
+
+    // W of a direction becomes P (W - r); had_no_key: rows before this tile.
+    template <int DIRECTION>
+    __device__ __forceinline__ void weigh(
+        const Scores& p, Scores& w, const bool (&had_no_key)[2], const float (&rescale)[2]) {
+        if constexpr (SCORES_MOVE) {
+            if (__ballot_sync(WHOLE_WARP, had_no_key[0] || had_no_key[1]) != 0)
+                choose_references(tangents[DIRECTION], had_no_key, p, w, scale);
+            weigh_tangents(tangents[DIRECTION], p, w, scale, rescale);
+        }
     }
 
     // A key tile that only the other warpgroup sees.
@@ -271,38 +287,72 @@ struct Consumer {
         mbarrier_arrive_if(lane == 0, shared_address(&empty) + 8 * stage);
     }
 
-    // O, lse and their tangents to global memory; the flag of the warp's rows.
+    // acc = O of the lane's rows, from global memory.
+    __device__ __forceinline__ void load_out(int query) {
+        const Strides& stride = args.arrays.out_stride;
+        const Element* out = static_cast<const Element*>(args.arrays.out)
+                           + tile.batch * stride.batch + tile.head * stride.head;
+        #pragma unroll
+        for (int i = 0; i < O_COUNT; i += 2) {
+            const int row = query + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2;
+            u32 pair = 0;
+            if (row < args.arrays.shape.seqlen_q && column < args.arrays.shape.head_dim_v)
+                pair = *reinterpret_cast<const u32*>(out + row * stride.token + column);
+            acc[i] = to_float(low_half<Element>(pair));
+            acc[i + 1] = to_float(high_half<Element>(pair));
+        }
+    }
+
+    // O, lse and their tangents to global memory; the flags of the warp's rows.
     __device__ __forceinline__ void store() {
         const ForwardArguments& arrays = args.arrays;
         const Shape& shape = arrays.shape;
         const int query = tile.q_start + lane_row;
+        if constexpr (READS_OUT) load_out(query);
         const i64 rows_before = (i64{tile.batch} * shape.num_heads_q + tile.head) * shape.seqlen_q;
-        const i64 moved_before = (i64{tile.slice} * shape.num_heads_q + tile.head) * shape.seqlen_q;
-        bool exact = true;
+        i64 moved_before[DIRECTIONS];
+        bool exact[DIRECTIONS];
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            const i64 head = i64{tile.slice_of(v)} * shape.num_heads_q + tile.head;
+            moved_before[v] = head * shape.seqlen_q;
+            exact[v] = true;
+        }
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float m = rows.max[half], l = quad_sum(rows.sum[half]);
             const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-            const float b = quad_sum(tangents.sum[half]) * inverse;
+            float b[DIRECTIONS];
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v) b[v] = quad_sum(tangents[v].sum[half]) * inverse;
             #pragma unroll
             for (int j = 0; j < O_COUNT / 4; ++j)
                 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
-                    float &o = acc[j * 4 + half * 2 + x], &o_dot = acc_dot[j * 4 + half * 2 + x];
-                    o *= inverse;
-                    o_dot = fmaf(o_dot, inverse, -b * o);
-                    exact &= fabsf(o) < infinity() && fabsf(o_dot) < infinity();
+                    const int i = j * 4 + half * 2 + x;
+                    if constexpr (!READS_OUT) acc[i] *= inverse;
+                    #pragma unroll
+                    for (int v = 0; v < DIRECTIONS; ++v) {
+                        float& o_dot = acc_dot[v][i];
+                        o_dot = fmaf(o_dot, inverse, -b[v] * acc[i]);
+                        exact[v] &= fabsf(acc[i]) < infinity() && fabsf(o_dot) < infinity();
+                    }
                 }
             // As in forward_epilogue.cuh: an exponent of 2^24 has no fraction.
             const float max_scaled = finite_max_scaled(m, scale_log2);
-            exact &= l < infinity() && fabsf(max_scaled) < 0x1p24f && fabsf(b) < infinity();
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                exact[v] &= l < infinity() && fabsf(max_scaled) < 0x1p24f
+                         && fabsf(b[v]) < infinity();
             if (lane % 4 != 0 || query + half * 8 >= shape.seqlen_q) continue;
             if (arrays.lse != nullptr && tile.stores_out)
                 static_cast<float*>(arrays.lse)[rows_before + query + half * 8] =
                     lse_of_sum(m, l, scale, scale_log2, max_scaled);
             if (args.lse_dot != nullptr)
-                static_cast<float*>(args.lse_dot)[moved_before + query + half * 8] =
-                    l == 0.0f ? 0.0f : tangents.reference[half] + b;
+                #pragma unroll
+                for (int v = 0; v < DIRECTIONS; ++v)
+                    static_cast<float*>(args.lse_dot)[moved_before[v] + query + half * 8] =
+                        l == 0.0f ? 0.0f : tangents[v].reference[half] + b[v];
         }
         const i64 stride = arrays.out_stride.token;
         if (arrays.out != nullptr && tile.stores_out)
@@ -311,26 +361,34 @@ struct Consumer {
                     + tile.head * arrays.out_stride.head + query * stride,
                 stride, acc, query, shape.seqlen_q, shape.head_dim_v);
         const DirectionStrides& moved = args.tangents.out_dot;  // contiguous: a slice is a batch
-        if (args.out_dot != nullptr)
-            store_to_array(
-                static_cast<Element*>(args.out_dot) + tile.slice * moved.batch
-                    + tile.head * moved.head + query * moved.token,
-                moved.token, acc_dot, query, shape.seqlen_q, shape.head_dim_v);
-        const bool all_exact = __ballot_sync(WHOLE_WARP, exact) == WHOLE_WARP;
-        const int first_row = query - lane / 4;
-        if (lane == 0 && first_row < shape.seqlen_q)
-            *recompute_flag_of_rows(args, tile.slice, tile.head, first_row) = !all_exact;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            const int slice = tile.slice_of(v);
+            if (args.out_dot != nullptr)
+                store_to_array(
+                    static_cast<Element*>(args.out_dot) + slice * moved.batch
+                        + tile.head * moved.head + query * moved.token,
+                    moved.token, acc_dot[v], query, shape.seqlen_q, shape.head_dim_v);
+            const bool all_exact = __ballot_sync(WHOLE_WARP, exact[v]) == WHOLE_WARP;
+            const int first_row = query - lane / 4;
+            if (lane == 0 && first_row < shape.seqlen_q)
+                *recompute_flag_of_rows(args, slice, tile.head, first_row) = !all_exact;
+        }
     }
 };
 
 __device__ __forceinline__ void consume(
     const Arguments& args, SharedPlan& shared, const QueryTile& tile, const Mask<CAUSAL>& mask,
     int num_key_tiles) {
-    Output acc, acc_dot;
+    Output acc, acc_dot[DIRECTIONS];
     #pragma unroll
-    for (int i = 0; i < O_COUNT; ++i) acc[i] = acc_dot[i] = 0.0f;
+    for (int i = 0; i < O_COUNT; ++i) {
+        acc[i] = 0.0f;
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i] = 0.0f;
+    }
     RowState rows = empty_rows();
-    TangentState tangents;
+    TangentState tangents[DIRECTIONS];
     Consumer consumer{args, shared, tile, acc, acc_dot, rows, tangents};
     const int first_row = tile.q_start + consumer.warpgroup * CONSUMER_ROWS;
     const KeyTiles visited = mask.key_tiles(first_row, CONSUMER_ROWS, BLOCK_K);
