@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import EMULATED
@@ -126,6 +127,32 @@ def test_a_sequence_has_the_same_bits_alone(backend, head_dim):
     parts = among[0][of_q], among[1][of_k], among[2][of_k]
     for name, x, y in zip(("dq", "dk", "dv"), parts, alone, strict=True):
         assert_bitwise(x, y, name)
+
+
+@on_emulator
+@on_each_kernel
+def test_a_sequence_has_the_same_bits_in_a_batch(backend, head_dim):
+    """With segment ids; the other sequence is far larger."""
+    case = case_of(head_dim, batch=2, seqlen_k=150, causal=True)
+    arrays = inputs(case)
+    for array in arrays:
+        array[0] *= 8
+    ids = np.broadcast_to(np.arange(150, dtype=np.int32) // 60, (2, 150))
+    named = {"segment_ids_q": ids, "segment_ids_k": ids}
+    q, k, v, dout = arrays
+    with backend.running(case):
+        out, lse = cuflash.forward(
+            q, k, v, causal=True, return_lse=True, **named
+        )
+        both, alone = (
+            cuflash.backward(
+                *(x[batches] for x in (dout, q, k, v, out, lse)), causal=True,
+                deterministic=True, **{n: x[batches] for n, x in named.items()}
+            )
+            for batches in (slice(0, 2), slice(1, 2))
+        )  # fmt: skip
+    for name, x, y in zip(("dq", "dk", "dv"), both, alone, strict=True):
+        assert_bitwise(x[1:], y, name)
 
 
 # Sizes -----------------------------------------------------------------------
