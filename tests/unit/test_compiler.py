@@ -65,6 +65,11 @@ def test_kernels_of_wide_types_do_not_spill(direction, arch, dtype, head_dim):
         assert report.spill_bytes == 0 and not report.warnings
 
 
+# Bytes of a tile of 128 x 32 that is 5 to 13 % faster, as measured, than the
+# largest one without spills, 64 x 64.
+SPILLED = {("jvp", "tf32x3", 64): 160}
+
+
 @pytest.mark.parametrize("direction", ["jvp", "double_backward"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
@@ -75,7 +80,8 @@ def test_mma8_derivatives_do_not_spill(direction, head_dim, dtype, precision):
     for kernel in kernels(direction, dtype, "sm_90a", head_dim, **options):
         report = nvrtc.report(kernel, "sm_90a")
         assert report.shared_bytes == kernel.shared_bytes
-        assert report.spill_bytes == 0 and not report.warnings
+        limit = SPILLED.get((direction, precision, head_dim), 0)
+        assert report.spill_bytes <= limit and not report.warnings
 
 
 @pytest.mark.parametrize("direction", ["jvp", "double_backward"])
