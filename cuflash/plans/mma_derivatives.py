@@ -17,14 +17,14 @@ from .mma import (
 )
 from .rounding import round_up
 from .steps import (
+    DirectionGroups,
     count_tiles,
     delta_buffer,
     delta_dot_buffer,
-    direction_groups,
     double_delta_launch,
-    element_bytes,
     gradient_constants,
     is_linear,
+    jvp_in_one,
     main_kernel,
     num_directions,
     option_buffers,
@@ -86,41 +86,17 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    heads = problem.batch * problem.num_heads_q
-    launches = [
-        Launch(
-            _main_kernel(
-                problem,
-                tile,
-                _jvp_shared(
-                    problem, replace(tile, directions=group.directions)
-                ),
-                ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-                *group.constants,
-            ),
-            tiles * heads * group.groups,
-        )
-        for group in direction_groups(problem, tile)
-    ]
-    # Columns of k, v and their tangents.
-    columns = (1 + tile.directions) * sum(padded_head_dims(problem))
-    bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
-    return Plan(
-        problem,
-        "mma",
-        tile,
-        (*option_launches(problem, tile), *launches),
-        workspace=option_buffers(problem, tile),
-        **sections(
+    def kernel_of(group: DirectionGroups) -> KernelPlan:
+        return _main_kernel(
             problem,
-            device,
-            launches[0].kernel,
-            problem.num_heads_q,
-            bytes_of_keys // problem.group_size,
-            heads * (num_directions(problem) // tile.directions),
-            tiles,
-        ),
+            tile,
+            _jvp_shared(problem, replace(tile, directions=group.directions)),
+            ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+            *group.constants,
+        )
+
+    return jvp_in_one(
+        problem, device, tile, "mma", padded_head_dims(problem), kernel_of
     )
 
 

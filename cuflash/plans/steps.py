@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 from cuflash import options, workspace
@@ -575,6 +576,42 @@ def forward_in_one(
             bytes_of_keys // problem.group_size, pairs, tiles,
         ),
     )  # fmt: skip
+
+
+def jvp_in_one(
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    family: Family,
+    head_dims: tuple[int, int],
+    kernel_of: Callable[[DirectionGroups], KernelPlan],
+) -> Plan:
+    """A block per query tile and group of directions."""
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    heads = problem.batch * problem.num_heads_q
+    launches = [
+        Launch(kernel_of(group), tiles * heads * group.groups)
+        for group in direction_groups(problem, tile)
+    ]
+    # Columns of k, v and their tangents.
+    columns = (1 + tile.directions) * sum(head_dims)
+    bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
+    return Plan(
+        problem,
+        family,
+        tile,
+        (*option_launches(problem, tile), *launches),
+        workspace=option_buffers(problem, tile),
+        **sections(
+            problem,
+            device,
+            launches[0].kernel,
+            problem.num_heads_q,
+            bytes_of_keys // problem.group_size,
+            heads * (num_directions(problem) // tile.directions),
+            tiles,
+        ),
+    )
 
 
 def backward_in_one(

@@ -79,14 +79,27 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernels support the problem; of derivatives, see `runs` of
-    `wgmma_jvp` and `wgmma_double_backward` too.
-    """
+    """Whether the kernels support the problem; see `runs_derivatives` too."""
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
         and max(problem.head_dim, problem.head_dim_v)
         <= _HEAD_DIMS[problem.direction][-1]
+    )
+
+
+def runs_derivatives(problem: Problem, device: Device) -> bool:
+    """Whether the kernels of derivatives support the problem: no options.
+
+    They store rows of head_dim_v elements 16 bytes at a time.
+    """
+    tangents = problem.tangents
+    return bool(
+        runs(problem, device)
+        and not problem.options
+        and tangents is not None
+        and tangents.count > 0
+        and problem.head_dim_v % 8 == 0
     )
 
 

@@ -6,7 +6,6 @@ from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from . import wgmma
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import double_backward_kernels, recompute_launch
@@ -27,6 +26,7 @@ from .wgmma import (
     MAX_SEMAPHORE_HEADS,
     MBARRIER_BYTES,
     head_dims,
+    runs_derivatives,
 )
 
 # sm90/second_rows.cuh: four statistics of a row, four numbers of a tile.
@@ -42,16 +42,8 @@ _RECOMPUTE_TILE = Tile(16, 32, 4), Tile(32, 16, 4)
 
 def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernel supports the problem."""
-    tangents = problem.tangents
-    return bool(
-        wgmma.runs(problem, device)
-        and not problem.options
-        and tangents is not None
-        and tangents.count > 0
-        # It stores rows 16 bytes at a time.
-        and problem.head_dim % 8 == 0
-        and problem.head_dim_v % 8 == 0
-    )
+    # It stores rows of d2k and d2q 16 bytes at a time, too.
+    return runs_derivatives(problem, device) and problem.head_dim % 8 == 0
 
 
 def _rows_bytes(tile: Tile) -> int:

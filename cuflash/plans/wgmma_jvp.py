@@ -8,7 +8,6 @@ from cuflash import workspace
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from . import wgmma
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel, recompute_launch
@@ -22,7 +21,7 @@ from .steps import (
     tangent_constants,
     tile_bytes,
 )
-from .wgmma import MBARRIER_BYTES, head_dims
+from .wgmma import MBARRIER_BYTES, head_dims, runs_derivatives
 
 # A thread has 240 registers: S, W and what they become, and the sums of O and
 # O'. Sums up to this do not spill.
@@ -36,14 +35,7 @@ _RECOMPUTE_TILE = Tile(32, 16, 4)
 
 def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernel supports the problem."""
-    tangents = problem.tangents
-    return bool(
-        wgmma.runs(problem, device)
-        and not problem.options
-        and tangents is not None
-        and tangents.count > 0
-        and problem.head_dim_v % 8 == 0  # it stores rows 16 bytes at a time
-    )
+    return runs_derivatives(problem, device)
 
 
 def _shared(problem: Problem, tile: Tile) -> int:
