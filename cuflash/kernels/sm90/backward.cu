@@ -59,6 +59,7 @@ constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
 constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
+constexpr bool EARLY_STATISTICS = !DEFERRED_DQ && !OPTIONS && !PACKED;     // registers permitting
 
 // An SM has 64 K registers: the consumers get those that the producer does not need. With SEGMENTS
 // the producer's search for tiles needs more than 24 and spills; the consumers can spare none.
@@ -302,11 +303,13 @@ struct Iterate {
         u32 p[S_REGS / 2];
 
         mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
+        LaneRows<EARLY_STATISTICS> lane_rows(rows, first_column);
+        lane_rows.load_lse();
         issue_scores<HEAD_DIM>(s, k, q);
         wgmma_wait<1>();                                    // dK of the previous iteration
         warpgroup_fence_operand(dk);
         mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
-        const int q_start = rows.q_start;
+        const int q_start = lane_rows.q_start();
         const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
         const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
         const int query = q_start + first_column;           // the lane's first
@@ -321,8 +324,9 @@ struct Iterate {
         wgmma_wait<1>();                                    // S
         warpgroup_fence_operand(s);
 
-        compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
-                  zero_masked, is_cut || has_boundary);
+        compute_p(s, derivatives, p, lane_rows, scale_log2, args, pairs, dropout, zero_masked,
+                  is_cut || has_boundary);
+        lane_rows.delta.load();
         issue_gradient(dv, p, dout, started);
         if (DEFERRED_DQ) issue_previous_dq(dq);
         wgmma_wait<DEFERRED_DQ ? 2 : 1>();                  // dP
@@ -330,8 +334,7 @@ struct Iterate {
         if (DOUBLE_BUFFERED_K && !DEFERRED_DQ)
             mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
 
-        compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
-                   zero_masked);
+        compute_ds(ds, dp, derivatives, s, p, lane_rows, args, pairs, dropout, zero_masked);
         drop_overflowing_rows(args, shared.work_tiles[state.stage()], rows, ds, first_column);
         publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);
         if (!DEFERRED_DQ) {

@@ -30,20 +30,20 @@ template <bool TEST_BITS> struct ZeroMasked {
 // S^T becomes the factor of dP^T Z^T - delta in dS^T: P^T or, with SOFTCAP, P^T times the
 // derivative of the score, which DBIAS keeps apart in `derivatives`. p is P^T Z^T rounded.
 // zero_masked(x): x = 0 at masked pairs. has_masked: there may be some.
-template <class Zero>
+template <class Rows, class Zero>
 __device__ __forceinline__ void compute_p(
-    float (&s)[S_REGS], float (&derivatives)[S_REGS], u32 (&p)[S_REGS / 2],
-    const QueryRows& rows, int first_column, float scale_log2, const Arguments& args,
-    LanePairs& pairs, const Dropout<float>& dropout, Zero zero_masked, bool has_masked) {
+    float (&s)[S_REGS], float (&derivatives)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows,
+    float scale_log2, const Arguments& args, LanePairs& pairs, const Dropout<float>& dropout,
+    Zero zero_masked, bool has_masked) {
     bool fits_poly4 = false;
     if constexpr (SOFTCAP) {
         ScoreMod<float> score_mod(args);
         fits_poly4 = score_mod.fits_tanh_poly4(s);
         if constexpr (!(BIAS || HAS_MASK || DROPOUT))
-            if (fits_poly4 && !has_masked && !rows.has_large_lse) {
+            if (fits_poly4 && !has_masked && !rows.has_large_lse()) {
                 score_mod.set_head(args, pairs.batch, pairs.head);
                 score_mod.set_sequence(args, pairs.batch, pairs.head);
-                return compute_p_poly4(s, p, rows, first_column, score_mod, pairs.distance);
+                return compute_p_poly4(s, p, rows, score_mod, pairs.distance);
             }
     }
     const auto pack_kept = [&](const float (&weights)[S_REGS]) {
@@ -55,24 +55,25 @@ __device__ __forceinline__ void compute_p(
     if constexpr (SOFTCAP && !DBIAS) {
         float weights[S_REGS];
         apply_score_mod(weights, s, s, args, pairs, fits_poly4);
-        exponentiate(weights, rows, first_column, scale_log2);
+        exponentiate(weights, rows, scale_log2);
         zero_masked(weights);
         pack_kept(weights);
         #pragma unroll
         for (int i = 0; i < S_REGS; ++i) s[i] *= weights[i];
     } else {
         if constexpr (!LINEAR) apply_score_mod(s, derivatives, s, args, pairs, fits_poly4);
-        exponentiate(s, rows, first_column, scale_log2);
+        exponentiate(s, rows, scale_log2);
         zero_masked(s);
         pack_kept(s);
     }
 }
 
 // dP^T becomes dS^T = P^T (dP^T Z^T - delta), without the derivative of the score if DBIAS.
+template <class Rows>
 __device__ __forceinline__ void multiply_by_p(
     float (&dp)[S_REGS], const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2],
-    const QueryRows& rows, int first_column, LanePairs& pairs, const Dropout<float>& dropout) {
-    const u32 lane_delta = shared_address(rows.delta) + first_column * 4;
+    const Rows& rows, LanePairs& pairs, const Dropout<float>& dropout) {
+    const u32 lane_delta = rows.delta.address();
     // Opaque: Z is recomputed from the bits instead of being kept since compute_p().
     if constexpr (DROPOUT)
         #pragma unroll
@@ -80,7 +81,7 @@ __device__ __forceinline__ void multiply_by_p(
     #pragma unroll
     for (int j = 0; j < S_REGS / 4; ++j) {
         float delta[2];
-        load_shared_floats(lane_delta + j * 32, delta[0], delta[1]);
+        rows.delta.read(lane_delta, j, delta);
         #pragma unroll
         for (int i = j * 4; i < j * 4 + 4; ++i)
             dp[i] = p_element(p, rounded_p, i)
@@ -89,13 +90,12 @@ __device__ __forceinline__ void multiply_by_p(
 }
 
 // ds = dS^T rounded, from dP^T, which is overwritten, and what compute_p() left.
-template <class Zero>
+template <class Rows, class Zero>
 __device__ __forceinline__ void compute_ds(
     u32 (&ds)[S_REGS / 2], float (&dp)[S_REGS], const float (&derivatives)[S_REGS],
-    const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2], const QueryRows& rows,
-    int first_column, const Arguments& args, LanePairs& pairs, const Dropout<float>& dropout,
-    Zero zero_masked) {
-    multiply_by_p(dp, p, rounded_p, rows, first_column, pairs, dropout);
+    const float (&p)[S_REGS], const u32 (&rounded_p)[S_REGS / 2], const Rows& rows,
+    const Arguments& args, LanePairs& pairs, const Dropout<float>& dropout, Zero zero_masked) {
+    multiply_by_p(dp, p, rounded_p, rows, pairs, dropout);
     if (MASK_DS) zero_masked(dp);
     add_dbias(dp, derivatives, args, pairs);
     pack_pairs<Element>(ds, dp);

@@ -86,14 +86,15 @@ __device__ __forceinline__ void apply_score_mod(
 // With SOFTCAP, where all products fit the polynomial and all pairs are visible: S^T becomes P^T
 // times the derivative of the score, and p is P^T rounded. Each element is finished before the next
 // begins, so that derivatives and P^T are not all in registers at once.
+template <class Rows>
 __device__ __forceinline__ void compute_p_poly4(
-    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const QueryRows& rows, int first_column,
-    const ScoreMod<float>& score_mod, int distance) {
-    const u32 lane_lse = shared_address(rows.lse) + first_column * 4;
+    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, const ScoreMod<float>& score_mod,
+    int distance) {
+    const u32 lane_lse = rows.lse.address();
     #pragma unroll
     for (int j = 0; j < S_REGS / 4; ++j) {
         float lse[2], weights[4];
-        load_shared_floats(lane_lse + j * 32, lse[0], lse[1]);
+        rows.lse.read(lane_lse, j, lse);
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float& x = s[j * 4 + i];

@@ -56,16 +56,71 @@ __device__ __forceinline__ void zero_masked(
     }
 }
 
-// S^T becomes P^T = 2^(scale_log2 S^T - lse log2 e). first_column: the lane's first query in rows.
+// One statistic of the lane's queries, such as lse. EARLY: load() brings it into registers, before
+// MMAs that keep shared memory busy: meanwhile a read takes 200 cycles instead of 30.
+template <bool EARLY> struct LaneStatistic {
+    static constexpr int PAIRS = S_REGS / 4;                // of adjacent queries, 8 apart
+    const float (&rows)[BLOCK_Q];
+    const int& first_column;                                // the lane's first query in `rows`
+    float loaded[EARLY ? PAIRS : 1][2];
+
+    __device__ __forceinline__ LaneStatistic(
+        const float (&rows)[BLOCK_Q], const int& first_column)
+        : rows(rows), first_column(first_column) {}
+    __device__ __forceinline__ u32 address() const {
+        return shared_address(rows) + first_column * 4;
+    }
+    __device__ __forceinline__ void load() {
+        if constexpr (EARLY)
+            #pragma unroll
+            for (int j = 0; j < PAIRS; ++j)
+                load_shared_floats(address() + j * 32, loaded[j][0], loaded[j][1]);
+    }
+    // Of pair j; from: address().
+    __device__ __forceinline__ void read(u32 from, int j, float (&x)[2]) const {
+        if constexpr (EARLY) { x[0] = loaded[j][0]; x[1] = loaded[j][1]; }
+        else load_shared_floats(from + j * 32, x[0], x[1]);
+    }
+};
+
+// What the scores of a query tile need of its statistics, for a lane. EARLY: load_lse() reads all
+// but delta, so that what follows does not wait for shared memory.
+template <bool EARLY = false> struct LaneRows {
+    const QueryRows& rows;
+    LaneStatistic<EARLY> lse, delta;
+    int early_q_start = 0, early_has_large_lse = 0;
+    float early_scale = 0.0f;
+
+    __device__ __forceinline__ LaneRows(const QueryRows& rows, const int& first_column)
+        : rows(rows), lse(rows.lse, first_column), delta(rows.delta, first_column) {}
+    __device__ __forceinline__ void load_lse() {
+        if constexpr (EARLY) {
+            early_q_start = rows.q_start;
+            early_has_large_lse = rows.has_large_lse;
+            early_scale = rows.scale;
+        }
+        lse.load();
+    }
+    __device__ __forceinline__ int q_start() const {
+        return EARLY ? early_q_start : rows.q_start;
+    }
+    __device__ __forceinline__ bool has_large_lse() const {
+        return EARLY ? early_has_large_lse : rows.has_large_lse;
+    }
+    __device__ __forceinline__ float scale() const { return EARLY ? early_scale : rows.scale; }
+};
+
+// S^T becomes P^T = 2^(scale_log2 S^T - lse log2 e).
+template <class Rows>
 __device__ __forceinline__ void exponentiate(
-    float (&s)[S_REGS], const QueryRows& rows, int first_column, float scale_log2) {
-    const u32 lane_lse = shared_address(rows.lse) + first_column * 4;
-    if (rows.has_large_lse) {
-        const float scale = rows.scale;
+    float (&s)[S_REGS], const Rows& rows, float scale_log2) {
+    const u32 lane_lse = rows.lse.address();
+    if (rows.has_large_lse()) {
+        const float scale = rows.scale();
         #pragma unroll
         for (int j = 0; j < S_REGS / 4; ++j) {
             float lse[2];
-            load_shared_floats(lane_lse + j * 32, lse[0], lse[1]);
+            rows.lse.read(lane_lse, j, lse);
             #pragma unroll
             for (int i = 0; i < 4; ++i) s[j * 4 + i] = weight(s[j * 4 + i], scale, lse[i % 2]);
         }
@@ -73,7 +128,7 @@ __device__ __forceinline__ void exponentiate(
         #pragma unroll
         for (int j = 0; j < S_REGS / 4; ++j) {
             float lse[2];
-            load_shared_floats(lane_lse + j * 32, lse[0], lse[1]);
+            rows.lse.read(lane_lse, j, lse);
             #pragma unroll
             for (int i = 0; i < 4; ++i)
                 s[j * 4 + i] = exp2_approx(fmaf(s[j * 4 + i], scale_log2, -lse[i % 2]));

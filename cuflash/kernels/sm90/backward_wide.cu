@@ -181,15 +181,15 @@ struct Iterate {
         float derivatives[S_REGS];
         u32 p[S_REGS / 2], ds[S_REGS / 2];
 
-        compute_p(s, derivatives, p, rows, first_column, scale_log2, args, pairs, dropout,
-                  zero_masked, is_cut || has_boundary);
+        const LaneRows<> lane_rows(rows, first_column);
+        compute_p(s, derivatives, p, lane_rows, scale_log2, args, pairs, dropout, zero_masked,
+                  is_cut || has_boundary);
         publish(shared_address(&shared.p[stage.index]),
                 shared_address(&shared.p_full[stage.index]), p, warp_row, lane);
         wgmma_wait<0>();                                    // dP
         warpgroup_fence_operand(dp);
         mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[stage.index]));
-        compute_ds(ds, dp, derivatives, s, p, rows, first_column, args, pairs, dropout,
-                   zero_masked);
+        compute_ds(ds, dp, derivatives, s, p, lane_rows, args, pairs, dropout, zero_masked);
         drop_overflowing_rows(args, work, rows, ds, first_column);
         const u32 lane_grid = lane_grid_of(rows, thread);   // dK's warpgroup releases the rows
         publish(ds_tile, shared_address(&shared.ds_full[stage.index]), ds, warp_row, lane);

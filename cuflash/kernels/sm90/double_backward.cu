@@ -94,7 +94,7 @@ struct ScoreRole {
 
         wgmma_wait<1 + SCORES_MOVE + V_DOT>();              // S
         warpgroup_fence_operand(s);
-        exponentiate(s, rows, first_column, scale_log2);
+        exponentiate(s, LaneRows<>(rows, first_column), scale_log2);
         if (is_cut) zero_masked(s, mask, bounds, query);
 
         wgmma_wait<1 + V_DOT>();                            // W

@@ -22,26 +22,26 @@ template <bool> struct ZeroMasked {
     }
 };
 
-template <class Zero>
+template <class Rows, class Zero>
 __device__ __forceinline__ void compute_p(
-    float (&s)[S_REGS], float (&)[S_REGS], u32 (&p)[S_REGS / 2], const QueryRows& rows,
-    int first_column, float scale_log2, const Arguments&, LanePairs&, const Dropout<float>&,
-    Zero zero_masked, bool) {
-    exponentiate(s, rows, first_column, scale_log2);
+    float (&s)[S_REGS], float (&)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows,
+    float scale_log2, const Arguments&, LanePairs&, const Dropout<float>&, Zero zero_masked,
+    bool) {
+    exponentiate(s, rows, scale_log2);
     zero_masked(s);
     pack_pairs<Element>(p, s);
 }
 
-template <class Zero>
+template <class Rows, class Zero>
 __device__ __forceinline__ void compute_ds(
     u32 (&ds)[S_REGS / 2], float (&dp)[S_REGS], const float (&)[S_REGS], const float (&p)[S_REGS],
-    const u32 (&rounded_p)[S_REGS / 2], const QueryRows& rows, int first_column,
-    const Arguments&, LanePairs&, const Dropout<float>&, Zero zero_masked) {
-    const u32 lane_delta = shared_address(rows.delta) + first_column * 4;
+    const u32 (&rounded_p)[S_REGS / 2], const Rows& rows, const Arguments&, LanePairs&,
+    const Dropout<float>&, Zero zero_masked) {
+    const u32 lane_delta = rows.delta.address();
     #pragma unroll
     for (int j = 0; j < S_REGS / 4; ++j) {
         float delta[2];
-        load_shared_floats(lane_delta + j * 32, delta[0], delta[1]);
+        rows.delta.read(lane_delta, j, delta);
         #pragma unroll
         for (int i = j * 4; i < j * 4 + 4; ++i)
             dp[i] = p_element(p, rounded_p, i) * (dp[i] - delta[i % 2]);
