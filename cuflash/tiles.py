@@ -169,6 +169,11 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
         ):
             if max(down, down_k) <= warps:
                 yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+        # Half of the warps compute scores, half gradients.
+        for q, k, warps, down, down_k in product(
+            (32, 16) * (family == "dmma"), (64, 32, 16), (8, 4), (2, 1), (2, 1)
+        ):
+            yield Tile(q, k, warps, 1, 2, down, down_k, ptxas_level=3)
     elif (family, direction) == ("tf32x3", "forward"):
         for q, k, warps in product(
             (128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)

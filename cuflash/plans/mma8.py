@@ -81,11 +81,11 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def shares_evenly(problem: Problem, tile: Tile) -> bool:
+def shares_evenly(problem: Problem, tile: Tile, num_warps: int) -> bool:
     """Whether warps can share a backward tile, by whole MMAs."""
     d, dv = head_dims(problem)
-    across = tile.num_warps // tile.score_warps_q
-    gradient_across = tile.num_warps // tile.gradient_warps_k
+    across = num_warps // tile.score_warps_q
+    gradient_across = num_warps // tile.gradient_warps_k
     columns = 8 * chunk(problem)
     shares = (
         tile.block_q % (tile.score_warps_q * 16),
@@ -99,7 +99,7 @@ def shares_evenly(problem: Problem, tile: Tile) -> bool:
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
-    if not shares_evenly(problem, tile):
+    if not shares_evenly(problem, tile, tile.num_warps):
         return False
     d, dv = head_dims(problem)
     words = element_bytes(problem) // 4
@@ -110,7 +110,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return backward_in_one(
         problem, device, tile, family_of(problem),
         head_dims(problem), _backward_shared(problem, tile),
-        *option_constants(problem),
+        *option_constants(problem), ("WARP_ROLES", 1),
     )  # fmt: skip
 
 

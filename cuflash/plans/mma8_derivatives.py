@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
 from .kernel import Device, Launch, Maker, Plan
 from .mma8 import REGISTERS, chunk, family_of, head_dims, shares_evenly
+from .rounding import round_up
 from .steps import (
     ROWS_PAD,
     count_tiles,
@@ -76,7 +79,48 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
+def _warp_roles(tile: Tile) -> int:
+    """2 for mma8/double_backward_roles.cu, which has two stages.
+
+    Half of its warps compute scores, half gradients.
+    """
+    return tile.num_stages
+
+
+def _roles_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = head_dims(problem)
+    stage = tile.block_q * (
+        2 * d + dv + 3 * ROWS_PAD
+        + 3 * (tile.block_k + ROWS_PAD)
+        + 4  # numbers of a row
+    )  # fmt: skip
+    keys = 2 * tile.block_k * (d + ROWS_PAD)
+    flags = round_up(4 * _role_warps(tile), 16)
+    return element_bytes(problem) * (keys + 2 * stage) + flags
+
+
+def _role_warps(tile: Tile) -> int:
+    return tile.num_warps // _warp_roles(tile)
+
+
+def _roles_fit(problem: Problem, tile: Tile) -> bool:
+    """Whether registers hold what either role has.
+
+    V, ddV and scores of the score warps; d2K, d2V and d2Q of the others.
+    """
+    d, dv = head_dims(problem)
+    across = _role_warps(tile) // tile.score_warps_q
+    pairs = tile.block_q * tile.block_k
+    values = 2 * tile.block_k // across * dv // 32
+    scores = values + 4 * pairs // (32 * _role_warps(tile))
+    gradients = tile.block_k * (d + dv) + tile.block_q * d
+    elements = max(scores, gradients // (32 * _role_warps(tile)))
+    return 2 * elements <= REGISTERS
+
+
 def _double_backward_shared(problem: Problem, tile: Tile) -> int:
+    if _warp_roles(tile) == 2:
+        return _roles_shared(problem, tile)
     d, dv = head_dims(problem)
     return element_bytes(problem) * (
         2 * tile.block_k * (d + dv + 2 * ROWS_PAD)
@@ -88,8 +132,10 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
 
 def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
     """Whether d2K, d2V, and scores or d2Q and dS, stay in registers."""
-    if not shares_evenly(problem, tile):
+    if not shares_evenly(problem, tile, _role_warps(tile)):
         return False
+    if _warp_roles(tile) == 2:
+        return _roles_fit(problem, tile)
     d, dv = head_dims(problem)
     pairs = tile.block_q * tile.block_k
     elements = tile.block_k * (d + dv) + max(
@@ -105,8 +151,14 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem, tile, family_of(problem), dims,
         _double_backward_shared(problem, tile),
         *gradient_constants(problem, tile), *option_constants(problem),
-        *tangent_constants(problem),
+        *tangent_constants(problem), ("WARP_ROLES", _warp_roles(tile)),
     )  # fmt: skip
+    if _warp_roles(tile) == 2:
+        kernel = replace(
+            kernel,
+            file="mma8/double_backward_roles.cu",
+            entry="double_backward_roles",
+        )
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     pairs = problem.batch * problem.num_heads_kv

@@ -102,7 +102,8 @@ def call_double_backward(case, direction, backend=NUMPY, **changed):
             q, k, v, **case.meaning(), return_lse=True
         )
     dlse = lse_gradient(case)
-    asked = arrays | given | case.call() | wanted | {"dlse": dlse} | changed
+    asked = arrays | given | case.call() | wanted | {"dlse": dlse}
+    asked |= {"deterministic": case.deterministic} | changed
     asked["return_ddlse"] = True
     results = _run(backend, case, cuflash.double_backward, asked)
     others = [x for x in ("bias", "sink") if asked.get(f"return_d2{x}")]

@@ -118,7 +118,7 @@ def test_mma8_has_derivatives(direction, dtype, precision, family, arch,
                               head_dim):  # fmt: skip
     decided = planned(direction, dtype, head_dim, arch, precision=precision)
     assert decided.family == family
-    assert decided.kernels[-1].file == f"mma8/{direction}.cu"
+    assert decided.kernels[-1].file.startswith(f"mma8/{direction}")
 
 
 @pytest.mark.parametrize("direction", DERIVATIVES)

@@ -1,12 +1,13 @@
 // Deterministic dQ: the key tiles of one head add to a query tile's dQ in order, so that dQ is the
-// same in every run. All functions are called by whole blocks.
+// same in every run. All functions are called by whole blocks, or by all of Threads
+// (thread_groups.cuh).
 //
 // A semaphore of each query tile counts the key tiles that have added to it. Semaphores and the
 // counter of tickets are zeroed before the kernel.
 //
 // Constants: DETERMINISTIC.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/thread_groups.cuh"
 
 // Which tile the block takes. CUDA neither promises an order in which blocks start nor that all run
 // at once, so blocks that wait for one another take tickets as they start. No deadlock: a block
@@ -23,13 +24,15 @@ __device__ __forceinline__ int block_ticket(int* tile_counter, void* shared_byte
 }
 
 // Waits until `rank` key tiles, those before this one, have added to the tile of dQ.
+template <class Threads = WholeBlock>
 __device__ __forceinline__ void semaphore_wait(const int* semaphore, int rank) {
-    if (threadIdx.x == 0) while (load_acquire(semaphore) != rank) {}
-    __syncthreads();
+    if (Threads::rank() == 0) while (load_acquire(semaphore) != rank) {}
+    Threads::sync();
 }
 
+template <class Threads = WholeBlock>
 __device__ __forceinline__ void semaphore_release(int* semaphore, int rank) {
     __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(semaphore, rank + 1);
+    Threads::sync();
+    if (Threads::rank() == 0) store_release(semaphore, rank + 1);
 }

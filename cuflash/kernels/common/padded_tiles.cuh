@@ -2,8 +2,10 @@
 // time.
 #pragma once
 #include "common/softmax.cuh"
+#include "common/thread_groups.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32;
+struct AllThreads : WholeBlock { static constexpr int COUNT = THREADS; };
 constexpr int CHUNK = 16 / sizeof(Element);                 // elements in 16 bytes
 
 // Rows are padded, so that the same columns of neighbouring rows lie in different banks.
@@ -43,19 +45,20 @@ __device__ __forceinline__ const Element* head_start(
 }
 
 // Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
-// columns from num_columns on are not read and become zero. Whole block: thread i copies the chunks
-// i, i + THREADS and so on, which have the same columns if THREADS is a multiple of a row's chunks.
-template <int ROWS, int COLUMNS, int PAD>
+// columns from num_columns on are not read and become zero. All of Threads:
+// thread i copies the chunks i, i + COUNT and so on, which have the same columns if COUNT is a
+// multiple of a row's chunks.
+template <class Threads = AllThreads, int ROWS, int COLUMNS, int PAD>
 __device__ __forceinline__ void load_tile(
     SmemTile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
     int num_columns) {
-    constexpr int CHUNKS = COLUMNS / CHUNK, BYTES = sizeof(Element);
+    constexpr int CHUNKS = COLUMNS / CHUNK, BYTES = sizeof(Element), COUNT = Threads::COUNT;
     const auto valid = [&](int column) {
         return min(max(num_columns - column, 0), CHUNK) * BYTES;
     };
-    if constexpr (THREADS % CHUNKS == 0 && ROWS * CHUNKS % THREADS == 0) {
-        constexpr int STEP = THREADS / CHUNKS, PITCH = (COLUMNS + PAD) * BYTES;
-        const int row = threadIdx.x / CHUNKS, column = threadIdx.x % CHUNKS * CHUNK;
+    if constexpr (COUNT % CHUNKS == 0 && ROWS * CHUNKS % COUNT == 0) {
+        constexpr int STEP = COUNT / CHUNKS, PITCH = (COLUMNS + PAD) * BYTES;
+        const int row = Threads::rank() / CHUNKS, column = Threads::rank() % CHUNKS * CHUNK;
         const int bytes = valid(column);
         const u32 target = shared_address(&tile.at[row][column]);
         source += row * stride + column;
@@ -67,7 +70,7 @@ __device__ __forceinline__ void load_tile(
         }
     } else {
         #pragma unroll 4
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        for (int i = Threads::rank(); i < ROWS * CHUNKS; i += Threads::COUNT) {
             const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
             cp_async_16_partly(
                 shared_address(&tile.at[row][column]), source + row * stride + column,
@@ -78,11 +81,11 @@ __device__ __forceinline__ void load_tile(
 
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
 // infinity. Needs the thread's own cp_async_wait, no barrier.
-template <int ROWS, int COLUMNS, int PAD>
+template <class Threads = AllThreads, int ROWS, int COLUMNS, int PAD>
 __device__ __forceinline__ bool loaded_nonfinite(const SmemTile<ROWS, COLUMNS, PAD>& tile) {
     constexpr int CHUNKS = COLUMNS / CHUNK;
     bool found = false;
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+    for (int i = Threads::rank(); i < ROWS * CHUNKS; i += Threads::COUNT) {
         const Chunk x = chunk_at(&tile.at[i / CHUNKS][i % CHUNKS * CHUNK]);
         #pragma unroll
         for (int c = 0; c < CHUNK; ++c) found |= !(fabs(number(x, c)) < infinity());

@@ -1,6 +1,7 @@
 // Gradients of mma8's backward kernels: matmuls of weights of pairs, which shared memory holds, and
 // stores to global memory. The weights are a member of `shared`: a WeightTile.
 #pragma once
+#include "common/dq_semaphore.cuh"
 #include "common/scheduler.cuh"
 #include "mma8/warp_grids.cuh"
 #include "score/score_tile.cuh"
@@ -164,6 +165,20 @@ __device__ __forceinline__ void add_to_dq(
                                   shape.head_dim, aligned, query < shape.seqlen_q, numbers);
             }
         }
+}
+
+// The same for the sums of query tile q_tile; if DETERMINISTIC, the key tiles add in their order.
+// All of Threads.
+template <class Threads = WholeBlock>
+__device__ __forceinline__ void add_to_dq_in_order(
+    const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
+    int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
+    int* semaphore = arrays.dq_semaphores
+        + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
+    const int rank = score_tile.dq_rank(q_tile, coord.tile);
+    if (DETERMINISTIC) semaphore_wait<Threads>(semaphore, rank);
+    add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
+    if (DETERMINISTIC) semaphore_release<Threads>(semaphore, rank);
 }
 
 // Stores the lane's part of dK or dV.

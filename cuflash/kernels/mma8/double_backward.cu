@@ -28,9 +28,21 @@
 //
 // Bound by the matmuls, 10 against backward's 5. Bad at: what mma8/backward.cu is bad at, more so:
 // tiles are half as large.
-#include "common/dq_semaphore.cuh"
 #include "mma8/backward_gradients.cuh"
+#include "mma8/double_backward_loads.cuh"
 #include "mma8/double_backward_scores.cuh"
+#include "mma8/tangent_matmuls.cuh"
+
+struct SharedPlan {
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot;
+    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout;
+    SharedWeights tx;                                       // T_X
+    SharedWeights others;                                   // Z P (W - b), then g dS
+    Element lse[BLOCK_Q], delta[BLOCK_Q], b[BLOCK_Q], delta_dot[BLOCK_Q];
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // Which tiles contain a NaN or an infinity, the same in all threads; asked of partly masked tiles.
 struct Nonfinite { bool k = false, k_dot = false, q = false, q_dot = false, dout = false; };
@@ -68,12 +80,7 @@ __device__ __forceinline__ void add_d2q(
     gradient_gemm<QueryGrid, false, MASKED>(d2q, shared.tx, shared.k, score_tile, nonfinite.k);
     if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
         d2q, shared.others, shared.k_dot, score_tile, nonfinite.k_dot);
-    int* semaphore = arrays.dq_semaphores
-        + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    const int rank = score_tile.dq_rank(q_tile, coord.tile);
-    if (DETERMINISTIC) semaphore_wait(semaphore, rank);
-    add_to_dq(arrays, coord.batch, head, score_tile.q_start, d2q);
-    if (DETERMINISTIC) semaphore_release(semaphore, rank);
+    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
 }
 
 // d2K += T_X^T Q + (g dS)^T ddQ
@@ -110,7 +117,7 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
     };
     const int first_tile = SEGMENTS ? next_query_tile(tiles.first - 1) : tiles.first;
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    const Loader loader{shared, args, arrays, coord, end_head};
+    const Loader<> loader{args, arrays, coord, end_head};
 
     KeyGrid::Sums d2k;
     ValueGrid::Sums d2v;
@@ -136,20 +143,20 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
             d2v, shared.others, shared.dout, score_tile, nonfinite.dout);
         __syncthreads();                                    // P (W - b) and dO are free
 
-        loader.load_dout(next_head, next_tile);
+        loader.load_dout(shared, next_head, next_tile);
         write_weights(shared.others, x.ds);
         __syncthreads();                                    // dS is written
         add_d2q<MASKED>(
             shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);
         add_to_d2k<MASKED>(d2k, shared, score_tile, nonfinite);
         __syncthreads();                                    // the weights and Q, ddQ are free
-        loader.load_q(next_head, next_tile);
+        loader.load_q(shared, next_head, next_tile);
     };
 
     if (first_tile < tiles.end) {
-        loader.load_keys(score_tile.k_start);
-        loader.load_dout(first_head, first_tile);
-        loader.load_q(first_head, first_tile);
+        loader.load_all_keys(shared, score_tile.k_start);
+        loader.load_dout(shared, first_head, first_tile);
+        loader.load_q(shared, first_head, first_tile);
         cp_async_wait<1>();
         nonfinite.k = __syncthreads_or(loaded_nonfinite(shared.k));
         if constexpr (K_DOT) nonfinite.k_dot = __syncthreads_or(loaded_nonfinite(shared.k_dot));

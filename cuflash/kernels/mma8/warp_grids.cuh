@@ -2,23 +2,27 @@
 // weights, in shared memory, between them.
 //
 // Constants: Element, BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, NUM_WARPS, SCORE_WARPS_Q,
-// GRADIENT_WARPS_K.
+// GRADIENT_WARPS_K; WARP_ROLES: 1, or 2 where half of the warps compute scores and half gradients.
 #pragma once
 #include "mma8/mma8.cuh"
 
-// A grid of warps over a ROWS x COLUMNS output, WARPS_DOWN of them along the rows.
+constexpr int ROLE_WARPS = NUM_WARPS / WARP_ROLES;
+
+// A grid of a role's warps over a ROWS x COLUMNS output, WARPS_DOWN of them along the rows.
 template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
-    static constexpr int WARPS_ACROSS = NUM_WARPS / WARPS_DOWN;
+    static constexpr int WARPS_ACROSS = ROLE_WARPS / WARPS_DOWN;
     static constexpr int WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
     static constexpr int M_TILES = WARP_ROWS / 16, N_TILES = WARP_COLUMNS / 8;
     static_assert(ROWS % (WARPS_DOWN * 16) == 0, "a warp's rows are 16-row tiles");
+    static_assert(ROLE_WARPS % WARPS_DOWN == 0, "a role's warps fill the grid");
     static_assert(COLUMNS % (WARPS_ACROSS * 8) == 0, "a warp's columns are 8-column tiles");
     using Sums = Fragments<M_TILES, N_TILES>;
     static __device__ __forceinline__ int first_row() {
         return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS;
     }
     static __device__ __forceinline__ int first_column() {
-        return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS;
+        if constexpr (WARP_ROLES == 1) return threadIdx.x / 32 / WARPS_DOWN * WARP_COLUMNS;
+        else return threadIdx.x / 32 % ROLE_WARPS / WARPS_DOWN * WARP_COLUMNS;
     }
     // Where chunk c, 0 or 1, of the CHUNK tiles from n on begins (mma8.cuh).
     static __device__ __forceinline__ int column(int n, int c) {

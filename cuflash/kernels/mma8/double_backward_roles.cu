@@ -1,0 +1,330 @@
+// The double backward pass of mma8/double_backward.cu, with its equations, for double where tiles
+// are too small for two warps a scheduler to share each matmul. Half of the warps compute the
+// weights of a query tile, five matmuls, while the other half compute the gradients of the tile
+// before, five more. Each scheduler has a warp of either role: one's MMAs run during the other's
+// loads, exponentials and additions to d2Q.
+//
+//     score warps      dP, U; S, W; T_X, g dS and Z P (W - b), to shared memory
+//     gradient warps   d2V += (Z P (W - b))^T dO;  d2K += T_X^T Q + (g dS)^T ddQ;
+//                      d2Q of the tile, added to d2Q in global memory;  loads of query tiles
+//
+// A score warp holds its keys of V and ddV in registers, as fragments of dP's and U's B: shared
+// memory has room for two query tiles instead.
+//
+// Grid: that of mma8/backward.cu. Block: NUM_WARPS / 2 score warps, then as many gradient warps.
+// SCORE_WARPS_Q of either along the queries of the scores and of d2Q, GRADIENT_WARPS_K gradient
+// warps along the keys of d2K and d2V.
+// Constants: those of mma8/double_backward.cu; WARP_ROLES = 2.
+// Shared memory, in elements, the middle two lines twice (two stages of query tiles):
+//     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
+//     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each      dout  BLOCK_Q * (HEAD_DIM_V + 4)
+//     lse, delta, b, delta_dot  BLOCK_Q each       p_dot, tx, ds  BLOCK_Q * (BLOCK_K + 4) each
+//     nonfinite  an int of each gradient warp
+//
+// Named barriers, all threads at each: one role arrives, the other waits.
+//     DOUT_FULL, of a stage: dO has arrived, and the stage's weights are free again
+//     Q_FULL: Q and ddQ have arrived
+//     WEIGHTS_FULL, of a stage: the weights are written, and dO's row numbers are free
+// A role arrives at one again only after it has waited for what the other publishes past it, so no
+// arrival counts for a later phase. The gradient warps load dO of the tile after the next one when
+// d2V is computed, Q and ddQ when d2K is.
+//
+// Bad at: what mma8/backward.cu is bad at; few query tiles per key tile, which the first weights
+// and the last gradients delay.
+#include "mma8/backward_gradients.cuh"
+#include "mma8/double_backward_loads.cuh"
+#include "mma8/double_backward_scores.cuh"
+#include "mma8/tangent_matmuls.cuh"
+
+static_assert(WARP_ROLES == 2 && !IN_PARTS, "V's fragments are not split into parts");
+
+constexpr int GRADIENT_BARRIER = 1, Q_FULL = 2, DOUT_FULL = 3, WEIGHTS_FULL = 5;
+using GradientWarps = WarpRange<ROLE_WARPS, ROLE_WARPS, GRADIENT_BARRIER>;
+
+// A query tile and its weights.
+struct QueryStage {
+    SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
+    SmemTile<BLOCK_Q, HEAD_DIM_V> dout;
+    SharedWeights p_dot, tx, ds;                            // Z P (W - b), T_X, g dS
+    Element lse[BLOCK_Q], delta[BLOCK_Q], b[BLOCK_Q], delta_dot[BLOCK_Q];
+};
+
+struct SharedPlan {
+    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
+    QueryStage stages[2];
+    int nonfinite[ROLE_WARPS];                              // of each gradient warp
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// The query tiles that see the block's keys, of each query head of the group.
+struct Visits {
+    const ScoreTile& score_tile;
+    TileCoord coord;
+    QueryTiles tiles;
+    int first_tile, first_head, end_head;
+
+    struct Visit { int head, tile; };
+    __device__ __forceinline__ Visit first() const {
+        return {first_tile < tiles.end ? first_head : end_head, first_tile};
+    }
+    __device__ __forceinline__ bool exists(const Visit& visit) const {
+        return visit.head < end_head;
+    }
+    // Whole warp.
+    __device__ __forceinline__ Visit after(const Visit& visit) const {
+        const int tile = score_tile.pair_mask.query_tile_after(visit.tile, coord.tile, tiles.end);
+        if (tile < tiles.end) return {visit.head, tile};
+        return {visit.head + 1, first_tile};
+    }
+};
+
+// ---- Score warps ----
+
+// A warp's keys of V or ddV: of tile n and eight columns from 8 k on, the lane's operands B.
+using ValueFragments = Element[ScoreGrid::N_TILES][HEAD_DIM_V / 8][2];
+
+// From num_keys rows, `step` elements apart, of num_columns columns; the others are 0.
+__device__ __forceinline__ void load_values(
+    ValueFragments& values, const Element* rows, i64 step, int num_keys, int num_columns) {
+    #pragma unroll
+    for (int n = 0; n < ScoreGrid::N_TILES; ++n) {
+        const int key = ScoreGrid::first_column() + n * 8 + threadIdx.x % 32 / 4;
+        #pragma unroll
+        for (int k = 0; k < HEAD_DIM_V / 8; ++k)
+            #pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int column = k * 8 + threadIdx.x % 4 + i * 4;
+                const bool exists = key < num_keys && column < num_columns;
+                values[n][k][i] = exists ? rows[key * step + column] : 0;
+            }
+    }
+}
+
+// dP = dO V^T, U = dO ddV^T
+__device__ __forceinline__ void gemm_values(
+    Scores& dp, Scores& u, const SmemTile<BLOCK_Q, HEAD_DIM_V>& dout, const ValueFragments& v,
+    const ValueFragments& v_dot) {
+    constexpr int M = ScoreGrid::M_TILES, N = ScoreGrid::N_TILES;
+    set_zero<M, N>(dp);
+    set_zero<M, N>(u);
+    const Element* rows =
+        &dout.at[ScoreGrid::first_row() + threadIdx.x % 32 / 4][threadIdx.x % 4];
+    constexpr int PITCH = HEAD_DIM_V + ROWS_PAD;
+    #pragma unroll
+    for (int k = 0; k < HEAD_DIM_V / 8; ++k) {
+        Operand x[M][4];
+        #pragma unroll
+        for (int m = 0; m < M; ++m) load_rows(x[m], rows + m * 16 * PITCH + k * 8, PITCH, 4);
+        #pragma unroll
+        for (int n = 0; n < N; ++n)
+            #pragma unroll
+            for (int m = 0; m < M; ++m) {
+                multiply(dp[m][n], x[m], v[n][k][0], v[n][k][1]);
+                if constexpr (V_DOT) multiply(u[m][n], x[m], v_dot[n][k][0], v_dot[n][k][1]);
+            }
+    }
+}
+
+// The weights of the query tiles, one after another.
+__device__ __forceinline__ void compute_all_weights(
+    SharedPlan& shared, const Arguments& args, const Visits& visits, ScoreTile& score_tile) {
+    const BackwardArguments& arrays = arrays_of(args);
+    const TileCoord coord = visits.coord;
+    const int num_keys = arrays.shape.seqlen_k - score_tile.k_start;
+    ValueFragments v, v_dot;
+    const auto load = [&](ValueFragments& values, const Element* rows, i64 step) {
+        load_values(values, rows + score_tile.k_start * step, step, num_keys,
+                    arrays.shape.head_dim_v);
+    };
+    load(v, head_start(arrays.v, arrays.v_stride, coord.batch, coord.head), arrays.v_stride.token);
+    if constexpr (V_DOT)
+        load(v_dot, head_start(args.v_dot, args.tangents.v_dot, 0, coord.batch, coord.head),
+             args.tangents.v_dot.token);
+
+    int stage_index = 0;
+    const auto compute = [&](auto masked, int head) {
+        constexpr bool MASKED = masked.value;
+        QueryStage& stage = shared.stages[stage_index];
+        Weights x;
+        barrier_sync(DOUT_FULL + stage_index, THREADS);
+        gemm_values(x.ds, x.u, stage.dout, v, v_dot);
+        barrier_sync(Q_FULL, THREADS);
+        gemm_abt_dot<Q_DOT, K_DOT, 2>(
+            x.p_dot, x.tx, stage.q, stage.q_dot, ScoreGrid::first_row(), shared.k, shared.k_dot,
+            ScoreGrid::first_column());
+        compute_weights<MASKED>(
+            x, stage, score_tile, BiasTangent<Element>(args, 0, coord.batch, head));
+        write_weights(stage.p_dot, x.p_dot);
+        write_weights(stage.tx, x.tx);
+        write_weights(stage.ds, x.ds);
+        barrier_arrive(WEIGHTS_FULL + stage_index, THREADS);
+        stage_index ^= 1;
+    };
+    for (auto visit = visits.first(); visits.exists(visit); visit = visits.after(visit)) {
+        if (visit.tile == visits.first_tile) score_tile.set_head(args, coord.batch, visit.head);
+        score_tile.q_start = visit.tile * BLOCK_Q;
+        if (score_tile.full(visits.tiles, visit.tile)) compute(Bool<false>{}, visit.head);
+        else compute(Bool<true>{}, visit.head);
+    }
+}
+
+// ---- Gradient warps ----
+
+// Which tiles contain a NaN or an infinity, the same in all gradient warps. Asked of K, and of
+// query tiles that are partly masked.
+struct Nonfinite {
+    bool k, k_dot, q, q_dot, dout;
+
+    // Whether any thread of the role has found one: bit i of `bits`.
+    static __device__ __forceinline__ int anywhere(SharedPlan& shared, const bool (&found)[3]) {
+        int bits = 0;
+        #pragma unroll
+        for (int i = 0; i < 3; ++i) bits |= (__ballot_sync(WHOLE_WARP, found[i]) != 0) << i;
+        if (threadIdx.x % 32 == 0) shared.nonfinite[GradientWarps::rank() / 32] = bits;
+        GradientWarps::sync();
+        #pragma unroll
+        for (int warp = 0; warp < ROLE_WARPS; ++warp) bits |= shared.nonfinite[warp];
+        return bits;
+    }
+    __device__ __forceinline__ void find_keys(SharedPlan& shared) {
+        bool found[3] = {loaded_nonfinite<GradientWarps>(shared.k)};
+        if constexpr (K_DOT) found[1] = loaded_nonfinite<GradientWarps>(shared.k_dot);
+        const int bits = anywhere(shared, found);
+        k = bits & 1;
+        k_dot = bits & 2;
+    }
+    __device__ __forceinline__ void find_queries(SharedPlan& shared, const QueryStage& stage) {
+        bool found[3] = {loaded_nonfinite<GradientWarps>(stage.dout),
+                         loaded_nonfinite<GradientWarps>(stage.q)};
+        if constexpr (Q_DOT) found[2] = loaded_nonfinite<GradientWarps>(stage.q_dot);
+        const int bits = anywhere(shared, found);
+        dout = bits & 1;
+        q = bits & 2;
+        q_dot = bits & 4;
+    }
+};
+
+// d2Q = T_X K + (g dS) ddK of a query tile
+template <bool MASKED>
+__device__ __forceinline__ void compute_d2q(
+    QueryGrid::Sums& d2q, const SharedPlan& shared, const QueryStage& stage,
+    const ScoreTile& score_tile, const Nonfinite& nonfinite) {
+    set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(d2q);
+    gradient_gemm<QueryGrid, false, MASKED>(d2q, stage.tx, shared.k, score_tile, nonfinite.k);
+    if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
+        d2q, stage.ds, shared.k_dot, score_tile, nonfinite.k_dot);
+}
+
+// d2K += T_X^T Q + (g dS)^T ddQ
+template <bool MASKED>
+__device__ __forceinline__ void add_to_d2k(
+    KeyGrid::Sums& d2k, const QueryStage& stage, const ScoreTile& score_tile,
+    const Nonfinite& nonfinite) {
+    gradient_gemm<KeyGrid, true, MASKED>(d2k, stage.tx, stage.q, score_tile, nonfinite.q);
+    if constexpr (Q_DOT) gradient_gemm<KeyGrid, true, MASKED>(
+        d2k, stage.ds, stage.q_dot, score_tile, nonfinite.q_dot);
+}
+
+// d2K and d2V of the block's keys, and their part of d2Q.
+__device__ __forceinline__ void compute_gradients(
+    KeyGrid::Sums& d2k, ValueGrid::Sums& d2v, SharedPlan& shared, const Arguments& args,
+    const Visits& visits, ScoreTile& score_tile, int num_q_tiles) {
+    const BackwardArguments& arrays = arrays_of(args);
+    const Loader<GradientWarps> loader{args, arrays, visits.coord, visits.end_head};
+    Visits::Visit visit = visits.first();
+    if (!visits.exists(visit)) return;
+    Visits::Visit next = visits.after(visit);               // of which dO, or all, is in flight
+
+    loader.load_k(shared.k, score_tile.k_start);
+    loader.load_k_dot(shared.k_dot, score_tile.k_start);
+    loader.load_dout(shared.stages[0], visit.head, visit.tile);
+    loader.load_q(shared.stages[0], visit.head, visit.tile);
+    loader.load_dout(shared.stages[1], next.head, next.tile);
+    loader.load_q(shared.stages[1], next.head, next.tile);
+    cp_async_wait<3>();
+    barrier_arrive(DOUT_FULL, THREADS);                     // and K
+    cp_async_wait<2>();
+    barrier_arrive(Q_FULL, THREADS);
+    cp_async_wait<1>();
+    if (visits.exists(next)) barrier_arrive(DOUT_FULL + 1, THREADS);
+    Nonfinite nonfinite;
+    nonfinite.find_keys(shared);
+
+    int stage_index = 0;
+    const auto add = [&](auto masked) {
+        constexpr bool MASKED = masked.value;
+        QueryStage& stage = shared.stages[stage_index];
+        const Visits::Visit second = visits.exists(next) ? visits.after(next) : next;
+        barrier_sync(WEIGHTS_FULL + stage_index, THREADS);
+        if constexpr (MASKED) nonfinite.find_queries(shared, stage);
+        gradient_gemm<ValueGrid, true, MASKED>(
+            d2v, stage.p_dot, stage.dout, score_tile, nonfinite.dout);
+        cp_async_wait<0>();
+        if (visits.exists(next)) barrier_arrive(Q_FULL, THREADS);
+        GradientWarps::sync();                              // dO is free
+        loader.load_dout(stage, second.head, second.tile);
+        add_to_d2k<MASKED>(d2k, stage, score_tile, nonfinite);
+        GradientWarps::sync();                              // Q and ddQ are free
+        loader.load_q(stage, second.head, second.tile);
+        QueryGrid::Sums d2q;
+        compute_d2q<MASKED>(d2q, shared, stage, score_tile, nonfinite);
+        cp_async_wait<1>();
+        if (visits.exists(second)) barrier_arrive(DOUT_FULL + stage_index, THREADS);
+        add_to_dq_in_order<GradientWarps>(
+            arrays, score_tile, visits.coord, visit.head, visit.tile, num_q_tiles, d2q);
+        stage_index ^= 1;
+        visit = next;
+        next = second;
+    };
+    while (visits.exists(visit)) {
+        if (visit.tile == visits.first_tile)
+            score_tile.set_head(args, visits.coord.batch, visit.head);
+        score_tile.q_start = visit.tile * BLOCK_Q;
+        if (score_tile.full(visits.tiles, visit.tile)) add(Bool<false>{});
+        else add(Bool<true>{});
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+double_backward_roles(const __grid_constant__ Arguments call_args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+
+    // Prologue: find the key tile, and the query tiles that see it.
+    const Shape& call_shape = arrays_of(call_args).shape;
+    const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
+    const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
+    const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
+    TileCoord coord = tile_of_block(
+        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
+        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
+    if (!sequence.has_tile) return;
+    const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
+    const BackwardArguments& arrays = arrays_of(args);
+    ScoreTile score_tile(args, coord.batch, coord.tile);
+    const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
+    const int first_tile = SEGMENTS
+        ? score_tile.pair_mask.query_tile_after(tiles.first - 1, coord.tile, tiles.end)
+        : tiles.first;
+    const int first_head = coord.head * group_size;
+    const Visits visits{
+        score_tile, coord, tiles, first_tile, first_head, first_head + group_size};
+
+    if (threadIdx.x / 32 < ROLE_WARPS) {
+        compute_all_weights(shared, args, visits, score_tile);
+        return;
+    }
+    KeyGrid::Sums d2k;
+    ValueGrid::Sums d2v;
+    set_zero<KeyGrid::M_TILES, KeyGrid::N_TILES>(d2k);
+    set_zero<ValueGrid::M_TILES, ValueGrid::N_TILES>(d2v);
+    compute_gradients(d2k, d2v, shared, args, visits, score_tile, num_q_tiles);
+
+    // Epilogue.
+    const int num_keys = arrays.shape.seqlen_k;
+    store_gradient<KeyGrid>(
+        d2k, arrays.dk, arrays.dk_stride, coord, num_keys, arrays.shape.head_dim);
+    store_gradient<ValueGrid>(
+        d2v, arrays.dv, arrays.dv_stride, coord, num_keys, arrays.shape.head_dim_v);
+}
