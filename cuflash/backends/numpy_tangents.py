@@ -136,10 +136,14 @@ class _Sums:
 
     def _begin(self, p: np.ndarray, w: np.ndarray) -> None:
         """Set r of the rows that have weights for the first time."""
-        largest = p.max(axis=-1)  # P = exp(S - lse) may be subnormal
-        begins = ~self.begun & (largest > 0)
-        p, w = p[begins] / largest[begins, None], w + 0 * p
-        self.r[begins] = (p * w[begins]).sum(axis=-1) / p.sum(axis=-1)
+        ones = np.ones(p.shape[-1], p.dtype)
+        weights = p @ ones
+        begins = ~self.begun & (weights > 0)
+        if (weights[begins] < 1e-10).any():  # else no P W underflows
+            p = p / np.where(begins, weights, 1)[..., None]
+            weights = p @ ones
+        sums = np.einsum("...k,...k->...", p, w)
+        np.divide(sums, weights, out=self.r, where=begins)
         self.begun |= begins
 
     def finish(self, sink_dot: np.ndarray | float, out: np.ndarray) -> None:
