@@ -37,6 +37,12 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 each_family = pytest.mark.parametrize(
     "dtype", ["float16", "float32", "float64"]
 )
+FAMILIES = {
+    "mma": {"dtype": "float16", "on": ON},
+    "fma": {"dtype": "float32", "on": ON},
+    "dmma": {"dtype": "float64", "on": ON},
+    "simt": {"dtype": "float64", "on": Emulation("sm_75", seed=3)},
+}
 two_kinds_of_calls = pytest.mark.parametrize(
     "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
 )
@@ -93,6 +99,14 @@ def test_errors_are_a_few_roundings(backend, kind, fields):
     assert_near(got, exact_jvp(case, direction), case)
     plain = by_name(call_jvp(case, {}))
     assert_near(got, {x: plain[x] for x in ("out", "lse")}, case)
+
+
+@on_kernels
+def test_errors_of_simt_are_a_few_roundings(backend):
+    case = Case(**FAMILIES["simt"], **EVERYTHING)
+    direction = tangents(case)
+    got = by_name(call_jvp(case, direction, backend))
+    assert_near(got, exact_jvp(case, direction), case)
 
 
 @on_kernels
@@ -371,24 +385,29 @@ def test_nonfinite_values_reach_the_rows_that_read_them(backend, dtype, value):
 
 
 @on_kernels
-@each_family
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["window", "mask", "segment_ids"])
-def test_what_is_masked_is_not_read(backend, dtype, name):
-    """NaN in the tangents of a token that the first queries do not see."""
+def test_what_is_masked_is_not_read(backend, family, name):
+    """Tangents of a token that the first queries do not see."""
     hides = {
         "window": {"window": (3, 3)},
         "mask": {"arrays_of": ("mask",)},
         "segment_ids": {"arrays_of": ("segment_ids_k", "segment_ids_q")},
     }
-    case = Case(dtype, 1, 40, 40, head_dim=8, head_dim_v=8, on=ON,
-                **hides[name])  # fmt: skip
+    case = Case(batch=1, seqlen_q=40, seqlen_k=40, head_dim=8, head_dim_v=8,
+                **FAMILIES[family], **hides[name])  # fmt: skip
     direction = tangents(case, "qkv")
-    for x in "kv":
-        direction[x][0, 30] = np.nan
-    *_, out_dot, _ = call_jvp(case, direction, backend)
-    *_, wanted, _ = call_jvp(case, direction)
-    assert (np.isnan(out_dot) == np.isnan(wanted)).all()
-    assert np.isnan(wanted).any() and not np.isnan(wanted).all()
+    found = []
+    for value in np.nan, 0, 1e4:
+        for x in "kv":
+            direction[x][0, 30] = value
+        found.append(call_jvp(case, direction, backend)[2])
+        if np.isnan(value):
+            *_, wanted, _ = call_jvp(case, direction)
+    hidden = ~np.isnan(wanted)
+    assert (np.isnan(found[0]) == ~hidden).all()
+    assert hidden.any() and not hidden.all()
+    assert (found[1] == found[2])[hidden].all()
 
 
 @on_kernels
