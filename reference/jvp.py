@@ -17,6 +17,16 @@ b. None of this needs b before the last key: sums of P W and of
 one pass over the keys gives out, lse and their tangents, with memory linear
 in seqlen, whether there is one direction or several.
 
+A part of W that all keys of a row share cancels in O', but the roundings of
+its products would not. So the sums take W - r, with one number r of the row.
+For every r
+
+.. math::
+    b - r &= \sum_j P_{ij} (W_{ij} - r) \\
+    O' &= (P \circ (W - r)) V + P V' - (b - r)\, O;
+
+r is the mean of W, by weight, over the first tile that gives the row weights.
+
 A product of W's two terms is one of twice the depth, [Q', Q] [K, K']^T. All
 in all there are six products of seqlen_q x seqlen_k x head_dim (S, two for W,
 P V, (P * W) V, P V') instead of the forward pass's two; n directions take
@@ -90,13 +100,16 @@ class TangentState(NamedTuple):
     ----------
     keys : TileState
         m, l and acc, as in the forward pass.
+    r : ndarray, (..., rows)
+        What W is taken relative to; NaN, for 0, before the first weights.
     b : ndarray, (..., rows)
-        Sum of exp(score - m) * W.
+        Sum of exp(score - m) * (W - r).
     acc : ndarray, (..., rows, head_dim_v)
-        Sum of exp(score - m) * (W * value + value').
+        Sum of exp(score - m) * ((W - r) * value + value').
     """
 
     keys: TileState
+    r: np.ndarray
     b: np.ndarray
     acc: np.ndarray
 
@@ -112,9 +125,10 @@ class TangentState(NamedTuple):
         sink : ndarray, (...), or None
             Its tangent s'.
         """
-        if sink is None:
-            return cls(keys, np.zeros_like(keys.l), np.zeros_like(keys.acc))
-        return cls(keys, keys.l * sink[..., None], np.zeros_like(keys.acc))
+        r, b = np.full_like(keys.l, np.nan), np.zeros_like(keys.l)
+        if sink is not None:
+            b = keys.l * sink[..., None]
+        return cls(keys, r, b, np.zeros_like(keys.acc))
 
     @quiet
     def update(
@@ -131,8 +145,11 @@ class TangentState(NamedTuple):
 
         .. math::
             m' &= \max(m, \mathrm{rowmax}(S)),\quad P = e^{S - m'} \\
-            b' &= b e^{m - m'} + \mathrm{rowsum}(P \circ W) \\
-            acc' &= acc\, e^{m - m'} + (P \circ W) V + P V'
+            b' &= b e^{m - m'} + \mathrm{rowsum}(P \circ (W - r)) \\
+            acc' &= acc\, e^{m - m'} + (P \circ (W - r)) V + P V'
+
+        A row that gets its first weights here gets its r, too. Until then b
+        and l are those of a sink, and b becomes b - l r.
 
         Parameters
         ----------
@@ -151,20 +168,26 @@ class TangentState(NamedTuple):
         keys = self.keys.update(s, v, visible, drop)
         correction = np.exp(self.keys.m - shift_of(keys.m))
         p = exp_shifted(s, keys.m)
-        b = self.b * correction + weighted_sum(p, w, visible)
+        weights = p.sum(axis=-1)
+        begins = np.isnan(self.r) & (weights > 0)
+        mean = weighted_sum(p, w, visible) / weights
+        r = np.where(begins, np.where(np.isfinite(mean), mean, 0), self.r)
+        b = self.b - np.where(begins, self.keys.l * r, 0)
+        w = w - np.nan_to_num(r)[..., None]
+        b = b * correction + weighted_sum(p, w, visible)
         acc = self.acc * correction[..., None]
         acc = acc + masked_product(drop(p) * w, v, visible)
         if v_dot is not None:
             acc = acc + masked_product(drop(p), v_dot, visible)
-        return TangentState(keys, b, acc)
+        return TangentState(keys, r, b, acc)
 
     @quiet
     def finalize(self) -> Tangents:
-        """Divide once: b = b / l and O' = acc / l - b O."""
+        """Divide once: O' = acc / l - (b / l) O and lse' = r + b / l."""
         out, lse = self.keys.finalize()
         b = normalise(self.b[..., None], self.keys.l)[..., 0]
         out_dot = normalise(self.acc, self.keys.l) - b[..., None] * out
-        return Tangents(out, lse, out_dot, b)
+        return Tangents(out, lse, out_dot, np.nan_to_num(self.r) + b)
 
 
 def jvp(

@@ -96,13 +96,21 @@ class _Motion:
 
 
 class _Sums:
-    """b and O' of some rows, before they are divided by l."""
+    """b - r and O' of some rows, before they are divided by l.
 
-    def __init__(self, b: np.ndarray, columns: int) -> None:
-        self.b = b
-        self.acc = np.zeros((*b.shape, columns), b.dtype)
+    r, one number a row, is what W is taken relative to: what all keys share
+    cancels before it is multiplied. It is the mean of W, by weight, over the
+    first tile in which the row has weights.
+    """
+
+    def __init__(self, sink: np.ndarray | float, acc: np.ndarray) -> None:
+        """Start with a sink's weight in each row, and O' of 0, zeros."""
+        rows = np.zeros_like(acc[..., 0])
+        self.sink, self.b, self.r, self.acc = sink + rows, rows, 0 * rows, acc
+        self.begun = np.zeros(rows.shape, bool)
 
     def rescale(self, correction: np.ndarray) -> None:
+        self.sink *= correction
         self.b *= correction
         self.acc *= correction[..., None]
 
@@ -114,13 +122,35 @@ class _Sums:
         v: np.ndarray,
         v_dot: np.ndarray | None,
     ) -> None:
-        """Add rowsum(P * W), and (P * W) V + P V' with the P that is kept."""
+        """Add P * (W - r) to b, and to O' with the P that is kept."""
         if w is not None:
-            moved = p * w
+            if not self.begun.all():
+                self._begin(p, w)
+            moved = w - self.r[..., None]
+            kept_moved = None if kept is p else kept * moved
+            moved *= p
             self.b += moved @ np.ones(moved.shape[-1], moved.dtype)
-            self.acc += (moved if kept is p else kept * w) @ v
+            self.acc += (moved if kept_moved is None else kept_moved) @ v
         if v_dot is not None:
             self.acc += kept @ v_dot
+
+    def _begin(self, p: np.ndarray, w: np.ndarray) -> None:
+        """Set r of the rows that have weights for the first time."""
+        ones = np.ones(p.shape[-1], p.dtype)
+        weights = p @ ones
+        begins = ~self.begun & (weights > 0)
+        if (weights[begins] < 1e-10).any():  # else no P W underflows
+            p = p / np.where(begins, weights, 1)[..., None]
+            weights = p @ ones
+        sums = np.einsum("...k,...k->...", p, w)
+        np.divide(sums, weights, out=self.r, where=begins)
+        self.begun |= begins
+
+    def finish(self, sink_dot: np.ndarray | float, out: np.ndarray) -> None:
+        """Add the sink's term, subtract (b - r) O, and make b - r b."""
+        self.b += self.sink * (sink_dot - self.r)
+        self.acc -= self.b[..., None] * out
+        self.b += self.r
 
 
 # The forward pass ----------------------------------------------------------
@@ -155,11 +185,11 @@ def jvp(
             total[empty] = 1
             acc /= total[..., None]
             out[at] = acc
-            for own, of_out, of_lse in zip(
-                sums, out_dot, lse_dot, strict=True
+            for own, motion, of_out, of_lse in zip(
+                sums, motions, out_dot, lse_dot, strict=True
             ):
                 own.rescale(1 / total)
-                own.acc -= own.b[..., None] * acc
+                own.finish(motion.of_sink(), acc)
                 of_out[at], of_lse[at] = own.acc, own.b
             m += np.log(total)
             m[empty] = -np.inf
@@ -171,7 +201,7 @@ def _attend(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[_Sums]]:
     """Return m, l, acc and the sums of some queries after all their keys."""
     m, total, acc = scores.start(rows, v.shape[-1], False)
-    sums = [_Sums(total * x.of_sink(), v.shape[-1]) for x in motions]
+    sums = [_Sums(total, np.zeros_like(acc)) for _ in motions]
     for tile, visible in scores.tiles(rows):
         s, slope = scores.of(tile, visible)
         old, m = m, np.maximum(m, s.max(axis=-1))
@@ -250,10 +280,11 @@ class _Values:
         ddv = motion.direction.v
         self.ddv_transposed = None if ddv is None else transposed(ddv)
 
-    def sink_weight(self, lse: np.ndarray) -> np.ndarray:
-        """Return the sink's weight in each row; 0 if it is -inf."""
+    def sink_weight(self, lse: np.ndarray) -> np.ndarray | float:
+        """Return the sink's weight in each row; 0 if it is -inf, or none."""
         sink = self.scores.options.sink
-        assert sink is not None
+        if sink is None:
+            return 0.0
         there = sink[..., None] > -np.inf
         shift = np.where(there, sink[..., None], 0)
         return np.where(there, np.exp(shift - lse), 0).astype(lse.dtype)
@@ -265,16 +296,14 @@ def _first_pass(
     """Return b and ddO of some queries."""
     scores, motion = values.scores, values.motion
     shift, rest = shifts(scores, rows)
-    sums = _Sums(np.zeros_like(rows.delta), out.shape[-1])
-    if motion.direction.sink is not None:
-        sums.b += values.sink_weight(rows.lse) * motion.of_sink()
+    sums = _Sums(values.sink_weight(rows.lse), np.zeros_like(out))
     for tile, visible in scores.tiles(rows.place):
         s, slope = scores.of(tile, visible)
         p = _weights(s, shift, rest)
         w, _ = motion.of(tile, slope)
         kept, v = scores.kept(p, tile), values.v[..., tile.keys, :]
         sums.add(p, kept, w, v, motion.v_of(tile))
-    sums.acc -= sums.b[..., None] * out
+    sums.finish(motion.of_sink(), out)
     return sums.b, sums.acc
 
 

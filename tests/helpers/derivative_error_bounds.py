@@ -9,6 +9,7 @@ dk and dv. Arrays are as in `bounds`.
 import numpy as np
 
 from .bounds import every_bound, exact, turned
+from .heads import visible
 
 WIDE = 64  # above these head dimensions simt's tiles may have 4 keys
 
@@ -20,6 +21,9 @@ def exact_derivatives(dout, q, k, v, direction, *, scale, causal):
     x.w = scale * (x.q_dot @ turned(k) + q @ turned(x.k_dot))
     x.b = (x.p * x.w).sum(axis=-1, keepdims=True)
     x.r = x.w - x.b
+    see = visible(q.shape[-2], k.shape[-2], causal)
+    x.lowest = np.where(see, x.w, np.inf).min(axis=-1, keepdims=True)
+    x.highest = np.where(see, x.w, -np.inf).max(axis=-1, keepdims=True)
     x.out_dot = (x.p * x.w) @ v + x.p @ x.v_dot - x.b * x.out
     x.lse_dot = x.b[..., 0]
 
@@ -31,10 +35,11 @@ def exact_derivatives(dout, q, k, v, direction, *, scale, causal):
     return x
 
 
-def derivative_bounds(x, arithmetic, group=1):
+def derivative_bounds(x, arithmetic, group=1, relative=True):
     """Return the bounds of out_dot, lse_dot, d2q, d2k and d2v.
 
     group : query heads whose d2k and d2v are added up afterwards.
+    relative : whether W is taken relative to a mean of the row's, or to 0.
     """
     y, u, size = every_bound(x, arithmetic, WIDE), arithmetic.unit, np.abs
     product, keys = arithmetic.product, x.k.shape[-2]
@@ -45,11 +50,15 @@ def derivative_bounds(x, arithmetic, group=1):
     p = y.weight + y.row + y.sums + 10 * u * size(x.lse[..., None]) + 2 * u
     w = q_dot @ turned(k) + q @ turned(k_dot)
     w = product(2 * q.shape[-1]) * size(x.scale) * w + 2 * u * size(x.w)
-    b = _rowsum(x.p * ((p + y.sums + u) * size(x.w) + w))
-    out_dot = (x.p * ((p + of_two + u) * size(x.w) + w)) @ v
+    moved, mean = (
+        _distance(z, x) if relative else size(z) for z in (x.w, x.b)
+    )
+    b = _rowsum(x.p * ((p + y.sums + 2 * u) * moved + w))
+    out_dot = (x.p * ((p + of_two + 2 * u) * moved + w)) @ v
     out_dot += (x.p * (p + of_two)) @ v_dot
-    out_dot += b * size(x.out) + size(x.b) * (y.out + u * size(x.out))
+    out_dot += b * size(x.out) + mean * (y.out + u * size(x.out))
     out_dot += u * size(x.out_dot)
+    b += u * size(x.b)
 
     columns = product(v.shape[-1])
     r = w + b + u * size(x.r)
@@ -70,6 +79,11 @@ def derivative_bounds(x, arithmetic, group=1):
 def results(x):
     """Return out_dot, lse_dot, d2q, d2k and d2v of exact matrices."""
     return x.out_dot, x.lse_dot, x.d2q, x.d2k, x.d2v
+
+
+def _distance(w, x):
+    """Return the largest difference of w and a mean of the row's W."""
+    return np.maximum(abs(w - x.lowest), abs(x.highest - w))
 
 
 def _rowsum(x):

@@ -1,21 +1,22 @@
 // Forward attention for float and its derivative along directions, in full precision: fused
 // multiply-adds on register tiles.
 //
-//     S = Q K^T,  W = Q' K^T + Q K'^T,  P = exp(scale S - lse),  b = rowsum(P * scale W) = lse'
-//     O = P V,  O' = (P * scale W) V + P V' - b O
+//     S = Q K^T,  W = scale (Q' K^T + Q K'^T),  P = exp(scale S - lse),  b = rowsum(P * W) = lse'
+//     O = P V,  O' = (P * W) V + P V' - b O
 //
 // As fma/forward.cu, with the tangents' tiles beside those of Q, K and V: each fragment is loaded
-// once for both of its products. acc_dot and b are rescaled as acc and l are. A sink adds its
-// weight times s' to b; dropout's Z multiplies P where it meets V or V', but not in b. A block
-// has DIRECTIONS of the directions, for which it computes S, P and O once (score/directions.cuh).
-// The block of the first direction stores O and lse.
+// once for both of its products. With a reference r of W in its row (score/row_reference.cuh), the
+// sums b = rowsum(P * (W - r)) and acc_dot = (P * (W - r)) V + P V' are rescaled as l and acc are.
+// A sink adds its weight times s' - r to b; dropout's Z multiplies P where it meets V or V', but
+// not in b. A block has DIRECTIONS of the directions, for which it computes S, P and O once
+// (score/directions.cuh). The block of the first direction stores O and lse.
 //
 // Grid: the tiles of fma/forward.cu, longest first, each once for every group of directions:
 // blockIdx.x = order of the tile * groups + group. Block: as fma/forward.cu.
 //
 // Constants: those of fma/forward.cu and score/directions.cuh; Q_DOT, K_DOT, V_DOT, BIAS_DOT,
-// SINK_DOT: what moves. With score modifications, scale S stands for the score, scale W for its
-// tangent (score/tangents.cuh).
+// SINK_DOT: what moves. With score modifications, scale S stands for the score, W for its tangent
+// (score/tangents.cuh).
 // Shared memory, in floats:
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each          k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
 //     p, p_dot  BLOCK_Q * (WEIGHT_KEYS + 8) each       v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
@@ -33,6 +34,7 @@
 #include "common/scheduler.cuh"
 #include "score/directions.cuh"
 #include "score/head_options.cuh"
+#include "score/row_reference.cuh"
 #include "common/packed_sequences.cuh"
 
 static_assert(!READS_OUT, "every block computes O");
@@ -45,21 +47,32 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// W, then P * W, and O' in each of the block's directions.
+// W, then P * (W - r), and O' in each of the block's directions.
 using ScoreTangents = float[DIRECTIONS][ROWS][KEYS];
 using OutputTangents = float[DIRECTIONS][ROWS][COLUMNS];
 
-// m: the row's maximum of scores. l, b: this lane's parts of the row's sums of P and of P * W.
+// m: the row's maximum of scores. l, b: this lane's parts of the row's sums of P, of P * (W - r).
 struct Rows { float m[ROWS], l[ROWS], b[DIRECTIONS][ROWS]; };
 
-__device__ __forceinline__ void reset(Rows& rows) {
+// r of a row of the block in a direction, 0 before the row's first key. It stands in the padding of
+// the tile of P * (W - r), for lack of registers; only the row's warp reads and writes it.
+__device__ __forceinline__ float& reference_of(SharedPlan& shared, int direction, int row) {
+    return shared.p_dot[direction].at[row][WEIGHT_KEYS];
+}
+
+// Whole warp; first_row: the lane's first one.
+__device__ __forceinline__ void reset(Rows& rows, SharedPlan& shared, int first_row) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         rows.m[i] = -infinity();
         rows.l[i] = 0.0f;
         #pragma unroll
-        for (int v = 0; v < DIRECTIONS; ++v) rows.b[v][i] = 0.0f;
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            rows.b[v][i] = 0.0f;
+            if (lane_column() == 0) reference_of(shared, v, first_row + i * LANE_ROWS) = 0.0f;
+        }
     }
+    __syncwarp();
 }
 
 // The products S become scores and W their tangents. Where the query does not see the key, the
@@ -101,13 +114,14 @@ __device__ __forceinline__ void apply_options(
     }
 }
 
-// fma/forward.cu's softmax_step(), with b = b 2^(c m_old - c m) + rowsum(P * W) and acc_dot by the
-// same factor. S becomes P, W becomes P * W. No barrier inside.
+// fma/forward.cu's softmax_step(), with b and acc_dot by the same factors. S becomes P. begins: the
+// rows that see their first keys in this tile. No barrier inside.
 __device__ __forceinline__ void softmax_step(
-    Scores& s, ScoreTangents& w, Rows& rows, Output& acc, OutputTangents& acc_dot,
+    Scores& s, Rows& rows, bool (&begins)[ROWS], Output& acc, OutputTangents& acc_dot,
     float scale_log2) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
+        begins[i] = rows.m[i] == -infinity();
         float m = s[i][0];
         #pragma unroll
         for (int j = 1; j < KEYS; ++j) m = fmaxf(m, s[i][j]);
@@ -124,25 +138,63 @@ __device__ __forceinline__ void softmax_step(
             #pragma unroll
             for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i][n] *= rescale;
         }
-        float sum = 0.0f, sum_dot[DIRECTIONS] = {};         // see sm90/forward.cu
+        float sum = 0.0f;                                   // see sm90/forward.cu
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);
             sum += s[i][j];
-            if constexpr (SCORES_MOVE)
-                #pragma unroll
-                for (int v = 0; v < DIRECTIONS; ++v) {
-                    w[v][i][j] *= s[i][j];
-                    sum_dot[v] += w[v][i][j];
-                }
         }
         rows.l[i] += sum;
-        #pragma unroll
-        for (int v = 0; v < DIRECTIONS; ++v) rows.b[v][i] += sum_dot[v];
     }
 }
 
-// P = P Z and P * W by the same factors: 0 where dropout drops the pair, larger elsewhere.
+// r of the rows that begin: the mean of W, by weight, over the tile. Their l sums this tile alone.
+// Whole warp; first_row: the lane's first one.
+__device__ __forceinline__ void set_references(
+    SharedPlan& shared, int first_row, const Rows& rows, const bool (&begins)[ROWS],
+    const Scores& p, const ScoreTangents& w) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const float l = row_sum(rows.l[i]);
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            float sum = 0.0f;
+            #pragma unroll
+            for (int j = 0; j < KEYS; ++j) sum = fmaf(p[i][j], w[v][i][j], sum);
+            const float mean = row_sum(sum) / l;
+            if (begins[i] && lane_column() == 0 && is_reference(mean))
+                reference_of(shared, v, first_row + i * LANE_ROWS) = mean;
+        }
+    }
+    __syncwarp();
+}
+
+// W becomes P * (W - r), and b += rowsum(P * (W - r)). Whole warp; no barrier inside.
+__device__ __forceinline__ void weigh_tangents(
+    ScoreTangents& w, const Scores& p, Rows& rows, const bool (&begins)[ROWS],
+    SharedPlan& shared) {
+    // The lane's first row, computed anew to hold no register in between.
+    const int first_row = opaque(threadIdx.x) / 32 * WARP_ROWS + lane_row();
+    bool any = false;
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) any |= begins[i];
+    if (__ballot_sync(WHOLE_WARP, any) != 0) set_references(shared, first_row, rows, begins, p, w);
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+        #pragma unroll
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            const float r = reference_of(shared, v, first_row + i * LANE_ROWS);
+            float sum = 0.0f;
+            #pragma unroll
+            for (int j = 0; j < KEYS; ++j) {
+                w[v][i][j] = p[i][j] * (w[v][i][j] - r);
+                sum += w[v][i][j];
+            }
+            rows.b[v][i] += sum;
+        }
+}
+
+// P = P Z and P * (W - r) by the same factors: 0 where dropout drops the pair, larger elsewhere.
 __device__ __forceinline__ void apply_dropout(
     Scores& p, ScoreTangents& pw, const Dropout<float>& dropout, int warp_query, int k_start) {
     Kept<ROWS, KEYS> kept;
@@ -158,8 +210,8 @@ __device__ __forceinline__ void apply_dropout(
         }
 }
 
-// acc += P V,  acc_dot += (P * W) V + P V'. The warp exchanges P and P * W through shared memory,
-// WEIGHT_KEYS columns at a time. visible(i, j): whether the lane's row i sees the tile's key j.
+// acc += P V,  acc_dot += pw V + P V', pw = P * (W - r). The warp exchanges P and pw through shared
+// memory, WEIGHT_KEYS columns at a time. visible(i, j): whether the lane's row i sees the key j.
 template <bool MASKED, class F>
 __device__ __forceinline__ void accumulate(
     Output& acc, OutputTangents& acc_dot, const Scores& p, const ScoreTangents& pw,
@@ -192,12 +244,12 @@ __device__ __forceinline__ void accumulate(
 // Which results are stored; with PACKED only the call's own arguments tell.
 struct Wanted { bool out, out_dot; };
 
-// O = acc / l, lse = |scale| m + log(l), lse' = b / l and O' = acc_dot / l - lse' O; lse -inf and
-// the others 0 for rows without a visible key. A sink takes part in l and b. Directions count from
-// `direction` on.
+// O = acc / l, lse = |scale| m + log(l), O' = acc_dot / l - (b / l) O and lse' = r + b / l. Rows
+// without a visible key: lse -inf and the others 0. A sink takes part in l and b. Directions count
+// from `direction` on.
 __device__ __forceinline__ void store(
-    const Arguments& args, Wanted wanted, TileCoord coord, int direction, int first_query,
-    const Output& acc, const OutputTangents& acc_dot, const Rows& state) {
+    const Arguments& args, SharedPlan& shared, Wanted wanted, TileCoord coord, int direction,
+    int first_query, const Output& acc, const OutputTangents& acc_dot, const Rows& state) {
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const Strides os = arrays.out_stride;
@@ -212,9 +264,13 @@ __device__ __forceinline__ void store(
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
-        float l = row_sum(state.l[i]), b[DIRECTIONS], rescale = 1.0f;
+        float l = row_sum(state.l[i]), r[DIRECTIONS], b[DIRECTIONS], rescale = 1.0f;
         #pragma unroll
-        for (int v = 0; v < DIRECTIONS; ++v) b[v] = row_sum(state.b[v][i]);
+        for (int v = 0; v < DIRECTIONS; ++v) {
+            const int row = query - coord.tile * BLOCK_Q;
+            r[v] = SCORES_MOVE ? reference_of(shared, v, row) : 0.0f;
+            b[v] = row_sum(state.b[v][i]);
+        }
         const float scale = LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
         float m = state.m[i] == -infinity() ? state.m[i] : state.m[i] * scale;
         if (query >= shape.seqlen_q) continue;
@@ -226,7 +282,8 @@ __device__ __forceinline__ void store(
             #pragma unroll
             for (int v = 0; v < DIRECTIONS; ++v)
                 b[v] = b[v] * rescale
-                     + with_sink.weight * sink_tangent_of<float>(args, direction + v, coord.head);
+                     + with_sink.weight * (sink_tangent_of<float>(args, direction + v, coord.head)
+                                           - r[v]);
         }
         const float divisor = l == 0.0f ? 1.0f : l;
         #pragma unroll
@@ -259,7 +316,8 @@ __device__ __forceinline__ void store(
         if (args.lse_dot != nullptr)
             #pragma unroll
             for (int v = 0; v < DIRECTIONS; ++v)
-                static_cast<float*>(args.lse_dot)[(direction + v) * heads * rows + row] = b[v];
+                static_cast<float*>(args.lse_dot)[(direction + v) * heads * rows + row] =
+                    r[v] + b[v];
     }
 }
 
@@ -304,7 +362,7 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
     set_zero(acc);
     #pragma unroll
     for (int v = 0; v < DIRECTIONS; ++v) set_zero(acc_dot[v]);
-    reset(rows);
+    reset(rows, shared, warp_row + lane_row());
 
     const TangentLoader<SharedPlan> loader{shared, args, direction, coord.batch, coord.head,
                                            coord.head / (shape.num_heads_q / shape.num_heads_kv)};
@@ -333,7 +391,9 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
         const bool nonfinite = barrier_or_nonfinite_all<MASKED, V_DOT>(shared.v, shared.v_dot);
         next = pair_mask.key_tile_before(q_tile, tile, tiles.first);
         if (SEGMENTS ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
-        softmax_step(s, w, rows, acc, acc_dot, scale_log2);
+        bool begins[ROWS];
+        softmax_step(s, rows, begins, acc, acc_dot, scale_log2);
+        if constexpr (SCORES_MOVE) weigh_tangents(w, s, rows, begins, shared);
         if constexpr (DROPOUT) apply_dropout(s, w, options.dropout, q_start + warp_row, k_start);
         accumulate<MASKED>(acc, acc_dot, s, w, shared, warp_row, visible, nonfinite);
     };
@@ -352,6 +412,6 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
     const auto same_sequence = sequence_of_block<false>(call_args, same.tile, BLOCK_Q, true);
     const Arguments& same_args = sequence_arguments(call_args, same_sequence, BLOCK_Q);
     const Wanted wanted{arrays_of(call_args).out != nullptr, call_args.out_dot != nullptr};
-    store(same_args, wanted, same, same_direction, same.tile * BLOCK_Q + warp_row + lane_row(),
-          acc, acc_dot, rows);
+    store(same_args, shared, wanted, same, same_direction,
+          same.tile * BLOCK_Q + warp_row + lane_row(), acc, acc_dot, rows);
 }

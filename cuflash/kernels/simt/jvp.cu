@@ -3,10 +3,11 @@
 //     O = P V,  b = rowsum(P * W) = lse',  O' = (P * W) V + P V' - b O
 //
 // with W, the tangent of the scores, from score/tangents.cuh. As simt/forward.cu: online softmax
-// over key tiles; sums with P * W are rescaled as l and acc are. A sink adds its weight times s' to
-// b; dropout's Z multiplies P where it meets V or V', but not in b. Each direction computes O and
-// lse anew; the first one stores them. After sm90/jvp.cu it computes the rows that are flagged
-// (row_flags.cuh), and no others.
+// over key tiles. With a reference r of W in its row (score/row_reference.cuh), the sums
+// b = rowsum(P * (W - r)) and acc_dot = (P * (W - r)) V + P V' are rescaled as l and acc are. A
+// sink adds its weight times s' - r to b; dropout's Z multiplies P where it meets V or V', but not
+// in b. Each direction computes O and lse anew; the first one stores them. After sm90/jvp.cu it
+// computes the rows that are flagged (row_flags.cuh), and no others.
 //
 // Grid: one block per tile of BLOCK_Q queries of one head and direction,
 //     blockIdx.x = ((order * batch + batch_index) * num_heads_q + head) * directions + direction
@@ -17,13 +18,14 @@
 // Shared memory, in Real:
 //     q, q_dot    BLOCK_Q * (HEAD_DIM + 1) each
 //     kv, kv_dot  BLOCK_K * (max(HEAD_DIM, HEAD_DIM_V) + 1) each      a tile of K, K', then V, V'
-//     p, pw       BLOCK_Q * (BLOCK_K + 1) each          scores, then weights P; P * W
+//     p, pw       BLOCK_Q * (BLOCK_K + 1) each          scores, then P; W, then P * (W - r)
 //
 // Bad at: speed, as simt/forward.cu; several directions share nothing.
 #include "common/types.cuh"
 #include "common/mask.cuh"
 #include "simt/simt.cuh"
 #include "score/head_options.cuh"
+#include "score/row_reference.cuh"
 #include "score/tangents.cuh"
 #include "common/packed_sequences.cuh"
 #include "common/flagged_tiles.cuh"
@@ -46,9 +48,9 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // A query's state after some of the keys, relative to m as in simt/forward.cu: l and b are a
-// thread's parts of the sums over keys; acc and acc_dot its columns.
+// thread's parts of the sums over keys; acc and acc_dot its columns. r is 0 before the first key.
 struct State {
-    Real m = -infinity();
+    Real m = -infinity(), r = 0;
     Real l = 0, b = 0;
     Real acc[COLUMNS_PER_THREAD] = {}, acc_dot[COLUMNS_PER_THREAD] = {};
 
@@ -104,13 +106,13 @@ struct Head {
     }
 };
 
-// Scores x of the thread's own keys, and the tangents w that they have without a bias.
+// Scores x of the thread's own keys, and their tangents w.
 struct Scores { Real x[KEYS_PER_THREAD], w[KEYS_PER_THREAD]; };
 
-// The scores of the whole row stand in shared.p, too.
+// Those of the whole row stand in shared.p and shared.pw, too.
 inline void compute_scores(
-    Scores& own, SharedPlan& shared, int row, int thread_of_row,
-    const ScoreMod<Real>& score_mod, int query, int k_start, int shift) {
+    Scores& own, SharedPlan& shared, int row, int thread_of_row, const ScoreMod<Real>& score_mod,
+    const BiasTangent<Real>& bias_tangent, int query, int k_start, int shift) {
     Real of_k[KEYS_PER_THREAD] = {};
     dot_products<KEYS_PER_THREAD, HEAD_DIM>(
         own.x, shared.q[row], shared.kv, thread_of_row, THREADS_PER_ROW);
@@ -124,23 +126,47 @@ inline void compute_scores(
         Real slope;
         own.x[n] = score_mod.score(own.x[n], Real(query + shift - k_start - j),
                                    score_mod.bias_of(query, k_start + j), slope);
-        own.w[n] = slope * (score_mod.scale * (own.w[n] + of_k[n]));
-        if (j < BLOCK_K) shared.p[row][j] = own.x[n];
+        own.w[n] = slope * (score_mod.scale * (own.w[n] + of_k[n]))
+                 + bias_tangent.at(query, k_start + j);
+        if (j >= BLOCK_K) continue;
+        shared.p[row][j] = own.x[n];
+        if constexpr (SCORES_MOVE) shared.pw[row][j] = own.w[n];
     }
 }
 
-// m' = max(m, x);  P = exp(x - m'), l' = l exp(m - m') + rowsum(P), b' = b exp(m - m') + rowsum(PW)
-// for the tile's visible keys. P and PW of them, times Z, go to the row of shared memory.
+// The mean of a row's W, by weight, over the tile's visible keys, whose largest score is m; 0 if it
+// cannot be a reference.
+template <class Masked>
+inline Real mean_of_tangents(
+    const Real (&x)[BLOCK_K + 1], const Real (&w)[BLOCK_K + 1], Real m, Visible visible,
+    Masked masked) {
+    Real weights = 0, sum = 0;
+    #pragma unroll 1
+    for (int j = visible.first; j < visible.end; ++j) {
+        if (masked(j)) continue;
+        const Real weight = exp(x[j] - m);
+        weights += weight;
+        sum = fma(weight, w[j], sum);
+    }
+    const Real mean = sum / weights;
+    return is_reference(mean) ? mean : Real(0);
+}
+
+// m' = max(m, x);  P = exp(x - m'), l' = l exp(m - m') + rowsum(P),
+// pw = P (W - r),  b' = b exp(m - m') + rowsum(pw)
+// for the tile's visible keys. P and pw of them, times Z, go to the row of shared memory.
 // One barrier inside: a row is overwritten when all its threads have read it.
 // masked(j): whether key j is masked within the visible range. z(j): the pair's factor of dropout.
-template <class Masked, class Factor, class Tangent>
+template <class Masked, class Factor>
 inline void softmax_step(
     State& state, Real (&p)[BLOCK_K + 1], Real (&pw)[BLOCK_K + 1], const Scores& own,
-    int thread_of_row, Visible visible, Masked masked, Factor z, Tangent bias_dot) {
+    int thread_of_row, Visible visible, Masked masked, Factor z) {
     Real m = state.m;
     for (int j = visible.first; j < visible.end; ++j)
         if (!masked(j)) m = p[j] > m ? p[j] : m;            // skips NaN
     const Real base = m == -infinity() ? Real(0) : m;
+    if (SCORES_MOVE && state.m == -infinity() && m != state.m)
+        state.r = mean_of_tangents(p, pw, base, visible, masked);
     state.rescale(exp(state.m - base));
     state.m = m;
     __syncthreads();
@@ -148,7 +174,7 @@ inline void softmax_step(
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
         if (j < visible.first || j >= visible.end || masked(j)) continue;
-        const Real weight = exp(own.x[n] - base), w = own.w[n] + bias_dot(j);
+        const Real weight = exp(own.x[n] - base), w = own.w[n] - state.r;
         const Real kept = DROPOUT ? weight * z(j) : weight;
         sum += weight;
         p[j] = kept;
@@ -161,7 +187,7 @@ inline void softmax_step(
     state.b += sum_of_w;
 }
 
-// acc += P V,  acc_dot += (P * W) V + P V', over the visible keys only: 0 * NaN is NaN.
+// acc += P V,  acc_dot += pw V + P V', over the visible keys only: 0 * NaN is NaN.
 template <class Masked>
 inline void accumulate(
     State& state, const SharedPlan& shared, int row, int thread_of_row, Visible visible,
@@ -198,8 +224,8 @@ inline void add_parts(State& state, SharedPlan& shared, int row, int thread_of_r
 // Which results are stored; with PACKED only the call's own arguments tell.
 struct Wanted { bool out, out_dot; };
 
-// O = acc / l, lse = m + log(l), lse' = b = b / l, O' = acc_dot / l - b O. Without a key, or with
-// scores of -inf only, l is 0 and the others are 0 or NaN: they are the results.
+// O = acc / l, lse = m + log(l), O' = acc_dot / l - (b / l) O, lse' = r + b / l. Without a key, or
+// with scores of -inf only, l is 0 and the others are 0 or NaN: they are the results.
 inline void store(
     const State& state, const Arguments& args, Wanted wanted, int direction, int batch, int head,
     int query, int thread_of_row) {
@@ -225,7 +251,8 @@ inline void store(
     const i64 index = (i64(batch) * shape.num_heads_q + head) * rows + query;
     if (arrays.lse && direction == 0)
         static_cast<Real*>(arrays.lse)[index] = lse_of_row(state.m, state.l);
-    if (args.lse_dot) static_cast<Real*>(args.lse_dot)[direction * heads * rows + index] = b;
+    if (args.lse_dot)
+        static_cast<Real*>(args.lse_dot)[direction * heads * rows + index] = state.r + b;
 }
 
 // Which tile of which head, in which direction. With PACKED, slots.
@@ -277,19 +304,17 @@ __device__ __forceinline__ void compute_tile(
             return PAIRWISE && !options.pair_mask.visible(query, k_start + j);
         };
         const auto z = [&](int j) { return options.dropout.z(query, k_start + j); };
-        const auto bias_dot = [&](int j) { return bias_tangent.at(query, k_start + j); };
 
         // x, the scores of S = Q K^T, and their tangents
         own_head.load_keys(shared, args, k_start);
         __syncthreads();                                    // K, K', the first time Q, Q'
         Scores own;
-        compute_scores(own, shared, row, thread_of_row, options.score_mod, query, k_start,
-                       shape.seqlen_k - shape.seqlen_q);
+        compute_scores(own, shared, row, thread_of_row, options.score_mod, bias_tangent, query,
+                       k_start, shape.seqlen_k - shape.seqlen_q);
         __syncthreads();                                    // the scores are there
 
         own_head.load_values(shared, args, k_start);
-        softmax_step(state, shared.p[row], shared.pw[row], own, thread_of_row, visible, masked, z,
-                     bias_dot);
+        softmax_step(state, shared.p[row], shared.pw[row], own, thread_of_row, visible, masked, z);
         __syncthreads();                                    // V, V' and the weights are there
         accumulate(state, shared, row, thread_of_row, visible, masked);
         __syncthreads();                                    // V, V' and the weights are done with
@@ -302,7 +327,7 @@ __device__ __forceinline__ void compute_tile(
         state.rescale(with_sink.rescale);
         state.m = with_sink.top;
         state.l = with_sink.sum;
-        state.b += with_sink.weight * sink_tangent_of<Real>(args, direction, head);
+        state.b += with_sink.weight * (sink_tangent_of<Real>(args, direction, head) - state.r);
     }
     const Wanted wanted{arrays_of(call_args).out != nullptr, call_args.out_dot != nullptr};
     store(state, args, wanted, direction, batch, head, query, thread_of_row);

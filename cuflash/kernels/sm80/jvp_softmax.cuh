@@ -1,10 +1,11 @@
 // sm80/jvp.cu's iteration in C fragments between the matmuls: scores and their tangents, masks, the
 // online softmax step, dropout.
 //
-// P * W is rounded to 16 bits before it meets V. So W is taken relative to a reference r of its
-// row: what all keys have in common cancels in O', but would not among rounded terms.
+// P * W is rounded to 16 bits before it meets V: W is taken relative to a reference r of its row
+// (score/row_reference.cuh), or rounding what all keys share would cost most digits.
 #pragma once
 #include "sm80/jvp_products.cuh"
+#include "score/row_reference.cuh"
 
 // r: the row's reference, 0 until the row has seen a key. b: this lane's part of the row's sum of
 // P * (W - r), relative to the softmax's m as l is.
@@ -92,7 +93,7 @@ __device__ __forceinline__ void set_references(
                 sum += p[i][j][half * 2] * w[i][j][half * 2]
                      + p[i][j][half * 2 + 1] * w[i][j][half * 2 + 1];
             const float mean = quad_sum(sum) / quad_sum(l[i][half]);
-            if (begins[i][half] && fabsf(mean) < infinity()) state.r[i][half] = mean;
+            if (begins[i][half] && is_reference(mean)) state.r[i][half] = mean;
         }
 }
 
