@@ -30,20 +30,33 @@ from .steps import (
 )
 
 
+def _jvp_groups(tile: Tile) -> int:
+    """Groups of warps that take turns at the key tiles.
+
+    Two where there are twice as many warps as 16-row tiles of queries.
+    """
+    return 2 if tile.num_warps * 16 == 2 * tile.block_q else 1
+
+
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
     d, dv = head_dims(problem)
-    return (2 * element_bytes(problem)) * (
-        (tile.block_q + tile.block_k) * (d + ROWS_PAD)
-        + tile.block_k * (dv + chunk(problem))
-    )
+    queries = tile.block_q * (d + ROWS_PAD)
+    keys = tile.block_k * (d + ROWS_PAD)
+    values = tile.block_k * (dv + chunk(problem))
+    size = 2 * element_bytes(problem)  # what moves, and its tangent
+    if _jvp_groups(tile) == 1:
+        return size * (queries + keys + values)
+    votes = round_up(tile.num_warps // 2 * 4, 16)
+    return size * queries + 2 * (size * max(keys, values) + votes)
 
 
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     """Whether S, W and the sum of O' stay in registers."""
     _, dv = head_dims(problem)
-    if tile.block_q % (tile.num_warps * 16):
+    warps = tile.num_warps // _jvp_groups(tile)
+    if tile.block_q % (warps * 16):
         return False
-    rows = tile.block_q // tile.num_warps
+    rows = tile.block_q // warps
     words = element_bytes(problem) // 4
     restarted = rows * 8 * 4 if words == 1 else 0  # sums of a chunk
     kept = words * rows * (2 * tile.block_k + dv) + restarted

@@ -13,16 +13,21 @@
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh), and of
 // each tile all directions, which read the same K and V.
-// Block: NUM_WARPS warps of WARP_ROWS queries each.
+// Block: NUM_WARPS warps of WARP_ROWS queries each; twice as many as there are 16-row tiles of
+// queries make two groups, which take turns at the key tiles (key_groups.cuh).
 //
 // Constants: those of mma8/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
 // Shared memory, in elements:
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
 //     v, v_dot  BLOCK_K * (HEAD_DIM_V + VALUES_PAD) each
-// The loads are those of mma8/forward.cu, of two arrays at a time: two barriers per iteration.
+// With two groups k, k_dot and v, v_dot share memory, of which each group has its own.
+// The loads are those of mma8/forward.cu, of two arrays at a time: two barriers per iteration, or
+// four of a group.
 //
-// Bound by the matmuls, 5 against forward's 2. Bad at: what mma8/forward.cu is bad at; several
-// directions share no matmul.
+// Bound by the matmuls, 5 against forward's 2: one warp a scheduler cannot keep the tensor cores
+// busy, two can. Bad at: what mma8/forward.cu is bad at; several directions share no matmul.
+#include "mma8/jvp_matmuls.cuh"
+#include "mma8/key_groups.cuh"
 #include "mma8/tangent_matmuls.cuh"
 #include "mma8/visible_pairs.cuh"
 #include "common/forward_loads.cuh"
@@ -31,16 +36,18 @@
 #include "score/tangents.cuh"
 #include "common/packed_sequences.cuh"
 
-constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
+constexpr int WARP_ROWS = BLOCK_Q / GROUP_WARPS;
 constexpr int M_TILES = WARP_ROWS / 16, S_TILES = BLOCK_K / 8, O_TILES = HEAD_DIM_V / 8;
 
-static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles of queries");
+// Whether S and W load their operands a step of the sum ahead. Float32 at head_dim 128 takes up to
+// 3 % less time, float64 at 64 up to 4 % more: two blocks fill each other's waits already.
+constexpr bool LOADS_AHEAD = HEAD_DIM > 64;
+
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 struct SharedPlan {
     SmemTile<BLOCK_Q, HEAD_DIM> q, q_dot;
-    SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
-    SmemTile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v, v_dot;
+    TilesOf<GROUPS> tiles[GROUPS];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -48,17 +55,21 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 struct Rows { Element lse[M_TILES][2], b[M_TILES][2]; };
 using Scores = Fragments<M_TILES, S_TILES>;
 using Output = Fragments<M_TILES, O_TILES>;
+static_assert(GROUPS == 1 || sizeof(SharedPlan) >= (sizeof(Output) + sizeof(Rows)) * GROUP_THREADS,
+              "the groups' sums are added in shared memory");
 
 // One head's queries of a direction, and tiles of its keys; what does not move has no tangent.
 struct Loader {
     SharedPlan& shared;
+    const Group& group;
     const ForwardArguments& arrays;
     const TangentNumbers& moves;
     const Element *q, *k, *v, *q_dot, *k_dot, *v_dot;
 
     __device__ __forceinline__ Loader(
-        SharedPlan& shared, const Arguments& args, TileCoord coord, int direction)
-        : shared(shared), arrays(arrays_of(args)), moves(args.tangents) {
+        SharedPlan& shared, const Group& group, const Arguments& args, TileCoord coord,
+        int direction)
+        : shared(shared), group(group), arrays(arrays_of(args)), moves(args.tangents) {
         const int batch = coord.batch, head = coord.head;
         const int kv_head = head / (arrays.shape.num_heads_q / arrays.shape.num_heads_kv);
         q = head_start(arrays.q, arrays.q_stride, batch, head);
@@ -69,7 +80,7 @@ struct Loader {
         v_dot = head_start(args.v_dot, moves.v_dot, direction, batch, kv_head);
     }
 
-    // Joins the group of the first keys.
+    // By the whole block; joins the copies of the first keys.
     __device__ __forceinline__ void load_queries(int start) const {
         const i64 step = arrays.q_stride.token, dot_step = moves.q_dot.token;
         const int num_rows = arrays.shape.seqlen_q - start, columns = arrays.shape.head_dim;
@@ -81,18 +92,23 @@ struct Loader {
         const i64 step = arrays.k_stride.token, dot_step = moves.k_dot.token;
         const int start = tile * BLOCK_K;
         const int num_rows = arrays.shape.seqlen_k - start, columns = arrays.shape.head_dim;
-        load_tile(shared.k, k + start * step, step, num_rows, columns);
+        KeyTile& keys = group.tiles.keys;
+        load_tile<GroupThreads>(keys.k, k + start * step, step, num_rows, columns);
         if constexpr (K_DOT)
-            load_tile(shared.k_dot, k_dot + start * dot_step, dot_step, num_rows, columns);
+            load_tile<GroupThreads>(
+                keys.k_dot, k_dot + start * dot_step, dot_step, num_rows, columns);
         cp_async_commit();
     }
     __device__ __forceinline__ void load_values(int tile) const {
         const i64 step = arrays.v_stride.token, dot_step = moves.v_dot.token;
         const int start = tile * BLOCK_K;
         const int num_rows = arrays.shape.seqlen_k - start, columns = arrays.shape.head_dim_v;
-        if constexpr (SCORES_MOVE) load_tile(shared.v, v + start * step, step, num_rows, columns);
+        ValueTile& values = group.tiles.values;
+        if constexpr (SCORES_MOVE)
+            load_tile<GroupThreads>(values.v, v + start * step, step, num_rows, columns);
         if constexpr (V_DOT)
-            load_tile(shared.v_dot, v_dot + start * dot_step, dot_step, num_rows, columns);
+            load_tile<GroupThreads>(
+                values.v_dot, v_dot + start * dot_step, dot_step, num_rows, columns);
         cp_async_commit();
     }
 };
@@ -160,23 +176,24 @@ __device__ __forceinline__ void compute_weights(
 // acc += (P * W) V + P V'. nonfinite: whether V or V' of a partly masked tile contains a NaN or an
 // infinity.
 __device__ __forceinline__ void accumulate(
-    Output& acc, const Scores& p, const Scores& pw, const SharedPlan& shared,
+    Output& acc, const Scores& p, const Scores& pw, const ValueTile& values,
     const LaneVisibility& visible, bool nonfinite) {
     if constexpr (SCORES_MOVE) {
-        if (nonfinite) add_visible_rows(acc, pw, shared.v, visible);
-        else gemm_ab(acc, pw, shared.v);
+        if (nonfinite) add_visible_rows(acc, pw, values.v, visible);
+        else gemm_ab(acc, pw, values.v);
     }
     if constexpr (V_DOT) {
-        if (nonfinite) add_visible_rows(acc, p, shared.v_dot, visible);
-        else gemm_ab(acc, p, shared.v_dot);
+        if (nonfinite) add_visible_rows(acc, p, values.v_dot, visible);
+        else gemm_ab(acc, p, values.v_dot);
     }
 }
 
 // Whether a chunk that this thread itself loaded of V or V' holds a NaN or an infinity.
-__device__ __forceinline__ bool loaded_nonfinite_values(const SharedPlan& shared) {
+__device__ __forceinline__ bool loaded_nonfinite_values(const Group& group) {
+    const ValueTile& values = group.tiles.values;
     bool found = false;
-    if constexpr (SCORES_MOVE) found |= loaded_nonfinite(shared.v);
-    if constexpr (V_DOT) found |= loaded_nonfinite(shared.v_dot);
+    if constexpr (SCORES_MOVE) found |= loaded_nonfinite<GroupThreads>(values.v);
+    if constexpr (V_DOT) found |= loaded_nonfinite<GroupThreads>(values.v_dot);
     return found;
 }
 
@@ -225,6 +242,56 @@ __device__ __forceinline__ void store(
         }
 }
 
+// What a warp needs to visit key tiles. first_row: of the warp, in the tile of queries.
+// first_query: of the lane.
+struct Visitor {
+    const Loader& loader;
+    const HeadOptions<Element>& options;
+    const BiasTangent<Element>& bias_tangent;
+    const Mask<CAUSAL, WINDOW>& mask;
+    const int first_row, first_query;
+
+    // Adds a key tile to the sums. The load of its K, K' has been started; starts that of the next,
+    // if any. With one group V's tiles are free once all warps are past the first barrier, K's once
+    // past the second.
+    template <bool MASKED>
+    __device__ __forceinline__ void visit(
+        Output& acc, Rows& rows, int tile, int next, bool has_next) const {
+        const Group& group = loader.group;
+        const LaneVisibility visible{
+            mask, options.pair_mask, loader.arrays.shape, first_query, tile * BLOCK_K};
+        const KeyTile& keys = group.tiles.keys;
+        Scores s, w;                                        // S, then P; W, then P * W
+        cp_async_wait<0>();
+        group.sync();
+        if constexpr (GROUPS == 1) loader.load_values(tile);
+        if constexpr (LOADS_AHEAD)
+            gemm_abt_dot_ahead<Q_DOT, K_DOT>(s, w, loader.shared.q, loader.shared.q_dot, first_row,
+                                             keys.k, keys.k_dot);
+        else
+            gemm_abt_dot<Q_DOT, K_DOT>(s, w, loader.shared.q, loader.shared.q_dot, first_row,
+                                       keys.k, keys.k_dot, 0);
+        if constexpr (GROUPS == 2) {
+            group.sync();
+            loader.load_values(tile);
+            compute_weights<MASKED>(s, w, rows, options, bias_tangent, visible);
+        }
+        cp_async_wait<0>();
+        bool nonfinite = false;
+        if constexpr (MASKED) nonfinite = group.sync_or(loaded_nonfinite_values(group));
+        else group.sync();
+        if constexpr (GROUPS == 1) {
+            if (has_next) loader.load_keys(next);
+            compute_weights<MASKED>(s, w, rows, options, bias_tangent, visible);
+        }
+        accumulate(acc, s, w, group.tiles.values, visible, nonfinite);
+        if constexpr (GROUPS == 2) {
+            group.sync();
+            if (has_next) loader.load_keys(next);
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 jvp_mma8(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -245,52 +312,52 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const int q_start = coord.tile * BLOCK_Q;
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
-    const int warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const Group group(shared.tiles);
+    const int warp_row = GroupThreads::rank() / 32 * WARP_ROWS;
     const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
     HeadOptions<Element> options(args, coord.batch);
     options.set_head(args, coord.batch, coord.head);
     const PairMask& pair_mask = options.pair_mask;
     const BiasTangent<Element> bias_tangent(args, direction, coord.batch, coord.head);
 
-    const Loader loader(shared, args, coord, direction);
-    const auto before = [&](int tile) {                     // the visited tile before `tile`
-        return pair_mask.key_tile_before(coord.tile, tile, tiles.first);
+    const Loader loader(shared, group, args, coord, direction);
+    const auto before = [&](int tile, int count) {          // the count-th visited before `tile`
+        if constexpr (SEGMENTS) {
+            for (; count > 0; --count)
+                tile = pair_mask.key_tile_before(coord.tile, tile, tiles.first);
+            return tile;
+        } else {
+            return tile - count;
+        }
     };
-    int tile = SEGMENTS ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
-    if (tile >= tiles.first) {
-        loader.load_queries(q_start);
-        loader.load_keys(tile);
-    }
+    int tile = before(tiles.num_visited, 1 + group.index), next = 0;
+    if (GROUPS == 2 || tile >= tiles.first) loader.load_queries(q_start);
+    if (tile >= tiles.first) loader.load_keys(tile);
     Rows rows;
     Output acc;
     set_zero<M_TILES, O_TILES>(acc);
     load_lse(rows, args, coord, first_query);
-
-    // Main loop, one key tile per iteration. The load of its K, K' has been started; V's tiles are
-    // free once all warps are past the first barrier, K's once they are past the second.
-    const auto iterate = [&](auto masked) {
-        constexpr bool MASKED = masked.value;
-        const int k_start = tile * BLOCK_K;
-        const LaneVisibility visible{mask, pair_mask, shape, first_query, k_start};
-        Scores s, w;                                        // S, then P; W, then P * W
+    if constexpr (GROUPS == 2) {                            // each has loaded some of Q, Q'
+        cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        loader.load_values(tile);
-        gemm_abt_dot<Q_DOT, K_DOT>(
-            s, w, shared.q, shared.q_dot, warp_row, shared.k, shared.k_dot, 0);
-        cp_async_wait<0>();
-        bool nonfinite = false;
-        if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite_values(shared));
-        else __syncthreads();
-        next = before(tile);
-        if (next >= tiles.first) loader.load_keys(next);
-        compute_weights<MASKED>(s, w, rows, options, bias_tangent, visible);
-        accumulate(acc, s, w, shared, visible, nonfinite);
-    };
-    for (; tile >= tiles.first; tile = next)
-        if (tiles.full(tile) && pair_mask.sees_all(coord.tile, tile)) iterate(Bool<false>{});
-        else iterate(Bool<true>{});
+    }
+
+    // Main loop, one key tile per iteration.
+    const Visitor visitor{loader, options, bias_tangent, mask, warp_row, first_query};
+    for (; tile >= tiles.first; tile = next) {
+        next = before(tile, GROUPS);
+        const bool has_next = next >= tiles.first;
+        if (tiles.full(tile) && pair_mask.sees_all(coord.tile, tile))
+            visitor.visit<false>(acc, rows, tile, next, has_next);
+        else
+            visitor.visit<true>(acc, rows, tile, next, has_next);
+    }
 
     // Epilogue.
+    if constexpr (GROUPS == 2) {
+        add_groups(acc, rows.b, reinterpret_cast<Element*>(&shared), group);
+        if (group.index > 0) return;
+    }
     store(args, coord, direction, first_query, acc, rows);
 }
