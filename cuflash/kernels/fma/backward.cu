@@ -25,11 +25,12 @@
 //     weights  BLOCK_Q * (BLOCK_K + 8)         P, then dS
 //     lse, delta  BLOCK_Q each
 // The next dO loads while dQ and dK are computed, the next Q while dP is: six barriers per
-// iteration.
+// iteration. All products load from shared memory one step ahead (loads_ahead.cuh).
 //
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where only small
 // tiles fit in shared memory.
 #include "fma/key_rows.cuh"
+#include "fma/loads_ahead.cuh"
 #include "common/backward_loads.cuh"
 #include "common/packed_sequences.cuh"
 
@@ -101,10 +102,12 @@ __device__ __forceinline__ void compute_scores(
     bool& q_nonfinite) {
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
-    gemm_abt(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
+    gemm_abt_ahead<true>(
+        ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
     cp_async_wait<0>();                                     // Q
     q_nonfinite = barrier_or_nonfinite<MASKED>(shared.q);
-    gemm_abt(s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
+    gemm_abt_ahead<false>(
+        s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
     compute_p_and_ds<MASKED>(s, ds, shared, score_tile);
 }
 
@@ -129,7 +132,7 @@ __device__ __forceinline__ void add_dq(
     TileCoord coord, int head, int q_tile, int num_q_tiles, bool k_nonfinite) {
     QueryGrid::Sums dq;
     set_zero(dq);
-    gemm_ab<MASKED, BLOCK_K>(
+    gemm_ab_ahead<MASKED, BLOCK_K>(
         dq, shared.weights.at + QueryGrid::first_row(), shared.k, 0, QueryGrid::first_column(),
         [&](int i, int key) {
             return score_tile.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
@@ -166,6 +169,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     const int num_keys = shape.seqlen_k - score_tile.k_start;
     const QueryLoader<SharedPlan> loader{shared, args, arrays, shape, coord, end_head};
 
+    clear_padding(shared.k, shared.v, shared.q, shared.dout);
     KeyGrid::Sums dk;
     ValueGrid::Sums dv;
     set_zero(dk);
@@ -186,7 +190,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
 
         write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), s);
         __syncthreads();                                    // P is written
-        gemm_atb<MASKED>(
+        gemm_atb_ahead<MASKED>(
             dv, shared.weights.at, ValueGrid::first_row(), shared.dout, ValueGrid::first_column(),
             KeyVisibility{score_tile, ValueGrid::first_row()}, dout_nonfinite);
         __syncthreads();                                    // P and dO are free
@@ -195,7 +199,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
         write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), ds);
         __syncthreads();                                    // dS is written
         add_dq<MASKED>(shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
-        gemm_atb<MASKED>(
+        gemm_atb_ahead<MASKED>(
             dk, shared.weights.at, KeyGrid::first_row(), shared.q, KeyGrid::first_column(),
             KeyVisibility{score_tile, KeyGrid::first_row()}, q_nonfinite);
         __syncthreads();                                    // dS and Q are free

@@ -21,6 +21,7 @@
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
 // element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
 // acc leaves registers for only 4 rows per lane; few queries with many keys.
+#include "fma/loads_ahead.cuh"
 #include "fma/query_rows.cuh"
 #include "common/forward_loads.cuh"
 #include "common/scheduler.cuh"
@@ -128,8 +129,12 @@ __device__ __forceinline__ void accumulate(
                 p[i][j] = s[i][first / LANE_COLUMNS + j];
         write_weights(shared.p.at, warp_row, 0, p);
         __syncwarp();
-        gemm_ab<MASKED, WEIGHT_KEYS>(
-            acc, shared.p.at + warp_row, shared.v, first, 0, visible, nonfinite);
+        if constexpr (ROWS <= 4)                            // with more, registers run out
+            gemm_ab_ahead<MASKED, WEIGHT_KEYS>(
+                acc, shared.p.at + warp_row, shared.v, first, 0, visible, nonfinite);
+        else
+            gemm_ab<MASKED, WEIGHT_KEYS>(
+                acc, shared.p.at + warp_row, shared.v, first, 0, visible, nonfinite);
     }
 }
 
