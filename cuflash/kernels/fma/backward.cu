@@ -138,7 +138,7 @@ __device__ __forceinline__ void add_dq(
             return score_tile.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
         },
         k_nonfinite);
-    add_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
+    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)

@@ -208,7 +208,7 @@ __device__ __forceinline__ void add_d2q(
     if constexpr (K_DOT)
         gemm_ab<MASKED, BLOCK_K>(
             d2q, shared.ds.at + row, shared.k_dot, 0, column, visible, nonfinite);
-    add_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
+    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
 }
 
 // d2K += T^T Q + dS^T ddQ.

@@ -63,12 +63,7 @@ __device__ __forceinline__ void add_dq(
     QueryGrid::Sums dq;
     set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
     gradient_gemm<QueryGrid, false, MASKED>(dq, shared, shared.k, score_tile, k_nonfinite);
-    int* semaphore = arrays.dq_semaphores
-        + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    const int rank = score_tile.dq_rank(q_tile, coord.tile);
-    if (DETERMINISTIC) semaphore_wait(semaphore, rank);
-    add_to_dq(arrays, coord.batch, head, score_tile.q_start, dq);
-    if (DETERMINISTIC) semaphore_release(semaphore, rank);
+    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
