@@ -28,6 +28,7 @@
 //
 // Bound by the matmuls, 10 against backward's 5. Bad at: what mma8/backward.cu is bad at, more so:
 // tiles are half as large.
+#include "common/key_tile.cuh"
 #include "mma8/backward_gradients.cuh"
 #include "mma8/double_backward_loads.cuh"
 #include "mma8/double_backward_scores.cuh"
@@ -103,9 +104,7 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
-    TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
-        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    TileCoord coord = key_tile_of_block(call_args, num_k_tiles, shared_bytes);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
