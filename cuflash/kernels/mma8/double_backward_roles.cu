@@ -175,11 +175,8 @@ __device__ __forceinline__ int found_anywhere(SharedPlan& shared, const bool (&f
     int bits = 0;
     #pragma unroll
     for (int i = 0; i < 3; ++i) bits |= (__ballot_sync(WHOLE_WARP, found[i]) != 0) << i;
-    if (threadIdx.x % 32 == 0) shared.nonfinite[GradientWarps::rank() / 32] = bits;
-    GradientWarps::sync();
-    #pragma unroll
-    for (int warp = 0; warp < ROLE_WARPS; ++warp) bits |= shared.nonfinite[warp];
-    return bits;
+    return or_over_warps(
+        shared.nonfinite, GradientWarps::rank() / 32, bits, GradientWarps::sync);
 }
 
 __device__ __forceinline__ void find_nonfinite_keys(Nonfinite& nonfinite, SharedPlan& shared) {
