@@ -170,6 +170,19 @@ def expected_double_backward(case, direction):
     }
 
 
+def exact_jvp(case, direction):
+    """Return the reference's out_dot and lse_dot by name."""
+    found = expected_jvp(case, direction)
+    return dict(zip(("out_dot", "lse_dot"), (x.ref for x in found),
+                    strict=True))  # fmt: skip
+
+
+def exact_double_backward(case, direction):
+    """Return the reference's second gradients by name."""
+    found = expected_double_backward(case, direction)
+    return {name: x.ref for name, x in found.items()}
+
+
 def _of_reference(case, q, k, v):
     """Return q, k and v by heads in float64, and the reference's options."""
     arrays = [

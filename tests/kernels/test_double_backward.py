@@ -20,6 +20,7 @@ from helpers.derivatives import (
     NUMPY,
     assert_near,
     call_double_backward,
+    exact_double_backward,
     expected_double_backward,
     tangents,
 )
@@ -32,12 +33,6 @@ two_dtypes = pytest.mark.parametrize("dtype", ["float32", "float64"])
 two_kinds_of_calls = pytest.mark.parametrize(
     "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
 )
-
-
-def exact(case, direction):
-    """Return the reference's second gradients."""
-    found = expected_double_backward(case, direction)
-    return {name: x.ref for name, x in found.items()}
 
 
 # Values ---------------------------------------------------------------------
@@ -72,7 +67,7 @@ def test_errors_are_a_few_roundings(backend, kind, fields):
     case = Case(on=ON, **KINDS[kind], **fields)
     direction = tangents(case)
     got = call_double_backward(case, direction, backend)
-    assert_near(got, exact(case, direction), case)
+    assert_near(got, exact_double_backward(case, direction), case)
 
 
 @on_kernels
@@ -85,7 +80,7 @@ def test_warps_share_columns(backend, head_dims, arch):
     case = Case("float32", on=Emulation(arch), **fields)
     direction = tangents(case)
     got = call_double_backward(case, direction, backend)
-    assert_near(got, exact(case, direction), case)
+    assert_near(got, exact_double_backward(case, direction), case)
 
 
 @on_kernels
@@ -95,7 +90,7 @@ def test_one_input_moves(backend, name, dtype):
     case = Case(dtype, on=ON, **EVERYTHING)
     direction = tangents(case, [name])
     got = call_double_backward(case, direction, backend)
-    assert_near(got, exact(case, direction), case)
+    assert_near(got, exact_double_backward(case, direction), case)
 
 
 @on_kernels
@@ -234,7 +229,7 @@ def test_wide_heads(backend, dtype, d, dv):
     case = Case(dtype, 1, 9, 13, head_dim=d, head_dim_v=dv, on=ON)
     direction = tangents(case)
     got = call_double_backward(case, direction, backend)
-    assert_near(got, exact(case, direction), case)
+    assert_near(got, exact_double_backward(case, direction), case)
 
 
 # What no one sees -----------------------------------------------------------

@@ -23,6 +23,7 @@ from helpers.derivatives import (
     KINDS,
     assert_near,
     call_jvp,
+    exact_jvp,
     expected_jvp,
     moving,
     tangents,
@@ -50,12 +51,6 @@ two_kinds_of_calls = pytest.mark.parametrize(
 
 def by_name(results):
     return dict(zip(NAMES, results, strict=True))
-
-
-def exact_jvp(case, direction):
-    """Return out_dot and lse_dot of the reference."""
-    wanted = expected_jvp(case, direction)
-    return {x: y.ref for x, y in zip(NAMES[2:], wanted, strict=True)}
 
 
 # Values ---------------------------------------------------------------------

@@ -36,3 +36,11 @@ __device__ __forceinline__ void semaphore_release(int* semaphore, int rank) {
     Threads::sync();
     if (Threads::rank() == 0) store_release(semaphore, rank + 1);
 }
+
+// Calls add(), which adds to the tile of dQ; if DETERMINISTIC, in the key tile's turn.
+template <class Threads = WholeBlock, class Add>
+__device__ __forceinline__ void add_in_order(int* semaphore, int rank, const Add& add) {
+    if (DETERMINISTIC) semaphore_wait<Threads>(semaphore, rank);
+    add();
+    if (DETERMINISTIC) semaphore_release<Threads>(semaphore, rank);
+}

@@ -32,6 +32,7 @@
 #include "fma/key_rows.cuh"
 #include "fma/loads_ahead.cuh"
 #include "common/backward_loads.cuh"
+#include "common/key_tile.cuh"
 #include "common/packed_sequences.cuh"
 
 struct SharedPlan {
@@ -138,7 +139,7 @@ __device__ __forceinline__ void add_dq(
             return score_tile.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
         },
         k_nonfinite);
-    add_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
+    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -151,9 +152,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
-    TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
-        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    TileCoord coord = key_tile_of_block(call_args, num_k_tiles, shared_bytes);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

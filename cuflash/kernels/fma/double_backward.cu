@@ -33,6 +33,7 @@
 #include "fma/key_rows.cuh"
 #include "fma/tangents.cuh"
 #include "common/backward_loads.cuh"
+#include "common/key_tile.cuh"
 #include "common/packed_sequences.cuh"
 #include "score/tangents.cuh"
 
@@ -208,7 +209,7 @@ __device__ __forceinline__ void add_d2q(
     if constexpr (K_DOT)
         gemm_ab<MASKED, BLOCK_K>(
             d2q, shared.ds.at + row, shared.k_dot, 0, column, visible, nonfinite);
-    add_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
+    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
 }
 
 // d2K += T^T Q + dS^T ddQ.
@@ -231,10 +232,8 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
     const Shape& call_shape = arrays_of(call_args).shape;
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
-    TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes),
-        num_key_tiles(call_args, BLOCK_K), call_shape.num_heads_kv, call_shape.batch,
-        arrays_of(call_args).schedule);
+    TileCoord coord =
+        key_tile_of_block(call_args, num_key_tiles(call_args, BLOCK_K), shared_bytes);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

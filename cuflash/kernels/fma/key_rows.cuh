@@ -64,17 +64,15 @@ __device__ __forceinline__ void add_to_dq(
     }
 }
 
-// The same for query tile q_tile of a head; if DETERMINISTIC, once the key tiles before this one
-// have added theirs.
-__device__ __forceinline__ void add_in_order(
+// The same for query tile q_tile of a head; if DETERMINISTIC, the key tiles add in their order.
+__device__ __forceinline__ void add_to_dq_in_order(
     const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
     int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
     int* semaphore = arrays.dq_semaphores
         + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    const int rank = score_tile.dq_rank(q_tile, coord.tile);
-    if (DETERMINISTIC) semaphore_wait(semaphore, rank);
-    add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
-    if (DETERMINISTIC) semaphore_release(semaphore, rank);
+    add_in_order(semaphore, score_tile.dq_rank(q_tile, coord.tile), [&] {
+        add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
+    });
 }
 
 // Stores the lane's chunks of dK or dV.

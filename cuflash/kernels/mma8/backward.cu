@@ -31,9 +31,8 @@
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where little
 // fits into shared memory; NaN or infinity in a partly masked tile.
 #include "common/backward_loads.cuh"
-#include "common/dq_semaphore.cuh"
+#include "common/key_tile.cuh"
 #include "common/packed_sequences.cuh"
-#include "common/scheduler.cuh"
 #include "mma8/backward_gradients.cuh"
 #include "mma8/backward_scores.cuh"
 
@@ -63,12 +62,7 @@ __device__ __forceinline__ void add_dq(
     QueryGrid::Sums dq;
     set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
     gradient_gemm<QueryGrid, false, MASKED>(dq, shared, shared.k, score_tile, k_nonfinite);
-    int* semaphore = arrays.dq_semaphores
-        + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    const int rank = score_tile.dq_rank(q_tile, coord.tile);
-    if (DETERMINISTIC) semaphore_wait(semaphore, rank);
-    add_to_dq(arrays, coord.batch, head, score_tile.q_start, dq);
-    if (DETERMINISTIC) semaphore_release(semaphore, rank);
+    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -81,9 +75,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
-    TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
-        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    TileCoord coord = key_tile_of_block(call_args, num_k_tiles, shared_bytes);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

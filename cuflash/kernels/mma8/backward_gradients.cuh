@@ -175,10 +175,9 @@ __device__ __forceinline__ void add_to_dq_in_order(
     int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
     int* semaphore = arrays.dq_semaphores
         + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    const int rank = score_tile.dq_rank(q_tile, coord.tile);
-    if (DETERMINISTIC) semaphore_wait<Threads>(semaphore, rank);
-    add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
-    if (DETERMINISTIC) semaphore_release<Threads>(semaphore, rank);
+    add_in_order<Threads>(semaphore, score_tile.dq_rank(q_tile, coord.tile), [&] {
+        add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
+    });
 }
 
 // Stores the lane's part of dK or dV.

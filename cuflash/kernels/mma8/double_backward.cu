@@ -28,9 +28,9 @@
 //
 // Bound by the matmuls, 10 against backward's 5. Bad at: what mma8/backward.cu is bad at, more so:
 // tiles are half as large.
-#include "mma8/backward_gradients.cuh"
+#include "common/key_tile.cuh"
+#include "mma8/double_backward_gradients.cuh"
 #include "mma8/double_backward_loads.cuh"
-#include "mma8/double_backward_scores.cuh"
 #include "mma8/tangent_matmuls.cuh"
 
 struct SharedPlan {
@@ -43,9 +43,6 @@ struct SharedPlan {
     Element lse[BLOCK_Q], delta[BLOCK_Q], b[BLOCK_Q], delta_dot[BLOCK_Q];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
-
-// Which tiles contain a NaN or an infinity, the same in all threads; asked of partly masked tiles.
-struct Nonfinite { bool k = false, k_dot = false, q = false, q_dot = false, dout = false; };
 
 // The products and weights of a query tile, once dO and then Q have arrived.
 template <bool MASKED>
@@ -76,21 +73,8 @@ __device__ __forceinline__ void add_d2q(
     const SharedPlan& shared, const BackwardArguments& arrays, const ScoreTile& score_tile,
     TileCoord coord, int head, int q_tile, int num_q_tiles, const Nonfinite& nonfinite) {
     QueryGrid::Sums d2q;
-    set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(d2q);
-    gradient_gemm<QueryGrid, false, MASKED>(d2q, shared.tx, shared.k, score_tile, nonfinite.k);
-    if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
-        d2q, shared.others, shared.k_dot, score_tile, nonfinite.k_dot);
+    compute_d2q<MASKED>(d2q, shared.tx, shared.others, shared, score_tile, nonfinite);
     add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
-}
-
-// d2K += T_X^T Q + (g dS)^T ddQ
-template <bool MASKED>
-__device__ __forceinline__ void add_to_d2k(
-    KeyGrid::Sums& d2k, const SharedPlan& shared, const ScoreTile& score_tile,
-    const Nonfinite& nonfinite) {
-    gradient_gemm<KeyGrid, true, MASKED>(d2k, shared.tx, shared.q, score_tile, nonfinite.q);
-    if constexpr (Q_DOT) gradient_gemm<KeyGrid, true, MASKED>(
-        d2k, shared.others, shared.q_dot, score_tile, nonfinite.q_dot);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -103,9 +87,7 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
-    TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
-        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    TileCoord coord = key_tile_of_block(call_args, num_k_tiles, shared_bytes);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -148,7 +130,7 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
         __syncthreads();                                    // dS is written
         add_d2q<MASKED>(
             shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);
-        add_to_d2k<MASKED>(d2k, shared, score_tile, nonfinite);
+        add_to_d2k<MASKED>(d2k, shared.tx, shared.others, shared, score_tile, nonfinite);
         __syncthreads();                                    // the weights and Q, ddQ are free
         loader.load_q(shared, next_head, next_tile);
     };

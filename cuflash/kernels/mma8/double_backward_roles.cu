@@ -31,9 +31,9 @@
 //
 // Bad at: what mma8/backward.cu is bad at; few query tiles per key tile, which the first weights
 // and the last gradients delay.
-#include "mma8/backward_gradients.cuh"
+#include "common/key_tile.cuh"
+#include "mma8/double_backward_gradients.cuh"
 #include "mma8/double_backward_loads.cuh"
-#include "mma8/double_backward_scores.cuh"
 #include "mma8/tangent_matmuls.cuh"
 
 static_assert(WARP_ROLES == 2 && !IN_PARTS, "V's fragments are not split into parts");
@@ -170,59 +170,32 @@ __device__ __forceinline__ void compute_all_weights(
 
 // ---- Gradient warps ----
 
-// Which tiles contain a NaN or an infinity, the same in all gradient warps. Asked of K, and of
-// query tiles that are partly masked.
-struct Nonfinite {
-    bool k, k_dot, q, q_dot, dout;
-
-    // Whether any thread of the role has found one: bit i of `bits`.
-    static __device__ __forceinline__ int anywhere(SharedPlan& shared, const bool (&found)[3]) {
-        int bits = 0;
-        #pragma unroll
-        for (int i = 0; i < 3; ++i) bits |= (__ballot_sync(WHOLE_WARP, found[i]) != 0) << i;
-        if (threadIdx.x % 32 == 0) shared.nonfinite[GradientWarps::rank() / 32] = bits;
-        GradientWarps::sync();
-        #pragma unroll
-        for (int warp = 0; warp < ROLE_WARPS; ++warp) bits |= shared.nonfinite[warp];
-        return bits;
-    }
-    __device__ __forceinline__ void find_keys(SharedPlan& shared) {
-        bool found[3] = {loaded_nonfinite<GradientWarps>(shared.k)};
-        if constexpr (K_DOT) found[1] = loaded_nonfinite<GradientWarps>(shared.k_dot);
-        const int bits = anywhere(shared, found);
-        k = bits & 1;
-        k_dot = bits & 2;
-    }
-    __device__ __forceinline__ void find_queries(SharedPlan& shared, const QueryStage& stage) {
-        bool found[3] = {loaded_nonfinite<GradientWarps>(stage.dout),
-                         loaded_nonfinite<GradientWarps>(stage.q)};
-        if constexpr (Q_DOT) found[2] = loaded_nonfinite<GradientWarps>(stage.q_dot);
-        const int bits = anywhere(shared, found);
-        dout = bits & 1;
-        q = bits & 2;
-        q_dot = bits & 4;
-    }
-};
-
-// d2Q = T_X K + (g dS) ddK of a query tile
-template <bool MASKED>
-__device__ __forceinline__ void compute_d2q(
-    QueryGrid::Sums& d2q, const SharedPlan& shared, const QueryStage& stage,
-    const ScoreTile& score_tile, const Nonfinite& nonfinite) {
-    set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(d2q);
-    gradient_gemm<QueryGrid, false, MASKED>(d2q, stage.tx, shared.k, score_tile, nonfinite.k);
-    if constexpr (K_DOT) gradient_gemm<QueryGrid, false, MASKED>(
-        d2q, stage.ds, shared.k_dot, score_tile, nonfinite.k_dot);
+// Whether any gradient warp has found a NaN or an infinity: bit i, of what found[i] tells.
+__device__ __forceinline__ int found_anywhere(SharedPlan& shared, const bool (&found)[3]) {
+    int bits = 0;
+    #pragma unroll
+    for (int i = 0; i < 3; ++i) bits |= (__ballot_sync(WHOLE_WARP, found[i]) != 0) << i;
+    return or_over_warps(
+        shared.nonfinite, GradientWarps::rank() / 32, bits, GradientWarps::sync);
 }
 
-// d2K += T_X^T Q + (g dS)^T ddQ
-template <bool MASKED>
-__device__ __forceinline__ void add_to_d2k(
-    KeyGrid::Sums& d2k, const QueryStage& stage, const ScoreTile& score_tile,
-    const Nonfinite& nonfinite) {
-    gradient_gemm<KeyGrid, true, MASKED>(d2k, stage.tx, stage.q, score_tile, nonfinite.q);
-    if constexpr (Q_DOT) gradient_gemm<KeyGrid, true, MASKED>(
-        d2k, stage.ds, stage.q_dot, score_tile, nonfinite.q_dot);
+__device__ __forceinline__ void find_nonfinite_keys(Nonfinite& nonfinite, SharedPlan& shared) {
+    bool found[3] = {loaded_nonfinite<GradientWarps>(shared.k)};
+    if constexpr (K_DOT) found[1] = loaded_nonfinite<GradientWarps>(shared.k_dot);
+    const int bits = found_anywhere(shared, found);
+    nonfinite.k = bits & 1;
+    nonfinite.k_dot = bits & 2;
+}
+
+__device__ __forceinline__ void find_nonfinite_queries(
+    Nonfinite& nonfinite, SharedPlan& shared, const QueryStage& stage) {
+    bool found[3] = {loaded_nonfinite<GradientWarps>(stage.dout),
+                     loaded_nonfinite<GradientWarps>(stage.q)};
+    if constexpr (Q_DOT) found[2] = loaded_nonfinite<GradientWarps>(stage.q_dot);
+    const int bits = found_anywhere(shared, found);
+    nonfinite.dout = bits & 1;
+    nonfinite.q = bits & 2;
+    nonfinite.q_dot = bits & 4;
 }
 
 // d2K and d2V of the block's keys, and their part of d2Q.
@@ -248,7 +221,7 @@ __device__ __forceinline__ void compute_gradients(
     cp_async_wait<1>();
     if (visits.exists(next)) barrier_arrive(DOUT_FULL + 1, THREADS);
     Nonfinite nonfinite;
-    nonfinite.find_keys(shared);
+    find_nonfinite_keys(nonfinite, shared);
 
     int stage_index = 0;
     const auto add = [&](auto masked) {
@@ -256,18 +229,18 @@ __device__ __forceinline__ void compute_gradients(
         QueryStage& stage = shared.stages[stage_index];
         const Visits::Visit second = visits.exists(next) ? visits.after(next) : next;
         barrier_sync(WEIGHTS_FULL + stage_index, THREADS);
-        if constexpr (MASKED) nonfinite.find_queries(shared, stage);
+        if constexpr (MASKED) find_nonfinite_queries(nonfinite, shared, stage);
         gradient_gemm<ValueGrid, true, MASKED>(
             d2v, stage.p_dot, stage.dout, score_tile, nonfinite.dout);
         cp_async_wait<0>();
         if (visits.exists(next)) barrier_arrive(Q_FULL, THREADS);
         GradientWarps::sync();                              // dO is free
         loader.load_dout(stage, second.head, second.tile);
-        add_to_d2k<MASKED>(d2k, stage, score_tile, nonfinite);
+        add_to_d2k<MASKED>(d2k, stage.tx, stage.ds, stage, score_tile, nonfinite);
         GradientWarps::sync();                              // Q and ddQ are free
         loader.load_q(stage, second.head, second.tile);
         QueryGrid::Sums d2q;
-        compute_d2q<MASKED>(d2q, shared, stage, score_tile, nonfinite);
+        compute_d2q<MASKED>(d2q, stage.tx, stage.ds, shared, score_tile, nonfinite);
         cp_async_wait<1>();
         if (visits.exists(second)) barrier_arrive(DOUT_FULL + stage_index, THREADS);
         add_to_dq_in_order<GradientWarps>(
@@ -295,9 +268,7 @@ double_backward_roles(const __grid_constant__ Arguments call_args) {
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
-    TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
-        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    TileCoord coord = key_tile_of_block(call_args, num_k_tiles, shared_bytes);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

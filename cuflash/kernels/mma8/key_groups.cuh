@@ -54,13 +54,9 @@ template <int COUNT> struct GroupOf {
         if constexpr (COUNT == 1) {
             return __syncthreads_or(says);
         } else {
-            const u32 found = __ballot_sync(WHOLE_WARP, says);
-            if (threadIdx.x % 32 == 0) tiles.found[GroupThreads::rank() / 32] = found != 0;
-            sync();
-            bool any = false;
-            #pragma unroll
-            for (int warp = 0; warp < GROUP_WARPS; ++warp) any |= tiles.found[warp] != 0;
-            return any;
+            const bool any = __ballot_sync(WHOLE_WARP, says) != 0;
+            return or_over_warps(
+                tiles.found, GroupThreads::rank() / 32, any, [&] { sync(); });
         }
     }
 };

@@ -30,6 +30,7 @@
 //
 // Bad at: Hopper, whose wgmma is about twice as fast; few keys with many queries (one block a key
 // tile, queries are not split).
+#include "common/key_tile.cuh"
 #include "sm80/backward_gradients.cuh"
 #include "sm80/backward_scores.cuh"
 
@@ -226,9 +227,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
     const int num_k_tiles = num_key_tiles(call_args, BLOCK_K);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
-    TileCoord coord = tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes), num_k_tiles,
-        call_shape.num_heads_kv, call_shape.batch, arrays_of(call_args).schedule);
+    TileCoord coord = key_tile_of_block(call_args, num_k_tiles, shared_bytes);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);

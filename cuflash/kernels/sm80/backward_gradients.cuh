@@ -37,22 +37,21 @@ __device__ __forceinline__ void add_dq(
     int* semaphore = arrays.dq_semaphores + (pair * num_q_tiles + q_tile);
     float* sum = dq_sum_tile(arrays.dq_sum, pair * num_q_tiles + q_tile)
                + dq_sum_first(threadIdx.x);
-    const int rank = score_tile.dq_rank(q_tile, coord.tile);
-    if (DETERMINISTIC) semaphore_wait(semaphore, rank);
-    #pragma unroll
-    for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
-        float dq[QueryGrid::M_TILES][DQ_SLICE][4];
-        set_zero(dq);
-        gradient_gemm<true, BLOCK_K, MASKED>(
-            dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
-            k_nonfinite);
+    add_in_order(semaphore, score_tile.dq_rank(q_tile, coord.tile), [&] {
         #pragma unroll
-        for (int m = 0; m < QueryGrid::M_TILES; ++m)
+        for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
+            float dq[QueryGrid::M_TILES][DQ_SLICE][4];
+            set_zero(dq);
+            gradient_gemm<true, BLOCK_K, MASKED>(
+                dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
+                k_nonfinite);
             #pragma unroll
-            for (int n = 0; n < DQ_SLICE; ++n)
-                reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
-    }
-    if (DETERMINISTIC) semaphore_release(semaphore, rank);
+            for (int m = 0; m < QueryGrid::M_TILES; ++m)
+                #pragma unroll
+                for (int n = 0; n < DQ_SLICE; ++n)
+                    reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
+        }
+    });
 }
 
 // Scales a gradient, rounds it and stores it through a tile of shared memory. Whole block.

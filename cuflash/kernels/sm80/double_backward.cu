@@ -24,6 +24,7 @@
 //
 // Bad at: what sm80/backward.cu is bad at; seven tiles of rows leave room for one block on an SM
 // where head_dim is above 64.
+#include "common/key_tile.cuh"
 #include "sm80/double_backward_gradients.cuh"
 #include "sm80/row_loads.cuh"
 
@@ -174,23 +175,14 @@ __device__ __forceinline__ void store_gradients(
         arrays.shape.head_dim_v);
 }
 
-// The block's tile of keys, not yet of a sequence.
-__device__ __forceinline__ TileCoord tile_of_this_block(
-    const Arguments& call_args, void* shared_bytes) {
-    const Shape& shape = arrays_of(call_args).shape;
-    return tile_of_block(
-        block_ticket(arrays_of(call_args).tile_counter, shared_bytes),
-        num_key_tiles(call_args, BLOCK_K), shape.num_heads_kv, shape.batch,
-        arrays_of(call_args).schedule);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 double_backward_mma(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
     // Prologue: find the key tile, and the query tiles that see it.
-    TileCoord coord = tile_of_this_block(call_args, shared_bytes);
+    TileCoord coord =
+        key_tile_of_block(call_args, num_key_tiles(call_args, BLOCK_K), shared_bytes);
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
@@ -198,8 +190,7 @@ double_backward_mma(const __grid_constant__ Arguments call_args) {
     const BackwardArguments& arrays = arrays_of(args);
     const int group_size = arrays.shape.num_heads_q / arrays.shape.num_heads_kv;
     ScoreTile score_tile(args, coord.batch, coord.tile);
-    const QueryTiles tiles =
-        score_tile.mask.query_tiles(coord.tile * BLOCK_K, BLOCK_Q, BLOCK_K);
+    const QueryTiles tiles = score_tile.mask.query_tiles(coord.tile * BLOCK_K, BLOCK_Q, BLOCK_K);
     const int first_tile = SEGMENTS ? score_tile.pair_mask.query_tile_after(
                                           tiles.first - 1, coord.tile, tiles.end)
                                     : tiles.first;
