@@ -129,12 +129,19 @@ struct Granule {
     uint16_t leaving = 0;                                   // 1 + thread whose bulk store reads it
     uint16_t unfenced = 0;                                  // 1 + writer's fences, 0: none needed
 };
+// A warp's last read. One word, loaded and stored whole: a load of a word that was just stored in
+// parts has to wait for them.
 struct Read {
-    uint64_t epoch : 28;                                    // of a warp's last read, 0: none
-    uint64_t syncs : 28;
-    uint64_t lane : 8;                                      // SEVERAL if more than one
+    static constexpr uint64_t COUNTS = (1 << 28) - 1;
+    uint64_t bits = 0;                                      // epoch, syncs, lane: 28, 28, 8 bits
+    Read() = default;
+    Read(uint64_t epoch, uint64_t syncs, uint64_t lane)
+        : bits((epoch & COUNTS) | (syncs & COUNTS) << 28 | lane << 56) {}
+    uint32_t epoch() const { return bits & COUNTS; }        // 0: none
+    uint32_t syncs() const { return bits >> 28 & COUNTS; }
+    uint32_t lane() const { return bits >> 56; }            // SEVERAL if more than one
 };
-constexpr uint8_t SEVERAL = 255;
+constexpr uint32_t SEVERAL = 255;
 
 // A resident block. Its shared memory is in shared_bytes while it runs, otherwise in `shared`.
 struct Block {
