@@ -28,7 +28,7 @@ void start_block(Block& b, int index) {
     if (b.threads.empty()) {
         b.threads.resize(launch.threads);
         b.granules.resize(launch.shared / GRANULE + 1);
-        b.reads.resize(num_warps * b.granules.size());
+        b.reads.resize(num_warps * b.granules.count);
         b.epoch.assign(num_warps, 1);
         b.syncs.assign(num_warps, 1);
         b.acquired.assign(num_warps * num_warps, 0);

@@ -143,6 +143,20 @@ struct Read {
 };
 constexpr uint32_t SEVERAL = 255;
 
+// Zeros: calloc does not touch them, and a small launch uses few of their pages.
+template <class T> struct Zeros {
+    T* first = nullptr;
+    size_t count = 0;
+    void resize(size_t size) {
+        first = static_cast<T*>(calloc(size, sizeof(T)));
+        count = size;
+        if (first == nullptr) fail("calloc");
+    }
+    T& operator[](size_t i) { return first[i]; }
+    T* begin() { return first; }
+    T* end() { return first + count; }
+};
+
 // A resident block. Its shared memory is in shared_bytes while it runs, otherwise in `shared`.
 struct Block {
     int index = -1;
@@ -151,8 +165,8 @@ struct Block {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<unsigned char> shared;
-    std::vector<Granule> granules;
-    std::vector<Read> reads;                                // [warp * granules.size() + granule]
+    Zeros<Granule> granules;
+    Zeros<Read> reads;                                      // [warp * granules.count + granule]
     std::vector<uint32_t> epoch, syncs;                     // of each warp
     std::vector<uint32_t> acquired;                         // [warp * num_warps + other]
     int at_barrier = 0;
@@ -163,7 +177,7 @@ struct Block {
     std::map<uint32_t, Mbarrier> mbarriers;                 // by address
     NamedBarrier named_barriers[16];
     int num_warps() const { return static_cast<int>(warps.size()); }
-    Read* reads_of(int warp) { return reads.data() + warp * granules.size(); }
+    Read* reads_of(int warp) { return &reads[warp * granules.count]; }
 };
 
 std::vector<std::unique_ptr<Block>> resident;
