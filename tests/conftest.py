@@ -17,6 +17,7 @@ takes seconds, and the second takes microseconds.
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -83,6 +84,14 @@ def pytest_report_header(config):
     if GPU:
         return f"gpu: {GPU}"
     return f"gpu: none ({WHY_NO_GPU}); tests marked gpu are deselected"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """Collect tests without looking for garbage, a fifth of the time."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

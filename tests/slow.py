@@ -1,5 +1,6 @@
 """Which tests `make test` leaves to `make test-all`: slow.txt."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -23,9 +24,14 @@ def rules(text):
     return found
 
 
+@functools.cache  # some two million calls: each test, each rule
+def compiled(pattern):
+    """A pattern, in which * matches anything, as a regular expression."""
+    return re.compile(re.escape(pattern).replace(r"\*", ".*"), re.S)
+
+
 def matches(pattern, name):
-    """Whether a name matches a pattern, in which * matches anything."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name, re.S)
+    return compiled(pattern).fullmatch(name)
 
 
 def is_slow(name, given):

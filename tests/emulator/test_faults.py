@@ -355,6 +355,7 @@ ENDLESS = [
         copied_zeros,
     ),
     Case("endless_recursion", r"block 0, thread \d+: signal 11 .*overflow"),
+    Case("stack_overflow", r"block 0, thread \d+: a stack overflow"),
 ]
 
 ALL_FAULTS = [*FAULTS, *FAULTS_ON_HOPPER]

@@ -6,6 +6,8 @@ import numpy as np
 
 import cuflash
 
+from .backends import NumpyBackend
+
 
 def forward(backend, case, q, k, v, **options):
     """Return (out, lse) of a case as NumPy arrays."""
@@ -47,6 +49,20 @@ def both(backend, case, q, k, v, dout):
     first = replace(case, block_q=None, block_k=None)
     out, lse = forward(backend, first, q, k, v)
     return backward(backend, case, dout, q, k, v, out, lse)
+
+
+def states(case, q, k, v):
+    """Return (out, lse) of the NumPy path, for tests of gradients alone.
+
+    No kernel of the forward pass has to be compiled.
+    """
+    first = replace(case, block_q=None, block_k=None)
+    return forward(NumpyBackend(), first, q, k, v)
+
+
+def gradients(backend, case, q, k, v, dout):
+    """Return (dq, dk, dv, ...), with out and lse from the NumPy path."""
+    return backward(backend, case, dout, q, k, v, *states(case, q, k, v))
 
 
 def all_results(q, k, v, dout):

@@ -24,10 +24,10 @@ ALL_KINDS = {
 on_all_kinds = pytest.mark.parametrize("kind", ALL_KINDS)
 
 
-def operands(backend, case):
+def operands(case):
     """Return dout, q, k, v, out, lse."""
     q, k, v, dout = inputs(case)
-    return dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    return dout, q, k, v, *calls.states(case, q, k, v)
 
 
 def poisoned(array, layout="contiguous"):
@@ -57,7 +57,7 @@ def check_targets(backend, case, given, targets):
 )
 def test_they_receive_the_gradients(backend, case):
     case = replace(case, deterministic=True)
-    given = operands(backend, case)
+    given = operands(case)
     targets = {
         name: poisoned(x, case.layout)
         for name, x in zip(NAMES, given[1:4], strict=True)
@@ -72,7 +72,7 @@ def test_of_each_family(backend, kind, layout):
     """Each alone, too: the others are new arrays."""
     case = Case(batch=2, seqlen_q=40, seqlen_k=50, num_heads_q=2, causal=True,
                 deterministic=True, **ALL_KINDS[kind])  # fmt: skip
-    given = operands(backend, case)
+    given = operands(case)
     targets = {
         name: poisoned(x, layout)
         for name, x in zip(NAMES, given[1:4], strict=True)
@@ -90,7 +90,7 @@ def test_tokens_of_no_sequence_get_zeros(backend, kind):
                 deterministic=True, **ALL_KINDS[kind])  # fmt: skip
     _, arrays = packed_inputs(case)
     q, k, v, dout = arrays
-    given = dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    given = dout, q, k, v, *calls.states(case, q, k, v)
     targets = {
         name: poisoned(x) for name, x in zip(NAMES, (q, k, v), strict=True)
     }
@@ -102,7 +102,7 @@ def test_tokens_of_no_sequence_get_zeros(backend, kind):
 def test_zeros_without_pairs(backend, sizes):
     seqlen_q, seqlen_k, batch = sizes
     case = Case("float16", batch, seqlen_q, seqlen_k)
-    given = operands(backend, case)
+    given = operands(case)
     targets = [backend.place(poisoned(x)) for x in given[1:4]]
     calls.backward(
         backend, case, *given, **dict(zip(NAMES, targets, strict=True))
@@ -123,7 +123,7 @@ def test_gaps_are_left_alone(backend, dtype):
     stores = backend.place(stores)
     views = (store[:, ::2, :, :d] for store in stores)
     calls.backward(
-        backend, case, *operands(backend, case),
+        backend, case, *operands(case),
         **dict(zip(NAMES, views, strict=True)),
     )  # fmt: skip
     assert np.array_equal(np.isnan(backend.fetch(stores)), gaps)
@@ -136,7 +136,7 @@ def test_they_are_returned(backend, rank):
     at = {4: (), 3: (0,), 2: (0, slice(None), 0)}[rank]
     at_lse = (0,) * (4 - rank)
     case = Case("float32")
-    *arrays, lse = operands(backend, case)
+    *arrays, lse = operands(case)
     given = [backend.place(x[at]) for x in arrays]
     given.append(backend.place(lse[at_lse]))
     dq, dv = (backend.place(poisoned(arrays[i][at])) for i in (1, 3))

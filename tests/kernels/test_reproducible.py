@@ -143,7 +143,7 @@ def check_dq_order(backend, case, seeds):
     q[...] = 0  # all keys have the same weight
     k[:, tile : 2 * tile], v[:, tile : 2 * tile] = -k[:, :tile], v[:, :tile]
     k[:, : 2 * tile] *= 2**20
-    arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    arrays = dout, q, k, v, *calls.states(case, q, k, v)
     dq, _, _ = calls.backward(backend, case, *arrays)
     for seed in range(seeds):
         other = replace(case, on=replace(case.on, seed=seed, resident=5))
@@ -176,7 +176,7 @@ def test_key_tiles_add_in_order_with_nan(backend):
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     dout[:, -1] = np.nan
-    arrays = dout, q, k, v, *calls.forward(backend, case, q, k, v)
+    arrays = dout, q, k, v, *calls.states(case, q, k, v)
     for seed in (7, 8):
         other = replace(case, on=replace(case.on, seed=seed, resident=9))
         dq, dk, dv = calls.backward(backend, other, *arrays)

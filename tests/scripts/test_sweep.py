@@ -43,6 +43,18 @@ def forget():
 
 
 @pytest.fixture
+def drawn():
+    """Let a sweep draw its pictures: a third of its time."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    if "drawn" not in request.fixturenames:
+        nothing = "sweep_parts.pictures.write"
+        monkeypatch.setattr(nothing, lambda *folder_and_record: [])
+
+
+@pytest.fixture
 def output(tmp_path):
     return tmp_path / "output"
 
@@ -201,7 +213,7 @@ def test_a_forced_tile_is_that_of_its_direction_alone(direction):
 
 
 def test_a_sweep_finds_the_best_tile_and_plans_take_it(
-    output, own_tables, capsys
+    output, own_tables, capsys, drawn
 ):
     assert sweep(output) == 0
     said = capsys.readouterr().out
@@ -395,7 +407,7 @@ def test_a_broken_table_is_moved_aside(output, own_tables, capsys):
 
 
 def test_pictures_that_cannot_be_written_spoil_no_table(
-    output, own_tables, capsys, monkeypatch
+    output, own_tables, capsys, drawn
 ):
     assert sweep(output) == 0
     (own_tables / "sm_80.json").unlink()

@@ -32,11 +32,11 @@ int unordered_reader(int64_t first, int64_t end) {
         if (v != w) {
             const uint32_t acquired = block->acquired[w * n + v];
             for (int64_t i = first; i < end; ++i)
-                if (reads[i].epoch > acquired) return v;
+                if (reads[i].epoch() > acquired) return v;
         } else {
             for (int64_t i = first; i < end; ++i)
-                if (reads[i].epoch != 0 && reads[i].syncs == block->syncs[w]
-                    && reads[i].lane != own_lane) return v;
+                if (reads[i].epoch() != 0 && reads[i].syncs() == block->syncs[w]
+                    && reads[i].lane() != own_lane) return v;
         }
     }
     return -1;
@@ -47,18 +47,21 @@ void note_reads(int64_t first, int64_t end, Access access = Access::READ) {
     const auto lane = static_cast<unsigned>(thread->index % LANES);
     const uint32_t epoch = block->epoch[w], syncs = block->syncs[w];
     Read* reads = block->reads_of(w);
-    for (int64_t i = first; i < end; ++i) {
-        Read& r = reads[i];
-        const bool now = r.epoch != 0 && r.syncs == syncs;
-        r.epoch = epoch;
+    const auto is_now = [&](Read r) { return r.epoch() != 0 && r.syncs() == syncs; };
+    if (access == Access::READ_BY_WGMMA) {
         // The reads of a wgmma are noted when the whole warp has waited for it, so no lane has any
         // left.
-        if (access == Access::READ_BY_WGMMA) {
-            if (!now) r.syncs = syncs - 1;
-            continue;
+        for (int64_t i = first; i < end; ++i) {
+            const Read r = reads[i];
+            reads[i] = Read(epoch, is_now(r) ? syncs : syncs - 1, r.lane());
         }
-        r.lane = (now && r.lane != lane) || access == Access::READ_BY_WARP ? SEVERAL : lane;
-        r.syncs = syncs;
+        return;
+    }
+    const Read of_lane(epoch, syncs, lane), of_several(epoch, syncs, SEVERAL);
+    const bool by_warp = access == Access::READ_BY_WARP;
+    for (int64_t i = first; i < end; ++i) {
+        const Read r = reads[i];
+        reads[i] = by_warp || (is_now(r) && r.lane() != lane) ? of_several : of_lane;
     }
 }
 

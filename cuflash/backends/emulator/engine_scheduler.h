@@ -28,19 +28,21 @@ void start_block(Block& b, int index) {
     if (b.threads.empty()) {
         b.threads.resize(launch.threads);
         b.granules.resize(launch.shared / GRANULE + 1);
-        b.reads.resize(num_warps * b.granules.size());
+        b.reads.resize(num_warps * b.granules.count);
         b.epoch.assign(num_warps, 1);
         b.syncs.assign(num_warps, 1);
         b.acquired.assign(num_warps * num_warps, 0);
-        const size_t one = STACK_BYTES + GUARD_BYTES;
-        void* stacks = mmap(nullptr, one * launch.threads, PROT_READ | PROT_WRITE,
+        // A guard below each warp's stacks, not below each stack: most of a small launch's time
+        // would be mprotect. run_lane looks for an overflow into a neighbour's.
+        constexpr size_t OF_WARP = GUARD_BYTES + LANES * STACK_BYTES;
+        void* stacks = mmap(nullptr, OF_WARP * num_warps, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (stacks == MAP_FAILED) fail("mmap of stacks");
-        for (int i = 0; i < launch.threads; ++i) {
-            unsigned char* low = static_cast<unsigned char*>(stacks) + one * i;
-            mprotect(low, GUARD_BYTES, PROT_NONE);
-            b.threads[i].stack = low + GUARD_BYTES;
-        }
+        for (int w = 0; w < num_warps; ++w)
+            mprotect(static_cast<unsigned char*>(stacks) + OF_WARP * w, GUARD_BYTES, PROT_NONE);
+        for (int i = 0; i < launch.threads; ++i)
+            b.threads[i].stack = static_cast<unsigned char*>(stacks) + OF_WARP * (i / LANES)
+                               + GUARD_BYTES + STACK_BYTES * (i % LANES);
     } else {                                                // reset the previous block's state
         for (auto& g : b.granules) g.landing = g.leaving = 0;
         Block* running = block;
@@ -72,12 +74,18 @@ void switch_block(Block* to) {
     blockIdx = {static_cast<unsigned>(block->index), 0, 0};
 }
 
+[[noreturn]] void report_overflow() {
+    fprintf(stderr, "block %d, thread %d: a stack overflow\n", block->index, thread->index);
+    exit(70);
+}
+
 void run_lane(int index) {
     thread = &block->threads[index];
     block->warps[index / LANES].ready &= ~(1u << index % LANES);
     --block->ready;
     threadIdx = {static_cast<unsigned>(index), 0, 0};
     emulator_switch(&scheduler_stack, thread->stack_pointer);
+    if (thread->stack_pointer < thread->stack) report_overflow();
     thread = nullptr;
 }
 

@@ -129,12 +129,33 @@ struct Granule {
     uint16_t leaving = 0;                                   // 1 + thread whose bulk store reads it
     uint16_t unfenced = 0;                                  // 1 + writer's fences, 0: none needed
 };
+// A warp's last read. One word, loaded and stored whole: a load of a word that was just stored in
+// parts has to wait for them.
 struct Read {
-    uint64_t epoch : 28;                                    // of a warp's last read, 0: none
-    uint64_t syncs : 28;
-    uint64_t lane : 8;                                      // SEVERAL if more than one
+    static constexpr uint64_t COUNTS = (1 << 28) - 1;
+    uint64_t bits = 0;                                      // epoch, syncs, lane: 28, 28, 8 bits
+    Read() = default;
+    Read(uint64_t epoch, uint64_t syncs, uint64_t lane)
+        : bits((epoch & COUNTS) | (syncs & COUNTS) << 28 | lane << 56) {}
+    uint32_t epoch() const { return bits & COUNTS; }        // 0: none
+    uint32_t syncs() const { return bits >> 28 & COUNTS; }
+    uint32_t lane() const { return bits >> 56; }            // SEVERAL if more than one
 };
-constexpr uint8_t SEVERAL = 255;
+constexpr uint32_t SEVERAL = 255;
+
+// Zeros: calloc does not touch them, and a small launch uses few of their pages.
+template <class T> struct Zeros {
+    T* first = nullptr;
+    size_t count = 0;
+    void resize(size_t size) {
+        first = static_cast<T*>(calloc(size, sizeof(T)));
+        count = size;
+        if (first == nullptr) fail("calloc");
+    }
+    T& operator[](size_t i) { return first[i]; }
+    T* begin() { return first; }
+    T* end() { return first + count; }
+};
 
 // A resident block. Its shared memory is in shared_bytes while it runs, otherwise in `shared`.
 struct Block {
@@ -144,8 +165,8 @@ struct Block {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<unsigned char> shared;
-    std::vector<Granule> granules;
-    std::vector<Read> reads;                                // [warp * granules.size() + granule]
+    Zeros<Granule> granules;
+    Zeros<Read> reads;                                      // [warp * granules.count + granule]
     std::vector<uint32_t> epoch, syncs;                     // of each warp
     std::vector<uint32_t> acquired;                         // [warp * num_warps + other]
     int at_barrier = 0;
@@ -156,7 +177,7 @@ struct Block {
     std::map<uint32_t, Mbarrier> mbarriers;                 // by address
     NamedBarrier named_barriers[16];
     int num_warps() const { return static_cast<int>(warps.size()); }
-    Read* reads_of(int warp) { return reads.data() + warp * granules.size(); }
+    Read* reads_of(int warp) { return &reads[warp * granules.count]; }
 };
 
 std::vector<std::unique_ptr<Block>> resident;
