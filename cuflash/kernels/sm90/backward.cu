@@ -59,7 +59,7 @@ constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
 constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
-constexpr bool EARLY_STATISTICS = !DEFERRED_DQ && !OPTIONS && !PACKED;     // registers permitting
+constexpr bool EARLY_STATISTICS = !DEFERRED_DQ && LINEAR && !PAIRWISE && !DROPOUT;      // faster
 
 // An SM has 64 K registers: the consumers get those that the producer does not need. With SEGMENTS
 // the producer's search for tiles needs more than 24 and spills; the consumers can spare none.
