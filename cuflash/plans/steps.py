@@ -45,17 +45,19 @@ _RESERVED_BYTES = 1024  # of shared memory, in each block
 
 
 def last_section(
-    problem: Problem, heads: int, pairs: int, tiles: int, running: int
-) -> int:
+    problem: Problem, heads: int, pairs: int, tiles: int, running: int,
+    longest_first: bool = True,
+) -> int:  # fmt: skip
     """The section of all (batch, head) pairs that are left.
 
     It has more pairs than the `heads` of other sections where tiles differ in
-    length. Blocks would otherwise wait for the longest tile of the last few
-    heads. A pair has `tiles`; `running` blocks run at a time.
+    length and come with the `longest_first`. Blocks would otherwise wait for
+    the longest tile of the last few heads. A pair has `tiles`; `running`
+    blocks run at a time.
     """
     others = {"window", "segment_ids", "cu_seqlens"}
     has_triangle = problem.causal and others.isdisjoint(problem.options)
-    if not has_triangle or problem.deterministic:
+    if not has_triangle or not longest_first:
         return EVEN_SECTIONS
     least = ceil_div(_LAST_CAUSAL_TILES * running, max(tiles, 1))
     return max(pairs - least, 0) // heads

@@ -509,7 +509,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.segment_ids:
         heads = _ordered_heads(problem.num_heads_kv, heads)
-    if in_turns and not problem.causal:
+    if in_turns:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     masks = {"window", "segment_ids", "mask", "cu_seqlens"}
     is_masked = problem.causal or not masks.isdisjoint(problem.options)
@@ -537,8 +537,13 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),  # fmt: skip
         heads_per_section=heads,
         last_section=last_section(
-            problem, heads, kv_pairs, k_tiles_of_head, device.num_sms
-        ),
+            problem,
+            heads,
+            kv_pairs,
+            k_tiles_of_head,
+            device.num_sms,
+            longest_first=not in_turns,
+        ),  # fmt: skip
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
             workspace.query_rows(

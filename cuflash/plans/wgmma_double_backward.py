@@ -166,7 +166,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     heads = heads_per_section(
         problem, device, problem.num_heads_kv, shared_by_head
     )
-    if problem.deterministic and not problem.causal:
+    if problem.deterministic:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     return Plan(
         problem,
@@ -185,8 +185,13 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         heads_per_section=heads,
         last_section=last_section(
-            problem, heads, kv_pairs, tiles_of_head, device.num_sms
-        ),
+            problem,
+            heads,
+            kv_pairs,
+            tiles_of_head,
+            device.num_sms,
+            longest_first=not problem.deterministic,
+        ),  # fmt: skip
         workspace=(
             delta_buffer(problem),
             delta_dot_buffer(problem),

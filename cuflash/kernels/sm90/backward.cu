@@ -52,8 +52,7 @@
 // tiles with a non-finite dK or dV are flagged, and finish/dq.cu recomputes such rows.
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/backward_option_scores.cuh"
-#include "common/dq_accum.cuh"
-#include "sm90/backward_integer_dq.cuh"
+#include "sm90/backward_dq_writers.cuh"
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
@@ -72,61 +71,6 @@ static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
               "a warpgroup's part of dQ is 64 queries and at most 64 columns");
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
-
-// The writer warp of a consumer's part of dQ: adds it to the sums once an iteration.
-__device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int consumer) {
-    const int lane = threadIdx.x % 32;
-    const u32 part = shared_address(&shared.staging[consumer]);
-    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
-        int* semaphore = dq_semaphores(args, query_tile) + consumer;
-        barrier_sync(DQ_FULL + consumer, DQ_THREADS);
-        if (lane == 0) {
-            // Predecessors have smaller indices and have started: the wait ends (next_index).
-            if (DETERMINISTIC && has_predecessors) while (load_acquire(semaphore) != turn) {}
-            bulk_reduce_add(
-                dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4),
-                part, DQ_PART_BYTES);
-            tma_store_commit();
-            tma_store_wait_read<0>();
-        }
-        __syncwarp();
-        barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
-        // After the consumer's release: it need not wait until the addition is visible.
-        if constexpr (DETERMINISTIC) {
-            if (lane == 0) {
-                tma_store_wait<0>();
-                __threadfence();
-                store_release(semaphore, turn + 1);
-            }
-            __syncwarp();
-        }
-    });
-    tma_store_wait<0>();
-}
-
-// The same, INTEGER_DQ. Wide tiles have two limbs, which the consumer stages one after the other.
-__device__ __forceinline__ void add_integer_dq(
-    const Arguments& args, SharedPlan& shared, int consumer) {
-    const int lane = threadIdx.x % 32;
-    const u32 part = shared_address(&shared.staging[consumer]);
-    for_each_iteration(args, shared, [&](int query_tile, int, bool) {
-        int* sums = reinterpret_cast<int*>(dq_sum_tile(args.arrays.dq_sum, query_tile))
-                  + consumer * (DQ_PART_BYTES / 4);
-        for (bool has_low = is_wide(args, query_tile);; has_low = false) {
-            barrier_sync(DQ_FULL + consumer, DQ_THREADS);
-            if (lane == 0) {
-                bulk_reduce_add_s32(sums, part, DQ_PART_BYTES);
-                tma_store_commit();
-                tma_store_wait_read<0>();
-            }
-            __syncwarp();
-            barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
-            if (!has_low) break;
-            sums += low_sums_distance(args);
-        }
-    });
-    tma_store_wait<0>();
-}
 
 // ---- Matmuls of a consumer warpgroup: issued and committed, not waited for ----
 

@@ -1,0 +1,64 @@
+// The writer warps of sm90/backward.cu: one for each consumer's part of dQ, which it adds to the
+// sums in global memory once an iteration.
+//
+// Constants: those of backward_shared.cuh, dq_accum.cuh and integer_dq.cuh.
+#pragma once
+#include "sm90/backward_integer_dq.cuh"
+#include "sm90/backward_shared.cuh"
+
+// If DETERMINISTIC, key tiles take turns. The warp awaits its turn before the consumer is done, and
+// passes it on after the consumer has gone on, so that neither delays the consumer.
+__device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int consumer) {
+    const int lane = threadIdx.x % 32;
+    const u32 part = shared_address(&shared.staging[consumer]);
+    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
+        int* semaphore = dq_semaphores(args, query_tile) + consumer;
+        if constexpr (DETERMINISTIC) {
+            // Predecessors have smaller indices and have started: the wait ends (next_index).
+            if (has_predecessors && lane == 0) while (load_acquire(semaphore) != turn) {}
+            __syncwarp();
+        }
+        barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+        if (lane == 0) {
+            bulk_reduce_add(
+                dq_sum_tile(args.arrays.dq_sum, query_tile) + consumer * (DQ_PART_BYTES / 4),
+                part, DQ_PART_BYTES);
+            tma_store_commit();
+            tma_store_wait_read<0>();
+        }
+        __syncwarp();
+        barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+        if constexpr (DETERMINISTIC) {
+            if (lane == 0) {
+                tma_store_wait<0>();
+                store_release(semaphore, turn + 1);
+            }
+            __syncwarp();
+        }
+    });
+    tma_store_wait<0>();
+}
+
+// The same, INTEGER_DQ. Wide tiles have two limbs, which the consumer stages one after the other.
+__device__ __forceinline__ void add_integer_dq(
+    const Arguments& args, SharedPlan& shared, int consumer) {
+    const int lane = threadIdx.x % 32;
+    const u32 part = shared_address(&shared.staging[consumer]);
+    for_each_iteration(args, shared, [&](int query_tile, int, bool) {
+        int* sums = reinterpret_cast<int*>(dq_sum_tile(args.arrays.dq_sum, query_tile))
+                  + consumer * (DQ_PART_BYTES / 4);
+        for (bool has_low = is_wide(args, query_tile);; has_low = false) {
+            barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+            if (lane == 0) {
+                bulk_reduce_add_s32(sums, part, DQ_PART_BYTES);
+                tma_store_commit();
+                tma_store_wait_read<0>();
+            }
+            __syncwarp();
+            barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+            if (!has_low) break;
+            sums += low_sums_distance(args);
+        }
+    });
+    tma_store_wait<0>();
+}
