@@ -23,24 +23,31 @@ __device__ __forceinline__ int block_ticket(int* tile_counter, void* shared_byte
     return ticket;
 }
 
-// Waits until `rank` key tiles, those before this one, have added to the tile of dQ.
-template <class Threads = WholeBlock>
-__device__ __forceinline__ void semaphore_wait(const int* semaphore, int rank) {
-    if (Threads::rank() == 0) while (load_acquire(semaphore) != rank) {}
-    Threads::sync();
-}
+// The turns of a block, or of some of its warps: Threads.
+template <class Threads = WholeBlock> struct DqTurns {
+    int* semaphore = nullptr;                               // of the turn to be passed on
+    int next_rank = 0;
 
-template <class Threads = WholeBlock>
-__device__ __forceinline__ void semaphore_release(int* semaphore, int rank) {
-    __threadfence();
-    Threads::sync();
-    if (Threads::rank() == 0) store_release(semaphore, rank + 1);
-}
-
-// Calls add(), which adds to the tile of dQ; if DETERMINISTIC, in the key tile's turn.
-template <class Threads = WholeBlock, class Add>
-__device__ __forceinline__ void add_in_order(int* semaphore, int rank, const Add& add) {
-    if (DETERMINISTIC) semaphore_wait<Threads>(semaphore, rank);
-    add();
-    if (DETERMINISTIC) semaphore_release<Threads>(semaphore, rank);
-}
+    // By each warp, before it adds to a tile of dQ: until `rank` key tiles, those before this one,
+    // have added to it.
+    __device__ __forceinline__ void wait(int* of_tile, int rank) {
+        if (!DETERMINISTIC) return;
+        if (rank > 0 && threadIdx.x % 32 == 0) while (load_acquire(of_tile) != rank) {}
+        __syncwarp();
+        semaphore = of_tile;
+        next_rank = rank + 1;
+    }
+    // Once a barrier of Threads separates them from all additions: some time after those, which
+    // are complete then, so that nobody waits for the store.
+    __device__ __forceinline__ void pass_on() {
+        if (!DETERMINISTIC) return;
+        if (Threads::rank() == 0 && semaphore != nullptr) store_release(semaphore, next_rank);
+        semaphore = nullptr;
+    }
+    // The same at once, by all of Threads: after the last additions.
+    __device__ __forceinline__ void finish() {
+        if (!DETERMINISTIC) return;
+        Threads::sync();
+        pass_on();
+    }
+};

@@ -196,8 +196,9 @@ __device__ __forceinline__ void compute_scores(
 // d2Q = T K + dS ddK of query tile q_tile, with the scale in T and dS, added to d2Q.
 template <bool MASKED>
 __device__ __forceinline__ void add_d2q(
-    const SharedPlan& shared, const BackwardArguments& arrays, const ScoreTile& score_tile,
-    TileCoord coord, int head, int q_tile, int num_q_tiles, bool nonfinite) {
+    DqTurns<>& turns, const SharedPlan& shared, const BackwardArguments& arrays,
+    const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
+    bool nonfinite) {
     const auto visible = [&](int i, int key) {
         return score_tile.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
     };
@@ -209,7 +210,7 @@ __device__ __forceinline__ void add_d2q(
     if constexpr (K_DOT)
         gemm_ab<MASKED, BLOCK_K>(
             d2q, shared.ds.at + row, shared.k_dot, 0, column, visible, nonfinite);
-    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
+    add_to_dq_in_order(turns, arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
 }
 
 // d2K += T^T Q + dS^T ddQ.
@@ -241,10 +242,7 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays.shape;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const auto next_query_tile = [&](int tile) {
-        return score_tile.pair_mask.query_tile_after(tile, coord.tile, tiles.end);
-    };
-    const int first_tile = SEGMENTS ? next_query_tile(tiles.first - 1) : tiles.first;
+    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
     const QueryLoader<SharedPlan> plain{shared, args, arrays, shape, coord, end_head};
     const SecondLoader loader{plain};
@@ -256,12 +254,13 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
 
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     Nonfinite nonfinite{};
+    DqTurns<> turns;
     const auto iterate = [&](auto masked, const BiasTangent<float>& bias_tangent, int head,
                              int tile) {
         constexpr bool MASKED = masked.value;
-        const int tile_after = next_query_tile(tile);
-        const bool last_tile = tile_after == tiles.end;
-        const int next_head = head + last_tile, next_tile = last_tile ? first_tile : tile_after;
+        const int tile_after = order.after(tile);
+        const bool last_tile = !order.has(tile_after);
+        const int next_head = head + last_tile, next_tile = last_tile ? order.first : tile_after;
         score_tile.q_start = tile * BLOCK_Q;
         const int row = ScoreGrid::first_row(), column = ScoreGrid::first_column();
 
@@ -279,18 +278,19 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
         write_weights(shared.weights.at, row, column, t);
         __syncthreads();                                    // T is written
         add_d2q<MASKED>(
-            shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite.k);
+            turns, shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite.k);
         add_d2k<MASKED>(d2k, shared, score_tile, nonfinite.q);
         __syncthreads();                                    // T, dS, Q and ddQ are free
+        turns.pass_on();
         loader.load_q(next_head, next_tile);
     };
 
-    if (first_tile < tiles.end) {
-        nonfinite.k = load_first_tiles(loader, score_tile.k_start, first_head, first_tile);
+    if (order.has(order.first)) {
+        nonfinite.k = load_first_tiles(loader, score_tile.k_start, first_head, order.first);
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);
             const BiasTangent<float> bias_tangent(args, 0, coord.batch, head);
-            for (int tile = first_tile; tile < tiles.end; tile = next_query_tile(tile))
+            for (int tile = order.first; order.has(tile); tile = order.after(tile))
                 if (score_tile.full(tiles, tile)) iterate(Bool<false>{}, bias_tangent, head, tile);
                 else iterate(Bool<true>{}, bias_tangent, head, tile);
         }

@@ -7,6 +7,7 @@
 #pragma once
 #include "fma/fma.cuh"
 #include "common/dq_semaphore.cuh"
+#include "score/query_order.cuh"
 #include "common/scheduler.cuh"
 #include "score/score_tile.cuh"
 
@@ -66,13 +67,12 @@ __device__ __forceinline__ void add_to_dq(
 
 // The same for query tile q_tile of a head; if DETERMINISTIC, the key tiles add in their order.
 __device__ __forceinline__ void add_to_dq_in_order(
-    const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
-    int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
+    DqTurns<>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
+    TileCoord coord, int head, int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
     int* semaphore = arrays.dq_semaphores
         + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    add_in_order(semaphore, score_tile.dq_rank(q_tile, coord.tile), [&] {
-        add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
-    });
+    turns.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
+    add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
 }
 
 // Stores the lane's chunks of dK or dV.

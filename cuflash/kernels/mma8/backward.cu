@@ -57,12 +57,13 @@ __device__ __forceinline__ void compute_scores(
 // dQ = dS K of query tile q_tile, added to dQ.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
-    SharedPlan& shared, const BackwardArguments& arrays, const ScoreTile& score_tile,
-    TileCoord coord, int head, int q_tile, int num_q_tiles, bool k_nonfinite) {
+    DqTurns<>& turns, SharedPlan& shared, const BackwardArguments& arrays,
+    const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
+    bool k_nonfinite) {
     QueryGrid::Sums dq;
     set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
     gradient_gemm<QueryGrid, false, MASKED>(dq, shared, shared.k, score_tile, k_nonfinite);
-    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
+    add_to_dq_in_order(turns, arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -84,10 +85,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     const Element scale = static_cast<Element>(arrays.scale);
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const auto next_query_tile = [&](int tile) {
-        return score_tile.pair_mask.query_tile_after(tile, coord.tile, tiles.end);
-    };
-    const int first_tile = SEGMENTS ? next_query_tile(tiles.first - 1) : tiles.first;
+    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
     const int num_keys = shape.seqlen_k - score_tile.k_start;
     const QueryLoader<SharedPlan> loader{shared, args, arrays, shape, coord, end_head};
@@ -99,11 +97,12 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
 
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     bool k_nonfinite = false;
+    DqTurns<> turns;
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
-        const int tile_after = next_query_tile(tile);
-        const bool last_tile = tile_after == tiles.end;
-        const int next_head = head + last_tile, next_tile = last_tile ? first_tile : tile_after;
+        const int tile_after = order.after(tile);
+        const bool last_tile = !order.has(tile_after);
+        const int next_head = head + last_tile, next_tile = last_tile ? order.first : tile_after;
         score_tile.q_start = tile * BLOCK_Q;
 
         bool dout_nonfinite = false, q_nonfinite = false;
@@ -120,21 +119,23 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
         loader.load_dout(next_head, next_tile);
         write_weights(shared, ds);
         __syncthreads();                                    // dS is written
-        add_dq<MASKED>(shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
+        add_dq<MASKED>(
+            turns, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
         gradient_gemm<KeyGrid, true, MASKED>(dk, shared, shared.q, score_tile, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
+        turns.pass_on();
         loader.load_q(next_head, next_tile);
     };
 
-    if (first_tile < tiles.end) {
+    if (order.has(order.first)) {
         load_keys(shared, arrays, coord, score_tile.k_start, num_keys);
-        loader.load_dout(first_head, first_tile);
-        loader.load_q(first_head, first_tile);
+        loader.load_dout(first_head, order.first);
+        loader.load_q(first_head, order.first);
         cp_async_wait<1>();
         k_nonfinite = __syncthreads_or(loaded_nonfinite(shared.k));
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);
-            for (int tile = first_tile; tile < tiles.end; tile = next_query_tile(tile))
+            for (int tile = order.first; order.has(tile); tile = order.after(tile))
                 if (score_tile.full(tiles, tile)) iterate(Bool<false>{}, head, tile);
                 else iterate(Bool<true>{}, head, tile);
         }

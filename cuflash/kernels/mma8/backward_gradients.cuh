@@ -2,6 +2,7 @@
 // stores to global memory. The weights are a member of `shared`: a WeightTile.
 #pragma once
 #include "common/dq_semaphore.cuh"
+#include "score/query_order.cuh"
 #include "common/scheduler.cuh"
 #include "mma8/warp_grids.cuh"
 #include "score/score_tile.cuh"
@@ -171,13 +172,12 @@ __device__ __forceinline__ void add_to_dq(
 // All of Threads.
 template <class Threads = WholeBlock>
 __device__ __forceinline__ void add_to_dq_in_order(
-    const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
-    int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
+    DqTurns<Threads>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
+    TileCoord coord, int head, int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
     int* semaphore = arrays.dq_semaphores
         + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    add_in_order<Threads>(semaphore, score_tile.dq_rank(q_tile, coord.tile), [&] {
-        add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
-    });
+    turns.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
+    add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
 }
 
 // Stores the lane's part of dK or dV.

@@ -70,11 +70,12 @@ __device__ __forceinline__ void compute_scores(
 // T_X K + (g dS) ddK of query tile q_tile, added to d2Q.
 template <bool MASKED>
 __device__ __forceinline__ void add_d2q(
-    const SharedPlan& shared, const BackwardArguments& arrays, const ScoreTile& score_tile,
-    TileCoord coord, int head, int q_tile, int num_q_tiles, const Nonfinite& nonfinite) {
+    DqTurns<>& turns, const SharedPlan& shared, const BackwardArguments& arrays,
+    const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
+    const Nonfinite& nonfinite) {
     QueryGrid::Sums d2q;
     compute_d2q<MASKED>(d2q, shared.tx, shared.others, shared, score_tile, nonfinite);
-    add_to_dq_in_order(arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
+    add_to_dq_in_order(turns, arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -94,10 +95,7 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
     const BackwardArguments& arrays = arrays_of(args);
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const auto next_query_tile = [&](int tile) {
-        return score_tile.pair_mask.query_tile_after(tile, coord.tile, tiles.end);
-    };
-    const int first_tile = SEGMENTS ? next_query_tile(tiles.first - 1) : tiles.first;
+    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
     const Loader<> loader{args, arrays, coord, end_head};
 
@@ -108,11 +106,12 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
 
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     Nonfinite nonfinite;
+    DqTurns<> turns;
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
-        const int tile_after = next_query_tile(tile);
-        const bool last_tile = tile_after == tiles.end;
-        const int next_head = head + last_tile, next_tile = last_tile ? first_tile : tile_after;
+        const int tile_after = order.after(tile);
+        const bool last_tile = !order.has(tile_after);
+        const int next_head = head + last_tile, next_tile = last_tile ? order.first : tile_after;
         score_tile.q_start = tile * BLOCK_Q;
 
         Weights x;
@@ -129,22 +128,23 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
         write_weights(shared.others, x.ds);
         __syncthreads();                                    // dS is written
         add_d2q<MASKED>(
-            shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);
+            turns, shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);
         add_to_d2k<MASKED>(d2k, shared.tx, shared.others, shared, score_tile, nonfinite);
         __syncthreads();                                    // the weights and Q, ddQ are free
+        turns.pass_on();
         loader.load_q(shared, next_head, next_tile);
     };
 
-    if (first_tile < tiles.end) {
+    if (order.has(order.first)) {
         loader.load_all_keys(shared, score_tile.k_start);
-        loader.load_dout(shared, first_head, first_tile);
-        loader.load_q(shared, first_head, first_tile);
+        loader.load_dout(shared, first_head, order.first);
+        loader.load_q(shared, first_head, order.first);
         cp_async_wait<1>();
         nonfinite.k = __syncthreads_or(loaded_nonfinite(shared.k));
         if constexpr (K_DOT) nonfinite.k_dot = __syncthreads_or(loaded_nonfinite(shared.k_dot));
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);
-            for (int tile = first_tile; tile < tiles.end; tile = next_query_tile(tile))
+            for (int tile = order.first; order.has(tile); tile = order.after(tile))
                 if (score_tile.full(tiles, tile)) iterate(Bool<false>{}, head, tile);
                 else iterate(Bool<true>{}, head, tile);
         }

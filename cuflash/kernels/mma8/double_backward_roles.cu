@@ -56,28 +56,6 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// The query tiles that see the block's keys, of each query head of the group.
-struct Visits {
-    const ScoreTile& score_tile;
-    TileCoord coord;
-    QueryTiles tiles;
-    int first_tile, first_head, end_head;
-
-    struct Visit { int head, tile; };
-    __device__ __forceinline__ Visit first() const {
-        return {first_tile < tiles.end ? first_head : end_head, first_tile};
-    }
-    __device__ __forceinline__ bool exists(const Visit& visit) const {
-        return visit.head < end_head;
-    }
-    // Whole warp.
-    __device__ __forceinline__ Visit after(const Visit& visit) const {
-        const int tile = score_tile.pair_mask.query_tile_after(visit.tile, coord.tile, tiles.end);
-        if (tile < tiles.end) return {visit.head, tile};
-        return {visit.head + 1, first_tile};
-    }
-};
-
 // ---- Score warps ----
 
 // A warp's keys of V or ddV: of tile n and eight columns from 8 k on, the lane's operands B.
@@ -127,9 +105,9 @@ __device__ __forceinline__ void gemm_values(
 
 // The weights of the query tiles, one after another.
 __device__ __forceinline__ void compute_all_weights(
-    SharedPlan& shared, const Arguments& args, const Visits& visits, ScoreTile& score_tile) {
+    SharedPlan& shared, const Arguments& args, TileCoord coord, const QueryWalk& walk,
+    ScoreTile& score_tile) {
     const BackwardArguments& arrays = arrays_of(args);
-    const TileCoord coord = visits.coord;
     const int num_keys = arrays.shape.seqlen_k - score_tile.k_start;
     ValueFragments v, v_dot;
     const auto load = [&](ValueFragments& values, const Element* rows, i64 step) {
@@ -160,10 +138,10 @@ __device__ __forceinline__ void compute_all_weights(
         barrier_arrive(WEIGHTS_FULL + stage_index, THREADS);
         stage_index ^= 1;
     };
-    for (auto visit = visits.first(); visits.exists(visit); visit = visits.after(visit)) {
-        if (visit.tile == visits.first_tile) score_tile.set_head(args, coord.batch, visit.head);
+    for (auto visit = walk.first(); walk.has(visit); visit = walk.after(visit)) {
+        if (visit.tile == walk.order.first) score_tile.set_head(args, coord.batch, visit.head);
         score_tile.q_start = visit.tile * BLOCK_Q;
-        if (score_tile.full(visits.tiles, visit.tile)) compute(Bool<false>{}, visit.head);
+        if (score_tile.full(walk.order.tiles, visit.tile)) compute(Bool<false>{}, visit.head);
         else compute(Bool<true>{}, visit.head);
     }
 }
@@ -201,12 +179,12 @@ __device__ __forceinline__ void find_nonfinite_queries(
 // d2K and d2V of the block's keys, and their part of d2Q.
 __device__ __forceinline__ void compute_gradients(
     KeyGrid::Sums& d2k, ValueGrid::Sums& d2v, SharedPlan& shared, const Arguments& args,
-    const Visits& visits, ScoreTile& score_tile, int num_q_tiles) {
+    TileCoord coord, const QueryWalk& walk, ScoreTile& score_tile, int num_q_tiles) {
     const BackwardArguments& arrays = arrays_of(args);
-    const Loader<GradientWarps> loader{args, arrays, visits.coord, visits.end_head};
-    Visits::Visit visit = visits.first();
-    if (!visits.exists(visit)) return;
-    Visits::Visit next = visits.after(visit);               // of which dO, or all, is in flight
+    const Loader<GradientWarps> loader{args, arrays, coord, walk.end_head};
+    QueryWalk::Place visit = walk.first();
+    if (!walk.has(visit)) return;
+    QueryWalk::Place next = walk.after(visit);               // of which dO, or all, is in flight
 
     loader.load_k(shared.k, score_tile.k_start);
     loader.load_k_dot(shared.k_dot, score_tile.k_start);
@@ -219,22 +197,24 @@ __device__ __forceinline__ void compute_gradients(
     cp_async_wait<2>();
     barrier_arrive(Q_FULL, THREADS);
     cp_async_wait<1>();
-    if (visits.exists(next)) barrier_arrive(DOUT_FULL + 1, THREADS);
+    if (walk.has(next)) barrier_arrive(DOUT_FULL + 1, THREADS);
     Nonfinite nonfinite;
     find_nonfinite_keys(nonfinite, shared);
 
     int stage_index = 0;
+    DqTurns<GradientWarps> turns;
     const auto add = [&](auto masked) {
         constexpr bool MASKED = masked.value;
         QueryStage& stage = shared.stages[stage_index];
-        const Visits::Visit second = visits.exists(next) ? visits.after(next) : next;
+        const QueryWalk::Place second = walk.has(next) ? walk.after(next) : next;
         barrier_sync(WEIGHTS_FULL + stage_index, THREADS);
         if constexpr (MASKED) find_nonfinite_queries(nonfinite, shared, stage);
         gradient_gemm<ValueGrid, true, MASKED>(
             d2v, stage.p_dot, stage.dout, score_tile, nonfinite.dout);
         cp_async_wait<0>();
-        if (visits.exists(next)) barrier_arrive(Q_FULL, THREADS);
+        if (walk.has(next)) barrier_arrive(Q_FULL, THREADS);
         GradientWarps::sync();                              // dO is free
+        turns.pass_on();
         loader.load_dout(stage, second.head, second.tile);
         add_to_d2k<MASKED>(d2k, stage.tx, stage.ds, stage, score_tile, nonfinite);
         GradientWarps::sync();                              // Q and ddQ are free
@@ -242,20 +222,21 @@ __device__ __forceinline__ void compute_gradients(
         QueryGrid::Sums d2q;
         compute_d2q<MASKED>(d2q, stage.tx, stage.ds, shared, score_tile, nonfinite);
         cp_async_wait<1>();
-        if (visits.exists(second)) barrier_arrive(DOUT_FULL + stage_index, THREADS);
-        add_to_dq_in_order<GradientWarps>(
-            arrays, score_tile, visits.coord, visit.head, visit.tile, num_q_tiles, d2q);
+        if (walk.has(second)) barrier_arrive(DOUT_FULL + stage_index, THREADS);
+        add_to_dq_in_order(
+            turns, arrays, score_tile, coord, visit.head, visit.tile, num_q_tiles, d2q);
         stage_index ^= 1;
         visit = next;
         next = second;
     };
-    while (visits.exists(visit)) {
-        if (visit.tile == visits.first_tile)
-            score_tile.set_head(args, visits.coord.batch, visit.head);
+    while (walk.has(visit)) {
+        if (visit.tile == walk.order.first)
+            score_tile.set_head(args, coord.batch, visit.head);
         score_tile.q_start = visit.tile * BLOCK_Q;
-        if (score_tile.full(visits.tiles, visit.tile)) add(Bool<false>{});
+        if (score_tile.full(walk.order.tiles, visit.tile)) add(Bool<false>{});
         else add(Bool<true>{});
     }
+    turns.finish();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -275,22 +256,19 @@ double_backward_roles(const __grid_constant__ Arguments call_args) {
     const BackwardArguments& arrays = arrays_of(args);
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const int first_tile = SEGMENTS
-        ? score_tile.pair_mask.query_tile_after(tiles.first - 1, coord.tile, tiles.end)
-        : tiles.first;
     const int first_head = coord.head * group_size;
-    const Visits visits{
-        score_tile, coord, tiles, first_tile, first_head, first_head + group_size};
+    const QueryWalk walk{QueryOrder(score_tile.pair_mask, tiles, coord.tile), first_head,
+                         first_head + group_size};
 
     if (threadIdx.x / 32 < ROLE_WARPS) {
-        compute_all_weights(shared, args, visits, score_tile);
+        compute_all_weights(shared, args, coord, walk, score_tile);
         return;
     }
     KeyGrid::Sums d2k;
     ValueGrid::Sums d2v;
     set_zero<KeyGrid::M_TILES, KeyGrid::N_TILES>(d2k);
     set_zero<ValueGrid::M_TILES, ValueGrid::N_TILES>(d2v);
-    compute_gradients(d2k, d2v, shared, args, visits, score_tile, num_q_tiles);
+    compute_gradients(d2k, d2v, shared, args, coord, walk, score_tile, num_q_tiles);
 
     // Epilogue.
     const int num_keys = arrays.shape.seqlen_k;

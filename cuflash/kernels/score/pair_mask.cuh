@@ -149,17 +149,17 @@ template <class Arguments> struct PairMaskOf {
     // The last tile in [first, k_tile) that is not skipped; less than `first` if there is none.
     // Called by a whole warp, which tests 32 tiles at a time.
     int key_tile_before(int q_tile, int k_tile, int first) const {
-        if constexpr (SEGMENTS) {
-            for (int start = k_tile - 1; start >= first; start -= 32) {
-                const int tile = start - threadIdx.x % 32;
-                const u32 visited =
-                    __ballot_sync(0xFFFFFFFFu, tile >= first && !skips(q_tile, tile));
-                if (visited != 0) return start - (__ffs(visited) - 1);
-            }
-            return first - 1;
-        } else {
+        if constexpr (SEGMENTS)
+            return last_tile(first, k_tile, [&](int tile) { return !skips(q_tile, tile); });
+        else
             return k_tile - 1;
-        }
+    }
+    // The same of query tiles.
+    int query_tile_before(int q_tile, int k_tile, int first) const {
+        if constexpr (SEGMENTS)
+            return last_tile(first, q_tile, [&](int tile) { return !skips(tile, k_tile); });
+        else
+            return q_tile - 1;
     }
 
     // The first tile in (q_tile, end) that is not skipped; `end` if there is none.
@@ -175,6 +175,16 @@ template <class Arguments> struct PairMaskOf {
         } else {
             return q_tile + 1;
         }
+    }
+
+    // The last tile in [first, end) that is visited; first - 1 if there is none.
+    template <class IsVisited> static int last_tile(int first, int end, IsVisited is_visited) {
+        for (int start = end - 1; start >= first; start -= 32) {
+            const int tile = start - threadIdx.x % 32;
+            const u32 visited = __ballot_sync(0xFFFFFFFFu, tile >= first && is_visited(tile));
+            if (visited != 0) return start - (__ffs(visited) - 1);
+        }
+        return first - 1;
     }
 
     // How many of the tiles [first, end) are visited.

@@ -51,23 +51,21 @@ static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or tw
 struct QueryLoader {
     const Arguments& args;
     const BackwardArguments& arrays;
-    const ScoreTile& score_tile;
+    const QueryOrder& order;
     Strides q_stride, dout_stride;
-    QueryTiles tiles;
-    int k_tile, first_tile, tiles_of_head;
+    int tiles_of_head;
     const u16 *q, *dout;                                    // this thread's first chunk
     i64 row;                                                // in lse and delta
     int loads_left;                                         // tiles; with SEGMENTS heads
     int next_tile;
 
     __device__ __forceinline__ QueryLoader(
-        const Arguments& args, const ScoreTile& score_tile, QueryTiles tiles, int first_tile,
-        TileCoord coord, int first_head, int group_size)
-        : args(args), arrays(arrays_of(args)), score_tile(score_tile), q_stride(arrays.q_stride),
-          dout_stride(arrays.dout_stride), tiles(tiles), k_tile(coord.tile),
-          first_tile(first_tile), tiles_of_head(tiles.end - first_tile) {
+        const Arguments& args, const QueryOrder& order, TileCoord coord, int first_head,
+        int group_size)
+        : args(args), arrays(arrays_of(args)), order(order), q_stride(arrays.q_stride),
+          dout_stride(arrays.dout_stride), tiles_of_head(order.tiles.end - order.tiles.first) {
         const Strides &qs = q_stride, &dos = dout_stride;
-        const i64 first_row = static_cast<i64>(first_tile) * BLOCK_Q;
+        const i64 first_row = static_cast<i64>(order.first) * BLOCK_Q;
         q = thread_source(
             arrays.q, coord.batch * qs.batch + first_head * qs.head + first_row * qs.token,
             qs.token);
@@ -76,8 +74,9 @@ struct QueryLoader {
             dos.token);
         row = (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + first_head)
             * rows_of_head(args) + first_row;
-        loads_left = SEGMENTS ? (tiles_of_head > 0 ? group_size : 0) : tiles_of_head * group_size;
-        next_tile = first_tile;
+        loads_left = SEGMENTS ? (order.has(order.first) ? group_size : 0)
+                              : tiles_of_head * group_size;
+        next_tile = order.first;
     }
 
     // Starts the next load, to `stage`, unless all tiles are loaded.
@@ -105,15 +104,15 @@ private:
     // To the next tile that is visited, of this head or the next.
     __device__ __forceinline__ void advance() {
         int tile_step = 1, head_step = 0;
-        if constexpr (SEGMENTS) {
+        if constexpr (SEGMENTS || LAST_QUERIES_FIRST) {
             const int loaded = next_tile;
-            next_tile = score_tile.pair_mask.query_tile_after(next_tile, k_tile, tiles.end);
-            head_step = next_tile == tiles.end ? 1 : 0;
-            if (head_step) next_tile = first_tile;
-            loads_left -= head_step;
+            next_tile = order.after(loaded);
+            head_step = order.has(next_tile) ? 0 : 1;
+            if (head_step) next_tile = order.first;
+            if (SEGMENTS) loads_left -= head_step;
             tile_step = next_tile - loaded;
-        } else if (++next_tile == tiles.end) {
-            next_tile = first_tile;
+        } else if (++next_tile == order.tiles.end) {
+            next_tile = order.first;
             tile_step -= tiles_of_head;
             head_step = 1;
         }
@@ -237,12 +236,9 @@ backward_mma(const __grid_constant__ Arguments call_args) {
     const int k_start = coord.tile * BLOCK_K;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
-    const auto next_query_tile = [&](int tile) {
-        return score_tile.pair_mask.query_tile_after(tile, coord.tile, tiles.end);
-    };
-    const int first_tile = SEGMENTS ? next_query_tile(tiles.first - 1) : tiles.first;
+    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size;
-    QueryLoader loader(args, score_tile, tiles, first_tile, coord, first_head, group_size);
+    QueryLoader loader(args, order, coord, first_head, group_size);
 
     KeyGrid::Fragments dk;
     ValueGrid::Fragments dv;
@@ -255,6 +251,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
     // Main loop, one query tile per iteration. Its Q and dO are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
     int stage = 0;
+    DqTurns<> turns;
     bool lacks_nonfinite = false;                           // the same in all threads
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
@@ -262,6 +259,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
         const u32 dout_smem = shared_address(&shared.dout[stage]);
         score_tile.q_start = tile * BLOCK_Q;
         const bool nonfinite = wait_for_queries<MASKED>(q_smem, dout_smem);
+        turns.pass_on();
         if constexpr (MASKED) lacks_nonfinite |= nonfinite || k_nonfinite;
         if (NUM_STAGES == 2) loader.load(shared, stage ^ 1);
 
@@ -270,7 +268,7 @@ backward_mma(const __grid_constant__ Arguments call_args) {
 
         gradient_gemm<false, BLOCK_Q, MASKED>(
             dv, p_smem, dout_smem, ValueGrid::first_row(), ValueGrid::first_column(), nonfinite);
-        add_dq<MASKED>(arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem, k_smem,
+        add_dq<MASKED>(turns, arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem, k_smem,
                        k_nonfinite);
         gradient_gemm<false, BLOCK_Q, MASKED>(
             dk, ds_smem, q_smem, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
@@ -285,12 +283,13 @@ backward_mma(const __grid_constant__ Arguments call_args) {
 
     for (int head = first_head; head < first_head + group_size; ++head) {
         score_tile.set_head(args, coord.batch, head);
-        for (int tile = first_tile; tile < tiles.end; tile = next_query_tile(tile))
+        for (int tile = order.first; order.has(tile); tile = order.after(tile))
             if (score_tile.full(tiles, tile)) iterate(Bool<false>{}, head, tile);
             else iterate(Bool<true>{}, head, tile);
     }
 
     // Epilogue.
+    turns.finish();
     store_gradients(shared, arrays, coord, num_rows, dk, dv, scale);
     if (lacks_nonfinite) add_nonfinite_terms(args, coord, score_tile, tiles);
 }

@@ -2,6 +2,7 @@
 // of dQ, dK and dV to global memory.
 #pragma once
 #include "common/dq_semaphore.cuh"
+#include "score/query_order.cuh"
 #include "common/head_rows.cuh"
 #include "common/packed_sequences.cuh"
 #include "common/scheduler.cuh"
@@ -31,27 +32,27 @@ __device__ __forceinline__ void gradient_gemm(
 // dQ = dS K of query tile q_tile, added to its float sums, DQ_SLICE tiles of columns at a time.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
-    const BackwardArguments& arrays, const ScoreTile& score_tile, TileCoord coord, int head,
-    int q_tile, int num_q_tiles, u32 ds_smem, u32 k_smem, bool k_nonfinite) {
+    DqTurns<>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
+    TileCoord coord, int head, int q_tile, int num_q_tiles, u32 ds_smem, u32 k_smem,
+    bool k_nonfinite) {
     const i64 pair = static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head;
     int* semaphore = arrays.dq_semaphores + (pair * num_q_tiles + q_tile);
     float* sum = dq_sum_tile(arrays.dq_sum, pair * num_q_tiles + q_tile)
                + dq_sum_first(threadIdx.x);
-    add_in_order(semaphore, score_tile.dq_rank(q_tile, coord.tile), [&] {
+    #pragma unroll
+    for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
+        float dq[QueryGrid::M_TILES][DQ_SLICE][4];
+        set_zero(dq);
+        gradient_gemm<true, BLOCK_K, MASKED>(
+            dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
+            k_nonfinite);
+        if (first == 0) turns.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
         #pragma unroll
-        for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
-            float dq[QueryGrid::M_TILES][DQ_SLICE][4];
-            set_zero(dq);
-            gradient_gemm<true, BLOCK_K, MASKED>(
-                dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
-                k_nonfinite);
+        for (int m = 0; m < QueryGrid::M_TILES; ++m)
             #pragma unroll
-            for (int m = 0; m < QueryGrid::M_TILES; ++m)
-                #pragma unroll
-                for (int n = 0; n < DQ_SLICE; ++n)
-                    reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
-        }
-    });
+            for (int n = 0; n < DQ_SLICE; ++n)
+                reduce_add_4(sum + dq_sum_step(m, first + n), dq[m][n]);
+    }
 }
 
 // Scales a gradient, rounds it and stores it through a tile of shared memory. Whole block.

@@ -39,29 +39,9 @@ struct SharedPlan {
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or two stages");
 
-// A query tile of a query head.
-struct QueryCoord { int head, tile; };
-
-// The query tiles that see the block's keys: those of the group's first head, then those of its
-// second head, and so on.
-struct QueryWalk {
-    const PairMask& pair_mask;
-    QueryTiles tiles;
-    int k_tile, first_tile, end_head;
-
-    __device__ __forceinline__ QueryCoord first(int head) const {
-        return {first_tile < tiles.end ? head : end_head, first_tile};
-    }
-    // Called by whole warps.
-    __device__ __forceinline__ QueryCoord after(QueryCoord at) const {
-        const int tile = pair_mask.query_tile_after(at.tile, k_tile, tiles.end);
-        return tile < tiles.end ? QueryCoord{at.head, tile} : QueryCoord{at.head + 1, first_tile};
-    }
-};
-
 // Starts the loads of a query tile's rows and statistics, one cp.async group.
 __device__ __forceinline__ void load_queries(
-    SharedPlan& shared, const Arguments& args, int batch, QueryCoord at, int stage) {
+    SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int start = at.tile * BLOCK_Q, end = shape.seqlen_q;
@@ -191,12 +171,9 @@ double_backward_mma(const __grid_constant__ Arguments call_args) {
     const int group_size = arrays.shape.num_heads_q / arrays.shape.num_heads_kv;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(coord.tile * BLOCK_K, BLOCK_Q, BLOCK_K);
-    const int first_tile = SEGMENTS ? score_tile.pair_mask.query_tile_after(
-                                          tiles.first - 1, coord.tile, tiles.end)
-                                    : tiles.first;
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    const QueryWalk walk{score_tile.pair_mask, tiles, coord.tile, first_tile, end_head};
-    QueryCoord at = walk.first(first_head);
+    const QueryWalk walk{{score_tile.pair_mask, tiles, coord.tile}, first_head, end_head};
+    QueryWalk::Place at = walk.first();
 
     KeyGrid::Fragments d2k;
     ValueGrid::Fragments d2v;
@@ -205,21 +182,23 @@ double_backward_mma(const __grid_constant__ Arguments call_args) {
 
     load_keys(shared, args, coord);
     cp_async_commit();
-    if (at.head < end_head) load_queries(shared, args, coord.batch, at, 0);
+    if (walk.has(at)) load_queries(shared, args, coord.batch, at, 0);
     cp_async_wait<0>();
     const bool k_nonfinite = __syncthreads_or(keys_nonfinite(shared));
 
     // Main loop, one query tile per iteration. Its rows are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
     int stage = 0;
-    const auto iterate = [&](auto masked, QueryCoord next) {
+    DqTurns<> turns;
+    const auto iterate = [&](auto masked, QueryWalk::Place next) {
         constexpr bool MASKED = masked.value;
         const BiasTangent<float> bias_tangent(args, 0, coord.batch, at.head);
         bool nonfinite = false;                             // in Q, ddQ, dO; in all threads
         cp_async_wait<0>();
         if constexpr (MASKED) nonfinite = __syncthreads_or(queries_nonfinite(shared, stage));
         else __syncthreads();
-        if (NUM_STAGES == 2 && next.head < end_head)
+        turns.pass_on();
+        if (NUM_STAGES == 2 && walk.has(next))
             load_queries(shared, args, coord.batch, next, stage ^ 1);
 
         compute_weights<MASKED>(shared, score_tile, bias_tangent, stage);
@@ -229,7 +208,7 @@ double_backward_mma(const __grid_constant__ Arguments call_args) {
             d2v, shared.p_dot, shared.dout[stage], ValueGrid::first_row(),
             ValueGrid::first_column(), score_tile, nonfinite);
         add_d2q<MASKED>(
-            shared, arrays, score_tile, coord, at.head, at.tile, num_q_tiles, k_nonfinite);
+            turns, shared, arrays, score_tile, coord, at.head, at.tile, num_q_tiles, k_nonfinite);
         add_product<false, BLOCK_Q, MASKED>(
             d2k, shared.tx, shared.q[stage], KeyGrid::first_row(), KeyGrid::first_column(),
             score_tile, nonfinite);
@@ -240,14 +219,14 @@ double_backward_mma(const __grid_constant__ Arguments call_args) {
 
         if (NUM_STAGES == 1) {
             __syncthreads();
-            if (next.head < end_head) load_queries(shared, args, coord.batch, next, 0);
+            if (walk.has(next)) load_queries(shared, args, coord.batch, next, 0);
         } else {
             stage ^= 1;
         }
     };
 
-    while (at.head < end_head) {
-        const QueryCoord next = walk.after(at);
+    while (walk.has(at)) {
+        const QueryWalk::Place next = walk.after(at);
         score_tile.set_head(args, coord.batch, at.head);
         score_tile.q_start = at.tile * BLOCK_Q;
         if (score_tile.full(tiles, at.tile)) iterate(Bool<false>{}, next);
@@ -255,5 +234,6 @@ double_backward_mma(const __grid_constant__ Arguments call_args) {
         at = next;
     }
 
+    turns.finish();
     store_gradients(shared, arrays, coord, d2k, d2v);
 }

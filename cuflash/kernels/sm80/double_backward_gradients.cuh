@@ -41,28 +41,28 @@ __device__ __forceinline__ void add_product(
 // columns at a time.
 template <bool MASKED, class Shared>
 __device__ __forceinline__ void add_d2q(
-    const Shared& shared, const BackwardArguments& arrays, const ScoreTile& score_tile,
-    TileCoord coord, int head, int q_tile, int num_q_tiles, bool nonfinite) {
+    DqTurns<>& turns, const Shared& shared, const BackwardArguments& arrays,
+    const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
+    bool nonfinite) {
     const i64 pair = static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head;
     int* semaphore = arrays.dq_semaphores + (pair * num_q_tiles + q_tile);
     float* sum = dq_sum_tile(arrays.dq_sum, pair * num_q_tiles + q_tile)
                + dq_sum_first(threadIdx.x);
-    add_in_order(semaphore, score_tile.dq_rank(q_tile, coord.tile), [&] {
-        #pragma unroll
-        for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
-            const int row = QueryGrid::first_row(), column = QueryGrid::first_column() + first * 8;
-            float d2q[QueryGrid::M_TILES][DQ_SLICE][4];
-            set_zero(d2q);
+    #pragma unroll
+    for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
+        const int row = QueryGrid::first_row(), column = QueryGrid::first_column() + first * 8;
+        float d2q[QueryGrid::M_TILES][DQ_SLICE][4];
+        set_zero(d2q);
+        add_product<true, BLOCK_K, MASKED>(
+            d2q, shared.tx, shared.k, row, column, score_tile, nonfinite);
+        if constexpr (K_DOT)
             add_product<true, BLOCK_K, MASKED>(
-                d2q, shared.tx, shared.k, row, column, score_tile, nonfinite);
-            if constexpr (K_DOT)
-                add_product<true, BLOCK_K, MASKED>(
-                    d2q, shared.ds, shared.k_dot, row, column, score_tile, nonfinite);
+                d2q, shared.ds, shared.k_dot, row, column, score_tile, nonfinite);
+        if (first == 0) turns.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
+        #pragma unroll
+        for (int m = 0; m < QueryGrid::M_TILES; ++m)
             #pragma unroll
-            for (int m = 0; m < QueryGrid::M_TILES; ++m)
-                #pragma unroll
-                for (int n = 0; n < DQ_SLICE; ++n)
-                    reduce_add_4(sum + dq_sum_step(m, first + n), d2q[m][n]);
-        }
-    });
+            for (int n = 0; n < DQ_SLICE; ++n)
+                reduce_add_4(sum + dq_sum_step(m, first + n), d2q[m][n]);
+    }
 }

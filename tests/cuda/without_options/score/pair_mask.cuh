@@ -24,6 +24,7 @@ struct PairMask {
     IdRange ids_of_queries(int tile) const;
     IdRange ids_of_keys(int tile) const;
     int key_tile_before(int, int k_tile, int) const { return k_tile - 1; }
+    int query_tile_before(int q_tile, int, int) const { return q_tile - 1; }
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
     int query_tiles_between(int first, int end, int k_tile) const;
     int key_tiles_before(int q_tile, int k_tile, int first) const;
