@@ -383,12 +383,16 @@ def _is_wide(tile: Tile) -> bool:
     return tile.block_k == 64
 
 
-def _has_short_loops(problem: Problem) -> bool:
-    """Whether key tiles have few iterations: K then has two stages.
+def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
+    """DOUBLE_BUFFERED_K of sm90/backward_shared.cuh.
 
-    See DOUBLE_BUFFERED_K in sm90/backward_shared.cuh.
+    Where key tiles have few iterations, and without options where shared
+    memory has room for it and it was no slower: at head_dim up to 64.
     """
-    return not {"window", "segment_ids"}.isdisjoint(problem.options)
+    if not {"window", "segment_ids"}.isdisjoint(problem.options):
+        return True
+    is_plain = set(problem.options) <= {"sink"}
+    return is_plain and tile.block_q > 64 and tile.num_stages == 2
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
@@ -401,7 +405,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
-        if _has_short_loops(problem):
+        if _double_buffered_k(problem, tile):
             keys += tile_bytes(tile.block_k, d)
             barriers += 3
     else:
@@ -439,6 +443,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
     shared = _backward_shared(problem, tile)
     wide = "_wide" if _is_wide(tile) else ""
+    of_narrow = () if wide else (
+        ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
+    )  # fmt: skip
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
@@ -489,6 +496,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ("STAGES", tile.num_stages),
             ("SHARED_BYTES", shared),
             *option_constants(problem, "Wgmma"),
+            *of_narrow,
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,

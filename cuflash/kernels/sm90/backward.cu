@@ -46,7 +46,7 @@
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
 // SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; Arguments and the
 // options (docs/guide/options.md).
-// Shared memory and barriers: backward_shared.cuh.
+// Shared memory, barriers, DOUBLE_BUFFERED_K: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
 // tiles with a non-finite dK or dV are flagged, and finish/dq.cu recomputes such rows.

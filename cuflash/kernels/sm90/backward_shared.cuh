@@ -7,7 +7,13 @@
 // of dQ is in the staging buffer. DQ_EMPTY + g: the writer warp has read it. CONSUMER_SYNC + g: its
 // warps meet.
 //
-// Constants: Element, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES, SHARED_BYTES.
+// DOUBLE_BUFFERED_K: where a tile has few iterations, the time between tiles counts. K then has two
+// stages, and V is released after its last matmul, so the next tile's K and V are there when it
+// begins. A tile's end does not wait until the stores of dK and dV have read shared memory: dK is
+// stored through K's stage, dV through the staging buffer of dQ.
+//
+// Constants: Element, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES, DOUBLE_BUFFERED_K,
+// SHARED_BYTES.
 #pragma once
 #include "sm90/backward_producer.cuh"
 #include "sm90/row_stats.cuh"
@@ -15,12 +21,6 @@
 constexpr int CONSUMERS = BLOCK_K / 64;                     // warpgroups
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, CONSUMER_WARPS = CONSUMER_THREADS / 32;
 constexpr int DQ_PART_BYTES = BLOCK_Q * HEAD_DIM * 4 / CONSUMERS;    // a warpgroup's, in float
-
-// Where a tile has few iterations, the time between tiles counts. K then has two stages, and V is
-// released after its last matmul, so the next tile's K and V are there when it begins. A tile's end
-// does not wait until the stores of dK and dV have read shared memory: dK is stored through K's
-// stage, dV through the staging buffer of dQ.
-constexpr bool DOUBLE_BUFFERED_K = WINDOW || SEGMENTS;
 
 constexpr int DQ_FULL = 2, DQ_EMPTY = 4, CONSUMER_SYNC = 6, DQ_THREADS = WARPGROUP + 32;
 
