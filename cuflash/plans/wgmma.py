@@ -519,6 +519,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads = _ordered_heads(problem.num_heads_kv, heads)
     if in_turns:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
+    last = last_section(
+        problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
+        longest_first=not in_turns,
+    )  # fmt: skip
     masks = {"window", "segment_ids", "mask", "cu_seqlens"}
     is_masked = problem.causal or not masks.isdisjoint(problem.options)
     return Plan(
@@ -544,14 +548,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *sink_launches(problem, tile, "Wgmma", integers=integers),
         ),  # fmt: skip
         heads_per_section=heads,
-        last_section=last_section(
-            problem,
-            heads,
-            kv_pairs,
-            k_tiles_of_head,
-            device.num_sms,
-            longest_first=not in_turns,
-        ),  # fmt: skip
+        last_section=last,
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
             workspace.query_rows(

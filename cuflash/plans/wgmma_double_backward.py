@@ -168,6 +168,10 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
+    last = last_section(
+        problem, heads, kv_pairs, tiles_of_head, device.num_sms,
+        longest_first=not problem.deterministic,
+    )  # fmt: skip
     return Plan(
         problem,
         "wgmma",
@@ -184,14 +188,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
             *_recompute_launches(problem, device),
         ),
         heads_per_section=heads,
-        last_section=last_section(
-            problem,
-            heads,
-            kv_pairs,
-            tiles_of_head,
-            device.num_sms,
-            longest_first=not problem.deterministic,
-        ),  # fmt: skip
+        last_section=last,
         workspace=(
             delta_buffer(problem),
             delta_dot_buffer(problem),

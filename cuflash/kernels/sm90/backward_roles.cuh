@@ -29,7 +29,7 @@ __device__ __forceinline__ void order_dq_additions(const Arguments& args, Shared
         __syncwarp();
         barrier_arrive(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
         barrier_sync(DQ_ADDED, SEMAPHORE_THREADS);
-        if (lane == 0) store_release(semaphore, turn + 1);
+        if (lane == 0) store_release(semaphore, turn + 1);  // covers additions before the barrier
         __syncwarp();
     });
 }
