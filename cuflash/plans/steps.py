@@ -51,9 +51,9 @@ def last_section(
     """The section of all (batch, head) pairs that are left.
 
     It has more pairs than the `heads` of other sections where tiles differ in
-    length and come with the `longest_first`. Blocks would otherwise wait for
-    the longest tile of the last few heads. A pair has `tiles`; `running`
-    blocks run at a time.
+    length and start `longest_first`. Blocks would otherwise wait for the
+    longest tile of the last few heads. A pair has `tiles`; `running` blocks
+    run at a time.
     """
     others = {"window", "segment_ids", "cu_seqlens"}
     has_triangle = problem.causal and others.isdisjoint(problem.options)

@@ -1,6 +1,5 @@
 // Deterministic dQ: the key tiles of one head add to a query tile's dQ in order, so that dQ is the
-// same in every run. All functions are called by whole blocks, or by all of Threads
-// (thread_groups.cuh).
+// same in every run. Called by whole blocks, or by all of Threads (thread_groups.cuh).
 //
 // A semaphore of each query tile counts the key tiles that have added to it. Semaphores and the
 // counter of tickets are zeroed before the kernel.
@@ -23,6 +22,12 @@ __device__ __forceinline__ int block_ticket(int* tile_counter, void* shared_byte
     return ticket;
 }
 
+// The index of a query tile among those of all query heads.
+__device__ __forceinline__ i64 query_tile_index(
+    const BackwardArguments& arrays, int batch, int head, int num_q_tiles, int q_tile) {
+    return (static_cast<i64>(batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
+}
+
 // The turns of a block, or of some of its warps: Threads.
 template <class Threads = WholeBlock> struct DqTurns {
     int* semaphore = nullptr;                               // of the turn to be passed on
@@ -37,8 +42,8 @@ template <class Threads = WholeBlock> struct DqTurns {
         semaphore = of_tile;
         next_rank = rank + 1;
     }
-    // Once a barrier of Threads separates them from all additions: some time after those, which
-    // are complete then, so that nobody waits for the store.
+    // After a barrier of Threads that follows their additions. If those are complete by then, the
+    // store need not wait for them.
     __device__ __forceinline__ void pass_on() {
         if (!DETERMINISTIC) return;
         if (Threads::rank() == 0 && semaphore != nullptr) store_release(semaphore, next_rank);

@@ -174,9 +174,8 @@ template <class Threads = WholeBlock>
 __device__ __forceinline__ void add_to_dq_in_order(
     DqTurns<Threads>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
     TileCoord coord, int head, int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
-    int* semaphore = arrays.dq_semaphores
-        + (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
-    turns.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
+    const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
+    turns.wait(arrays.dq_semaphores + index, score_tile.dq_rank(q_tile, coord.tile));
     add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
 }
 

@@ -35,10 +35,9 @@ __device__ __forceinline__ void add_dq(
     DqTurns<>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
     TileCoord coord, int head, int q_tile, int num_q_tiles, u32 ds_smem, u32 k_smem,
     bool k_nonfinite) {
-    const i64 pair = static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + head;
-    int* semaphore = arrays.dq_semaphores + (pair * num_q_tiles + q_tile);
-    float* sum = dq_sum_tile(arrays.dq_sum, pair * num_q_tiles + q_tile)
-               + dq_sum_first(threadIdx.x);
+    const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
+    int* semaphore = arrays.dq_semaphores + index;
+    float* sum = dq_sum_tile(arrays.dq_sum, index) + dq_sum_first(threadIdx.x);
     #pragma unroll
     for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
         float dq[QueryGrid::M_TILES][DQ_SLICE][4];

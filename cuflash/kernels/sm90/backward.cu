@@ -22,6 +22,7 @@
 //     backward_score_mod.cuh      softcap, ALiBi, bias and dbias
 //     backward_epilogue.cuh       dK and dV of a work tile
 //     backward_integer_dq.cuh     parts of dQ as integers
+//     backward_dq_writers.cuh     the writer warps
 //
 // The matmuls of an iteration are issued so that the tensor cores have work while warps compute:
 //
@@ -58,7 +59,8 @@ constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
 constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
-constexpr bool EARLY_STATISTICS = !DEFERRED_DQ && LINEAR && !PAIRWISE && !DROPOUT;      // faster
+// Whether rows' statistics are read before S is issued: where that was measured to be faster.
+constexpr bool EARLY_STATISTICS = !DEFERRED_DQ && LINEAR && !PAIRWISE && !DROPOUT;
 
 // An SM has 64 K registers: the consumers get those that the producer does not need. With SEGMENTS
 // the producer's search for tiles needs more than 24 and spills; the consumers can spare none.
