@@ -16,6 +16,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx-mathjax-offline",
     "numpydoc",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
 root_doc = "index"
@@ -49,9 +50,15 @@ sphinx_gallery_conf = {
 }
 
 
+# The copy button leaves out prompts, and the results below them.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+
 def link(app, what, name, thing, options, lines):
-    """Make links of what a docstring names."""
+    """Make links of what a docstring names; set formulas' names upright."""
     lines[:] = [docstrings.linked(line, name) for line in lines]
+    lines[:] = docstrings.upright(lines)
 
 
 def find_in_reference(app, env, node, content):

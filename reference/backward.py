@@ -4,7 +4,7 @@ Four schedules of one computation, all equal to `attention.attention_vjp`.
 P is recomputed from lse, tile by tile:
 
 .. math::
-    P &= e^{S - lse},\quad dP = dO V^T,\quad dS = P (dP - D) \\
+    P &= e^{S - lse},\quad dP = dO V^T,\quad dS = P \circ (dP - D) \\
     dV_j &\mathrel{+}= P^T dO_i,\quad
     dK_j \mathrel{+}= scale \cdot dS^T Q_i,\quad
     dQ_i \mathrel{+}= scale \cdot dS K_j
@@ -24,9 +24,9 @@ alone. With out = P V, dP = dO V^T and lse_i = log sum_j exp(S_ij),
 
 .. math::
     \partial lse_i / \partial S_{ij} &= P_{ij} \\
-    dS_{ij} &= P_{ij} (dP_{ij} - rowsum(dO O)_i) + dlse_i P_{ij}
+    dS_{ij} &= P_{ij} (dP_{ij} - rowsum(dO \circ O)_i) + dlse_i P_{ij}
              = P_{ij} (dP_{ij} - D_i) \\
-    D_i &= rowsum(dO O)_i - dlse_i
+    D_i &= rowsum(dO \circ O)_i - dlse_i
 
 The same holds for a sink, a column of S whose value is 0, and with dropout,
 which acts on out and not on lse.

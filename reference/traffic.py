@@ -796,7 +796,7 @@ def tile_weights(
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""Return P and dS of a tile whose operands are in fast memory.
 
-    .. math:: P = e^{S - lse},\quad dS = P (dO V^T - D)
+    .. math:: P = e^{S - lse},\quad dS = P \circ (dO V^T - D)
 
     [001], "Blockwise equations".
 

@@ -3,8 +3,9 @@ Attention maps
 ==============
 
 The weights P are never stored, but the call gives them to whoever asks: with
-the identity as v, out = P I = P. Here four heads are made by hand to read a
-sentence in four ways.
+the identity as v, out = P I = P. That serves up to 512 keys, the largest
+head_dim_v; for more, pass slices of the identity, one call each. Here
+four heads are made by hand to read a sentence in four ways.
 """
 
 import matplotlib.pyplot as plt

@@ -3,7 +3,8 @@
 The pages are written to be read on GitHub too, where a link may lead to any
 file, and a folder's README.md is its first page. On the site docs/ is the
 root, a folder's first page is index.md, and a link to a file that is no page
-of the site becomes its text.
+of the site becomes its text. A link whose text is a page's path, as
+internals/sm90.md, gets the page's title.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def copy(root: Path, site: Path) -> None:
         kept.add(target)
         if source.endswith(".md"):
             text = (root / source).read_text(encoding="utf-8")
+            text = with_titles(text, root / source)
             text = with_links(text, source, name, targets)
             if title := OTHERS.get(source, ("", ""))[1]:
                 text = re.sub(r"\A# .*", f"# {title}", text)
@@ -114,6 +116,20 @@ def with_links(
         return f"{link['image']}[{link['text']}]({to})"
 
     return _LINK.sub(rewritten, text)
+
+
+def with_titles(text: str, source: Path) -> str:
+    """Return a page's text, with titles where links are named by paths."""
+
+    def titled(link: re.Match[str]) -> str:
+        path = link["target"].partition("#")[0]
+        page = source.parent / path
+        if not path.endswith(link["text"]) or not page.is_file():
+            return link[0]
+        title = re.match("# (.*)", page.read_text(encoding="utf-8"))
+        return f"[{title[1]}]({link['target']})" if title else link[0]
+
+    return _LINK.sub(titled, text)
 
 
 def toctree(text: str, name: str, pages: Iterable[str]) -> str:

@@ -30,8 +30,12 @@ PICTURES = {
 TITLES = {"jvp": "JVP", "kvcache": "KV cache", "running": "Running variance"}
 
 
-def write_bridges(site: Path) -> None:
-    """Write api/<bridge>.rst, with its public names if it can be imported."""
+def write_bridges(site: Path) -> list[str]:
+    """Write api/<bridge>.rst, with its public names if it can be imported.
+
+    Returns the extras that the other pages lack.
+    """
+    lacking = []
     for name, (title, need) in BRIDGES.items():
         page = site / "api" / f"{name}.rst"
         module = f"cuflash.{name}"
@@ -41,8 +45,10 @@ def write_bridges(site: Path) -> None:
                 text += "\n" + _bridge(f"{module}.{inner}", inner, "-")
         except ImportError:
             text = _missing(f"{title}: {module}", need)
+            lacking.append(need)
         write(page, text)
         remove_unlisted(site / "api" / "generated", module, text)
+    return list(dict.fromkeys(lacking))
 
 
 def remove_unlisted(folder: Path, module: str, text: str) -> None:
@@ -97,6 +103,7 @@ def _module(title: str, name: str = "") -> str:
     return "\n".join([*lines, ""])
 
 
-def write_all(site: Path) -> None:
-    write_bridges(site)
+def write_all(site: Path) -> list[str]:
+    """Write all pages; return the extras that those of bridges lack."""
     write_reference(site)
+    return write_bridges(site)

@@ -39,6 +39,22 @@ def test_links_lead_to_the_sites_pages(source, page, link, made):
     assert sources.with_links(link, source, page, TARGETS) == made
 
 
+@pytest.mark.parametrize(
+    "link, made",
+    [
+        ("[guide/a.md](a.md#x)", "[guide/a.md](a.md#x)"),
+        ("[a.md](a.md#x)", "[A](a.md#x)"),
+        ("[docs/guide/a.md](../../docs/guide/a.md)",
+         "[A](../../docs/guide/a.md)"),
+        ("[how](a.md)", "[how](a.md)"),
+        ("[gone.md](gone.md)", "[gone.md](gone.md)"),
+    ],
+)  # fmt: skip
+def test_a_link_named_by_a_path_gets_the_pages_title(repository, link, made):
+    page = repository / "docs/guide/README.md"
+    assert sources.with_titles(link, page) == made
+
+
 def test_a_folders_pages_are_in_its_order():
     text = "[b](b.md) and [x](../x/c.md), [again](b.md#at)"
     pages = ["f/index.md", "f/a.md", "f/b.md", "f/picture.png", "g/c.md"]
@@ -112,6 +128,38 @@ def test_pictures_of_modules_come_from_the_gallery():
 def test_a_bridge_without_its_library_says_what_to_install():
     page = stubs._missing("PyTorch", "torch")
     assert "cuflash[torch]" in page and "autosummary" not in page
+
+
+def test_a_build_in_ci_needs_every_bridge(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CI", "1")
+    monkeypatch.setattr(build_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(build_docs.sources, "copy", lambda *_: None)
+    monkeypatch.setattr(build_docs.stubs, "write_all", lambda _: ["torch"])
+    assert build_docs.build(tmp_path / "site") == 1
+    assert "cuflash[torch] is not installed" in capsys.readouterr().out
+
+
+def test_a_missing_bridge_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "cuflash.torch", None)
+    assert "torch" in stubs.write_bridges(tmp_path)
+    assert "automodule" not in (tmp_path / "api/torch.rst").read_text()
+
+
+@pytest.mark.parametrize(
+    "formula, made",
+    [
+        (r"D_i - dlse_i", r"D_i - d\mathrm{lse}_i"),
+        (r"e^{S - lse}", r"e^{S - \mathrm{lse}}"),
+        (r"ddK \circ dS", r"ddK \circ dS"),
+        (r"rotary\_dim", r"\mathrm{rotary\_dim}"),
+        (r"\mathrm{rowsum}(P)", r"\mathrm{rowsum}(P)"),
+    ],
+)
+def test_names_in_formulas_are_upright(formula, made):
+    inline = [f"Of dlse: :math:`{formula}`."]
+    block = [".. math::", f"    {formula}", "of scale and lse"]
+    assert docstrings.upright(inline) == [f"Of dlse: :math:`{made}`."]
+    assert docstrings.upright(block) == [block[0], f"    {made}", block[2]]
 
 
 def test_the_page_of_a_bridge_lists_functions_only(monkeypatch):
