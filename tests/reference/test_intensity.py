@@ -89,6 +89,6 @@ def test_operations_are_those_of_the_roofline():
 
 
 def test_nothing_moved_has_no_intensity():
-    assert intensity.of(0, intensity.block_product_counts(
-        0, 0, 0, block_m=1, block_n=1
-    )) == 0  # fmt: skip
+    blocks = {"block_m": 1, "block_n": 1}
+    counts = intensity.block_product_counts(0, 0, 0, **blocks)
+    assert intensity.of(0, counts) == 0

@@ -151,13 +151,14 @@ def test_tiles_move_less_than_row_blocks_from_4_d_on(times, less):
 @pytest.mark.parametrize("n", [1, 2, 3, 6])
 def test_draft_loads_o_for_every_key_tile(n):
     # [003], Algorithm 7: gamma T_c times. Its successor stores delta.
-    z = alike(block=T // n)
+    d = 5
+    z = alike(block=T // n, head_dim=d)
     draft = traffic_drafts.backward_key_outer_draft_counts(z)
     final = traffic.backward_key_outer_counts(z)
     assert draft["out"].loads == n * final["out"].loads
-    more = (n - 2) * T * D - (n + 1) * T
-    assert total(draft) - total(final) == more
-    assert (more < 0) == (n <= 2) or D <= 4
+    more = total(draft) - total(final)
+    assert more == (n - 2) * T * d - (n + 1) * T
+    assert (more < 0) == (n <= 2)
 
 
 def test_delta_halves_the_loads_of_k_and_v():
