@@ -29,6 +29,12 @@ tiles, one result.
 query_outer True
 key_outer True
 split_keys True
+
+Without softmax the tiles are terms of a sum, and the product associates:
+
+>>> plain = forward.without_softmax(q, k, v, scale=1, block_q=2, block_k=3)
+>>> print(np.allclose(plain, q @ (k.T @ v)))
+True
 """
 
 from __future__ import annotations

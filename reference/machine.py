@@ -45,6 +45,8 @@ An element of a matrix product, and what the machine did:
 >>> print(done.dram["c"])
 [[1. 0.]
  [0. 0.]]
+>>> print(done.intensity)  # MACs per LOAD or STORE
+0.4
 
 The fourth register of online softmax saves a pass over x:
 

@@ -35,6 +35,15 @@ difference of it.
 >>> change, expected = (dy * (moved - y)).sum(), (gradients.dx * step).sum()
 >>> print(f"{change / expected:.3f}")
 1.000
+
+dX of a single head, with dQ, dK and dV and without them:
+
+>>> wide = multihead.Weights(*rng.standard_normal((4, 8, 8)))
+>>> plain = multihead.multi_head_attention_vjp(dy, x, wide, num_heads=1)
+>>> dout = dy @ wide.w_o.T
+>>> folded = multihead.folded_projection_vjp(dout, x, *wide[:3])
+>>> print(np.allclose(folded, plain.dx))
+True
 """
 
 from __future__ import annotations
