@@ -60,14 +60,29 @@ class Grid:
 
     @property
     def tile(self):
-        """Return the smallest of at least 8 x 8; smaller ones are slow."""
+        """Return the smallest of at least 8 x 8: smaller ones are slow.
+
+        Hopper's forward tile has two consumer warpgroups of 64 queries, of
+        which a head's first or last tile may leave one without rows.
+        """
         arch = FAMILIES[self.family][1]
         problem = small_problem(self.direction, self.dtype, HEAD_DIM)
         legal = legal_tiles(problem, device_of_arch(arch), self.family)
+        smallest = 128 if self._two_warpgroups else 8
         return min(
-            (x for x in legal if min(x.block_q, x.block_k) >= 8),
+            (x for x in legal if x.block_q >= smallest and x.block_k >= 8),
             key=lambda x: (x.block_q * x.block_k, x.num_warps, x.num_stages),
         )
+
+    @property
+    def edges_q(self):
+        """Return where tiles of queries may begin, in a head of two."""
+        block = self.tile.block_q
+        return (64, block) if self._two_warpgroups else (block,)
+
+    @property
+    def _two_warpgroups(self):
+        return (self.family, self.direction) == ("wgmma", "forward")
 
     @property
     def case(self):
@@ -104,9 +119,9 @@ on_families = pytest.mark.parametrize(
 )
 
 
-def around(block):
-    """Return the lengths one before, at and one after an edge of tiles."""
-    return [block - 1, block, block + 1]
+def around(*edges):
+    """Return the lengths one before, at and one after each edge of tiles."""
+    return [x + one for x in edges for one in (-1, 0, 1)]
 
 
 class _Packed:
@@ -122,11 +137,15 @@ class _Packed:
         return self.backend.fetch(array)[None]
 
 
-def codes(name, *shape):
-    """Draw 1 or -1 for each index; the same for the same name and index."""
+def codes(name, batch, tokens, heads):
+    """Return 1 or -1 for each index and column: (batch, tokens, heads, HALF).
+
+    A batch element or a head has the codes of its neighbour, a token on.
+    """
     rng = np.random.default_rng([ord(x) for x in name])
-    drawn = rng.choice([-1.0, 1.0], (36, 1024, 2, HALF))
-    return drawn[tuple(map(slice, shape))]
+    drawn = rng.choice([-1.0, 1.0], (tokens + batch + heads, HALF))
+    at = np.add.outer(np.add.outer(range(batch), range(tokens)), range(heads))
+    return drawn[at]
 
 
 def arrays(dtype, batch, seqlen_q, seqlen_k, num_heads_q=1, num_heads_kv=1):

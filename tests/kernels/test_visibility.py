@@ -17,7 +17,7 @@ from helpers.visibility import around, on_families
 @on_families
 def test_causal_lengths(backend, grid):
     """Each length one token before, at and one after a tile's edge."""
-    of_q, of_k = around(grid.tile.block_q), around(grid.tile.block_k)
+    of_q, of_k = around(*grid.edges_q), around(grid.tile.block_k)
     with backend.running(grid.case):
         for seqlen_q, seqlen_k in product(of_q, of_k):
             seen = probe.pairs(seqlen_q, seqlen_k, causal=True)
@@ -47,7 +47,7 @@ def test_windows(backend, grid):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_segments(backend, grid, causal):
     """Each boundary one token before, at and one after a tile's edge."""
-    of_q, of_k = around(grid.tile.block_q), around(grid.tile.block_k)
+    of_q, of_k = around(*grid.edges_q), around(grid.tile.block_k)
     seqlen_q, seqlen_k = of_q[-1] + 2, of_k[-1] + 2
     starts = np.array([*product(of_q, of_k)])
     ids_q = (np.arange(seqlen_q) >= starts[:, :1]).astype(np.int32)
