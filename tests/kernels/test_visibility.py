@@ -1,0 +1,92 @@
+"""Which pairs each family of kernels sees, one by one, around tiles' edges.
+
+The probes (helpers/visibility.py) need no tolerance: one key too many or too
+few shows in any call, however many keys there are. Calls of a test share a
+compiled program, so that they meet all edges.
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from helpers import visibility as probe
+from helpers.visibility import around, on_families
+
+
+@on_families
+def test_causal_lengths(backend, grid):
+    """Each length one token before, at and one after a tile's edge."""
+    of_q, of_k = around(*grid.edges_q), around(grid.tile.block_k)
+    with backend.running(grid.case):
+        for seqlen_q, seqlen_k in product(of_q, of_k):
+            seen = probe.pairs(seqlen_q, seqlen_k, causal=True)
+            arrays = probe.arrays(grid.dtype, 1, seqlen_q, seqlen_k)
+            grid.check(backend, seen, arrays, causal=True)
+
+
+@on_families
+def test_windows(backend, grid):
+    """Each bound one token before, at and one after a tile's edge.
+
+    The lengths differ, so that bounds lie at all places of a tile.
+    """
+    seqlen_q, seqlen_k = 2 * grid.tile.block_q + 1, 2 * grid.tile.block_k + 3
+    of_left = [0, *around(grid.tile.block_q)]
+    of_right = [0, *around(grid.tile.block_k)]
+    windows = [(x, 0) for x in of_left] + [(1, x) for x in of_right]
+    windows += [(None, x) for x in of_right] + [(x, None) for x in of_left]
+    arrays = probe.arrays(grid.dtype, 1, seqlen_q, seqlen_k)
+    with backend.running(grid.case):
+        for window in windows:
+            seen = probe.pairs(seqlen_q, seqlen_k, window=window)
+            grid.check(backend, seen, arrays, window=window)
+
+
+@on_families
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_segments(backend, grid, causal):
+    """Each boundary one token before, at and one after a tile's edge."""
+    of_q, of_k = around(*grid.edges_q), around(grid.tile.block_k)
+    seqlen_q, seqlen_k = of_q[-1] + 2, of_k[-1] + 2
+    starts = np.array([*product(of_q, of_k)])
+    ids_q = (np.arange(seqlen_q) >= starts[:, :1]).astype(np.int32)
+    ids_k = (np.arange(seqlen_k) >= starts[:, 1:]).astype(np.int32)
+    same = ids_q[:, None, :, None] == ids_k[:, None, None, :]
+    seen = same & probe.pairs(seqlen_q, seqlen_k, causal=causal)
+    arrays = probe.arrays(grid.dtype, len(starts), seqlen_q, seqlen_k)
+    options = {"segment_ids_q": ids_q, "segment_ids_k": ids_k}
+    with backend.running(grid.case):
+        grid.check(backend, seen, arrays, causal=causal, **options)
+
+
+@on_families
+def test_masks(backend, grid):
+    """Masks of one pair, of whole tiles and of all pairs but one."""
+    seqlen_q, seqlen_k = 2 * grid.tile.block_q + 1, 2 * grid.tile.block_k + 1
+    mask = np.zeros((6, 1, seqlen_q, seqlen_k), bool)
+    mask[0, 0, seqlen_q - 1, seqlen_k - 1] = True
+    mask[1, 0, grid.tile.block_q, grid.tile.block_k - 1] = True
+    mask[2, 0, : grid.tile.block_q, grid.tile.block_k :] = True
+    mask[3:] = ~mask[:3]
+    arrays = probe.arrays(grid.dtype, 6, seqlen_q, seqlen_k)
+    with backend.running(grid.case):
+        grid.check(backend, mask, arrays, mask=mask)
+
+
+@on_families
+def test_packed_lengths(backend, grid):
+    """Sequences of all lengths around a tile's edge, end to end, causal."""
+    lengths = np.array(
+        [*product((0, *around(grid.tile.block_q)), around(grid.tile.block_k))]
+    )
+    cu_q, cu_k = (np.append(0, np.cumsum(x)).astype(np.int32)
+                  for x in lengths.T)  # fmt: skip
+    seen = np.zeros((cu_q[-1], cu_k[-1]), bool)
+    for i, (seqlen_q, seqlen_k) in enumerate(lengths):
+        at = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        seen[at] = probe.pairs(seqlen_q, seqlen_k, causal=True)
+    arrays = probe.arrays(grid.dtype, 1, *seen.shape)
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    with backend.running(grid.case):
+        grid.check_packed(backend, seen, arrays, causal=True, **options)
