@@ -60,7 +60,7 @@ test-all: .venv/installed-test-all
 
 # Prints each failing example as one line, to be kept in the test.
 fuzz: .venv/installed-fuzz
-	HYPOTHESIS_PROFILE=nightly $(PYTEST) -n auto -m drawn $(ARGS)
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) -n auto -m "drawn or property" $(ARGS)
 
 # Prints for each failure the command that runs it again.
 fuzz-gpu: .venv/installed-fuzz-gpu

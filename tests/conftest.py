@@ -33,6 +33,7 @@ os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+import skips  # noqa: E402
 import slow  # noqa: E402
 
 # Drawing a case is cheap, but running one may include a compilation.
@@ -96,11 +97,15 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    """Mark slow tests; deselect tests that need a GPU."""
+    """Mark slow tests and property tests; deselect what needs a GPU."""
     rules = slow.rules(slow.FILE.read_text())
-    for item in items:
-        if slow.is_slow(item.nodeid.rpartition("tests/")[2], rules):
+    names = [item.nodeid.rpartition("tests/")[2] for item in items]
+    config.stash[slow.COLLECTED] = names
+    for item, name in zip(items, names, strict=True):
+        if slow.is_slow(name, rules):
             item.add_marker("slow")
+        if getattr(item.obj, "is_hypothesis_test", False):
+            item.add_marker("property")
     if GPU:
         return
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -136,7 +141,22 @@ def pytest_runtest_teardown():
         remove_programs(unused_for=0)
 
 
+def pytest_runtest_logreport(report):
+    skips.note(report)
+
+
+def pytest_collectreport(report):
+    skips.note(report)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in skips.unexpected():
+        terminalreporter.write_line(f"ERROR {line}", red=True)
+
+
 def pytest_sessionfinish(session):
+    if skips.unexpected() and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if NIGHTLY:
         shutil.rmtree(os.environ["CUPY_CACHE_DIR"], ignore_errors=True)
     elif not hasattr(session.config, "workerinput"):  # xdist's workers

@@ -4,7 +4,10 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
+
 FILE = Path(__file__).with_suffix(".txt")
+COLLECTED = pytest.StashKey[list[str]]()  # the names of a run's tests
 
 
 def rules(text):
@@ -40,3 +43,18 @@ def is_slow(name, given):
         matches(tests, name) and not any(matches(x, name) for x in kept)
         for tests, kept in given
     )
+
+
+def idle(names, given):
+    """Yield the rules that do nothing: they name no test, or keep none.
+
+    names : of all tests.
+    """
+    for tests, kept in given:
+        named = [x for x in names if matches(tests, x)]
+        if not named:
+            yield tests
+        for pattern in kept:
+            run = (x for x in named if matches(pattern, x))
+            if not any(not is_slow(x, given) for x in run):
+                yield f"{tests} but {pattern}"

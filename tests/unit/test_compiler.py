@@ -214,6 +214,14 @@ def test_another_constant_or_architecture_is_another_file(compiled):
     assert len({nvrtc.cubin_file(*one) for one in asked}) == 3
 
 
+def test_another_release_of_nvrtc_is_another_file(compiled, monkeypatch):
+    """So an upgrade does not run what the release before it compiled."""
+    first = nvrtc.cubin_file(small_kernel(), "sm_80")
+    monkeypatch.setattr(nvrtc, "version", lambda: "99.0")
+    assert nvrtc.cubin_file(small_kernel(), "sm_80") != first
+    assert len(compiled) == 2
+
+
 def test_threads_that_need_one_kernel_compile_it_once(compiled):
     with ThreadPoolExecutor(4) as pool:
         files = pool.map(

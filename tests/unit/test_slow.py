@@ -26,10 +26,32 @@ def test_a_name_is_slow(name, expected):
     assert slow.is_slow(name, slow.rules(TEXT)) == expected
 
 
+def test_rules_that_do_nothing_are_found():
+    text = TEXT + "    but *[7]\ntest_b.py::test_x\n    but *\ntest_z*\n"
+    names = ["test_a.py::test_many[small-1]", "test_b.py::test_x"]
+    assert [*slow.idle(names, slow.rules(text))] == [
+        "test_b.py::* but *[7]", "test_b.py::test_x but *", "test_z*"
+    ]  # fmt: skip
+
+
+def test_each_rule_names_tests_that_run(request):
+    """Also each exception: `make test` runs a test that it names."""
+    names = request.config.stash[slow.COLLECTED]
+    files = {name.partition("::")[0] for name in names}
+    rules = [
+        (tests, kept)
+        for tests, kept in slow.rules(slow.FILE.read_text())
+        if tests.partition("::")[0] in files  # a part of the suite runs
+    ]
+    assert not [*slow.idle(names, rules)]
+
+
 @pytest.mark.parametrize("tests, kept", slow.rules(slow.FILE.read_text()))
 def test_a_line_names_tests_that_there_are(tests, kept):
     file, _, function = tests.partition("::")
+    if not function:
+        assert any(slow.FILE.parent.glob(file))
+        return
     text = (slow.FILE.parent / file).read_text()
     name = function.partition("[")[0].rstrip("*")
     assert f"def {name}" in text
-    assert all("*" in pattern for pattern in kept)
