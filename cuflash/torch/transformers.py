@@ -10,11 +10,14 @@ from transformers.utils import logging
 from cuflash.errors import ShapeError, UnsupportedError
 
 from .attention import attention
+from .chosen_keys import chosen_blocks, chosen_keys
 from .masks import Mask
 
 _logger = logging.get_logger("cuflash.torch")
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
+# Of continuous batching: its pages, and where the tokens of a batch are.
+_PAGED = ("block_table", "k_cache", "v_cache", "read_index", "write_index")
 
 # Keywords of models that change no output here, by the reason.
 _HARMLESS = {
@@ -61,8 +64,8 @@ def attention_function(
     """Attention as Transformers calls it, with heads before tokens.
 
     The mask alone says what a query sees, as in Transformers' "eager":
-    `sliding_window` counts only where no mask is read, which is beside
-    ``cu_seq_lens_q`` or a mask of tokens.
+    `sliding_window` counts only beside ``cu_seq_lens_q`` without a mask, and
+    beside a mask of tokens.
 
     Parameters
     ----------
@@ -111,10 +114,11 @@ def attention_function(
     if block_indices is not None:
         size = module.indexer.block_size
         chosen = chosen_blocks(block_indices, size, q.shape[2], k.shape[1])
-        if isinstance(attention_mask, torch.Tensor):
-            if attention_mask.dtype is not torch.bool:  # as in its "eager"
-                attention_mask = attention_mask == 0
+        if _is_additive(attention_mask):
+            attention_mask = attention_mask == 0  # as MiniMax's "eager" does
     packed = all(kwargs.get(name) is not None for name in _PACKED)
+    # Beside an unknown pattern, lengths say too little.
+    packed &= attention_mask is None or isinstance(attention_mask, Mask)
     if packed and chosen is None and sinks is None:
         return _packed(
             q, k, v, attention_mask, is_causal, sliding_window, options, kwargs
@@ -156,7 +160,7 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     for name, x in kwargs.items():
         if x is None or x is False or name in _KNOWN:
             continue
-        if name in ("block_table", "k_cache", "v_cache"):
+        if name in _PAGED:
             raise UnsupportedError(
                 f"{name} is given by continuous batching, which cuflash's "
                 "attention function does not support: use model.generate, or "
@@ -170,26 +174,8 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def chosen_keys(indices: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """A mask, (batch, 1, seqlen_q, num_keys), of keys named by their indices.
-
-    Kernels test it pair by pair: it skips no tiles.
-    """
-    indices = indices.long().unsqueeze(1)
-    indices = torch.where(indices < 0, num_keys, indices)  # none
-    shape = (*indices.shape[:-1], num_keys + 1)
-    empty = torch.zeros(shape, dtype=torch.bool, device=indices.device)
-    return empty.scatter(-1, indices, True)[..., :num_keys]
-
-
-def chosen_blocks(
-    indices: torch.Tensor, size: int, num_heads: int, num_keys: int
-) -> torch.Tensor:
-    """A mask, (batch, heads, seqlen_q, num_keys), of blocks of `size` keys."""
-    blocks = chosen_keys(indices.flatten(0, 1), -(-num_keys // size))
-    blocks = blocks.view(*indices.shape[:-1], -1)
-    keys = blocks.repeat_interleave(size, -1)[..., :num_keys]
-    return keys.repeat_interleave(num_heads // indices.shape[1], 1)
+def _is_additive(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dtype is not torch.bool
 
 
 def _check_width(mask: Any, k: torch.Tensor) -> None:
