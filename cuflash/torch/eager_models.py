@@ -12,9 +12,6 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Where Transformers supports one of them, a mask is not always numbers.
-_OTHERS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
-
 # By the class of a configuration.
 _found: dict[type, list[type[PreTrainedModel]]] = {}
 
@@ -38,7 +35,10 @@ def calls_cuflash(config: object) -> bool:
 
 
 def _eager_only(model: type[PreTrainedModel]) -> bool:
-    if not any(getattr(model, name, False) for name in _OTHERS):
+    # Booleans and patterns stand for masks in each of these.
+    other = model._supports_flash_attn or model._supports_flex_attn
+    hands_on = model._supports_attention_backend and other
+    if not (model._supports_sdpa or hands_on):
         return True
     return not _looks_up(model)
 
