@@ -3,7 +3,8 @@
 Transformers describes a mask by a function of indices. Those that cuflash has
 options for become a `Mask`, which takes no memory of seqlen_q * seqlen_k;
 all others, and all masks of compiled calls, become the tensor that its own
-"sdpa" makes.
+"sdpa" makes. A model that may add masks to scores itself gets those that its
+own "eager" makes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from typing import Any
 
 import torch
 from transformers import masking_utils
+from transformers.utils import logging
+
+from .eager_models import adds_masks, calls_cuflash
+
+_logger = logging.get_logger("cuflash.torch")
 
 Window = tuple[int | None, int | None]
 
@@ -90,14 +96,14 @@ def make(
     """A mask, as `transformers.masking_utils` asks for it.
 
     None stands for a causal mask aligned at the end, or for no mask in a
-    bidirectional module.
+    bidirectional module; windows wider than the keys are none.
     """
     if isinstance(attention_mask, Mask):  # generate() has made it
         return attention_mask
 
-    def tensor(*skips: bool) -> Any:
+    def tensor(*skips: bool, maker: Any = masking_utils.sdpa_mask) -> Any:
         causal, bidirectional = skips or (False, False)
-        return masking_utils.sdpa_mask(
+        return maker(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -110,6 +116,14 @@ def make(
             **more,
         )
 
+    config = more.get("config")
+    if config is not None and adds_masks(config):
+        if not calls_cuflash(config):
+            _logger.warning_once(
+                f"models of {type(config).__name__} compute attention by "
+                "code of their own: cuflash is not called"
+            )
+        return tensor(maker=masking_utils.eager_mask)
     if masking_utils.is_tracing(attention_mask):
         # A causal mask that is left out is aligned at the start there.
         same = q_length == kv_length or q_length == 1
