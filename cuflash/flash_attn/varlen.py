@@ -9,7 +9,6 @@ import torch
 from cuflash.errors import DTypeError, UnsupportedError
 from cuflash.flash_attn import arguments
 from cuflash.torch import attention, forward_kvcache
-from cuflash.torch.kvcache import no_gradients
 
 _TOKENS = "(total, nheads, headdim)"
 _PAGES = "(num_blocks, page_block_size, nheads, headdim)"
@@ -53,8 +52,8 @@ deterministic, return_attn_probs
         As in `flash_attn_func`, in each sequence; slopes are (nheads,) or
         (batch, nheads).
     block_table : Tensor, (batch, max_num_blocks), optional
-        int32: the pages of each sequence, in order. Then there are no
-        gradients and no dropout.
+        int32: the pages of each sequence, in order. Then there is no
+        dropout, and a backward pass raises.
     **hopper
         Keywords of FlashAttention-3, as in `flash_attn_func`. `page_table` is
         `block_table`. `seqused_k`, (batch,) int32: how many of its keys each
@@ -164,7 +163,6 @@ def _over_pages(
     """Attention of packed queries over the pages of each sequence."""
     arguments.tensor("k", k, _PAGES)
     arguments.tensor("v", v, _PAGES)
-    no_gradients("pages have no gradients", q=q, k=k, v=v)
     if used is None:
         offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
         used = offsets[1:] - offsets[:-1]

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from cuflash import validate_kvcache
-from cuflash.errors import UnsupportedError
 
-from . import autocast, kvcache_ops
+from . import autocast, kvcache_ops, no_gradients
 from .checks import check_no_tangents, check_tensors
 from .kvcache_request import run
 from .tracing import is_traced, refuse_transforms
@@ -48,7 +47,8 @@ def forward_kvcache(
     """Attention over a cache of keys and values, of torch tensors.
 
     New tokens, if any, are appended to the caches in place. It has no
-    gradients.
+    gradients: inputs may require grad, but a backward pass that comes to it
+    raises.
 
     Parameters
     ----------
@@ -74,7 +74,8 @@ def forward_kvcache(
     CuflashError
         In the same cases as `cuflash.forward_kvcache`.
     UnsupportedError
-        If a tensor requires grad where gradients are enabled.
+        If a tensor that is written to requires grad where gradients are
+        enabled. In the backward pass, if it needs a gradient of this call.
 
     See Also
     --------
@@ -121,29 +122,17 @@ def forward_kvcache(
         for name in ("q", "k_new", "v_new"):
             if name in tensors:
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
-    no_gradients(_NO_GRADIENTS, **tensors)
-    call = kvcache_ops.call if is_traced(q, k_cache, v_cache) else run
-    return call(
-        tensors,
-        length,
-        return_lse,
-        max_seqlen_q=max_seqlen_q,
-        rotary_interleaved=rotary_interleaved,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        num_splits=num_splits,
+    numbers = {
+        "max_seqlen_q": max_seqlen_q,
+        "rotary_interleaved": rotary_interleaved,
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "num_splits": num_splits,
+    }
+    if is_traced(q, k_cache, v_cache):
+        return kvcache_ops.call(tensors, length, return_lse, **numbers)
+    return no_gradients.run(
+        tensors, lambda: run(tensors, length, return_lse, **numbers)
     )
-
-
-def no_gradients(why: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse tensors whose gradients nobody would compute."""
-    if not torch.is_grad_enabled():
-        return
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
-            raise UnsupportedError(
-                f"{name} requires grad, but {why}: call this under "
-                f"torch.no_grad(), or pass {name}.detach()"
-            )
