@@ -6,7 +6,6 @@ import itertools
 
 import torch
 import torch._guards
-from torch._functorch import config
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -58,6 +57,8 @@ def dropout_seed() -> torch.Tensor:
 
 def _check_that_it_is_kept() -> None:
     """Refuse where torch would compute a seed again whatever it is told."""
+    from torch._functorch import config  # loads much, and here it is loaded
+
     if torch._guards.detect_fake_mode() is None:  # not traced: it runs
         raise UnsupportedError(
             "dropout is given without seed inside a checkpoint compiled with "
