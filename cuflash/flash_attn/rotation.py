@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cuflash.errors import (
     DTypeError,
@@ -17,6 +18,7 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.flash_attn import arguments
+from cuflash.torch.batched_grad import is_batched
 from cuflash.torch.request import backend_of
 from cuflash.torch.rotary import apply_rotary as apply_rotary_by_kernel
 
@@ -123,20 +125,34 @@ def rotate(
     if inverse:
         sin = -sin
     rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
+    rotated = rotated.flatten(-2).to(x.dtype)
     if out is None:
-        out = x.clone() if 2 * pairs < x.shape[-1] else torch.empty_like(x)
-    out[..., : 2 * pairs] = rotated.flatten(-2)
+        return torch.cat((rotated, x[..., 2 * pairs :]), -1)
+    out[..., : 2 * pairs] = rotated
     return out
+
+
+def by_operations() -> bool:
+    """Whether PyTorch differentiates a rotation by its own operations.
+
+    In compiled code, in transforms of torch.func and in forward mode: there
+    it takes more than the gradient that an autograd Function has.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 def kernel_backend(x: Any) -> Any:
     """The backend of a tensor that a kernel can read, else None."""
-    if not x.is_cuda or torch.compiler.is_compiling():
+    if not x.is_cuda or by_operations():
         return None
     watched = (
         type(x) not in (torch.Tensor, torch.nn.Parameter)
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or is_batched(x)
         or x.is_neg()
     )
     return None if watched else backend_of(x)

@@ -6,6 +6,7 @@ it has mapped is handed on to torch.func.vmap.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,20 +14,20 @@ import torch
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def apply(function: Any, static: Any, *tensors: Any) -> tuple[Any, ...]:
-    """`function.apply(static, *tensors)`, of which some may be mapped.
+def call(
+    function: Callable[..., tuple[Any, ...]], *tensors: Any
+) -> tuple[Any, ...]:
+    """`function(*tensors)`, of which some may be mapped.
 
     Parameters
     ----------
-    function : type
-        A torch.autograd.Function with a rule for torch.func.vmap.
-    static
-        Its first argument.
+    function : callable
+        Returns tensors and None, and works under torch.func.vmap.
     *tensors : Tensor or None
     """
     mapped = [x is not None and is_batched(x) for x in tensors]
     if not any(mapped):
-        return function.apply(static, *tensors)
+        return function(*tensors)
     level = _level()
     # The size is ignored: it is that of tensors that are not mapped.
     given = [
@@ -37,7 +38,7 @@ def apply(function: Any, static: Any, *tensors: Any) -> tuple[Any, ...]:
     there: list[bool] = []
 
     def of_tensors(*given: Any) -> tuple[Any, ...]:
-        results = function.apply(static, *given)
+        results = function(*given)
         there[:] = [x is not None for x in results]
         return tuple(x for x in results if x is not None)
 
