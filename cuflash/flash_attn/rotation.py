@@ -170,7 +170,7 @@ def _by_kernel(
     own = torch.float64 if x.dtype == torch.float64 else torch.float32
     kind = cos.dtype if cos.dtype in (own, x.dtype) else own
     cos_rows, sin_rows = (
-        table.to(kind).flatten(0, -2) for table in (cos, sin)
+        table.to(kind).resolve_neg().flatten(0, -2) for table in (cos, sin)
     )
     positions = None
     if cos.ndim == 4:  # the rows of each sequence, one after another

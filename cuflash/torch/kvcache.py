@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cuflash import validate_kvcache
+from cuflash.errors import UnsupportedError
 
 from . import autocast, kvcache_ops, no_gradients
 from .checks import check_no_tangents, check_tensors
@@ -116,6 +117,7 @@ def forward_kvcache(
         check_tensors(tensors)
         check_no_tangents(tensors, _NO_GRADIENTS)
         refuse_transforms()
+        tensors = _as_in_memory(tensors)
     if autocast.is_on(q):
         for name in ("k_cache", "v_cache"):
             autocast.check_cache(name, tensors[name])
@@ -131,8 +133,24 @@ def forward_kvcache(
         "softcap": softcap,
         "num_splits": num_splits,
     }
-    if is_traced(q, k_cache, v_cache):
+    if is_traced(tensors["q"], tensors["k_cache"], tensors["v_cache"]):
         return kvcache_ops.call(tensors, length, return_lse, **numbers)
     return no_gradients.run(
         tensors, lambda: run(tensors, length, return_lse, **numbers)
     )
+
+
+def _as_in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of views that negate; UnsupportedError if one is written to."""
+    negated = [name for name, x in tensors.items() if x.is_neg()]
+    if not negated:
+        return tensors
+    written = {"out", *(("k_cache", "v_cache") if "k_new" in tensors else ())}
+    for name in negated:
+        if name in written:
+            raise UnsupportedError(
+                f"{name} is a view that negates what is in memory, expected "
+                "one of the numbers themselves: it is written in place (pass "
+                f"{name}.resolve_neg())"
+            )
+    return {name: x.resolve_neg() for name, x in tensors.items()}

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
 from torch.library import opcheck  # noqa: E402
-from torch_data import assert_equal, on_numpy  # noqa: E402
+from torch_data import assert_equal, negated, on_numpy  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
@@ -195,6 +195,27 @@ def test_out_takes_no_part_in_autograd():
     out = torch.empty(BATCH, NEW, 4, 6)
     with pytest.raises(cuflash.UnsupportedError, match="out is given where q"):
         cuflash.torch.forward_kvcache(**needing("q"), cache_seqlens=3, out=out)
+
+
+@pytest.mark.parametrize("name", ["q", "k_new", "sink"])
+def test_views_that_negate(name):
+    given = {**tensors(), "sink": torch.arange(4.0)}
+    expected = cuflash.torch.forward_kvcache(**copies(given), cache_seqlens=3)
+    given[name] = negated(given[name])
+    got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    assert torch.equal(got, expected)
+
+
+def test_caches_that_negate():
+    given = tensors()
+    given["k_cache"] = negated(given["k_cache"])
+    words = "k_cache is a view that negates"
+    with pytest.raises(cuflash.UnsupportedError, match=words):
+        cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    read = {name: given[name] for name in ("q", "k_cache", "v_cache")}
+    plain = read | {"k_cache": read["k_cache"].resolve_neg()}
+    got, expected = (cuflash.torch.forward_kvcache(**x) for x in (read, plain))
+    assert torch.equal(got, expected)
 
 
 def test_lengths_are_checked():
