@@ -87,12 +87,14 @@ def table_rows(
             )
         offset = seqlen_offsets
         if isinstance(offset, torch.Tensor):
-            arguments.one_each("seqlen_offsets", offset, len(cu_seqlens) - 1)
+            arguments.one_each(
+                "seqlen_offsets", offset, cu_seqlens.shape[0] - 1
+            )
         else:
             _check_length(max_seqlen, "max_seqlen", offset, cos)
         positions = _packed_positions(x.shape[0], offset, cu_seqlens)
-    inside = ((0 <= positions) & (positions < len(cos)))[..., None, None]
-    positions = positions.clamp(0, max(len(cos) - 1, 0))
+    inside = ((0 <= positions) & (positions < cos.shape[0]))[..., None, None]
+    positions = positions.clamp(0, cos.shape[0] - 1)
     return (
         torch.where(inside, cos[positions][..., None, :], 1),
         torch.where(inside, sin[positions][..., None, :], 0),
@@ -135,11 +137,12 @@ def rotate(
 def by_operations() -> bool:
     """Whether PyTorch differentiates a rotation by its own operations.
 
-    In compiled code, in transforms of torch.func and in forward mode: there
-    it takes more than the gradient that an autograd Function has.
+    In compiled and traced code, in transforms of torch.func and in forward
+    mode: there it takes more than the gradient of an autograd Function.
     """
     return (
         torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
@@ -197,7 +200,7 @@ def _packed_positions(total: int, offset: Any, cu_seqlens: Any) -> Any:
     token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
     # Tokens after the last sequence belong to none.
-    sequence = sequence.clamp(max=max(len(cu_seqlens) - 2, 0))
+    sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
     if isinstance(offset, torch.Tensor):
         offset = offset[sequence]
     return token - cu_seqlens[sequence] + offset
@@ -216,6 +219,8 @@ def _check_tables(x: Any, cos: Any, sin: Any) -> None:
                 f"{name} requires grad, but only x has a gradient: pass "
                 f"{name}.detach()"
             )
+    if arguments.sizes_are_tensors():
+        return
     if cos.shape != sin.shape:
         raise ShapeError(
             f"sin has shape {tuple(sin.shape)}, expected "
@@ -230,6 +235,8 @@ def _check_tables(x: Any, cos: Any, sin: Any) -> None:
 
 
 def _check_length(length: int, what: str, offset: int, cos: Any) -> None:
+    if arguments.sizes_are_tensors():
+        return
     if not 0 <= offset <= len(cos) - length:
         raise ValueRangeError(
             f"seqlen_offsets is {offset} and {what} has {length} tokens, "

@@ -103,7 +103,7 @@ deterministic, return_attn_probs
     arguments.tensor("q", q, _TOKENS)
     seqused_k = used.get("seqused_k")
     if seqused_k is not None:
-        arguments.one_each("seqused_k", seqused_k, len(cu_seqlens_q) - 1)
+        arguments.one_each("seqused_k", seqused_k, cu_seqlens_q.shape[0] - 1)
     dropout = arguments.dropout(dropout_p, return_attn_probs)
     if pages is None:
         out = _over_tokens(
@@ -179,12 +179,10 @@ def _used_tokens(offsets: Any, used: Any, total: int) -> tuple[Any, Any]:
     """
     ends = torch.cumsum(used, 0, dtype=torch.int32)
     new = torch.nn.functional.pad(ends, (1, 0))
-    if not total or not len(used):
-        return new, torch.arange(total, device=used.device)
     token = torch.arange(total, device=used.device, dtype=torch.int32)
     sequence = torch.searchsorted(ends, token, right=True)
-    sequence = sequence.clamp(max=len(used) - 1)
-    index = offsets[:-1][sequence] + token - new[sequence]
+    sequence = sequence.clamp(max=used.shape[0] - 1)
+    index = offsets[sequence] + token - new[sequence]
     return new, index.clamp(0, total - 1)
 
 

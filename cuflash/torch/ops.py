@@ -35,9 +35,10 @@ _NUMBERS = (
 )
 
 LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
-# dropout_seed consists of one new_seed.
+# dropout_seed consists of one new_seed. TorchScript would compute it once for
+# all calls if it had no input.
 LIBRARY.define(
-    "dropout_seed() -> Tensor", tags=torch.Tag.nondeterministic_seeded
+    "dropout_seed(Tensor q) -> Tensor", tags=torch.Tag.nondeterministic_seeded
 )
 LIBRARY.define(
     "new_seed(int number, *, Device device) -> Tensor",
@@ -101,7 +102,7 @@ def attention(
         else:
             numbers[name] = value
     if numbers.get("dropout") and "seed" not in numbers:
-        tensors["seed_drawn"] = OPERATORS.dropout_seed()
+        tensors["seed_drawn"] = OPERATORS.dropout_seed(q)
     out, lse = OPERATORS.attention(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out
 

@@ -35,7 +35,7 @@ def new_seed(number: int, *, device: torch.device) -> torch.Tensor:
     return _drawn(device)
 
 
-def dropout_seed() -> torch.Tensor:
+def dropout_seed(_: torch.Tensor) -> torch.Tensor:
     """What dropout_seed consists of: one new_seed, never computed again.
 
     With a small activation_memory_budget compiled code computes in its
