@@ -197,7 +197,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of forward mode
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("function", [of_x, of_qkv])
 def test_transforms(function, name):

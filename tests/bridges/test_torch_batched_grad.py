@@ -11,7 +11,7 @@ import cuflash.torch  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode
 ]
 
 # A few sums of products of numbers of size 1, in two orders.

@@ -13,7 +13,7 @@ from cuflash.flash_attn.layers import rotary  # noqa: E402
 # TracerWarnings are errors, as all warnings are.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # deprecated
 ]
 
 OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
