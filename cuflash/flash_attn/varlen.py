@@ -47,10 +47,11 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k : int
         The length of the longest sequence, or more; offsets of a longer
         sequence are invalid, see `cuflash.forward`.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
-deterministic, return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`, in each sequence; slopes are (nheads,) or
         (batch, nheads).
+    deterministic, return_attn_probs
+        As in `flash_attn_func`.
     block_table : Tensor, (batch, max_num_blocks), optional
         int32: the pages of each sequence, in order. Then there is no
         dropout, and a backward pass raises.
@@ -209,9 +210,11 @@ def flash_attn_varlen_kvpacked_func(
     ----------
     q : Tensor, (total_q, nheads, headdim)
     kv : Tensor, (total_k, 2, nheads_k, headdim)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, \
-softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
-return_attn_probs, **hopper
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As in `flash_attn_varlen_func`.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_varlen_func`.
+    deterministic, return_attn_probs, **hopper
         As in `flash_attn_varlen_func`.
 
     Returns
@@ -261,8 +264,9 @@ def flash_attn_varlen_qkvpacked_func(
     qkv : Tensor, (total, 3, nheads, headdim)
     cu_seqlens, max_seqlen
         As those of queries and of keys in `flash_attn_varlen_func`.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
-deterministic, return_attn_probs, **hopper
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_varlen_func`.
+    deterministic, return_attn_probs, **hopper
         As in `flash_attn_varlen_func`.
 
     Returns

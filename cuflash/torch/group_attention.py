@@ -54,6 +54,7 @@ def distributed_attention(
         `cuflash.distributed.group_from_environment()` makes one; its ranks
         are those of torch.distributed where torchrun started the processes.
     causal, layout, ulysses, scale, window, softcap, precision, return_lse
+        As in `cuflash.distributed.forward`.
     cu_seqlens_q, cu_seqlens_k
         As in `cuflash.distributed.forward`.
     deterministic : bool, optional

@@ -58,11 +58,14 @@ def forward_kvcache(
     k_cache, v_cache : Tensor, (batch, capacity, num_heads_kv, head_dim)
         In the dtype of `q`, or float8_e4m3fn, or its bytes as uint8. With
         `page_table`, (num_pages, page_size, num_heads_kv, head_dim).
-    k_new, v_new, cache_seqlens, page_table, cache_batch_idx, \
-    cache_leftpad, cu_seqlens_q, max_seqlen_q, rotary_cos, rotary_sin, \
-    rotary_interleaved, k_scale, v_scale, scale, causal, window, softcap, \
-    alibi_slopes, sink, num_splits, out, return_lse
+    k_new, v_new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad
         As for `cuflash.forward_kvcache`, with tensors for arrays.
+    cu_seqlens_q, max_seqlen_q, rotary_cos, rotary_sin, rotary_interleaved
+        As for `cuflash.forward_kvcache`, with tensors for arrays.
+    k_scale, v_scale, alibi_slopes, sink, out
+        As for `cuflash.forward_kvcache`, with tensors for arrays.
+    scale, causal, window, softcap, num_splits, return_lse
+        As for `cuflash.forward_kvcache`.
 
     Returns
     -------

@@ -73,8 +73,8 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    A query that sees no key has out 0 and no gradient, as in torch's own
-    function. Under autocast the tensors take its dtype, but for float64
+    A query that sees no key has out 0 and no gradient, as by torch's math
+    backend. Under autocast the tensors take its dtype, but for float64
     tensors and a float32 `attn_mask`.
 
     Examples
