@@ -99,7 +99,8 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
     DTypeError
         If an argument is not an array, or NumPy and CUDA arrays are mixed.
     UnsupportedError
-        If an array is on another kind of device, or requires grad.
+        If an array is on another kind of device, or requires grad, or is a
+        view of torch that negates or conjugates.
     """
     cupy = sys.modules.get("cupy")  # imported if the user has CuPy arrays
     kinds = set(map(type, arrays.values()))
@@ -169,6 +170,7 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
             f"cuflash.torch.attention (or pass {name}.detach() and call "
             "cuflash.backward)"
         )
+    _check_no_lazy_bits(name, array)
     if isinstance(array, _tracers()):
         raise UnsupportedError(
             f"{name} is a JAX tracer ({type_name(array)}), expected an array "
@@ -196,6 +198,19 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         "CuPy, or any with DLPack or __cuda_array_interface__ on a CUDA "
         "device"
     )
+
+
+def _check_no_lazy_bits(name: str, array: Any) -> None:
+    """Refuse views of torch that negate or conjugate: memory does not."""
+    for word, bit in (("negates", "neg"), ("conjugates", "conj")):
+        has_bit = getattr(array, f"is_{bit}", None)  # torch's tensors only
+        if callable(has_bit) and has_bit():
+            raise UnsupportedError(
+                f"{name} is a {type_name(array)} view that {word} what is in "
+                "memory, expected one of the numbers themselves: DLPack and "
+                "__cuda_array_interface__ pass on memory alone (pass "
+                f"{name}.resolve_{bit}())"
+            )
 
 
 def _advice(name: str, array: Any) -> str:

@@ -119,10 +119,15 @@ def tensor(name: str, given: Any, layout: str) -> Any:
     return given
 
 
+def sizes_are_tensors() -> bool:
+    """Whether sizes cannot be checked: torch.jit.trace records them."""
+    return torch._C._is_tracing()
+
+
 def one_each(name: str, given: Any, sequences: int) -> Any:
     """Check a tensor that has one number for each sequence."""
     tensor(name, given, "(batch)")
-    if len(given) != sequences:
+    if not sizes_are_tensors() and given.shape[0] != sequences:
         raise ShapeError(
             f"{name} has shape {tuple(given.shape)}, expected ({sequences},): "
             "one for each sequence"
@@ -137,7 +142,7 @@ def parts(name: str, given: Any, layout: str, number: str) -> Any:
     """
     tensor(name, given, layout)
     axis = layout.strip("()").split(", ").index(number)
-    if given.shape[axis] != int(number):
+    if not sizes_are_tensors() and given.shape[axis] != int(number):
         raise ShapeError(
             f"{name} has shape {tuple(given.shape)}, expected {number} along "
             f"axis {axis}: {layout}"
@@ -149,7 +154,7 @@ def heads(qkv: Any, num_heads_q: int) -> Any:
     """q, k and v of a tensor that holds them as heads, one after another."""
     tensor("qkv", qkv, "(batch, seqlen, nheads + 2 * nheads_k, headdim)")
     others = qkv.shape[2] - num_heads_q
-    if others < 0 or others % 2:
+    if not sizes_are_tensors() and (others < 0 or others % 2):
         raise ShapeError(
             f"qkv has {qkv.shape[2]} heads and num_heads_q is {num_heads_q}, "
             "expected num_heads_q + 2 * nheads_k heads "

@@ -125,8 +125,9 @@ def flash_attn_kvpacked_func(
     q : Tensor, (batch, seqlen_q, nheads, headdim)
     kv : Tensor, (batch, seqlen_k, 2, nheads_k, headdim)
         It is read in place; its gradient is stacked, which is a copy.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
-deterministic, return_attn_probs, **hopper
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, **hopper
         As in `flash_attn_func`.
 
     Returns
@@ -173,8 +174,9 @@ def flash_attn_qkvpacked_func(
         It is read in place; its gradient is stacked, which is a copy. With
         the keyword `num_heads_q` of FlashAttention-3, (batch, seqlen, nheads
         + 2 * nheads_k, headdim).
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
-deterministic, return_attn_probs, **hopper
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, **hopper
         As in `flash_attn_func`.
 
     Returns

@@ -7,7 +7,6 @@ from typing import Any
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.flash_attn import arguments
 from cuflash.torch import forward_kvcache
-from cuflash.torch.kvcache import no_gradients
 
 _TOKENS = "(batch, seqlen, nheads, headdim)"
 _PACKED = "(total, nheads, headdim)"
@@ -38,7 +37,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append `k` and `v` to the caches in place, then attend to them.
 
-    There are no gradients.
+    There are no gradients: inputs may require grad, but a backward pass that
+    comes to this call raises.
 
     Parameters
     ----------
@@ -120,14 +120,6 @@ def flash_attn_with_kvcache(
     arguments.tensor("q", q, layout)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         arguments.tensor(name, cache, _TOKENS if pages is None else _PAGES)
-    no_gradients(
-        "attention over caches has no gradients",
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k=k,
-        v=v,
-    )
     options = arguments.masks_and_scores(
         softmax_scale, causal, window_size, softcap, alibi_slopes
     )

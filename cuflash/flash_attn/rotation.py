@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cuflash.errors import (
     DTypeError,
@@ -17,6 +18,7 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.flash_attn import arguments
+from cuflash.torch.batched_grad import is_batched
 from cuflash.torch.request import backend_of
 from cuflash.torch.rotary import apply_rotary as apply_rotary_by_kernel
 
@@ -85,12 +87,14 @@ def table_rows(
             )
         offset = seqlen_offsets
         if isinstance(offset, torch.Tensor):
-            arguments.one_each("seqlen_offsets", offset, len(cu_seqlens) - 1)
+            arguments.one_each(
+                "seqlen_offsets", offset, cu_seqlens.shape[0] - 1
+            )
         else:
             _check_length(max_seqlen, "max_seqlen", offset, cos)
         positions = _packed_positions(x.shape[0], offset, cu_seqlens)
-    inside = ((0 <= positions) & (positions < len(cos)))[..., None, None]
-    positions = positions.clamp(0, max(len(cos) - 1, 0))
+    inside = ((0 <= positions) & (positions < cos.shape[0]))[..., None, None]
+    positions = positions.clamp(0, cos.shape[0] - 1)
     return (
         torch.where(inside, cos[positions][..., None, :], 1),
         torch.where(inside, sin[positions][..., None, :], 0),
@@ -123,20 +127,35 @@ def rotate(
     if inverse:
         sin = -sin
     rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
+    rotated = rotated.flatten(-2).to(x.dtype)
     if out is None:
-        out = x.clone() if 2 * pairs < x.shape[-1] else torch.empty_like(x)
-    out[..., : 2 * pairs] = rotated.flatten(-2)
+        return torch.cat((rotated, x[..., 2 * pairs :]), -1)
+    out[..., : 2 * pairs] = rotated
     return out
+
+
+def by_operations() -> bool:
+    """Whether PyTorch differentiates a rotation by its own operations.
+
+    In compiled and traced code, in transforms of torch.func and in forward
+    mode: there it takes more than the gradient of an autograd Function.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 def kernel_backend(x: Any) -> Any:
     """The backend of a tensor that a kernel can read, else None."""
-    if not x.is_cuda or torch.compiler.is_compiling():
+    if not x.is_cuda or by_operations():
         return None
     watched = (
         type(x) not in (torch.Tensor, torch.nn.Parameter)
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or is_batched(x)
         or x.is_neg()
     )
     return None if watched else backend_of(x)
@@ -154,7 +173,7 @@ def _by_kernel(
     own = torch.float64 if x.dtype == torch.float64 else torch.float32
     kind = cos.dtype if cos.dtype in (own, x.dtype) else own
     cos_rows, sin_rows = (
-        table.to(kind).flatten(0, -2) for table in (cos, sin)
+        table.to(kind).resolve_neg().flatten(0, -2) for table in (cos, sin)
     )
     positions = None
     if cos.ndim == 4:  # the rows of each sequence, one after another
@@ -181,7 +200,7 @@ def _packed_positions(total: int, offset: Any, cu_seqlens: Any) -> Any:
     token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
     # Tokens after the last sequence belong to none.
-    sequence = sequence.clamp(max=max(len(cu_seqlens) - 2, 0))
+    sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
     if isinstance(offset, torch.Tensor):
         offset = offset[sequence]
     return token - cu_seqlens[sequence] + offset
@@ -200,6 +219,8 @@ def _check_tables(x: Any, cos: Any, sin: Any) -> None:
                 f"{name} requires grad, but only x has a gradient: pass "
                 f"{name}.detach()"
             )
+    if arguments.sizes_are_tensors():
+        return
     if cos.shape != sin.shape:
         raise ShapeError(
             f"sin has shape {tuple(sin.shape)}, expected "
@@ -214,6 +235,8 @@ def _check_tables(x: Any, cos: Any, sin: Any) -> None:
 
 
 def _check_length(length: int, what: str, offset: int, cos: Any) -> None:
+    if arguments.sizes_are_tensors():
+        return
     if not 0 <= offset <= len(cos) - length:
         raise ValueRangeError(
             f"seqlen_offsets is {offset} and {what} has {length} tokens, "

@@ -9,7 +9,6 @@ import torch
 from cuflash.errors import DTypeError, UnsupportedError
 from cuflash.flash_attn import arguments
 from cuflash.torch import attention, forward_kvcache
-from cuflash.torch.kvcache import no_gradients
 
 _TOKENS = "(total, nheads, headdim)"
 _PAGES = "(num_blocks, page_block_size, nheads, headdim)"
@@ -48,13 +47,14 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k : int
         The length of the longest sequence, or more; offsets of a longer
         sequence are invalid, see `cuflash.forward`.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
-deterministic, return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`, in each sequence; slopes are (nheads,) or
         (batch, nheads).
+    deterministic, return_attn_probs
+        As in `flash_attn_func`.
     block_table : Tensor, (batch, max_num_blocks), optional
-        int32: the pages of each sequence, in order. Then there are no
-        gradients and no dropout.
+        int32: the pages of each sequence, in order. Then there is no
+        dropout, and a backward pass raises.
     **hopper
         Keywords of FlashAttention-3, as in `flash_attn_func`. `page_table` is
         `block_table`. `seqused_k`, (batch,) int32: how many of its keys each
@@ -104,7 +104,7 @@ deterministic, return_attn_probs
     arguments.tensor("q", q, _TOKENS)
     seqused_k = used.get("seqused_k")
     if seqused_k is not None:
-        arguments.one_each("seqused_k", seqused_k, len(cu_seqlens_q) - 1)
+        arguments.one_each("seqused_k", seqused_k, cu_seqlens_q.shape[0] - 1)
     dropout = arguments.dropout(dropout_p, return_attn_probs)
     if pages is None:
         out = _over_tokens(
@@ -164,7 +164,6 @@ def _over_pages(
     """Attention of packed queries over the pages of each sequence."""
     arguments.tensor("k", k, _PAGES)
     arguments.tensor("v", v, _PAGES)
-    no_gradients("pages have no gradients", q=q, k=k, v=v)
     if used is None:
         offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
         used = offsets[1:] - offsets[:-1]
@@ -181,12 +180,10 @@ def _used_tokens(offsets: Any, used: Any, total: int) -> tuple[Any, Any]:
     """
     ends = torch.cumsum(used, 0, dtype=torch.int32)
     new = torch.nn.functional.pad(ends, (1, 0))
-    if not total or not len(used):
-        return new, torch.arange(total, device=used.device)
     token = torch.arange(total, device=used.device, dtype=torch.int32)
     sequence = torch.searchsorted(ends, token, right=True)
-    sequence = sequence.clamp(max=len(used) - 1)
-    index = offsets[:-1][sequence] + token - new[sequence]
+    sequence = sequence.clamp(max=used.shape[0] - 1)
+    index = offsets[sequence] + token - new[sequence]
     return new, index.clamp(0, total - 1)
 
 
@@ -213,9 +210,11 @@ def flash_attn_varlen_kvpacked_func(
     ----------
     q : Tensor, (total_q, nheads, headdim)
     kv : Tensor, (total_k, 2, nheads_k, headdim)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, \
-softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
-return_attn_probs, **hopper
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As in `flash_attn_varlen_func`.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_varlen_func`.
+    deterministic, return_attn_probs, **hopper
         As in `flash_attn_varlen_func`.
 
     Returns
@@ -265,8 +264,9 @@ def flash_attn_varlen_qkvpacked_func(
     qkv : Tensor, (total, 3, nheads, headdim)
     cu_seqlens, max_seqlen
         As those of queries and of keys in `flash_attn_varlen_func`.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, \
-deterministic, return_attn_probs, **hopper
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_varlen_func`.
+    deterministic, return_attn_probs, **hopper
         As in `flash_attn_varlen_func`.
 
     Returns

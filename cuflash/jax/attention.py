@@ -55,10 +55,11 @@ def attention(
     q, k, v : jax.Array
         As for `cuflash.forward`: (batch, seqlen, heads, head_dim), also
         without batch, or without batch and heads.
-    scale, causal, precision, num_splits, window, softcap, dropout, \
-    max_seqlen_q, max_seqlen_k
+    scale, causal, precision, num_splits
         As for `cuflash.forward`. Python values: they are compiled into the
         call, so under `jax.jit` they are static arguments.
+    window, softcap, dropout, max_seqlen_q, max_seqlen_k
+        The same: Python values.
     block_q, block_k : int, optional
         Tile sizes of the forward pass.
     return_lse : bool, optional
@@ -66,7 +67,10 @@ def attention(
     deterministic : bool, optional
         Whether the gradients are summed in a fixed order: see
         `cuflash.backward`.
-    alibi_slopes, bias, mask, sink, segment_ids_q, segment_ids_k, \
+    alibi_slopes, bias, mask, sink : jax.Array, optional
+        As for `cuflash.forward`.
+    segment_ids_q, segment_ids_k : jax.Array, optional
+        As for `cuflash.forward`.
     cu_seqlens_q, cu_seqlens_k : jax.Array, optional
         As for `cuflash.forward`.
     seed : int or integer array of shape (), optional

@@ -27,10 +27,12 @@ from .attention import attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .registration import register_transformers
+from .sdpa import scaled_dot_product_attention
 
 __all__ = [
     "attention",
     "distributed_attention",
     "forward_kvcache",
     "register_transformers",
+    "scaled_dot_product_attention",
 ]

@@ -59,14 +59,20 @@ def attention(
     ----------
     q : Tensor, (batch, seqlen_q, num_heads_q, head_dim)
         On a CUDA device or the CPU: float16, bfloat16, float32 or float64.
-        Any strides, and also 3-D or 2-D as for `cuflash.forward`. Note the
-        order of the axes: torch's own function has heads before seqlen.
+        Any strides. 3-D is (seqlen_q, num_heads_q, head_dim), without batch,
+        and 2-D is (seqlen_q, head_dim), one head: never (batch, seqlen,
+        width), nor torch's order with heads before seqlen, which
+        `scaled_dot_product_attention` takes.
     k, v : Tensor, (batch, seqlen_k, num_heads_kv, head_dim)
-        `v` may have another head dimension.
-    scale, causal, block_q, block_k, precision, num_splits, window, softcap, \
-    alibi_slopes, bias, mask, sink, segment_ids_q, segment_ids_k, dropout, \
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        With as many axes as `q`. `v` may have another head dimension.
+    scale, causal, block_q, block_k, precision, num_splits
+        As for `cuflash.forward`.
+    window, softcap, dropout, max_seqlen_q, max_seqlen_k
+        As for `cuflash.forward`: options that are numbers.
+    alibi_slopes, bias, mask, sink, segment_ids_q, segment_ids_k
         As for `cuflash.forward`, with tensors for arrays.
+    cu_seqlens_q, cu_seqlens_k : Tensor, (sequences + 1,)
+        As for `cuflash.forward`; `q`, `k` and `v` are 3-D then.
     seed : int, optional
         Of dropout; by default drawn from torch's generator of the CPU, which
         `torch.manual_seed` seeds.
@@ -100,6 +106,7 @@ def attention(
     See Also
     --------
     cuflash.forward : the same for CuPy and NumPy arrays, with all equations.
+    scaled_dot_product_attention : the same in torch's layout and signature.
 
     Examples
     --------

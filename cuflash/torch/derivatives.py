@@ -18,12 +18,14 @@ shorter way of eager calls.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from cuflash.errors import UnsupportedError
 
+from . import batched_grad
 from .request import Request
 from .request_derivatives import double_backward, jvp, of_inputs
 from .vmap import Rule, over_first_axes
@@ -130,7 +132,8 @@ class Forward(_Function):
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         moved = ctx.static.moved(tangents[:3], tangents[3:])
         of_inputs = (moved.get(name) for name in _INPUTS)
-        return Tangents.apply(ctx.static, *of_inputs, *ctx.saved_tensors)
+        tangents_of = partial(Tangents.apply, ctx.static)
+        return batched_grad.call(tangents_of, *of_inputs, *ctx.saved_tensors)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, static: Static, *tensors: Any) -> Any:
@@ -299,7 +302,8 @@ def gradients_of(static: Static, dout: Any, dlse: Any, fixed: Any) -> Any:
         if dlse is None:
             return (None,) * len(fixed)
         dout = torch.zeros_like(fixed[3])
-    found = Gradients.apply(static, dout, dlse, *fixed)
+    gradients = partial(Gradients.apply, static)
+    found = batched_grad.call(gradients, dout, dlse, *fixed)
     names = ("q", "k", "v", *static.wanted)
     each = static.each(dict(zip(names, found, strict=True)))
     return (*each[:3], None, None, *each[3:])
@@ -313,7 +317,8 @@ def second_of(
         if dlse is None:
             return (None,) * len(fixed), None, None
         dout = torch.zeros_like(fixed[3])
-    found = Second.apply(static, *cotangents, dout, dlse, *fixed)
+    second = partial(Second.apply, static)
+    found = batched_grad.call(second, *cotangents, dout, dlse, *fixed)
     names = ("q", "k", "v", "out", *static.wanted, "lse")
     named = dict(zip(names, found, strict=False))
     each = static.each(named)

@@ -48,8 +48,8 @@ def _fake_backward(
     )  # fmt: skip
 
 
-def _fake_seed() -> Any:
-    return torch.empty((), dtype=torch.int64, device="cpu")
+def _fake_seed(number: int, *, device: Any) -> Any:
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,7 +62,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "attention_backward": _fake_backward,
     "plain_attention": _fake,
     "plain_attention_backward": _fake_plain_backward,
-    "draw_seed": _fake_seed,
+    "new_seed": _fake_seed,
 }
 for _name, _kernel in _FAKES.items():
     torch.library.register_fake(f"cuflash::{_name}", _kernel, lib=LIBRARY)

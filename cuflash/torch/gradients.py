@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from .batched_grad import is_batched
 from .derivatives import Static, gradients_of
 from .request import Request
 from .request_derivatives import of_inputs
@@ -47,7 +48,13 @@ class Attention(torch.autograd.Function):
             return (None,) * 7
         *_, with_dbias, with_dsink = ctx.needs_input_grad
         # The gradients have derivatives, or are mapped.
-        if _with_grad() or forward_ad._current_level >= 0 or _is_transformed():
+        if (
+            _with_grad()
+            or forward_ad._current_level >= 0
+            or _is_transformed()
+            or (dout is not None and is_batched(dout))
+            or (dlse is not None and is_batched(dlse))
+        ):
             return None, None, *_differentiable(ctx, dout, dlse)
         q, k, v, out, lse, *others = ctx.saved_tensors
         tensors = dict(zip(ctx.names, others, strict=True))

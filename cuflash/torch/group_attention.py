@@ -54,6 +54,7 @@ def distributed_attention(
         `cuflash.distributed.group_from_environment()` makes one; its ranks
         are those of torch.distributed where torchrun started the processes.
     causal, layout, ulysses, scale, window, softcap, precision, return_lse
+        As in `cuflash.distributed.forward`.
     cu_seqlens_q, cu_seqlens_k
         As in `cuflash.distributed.forward`.
     deterministic : bool, optional
@@ -120,10 +121,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _to_array(tensor: torch.Tensor) -> Any:
-    """An array of NumPy or CuPy that shares a tensor's memory."""
-    if tensor.is_cuda:
-        return api.on_cuda().to_cupy(tensor.detach())
-    return to_numpy(tensor)
+    """An array of NumPy or CuPy that shares a tensor's memory.
+
+    Of a view that negates it holds a copy: memory has the other sign.
+    """
+    tensor = tensor.detach().resolve_neg()
+    return (
+        api.on_cuda().to_cupy(tensor) if tensor.is_cuda else to_numpy(tensor)
+    )
 
 
 def _to_tensor(array: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from cuflash import validate_kvcache
 from cuflash.errors import UnsupportedError
 
-from . import autocast, kvcache_ops
+from . import autocast, kvcache_ops, no_gradients
 from .checks import check_no_tangents, check_tensors
 from .kvcache_request import run
 from .tracing import is_traced, refuse_transforms
@@ -48,7 +48,8 @@ def forward_kvcache(
     """Attention over a cache of keys and values, of torch tensors.
 
     New tokens, if any, are appended to the caches in place. It has no
-    gradients.
+    gradients: inputs may require grad, but a backward pass that comes to it
+    raises.
 
     Parameters
     ----------
@@ -57,11 +58,14 @@ def forward_kvcache(
     k_cache, v_cache : Tensor, (batch, capacity, num_heads_kv, head_dim)
         In the dtype of `q`, or float8_e4m3fn, or its bytes as uint8. With
         `page_table`, (num_pages, page_size, num_heads_kv, head_dim).
-    k_new, v_new, cache_seqlens, page_table, cache_batch_idx, \
-    cache_leftpad, cu_seqlens_q, max_seqlen_q, rotary_cos, rotary_sin, \
-    rotary_interleaved, k_scale, v_scale, scale, causal, window, softcap, \
-    alibi_slopes, sink, num_splits, out, return_lse
+    k_new, v_new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad
         As for `cuflash.forward_kvcache`, with tensors for arrays.
+    cu_seqlens_q, max_seqlen_q, rotary_cos, rotary_sin, rotary_interleaved
+        As for `cuflash.forward_kvcache`, with tensors for arrays.
+    k_scale, v_scale, alibi_slopes, sink, out
+        As for `cuflash.forward_kvcache`, with tensors for arrays.
+    scale, causal, window, softcap, num_splits, return_lse
+        As for `cuflash.forward_kvcache`.
 
     Returns
     -------
@@ -74,7 +78,8 @@ def forward_kvcache(
     CuflashError
         In the same cases as `cuflash.forward_kvcache`.
     UnsupportedError
-        If a tensor requires grad where gradients are enabled.
+        If a tensor that is written to requires grad where gradients are
+        enabled. In the backward pass, if it needs a gradient of this call.
 
     See Also
     --------
@@ -115,35 +120,40 @@ def forward_kvcache(
         check_tensors(tensors)
         check_no_tangents(tensors, _NO_GRADIENTS)
         refuse_transforms()
+        tensors = _as_in_memory(tensors)
     if autocast.is_on(q):
         for name in ("k_cache", "v_cache"):
             autocast.check_cache(name, tensors[name])
         for name in ("q", "k_new", "v_new"):
             if name in tensors:
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
-    no_gradients(_NO_GRADIENTS, **tensors)
-    call = kvcache_ops.call if is_traced(q, k_cache, v_cache) else run
-    return call(
-        tensors,
-        length,
-        return_lse,
-        max_seqlen_q=max_seqlen_q,
-        rotary_interleaved=rotary_interleaved,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        num_splits=num_splits,
+    numbers = {
+        "max_seqlen_q": max_seqlen_q,
+        "rotary_interleaved": rotary_interleaved,
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "num_splits": num_splits,
+    }
+    if is_traced(tensors["q"], tensors["k_cache"], tensors["v_cache"]):
+        return kvcache_ops.call(tensors, length, return_lse, **numbers)
+    return no_gradients.run(
+        tensors, lambda: run(tensors, length, return_lse, **numbers)
     )
 
 
-def no_gradients(why: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse tensors whose gradients nobody would compute."""
-    if not torch.is_grad_enabled():
-        return
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+def _as_in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of views that negate; UnsupportedError if one is written to."""
+    negated = [name for name, x in tensors.items() if x.is_neg()]
+    if not negated:
+        return tensors
+    written = {"out", *(("k_cache", "v_cache") if "k_new" in tensors else ())}
+    for name in negated:
+        if name in written:
             raise UnsupportedError(
-                f"{name} requires grad, but {why}: call this under "
-                f"torch.no_grad(), or pass {name}.detach()"
+                f"{name} is a view that negates what is in memory, expected "
+                "one of the numbers themselves: it is written in place (pass "
+                f"{name}.resolve_neg())"
             )
+    return {name: x.resolve_neg() for name, x in tensors.items()}

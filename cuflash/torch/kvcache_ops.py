@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import kvcache_request
+from . import kvcache_request, no_gradients
 from .fakes import lse_dtype
 from .ops import LIBRARY
 
@@ -66,8 +66,25 @@ def _kernel(
     return kvcache_request.run(given, length, True, **numbers)
 
 
+def _autograd_kernel(
+    q: Any, k_cache: Any, v_cache: Any, *tensors: Any, **numbers: Any
+) -> Any:
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    named |= dict(zip(_TENSORS, tensors, strict=False))
+
+    def below() -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.cuflash.forward_kvcache.default(
+                q, k_cache, v_cache, *tensors, **numbers
+            )
+
+    given = {name: x for name, x in named.items() if x is not None}
+    return no_gradients.run(given, below)
+
+
 for _device in ("CPU", "CUDA"):
     LIBRARY.impl("forward_kvcache", _kernel, _device)
+LIBRARY.impl("forward_kvcache", _autograd_kernel, "Autograd")
 
 
 @torch.library.register_fake("cuflash::forward_kvcache", lib=LIBRARY)

@@ -35,7 +35,15 @@ _NUMBERS = (
 )
 
 LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
-LIBRARY.define("draw_seed() -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+# dropout_seed consists of one new_seed. TorchScript would compute it once for
+# all calls if it had no input.
+LIBRARY.define(
+    "dropout_seed(Tensor q) -> Tensor", tags=torch.Tag.nondeterministic_seeded
+)
+LIBRARY.define(
+    "new_seed(int number, *, Device device) -> Tensor",
+    tags=torch.Tag.nondeterministic_seeded,
+)
 LIBRARY.define(
     f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_NUMBERS}) -> "
     "(Tensor out, Tensor lse)"
@@ -94,7 +102,7 @@ def attention(
         else:
             numbers[name] = value
     if numbers.get("dropout") and "seed" not in numbers:
-        tensors["seed_drawn"] = OPERATORS.draw_seed()
+        tensors["seed_drawn"] = OPERATORS.dropout_seed(q)
     out, lse = OPERATORS.attention(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out
 
@@ -189,4 +197,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
 for _name, _kernel in KERNELS.items():
     for _device in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _device)
-LIBRARY.impl("draw_seed", random.drawn, "CompositeExplicitAutograd")
+LIBRARY.impl("new_seed", random.new_seed, "CompositeExplicitAutograd")
+LIBRARY.impl("dropout_seed", random.dropout_seed, "CompositeImplicitAutograd")

@@ -14,9 +14,10 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 def is_traced(q: Any, k: Any, v: Any) -> bool:
     """Whether something other than autograd watches these tensors.
 
-    A compiler, a mode (fake tensors, profilers of operators, selective
-    checkpointing), or a class of tensors; or a view negates its numbers, which
-    an operator's kernel gets as a copy (the imaginary part of a conjugate).
+    A compiler, torch.jit.trace, a mode (fake tensors, profilers of operators,
+    selective checkpointing), or a class of tensors; or a view
+    negates its numbers, which an operator's kernel gets as a copy (the
+    imaginary part of a conjugate).
     """
     if torch.compiler.is_compiling():
         return True
@@ -27,6 +28,7 @@ def is_watched(q: Any, k: Any, v: Any) -> bool:
     """`is_traced`, outside compilers, of tensors that do not negate."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
         or type(q) not in _PLAIN
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN

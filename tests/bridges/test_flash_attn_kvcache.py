@@ -194,10 +194,13 @@ def test_splits_change_nothing_but_rounding(num_splits):
     assert_close(out, want, tolerance(q, *kept))
 
 
-def test_gradients_are_refused():
+def test_backward_raises():
     (q, _, _), kept = new_tokens(), caches()
+    want = flash_attn_with_kvcache(q, *kept)
     q.requires_grad_()
-    with pytest.raises(UnsupportedError, match="q requires grad, but atten"):
-        flash_attn_with_kvcache(q, *kept)
+    out = flash_attn_with_kvcache(q, *kept)
+    assert torch.equal(out, want)
+    with pytest.raises(UnsupportedError, match="no gradients, but q require"):
+        out.sum().backward()
     with torch.no_grad():
         assert not flash_attn_with_kvcache(q, *kept).requires_grad

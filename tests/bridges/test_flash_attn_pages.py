@@ -68,14 +68,17 @@ def test_names_of_flash_attention_3(tokens):
     assert torch.equal(got, want)
 
 
-def test_gradients_and_dropout_are_refused(tokens):
+def test_backward_raises_and_dropout_is_refused(tokens):
     q, k, v = tokens
     given = (
         pages_of(k), pages_of(v), offsets(SEQLENS_Q), offsets(SEQLENS_K), 3, 8,
     )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="q requires grad, but pages"):
-        flash_attn_varlen_func(
-            q.clone().requires_grad_(), *given, block_table=TABLE
-        )
+    trained = q.clone().requires_grad_()
+    out = flash_attn_varlen_func(trained, *given, block_table=TABLE)
+    assert torch.equal(
+        out, flash_attn_varlen_func(q, *given, block_table=TABLE)
+    )
+    with pytest.raises(UnsupportedError, match="no gradients, but q require"):
+        out.sum().backward()
     with pytest.raises(UnsupportedError, match="dropout_p is 0.5 with block"):
         flash_attn_varlen_func(q, *given, 0.5, block_table=TABLE)

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from flash_attn_data import int32, normal, offsets  # noqa: E402
 from flash_attn_oracle import UNIT, rotated  # noqa: E402
+from torch.autograd.functional import jacobian  # noqa: E402
 
 from cuflash.flash_attn.layers.rotary import (  # noqa: E402
     RotaryEmbedding,
@@ -173,3 +174,55 @@ def test_scaled_tables_keep_scores_of_one_position():
     # Tables are made in float32: 8 terms of two factors each.
     atol = 16 * torch.finfo(torch.float32).eps * 36
     torch.testing.assert_close(got, scores, rtol=0, atol=atol)
+
+
+# Transforms of torch.func ------------------------------------------------
+
+
+def of_x(x):
+    return apply_rotary_emb(x, COS, SIN, seqlen_offsets=int32(1, 3))
+
+
+def of_qkv(qkv):
+    return apply_rotary_emb_qkv_(qkv.clone(), COS, SIN, seqlen_offsets=2)
+
+
+TRANSFORMS = {
+    "jacrev": torch.func.jacrev,
+    "jacfwd": torch.func.jacfwd,
+    "vectorize": lambda f: lambda x: jacobian(f, x, vectorize=True),
+    "forward mode": lambda f: (
+        lambda x: jacobian(f, x, vectorize=True, strategy="forward-mode")
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of forward mode
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("function", [of_x, of_qkv])
+def test_transforms(function, name):
+    x = tokens(*([3] if function is of_qkv else []))[..., :1, :]
+    assert_close(TRANSFORMS[name](function)(x), jacobian(function, x))
+
+
+@pytest.mark.parametrize("mapped", ["x", "tables"])
+def test_vmap(mapped):
+    x = torch.stack([tokens(), 2 * tokens()])
+    cos, sin = torch.stack([COS, SIN]), torch.stack([SIN, COS])
+    dims = (0, None, None) if mapped == "x" else (None, 0, 0)
+    given = (x, COS, SIN) if mapped == "x" else (x[0], cos, sin)
+    got = torch.func.vmap(apply_rotary_emb, dims)(*given)
+    each = [
+        apply_rotary_emb(*(y if d is None else y[i] for y, d in pairs))
+        for i, pairs in enumerate([[*zip(given, dims, strict=True)]] * 2)
+    ]
+    assert_close(got, torch.stack(each))
+
+
+def test_in_place_in_a_transform():
+    def loss(x):
+        rotated = apply_rotary_emb(x.clone(), COS, SIN, inplace=True)
+        return rotated.square().sum()
+
+    # A rotation keeps lengths.
+    assert_close(torch.func.grad(loss)(tokens()), 2 * tokens())

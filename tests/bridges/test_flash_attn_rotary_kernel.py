@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from emulated_tensors import EmulatedTensors  # noqa: E402
 from flash_attn_data import int32, normal, offsets  # noqa: E402
+from torch_data import negated  # noqa: E402
 
 from cuflash import emulator  # noqa: E402
 from cuflash.flash_attn import rotation  # noqa: E402
@@ -82,3 +83,10 @@ def test_overlapping_elements_are_refused(by_kernel):
     x = normal(1, 5, 2, 8).expand(2, 5, 2, 8)
     with pytest.raises(ValueError, match="x has elements that share memory"):
         by_kernel(rotation.apply_rotary, x, *normal(2, 9, 3), inplace=True)
+
+
+def test_tables_that_negate(by_kernel):
+    x, cos, sin = tensors(False, torch.float32)
+    x = x.detach()
+    got = by_kernel(apply_rotary_emb, x, negated(cos), negated(sin))
+    assert torch.equal(got, by_kernel(apply_rotary_emb, x, cos, sin))

@@ -46,7 +46,7 @@ def large(dtype, **more):
 def test_kernels_run_on_torchs_stream_and_memory(fake, dtype):
     inputs = large(dtype, requires_grad=True)
     sink = torch.zeros(4)
-    bias = torch.zeros(300, 300, dtype=dtype)
+    bias = torch.zeros(300, 300, dtype=dtype, requires_grad=True)
     for given in ({}, {"sink": sink, "bias": bias}):
         out = cuflash.torch.attention(*inputs, **given)
         out.sum().backward()
@@ -58,10 +58,11 @@ def test_kernels_run_on_torchs_stream_and_memory(fake, dtype):
     assert {x[0] for x in fake.log} == {"launch", "bind"}
 
 
+@pytest.mark.parametrize("kind", [tuple, torch.Size])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
-def test_new_tensors_are_contiguous(fake, shape):
+def test_new_tensors_are_contiguous(fake, kind, shape):
     backend = request.backend_of(None)
-    got, expected = backend.empty(shape, "float32"), torch.empty(shape)
+    got, expected = backend.empty(kind(shape), "float32"), torch.empty(shape)
     assert got.shape == expected.shape and got.dtype is expected.dtype
     assert got.stride() == expected.stride()
 

@@ -20,7 +20,7 @@ from cuflash.torch import request_derivatives  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode
 ]
 
 # Finite differences call attention twice for each number.

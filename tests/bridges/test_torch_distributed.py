@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch_data import negated  # noqa: E402
+
 import cuflash.torch  # noqa: E402
 from cuflash import distributed  # noqa: E402
 from cuflash.torch.dtypes import from_numpy, to_numpy  # noqa: E402
@@ -93,3 +95,16 @@ def test_an_array_that_is_no_tensor():
     q, k, v = whole()
     with pytest.raises(cuflash.DTypeError, match="expected a torch.Tensor"):
         cuflash.torch.distributed_attention(q.numpy(), k, v, group=None)
+
+
+def test_views_that_negate():
+    def of_rank(group):
+        q, k, v = whole()
+        plain = attention(q, k, v, group)
+        return plain, attention(negated(q), k, negated(v), group)
+
+    def attention(q, k, v, group):
+        return cuflash.torch.distributed_attention(q, k, v, group=group)
+
+    for plain, got in distributed.run_threads(SIZE, of_rank):
+        assert torch.equal(got, plain)

@@ -19,7 +19,7 @@ import cuflash.torch  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode
 ]
 
 BOTH = {

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
 from torch.library import opcheck  # noqa: E402
-from torch_data import assert_equal, on_numpy  # noqa: E402
+from torch_data import assert_equal, negated, on_numpy  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
@@ -146,13 +146,76 @@ def test_in_inference_mode():
     assert torch.equal(out, expected)
 
 
-def test_gradients_are_refused():
+def needing(*names):
     given = tensors()
-    given["q"].requires_grad_()
-    with pytest.raises(cuflash.UnsupportedError, match="q requires grad"):
-        cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    for name in names:
+        given[name].requires_grad_()
+    return given
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backward_raises(compiled):
+    def call(given):
+        return cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+
+    torch._dynamo.reset()
+    run = torch.compile(call, backend="aot_eager") if compiled else call
+    out = run(needing("q", "k_new"))
+    assert torch.equal(out, call(tensors()))
+    words = "q, k_new require grad and the backward"
+    with pytest.raises(cuflash.UnsupportedError, match=words):
+        out.sum().backward()
     with torch.no_grad():
+        assert not run(needing("q")).requires_grad
+
+
+def test_a_watched_call_raises_in_backward():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        out = cuflash.torch.forward_kvcache(**needing("q"), cache_seqlens=3)
+    with pytest.raises(cuflash.UnsupportedError, match="q require grad"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "out"])
+def test_what_is_written_may_not_require_grad(name):
+    given = {**tensors(), "out": torch.empty(BATCH, NEW, 4, 6)}
+    given[name].requires_grad_()
+    words = f"{name} requires grad and is written in place"
+    with pytest.raises(cuflash.UnsupportedError, match=words):
         cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+
+
+def test_out_takes_no_part_in_autograd():
+    out = torch.empty(BATCH, NEW, 4, 6)
+    with pytest.raises(cuflash.UnsupportedError, match="out is given where q"):
+        cuflash.torch.forward_kvcache(**needing("q"), cache_seqlens=3, out=out)
+
+
+@pytest.mark.parametrize("name", ["q", "k_new", "sink"])
+def test_views_that_negate(name):
+    given = {**tensors(), "sink": torch.arange(4.0)}
+    expected = cuflash.torch.forward_kvcache(**copies(given), cache_seqlens=3)
+    given[name] = negated(given[name])
+    got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    assert torch.equal(got, expected)
+
+
+def test_caches_that_negate():
+    given = tensors()
+    given["k_cache"] = negated(given["k_cache"])
+    words = "k_cache is a view that negates"
+    with pytest.raises(cuflash.UnsupportedError, match=words):
+        cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
+    read = {name: given[name] for name in ("q", "k_cache", "v_cache")}
+    plain = read | {"k_cache": read["k_cache"].resolve_neg()}
+    got, expected = (cuflash.torch.forward_kvcache(**x) for x in (read, plain))
+    assert torch.equal(got, expected)
 
 
 def test_lengths_are_checked():

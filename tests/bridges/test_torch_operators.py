@@ -10,7 +10,10 @@ from torch_data import options, packed_tensors, tensors  # noqa: E402
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # of opcheck
+]
 
 attention = torch.ops.cuflash.attention.default
 

@@ -113,3 +113,10 @@ def assert_equal(got, expected):
     for x, y in zip(got, expected, strict=True):
         assert x.dtype is y.dtype
         assert torch.equal(x, y)
+
+
+def negated(x):
+    """Return a view that equals x, of memory that holds -x."""
+    view = torch.complex(x, -x).conj().imag
+    assert view.is_neg() and torch.equal(view, x)
+    return view

@@ -143,6 +143,16 @@ def test_a_tensor_that_requires_grad():
     )
 
 
+@pytest.mark.parametrize("bit", ["neg", "conj"])
+def test_a_view_of_torch_that_memory_does_not_show(bit):
+    tensor = OnDevice(2)
+    tensor.is_neg = lambda: bit == "neg"
+    tensor.is_conj = lambda: bit == "conj"
+    found = complaint(UnsupportedError, "forward", q=tensor)
+    assert f"view that {bit}" in found
+    assert found.endswith(f"(pass q.resolve_{bit}())")
+
+
 @every_argument_and_out
 @pytest.mark.parametrize("array", [OnDevice(2), OnDevice(13), CudaArray()])
 def test_numpy_and_cuda_mixed(call, name, array):

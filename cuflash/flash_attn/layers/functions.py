@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from cuflash.flash_attn import arguments
-from cuflash.flash_attn.rotation import rotate, table_rows
+from cuflash.flash_attn.rotation import by_operations, rotate, table_rows
+from cuflash.torch import batched_grad
 
 
 class _Rotate(torch.autograd.Function):
@@ -33,8 +34,11 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (dout,) = gradients
-        dx = _Rotate.apply(dout, *ctx.saved_tensors, *ctx.undo, False)
+        def back(dout: Any, cos: Any, sin: Any) -> Any:
+            interleaved, inverse = ctx.undo
+            return (_rotated(dout, cos, sin, interleaved, inverse, False),)
+
+        (dx,) = batched_grad.call(back, *gradients, *ctx.saved_tensors)
         return dx, None, None, None, None, None
 
 
@@ -60,9 +64,11 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (dout,) = gradients
-        # Autograd may hand the same gradient to others.
-        dx = _RotateParts.apply(dout.clone(), *ctx.undo, *ctx.saved_tensors)
+        def back(dout: Any, *rows: Any) -> Any:
+            # Autograd may hand the same gradient to others.
+            return (_rotated_parts(dout.clone(), *ctx.undo, *rows),)
+
+        (dx,) = batched_grad.call(back, *gradients, *ctx.saved_tensors)
         return dx, None, None, None, *[None] * len(ctx.saved_tensors)
 
 
@@ -116,10 +122,7 @@ def apply_rotary_emb(
     torch.Size([2, 16, 4, 8])
     """
     rows = table_rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    if torch.compiler.is_compiling():  # it differentiates by itself
-        rotated = rotate(x, *rows, interleaved, False)
-        return x.copy_(rotated) if inplace else rotated
-    return _Rotate.apply(x, *rows, interleaved, False, inplace)
+    return _rotated(x, *rows, interleaved, False, inplace)
 
 
 def apply_rotary_emb_qkv_(
@@ -165,7 +168,7 @@ def apply_rotary_emb_qkv_(
         *table_rows(q, cos, sin, seqlen_offsets),
         *table_rows(k, *keys, seqlen_offsets),
     )
-    return _rotate_parts(qkv, at, interleaved, rows)
+    return _rotated_parts(qkv, at, interleaved, False, *rows)
 
 
 def apply_rotary_emb_kv_(
@@ -183,16 +186,31 @@ def apply_rotary_emb_kv_(
         "kv", kv, "(batch, seqlen, 2, nheads, headdim)", "2"
     )
     rows = table_rows(k, cos, sin, seqlen_offsets)
-    return _rotate_parts(kv, (0,), interleaved, rows)
+    return _rotated_parts(kv, (0,), interleaved, False, *rows)
 
 
-def _rotate_parts(
-    x: Any, at: tuple[Any, ...], interleaved: bool, rows: tuple[Any, ...]
+def _rotated(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    interleaved: bool,
+    inverse: bool,
+    inplace: bool,
 ) -> Any:
-    """Rotate parts of x in place."""
-    if not torch.compiler.is_compiling():
-        return _RotateParts.apply(x, at, interleaved, False, *rows)
+    """x rotated, differentiably."""
+    if not by_operations():
+        return _Rotate.apply(x, cos, sin, interleaved, inverse, inplace)
+    rotated = rotate(x, cos, sin, interleaved, inverse)
+    return x.copy_(rotated) if inplace else rotated
+
+
+def _rotated_parts(
+    x: Any, at: tuple[Any, ...], interleaved: bool, inverse: bool, *rows: Any
+) -> Any:
+    """x, of which parts are rotated in place, differentiably."""
+    if not by_operations():
+        return _RotateParts.apply(x, at, interleaved, inverse, *rows)
     for i, cos, sin in zip(at, rows[::2], rows[1::2], strict=True):
         part = x[:, :, i]
-        part.copy_(rotate(part, cos, sin, interleaved, False))
+        part.copy_(rotate(part, cos, sin, interleaved, inverse))
     return x
