@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 from . import folders, options, settings, validate, validate_kvcache
 from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
-from .problem import strip, strip_lse
+from .problem import MOST_STATES, strip, strip_lse
 
 if TYPE_CHECKING:
     from .backends.base import Backend, Runner
@@ -651,18 +652,18 @@ def forward_kvcache(
     return (result, strip_lse(lse, call.rank)) if return_lse else result
 
 
-def merge_states(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
-) -> tuple[Any, Any]:
-    """Merge the results of attention over two disjoint sets of keys.
+def merge_states(out_a: Any, lse_a: Any, *more: Any) -> tuple[Any, Any]:
+    """Merge the results of attention over disjoint sets of keys.
 
     Parameters
     ----------
-    out_a, out_b : array, (batch, seqlen_q, num_heads_q, head_dim_v)
-        The results of `forward` for the same queries over each set of keys;
-        3-D or 2-D as there.
-    lse_a, lse_b : array, (batch, num_heads_q, seqlen_q)
-        Their lse, float32 (float64 for float64 `out_a`).
+    out_a : array, (batch, seqlen_q, num_heads_q, head_dim_v)
+        The result of `forward` over one set of keys; 3-D or 2-D as there.
+    lse_a : array, (batch, num_heads_q, seqlen_q)
+        Its lse, float32 (float64 for float64 `out_a`).
+    *more : array
+        ``out_b, lse_b, out_c, lse_c, ...``: for the same queries, the
+        results over other sets of keys, any number of pairs.
 
     Returns
     -------
@@ -681,11 +682,13 @@ def merge_states(
 
     Notes
     -----
-    lse = log(exp(lse_a) + exp(lse_b)) and
-    out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b [1]_. A row with
-    lse -inf sees no key: its out is ignored and the other row is returned
-    unchanged; merging two such rows gives another. A row with lse inf makes
-    out NaN and lse inf.
+    lse = log(sum_i exp(lse_i)) and out = sum_i exp(lse_i - lse) * out_i
+    [1]_. A row with lse -inf sees no key and its out is ignored: where one
+    other row is left, it is returned unchanged; where none is, out is 0 and
+    lse -inf. A row with lse inf makes out NaN and lse inf.
+
+    On a CUDA device up to 240 pairs are merged by one kernel; of more, each
+    240 are merged first, and their results rounded to the dtype of `out_a`.
 
     References
     ----------
@@ -698,16 +701,25 @@ def merge_states(
     >>> import cuflash
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 16, 8))
-    >>> a = cuflash.forward(q, k[:10], v[:10], return_lse=True)
-    >>> b = cuflash.forward(q, k[10:], v[10:], return_lse=True)
-    >>> out, lse = cuflash.merge_states(*a, *b)
+    >>> thirds = [
+    ...     cuflash.forward(q, k[i : i + 6], v[i : i + 6], return_lse=True)
+    ...     for i in range(0, 16, 6)
+    ... ]
+    >>> a, b, c = thirds
+    >>> out, lse = cuflash.merge_states(*a, *b, *c)
     >>> np.allclose(out, cuflash.forward(q, k, v))
     True
     """
-    runner, arrays = open_arrays(
-        {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    )
+    states = validate.states_of((out_a, lse_a, *more))
+    runner, arrays = open_arrays(states)
     call = validate.merge_states(**arrays)
+    if call.problem.num_states > MOST_STATES:
+        given = tuple(arrays.values())
+        size = 2 * MOST_STATES
+        groups = (given[i : i + size] for i in range(0, len(given), size))
+        return merge_states(
+            *itertools.chain(*(merge_states(*x) for x in groups))
+        )
     out, lse = runner.merge_states(call)
     return strip(out, call.rank), strip_lse(lse, call.rank)
 

@@ -313,10 +313,42 @@ def backward(
     return Call(signature, given, None, *asked[2:], given_gradients=written)
 
 
-def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
-    """Check the arguments of `cuflash.merge_states`; see there."""
-    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    return Call(_merge(describe(given)), given)
+def merge_states(**states: Any) -> Call:
+    """Check the arguments of `cuflash.merge_states`, named by `states_of`."""
+    return Call(_merge(describe(states)), states)
+
+
+def states_of(states: tuple[Any, ...]) -> dict[str, Any]:
+    """Name the arguments of `cuflash.merge_states`: out_a, lse_a, out_b, ...
+
+    Raises
+    ------
+    DTypeError
+        If they are not pairs of arrays.
+    """
+    cure = "expected out_a, lse_a, out_b, lse_b, ..."
+    for index, x in enumerate(states):
+        if isinstance(x, (tuple, list)) and any(
+            hasattr(inner, "shape") for inner in x
+        ):
+            raise DTypeError(
+                f"argument {index} is of type {type_name(x)}, {cure}, one "
+                "argument for each array: write merge_states(*a, *b) for "
+                "a, b = (out_a, lse_a), (out_b, lse_b)"
+            )
+    if len(states) % 2 or not states:
+        raise DTypeError(
+            f"merge_states got {len(states)} arrays, {cure}: each out is "
+            "followed by its lse, which forward returns with return_lse=True"
+        )
+    return dict(zip(_state_names(len(states)), states, strict=True))
+
+
+@functools.cache
+def _state_names(count: int) -> tuple[str, ...]:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    sides = (*letters, *(str(i) for i in range(27, count)))[: count // 2]
+    return tuple(f"{x}_{side}" for side in sides for x in ("out", "lse"))
 
 
 def apply_rotary(
@@ -562,9 +594,8 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
     """Check a merge_states call."""
     check_one_device(seen)
     arrays = Arrays(seen)
-    arrays.check_same("out_b", _AXES, "out_a")
-    arrays.check_same("lse_a", _AXES_LSE, "out_a")
-    arrays.check_same("lse_b", _AXES_LSE, "out_a")
+    for name in arrays.shapes:
+        arrays.check_same(name, arrays.axes_of(name), "out_a")
     arrays.check_lengths("out_a")
     arrays.check_head_dim("out_a")
     batch, seqlen_q, num_heads, head_dim_v = arrays.full["out_a"]
@@ -579,6 +610,7 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
         head_dim=head_dim_v,
         head_dim_v=head_dim_v,
         scale=1.0,
+        num_states=len(seen) // 2,
     )
     return Signature(problem, arrays.rank, arrays.layouts())
 
@@ -811,7 +843,17 @@ class Arrays:
                 raise ShapeError(
                     f"{name} has {axis} {got}, expected {expected} as in "
                     f"{other} {self.words(other, name)}"
+                    f"{self._turned(name, other)}"
                 )
+
+    def _turned(self, name: str, other: str) -> str:
+        """Advice for an lse whose last two axes are those of `other`."""
+        if not _is_lse(name) or self.rank == 2:
+            return ""
+        batch, seqlen, heads, _ = self.full[other]
+        if self.full[name] != (batch, seqlen, heads):
+            return ""
+        return f": pass {name}.swapaxes(-1, -2)"
 
     def check_groups(self, k: str = "k") -> None:
         """Check that each key head serves the same number of query heads."""

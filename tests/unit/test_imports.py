@@ -25,7 +25,7 @@ LAW = {
     "folders": "",
     "folding": "",
     "settings": "errors",
-    "abi": "options",
+    "abi": "options problem",
     "checks": "errors",
     "layouts": "problem",
     "softcap": "",
