@@ -4,11 +4,12 @@
 >>> import cuflash
 >>> shape = 2, 16, 4, 8  # batch, seqlen, heads, head_dim
 >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, *shape))
->>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
->>> dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse, causal=True)
+>>> out, vjp = cuflash.vjp(q, k, v, causal=True)
+>>> dq, dk, dv = vjp(dout)
 
-`forward`, `backward`, `forward_kvcache`, `merge_states`, `apply_rotary`, and
-`jvp` and `double_backward`, the derivatives of `forward` and `backward`, run
+`forward`, `backward`, `vjp` (both in one), `forward_kvcache`, `merge_states`,
+`apply_rotary`, and `jvp` and `double_backward`, the derivatives of `forward`
+and `backward`, run
 on the device that holds their arrays: on a GPU by CUDA kernels compiled at run
 time, on the CPU by the NumPy reference, `cuflash.reference`.
 """
@@ -28,6 +29,7 @@ from .api import (
     merge_states,
 )
 from .api_derivatives import double_backward, jvp
+from .api_vjp import vjp
 from .build import warmup
 from .errors import (
     CompileError,
@@ -57,6 +59,7 @@ __all__ = [
     "forward_kvcache",
     "jvp",
     "merge_states",
+    "vjp",
 ]
 
 

@@ -125,6 +125,7 @@ LAW = {
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "api_derivatives": "api problem validate_derivatives",
+    "api_vjp": "api",
     "torch": "torch.attention torch.fakes torch.group_attention"
     " torch.kvcache torch.op_gradients torch.registration",
     "torch.arrays": "workspace torch.dtypes",
@@ -212,8 +213,8 @@ LAW = {
     " jax.machine jax.primitives jax.recording",
     "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
     " jax.cpu jax.cuda jax.derivatives jax.primitives",
-    "__init__": "errors api api_derivatives build.warmup emulator reference"
-    " _checkout _version",
+    "__init__": "errors api api_derivatives api_vjp build.warmup emulator"
+    " reference _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
     " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
     " __init__",
