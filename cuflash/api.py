@@ -115,8 +115,9 @@ def forward(
         A logit per head, in the dtype of `lse`, that takes part in each
         row's softmax like the score of a key without a value.
     segment_ids_q, segment_ids_k : array, optional
-        int32, (batch, seqlen_q) and (batch, seqlen_k), or without batch.
-        A query sees only keys with its own id.
+        Integers, (batch, seqlen_q) and (batch, seqlen_k), or without batch.
+        A query sees only keys with its own id. Ids and offsets may have any
+        integer dtype; on a GPU only the last 32 bits of 64 count.
     dropout : float, optional
         The probability with which a weight is set to 0; the others are
         divided by ``1 - dropout``. `lse` does not include dropout.
@@ -124,7 +125,7 @@ def forward(
         Below 2**64; required with `dropout`. Whether a weight is kept
         depends only on the seed, the batch, the head, i and j.
     cu_seqlens_q, cu_seqlens_k : array, (sequences + 1,), optional
-        int32. Packed sequences: `q` (total_q, num_heads_q, head_dim), `k`
+        Integers. Packed sequences: `q` (total_q, num_heads_q, head_dim), `k`
         and `v` hold the sequences end to end, and these arrays hold the
         offset of each sequence's first token, then the end of the last.
         Tokens after that end belong to no sequence. Offsets are invalid if
@@ -486,21 +487,21 @@ def forward_kvcache(
         (total_q, num_heads_kv, head_dim). Tokens of different sequences must
         not be written to the same row.
     cache_seqlens : int or array, (batch,), optional
-        int32: the tokens of each sequence before the call; the capacity by
+        Integers: the tokens of each sequence before the call; the capacity by
         default. An array is not changed.
     page_table : array, (batch, max_pages), optional
-        int32: the pages of each sequence, in order. Pages may have any size,
-        and are fast from 16 tokens on. Entries beyond a sequence's last token
-        are ignored.
+        Integers: the pages of each sequence, in order. Pages may have any
+        size, and are fast from 16 tokens on. Entries beyond a sequence's last
+        token are ignored.
     cache_batch_idx : array, (batch,), optional
-        int32: the slot of each sequence; b for sequence b by default. Not
+        Integers: the slot of each sequence; b for sequence b by default. Not
         with `page_table`.
     cache_leftpad : array, (batch,), optional
-        int32: how many tokens at the start of each slot belong to no
+        Integers: how many tokens at the start of each slot belong to no
         sequence and are not visible. Not with `page_table`.
     cu_seqlens_q : array, (batch + 1,), optional
-        int32: the offset of each sequence's first query in a packed `q`, then
-        the end of the last.
+        Integers: the offset of each sequence's first query in a packed `q`,
+        then the end of the last.
     max_seqlen_q : int, optional
         An upper bound on the queries of a sequence, with `cu_seqlens_q`;
         total_q by default. A longer sequence makes the offsets invalid.
@@ -627,6 +628,7 @@ def forward_kvcache(
         "sink": sink,
         "out": out,
     }
+    cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
     if validate_kvcache.is_int(cache_seqlens):
         given["cache_seqlens"] = None
     given = {name: x for name, x in given.items() if x is not None}
@@ -747,7 +749,7 @@ def apply_rotary(
         or the dtype of `x`. `rotary_dim` is at most `head_dim`; columns of
         `x` from `rotary_dim` on are returned unchanged.
     positions : array, (batch, seqlen) or broadcastable, optional
-        int32 or int64: each token's row of `cos` and `sin`. 0, 1, 2, ...
+        Integers: each token's row of `cos` and `sin`. 0, 1, 2, ...
         along seqlen by default. A position outside the tables raises a
         ValueRangeError for NumPy arrays. On a CUDA device the host does not
         read positions: the rotated columns of such a token are NaN, without
@@ -860,6 +862,8 @@ def open_arrays(
             validate.writable(name, given[name], receives)
     if device == "cpu":
         arrays = {name: np.asarray(x) for name, x in given.items()}
+        for name in options.INDICES.intersection(arrays):
+            arrays[name] = validate.integers_on_host(name, arrays[name])
         emulated = emulator.current()
         if emulated:
             return _kernels()(emulated.backend()), arrays

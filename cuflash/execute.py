@@ -470,7 +470,8 @@ def _rotary_recipe(
     given.setdefault("out", layouts.new(given["x"].shape, given["x"].dtype))
     rows = {name: layouts.by_any_element(x) for name, x in given.items()}
     tables = {
-        name: layouts.by_element(x) for name, x in signature.options.items()
+        name: layouts.by_element(x, wide=True)
+        for name, x in signature.options.items()
     }
     template = Template(
         RotaryArguments,

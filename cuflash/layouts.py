@@ -135,22 +135,26 @@ def contiguous(given: Layout) -> Layout:
     return copy
 
 
-def by_element(given: Layout) -> Layout:
+def by_element(given: Layout, wide: bool = False) -> Layout:
     """The layout of an option array, which kernels read element by element.
 
-    A copy keeps broadcast axes: it has length 1 where the stride is 0.
+    A copy keeps broadcast axes: it has length 1 where the stride is 0. Kernels
+    read integers as int32; if `wide`, as int32 or int64.
     """
-    itemsize = given.dtype.itemsize
-    in_place = given.dtype.isnative and not any(
+    dtype, itemsize = given.dtype, given.dtype.itemsize
+    if dtype.kind in "iu" and dtype.name not in ("int32", "int64")[: 1 + wide]:
+        dtype = np.dtype(np.int64 if wide else np.int32)
+    in_place = dtype == given.dtype and not any(
         x % itemsize for x in (given.offset, *given.strides)
     )
+    in_place = in_place and given.dtype.isnative
     if in_place:
         return given
     shape = tuple(
         1 if stride == 0 else size
         for size, stride in zip(given.shape, given.strides, strict=True)
     )
-    copy = new((1, *shape), given.dtype)
+    copy = new((1, *shape), dtype)
     kept = zip(copy.strides[1:], given.strides, strict=True)
     strides = tuple(stride if old else 0 for stride, old in kept)
     return Layout(shape, strides, copy.dtype)

@@ -31,6 +31,7 @@ from .options import (
     broadcast_strides,
     broadcasts,
     check,
+    check_integers,
     numbers_of,
 )
 from .problem import (
@@ -191,6 +192,12 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         )
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return "cuda"
+    if isinstance(array, (list, tuple)):
+        raise DTypeError(
+            f"{name} is of type {type_name(array)}, expected an array: pass "
+            f"np.asarray({name}), or of arrays on a CUDA device "
+            f"cupy.asarray({name})"
+        )
     raise DTypeError(
         f"{name} is of type {type_name(array)}, expected an array: NumPy, "
         "CuPy, or any with DLPack or __cuda_array_interface__ on a CUDA "
@@ -210,6 +217,29 @@ def _tracers() -> Any:
     """JAX's class of tracers, if the user imported JAX."""
     core = getattr(sys.modules.get("jax"), "core", None)
     return getattr(core, "Tracer", ())
+
+
+def integers_on_host(name: str, array: np.ndarray) -> np.ndarray:
+    """An array of integers as int32, positions as int64 where they are wide.
+
+    Raises
+    ------
+    ValueRangeError
+        If a number does not fit.
+    """
+    dtype = array.dtype
+    if dtype == np.int32 or dtype.kind not in "iu":  # checked later
+        return array
+    wide = np.int64 if name == "positions" else np.int32
+    low, high = np.iinfo(wide).min, np.iinfo(wide).max
+    if not np.can_cast(dtype, wide) and array.size:
+        for value in (int(array.min()), int(array.max())):
+            if not low <= value <= high:
+                raise ValueRangeError(
+                    f"{name} holds {value}, expected {low} to {high}: kernels "
+                    f"read {name} as {np.dtype(wide).name}"
+                )
+    return array.astype(wide)
 
 
 def check_one_device(seen: tuple[tuple, ...]) -> None:
@@ -653,7 +683,7 @@ def _rotary(
             2 * num_pairs,
             num_positions,
             dtypes["cos"],
-            dtypes.get("positions"),
+            _index_of(layouts.get("positions")),
             interleaved,
             inverse,
         ),
@@ -667,12 +697,19 @@ def _check_tables(
     """The layouts of cos and sin, and of positions, (batch, seqlen)."""
     layouts = check_cos_and_sin(arrays, tables[:2])
     for name, shape, strides, dtype, offset, _ in tables[2:]:
-        _check_table_dtype(name, dtype, ("int32", "int64"), "")
+        check_integers(name, dtype)
         full = arrays.full["x"][:2]
         _check_positions_shape(tuple(shape), full, arrays.rank)
         strides = broadcast_strides(tuple(shape), tuple(strides), full)
         layouts[name] = Layout(full, strides, dtype, offset)
     return layouts
+
+
+def _index_of(positions: Layout | None) -> Literal["int32", "int64"] | None:
+    """The dtype in which kernels read positions; see `layouts.by_element`."""
+    if positions is None:
+        return None
+    return "int32" if positions.dtype.name == "int32" else "int64"
 
 
 def check_cos_and_sin(

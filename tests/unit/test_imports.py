@@ -209,8 +209,8 @@ LAW = {
     "jax.cpu": "api api_derivatives jax.calls jax.primitives",
     "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
     "jax.machine": "api backends.base",
-    "jax.cuda": "execute problem runner backends.base jax.arrays jax.calls"
-    " jax.machine jax.primitives jax.recording",
+    "jax.cuda": "execute options problem runner backends.base jax.arrays"
+    " jax.calls jax.machine jax.primitives jax.recording",
     "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
     " jax.cpu jax.cuda jax.derivatives jax.primitives",
     "__init__": "errors api api_derivatives api_vjp build.warmup emulator"

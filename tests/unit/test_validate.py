@@ -74,7 +74,6 @@ def test_the_base_call_is_valid(call):
 # No array at all -----------------------------------------------------------
 
 NO_ARRAYS = [
-    ([[1.0]], "list"),
     (None, "NoneType"),
     (1.5, "float"),
     ("text", "str"),
@@ -91,9 +90,19 @@ def test_no_array(call, name, value, kind):
     )
 
 
+@pytest.mark.parametrize("given", [[[1.0]], ((1.0,),)])
+@every_argument_and_out
+def test_a_list(call, name, given):
+    assert complaint(DTypeError, call, **{name: given}) == (
+        f"{name} is of type {type(given).__name__}, expected an array: pass "
+        f"np.asarray({name}), or of arrays on a CUDA device "
+        f"cupy.asarray({name})"
+    )
+
+
 def test_out_that_is_no_array():
-    text = complaint(DTypeError, "forward", out=[0.0])
-    assert text.startswith("out is of type list, expected an array:")
+    text = complaint(DTypeError, "forward", out=0.0)
+    assert text.startswith("out is of type float, expected an array:")
 
 
 @every_argument_and_out
