@@ -6,11 +6,18 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from . import folders, options, settings, validate, validate_kvcache
+from . import (
+    folders,
+    foreign_names,
+    options,
+    settings,
+    validate,
+    validate_kvcache,
+)
 from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
 from .problem import MOST_STATES, strip, strip_lse
@@ -27,6 +34,7 @@ __all__ = [
 ]
 
 
+@foreign_names.our_names("cuflash.forward")
 def forward(
     q: Any,
     k: Any,
@@ -54,6 +62,7 @@ def forward(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T) V, without the score matrix.
 
@@ -211,6 +220,8 @@ def forward(
     >>> out.shape, lse.shape
     ((2, 16, 4, 8), (2, 4, 16))
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.forward", unknown)
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
@@ -260,6 +271,7 @@ def forward(
     return (result, strip_lse(lse, call.rank)) if return_lse else result
 
 
+@foreign_names.our_names("cuflash.backward")
 def backward(
     dout: Any,
     q: Any,
@@ -294,6 +306,7 @@ def backward(
     max_seqlen_k: int | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    **unknown: NoReturn,
 ) -> tuple[Any, ...]:
     r"""The gradients of `forward` with respect to `q`, `k` and `v`.
 
@@ -376,6 +389,8 @@ def backward(
     >>> dq.shape, dk.shape, dv.shape
     ((16, 8), (16, 8), (16, 8))
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.backward", unknown)
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
     given |= {name: x for name, x in optional.items() if x is not None}
@@ -431,6 +446,7 @@ def backward(
     )
 
 
+@foreign_names.our_names("cuflash.forward_kvcache")
 def forward_kvcache(
     q: Any,
     k_cache: Any,
@@ -458,6 +474,7 @@ def forward_kvcache(
     num_splits: int | None = None,
     out: Any = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention over a cache of keys and values: decoding, chunked prefill.
 
@@ -609,6 +626,8 @@ def forward_kvcache(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True)[:, -1:])
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.forward_kvcache", unknown)
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -654,7 +673,10 @@ def forward_kvcache(
     return (result, strip_lse(lse, call.rank)) if return_lse else result
 
 
-def merge_states(out_a: Any, lse_a: Any, *more: Any) -> tuple[Any, Any]:
+@foreign_names.our_names("cuflash.merge_states")
+def merge_states(
+    out_a: Any, lse_a: Any, *more: Any, **unknown: NoReturn
+) -> tuple[Any, Any]:
     """Merge the results of attention over disjoint sets of keys.
 
     Parameters
@@ -712,6 +734,8 @@ def merge_states(out_a: Any, lse_a: Any, *more: Any) -> tuple[Any, Any]:
     >>> np.allclose(out, cuflash.forward(q, k, v))
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.merge_states", unknown)
     states = validate.states_of((out_a, lse_a, *more))
     runner, arrays = open_arrays(states)
     call = validate.merge_states(**arrays)
@@ -726,6 +750,7 @@ def merge_states(out_a: Any, lse_a: Any, *more: Any) -> tuple[Any, Any]:
     return strip(out, call.rank), strip_lse(lse, call.rank)
 
 
+@foreign_names.our_names("cuflash.apply_rotary")
 def apply_rotary(
     x: Any,
     cos: Any,
@@ -735,6 +760,7 @@ def apply_rotary(
     interleaved: bool = False,
     inverse: bool = False,
     out: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Rotary position embedding: rotate queries or keys by their positions.
 
@@ -804,6 +830,8 @@ def apply_rotary(
     >>> np.allclose(back, x)
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.apply_rotary", unknown)
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions

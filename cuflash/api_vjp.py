@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+from . import foreign_names
 from .api import backward, forward
 
 __all__ = ["Gradients", "Vjp", "vjp"]
@@ -115,6 +116,7 @@ class Vjp:
         )
 
 
+@foreign_names.our_names("cuflash.vjp")
 def vjp(
     q: Any,
     k: Any,
@@ -141,6 +143,7 @@ def vjp(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Any, ...]:
     """`forward`, and the function that computes its gradients.
 
@@ -199,6 +202,8 @@ def vjp(
     ((16, 8), (16, 8), (16, 8))
     >>> dq, dk, dv = gradients
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.vjp", unknown)
     options = {
         "scale": scale,
         "causal": causal,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from cuflash import validate_kvcache
+from cuflash import foreign_names, validate_kvcache
 from cuflash.errors import UnsupportedError
 
 from . import autocast, kvcache_ops
@@ -17,6 +17,7 @@ from .tracing import is_traced, refuse_transforms
 _NO_GRADIENTS = "attention over caches has no gradients"
 
 
+@foreign_names.our_names("cuflash.torch.forward_kvcache")
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -44,6 +45,7 @@ def forward_kvcache(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention over a cache of keys and values, of torch tensors.
 
@@ -98,6 +100,10 @@ def forward_kvcache(
     >>> torch.allclose(out, v_new)
     True
     """
+    if unknown:
+        raise foreign_names.unexpected(
+            "cuflash.torch.forward_kvcache", unknown
+        )
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k_new": k_new,
         "v_new": v_new, "cache_seqlens": cache_seqlens,
