@@ -112,9 +112,9 @@ def forward(
     softcap : float, optional
         Scaled scores s become ``softcap * tanh(s / softcap)``.
     alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
-        float32. ``slope * abs(i + seqlen_k - seqlen_q - j)`` is subtracted
-        from the score of query i and key j. With packed sequences
-        (num_heads_q,) or (sequences, num_heads_q).
+        float32, or the dtype of `lse`. ``slope * abs(i + seqlen_k - seqlen_q
+        - j)`` is subtracted from the score of query i and key j. With packed
+        sequences (num_heads_q,) or (sequences, num_heads_q).
     bias : array, optional
         Added to the scores, after softcap and ALiBi. Has the dtype of `q` or
         of `lse`; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
@@ -486,8 +486,10 @@ def forward_kvcache(
     ----------
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         Queries: float16, bfloat16 (ml_dtypes), float32 or float64. Arrays as
-        in `forward`. With `cu_seqlens_q`, (total_q, num_heads_q, head_dim):
-        the queries of all sequences, end to end.
+        in `forward`, and as there the batch axis may be left out, of `q`, the
+        caches, `k_new`, `v_new`, `page_table` and `out`, or batch and heads.
+        With `cu_seqlens_q`, (total_q, num_heads_q, head_dim): the queries of
+        all sequences, end to end.
     k_cache : array, (batch, capacity, num_heads_kv, head_dim)
         Token t of sequence b is in row t of slot b. With `cache_batch_idx`
         there may be any number of slots. With `page_table`, (num_pages,
@@ -539,7 +541,7 @@ def forward_kvcache(
         As in `forward`, with seqlen_k = n: masks are aligned at the end, so
         the last query is at the position of the last token.
     alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
-        float32; as in `forward`, with seqlen_k = n.
+        As in `forward`, with seqlen_k = n.
     sink : array, (num_heads_q,), optional
         In the dtype of lse; as in `forward`.
     num_splits : int, optional
@@ -653,6 +655,8 @@ def forward_kvcache(
     given = {name: x for name, x in given.items() if x is not None}
     writes = k_new is not None or v_new is not None
     runner, arrays = open_arrays(given, _CACHES if writes else _OUT)
+    rank = arrays["q"].ndim
+    arrays = validate_kvcache.with_batch(arrays)
     if "cache_seqlens" not in given:
         arrays["cache_seqlens"] = cache_seqlens
     call = validate_kvcache.forward_kvcache(
@@ -669,8 +673,8 @@ def forward_kvcache(
     if _reads_values(q):
         validate_kvcache.values(call)
     result, lse = runner.forward_kvcache(call)
-    result = strip(result, call.rank) if out is None else out
-    return (result, strip_lse(lse, call.rank)) if return_lse else result
+    result = strip(result, rank) if out is None else out
+    return (result, strip_lse(lse, rank)) if return_lse else result
 
 
 @foreign_names.our_names("cuflash.merge_states")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from cuflash import layouts, options, settings, workspace
 from cuflash.abi import (
     BackwardArguments,
@@ -459,6 +461,11 @@ def _merge_recipe(
 _TABLES = ("cos", "sin", "positions")
 
 
+def _table_dtype(rotary: Rotary, dtype: Any) -> np.dtype | None:
+    """The dtype in which the kernel reads a table: positions are integers."""
+    return np.dtype(rotary.positions) if dtype.kind in "iu" else None
+
+
 @remembered
 def _rotary_recipe(
     signature: Signature, target: Target, family: Family | None
@@ -470,7 +477,7 @@ def _rotary_recipe(
     given.setdefault("out", layouts.new(given["x"].shape, given["x"].dtype))
     rows = {name: layouts.by_any_element(x) for name, x in given.items()}
     tables = {
-        name: layouts.by_element(x, wide=True)
+        name: layouts.by_element(x, _table_dtype(rotary, x.dtype))
         for name, x in signature.options.items()
     }
     template = Template(
@@ -515,10 +522,7 @@ def _recipe(
     """
     has_options = bool(signature.problem.options)
     if has_options:
-        read = {
-            name: layouts.by_element(x)
-            for name, x in signature.options.items()
-        }
+        read = options.as_read(signature)
         constants["options"] = options.numbers(signature, read)
         copies |= layouts.changes(signature.options, read)
     names = pointers_of(kind)

@@ -135,15 +135,15 @@ def contiguous(given: Layout) -> Layout:
     return copy
 
 
-def by_element(given: Layout, wide: bool = False) -> Layout:
+def by_element(given: Layout, dtype: np.dtype | None = None) -> Layout:
     """The layout of an option array, which kernels read element by element.
 
-    A copy keeps broadcast axes: it has length 1 where the stride is 0. Kernels
-    read integers as int32; if `wide`, as int32 or int64.
+    They read it in a dtype, by default its own. A copy keeps broadcast axes:
+    it has length 1 where the stride is 0.
     """
-    dtype, itemsize = given.dtype, given.dtype.itemsize
-    if dtype.kind in "iu" and dtype.name not in ("int32", "int64")[: 1 + wide]:
-        dtype = np.dtype(np.int64 if wide else np.int32)
+    itemsize = given.dtype.itemsize
+    if dtype is None:
+        dtype = given.dtype
     in_place = dtype == given.dtype and not any(
         x % itemsize for x in (given.offset, *given.strides)
     )

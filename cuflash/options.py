@@ -209,8 +209,8 @@ TABLE = (
     Option(
         "alibi_slopes",
         Array(
-            ("float32",),
-            "slopes are float32",
+            ("float32", "lse"),
+            "slopes are float32, or float64 with float64 arrays",
             ("batch", "num_heads_q"),
             "(batch, heads)",
             by_sequence=True,
@@ -358,6 +358,20 @@ def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
     return tuple(
         (option.flag, option.is_in(problem)) for option in TABLE if option.flag
     )
+
+
+def as_read(signature: Signature) -> dict[str, Layout]:
+    """The layouts in which kernels read the array options of a call.
+
+    Indices are int32; slopes have the dtype of lse.
+    """
+    slopes = np.dtype(signature.problem.lse_dtype)
+    dtypes: dict[str, np.dtype] = dict.fromkeys(INDICES, np.dtype(np.int32))
+    dtypes["alibi_slopes"] = slopes
+    return {
+        name: layouts.by_element(x, dtypes.get(name))
+        for name, x in signature.options.items()
+    }
 
 
 def numbers(
@@ -538,8 +552,16 @@ def _check_dtype(name: str, got: np.dtype, sizes: Sizes) -> None:
     if got.name not in expected:
         raise DTypeError(
             f"{name} has dtype {got.name}, expected {' or '.join(expected)}: "
-            f"{rule.why}"
+            f"{rule.why}{_cure_of_dtype(name, got)}"
         )
+
+
+def _cure_of_dtype(name: str, got: np.dtype) -> str:
+    if name == "bias" and got.kind == "b":
+        return "; pass a boolean array as mask"
+    if name == "mask" and got.kind in "iu":
+        return f"; or pass {name} != 0"
+    return ""
 
 
 def check_integers(name: str, dtype: Any) -> None:

@@ -756,15 +756,23 @@ def _check_table_shape(
     name: str, shape: tuple[int, ...], x: str, full: tuple[int, ...]
 ) -> None:
     if len(shape) != 2:
+        one = len(shape) == 3 and shape[0] == 1
         raise ShapeError(
             f"{name} has {axes_in_words(len(shape))}, expected 2 "
             f"({name} {shape}; {_LAYOUT_OF_TABLES})"
+            f"{f': pass {name}[0]' if one else ''}"
         )
     if 2 * shape[1] > full[-1]:
+        twice = shape[1] % 2 == 0 and shape[1] <= full[-1]
+        advice = (
+            f"; if it holds each angle twice, as in Transformers, pass "
+            f"{name}[..., :{shape[1] // 2}]"
+        )
         raise ShapeError(
             f"{name} has {shape[1]} columns, expected at most "
             f"{full[-1] // 2}: rotary_dim is twice as many, and at most "
             f"{x}'s head_dim {full[-1]} ({x} {full}, {name} {shape})"
+            f"{advice if twice else ''}"
         )
 
 

@@ -191,6 +191,36 @@ def check_call(
     )  # fmt: skip
 
 
+def with_batch(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Views with the axes that q leaves out, as `forward` inserts them.
+
+    q without batch is (seqlen, heads, head_dim) or (seqlen, head_dim); the
+    caches then hold one sequence, (capacity, heads, head_dim) or (capacity,
+    head_dim), or pages. A packed q has no batch, and is left as it is.
+    """
+    rank = arrays["q"].ndim
+    if rank not in (2, 3) or "cu_seqlens_q" in arrays:
+        return arrays
+    views = dict(arrays)
+    for name in _INPUTS:
+        x = arrays.get(name)
+        if x is None:
+            continue
+        if rank == 2:
+            x = x[..., None, :]
+        if x.ndim == 3:  # caches of pages, or with slots, have 4 axes
+            x = x[None]
+        views[name] = x
+    for name, ndim in (
+        ("page_table", 2), ("cache_seqlens", 1), ("cache_batch_idx", 1),
+        ("cache_leftpad", 1),
+    ):  # fmt: skip
+        x = arrays.get(name)
+        if x is not None and x.ndim == ndim - 1:
+            views[name] = x[None]
+    return views
+
+
 def is_int(cache_seqlens: Any) -> bool:
     """Whether cache_seqlens is one length; a bool is refused later."""
     return isinstance(cache_seqlens, (int, numbers.Integral))
@@ -398,8 +428,8 @@ class _Arrays(Arrays):
                 "3 as cu_seqlens_q is given (layout is (total_q, heads, "
                 "head_dim))"
                 if self.packed
-                else "4 (layout is (batch, seqlen, heads, head_dim)), or 3 "
-                "with cu_seqlens_q"
+                else "2, 3 or 4 (layout is (seqlen, head_dim), (seqlen, "
+                "heads, head_dim) or (batch, seqlen, heads, head_dim))"
             )
             raise ShapeError(
                 f"q has {axes_in_words(self.rank)}, expected {why}"

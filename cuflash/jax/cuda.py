@@ -142,6 +142,10 @@ def _call_buffers(
 ) -> list[Any]:
     """Run a call on traced arrays; its results are padded."""
     given = {name: _readable(name, x) for name, x in given.items()}
+    if "alibi_slopes" in given:  # kernels read the dtype of lse
+        wide = given["q"].dtype == jnp.float64
+        slopes = given["alibi_slopes"]
+        given["alibi_slopes"] = slopes.astype("float64" if wide else "float32")
     types = {
         name: abstract(x, slot) for slot, (name, x) in enumerate(given.items())
     }

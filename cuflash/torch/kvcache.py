@@ -8,6 +8,7 @@ import torch
 
 from cuflash import foreign_names, validate_kvcache
 from cuflash.errors import UnsupportedError
+from cuflash.problem import strip, strip_lse
 
 from . import autocast, kvcache_ops
 from .checks import check_no_tangents, check_tensors
@@ -113,6 +114,7 @@ def forward_kvcache(
         "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes,
         "sink": sink, "out": out,
     }  # fmt: skip
+    rank = getattr(q, "ndim", 4)
     length = None
     if validate_kvcache.is_int(cache_seqlens):
         length, tensors["cache_seqlens"] = cache_seqlens, None
@@ -129,8 +131,8 @@ def forward_kvcache(
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
     no_gradients(_NO_GRADIENTS, **tensors)
     call = kvcache_ops.call if is_traced(q, k_cache, v_cache) else run
-    return call(
-        tensors,
+    result = call(
+        validate_kvcache.with_batch(tensors),
         length,
         return_lse,
         max_seqlen_q=max_seqlen_q,
@@ -141,6 +143,11 @@ def forward_kvcache(
         softcap=softcap,
         num_splits=num_splits,
     )
+    if rank not in (2, 3) or cu_seqlens_q is not None:
+        return result
+    found, lse = result if return_lse else (result, None)
+    found = strip(found, rank) if out is None else out
+    return (found, strip_lse(lse, rank)) if return_lse else found
 
 
 def no_gradients(why: str, **tensors: torch.Tensor | None) -> None:

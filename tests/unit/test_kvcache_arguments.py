@@ -249,7 +249,8 @@ DTYPES = {
     ),
     "alibi_slopes": (
         plain(alibi_slopes=zeros(4)),
-        "alibi_slopes has dtype float16, expected float32: slopes are float32",
+        "alibi_slopes has dtype float16, expected float32: slopes are "
+        "float32, or float64 with float64 arrays",
     ),
     "sink": (
         plain(sink=zeros(4)),
@@ -294,8 +295,15 @@ def test_no_array():
 SHAPES = {
     "rank of q": (
         plain(q=zeros(3, 4, 8)),
-        "q has 3 axes, expected 4 (layout is (batch, seqlen, heads, "
-        "head_dim)), or 3 with cu_seqlens_q",
+        "k_cache has slots 2, expected 1, the batch: without "
+        "cache_batch_idx, sequence b is in slot b (q (1, 3, 4, 8) is (batch, "
+        "seqlen, heads, head_dim), k_cache (2, 10, 2, 8) is (slots, capacity, "
+        "heads, head_dim))",
+    ),
+    "q of five axes": (
+        plain(q=zeros(1, 2, 3, 4, 8)),
+        "q has 5 axes, expected 2, 3 or 4 (layout is (seqlen, head_dim), "
+        "(seqlen, heads, head_dim) or (batch, seqlen, heads, head_dim))",
     ),
     "rank of packed q": (
         packed(q=zeros(*Q)),

@@ -156,13 +156,23 @@ def test_gradients_that_are_not_wanted_need_nothing():
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("alibi_slopes", np.zeros(4), "float32: slopes are float32"),
+        (
+            "alibi_slopes",
+            np.zeros(4),
+            "float32: slopes are float32, or float64 with float64 arrays",
+        ),
         ("sink", np.zeros(4), "float32: it is a logit, as lse is"),
         ("bias", np.zeros(PAIRS), "float32: it is added to scores"),
         (
+            "bias",
+            np.zeros(PAIRS, bool),
+            "float32: it is added to scores; pass a boolean array as mask",
+        ),
+        (
             "mask",
             np.ones(PAIRS, np.uint8),
-            "bool: True keeps a pair; pass an additive mask as bias",
+            "bool: True keeps a pair; pass an additive mask as bias; or pass "
+            "mask != 0",
         ),
     ],
 )
