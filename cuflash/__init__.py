@@ -31,6 +31,7 @@ from .api import (
 from .api_derivatives import double_backward, jvp
 from .api_vjp import vjp
 from .build import warmup
+from .builders import cu_seqlens, rotary_tables, segment_ids
 from .errors import (
     CompileError,
     CuflashError,
@@ -54,11 +55,14 @@ __all__ = [
     "__version__",
     "apply_rotary",
     "backward",
+    "cu_seqlens",
     "double_backward",
     "forward",
     "forward_kvcache",
     "jvp",
     "merge_states",
+    "rotary_tables",
+    "segment_ids",
     "vjp",
 ]
 

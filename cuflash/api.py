@@ -775,9 +775,10 @@ def apply_rotary(
         3-D or 2-D as there, so packed sequences are (total, heads,
         head_dim).
     cos, sin : array, (num_positions, rotary_dim / 2)
-        The rows of a position's angles. float32 (float64 for float64 `x`),
-        or the dtype of `x`. `rotary_dim` is at most `head_dim`; columns of
-        `x` from `rotary_dim` on are returned unchanged.
+        The rows of a position's angles, as `rotary_tables` makes them.
+        float32 (float64 for float64 `x`), or the dtype of `x`. `rotary_dim`
+        is at most `head_dim`; columns of `x` from `rotary_dim` on are
+        returned unchanged.
     positions : array, (batch, seqlen) or broadcastable, optional
         Integers: each token's row of `cos` and `sin`. 0, 1, 2, ...
         along seqlen by default. A position outside the tables raises a
@@ -827,8 +828,7 @@ def apply_rotary(
     >>> import numpy as np
     >>> import cuflash
     >>> x = np.random.default_rng(0).standard_normal((2, 16, 4, 8))
-    >>> angles = np.outer(np.arange(16), 10000.0 ** (-np.arange(0, 8, 2) / 8))
-    >>> cos, sin = np.cos(angles), np.sin(angles)
+    >>> cos, sin = cuflash.rotary_tables(16, 8, dtype=x.dtype)
     >>> rotated = cuflash.apply_rotary(x, cos, sin)
     >>> back = cuflash.apply_rotary(rotated, cos, sin, inverse=True)
     >>> np.allclose(back, x)

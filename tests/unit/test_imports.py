@@ -126,6 +126,7 @@ LAW = {
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "api_derivatives": "foreign_names api problem validate_derivatives",
+    "builders": "checks errors",
     "api_vjp": "foreign_names api",
     "torch": "torch.attention torch.fakes torch.group_attention"
     " torch.kvcache torch.op_gradients torch.registration",
@@ -147,7 +148,7 @@ LAW = {
     "torch.group_attention": "api distributed errors foreign_names"
     " torch.checks torch.dtypes",
     "torch.inductor": "torch.direct",
-    "torch.kvcache": "errors foreign_names validate_kvcache torch.autocast"
+    "torch.kvcache": "errors foreign_names problem validate_kvcache torch.autocast"
     " torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
     "torch.kvcache_ops": "torch.fakes torch.kvcache_request torch.ops",
@@ -217,8 +218,8 @@ LAW = {
     "jax.attention": "foreign_names problem settings jax.arrays jax.batching"
     " jax.calls"
     " jax.cpu jax.cuda jax.derivatives jax.primitives",
-    "__init__": "errors api api_derivatives api_vjp build.warmup emulator"
-    " reference _checkout _version",
+    "__init__": "errors api api_derivatives api_vjp build.warmup builders"
+    " emulator reference _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
     " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
     " __init__",
