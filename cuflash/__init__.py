@@ -4,11 +4,12 @@
 >>> import cuflash
 >>> shape = 2, 16, 4, 8  # batch, seqlen, heads, head_dim
 >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, *shape))
->>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
->>> dq, dk, dv = cuflash.backward(dout, q, k, v, out, lse, causal=True)
+>>> out, vjp = cuflash.vjp(q, k, v, causal=True)
+>>> dq, dk, dv = vjp(dout)
 
-`forward`, `backward`, `forward_kvcache`, `merge_states`, `apply_rotary`, and
-`jvp` and `double_backward`, the derivatives of `forward` and `backward`, run
+`forward`, `backward`, `vjp` (both in one), `forward_kvcache`, `merge_states`,
+`apply_rotary`, and `jvp` and `double_backward`, the derivatives of `forward`
+and `backward`, run
 on the device that holds their arrays: on a GPU by CUDA kernels compiled at run
 time, on the CPU by NumPy, in tiles. `cuflash.reference` states every equation
 and computes, in float64, what those tiles do not take.
@@ -29,7 +30,9 @@ from .api import (
     merge_states,
 )
 from .api_derivatives import double_backward, jvp
+from .api_vjp import vjp
 from .build import warmup
+from .builders import cu_seqlens, rotary_tables, segment_ids
 from .errors import (
     CompileError,
     CuflashError,
@@ -53,11 +56,15 @@ __all__ = [
     "__version__",
     "apply_rotary",
     "backward",
+    "cu_seqlens",
     "double_backward",
     "forward",
     "forward_kvcache",
     "jvp",
     "merge_states",
+    "rotary_tables",
+    "segment_ids",
+    "vjp",
 ]
 
 

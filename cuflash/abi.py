@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import options
+from cuflash.problem import FEW_STATES, MOST_STATES
 
 # ---- Describing a struct ----
 
@@ -348,15 +349,22 @@ ForwardSplitOptionsArguments = _struct(
     ("OptionNumbers", "options"),
     _PART_NUMBERS,
 )
-MergeArguments = _struct(
-    "MergeArguments",
-    "All arrays are contiguous: out, out_a and out_b (batch, seqlen_q,"
-    " num_heads_q, head_dim_v); lse,\nlse_a and lse_b (batch, num_heads_q,"
-    " seqlen_q).",
-    ("const void*", "out_a lse_a out_b lse_b"),
-    ("void*", "out lse"),
-    ("int", "batch seqlen_q num_heads_q head_dim_v"),
-)
+
+
+def _merge_struct(name: str, states: int) -> np.dtype:
+    return _struct(
+        name,
+        "All arrays are contiguous: those of out (batch, seqlen_q,"
+        " num_heads_q, head_dim_v), those of lse\n(batch, num_heads_q,"
+        " seqlen_q).",
+        ("const void*", f"outs[{states}] lses[{states}]", "null: none"),
+        ("void*", "out lse"),
+        ("int", "batch seqlen_q num_heads_q head_dim_v num_states"),
+    )
+
+
+MergeArguments = _merge_struct("MergeArguments", FEW_STATES)
+MergeManyArguments = _merge_struct("MergeManyArguments", MOST_STATES)
 
 MergeRowsArguments = _struct(
     "MergeRowsArguments",
@@ -567,6 +575,9 @@ def _last_pointers(kind: np.dtype) -> tuple[int, int]:
 
 def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
     """The dtypes of a struct's fields and nested fields, in order."""
+    if kind.subdtype and kind.base == np.uint64:  # an array of pointers
+        yield from [kind.base] * kind.shape[0]
+        return
     if kind.names is None or kind == TensorMap:
         yield kind
         return

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from . import folders, options, settings, validate, validate_kvcache
+from . import (
+    folders,
+    foreign_names,
+    options,
+    settings,
+    validate,
+    validate_kvcache,
+)
 from .backends import emulator
 from .errors import CuflashError, DTypeError, UnsupportedError
-from .problem import strip, strip_lse
+from .problem import MOST_STATES, strip, strip_lse
 
 if TYPE_CHECKING:
     from .backends.base import Backend, Runner
@@ -26,6 +34,7 @@ __all__ = [
 ]
 
 
+@foreign_names.our_names("cuflash.forward")
 def forward(
     q: Any,
     k: Any,
@@ -53,6 +62,7 @@ def forward(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T) V, without the score matrix.
 
@@ -102,9 +112,9 @@ def forward(
     softcap : float, optional
         Scaled scores s become ``softcap * tanh(s / softcap)``.
     alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
-        float32. ``slope * abs(i + seqlen_k - seqlen_q - j)`` is subtracted
-        from the score of query i and key j. With packed sequences
-        (num_heads_q,) or (sequences, num_heads_q).
+        float32, or the dtype of `lse`. ``slope * abs(i + seqlen_k - seqlen_q
+        - j)`` is subtracted from the score of query i and key j. With packed
+        sequences (num_heads_q,) or (sequences, num_heads_q).
     bias : array, optional
         Added to the scores, after softcap and ALiBi. Has the dtype of `q` or
         of `lse`; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
@@ -114,8 +124,9 @@ def forward(
         A logit per head, in the dtype of `lse`, that takes part in each
         row's softmax like the score of a key without a value.
     segment_ids_q, segment_ids_k : array, optional
-        int32, (batch, seqlen_q) and (batch, seqlen_k), or without batch.
-        A query sees only keys with its own id.
+        Integers, (batch, seqlen_q) and (batch, seqlen_k), or without batch.
+        A query sees only keys with its own id. Ids and offsets may have any
+        integer dtype; on a GPU only the last 32 bits of 64 count.
     dropout : float, optional
         The probability with which a weight is set to 0; the others are
         divided by ``1 - dropout``. `lse` does not include dropout.
@@ -123,7 +134,7 @@ def forward(
         Below 2**64; required with `dropout`. Whether a weight is kept
         depends only on the seed, the batch, the head, i and j.
     cu_seqlens_q, cu_seqlens_k : array, (sequences + 1,), optional
-        int32. Packed sequences: `q` (total_q, num_heads_q, head_dim), `k`
+        Integers. Packed sequences: `q` (total_q, num_heads_q, head_dim), `k`
         and `v` hold the sequences end to end, and these arrays hold the
         offset of each sequence's first token, then the end of the last.
         Tokens after that end belong to no sequence. Offsets are invalid if
@@ -209,6 +220,8 @@ def forward(
     >>> out.shape, lse.shape
     ((2, 16, 4, 8), (2, 4, 16))
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.forward", unknown)
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
@@ -258,6 +271,7 @@ def forward(
     return (result, strip_lse(lse, call.rank)) if return_lse else result
 
 
+@foreign_names.our_names("cuflash.backward")
 def backward(
     dout: Any,
     q: Any,
@@ -292,6 +306,7 @@ def backward(
     max_seqlen_k: int | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    **unknown: NoReturn,
 ) -> tuple[Any, ...]:
     r"""The gradients of `forward` with respect to `q`, `k` and `v`.
 
@@ -374,6 +389,8 @@ def backward(
     >>> dq.shape, dk.shape, dv.shape
     ((16, 8), (16, 8), (16, 8))
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.backward", unknown)
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
     given |= {name: x for name, x in optional.items() if x is not None}
@@ -429,6 +446,7 @@ def backward(
     )
 
 
+@foreign_names.our_names("cuflash.forward_kvcache")
 def forward_kvcache(
     q: Any,
     k_cache: Any,
@@ -456,6 +474,7 @@ def forward_kvcache(
     num_splits: int | None = None,
     out: Any = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention over a cache of keys and values: decoding, chunked prefill.
 
@@ -467,8 +486,10 @@ def forward_kvcache(
     ----------
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         Queries: float16, bfloat16 (ml_dtypes), float32 or float64. Arrays as
-        in `forward`. With `cu_seqlens_q`, (total_q, num_heads_q, head_dim):
-        the queries of all sequences, end to end.
+        in `forward`, and as there the batch axis may be left out, of `q`, the
+        caches, `k_new`, `v_new`, `page_table` and `out`, or batch and heads.
+        With `cu_seqlens_q`, (total_q, num_heads_q, head_dim): the queries of
+        all sequences, end to end.
     k_cache : array, (batch, capacity, num_heads_kv, head_dim)
         Token t of sequence b is in row t of slot b. With `cache_batch_idx`
         there may be any number of slots. With `page_table`, (num_pages,
@@ -485,21 +506,21 @@ def forward_kvcache(
         (total_q, num_heads_kv, head_dim). Tokens of different sequences must
         not be written to the same row.
     cache_seqlens : int or array, (batch,), optional
-        int32: the tokens of each sequence before the call; the capacity by
+        Integers: the tokens of each sequence before the call; the capacity by
         default. An array is not changed.
     page_table : array, (batch, max_pages), optional
-        int32: the pages of each sequence, in order. Pages may have any size,
-        and are fast from 16 tokens on. Entries beyond a sequence's last token
-        are ignored.
+        Integers: the pages of each sequence, in order. Pages may have any
+        size, and are fast from 16 tokens on. Entries beyond a sequence's last
+        token are ignored.
     cache_batch_idx : array, (batch,), optional
-        int32: the slot of each sequence; b for sequence b by default. Not
+        Integers: the slot of each sequence; b for sequence b by default. Not
         with `page_table`.
     cache_leftpad : array, (batch,), optional
-        int32: how many tokens at the start of each slot belong to no
+        Integers: how many tokens at the start of each slot belong to no
         sequence and are not visible. Not with `page_table`.
     cu_seqlens_q : array, (batch + 1,), optional
-        int32: the offset of each sequence's first query in a packed `q`, then
-        the end of the last.
+        Integers: the offset of each sequence's first query in a packed `q`,
+        then the end of the last.
     max_seqlen_q : int, optional
         An upper bound on the queries of a sequence, with `cu_seqlens_q`;
         total_q by default. A longer sequence makes the offsets invalid.
@@ -520,7 +541,7 @@ def forward_kvcache(
         As in `forward`, with seqlen_k = n: masks are aligned at the end, so
         the last query is at the position of the last token.
     alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
-        float32; as in `forward`, with seqlen_k = n.
+        As in `forward`, with seqlen_k = n.
     sink : array, (num_heads_q,), optional
         In the dtype of lse; as in `forward`.
     num_splits : int, optional
@@ -607,6 +628,8 @@ def forward_kvcache(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True)[:, -1:])
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.forward_kvcache", unknown)
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -626,11 +649,14 @@ def forward_kvcache(
         "sink": sink,
         "out": out,
     }
+    cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
     if validate_kvcache.is_int(cache_seqlens):
         given["cache_seqlens"] = None
     given = {name: x for name, x in given.items() if x is not None}
     writes = k_new is not None or v_new is not None
     runner, arrays = open_arrays(given, _CACHES if writes else _OUT)
+    rank = arrays["q"].ndim
+    arrays = validate_kvcache.with_batch(arrays)
     if "cache_seqlens" not in given:
         arrays["cache_seqlens"] = cache_seqlens
     call = validate_kvcache.forward_kvcache(
@@ -647,22 +673,25 @@ def forward_kvcache(
     if _reads_values(q):
         validate_kvcache.values(call)
     result, lse = runner.forward_kvcache(call)
-    result = strip(result, call.rank) if out is None else out
-    return (result, strip_lse(lse, call.rank)) if return_lse else result
+    result = strip(result, rank) if out is None else out
+    return (result, strip_lse(lse, rank)) if return_lse else result
 
 
+@foreign_names.our_names("cuflash.merge_states")
 def merge_states(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
+    out_a: Any, lse_a: Any, *more: Any, **unknown: NoReturn
 ) -> tuple[Any, Any]:
-    """Merge the results of attention over two disjoint sets of keys.
+    """Merge the results of attention over disjoint sets of keys.
 
     Parameters
     ----------
-    out_a, out_b : array, (batch, seqlen_q, num_heads_q, head_dim_v)
-        The results of `forward` for the same queries over each set of keys;
-        3-D or 2-D as there.
-    lse_a, lse_b : array, (batch, num_heads_q, seqlen_q)
-        Their lse, float32 (float64 for float64 `out_a`).
+    out_a : array, (batch, seqlen_q, num_heads_q, head_dim_v)
+        The result of `forward` over one set of keys; 3-D or 2-D as there.
+    lse_a : array, (batch, num_heads_q, seqlen_q)
+        Its lse, float32 (float64 for float64 `out_a`).
+    *more : array
+        ``out_b, lse_b, out_c, lse_c, ...``: for the same queries, the
+        results over other sets of keys, any number of pairs.
 
     Returns
     -------
@@ -681,11 +710,13 @@ def merge_states(
 
     Notes
     -----
-    lse = log(exp(lse_a) + exp(lse_b)) and
-    out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b [1]_. A row with
-    lse -inf sees no key: its out is ignored and the other row is returned
-    unchanged; merging two such rows gives another. A row with lse inf makes
-    out NaN and lse inf.
+    lse = log(sum_i exp(lse_i)) and out = sum_i exp(lse_i - lse) * out_i
+    [1]_. A row with lse -inf sees no key and its out is ignored: where one
+    other row is left, it is returned unchanged; where none is, out is 0 and
+    lse -inf. A row with lse inf makes out NaN and lse inf.
+
+    On a CUDA device up to 240 pairs are merged by one kernel; of more, each
+    240 are merged first, and their results rounded to the dtype of `out_a`.
 
     References
     ----------
@@ -698,20 +729,32 @@ def merge_states(
     >>> import cuflash
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 16, 8))
-    >>> a = cuflash.forward(q, k[:10], v[:10], return_lse=True)
-    >>> b = cuflash.forward(q, k[10:], v[10:], return_lse=True)
-    >>> out, lse = cuflash.merge_states(*a, *b)
+    >>> thirds = [
+    ...     cuflash.forward(q, k[i : i + 6], v[i : i + 6], return_lse=True)
+    ...     for i in range(0, 16, 6)
+    ... ]
+    >>> a, b, c = thirds
+    >>> out, lse = cuflash.merge_states(*a, *b, *c)
     >>> np.allclose(out, cuflash.forward(q, k, v))
     True
     """
-    runner, arrays = open_arrays(
-        {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    )
+    if unknown:
+        raise foreign_names.unexpected("cuflash.merge_states", unknown)
+    states = validate.states_of((out_a, lse_a, *more))
+    runner, arrays = open_arrays(states)
     call = validate.merge_states(**arrays)
+    if call.problem.num_states > MOST_STATES:
+        given = tuple(arrays.values())
+        size = 2 * MOST_STATES
+        groups = (given[i : i + size] for i in range(0, len(given), size))
+        return merge_states(
+            *itertools.chain(*(merge_states(*x) for x in groups))
+        )
     out, lse = runner.merge_states(call)
     return strip(out, call.rank), strip_lse(lse, call.rank)
 
 
+@foreign_names.our_names("cuflash.apply_rotary")
 def apply_rotary(
     x: Any,
     cos: Any,
@@ -721,6 +764,7 @@ def apply_rotary(
     interleaved: bool = False,
     inverse: bool = False,
     out: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Rotary position embedding: rotate queries or keys by their positions.
 
@@ -731,11 +775,12 @@ def apply_rotary(
         3-D or 2-D as there, so packed sequences are (total, heads,
         head_dim).
     cos, sin : array, (num_positions, rotary_dim / 2)
-        The rows of a position's angles. float32 (float64 for float64 `x`),
-        or the dtype of `x`. `rotary_dim` is at most `head_dim`; columns of
-        `x` from `rotary_dim` on are returned unchanged.
+        The rows of a position's angles, as `rotary_tables` makes them.
+        float32 (float64 for float64 `x`), or the dtype of `x`. `rotary_dim`
+        is at most `head_dim`; columns of `x` from `rotary_dim` on are
+        returned unchanged.
     positions : array, (batch, seqlen) or broadcastable, optional
-        int32 or int64: each token's row of `cos` and `sin`. 0, 1, 2, ...
+        Integers: each token's row of `cos` and `sin`. 0, 1, 2, ...
         along seqlen by default. A position outside the tables raises a
         ValueRangeError for NumPy arrays. On a CUDA device the host does not
         read positions: the rotated columns of such a token are NaN, without
@@ -783,13 +828,14 @@ def apply_rotary(
     >>> import numpy as np
     >>> import cuflash
     >>> x = np.random.default_rng(0).standard_normal((2, 16, 4, 8))
-    >>> angles = np.outer(np.arange(16), 10000.0 ** (-np.arange(0, 8, 2) / 8))
-    >>> cos, sin = np.cos(angles), np.sin(angles)
+    >>> cos, sin = cuflash.rotary_tables(16, 8, dtype=x.dtype)
     >>> rotated = cuflash.apply_rotary(x, cos, sin)
     >>> back = cuflash.apply_rotary(rotated, cos, sin, inverse=True)
     >>> np.allclose(back, x)
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.apply_rotary", unknown)
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions
@@ -848,6 +894,8 @@ def open_arrays(
             validate.writable(name, given[name], receives)
     if device == "cpu":
         arrays = {name: np.asarray(x) for name, x in given.items()}
+        for name in options.INDICES.intersection(arrays):
+            arrays[name] = validate.integers_on_host(name, arrays[name])
         emulated = emulator.current()
         if emulated:
             return _kernels()(emulated.backend()), arrays

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
-from . import validate_derivatives
+from . import foreign_names, validate_derivatives
 from .api import check_offsets, open_arrays, option_arguments
 from .problem import strip, strip_lse
 
 __all__ = ["double_backward", "jvp"]
 
 
+@foreign_names.our_names("cuflash.jvp")
 def jvp(
     q: Any,
     k: Any,
@@ -41,6 +42,7 @@ def jvp(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Any, ...]:
     r"""`forward`, and its derivative along a direction.
 
@@ -118,6 +120,8 @@ def jvp(
     >>> np.allclose(out_dot, (ahead - behind) / (2 * h))
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.jvp", unknown)
     tangents = {
         "q_dot": q_dot, "k_dot": k_dot, "v_dot": v_dot, "bias_dot": bias_dot,
         "sink_dot": sink_dot,
@@ -162,6 +166,7 @@ def jvp(
     return out, strip_lse(lse, call.rank), out_dot, of_lse
 
 
+@foreign_names.our_names("cuflash.double_backward")
 def double_backward(
     ddq: Any,
     ddk: Any,
@@ -199,6 +204,7 @@ def double_backward(
     return_d2bias: bool = False,
     return_d2sink: bool = False,
     return_ddlse: bool = False,
+    **unknown: NoReturn,
 ) -> tuple[Any, ...]:
     r"""The gradients of `backward` with respect to its inputs.
 
@@ -287,6 +293,8 @@ def double_backward(
     >>> d2q.shape, d2k.shape, d2v.shape, ddout.shape
     ((16, 8), (16, 8), (16, 8), (16, 8))
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.double_backward", unknown)
     cotangents = {
         "ddq": ddq, "ddk": ddk, "ddv": ddv, "ddbias": ddbias,
         "ddsink": ddsink, "dlse": dlse,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from cuflash import layouts, options, settings, workspace
 from cuflash.abi import (
     BackwardArguments,
@@ -26,6 +28,7 @@ from cuflash.abi import (
     ForwardWgmmaArguments,
     ForwardWgmmaOptionsArguments,
     MergeArguments,
+    MergeManyArguments,
     RotaryArguments,
     Template,
     pointers_of,
@@ -33,7 +36,15 @@ from cuflash.abi import (
 from cuflash.backends.base import Backend, Target
 from cuflash.layouts import Boxes
 from cuflash.plan import Family, Plan, plan
-from cuflash.problem import Call, Layout, Problem, Rotary, Signature
+from cuflash.problem import (
+    FEW_STATES,
+    MOST_STATES,
+    Call,
+    Layout,
+    Problem,
+    Rotary,
+    Signature,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +266,19 @@ def merge_states(call: Call, backend: Backend) -> tuple[Any, Any]:
         if 0 not in lse_shape:
             target = backend.target
             recipe = _merge_recipe(signature, target, target.family)
-            _launch(recipe, call, backend, (out, lse))
+            arrays = [_readable(recipe, call, x, backend) for x in call.given]
+            few = p.num_states <= FEW_STATES
+            missing = (FEW_STATES if few else MOST_STATES) - p.num_states
+            none = (0,) * missing
+            addresses = (
+                *backend.address(arrays[::2]),
+                *none,
+                *backend.address(arrays[1::2]),
+                *none,
+                *backend.address((out, lse), written=True),
+            )
+            arguments = _arguments(recipe, backend.tensor_map, addresses)
+            backend.launch(recipe.loaded, arguments, recipe.template.kind)
     return out, lse
 
 
@@ -417,24 +440,30 @@ def _merge_recipe(
     p, given = signature.problem, signature.layouts
     decided = decide(p, target, family)
     taken = {name: layouts.contiguous(x) for name, x in given.items()}
-    sizes = {
-        "batch": p.batch,
-        "seqlen_q": p.seqlen_q,
-        "num_heads_q": p.num_heads_q,
-        "head_dim_v": p.head_dim_v,
-    }
-    return _recipe(
-        signature,
-        target,
+    few = p.num_states <= FEW_STATES
+    template = Template(
+        MergeArguments if few else MergeManyArguments,
+        batch=p.batch,
+        seqlen_q=p.seqlen_q,
+        num_heads_q=p.num_heads_q,
+        head_dim_v=p.head_dim_v,
+        num_states=p.num_states,
+    )
+    return Recipe(
         decided,
-        MergeArguments,
-        sizes,
+        target.load(decided),
+        template,
         inputs=tuple(taken),
         copies=layouts.changes(given, taken),
     )
 
 
 _TABLES = ("cos", "sin", "positions")
+
+
+def _table_dtype(rotary: Rotary, dtype: Any) -> np.dtype | None:
+    """The dtype in which the kernel reads a table: positions are integers."""
+    return np.dtype(rotary.positions) if dtype.kind in "iu" else None
 
 
 @remembered
@@ -448,7 +477,8 @@ def _rotary_recipe(
     given.setdefault("out", layouts.new(given["x"].shape, given["x"].dtype))
     rows = {name: layouts.by_any_element(x) for name, x in given.items()}
     tables = {
-        name: layouts.by_element(x) for name, x in signature.options.items()
+        name: layouts.by_element(x, _table_dtype(rotary, x.dtype))
+        for name, x in signature.options.items()
     }
     template = Template(
         RotaryArguments,
@@ -492,10 +522,7 @@ def _recipe(
     """
     has_options = bool(signature.problem.options)
     if has_options:
-        read = {
-            name: layouts.by_element(x)
-            for name, x in signature.options.items()
-        }
+        read = options.as_read(signature)
         constants["options"] = options.numbers(signature, read)
         copies |= layouts.changes(signature.options, read)
     names = pointers_of(kind)

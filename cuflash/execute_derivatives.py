@@ -370,10 +370,7 @@ def _recipe(
     constants["tangents"] = _tangent_numbers(signature, moves)
     copies |= copies_of_tangents
     if signature.problem.options:
-        read = {
-            name: layouts.by_element(x)
-            for name, x in signature.options.items()
-        }
+        read = options.as_read(signature)
         constants["options"] = options.numbers(signature, read)
         copies |= layouts.changes(signature.options, read)
     return _Recipe(

@@ -137,9 +137,7 @@ def _recipe_of(
     given.setdefault("out", layouts.new(out_shape, given["q"].dtype))
     decided = decide(p, target, family)
     taken = _taken(given, decided, cache)
-    read = {
-        name: layouts.by_element(x) for name, x in signature.options.items()
-    }
+    read = options.as_read(signature)
     row_strides = {"q": taken["q"], "out": taken["out"]}
     if cache.rotary:
         width = width_of_rotated(p)

@@ -135,22 +135,26 @@ def contiguous(given: Layout) -> Layout:
     return copy
 
 
-def by_element(given: Layout) -> Layout:
+def by_element(given: Layout, dtype: np.dtype | None = None) -> Layout:
     """The layout of an option array, which kernels read element by element.
 
-    A copy keeps broadcast axes: it has length 1 where the stride is 0.
+    They read it in a dtype, by default its own. A copy keeps broadcast axes:
+    it has length 1 where the stride is 0.
     """
     itemsize = given.dtype.itemsize
-    in_place = given.dtype.isnative and not any(
+    if dtype is None:
+        dtype = given.dtype
+    in_place = dtype == given.dtype and not any(
         x % itemsize for x in (given.offset, *given.strides)
     )
+    in_place = in_place and given.dtype.isnative
     if in_place:
         return given
     shape = tuple(
         1 if stride == 0 else size
         for size, stride in zip(given.shape, given.strides, strict=True)
     )
-    copy = new((1, *shape), given.dtype)
+    copy = new((1, *shape), dtype)
     kept = zip(copy.strides[1:], given.strides, strict=True)
     strides = tuple(stride if old else 0 for stride, old in kept)
     return Layout(shape, strides, copy.dtype)

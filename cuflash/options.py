@@ -43,6 +43,8 @@ class Array:
     broadcasts : bool
         Whether axes may be 1 or left out. If False, only the first of
         several axes, batch, may be left out.
+    integers : bool
+        Whether other integer dtypes are accepted, and converted.
     by_sequence : bool
         Whether packed sequences take the place of batch: the axis has their
         number, and may be left out too.
@@ -53,6 +55,7 @@ class Array:
     axes: tuple[str, ...]
     words: str
     broadcasts: bool = False
+    integers: bool = False
     by_sequence: bool = False
 
 
@@ -179,7 +182,12 @@ def _dbias(signature: Signature) -> dict[str, Any]:
 
 _PAIRS = ("batch", "num_heads_q", "seqlen_q", "seqlen_k")
 _IN_PAIRS = "(batch, heads, seqlen_q, seqlen_k)"
-_INDICES = (("int32",), "kernels count in 32-bit integers")
+
+
+def _indices(axes: tuple[str, ...], words: str) -> Array:
+    why = "kernels count in 32-bit integers"
+    return Array(("int32",), why, axes, words, integers=True)
+
 
 TABLE = (
     Option(
@@ -201,8 +209,8 @@ TABLE = (
     Option(
         "alibi_slopes",
         Array(
-            ("float32",),
-            "slopes are float32",
+            ("float32", "lse"),
+            "slopes are float32, or float64 with float64 arrays",
             ("batch", "num_heads_q"),
             "(batch, heads)",
             by_sequence=True,
@@ -250,7 +258,7 @@ TABLE = (
     ),
     Option(
         "segment_ids_q",
-        Array(*_INDICES, ("batch", "seqlen_q"), "(batch, seqlen)"),
+        _indices(("batch", "seqlen_q"), "(batch, seqlen)"),
         part_of="segment_ids",
         flag="SEGMENTS",
         stride="ids_q_stride",
@@ -260,7 +268,7 @@ TABLE = (
     ),
     Option(
         "segment_ids_k",
-        Array(*_INDICES, ("batch", "seqlen_k"), "(batch, seqlen)"),
+        _indices(("batch", "seqlen_k"), "(batch, seqlen)"),
         part_of="segment_ids",
         stride="ids_k_stride",
         needs=("segment_ids_q",),
@@ -279,7 +287,7 @@ TABLE = (
     Option("seed", check=checks.seed),
     Option(
         "cu_seqlens_q",
-        Array(*_INDICES, (), "(sequences + 1,)"),
+        _indices((), "(sequences + 1,)"),
         part_of="cu_seqlens",
         flag="PACKED",
         stride="offset_q_stride",
@@ -289,7 +297,7 @@ TABLE = (
     ),
     Option(
         "cu_seqlens_k",
-        Array(*_INDICES, (), "(sequences + 1,)"),
+        _indices((), "(sequences + 1,)"),
         part_of="cu_seqlens",
         stride="offset_k_stride",
         needs=("cu_seqlens_q",),
@@ -350,6 +358,20 @@ def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
     return tuple(
         (option.flag, option.is_in(problem)) for option in TABLE if option.flag
     )
+
+
+def as_read(signature: Signature) -> dict[str, Layout]:
+    """The layouts in which kernels read the array options of a call.
+
+    Indices are int32; slopes have the dtype of lse.
+    """
+    slopes = np.dtype(signature.problem.lse_dtype)
+    dtypes: dict[str, np.dtype] = dict.fromkeys(INDICES, np.dtype(np.int32))
+    dtypes["alibi_slopes"] = slopes
+    return {
+        name: layouts.by_element(x, dtypes.get(name))
+        for name, x in signature.options.items()
+    }
 
 
 def numbers(
@@ -516,19 +538,50 @@ def check_array(
     tuple of int
         Its full shape; see `check`.
     """
-    _check_dtype(name, np.dtype(dtype).name, sizes)
+    _check_dtype(name, np.dtype(dtype), sizes)
     return _full_shape(name, shape, sizes)
 
 
-def _check_dtype(name: str, got: str, sizes: Sizes) -> None:
+def _check_dtype(name: str, got: np.dtype, sizes: Sizes) -> None:
     rule = _rule(name)
+    if rule.integers:
+        check_integers(name, got)
+        return
     own = {"q": sizes.dtype, "lse": sizes.lse_dtype}
     expected = dict.fromkeys(own.get(x, x) for x in rule.dtypes)
-    if got not in expected:
+    if got.name not in expected:
         raise DTypeError(
-            f"{name} has dtype {got}, expected {' or '.join(expected)}: "
-            f"{rule.why}"
+            f"{name} has dtype {got.name}, expected {' or '.join(expected)}: "
+            f"{rule.why}{_cure_of_dtype(name, got)}"
         )
+
+
+def _cure_of_dtype(name: str, got: np.dtype) -> str:
+    if name == "bias" and got.kind == "b":
+        return "; pass a boolean array as mask"
+    if name == "mask" and got.kind in "iu":
+        return f"; or pass {name} != 0"
+    return ""
+
+
+def check_integers(name: str, dtype: Any) -> None:
+    """Raise DTypeError unless an array holds integers."""
+    got = np.dtype(dtype)
+    if got.kind not in "iu":
+        raise DTypeError(
+            f"{name} has dtype {got.name}, expected an integer dtype: "
+            f"convert {name} to int32"
+        )
+
+
+# Arrays of integers, of all calls.
+INDICES = frozenset(
+    (
+        *(x.name for x in TABLE if x.array and x.array.integers),
+        "cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad",
+        "positions",
+    )
+)  # fmt: skip
 
 
 def _rule(name: str) -> Array:

@@ -125,15 +125,16 @@ class Problem:
     not None (it may be 0), sequences are packed: ``batch`` is 1, and
     ``seqlen_q`` and ``seqlen_k`` are the totals over all sequences.
 
-    A ``"merge"`` problem (`merge_states`) has no keys: ``seqlen_k`` is 0,
-    ``scale`` 1, ``num_heads_kv`` equals ``num_heads_q`` and ``head_dim``
-    equals ``head_dim_v``. So has a ``"rotary"`` problem (`apply_rotary`),
-    whose x counts as queries. In a ``"kvcache"`` problem (`forward_kvcache`)
-    ``batch`` is the number of sequences, ``seqlen_q`` the most queries and
-    ``seqlen_k`` the most tokens of one: the capacity. A ``"jvp"`` problem is
-    a forward problem with tangents; a ``"double_backward"`` problem is a
-    backward problem with cotangents, in which ``return_dbias`` asks for
-    d2bias and ``return_dsink`` for d2sink.
+    A ``"merge"`` problem (`merge_states`) of ``num_states`` results has no
+    keys: ``seqlen_k`` is 0, ``scale`` 1, ``num_heads_kv`` equals
+    ``num_heads_q`` and ``head_dim`` equals ``head_dim_v``. So has a
+    ``"rotary"`` problem (`apply_rotary`), whose x counts as queries. In a
+    ``"kvcache"`` problem (`forward_kvcache`) ``batch`` is the number of
+    sequences, ``seqlen_q`` the most queries and ``seqlen_k`` the most tokens
+    of one: the capacity. A ``"jvp"`` problem is a forward problem with
+    tangents; a ``"double_backward"`` problem is a backward problem with
+    cotangents, in which ``return_dbias`` asks for d2bias and ``return_dsink``
+    for d2sink.
     """
 
     direction: Literal[
@@ -174,6 +175,7 @@ class Problem:
     kvcache: KVCache | None = None
     tangents: Tangents | None = None
     return_ddlse: bool = False
+    num_states: int = 0
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -223,6 +225,10 @@ class Layout:
 
 MAX_SPLITS = 128  # about as many as a large GPU has SMs
 ALIGNMENT = 16  # the widest load of a kernel, in bytes
+
+# The states that the structs of merge.cu have room for: one for a few, one of
+# almost the 4096 bytes that a kernel's arguments may have.
+FEW_STATES, MOST_STATES = 8, 240
 
 
 @dataclass(frozen=True, eq=False)

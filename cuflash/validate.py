@@ -31,6 +31,7 @@ from .options import (
     broadcast_strides,
     broadcasts,
     check,
+    check_integers,
     numbers_of,
 )
 from .problem import (
@@ -193,6 +194,12 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         )
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return "cuda"
+    if isinstance(array, (list, tuple)):
+        raise DTypeError(
+            f"{name} is of type {type_name(array)}, expected an array: pass "
+            f"np.asarray({name}), or of arrays on a CUDA device "
+            f"cupy.asarray({name})"
+        )
     raise DTypeError(
         f"{name} is of type {type_name(array)}, expected an array: NumPy, "
         "CuPy, or any with DLPack or __cuda_array_interface__ on a CUDA "
@@ -225,6 +232,29 @@ def _tracers() -> Any:
     """JAX's class of tracers, if the user imported JAX."""
     core = getattr(sys.modules.get("jax"), "core", None)
     return getattr(core, "Tracer", ())
+
+
+def integers_on_host(name: str, array: np.ndarray) -> np.ndarray:
+    """An array of integers as int32, positions as int64 where they are wide.
+
+    Raises
+    ------
+    ValueRangeError
+        If a number does not fit.
+    """
+    dtype = array.dtype
+    if dtype == np.int32 or dtype.kind not in "iu":  # checked later
+        return array
+    wide = np.int64 if name == "positions" else np.int32
+    low, high = np.iinfo(wide).min, np.iinfo(wide).max
+    if not np.can_cast(dtype, wide) and array.size:
+        for value in (int(array.min()), int(array.max())):
+            if not low <= value <= high:
+                raise ValueRangeError(
+                    f"{name} holds {value}, expected {low} to {high}: kernels "
+                    f"read {name} as {np.dtype(wide).name}"
+                )
+    return array.astype(wide)
 
 
 def check_one_device(seen: tuple[tuple, ...]) -> None:
@@ -328,10 +358,42 @@ def backward(
     return Call(signature, given, None, *asked[2:], given_gradients=written)
 
 
-def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Call:
-    """Check the arguments of `cuflash.merge_states`; see there."""
-    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    return Call(_merge(describe(given)), given)
+def merge_states(**states: Any) -> Call:
+    """Check the arguments of `cuflash.merge_states`, named by `states_of`."""
+    return Call(_merge(describe(states)), states)
+
+
+def states_of(states: tuple[Any, ...]) -> dict[str, Any]:
+    """Name the arguments of `cuflash.merge_states`: out_a, lse_a, out_b, ...
+
+    Raises
+    ------
+    DTypeError
+        If they are not pairs of arrays.
+    """
+    cure = "expected out_a, lse_a, out_b, lse_b, ..."
+    for index, x in enumerate(states):
+        if isinstance(x, (tuple, list)) and any(
+            hasattr(inner, "shape") for inner in x
+        ):
+            raise DTypeError(
+                f"argument {index} is of type {type_name(x)}, {cure}, one "
+                "argument for each array: write merge_states(*a, *b) for "
+                "a, b = (out_a, lse_a), (out_b, lse_b)"
+            )
+    if len(states) % 2 or not states:
+        raise DTypeError(
+            f"merge_states got {len(states)} arrays, {cure}: each out is "
+            "followed by its lse, which forward returns with return_lse=True"
+        )
+    return dict(zip(_state_names(len(states)), states, strict=True))
+
+
+@functools.cache
+def _state_names(count: int) -> tuple[str, ...]:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    sides = (*letters, *(str(i) for i in range(27, count)))[: count // 2]
+    return tuple(f"{x}_{side}" for side in sides for x in ("out", "lse"))
 
 
 def apply_rotary(
@@ -577,9 +639,8 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
     """Check a merge_states call."""
     check_one_device(seen)
     arrays = Arrays(seen)
-    arrays.check_same("out_b", _AXES, "out_a")
-    arrays.check_same("lse_a", _AXES_LSE, "out_a")
-    arrays.check_same("lse_b", _AXES_LSE, "out_a")
+    for name in arrays.shapes:
+        arrays.check_same(name, arrays.axes_of(name), "out_a")
     arrays.check_lengths("out_a")
     arrays.check_head_dim("out_a")
     batch, seqlen_q, num_heads, head_dim_v = arrays.full["out_a"]
@@ -594,6 +655,7 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
         head_dim=head_dim_v,
         head_dim_v=head_dim_v,
         scale=1.0,
+        num_states=len(seen) // 2,
     )
     return Signature(problem, arrays.rank, arrays.layouts())
 
@@ -636,7 +698,7 @@ def _rotary(
             2 * num_pairs,
             num_positions,
             dtypes["cos"],
-            dtypes.get("positions"),
+            _index_of(layouts.get("positions")),
             interleaved,
             inverse,
         ),
@@ -650,12 +712,19 @@ def _check_tables(
     """The layouts of cos and sin, and of positions, (batch, seqlen)."""
     layouts = check_cos_and_sin(arrays, tables[:2])
     for name, shape, strides, dtype, offset, _ in tables[2:]:
-        _check_table_dtype(name, dtype, ("int32", "int64"), "")
+        check_integers(name, dtype)
         full = arrays.full["x"][:2]
         _check_positions_shape(tuple(shape), full, arrays.rank)
         strides = broadcast_strides(tuple(shape), tuple(strides), full)
         layouts[name] = Layout(full, strides, dtype, offset)
     return layouts
+
+
+def _index_of(positions: Layout | None) -> Literal["int32", "int64"] | None:
+    """The dtype in which kernels read positions; see `layouts.by_element`."""
+    if positions is None:
+        return None
+    return "int32" if positions.dtype.name == "int32" else "int64"
 
 
 def check_cos_and_sin(
@@ -702,15 +771,23 @@ def _check_table_shape(
     name: str, shape: tuple[int, ...], x: str, full: tuple[int, ...]
 ) -> None:
     if len(shape) != 2:
+        one = len(shape) == 3 and shape[0] == 1
         raise ShapeError(
             f"{name} has {axes_in_words(len(shape))}, expected 2 "
             f"({name} {shape}; {_LAYOUT_OF_TABLES})"
+            f"{f': pass {name}[0]' if one else ''}"
         )
     if 2 * shape[1] > full[-1]:
+        twice = shape[1] % 2 == 0 and shape[1] <= full[-1]
+        advice = (
+            f"; if it holds each angle twice, as in Transformers, pass "
+            f"{name}[..., :{shape[1] // 2}]"
+        )
         raise ShapeError(
             f"{name} has {shape[1]} columns, expected at most "
             f"{full[-1] // 2}: rotary_dim is twice as many, and at most "
             f"{x}'s head_dim {full[-1]} ({x} {full}, {name} {shape})"
+            f"{advice if twice else ''}"
         )
 
 
@@ -826,7 +903,17 @@ class Arrays:
                 raise ShapeError(
                     f"{name} has {axis} {got}, expected {expected} as in "
                     f"{other} {self.words(other, name)}"
+                    f"{self._turned(name, other)}"
                 )
+
+    def _turned(self, name: str, other: str) -> str:
+        """Advice for an lse whose last two axes are those of `other`."""
+        if not _is_lse(name) or self.rank == 2:
+            return ""
+        batch, seqlen, heads, _ = self.full[other]
+        if self.full[name] != (batch, seqlen, heads):
+            return ""
+        return f": pass {name}.swapaxes(-1, -2)"
 
     def check_groups(self, k: str = "k") -> None:
         """Check that each key head serves the same number of query heads."""

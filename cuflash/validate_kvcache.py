@@ -20,8 +20,16 @@ from .errors import (
     ShapeError,
     UnsupportedError,
     ValueRangeError,
+    in_words,
 )
-from .options import Sizes, broadcast_strides, check, check_array
+from .options import (
+    INDICES,
+    Sizes,
+    broadcast_strides,
+    check,
+    check_array,
+    check_integers,
+)
 from .problem import Call, KVCache, Layout, Problem, Rotary, Signature
 from .validate import (
     DTYPES,
@@ -183,9 +191,57 @@ def check_call(
     )  # fmt: skip
 
 
+def with_batch(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Views with the axes that q leaves out, as `forward` inserts them.
+
+    q without batch is (seqlen, heads, head_dim) or (seqlen, head_dim); the
+    caches then hold one sequence, (capacity, heads, head_dim) or (capacity,
+    head_dim), or pages. A packed q has no batch, and is left as it is.
+    """
+    rank = arrays["q"].ndim
+    if rank not in (2, 3) or "cu_seqlens_q" in arrays:
+        return arrays
+    views = dict(arrays)
+    for name in _INPUTS:
+        x = arrays.get(name)
+        if x is None:
+            continue
+        if rank == 2:
+            x = x[..., None, :]
+        if x.ndim == 3:  # caches of pages, or with slots, have 4 axes
+            x = x[None]
+        views[name] = x
+    for name, ndim in (
+        ("page_table", 2), ("cache_seqlens", 1), ("cache_batch_idx", 1),
+        ("cache_leftpad", 1),
+    ):  # fmt: skip
+        x = arrays.get(name)
+        if x is not None and x.ndim == ndim - 1:
+            views[name] = x[None]
+    return views
+
+
 def is_int(cache_seqlens: Any) -> bool:
     """Whether cache_seqlens is one length; a bool is refused later."""
     return isinstance(cache_seqlens, (int, numbers.Integral))
+
+
+def length_or_array(cache_seqlens: Any) -> Any:
+    """cache_seqlens, an int if it is an array of NumPy without axes.
+
+    Raises
+    ------
+    DTypeError
+        If it is a number but not an int.
+    """
+    if isinstance(cache_seqlens, np.ndarray) and not cache_seqlens.ndim:
+        cache_seqlens = cache_seqlens.item()
+    if isinstance(cache_seqlens, (float, np.floating)):
+        raise DTypeError(
+            f"cache_seqlens is {in_words(cache_seqlens)}, expected an int or "
+            "an array of integers: pass int(cache_seqlens)"
+        )
+    return cache_seqlens
 
 
 def length_of(given: Any, p: Problem) -> int:
@@ -372,8 +428,8 @@ class _Arrays(Arrays):
                 "3 as cu_seqlens_q is given (layout is (total_q, heads, "
                 "head_dim))"
                 if self.packed
-                else "4 (layout is (batch, seqlen, heads, head_dim)), or 3 "
-                "with cu_seqlens_q"
+                else "2, 3 or 4 (layout is (seqlen, head_dim), (seqlen, "
+                "heads, head_dim) or (batch, seqlen, heads, head_dim))"
             )
             raise ShapeError(
                 f"q has {axes_in_words(self.rank)}, expected {why}"
@@ -531,14 +587,13 @@ class _Others:
     def _index(
         self, name: str, full: tuple[int | None, ...], words: str
     ) -> tuple[int, ...]:
-        """Check an int32 array; None in `full` is any size."""
+        """Check an array of integers; None in `full` is any size."""
         _, shape, _, dtype, *_ = self.by_name[name]
-        got, shape = np.dtype(dtype).name, tuple(shape)
-        if got != "int32":
-            raise DTypeError(
-                f"{name} has dtype {got}, expected int32: kernels count in "
-                "32-bit integers"
-            )
+        shape = tuple(shape)
+        check_integers(name, dtype)
+        if name == "cache_seqlens" and not shape:  # on a device: not read
+            self._keep(name, (self.batch,))
+            return shape
         fits = len(shape) == len(full) and all(
             n in (None, size) for n, size in zip(full, shape, strict=True)
         )
@@ -694,7 +749,7 @@ def values(call: Call) -> None:
     given = {
         name: on_host(array)
         for name, array in call.options.items()
-        if array.dtype == np.int32
+        if name in INDICES
     }
     queries = np.full(p.batch, p.seqlen_q)
     if cache.packed_queries:
@@ -707,7 +762,7 @@ def values(call: Call) -> None:
     lengths = given.get("cache_seqlens")
     if lengths is None:
         lengths = np.full(p.batch, call.cache_seqlens)
-    before = lengths.astype(np.int64)
+    before = np.broadcast_to(lengths, p.batch).astype(np.int64)
     _check_lengths(before, new, p, cache.lengths)
     for name, most, why in (
         ("cache_batch_idx", cache.slots - 1, "the slots of k_cache"),

@@ -126,7 +126,8 @@ class TileState:
         """
         lse = np.asarray(lse, np.float64)
         empty = lse == -np.inf
-        acc = np.where(empty[..., None], 0.0, np.asarray(out, np.float64))
+        # -0 is the identity of +: 0 + -0 is 0.
+        acc = np.where(empty[..., None], -0.0, np.asarray(out, np.float64))
         return cls(lse, np.where(empty, 0.0, 1.0), acc)
 
     def update(

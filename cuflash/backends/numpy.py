@@ -10,7 +10,7 @@ kernels' scores: float32, or float64 for float64 arrays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
@@ -120,13 +120,17 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
 
 @_quiet
 def merge_states(call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """Return out and lse over the keys of both states."""
-    arrays = call.arrays
-    a, b = (
-        TileState.of_result(arrays[out], arrays[lse].swapaxes(1, 2))
-        for out, lse in (("out_a", "lse_a"), ("out_b", "lse_b"))
+    """Return out and lse over the keys of all states."""
+    arrays = iter(call.arrays.values())
+    merged = reduce(
+        TileState.merge,
+        (
+            TileState.of_result(out, lse.swapaxes(1, 2))
+            for out, lse in zip(arrays, arrays, strict=True)
+        ),
     )
-    out, lse = a.merge(b).finalize()
+    out, lse = merged.finalize()
+    out = np.where((lse == -np.inf)[..., None], 0.0, out)
     lse = np.ascontiguousarray(lse.swapaxes(1, 2))
     return _round(out, call), lse.astype(call.problem.lse_dtype)
 

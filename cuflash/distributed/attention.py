@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+from cuflash import foreign_names
 from cuflash.problem import strip, strip_lse
 
 from . import arguments, ring
@@ -13,6 +14,7 @@ from .heads import LSE, ROWS, Heads
 from .machine import machine_of
 
 
+@foreign_names.our_names("cuflash.distributed.forward")
 def forward(
     q: Any,
     k: Any,
@@ -29,6 +31,7 @@ def forward(
     return_lse: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention over sequences that the ranks of a group share.
 
@@ -109,6 +112,8 @@ def forward(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True))
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.distributed.forward", unknown)
     request = arguments.check(
         "forward",
         {"q": q, "k": k, "v": v},
@@ -134,6 +139,7 @@ def forward(
     return (result, strip_lse(lse, request.rank)) if return_lse else result
 
 
+@foreign_names.our_names("cuflash.distributed.backward")
 def backward(
     dout: Any,
     q: Any,
@@ -154,6 +160,7 @@ def backward(
     dlse: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    **unknown: NoReturn,
 ) -> tuple[Any, Any, Any]:
     """The gradients of `forward`, of this rank's queries and keys.
 
@@ -182,6 +189,8 @@ def backward(
     A rank computes the gradients of the keys of one rank after the other and
     sends them back, in the dtype of k; their owner adds them in float32.
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.distributed.backward", unknown)
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse

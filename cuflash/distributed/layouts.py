@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import checks
-from cuflash.errors import ShapeError, ValueRangeError
+from cuflash.errors import (
+    DTypeError,
+    ShapeError,
+    ValueRangeError,
+    type_name,
+)
 
 from . import arrays
 
@@ -215,6 +220,7 @@ def shard(
     >>> bool((unshard(parts) == q).all())
     True
     """
+    check_whole_array("array", array, "shard(q, rank, size)")
     axis = _token_axis(array.ndim, axis)
     total = array.shape[axis]
     given = (total, None) if cu_seqlens is None else (None, cu_seqlens)
@@ -251,6 +257,7 @@ def unshard(
     -------
     array
     """
+    check_parts(parts)
     size = len(parts)
     axis = _token_axis(parts[0].ndim, axis)
     total = sum(x.shape[axis] for x in parts)
@@ -263,6 +270,37 @@ def unshard(
             found.append((start, (rank, x.tokens)))
     found.sort(key=lambda pair: pair[0])
     return arrays.arrange(parts, [source for _, source in found], axis)
+
+
+def check_whole_array(name: str, array: Any, call: str) -> None:
+    """Raise DTypeError for a list, or anything else that is no array."""
+    if not hasattr(array, "shape"):
+        raise DTypeError(
+            f"{name} is of type {type_name(array)}, expected an array: call "
+            f"{call} for each array"
+        )
+
+
+def check_parts(parts: Any) -> None:
+    """Raise unless `parts` are parts of one array: alike but in no axis."""
+    if hasattr(parts, "shape") or not isinstance(parts, Sequence):
+        raise DTypeError(
+            f"parts is of type {type_name(parts)}, expected a list of arrays, "
+            "the parts of all ranks: unshard([part_0, part_1])"
+        )
+    for rank, part in enumerate(parts):
+        check_whole_array(f"parts[{rank}]", part, "unshard(parts)")
+        if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
+            raise ShapeError(
+                f"parts[{rank}] has shape {part.shape} and dtype {part.dtype},"
+                f" expected {parts[0].shape} and {parts[0].dtype} as parts[0]:"
+                " the parts of one array, from all ranks; call unshard once "
+                "for q and once for k"
+            )
+    if not parts:
+        raise ShapeError(
+            "parts is empty, expected a list of arrays, the parts of all ranks"
+        )
 
 
 def _shifted(tokens: range, by: int) -> range:

@@ -109,7 +109,8 @@ def tensor(name: str, given: Any, layout: str) -> Any:
     """Check an argument that is a tensor with the axes of `layout`."""
     if not isinstance(given, torch.Tensor):
         raise DTypeError(
-            f"{name} is of type {type_name(given)}, expected torch.Tensor"
+            f"{name} is of type {type_name(given)}, expected torch.Tensor: "
+            f"pass torch.as_tensor({name})"
         )
     if given.ndim != layout.count(",") + 1:
         raise ShapeError(

@@ -11,6 +11,8 @@ On a GPU the kernels run on XLA's stream, on the CPU NumPy runs, in tiles.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 try:
     import jax
 except ModuleNotFoundError as error:
@@ -36,3 +38,17 @@ from .attention import attention
 del _buffer_callback
 
 __all__ = ["attention"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    advice = ""
+    if name == "forward_kvcache":
+        advice = (
+            ": it writes to its caches, and a JAX array cannot be written; "
+            "keep keys and values with jax.lax.dynamic_update_slice and mask "
+            "what is not filled, or call cuflash.forward_kvcache with CuPy or "
+            "NumPy arrays"
+        )
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}{advice}"
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from cuflash import settings
+from cuflash import foreign_names, settings
 from cuflash.problem import strip, strip_lse
 
 from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
@@ -16,6 +16,7 @@ from .calls import asked_of, forward_call
 from .primitives import attention_p
 
 
+@foreign_names.our_names("cuflash.jax.attention")
 def attention(
     q: Any,
     k: Any,
@@ -43,6 +44,7 @@ def attention(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention, differentiable twice, in reverse and forward mode.
 
@@ -114,6 +116,8 @@ def attention(
     >>> dq.shape
     (2, 16, 4, 8)
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.jax.attention", unknown)
     settings.check()
     arrays = {
         "q": q,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
-from cuflash import execute
+from cuflash import execute, options
 from cuflash.backends.base import Backend
 from cuflash.problem import Call
 from cuflash.runner import Kernels
@@ -120,11 +120,13 @@ _WIDE = (
 )  # fmt: skip
 
 
-def _padded(name: str, array: Any) -> Any:
-    """An array whose rows are multiples of 16 bytes, as kernels read them.
+def _readable(name: str, array: Any) -> Any:
+    """An array as kernels read it: rows of multiples of 16 bytes, or int32.
 
     Columns of 0 change no score, and add columns of 0 to results.
     """
+    if name in options.INDICES:
+        return array.astype(jnp.int32)
     if name not in _WIDE:
         return array
     missing = -array.shape[-1] % (16 // array.dtype.itemsize)
@@ -139,7 +141,11 @@ def _call_buffers(
     machine: Machine,
 ) -> list[Any]:
     """Run a call on traced arrays; its results are padded."""
-    given = {name: _padded(name, x) for name, x in given.items()}
+    given = {name: _readable(name, x) for name, x in given.items()}
+    if "alibi_slopes" in given:  # kernels read the dtype of lse
+        wide = given["q"].dtype == jnp.float64
+        slopes = given["alibi_slopes"]
+        given["alibi_slopes"] = slopes.astype("float64" if wide else "float32")
     types = {
         name: abstract(x, slot) for slot, (name, x) in enumerate(given.items())
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 from cuflash import options, workspace
-from cuflash.problem import Problem
+from cuflash.problem import FEW_STATES, Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
@@ -666,12 +666,15 @@ def backward_in_one(
 
 
 def merge_plan(problem: Problem) -> Plan:
+    few = problem.num_states <= FEW_STATES
     kernel = KernelPlan(
         file="merge.cu",
         entry="merge",
         constants=(
             ("Element", element(problem)),
             ("NUM_THREADS", ROW_THREADS),
+            ("GROUP", 2 if problem.num_states <= 2 else 8),
+            ("Arguments", "MergeArguments" if few else "MergeManyArguments"),
         ),
         threads=ROW_THREADS,
         shared_bytes=0,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
 
-from cuflash import checks, options
+from cuflash import checks, foreign_names, options
 from cuflash.errors import UnsupportedError
 
 from . import autocast, random, transforms
@@ -21,6 +21,7 @@ from .tracing import is_traced
 _DIFFERENTIABLE = ("bias", "sink")
 
 
+@foreign_names.our_names("cuflash.torch.attention")
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,6 +49,7 @@ def attention(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
@@ -117,6 +119,8 @@ def attention(
     >>> out.shape
     torch.Size([2, 16, 4, 8])
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.torch.attention", unknown)
     given = None
     # Fast path: no options given.
     if not (

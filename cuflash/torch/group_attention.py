@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from cuflash import api, distributed
+from cuflash import api, distributed, foreign_names
 from cuflash.errors import UnsupportedError
 
 from .checks import check_tensors
@@ -25,6 +25,7 @@ _NO_SECOND_DERIVATIVES = (
 )
 
 
+@foreign_names.our_names("cuflash.torch.distributed_attention")
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -42,6 +43,7 @@ def distributed_attention(
     return_lse: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention over sequences that the ranks of a group share.
 
@@ -72,6 +74,10 @@ def distributed_attention(
         As `cuflash.distributed.forward` does; UnsupportedError for second
         derivatives.
     """
+    if unknown:
+        raise foreign_names.unexpected(
+            "cuflash.torch.distributed_attention", unknown
+        )
     check_tensors({"q": q, "k": k, "v": v})
     options = {
         "group": group,

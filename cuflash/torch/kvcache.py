@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from cuflash import validate_kvcache
+from cuflash import foreign_names, validate_kvcache
 from cuflash.errors import UnsupportedError
+from cuflash.problem import strip, strip_lse
 
 from . import autocast, kvcache_ops, no_gradients
 from .checks import check_no_tangents, check_tensors
@@ -17,6 +18,7 @@ from .tracing import is_traced, refuse_transforms
 _NO_GRADIENTS = "attention over caches has no gradients"
 
 
+@foreign_names.our_names("cuflash.torch.forward_kvcache")
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -44,6 +46,7 @@ def forward_kvcache(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention over a cache of keys and values, of torch tensors.
 
@@ -103,6 +106,10 @@ def forward_kvcache(
     >>> torch.allclose(out, v_new)
     True
     """
+    if unknown:
+        raise foreign_names.unexpected(
+            "cuflash.torch.forward_kvcache", unknown
+        )
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k_new": k_new,
         "v_new": v_new, "cache_seqlens": cache_seqlens,
@@ -112,6 +119,7 @@ def forward_kvcache(
         "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes,
         "sink": sink, "out": out,
     }  # fmt: skip
+    rank = getattr(q, "ndim", 4)
     length = None
     if validate_kvcache.is_int(cache_seqlens):
         length, tensors["cache_seqlens"] = cache_seqlens, None
@@ -136,11 +144,18 @@ def forward_kvcache(
         "softcap": softcap,
         "num_splits": num_splits,
     }
-    if is_traced(tensors["q"], tensors["k_cache"], tensors["v_cache"]):
-        return kvcache_ops.call(tensors, length, return_lse, **numbers)
-    return no_gradients.run(
-        tensors, lambda: run(tensors, length, return_lse, **numbers)
-    )
+    tensors = validate_kvcache.with_batch(tensors)
+    if is_traced(*(tensors[x] for x in ("q", "k_cache", "v_cache"))):
+        result = kvcache_ops.call(tensors, length, return_lse, **numbers)
+    else:
+        result = no_gradients.run(
+            tensors, lambda: run(tensors, length, return_lse, **numbers)
+        )
+    if rank not in (2, 3) or cu_seqlens_q is not None:
+        return result
+    found, lse = result if return_lse else (result, None)
+    found = strip(found, rank) if out is None else out
+    return (found, strip_lse(lse, rank)) if return_lse else found
 
 
 def _as_in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

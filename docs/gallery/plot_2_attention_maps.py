@@ -12,7 +12,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import cuflash
-from cuflash.reference.rotary import tables
 
 text = "to be or not to be"
 letters = list(text)
@@ -40,7 +39,7 @@ heads = {
 }
 q = np.stack([8 * x for x, _ in heads.values()], axis=1)  # (seqlen, heads, d)
 k = np.stack([x for _, x in heads.values()], axis=1)
-cos, sin = tables(seqlen, seqlen, base=100.0)
+cos, sin = cuflash.rotary_tables(seqlen, seqlen, 100.0, dtype=q.dtype)
 for x in (q, k):
     x[None, :, 3:] = cuflash.apply_rotary(x[None, :, 3:], cos, sin)
 

@@ -44,8 +44,8 @@ FUNC = [
      "FlashAttention-3 has another order of arguments"),
     ({"softmax_scale": "2"}, DTypeError, "softmax_scale is '2' of type str"),
     ({"causal": 1}, DTypeError, "causal is 1 of type int, expected True or"),
-    ({"alibi_slopes": normal(4)}, DTypeError,
-     "alibi_slopes has dtype float64, expected float32"),
+    ({"alibi_slopes": normal(4).half()}, DTypeError,
+     "alibi_slopes has dtype float16, expected float32 or float64"),
     ({"alibi_slopes": torch.ones(4).requires_grad_()}, UnsupportedError,
      "alibi_slopes requires grad"),
 ]  # fmt: skip

@@ -242,3 +242,20 @@ def test_autocast_takes_caches_of_its_dtype_only():
             cuflash.torch.forward_kvcache(
                 **tensors(torch.float32), cache_seqlens=3
             )
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_without_a_batch_axis(traced):
+    q, k, v = torch.randn(3, 2, 3, 8)
+    cache, out = torch.zeros(2, 1, 4, 3, 8), torch.zeros(2, 3, 8)
+    call = cuflash.torch.forward_kvcache
+    if traced:
+        call = torch.compile(call, backend="eager", fullgraph=True)
+    given = {"cache_seqlens": 1, "causal": True, "return_lse": True}
+    want = cuflash.torch.forward_kvcache(
+        q[None], *cache.clone(), k_new=k[None], v_new=v[None], **given
+    )
+    got = call(q, *cache[:, 0], k_new=k, v_new=v, out=out, **given)
+    assert got[0] is out or traced
+    assert_equal(got, [x[0] for x in want])
+    assert torch.equal(cache[0, 0, 1:3], k)

@@ -93,3 +93,26 @@ def test_what_cannot_be_cut(arguments, words):
 def test_an_array_that_is_not_as_long_as_its_sequences():
     with pytest.raises(cuflash.ShapeError, match="has 9 tokens, expected 8"):
         distributed.shard(np.zeros((9, 1)), 0, 2, cu_seqlens=[0, 8])
+
+
+Q = np.zeros((1, 8, 2, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: distributed.unshard([Q, Q[:, :4]]), cuflash.ShapeError,
+         "call unshard once for q and once for k"),
+        (lambda: distributed.unshard([]), cuflash.ShapeError,
+         "parts is empty"),
+        (lambda: distributed.unshard(Q), cuflash.DTypeError,
+         r"expected a list of arrays.*unshard\(\[part_0, part_1\]\)"),
+        (lambda: distributed.unshard([[1]]), cuflash.DTypeError,
+         r"parts\[0\] is of type list"),
+        (lambda: distributed.shard([Q], 0, 2), cuflash.DTypeError,
+         r"array is of type list.*shard\(q, rank, size\) for each array"),
+    ],
+)  # fmt: skip
+def test_what_is_no_array(call, error, said):
+    with pytest.raises(error, match=said):
+        call()

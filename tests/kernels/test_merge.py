@@ -1,9 +1,12 @@
-"""merge_states: merging two softmax states."""
+"""merge_states: merging softmax states."""
+
+import functools
 
 import numpy as np
 import pytest
 
 import strategies
+from cuflash.problem import MOST_STATES
 from helpers import calls, expected
 from helpers.backends import on_backends
 from helpers.compare import Expected, assert_bitwise, assert_matches
@@ -15,13 +18,13 @@ from helpers.rounding import finite
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def states(case):
-    """Return two random states; some rows of each have seen no key."""
+def states(case, count=2):
+    """Return random states; some rows of each have seen no key."""
     rng = np.random.default_rng(case.seed)
     size = rng.choice([1.0, 30.0, 1e4])  # of lse
     c, dtype = case, DTYPES[case.dtype]
     made = []
-    for _ in range(2):
+    for _ in range(count):
         out = rng.standard_normal(
             (c.batch, c.seqlen_q, c.num_heads_q, c.head_dim_v)
         )
@@ -34,40 +37,66 @@ def states(case):
     return made
 
 
-def merged(out_a, lse_a, out_b, lse_b):
+def merged(*given):
     """Merge in float64; expected values with their bounds.
 
     A weight exp(lse_a - lse) has the error of its argument, e (|lse_a| +
-    |lse| + 4), relative to itself; the sum of two adds 2 e, the result is
-    rounded once. lse: log and two additions.
+    |lse| + 4), relative to itself; the sum of n weights adds (n - 1) e, that
+    of n rows as much, and every 32 states after the first multiply by one
+    more weight of at most 1. The result is rounded once. lse: log and n
+    additions.
     """
-    u, f, e = PRECISION[out_a.dtype.name]
-    out_a, lse_a, out_b, lse_b = (
-        x.astype(np.float64) for x in (out_a, lse_a, out_b, lse_b)
-    )
-    lse = np.logaddexp(lse_a, lse_b)
+    u, f, e = PRECISION[given[0].dtype.name]
+    exact = [x.astype(np.float64) for x in given]
+    outs, lses = exact[::2], exact[1::2]
+    lse = functools.reduce(np.logaddexp, lses)
     shift = np.where(lse == -np.inf, 0, lse)
-    a, b = (
-        np.exp(x - shift).swapaxes(1, 2)[..., None] for x in (lse_a, lse_b)
-    )
-    out = a * out_a + b * out_b
-    size = finite(lse_a), finite(lse_b), finite(lse)
-    size = np.max(np.abs(size), axis=0)
-    weight = e * (2 * size + 6).swapaxes(1, 2)[..., None]
-    terms = a * np.abs(out_a) + b * np.abs(out_b)
+    weights = [np.exp(x - shift).swapaxes(1, 2)[..., None] for x in lses]
+    out = sum(w * x for w, x in zip(weights, outs, strict=True))
+    size = np.max(np.abs([finite(x) for x in (*lses, lse)]), axis=0)
+    rescales = 1 + (len(lses) - 1) // 32
+    relative = rescales * (2 * size + 4) + 2 * (len(lses) - 1)
+    weight = e * relative.swapaxes(1, 2)[..., None]
+    terms = sum(w * np.abs(x) for w, x in zip(weights, outs, strict=True))
     return (
         Expected(out, out, weight * terms + u * np.abs(out) + f, 0),
-        Expected(lse, lse, e * (2 * size + 6), 0),
+        Expected(lse, lse, e * relative, 0),
     )
 
 
 @on_each_backend(strategies.cases, each={"dtype": DTYPES})
 def test_against_float64(backend, case):
-    given_states = states(case)
+    given_states = states(case, 1 + case.seed % 5)
     out, lse = calls.merge_states(backend, case, *given_states)
     want_out, want_lse = merged(*given_states)
     assert_matches(out, want_out, "out", case)
     assert_matches(lse, want_lse, "lse", case)
+
+
+@on_backends
+@dtypes
+@pytest.mark.parametrize("count", [1, 8, 9, 70])
+def test_many_states(backend, dtype, count):
+    """In one launch: two structs, several groups of 32 lanes."""
+    case = case_of(dtype, count)
+    given = states(case, count)
+    out, lse = calls.merge_states(backend, case, *given)
+    want_out, want_lse = merged(*given)
+    assert_matches(out, want_out, "out", case)
+    assert_matches(lse, want_lse, "lse", case)
+
+
+@on_backends
+def test_more_states_than_one_launch_takes(backend):
+    """Their results are merged: a rounding of out more, and of lse."""
+    case = Case("float32", 1, 3, head_dim_v=5, seed=4)
+    given = states(case, MOST_STATES + 2)
+    out, lse = calls.merge_states(backend, case, *given)
+    first, last = given[: 2 * MOST_STATES], given[2 * MOST_STATES :]
+    groups = [calls.merge_states(backend, case, *x) for x in (first, last)]
+    want = calls.merge_states(backend, case, *groups[0], *groups[1])
+    assert_bitwise(out, want[0], "out")
+    assert_bitwise(lse, want[1], "lse")
 
 
 def case_of(dtype, seed):
@@ -80,6 +109,7 @@ def case_of(dtype, seed):
 def test_minus_infinity_is_the_identity(backend, dtype, side):
     case = case_of(dtype, 1)
     out, lse, empty_out, empty_lse = states(case)
+    out[0, 0, 0, 0] = -0.0
     empty_out[...], empty_lse[...] = 0, -np.inf
     pair = [out, lse], [empty_out, empty_lse]
     first, second = pair if side == "right" else pair[::-1]
@@ -131,6 +161,29 @@ def test_far_apart_the_larger_one_stays(backend, dtype, huge):
     out, lse = calls.merge_states(backend, case, out_a, lse_a, out_b, lse_b)
     assert_bitwise(out, out_a, "out")
     assert_bitwise(lse, lse_a, "lse")
+
+
+@on_backends
+@pytest.mark.parametrize("nan_at", range(4))
+def test_the_maximum_skips_nan_whatever_stands_beside_it(backend, nan_at):
+    """Lanes that reduce a maximum must not lose others to a NaN."""
+    case = case_of("float32", 5)
+    given = states(case, 4)
+    for i in range(4):
+        given[2 * i + 1][...] = np.inf if i == nan_at ^ 1 else 0.0
+    given[2 * nan_at + 1][...] = np.nan
+    out, lse = calls.merge_states(backend, case, *given)
+    assert np.isnan(out).all() and np.isposinf(lse).all()
+
+
+@on_backends
+def test_nan_in_a_state_of_weight_zero(backend):
+    """0 times NaN is NaN, as in one softmax over all the keys."""
+    case = case_of("float32", 6)
+    out_a, lse_a, out_b, lse_b = states(case)
+    out_a[..., 3], lse_a[...], lse_b[...] = np.nan, -1e6, 0.0
+    out, _ = calls.merge_states(backend, case, out_a, lse_a, out_b, lse_b)
+    assert np.isnan(out[..., 3]).all() and np.isfinite(out[..., 4:]).all()
 
 
 @on_each_backend(strategies.cases, causal=False)

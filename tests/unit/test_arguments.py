@@ -81,6 +81,9 @@ def test_nvrtc_lays_the_structs_out_like_numpy(monkeypatch):
 
 def leaves(value):
     """The numbers and TensorMaps of a struct, in order."""
+    if value.dtype == np.uint64 and value.ndim:  # an array of pointers
+        yield from value
+        return
     if value.dtype.names is None or value.dtype == abi.TensorMap:
         yield value
         return
@@ -97,7 +100,7 @@ def test_a_template_lacks_maps_and_pointers_alone(name):
         name: part[name]
         for part in parts
         for name in part.dtype.names
-        if part.dtype[name] not in (np.uint64, abi.TensorMap)
+        if part.dtype[name].base not in (np.uint64, abi.TensorMap)
     }
     constants.pop("arrays", None)
     kinds = [x.dtype for x in leaves(ones)]

@@ -21,11 +21,12 @@ LAW = {
     "_version": "",
     "_checkout": "",
     "errors": "",
+    "foreign_names": "",
     "problem": "",
     "folders": "",
     "folding": "",
     "settings": "errors",
-    "abi": "options",
+    "abi": "options problem",
     "checks": "errors",
     "layouts": "problem",
     "softcap": "",
@@ -121,14 +122,17 @@ LAW = {
     "flash_attn.varlen": "errors torch torch.attention torch.kvcache"
     " flash_attn.arguments",
     "emulator": "backends.emulator",
-    "api": "errors folders options settings problem validate"
+    "api": "foreign_names errors folders options settings problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
-    "api_derivatives": "api problem validate_derivatives",
+    "api_derivatives": "foreign_names api problem validate_derivatives",
+    "builders": "checks errors",
+    "api_vjp": "foreign_names api",
     "torch": "torch.attention torch.fakes torch.group_attention"
     " torch.kvcache torch.op_gradients torch.registration",
     "torch.arrays": "workspace torch.dtypes",
-    "torch.attention": "checks errors options torch.autocast torch.checks"
+    "torch.attention": "checks errors foreign_names options torch.autocast"
+    " torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing"
     " torch.transforms",
     "torch.autocast": "errors",
@@ -141,10 +145,11 @@ LAW = {
     " torch.vmap",
     "torch.gradients": "torch.derivatives torch.request"
     " torch.request_derivatives",
-    "torch.group_attention": "api distributed errors torch.checks"
-    " torch.dtypes",
+    "torch.group_attention": "api distributed errors foreign_names"
+    " torch.checks torch.dtypes",
     "torch.inductor": "torch.direct",
-    "torch.kvcache": "errors validate_kvcache torch.autocast torch.checks"
+    "torch.kvcache": "errors foreign_names problem validate_kvcache torch.autocast"
+    " torch.checks"
     " torch.kvcache_ops torch.kvcache_request torch.tracing",
     "torch.kvcache_ops": "torch.fakes torch.kvcache_request torch.ops",
     "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
@@ -174,7 +179,7 @@ LAW = {
     "distributed.arguments": "api checks errors problem validate"
     " distributed.group distributed.layouts distributed.schedule",
     "distributed.arrays": "api",
-    "distributed.attention": "problem distributed.arguments"
+    "distributed.attention": "foreign_names problem distributed.arguments"
     " distributed.group distributed.heads distributed.machine"
     " distributed.ring",
     "distributed.bench": "__init__ api errors distributed.attention"
@@ -208,12 +213,13 @@ LAW = {
     "jax.cpu": "api api_derivatives jax.calls jax.primitives",
     "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
     "jax.machine": "api backends.base",
-    "jax.cuda": "execute problem runner backends.base jax.arrays jax.calls"
-    " jax.machine jax.primitives jax.recording",
-    "jax.attention": "problem settings jax.arrays jax.batching jax.calls"
+    "jax.cuda": "execute options problem runner backends.base jax.arrays"
+    " jax.calls jax.machine jax.primitives jax.recording",
+    "jax.attention": "foreign_names problem settings jax.arrays jax.batching"
+    " jax.calls"
     " jax.cpu jax.cuda jax.derivatives jax.primitives",
-    "__init__": "errors api api_derivatives build.warmup emulator reference"
-    " _checkout _version",
+    "__init__": "errors api api_derivatives api_vjp build.warmup builders"
+    " emulator reference _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"
     " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
     " __init__",

@@ -184,13 +184,13 @@ INDICES = {
 
 
 @pytest.mark.parametrize("name", [*INDICES, "cu_seqlens_q"])
-@pytest.mark.parametrize("dtype", ["int64", "uint32", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", "bool", "float32"])
 def test_dtype_of_indices(name, dtype):
     make, shape = INDICES.get(name, (packed, (3,)))
     given = {**make(), name: zeros(*shape, dtype=dtype)}
     assert complaint(DTypeError, given) == (
-        f"{name} has dtype {dtype}, expected int32: kernels count in 32-bit "
-        "integers"
+        f"{name} has dtype {dtype}, expected an integer dtype: convert "
+        f"{name} to int32"
     )
 
 
@@ -249,7 +249,8 @@ DTYPES = {
     ),
     "alibi_slopes": (
         plain(alibi_slopes=zeros(4)),
-        "alibi_slopes has dtype float16, expected float32: slopes are float32",
+        "alibi_slopes has dtype float16, expected float32: slopes are "
+        "float32, or float64 with float64 arrays",
     ),
     "sink": (
         plain(sink=zeros(4)),
@@ -283,8 +284,9 @@ def test_dtypes(name):
 
 def test_no_array():
     given = plain(cache_seqlens=3.0)
-    assert complaint(DTypeError, given).startswith(
-        "cache_seqlens is of type float, expected an array:"
+    assert complaint(DTypeError, given) == (
+        "cache_seqlens is 3.0 of type float, expected an int or an array of "
+        "integers: pass int(cache_seqlens)"
     )
 
 
@@ -293,8 +295,15 @@ def test_no_array():
 SHAPES = {
     "rank of q": (
         plain(q=zeros(3, 4, 8)),
-        "q has 3 axes, expected 4 (layout is (batch, seqlen, heads, "
-        "head_dim)), or 3 with cu_seqlens_q",
+        "k_cache has slots 2, expected 1, the batch: without "
+        "cache_batch_idx, sequence b is in slot b (q (1, 3, 4, 8) is (batch, "
+        "seqlen, heads, head_dim), k_cache (2, 10, 2, 8) is (slots, capacity, "
+        "heads, head_dim))",
+    ),
+    "q of five axes": (
+        plain(q=zeros(1, 2, 3, 4, 8)),
+        "q has 5 axes, expected 2, 3 or 4 (layout is (seqlen, head_dim), "
+        "(seqlen, heads, head_dim) or (batch, seqlen, heads, head_dim))",
     ),
     "rank of packed q": (
         packed(q=zeros(*Q)),

@@ -90,7 +90,8 @@ def test_docstrings_describe_the_arrays(option):
         return
     text = entry(option.name)
     for dtype in option.array.dtypes:
-        assert (f"`{dtype}`" if dtype in ("q", "lse") else dtype) in text
+        named = f"`{dtype}`" if dtype in ("q", "lse") else dtype
+        assert ("Integers" if option.array.integers else named) in text
     assert option.array.broadcasts == ("roadcastable" in text)
     for axis in option.array.axes:
         named = {"num_heads_q": "num_heads_q,"}.get(axis, axis)

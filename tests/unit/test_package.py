@@ -234,7 +234,7 @@ def test_the_example_of_the_description_runs(metadata):
     (example,) = re.findall(r"```python\n(.*?)```", metadata, re.DOTALL)
     names = {}
     exec(example, names)
-    assert names["dq"].shape == names["q"].shape
+    assert names["gradients"].dq.shape == names["q"].shape
     extras = set(re.findall(r"cuflash\[(\w+)\]", metadata))
     assert extras <= set(setup_cfg()["options.extras_require"])
 

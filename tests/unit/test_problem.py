@@ -52,7 +52,7 @@ def test_a_backward_problem_holds_every_argument():
 def test_arrays_are_views_in_full_rank(rank, full, full_lse):
     out = zeros(2, 5, 3, 8)[{2: (0, slice(None), 0), 3: 0, 4: ()}[rank]]
     lse = np.zeros((2, 3, 5), np.float32)[(0,) * (4 - rank)]
-    call = validate.merge_states(out, lse, out, lse)
+    call = validate.merge_states(out_a=out, lse_a=lse, out_b=out, lse_b=lse)
     assert call.rank == rank
     assert call.arrays["out_a"].shape == full
     assert call.arrays["lse_b"].shape == full_lse

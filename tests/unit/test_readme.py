@@ -24,7 +24,7 @@ def test_examples_run():
     names = {}
     for block in blocks:
         exec(block, names)
-    assert names["dq"].shape == names["q"].shape
+    assert names["gradients"].dq.shape == names["q"].shape
 
 
 def test_examples_of_the_kvcache_page_run():

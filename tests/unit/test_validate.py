@@ -50,23 +50,30 @@ def good(call):
     return {name: zeros(name) for name in ARGUMENTS[call]}
 
 
+def run(call, arrays):
+    """Call with arrays by name; merge_states takes more of them by place."""
+    if call == "merge_states":
+        return cuflash.merge_states(*arrays.values())
+    return getattr(cuflash, call)(**arrays)
+
+
 def complaint(error, call, **changed):
     """Return the text of the error that a good call, changed, raises."""
+    arrays = {**good(call), **changed}
     with pytest.raises(CuflashError) as caught:
-        getattr(cuflash, call)(**{**good(call), **changed})
+        run(call, arrays)
     assert caught.type is error
     return str(caught.value)
 
 
 @pytest.mark.parametrize("call", ARGUMENTS)
 def test_the_base_call_is_valid(call):
-    getattr(cuflash, call)(**good(call))
+    run(call, good(call))
 
 
 # No array at all -----------------------------------------------------------
 
 NO_ARRAYS = [
-    ([[1.0]], "list"),
     (None, "NoneType"),
     (1.5, "float"),
     ("text", "str"),
@@ -83,9 +90,19 @@ def test_no_array(call, name, value, kind):
     )
 
 
+@pytest.mark.parametrize("given", [[[1.0]], ((1.0,),)])
+@every_argument_and_out
+def test_a_list(call, name, given):
+    assert complaint(DTypeError, call, **{name: given}) == (
+        f"{name} is of type {type(given).__name__}, expected an array: pass "
+        f"np.asarray({name}), or of arrays on a CUDA device "
+        f"cupy.asarray({name})"
+    )
+
+
 def test_out_that_is_no_array():
-    text = complaint(DTypeError, "forward", out=[0.0])
-    assert text.startswith("out is of type list, expected an array:")
+    text = complaint(DTypeError, "forward", out=0.0)
+    assert text.startswith("out is of type float, expected an array:")
 
 
 @every_argument_and_out
@@ -500,7 +517,7 @@ def test_heads_of_all_batches_that_a_kernel_cannot_count(call):
 @pytest.mark.parametrize("name", ["batch", "seqlen_q", "seqlen_k", "heads"])
 def test_the_largest_size_that_a_kernel_can_count(call, name):
     arrays = calls_with(**{name: MAX_LENGTH})[call]
-    getattr(validate, call)(*arrays)
+    getattr(validate, call)(**dict(zip(ARGUMENTS[call], arrays, strict=True)))
 
 
 # Options ---------------------------------------------------------------------

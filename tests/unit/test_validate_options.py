@@ -156,13 +156,23 @@ def test_gradients_that_are_not_wanted_need_nothing():
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("alibi_slopes", np.zeros(4), "float32: slopes are float32"),
+        (
+            "alibi_slopes",
+            np.zeros(4),
+            "float32: slopes are float32, or float64 with float64 arrays",
+        ),
         ("sink", np.zeros(4), "float32: it is a logit, as lse is"),
         ("bias", np.zeros(PAIRS), "float32: it is added to scores"),
         (
+            "bias",
+            np.zeros(PAIRS, bool),
+            "float32: it is added to scores; pass a boolean array as mask",
+        ),
+        (
             "mask",
             np.ones(PAIRS, np.uint8),
-            "bool: True keeps a pair; pass an additive mask as bias",
+            "bool: True keeps a pair; pass an additive mask as bias; or pass "
+            "mask != 0",
         ),
     ],
 )
@@ -173,10 +183,19 @@ def test_dtype(name, given, said):
 
 
 def test_dtype_of_segment_ids():
-    given = {"segment_ids_q": np.zeros((2, 5), int), "segment_ids_k": ids(7)}
+    given = {"segment_ids_q": np.zeros((2, 5)), "segment_ids_k": ids(7)}
     assert complaint(DTypeError, **given) == (
-        "segment_ids_q has dtype int64, expected int32: kernels count in "
-        "32-bit integers"
+        "segment_ids_q has dtype float64, expected an integer dtype: convert "
+        "segment_ids_q to int32"
+    )
+
+
+def test_ids_beyond_int32():
+    wide = ids(7).astype(np.int64) + 2**31
+    given = {"segment_ids_q": ids(5), "segment_ids_k": wide}
+    assert complaint(ValueRangeError, **given) == (
+        "segment_ids_k holds 2147483648, expected -2147483648 to 2147483647: "
+        "kernels read segment_ids_k as int32"
     )
 
 
@@ -236,8 +255,8 @@ def test_one_of_two(name, sides):
 
 def test_array_on_no_device():
     assert complaint(DTypeError, sink=[0.0] * 4) == (
-        "sink is of type list, expected an array: NumPy, CuPy, or any with "
-        "DLPack or __cuda_array_interface__ on a CUDA device"
+        "sink is of type list, expected an array: pass np.asarray(sink), or "
+        "of arrays on a CUDA device cupy.asarray(sink)"
     )
 
 

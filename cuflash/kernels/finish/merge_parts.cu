@@ -1,5 +1,5 @@
 // Merges what the blocks of a decode kernel computed of the same row from parts of the keys, in the
-// order of the parts (merge.cuh), and adds the head's sink.
+// order of the parts (merged_row.cuh), and adds the head's sink.
 //
 // Grid: blockIdx.x = run * MERGE_ROWS + row, with a run for each row tile, or, if parts are
 // balanced, for each block of the decode kernel (parts.cuh). Block: a warp for each 32 COLUMNS
@@ -11,7 +11,7 @@
 //
 // Bound by latency: the parts are in L2. So a lane has the loads of many parts under way, and the
 // kernel starts before the parts are there (Launch.overlaps).
-#include "decode/merge.cuh"
+#include "common/merged_row.cuh"
 #include "decode/results.cuh"
 
 using Real = Accumulator<Element>;
@@ -51,6 +51,6 @@ merge_parts(const __grid_constant__ Arguments args) {
     #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
         const int column = first_column + i * 32;
-        if (column < head_dim_v) result.store(column, merged.out[i]);
+        if (column < head_dim_v) result.store(column, merged.column(i));
     }
 }

@@ -6,7 +6,7 @@
 // A packed sequence counts as a batch. The tokens outside all sequences see nothing, and have no
 // slopes to read: theirs is 0.
 //
-// Constants: ALIBI, PACKED.
+// Constants: Element, ALIBI, PACKED.
 #pragma once
 #include "common/types.cuh"
 
@@ -18,7 +18,7 @@ template <class Real> struct Alibi {
             set_sequence(args, args.options.sequence, head);
         } else if constexpr (ALIBI) {
             const HeadStrides stride = args.options.alibi_stride;
-            slope = static_cast<const float*>(args.alibi_slopes)[
+            slope = static_cast<const Accumulator<Element>*>(args.alibi_slopes)[
                 batch * stride.batch + head * stride.head];
         }
     }
@@ -28,7 +28,7 @@ template <class Real> struct Alibi {
             const HeadStrides stride = args.options.alibi_stride;
             slope = 0;
             if (sequence < args.options.num_sequences)
-                slope = static_cast<const float*>(args.alibi_slopes)[
+                slope = static_cast<const Accumulator<Element>*>(args.alibi_slopes)[
                     sequence * stride.batch + head * stride.head];
         }
     }

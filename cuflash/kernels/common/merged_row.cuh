@@ -1,18 +1,17 @@
-// Merging the parts of a row that several blocks computed:
+// Merging results of the same row over disjoint sets of keys, its parts:
 //
 //     m = max_i lse_i,  w_i = exp(lse_i - m),  O = sum_i w_i O_i / sum_i w_i,
 //     lse = m + log(sum_i w_i)
 //
 // A part with lse = inf makes the weights NaN and lse inf; one with lse = -inf has no visible key
-// and takes no part.
+// and takes no part, whatever its O is. A row with one other part is bitwise that part.
 #pragma once
 #include "common/softmax.cuh"
 
+// The maximum skips NaN: every lane has that of all lanes.
 template <class Real> __device__ __forceinline__ Real warp_max(Real x) {
-    for (int distance = 16; distance > 0; distance /= 2) {
-        const Real other = __shfl_xor_sync(WHOLE_WARP, x, distance);
-        x = other > x ? other : x;
-    }
+    for (int distance = 16; distance > 0; distance /= 2)
+        x = fmax(x, __shfl_xor_sync(WHOLE_WARP, x, distance));
     return x;
 }
 template <class Real> __device__ __forceinline__ Real warp_sum(Real x) {
@@ -22,17 +21,26 @@ template <class Real> __device__ __forceinline__ Real warp_sum(Real x) {
 }
 
 // A row's state while a warp merges its parts: m, the sum of weights, and O in COLUMNS columns of
-// each lane, relative to m.
-template <class Real, int COLUMNS> struct MergedRow {
-    static constexpr int GROUP = 8;                         // of parts, loaded at once
-    Real m = -Real(infinity()), sum = 0, out[COLUMNS] = {};
+// each lane, relative to m. GROUP parts are loaded at once.
+template <class Real, int COLUMNS, int GROUP = 8> struct MergedRow {
+    static_assert(32 % GROUP == 0, "a group's weights are those of lanes");
+
+    Real m = -Real(infinity()), sum = 0, out[COLUMNS];
+
+    // -0 is the identity of +: 0 + -0 is 0.
+    __device__ __forceinline__ MergedRow() {
+        #pragma unroll
+        for (Real& element : out) element = -Real(0);
+    }
 
     // Adds the parts of as many lanes as there are. lse, of the lane's part, is -inf if there is
     // none; out_of(part, i) is the lane's i-th column of O.
     template <class OutOf> __device__ __forceinline__ void add(int parts, Real lse, OutOf out_of) {
-        const Real highest = warp_max(lse), m_new = highest > m ? highest : m;
+        const bool has_keys = lse != -Real(infinity());
+        const u32 with_keys = __ballot_sync(WHOLE_WARP, has_keys);
+        const Real m_new = fmax(m, warp_max(lse));
         const Real rescale = m == -Real(infinity()) ? Real(0) : exp(m - m_new);
-        const Real weight = lse == -Real(infinity()) ? Real(0) : exp(lse - m_new);
+        const Real weight = has_keys ? exp(lse - m_new) : Real(0);
         sum = sum * rescale + warp_sum(weight);
         m = m_new;
         #pragma unroll
@@ -47,9 +55,13 @@ template <class Real, int COLUMNS> struct MergedRow {
             #pragma unroll
             for (int p = 0; p < GROUP; ++p) {
                 const Real w = __shfl_sync(WHOLE_WARP, weight, first + p);
+                const bool is_seen = with_keys >> (first + p) & 1;
                 #pragma unroll
-                for (int i = 0; i < COLUMNS; ++i) out[i] += w == 0 ? Real(0) : w * x[p][i];
+                for (int i = 0; i < COLUMNS; ++i) out[i] += is_seen ? w * x[p][i] : -Real(0);
             }
         }
     }
+
+    // The lane's i-th column, to be divided by sum; 0 without a part that has keys.
+    __device__ __forceinline__ Real column(int i) const { return sum == 0 ? Real(0) : out[i]; }
 };

@@ -1,0 +1,138 @@
+"""Keywords that a call does not have, and what to write instead.
+
+`TABLE` holds the arguments of other libraries' attention; a test compares it
+with docs/guide/migrating.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+__all__ = ["TABLE", "our_names", "unexpected"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# By their names: our arguments, of which the first that the call has is named,
+# and what to know.
+_CAUSAL = "aligned at the end: the last query sees the last key"
+_SEED = "which requires seed, but for torch tensors"
+_NONE = ""
+TABLE: dict[str, tuple[tuple[str, str], ...]] = {
+    "query": (("q", "(batch, seqlen, heads, head_dim)"),),
+    "key": (("k", "(batch, seqlen, heads, head_dim)"),),
+    "value": (("v", "(batch, seqlen, heads, head_dim)"),),
+    "qkv": (("q", "k and v, such as q=qkv[:, :, 0]: views are not copied"),),
+    "kv": (("k", "and v, such as k=kv[:, :, 0]: views are not copied"),),
+    "is_causal": (("causal", _CAUSAL),),
+    "attn_mask": (
+        (
+            "mask",
+            "if it is boolean, True where a query sees a key; bias, if it is "
+            "added to the scores",
+        ),
+    ),
+    "attn_bias": (
+        ("bias", "if it is an array; causal, window or cu_seqlens_q, if not"),
+    ),
+    "dropout_p": (("dropout", _SEED),),
+    "p": (("dropout", _SEED),),
+    "softmax_scale": (("scale", "head_dim ** -0.5 by default"),),
+    "enable_gqa": (
+        (
+            _NONE,
+            "grouped heads need no argument: num_heads_q is a multiple of "
+            "num_heads_kv",
+        ),
+    ),
+    "window_size": (
+        ("window", "(left, right) with None for -1: (256, -1) is (256, None)"),
+    ),
+    "local_window_size": (
+        ("window", "(left, right), aligned at the end"),
+    ),
+    "return_attn_probs": (
+        ("return_lse", "the weights are never stored"),
+    ),
+    "return_softmax_lse": (("return_lse", ""),),
+    "return_residual": (("return_lse", "(batch, heads, seqlen)"),),
+    "block_table": (
+        ("page_table", ""),
+        (_NONE, "pages are for cuflash.forward_kvcache(..., page_table=...)"),
+    ),
+    "k": (("k_new", "the keys to append"),),
+    "v": (("v_new", "the values to append"),),
+    "interleaved": (("rotary_interleaved", ""),),
+    "rotary_interleaved": (("interleaved", ""),),
+    "query_seq_lengths": (
+        ("cu_seqlens_q", "of packed sequences, or segment_ids_q"),
+    ),
+    "key_value_seq_lengths": (
+        ("cu_seqlens_k", "of packed sequences, or segment_ids_k"),
+        ("cache_seqlens", ""),
+    ),
+    "implementation": (
+        (_NONE, "the arrays' device decides which code runs"),
+    ),
+    "op": ((_NONE, "the kernel is chosen by dtype and device"),),
+    "output_dtype": ((_NONE, "out has the dtype of q"),),
+    "out_b": (("more", "without a name: out_a, lse_a, out_b, lse_b, ..."),),
+    "lse_b": (("more", "without a name: out_a, lse_a, out_b, lse_b, ..."),),
+}  # fmt: skip
+
+_PARAMETERS: dict[str, tuple[str, ...]] = {}  # by call
+
+
+def our_names(call: str) -> Callable[[_Function], _Function]:
+    """A decorator for a public call that ends in ``**unknown``.
+
+    It hides `unknown` in the signature, which help() and editors show. The
+    call raises `unexpected` if it is not empty: a wrapper would take time.
+    """
+
+    def register(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        known = [
+            x
+            for x in signature.parameters.values()
+            if x.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        _PARAMETERS[call] = tuple(x.name for x in known)
+        shown = signature.replace(parameters=known)
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return register
+
+
+def unexpected(call: str, unknown: Mapping[str, Any]) -> TypeError:
+    """The error of a call with keywords that it does not have.
+
+    Parameters
+    ----------
+    call : str
+        As given to `our_names`.
+    unknown : mapping of str to object
+    """
+    name = next(iter(unknown))
+    cure = _cure(call, name)
+    return TypeError(
+        f"{call}() got an unexpected keyword argument {name!r}"
+        f"{': ' * bool(cure)}{cure}"
+    )
+
+
+def _cure(call: str, name: str) -> str:
+    known = _PARAMETERS[call]
+    for ours, note in TABLE.get(name, ()):
+        if ours in known:
+            return f"write {ours}{', ' * bool(note)}{note}"
+        if ours == _NONE:
+            return note
+    others = [x for x, names in _PARAMETERS.items() if name in names]
+    if others:
+        return f"it is an argument of {others[0]}"
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else ""
