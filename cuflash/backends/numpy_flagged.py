@@ -20,7 +20,7 @@ import numpy as np
 from cuflash.reference.masks import tiles as cut
 from cuflash.reference.options import Options, Tile, Tiles
 
-from .numpy_kinds import LARGEST_SCORE, LARGEST_VALUE, kinds
+from .numpy_kinds import LARGEST_SCORE, LARGEST_VALUE, kinds, of_bounded
 from .numpy_scores import BLOCK_Q, Heads, of_heads, options_of
 from .numpy_tangents import Direction
 
@@ -86,37 +86,11 @@ class Values(NamedTuple):
         """seqlen_q + seqlen_k, more than any distance of ALiBi."""
         return self.q.shape[-2] + self.k.shape[-2]
 
-    def without(
-        self, flagged: Flagged, options: dict[str, Any]
-    ) -> tuple[Values, dict[str, Any]]:
-        """Return the numbers and options that tiles get."""
-        rows_of, keys_of = flagged.rows_of, flagged.keys_of
-        lse = None if self.lse is None else rows_of(self.lse, -np.inf)
-        values = self._replace(
-            q=rows_of(self.q),
-            k=keys_of(self.k),
-            of_queries=[*map(rows_of, self.of_queries)],
-            of_keys=[*map(keys_of, self.of_keys)],
-            of_pairs=[_within(x, self.largest) for x in self.of_pairs],
-            of_heads=[_within(x, self.largest) for x in self.of_heads],
-            lse=lse,
-        )
-        bounded = dict(options)
-        for name in ("bias", "sink"):
-            if name in options:
-                x = options[name]
-                bounded[name] = _without(x, ~(x <= LARGEST_SCORE))
-        if "alibi_slopes" in options:
-            x = options["alibi_slopes"]
-            bad = ~_slopes_within(x, self.lengths)
-            bounded["alibi_slopes"] = _without(x, bad)
-        return values, bounded
-
 
 class Flagged(NamedTuple):
     """Flags of a part's rows and keys, and its options as the user has them.
 
-    Tiles get what `Values.without` returns; `largest` is of tangents.
+    Tiles get `bounded_options`; `largest` is of tangents.
     """
 
     rows: np.ndarray
@@ -151,11 +125,13 @@ class Flagged(NamedTuple):
         )
 
 
-def find(values: Values, scale: float, options: dict[str, Any]) -> Flagged:
-    """Flag the rows and keys of a part that has UNBOUNDED batch elements.
+def find(
+    values: Values, scale: float, options: dict[str, Any]
+) -> tuple[Flagged, np.ndarray]:
+    """Flag the rows and keys that make batch elements of a part UNBOUNDED.
 
-    Without them, no batch element is UNBOUNDED. Besides, the rows that see
-    one of the keys are flagged.
+    And the rows that see one of the keys. Return also the `Kind` that each
+    batch element has without them.
     """
     largest = max(1, abs(scale))
     of_q, of_k = _lengths(values.q), _lengths(values.k)
@@ -164,8 +140,7 @@ def find(values: Values, scale: float, options: dict[str, Any]) -> Flagged:
         keys |= ~(_magnitudes(x) <= values.largest)
     rows = np.logical_not(largest * of_q <= LARGEST_SCORE)
     # By the longest of a batch element, as `kinds` has it.
-    longest = np.where(keys, 0, of_k)
-    longest = longest.max(axis=(1, 2, 3), keepdims=True, initial=0)
+    longest = _longest(np.where(keys, 0, of_k))
     rows |= ~(abs(scale) * of_q * longest <= LARGEST_SCORE)
     for x in values.of_queries:
         size = np.abs(x) if x.ndim == 4 else _magnitudes(x)
@@ -179,7 +154,23 @@ def find(values: Values, scale: float, options: dict[str, Any]) -> Flagged:
         bad_pairs.append(~(options["bias"] <= LARGEST_SCORE))
     _flag_readers(rows, keys, bad_pairs, options)
     of_groups = np.any(rows, axis=2, keepdims=True)
-    return Flagged(of_groups, keys, options, values.largest)
+    score = abs(scale) * _longest(np.where(of_groups, 0, of_q)) * longest
+    found = of_bounded(score[:, 0, 0, 0], bounded_options(values, options))
+    return Flagged(of_groups, keys, options, values.largest), found
+
+
+def bounded_options(values: Values, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options whose bias, sink and slopes flag no row."""
+    bounded = dict(options)
+    for name in ("bias", "sink"):
+        if name in options:
+            x = options[name]
+            bounded[name] = _without(x, ~(x <= LARGEST_SCORE))
+    if "alibi_slopes" in options:
+        x = options["alibi_slopes"]
+        bad = ~_slopes_within(x, values.lengths)
+        bounded["alibi_slopes"] = _without(x, bad)
+    return bounded
 
 
 def _heads_within(
@@ -236,6 +227,11 @@ def _flag_readers(
 def _lengths(x: np.ndarray) -> np.ndarray:
     """The lengths of all vectors."""
     return np.sqrt(np.einsum("...c,...c->...", x, x))
+
+
+def _longest(lengths: np.ndarray) -> np.ndarray:
+    """The largest of each batch element, for all of its vectors."""
+    return lengths.max(axis=(1, 2, 3), keepdims=True, initial=0)
 
 
 def _magnitudes(x: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from cuflash.problem import Call, Problem
 from cuflash.reference.dropout import Dropout
 from cuflash.reference.packed import spans
 
-from .numpy_flagged import Flagged, Values, find
+from .numpy_flagged import Flagged, Values, bounded_options, find
 from .numpy_kinds import LARGEST_VALUE, Kind
 from .numpy_rows import Rows, cut
 from .numpy_scores import Heads, of_heads, options_of
@@ -109,11 +109,9 @@ def parts(
         )
         found = values.kinds(scale, part.options)
         if (found == Kind.UNBOUNDED).any():
-            flagged = find(values, scale, part.options)
-            bounded, options = values.without(flagged, part.options)
+            flagged, found = find(values, scale, part.options)
+            options = bounded_options(values, part.options)
             part = part._replace(options=options, flagged=flagged)
-            found = bounded.kinds(scale, options)
-            found = np.maximum(found, Kind.BOUNDED)
         if len({*found.tolist()}) <= 1:
             yield part._replace(kind=max(found, default=Kind.SMALL))
             continue

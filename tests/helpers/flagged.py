@@ -6,6 +6,8 @@ from unittest import mock
 import numpy as np
 
 from cuflash.backends import numpy_flagged, numpy_parts, numpy_rows
+from cuflash.backends.numpy_flagged import Flagged
+from cuflash.backends.numpy_kinds import Kind
 
 
 @contextmanager
@@ -17,7 +19,8 @@ def by_reference(share=1.0):
         shape = values.q.shape[:2] + (1, values.q.shape[-2])
         rows = rng.random(shape) < share
         keys = np.zeros(values.k.shape[:-1], bool)
-        return numpy_flagged.Flagged(rows, keys, options, values.largest)
+        flagged = Flagged(rows, keys, options, values.largest)
+        return flagged, np.full(len(rows), Kind.BOUNDED)
 
     def all_unbounded(q, *others):
         return np.zeros(len(q), int)
