@@ -92,7 +92,7 @@ lint: .venv/installed-lint
 	$(BIN)/mypy
 
 # Without an index first: that needs no network where .venv has all already.
-.venv/installed-%: setup.cfg pyproject.toml cuflash/_version.py \
+.venv/installed-%: setup.cfg setup.py pyproject.toml cuflash/_version.py \
 		scripts/cuda_extra.py | $(BIN)/python
 	@cuda=$$($(BIN)/python scripts/cuda_extra.py) && \
 	extras="$(EXTRAS_$*)$${cuda:+,$$cuda}" && \

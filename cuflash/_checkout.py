@@ -1,9 +1,9 @@
 """An import finder for cuflash.reference in a checkout.
 
-In an installed package, package_dir in setup.cfg puts reference/ inside
-cuflash/. In a checkout, reference/ is next to cuflash/, and Python started in
-the checkout's root imports that cuflash/ before any installed one. The finder
-makes ``cuflash.reference`` importable there.
+In an installed package, setup.py puts reference/ inside cuflash/. In a
+checkout, reference/ is next to cuflash/, and Python imports that cuflash/ if
+it is started in the checkout's root or the install is an editable one. The
+finder makes ``cuflash.reference`` importable there.
 
 Extending ``cuflash.__path__`` by the checkout's root would make tests/,
 scripts/ and cuflash/ itself packages of cuflash. A symbolic link would not

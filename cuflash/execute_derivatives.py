@@ -77,7 +77,7 @@ def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
     assert p.tangents is not None
     count, lse_shape = p.tangents.count, lse_shape_of(p)
     out = lse = lse_dot = None
-    after_forward = 0 not in lse_shape and _is_after_forward(p, backend)
+    after_forward = _is_after_forward(p, backend)
     if after_forward:
         out, lse = execute.forward(_call_of_forward(call), backend)
     with backend.current():
@@ -101,7 +101,9 @@ def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
 
 
 def _is_after_forward(p: Problem, backend: Backend) -> bool:
-    """Whether the kernels of a JVP read out and lse."""
+    """Whether the kernels of a JVP read out and lse; none without rows."""
+    if 0 in lse_shape_of(p):
+        return False
     return decide(p, backend.target, backend.target.family).after_forward
 
 

@@ -777,6 +777,7 @@ def values(call: Call) -> None:
                 )
     if cache.page_size is not None:
         _check_pages(given["page_table"], before + new, cache)
+    _check_rows_apart(given, before, new, cache)
     if cache.rotary is not None:
         ordered = p.causal or p.window != (None, None)
         turned = queries if ordered else np.minimum(queries, 1)
@@ -816,6 +817,44 @@ def _check_pages(
             f"{cache.slots - 1}, the pages of k_cache: sequence {at[0]} has "
             f"{lengths[at[0]]} tokens, and a page holds {cache.page_size}"
         )
+
+
+def _check_rows_apart(
+    given: dict[str, np.ndarray],
+    before: np.ndarray,
+    new: np.ndarray,
+    cache: KVCache,
+) -> None:
+    """Check that no two tokens are appended to one row of the caches."""
+    sequence = np.repeat(np.arange(len(new)), new)
+    # Tokens are numbered in their sequences; new ones lie end to end.
+    token = np.arange(len(sequence)) + np.repeat(
+        before - (np.cumsum(new) - new), new
+    )
+    if cache.page_size is not None:
+        name, kind, row = "page_table", "page", token % cache.page_size
+        place = [sequence, token // cache.page_size]
+    elif "cache_batch_idx" in given:
+        name, kind, row = "cache_batch_idx", "slot", token
+        place = [sequence]
+    else:
+        return  # each sequence has a slot of its own
+    slot = given[name][tuple(place)]
+    order = np.lexsort((row, slot))
+    same = (np.diff(slot[order]) == 0) & (np.diff(row[order]) == 0)
+    at = _first(same)
+    if at is None:
+        return
+    a, b = order[at[0]], order[at[0] + 1]
+    one, other = (
+        f"{name}[{', '.join(str(x[i]) for x in place)}]" for i in (a, b)
+    )
+    raise ValueRangeError(
+        f"{other} is {slot[b]}, as is {one}, and token {token[b]} of sequence "
+        f"{sequence[b]} is appended to the row of token {token[a]} of "
+        f"sequence {sequence[a]}, expected a row for each: give one of them "
+        f"another {kind}"
+    )
 
 
 def _first(bad: np.ndarray) -> tuple[int, ...] | None:

@@ -151,9 +151,32 @@ def visible_tile(
     -------
     ndarray of bool, (q_stop - q_start, k_stop - k_start)
     """
-    query = np.arange(q_start, q_stop)[:, None]
-    key = np.arange(k_start, k_stop)[None, :]
-    first, end = key_interval(query, seqlen_q, seqlen_k, causal, window)
+    query, key = np.arange(q_start, q_stop), np.arange(k_start, k_stop)
+    return visible_pairs(query, key, seqlen_q, seqlen_k, causal, window)
+
+
+def visible_pairs(
+    query: np.ndarray,
+    key: np.ndarray,
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool = False,
+    window: Window = UNBOUNDED,
+) -> np.ndarray:
+    """Return the mask of some queries and keys.
+
+    Parameters
+    ----------
+    query, key : ndarray of int, (rows,) and (keys,)
+        Their indices.
+
+    Returns
+    -------
+    ndarray of bool, (rows, keys)
+    """
+    first, end = key_interval(
+        query[:, None], seqlen_q, seqlen_k, causal, window
+    )
     return (first <= key) & (key < end)
 
 
@@ -185,23 +208,6 @@ def tile_visibility(
     return Visibility.PART
 
 
-def tile_mask(
-    q_start: int,
-    q_stop: int,
-    k_start: int,
-    k_stop: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    causal: bool,
-    window: Window = UNBOUNDED,
-) -> np.ndarray | None:
-    """Return the mask of a tile, or None where the tile needs no mask."""
-    tile = (q_start, q_stop, k_start, k_stop, seqlen_q, seqlen_k)
-    if tile_visibility(*tile, causal, window) is Visibility.ALL:
-        return None
-    return visible_tile(*tile, causal, window)
-
-
 def same_segment(ids_q: np.ndarray, ids_k: np.ndarray) -> np.ndarray:
     """Return which pairs belong to one segment.
 
@@ -231,8 +237,8 @@ def masked_product(
 
     A weight of 0 does not exclude a pair, because 0 * NaN and 0 * inf are
     NaN. So the matmul uses 0 for NaN and inf, and the terms of visible pairs
-    that contain one are added afterwards. Values that no query sees change
-    no bit of the result.
+    that contain one are added afterwards: each is inf, -inf or NaN. Values
+    that no query sees change no bit of the result.
 
     Parameters
     ----------
@@ -253,13 +259,57 @@ def masked_product(
         product = np.where(plain_weights, weights, 0.0) @ np.where(
             plain_values, values, 0.0
         )
-        for j in range(weights.shape[-1]):
-            odd = ~(
-                plain_weights[..., j, None] & plain_values[..., None, j, :]
-            )
-            if visible is not None:
-                odd &= visible[..., j, None]
-            if odd.any():
-                term = weights[..., j, None] * values[..., None, j, :]
-                product = product + np.where(odd, term, 0.0)
-    return product
+        return product + _terms_beyond(weights, values, visible)
+
+
+def _terms_beyond(
+    weights: np.ndarray, values: np.ndarray, visible: np.ndarray | None
+) -> np.ndarray:
+    """Add the terms that contain NaN or inf; 0 where there is none.
+
+    A sum of infinities is infinite if all have one sign, else NaN. So it
+    matters only whether there is a term of each kind: products of 0 and 1.
+    """
+    a, b = _kinds(weights), _kinds(values)
+    if visible is not None:
+        a = {name: kind & visible for name, kind in a.items()}
+    plus = _some(
+        (a["inf"], b["plus"]), (a["plus"], b["inf"]),
+        (a["-inf"], b["minus"]), (a["minus"], b["-inf"]),
+    )  # fmt: skip
+    minus = _some(
+        (a["inf"], b["minus"]), (a["minus"], b["inf"]),
+        (a["-inf"], b["plus"]), (a["plus"], b["-inf"]),
+    )  # fmt: skip
+    infinite = [x["inf"] | x["-inf"] for x in (a, b)]
+    nan = _some(
+        (a["nan"], b["any"]), (a["any"], b["nan"]),
+        (infinite[0], b["zero"]), (a["zero"], infinite[1]),
+    )  # fmt: skip
+    terms = np.where(plus, np.inf, 0.0) - np.where(minus, np.inf, 0.0)
+    return np.where(nan, np.nan, terms)
+
+
+def _kinds(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Which elements are of which kind; infinities have a sign, too."""
+    return {
+        "any": np.ones(x.shape, bool),
+        "nan": np.isnan(x),
+        "zero": x == 0,
+        "plus": x > 0,
+        "minus": x < 0,
+        "inf": x == np.inf,
+        "-inf": x == -np.inf,
+    }
+
+
+def _some(*products: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Return for which row and column some product has a term of two ones."""
+    # Of float32, because BLAS multiplies no booleans.
+    factors = [(a, b.astype(np.float32)) for a, b in products if b.any()]
+    rows, columns = products[0][0].shape[:-1], products[0][1].shape[-1]
+    found = np.zeros((*rows, columns), bool)
+    for a, b in factors:
+        if a.any():
+            found = found | (a.astype(np.float32) @ b > 0)
+    return found

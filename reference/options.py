@@ -53,6 +53,21 @@ from .scores import quiet
 from .tile_state import TileState
 
 
+class Queries(NamedTuple):
+    """Some of a sequence's queries.
+
+    Attributes
+    ----------
+    indices : ndarray of int, (rows,)
+        Which, in ascending order.
+    seqlen_q : int
+        How many queries the sequence has.
+    """
+
+    indices: np.ndarray
+    seqlen_q: int
+
+
 @dataclass(frozen=True, eq=False)
 class Options:
     """The options of a call. Arrays broadcast to the leading axes of q.
@@ -76,6 +91,9 @@ class Options:
     largest_score : float or None
         Scores and dot products q_i k_j beyond it become infinite; see
         `scores.in_range`. None: float64's largest number.
+    queries : Queries or None
+        The rows of q and of all that has an axis of queries, if they are not
+        the whole sequence's.
     heads_first : bool
         Says that arrays of 3 or 4 axes are (heads, seqlen, head_dim) or
         (batch, heads, seqlen, head_dim); see `check_axes`.
@@ -92,6 +110,7 @@ class Options:
     segment_ids_k: np.ndarray | None = None
     dropout: Dropout | None = None
     largest_score: float | None = None
+    queries: Queries | None = None
     heads_first: bool = False
 
     def check_axes(self, q: np.ndarray) -> None:
@@ -186,27 +205,25 @@ class Tiles:
 
     def visible(self, tile: Tile) -> np.ndarray | None:
         """Return the tile's mask, (..., rows, keys); None: all visible."""
-        o = self.options
-        bounds = (self.seqlen_q, self.seqlen_k, o.causal, o.window)
-        given = [masks.tile_mask(*tile, *bounds)]
+        o, given = self.options, []
+        if self._visibility(tile) is not Visibility.ALL:
+            query, key = self._tokens(tile)
+            given.append(masks.visible_pairs(query, key, *self._bounds()))
         if o.segment_ids_q is not None:
             ids_q = np.asarray(o.segment_ids_q)[..., tile.queries]
             ids_k = np.asarray(o.segment_ids_k)[..., tile.keys]
             given.append(masks.same_segment(ids_q, ids_k))
         if o.mask is not None:
             given.append(tile.of(o.mask))
-        parts = [part for part in given if part is not None]
-        if not parts:
+        if not given:
             return None
-        together: np.ndarray = functools.reduce(np.logical_and, parts)
+        together: np.ndarray = functools.reduce(np.logical_and, given)
         shape = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start)
         return np.broadcast_to(together, (*together.shape[:-2], *shape))
 
     def skips(self, tile: Tile) -> bool:
         """Whether nothing of a tile is visible, in any leading index."""
-        o = self.options
-        bounds = (self.seqlen_q, self.seqlen_k, o.causal, o.window)
-        if masks.tile_visibility(*tile, *bounds) is Visibility.NONE:
+        if self._visibility(tile) is Visibility.NONE:
             return True
         visible = self.visible(tile)
         return visible is not None and not visible.any()
@@ -231,7 +248,7 @@ class Tiles:
             slope = scores.softcap_slope(s, o.softcap)
         if o.alibi_slopes is not None:
             query, key = self._tokens(tile)
-            shift = self.seqlen_k - self.seqlen_q
+            shift = self.seqlen_k - self._bounds()[0]
             s = s + scores.alibi(o.alibi_slopes, query, key, shift)
         if o.bias is not None:
             s = s + tile.of(o.bias)
@@ -275,9 +292,21 @@ class Tiles:
         sink = np.broadcast_to(sink, rows)
         return TileState.of_result(np.zeros((*rows, head_dim_v)), sink)
 
-    @staticmethod
-    def _tokens(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-        return (
-            np.arange(tile.q_start, tile.q_stop),
-            np.arange(tile.k_start, tile.k_stop),
-        )
+    def _visibility(self, tile: Tile) -> Visibility:
+        """What causal mask and window leave of a tile, or of more queries."""
+        if self.options.queries is not None:
+            index = self.options.queries.indices[tile.queries]
+            tile = tile._replace(q_start=index[0], q_stop=index[-1] + 1)
+        return masks.tile_visibility(*tile, *self._bounds())
+
+    def _bounds(self) -> tuple[int, int, bool, Window]:
+        """What `masks` needs beside a tile, of the whole sequence."""
+        o = self.options
+        total = self.seqlen_q if o.queries is None else o.queries.seqlen_q
+        return total, self.seqlen_k, o.causal, o.window
+
+    def _tokens(self, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+        query = np.arange(tile.q_start, tile.q_stop)
+        if self.options.queries is not None:
+            query = self.options.queries.indices[tile.queries]
+        return query, np.arange(tile.k_start, tile.k_stop)

@@ -112,6 +112,12 @@ def check(folder: Path, dist: Path | None) -> None:
     if missing:
         raise Failed(f"mypy did not report {missing[0]!r}")
 
+    step("install a clone to edit it, and use it beside the clone")
+    beside = folder / "beside"
+    clone = shutil.copytree(folder / "tree", beside / "cuflash")
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "-e", clone)
+    run(python, "-c", USE, cwd=beside)
+
     step("tests of the sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "sdist")

@@ -1,16 +1,15 @@
 """Runs calls on NumPy arrays, in float64 or float32.
 
 Attention is computed by `numpy_tiles`, in float64 for float64 arrays and in
-float32 for all others, and rounded once at the end; what is UNBOUNDED (NaN,
-infinities, scores of thousands: see `Kind`) by the reference in float64, which
-also merges states, rotates, and reads caches. Scores have the range of the
-kernels' scores: float32, or float64 for float64 arrays.
+float32 for all others, and rounded once at the end; rows that are UNBOUNDED
+(NaN, infinities, scores of thousands: see `numpy_kinds`) by the reference in
+float64, which also merges states, rotates, and reads caches. Scores have the
+range of the kernels' scores: float32, or float64 for float64 arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 
 import ml_dtypes
 import numpy as np
@@ -64,12 +63,18 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     lse = np.full(q.shape[:-1], -np.inf, q.dtype)
     for part in parts(call, q, k, v):
         at, keys = part.of_queries, part.of_keys
-        run: Callable[..., None] = numpy_reference.forward
-        if part.kind != Kind.UNBOUNDED:
-            small = part.kind == Kind.SMALL
-            run = partial(numpy_tiles.forward, small=small)
-        given = q[at], k[keys], v[keys], out[at], lse[at]
-        run(*given, **part_options(call, part))
+        numpy_tiles.forward(
+            part.bounded_rows(q),
+            part.bounded_keys(k),
+            part.bounded_keys(v),
+            *(out[at], lse[at]),
+            small=part.kind == Kind.SMALL,
+            **part_options(call, part),
+        )
+        for rows in part.rows():
+            numpy_reference.forward(
+                *(rows, q[at], k[keys], v[keys], out[at], lse[at]), p.scale
+            )
     lse = lse.reshape(p.batch, p.num_heads_q, p.seqlen_q)
     return _into(call.out, result), lse
 
@@ -80,7 +85,7 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
     p = call.problem
     plan.check(p)
     q, k, v, out, dout = operands(call, "q", "k", "v", "out", "dout")
-    rows = {
+    given = {
         name: call.arrays[name].reshape(q.shape[:-1]).astype(q.dtype)
         for name in ("lse", "dlse")
         if name in call.arrays
@@ -90,19 +95,29 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
     ]
     dq = by_query_heads(results[0], p)
     dk, dv = map(by_key_heads, results[1:])
-    lse, dlse = rows["lse"], rows.get("dlse")
+    lse, dlse = given["lse"], given.get("dlse")
     values = [out, dout] if dlse is None else [out, dout, dlse]
     others = zero_gradients(call)
     for part in parts(call, q, k, v, values, lse):
         at, keys = part.of_queries, part.of_keys
-        run: Callable[..., tuple[np.ndarray, ...]] = numpy_reference.backward
-        if part.kind != Kind.UNBOUNDED:
-            run = numpy_tiles.backward
-        dq[at], dk[keys], dv[keys], *rest = run(
-            *(dout[at], q[at], k[keys], v[keys], out[at], lse[at]),
-            dlse=None if dlse is None else dlse[at],
+        gradients = numpy_tiles.backward(
+            part.bounded_rows(dout),
+            part.bounded_rows(q),
+            part.bounded_keys(k),
+            part.bounded_keys(v),
+            part.bounded_rows(out),
+            part.bounded_rows(lse, np.inf),
+            dlse=None if dlse is None else part.bounded_rows(dlse),
             **part_options(call, part),
         )
+        for rows in part.rows():
+            numpy_reference.backward(
+                *(rows, dout[at], q[at], k[keys], v[keys], out[at], lse[at]),
+                None if dlse is None else dlse[at],
+                p.scale,
+                gradients,
+            )
+        dq[at], dk[keys], dv[keys], *rest = gradients
         for total, own in zip(others.values(), rest, strict=True):
             of_part = of_heads(total, part.heads)
             of_part += own

@@ -1,13 +1,12 @@
 """Derivatives of calls on NumPy arrays: `jvp` and `double_backward`.
 
 As `numpy.py` runs the other calls: by `numpy_tangents` in float32 or float64,
-what is UNBOUNDED by the reference in float64, and rounded once at the end.
+UNBOUNDED rows by the reference in float64, and rounded once at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -15,9 +14,8 @@ from cuflash import plan
 from cuflash.problem import Call, Problem
 
 from . import numpy_reference, numpy_tangents
-from .numpy_kinds import LARGEST_COTANGENT, Kind
+from .numpy_kinds import LARGEST_COTANGENT
 from .numpy_parts import (
-    Part,
     by_group,
     by_key_heads,
     by_query_heads,
@@ -52,21 +50,23 @@ def jvp(call: Call) -> tuple[np.ndarray, ...]:
     out, *out_dot = (by_query_heads(x, p) for x in results)
     lse = np.zeros((1 + len(directions), *q.shape[:-1]), q.dtype)
     lse[0] = -np.inf
-    of_queries, of_keys, others = _values(directions)
-    for part in parts(
-        call, q, k, v, of_queries, of_keys=of_keys, others=others
-    ):
+    for part in parts(call, q, k, v, directions=directions):
         at, keys = part.of_queries, part.of_keys
-        run: Callable[..., None] = numpy_reference.jvp
-        if part.kind != Kind.UNBOUNDED:
-            run = numpy_tangents.jvp
-        rows = [x[at] for x in out_dot], [x[at] for x in lse[1:]]
-        run(
-            *(q[at], k[keys], v[keys]),
-            [_of_part(x, part) for x in directions],
-            (out[at], lse[0][at], *rows),
+        moved = [x[at] for x in out_dot], [x[at] for x in lse[1:]]
+        written = out[at], lse[0][at], *moved
+        numpy_tangents.jvp(
+            part.bounded_rows(q),
+            part.bounded_keys(k),
+            part.bounded_keys(v),
+            [part.bounded_direction(x) for x in directions],
+            written,
             **part_options(call, part),
         )
+        own = [part.direction_of(x) for x in directions]
+        for rows in part.rows():
+            numpy_reference.jvp(
+                *(rows, q[at], k[keys], v[keys]), own, written, p.scale
+            )
     lse = lse.reshape(len(lse), p.batch, p.num_heads_q, p.seqlen_q)
     return results[0], lse[0], results[1:], lse[1:]
 
@@ -78,35 +78,44 @@ def double_backward(call: Call) -> tuple[np.ndarray, ...]:
     plan.check(p)
     q, k, v, out, dout = operands(call, "q", "k", "v", "out", "dout")
     (direction,) = _directions(call)
-    rows = {
+    given = {
         name: call.arrays[name].reshape(q.shape[:-1]).astype(q.dtype)
         for name in ("lse", "dlse")
         if name in call.arrays
     }
-    lse, dlse = rows["lse"], rows.get("dlse")
+    lse, dlse = given["lse"], given.get("dlse")
     names = "q", "k", "v", "dout"
     results = [np.zeros(call.arrays[x].shape, dtype_of(call)) for x in names]
     d2q, ddout = (by_query_heads(x, p) for x in results[::3])
     d2k, d2v = map(by_key_heads, results[1:3])
     others, ddlse = zero_gradients(call), np.zeros(lse.shape, lse.dtype)
-    of_queries, of_keys, more = _values([direction])
-    of_queries += [out, dout] if dlse is None else [out, dout, dlse]
+    values = [out, dout] if dlse is None else [out, dout, dlse]
     for part in parts(
-        *(call, q, k, v, of_queries, lse),
-        of_keys=of_keys,
-        others=more,
+        *(call, q, k, v, values, lse),
+        directions=[direction],
         largest=LARGEST_COTANGENT,
     ):
         at, keys = part.of_queries, part.of_keys
-        run: Callable[..., Any] = numpy_reference.double_backward
-        if part.kind != Kind.UNBOUNDED:
-            run = numpy_tangents.double_backward
-        found = run(
-            _of_part(direction, part),
-            *(dout[at], q[at], k[keys], v[keys], out[at], lse[at]),
-            dlse=None if dlse is None else dlse[at],
+        found = numpy_tangents.double_backward(
+            part.bounded_direction(direction),
+            part.bounded_rows(dout),
+            part.bounded_rows(q),
+            part.bounded_keys(k),
+            part.bounded_keys(v),
+            part.bounded_rows(out),
+            part.bounded_rows(lse, np.inf),
+            dlse=None if dlse is None else part.bounded_rows(dlse),
             **part_options(call, part),
         )
+        own = part.direction_of(direction)
+        for rows in part.rows():
+            numpy_reference.double_backward(
+                *(rows, own, dout[at], q[at], k[keys], v[keys]),
+                *(out[at], lse[at]),
+                None if dlse is None else dlse[at],
+                p.scale,
+                found,
+            )
         d2q[at], ddout[at], ddlse[at] = found.d2q, found.ddout, found.ddlse
         d2k[keys], d2v[keys] = found.d2k, found.d2v
         for name, total in others.items():
@@ -142,25 +151,3 @@ def _directions(call: Call) -> list[Direction]:
         Direction(*(one(name, number) for name in Direction._fields))
         for number in range(p.tangents.count)
     ]
-
-
-def _values(
-    directions: list[Direction],
-) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """Tangents with an axis of queries, with one of keys, and the others."""
-    of_queries = [x.q for x in directions if x.q is not None]
-    of_keys = [y for x in directions for y in (x.k, x.v) if y is not None]
-    others = [y for x in directions for y in (x.bias, x.sink) if y is not None]
-    return of_queries, of_keys, others
-
-
-def _of_part(direction: Direction, part: Part) -> Direction:
-    """The tangents of a part's heads, queries and keys."""
-    q, k, v, bias, sink = direction
-    return Direction(
-        None if q is None else q[part.of_queries],
-        None if k is None else k[part.of_keys],
-        None if v is None else v[part.of_keys],
-        of_heads(bias, part.heads),
-        of_heads(sink, part.heads),
-    )

@@ -61,13 +61,22 @@ def kinds(
     for x in upper:
         if x is not None:
             bounded = bounded & (_maximum(x) <= LARGEST_SCORE)
-    small = bounded & (score <= LARGEST_SMALL)
+    # All that are SMALL are BOUNDED.
+    found = np.where(bounded, of_bounded(score, options), Kind.UNBOUNDED)
+    return np.broadcast_to(found, len(q))
+
+
+def of_bounded(score: np.ndarray, options: dict[str, Any]) -> np.ndarray:
+    """Return the `Kind` of batch elements that are SMALL or BOUNDED.
+
+    score : (batch,), the largest |scale * q k| that there may be.
+    """
+    small = score <= LARGEST_SMALL
     if options.keys() & {"bias", "alibi_slopes"}:
         small = small & False
     if "sink" in options:
         small = small & (_maximum(options["sink"]) <= LARGEST_SMALL)
-    # All that are SMALL are BOUNDED.
-    return np.broadcast_to(bounded.astype(np.int8) + small, len(q))
+    return np.where(small, Kind.SMALL, Kind.BOUNDED)
 
 
 def _longest(x: np.ndarray) -> np.ndarray:

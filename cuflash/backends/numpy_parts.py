@@ -3,7 +3,8 @@
 Heads become leading axes, (batch, num_heads_kv, group_size, seqlen, d); k and
 v have a group of 1, so that the query heads of a group share them without a
 copy. A part is a packed sequence, or the whole call. Where batch
-elements differ in their `Kind`, each is a part of its own.
+elements differ in their `Kind`, each is a part of its own. Of UNBOUNDED ones
+some rows are flagged (`numpy_flagged`), which makes the others BOUNDED.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from cuflash.problem import Call, Problem
 from cuflash.reference.dropout import Dropout
 from cuflash.reference.packed import spans
 
-from .numpy_kinds import LARGEST_VALUE, Kind, kinds
-from .numpy_scores import Heads, options_of
+from .numpy_flagged import Flagged, Values, bounded_options, find
+from .numpy_kinds import LARGEST_VALUE, Kind
+from .numpy_rows import Rows, cut
+from .numpy_scores import Heads, of_heads, options_of
+from .numpy_tangents import Direction
 
 _ALL = slice(None)
 
@@ -30,7 +34,8 @@ class Part(NamedTuple):
     keys: slice
     options: dict[str, Any]
     heads: Heads = (_ALL, _ALL, _ALL)
-    kind: int = Kind.UNBOUNDED
+    kind: int = Kind.BOUNDED
+    flagged: Flagged | None = None
 
     @property
     def of_queries(self) -> tuple[slice, ...]:
@@ -42,6 +47,38 @@ class Part(NamedTuple):
         """The index of its keys."""
         return (*self.heads, self.keys)
 
+    def rows(self) -> Iterator[Rows]:
+        """Return its flagged rows."""
+        return iter(()) if self.flagged is None else cut(self.flagged)
+
+    def direction_of(self, direction: Direction) -> Direction:
+        """Return the tangents of its heads, queries and keys."""
+        q, k, v, bias, sink = direction
+        return Direction(
+            None if q is None else q[self.of_queries],
+            None if k is None else k[self.of_keys],
+            None if v is None else v[self.of_keys],
+            of_heads(bias, self.heads),
+            of_heads(sink, self.heads),
+        )
+
+    def bounded_rows(self, x: np.ndarray, instead: float = 0) -> np.ndarray:
+        """Return its own of q, or of lse, another number if flagged."""
+        own = x[self.of_queries]
+        if self.flagged is None:
+            return own
+        return self.flagged.rows_of(own, instead)
+
+    def bounded_keys(self, x: np.ndarray) -> np.ndarray:
+        """Return its own of k, with 0 in flagged keys."""
+        own = x[self.of_keys]
+        return own if self.flagged is None else self.flagged.keys_of(own)
+
+    def bounded_direction(self, direction: Direction) -> Direction:
+        """Return `direction_of` with 0 for what is flagged."""
+        own = self.direction_of(direction)
+        return own if self.flagged is None else self.flagged.direction_of(own)
+
 
 def parts(
     call: Call,
@@ -51,38 +88,40 @@ def parts(
     of_queries: Sequence[np.ndarray] = (),
     lse: np.ndarray | None = None,
     *,
-    of_keys: Sequence[np.ndarray] = (),
-    others: Sequence[np.ndarray] = (),
+    directions: Sequence[Direction] = (),
     largest: float = LARGEST_VALUE,
 ) -> Iterator[Part]:
     """Cut a call into parts of one `Kind` each.
 
-    Beside v, `of_queries`, `of_keys` and `others` hold values, which are
-    BOUNDED up to `largest`.
+    Beside v, `of_queries` and `directions` hold values, which are BOUNDED up
+    to `largest`.
     """
+    scale = call.problem.scale
     for part in _sequences(call):
+        moved = [part.direction_of(x) for x in directions]
         at, keys = part.of_queries, part.of_keys
-        found = kinds(
-            q[at],
-            k[keys],
-            [
-                v[keys],
-                *(x[at] for x in of_queries),
-                *(x[keys] for x in of_keys),
-                *others,
-            ],
-            call.problem.scale,
-            part.options,
+        values = Values.of(
+            *(q[at], k[keys], v[keys]),
+            [x[at] for x in of_queries],
             None if lse is None else lse[at],
+            moved,
             largest,
         )
+        found = values.kinds(scale, part.options)
+        if (found == Kind.UNBOUNDED).any():
+            flagged, found = find(values, scale, part.options)
+            options = bounded_options(values, part.options)
+            part = part._replace(options=options, flagged=flagged)
         if len({*found.tolist()}) <= 1:
             yield part._replace(kind=max(found, default=Kind.SMALL))
             continue
         for number, kind in enumerate(found):
             heads = (slice(number, number + 1), _ALL, _ALL)
             own = options_of(part.options, heads)
-            yield part._replace(heads=heads, options=own, kind=kind)
+            one = part._replace(heads=heads, options=own, kind=kind)
+            if part.flagged is not None:
+                one = one._replace(flagged=part.flagged.of(heads))
+            yield one
 
 
 def _sequences(call: Call) -> Iterator[Part]:
@@ -196,7 +235,7 @@ def for_blas(x: np.ndarray) -> np.ndarray:
 
 
 def part_options(call: Call, part: Part) -> dict[str, Any]:
-    """The keyword arguments of a part."""
+    """The keyword arguments of a part, for its tiles."""
     p = call.problem
     blocks = {"block_q": p.block_q, "block_k": p.block_k}
     return {"scale": p.scale, **blocks, **part.options}

@@ -178,8 +178,7 @@ def shifts(scores: Scores, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
     """
     lse = rows.lse
     shift, rest = np.where(lse == -np.inf, np.inf, lse), None
-    large = np.abs(lse) > LARGEST_PLAIN_LSE
-    large &= lse > -np.inf
+    large = (np.abs(lse) > LARGEST_PLAIN_LSE) & np.isfinite(lse)
     if lse.dtype == np.float32 and large.any():
         m, total, _ = _attend(scores, rows.place, scores.k[..., :0], False)
         log = np.log(total)

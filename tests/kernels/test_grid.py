@@ -11,7 +11,8 @@ from helpers.compare import (
     assert_forward_matches,
     assert_gradients_match,
 )
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
+from helpers.derivatives import call_double_backward, call_jvp, tangents
 from helpers.dtypes import DTYPES
 
 HEAD_DIMS = [1, 7, 32, 40, 64, 80, 96, 128, 160, 192, 256]
@@ -128,6 +129,30 @@ def test_empty(backend, dtype, empty):
         assert got.shape == like.shape and not got.any()
     merged, _ = calls.merge_states(backend, case, out, lse, out, lse)
     assert_bitwise(merged, out, "out")
+
+
+@on_kernels
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"batch": 0},
+        {"num_heads_q": 0},
+        {"num_heads_q": 0, "num_heads_kv": 0},
+        {"seqlen_q": 0},
+    ],
+    ids=" ".join,
+)
+def test_empty_derivatives(backend, arch, dtype, empty):
+    fields = {"batch": 2, "num_heads_q": 2, **empty, "on": Emulation(arch)}
+    case = Case(dtype, **fields)
+    direction = tangents(case, "qkv")
+    *_, out_dot, _ = call_jvp(case, direction, backend)
+    assert out_dot.shape == inputs(case)[-1].shape
+    second = call_double_backward(case, direction, backend)
+    for name, like in direction.items():
+        assert second[name].shape == like.shape and not second[name].any()
 
 
 @pytest.mark.gpu  # the emulator's grid has no limits

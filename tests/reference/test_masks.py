@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cuflash.reference import masks
 from cuflash.reference.masks import Visibility
+from cuflash.reference.options import Options, Tile, Tiles
 from reference_strategies import tile_questions
 
 
@@ -80,7 +81,10 @@ def test_tile_of_the_mask_is_cut_from_the_dense_mask(question):
 
 @given(tile_questions())
 def test_only_a_full_tile_needs_no_mask(question):
-    needs_none = masks.tile_mask(*question) is None
+    *tile, seqlen_q, seqlen_k, causal, window = question
+    options = Options(causal=causal, window=window)
+    pairs = Tiles(seqlen_q, seqlen_k, 1.0, options)
+    needs_none = pairs.visible(Tile(*tile)) is None
     assert needs_none == (masks.tile_visibility(*question) is Visibility.ALL)
 
 
@@ -138,3 +142,17 @@ def test_nan_in_one_leading_index_stays_there():
     assert np.isnan(product[0, :, 0]).all()
     np.testing.assert_array_equal(product[0, :, 1], 3)
     np.testing.assert_array_equal(product[1], 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masked_product_of_any_numbers_is_the_sum_of_visible_terms(seed):
+    # Sums of small integers are exact in any order.
+    rng = np.random.default_rng(seed)
+    numbers = [0, 0, 1, 1, 1, -1, 2, np.inf, -np.inf, np.nan]
+    weights, values = rng.choice(numbers, (2, 3, 1, 4, 4))
+    visible = rng.random((4, 4)) < 0.3
+    with np.errstate(invalid="ignore"):
+        terms = weights[..., :, :, None] * values[..., None, :, :]
+        expected = np.where(visible[..., None], terms, 0).sum(axis=-2)
+    got = masks.masked_product(weights, values, visible)
+    np.testing.assert_array_equal(got, expected)

@@ -85,9 +85,15 @@ LAW = {
     " backends.numpy_parts backends.numpy_reference backends.numpy_scores"
     " backends.numpy_tangents",
     "backends.numpy_kinds": "",
-    "backends.numpy_parts": "problem reference backends.numpy_kinds"
-    " backends.numpy_scores",
-    "backends.numpy_reference": "reference backends.numpy_tangents",
+    "backends.numpy_flagged": "reference backends.numpy_kinds"
+    " backends.numpy_scores backends.numpy_tangents",
+    "backends.numpy_parts": "problem reference backends.numpy_flagged"
+    " backends.numpy_kinds backends.numpy_rows backends.numpy_scores"
+    " backends.numpy_tangents",
+    "backends.numpy_reference": "reference backends.numpy_rows"
+    " backends.numpy_tangents",
+    "backends.numpy_rows": "reference backends.numpy_flagged"
+    " backends.numpy_scores backends.numpy_tangents",
     "backends.numpy_scores": "reference",
     "backends.numpy_tangents": "reference backends.numpy_scores"
     " backends.numpy_tiles",

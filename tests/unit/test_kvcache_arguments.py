@@ -556,6 +556,18 @@ VALUES = {
         "page_table[0, 2] is -1, expected 0 to 5, the pages of k_cache: "
         "sequence 0 has 12 tokens, and a page holds 4",
     ),
+    "a slot of two that append": (
+        growing(cache_batch_idx=array(1, 1), cache_seqlens=array(3, 4)),
+        "cache_batch_idx[1] is 1, as is cache_batch_idx[0], and token 4 of "
+        "sequence 1 is appended to the row of token 4 of sequence 0, expected "
+        "a row for each: give one of them another slot",
+    ),
+    "a page of two that append": (
+        {**PAGED_NEW, "page_table": array([0, 1, 5], [2, 1, 5])},
+        "page_table[1, 1] is 1, as is page_table[0, 1], and token 5 of "
+        "sequence 1 is appended to the row of token 5 of sequence 0, expected "
+        "a row for each: give one of them another page",
+    ),
     "offsets": (
         packed(cu_seqlens_q=array(0, 4, 3)),
         "cu_seqlens_q[2] is 3, expected at least 4, the one before",
@@ -602,6 +614,18 @@ def test_values(name):
 def test_pages_without_a_token_are_ignored(bad):
     table = array([0, 1, bad], [2, 3, bad])
     cuflash.forward_kvcache(**{**PAGED_NEW, "page_table": table})
+
+
+def test_sequences_may_share_what_they_do_not_append_to():
+    """Pages; and slots of which each writes its own rows."""
+    table = array([0, 1, 5], [0, 3, 5])
+    given = {**PAGED_NEW, "page_table": table, "cache_seqlens": array(4, 5)}
+    cuflash.forward_kvcache(**given)
+    cuflash.forward_kvcache(**plain(cache_batch_idx=array(1, 1)))
+    slots, lengths = array(1, 1), array(2, 4)
+    cuflash.forward_kvcache(
+        **growing(cache_batch_idx=slots, cache_seqlens=lengths)
+    )
 
 
 def test_left_padding_may_exceed_the_length():

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def tree(tmp_path):
     """A folder with a .venv in which nothing is installed yet."""
-    for name in ("setup.cfg", "pyproject.toml", "Makefile"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("cuflash/_version.py", "scripts/cuda_extra.py"):
         (tmp_path / name).parent.mkdir()

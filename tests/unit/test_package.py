@@ -51,10 +51,10 @@ def copy_of_tree(target, folders=FOLDERS):
     return target
 
 
-def python(text, folder):
+def python(text, folder, *options):
     """Return what Python prints when started in a folder."""
     done = subprocess.run(
-        [sys.executable, "-c", text],
+        [sys.executable, *options, "-c", text],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -141,6 +141,30 @@ print(cuflash.reference.__file__)
     assert found == checkout / "reference" / "__init__.py"
 
 
+EDITABLE = """
+import sys, zipfile
+from setuptools import build_meta
+sys.argv[1:] = ["-q"]
+name = build_meta.build_editable("dist")
+zipfile.ZipFile(f"dist/{name}").extractall("../site")
+"""
+# Without site-packages, where another cuflash may be.
+FOUND = """
+import site, sys
+from importlib.util import find_spec
+site.addsitedir("site")
+print(find_spec("cuflash").origin)
+"""
+
+
+def test_python_beside_a_clone_finds_the_editable_install(tmp_path):
+    """Not the clone's folder, which has the package's name."""
+    clone = copy_of_tree(tmp_path / "cuflash", ("cuflash", "reference"))
+    python(EDITABLE, clone)
+    found = Path(python(FOUND, tmp_path, "-S").strip())
+    assert found == clone / "cuflash" / "__init__.py"
+
+
 def test_nothing_else_of_a_checkout_is_a_package_of_cuflash(checkout):
     (checkout / "scripts").mkdir(exist_ok=True)
     text = """
@@ -218,7 +242,13 @@ def test_an_sdist_holds_all_that_a_checkout_does(in_sdist, folder):
 def test_an_sdist_has_the_top_level_files(in_sdist):
     names = "README CHANGELOG CONTRIBUTING".split()
     assert {f"{name}.md" for name in names} <= in_sdist
-    assert {"LICENSE", "Makefile", "setup.cfg", "pyproject.toml"} <= in_sdist
+    assert {
+        "LICENSE",
+        "Makefile",
+        "setup.cfg",
+        "setup.py",
+        "pyproject.toml",
+    } <= in_sdist
     assert not [name for name in in_sdist if name.endswith(".pyc")]
 
 

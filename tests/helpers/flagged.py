@@ -1,0 +1,49 @@
+"""Which rows of calls on NumPy arrays the reference computes."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+
+from cuflash.backends import numpy_flagged, numpy_parts, numpy_rows
+from cuflash.backends.numpy_flagged import Flagged
+from cuflash.backends.numpy_kinds import Kind
+
+
+@contextmanager
+def by_reference(share=1.0):
+    """Let the reference compute all rows, or a share of them, by chance."""
+    rng = np.random.default_rng(0)
+
+    def find(values, scale, options):
+        shape = values.q.shape[:2] + (1, values.q.shape[-2])
+        rows = rng.random(shape) < share
+        keys = np.zeros(values.k.shape[:-1], bool)
+        flagged = Flagged(rows, keys, options, values.largest)
+        return flagged, np.full(len(rows), Kind.BOUNDED)
+
+    def all_unbounded(q, *others):
+        return np.zeros(len(q), int)
+
+    with (
+        mock.patch.object(numpy_parts, "find", find),
+        mock.patch.object(numpy_flagged, "kinds", all_unbounded),
+    ):
+        yield
+
+
+@contextmanager
+def rows_counted():
+    """Return a list of how many rows each part has the reference compute.
+
+    A row of all heads is one.
+    """
+    counts = []
+
+    class Counted(numpy_rows.Rows):
+        def __init__(self, *given):
+            super().__init__(*given)
+            counts.append(len(self.index))
+
+    with mock.patch.object(numpy_rows, "Rows", Counted):
+        yield counts

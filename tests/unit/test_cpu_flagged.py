@@ -1,0 +1,130 @@
+"""NumPy calls have the reference compute the rows that need it, alone."""
+
+import numpy as np
+import pytest
+
+import cuflash
+from helpers.compare import assert_bitwise
+from helpers.flagged import rows_counted
+
+BATCH, TOKENS, HEADS, HEADS_KV, DIM = 2, 300, 4, 2, 8
+CALLS = "forward", "backward", "jvp", "double_backward"
+NAN, INF = np.float32("nan"), np.float32("inf")
+
+
+def arrays():
+    """Return q, k, v and dout, and a direction of each of the first three."""
+    rng = np.random.default_rng(0)
+    heads = HEADS, HEADS_KV, HEADS_KV, HEADS, HEADS, HEADS_KV, HEADS_KV
+    names = "q", "k", "v", "dout", "q_dot", "k_dot", "v_dot"
+    return {
+        name: rng.standard_normal((BATCH, TOKENS, n, DIM), np.float32)
+        for name, n in zip(names, heads, strict=True)
+    }
+
+
+def call(name, x, **options):
+    """Return the results of one call."""
+    qkv, dots = ([x[y + z] for y in "qkv"] for z in ("", "_dot"))
+    out, lse = cuflash.forward(*qkv, return_lse=True, **options)
+    if name == "forward":
+        return out, lse
+    if name == "jvp":
+        return cuflash.jvp(*qkv, *dots, return_lse=True, **options)
+    given = x["dout"], *qkv, out, lse
+    if name == "backward":
+        return cuflash.backward(*given, **options)
+    return cuflash.double_backward(*dots, *given, **options)
+
+
+def counted(name, x, **options):
+    """Return how many rows the reference computes, for each of its calls."""
+    with rows_counted() as counts:
+        call("forward", x, **options)
+        of_forward = len(counts)
+        call(name, x, **options)
+    # All but forward call it first.
+    return counts[of_forward * (1 if name == "forward" else 2) :]
+
+
+each_call = pytest.mark.parametrize("name", CALLS)
+
+
+@each_call
+def test_ordinary_calls_have_none(name):
+    assert counted(name, arrays(), causal=True) == []
+
+
+@each_call
+def test_nan_behind_a_mask_costs_no_row(name):
+    """And changes no bit: missing samples, and padding of both."""
+    x = arrays()
+    mask = np.ones((BATCH, 1, TOKENS, TOKENS), bool)
+    mask[..., 40:90] = mask[..., -9:] = mask[:, :, -9:] = False
+    results = []
+    for hole in (0, NAN):
+        for of_keys in ("k", "v", "k_dot", "v_dot"):
+            x[of_keys][:, 40:90] = x[of_keys][:, -9:] = hole
+        assert counted(name, x, mask=mask) == []
+        results.append(call(name, x, mask=mask))
+    for a, b in zip(*results, strict=True):
+        assert_bitwise(a, b, name)
+
+
+@each_call
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, np.float32(1e6)])
+def test_a_query_costs_its_own_row(name, bad):
+    x = arrays()
+    x["q"][0, [7, 290], 1, 3] = bad  # of the first key head
+    assert counted(name, x) == [2]
+
+
+@each_call
+@pytest.mark.parametrize("array", ["k", "v"])
+def test_a_key_costs_the_rows_that_see_it(name, array):
+    x = arrays()
+    x[array][1, 250, 1] = NAN
+    assert counted(name, x, causal=True) == [TOKENS - 250]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, np.float32(1e6)])
+def test_a_bias_costs_the_rows_that_see_it(bad):
+    x, bias = arrays(), np.zeros((TOKENS, TOKENS), np.float32)
+    bias[5, 3] = bias[7, 3] = bad
+    bias[6, 200] = bad  # causal: not seen
+    assert counted("forward", x, bias=bias, causal=True) == [2]
+
+
+@pytest.mark.parametrize("option", ["sink", "alibi_slopes"])
+def test_an_option_of_a_head_costs_the_rows_of_its_key_head(option):
+    x, given = arrays(), np.ones(HEADS, np.float32)
+    given[2] = NAN
+    assert counted("forward", x, **{option: given}) == [TOKENS]
+
+
+@each_call
+def test_other_rows_keep_their_bits(name):
+    """Those of q; other gradients sum over all rows."""
+    x = arrays()
+    want = call(name, x, causal=True)
+    x["q"][:, 100], x["q"][0, 7] = NAN, 1e6
+    got = call(name, x, causal=True)
+    others = np.delete(np.arange(TOKENS), [7, 100])
+    for a, b in zip(got[:1], want[:1], strict=True):
+        assert_bitwise(*(y.take(others, 1) for y in (a, b)), name)
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "lse", "dlse"])
+def test_what_backward_gets_costs_its_row(name):
+    x = arrays()
+    out, lse = call("forward", x)
+    given = {"out": out, "lse": lse, "dlse": np.zeros_like(lse)}
+    given |= {y: x[y] for y in ("dout", "q", "k", "v")}
+    given[name] = given[name].copy()
+    at = (1, 3, 17) if "lse" in name else (1, 17, 3)
+    given[name][at] = NAN
+    with rows_counted() as counts:
+        dq, dk, _ = cuflash.backward(**given)
+    assert counts == [1]
+    assert np.isnan(dq[1, 17, 3]).all() and np.isnan(dk[1, :, 1]).all()
+    assert np.isfinite(dq[1, 18]).all() and np.isfinite(dk[:, :, 0]).all()
