@@ -154,9 +154,9 @@ LAW = {
     "torch.group_attention": "api distributed errors foreign_names"
     " torch.checks torch.dtypes",
     "torch.inductor": "torch.direct",
-    "torch.kvcache": "errors foreign_names problem validate_kvcache torch.autocast"
-    " torch.checks"
-    " torch.kvcache_ops torch.kvcache_request torch.tracing",
+    "torch.kvcache": "errors foreign_names problem validate_kvcache"
+    " torch.autocast torch.checks torch.kvcache_ops torch.kvcache_request"
+    " torch.no_gradients torch.tracing",
     "torch.kvcache_ops": "torch.fakes torch.kvcache_request torch.ops",
     "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
     " torch.dtypes torch.request torch.signature",
