@@ -93,7 +93,7 @@ def test_a_second_call_after_a_cache(kind):
 
 
 def test_who_adds_masks_is_told_from_the_configuration():
-    adds = {"bloom": True, "t5gemma": False, "deepseek_v32": False}
+    adds = {"bloom": True, "t5gemma": False, "exaone": False}  # by Llama
     for kind, answer in adds.items():
         model = both(kind)[0]
         assert eager_models.adds_masks(model.config) is answer
