@@ -153,7 +153,7 @@ def test_gradients_of_sinks_of_queries():
     q = heads(0)[:1, :1].requires_grad_()
     sinks = torch.linspace(-1, 1, SEQLEN, dtype=torch.float64)
     sinks = sinks.view(1, 1, SEQLEN, 1).requires_grad_()
-    assert torch.autograd.gradcheck(out, (q, sinks))
+    assert torch.autograd.gradcheck(out, (q, sinks), fast_mode=True)
 
 
 WIDER = [
