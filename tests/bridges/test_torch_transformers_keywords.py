@@ -197,3 +197,9 @@ def test_a_tensor_beside_lengths_of_sequences_is_read():
     chunks = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
     mask = (chunks & CAUSAL).expand(BATCH, 1, SEQLEN, SEQLEN)
     assert_same(call(mask, **lengths), dense(mask))
+
+
+def test_a_causal_mask_is_causal_whatever_the_module_says():
+    """UMT5's decoder said False in Transformers 5.17."""
+    mask = masks.make(BATCH, SEQLEN, SEQLEN)
+    assert_same(call(mask, is_causal=False), dense(CAUSAL))
