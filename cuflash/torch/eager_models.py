@@ -11,6 +11,12 @@ from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+_AUTO = (
+    modeling_auto.MODEL_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 # By the class of a configuration.
 _found: dict[type, list[type[PreTrainedModel]]] = {}
@@ -30,8 +36,9 @@ def adds_masks(config: object) -> bool:
 
 @torch.compiler.assume_constant_result
 def calls_cuflash(config: object) -> bool:
-    """Whether a model of a configuration looks up its attention function."""
-    return any(map(_looks_up, _models(type(config))))
+    """Whether a model of a configuration may look up attention functions."""
+    found = _models(type(config))
+    return not found or any(map(_looks_up, found))
 
 
 def _eager_only(model: type[PreTrainedModel]) -> bool:
@@ -63,6 +70,11 @@ def _search(config: type) -> list[type[PreTrainedModel]]:
         if found:  # others may have borrowed it
             own = [x for x in found if _package(x) == _package(base)]
             return own or found
+    kind = getattr(config, "model_type", "")
+    names = {table.get(kind) for table in _AUTO}  # Llama runs some others
+    found = [x for x in known if x.__name__ in names]
+    if found:
+        return found
     # The encoder's part of a configuration belongs to no model of its own.
     return [x for x in known if _package(x) == _package(config)]
 

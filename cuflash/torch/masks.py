@@ -95,8 +95,8 @@ def make(
 ) -> Any:
     """A mask, as `transformers.masking_utils` asks for it.
 
-    None stands for a causal mask aligned at the end, or for no mask in a
-    bidirectional module; windows wider than the keys are none.
+    None stands for no mask in a bidirectional module, and in compiled calls
+    for a causal mask too; windows wider than the keys are none.
     """
     if isinstance(attention_mask, Mask):  # generate() has made it
         return attention_mask
@@ -152,11 +152,9 @@ def make(
         None if left is None or left >= num_keys - 1 else left,
         None if right is None or right >= q_length - 1 else right,
     )
-    if ids_q is None and window == (None, None) and num_keys == kv_length:
-        if pattern.causal and allow_is_causal_skip:
-            return None
-        if not pattern.causal and allow_is_bidirectional_skip:
-            return None
+    hides = ids_q is not None or window != (None, None)
+    if not (pattern.causal or hides) and allow_is_bidirectional_skip:
+        return None
     shape = (batch_size, 1, q_length, kv_length)
     return Mask(tensor, shape, pattern.causal, window, num_keys, ids_q, ids_k)
 

@@ -19,8 +19,10 @@ def register_transformers(name: str = "cu_attention") -> None:
     Registers an attention function and a mask function. Padding masks,
     causal masks, sliding windows and packed sequences become options of
     `attention`, so that kernels skip the pairs that they hide; any other mask
-    is passed as a tensor. Softcaps, sinks, grouped heads, dropout, scales and
-    ``cu_seq_lens_q`` are taken too.
+    is passed as a tensor. Softcaps, sinks, grouped heads, dropout, scales,
+    ``cu_seq_lens_q`` and the keys that an indexer chooses are taken too. A
+    keyword that is not known is refused when a model gives it. Models that
+    Transformers runs by eager attention alone get eager's masks.
 
     Parameters
     ----------
