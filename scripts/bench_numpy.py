@@ -3,10 +3,15 @@
     python scripts/bench_numpy.py
     OPENBLAS_NUM_THREADS=1 python scripts/bench_numpy.py --rounds 20
     python scripts/bench_numpy.py --shape 4 512 8 64 --causal
+    python scripts/bench_numpy.py --nan
 
 Dense attention is matmul, softmax and matmul on whole score matrices of
 float32; backward it recomputes P. Both take turns; a time is the least of all
 rounds. `differs by` is the largest difference from dense results.
+
+With --nan, each call takes turns with the same call of ordinary numbers:
+NaN in a tenth of the keys, masked, and NaN or large scores in a hundredth of
+the queries, at random.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ class Shape(NamedTuple):
     causal: bool = False
 
 
+Arrays = dict[str, np.ndarray]
+
 SHAPES = [
     Shape(16, 64, 8, 32),
     Shape(1, 2048, 8, 64),
@@ -49,6 +56,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar=("BATCH", "SEQLEN", "HEADS", "HEAD_DIM"),
         help="instead of the four of docs/benchmarks")  # fmt: skip
     add("--causal", action="store_true", help="of --shape")
+    add("--nan", action="store_true", help="what NaN and large scores cost")
     add("--rounds", type=command_line.number, default=10)
     return parser.parse_args(arguments)
 
@@ -60,6 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.shape:
         shapes = [Shape(*asked.shape, asked.causal)]
     print(f"NumPy {np.__version__}, float32, ms")
+    if asked.nan:
+        shape = shapes[0] if asked.shape else Shape(1, 1024, 2, 64)
+        print_nan(shape, asked.rounds)
+        return 0
     print("batch seqlen heads head_dim causal  direction  cuflash     dense"
           "  times as fast  differs by")  # fmt: skip
     for shape in shapes:
@@ -91,6 +103,70 @@ def both_directions(shape: Shape) -> dict[str, tuple[Callable[[], Any], ...]]:
             lambda: backward(dout, q, k, v, out, causal),
         ),
     }
+
+
+def print_nan(shape: Shape, rounds: int) -> None:
+    """Print what some rows of other numbers cost each call."""
+    print(f"{shape}")
+    print("rows                        call             ordinary  these"
+          "  times the time")  # fmt: skip
+    for rows, given in of_nan(shape).items():
+        for name, calls in with_and_without(*given, shape.causal).items():
+            ordinary, these = best(calls, rounds)
+            print(
+                f"{rows:27} {name:15} {1e3 * ordinary:9.2f}"
+                f" {1e3 * these:6.1f} {these / ordinary:15.2f}"
+            )
+
+
+def of_nan(shape: Shape) -> dict[str, tuple[Arrays, Arrays, Arrays]]:
+    """Ordinary q, k and v, others with the same shapes, and a mask if any."""
+    rng = np.random.default_rng(0)
+    batch, seqlen, heads, head_dim = shape[:4]
+    arrays = rng.standard_normal((3, *shape[:4]), np.float32)
+    plain = dict(zip("qkv", arrays, strict=True))
+    missing = rng.random(seqlen) < 0.1
+    holes = {x: plain[x].copy() for x in "kv"}
+    for x in holes.values():
+        x[:, missing] = np.nan
+    mask = {"mask": np.broadcast_to(~missing, (seqlen, seqlen))}
+    found = {"keys of NaN behind a mask": (plain, plain | holes, mask)}
+    rows = rng.random((batch, seqlen)) < 0.01
+    by_heads = rng.random((batch, seqlen, heads)) < 0.01
+    for name, at, number in (
+        ("queries of NaN", rows, np.nan),
+        ("queries of NaN, by heads", by_heads, np.nan),
+        ("queries of inf", rows, np.inf),
+        ("queries of large scores", rows, 1e6),
+    ):
+        q = plain["q"].copy()
+        q[at] = number
+        found[name] = plain, plain | {"q": q}, {}
+    return found
+
+
+def with_and_without(
+    ordinary: Arrays, other: Arrays, options: Arrays, causal: bool
+) -> dict[str, tuple[Callable[[], Any], ...]]:
+    """Calls of ordinary numbers and of others, by name."""
+    rng = np.random.default_rng(1)
+    moved = list(rng.standard_normal((4, *ordinary["q"].shape), np.float32))
+
+    def of(name: str, x: Arrays) -> Callable[[], Any]:
+        qkv = [x[y] for y in "qkv"]
+        given = {**options, "causal": causal}
+        out, lse = cuflash.forward(*qkv, return_lse=True, **given)
+        arguments = {
+            "forward": qkv,
+            "backward": [moved[3], *qkv, out, lse],
+            "jvp": [*qkv, *moved[:3]],
+            "double_backward": [*moved, *qkv, out, lse],
+        }[name]
+        call = getattr(cuflash, name)
+        return lambda: call(*arguments, **given)
+
+    names = "forward", "backward", "jvp", "double_backward"
+    return {x: (of(x, ordinary), of(x, other)) for x in names}
 
 
 def forward(

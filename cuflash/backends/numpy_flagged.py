@@ -6,8 +6,7 @@ then get zeros in their place (`Flagged.rows_of` and so on), which add nothing
 to the others' sums, and the reference computes the flagged rows
 (`numpy_rows`). So NaN behind a mask costs a copy.
 
-Arrays are those of `numpy_tiles`. Flags are (batch, num_heads_kv, 1, seqlen):
-the query heads of a group share them.
+Arrays are those of `numpy_tiles`; flags have their axes but the last.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from cuflash.reference.options import Options, Tile, Tiles
 from .numpy_kinds import LARGEST_SCORE, LARGEST_VALUE, kinds, of_bounded
 from .numpy_scores import BLOCK_Q, Heads, of_heads, options_of
 from .numpy_tangents import Direction
+
+CALL = 10_000  # pairs that the reference computes in a call's own time
 
 _MASKS = ("causal", "window", "segment_ids_q", "segment_ids_k", "mask")
 
@@ -153,10 +154,10 @@ def find(
     if "bias" in options:
         bad_pairs.append(~(options["bias"] <= LARGEST_SCORE))
     _flag_readers(rows, keys, bad_pairs, options)
-    of_groups = np.any(rows, axis=2, keepdims=True)
-    score = abs(scale) * _longest(np.where(of_groups, 0, of_q)) * longest
+    rows = _in_few_calls(rows, values.k.shape[-2])
+    score = abs(scale) * _longest(np.where(rows, 0, of_q)) * longest
     found = of_bounded(score[:, 0, 0, 0], bounded_options(values, options))
-    return Flagged(of_groups, keys, options, values.largest), found
+    return Flagged(rows, keys, options, values.largest), found
 
 
 def bounded_options(values: Values, options: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +223,21 @@ def _flag_readers(
             if visible is not None:
                 seen = seen & visible
             rows[..., tile.queries] |= seen.any(axis=-1)
+
+
+def _in_few_calls(rows: np.ndarray, seqlen_k: int) -> np.ndarray:
+    """Flag a batch element's rows in all heads if that takes less time.
+
+    Heads with the same rows share a call of the reference.
+    """
+    of_any = rows.any(axis=(1, 2), keepdims=True)
+    each = rows.sum(axis=(1, 2, 3), keepdims=True) * seqlen_k
+    each += (
+        rows.any(axis=3, keepdims=True).sum(axis=(1, 2), keepdims=True) * CALL
+    )
+    heads = rows.shape[1] * rows.shape[2]
+    together = of_any.sum(axis=3, keepdims=True) * heads * seqlen_k + CALL
+    return rows | (of_any & (together <= each))
 
 
 def _lengths(x: np.ndarray) -> np.ndarray:

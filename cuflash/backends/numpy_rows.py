@@ -17,8 +17,6 @@ from .numpy_flagged import Flagged
 from .numpy_scores import Heads, of_heads, options_of
 from .numpy_tangents import Direction
 
-_ALL = slice(None)
-
 
 class Rows:
     """Some rows of some heads of a part.
@@ -89,18 +87,19 @@ class Rows:
 
 def cut(flagged: Flagged) -> Iterator[Rows]:
     """Return the flagged rows; heads that have the same ones share a call."""
-    for b, of_batch in _alike(flagged.rows[:, :, 0]):
-        for h, (own, *_) in _alike(of_batch[0]):
-            if own.any():
-                heads = b, h, _ALL
-                options = options_of(flagged.options, heads)
-                yield Rows(heads, np.flatnonzero(own), len(own), options)
+    for b, of_batch in _alike(flagged.rows):
+        for h, of_head in _alike(of_batch[0]):
+            for g, (own, *_) in _alike(of_head[0]):
+                if own.any():
+                    options = options_of(flagged.options, (b, h, g))
+                    index = np.flatnonzero(own)
+                    yield Rows((b, h, g), index, len(own), options)
 
 
 def _alike(flags: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
     """Cut axis 0: into one piece if all are the same, else into ones."""
     if (flags == flags[:1]).all():
-        yield _ALL, flags
+        yield slice(None), flags
         return
     for number in range(len(flags)):
         one = slice(number, number + 1)

@@ -16,8 +16,7 @@ def by_reference(share=1.0):
     rng = np.random.default_rng(0)
 
     def find(values, scale, options):
-        shape = values.q.shape[:2] + (1, values.q.shape[-2])
-        rows = rng.random(shape) < share
+        rows = rng.random(values.q.shape[:-1]) < share
         keys = np.zeros(values.k.shape[:-1], bool)
         flagged = Flagged(rows, keys, options, values.largest)
         return flagged, np.full(len(rows), Kind.BOUNDED)
@@ -36,7 +35,7 @@ def by_reference(share=1.0):
 def rows_counted():
     """Return a list of how many rows each part has the reference compute.
 
-    A row of all heads is one.
+    A row of several heads is one.
     """
     counts = []
 

@@ -15,3 +15,10 @@ def test_the_table(capsys, more):
     assert names == ["forward", "backward"]
     # Of float32, 20 keys: unit 2^-24, times 100 for dq's sums and products
     assert all(float(row.split()[-1]) < 100 * 2.0**-24 for row in rows)
+
+
+def test_the_table_of_nan(capsys):
+    shape = "--shape 1 20 2 8 --rounds 1"
+    assert bench_numpy.main([*shape.split(), "--nan"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("queries of large scores     double_backward ")

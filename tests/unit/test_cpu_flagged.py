@@ -75,8 +75,15 @@ def test_nan_behind_a_mask_costs_no_row(name):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, np.float32(1e6)])
 def test_a_query_costs_its_own_row(name, bad):
     x = arrays()
-    x["q"][0, [7, 290], 1, 3] = bad  # of the first key head
+    x["q"][0, [7, 290], 1, 3] = bad
     assert counted(name, x) == [2]
+
+
+def test_a_few_queries_of_each_head_cost_one_call():
+    x = arrays()
+    for head in range(HEADS):
+        x["q"][0, 10 * head, head] = NAN
+    assert counted("forward", x) == [HEADS]
 
 
 @each_call
