@@ -355,8 +355,10 @@ def passed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
     """The kernel constants that say which options a problem has."""
-    return tuple(
-        (option.flag, option.is_in(problem)) for option in TABLE if option.flag
+    large = softcaps.is_large(problem.softcap, problem.dtype)
+    return (
+        *((row.flag, row.is_in(problem)) for row in TABLE if row.flag),
+        ("LARGE_SOFTCAP", large),
     )
 
 

@@ -13,6 +13,7 @@ from .append import append_launches, width_of_rotated
 from .kernel import Device, Family, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
+    LONGEST_RUN,
     MAX_OF_TENSOR_CORES,
     element,
     element_bytes,
@@ -149,7 +150,7 @@ def _num_splits(problem: Problem, tile: Tile, resident: int) -> int:
 
     The blocks that run at once read at the same rate, so the time is the
     number of waves times the tiles of a part, plus what a part costs at its
-    ends, about two tiles.
+    ends, about two tiles. No warp of a part sums more than LONGEST_RUN keys.
     """
     if problem.num_splits:
         return problem.num_splits
@@ -160,7 +161,9 @@ def _num_splits(problem: Problem, tile: Tile, resident: int) -> int:
         waves = ceil_div(heads * splits, resident)
         return waves * (ceil_div(tiles, splits) + 2), splits
 
-    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=cost)
+    most = min(tiles, MAX_SPLITS)
+    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * tile.num_warps)
+    return min(range(min(max(fewest, 1), most), most + 1), key=cost)
 
 
 def is_balanced(problem: Problem) -> bool:

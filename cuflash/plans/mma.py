@@ -22,6 +22,7 @@ from .steps import (
     option_launches,
     padded_head_dims,
     rounding_launch,
+    run_tiles,
     sections,
     semaphore_buffers,
     sink_launches,
@@ -75,6 +76,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem, device, tile, "mma", (d, dv), _forward_shared(problem, tile),
         ("PADDED", padded(problem, d, dv)),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+        run_tiles(problem, tile),
         *option_constants(problem),
     )  # fmt: skip
 

@@ -250,6 +250,20 @@ def window_of(problem: Problem) -> float:
     return left + right + 1
 
 
+# The most keys of which tensor cores sum weights times values of one sign
+# without losing more than half of float16's unit roundoff, 2^-11: n keys lose
+# n / 10 * 2^-24 (docs/guide/accuracy.md). More are summed in two levels.
+LONGEST_RUN = 32768
+
+
+def run_tiles(problem: Problem, tile: Tile) -> tuple[str, int]:
+    """common/long_sums.cuh's RUN_TILES."""
+    longest = problem.max_seqlen_k or problem.seqlen_k
+    is_long = min(longest, window_of(problem)) > LONGEST_RUN
+    tiles = max(LONGEST_RUN // tile.block_k, 1)
+    return "RUN_TILES", tiles if is_long else 0
+
+
 ROW_THREADS = 256  # threads of the kernels that process rows
 
 

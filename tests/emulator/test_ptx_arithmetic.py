@@ -19,7 +19,7 @@ from helpers.bits import (
     finite_elements,
 )
 from helpers.dtypes import DTYPES
-from helpers.small_kernels import on_both, read_only, run
+from helpers.small_kernels import on_both, on_hopper, read_only, run
 
 SMALLEST_NORMAL = 2.0**-126
 # PTX ISA, "ex2": the largest relative error of ex2.approx.ftz.f32.
@@ -44,7 +44,7 @@ def per_number(x, backend, kernel="powers_of_two"):
     return y
 
 
-def multiplied(a, b, c, backend):
+def multiplied(a, b, c, backend, **options):
     """Return a @ b + c of (n, 16, 16), (n, 16, 8) and (n, 16, 8) arrays."""
     d = np.empty(c.shape, np.float32)
     run(
@@ -54,6 +54,7 @@ def multiplied(a, b, c, backend):
         backend,
         constants={"Element": a.dtype.name},
         blocks=len(c),
+        **options,
     )  # fmt: skip
     return d
 
@@ -257,3 +258,26 @@ def test_mma_with_infinities_and_nan(name, backend, seed, share):
         products = a[..., None] * b[:, None]  # n, rows, 16, columns
         expected = products.sum(axis=2) + c
     np.testing.assert_array_equal(d, expected)
+
+
+# What one MMA adds to 2^13 and the products, in units of the last bit there;
+# measured on an H200. Below 2^13 that bit is half as large.
+TRUNCATED = [
+    (0.0, [0.75]),
+    (-0.5, [-0.25]),
+    (1.0, [0.25, 0, 0, 0] * 4),
+    (0.0, [0.125] * 16),
+    (4.0, [0.4375] * 16),
+    (-4.0, [-0.4375] * 16),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize(("added", "products"), TRUNCATED)
+def test_sums_are_truncated(added, products, backend):
+    """Products lose what is below a quarter, the sum what is below 1."""
+    unit, a = 2.0**-10, np.zeros((1, 16, 16), np.float16)
+    a[:, :, : len(products)] = np.multiply(products, unit)
+    b, c = np.ones((1, 16, 8), np.float16), np.full((1, 16, 8), 2.0**13)
+    d = multiplied(a, b, c.astype(np.float32), backend, truncates=True)
+    np.testing.assert_array_equal((d - 2.0**13) / unit, added)

@@ -28,7 +28,9 @@ w / sqrt(3), it is 5.2 deviations.
 
 tanh(x) of 16-bit kernels is 1 - 2 / (exp(2x) + 1): absolutely 8 e from the
 exponential (4 e) and the rest, and so 8 e cap where the library's function is
-6 e |s|. The slope of a softcap, 1 - t^2, is off by 2 t times the error of t.
+6 e |s|. With a cap above 128 they call that function, or a polynomial that is
+27 e |s| off with its roundings (tests/unit/test_softcap.py). The slope of a
+softcap, 1 - t^2, is off by 2 t times the error of t.
 
 Gradients: delta comes from the rounded out, with the error of out itself, and
 subtracting dlse rounds once more: one error for a whole row, so it enters dq
@@ -116,7 +118,9 @@ class Rounding:
         if self.terms.softcap is not None:
             cap, sixteen_bits = self.terms.softcap, u > e
             t = np.abs(np.tanh(products / cap))
-            of_t = 8 * e if sixteen_bits else 6 * e * t
+            of_t = 6 * e * t
+            if sixteen_bits:
+                of_t = 8 * e if cap <= 128 else 27 * e * t
             steps = steps + cap * of_t
             moved = self.terms.slope(products) * error / cap
             self.slope_error = 2 * t * (of_t + moved) + 2 * e

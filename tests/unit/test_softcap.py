@@ -14,7 +14,12 @@ from cuflash.softcap import (
     terms,
 )
 
-SCALES = [(64**-0.5, 30.0), (128**-0.5, 50.0), (1.0, 0.5), (0.01, 300.0)]
+SCALES = [
+    *[(64**-0.5, 30.0), (128**-0.5, 50.0), (1.0, 0.5), (0.01, 300.0)],
+    *[(0.125, 1e5), (2.0**-20, 1e5), (1.0, 1e30)],
+]
+
+U = 2.0**-24
 
 
 def horner(coefficients, x, dtype):
@@ -27,23 +32,27 @@ def horner(coefficients, x, dtype):
 
 
 @pytest.mark.parametrize(
-    ("coefficients", "square", "largest"),
-    [(POLY4_COEFFICIENTS, POLY4_MOST, 2.0**-24.2),
-     (POLY3_COEFFICIENTS, POLY3_MOST, 2.0**-23)],
+    ("coefficients", "square", "largest", "relative"),
+    [(POLY4_COEFFICIENTS, POLY4_MOST, 1.3, 7.4),
+     (POLY3_COEFFICIENTS, POLY3_MOST, 3.3, 23)],
 )  # fmt: skip
-def test_its_largest_error_is_smallest(coefficients, square, largest):
-    """Five are alike in size and differ in sign: none of the degree is better.
+def test_its_largest_error_is_smallest(
+    coefficients, square, largest, relative
+):
+    """Four are alike in size and differ in sign: none of the degree is better.
 
-    (Chebyshev: of four coefficients, and x as a weight, which has one sign.
-    Of three, four are.)
+    (Chebyshev: of three free coefficients, and x^3 as a weight, which has one
+    sign. Of two, three are.)
     """
-    x = np.linspace(1e-4, math.sqrt(square), 200_001)
+    x = np.linspace(1e-2, math.sqrt(square), 200_001)
     error = x * horner(coefficients, x * x, np.float64) - np.tanh(x)
-    assert abs(error).max() <= largest
+    assert abs(error).max() <= largest * U
+    assert abs(error / x).max() <= relative * U
     turns = np.flatnonzero(np.diff(np.sign(error)))
     parts = np.split(error, turns + 1)
     peaks = [part[abs(part).argmax()] for part in parts]
-    assert len(peaks) == len(coefficients) + 1
+    assert coefficients[0] == 1
+    assert len(peaks) == len(coefficients)
     np.testing.assert_allclose(np.abs(peaks), abs(error).max(), rtol=0.01)
 
 
@@ -54,8 +63,8 @@ def test_small_scores_are_right_to_their_bound(scale, softcap):
     In units u = 2^-24, relatively: 1.07 for the first term (p is 0.937 or
     more), 1 for the last multiply-add, 1 for the product; what is added to
     that term is at most 0.067 of it and errs by 3.2. That is 3.3 of a tanh of
-    at most 0.42; and 0.87 for the polynomial. A tanh got by the inverse has
-    two roundings more.
+    at most 0.42. The polynomial adds 1.3, or relatively 7.4. A tanh got by
+    the inverse has two roundings more.
     """
     t, t_log2, small, inverse_log2 = terms(scale, softcap)
     products = np.linspace(-1, 1, 20_001) * math.sqrt(np.float32(small))
@@ -65,12 +74,12 @@ def test_small_scores_are_right_to_their_bound(scale, softcap):
     score = products * horner(t, square, np.float32)
     score_log2 = products * horner(t_log2, square, np.float32)
     tanh = score_log2 * np.float32(inverse_log2)
-    u = 2.0**-24
-    bound = (3.3 * 0.42 + 0.87) * u
-    assert abs(score / np.float64(softcap) - exact).max() <= bound
+    of_score = score / np.float64(softcap)
     of_log2 = score_log2 / (softcap * math.log2(math.e))
-    assert abs(of_log2 - exact).max() <= bound
-    assert abs(tanh - exact).max() <= bound + 2 * 0.42 * u
+    for got, more in (of_score, 0), (of_log2, 0), (tanh, 2):
+        error = abs(got - exact)
+        assert error.max() <= ((3.3 + more) * 0.42 + 1.3) * U
+        assert (error <= (3.3 + more + 7.4) * U * abs(exact)).all()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.9])
@@ -81,8 +90,9 @@ def test_slight_scores_are_right_to_their_bound(
 ):
     """And weights, relative to the least maximum, are numbers of the dtype.
 
-    Errors as of small scores, with 2 for the polynomial, of a tanh of at most
-    0.28: 2.9 units, where tests/helpers/rounding.py gives a kernel 8.
+    Errors as of small scores, with 3.3 for the polynomial, of a tanh of at
+    most 0.28: 4.2 units, where tests/helpers/rounding.py gives a kernel 8.
+    Relatively 23 for the polynomial: 27.
     """
     t, most, lowest = poly3_terms(scale, softcap, dtype, dropout)
     products = np.linspace(-1, 1, 20_001) * np.float32(most)
@@ -90,7 +100,9 @@ def test_slight_scores_are_right_to_their_bound(
     exact = np.tanh(products.astype(np.float64) * scale / softcap)
     score = products * horner(t, products * products, np.float32)
     of_log2 = score / (softcap * math.log2(math.e))
-    assert abs(of_log2 - exact).max() <= (3.3 * 0.28 + 2) * 2.0**-24
+    error = abs(of_log2 - exact)
+    assert error.max() <= (3.3 * 0.28 + 3.3) * U
+    assert (error <= (3.3 + 23) * U * abs(exact)).all()
     weight = 2.0 ** (np.float64(score.max()) - lowest) / (1.0 - dropout)
     assert weight <= {"float16": 2.0**15, "bfloat16": 2.0**60}[dtype] * 1.001
 
@@ -107,7 +119,7 @@ def test_slight_scores_are_not_rare(scale, softcap):
 
 @pytest.mark.parametrize(
     ("scale", "softcap"),
-    [(0.125, 0.0), (-0.125, 30.0), (0.0, 30.0), (1.0, 1e30), (1e30, 1.0),
+    [(0.125, 0.0), (-0.125, 30.0), (0.0, 30.0), (1e-7, 1e30), (1e30, 1.0),
      (1e-30, 1e-30), (1e30, 1e30), (1.0, 1e-300), (math.nan, 30.0)],
 )  # fmt: skip
 def test_no_range_where_the_polynomial_fails(scale, softcap):
@@ -120,8 +132,9 @@ def test_no_range_where_the_polynomial_fails(scale, softcap):
 
 
 @pytest.mark.parametrize("exponent", [-20, 20])
-@pytest.mark.parametrize("of_ratio", [-16, 16])
+@pytest.mark.parametrize("of_ratio", [-100, -16, 16])
 def test_all_that_is_passed_is_a_normal_number(exponent, of_ratio):
+    """Or 0, where a term of a large softcap would not be normal."""
     scale = 2.0**exponent
     t, t_log2, small, inverse_log2 = terms(scale, scale / 2.0**of_ratio)
     poly3_log2, most, _ = poly3_terms(
@@ -129,4 +142,4 @@ def test_all_that_is_passed_is_a_normal_number(exponent, of_ratio):
     )
     of_poly3 = *poly3_log2, most
     for x in (*t, *t_log2, small, inverse_log2, *of_poly3):
-        assert 2.0**-126 <= abs(x) < 2.0**127
+        assert 2.0**-126 <= abs(x) < 2.0**127 or (x == 0 and of_ratio < -16)

@@ -45,6 +45,7 @@ def active(
     timeout: float = 120.0,
     flags: tuple[str, ...] | None = None,
     family: Family | None = None,
+    truncates: bool = False,
 ) -> Iterator[Emulator]:
     """Run calls on NumPy arrays with the kernels, emulated on the CPU.
 
@@ -69,6 +70,9 @@ def active(
     family : str, optional
         ``"mma"``, ``"simt"`` or another: use this kernel family if it
         supports the problem, as ``CUFLASH_FAMILY`` does on a GPU.
+    truncates : bool, optional
+        Whether MMAs of 16-bit types truncate sums, as Hopper's tensor cores
+        do. By default they round once, which is faster.
 
     Yields
     ------
@@ -90,7 +94,9 @@ def active(
 
     if flags is None:
         flags = tuple(os.environ.get("CUFLASH_EMULATOR_FLAGS", "").split())
-    emulator = Emulator(arch, seed, resident, timeout, tuple(flags), family)
+    emulator = Emulator(
+        arch, seed, resident, timeout, tuple(flags), family, truncates
+    )
     token = _current.set(emulator)
     try:
         yield emulator

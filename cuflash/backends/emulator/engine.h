@@ -96,7 +96,7 @@ struct WgmmaOperands {
 };
 void start_wgmma(WgmmaOperands& operands, Site site);
 
-// d += a b, rounded to float once per element.
+// d += a b, rounded to float once per element or, if the launch truncates, as on tensor cores.
 void multiply_add(float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]);
 
 }  // namespace emulator

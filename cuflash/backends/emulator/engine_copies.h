@@ -48,7 +48,37 @@ void wait_for_copies(int pending) {
     }
 }
 
+// The sum of an MMA on a tensor core, as measured on an H200, by mma.sync and wgmma alike: each
+// term loses what is below a quarter of the last bit of a float as large as the largest term, and
+// their sum what does not fit in a float.
+float truncated_sum(const double (&terms)[17]) {
+    double largest = 0.0, sum = 0.0;
+    for (const double term : terms) {
+        largest = std::max(largest, std::fabs(term));
+        sum += term;
+    }
+    if (largest == 0.0 || !std::isfinite(sum)) return static_cast<float>(sum);
+    const int unit = std::ilogb(largest) - 25;
+    sum = 0.0;
+    for (const double term : terms) sum += std::trunc(std::ldexp(term, -unit));
+    if (sum == 0.0) return 0.0f;
+    const int excess = std::max(0, std::ilogb(sum) - 23);
+    return static_cast<float>(std::ldexp(std::trunc(std::ldexp(sum, -excess)), excess + unit));
+}
+
+void multiply_add_truncated(
+    float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]) {
+    for (int row = 0; row < 16; ++row)
+        for (int column = 0; column < 8; ++column) {
+            double terms[17] = {d[row][column]};
+            for (int k = 0; k < 16; ++k)
+                terms[k + 1] = static_cast<double>(a[row][k]) * b[k][column];
+            d[row][column] = truncated_sum(terms);
+        }
+}
+
 void multiply_add(float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]) {
+    if (launch.truncates) return multiply_add_truncated(d, a, b);
     for (int row = 0; row < 16; ++row) {
         double sum[8];
         for (int column = 0; column < 8; ++column) sum[column] = d[row][column];

@@ -18,7 +18,7 @@ constexpr uint64_t FIRST_ADDRESS = 0x510000000000, ADDRESS_SPAN = uint64_t{1} <<
 struct Launch {
     int blocks = 0, threads = 0, blocks_per_sm = 1, shared = 0, resident = 0;
     uint64_t seed = 0;
-    bool flush_denormals = false;
+    bool flush_denormals = false, truncates = false;
     const unsigned char* arguments = nullptr;
     std::vector<Array> arrays;
 };
@@ -55,6 +55,7 @@ void read_launch(const std::string& folder) {
         else if (item == "seed") words >> launch.seed;
         else if (item == "resident") words >> launch.resident;
         else if (item == "ftz") words >> launch.flush_denormals;
+        else if (item == "truncates") words >> launch.truncates;
         else if (item == "arguments") {
             uint64_t offset, size;
             words >> offset >> size;

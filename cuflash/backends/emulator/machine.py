@@ -53,6 +53,7 @@ class Emulator:
     timeout: float = 120.0
     flags: tuple[str, ...] = ()
     family: Family | None = None
+    truncates: bool = False
 
     def __post_init__(self) -> None:
         known = [str(capability) for capability in planning.SHARED_KIB]
@@ -223,6 +224,7 @@ class Machine:
             f"seed {emulator.seed}",
             f"resident {emulator.resident}",
             f"ftz {flush:d}",
+            f"truncates {emulator.truncates:d}",
         ]
 
     def _name_arrays(self, arguments: np.ndarray) -> None:

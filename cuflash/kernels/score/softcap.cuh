@@ -4,16 +4,18 @@
 // Three formulas compute tanh:
 //
 //   any S     16-bit Element: tanh|x| = 2 r - 1, r = 1 / (1 + e^(-2|x|)); 1 - tanh^2 = 4 r (1 - r).
-//             The absolute error is a few times 2^-24. Other elements use the library's tanh.
+//             The absolute error is at most 8 * 2^-24, so a score is off by 8 * 2^-24 cap. Other
+//             elements, and LARGE_SOFTCAP, use the library's tanh, whose error is relative to x.
 //   poly4     tanh x = x p(x^2), p of four terms, if all S of a warp are small
 //   poly3     the same with three terms, if they are smaller still
 //
-// The host multiplies the polynomials' terms by cap, scale and log2(e) (cuflash/softcap.py). poly4
-// has a relative error of 2.3 * 2^-24, including the rounding here (test_softcap.py). A warp
-// chooses a formula by all the S that it holds, so forward and backward may choose differently, and
-// the scores of a pair then differ by the errors of both.
+// The host multiplies the polynomials' terms by cap, scale and log2(e) (cuflash/softcap.py). Their
+// errors are relative to the score, too: 11 and 27 * 2^-24, and 2.7 and 4.2 * 2^-24 cap, including
+// the rounding here (test_softcap.py). A warp chooses a formula by all the S that it holds, so
+// forward and backward may choose differently, and the scores of a pair then differ by the errors
+// of both.
 //
-// Constants: Element, SOFTCAP.
+// Constants: Element, SOFTCAP, LARGE_SOFTCAP (cuflash/softcap.py).
 #pragma once
 #include "common/elements.cuh"
 #include "common/upper_halves.cuh"
@@ -67,7 +69,7 @@ template <class Real> struct Softcap {
     // Caps N elements S and returns the derivatives. GROUP consecutive elements share a division.
     template <int GROUP, int N>
     void cap(Real (&x)[N], Real (&derivative)[N], Real scale) const {
-        if constexpr (sizeof(Element) == 2) {
+        if constexpr (sizeof(Element) == 2 && !LARGE_SOFTCAP) {
             #pragma unroll
             for (int first = 0; first < N; first += GROUP) {
                 float r[GROUP];

@@ -10,10 +10,10 @@
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
-// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
-// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; PADDED, whether rounding
-// changed one of them; NEGATE_SCORES, whether scale < 0 and scores are LINEAR (score_mod.cuh);
-// Arguments and the options (docs/guide/options.md).
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; RUN_TILES
+// (long_sums.cuh); HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to multiples of 32;
+// PADDED, whether rounding changed one of them; NEGATE_SCORES, whether scale < 0 and scores are
+// LINEAR (score_mod.cuh); Arguments and the options (docs/guide/options.md).
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     q_then_out  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2     Q; O in the epilogue
 //     k           BLOCK_K * HEAD_DIM * 2
@@ -22,6 +22,7 @@
 //
 // Slow on Hopper, whose wgmma is about twice as fast, and for few queries with many keys: one block
 // per query tile, and keys are not split among blocks.
+#include "common/long_sums.cuh"
 #include "sm80/forward_epilogue.cuh"
 #include "sm80/forward_softmax.cuh"
 
@@ -88,6 +89,48 @@ __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_ar
     return coord;
 }
 
+// acc in two levels.
+struct OutputSums {
+    static constexpr int COUNT = M_TILES * O_TILES * 4, ROWS = M_TILES * 2;
+    float local[COUNT];
+    LongSums<COUNT, ROWS> sums;
+
+    static __device__ __forceinline__ auto elements(Output& acc) {
+        return [&acc](int i) -> float& {
+            return acc[i / (O_TILES * 4)][i / 4 % O_TILES][i % 4];
+        };
+    }
+    static __device__ __forceinline__ void scale_maxima(
+        float (&max_scaled)[ROWS], const SoftmaxState& softmax, float scale_log2) {
+        #pragma unroll
+        for (int row = 0; row < ROWS; ++row)
+            max_scaled[row] = __fmul_rn(softmax.m[row / 2][row % 2], scale_log2);
+    }
+
+    // acc = 0, m = -inf, l = 0.
+    __device__ __forceinline__ OutputSums(Output& acc, SoftmaxState& softmax) {
+        sums.hold_in(local);
+        set_zero(acc);
+        reset(softmax);
+    }
+    // After each key tile.
+    __device__ __forceinline__ void end_tile(
+        Output& acc, const SoftmaxState& softmax, float scale_log2) {
+        if (!sums.ends_run()) return;
+        float max_scaled[ROWS];
+        scale_maxima(max_scaled, softmax, scale_log2);
+        sums.add(elements(acc), max_scaled);
+        set_zero(acc);
+    }
+    // After the last.
+    __device__ __forceinline__ void finish(
+        Output& acc, const SoftmaxState& softmax, float scale_log2) {
+        float max_scaled[ROWS];
+        scale_maxima(max_scaled, softmax, scale_log2);
+        sums.finish(elements(acc), max_scaled);
+    }
+};
+
 // Epilogue: stores O, through the tile of Q, and lse. lane_row: the lane's first row in the tile.
 // lacks_nonfinite: in partly masked tiles a NaN or an infinity of V was replaced by 0; its terms
 // are added to the stored O of the rows that see it.
@@ -128,8 +171,7 @@ forward_mma(const __grid_constant__ Arguments call_args) {
 
     SoftmaxState softmax;
     Output acc;
-    set_zero(acc);
-    reset(softmax);
+    OutputSums sums(acc, softmax);
 
     const i64 last_key = static_cast<i64>(tiles.num_visited - 1) * BLOCK_K;
     KeyLoader loader{
@@ -171,6 +213,7 @@ forward_mma(const __grid_constant__ Arguments call_args) {
         if constexpr (DROPOUT) apply_dropout(s, query_tile, tile * BLOCK_K);
         accumulate<MASKED>(acc, s, v_smem, nonfinite);
         if constexpr (MASKED) lacks_nonfinite |= nonfinite;
+        sums.end_tile(acc, softmax, query_tile.scale_log2);
     };
 
     if constexpr (WINDOW || PAIRWISE) {                     // any tile may be partly masked
@@ -184,5 +227,6 @@ forward_mma(const __grid_constant__ Arguments call_args) {
         for (; tile >= 0; --tile) iterate(Bool<false>{});
     }
 
+    sums.finish(acc, softmax, query_tile.scale_log2);
     finish(call_args, shared, query_tile, lane_query - q_start, acc, softmax, lacks_nonfinite);
 }

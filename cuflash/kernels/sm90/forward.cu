@@ -42,7 +42,8 @@
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0 and scores are LINEAR), HEAD_DIM and
 // HEAD_DIM_V (multiples of 16 that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, Q_STAGES, KV_STAGES,
-// BLOCKS_PER_SM, SHARED_BYTES; Arguments and the options (docs/guide/options.md). LINEAR
+// BLOCKS_PER_SM, SHARED_BYTES, RUN_TILES (long_sums.cuh); Arguments and the options
+// (docs/guide/options.md). LINEAR
 // (score_mod.cuh): the call has no softcap, ALiBi or bias, so scores are scale S.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 #include "sm90/forward_producer.cuh"
@@ -60,6 +61,8 @@ __device__ __forceinline__ void produce(const Arguments& args, SharedPlan& share
 __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& shared) {
     Fragments fragments;
     ConsumerOf<OPTIONS>::type consumer(args, shared, fragments);
+    float long_sums[O_COUNT];
+    consumer.long_sums.hold_in(long_sums);
     // The grid has at most one block per tile, but with packed sequences some slots have no tile,
     // so other blocks may have taken all.
     if constexpr (PACKED)

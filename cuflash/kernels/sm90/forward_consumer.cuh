@@ -4,6 +4,7 @@
 // of the previous one, then runs the softmax of S while P V is still being computed. `k` is the
 // pipeline state of S's key tile; `v`, that of P's, is one tile behind.
 #pragma once
+#include "common/long_sums.cuh"
 #include "sm90/forward_recompute.cuh"
 #include "sm90/forward_scores.cuh"
 
@@ -46,6 +47,7 @@ struct Consumer {
     const u32 k_full = shared_address(&shared.k_full), k_empty = shared_address(&shared.k_empty);
     const u32 v_full = shared_address(&shared.v_full), v_empty = shared_address(&shared.v_empty);
 
+    LongSums<O_COUNT, 2> long_sums;
     bool accumulates = false;                               // false: P V overwrites acc
     bool exact = true;                                      // no row so far needs recompute_row
     PipelineState<Q_STAGES> q;
@@ -110,6 +112,10 @@ struct Consumer {
         }
     }
     __device__ __forceinline__ void end_iteration() {
+        if (long_sums.ends_run()) {
+            long_sums.add([this](int i) -> float& { return acc[i]; }, rows.max_scaled);
+            accumulates = false;
+        }
         release_q();
         v = k;
         pack_pairs<Element>(p, s);
@@ -290,6 +296,7 @@ struct Consumer {
     __device__ __forceinline__ void epilogue(int slot) {
         const QueryTile tile = shared.work_tiles[slot];
         const ForwardArguments& arrays = args.arrays;
+        long_sums.finish([this](int i) -> float& { return acc[i]; }, rows.max_scaled);
         exact &= normalise(args, acc, rows, scale_log2, lane_row, tile, lse_of(arrays, tile));
         if constexpr (Q_STAGES > 1) {
             const u32 stage = shared_address(&shared.q_then_out)
