@@ -128,7 +128,7 @@ class _Sums:
                 self._begin(p, w)
             moved = w - self.r[..., None]
             kept_moved = None if kept is p else kept * moved
-            moved *= p
+            moved = moved * p  # w alone may have one number for all keys
             self.b += moved @ np.ones(moved.shape[-1], moved.dtype)
             self.acc += (moved if kept_moved is None else kept_moved) @ v
         if v_dot is not None:
