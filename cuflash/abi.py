@@ -227,6 +227,7 @@ _OPTIONS: tuple[_Fields, ...] = (
     ("SequenceStats*", "sequence_stats", "prepare/packed_sequences.cu"),
     ("IdRange*", "query_tile_ids key_tile_ids", "prepare/segment_ranges.cu"),
     ("int*", "tile_order", "prepare/segment_order.cu"),
+    ("void*", "lse_rests", "of rows, as lse: score/lse_rest.cuh; or null"),
 )
 _SCHEDULER: _Fields = (
     "int*",

@@ -19,6 +19,7 @@ NAMES = (
     "query_tile_ids",
     "key_tile_ids",
     "tile_order",
+    "lse_rests",
     "split_out",
     "split_lse",
     "delta",
@@ -67,6 +68,11 @@ def delta(rows: int, itemsize: int) -> Buffer:
 def delta_dot(rows: int, itemsize: int) -> Buffer:
     """rowsum(dO * ddO) of each query (prepare/double_delta.cu)."""
     return Buffer("delta_dot", itemsize, rows)
+
+
+def lse_rests(rows: int, itemsize: int) -> Buffer:
+    """What rounding took from the lse of each query (prepare/lse_rests.cu)."""
+    return Buffer("lse_rests", itemsize, rows)
 
 
 def query_rows(nbytes: int) -> Buffer:

@@ -1,7 +1,8 @@
 r"""The backward pass without the (seqlen_q, seqlen_k) matrices.
 
 Four schedules of one computation, all equal to `attention.attention_vjp`.
-P is recomputed from lse, tile by tile:
+P is recomputed from lse (and what its rounding took, `lse_rest`), tile by
+tile:
 
 .. math::
     P &= e^{S - lse},\quad dP = dO V^T,\quad dS = P \circ (dP - D) \\
@@ -65,6 +66,7 @@ from typing import Any
 import numpy as np
 
 from .attention import default_scale
+from .lse_rest import lse_rests
 from .masks import masked, masked_product, tiles
 from .options import Options, Tile, Tiles
 from .scores import reduce_to_shape, rows_with_rows, sink_gradient
@@ -127,7 +129,8 @@ def row_by_row(
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
+    blocks = 1, max(np.shape(k)[-2], 1)
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, blocks, options)
     for i in range(p.seqlen_q):
         tile = p.tile(i, i + 1, 0, p.seqlen_k)
         if tile is not None:
@@ -169,7 +172,8 @@ def query_outer(
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
+    blocks = block_q, block_k
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, blocks, options)
     for q_start, q_stop in tiles(p.seqlen_q, block_q):
         for k_start, k_stop in tiles(p.seqlen_k, block_k):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -207,7 +211,8 @@ def key_outer(
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
+    blocks = block_q, block_k
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, blocks, options)
     for k_start, k_stop in tiles(p.seqlen_k, block_k):
         for q_start, q_stop in tiles(p.seqlen_q, block_q):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -246,7 +251,8 @@ def two_pass(
     -------
     dq, dk, dv, ... : ndarray
     """
-    p = _Pass(dout, q, k, v, out, lse, scale, dlse, options)
+    blocks = block_q, block_k
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, blocks, options)
     for k_start, k_stop in tiles(p.seqlen_k, block_k):
         for q_start, q_stop in tiles(p.seqlen_q, block_q):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -274,6 +280,7 @@ class _Pass:
         lse: np.ndarray,
         scale: float | None,
         dlse: np.ndarray | None,
+        blocks: tuple[int, int],
         options: dict[str, Any],
     ) -> None:
         dout, q, k, v, lse = (
@@ -287,6 +294,7 @@ class _Pass:
         self.pairs = Tiles(
             self.seqlen_q, self.seqlen_k, self.scale, self.options
         )
+        self.rest = lse_rests(lse, q, k, self.pairs, *blocks)
         self.delta = delta(dout, out, dlse)
         self.dq, self.dk, self.dv = (np.zeros(x.shape) for x in (q, k, v))
         self.dbias = None
@@ -307,7 +315,8 @@ class _Pass:
             gradients.append(self.dbias)
         if self.options.sink is not None:
             sink = self.options.sink
-            gradients.append(sink_gradient(sink, self.lse, self.delta))
+            moved = self.delta * np.exp(-self.rest)
+            gradients.append(sink_gradient(sink, self.lse, moved))
         return tuple(gradients)
 
 
@@ -321,7 +330,8 @@ class _Tile:
 
         s, slope, visible = p.pairs.scores(p.q[rows], p.k[keys], tile)
         self.visible = visible
-        weights = probabilities_from_lse(s, p.lse[..., tile.queries], visible)
+        lse, rest = p.lse[..., tile.queries], p.rest[..., tile.queries]
+        weights = probabilities_from_lse(s, lse, visible, rest)
         self.p = p.pairs.dropped(weights, tile)
         dp = p.pairs.dropped(rows_with_rows(p.dout[rows], p.v[keys]), tile)
         delta_rows = p.delta[..., tile.queries]

@@ -85,6 +85,7 @@ import numpy as np
 
 from .attention import default_scale
 from .backward import delta
+from .lse_rest import lse_rests
 from .masks import masked, masked_product, tiles
 from .options import Options, Tile, Tiles
 from .scores import quiet, reduce_to_shape, rows_with_rows
@@ -142,7 +143,8 @@ def double_backward(
     SecondGradients
     """
     direction = Direction(ddq, ddk, ddv, ddbias, ddsink)
-    p = _Pass(dout, q, k, v, out, lse, scale, dlse, direction, options)
+    blocks = block_q, block_k
+    p = _Pass(dout, q, k, v, out, lse, scale, dlse, direction, blocks, options)
     for q_start, q_stop in tiles(p.seqlen_q, block_q):
         for k_start, k_stop in tiles(p.seqlen_k, block_k):
             tile = p.tile(q_start, q_stop, k_start, k_stop)
@@ -173,6 +175,7 @@ class _Pass:
         scale: float | None,
         dlse: np.ndarray | None,
         direction: Direction,
+        blocks: tuple[int, int],
         options: dict[str, Any],
     ) -> None:
         dout, q, k, v, out, lse = (
@@ -187,6 +190,7 @@ class _Pass:
         self.pairs = Tiles(
             self.seqlen_q, self.seqlen_k, self.scale, self.options
         )
+        self.rest = lse_rests(lse, q, k, self.pairs, *blocks)
         self.delta = delta(dout, out, dlse)
         self.b, self.e = np.zeros(lse.shape), np.zeros(lse.shape)
         self.ddout = np.zeros(dout.shape)
@@ -214,7 +218,8 @@ class _Pass:
     def p_sink(self) -> np.ndarray:
         """Return the sink's weight in each row; 0 if it is -inf."""
         sink = np.asarray(self.options.sink, np.float64)[..., None]
-        weight = np.exp(np.where(sink == -np.inf, 0.0, sink) - self.lse)
+        shift = np.where(sink == -np.inf, 0.0, sink)
+        weight = np.exp(shift - self.lse) * np.exp(-self.rest)
         return np.where(sink == -np.inf, 0.0, weight)
 
     @quiet
@@ -247,9 +252,8 @@ class _Tile:
         self.keys = keys = (..., tile.keys, slice(None))
         q, k = p.q[rows], p.k[keys]
         s, self.slope, self.visible = p.pairs.scores(q, k, tile)
-        self.p = probabilities_from_lse(
-            s, p.lse[..., tile.queries], self.visible
-        )
+        lse, rest = p.lse[..., tile.queries], p.rest[..., tile.queries]
+        self.p = probabilities_from_lse(s, lse, self.visible, rest)
         self.w, self.x_dot = p.direction.of_scores(
             p.pairs, q, k, tile, self.slope, self.visible
         )

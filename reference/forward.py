@@ -129,11 +129,32 @@ def query_outer(
     q, k, v, out, lse, pairs = _prepare(q, k, v, scale, options)
     for q_start, q_stop in tiles(pairs.seqlen_q, block_q):
         rows = slice(q_start, q_stop)
-        start = pairs.start(q[..., rows, 0].shape, v.shape[-1])
-        k_tiles = tiles(pairs.seqlen_k, block_k)
-        state = _stream(q, k, v, pairs, rows, k_tiles, start)
+        state = state_of_rows(q, k, v, pairs, rows, block_k)
         out[..., rows, :], lse[..., rows] = state.finalize()
     return out, lse
+
+
+def state_of_rows(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    pairs: Tiles,
+    rows: slice,
+    block_k: int,
+) -> TileState:
+    """Return the state of a query tile after all its keys, and the sink.
+
+    Parameters
+    ----------
+    q, k, v : ndarray of float64
+    pairs : Tiles
+    rows : slice
+        Of the queries.
+    block_k : int
+    """
+    start = pairs.start(q[..., rows, 0].shape, v.shape[-1])
+    k_tiles = tiles(pairs.seqlen_k, block_k)
+    return _stream(q, k, v, pairs, rows, k_tiles, start)
 
 
 def key_outer(

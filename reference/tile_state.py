@@ -223,9 +223,12 @@ def logsumexp_of(m: np.ndarray, l: np.ndarray) -> np.ndarray:  # noqa: E741
 
 
 def probabilities_from_lse(
-    scores: np.ndarray, lse: np.ndarray, visible: np.ndarray | None = None
+    scores: np.ndarray,
+    lse: np.ndarray,
+    visible: np.ndarray | None = None,
+    rest: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Recompute the weights: P = exp(S - lse).
+    """Recompute the weights: P = exp(S - lse), with a rest exp(-rest) times.
 
     [001], "The log-sum-exp trick". A row whose lse is -inf saw no key, or
     only scores of -inf: its weights are 0. One whose lse is inf has a score
@@ -236,6 +239,8 @@ def probabilities_from_lse(
     scores : ndarray, (..., rows, keys)
     lse : ndarray, (..., rows)
     visible : ndarray of bool, broadcastable to scores, optional
+    rest : ndarray, (..., rows), optional
+        What the rounding of lse has taken from it (`lse_rest`).
 
     Returns
     -------
@@ -244,6 +249,8 @@ def probabilities_from_lse(
     lse = np.asarray(lse, np.float64)
     lse = np.where(lse == np.inf, np.nan, lse)
     p = np.where(lse[..., None] == -np.inf, 0.0, exp_shifted(scores, lse))
+    if rest is not None:
+        p *= np.exp(-rest)[..., None]
     return p if visible is None else np.where(visible, p, 0.0)
 
 

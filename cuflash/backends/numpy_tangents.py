@@ -128,7 +128,7 @@ class _Sums:
                 self._begin(p, w)
             moved = w - self.r[..., None]
             kept_moved = None if kept is p else kept * moved
-            moved *= p
+            moved = moved * p  # w alone may have one number for all keys
             self.b += moved @ np.ones(moved.shape[-1], moved.dtype)
             self.acc += (moved if kept_moved is None else kept_moved) @ v
         if v_dot is not None:
@@ -280,14 +280,21 @@ class _Values:
         ddv = motion.direction.v
         self.ddv_transposed = None if ddv is None else transposed(ddv)
 
-    def sink_weight(self, lse: np.ndarray) -> np.ndarray | float:
-        """Return the sink's weight in each row; 0 if it is -inf, or none."""
+    def sink_weight(
+        self, shift: np.ndarray, rest: np.ndarray | None
+    ) -> np.ndarray | float:
+        """Return the sink's weight in each row; 0 if it is -inf, or none.
+
+        shift, rest : of `shifts`.
+        """
         sink = self.scores.options.sink
         if sink is None:
             return 0.0
         there = sink[..., None] > -np.inf
-        shift = np.where(there, sink[..., None], 0)
-        return np.where(there, np.exp(shift - lse), 0).astype(lse.dtype)
+        s = np.where(there, sink[..., None], 0) - shift[..., 0]
+        if rest is not None:
+            s -= rest[..., 0]
+        return np.where(there, np.exp(s), 0).astype(shift.dtype)
 
 
 def _first_pass(
@@ -296,7 +303,7 @@ def _first_pass(
     """Return b and ddO of some queries."""
     scores, motion = values.scores, values.motion
     shift, rest = shifts(scores, rows)
-    sums = _Sums(values.sink_weight(rows.lse), np.zeros_like(out))
+    sums = _Sums(values.sink_weight(shift, rest), np.zeros_like(out))
     for tile, visible in scores.tiles(rows.place):
         s, slope = scores.of(tile, visible)
         p = _weights(s, shift, rest)
@@ -328,12 +335,12 @@ def _second_pass(
     d2k, d2v, d2bias, d2sink = sums
     assert d2k is not None and d2v is not None
     own, q = motion.direction, scores.q[..., rows.place, :]
+    shift, rest = shifts(scores, rows)
     if d2sink is not None:
         e = moved - b * rows.delta
         e += rows.delta * motion.of_sink()
-        part = -(values.sink_weight(rows.lse) * e).sum(axis=-1)
+        part = -(values.sink_weight(shift, rest) * e).sum(axis=-1)
         d2sink += reduce_to_shape(part, d2sink.shape)
-    shift, rest = shifts(scores, rows)
     for tile, visible in scores.tiles(rows.place):
         s, tanh = scores.capped(tile)
         slope = 1.0 if tanh is None else 1 - tanh * tanh

@@ -24,7 +24,10 @@ from cuflash.reference.scores import reduce_to_shape, sink_gradient
 
 from .numpy_scores import BLOCK_K, BLOCK_Q, Scores, of_heads, steps, transposed
 
-LARGEST_PLAIN_LSE = 32.0  # an lse above it is rounded to 2^-19 or coarser
+# The rounding of an lse up to this changes P by at most |lse| u: 2^-19, and
+# 2^-41 in float64. A float32 pays with a second pass over the scores only
+# where numbers are large; a float64 has digits to spare.
+LARGEST_PLAIN_LSE = {"float32": 32.0, "float64": 2.0**12}
 
 
 def forward(
@@ -81,6 +84,7 @@ def backward(
     delta = np.einsum("...c,...c->...", dout, out)
     if dlse is not None:
         delta -= dlse
+    of_sink = delta if sink is None else delta.copy()
     for heads in steps(q, k, block_q, block_k):
         scores = Scores(q, k, scale, block_k, options, heads)
         v_transposed = transposed(of_heads(v, heads))
@@ -88,14 +92,21 @@ def backward(
         for start, stop in cut(q.shape[-2], block_q):
             at = (*heads, slice(start, stop))
             rows = Rows(at[-1], dout[at], lse[at], delta[at])
-            _differentiate(scores, rows, v_transposed, dq[at], sums)
+            shift, rest = shifts(scores, rows)
+            if sink is not None and rest is not None:
+                of_sink[at] *= np.exp((rows.lse[..., None] - shift) - rest)[
+                    ..., 0
+                ]
+            _differentiate(
+                scores, rows, (shift, rest), v_transposed, dq[at], sums
+            )
     dq *= scale
     dk *= scale
     gradients = [dq, dk, dv]
     if dbias is not None:
         gradients.append(dbias)
     if sink is not None:
-        gradients.append(sink_gradient(sink, lse, delta))
+        gradients.append(sink_gradient(sink, lse, of_sink))
     return tuple(gradients)
 
 
@@ -142,13 +153,17 @@ class _Sums(NamedTuple):
 def _differentiate(
     scores: Scores,
     rows: Rows,
+    of_rows: tuple[np.ndarray, np.ndarray | None],
     v_transposed: np.ndarray,
     dq: np.ndarray,
     sums: _Sums,
 ) -> None:
-    """Add the terms of some queries to dq and to the sums, unscaled."""
+    """Add the terms of some queries to dq and to the sums, unscaled.
+
+    of_rows : their `shifts`.
+    """
     q = scores.q[..., rows.place, :]
-    shift, rest = shifts(scores, rows)
+    shift, rest = of_rows
     for tile, visible in scores.tiles(rows.place):
         k = scores.k[..., tile.keys, :]
         p, slope = scores.of(tile, visible)
@@ -176,10 +191,10 @@ def shifts(scores: Scores, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
     keys reproduce it: the caller's may cover more keys. The second is None if
     it is 0 in all rows.
     """
-    lse = rows.lse
+    lse, most = rows.lse, LARGEST_PLAIN_LSE[rows.lse.dtype.name]
     shift, rest = np.where(lse == -np.inf, np.inf, lse), None
-    large = (np.abs(lse) > LARGEST_PLAIN_LSE) & np.isfinite(lse)
-    if lse.dtype == np.float32 and large.any():
+    large = (np.abs(lse) > most) & np.isfinite(lse)
+    if large.any():
         m, total, _ = _attend(scores, rows.place, scores.k[..., :0], False)
         log = np.log(total)
         large &= np.abs(m + log - lse) <= 2 * np.spacing(np.abs(lse))

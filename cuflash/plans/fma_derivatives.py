@@ -27,6 +27,8 @@ from .steps import (
     gradient_constants,
     is_linear,
     jvp_in_one,
+    lse_rest_buffers,
+    lse_rest_launches,
     num_directions,
     option_buffers,
     option_constants,
@@ -162,6 +164,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile),
+            *lse_rest_launches(problem),
             double_delta_launch(problem, tile.block_q, adds_to_dq=True),
             Launch(kernel, k_tiles * pairs),
             *sink_launches(problem, tile),
@@ -177,6 +180,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         workspace=(
             *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
             delta_buffer(problem),
             delta_dot_buffer(problem),
             *semaphore_buffers(

@@ -16,6 +16,8 @@ from .steps import (
     gradient_constants,
     is_linear,
     kept_and_summed,
+    lse_rest_buffers,
+    lse_rest_launches,
     main_kernel,
     option_buffers,
     option_constants,
@@ -139,6 +141,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile),
+            *lse_rest_launches(problem),
             delta_launch(problem, tile.block_q, d),
             Launch(main, k_tiles * kv_pairs),
             rounding_launch(
@@ -152,6 +155,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         workspace=(
             *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
             delta_buffer(problem),
             workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),
             *semaphore_buffers(problem, q_tiles * q_pairs),

@@ -18,6 +18,8 @@ from .steps import (
     double_delta_launch,
     element_bytes,
     gradient_constants,
+    lse_rest_buffers,
+    lse_rest_launches,
     main_kernel,
     num_directions,
     option_buffers,
@@ -77,8 +79,15 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem,
         family_of(problem),
         tile,
-        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
-        workspace=option_buffers(problem, tile),
+        (
+            *option_launches(problem, tile),
+            *lse_rest_launches(problem),
+            Launch(kernel, tiles * pairs),
+        ),
+        workspace=(
+            *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
+        ),
         **sections(
             problem,
             device,
@@ -183,6 +192,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile),
+            *lse_rest_launches(problem),
             double_delta_launch(problem, tile.block_q, adds_to_dq=True),
             Launch(kernel, k_tiles * pairs),
             *sink_launches(problem, tile),
@@ -198,6 +208,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         workspace=(
             *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
             delta_buffer(problem),
             delta_dot_buffer(problem),
             *semaphore_buffers(

@@ -25,6 +25,8 @@ from .steps import (
     gradient_constants,
     is_linear,
     jvp_in_one,
+    lse_rest_buffers,
+    lse_rest_launches,
     main_kernel,
     num_directions,
     option_buffers,
@@ -149,6 +151,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile),
+            *lse_rest_launches(problem),
             double_delta_launch(problem, tile.block_q, d),
             Launch(main, k_tiles * pairs),
             rounding_launch(
@@ -167,6 +170,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         workspace=(
             *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
             delta_buffer(problem),
             delta_dot_buffer(problem),
             workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),

@@ -12,6 +12,8 @@ from .steps import (
     delta_buffer,
     delta_launch,
     element,
+    lse_rest_buffers,
+    lse_rest_launches,
     option_buffers,
     option_constants,
     option_launches,
@@ -153,12 +155,17 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile),
+            *lse_rest_launches(problem),
             delta_launch(problem, tile.block_q, 0),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
             *sink_launches(problem, tile),
         ),
-        workspace=(*option_buffers(problem, tile), delta_buffer(problem)),
+        workspace=(
+            *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
+            delta_buffer(problem),
+        ),
     )
 
 

@@ -12,6 +12,8 @@ from .steps import (
     delta_buffer,
     delta_dot_buffer,
     double_delta_launch,
+    lse_rest_buffers,
+    lse_rest_launches,
     num_directions,
     option_buffers,
     option_launches,
@@ -133,6 +135,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile),
+            *lse_rest_launches(problem),
             double_delta_launch(problem, tile.block_q),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
@@ -140,6 +143,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
         workspace=(
             *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
             delta_buffer(problem),
             delta_dot_buffer(problem),
         ),

@@ -391,6 +391,52 @@ def _tiles_of_segments(problem: Problem, tile: Tile) -> tuple[int, int]:
     return problem.batch * q_tiles, problem.batch * k_tiles
 
 
+# prepare/lse_rests.cu: a block's tile, and the columns it loads at once.
+_REST_TILE, _REST_COLUMNS = Tile(64, 64, ROW_THREADS // 32), 32
+
+
+def has_lse_rests(problem: Problem) -> bool:
+    """Whether scores may share an offset: score/lse_rest.cuh."""
+    return bool(problem.alibi_slopes or problem.bias)
+
+
+def lse_rest_launches(problem: Problem, kind: str = "") -> tuple[Launch, ...]:
+    """Finds what rounding took from the lse of rows whose scores are large."""
+    if not has_lse_rests(problem):
+        return ()
+    tile = _REST_TILE
+    rows = tile.block_q + tile.block_k
+    shared = _lse_bytes(problem) * rows * (_REST_COLUMNS + 1)
+    kernel = KernelPlan(
+        file="prepare/lse_rests.cu",
+        entry="lse_rests",
+        constants=(
+            ("Element", element(problem)),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_THREADS", ROW_THREADS),
+            ("SHARED_BYTES", shared),
+            *some_options(
+                problem, kind,
+                *("WINDOW", "SOFTCAP", "ALIBI", "BIAS", "Bias"),
+                *("SINK", "SEGMENTS", "HAS_MASK"),
+            ),
+        ),
+        threads=ROW_THREADS,
+        shared_bytes=shared,
+    )  # fmt: skip
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    return (Launch(kernel, tiles * problem.batch * problem.num_heads_q),)
+
+
+def lse_rest_buffers(problem: Problem) -> tuple[Buffer, ...]:
+    """What `lse_rest_launches` write."""
+    if not has_lse_rests(problem):
+        return ()
+    return (workspace.lse_rests(num_rows(problem), _lse_bytes(problem)),)
+
+
 def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
     """What `option_launches` write for any family."""
     if is_packed(problem):
@@ -500,6 +546,8 @@ def sink_launches(
             ("NUM_THREADS", ROW_THREADS),
             ("SHARED_BYTES", shared),
             ("BLOCK_Q", tile.block_q),
+            ("ALIBI", problem.alibi_slopes),
+            ("BIAS", bool(problem.bias)),
             ("IN_TILES", bool(kind)),
             ("SEGMENTS", problem.segment_ids),
             ("INTEGER_DQ", integers),
@@ -661,6 +709,7 @@ def backward_in_one(
         tile,
         (
             *option_launches(problem, tile),
+            *lse_rest_launches(problem),
             delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
             Launch(main, k_tiles * pairs),
             *sink_launches(problem, tile),
@@ -671,6 +720,7 @@ def backward_in_one(
         ),
         workspace=(
             *option_buffers(problem, tile),
+            *lse_rest_buffers(problem),
             delta_buffer(problem),
             *semaphore_buffers(
                 problem, q_tiles * problem.batch * problem.num_heads_q

@@ -21,10 +21,13 @@ from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
     count_tiles,
+    has_lse_rests,
     heads_per_section,
     is_linear,
     is_packed,
     last_section,
+    lse_rest_buffers,
+    lse_rest_launches,
     option_buffers,
     option_constants,
     option_launches,
@@ -374,6 +377,7 @@ def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 def _rows_bytes(problem: Problem, tile: Tile) -> int:
     words = problem.segment_ids + has_integer_dq(problem)  # ids, grids
+    words += has_lse_rests(problem)
     return tile.block_q * (_ROW_BYTES + 4 * words) + _ROWS_BYTES
 
 
@@ -534,6 +538,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         (
             *option_launches(problem, tile, "Wgmma"),
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
+            *lse_rest_launches(problem, "Wgmma"),
             Launch(rows, q_tiles),
             Launch(main, min(k_tiles, device.num_sms)),
             rounding_launch(
@@ -553,6 +558,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         last_section=last,
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
+            *lse_rest_buffers(problem),
             workspace.query_rows(
                 q_tiles * _rows_bytes(problem, tile)
                 + (k_tiles * _KEY_MAXIMA_BYTES if integers else 0)
@@ -587,7 +593,7 @@ def _maxima_launches(
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", lanes),
             ("SHARED_BYTES", shared),
-            *some_options(problem, "Wgmma", "SEGMENTS"),
+            *some_options(problem, "Wgmma", "SEGMENTS", "ALIBI", "BIAS"),
         ),
         threads=ROW_THREADS,
         shared_bytes=shared,

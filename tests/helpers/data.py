@@ -154,6 +154,17 @@ def normal(rng, case):
     return [rng.standard_normal(shape) for shape in shapes(case).values()]
 
 
+ZERO_QUERIES = 4  # at the end of `halves`
+
+
+def halves(rng, case):
+    """Scores are multiples of 1/2 with a scale of 1/2; the last queries 0."""
+    q, k, v, dout = normal(rng, case)
+    q, k = (np.sign(x) * (np.abs(x) > 0.7) for x in (q, k))
+    q[:, -ZERO_QUERIES:] = 0
+    return q, k, v, dout
+
+
 def subnormal(rng, case):
     """All values are below the smallest normal number of the dtype."""
     small = extreme.SUBNORMAL[case.dtype]
@@ -172,7 +183,7 @@ def with_scores_of(family):
     return values
 
 
-VALUES = {"normal": normal, "subnormal": subnormal} | {
+VALUES = {"normal": normal, "halves": halves, "subnormal": subnormal} | {
     family.__name__: with_scores_of(family)
     for family in (*extreme.FAMILIES, *extreme.WITH_ONE_MAXIMUM)
 }

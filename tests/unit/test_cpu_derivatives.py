@@ -74,6 +74,17 @@ def test_tangents_are_the_references(data):
         assert got.dtype == want.dtype and got.shape == want.shape
 
 
+def test_a_bias_of_all_keys_moves_alone():
+    bias, bias_dot = np.zeros((4, 1)), np.arange(4.0)[:, None]
+    q, k, v = np.ones((3, 4, 2))
+    results = cuflash.jvp(
+        q, k, v, None, None, None, bias=bias, bias_dot=bias_dot,
+        return_lse=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(results[-1], bias_dot[:, 0], rtol=4e-16)
+    np.testing.assert_allclose(results[2], 0, atol=1e-15)
+
+
 @given(st.data())
 def test_second_gradients_are_the_references(data):
     case, sizes = data.draw(drawn)

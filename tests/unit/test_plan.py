@@ -786,3 +786,17 @@ def test_heads_whose_windows_fit_in_l2(direction, window, causal, beside):
     )  # fmt: skip
     device = replace(device_of_arch("sm_90a"), l2_bytes=50 << 20)
     assert plan(problem, device).heads_per_section == beside
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", FAMILIES)
+def test_only_slopes_and_biases_have_rests_of_lse(direction, dtype):
+    """One more launch of backward, and none of other calls."""
+
+    def count(**options):
+        made = planned(direction, dtype, **options).kernels
+        return sum(kernel.entry == "lse_rests" for kernel in made)
+
+    assert count() == count(causal=True, softcap=5.0, sink=True) == 0
+    asked = {"bias": dtype}, {"alibi_slopes": True}
+    assert [count(**x) for x in asked] == [direction == "backward"] * 2

@@ -197,6 +197,24 @@ inline void advance_dlse(BackwardWgmmaOptionsArguments& a, int q) {
     if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
 }
 
+// Of the structs of calls that may have rests: lse_rest.cuh.
+template <class Arguments> inline void advance_lse_rests(Arguments&, int) {}
+inline void advance_lse_rests(void*& rests, int q) {
+    if (rests != nullptr) rests = static_cast<Accumulator<Element>*>(rests) + q;
+}
+inline void advance_lse_rests(BackwardOptionsArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(BackwardWgmmaOptionsArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(JvpOptionsArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(DoubleBackwardOptionsArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+
 template <class Arguments>
 inline void advance_each_tangent(Arguments& a, const Sequence& sequence) {
     const TangentNumbers& stride = a.tangents;
@@ -227,6 +245,7 @@ inline Arguments sequence_arguments(
     own.options.sequence = sequence.number;
     advance(own.arrays, sequence, sequence.first_q / block_q + sequence.number, sums_of_tile);
     advance_dlse(own, sequence.first_q);
+    advance_lse_rests(own, sequence.first_q);
     advance_tangents(own, sequence);
     return own;
 }

@@ -54,3 +54,8 @@ template <class Real> __device__ __forceinline__ Real effective_lse(Real lse) {
 __device__ __forceinline__ float weight(float score, float scale, float lse) {
     return exp2_approx((__fmul_rn(score, scale) - lse) * LOG2_E);
 }
+
+// P = exp((x - lse) - rest) of a score x of its own, to base e (lse_rest.cuh).
+__device__ __forceinline__ float weight_beside(float rest, float score, float lse) {
+    return exp2_approx(fmaf(score - lse, LOG2_E, -LOG2_E * rest));
+}

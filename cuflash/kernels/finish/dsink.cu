@@ -3,7 +3,7 @@
 //     dsink = - sum exp(sink - lse) delta          over the head's rows of all batches
 //
 // since dS = P (dP - delta), and dP of a sink is 0. delta = rowsum(dO * O) - dlse comes from
-// prepare/delta.cu. The order of additions is fixed.
+// prepare/delta.cu. The order of additions is fixed. A row may have a rest (lse_rest.cuh).
 //
 // In a double backward, with the gradient s' of a loss by dsink, what the sink moves is T
 // (simt/double_backward.cuh):
@@ -13,12 +13,14 @@
 // Grid: one block a head. Block: NUM_THREADS threads, thread t having the rows t, t + NUM_THREADS
 // and so on of each batch.
 // A row whose lse is -inf belongs to no sequence: others have at least the sink's weight.
-// Constants: Arguments, its argument's type; Element, PACKED, NUM_THREADS, SHARED_BYTES; IN_TILES:
+// Constants: Arguments, its argument's type; Element, PACKED, ALIBI, BIAS, NUM_THREADS,
+// SHARED_BYTES; IN_TILES:
 // delta stands in QueryRows (row_stats.cuh) of BLOCK_Q queries; a warp then takes packed sequences
 // slot by slot. Shared memory: a double for each thread.
 //
 // Bound by memory: lse and delta read once.
 #include "common/elements.cuh"
+#include "score/lse_rest.cuh"
 #include "sm90/row_stats.cuh"
 #include "common/packed_sequences.cuh"
 
@@ -64,9 +66,12 @@ inline double sum_of_slots(const Arguments& args, int head, Real sink) {
             static_cast<const QueryRows*>(arguments.delta)[i64(head) * slots + slot];
         const Real* lse = static_cast<const Real*>(arguments.lse)
                         + i64(head) * rows_of_head(args) + sequence.first_q;
+        LseRests<Real> rests;
+        rests.set_head(args, 0, head);
         for (int row = tile * BLOCK_Q + threadIdx.x % 32; row < end; row += 32)
             if (lse[row] != -Real(__int_as_float(0x7F800000)))
-                sum -= exp(sink - lse[row]) * rows.delta[row % BLOCK_Q];
+                sum -= exp(sink - lse[row] - rests.of(sequence.first_q + row, lse[row]))
+                     * rows.delta[row % BLOCK_Q];
     }
     return sum;
 }
@@ -87,9 +92,11 @@ backward_sink(const __grid_constant__ Arguments args) {
     for (int batch = 0; !(PACKED && IN_TILES) && batch < shape.batch; ++batch) {
         const i64 pair = i64(batch) * shape.num_heads_q + head;
         const Real* lse = static_cast<const Real*>(arguments.lse) + pair * shape.seqlen_q;
+        LseRests<Real> rests;
+        rests.set_head(args, batch, head);
         for (int row = thread; row < shape.seqlen_q; row += NUM_THREADS)
             if (!has_no_weight && !(PACKED && lse[row] == -infinite))
-                sum -= exp(sink - lse[row]) * row_delta(args, pair, row);
+                sum -= exp(sink - lse[row] - rests.of(row, lse[row])) * row_delta(args, pair, row);
     }
     sums[thread] = sum;
     for (int half = NUM_THREADS / 2; half > 0; half /= 2) {

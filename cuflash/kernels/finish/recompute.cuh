@@ -6,6 +6,7 @@
 // options, as in sm90/backward_constants.cuh.
 #pragma once
 #include "score/dropout.cuh"
+#include "score/lse_rest.cuh"
 #include "common/head_rows.cuh"
 #include "score/pair_mask.cuh"
 #include "score/score_mod.cuh"
@@ -24,6 +25,7 @@ struct HeadScores {
     PairMask pair_mask;
     ScoreMod<float> score_mod;
     Dropout<float> dropout;
+    LseRests<float> rests;
     HeadRows q, dout, out, k, v;
     i64 first_row;                              // of lse and dlse
     const float *lse, *dlse;
@@ -49,6 +51,7 @@ struct HeadScores {
         score_mod.set_head(args, batch, head);
         pair_mask.set_head(head);
         dropout.set_head(batch, head);
+        rests.set_head(args, batch, head);
     }
     __device__ __forceinline__ int group_size() const {
         return shape.num_heads_q / shape.num_heads_kv;
@@ -62,7 +65,9 @@ struct HeadScores {
         const float distance = static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
         const float score =
             score_mod.score(product, distance, score_mod.bias_of(query, key), derivative);
-        return weight(LINEAR ? product : score, LINEAR ? scale : 1.0f, effective_lse(lse[query]));
+        const float of_row = effective_lse(lse[query]);
+        return LINEAR ? weight(product, scale, of_row)
+                      : weight_beside(rests.of(query, of_row), score, of_row);
     }
     // P Z, the weight of dO in dV.
     __device__ __forceinline__ float pz(int query, int key) const {

@@ -62,7 +62,7 @@ __device__ __forceinline__ void compute_p_and_ds(
     for (int i = 0; i < ROWS; ++i) {
         const int row = ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
         const float lse = effective_lse(shared.lse[row]);
-        const float delta = shared.delta[row];
+        const float rest = score_tile.rest(row, lse), delta = shared.delta[row];
         const float distance = score_tile.distance(row, first_key);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void compute_p_and_ds(
                     score_tile.score_mod.bias_of(
                         score_tile.q_start + row, score_tile.k_start + key),
                     derivative);
-                s[i][j] = weight(score, 1.0f, lse);
+                s[i][j] = weight_beside(rest, score, lse);
             }
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : score_tile.dropout.factor;
             const auto gradient = [&] {                     // of a visible pair

@@ -129,7 +129,7 @@ __device__ __forceinline__ SecondWeight second_weight(
     } else {
         const float score = score_mod.score(
             s, score_tile.distance(row, key), score_mod.bias_of(i, j), slope);
-        p = weight(score, 1.0f, lse);
+        p = weight_beside(score_tile.rest(row, lse), score, lse);
     }
     if (!visible) return {0.0f, 0.0f, 0.0f};
     const float z = DROPOUT ? kept ? score_tile.dropout.factor : 0.0f : 1.0f;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void compute_p_and_ds(
         for (int half = 0; half < 2; ++half) {
             const int row = ScoreGrid::first_row() + m * 16 + query_row(half);
             const Element lse = effective_lse(shared.lse[row]);
-            const Element delta = shared.delta[row];
+            const Element rest = score_tile.rest(row, lse), delta = shared.delta[row];
             const int query = score_tile.q_start + row;
             u32 kept = 0;
             if constexpr (DROPOUT)
@@ -47,7 +47,7 @@ __device__ __forceinline__ void compute_p_and_ds(
                             p, score_tile.distance(row, key),
                             score_tile.score_mod.bias_of(query, score_tile.k_start + key),
                             derivative);
-                    p = exponential(p - lse);
+                    p = exponential(p - lse - rest);
                     Element z = 1;
                     if constexpr (DROPOUT)
                         z = (kept >> (n * 2 + x % 2)) & 1 ? score_tile.dropout.factor : Element(0);

@@ -28,6 +28,7 @@ __device__ __forceinline__ void compute_weights(
             const int i = score_tile.q_start + row;
             const Element lse = effective_lse(rows.lse[row]), delta = rows.delta[row];
             const Element b = rows.b[row], delta_dot = rows.delta_dot[row];
+            const Element rest = score_tile.rest(row, lse);
             u32 kept = 0;
             if constexpr (DROPOUT)
                 kept = score_tile.dropout.kept_bits<ScoreGrid::N_TILES>(
@@ -44,7 +45,7 @@ __device__ __forceinline__ void compute_weights(
                         z = (kept >> (n * 2 + c)) & 1 ? score_tile.dropout.factor : Element(0);
                     const Element score = score_mod.score(
                         s, score_tile.distance(row, key), score_mod.bias_of(i, j), slope);
-                    const Element p = exponential(score - lse), x_dot = score_mod.scale * w;
+                    const Element p = exponential(score - lse - rest), x_dot = score_mod.scale * w;
                     const Element relative =                // W - b
                         (SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(i, j) - b;
                     const Element ds = p * ((DROPOUT ? z * dp : dp) - delta);

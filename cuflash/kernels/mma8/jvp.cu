@@ -33,6 +33,7 @@
 #include "common/forward_loads.cuh"
 #include "common/scheduler.cuh"
 #include "score/head_options.cuh"
+#include "score/lse_rest.cuh"
 #include "score/tangents.cuh"
 #include "common/packed_sequences.cuh"
 
@@ -136,7 +137,8 @@ __device__ __forceinline__ void load_lse(
 template <bool MASKED>
 __device__ __forceinline__ void compute_weights(
     Scores& s, Scores& w, Rows& rows, const HeadOptions<Element>& options,
-    const BiasTangent<Element>& bias_tangent, const LaneVisibility& visible) {
+    const LseRests<Element>& rests, const BiasTangent<Element>& bias_tangent,
+    const LaneVisibility& visible) {
     const ScoreMod<Element>& score_mod = options.score_mod;
     const int first_key = visible.k_start + threadIdx.x % 4 * 2;
     const int shift = visible.shape.seqlen_k - visible.shape.seqlen_q;
@@ -145,7 +147,7 @@ __device__ __forceinline__ void compute_weights(
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = i * 16 + half * 8, query = visible.first_query + row;
-            const Element lse = rows.lse[i][half];
+            const Element lse = rows.lse[i][half], rest = rests.of(query, lse);
             u32 kept = 0;
             if constexpr (DROPOUT) kept = options.dropout.kept_bits<S_TILES>(query, first_key);
             Element sum = 0;
@@ -158,7 +160,7 @@ __device__ __forceinline__ void compute_weights(
                     p = score_mod.score(p, static_cast<Element>(query + shift - key),
                                         score_mod.bias_of(query, key), slope);
                     const Element x_dot = score_mod.scale * pw;
-                    p = exponential(p - lse);
+                    p = exponential(p - lse - rest);
                     pw = p * ((SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(query, key));
                     if (MASKED && !visible(row, key - visible.k_start)) p = pw = 0;
                     if constexpr (SCORES_MOVE) sum += pw;
@@ -200,7 +202,7 @@ __device__ __forceinline__ bool loaded_nonfinite_values(const Group& group) {
 // O' = acc - b O and lse' = b. Without a key, or with scores of -inf only, both are 0.
 __device__ __forceinline__ void store(
     const Arguments& args, TileCoord coord, int direction, int first_query, const Output& acc,
-    const Rows& rows) {
+    const Rows& rows, const LseRests<Element>& rests) {
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const Strides os = arrays.out_stride;
@@ -222,7 +224,8 @@ __device__ __forceinline__ void store(
             const int query = first_query + i * 16 + half * 8;
             Element b = quad_sum(rows.b[i][half]);
             if (query >= shape.seqlen_q) continue;
-            if constexpr (SINK_DOT) b += exponential(sink - rows.lse[i][half]) * sink_dot;
+            const Element lse = rows.lse[i][half];
+            if constexpr (SINK_DOT) b += exponential(sink - lse - rests.of(query, lse)) * sink_dot;
             #pragma unroll
             for (int n = 0; n < O_TILES; n += CHUNK)
                 #pragma unroll
@@ -247,6 +250,7 @@ __device__ __forceinline__ void store(
 struct Visitor {
     const Loader& loader;
     const HeadOptions<Element>& options;
+    const LseRests<Element>& rests;
     const BiasTangent<Element>& bias_tangent;
     const Mask<CAUSAL, WINDOW>& mask;
     const int first_row, first_query;
@@ -274,7 +278,7 @@ struct Visitor {
         if constexpr (GROUPS == 2) {
             group.sync();
             loader.load_values(tile);
-            compute_weights<MASKED>(s, w, rows, options, bias_tangent, visible);
+            compute_weights<MASKED>(s, w, rows, options, rests, bias_tangent, visible);
         }
         cp_async_wait<0>();
         bool nonfinite = false;
@@ -282,7 +286,7 @@ struct Visitor {
         else group.sync();
         if constexpr (GROUPS == 1) {
             if (has_next) loader.load_keys(next);
-            compute_weights<MASKED>(s, w, rows, options, bias_tangent, visible);
+            compute_weights<MASKED>(s, w, rows, options, rests, bias_tangent, visible);
         }
         accumulate(acc, s, w, group.tiles.values, visible, nonfinite);
         if constexpr (GROUPS == 2) {
@@ -319,6 +323,8 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
     options.set_head(args, coord.batch, coord.head);
     const PairMask& pair_mask = options.pair_mask;
     const BiasTangent<Element> bias_tangent(args, direction, coord.batch, coord.head);
+    LseRests<Element> rests;
+    rests.set_head(args, coord.batch, coord.head);
 
     const Loader loader(shared, group, args, coord, direction);
     const auto before = [&](int tile, int count) {          // the count-th visited before `tile`
@@ -344,7 +350,7 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
     }
 
     // Main loop, one key tile per iteration.
-    const Visitor visitor{loader, options, bias_tangent, mask, warp_row, first_query};
+    const Visitor visitor{loader, options, rests, bias_tangent, mask, warp_row, first_query};
     for (; tile >= tiles.first; tile = next) {
         next = before(tile, GROUPS);
         const bool has_next = next >= tiles.first;
@@ -359,5 +365,5 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
         add_groups(acc, rows.b, reinterpret_cast<Element*>(&shared), group);
         if (group.index > 0) return;
     }
-    store(args, coord, direction, first_query, acc, rows);
+    store(args, coord, direction, first_query, acc, rows, rests);
 }

@@ -104,8 +104,8 @@ struct VisitedKeys {
 };
 
 // Sets the grids of all rows, and zeroes sums of `lo` if the tile is wide. lse: of the thread's
-// row, if it has one. P exceeds 1 by the error of lse, up to a few times |lse| 2^-24, which only
-// shows where lse is in the millions.
+// row, if it has one; 0 if P follows from lse and a rest. Otherwise P exceeds 1 by the error of
+// lse, up to a few times |lse| 2^-24, which only shows where lse is in the millions.
 template <class Sequence>
 inline void set_grids(const Arguments& args, const Sequence& sequence, int batch, int head,
                       int tile, QueryRows& rows, float lse) {

@@ -61,9 +61,13 @@ backward_rows(const __grid_constant__ Arguments args) {
     if (thread < num_rows)
         lse = effective_lse(static_cast<const float*>(arguments.lse)[
             static_cast<i64>(pair) * shape.seqlen_q + first_q + tile * BLOCK_Q + thread]);
+    LseRests<float> rests;
+    rests.set_head(args, batch, head);
+    const float rest = rests.of(first_q + tile * BLOCK_Q + thread, lse);
     const float magnitude = fabsf(lse * LOG2_E);
     const bool has_large_lse = __syncthreads_or(magnitude > MAX_FUSED_LSE && lse < infinity());
     if (thread < BLOCK_Q) rows.lse[thread] = has_large_lse ? lse : lse * LOG2_E;
+    if (thread < BLOCK_Q) rows.set_rest(thread, rest);
     if constexpr (SEGMENTS)
         if (thread < num_rows)
             rows.set_id(thread, PairMask(args, batch).id_of_query(tile * BLOCK_Q + thread));
@@ -93,5 +97,5 @@ backward_rows(const __grid_constant__ Arguments args) {
         if (lane == 0) rows.delta[i] = sum;
         products.store_norm(rows, i, lane);
     }
-    set_grids(args, sequence, batch, head, tile, rows, lse);
+    set_grids(args, sequence, batch, head, tile, rows, rest == 0 ? lse : 0.0f);
 }

@@ -6,6 +6,7 @@
 #pragma once
 #include "score/dbias.cuh"
 #include "score/dropout.cuh"
+#include "score/lse_rest.cuh"
 #include "common/mask.cuh"
 #include "score/pair_mask.cuh"
 #include "score/score_mod.cuh"
@@ -18,6 +19,7 @@ struct ScoreTile {
     PairMask pair_mask;
     Dropout<Real> dropout;
     BiasGradient dbias;
+    LseRests<Real> rests;
 
     // Of a key tile. The caller then sets each head and q_start.
     __device__ __forceinline__ ScoreTile(const Arguments& args, int batch, int k_tile)
@@ -31,6 +33,7 @@ struct ScoreTile {
         pair_mask.set_head(head);
         dropout.set_head(batch, head);
         dbias.set_head(args, batch, head);
+        rests.set_head(args, batch, head);
     }
 
     // Row i is a query of the tile, column j a key. No row past seqlen_q is visible.
@@ -53,6 +56,11 @@ struct ScoreTile {
                 q_tile, k_tile, mask.first_key(q_tile * BLOCK_Q) / BLOCK_K);
         else
             return k_tile;
+    }
+
+    // Of row i, whose lse is `lse`.
+    __device__ __forceinline__ Real rest(int i, Real lse) const {
+        return rests.of(q_start + i, lse);
     }
 
     // By how many tokens key j precedes query i.

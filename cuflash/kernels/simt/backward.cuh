@@ -4,13 +4,15 @@
 //
 // (FlashAttention-2, arXiv:2307.08691, Alg. 2.) With options (docs/guide/options.md) scale S stands
 // for the score of score_mod.cuh, and dS for the gradient by scale S. P comes from lse alone; S is
-// computed in the order of simt/forward.cu. The mask alone says which pairs take part: one that is
+// computed in the order of simt/forward.cu. P of rows with a rest (lse_rest.cuh) is divided by its
+// exponential. The mask alone says which pairs take part: one that is
 // visible does so where P = 0 too, and 0 * inf and 0 * NaN are NaN.
 #pragma once
 #include "common/types.cuh"
 #include "common/mask.cuh"
 #include "simt/simt.cuh"
 #include "score/head_options.cuh"
+#include "score/lse_rest.cuh"
 #include "common/packed_sequences.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -32,12 +34,12 @@ inline bool is_masked(const HeadOptions<Real>& options, int query, int key) {
 // P and dS of query i and key j: s = products of q and k, dp = products of dO and v, shift =
 // seqlen_k - seqlen_q. With dropout, p is what dV takes. ds_bias: dS before the slope of a softcap.
 inline Weight weight_of(
-    Real s, Real dp, const Query& query, const HeadOptions<Real>& options, int i, int j,
-    int shift) {
+    Real s, Real dp, const Query& query, const LseRests<Real>& rests,
+    const HeadOptions<Real>& options, int i, int j, int shift) {
     Real derivative;
     const Real x = options.score_mod.score(
         s, Real(i + shift - j), options.score_mod.bias_of(i, j), derivative);
-    const Real p = exp(x - query.lse);
+    const Real p = exp(x - query.lse - rests.of(i, query.lse));
     const Real z = options.dropout.z(i, j);
     const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);
     return {DROPOUT ? p * z : p, SOFTCAP ? dx * derivative : dx, dx};
@@ -47,6 +49,7 @@ inline Weight weight_of(
 struct Head {
     const Element *dout, *q, *k, *v;
     const Real *lse, *delta;
+    LseRests<Real> rests;
 
     template <class Arguments> Head(const Arguments& args, int batch, int head) {
         const BackwardArguments& a = arrays_of(args);
@@ -58,6 +61,7 @@ struct Head {
         const i64 row = (i64(batch) * a.shape.num_heads_q + head) * rows_of_head(args);
         lse = static_cast<const Real*>(a.lse) + row;
         delta = static_cast<const Real*>(a.delta) + row;
+        rests.set_head(args, batch, head);
     }
 
     Query query(int i) const { return {effective_lse(lse[i]), delta[i]}; }

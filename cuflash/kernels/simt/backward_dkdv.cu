@@ -48,8 +48,8 @@ struct Gradients {
 
 // P^T and dS^T of the tile, to shared memory: a thread has its key's pairs with its own queries.
 inline void weights(
-    SharedPlan& shared, int row, int thread_of_row, const HeadOptions<Real>& options, int q_start,
-    int key, int shift) {
+    SharedPlan& shared, int row, int thread_of_row, const HeadOptions<Real>& options,
+    const LseRests<Real>& rests, int q_start, int key, int shift) {
     Real s[QUERIES_PER_THREAD], dp[QUERIES_PER_THREAD];
     dot_products<QUERIES_PER_THREAD, HEAD_DIM>(
         s, shared.k[row], shared.q, thread_of_row, THREADS_PER_ROW);
@@ -59,7 +59,7 @@ inline void weights(
         const int i = thread_of_row + n * THREADS_PER_ROW;
         if (i >= BLOCK_Q) continue;
         const Weight weight =
-            weight_of(s[n], dp[n], shared.queries[i], options, q_start + i, key, shift);
+            weight_of(s[n], dp[n], shared.queries[i], rests, options, q_start + i, key, shift);
         shared.p[row][i] = weight.p;
         shared.ds[row][i] = weight.ds;
     }
@@ -132,7 +132,7 @@ backward_simt_dkdv(const __grid_constant__ Arguments call_args) {
             for (int i = threadIdx.x; i < BLOCK_Q; i += NUM_THREADS)
                 shared.queries[i] = i < num_queries ? head.query(q_start + i) : Query{0, 0};
             __syncthreads();                                // the tile and K, V are there
-            weights(shared, row, thread_of_row, options, q_start, key,
+            weights(shared, row, thread_of_row, options, head.rests, q_start, key,
                     shape.seqlen_k - shape.seqlen_q);
             __syncthreads();                                // the weights are there
             accumulate(

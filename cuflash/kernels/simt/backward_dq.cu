@@ -43,8 +43,8 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 template <class Sees>
 inline void score_gradients(
     SharedPlan& shared, int row, int thread_of_row, const Query& query,
-    const HeadOptions<Real>& options, int i, int k_start, int shift, Sees sees,
-    const BiasGradient& dbias) {
+    const LseRests<Real>& rests, const HeadOptions<Real>& options, int i, int k_start, int shift,
+    Sees sees, const BiasGradient& dbias) {
     Real s[KEYS_PER_THREAD], dp[KEYS_PER_THREAD];
     dot_products<KEYS_PER_THREAD, HEAD_DIM>(
         s, shared.q[row], shared.k, thread_of_row, THREADS_PER_ROW);
@@ -53,7 +53,8 @@ inline void score_gradients(
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
         if (j < BLOCK_K) {
-            const Weight weight = weight_of(s[n], dp[n], query, options, i, k_start + j, shift);
+            const Weight weight =
+                weight_of(s[n], dp[n], query, rests, options, i, k_start + j, shift);
             shared.ds[row][j] = weight.ds;
             if (DBIAS && sees(j)) dbias.add(i, k_start + j, weight.ds_bias);
         }
@@ -113,7 +114,7 @@ backward_simt_dq(const __grid_constant__ Arguments call_args) {
             const Visible visible = visible_keys(first_key, num_keys, k_start);
             return j >= visible.first && j < visible.end && !is_masked(options, i, k_start + j);
         };
-        score_gradients(shared, row, thread_of_row, query, options, i, k_start,
+        score_gradients(shared, row, thread_of_row, query, head.rests, options, i, k_start,
                         shape.seqlen_k - shape.seqlen_q, sees, dbias);
         __syncthreads();                                    // dS is there
         // dQ += dS K, over the visible keys only: 0 * NaN is NaN

@@ -29,13 +29,14 @@ struct SecondWeight { Real tx, ds, t, p_dot; };
 
 // The weights of query i and key j; shift = seqlen_k - seqlen_q.
 inline SecondWeight second_weight_of(
-    const Products& products, const SecondQuery& query, const HeadOptions<Real>& options,
-    const BiasTangent<Real>& bias_tangent, int i, int j, int shift) {
+    const Products& products, const SecondQuery& query, const LseRests<Real>& rests,
+    const HeadOptions<Real>& options, const BiasTangent<Real>& bias_tangent, int i, int j,
+    int shift) {
     const ScoreMod<Real>& score_mod = options.score_mod;
     Real slope;
     const Real x = score_mod.score(
         products.s, Real(i + shift - j), score_mod.bias_of(i, j), slope);
-    const Real p = exp(x - query.lse), z = options.dropout.z(i, j);
+    const Real p = exp(x - query.lse - rests.of(i, query.lse)), z = options.dropout.z(i, j);
     const Real x_dot = score_mod.scale * products.x_dot;
     const Real relative = slope * x_dot + bias_tangent.at(i, j) - query.b;   // W - b
     const Real ds = p * ((DROPOUT ? z * products.dp : products.dp) - query.delta);

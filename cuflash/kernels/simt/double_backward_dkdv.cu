@@ -69,14 +69,15 @@ inline void compute_products(
 // queries.
 inline void weights(
     SharedPlan& shared, int row, int thread_of_row, const HeadOptions<Real>& options,
-    const BiasTangent<Real>& bias_tangent, int q_start, int key, int shift) {
+    const LseRests<Real>& rests, const BiasTangent<Real>& bias_tangent, int q_start, int key,
+    int shift) {
     Products products[QUERIES_PER_THREAD];
     compute_products(products, shared, row, thread_of_row);
     for (int n = 0; n < QUERIES_PER_THREAD; ++n) {
         const int i = thread_of_row + n * THREADS_PER_ROW;
         if (i >= BLOCK_Q) continue;
         const SecondWeight weight = second_weight_of(
-            products[n], shared.queries[i], options, bias_tangent, q_start + i, key, shift);
+            products[n], shared.queries[i], rests, options, bias_tangent, q_start + i, key, shift);
         shared.tx[row][i] = weight.tx;
         shared.ds[row][i] = weight.ds;
         shared.p_dot[row][i] = weight.p_dot;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void compute_tile(
                 shared.queries[i] =
                     i < num_queries ? head.query(q_start + i) : SecondQuery{0, 0, 0, 0};
             __syncthreads();                                // the tile and the keys are there
-            weights(shared, row, thread_of_row, options, bias_tangent, q_start, key,
+            weights(shared, row, thread_of_row, options, head.rests, bias_tangent, q_start, key,
                     shape.seqlen_k - shape.seqlen_q);
             __syncthreads();                                // the weights are there
             accumulate(

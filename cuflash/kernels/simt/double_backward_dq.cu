@@ -123,7 +123,7 @@ __device__ __forceinline__ void compute_tile(
             const int j = thread_of_row + n * THREADS_PER_ROW;
             if (j >= BLOCK_K) continue;
             const SecondWeight weight = second_weight_of(
-                products[n], query, options, bias_tangent, i, k_start + j,
+                products[n], query, head.rests, options, bias_tangent, i, k_start + j,
                 shape.seqlen_k - shape.seqlen_q);
             shared.tx[row][j] = weight.tx;
             shared.ds[row][j] = weight.ds;

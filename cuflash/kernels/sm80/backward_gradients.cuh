@@ -123,9 +123,11 @@ __device__ __forceinline__ void add_nonfinite_terms(
                     static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
                 const float p = LINEAR
                     ? weight(s, scale, effective_lse(lse))
-                    : weight(score_tile.score_mod.score(
-                                 s, distance, score_tile.score_mod.bias_of(query, key), derivative),
-                             1.0f, effective_lse(lse));
+                    : weight_beside(
+                          score_tile.rests.of(query, lse),
+                          score_tile.score_mod.score(
+                              s, distance, score_tile.score_mod.bias_of(query, key), derivative),
+                          effective_lse(lse));
                 const float z = score_tile.dropout.z(query, key);
                 const float dp = row_product(dout, query, v, key, shape.head_dim_v);
                 const float ds = p * ((DROPOUT ? z * dp : dp) - delta) * derivative;

@@ -46,6 +46,7 @@ __device__ __forceinline__ void probabilities(
         for (int half = 0; half < 2; ++half) {
             const int row = ScoreGrid::first_row() + i * 16 + half * 8 + threadIdx.x % 32 / 4;
             const float lse = effective_lse(load_shared_float(lse_rows + row * 4));
+            const float rest = score_tile.rest(row, lse);
             const float distance = static_cast<float>(score_tile.q_start + row + shift - first_key);
             #pragma unroll
             for (int j = 0; j < ScoreGrid::N_TILES; ++j)
@@ -59,7 +60,7 @@ __device__ __forceinline__ void probabilities(
                             score_tile.score_mod.bias_of(
                                 score_tile.q_start + row, first_key + j * 8 + x % 2),
                             derivatives[i][j][x]);
-                        s[i][j][x] = weight(score, 1.0f, lse);
+                        s[i][j][x] = weight_beside(rest, score, lse);
                     }
         }
 }

@@ -56,7 +56,7 @@ __device__ __forceinline__ void probabilities_and_tangents(
             const float score = score_mod.score(
                 product, static_cast<float>(query + shift - key), score_mod.bias_of(query, key),
                 slope);
-            s[i][j][n] = weight(score, 1.0f, lse);
+            s[i][j][n] = weight_beside(score_tile.rest(row, lse), score, lse);
             if constexpr (SOFTCAP) {
                 slopes[i][j][n] = slope;
                 bends[i][j][n] = score_mod.curvature(product) * w;

@@ -108,6 +108,11 @@ template <bool EARLY = false> struct LaneRows {
         return EARLY ? early_has_large_lse : rows.has_large_lse;
     }
     __device__ __forceinline__ float scale() const { return EARLY ? early_scale : rows.scale; }
+    // Of pair j, as LaneStatistic; undefined without rests.
+    __device__ __forceinline__ void read_rests(int j, float (&x)[2]) const {
+        if constexpr (HAS_LSE_RESTS)
+            load_shared_floats(rows.rests_address() + lse.first_column * 4 + j * 32, x[0], x[1]);
+    }
 };
 
 // S^T becomes P^T = 2^(scale_log2 S^T - lse log2 e).
@@ -119,10 +124,15 @@ __device__ __forceinline__ void exponentiate(
         const float scale = rows.scale();
         #pragma unroll
         for (int j = 0; j < S_REGS / 4; ++j) {
-            float lse[2];
+            float lse[2], rest[2];
             rows.lse.read(lane_lse, j, lse);
+            rows.read_rests(j, rest);
             #pragma unroll
-            for (int i = 0; i < 4; ++i) s[j * 4 + i] = weight(s[j * 4 + i], scale, lse[i % 2]);
+            for (int i = 0; i < 4; ++i) {
+                float& x = s[j * 4 + i];
+                x = HAS_LSE_RESTS ? weight_beside(rest[i % 2], x, lse[i % 2])
+                                  : weight(x, scale, lse[i % 2]);
+            }
         }
     } else {
         #pragma unroll

@@ -2,9 +2,10 @@
 // prepare/row_stats.cu writes one QueryRows for each tile of each (batch, head), one after
 // another; the producer copies it in bulk together with the tile's Q.
 //
-// Constants: BLOCK_Q, SEGMENTS, INTEGER_DQ.
+// Constants: BLOCK_Q, SEGMENTS, INTEGER_DQ, and those of lse_rest.cuh.
 #pragma once
-#include "common/types.cuh"
+#include "common/ptx.cuh"
+#include "score/lse_rest.cuh"
 
 // Segment ids of the rows, if there are any.
 template <bool> struct RowSegmentIds {
@@ -28,7 +29,19 @@ template <> struct RowGrids<true> {
     u32 grid(int row) const { return grids[row]; }
 };
 
-struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS>, RowGrids<INTEGER_DQ> {
+// The rests of the rows, if they may have any (lse_rest.cuh); 0 of those without one.
+template <bool> struct RowRests {
+    void set_rest(int, float) {}
+    u32 rests_address() const { return 0; }
+};
+template <> struct RowRests<true> {
+    float rests[BLOCK_Q];
+    void set_rest(int row, float rest) { rests[row] = rest; }
+    u32 rests_address() const { return shared_address(rests); }
+};
+
+struct alignas(16) QueryRows
+    : RowRests<HAS_LSE_RESTS>, RowSegmentIds<SEGMENTS>, RowGrids<INTEGER_DQ> {
     float lse[BLOCK_Q];                         // lse log2(e), or lse if has_large_lse; inf: P = 0
     float delta[BLOCK_Q];                       // rowsum(dO * O) - dlse
     int has_large_lse;                          // |lse log2(e)| > MAX_FUSED_LSE in some row
@@ -38,5 +51,5 @@ struct alignas(16) QueryRows : RowSegmentIds<SEGMENTS>, RowGrids<INTEGER_DQ> {
 
 // P = 2^(scale_log2 S - lse log2 e) fuses the product, which is not rounded, with lse log2 e, which
 // is. Up to this |lse log2 e| the rounding changes the exponent by 2^-14 at most. Tiles with a
-// larger one use weight() (softmax.cuh), which is exact where S is.
+// larger one use weight() or weight_beside() (softmax.cuh), which are exact where S is.
 constexpr float MAX_FUSED_LSE = 1024.0f;
