@@ -27,9 +27,11 @@ from .attention import attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .registration import register_transformers
+from .rotary import apply_rotary
 from .sdpa import scaled_dot_product_attention
 
 __all__ = [
+    "apply_rotary",
     "attention",
     "distributed_attention",
     "forward_kvcache",
