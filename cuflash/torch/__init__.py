@@ -26,6 +26,7 @@ from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
+from .merging import merge_states
 from .registration import register_transformers
 from .rotary import apply_rotary
 from .sdpa import scaled_dot_product_attention
@@ -35,6 +36,7 @@ __all__ = [
     "attention",
     "distributed_attention",
     "forward_kvcache",
+    "merge_states",
     "register_transformers",
     "scaled_dot_product_attention",
 ]
