@@ -34,10 +34,12 @@ except ImportError as error:
     ) from error
 
 from .attention import attention
+from .merging import merge_states
+from .rotary import apply_rotary
 
 del _buffer_callback
 
-__all__ = ["attention"]
+__all__ = ["apply_rotary", "attention", "merge_states"]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cuflash import settings
 from cuflash.errors import DTypeError, UnsupportedError, type_name
 
 
@@ -95,6 +96,22 @@ def check_array(name: str, array: Any) -> None:
             'call jax.config.update("jax_enable_x64", True) first, or pass '
             "float32"
         )
+
+
+def on_host(array: Any) -> np.ndarray | None:
+    """An array's values, if the host may read them.
+
+    None for a tracer, and for an array on a device other than the CPU unless
+    CUFLASH_CHECK is 1: reading it waits for the device.
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return None
+    on_cpu = all(device.platform == "cpu" for device in array.devices())
+    if on_cpu or settings.read("CUFLASH_CHECK") == "1":
+        return np.asarray(array)
+    return None
 
 
 def check_static(name: str, value: Any) -> None:

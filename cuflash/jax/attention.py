@@ -7,11 +7,17 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from cuflash import foreign_names, settings
-from cuflash.problem import strip, strip_lse
+from cuflash import foreign_names, settings, validate
+from cuflash.problem import Call, strip, strip_lse
 
 from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
-from .arrays import abstract, check_array, check_static, equally_varying
+from .arrays import (
+    abstract,
+    check_array,
+    check_static,
+    equally_varying,
+    on_host,
+)
 from .calls import asked_of, forward_call
 from .primitives import attention_p
 
@@ -166,7 +172,9 @@ def _bind(
     types = {name: abstract(x) for name, x in given.items()}
     call = forward_call(types, asked, return_lse)
     packed = "cu_seqlens_q" in given
-    if not packed:
+    if packed:
+        _check_offsets(given, call)
+    else:
         given = {name: _full(name, x, call.rank) for name, x in given.items()}
     results = attention_p.bind(
         *equally_varying(list(given.values())),
@@ -177,6 +185,21 @@ def _bind(
     if not packed:
         results = [_stripped(x, call.rank) for x in results]
     return tuple(results) if call.return_lse else results[0]
+
+
+def _check_offsets(given: dict[str, Any], call: Call) -> None:
+    """Raise for offsets that are invalid, if the host may read them.
+
+    Here, because an error of a callback comes inside one of JAX's.
+    """
+    p = call.problem
+    for name, total, longest in (
+        ("cu_seqlens_q", p.seqlen_q, p.max_seqlen_q),
+        ("cu_seqlens_k", p.seqlen_k, p.max_seqlen_k),
+    ):
+        values = on_host(given[name])
+        if values is not None:
+            validate.check_offsets(name, values.tolist(), total, longest)
 
 
 def _full(name: str, array: Any, rank: int) -> Any:
