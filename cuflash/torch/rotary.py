@@ -132,29 +132,27 @@ def _rotated(
         rows = _table_rows(x, cos, sin, positions)
         rotated = rotated_columns(x, *rows, interleaved, inverse)
         return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
-    given = (x, cos, sin, positions, interleaved, inverse)
+    run = rotary_kernel.apply_rotary
     if with_grad and x.requires_grad:
-        return _Rotated.apply(backend, *given)
-    return rotary_kernel.apply_rotary(backend, *given, inplace=False)
+        run = _Rotated.apply
+    return run(backend, x, cos, sin, positions, interleaved, inverse, False)
 
 
 class _Rotated(torch.autograd.Function):
     """A rotation by the kernel, whose gradient is the rotation back."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Any, *given: Any) -> torch.Tensor:
-        _x, cos, sin, positions, *flags = given
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        _backend, _x, cos, sin, positions, interleaved, inverse, _ = given
         ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved, ctx.inverse = flags
-        return rotary_kernel.apply_rotary(backend, *given, inplace=False)
+        ctx.undo = interleaved, not inverse
+        return rotary_kernel.apply_rotary(*given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        (dout,) = gradients
-        dx = _rotated(
-            dout, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse
-        )
-        return (None, dx, *[None] * 5)
+        (dout,), (cos, sin, positions) = gradients, ctx.saved_tensors
+        dx = _rotated(dout, cos, sin, positions, *ctx.undo)
+        return (None, dx, *[None] * 6)
 
 
 def _table_rows(

@@ -160,8 +160,9 @@ def test_the_kernels_gradient_is_that_of_torch(monkeypatch):
     x, cos, sin = call(shape=(1, 3, 2, 4), pairs=1)
     (x,) = leaves([x])
 
-    def by_kernel(_, *given, inplace):
-        x, cos, sin, positions, *flags = given
+    def by_kernel(_, x, cos, sin, positions, *flags):
+        *flags, inplace = flags
+        assert not inplace
         rows = rotary._table_rows(x, cos, sin, positions)
         rotated = rotary.rotated_columns(x, *rows, *flags)
         return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
