@@ -6,8 +6,9 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from cuflash import foreign_names, settings, validate
+from cuflash import foreign_names, options, settings, validate
 from cuflash.problem import Call, strip, strip_lse
 
 from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
@@ -171,6 +172,7 @@ def _bind(
     asked = asked_of(static)
     types = {name: abstract(x) for name, x in given.items()}
     call = forward_call(types, asked, return_lse)
+    given = _with_int32(given)
     packed = "cu_seqlens_q" in given
     if packed:
         _check_offsets(given, call)
@@ -185,6 +187,27 @@ def _bind(
     if not packed:
         results = [_stripped(x, call.rank) for x in results]
     return tuple(results) if call.return_lse else results[0]
+
+
+def _with_int32(given: dict[str, Any]) -> dict[str, Any]:
+    """The arrays, those of wider integers as int32.
+
+    Raises
+    ------
+    ValueRangeError
+        If one holds a number that does not fit, and the host may read it.
+    """
+    found = dict(given)
+    for name, array in given.items():
+        is_index = name in options.INDICES
+        if not is_index or np.can_cast(array.dtype, np.int32):
+            continue
+        values = on_host(array)
+        if values is not None:
+            values = validate.integers_on_host(name, values)
+        is_ours = isinstance(array, jax.Array)
+        found[name] = array.astype(np.int32) if is_ours else values
+    return found
 
 
 def _check_offsets(given: dict[str, Any], call: Call) -> None:

@@ -110,6 +110,8 @@ def forward_kvcache(
         raise foreign_names.unexpected(
             "cuflash.torch.forward_kvcache", unknown
         )
+    if not torch.compiler.is_compiling():
+        cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k_new": k_new,
         "v_new": v_new, "cache_seqlens": cache_seqlens,

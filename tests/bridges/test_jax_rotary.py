@@ -105,7 +105,7 @@ def test_jit_and_vmap_over_positions():
     np.testing.assert_allclose(got, expected, rtol=0, atol=8 * 2.0**-23)
 
 
-@pytest.mark.parametrize("kind", ["int32"])
+@pytest.mark.parametrize("kind", ["int8", "uint16", "int32"])
 def test_positions_outside_the_tables(kind):
     """An error where the host has them, else NaN as from the kernel."""
     x, cos, sin = call()
