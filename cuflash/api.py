@@ -253,7 +253,7 @@ def forward(
             },
             given,
         )
-    runner, arrays = open_arrays(given, _OUT)
+    runner, arrays = open_arrays("forward", given, _OUT)
     call = validate.forward(
         **arrays,
         **asked,
@@ -425,7 +425,7 @@ def backward(
             },
             given,
         )
-    runner, arrays = open_arrays(given, _GRADIENTS)
+    runner, arrays = open_arrays("backward", given, _GRADIENTS)
     call = validate.backward(
         **arrays,
         **asked,
@@ -654,7 +654,8 @@ def forward_kvcache(
         given["cache_seqlens"] = None
     given = {name: x for name, x in given.items() if x is not None}
     writes = k_new is not None or v_new is not None
-    runner, arrays = open_arrays(given, _CACHES if writes else _OUT)
+    written = _CACHES if writes else _OUT
+    runner, arrays = open_arrays("forward_kvcache", given, written)
     rank = arrays["q"].ndim
     arrays = validate_kvcache.with_batch(arrays)
     if "cache_seqlens" not in given:
@@ -741,7 +742,7 @@ def merge_states(
     if unknown:
         raise foreign_names.unexpected("cuflash.merge_states", unknown)
     states = validate.states_of((out_a, lse_a, *more))
-    runner, arrays = open_arrays(states)
+    runner, arrays = open_arrays("merge_states", states)
     call = validate.merge_states(**arrays)
     if call.problem.num_states > MOST_STATES:
         given = tuple(arrays.values())
@@ -841,7 +842,7 @@ def apply_rotary(
         given["positions"] = positions
     if out is not None:
         given["out"] = out
-    runner, arrays = open_arrays(given, _OUT)
+    runner, arrays = open_arrays("apply_rotary", given, _OUT)
     call = validate.apply_rotary(
         **arrays, interleaved=interleaved, inverse=inverse
     )
@@ -881,14 +882,17 @@ _CACHES = {**_OUT, "k_cache": "k_new", "v_cache": "v_new"}
 
 
 def open_arrays(
-    given: dict[str, Any], written: Mapping[str, str] | None = None
+    call: str,
+    given: dict[str, Any],
+    written: Mapping[str, str] | None = None,
 ) -> tuple[Runner, dict[str, Any]]:
     """The runner for the arrays' device, and the arrays in its library.
 
-    `written` tells which arrays, if given, must be writable, and for what.
+    `call` names the call, for messages (`hints`). `written` tells which
+    arrays, if given, must be writable, and for what.
     """
     settings.check()
-    device = validate.device_of(**given)
+    device = validate.device_of(call, **given)
     for name, receives in (written or {}).items():
         if name in given:
             validate.writable(name, given[name], receives)

@@ -146,7 +146,7 @@ def jvp(
         },
         given,
     )
-    runner, arrays = open_arrays(given)
+    runner, arrays = open_arrays("jvp", given)
     call = validate_derivatives.jvp(
         **arrays,
         **asked,
@@ -319,7 +319,7 @@ def double_backward(
         },
         {**given, **_there(cotangents)},
     )
-    runner, arrays = open_arrays(given)
+    runner, arrays = open_arrays("double_backward", given)
     call = validate_derivatives.double_backward(
         **arrays,
         **asked,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from . import checks
+from . import checks, hints
 from .errors import (
     DTypeError,
     ShapeError,
@@ -81,11 +81,15 @@ _LAYOUTS_LSE = {
 # Which device ------------------------------------------------------------
 
 
-def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
+def device_of(
+    call: str = "forward", /, **arrays: Any
+) -> Literal["cpu", "cuda"]:
     """The kind of device that holds the arrays, the same for all of them.
 
     Parameters
     ----------
+    call : str
+        Whose arguments they are; see `hints`.
     **arrays
         The arguments by name, as the user passed them.
 
@@ -109,7 +113,9 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
         return "cpu"
     if kinds == {getattr(cupy, "ndarray", None)}:
         return "cuda"
-    places = {name: _place(name, array) for name, array in arrays.items()}
+    places = {
+        name: _place(call, name, array) for name, array in arrays.items()
+    }
     first, expected = next(iter(places.items()))
     for name, place in places.items():
         if place != expected:
@@ -153,7 +159,7 @@ def writable(name: str, array: Any, receives: str = "the result") -> None:
         )
 
 
-def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
+def _place(call: str, name: str, array: Any) -> Literal["cpu", "cuda"]:
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedError(
@@ -167,16 +173,13 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     if getattr(array, "requires_grad", False):
         raise UnsupportedError(
             f"{name} is a {type_name(array)} that requires grad, expected "
-            "one that does not: automatic differentiation is in "
-            f"cuflash.torch.attention (or pass {name}.detach() and call "
-            "cuflash.backward)"
+            f"one that does not: {hints.requiring_grad(call, name)}"
         )
     _check_no_lazy_bits(name, array)
     if isinstance(array, _tracers()):
         raise UnsupportedError(
             f"{name} is a JAX tracer ({type_name(array)}), expected an array "
-            "with data: of all calls, cuflash.jax.attention alone can be "
-            "in jax.jit, jax.grad or jax.vmap"
+            f"with data: {hints.tracer(call)}"
         )
     # Look on the type first: on an instance the attribute may be computed.
     if hasattr(type(array), "__dlpack_device__"):
@@ -187,7 +190,7 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         where = (
             "on the CPU" if on_cpu else f"on DLPack device type {device_type}"
         )
-        advice = _advice(name, array) if on_cpu else ""
+        advice = hints.on_the_cpu(call, name, array) if on_cpu else ""
         raise UnsupportedError(
             f"{name} is a {type_name(array)} {where}, expected a NumPy "
             f"array or an array on a CUDA device{advice}"
@@ -218,14 +221,6 @@ def _check_no_lazy_bits(name: str, array: Any) -> None:
                 "__cuda_array_interface__ pass on memory alone (pass "
                 f"{name}.resolve_{bit}())"
             )
-
-
-def _advice(name: str, array: Any) -> str:
-    """What to do with an array of another library on the CPU."""
-    library = type(array).__module__.partition(".")[0]
-    bridge = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(library)
-    taken = f"cuflash.{bridge} takes it; or " if bridge else ""
-    return f" ({taken}pass np.from_dlpack({name}))"
 
 
 def _tracers() -> Any:

@@ -118,7 +118,7 @@ def _check(
     options: dict[str, Any],
 ) -> tuple[Request, Problem]:
     check_layout(layout)
-    _, opened = api.open_arrays(dict(given))
+    _, opened = api.open_arrays("distributed", dict(given))
     alone = {**options, "causal": causal}
     if window is not None:
         alone["window"] = window

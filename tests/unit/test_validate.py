@@ -155,8 +155,9 @@ def test_a_tensor_that_requires_grad():
     tensor.requires_grad = True
     assert complaint(UnsupportedError, "forward", q=tensor) == (
         "q is a test_validate.OnDevice that requires grad, expected one that "
-        "does not: automatic differentiation is in cuflash.torch.attention "
-        "(or pass q.detach() and call cuflash.backward)"
+        "does not: for automatic differentiation write "
+        "cuflash.torch.attention (or pass q.detach() and call "
+        "cuflash.backward)"
     )
 
 
