@@ -15,8 +15,8 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
     in_words,
-    type_name,
 )
+from cuflash.torch.checks import check_tensors
 
 # Keywords of FlashAttention-3 that change speed alone.
 _WITHOUT_EFFECT = {
@@ -122,6 +122,10 @@ def one_of(
     return other
 
 
+# Layouts in which models may have the heads side by side.
+_ROWS = ("(batch, seqlen, nheads, headdim)", "(total, nheads, headdim)")
+
+
 def tensor(name: str, given: Any, layout: str) -> Any:
     """Check an argument that is a tensor with the axes of `layout`."""
     if not isinstance(given, torch.Tensor):
@@ -129,7 +133,7 @@ def tensor(name: str, given: Any, layout: str) -> Any:
     axes = layout.count(",") + 1
     if given.ndim != axes:
         cure = ""
-        if given.ndim == axes - 1 and layout.endswith("nheads, headdim)"):
+        if given.ndim == axes - 1 and layout in _ROWS:
             cure = (
                 f"; pass {name}.unflatten(-1, (nheads, headdim)) if its last "
                 "axis holds the heads side by side"

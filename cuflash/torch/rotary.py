@@ -108,7 +108,8 @@ def _check_compiled(x: Any, cos: Any, sin: Any) -> None:
 def _is_read(positions: torch.Tensor) -> bool:
     """Whether the host checks the values of positions."""
     if type(positions) not in PLAIN or (
-        torch._C._are_functorch_transforms_active()
+        torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
     ):
         return False
@@ -167,15 +168,15 @@ def _table_rows(
     """
     if positions is None:
         seqlen = x.shape[1] if x.ndim == 4 else x.shape[0]
-        if seqlen > len(cos):
+        if not torch.jit.is_tracing() and seqlen > cos.shape[0]:
             raise ShapeError(
-                f"cos has {len(cos)} rows, expected at least {seqlen}, x's "
-                "seqlen: without positions, tokens are at 0, 1, 2, ..."
+                f"cos has {cos.shape[0]} rows, expected at least {seqlen}, "
+                "x's seqlen: without positions, tokens are at 0, 1, 2, ..."
             )
         rows = (cos[:seqlen], sin[:seqlen])
     else:
         at = positions.long()  # torch takes uint8 for a mask
-        inside = ((0 <= at) & (at < len(cos)))[..., None]
+        inside = ((0 <= at) & (at < cos.shape[0]))[..., None]
         at = torch.where(inside[..., 0], at, 0)
         rows = tuple(
             torch.where(inside, table[at], torch.nan) for table in (cos, sin)

@@ -90,7 +90,7 @@ def checked_shapes(
 ) -> Any:
     """As `checked`, for torch's own operations: they take any strides.
 
-    None if a shape has symbols: nothing is looked up by them.
+    None if a shape has symbols, or tensors as in torch.jit.trace.
     """
     if any(type(n) is not int for x in tensors.values() for n in x.shape):
         return None

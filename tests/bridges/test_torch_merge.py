@@ -174,3 +174,11 @@ def test_by_the_kernel(rank, monkeypatch):
         )
         got = results(merge_states, given)
     assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_traced_for_other_batches():
+    given = states(2)
+    traced = torch.jit.trace(merge_states, given)
+    one = [x[:1] for x in given]
+    assert_equal(traced(*one), merge_states(*one))

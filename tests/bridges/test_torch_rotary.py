@@ -199,3 +199,17 @@ def test_by_the_kernel(rank, monkeypatch):
     for ours, theirs in zip(got, expected, strict=True):
         # Kernels may fuse a product and a sum: one rounding less.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=8 * 2.0**-23)
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_traced_for_other_lengths():
+    def function(*given):
+        return apply_rotary(*given, positions=positions)
+
+    positions = torch.tensor([4])
+    x, cos, sin = call()
+    for ours in (apply_rotary, function):
+        traced = torch.jit.trace(ours, (x, cos, sin))
+        assert torch.equal(
+            traced(x[:, :3], cos, sin), ours(x[:, :3], cos, sin)
+        )
