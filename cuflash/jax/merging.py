@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from cuflash import settings, validate
+from cuflash import foreign_names, settings, validate
 
 from .arrays import abstract, check_array
 
 
+@foreign_names.our_names("cuflash.jax.merge_states")
 def merge_states(
     out_a: jax.typing.ArrayLike,
     lse_a: jax.typing.ArrayLike,
     *more: jax.typing.ArrayLike,
+    **unknown: NoReturn,
 ) -> tuple[jax.Array, jax.Array]:
     """Merge the results of attention over disjoint sets of keys.
 
@@ -66,6 +68,8 @@ def merge_states(
     >>> bool(abs(out - cuflash.jax.attention(q, k, v)).max() < 1e-6)
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.jax.merge_states", unknown)
     settings.check()
     given = (out_a, lse_a, *more)
     states = validate.states_of(given)

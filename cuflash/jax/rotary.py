@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from cuflash import settings, validate
+from cuflash import foreign_names, settings, validate
 from cuflash.problem import Call
 
 from .arrays import abstract, check_array, check_static, on_host
 
 
+@foreign_names.our_names("cuflash.jax.apply_rotary")
 def apply_rotary(
     x: jax.typing.ArrayLike,
     cos: jax.typing.ArrayLike,
@@ -22,6 +23,7 @@ def apply_rotary(
     positions: jax.typing.ArrayLike | None = None,
     interleaved: bool = False,
     inverse: bool = False,
+    **unknown: NoReturn,
 ) -> jax.Array:
     """Rotary position embedding: rotate queries or keys by their positions.
 
@@ -64,6 +66,8 @@ def apply_rotary(
     >>> cuflash.jax.apply_rotary(x, jnp.cos(angles), jnp.sin(angles)).shape
     (2, 16, 4, 8)
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.jax.apply_rotary", unknown)
     settings.check()
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:

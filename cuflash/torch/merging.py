@@ -7,11 +7,11 @@ and under transforms by torch's own operations, which compilers fuse.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from cuflash import execute, validate
+from cuflash import execute, foreign_names, validate
 from cuflash.backends.base import Backend
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.problem import MOST_STATES, Call, Signature, strip, strip_lse
@@ -23,8 +23,12 @@ from .signature import checked, checked_shapes, describe
 Merged = tuple[torch.Tensor, torch.Tensor]
 
 
+@foreign_names.our_names("cuflash.torch.merge_states")
 def merge_states(
-    out_a: torch.Tensor, lse_a: torch.Tensor, *more: torch.Tensor
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    *more: torch.Tensor,
+    **unknown: NoReturn,
 ) -> Merged:
     """Merge the results of attention over disjoint sets of keys.
 
@@ -75,6 +79,8 @@ def merge_states(
     >>> torch.allclose(out, cuflash.torch.attention(q, k, v), atol=1e-6)
     True
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.torch.merge_states", unknown)
     given = (out_a, lse_a, *more)
     if torch.compiler.is_compiling():
         _check_compiled(given)

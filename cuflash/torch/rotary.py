@@ -7,11 +7,11 @@ their neighbours.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from cuflash import validate
+from cuflash import foreign_names, validate
 from cuflash.errors import ShapeError
 from cuflash.problem import Call
 
@@ -23,6 +23,7 @@ from .signature import checked_shapes
 from .tracing import PLAIN
 
 
+@foreign_names.our_names("cuflash.torch.apply_rotary")
 def apply_rotary(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -31,6 +32,7 @@ def apply_rotary(
     positions: torch.Tensor | None = None,
     interleaved: bool = False,
     inverse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor:
     """Rotary position embedding: rotate queries or keys by their positions.
 
@@ -74,6 +76,8 @@ def apply_rotary(
     >>> cuflash.torch.apply_rotary(x, angles.cos(), angles.sin()).shape
     torch.Size([2, 16, 4, 8])
     """
+    if unknown:
+        raise foreign_names.unexpected("cuflash.torch.apply_rotary", unknown)
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions
