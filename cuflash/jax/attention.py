@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,45 @@ from .arrays import (
 from .calls import asked_of, forward_call
 from .primitives import attention_p
 
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+    from typing_extensions import Unpack
 
+    from .types import Options, Results
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> Results: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> jax.Array | Results: ...
 @foreign_names.our_names("cuflash.jax.attention")
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -39,20 +72,20 @@ def attention(
     deterministic: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    segment_ids_q: Any = None,
-    segment_ids_k: Any = None,
+    alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    sink: ArrayLike | None = None,
+    segment_ids_q: ArrayLike | None = None,
+    segment_ids_k: ArrayLike | None = None,
     dropout: float = 0.0,
     seed: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> jax.Array | Results:
     """Exact attention, differentiable twice, in reverse and forward mode.
 
     Works under `jax.jit`, `jax.grad`, `jax.jvp`, `jax.linearize`,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -18,9 +18,41 @@ from .ops import attention as by_operator
 from .request import Request
 from .tracing import is_traced
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .types import Options, Results
+
 _DIFFERENTIABLE = ("bias", "sink")
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> Results: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> torch.Tensor | Results: ...
 @foreign_names.our_names("cuflash.torch.attention")
 def attention(
     q: torch.Tensor,
@@ -50,7 +82,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> torch.Tensor | Results:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
     Differentiable twice in `q`, `k`, `v`, `bias` and `sink`, of `out` and of
