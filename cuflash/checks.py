@@ -68,7 +68,9 @@ def dropout(name: str, given: Any) -> float:
 def real(name: str, x: Any) -> float:
     """A finite real number."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise DTypeError(f"{name} is {in_words(x)}, expected a real number")
+        raise DTypeError(
+            f"{name} is {in_words(x)}, expected a real number{_item(name, x)}"
+        )
     try:
         value = float(x)
     except OverflowError:  # an int beyond float64
@@ -81,7 +83,9 @@ def real(name: str, x: Any) -> float:
 def whole(name: str, x: Any, low: int, high: int) -> int:
     """An int from low to high."""
     if isinstance(x, bool) or not isinstance(x, numbers.Integral):
-        raise DTypeError(f"{name} is {in_words(x)}, expected an int")
+        raise DTypeError(
+            f"{name} is {in_words(x)}, expected an int{_item(name, x)}"
+        )
     value = int(x)
     if not low <= value <= high:
         raise ValueRangeError(f"{name} is {value}, expected {low} to {high}")
@@ -93,6 +97,7 @@ def flag(name: str, given: Any) -> bool:
     if not isinstance(given, (bool, np.bool_)):
         raise DTypeError(
             f"{name} is {in_words(given)}, expected True or False"
+            f"{_item(name, given)}"
         )
     return bool(given)
 
@@ -105,3 +110,11 @@ def length(name: str, given: Any) -> int:
 def seed(name: str, given: Any) -> int:
     """A seed of dropout."""
     return whole(name, given, 0, 2**64 - 1)
+
+
+def _item(name: str, x: Any) -> str:
+    """What to pass in place of an array of one number."""
+    shape = getattr(x, "shape", None)
+    if not isinstance(shape, tuple) or math.prod(shape) != 1:
+        return ""
+    return f" (pass {name}.item())" if hasattr(x, "item") else ""

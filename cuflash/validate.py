@@ -918,7 +918,23 @@ class Arrays:
                 f"q has heads {num_heads_q}, expected a multiple of {k}'s "
                 f"{num_heads_kv}: each key head serves a group of query "
                 f"heads of the same size {self.words('q', k)}"
+                f"{self._heads_first(k)}"
             )
+
+    def _heads_first(self, k: str) -> str:
+        """Advice for q and k, or k alone, with heads before seqlen."""
+        if self.rank == 2:
+            return ""
+        (_, seqlen_q, heads_q, _), (_, heads_k, _, _) = (
+            self.full[name] for name in ("q", k)
+        )
+        axes = f"({self.rank - 3}, {self.rank - 2})"
+        cure = "pass heads after tokens"
+        if heads_k and seqlen_q and seqlen_q % heads_k == 0:
+            return f": {cure}, q.swapaxes{axes} and so on, if they are before"
+        if heads_k and heads_q and heads_q % heads_k == 0:
+            return f": {cure}, {k}.swapaxes{axes}, if they are before"
+        return ""
 
     def check_lengths(self, name: str) -> None:
         """Check that tokens, heads and batches can be counted in int32."""
@@ -1180,7 +1196,7 @@ def scale_of(scale: Any) -> float | None:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise DTypeError(
             f"scale is {in_words(scale)}, expected a real number, or None for "
-            "head_dim ** -0.5"
+            f"head_dim ** -0.5{_scale_as_number(scale)}"
         )
     try:
         value = float(scale)
@@ -1192,6 +1208,16 @@ def scale_of(scale: Any) -> float | None:
             "every score"
         )
     return value
+
+
+def _scale_as_number(scale: Any) -> str:
+    """What to do with a scale that is an array."""
+    if not hasattr(scale, "shape"):
+        return ""
+    scaled = "pass scale=1 and q * scale"
+    if math.prod(scale.shape) == 1:
+        return f": pass scale.item(); if it has a gradient, {scaled}"
+    return f": {scaled}"
 
 
 def precision_of(precision: Any) -> Literal["tf32x3"] | None:

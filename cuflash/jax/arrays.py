@@ -114,6 +114,9 @@ def on_host(array: Any) -> np.ndarray | None:
     return None
 
 
+_OR = {"scale": ", or pass scale=1 and q * scale"}
+
+
 def check_static(name: str, value: Any) -> None:
     """Raise if a number that is compiled into a call is a JAX array."""
     values = value if isinstance(value, tuple) else (value,)
@@ -122,7 +125,7 @@ def check_static(name: str, value: Any) -> None:
             raise UnsupportedError(
                 f"{name} is a JAX tracer, expected a Python value: it is "
                 "compiled into the call (name it in jax.jit's "
-                "static_argnames)"
+                f"static_argnames{_OR.get(name, '')})"
             )
         if isinstance(each, jax.Array):
             value = f"{name}.item()"

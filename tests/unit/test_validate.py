@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import validate
+from cuflash import checks, validate
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -424,6 +424,21 @@ def test_heads_that_cannot_be_grouped(call, heads):
     )
 
 
+@pytest.mark.parametrize(
+    ("q", "k", "cure"),
+    [
+        ((2, 4, 9, 8), (2, 2, 7, 8), "q.swapaxes(1, 2) and so on"),
+        ((4, 9, 8), (2, 7, 8), "q.swapaxes(0, 1) and so on"),
+        ((2, 1, 4, 8), (2, 2, 7, 8), "k.swapaxes(1, 2)"),
+    ],
+)
+def test_heads_before_tokens(q, k, cure):
+    with pytest.raises(ShapeError) as caught:
+        cuflash.forward(np.zeros(q), np.zeros(k), np.zeros(k))
+    text = str(caught.value)
+    assert f"): pass heads after tokens, {cure}, if they are before" in text
+
+
 @pytest.mark.parametrize("call", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("width", "error", "said"),
@@ -534,7 +549,6 @@ both_directions = pytest.mark.parametrize("call", ["forward", "backward"])
         (True, "True of type bool"),
         (1j, "1j of type complex"),
         ([1.0], "of type list"),
-        (np.ones(()), "of type numpy.ndarray"),
     ],
 )
 def test_scale_that_is_no_number(call, scale, said):
@@ -542,6 +556,33 @@ def test_scale_that_is_no_number(call, scale, said):
         f"scale is {said}, expected a real number, or None for "
         "head_dim ** -0.5"
     )
+
+
+SCALED = "pass scale=1 and q * scale"
+
+
+@both_directions
+@pytest.mark.parametrize(
+    ("scale", "cure"),
+    [
+        (np.ones(()), f"pass scale.item(); if it has a gradient, {SCALED}"),
+        (np.ones(4), SCALED),
+    ],
+)
+def test_scale_that_is_an_array(call, scale, cure):
+    assert complaint(DTypeError, call, scale=scale) == (
+        "scale is of type numpy.ndarray, expected a real number, or None for "
+        f"head_dim ** -0.5: {cure}"
+    )
+
+
+def test_arrays_of_one_number_name_the_cure():
+    text = complaint(DTypeError, "forward", softcap=np.ones(()))
+    assert text.endswith("expected a real number (pass softcap.item())")
+    text = complaint(DTypeError, "forward", causal=np.ones((), bool))
+    assert text.endswith("expected True or False (pass causal.item())")
+    with pytest.raises(DTypeError, match=r"an int \(pass n.item\(\)\)$"):
+        checks.whole("n", np.ones(1, int), 0, 5)
 
 
 @both_directions
