@@ -94,9 +94,10 @@ def attention(
 
     Parameters
     ----------
-    q, k, v : jax.Array
-        As for `cuflash.forward`: (batch, seqlen, heads, head_dim), also
-        without batch, or without batch and heads.
+    q, k, v : jax.Array, (batch, seqlen, heads, head_dim)
+        As for `cuflash.forward`. **3-D is (seqlen, heads, head_dim), 2-D is
+        (seqlen, head_dim)**: split the width of (batch, seqlen, width) into
+        heads first.
     scale, causal, precision, num_splits
         As for `cuflash.forward`. Python values: they are compiled into the
         call, so under `jax.jit` they are static arguments.

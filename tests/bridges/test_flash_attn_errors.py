@@ -91,7 +91,7 @@ TENSORS = [
     ("flash_attn_qkvpacked_func", (Q,), ShapeError,
      "qkv has shape (2, 3, 4, 8), expected 5 axes: (batch, seqlen, 3, nheads"),
     ("flash_attn_varlen_func", (Q[0], K[0], V[0], None, None, 3, 4),
-     DTypeError, "cu_seqlens_q is None, expected an int32 tensor"),
+     DTypeError, "cu_seqlens_q is None, expected a tensor of integers"),
     ("flash_attn_varlen_func", (Q, K, V, int32(0), int32(0), 3, 4),
      ShapeError, "q has shape (2, 3, 4, 8), expected 3 axes: (total, nheads"),
     ("flash_attn_with_kvcache", (Q, K[0], V), ShapeError,
