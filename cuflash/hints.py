@@ -21,6 +21,10 @@ _BY_CALL = {
         "torch.autograd.grad of cuflash.torch.attention",
         "jax.vjp of cuflash.jax.attention",
     ),
+    "vjp": Bridges(
+        "torch.func.vjp of cuflash.torch.attention",
+        "jax.vjp of cuflash.jax.attention",
+    ),
     "jvp": Bridges(
         "torch.func.jvp of cuflash.torch.attention",
         "jax.jvp of cuflash.jax.attention",
@@ -68,3 +72,17 @@ def tracer(call: str) -> str:
     if bridge:
         return f"in jax.jit, jax.grad and jax.vmap write {bridge}"
     return "make this call outside jax.jit, jax.grad and jax.vmap"
+
+
+def missing(bridge: str, name: str) -> str:
+    """What to write for a call of cuflash that a bridge does not have."""
+    if (bridge, name) == ("jax", "forward_kvcache"):
+        return (
+            ": it writes to its caches, and a JAX array cannot be written; "
+            "keep keys and values with jax.lax.dynamic_update_slice and mask "
+            "what is not filled, or call cuflash.forward_kvcache with CuPy or "
+            "NumPy arrays"
+        )
+    found = _BY_CALL.get(name)
+    written = getattr(found, bridge) if found else ""
+    return f": write {written}" if written else ""

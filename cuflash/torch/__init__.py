@@ -10,6 +10,10 @@ Importing this package imports PyTorch; the rest of cuflash does not.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from cuflash import hints as _hints
+
 try:
     import torch as _torch  # noqa: F401  the library: imports are absolute
 except ImportError as error:
@@ -40,3 +44,12 @@ __all__ = [
     "register_transformers",
     "scaled_dot_product_attention",
 ]
+
+
+if not TYPE_CHECKING:  # mypy knows what there is
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}"
+            f"{_hints.missing('torch', name)}"
+        )

@@ -136,7 +136,7 @@ LAW = {
     "api_derivatives": "foreign_names api problem validate_derivatives",
     "builders": "checks errors",
     "api_vjp": "foreign_names api",
-    "torch": "torch.attention torch.fakes torch.group_attention"
+    "torch": "hints torch.attention torch.fakes torch.group_attention"
     " torch.kvcache torch.merging torch.op_gradients torch.registration"
     " torch.rotary torch.sdpa",
     "torch.batched_grad": "",
@@ -227,7 +227,7 @@ LAW = {
     " distributed.group distributed.machine distributed.schedule",
     "distributed.schedule": "distributed.layouts",
     "distributed.watchdog": "",
-    "jax": "jax.attention jax.merging jax.rotary",
+    "jax": "hints jax.attention jax.merging jax.rotary",
     "jax.arrays": "errors settings",
     "jax.merging": "foreign_names settings validate jax.arrays",
     "jax.rotary": "foreign_names problem settings validate jax.arrays",
