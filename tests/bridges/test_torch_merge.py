@@ -7,33 +7,23 @@ torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 from emulated_tensors import EmulatedTensors  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch_data import assert_equal, on_numpy, tensors  # noqa: E402
-from torch_states import leaves, results, states  # noqa: E402
+from torch_states import (  # noqa: E402
+    assert_close,
+    leaves,
+    results,
+    states,
+)
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash.torch import merging  # noqa: E402
 from cuflash.torch.merging import merge_states  # noqa: E402
-from helpers.dtypes import PRECISION  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
 ]
-
-
-def assert_close(got, expected):
-    """Within what the sum of a few parts of size 5 rounds.
-
-    Each of three weights and products errs by some 20 e, relative to numbers
-    of up to 5 in out and lse, 100 in gradients.
-    """
-    for x, y in zip(got, expected, strict=True):
-        unit, _, e = PRECISION[str(x.dtype).removeprefix("torch.")]
-        size = 1 + y.double().nan_to_num(neginf=0).abs().amax()
-        torch.testing.assert_close(
-            x, y, rtol=0, atol=float(size) * (60 * e + 2 * unit)
-        )
 
 
 @pytest.mark.parametrize(
