@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import numpy as np
 
@@ -23,6 +23,16 @@ from .errors import CuflashError, DTypeError, UnsupportedError
 from .problem import MOST_STATES, strip, strip_lse
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .array_types import (
+        Array,
+        BackwardOptions,
+        ForwardOptions,
+        KVCacheOptions,
+        NumPyArray,
+        RotaryOptions,
+    )
     from .backends.base import Backend, Runner
 
 __all__ = [
@@ -32,6 +42,50 @@ __all__ = [
     "forward_kvcache",
     "merge_states",
 ]
+
+
+@overload
+def forward(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def forward(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[ForwardOptions],
+) -> Any: ...
 
 
 @foreign_names.our_names("cuflash.forward")
@@ -271,6 +325,45 @@ def forward(
     return (result, strip_lse(lse, call.rank)) if return_lse else result
 
 
+@overload
+def backward(
+    dout: NumPyArray,
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    out: NumPyArray,
+    lse: NumPyArray,
+    **options: Unpack[BackwardOptions],
+) -> tuple[NumPyArray, NumPyArray, NumPyArray]: ...
+
+
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Any, Any, Any]: ...
+
+
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Any, ...]: ...
+
+
 @foreign_names.our_names("cuflash.backward")
 def backward(
     dout: Any,
@@ -444,6 +537,50 @@ def backward(
         strip(new_dv, call.rank) if dv is None else dv,
         *others,
     )
+
+
+@overload
+def forward_kvcache(
+    q: NumPyArray,
+    k_cache: NumPyArray,
+    v_cache: NumPyArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[KVCacheOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def forward_kvcache(
+    q: NumPyArray,
+    k_cache: NumPyArray,
+    v_cache: NumPyArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KVCacheOptions],
+) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def forward_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KVCacheOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def forward_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[KVCacheOptions],
+) -> Any: ...
 
 
 @foreign_names.our_names("cuflash.forward_kvcache")
@@ -678,6 +815,18 @@ def forward_kvcache(
     return (result, strip_lse(lse, rank)) if return_lse else result
 
 
+@overload
+def merge_states(
+    out_a: NumPyArray, lse_a: NumPyArray, *more: NumPyArray
+) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def merge_states(
+    out_a: Array, lse_a: Array, *more: Array
+) -> tuple[Any, Any]: ...
+
+
 @foreign_names.our_names("cuflash.merge_states")
 def merge_states(
     out_a: Any, lse_a: Any, *more: Any, **unknown: NoReturn
@@ -753,6 +902,24 @@ def merge_states(
         )
     out, lse = runner.merge_states(call)
     return strip(out, call.rank), strip_lse(lse, call.rank)
+
+
+@overload
+def apply_rotary(
+    x: NumPyArray,
+    cos: NumPyArray,
+    sin: NumPyArray,
+    **options: Unpack[RotaryOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def apply_rotary(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    **options: Unpack[RotaryOptions],
+) -> Any: ...
 
 
 @foreign_names.our_names("cuflash.apply_rotary")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from .types import Options, Results
+    from cuflash.array_types import JaxOptions
 
 
 @overload
@@ -36,7 +36,7 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[JaxOptions],
 ) -> jax.Array: ...
 @overload
 def attention(
@@ -45,8 +45,8 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> Results: ...
+    **options: Unpack[JaxOptions],
+) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def attention(
     q: ArrayLike,
@@ -54,8 +54,8 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: bool,
-    **options: Unpack[Options],
-) -> jax.Array | Results: ...
+    **options: Unpack[JaxOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @foreign_names.our_names("cuflash.jax.attention")
 def attention(
     q: ArrayLike,
@@ -85,7 +85,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **unknown: NoReturn,
-) -> jax.Array | Results:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention, differentiable twice, in reverse and forward mode.
 
     Works under `jax.jit`, `jax.grad`, `jax.jvp`, `jax.linearize`,

@@ -21,7 +21,9 @@ from .tracing import is_traced
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .types import Options, Results
+    from cuflash.array_types import TorchOptions
+
+    from .types import Results
 
 _DIFFERENTIABLE = ("bias", "sink")
 
@@ -33,7 +35,7 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[TorchOptions],
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -42,7 +44,7 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[TorchOptions],
 ) -> Results: ...
 @overload
 def attention(
@@ -51,7 +53,7 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: bool,
-    **options: Unpack[Options],
+    **options: Unpack[TorchOptions],
 ) -> torch.Tensor | Results: ...
 @foreign_names.our_names("cuflash.torch.attention")
 def attention(

@@ -1,6 +1,7 @@
 """Types of keywords, for the overloads that tell a call's results.
 
-A test holds them to the signatures.
+Those of `attention` stand in cuflash/array_types.py. A test holds all of them
+to the signatures.
 """
 
 from __future__ import annotations
@@ -12,32 +13,6 @@ import torch
 from cuflash import distributed
 
 Results = tuple[torch.Tensor, torch.Tensor]  # out and lse
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `attention` but return_lse."""
-
-    scale: float | None
-    causal: bool
-    block_q: int | None
-    block_k: int | None
-    precision: str | None
-    num_splits: int | None
-    deterministic: bool
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    alibi_slopes: torch.Tensor | None
-    bias: torch.Tensor | None
-    mask: torch.Tensor | None
-    sink: torch.Tensor | None
-    segment_ids_q: torch.Tensor | None
-    segment_ids_k: torch.Tensor | None
-    dropout: float
-    seed: int | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
 
 
 class CacheOptions(TypedDict, total=False):

@@ -21,6 +21,7 @@ LAW = {
     "_version": "",
     "_checkout": "",
     "errors": "",
+    "array_types": "",
     "foreign_names": "",
     "problem": "",
     "folders": "",
@@ -130,12 +131,13 @@ LAW = {
     "flash_attn.varlen": "errors torch torch.attention torch.kvcache"
     " flash_attn.arguments",
     "emulator": "backends.emulator",
-    "api": "foreign_names errors folders options settings problem validate"
+    "api": "array_types foreign_names errors folders options settings"
+    " problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "api_derivatives": "foreign_names api problem validate_derivatives",
     "builders": "checks errors",
-    "api_vjp": "foreign_names api",
+    "api_vjp": "array_types foreign_names api",
     "torch": "hints torch.attention torch.fakes torch.group_attention"
     " torch.kvcache torch.merging torch.op_gradients torch.registration"
     " torch.rotary torch.sdpa",
@@ -145,8 +147,8 @@ LAW = {
     "torch.no_gradients": "errors torch.ops",
     "torch.sdpa": "checks errors torch.attention torch.checks",
     "torch.arrays": "workspace torch.dtypes",
-    "torch.attention": "checks errors foreign_names options torch.autocast"
-    " torch.checks"
+    "torch.attention": "array_types checks errors foreign_names options"
+    " torch.autocast torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing"
     " torch.transforms",
     "torch.autocast": "errors",
@@ -231,7 +233,6 @@ LAW = {
     "jax.arrays": "errors settings",
     "jax.merging": "foreign_names settings validate jax.arrays",
     "jax.rotary": "foreign_names problem settings validate jax.arrays",
-    "jax.types": "",
     "jax.calls": "checks errors options plan problem validate"
     " validate_derivatives jax.arrays",
     "jax.primitives": "errors jax.arrays jax.calls",
@@ -242,8 +243,8 @@ LAW = {
     "jax.machine": "api backends.base",
     "jax.cuda": "execute options problem runner backends.base jax.arrays"
     " jax.calls jax.machine jax.primitives jax.recording",
-    "jax.attention": "foreign_names options problem settings validate"
-    " jax.arrays jax.batching jax.calls jax.cpu jax.cuda jax.derivatives"
+    "jax.attention": "array_types foreign_names options problem settings"
+    " validate jax.arrays jax.batching jax.calls jax.cpu jax.cuda jax.derivatives"
     " jax.primitives",
     "__init__": "errors api api_derivatives api_vjp build.warmup builders"
     " emulator reference _checkout _version",
