@@ -93,7 +93,7 @@ def forward(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -274,8 +274,8 @@ def forward(
     >>> out.shape, lse.shape
     ((2, 16, 4, 8), (2, 4, 16))
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.forward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.forward", unknown, positional)
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
@@ -372,7 +372,7 @@ def backward(
     v: Any,
     out: Any,
     lse: Any,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -456,6 +456,7 @@ def backward(
     See Also
     --------
     forward
+    vjp : both, with the options given once.
 
     Notes
     -----
@@ -482,8 +483,8 @@ def backward(
     >>> dq.shape, dk.shape, dv.shape
     ((16, 8), (16, 8), (16, 8))
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.backward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.backward", unknown, positional)
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
     given |= {name: x for name, x in optional.items() if x is not None}
@@ -588,7 +589,7 @@ def forward_kvcache(
     q: Any,
     k_cache: Any,
     v_cache: Any,
-    *,
+    *positional: NoReturn,
     k_new: Any = None,
     v_new: Any = None,
     cache_seqlens: Any = None,
@@ -765,8 +766,10 @@ def forward_kvcache(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True)[:, -1:])
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.forward_kvcache", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.forward_kvcache", unknown, positional
+        )
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -927,7 +930,7 @@ def apply_rotary(
     x: Any,
     cos: Any,
     sin: Any,
-    *,
+    *positional: NoReturn,
     positions: Any = None,
     interleaved: bool = False,
     inverse: bool = False,
@@ -1002,8 +1005,10 @@ def apply_rotary(
     >>> np.allclose(back, x)
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.apply_rotary", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.apply_rotary", unknown, positional
+        )
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions

@@ -19,7 +19,7 @@ def jvp(
     q_dot: Any,
     k_dot: Any,
     v_dot: Any,
-    *,
+    *positional: NoReturn,
     bias_dot: Any = None,
     sink_dot: Any = None,
     scale: float | None = None,
@@ -120,8 +120,8 @@ def jvp(
     >>> np.allclose(out_dot, (ahead - behind) / (2 * h))
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.jvp", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.jvp", unknown, positional)
     tangents = {
         "q_dot": q_dot, "k_dot": k_dot, "v_dot": v_dot, "bias_dot": bias_dot,
         "sink_dot": sink_dot,
@@ -177,7 +177,7 @@ def double_backward(
     v: Any,
     out: Any,
     lse: Any,
-    *,
+    *positional: NoReturn,
     ddbias: Any = None,
     ddsink: Any = None,
     dlse: Any = None,
@@ -293,8 +293,10 @@ def double_backward(
     >>> d2q.shape, d2k.shape, d2v.shape, ddout.shape
     ((16, 8), (16, 8), (16, 8), (16, 8))
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.double_backward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.double_backward", unknown, positional
+        )
     cotangents = {
         "ddq": ddq, "ddk": ddk, "ddv": ddv, "ddbias": ddbias,
         "ddsink": ddsink, "dlse": dlse,

@@ -191,7 +191,7 @@ def vjp(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -272,8 +272,8 @@ def vjp(
     ((16, 8), (16, 8), (16, 8))
     >>> dq, dk, dv = gradients
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.vjp", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.vjp", unknown, positional)
     options = {
         "scale": scale,
         "causal": causal,

@@ -20,9 +20,12 @@ def window(name: str, given: Any) -> tuple[int | None, int | None]:
     if given is None:
         return (None, None)
     if not isinstance(given, (tuple, list)) or len(given) != 2:
+        advice = ""
+        if isinstance(given, numbers.Integral):
+            advice = f": pass ({given}, 0) for keys before the query"
         raise DTypeError(
             f"{name} is {in_words(given)}, expected (left, right), each an "
-            "int, or None for no bound"
+            f"int, or None for no bound{advice}"
         )
     for bound in given:
         if bound is None:
@@ -109,6 +112,11 @@ def length(name: str, given: Any) -> int:
 
 def seed(name: str, given: Any) -> int:
     """A seed of dropout."""
+    if hasattr(given, "integers"):  # a generator of NumPy
+        raise DTypeError(
+            f"{name} is {in_words(given)}, expected an int: pass "
+            f"int({name}.integers(2**63))"
+        )
     return whole(name, given, 0, 2**64 - 1)
 
 

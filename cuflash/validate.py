@@ -164,7 +164,8 @@ def _place(call: str, name: str, array: Any) -> Literal["cpu", "cuda"]:
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedError(
                 f"{name} is a {type_name(array)}, expected a plain array: "
-                "its mask would be ignored"
+                f"its mask would be ignored (pass {name}.filled(0), and hide "
+                "keys with mask)"
             )
         return "cpu"
     cupy = sys.modules.get("cupy")
@@ -202,6 +203,11 @@ def _place(call: str, name: str, array: Any) -> Literal["cpu", "cuda"]:
             f"{name} is of type {type_name(array)}, expected an array: pass "
             f"np.asarray({name}), or of arrays on a CUDA device "
             f"cupy.asarray({name})"
+        )
+    if isinstance(array, float):
+        raise DTypeError(
+            f"{name} is {in_words(array)}, expected an array: pass one of its "
+            f"shape, such as np.full(shape, {array})"
         )
     raise DTypeError(
         f"{name} is of type {type_name(array)}, expected an array: NumPy, "
@@ -870,8 +876,18 @@ class Arrays:
             raise ShapeError(
                 f"{name} has {axes_in_words(got)}, expected {expected} as "
                 f"{self.first} has {self.rank} "
-                f"{self.words(self.first, name)}"
+                f"{self.words(self.first, name)}{self._other_array(name)}"
             )
+
+    def _other_array(self, name: str) -> str:
+        """Advice where another array was passed as `name`."""
+        if _is_lse(name) and self.shapes[name] == self.shapes[self.first]:
+            return f": pass {name} as forward returns it with return_lse=True"
+        batch = self.shapes[self.first][:1]
+        is_lse = self.rank == 4 and self.shapes[name][:1] == batch
+        if name == "out" and "dout" in self.shapes and is_lse:
+            return ": the order is dout, q, k, v, out, lse"
+        return ""
 
     def _full(self, name: str, shape: tuple) -> tuple:
         """A shape, or strides, in full rank; inserted axes have 1."""
@@ -1021,7 +1037,9 @@ def check_offsets(
     before = 0
     for index, value in enumerate(values):
         if index == 0:
-            expected = None if value == 0 else "0"
+            expected = None
+            if value:
+                expected = "0 (of lengths, pass cuflash.cu_seqlens(lengths))"
         elif value < before:
             expected = f"at least {before}, the one before"
         elif value > total:

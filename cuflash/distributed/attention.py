@@ -19,7 +19,7 @@ def forward(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *positional: NoReturn,
     group: Group,
     causal: bool = False,
     layout: str = "zigzag",
@@ -112,8 +112,10 @@ def forward(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True))
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.distributed.forward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.distributed.forward", unknown, positional
+        )
     request = arguments.check(
         "forward",
         {"q": q, "k": k, "v": v},
@@ -147,7 +149,7 @@ def backward(
     v: Any,
     out: Any,
     lse: Any,
-    *,
+    *positional: NoReturn,
     group: Group,
     causal: bool = False,
     layout: str = "zigzag",
@@ -189,8 +191,10 @@ def backward(
     A rank computes the gradients of the keys of one rank after the other and
     sends them back, in the dtype of k; their owner adds them in float32.
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.distributed.backward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.distributed.backward", unknown, positional
+        )
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse

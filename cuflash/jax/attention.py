@@ -61,7 +61,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -157,8 +157,10 @@ def attention(
     >>> dq.shape
     (2, 16, 4, 8)
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.jax.attention", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.jax.attention", unknown, positional
+        )
     settings.check()
     arrays = {
         "q": q,

@@ -19,7 +19,7 @@ def apply_rotary(
     x: jax.typing.ArrayLike,
     cos: jax.typing.ArrayLike,
     sin: jax.typing.ArrayLike,
-    *,
+    *positional: NoReturn,
     positions: jax.typing.ArrayLike | None = None,
     interleaved: bool = False,
     inverse: bool = False,
@@ -66,8 +66,10 @@ def apply_rotary(
     >>> cuflash.jax.apply_rotary(x, jnp.cos(angles), jnp.sin(angles)).shape
     (2, 16, 4, 8)
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.jax.apply_rotary", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.jax.apply_rotary", unknown, positional
+        )
     settings.check()
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:

@@ -60,7 +60,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -153,8 +153,10 @@ def attention(
     >>> out.shape
     torch.Size([2, 16, 4, 8])
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.torch.attention", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.torch.attention", unknown, positional
+        )
     given = None
     # Fast path: no options given.
     if not (

@@ -62,7 +62,7 @@ def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *positional: NoReturn,
     group: distributed.Group,
     causal: bool = False,
     layout: str = "zigzag",
@@ -106,9 +106,9 @@ def distributed_attention(
         As `cuflash.distributed.forward` does; UnsupportedError for second
         derivatives.
     """
-    if unknown:
+    if unknown or positional:
         raise foreign_names.unexpected(
-            "cuflash.torch.distributed_attention", unknown
+            "cuflash.torch.distributed_attention", unknown, positional
         )
     check_tensors({"q": q, "k": k, "v": v})
     options = {

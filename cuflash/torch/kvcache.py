@@ -55,7 +55,7 @@ def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    *,
+    *positional: NoReturn,
     k_new: torch.Tensor | None = None,
     v_new: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
@@ -138,9 +138,9 @@ def forward_kvcache(
     >>> torch.allclose(out, v_new)
     True
     """
-    if unknown:
+    if unknown or positional:
         raise foreign_names.unexpected(
-            "cuflash.torch.forward_kvcache", unknown
+            "cuflash.torch.forward_kvcache", unknown, positional
         )
     if not torch.compiler.is_compiling():
         cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)

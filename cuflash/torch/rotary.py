@@ -28,7 +28,7 @@ def apply_rotary(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *,
+    *positional: NoReturn,
     positions: torch.Tensor | None = None,
     interleaved: bool = False,
     inverse: bool = False,
@@ -76,8 +76,10 @@ def apply_rotary(
     >>> cuflash.torch.apply_rotary(x, angles.cos(), angles.sin()).shape
     torch.Size([2, 16, 4, 8])
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.torch.apply_rotary", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.torch.apply_rotary", unknown, positional
+        )
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions

@@ -244,8 +244,8 @@ LAW = {
     "jax.cuda": "execute options problem runner backends.base jax.arrays"
     " jax.calls jax.machine jax.primitives jax.recording",
     "jax.attention": "array_types foreign_names options problem settings"
-    " validate jax.arrays jax.batching jax.calls jax.cpu jax.cuda jax.derivatives"
-    " jax.primitives",
+    " validate jax.arrays jax.batching jax.calls jax.cpu jax.cuda"
+    " jax.derivatives jax.primitives",
     "__init__": "errors api api_derivatives api_vjp build.warmup builders"
     " emulator reference _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

@@ -75,7 +75,6 @@ def test_the_base_call_is_valid(call):
 
 NO_ARRAYS = [
     (None, "NoneType"),
-    (1.5, "float"),
     ("text", "str"),
     (np.float32(1), "numpy.float32"),
 ]
@@ -102,7 +101,31 @@ def test_a_list(call, name, given):
 
 def test_out_that_is_no_array():
     text = complaint(DTypeError, "forward", out=0.0)
-    assert text.startswith("out is of type float, expected an array:")
+    assert text == (
+        "out is 0.0 of type float, expected an array: pass one of its shape, "
+        "such as np.full(shape, 0.0)"
+    )
+
+
+def test_arguments_in_another_order():
+    q, k, v, out, lse, dout = (
+        zeros(x) for x in ("q", "k", "v", "out", "lse", "dout")
+    )
+    with pytest.raises(ShapeError, match="the order is dout, q, k, v, out"):
+        cuflash.backward(q, k, v, out, lse, dout)
+    with pytest.raises(ShapeError, match="as forward returns it with return_"):
+        cuflash.merge_states(out, out)
+    turned = lse.swapaxes(1, 2)
+    with pytest.raises(ShapeError, match=r": pass lse.swapaxes\(-1, -2\)$"):
+        cuflash.backward(dout, q, k, v, out, turned)
+
+
+def test_states_that_are_no_pairs():
+    out, lse = zeros("out"), zeros("lse")
+    with pytest.raises(DTypeError, match="got 3 arrays, expected out_a, lse"):
+        cuflash.merge_states(out, lse, out)
+    with pytest.raises(DTypeError, match=r"write merge_states\(\*a, \*b\)"):
+        cuflash.merge_states((out, lse), (out, lse))
 
 
 @every_argument_and_out
@@ -110,7 +133,8 @@ def test_masked_array(call, name):
     masked = np.ma.zeros(SHAPES[name], np.float32)
     assert complaint(UnsupportedError, call, **{name: masked}) == (
         f"{name} is a numpy.ma.MaskedArray, expected a plain array: its "
-        "mask would be ignored"
+        f"mask would be ignored (pass {name}.filled(0), and hide keys with "
+        "mask)"
     )
 
 

@@ -44,3 +44,10 @@ def test_the_error_names_ours(module, call):
     words = f"{call}() got an unexpected keyword argument {name!r}: {cure}"
     with pytest.raises(TypeError, match=re.escape(words)):
         function(*needed, **others, **{name: None})
+
+
+@pytest.mark.parametrize("module", [cuflash.torch, cuflash.jax])
+def test_options_without_a_name(module):
+    words = "takes 3 arguments without a name (x, cos, sin), got 4: name the"
+    with pytest.raises(TypeError, match=re.escape(words)):
+        module.apply_rotary(None, None, None, None)
