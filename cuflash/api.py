@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         NumPyArray,
         RotaryOptions,
     )
-    from .backends.base import Backend, Runner
+    from .backends.base import Runner
 
 __all__ = [
     "apply_rotary",
@@ -321,6 +321,7 @@ def forward(
     )
     check_offsets(call)
     result, lse = runner.forward(call)
+    runner.finish()
     result = strip(result, call.rank) if out is None else out
     return (result, strip_lse(lse, call.rank)) if return_lse else result
 
@@ -532,6 +533,7 @@ def backward(
     )
     check_offsets(call)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
+    runner.finish()
     return (
         strip(new_dq, call.rank) if dq is None else dq,
         strip(new_dk, call.rank) if dk is None else dk,
@@ -814,6 +816,7 @@ def forward_kvcache(
     if _reads_values(q):
         validate_kvcache.values(call)
     result, lse = runner.forward_kvcache(call)
+    runner.finish()
     result = strip(result, rank) if out is None else out
     return (result, strip_lse(lse, rank)) if return_lse else result
 
@@ -900,10 +903,13 @@ def merge_states(
         given = tuple(arrays.values())
         size = 2 * MOST_STATES
         groups = (given[i : i + size] for i in range(0, len(given), size))
-        return merge_states(
+        merged = merge_states(
             *itertools.chain(*(merge_states(*x) for x in groups))
         )
+        runner.finish()
+        return merged
     out, lse = runner.merge_states(call)
+    runner.finish()
     return strip(out, call.rank), strip_lse(lse, call.rank)
 
 
@@ -1021,6 +1027,7 @@ def apply_rotary(
     if _reads_values(call.options.get("positions")):
         validate.positions(call)
     result = runner.apply_rotary(call)
+    runner.finish()
     return strip(result, call.rank) if out is None else out
 
 
@@ -1061,7 +1068,8 @@ def open_arrays(
     """The runner for the arrays' device, and the arrays in its library.
 
     `call` names the call, for messages (`hints`). `written` tells which
-    arrays, if given, must be writable, and for what.
+    arrays, if given, must be writable, and for what. Call the runner's
+    `finish` when all of a call is queued.
     """
     settings.check()
     device = validate.device_of(call, **given)
@@ -1084,7 +1092,9 @@ def open_arrays(
         for name, x in given.items()
     }
     first = next(iter(arrays.values()))
-    return _kernels()(cupy.backend_of(first)), arrays
+    lent = [(x, arrays[n]) for n, x in given.items() if x is not arrays[n]]
+    finish = functools.partial(cupy.give_back, lent) if lent else None
+    return _kernels()(cupy.backend_of(first), finish), arrays
 
 
 # Imported by the first call that needs them, to keep `import cuflash` fast.
@@ -1092,7 +1102,7 @@ def open_arrays(
 
 
 @functools.cache
-def _kernels() -> Callable[[Backend], Runner]:
+def _kernels() -> Callable[..., Runner]:
     """The class that runs calls on a backend."""
     from .runner import Kernels
 

@@ -159,6 +159,7 @@ def jvp(
     )
     check_offsets(call)
     out, lse, out_dot, lse_dot = runner.jvp(call)
+    runner.finish()
     out, out_dot = strip(out, call.rank), strip_each(out_dot, call)
     if not return_lse:
         return out, out_dot
@@ -337,6 +338,7 @@ def double_backward(
     )
     check_offsets(call)
     results = runner.double_backward(call)
+    runner.finish()
     stripped = [strip(x, call.rank) for x in results[:4]]
     others = list(results[4:])
     if return_ddlse:

@@ -136,6 +136,7 @@ def forward(
     spread = heads.spread(given, [of_q, of_k, of_k])
     results = ring.forward(own, *spread)
     out, lse = heads.collect(results, [of_q, of_q], [ROWS, LSE])
+    request.finish()
     group.confirm()
     result = strip(out, request.rank)
     return (result, strip_lse(lse, request.rank)) if return_lse else result
@@ -221,6 +222,7 @@ def backward(
     lses = heads.spread(of_rows, [of_q] * len(of_rows), LSE)
     gradients = ring.backward(own, *spread, *lses)
     dq, dk, dv = heads.collect(gradients, [of_q, of_k, of_k], [ROWS] * 3)
+    request.finish()
     group.confirm()
     rank = request.rank
     return strip(dq, rank), strip(dk, rank), strip(dv, rank)
