@@ -100,7 +100,7 @@ def scaled_dot_product_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        given = {n: _cast(n, x, query, dtype) for n, x in given.items()}
+        given = {name: _cast(name, x, dtype) for name, x in given.items()}
         with torch.autocast(device, enabled=False):
             return _attention(
                 **given, dropout_p=dropout_p, is_causal=is_causal,
@@ -112,9 +112,7 @@ def scaled_dot_product_attention(
     )  # fmt: skip
 
 
-def _cast(
-    name: str, x: torch.Tensor, query: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _cast(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What autocast makes of a tensor: float64 and integers stay."""
     if not x.is_floating_point() or x.dtype is torch.float64:
         return x

@@ -79,6 +79,16 @@ def test_no_queries_or_keys(sizes, is_causal):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("lead", [(0, 4), (2, 0), (0, 2, 4)])
+def test_no_sequences_or_heads(lead):
+    mask = torch.ones(lead[-2:-1] + (1, L, S)) > 0
+    for options in ({"is_causal": True}, {"attn_mask": mask}):
+        got, want = (
+            results(f, inputs(*lead), **options) for f in (ours, math)
+        )
+        assert [x.shape for x in got] == [x.shape for x in want]
+
+
 # Masks -------------------------------------------------------------------
 
 SHAPES = [
