@@ -117,11 +117,14 @@ def test_torch_waits_before_it_uses_memory_again(cp, torch, outside):
         keep_busy(cp)
         out = target if outside else None
         got = cuflash.forward(*given, out=out)
-        sizes = [x.shape for x in given]
+        shapes = [x.shape for x in given]
         del given
-        for size in sizes:
-            torch.full(size, torch.nan, device="cuda", dtype=torch.float16)
-        got = got.clone() if outside else cp.asarray(got)
+        filled = [
+            torch.full(shape, torch.nan, device="cuda", dtype=torch.float16)
+            for shape in shapes
+        ]
+        got = got.clone() if outside else got
+        del filled
     torch.cuda.synchronize()
     assert_bitwise(cp.asnumpy(cp.asarray(got)), want, "out")
 

@@ -16,8 +16,8 @@ OTHER = 88  # a stream that is not CuPy's current one
 class Foreign:
     """Another library's array: DLPack."""
 
-    def __init__(self, shape=SHAPE):
-        self.array = ndarray(shape, "float16")
+    def __init__(self, shape=SHAPE, dtype="float16"):
+        self.array = ndarray(shape, dtype)
 
     def __dlpack__(self, **_):
         raise AssertionError
@@ -67,10 +67,38 @@ def test_torchs_stream_waits_for_the_kernels(fake, monkeypatch):
     cuflash.forward(Foreign(), Foreign(), Foreign(), out=out)
     assert queued(fake) == ["launch", "record", "wait"]
     assert fake.log[1:] == [("record", STREAM), ("wait", OTHER)]
-    fake.log.clear()
-    lse = ndarray((2, 4, 300), "float32")
-    cuflash.backward(*(Foreign() for _ in range(4)), out, lse)
-    assert queued(fake)[-2:] == ["record", "wait"]
+
+
+def many(number):
+    return [Foreign() for _ in range(number)]
+
+
+def lse():
+    return Foreign((2, 4, 300), "float32")
+
+
+CALLS = {
+    "backward": lambda: cuflash.backward(*many(5), lse()),
+    "jvp": lambda: cuflash.jvp(*many(6)),
+    "double_backward": lambda: cuflash.double_backward(*many(8), lse()),
+    "merge_states": lambda: cuflash.merge_states(
+        Foreign(), lse(), Foreign(), lse()
+    ),
+    "apply_rotary": lambda: cuflash.apply_rotary(
+        Foreign(), *(Foreign((300, 32)) for _ in range(2))
+    ),
+    "forward_kvcache": lambda: cuflash.forward_kvcache(
+        *many(3), cache_seqlens=Foreign((2,), "int32")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_waits_after_each_call(fake, monkeypatch, name):
+    let_torch_work_on(monkeypatch, OTHER)
+    CALLS[name]()
+    assert "launch" in queued(fake) or "overlapping" in queued(fake)
+    assert fake.log[-2:] == [("record", STREAM), ("wait", OTHER)]
 
 
 @pytest.mark.parametrize("kind", ["CuPy's", "torch's", "Numba's"])
