@@ -147,7 +147,8 @@ def tensor(name: str, given: Any, layout: str) -> Any:
 
 def sizes_are_tensors() -> bool:
     """Whether sizes cannot be checked: torch.jit.trace records them."""
-    return torch.jit.is_tracing()  # which compilers know
+    # Compilers do not know the second.
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
 def one_each(name: str, given: Any, sequences: int) -> Any:
