@@ -5,9 +5,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
 import numpy as np  # noqa: E402
-from torch_data import tensors  # noqa: E402
+from torch_data import assert_equal, packed_tensors, tensors  # noqa: E402
 
 import cuflash.torch  # noqa: E402
+from cuflash import flash_attn  # noqa: E402
 from cuflash.torch import apply_rotary, attention, forward_kvcache  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -73,3 +74,24 @@ def test_one_length_for_all(length):
 def test_a_length_that_is_no_integer():
     with pytest.raises(TypeError, match=r"pass int\(cache_seqlens\)"):
         cuflash.torch.forward_kvcache(Q, K, V, cache_seqlens=3.0)
+
+
+def test_gradients_of_packed_sequences():
+    inputs, given = packed_tensors(torch.float32, requires_grad=True)
+    wide = {name: x.long() for name, x in given.items()}
+    got, expected = (
+        torch.autograd.grad(attention(*inputs, **x).sum(), inputs)
+        for x in (wide, given)
+    )
+    assert_equal(got, expected)
+
+
+def test_pages_of_flash_attn():
+    lengths, pages = torch.tensor([3, 6]), torch.tensor([[1], [0]])
+    got, expected = (
+        flash_attn.flash_attn_with_kvcache(
+            Q, K, V, cache_seqlens=x, block_table=y
+        )
+        for x, y in ((lengths, pages), (lengths.int(), pages.int()))
+    )
+    assert_equal([got], [expected])
