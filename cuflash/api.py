@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import numpy as np
 
@@ -23,7 +23,17 @@ from .errors import CuflashError, DTypeError, UnsupportedError
 from .problem import MOST_STATES, strip, strip_lse
 
 if TYPE_CHECKING:
-    from .backends.base import Backend, Runner
+    from typing_extensions import Unpack
+
+    from .array_types import (
+        Array,
+        BackwardOptions,
+        ForwardOptions,
+        KVCacheOptions,
+        NumPyArray,
+        RotaryOptions,
+    )
+    from .backends.base import Runner
 
 __all__ = [
     "apply_rotary",
@@ -34,12 +44,56 @@ __all__ = [
 ]
 
 
+@overload
+def forward(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def forward(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[ForwardOptions],
+) -> Any: ...
+
+
 @foreign_names.our_names("cuflash.forward")
 def forward(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -220,8 +274,8 @@ def forward(
     >>> out.shape, lse.shape
     ((2, 16, 4, 8), (2, 4, 16))
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.forward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.forward", unknown, positional)
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
@@ -253,7 +307,7 @@ def forward(
             },
             given,
         )
-    runner, arrays = open_arrays(given, _OUT)
+    runner, arrays = open_arrays("forward", given, _OUT)
     call = validate.forward(
         **arrays,
         **asked,
@@ -267,8 +321,48 @@ def forward(
     )
     check_offsets(call)
     result, lse = runner.forward(call)
+    runner.finish()
     result = strip(result, call.rank) if out is None else out
     return (result, strip_lse(lse, call.rank)) if return_lse else result
+
+
+@overload
+def backward(
+    dout: NumPyArray,
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    out: NumPyArray,
+    lse: NumPyArray,
+    **options: Unpack[BackwardOptions],
+) -> tuple[NumPyArray, NumPyArray, NumPyArray]: ...
+
+
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Any, Any, Any]: ...
+
+
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Any, ...]: ...
 
 
 @foreign_names.our_names("cuflash.backward")
@@ -279,7 +373,7 @@ def backward(
     v: Any,
     out: Any,
     lse: Any,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -363,6 +457,7 @@ def backward(
     See Also
     --------
     forward
+    vjp : both, with the options given once.
 
     Notes
     -----
@@ -389,8 +484,8 @@ def backward(
     >>> dq.shape, dk.shape, dv.shape
     ((16, 8), (16, 8), (16, 8))
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.backward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.backward", unknown, positional)
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
     given |= {name: x for name, x in optional.items() if x is not None}
@@ -425,7 +520,7 @@ def backward(
             },
             given,
         )
-    runner, arrays = open_arrays(given, _GRADIENTS)
+    runner, arrays = open_arrays("backward", given, _GRADIENTS)
     call = validate.backward(
         **arrays,
         **asked,
@@ -438,6 +533,7 @@ def backward(
     )
     check_offsets(call)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
+    runner.finish()
     return (
         strip(new_dq, call.rank) if dq is None else dq,
         strip(new_dk, call.rank) if dk is None else dk,
@@ -446,12 +542,56 @@ def backward(
     )
 
 
+@overload
+def forward_kvcache(
+    q: NumPyArray,
+    k_cache: NumPyArray,
+    v_cache: NumPyArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[KVCacheOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def forward_kvcache(
+    q: NumPyArray,
+    k_cache: NumPyArray,
+    v_cache: NumPyArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KVCacheOptions],
+) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def forward_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KVCacheOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def forward_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[KVCacheOptions],
+) -> Any: ...
+
+
 @foreign_names.our_names("cuflash.forward_kvcache")
 def forward_kvcache(
     q: Any,
     k_cache: Any,
     v_cache: Any,
-    *,
+    *positional: NoReturn,
     k_new: Any = None,
     v_new: Any = None,
     cache_seqlens: Any = None,
@@ -628,8 +768,10 @@ def forward_kvcache(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True)[:, -1:])
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.forward_kvcache", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.forward_kvcache", unknown, positional
+        )
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -654,7 +796,8 @@ def forward_kvcache(
         given["cache_seqlens"] = None
     given = {name: x for name, x in given.items() if x is not None}
     writes = k_new is not None or v_new is not None
-    runner, arrays = open_arrays(given, _CACHES if writes else _OUT)
+    written = _CACHES if writes else _OUT
+    runner, arrays = open_arrays("forward_kvcache", given, written)
     rank = arrays["q"].ndim
     arrays = validate_kvcache.with_batch(arrays)
     if "cache_seqlens" not in given:
@@ -673,8 +816,21 @@ def forward_kvcache(
     if _reads_values(q):
         validate_kvcache.values(call)
     result, lse = runner.forward_kvcache(call)
+    runner.finish()
     result = strip(result, rank) if out is None else out
     return (result, strip_lse(lse, rank)) if return_lse else result
+
+
+@overload
+def merge_states(
+    out_a: NumPyArray, lse_a: NumPyArray, *more: NumPyArray
+) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def merge_states(
+    out_a: Array, lse_a: Array, *more: Array
+) -> tuple[Any, Any]: ...
 
 
 @foreign_names.our_names("cuflash.merge_states")
@@ -741,17 +897,38 @@ def merge_states(
     if unknown:
         raise foreign_names.unexpected("cuflash.merge_states", unknown)
     states = validate.states_of((out_a, lse_a, *more))
-    runner, arrays = open_arrays(states)
+    runner, arrays = open_arrays("merge_states", states)
     call = validate.merge_states(**arrays)
     if call.problem.num_states > MOST_STATES:
         given = tuple(arrays.values())
         size = 2 * MOST_STATES
         groups = (given[i : i + size] for i in range(0, len(given), size))
-        return merge_states(
+        merged = merge_states(
             *itertools.chain(*(merge_states(*x) for x in groups))
         )
+        runner.finish()
+        return merged
     out, lse = runner.merge_states(call)
+    runner.finish()
     return strip(out, call.rank), strip_lse(lse, call.rank)
+
+
+@overload
+def apply_rotary(
+    x: NumPyArray,
+    cos: NumPyArray,
+    sin: NumPyArray,
+    **options: Unpack[RotaryOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def apply_rotary(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    **options: Unpack[RotaryOptions],
+) -> Any: ...
 
 
 @foreign_names.our_names("cuflash.apply_rotary")
@@ -759,7 +936,7 @@ def apply_rotary(
     x: Any,
     cos: Any,
     sin: Any,
-    *,
+    *positional: NoReturn,
     positions: Any = None,
     interleaved: bool = False,
     inverse: bool = False,
@@ -834,20 +1011,23 @@ def apply_rotary(
     >>> np.allclose(back, x)
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.apply_rotary", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.apply_rotary", unknown, positional
+        )
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions
     if out is not None:
         given["out"] = out
-    runner, arrays = open_arrays(given, _OUT)
+    runner, arrays = open_arrays("apply_rotary", given, _OUT)
     call = validate.apply_rotary(
         **arrays, interleaved=interleaved, inverse=inverse
     )
     if _reads_values(call.options.get("positions")):
         validate.positions(call)
     result = runner.apply_rotary(call)
+    runner.finish()
     return strip(result, call.rank) if out is None else out
 
 
@@ -881,14 +1061,18 @@ _CACHES = {**_OUT, "k_cache": "k_new", "v_cache": "v_new"}
 
 
 def open_arrays(
-    given: dict[str, Any], written: Mapping[str, str] | None = None
+    call: str,
+    given: dict[str, Any],
+    written: Mapping[str, str] | None = None,
 ) -> tuple[Runner, dict[str, Any]]:
     """The runner for the arrays' device, and the arrays in its library.
 
-    `written` tells which arrays, if given, must be writable, and for what.
+    `call` names the call, for messages (`hints`). `written` tells which
+    arrays, if given, must be writable, and for what. Call the runner's
+    `finish` when all of a call is queued.
     """
     settings.check()
-    device = validate.device_of(**given)
+    device = validate.device_of(call, **given)
     for name, receives in (written or {}).items():
         if name in given:
             validate.writable(name, given[name], receives)
@@ -908,7 +1092,9 @@ def open_arrays(
         for name, x in given.items()
     }
     first = next(iter(arrays.values()))
-    return _kernels()(cupy.backend_of(first)), arrays
+    lent = [(x, arrays[n]) for n, x in given.items() if x is not arrays[n]]
+    finish = functools.partial(cupy.give_back, lent) if lent else None
+    return _kernels()(cupy.backend_of(first), finish), arrays
 
 
 # Imported by the first call that needs them, to keep `import cuflash` fast.
@@ -916,7 +1102,7 @@ def open_arrays(
 
 
 @functools.cache
-def _kernels() -> Callable[[Backend], Runner]:
+def _kernels() -> Callable[..., Runner]:
     """The class that runs calls on a backend."""
     from .runner import Kernels
 

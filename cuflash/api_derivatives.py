@@ -19,7 +19,7 @@ def jvp(
     q_dot: Any,
     k_dot: Any,
     v_dot: Any,
-    *,
+    *positional: NoReturn,
     bias_dot: Any = None,
     sink_dot: Any = None,
     scale: float | None = None,
@@ -120,8 +120,8 @@ def jvp(
     >>> np.allclose(out_dot, (ahead - behind) / (2 * h))
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.jvp", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.jvp", unknown, positional)
     tangents = {
         "q_dot": q_dot, "k_dot": k_dot, "v_dot": v_dot, "bias_dot": bias_dot,
         "sink_dot": sink_dot,
@@ -146,7 +146,7 @@ def jvp(
         },
         given,
     )
-    runner, arrays = open_arrays(given)
+    runner, arrays = open_arrays("jvp", given)
     call = validate_derivatives.jvp(
         **arrays,
         **asked,
@@ -159,6 +159,7 @@ def jvp(
     )
     check_offsets(call)
     out, lse, out_dot, lse_dot = runner.jvp(call)
+    runner.finish()
     out, out_dot = strip(out, call.rank), strip_each(out_dot, call)
     if not return_lse:
         return out, out_dot
@@ -177,7 +178,7 @@ def double_backward(
     v: Any,
     out: Any,
     lse: Any,
-    *,
+    *positional: NoReturn,
     ddbias: Any = None,
     ddsink: Any = None,
     dlse: Any = None,
@@ -293,8 +294,10 @@ def double_backward(
     >>> d2q.shape, d2k.shape, d2v.shape, ddout.shape
     ((16, 8), (16, 8), (16, 8), (16, 8))
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.double_backward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.double_backward", unknown, positional
+        )
     cotangents = {
         "ddq": ddq, "ddk": ddk, "ddv": ddv, "ddbias": ddbias,
         "ddsink": ddsink, "dlse": dlse,
@@ -319,7 +322,7 @@ def double_backward(
         },
         {**given, **_there(cotangents)},
     )
-    runner, arrays = open_arrays(given)
+    runner, arrays = open_arrays("double_backward", given)
     call = validate_derivatives.double_backward(
         **arrays,
         **asked,
@@ -335,6 +338,7 @@ def double_backward(
     )
     check_offsets(call)
     results = runner.double_backward(call)
+    runner.finish()
     stripped = [strip(x, call.rank) for x in results[:4]]
     others = list(results[4:])
     if return_ddlse:

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    TypeVar,
+    overload,
+)
 
 from . import foreign_names
 from .api import backward, forward
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .array_types import Array, NumPyArray, VjpOptions
+
 __all__ = ["Gradients", "Vjp", "vjp"]
+
+_Array = TypeVar("_Array")
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(Generic[_Array]):
     """The gradients of a loss, by name.
 
     It unpacks as the result of `backward` does: ``dq, dk, dv = gradients``,
@@ -28,18 +43,18 @@ class Gradients:
         were not given, or not asked for.
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any = None
-    dsink: Any = None
+    dq: _Array
+    dk: _Array
+    dv: _Array
+    dbias: _Array | None = None
+    dsink: _Array | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[_Array]:
         yield from (self.dq, self.dk, self.dv)
         yield from (x for x in (self.dbias, self.dsink) if x is not None)
 
 
-class Vjp:
+class Vjp(Generic[_Array]):
     """The function that `vjp` returns: from dout to the gradients.
 
     It holds the arrays that the backward pass needs, not copies of them, and
@@ -64,7 +79,7 @@ class Vjp:
         dv: Any = None,
         return_dbias: bool | None = None,
         return_dsink: bool | None = None,
-    ) -> Gradients:
+    ) -> Gradients[_Array]:
         """The gradients of a loss whose gradient with respect to out is dout.
 
         Parameters
@@ -116,12 +131,67 @@ class Vjp:
         )
 
 
+@overload
+def vjp(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VjpOptions],
+) -> tuple[NumPyArray, Vjp[NumPyArray]]: ...
+
+
+@overload
+def vjp(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VjpOptions],
+) -> tuple[NumPyArray, NumPyArray, Vjp[NumPyArray]]: ...
+
+
+@overload
+def vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VjpOptions],
+) -> tuple[Any, Vjp[Any]]: ...
+
+
+@overload
+def vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VjpOptions],
+) -> tuple[Any, Any, Vjp[Any]]: ...
+
+
+@overload
+def vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool,
+    **options: Unpack[VjpOptions],
+) -> tuple[Any, ...]: ...
+
+
 @foreign_names.our_names("cuflash.vjp")
 def vjp(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -202,8 +272,8 @@ def vjp(
     ((16, 8), (16, 8), (16, 8))
     >>> dq, dk, dv = gradients
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.vjp", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected("cuflash.vjp", unknown, positional)
     options = {
         "scale": scale,
         "causal": causal,
@@ -233,5 +303,5 @@ def vjp(
         num_splits=num_splits,
         return_lse=True,
     )
-    pullback = Vjp((q, k, v, out, lse), options)
+    pullback: Vjp[Any] = Vjp((q, k, v, out, lse), options)
     return (out, lse, pullback) if return_lse else (out, pullback)

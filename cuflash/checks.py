@@ -20,9 +20,12 @@ def window(name: str, given: Any) -> tuple[int | None, int | None]:
     if given is None:
         return (None, None)
     if not isinstance(given, (tuple, list)) or len(given) != 2:
+        advice = ""
+        if isinstance(given, numbers.Integral):
+            advice = f": pass ({given}, 0) for keys before the query"
         raise DTypeError(
             f"{name} is {in_words(given)}, expected (left, right), each an "
-            "int, or None for no bound"
+            f"int, or None for no bound{advice}"
         )
     for bound in given:
         if bound is None:
@@ -68,7 +71,9 @@ def dropout(name: str, given: Any) -> float:
 def real(name: str, x: Any) -> float:
     """A finite real number."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise DTypeError(f"{name} is {in_words(x)}, expected a real number")
+        raise DTypeError(
+            f"{name} is {in_words(x)}, expected a real number{_item(name, x)}"
+        )
     try:
         value = float(x)
     except OverflowError:  # an int beyond float64
@@ -81,7 +86,9 @@ def real(name: str, x: Any) -> float:
 def whole(name: str, x: Any, low: int, high: int) -> int:
     """An int from low to high."""
     if isinstance(x, bool) or not isinstance(x, numbers.Integral):
-        raise DTypeError(f"{name} is {in_words(x)}, expected an int")
+        raise DTypeError(
+            f"{name} is {in_words(x)}, expected an int{_item(name, x)}"
+        )
     value = int(x)
     if not low <= value <= high:
         raise ValueRangeError(f"{name} is {value}, expected {low} to {high}")
@@ -93,6 +100,7 @@ def flag(name: str, given: Any) -> bool:
     if not isinstance(given, (bool, np.bool_)):
         raise DTypeError(
             f"{name} is {in_words(given)}, expected True or False"
+            f"{_item(name, given)}"
         )
     return bool(given)
 
@@ -104,4 +112,17 @@ def length(name: str, given: Any) -> int:
 
 def seed(name: str, given: Any) -> int:
     """A seed of dropout."""
+    if hasattr(given, "integers"):  # a generator of NumPy
+        raise DTypeError(
+            f"{name} is {in_words(given)}, expected an int: pass "
+            f"int({name}.integers(2**63))"
+        )
     return whole(name, given, 0, 2**64 - 1)
+
+
+def _item(name: str, x: Any) -> str:
+    """What to pass in place of an array of one number."""
+    shape = getattr(x, "shape", None)
+    if not isinstance(shape, tuple) or math.prod(shape) != 1:
+        return ""
+    return f" (pass {name}.item())" if hasattr(x, "item") else ""

@@ -83,23 +83,27 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
 }  # fmt: skip
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {}  # by call
+_UNNAMED: dict[str, int] = {}  # how many of them need no name
 
 
 def our_names(call: str) -> Callable[[_Function], _Function]:
-    """A decorator for a public call that ends in ``**unknown``.
+    """A decorator for a public call with ``*positional`` and ``**unknown``.
 
-    It hides `unknown` in the signature, which help() and editors show. The
-    call raises `unexpected` if it is not empty: a wrapper would take time.
+    It hides both in the signature, which help() and editors show. The call
+    raises `unexpected` if one is not empty: a wrapper would take time.
     """
 
     def register(function: _Function) -> _Function:
         signature = inspect.signature(function)
         known = [
             x
-            for x in signature.parameters.values()
-            if x.kind is not inspect.Parameter.VAR_KEYWORD
+            for name, x in signature.parameters.items()
+            if name not in ("positional", "unknown")
         ]
         _PARAMETERS[call] = tuple(x.name for x in known)
+        _UNNAMED[call] = sum(
+            x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in known
+        )
         shown = signature.replace(parameters=known)
         function.__signature__ = shown  # type: ignore[attr-defined]
         return function
@@ -107,15 +111,26 @@ def our_names(call: str) -> Callable[[_Function], _Function]:
     return register
 
 
-def unexpected(call: str, unknown: Mapping[str, Any]) -> TypeError:
-    """The error of a call with keywords that it does not have.
+def unexpected(
+    call: str, unknown: Mapping[str, Any], positional: tuple[Any, ...] = ()
+) -> TypeError:
+    """The error of a call with arguments that it does not have.
 
     Parameters
     ----------
     call : str
         As given to `our_names`.
     unknown : mapping of str to object
+    positional : tuple
+        Arguments without a name after those that may have none.
     """
+    if positional:
+        count, names = _UNNAMED[call], _PARAMETERS[call]
+        return TypeError(
+            f"{call}() takes {count} arguments without a name "
+            f"({', '.join(names[:count])}), got {count + len(positional)}: "
+            f"name the others, such as {names[count]}=..."
+        )
     name = next(iter(unknown))
     cure = _cure(call, name)
     return TypeError(

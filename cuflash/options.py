@@ -563,7 +563,7 @@ def _cure_of_dtype(name: str, got: np.dtype) -> str:
         return "; pass a boolean array as mask"
     if name == "mask" and got.kind in "iu":
         return f"; or pass {name} != 0"
-    return ""
+    return "; convert it" if got.kind == "f" and name != "mask" else ""
 
 
 def check_integers(name: str, dtype: Any) -> None:
@@ -636,12 +636,14 @@ def _expect_broadcast(
     name: str, shape: tuple[int, ...], full: tuple[int, ...]
 ) -> tuple[int, ...]:
     if not broadcasts(shape, full):
-        of_keys = len(full) == 4 and shape == (full[0], full[3])
-        advice = f"; if it tells of keys, pass {name}[:, None, None]"
+        advice = ""
+        if len(full) == 4 and shape == (full[0], full[3]):
+            advice = f"; if it tells of keys, pass {name}[:, None, None]"
+        elif len(full) == 4 and shape == (full[0], *full[2:]):
+            advice = f"; if it is the same for all heads, pass {name}[:, None]"
         raise ShapeError(
             f"{name} has shape {shape}, expected one that broadcasts to "
-            f"{full} (layout is {_rule(name).words}"
-            f"{advice if of_keys else ''})"
+            f"{full} (layout is {_rule(name).words}{advice})"
         )
     return full
 
@@ -672,7 +674,8 @@ def _check_packed(layouts: dict[str, Layout], sizes: Sizes) -> None:
     if sizes.rank != 3:
         raise ShapeError(
             f"q has {sizes.rank} axes, expected 3 as cu_seqlens_q is given "
-            "(layout is (total_q, heads, head_dim))"
+            "(layout is (total_q, heads, head_dim)): of batch 1, pass q[0], "
+            "k[0] and v[0]"
         )
     q, k = (layouts[f"cu_seqlens_{x}"].shape for x in "qk")
     if q != k:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cuflash import execute, execute_derivatives, execute_kvcache
@@ -12,8 +13,11 @@ from cuflash.problem import Call
 class Kernels:
     """Runs checked calls by kernels: a `backends.base.Runner`."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self, backend: Backend, finish: Callable[[], None] | None = None
+    ) -> None:
         self.backend = backend
+        self._finish = finish
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         """Out in full rank and, if wanted, lse."""
@@ -38,6 +42,11 @@ class Kernels:
     def jvp(self, call: Call) -> tuple[Any, ...]:
         """Out, lse, out_dot, lse_dot; the last two by direction."""
         return execute_derivatives.jvp(call, self.backend)
+
+    def finish(self) -> None:
+        """Let other libraries go on with their arrays after this call."""
+        if self._finish is not None:
+            self._finish()
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
         """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if wanted."""

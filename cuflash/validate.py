@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from . import checks
+from . import checks, hints
 from .errors import (
     DTypeError,
     ShapeError,
@@ -81,11 +81,15 @@ _LAYOUTS_LSE = {
 # Which device ------------------------------------------------------------
 
 
-def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
+def device_of(
+    call: str = "forward", /, **arrays: Any
+) -> Literal["cpu", "cuda"]:
     """The kind of device that holds the arrays, the same for all of them.
 
     Parameters
     ----------
+    call : str
+        Whose arguments they are; see `hints`.
     **arrays
         The arguments by name, as the user passed them.
 
@@ -109,7 +113,9 @@ def device_of(**arrays: Any) -> Literal["cpu", "cuda"]:
         return "cpu"
     if kinds == {getattr(cupy, "ndarray", None)}:
         return "cuda"
-    places = {name: _place(name, array) for name, array in arrays.items()}
+    places = {
+        name: _place(call, name, array) for name, array in arrays.items()
+    }
     first, expected = next(iter(places.items()))
     for name, place in places.items():
         if place != expected:
@@ -153,12 +159,13 @@ def writable(name: str, array: Any, receives: str = "the result") -> None:
         )
 
 
-def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
+def _place(call: str, name: str, array: Any) -> Literal["cpu", "cuda"]:
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedError(
                 f"{name} is a {type_name(array)}, expected a plain array: "
-                "its mask would be ignored"
+                f"its mask would be ignored (pass {name}.filled(0), and hide "
+                "keys with mask)"
             )
         return "cpu"
     cupy = sys.modules.get("cupy")
@@ -167,16 +174,13 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
     if getattr(array, "requires_grad", False):
         raise UnsupportedError(
             f"{name} is a {type_name(array)} that requires grad, expected "
-            "one that does not: automatic differentiation is in "
-            f"cuflash.torch.attention (or pass {name}.detach() and call "
-            "cuflash.backward)"
+            f"one that does not: {hints.requiring_grad(call, name)}"
         )
     _check_no_lazy_bits(name, array)
     if isinstance(array, _tracers()):
         raise UnsupportedError(
             f"{name} is a JAX tracer ({type_name(array)}), expected an array "
-            "with data: of all calls, cuflash.jax.attention alone can be "
-            "in jax.jit, jax.grad or jax.vmap"
+            f"with data: {hints.tracer(call)}"
         )
     # Look on the type first: on an instance the attribute may be computed.
     if hasattr(type(array), "__dlpack_device__"):
@@ -187,7 +191,7 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
         where = (
             "on the CPU" if on_cpu else f"on DLPack device type {device_type}"
         )
-        advice = _advice(name, array) if on_cpu else ""
+        advice = hints.on_the_cpu(call, name, array) if on_cpu else ""
         raise UnsupportedError(
             f"{name} is a {type_name(array)} {where}, expected a NumPy "
             f"array or an array on a CUDA device{advice}"
@@ -199,6 +203,11 @@ def _place(name: str, array: Any) -> Literal["cpu", "cuda"]:
             f"{name} is of type {type_name(array)}, expected an array: pass "
             f"np.asarray({name}), or of arrays on a CUDA device "
             f"cupy.asarray({name})"
+        )
+    if isinstance(array, float):
+        raise DTypeError(
+            f"{name} is {in_words(array)}, expected an array: pass one of its "
+            f"shape, such as np.full(shape, {array})"
         )
     raise DTypeError(
         f"{name} is of type {type_name(array)}, expected an array: NumPy, "
@@ -218,14 +227,6 @@ def _check_no_lazy_bits(name: str, array: Any) -> None:
                 "__cuda_array_interface__ pass on memory alone (pass "
                 f"{name}.resolve_{bit}())"
             )
-
-
-def _advice(name: str, array: Any) -> str:
-    """What to do with an array of another library on the CPU."""
-    library = type(array).__module__.partition(".")[0]
-    bridge = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(library)
-    taken = f"cuflash.{bridge} takes it; or " if bridge else ""
-    return f" ({taken}pass np.from_dlpack({name}))"
 
 
 def _tracers() -> Any:
@@ -875,8 +876,18 @@ class Arrays:
             raise ShapeError(
                 f"{name} has {axes_in_words(got)}, expected {expected} as "
                 f"{self.first} has {self.rank} "
-                f"{self.words(self.first, name)}"
+                f"{self.words(self.first, name)}{self._other_array(name)}"
             )
+
+    def _other_array(self, name: str) -> str:
+        """Advice where another array was passed as `name`."""
+        if _is_lse(name) and self.shapes[name] == self.shapes[self.first]:
+            return f": pass {name} as forward returns it with return_lse=True"
+        batch = self.shapes[self.first][:1]
+        is_lse = self.rank == 4 and self.shapes[name][:1] == batch
+        if name == "out" and "dout" in self.shapes and is_lse:
+            return ": the order is dout, q, k, v, out, lse"
+        return ""
 
     def _full(self, name: str, shape: tuple) -> tuple:
         """A shape, or strides, in full rank; inserted axes have 1."""
@@ -923,7 +934,23 @@ class Arrays:
                 f"q has heads {num_heads_q}, expected a multiple of {k}'s "
                 f"{num_heads_kv}: each key head serves a group of query "
                 f"heads of the same size {self.words('q', k)}"
+                f"{self._heads_first(k)}"
             )
+
+    def _heads_first(self, k: str) -> str:
+        """Advice for q and k, or k alone, with heads before seqlen."""
+        if self.rank == 2:
+            return ""
+        (_, seqlen_q, heads_q, _), (_, heads_k, _, _) = (
+            self.full[name] for name in ("q", k)
+        )
+        axes = f"({self.rank - 3}, {self.rank - 2})"
+        cure = "pass heads after tokens"
+        if heads_k and seqlen_q and seqlen_q % heads_k == 0:
+            return f": {cure}, q.swapaxes{axes} and so on, if they are before"
+        if heads_k and heads_q and heads_q % heads_k == 0:
+            return f": {cure}, {k}.swapaxes{axes}, if they are before"
+        return ""
 
     def check_lengths(self, name: str) -> None:
         """Check that tokens, heads and batches can be counted in int32."""
@@ -1010,7 +1037,9 @@ def check_offsets(
     before = 0
     for index, value in enumerate(values):
         if index == 0:
-            expected = None if value == 0 else "0"
+            expected = None
+            if value:
+                expected = "0 (of lengths, pass cuflash.cu_seqlens(lengths))"
         elif value < before:
             expected = f"at least {before}, the one before"
         elif value > total:
@@ -1185,7 +1214,7 @@ def scale_of(scale: Any) -> float | None:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise DTypeError(
             f"scale is {in_words(scale)}, expected a real number, or None for "
-            "head_dim ** -0.5"
+            f"head_dim ** -0.5{_scale_as_number(scale)}"
         )
     try:
         value = float(scale)
@@ -1197,6 +1226,16 @@ def scale_of(scale: Any) -> float | None:
             "every score"
         )
     return value
+
+
+def _scale_as_number(scale: Any) -> str:
+    """What to do with a scale that is an array."""
+    if not hasattr(scale, "shape"):
+        return ""
+    scaled = "pass scale=1 and q * scale"
+    if math.prod(scale.shape) == 1:
+        return f": pass scale.item(); if it has a gradient, {scaled}"
+    return f": {scaled}"
 
 
 def precision_of(precision: Any) -> Literal["tf32x3"] | None:

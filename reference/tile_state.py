@@ -263,3 +263,42 @@ def merge_tree(states: Sequence[TileState]) -> TileState:
         ]
         states = pairs + states[2 * len(pairs) :]
     return states[0]
+
+
+def merge_vjp(
+    dout: np.ndarray,
+    dlse: np.ndarray,
+    results: Sequence[tuple[np.ndarray, np.ndarray]],
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    r"""Gradients of each (out_i, lse_i) from those of their merge.
+
+    .. math::
+        w_i &= e^{lse_i - lse} \\
+        dout_i &= w_i\, dout \\
+        dlse_i &= w_i\, (dout \cdot (out_i - out) + dlse)
+
+    A row of a part whose lse is -inf takes no part: its gradients are 0.
+
+    Parameters
+    ----------
+    dout : ndarray, (..., rows, head_dim_v)
+    dlse : ndarray, (..., rows)
+    results : sequence of (out_i, lse_i)
+        What was merged, shaped like `dout` and `dlse`.
+    out, lse : ndarray
+        The merge.
+
+    Returns
+    -------
+    list of (dout_i, dlse_i)
+    """
+    gradients = []
+    for out_i, lse_i in results:
+        w = probabilities_from_lse(lse_i[..., None], lse)  # (..., rows, 1)
+        seen = lse_i[..., None] != -np.inf
+        difference = np.where(seen, out_i, 0.0) - np.where(seen, out, 0.0)
+        of_lse = (dout * difference).sum(axis=-1) + dlse
+        gradients.append((w * dout, w[..., 0] * of_lse))
+    return gradients

@@ -40,16 +40,29 @@ print(f"cuflash {cuflash.__version__} in {cuflash.__path__[0]}")
 
 # The types that a user's mypy sees.
 TYPED = """
+import numpy as np
+
 import cuflash
 import cuflash.reference.softmax
 
 reveal_type(cuflash.__version__)
-cuflash.forward(1, 2, 3, no_such_option=4)
+q = np.zeros((4, 8))
+cuflash.forward(q, q, q, no_such_option=4)
+cuflash.jvp(q, q, q, q, q, q, no_such_option=4)
+cuflash.forward([[1.0]], q, q)
+cuflash.forward(q, q, q).no_such_part
+cuflash.forward(q, q, q, return_lse=True).shape
+cuflash.vjp(q, q, q)[1](q).no_such_gradient
 cuflash.reference.softmax.no_such_function()
 """
 SAID_OF_TYPED = (
     'Revealed type is "str"',
     'Unexpected keyword argument "no_such_option"',
+    'Argument "no_such_option" to "jvp" has incompatible type',
+    'No overload variant of "forward" matches argument types "list[',
+    'has no attribute "no_such_part"',
+    'has no attribute "shape"',
+    'has no attribute "no_such_gradient"',
     'Module has no attribute "no_such_function"',
 )
 

@@ -116,5 +116,8 @@ class Runner(Protocol):
         lse and lse_dot may be None if they are not requested.
         """
 
+    def finish(self) -> None:
+        """End a call: let the owners of its arrays go on."""
+
     def double_backward(self, call: Call) -> tuple[Any, ...]:
         """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if requested."""

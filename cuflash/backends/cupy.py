@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterable
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -31,6 +33,62 @@ def to_cupy(array: Any) -> Array:
     if hasattr(array, "__dlpack__"):
         return cupy.from_dlpack(array)
     return cupy.asarray(array)
+
+
+# Arrays of libraries whose streams are not known, with an event after the
+# kernels that use them.
+_held: deque[tuple[Any, list[Array]]] = deque()
+
+
+def give_back(lent: Sequence[tuple[Any, Array]]) -> None:
+    """Let the owners of arrays go on after what a call has queued.
+
+    An owner knows of the work on its own stream alone: it would give memory
+    that the caller deletes to others, or read a result, while kernels on
+    CuPy's current stream still run. So the owner's stream waits for them.
+    Where it is not known the memory is held until they are done, which a
+    later such call finds out.
+
+    Parameters
+    ----------
+    lent : sequence of (array, Array)
+        Another library's array, and the same memory as a CuPy array.
+    """
+    index = lent[0][1].data.device_id
+    cuda = cupy.cuda
+    with cuda.Device(index):
+        ours = cuda.get_current_stream()
+        streams = {_owners_stream(x, index) for x, _ in lent} - {ours.ptr}
+        while _held and _held[0][0].done:
+            _held.popleft()
+        # What a graph uses has to outlive the graph in any case.
+        if not streams or (
+            ours.ptr and cuda.runtime.streamIsCapturing(ours.ptr)
+        ):
+            return
+        event = cuda.Event(disable_timing=True)
+        event.record(ours)
+        if None in streams:
+            views = [y for x, y in lent if _owners_stream(x, index) is None]
+            _held.append((event, views))
+        for stream in streams - {None}:
+            cuda.ExternalStream(stream, index).wait_event(event)
+
+
+def _owners_stream(array: Any, index: int) -> int | None:
+    """The stream that an array's owner works on, None if it is not known."""
+    torch = sys.modules.get("torch")
+    if isinstance(array, getattr(torch, "Tensor", ())):
+        assert torch is not None  # it has Tensor
+        return int(torch.cuda.current_stream(index).cuda_stream)
+    if isinstance(array, cupy.ndarray):  # of a subclass
+        return int(cupy.cuda.get_current_stream().ptr)
+    try:
+        stream = array.__cuda_array_interface__.get("stream")
+    except Exception:  # no interface, or none for its dtype
+        return None
+    # 1 names the null stream.
+    return stream if stream is None or stream > 1 else 0
 
 
 @functools.cache

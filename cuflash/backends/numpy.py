@@ -41,6 +41,7 @@ __all__ = [
     "apply_rotary",
     "backward",
     "double_backward",
+    "finish",
     "forward",
     "forward_kvcache",
     "jvp",
@@ -188,6 +189,10 @@ def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
     if call.rank == 3:
         out, lse = out[None], lse[None]
     return _into(call.out, _round(out, call)), lse.astype(p.lse_dtype)
+
+
+def finish() -> None:
+    """Nothing is left to wait for."""
 
 
 def _rotated(call: Call, options: dict) -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -45,6 +45,8 @@ class Request:
         Further arguments of a block's call.
     rank : int
         Axes of q as the user passed it.
+    finish : callable
+        To be called when all of a call is queued.
     """
 
     group: Group
@@ -53,6 +55,7 @@ class Request:
     ulysses: int
     options: Mapping[str, Any]
     rank: int
+    finish: Callable[[], None]
 
     @property
     def ring_mask(self) -> Mask:
@@ -118,7 +121,7 @@ def _check(
     options: dict[str, Any],
 ) -> tuple[Request, Problem]:
     check_layout(layout)
-    _, opened = api.open_arrays(dict(given))
+    runner, opened = api.open_arrays("distributed", dict(given))
     alone = {**options, "causal": causal}
     if window is not None:
         alone["window"] = window
@@ -153,7 +156,9 @@ def _check(
     views = {name: x[_view(name, call.rank)] for name, x in opened.items()}
     # The rank's own arrays do not tell what the whole mask leaves out.
     problem = replace(problem, causal=mask.causal, window=mask.window)
-    request = Request(group, views, mask, ulysses, options, call.rank)
+    request = Request(
+        group, views, mask, ulysses, options, call.rank, runner.finish
+    )
     return request, problem
 
 

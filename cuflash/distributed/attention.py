@@ -19,7 +19,7 @@ def forward(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *positional: NoReturn,
     group: Group,
     causal: bool = False,
     layout: str = "zigzag",
@@ -112,8 +112,10 @@ def forward(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True))
     True
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.distributed.forward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.distributed.forward", unknown, positional
+        )
     request = arguments.check(
         "forward",
         {"q": q, "k": k, "v": v},
@@ -134,6 +136,7 @@ def forward(
     spread = heads.spread(given, [of_q, of_k, of_k])
     results = ring.forward(own, *spread)
     out, lse = heads.collect(results, [of_q, of_q], [ROWS, LSE])
+    request.finish()
     group.confirm()
     result = strip(out, request.rank)
     return (result, strip_lse(lse, request.rank)) if return_lse else result
@@ -147,7 +150,7 @@ def backward(
     v: Any,
     out: Any,
     lse: Any,
-    *,
+    *positional: NoReturn,
     group: Group,
     causal: bool = False,
     layout: str = "zigzag",
@@ -189,8 +192,10 @@ def backward(
     A rank computes the gradients of the keys of one rank after the other and
     sends them back, in the dtype of k; their owner adds them in float32.
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.distributed.backward", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.distributed.backward", unknown, positional
+        )
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
@@ -217,6 +222,7 @@ def backward(
     lses = heads.spread(of_rows, [of_q] * len(of_rows), LSE)
     gradients = ring.backward(own, *spread, *lses)
     dq, dk, dv = heads.collect(gradients, [of_q, of_k, of_k], [ROWS] * 3)
+    request.finish()
     group.confirm()
     rank = request.rank
     return strip(dq, rank), strip(dk, rank), strip(dv, rank)

@@ -15,8 +15,8 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
     in_words,
-    type_name,
 )
+from cuflash.torch.checks import check_tensors
 
 # Keywords of FlashAttention-3 that change speed alone.
 _WITHOUT_EFFECT = {
@@ -57,6 +57,21 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "all queries are used; leave out the others with cu_seqlens_q",
     ),
 }
+# Keywords of others, and what to write.
+_MASK = "cuflash.torch.attention takes masks and biases, as mask and bias"
+_MEANT = {
+    "is_causal": "write causal, aligned at the end",
+    "scale": "write softmax_scale",
+    "sm_scale": "write softmax_scale",
+    "dropout": "write dropout_p",
+    "window": "write window_size, with -1 for no bound",
+    "sliding_window": "write window_size: (n - 1, 0) for n tokens",
+    "return_lse": "write return_attn_probs",
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "mask": _MASK,
+    "bias": _MASK,
+}
 
 
 def hopper(
@@ -85,8 +100,10 @@ def hopper(
                     f"{name} of {function} is given, expected {default}: {why}"
                 )
         elif name not in _WITHOUT_EFFECT:
+            cure = _MEANT.get(name, "")
             raise TypeError(
                 f"{function}() got an unexpected keyword argument {name!r}"
+                f"{': ' * bool(cure)}{cure}"
             )
     return used
 
@@ -105,24 +122,33 @@ def one_of(
     return other
 
 
+# Layouts in which models may have the heads side by side.
+_ROWS = ("(batch, seqlen, nheads, headdim)", "(total, nheads, headdim)")
+
+
 def tensor(name: str, given: Any, layout: str) -> Any:
     """Check an argument that is a tensor with the axes of `layout`."""
     if not isinstance(given, torch.Tensor):
-        raise DTypeError(
-            f"{name} is of type {type_name(given)}, expected torch.Tensor: "
-            f"pass torch.as_tensor({name})"
-        )
-    if given.ndim != layout.count(",") + 1:
+        check_tensors({name: given})  # says what makes one
+    axes = layout.count(",") + 1
+    if given.ndim != axes:
+        cure = ""
+        if given.ndim == axes - 1 and layout in _ROWS:
+            cure = (
+                f"; pass {name}.unflatten(-1, (nheads, headdim)) if its last "
+                "axis holds the heads side by side"
+            )
         raise ShapeError(
-            f"{name} has shape {tuple(given.shape)}, expected "
-            f"{layout.count(',') + 1} axes: {layout}"
+            f"{name} has shape {tuple(given.shape)}, expected {axes} axes: "
+            f"{layout}{cure}"
         )
     return given
 
 
 def sizes_are_tensors() -> bool:
     """Whether sizes cannot be checked: torch.jit.trace records them."""
-    return torch._C._is_tracing()
+    # Compilers do not know the second.
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
 def one_each(name: str, given: Any, sequences: int) -> Any:

@@ -30,7 +30,7 @@ def flash_attn_func(
     ----------
     q : Tensor, (batch, seqlen_q, nheads, headdim)
         Queries: float16, bfloat16, float32 or float64, on a CUDA device or
-        the CPU.
+        the CPU. **Always 4-D: 3-D and 2-D tensors are refused**.
     k, v : Tensor, (batch, seqlen_k, nheads_k, headdim)
         Keys and values. `nheads` is a multiple of `nheads_k`. The headdim of
         `v` may differ.

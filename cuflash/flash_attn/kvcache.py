@@ -53,16 +53,16 @@ def flash_attn_with_kvcache(
         `cache_seqlens`, + 1, and so on. So are queries if `causal` or
         `window_size` is given; otherwise all are at `cache_seqlens`.
     cache_seqlens : int or Tensor, (batch,), optional
-        int32: the tokens of each sequence before the call, counted from the
+        Integers: the tokens of each sequence before the call, counted from the
         start of the cache; its capacity by default.
     cache_batch_idx : Tensor, (batch,), optional
-        int32: the row of the caches of each sequence. Not with
+        Integers: the row of the caches of each sequence. Not with
         `block_table`.
     cache_leftpad : Tensor, (batch,), optional
-        int32: how many tokens at the start are not visible. Not with
+        Integers: how many tokens at the start are not visible. Not with
         `block_table`.
     block_table : Tensor, (batch, max_num_blocks), optional
-        int32: the pages of each sequence, in order.
+        Integers: the pages of each sequence, in order.
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`, with seqlen_k the length after appending.
     rotary_interleaved : bool, optional

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from cuflash.errors import (
     DTypeError,
@@ -18,9 +17,9 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.flash_attn import arguments
-from cuflash.torch.batched_grad import is_batched
-from cuflash.torch.request import backend_of
-from cuflash.torch.rotary import apply_rotary as apply_rotary_by_kernel
+from cuflash.torch.request import kernel_backend
+from cuflash.torch.rotary import rotated_columns
+from cuflash.torch.rotary_kernel import apply_rotary as apply_rotary_by_kernel
 
 
 def apply_rotary(
@@ -114,51 +113,16 @@ def rotate(
     In float32 (float64 for float64 `x`), rounded once. `out` may be `x`.
     """
     pairs = cos.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
     backend = kernel_backend(x)
     if backend is not None and pairs:
         return _by_kernel(
             backend, x, cos, sin, interleaved, inverse, out is not None
         )
-    turned = x[..., : 2 * pairs].to(wide)
-    shape, axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
-    a, b = turned.unflatten(-1, shape).unbind(axis)
-    cos, sin = cos.to(wide), sin.to(wide)
-    if inverse:
-        sin = -sin
-    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
-    rotated = rotated.flatten(-2).to(x.dtype)
+    rotated = rotated_columns(x, cos, sin, interleaved, inverse)
     if out is None:
         return torch.cat((rotated, x[..., 2 * pairs :]), -1)
     out[..., : 2 * pairs] = rotated
     return out
-
-
-def by_operations() -> bool:
-    """Whether PyTorch differentiates a rotation by its own operations.
-
-    In compiled and traced code, in transforms of torch.func and in forward
-    mode: there it takes more than the gradient of an autograd Function.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
-
-
-def kernel_backend(x: Any) -> Any:
-    """The backend of a tensor that a kernel can read, else None."""
-    if not x.is_cuda or by_operations():
-        return None
-    watched = (
-        type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack()
-        or is_batched(x)
-        or x.is_neg()
-    )
-    return None if watched else backend_of(x)
 
 
 def _by_kernel(

@@ -41,9 +41,9 @@ def flash_attn_varlen_func(
     k, v : Tensor, (total_k, nheads_k, headdim)
         With `block_table`, (num_blocks, page_block_size, nheads_k, headdim).
     cu_seqlens_q, cu_seqlens_k : Tensor, (batch + 1,)
-        int32: the offset of each sequence's first token, then the end of the
-        last. With `block_table`, the differences of `cu_seqlens_k` are the
-        lengths of the sequences.
+        Integers: the offset of each sequence's first token, then the end of
+        the last. With `block_table`, the differences of `cu_seqlens_k` are
+        the lengths of the sequences.
     max_seqlen_q, max_seqlen_k : int
         The length of the longest sequence, or more; offsets of a longer
         sequence are invalid, see `cuflash.forward`.
@@ -53,11 +53,11 @@ def flash_attn_varlen_func(
     deterministic, return_attn_probs
         As in `flash_attn_func`.
     block_table : Tensor, (batch, max_num_blocks), optional
-        int32: the pages of each sequence, in order. Then there is no
+        Integers: the pages of each sequence, in order. Then there is no
         dropout, and a backward pass raises.
     **hopper
         Keywords of FlashAttention-3, as in `flash_attn_func`. `page_table` is
-        `block_table`. `seqused_k`, (batch,) int32: how many of its keys each
+        `block_table`. `seqused_k`, (batch,): how many of its keys each
         sequence uses, from the first on; without pages, k and v are copied.
         With pages and `seqused_k`, `cu_seqlens_k` may be None.
 
@@ -133,8 +133,8 @@ def flash_attn_varlen_func(
 def _offsets(name: str, given: Any) -> Any:
     if given is None:
         raise DTypeError(
-            f"{name} is None, expected an int32 tensor: the offset of each "
-            "sequence's first token, then the end of the last"
+            f"{name} is None, expected a tensor of integers: the offset of "
+            "each sequence's first token, then the end of the last"
         )
     return arguments.tensor(name, given, "(batch + 1)")
 

@@ -11,7 +11,9 @@ On a GPU the kernels run on XLA's stream, on the CPU NumPy runs, in tiles.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
+
+from cuflash import hints as _hints
 
 try:
     import jax
@@ -34,21 +36,18 @@ except ImportError as error:
     ) from error
 
 from .attention import attention
+from .merging import merge_states
+from .rotary import apply_rotary
 
 del _buffer_callback
 
-__all__ = ["attention"]
+__all__ = ["apply_rotary", "attention", "merge_states"]
 
 
-def __getattr__(name: str) -> NoReturn:
-    advice = ""
-    if name == "forward_kvcache":
-        advice = (
-            ": it writes to its caches, and a JAX array cannot be written; "
-            "keep keys and values with jax.lax.dynamic_update_slice and mask "
-            "what is not filled, or call cuflash.forward_kvcache with CuPy or "
-            "NumPy arrays"
+if not TYPE_CHECKING:  # mypy knows what there is
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}"
+            f"{_hints.missing('jax', name)}"
         )
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}{advice}"
-    )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cuflash import settings
 from cuflash.errors import DTypeError, UnsupportedError, type_name
 
 
@@ -97,6 +98,25 @@ def check_array(name: str, array: Any) -> None:
         )
 
 
+def on_host(array: Any) -> np.ndarray | None:
+    """An array's values, if the host may read them.
+
+    None for a tracer, and for an array on a device other than the CPU unless
+    CUFLASH_CHECK is 1: reading it waits for the device.
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return None
+    on_cpu = all(device.platform == "cpu" for device in array.devices())
+    if on_cpu or settings.read("CUFLASH_CHECK") == "1":
+        return np.asarray(array)
+    return None
+
+
+_OR = {"scale": ", or pass scale=1 and q * scale"}
+
+
 def check_static(name: str, value: Any) -> None:
     """Raise if a number that is compiled into a call is a JAX array."""
     values = value if isinstance(value, tuple) else (value,)
@@ -105,7 +125,7 @@ def check_static(name: str, value: Any) -> None:
             raise UnsupportedError(
                 f"{name} is a JAX tracer, expected a Python value: it is "
                 "compiled into the call (name it in jax.jit's "
-                "static_argnames)"
+                f"static_argnames{_OR.get(name, '')})"
             )
         if isinstance(each, jax.Array):
             value = f"{name}.item()"

@@ -2,26 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from cuflash import foreign_names, settings
-from cuflash.problem import strip, strip_lse
+from cuflash import foreign_names, options, settings, validate
+from cuflash.problem import Call, strip, strip_lse
 
 from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
-from .arrays import abstract, check_array, check_static, equally_varying
+from .arrays import (
+    abstract,
+    check_array,
+    check_static,
+    equally_varying,
+    on_host,
+)
 from .calls import asked_of, forward_call
 from .primitives import attention_p
 
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+    from typing_extensions import Unpack
 
+    from cuflash.array_types import JaxOptions
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[JaxOptions],
+) -> jax.Array: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[JaxOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: bool,
+    **options: Unpack[JaxOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @foreign_names.our_names("cuflash.jax.attention")
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -32,20 +72,20 @@ def attention(
     deterministic: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    segment_ids_q: Any = None,
-    segment_ids_k: Any = None,
+    alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    sink: ArrayLike | None = None,
+    segment_ids_q: ArrayLike | None = None,
+    segment_ids_k: ArrayLike | None = None,
     dropout: float = 0.0,
     seed: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention, differentiable twice, in reverse and forward mode.
 
     Works under `jax.jit`, `jax.grad`, `jax.jvp`, `jax.linearize`,
@@ -54,9 +94,10 @@ def attention(
 
     Parameters
     ----------
-    q, k, v : jax.Array
-        As for `cuflash.forward`: (batch, seqlen, heads, head_dim), also
-        without batch, or without batch and heads.
+    q, k, v : jax.Array, (batch, seqlen, heads, head_dim)
+        As for `cuflash.forward`. **3-D is (seqlen, heads, head_dim), 2-D is
+        (seqlen, head_dim)**: split the width of (batch, seqlen, width) into
+        heads first.
     scale, causal, precision, num_splits
         As for `cuflash.forward`. Python values: they are compiled into the
         call, so under `jax.jit` they are static arguments.
@@ -116,8 +157,10 @@ def attention(
     >>> dq.shape
     (2, 16, 4, 8)
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.jax.attention", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.jax.attention", unknown, positional
+        )
     settings.check()
     arrays = {
         "q": q,
@@ -165,8 +208,11 @@ def _bind(
     asked = asked_of(static)
     types = {name: abstract(x) for name, x in given.items()}
     call = forward_call(types, asked, return_lse)
+    given = _with_int32(given)
     packed = "cu_seqlens_q" in given
-    if not packed:
+    if packed:
+        _check_offsets(given, call)
+    else:
         given = {name: _full(name, x, call.rank) for name, x in given.items()}
     results = attention_p.bind(
         *equally_varying(list(given.values())),
@@ -177,6 +223,42 @@ def _bind(
     if not packed:
         results = [_stripped(x, call.rank) for x in results]
     return tuple(results) if call.return_lse else results[0]
+
+
+def _with_int32(given: dict[str, Any]) -> dict[str, Any]:
+    """The arrays, those of wider integers as int32.
+
+    Raises
+    ------
+    ValueRangeError
+        If one holds a number that does not fit, and the host may read it.
+    """
+    found = dict(given)
+    for name, array in given.items():
+        is_index = name in options.INDICES
+        if not is_index or np.can_cast(array.dtype, np.int32):
+            continue
+        values = on_host(array)
+        if values is not None:
+            values = validate.integers_on_host(name, values)
+        is_ours = isinstance(array, jax.Array)
+        found[name] = array.astype(np.int32) if is_ours else values
+    return found
+
+
+def _check_offsets(given: dict[str, Any], call: Call) -> None:
+    """Raise for offsets that are invalid, if the host may read them.
+
+    Here, because an error of a callback comes inside one of JAX's.
+    """
+    p = call.problem
+    for name, total, longest in (
+        ("cu_seqlens_q", p.seqlen_q, p.max_seqlen_q),
+        ("cu_seqlens_k", p.seqlen_k, p.max_seqlen_k),
+    ):
+        values = on_host(given[name])
+        if values is not None:
+            validate.check_offsets(name, values.tolist(), total, longest)
 
 
 def _full(name: str, array: Any, rank: int) -> Any:

@@ -10,6 +10,10 @@ Importing this package imports PyTorch; the rest of cuflash does not.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from cuflash import hints as _hints
+
 try:
     import torch as _torch  # noqa: F401  the library: imports are absolute
 except ImportError as error:
@@ -26,13 +30,26 @@ from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
+from .merging import merge_states
 from .registration import register_transformers
+from .rotary import apply_rotary
 from .sdpa import scaled_dot_product_attention
 
 __all__ = [
+    "apply_rotary",
     "attention",
     "distributed_attention",
     "forward_kvcache",
+    "merge_states",
     "register_transformers",
     "scaled_dot_product_attention",
 ]
+
+
+if not TYPE_CHECKING:  # mypy knows what there is
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}"
+            f"{_hints.missing('torch', name)}"
+        )

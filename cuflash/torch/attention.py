@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -18,15 +18,49 @@ from .ops import attention as by_operator
 from .request import Request
 from .tracing import is_traced
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.array_types import TorchOptions
+
+    from .types import Results
+
 _DIFFERENTIABLE = ("bias", "sink")
 
 
-@foreign_names.our_names("cuflash.torch.attention")
+@overload
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[TorchOptions],
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[TorchOptions],
+) -> Results: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[TorchOptions],
+) -> torch.Tensor | Results: ...
+@foreign_names.our_names("cuflash.torch.attention")
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *positional: NoReturn,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
@@ -50,7 +84,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> torch.Tensor | Results:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
     Differentiable twice in `q`, `k`, `v`, `bias` and `sink`, of `out` and of
@@ -119,8 +153,10 @@ def attention(
     >>> out.shape
     torch.Size([2, 16, 4, 8])
     """
-    if unknown:
-        raise foreign_names.unexpected("cuflash.torch.attention", unknown)
+    if unknown or positional:
+        raise foreign_names.unexpected(
+            "cuflash.torch.attention", unknown, positional
+        )
     given = None
     # Fast path: no options given.
     if not (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
@@ -18,6 +18,11 @@ from cuflash.errors import UnsupportedError
 from .checks import check_tensors
 from .dtypes import from_numpy, to_numpy
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .types import Results, SharedOptions
+
 _NO_SECOND_DERIVATIVES = (
     "second derivatives of cuflash.torch.distributed_attention are not"
     " supported: call backward() or torch.autograd.grad() without"
@@ -25,12 +30,39 @@ _NO_SECOND_DERIVATIVES = (
 )
 
 
-@foreign_names.our_names("cuflash.torch.distributed_attention")
+@overload
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[SharedOptions],
+) -> torch.Tensor: ...
+@overload
+def distributed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SharedOptions],
+) -> Results: ...
+@overload
+def distributed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[SharedOptions],
+) -> torch.Tensor | Results: ...
+@foreign_names.our_names("cuflash.torch.distributed_attention")
+def distributed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *positional: NoReturn,
     group: distributed.Group,
     causal: bool = False,
     layout: str = "zigzag",
@@ -44,7 +76,7 @@ def distributed_attention(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     **unknown: NoReturn,
-) -> Any:
+) -> torch.Tensor | Results:
     """Attention over sequences that the ranks of a group share.
 
     Parameters
@@ -74,9 +106,9 @@ def distributed_attention(
         As `cuflash.distributed.forward` does; UnsupportedError for second
         derivatives.
     """
-    if unknown:
+    if unknown or positional:
         raise foreign_names.unexpected(
-            "cuflash.torch.distributed_attention", unknown
+            "cuflash.torch.distributed_attention", unknown, positional
         )
     check_tensors({"q": q, "k": k, "v": v})
     options = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
@@ -15,15 +15,47 @@ from .checks import check_no_tangents, check_tensors
 from .kvcache_request import run
 from .tracing import is_traced, refuse_transforms
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .types import CacheOptions, Results
+
 _NO_GRADIENTS = "attention over caches has no gradients"
 
 
-@foreign_names.our_names("cuflash.torch.forward_kvcache")
+@overload
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CacheOptions],
+) -> torch.Tensor: ...
+@overload
+def forward_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+) -> Results: ...
+@overload
+def forward_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[CacheOptions],
+) -> torch.Tensor | Results: ...
+@foreign_names.our_names("cuflash.torch.forward_kvcache")
+def forward_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *positional: NoReturn,
     k_new: torch.Tensor | None = None,
     v_new: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
@@ -47,7 +79,7 @@ def forward_kvcache(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
-) -> Any:
+) -> torch.Tensor | Results:
     """Attention over a cache of keys and values, of torch tensors.
 
     New tokens, if any, are appended to the caches in place. It has no
@@ -106,10 +138,12 @@ def forward_kvcache(
     >>> torch.allclose(out, v_new)
     True
     """
-    if unknown:
+    if unknown or positional:
         raise foreign_names.unexpected(
-            "cuflash.torch.forward_kvcache", unknown
+            "cuflash.torch.forward_kvcache", unknown, positional
         )
+    if not torch.compiler.is_compiling():
+        cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k_new": k_new,
         "v_new": v_new, "cache_seqlens": cache_seqlens,

@@ -14,8 +14,10 @@ import torch
 from cuflash import api, execute, options, settings, validate
 from cuflash.problem import Call, Signature, strip, strip_lse
 
+from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy
 from .signature import check_devices, checked, describe
+from .tracing import PLAIN, by_operations
 
 if TYPE_CHECKING:
     from cuflash.backends.base import Backend
@@ -185,6 +187,21 @@ def _check_backward(**arguments: Any) -> Signature:
 def backend_of(x: torch.Tensor) -> Backend | None:
     """The backend of a tensor's CUDA device; None for any other."""
     return _cuda()(x.get_device()) if x.is_cuda else None
+
+
+def kernel_backend(*tensors: torch.Tensor) -> Backend | None:
+    """The backend of tensors that a kernel can read as they are, else None.
+
+    None on the CPU, and wherever something other than reverse mode watches
+    them: torch's own operations do there what is asked for.
+    """
+    if not tensors[0].is_cuda or by_operations():
+        return None
+    if torch._C._len_torch_dispatch_stack() or any(
+        type(x) not in PLAIN or is_batched(x) or x.is_neg() for x in tensors
+    ):
+        return None
+    return backend_of(tensors[0])
 
 
 @functools.cache

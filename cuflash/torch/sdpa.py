@@ -12,6 +12,10 @@ from cuflash.errors import DTypeError, ShapeError, ValueRangeError
 from .attention import attention
 from .checks import check_tensors
 
+_BOTH = (
+    "attn_mask and is_causal are both given, expected one of them as torch's "
+    "own function does (put the causal mask into attn_mask)"
+)
 _LAYOUT = "layout is (..., heads, seqlen, head_dim)"
 
 
@@ -42,7 +46,8 @@ def scaled_dot_product_attention(
     attn_mask : Tensor, optional
         Broadcast to (..., num_heads_q, seqlen_q, seqlen_k). bool: True where
         a query sees a key. float32, or the dtype of `query`: added to the
-        scores; it may require grad.
+        scores; it may require grad. `causal_upper_left` and
+        `causal_lower_right` of torch.nn.attention.bias take no memory.
     dropout_p : float, optional
         The probability with which a weight is dropped. Whether the model
         trains is not known here: pass 0.0 if it does not.
@@ -93,6 +98,11 @@ def scaled_dot_product_attention(
     True
     """
     given = {"query": query, "key": key, "value": value}
+    at_end = False
+    # By name: to import its module takes as long as a compiler's.
+    if type(attn_mask).__name__ == "CausalBias":
+        at_end = _is_at_end(attn_mask, query, key, is_causal)
+        attn_mask, is_causal = None, True
     if attn_mask is not None:
         given["attn_mask"] = attn_mask
     if not torch.compiler.is_compiling():
@@ -100,21 +110,35 @@ def scaled_dot_product_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        given = {n: _cast(n, x, query, dtype) for n, x in given.items()}
+        given = {name: _cast(name, x, dtype) for name, x in given.items()}
         with torch.autocast(device, enabled=False):
             return _attention(
                 **given, dropout_p=dropout_p, is_causal=is_causal,
-                scale=scale, enable_gqa=enable_gqa,
+                at_end=at_end, scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
     return _attention(
-        **given, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-        enable_gqa=enable_gqa,
+        **given, dropout_p=dropout_p, is_causal=is_causal, at_end=at_end,
+        scale=scale, enable_gqa=enable_gqa,
     )  # fmt: skip
 
 
-def _cast(
-    name: str, x: torch.Tensor, query: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _is_at_end(
+    bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool
+) -> bool:
+    """Whether a CausalBias is aligned at the last query and key."""
+    if is_causal:
+        raise ValueRangeError(_BOTH)
+    sizes = bias.seq_len_q, bias.seq_len_kv
+    expected = query.shape[-2], key.shape[-2]
+    if sizes != expected:
+        raise ShapeError(
+            f"attn_mask is a causal bias of {sizes}, expected {expected}: "
+            "seqlen of query and key"
+        )
+    return bias.variant.name == "LOWER_RIGHT"
+
+
+def _cast(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What autocast makes of a tensor: float64 and integers stay."""
     if not x.is_floating_point() or x.dtype is torch.float64:
         return x
@@ -131,10 +155,11 @@ def _attention(
     *,
     dropout_p: float,
     is_causal: bool,
+    at_end: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """The function without autocast."""
+    """The function without autocast; `at_end` is causal's alignment."""
     _check(query, key, value, attn_mask, is_causal)
     options: dict[str, Any] = {"scale": scale}
     drops_all = dropout_p == 1  # `attention` takes less
@@ -142,11 +167,11 @@ def _attention(
         options["dropout"] = checks.dropout("dropout_p", dropout_p)
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     if is_causal:
-        if seqlen_q > seqlen_k:
-            options["window"] = (None, seqlen_q - seqlen_k)
-        else:
+        if at_end or seqlen_q <= seqlen_k:
             options["causal"] = True
-        if seqlen_q < seqlen_k:  # no query sees the keys past its end
+        else:
+            options["window"] = (None, seqlen_q - seqlen_k)
+        if not at_end and seqlen_q < seqlen_k:  # no query sees later keys
             key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
     query, key, value = _with_equal_axes(query, key, value, enable_gqa)
     lead, rank = query.shape[:-3], query.ndim
@@ -177,10 +202,7 @@ def _check(
 ) -> None:
     """Check what `attention` would complain of in its own words."""
     if attn_mask is not None and is_causal:
-        raise ValueRangeError(
-            "attn_mask and is_causal are both given, expected one of them as "
-            "torch's own function does (put the causal mask into attn_mask)"
-        )
+        raise ValueRangeError(_BOTH)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 2:
             raise ShapeError(

@@ -85,6 +85,25 @@ def checked(
         return _check(check, described, *values)  # unhashable: says what
 
 
+def checked_shapes(
+    check: Callable[..., Any], tensors: dict[str, torch.Tensor], *values: Any
+) -> Any:
+    """As `checked`, for torch's own operations: they take any strides.
+
+    None if a shape has symbols, or tensors as in torch.jit.trace.
+    """
+    if any(type(n) is not int for x in tensors.values() for n in x.shape):
+        return None
+    described = [
+        (name, x.shape, (1,) * x.ndim, x.dtype, 0, x.device)
+        for name, x in tensors.items()
+    ]
+    if all(x.is_meta for x in tensors.values()):
+        cpu = torch.device("cpu")
+        described = [(*x[:-1], cpu) for x in described]
+    return checked(check, tuple(described), *values)
+
+
 def _check(
     check: Callable[..., Any], described: tuple[Described, ...], *values: Any
 ) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cuflash.errors import UnsupportedError
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_traced(q: Any, k: Any, v: Any) -> bool:
@@ -29,9 +30,9 @@ def is_watched(q: Any, k: Any, v: Any) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
-        or type(q) not in _PLAIN
-        or type(k) not in _PLAIN
-        or type(v) not in _PLAIN
+        or type(q) not in PLAIN
+        or type(k) not in PLAIN
+        or type(v) not in PLAIN
         or q.is_meta
     )
 
@@ -44,3 +45,17 @@ def refuse_transforms() -> None:
             "torch.func, expected a call outside: it has no gradients, and a "
             "batch axis in place of vmap"
         )
+
+
+def by_operations() -> bool:
+    """Whether PyTorch differentiates by its own operations.
+
+    In compiled and traced code, in transforms of torch.func and in forward
+    mode: there it takes more than the gradient of an autograd Function.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )

@@ -65,17 +65,33 @@ def test_keywords_without_effect(name):
     assert torch.equal(got, want)
 
 
+MEANT = [
+    ("is_causal", ": write causal"),
+    ("mask", ": cuflash.torch.attention"),
+    ("zzz", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "cure"), MEANT)
+def test_keywords_of_others_name_the_cure(name, cure):
+    words = f"flash_attn_func() got an unexpected keyword argument {name!r}"
+    with pytest.raises(TypeError, match=re.escape(words + cure)):
+        flash_attn.flash_attn_func(Q, K, V, **{name: None})
+
+
 TENSORS = [
     ("flash_attn_func", (Q[0], K, V), ShapeError,
      "q has shape (3, 4, 8), expected 4 axes: (batch, seqlen, nheads, head"),
     ("flash_attn_func", (Q, K, np.ones(3)), DTypeError,
-     "v is of type numpy.ndarray, expected torch.Tensor"),
+     "v is of type numpy.ndarray, expected a torch.Tensor (pass torch.from_d"),
+    ("flash_attn_func", (Q.flatten(2), K, V), ShapeError,
+     "(batch, seqlen, nheads, headdim); pass q.unflatten(-1, (nheads, headd"),
     ("flash_attn_kvpacked_func", (Q, normal(2, 4, 3, 2, 8)), ShapeError,
      "kv has shape (2, 4, 3, 2, 8), expected 2 along axis 2: (batch, seqlen,"),
     ("flash_attn_qkvpacked_func", (Q,), ShapeError,
      "qkv has shape (2, 3, 4, 8), expected 5 axes: (batch, seqlen, 3, nheads"),
     ("flash_attn_varlen_func", (Q[0], K[0], V[0], None, None, 3, 4),
-     DTypeError, "cu_seqlens_q is None, expected an int32 tensor"),
+     DTypeError, "cu_seqlens_q is None, expected a tensor of integers"),
     ("flash_attn_varlen_func", (Q, K, V, int32(0), int32(0), 3, 4),
      ShapeError, "q has shape (2, 3, 4, 8), expected 3 axes: (total, nheads"),
     ("flash_attn_with_kvcache", (Q, K[0], V), ShapeError,

@@ -212,6 +212,23 @@ def test_rows_that_are_not_aligned_are_padded(dims):
         assert_same(got[each], gradient)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_ids_of_any_integer_dtype(dtype):
+    given, ids = inputs(), np.arange(2).repeat(20)
+    lengths = (given[x].shape[1] for x in "qk")
+    ids_q, ids_k = (np.resize(ids, (2, n)).astype(dtype) for n in lengths)
+
+    def call(given):
+        return attention(**given, segment_ids_q=ids_q, segment_ids_k=ids_k)
+
+    got, _ = on_emulator("sm_80", call, given)
+    with emulator.active("sm_80"):
+        expected = cuflash.forward(
+            **given, segment_ids_q=ids_q, segment_ids_k=ids_k
+        )
+    assert_same(got, expected)
+
+
 def test_a_traced_seed():
     given = inputs(head_dim_v=8)
 

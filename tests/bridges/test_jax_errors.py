@@ -132,16 +132,37 @@ def test_deterministic_gradient_of_a_broadcast_bias():
 
 
 def test_tracers_in_other_calls():
-    with pytest.raises(UnsupportedError, match="cuflash.jax.attention alone"):
+    with pytest.raises(UnsupportedError, match="write cuflash.jax.attention"):
         jax.jit(cuflash.forward)(Q, K, V)
 
 
-def test_invalid_offsets_raise_on_the_cpu():
+def bad_offsets():
     given = packed() | {"cu_seqlens_q": np.array([0, 4, 2], np.int32)}
-    arrays, _ = split(given)
+    return split(given)[0]
+
+
+@pytest.mark.parametrize("transform", ["none", "grad", "vmap"])
+def test_invalid_offsets_raise_before_the_call(transform):
+    """One line, ours: not the error of a callback, in one of JAX's."""
+    arrays = bad_offsets()
+
+    def loss(q):
+        return attention(**arrays | {"q": q}).sum()
+
+    function, q = {
+        "none": (loss, arrays["q"]),
+        "grad": (jax.grad(loss), arrays["q"]),
+        "vmap": (jax.vmap(loss), arrays["q"][None]),
+    }[transform]
+    words = r"cu_seqlens_q\[2\] is 2, expected at least 4"
+    with pytest.raises(ValueRangeError, match=words):
+        function(q)
+
+
+def test_invalid_offsets_raise_in_jit_on_the_cpu():
     errors = (jax.errors.JaxRuntimeError, ValueError)  # by XLA's choice
     with pytest.raises(errors, match=r"cu_seqlens_q\[2\]"):
-        attention(**arrays).block_until_ready()
+        jax.jit(attention)(**bad_offsets()).block_until_ready()
 
 
 def run_without(module):

@@ -68,10 +68,12 @@ def test_sparse_and_nested_tensors():
 
 def test_calls_of_cuflash_itself_name_the_bridge():
     q, k, v = tensors()
-    words = r"q is a torch.Tensor on the CPU, .*\(cuflash.torch takes it"
+    words = (
+        r"q is a torch.Tensor on the CPU, .*\(cuflash.torch.attention takes it"
+    )
     with pytest.raises(cuflash.UnsupportedError, match=words):
         cuflash.forward(q, k, v)
-    words = "automatic differentiation is in cuflash.torch.attention"
+    words = "for automatic differentiation write cuflash.torch.attention"
     with pytest.raises(cuflash.UnsupportedError, match=words):
         cuflash.forward(q.clone().requires_grad_(), k, v)
 

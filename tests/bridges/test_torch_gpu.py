@@ -98,6 +98,33 @@ def test_gradients_are_those_of_cupy_arrays(dtype):
     )
 
 
+@each_dtype
+def test_gradients_of_a_bias(dtype):
+    """Of each pair once, so that nothing depends on the order of sums."""
+    inputs = on_gpu(tensors(dtype, requires_grad=True))
+    (bias,) = on_gpu(tensors(dtype, seqlen_q=4, num_heads_q=5, head_dim=7)[:1])
+    bias.requires_grad_()
+    out, lse = cuflash.torch.attention(*inputs, bias=bias, return_lse=True)
+    dout = torch.full_like(out, 0.5)
+    (got,) = torch.autograd.grad(out, bias, dout)
+    q, k, v, out, lse, bias = (x.detach() for x in (*inputs, out, lse, bias))
+    *_, expected = cuflash.backward(
+        dout, q, k, v, out, lse, bias=bias, return_dbias=True
+    )
+    assert_equal([got], [torch.from_dlpack(expected)])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_in_torchs_layout(is_causal):
+    inputs = inputs_on_gpu(seqlen_q=230)
+    heads_first = [x.transpose(1, 2) for x in inputs]
+    got = cuflash.torch.scaled_dot_product_attention(
+        *heads_first, is_causal=is_causal, enable_gqa=True
+    )
+    expected = cuflash.torch.attention(*inputs, causal=is_causal)
+    assert torch.equal(got.transpose(1, 2), expected)
+
+
 def test_packed_sequences():
     inputs, given = packed_tensors(torch.bfloat16, requires_grad=True)
     got = results(on_gpu(inputs), **moved(given))
@@ -343,6 +370,28 @@ def test_saved_tensors_can_wait_on_the_cpu():
 
 
 # Compiled calls and autocast ------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own
+def test_a_compiled_checkpoint_keeps_its_dropout():
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = inputs_on_gpu()
+
+    def layer(q, k, v):
+        return cuflash.torch.attention(
+            q, k, v, dropout=0.5, deterministic=True
+        )
+
+    def again(*inputs):
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+    found = []
+    for call in (layer, torch.compile(again, fullgraph=True)):
+        torch.manual_seed(0)
+        out = call(*inputs)
+        found.append((out, *torch.autograd.grad(out.sum(), inputs)))
+    assert_equal(*found)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own

@@ -158,6 +158,16 @@ def test_kvcache(emulator):
     assert_equal(ours.values(), theirs.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_offsets_of_any_integer_dtype(emulator, dtype):
+    """Kernels read a converted copy: the host does not read a device."""
+    inputs, given = packed_tensors(torch.float32)
+    want = cuflash.torch.attention(*inputs, **given)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        given[name] = given[name].to(dtype)
+    assert_equal([cuflash.torch.attention(*inputs, **given)], [want])
+
+
 def test_offsets_are_read_where_asked(emulator, monkeypatch):
     inputs, given = packed_tensors(torch.float32)
     given["cu_seqlens_q"] = torch.tensor([0, 3, 99], dtype=torch.int32)

@@ -79,6 +79,16 @@ def test_no_queries_or_keys(sizes, is_causal):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("lead", [(0, 4), (2, 0), (0, 2, 4)])
+def test_no_sequences_or_heads(lead):
+    mask = torch.ones(lead[-2:-1] + (1, L, S)) > 0
+    for options in ({"is_causal": True}, {"attn_mask": mask}):
+        got, want = (
+            results(f, inputs(*lead), **options) for f in (ours, math)
+        )
+        assert [x.shape for x in got] == [x.shape for x in want]
+
+
 # Masks -------------------------------------------------------------------
 
 SHAPES = [
@@ -115,6 +125,22 @@ def test_masks_of_more_axes(shape, kind):
 def test_masks_of_fewer_axes(lead, kind):
     mask = mask_of((*lead, L, S), kind)
     assert_is_torchs(inputs(*lead), attn_mask=mask)
+
+
+@pytest.mark.parametrize("variant", ["upper_left", "lower_right"])
+@pytest.mark.parametrize("seqlens", [(5, 5), (5, 7)])
+def test_causal_biases_of_torch(variant, seqlens):
+    from torch.nn.attention import bias
+
+    tensors = inputs(2, 4, seqlen_q=seqlens[0], seqlen_k=seqlens[1])
+    mask = getattr(bias, f"causal_{variant}")(*seqlens)
+    got = ours(*tensors, attn_mask=mask)
+    want = math(*tensors, attn_mask=mask._materialize())
+    torch.testing.assert_close(got, want, rtol=0, atol=bounds(*tensors)[0])
+    with pytest.raises(cuflash.ShapeError, match="a causal bias of "):
+        ours(tensors[0][..., 1:, :], *tensors[1:], attn_mask=mask)
+    with pytest.raises(cuflash.ValueRangeError, match="both given"):
+        ours(*tensors, attn_mask=mask, is_causal=True)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])

@@ -57,6 +57,13 @@ def inputs_on_gpu(dtype, layout="contiguous"):
     return [GPU.place(x) for x in inputs(case)]
 
 
+def keep_busy(cp):
+    """Queue some 100 ms of work on the current stream."""
+    a = cp.ones((4096, 4096), cp.float32)
+    for _ in range(30):
+        a = a @ a * cp.float32(0)
+
+
 def assert_same_results(cp, got, want):
     """backward gets CuPy's out and lse too: libraries may be mixed."""
     for a, b in zip(got, want, strict=True):
@@ -95,6 +102,31 @@ def test_torch_work_is_waited_for(cp, torch):
         late += q
         got = cuflash.forward(late, k, v)
     assert_bitwise(cp.asnumpy(got), cp.asnumpy(want), "out")
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_torch_waits_before_it_uses_memory_again(cp, torch, outside):
+    """CuPy's stream is late; torch writes to what its user has deleted."""
+    arrays = inputs_on_gpu("float16")[:3]
+    want = cp.asnumpy(cuflash.forward(*arrays))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        given = [torch.from_dlpack(x).clone() for x in arrays]
+        target = torch.empty_like(given[0])
+        keep_busy(cp)
+        out = target if outside else None
+        got = cuflash.forward(*given, out=out)
+        shapes = [x.shape for x in given]
+        del given
+        filled = [
+            torch.full(shape, torch.nan, device="cuda", dtype=torch.float16)
+            for shape in shapes
+        ]
+        got = got.clone() if outside else got
+        del filled
+    torch.cuda.synchronize()
+    assert_bitwise(cp.asnumpy(cp.asarray(got)), want, "out")
 
 
 def test_torch_tensor_that_requires_grad(torch):

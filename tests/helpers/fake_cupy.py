@@ -44,6 +44,24 @@ class ndarray:
         FAKE.log.append(("fill", self.data.ptr, value))
 
 
+class Event:
+    """Done when a test says so."""
+
+    def __init__(self, disable_timing=False):
+        self.done = False
+
+    def record(self, stream):
+        FAKE.log.append(("record", stream.ptr))
+
+
+class ExternalStream:
+    def __init__(self, ptr, device_id=-1):
+        self.ptr = ptr
+
+    def wait_event(self, event):
+        FAKE.log.append(("wait", self.ptr))
+
+
 class Function:
     kernel = types.SimpleNamespace(ptr=5)
 
@@ -72,13 +90,22 @@ class FakeCupy(types.ModuleType):
                 memcpyDeviceToHost=2,
                 memcpyAsync=self._read_abc,
                 memsetAsync=Mock(),
+                streamIsCapturing=lambda stream: False,
                 streamSynchronize=Mock(),
             ),
             driver=types.SimpleNamespace(launchKernel=self._launch),
             alloc=self._alloc_for_kernels,
             get_current_stream=lambda: types.SimpleNamespace(ptr=STREAM),
             Device=self._device,
+            Event=Event,
+            ExternalStream=ExternalStream,
         )
+
+    def from_dlpack(self, foreign):
+        return foreign.array
+
+    def asarray(self, foreign):
+        return foreign.array
 
     def alloc(self, nbytes, device=None):
         return Memory(

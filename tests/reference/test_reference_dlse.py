@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.backward import delta
 from cuflash.reference.packed import packed_attention_vjp, spans
-from cuflash.reference.tile_state import TileState
+from cuflash.reference.tile_state import TileState, merge_vjp
 from helpers.reference_cases import (
     EPS,
     ReferenceCase,
@@ -99,11 +99,7 @@ def test_sequences_have_their_own():
 
 
 def test_a_merge_is_trained_through():
-    """Gradients of two halves of the keys, by merge_states' derivative.
-
-    out = sum_x w_x out_x and lse = log sum_x exp(lse_x), w_x being
-    exp(lse_x - lse): d out / d lse_x = w_x (out_x - out).
-    """
+    """Gradients of two halves of the keys, by merge_states' derivative."""
     case = ReferenceCase(seqlen_q=6, seqlen_k=9)
     q, k, v, dout, dlse = inputs(case)
     halves = [(k[:4], v[:4]), (k[4:], v[4:])]
@@ -111,12 +107,11 @@ def test_a_merge_is_trained_through():
     merged = TileState.of_result(*states[0]).merge(
         TileState.of_result(*states[1])
     )
-    out, lse = merged.finalize()
-    parts = []
-    for half, (part, part_lse) in zip(halves, states, strict=True):
-        w = np.exp(part_lse - lse)
-        of_lse = w * ((dout * (part - out)).sum(axis=-1) + dlse)
-        parts.append(attention_vjp(w[:, None] * dout, q, *half, dlse=of_lse))
+    of_states = merge_vjp(dout, dlse, states, *merged.finalize())
+    parts = [
+        attention_vjp(dout_x, q, *half, dlse=dlse_x)
+        for half, (dout_x, dlse_x) in zip(halves, of_states, strict=True)
+    ]
     got = (
         parts[0][0] + parts[1][0],
         *(np.concatenate([a, b]) for a, b in zip(*parts, strict=True)),

@@ -42,6 +42,8 @@ def launch(monkeypatch):
         Array=None,
         to_cupy=lambda tensor: tensor.array,
         backend_of=lambda array: None,
+        give_back=lambda lent: None,
+        finish=cpu.finish,
         forward=forward_without_lse,
         backward=cpu.backward,
         merge_states=cpu.merge_states,
@@ -49,7 +51,7 @@ def launch(monkeypatch):
         forward_kvcache=cpu.forward_kvcache,
     )
     monkeypatch.setattr(api, "on_cuda", lambda: fake)
-    monkeypatch.setattr(api, "_kernels", lambda: lambda backend: fake)
+    monkeypatch.setattr(api, "_kernels", lambda: lambda backend, finish: fake)
     return fake
 
 

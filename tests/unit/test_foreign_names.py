@@ -75,6 +75,15 @@ def test_cure(call, name, said):
     assert bool(said) == bool(message(call, name))
 
 
+def test_options_have_names():
+    with pytest.raises(TypeError, match="takes 3 arguments without a name"):
+        cuflash.forward(None, None, None, True)
+    with pytest.raises(
+        TypeError, match=r"k_dot, v_dot\), got 7: name the oth"
+    ):
+        cuflash.jvp(*[None] * 7)
+
+
 def rows():
     """(arguments, our words) of the rows that name arguments, by table."""
     text = PAGE.read_text(encoding="utf-8").partition("| `attn_bias` | ours")

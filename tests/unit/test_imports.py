@@ -21,9 +21,11 @@ LAW = {
     "_version": "",
     "_checkout": "",
     "errors": "",
+    "array_types": "",
     "foreign_names": "",
     "problem": "",
     "folders": "",
+    "hints": "",
     "folding": "",
     "settings": "errors",
     "abi": "options problem",
@@ -31,7 +33,7 @@ LAW = {
     "layouts": "problem",
     "softcap": "",
     "options": "checks errors layouts problem softcap",
-    "validate": "checks errors options problem",
+    "validate": "checks errors hints options problem",
     "validate_derivatives": "checks errors options problem validate",
     "validate_kvcache": "checks errors options problem validate",
     "tiles": "errors folders",
@@ -109,7 +111,7 @@ LAW = {
     "backends.emulator.runtime": "errors folders plan build.source"
     " build.cache",
     "flash_attn": "torch flash_attn.flash_attn_interface",
-    "flash_attn.arguments": "checks errors",
+    "flash_attn.arguments": "checks errors torch.checks",
     "flash_attn.bert_padding": "",
     "flash_attn.dense": "torch torch.attention flash_attn.arguments",
     "flash_attn.flash_attn_interface": "flash_attn.dense"
@@ -117,28 +119,36 @@ LAW = {
     "flash_attn.kvcache": "errors torch torch.kvcache flash_attn.arguments",
     "flash_attn.layers": "",
     "flash_attn.layers.embedding": "flash_attn.layers.functions",
-    "flash_attn.layers.functions": "flash_attn.arguments flash_attn.rotation",
+    "flash_attn.layers.functions": "torch.batched_grad torch.tracing"
+    " flash_attn.arguments flash_attn.rotation",
     "flash_attn.layers.rotary": "flash_attn.layers.embedding"
     " flash_attn.layers.functions",
     "flash_attn.ops": "",
     "flash_attn.ops.triton": "",
     "flash_attn.ops.triton.rotary": "flash_attn.rotation",
     "flash_attn.rotation": "errors torch.request torch.rotary"
-    " flash_attn.arguments",
+    " torch.rotary_kernel flash_attn.arguments",
     "flash_attn.varlen": "errors torch torch.attention torch.kvcache"
     " flash_attn.arguments",
     "emulator": "backends.emulator",
-    "api": "foreign_names errors folders options settings problem validate"
+    "api": "array_types foreign_names errors folders options settings"
+    " problem validate"
     " validate_kvcache runner backends.base backends.numpy backends.cupy"
     " backends.emulator",
     "api_derivatives": "foreign_names api problem validate_derivatives",
     "builders": "checks errors",
-    "api_vjp": "foreign_names api",
-    "torch": "torch.attention torch.fakes torch.group_attention"
-    " torch.kvcache torch.op_gradients torch.registration",
+    "api_vjp": "array_types foreign_names api",
+    "torch": "hints torch.attention torch.fakes torch.group_attention"
+    " torch.kvcache torch.merging torch.op_gradients torch.registration"
+    " torch.rotary torch.sdpa",
+    "torch.batched_grad": "",
+    "torch.chosen_keys": "",
+    "torch.eager_models": "",
+    "torch.no_gradients": "errors torch.ops",
+    "torch.sdpa": "checks errors torch.attention torch.checks",
     "torch.arrays": "workspace torch.dtypes",
-    "torch.attention": "checks errors foreign_names options torch.autocast"
-    " torch.checks"
+    "torch.attention": "array_types checks errors foreign_names options"
+    " torch.autocast torch.checks"
     " torch.gradients torch.ops torch.random torch.request torch.tracing"
     " torch.transforms",
     "torch.autocast": "errors",
@@ -148,8 +158,8 @@ LAW = {
     "torch.dtypes": "",
     "torch.fakes": "torch.inductor torch.ops",
     "torch.derivatives": "errors torch.request torch.request_derivatives"
-    " torch.vmap",
-    "torch.gradients": "torch.derivatives torch.request"
+    " torch.batched_grad torch.vmap",
+    "torch.gradients": "torch.batched_grad torch.derivatives torch.request"
     " torch.request_derivatives",
     "torch.group_attention": "api distributed errors foreign_names"
     " torch.checks torch.dtypes",
@@ -157,21 +167,31 @@ LAW = {
     "torch.kvcache": "errors foreign_names problem validate_kvcache"
     " torch.autocast torch.checks torch.kvcache_ops torch.kvcache_request"
     " torch.no_gradients torch.tracing",
-    "torch.kvcache_ops": "torch.fakes torch.kvcache_request torch.ops",
+    "torch.kvcache_ops": "torch.fakes torch.kvcache_request"
+    " torch.no_gradients torch.ops",
     "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
     " torch.dtypes torch.request torch.signature",
-    "torch.masks": "",
+    "torch.masks": "torch.eager_models",
     "torch.registration": "errors torch.masks torch.transformers",
-    "torch.transformers": "errors torch.attention torch.masks",
+    "torch.transformers": "errors torch.attention torch.chosen_keys"
+    " torch.masks",
     "torch.op_gradients": "errors torch.ops torch.tracing",
     "torch.ops": "torch.random torch.request torch.request_derivatives",
-    "torch.random": "",
+    "torch.random": "errors",
     "torch.repeated": "execute problem torch.request torch.signature",
     "torch.request": "api execute options problem settings validate"
-    " backends.base torch.backend torch.dtypes torch.signature",
+    " backends.base torch.backend torch.batched_grad torch.dtypes"
+    " torch.signature torch.tracing",
     "torch.request_derivatives": "api_derivatives problem runner"
     " validate_derivatives torch.request",
-    "torch.rotary": "execute problem validate backends.base torch.signature",
+    "torch.merging": "errors execute foreign_names problem validate"
+    " backends.base torch.checks torch.request torch.signature",
+    "torch.rotary": "errors foreign_names problem validate torch.checks"
+    " torch.dtypes torch.request torch.rotary_kernel torch.signature"
+    " torch.tracing",
+    "torch.rotary_kernel": "execute problem validate backends.base"
+    " torch.signature",
+    "torch.types": "distributed",
     "torch.signature": "errors problem settings torch.dtypes",
     "torch.tracing": "errors",
     "torch.transforms": "errors problem torch.derivatives torch.request"
@@ -209,8 +229,10 @@ LAW = {
     " distributed.group distributed.machine distributed.schedule",
     "distributed.schedule": "distributed.layouts",
     "distributed.watchdog": "",
-    "jax": "jax.attention",
-    "jax.arrays": "errors",
+    "jax": "hints jax.attention jax.merging jax.rotary",
+    "jax.arrays": "errors settings",
+    "jax.merging": "foreign_names settings validate jax.arrays",
+    "jax.rotary": "foreign_names problem settings validate jax.arrays",
     "jax.calls": "checks errors options plan problem validate"
     " validate_derivatives jax.arrays",
     "jax.primitives": "errors jax.arrays jax.calls",
@@ -221,9 +243,9 @@ LAW = {
     "jax.machine": "api backends.base",
     "jax.cuda": "execute options problem runner backends.base jax.arrays"
     " jax.calls jax.machine jax.primitives jax.recording",
-    "jax.attention": "foreign_names problem settings jax.arrays jax.batching"
-    " jax.calls"
-    " jax.cpu jax.cuda jax.derivatives jax.primitives",
+    "jax.attention": "array_types foreign_names options problem settings"
+    " validate jax.arrays jax.batching jax.calls jax.cpu jax.cuda"
+    " jax.derivatives jax.primitives",
     "__init__": "errors api api_derivatives api_vjp build.warmup builders"
     " emulator reference _checkout _version",
     "__main__": "errors settings problem folders tiles plan build.cache"

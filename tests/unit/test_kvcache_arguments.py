@@ -250,11 +250,12 @@ DTYPES = {
     "alibi_slopes": (
         plain(alibi_slopes=zeros(4)),
         "alibi_slopes has dtype float16, expected float32: slopes are "
-        "float32, or float64 with float64 arrays",
+        "float32, or float64 with float64 arrays; convert it",
     ),
     "sink": (
         plain(sink=zeros(4)),
-        "sink has dtype float16, expected float32: it is a logit, as lse is",
+        "sink has dtype float16, expected float32: it is a logit, as lse "
+        "is; convert it",
     ),
     "a flag as a length": (
         plain(cache_seqlens=True),
@@ -271,7 +272,7 @@ DTYPES = {
     "window": (
         plain(window=3),
         "window is 3 of type int, expected (left, right), each an int, or "
-        "None for no bound",
+        "None for no bound: pass (3, 0) for keys before the query",
     ),
 }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import validate
+from cuflash import checks, validate
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -75,7 +75,6 @@ def test_the_base_call_is_valid(call):
 
 NO_ARRAYS = [
     (None, "NoneType"),
-    (1.5, "float"),
     ("text", "str"),
     (np.float32(1), "numpy.float32"),
 ]
@@ -102,7 +101,31 @@ def test_a_list(call, name, given):
 
 def test_out_that_is_no_array():
     text = complaint(DTypeError, "forward", out=0.0)
-    assert text.startswith("out is of type float, expected an array:")
+    assert text == (
+        "out is 0.0 of type float, expected an array: pass one of its shape, "
+        "such as np.full(shape, 0.0)"
+    )
+
+
+def test_arguments_in_another_order():
+    q, k, v, out, lse, dout = (
+        zeros(x) for x in ("q", "k", "v", "out", "lse", "dout")
+    )
+    with pytest.raises(ShapeError, match="the order is dout, q, k, v, out"):
+        cuflash.backward(q, k, v, out, lse, dout)
+    with pytest.raises(ShapeError, match="as forward returns it with return_"):
+        cuflash.merge_states(out, out)
+    turned = lse.swapaxes(1, 2)
+    with pytest.raises(ShapeError, match=r": pass lse.swapaxes\(-1, -2\)$"):
+        cuflash.backward(dout, q, k, v, out, turned)
+
+
+def test_states_that_are_no_pairs():
+    out, lse = zeros("out"), zeros("lse")
+    with pytest.raises(DTypeError, match="got 3 arrays, expected out_a, lse"):
+        cuflash.merge_states(out, lse, out)
+    with pytest.raises(DTypeError, match=r"write merge_states\(\*a, \*b\)"):
+        cuflash.merge_states((out, lse), (out, lse))
 
 
 @every_argument_and_out
@@ -110,7 +133,8 @@ def test_masked_array(call, name):
     masked = np.ma.zeros(SHAPES[name], np.float32)
     assert complaint(UnsupportedError, call, **{name: masked}) == (
         f"{name} is a numpy.ma.MaskedArray, expected a plain array: its "
-        "mask would be ignored"
+        f"mask would be ignored (pass {name}.filled(0), and hide keys with "
+        "mask)"
     )
 
 
@@ -155,8 +179,9 @@ def test_a_tensor_that_requires_grad():
     tensor.requires_grad = True
     assert complaint(UnsupportedError, "forward", q=tensor) == (
         "q is a test_validate.OnDevice that requires grad, expected one that "
-        "does not: automatic differentiation is in cuflash.torch.attention "
-        "(or pass q.detach() and call cuflash.backward)"
+        "does not: for automatic differentiation write "
+        "cuflash.torch.attention (or pass q.detach() and call "
+        "cuflash.backward)"
     )
 
 
@@ -423,6 +448,21 @@ def test_heads_that_cannot_be_grouped(call, heads):
     )
 
 
+@pytest.mark.parametrize(
+    ("q", "k", "cure"),
+    [
+        ((2, 4, 9, 8), (2, 2, 7, 8), "q.swapaxes(1, 2) and so on"),
+        ((4, 9, 8), (2, 7, 8), "q.swapaxes(0, 1) and so on"),
+        ((2, 1, 4, 8), (2, 2, 7, 8), "k.swapaxes(1, 2)"),
+    ],
+)
+def test_heads_before_tokens(q, k, cure):
+    with pytest.raises(ShapeError) as caught:
+        cuflash.forward(np.zeros(q), np.zeros(k), np.zeros(k))
+    text = str(caught.value)
+    assert f"): pass heads after tokens, {cure}, if they are before" in text
+
+
 @pytest.mark.parametrize("call", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("width", "error", "said"),
@@ -533,7 +573,6 @@ both_directions = pytest.mark.parametrize("call", ["forward", "backward"])
         (True, "True of type bool"),
         (1j, "1j of type complex"),
         ([1.0], "of type list"),
-        (np.ones(()), "of type numpy.ndarray"),
     ],
 )
 def test_scale_that_is_no_number(call, scale, said):
@@ -541,6 +580,33 @@ def test_scale_that_is_no_number(call, scale, said):
         f"scale is {said}, expected a real number, or None for "
         "head_dim ** -0.5"
     )
+
+
+SCALED = "pass scale=1 and q * scale"
+
+
+@both_directions
+@pytest.mark.parametrize(
+    ("scale", "cure"),
+    [
+        (np.ones(()), f"pass scale.item(); if it has a gradient, {SCALED}"),
+        (np.ones(4), SCALED),
+    ],
+)
+def test_scale_that_is_an_array(call, scale, cure):
+    assert complaint(DTypeError, call, scale=scale) == (
+        "scale is of type numpy.ndarray, expected a real number, or None for "
+        f"head_dim ** -0.5: {cure}"
+    )
+
+
+def test_arrays_of_one_number_name_the_cure():
+    text = complaint(DTypeError, "forward", softcap=np.ones(()))
+    assert text.endswith("expected a real number (pass softcap.item())")
+    text = complaint(DTypeError, "forward", causal=np.ones((), bool))
+    assert text.endswith("expected True or False (pass causal.item())")
+    with pytest.raises(DTypeError, match=r"an int \(pass n.item\(\)\)$"):
+        checks.whole("n", np.ones(1, int), 0, 5)
 
 
 @both_directions

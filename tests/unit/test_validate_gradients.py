@@ -50,8 +50,8 @@ def test_all_together_are_valid():
 @each_argument
 def test_no_array(name):
     assert complaint(DTypeError, **{name: [0.0]}) == (
-        f"{name} is of type list, expected an array: NumPy, CuPy, or any "
-        "with DLPack or __cuda_array_interface__ on a CUDA device"
+        f"{name} is of type list, expected an array: pass np.asarray({name}),"
+        f" or of arrays on a CUDA device cupy.asarray({name})"
     )
 
 

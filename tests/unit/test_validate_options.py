@@ -51,7 +51,6 @@ def of_backward(**options):
 @pytest.mark.parametrize(
     ("window", "said"),
     [
-        (3, "3 of type int"),
         ("ab", "'ab' of type str"),
         ((1, 2, 3), "of type tuple"),
         (np.zeros(2), "of type numpy.ndarray"),
@@ -62,6 +61,19 @@ def test_window_that_is_no_pair(window, said):
         f"window is {said}, expected (left, right), each an int, or None for "
         "no bound"
     )
+
+
+def test_window_of_one_number():
+    assert complaint(DTypeError, window=3) == (
+        "window is 3 of type int, expected (left, right), each an int, or "
+        "None for no bound: pass (3, 0) for keys before the query"
+    )
+
+
+def test_seed_that_is_a_generator():
+    seed = np.random.default_rng(0)
+    text = complaint(DTypeError, dropout=0.1, seed=seed)
+    assert text.endswith("expected an int: pass int(seed.integers(2**63))")
 
 
 @pytest.mark.parametrize("bound", [1.5, "1", True])
@@ -159,10 +171,15 @@ def test_gradients_that_are_not_wanted_need_nothing():
         (
             "alibi_slopes",
             np.zeros(4),
-            "float32: slopes are float32, or float64 with float64 arrays",
+            "float32: slopes are float32, or float64 with float64 arrays; "
+            "convert it",
         ),
-        ("sink", np.zeros(4), "float32: it is a logit, as lse is"),
-        ("bias", np.zeros(PAIRS), "float32: it is added to scores"),
+        ("sink", np.zeros(4), "float32: it is a logit, as lse is; convert it"),
+        (
+            "bias",
+            np.zeros(PAIRS),
+            "float32: it is added to scores; convert it",
+        ),
         (
             "bias",
             np.zeros(PAIRS, bool),
@@ -226,12 +243,17 @@ def test_a_mask_of_keys_with_too_few_axes():
     assert text.endswith("if it tells of keys, pass mask[:, None, None])")
 
 
-@pytest.mark.parametrize("shape", [(5,), (2, 5, 7), (1, 2, 4, 5, 7)])
+@pytest.mark.parametrize("shape", [(5,), (3, 5, 7), (1, 2, 4, 5, 7)])
 def test_shape_of_bias(shape):
     assert complaint(ShapeError, bias=f4(*shape)) == (
         f"bias has shape {shape}, expected one that broadcasts to {PAIRS} "
         "(layout is (batch, heads, seqlen_q, seqlen_k))"
     )
+
+
+def test_bias_of_all_heads_without_their_axis():
+    text = complaint(ShapeError, bias=f4(2, 5, 7))
+    assert text.endswith("the same for all heads, pass bias[:, None])")
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 2), (1, 5)])
@@ -280,7 +302,7 @@ def packed(q=(0, 2, 5), k=(0, 3, 7), **others):
 def test_packed_sequences_have_three_axes():
     assert complaint(ShapeError, **packed()) == (
         "q has 4 axes, expected 3 as cu_seqlens_q is given (layout is "
-        "(total_q, heads, head_dim))"
+        "(total_q, heads, head_dim)): of batch 1, pass q[0], k[0] and v[0]"
     )
 
 
@@ -333,7 +355,8 @@ def test_longest_of_no_packed_sequences():
 
 
 BAD_OFFSETS = [
-    ({"q": (1, 2, 5)}, "cu_seqlens_q[0] is 1, expected 0"),
+    ({"q": (1, 2, 5)}, "cu_seqlens_q[0] is 1, expected 0 (of lengths, pass "
+     "cuflash.cu_seqlens(lengths))"),
     ({"q": (0, 3, 2)}, "cu_seqlens_q[2] is 2, expected at least 3, the one "
      "before"),
     ({"k": (0, 8, 9)}, "cu_seqlens_k[1] is 8, expected at most 7, the number "

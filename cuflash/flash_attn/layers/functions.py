@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from cuflash.flash_attn import arguments
-from cuflash.flash_attn.rotation import by_operations, rotate, table_rows
+from cuflash.flash_attn.rotation import rotate, table_rows
 from cuflash.torch import batched_grad
+from cuflash.torch.tracing import by_operations
 
 
 class _Rotate(torch.autograd.Function):
@@ -102,8 +103,8 @@ def apply_rotary_emb(
         The position of each sequence's first token. Those in a tensor are
         not checked: a token past the end of the tables is not rotated.
     cu_seqlens : Tensor, (batch + 1,), optional
-        int32: the offset of each sequence's first token, then the end of the
-        last. Each sequence counts its positions from its first token.
+        Integers: the offset of each sequence's first token, then the end of
+        the last. Each sequence counts its positions from its first token.
     max_seqlen : int, optional
         The length of the longest sequence, with `cu_seqlens`.
 

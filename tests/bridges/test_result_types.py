@@ -1,0 +1,70 @@
+"""Annotations of the bridges: options by name, results of a known type."""
+
+import inspect
+import typing
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+jax = pytest.importorskip("jax", reason="needs JAX")
+
+import cuflash.jax  # noqa: E402
+import cuflash.torch  # noqa: E402
+from cuflash.torch import types  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = [
+    (cuflash.torch.forward_kvcache, types.CacheOptions),
+    (cuflash.torch.distributed_attention, types.SharedOptions),
+]
+OVERLOADED = [
+    (cuflash.torch.attention, "Results"),
+    (cuflash.torch.forward_kvcache, "Results"),
+    (cuflash.torch.distributed_attention, "Results"),
+    (cuflash.jax.attention, "tuple[jax.Array, jax.Array]"),
+]
+OTHERS = [
+    cuflash.torch.apply_rotary,
+    cuflash.torch.merge_states,
+    cuflash.jax.apply_rotary,
+    cuflash.jax.merge_states,
+]
+
+
+@pytest.mark.parametrize("function, options", OPTIONS)
+def test_options_are_the_keywords(function, options):
+    found = {
+        name: x.annotation
+        for name, x in inspect.signature(function).parameters.items()
+        if x.kind is x.KEYWORD_ONLY and name != "return_lse"
+    }
+    written = options.__annotations__
+    assert {name: x.__forward_arg__ for name, x in written.items()} == found
+
+
+@pytest.mark.skipif(
+    not hasattr(typing, "get_overloads"), reason="needs Python 3.11"
+)
+@pytest.mark.parametrize("function, pair", OVERLOADED)
+def test_results_follow_return_lse(function, pair):
+    of = "jax.Array" if "jax" in function.__module__ else "torch.Tensor"
+    found = {
+        inspect.signature(x).parameters["return_lse"].annotation: (
+            inspect.signature(x).return_annotation
+        )
+        for x in typing.get_overloads(function)
+    }
+    assert found == {
+        "Literal[False]": of,
+        "Literal[True]": pair,
+        "bool": f"{of} | {pair}",
+    }
+
+
+@pytest.mark.parametrize("function", OTHERS)
+def test_other_results(function):
+    hints = typing.get_type_hints(function)
+    of = jax.Array if "jax" in function.__module__ else torch.Tensor
+    pair = "merge" in function.__name__
+    assert hints["return"] == (tuple[of, of] if pair else of)
