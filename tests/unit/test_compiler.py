@@ -9,7 +9,7 @@ import pytest
 from cuflash import folders
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.problem import Rotary
+from cuflash.problem import MOST_STATES, Rotary
 from helpers.dtypes import DTYPES, lse_dtype
 from helpers.kernels import kernels, small_kernel
 
@@ -116,8 +116,9 @@ def test_double_backward_on_hopper_does_not_spill(head_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_compiles(dtype):
-    (kernel,) = kernels("merge", dtype, "sm_80")
+@pytest.mark.parametrize("num_states", [2, MOST_STATES])
+def test_merge_compiles(dtype, num_states):
+    (kernel,) = kernels("merge", dtype, "sm_80", num_states=num_states)
     report = nvrtc.report(kernel, "sm_80")
     assert kernel.file == "merge.cu"
     assert report.spill_bytes == 0 and not report.warnings
