@@ -138,14 +138,15 @@ def find(
     of_q, of_k = _lengths(values.q), _lengths(values.k)
     keys = np.logical_not(largest * of_k <= LARGEST_SCORE)
     for x in values.of_keys:
-        keys |= ~(_magnitudes(x) <= values.largest)
+        keys |= _beyond(x, values.largest)
     rows = np.logical_not(largest * of_q <= LARGEST_SCORE)
     # By the longest of a batch element, as `kinds` has it.
     longest = _longest(np.where(keys, 0, of_k))
     rows |= ~(abs(scale) * of_q * longest <= LARGEST_SCORE)
     for x in values.of_queries:
-        size = np.abs(x) if x.ndim == 4 else _magnitudes(x)
-        rows |= ~(size <= values.largest)
+        if x.ndim == 4:  # dlse
+            x = x[..., None]
+        rows |= _beyond(x, values.largest)
     if values.lse is not None:
         rows |= ~(values.lse <= LARGEST_SCORE)
     for within in _heads_within(values, options):
@@ -250,10 +251,12 @@ def _longest(lengths: np.ndarray) -> np.ndarray:
     return lengths.max(axis=(1, 2, 3), keepdims=True, initial=0)
 
 
-def _magnitudes(x: np.ndarray) -> np.ndarray:
-    """The largest magnitude of each vector, NaN if there is one."""
-    largest = x.max(axis=-1, initial=0)
-    return np.maximum(largest, -x.min(axis=-1, initial=0))
+def _beyond(x: np.ndarray, largest: float) -> np.ndarray:
+    """Which vectors have a number beyond `largest`, or NaN."""
+    squares = np.einsum("...c,...c->...", x, x)  # faster than a maximum
+    found = np.logical_not(squares <= largest**2)
+    found[found] = ~(np.abs(x[found]) <= largest).all(axis=-1)
+    return found
 
 
 def _within(x: np.ndarray, largest: float) -> np.ndarray:
