@@ -149,9 +149,13 @@ LAW = {
     "torch.kvcache_ops": "torch.fakes torch.kvcache_request torch.ops",
     "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
     " torch.dtypes torch.request torch.signature",
-    "torch.masks": "",
+    "torch.chosen_keys": "",
+    "torch.eager_models": "",
+    "torch.masks": "torch.eager_models",
     "torch.registration": "errors torch.masks torch.transformers",
-    "torch.transformers": "errors torch.attention torch.masks",
+    "torch.transformers": (
+        "errors torch.attention torch.chosen_keys torch.masks"
+    ),
     "torch.op_gradients": "errors torch.ops torch.tracing",
     "torch.ops": "torch.random torch.request torch.request_derivatives",
     "torch.random": "",
