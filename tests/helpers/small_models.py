@@ -21,7 +21,7 @@ ROUNDING = 30 * 64 * 2**-24
 # What a configuration has of these is set.
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
-    **dict.fromkeys(("word_embed_proj_dim", "hidden_size_per_layer"), 32),
+    "word_embed_proj_dim": 32,
     **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim"), 64),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
     **dict.fromkeys(("ffn_hidden_size", "d_inner"), 64),
