@@ -72,7 +72,7 @@ def give_back(lent: Sequence[tuple[Any, Array]]) -> None:
             views = [y for x, y in lent if _owners_stream(x, index) is None]
             _held.append((event, views))
         for stream in streams - {None}:
-            cuda.ExternalStream(stream, index).wait_event(event)
+            cuda.runtime.streamWaitEvent(stream, event.ptr)
 
 
 def _owners_stream(array: Any, index: int) -> int | None:

@@ -30,7 +30,7 @@ def test_a_merge_is_that_of_cupy_arrays(parts, dtype):
     given = [x.cuda() for x in states(parts, dtype)]
     expected = cuflash.merge_states(*given)
     got = merge_states(*leaves(given))
-    assert_equal(got, map(torch.from_dlpack, expected))
+    assert_equal(got, [*map(torch.from_dlpack, expected)])
     if dtype is torch.float32:
         found = [x.cpu() for x in results(merge_states, given)]
         on_cpu = [x.cpu() for x in given]
@@ -51,6 +51,7 @@ def test_a_rotation_is_that_of_cupy_arrays(kind):
     assert_equal([dx], [torch.from_dlpack(back)])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor's
 @pytest.mark.parametrize("function", [apply_rotary, merge_states])
 def test_compiled(function):
     """Inductor's own kernel, of torch's operations."""

@@ -47,19 +47,13 @@ class ndarray:
 class Event:
     """Done when a test says so."""
 
+    ptr = 6
+
     def __init__(self, disable_timing=False):
         self.done = False
 
     def record(self, stream):
         FAKE.log.append(("record", stream.ptr))
-
-
-class ExternalStream:
-    def __init__(self, ptr, device_id=-1):
-        self.ptr = ptr
-
-    def wait_event(self, event):
-        FAKE.log.append(("wait", self.ptr))
 
 
 class Function:
@@ -92,13 +86,13 @@ class FakeCupy(types.ModuleType):
                 memsetAsync=Mock(),
                 streamIsCapturing=lambda stream: False,
                 streamSynchronize=Mock(),
+                streamWaitEvent=self._wait,
             ),
             driver=types.SimpleNamespace(launchKernel=self._launch),
             alloc=self._alloc_for_kernels,
             get_current_stream=lambda: types.SimpleNamespace(ptr=STREAM),
             Device=self._device,
             Event=Event,
-            ExternalStream=ExternalStream,
         )
 
     def from_dlpack(self, foreign):
@@ -130,6 +124,9 @@ class FakeCupy(types.ModuleType):
     def _read_abc(self, target, source, nbytes, kind, stream):
         assert kind == 2
         ctypes.memmove(target, b"abc"[:nbytes], nbytes)
+
+    def _wait(self, stream, event):
+        self.log.append(("wait", stream))
 
     def _launch(self, function, *sizes):
         *dims, shared, stream, pointers, _ = sizes
