@@ -10,8 +10,8 @@
 //
 // Grid: one warp per row of out, blockIdx.x = row / (NUM_THREADS / 32), the rows counted as
 //     row = (batch_index * seqlen_q + query) * num_heads_q + head
-// Block: NUM_THREADS threads, a multiple of 32. Constants: Element, NUM_THREADS; GROUP, the states
-// whose rows are loaded at once; Arguments. No shared memory.
+// Block: NUM_THREADS threads, a multiple of 32. Constants: Element, NUM_THREADS; LANES, the states
+// whose weights are computed at once; Arguments. No shared memory.
 //
 // Bound by memory: each array is read once. Weak where head_dim is above 32 COLUMNS: weights are
 // computed once for so many columns.
@@ -36,11 +36,11 @@ merge(const __grid_constant__ Arguments args) {
 
     const i64 index = (batch * num_heads + head) * seqlen_q + query;
     for (int start = 0; start < head_dim; start += 32 * COLUMNS) {
-        MergedRow<Real, COLUMNS, GROUP> merged;
-        for (int first = 0; first < args.num_states; first += 32) {
-            const int count = min(args.num_states - first, 32);
-            const Real lse = lane < count
-                ? static_cast<const Real*>(args.lses[first + lane])[index] : -Real(infinity());
+        MergedRow<Real, COLUMNS, LANES> merged;
+        for (int first = 0; first < args.num_states; first += LANES) {
+            const int count = min(args.num_states - first, LANES), state = lane % LANES;
+            const Real lse = state < count
+                ? static_cast<const Real*>(args.lses[first + state])[index] : -Real(infinity());
             merged.add(count, lse, [&](int state, int i) {
                 const int column = start + i * 32 + lane;
                 const Element* out = static_cast<const Element*>(args.outs[first + state]);

@@ -730,14 +730,15 @@ def backward_in_one(
 
 
 def merge_plan(problem: Problem) -> Plan:
-    few = problem.num_states <= FEW_STATES
+    states = problem.num_states
+    few = states <= FEW_STATES
     kernel = KernelPlan(
         file="merge.cu",
         entry="merge",
         constants=(
             ("Element", element(problem)),
             ("NUM_THREADS", ROW_THREADS),
-            ("GROUP", 2 if problem.num_states <= 2 else 8),
+            ("LANES", next(x for x in (2, 8, 32) if x >= min(states, 32))),
             ("Arguments", "MergeArguments" if few else "MergeManyArguments"),
         ),
         threads=ROW_THREADS,

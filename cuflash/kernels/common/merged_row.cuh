@@ -8,22 +8,26 @@
 #pragma once
 #include "common/softmax.cuh"
 
-// The maximum skips NaN: every lane has that of all lanes.
-template <class Real> __device__ __forceinline__ Real warp_max(Real x) {
-    for (int distance = 16; distance > 0; distance /= 2)
+// Over each LANES consecutive lanes, in every lane. The maximum skips NaN.
+template <int LANES, class Real> __device__ __forceinline__ Real max_of_lanes(Real x) {
+    #pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
         x = fmax(x, __shfl_xor_sync(WHOLE_WARP, x, distance));
     return x;
 }
-template <class Real> __device__ __forceinline__ Real warp_sum(Real x) {
-    for (int distance = 16; distance > 0; distance /= 2)
+template <int LANES, class Real> __device__ __forceinline__ Real sum_of_lanes(Real x) {
+    #pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
         x += __shfl_xor_sync(WHOLE_WARP, x, distance);
     return x;
 }
 
 // A row's state while a warp merges its parts: m, the sum of weights, and O in COLUMNS columns of
-// each lane, relative to m. GROUP parts are loaded at once.
-template <class Real, int COLUMNS, int GROUP = 8> struct MergedRow {
-    static_assert(32 % GROUP == 0, "a group's weights are those of lanes");
+// each lane, relative to m. Of LANES parts, lane i has the lse of part i % LANES; the O of GROUP of
+// them are loaded at once.
+template <class Real, int COLUMNS, int LANES = 32, int GROUP = LANES < 8 ? LANES : 8>
+struct MergedRow {
+    static_assert(32 % LANES == 0 && LANES % GROUP == 0, "a group's weights are those of lanes");
 
     Real m = -Real(infinity()), sum = 0, out[COLUMNS];
 
@@ -33,15 +37,15 @@ template <class Real, int COLUMNS, int GROUP = 8> struct MergedRow {
         for (Real& element : out) element = -Real(0);
     }
 
-    // Adds the parts of as many lanes as there are. lse, of the lane's part, is -inf if there is
-    // none; out_of(part, i) is the lane's i-th column of O.
+    // Adds at most LANES parts. lse, of the lane's part, is -inf if there is none; out_of(part, i)
+    // is the lane's i-th column of O.
     template <class OutOf> __device__ __forceinline__ void add(int parts, Real lse, OutOf out_of) {
         const bool has_keys = lse != -Real(infinity());
         const u32 with_keys = __ballot_sync(WHOLE_WARP, has_keys);
-        const Real m_new = fmax(m, warp_max(lse));
+        const Real m_new = fmax(m, max_of_lanes<LANES>(lse));
         const Real rescale = m == -Real(infinity()) ? Real(0) : exp(m - m_new);
         const Real weight = has_keys ? exp(lse - m_new) : Real(0);
-        sum = sum * rescale + warp_sum(weight);
+        sum = sum * rescale + sum_of_lanes<LANES>(weight);
         m = m_new;
         #pragma unroll
         for (Real& element : out) element *= rescale;
