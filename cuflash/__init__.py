@@ -10,7 +10,8 @@
 `forward`, `backward`, `forward_kvcache`, `merge_states`, `apply_rotary`, and
 `jvp` and `double_backward`, the derivatives of `forward` and `backward`, run
 on the device that holds their arrays: on a GPU by CUDA kernels compiled at run
-time, on the CPU by the NumPy reference, `cuflash.reference`.
+time, on the CPU by NumPy, in tiles. `cuflash.reference` states every equation
+and computes, in float64, what those tiles do not take.
 """
 
 from __future__ import annotations

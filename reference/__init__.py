@@ -5,10 +5,12 @@ columns of a head: heads come before tokens, unlike in `cuflash.forward`, so
 arrays of three or four axes need ``heads_first=True``.
 
 Read `softmax` and `tile_state` first, then `attention` (every matrix
-materialised), then `forward` and `backward` (the tiled algorithms), `jvp` and
-`double_backward` (their derivatives, along `tangents`).
-`machine`, `traffic` and `roofline` count their costs, `multihead` adds the
-projections, and `running` applies the idea of online softmax to the variance.
+materialised; `jacobians` derives its gradient), then `forward` and `backward`
+(the tiled algorithms; `original` is FlashAttention as first published), `jvp`
+and `double_backward` (their derivatives, along `tangents`).
+`machine`, `traffic` (`traffic_drafts`: what the sources try first),
+`intensity` and `roofline` count their costs, `multihead` adds the projections,
+and `running` applies the idea of online softmax to the variance.
 `options` combines the options of a call: `masks` (which query sees which
 key), `scores` (score modifications) and `dropout`. `packed` handles packed
 sequences: several lengths, end to end in one array. `rotary` rotates queries
@@ -17,7 +19,7 @@ values that grows. `context_parallel` schedules ranks that share a sequence.
 
 Sources
 -------
-Four sets of notes are cited throughout. The first three name no author.
+Five sets of notes are cited throughout. The first three name no author.
 
 - [000] "Flash attention", problems on a machine with a few registers.
 - [001] "Flash Attention", an article with the blockwise equations.
@@ -25,6 +27,8 @@ Four sets of notes are cited throughout. The first three name no author.
   example worked by hand.
 - [003] Chin-Hui Chu, Ya-Xu Liu and Chih-Jen Lin, "An Introduction to
   FlashAttention", slides, 2026.
+- [004] jshn9515, "FlashAttention-1: Eliminating IO", a chapter with a demo in
+  single precision, 2026.
 
 Papers:
 
@@ -77,12 +81,15 @@ from . import (
     double_backward,
     dropout,
     forward,
+    intensity,
+    jacobians,
     jvp,
     kvcache,
     machine,
     masks,
     multihead,
     options,
+    original,
     packed,
     roofline,
     rotary,
@@ -92,6 +99,7 @@ from . import (
     tangents,
     tile_state,
     traffic,
+    traffic_drafts,
 )
 
 __all__ = [
@@ -101,12 +109,15 @@ __all__ = [
     "double_backward",
     "dropout",
     "forward",
+    "intensity",
+    "jacobians",
     "jvp",
     "kvcache",
     "machine",
     "masks",
     "multihead",
     "options",
+    "original",
     "packed",
     "roofline",
     "rotary",
@@ -116,4 +127,5 @@ __all__ = [
     "tangents",
     "tile_state",
     "traffic",
+    "traffic_drafts",
 ]

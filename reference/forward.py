@@ -5,9 +5,9 @@ each, q is (..., seqlen_q, head_dim), k (..., seqlen_k, head_dim) and
 v (..., seqlen_k, head_dim_v), with the same leading axes; out is
 (..., seqlen_q, head_dim_v) and lse (..., seqlen_q), both float64; options
 are the fields of `options.Options`, such as causal. Tiles without a visible
-pair are skipped; fully visible tiles need no mask. Sources:
-[003], [FA] Dao et al. 2022, arXiv:2205.14135, [FA2] Dao 2023,
-arXiv:2307.08691.
+pair are skipped; fully visible tiles need no mask. `without_softmax` is the
+loop that they are built on. Sources: [003], [FA] Dao et al. 2022,
+arXiv:2205.14135, [FA2] Dao 2023, arXiv:2307.08691.
 
 Example
 -------
@@ -29,6 +29,12 @@ tiles, one result.
 query_outer True
 key_outer True
 split_keys True
+
+Without softmax the tiles are terms of a sum, and the product associates:
+
+>>> plain = forward.without_softmax(q, k, v, scale=1, block_q=2, block_k=3)
+>>> print(np.allclose(plain, q @ (k.T @ v)))
+True
 """
 
 from __future__ import annotations
@@ -40,9 +46,9 @@ from typing import Any
 import numpy as np
 
 from .attention import default_scale
-from .masks import masked_product, tiles
+from .masks import masked_product, tile_slices, tiles
 from .options import Options, Tile, Tiles
-from .scores import with_sink
+from .scores import scores_of, with_sink
 from .softmax import (
     exp_shifted,
     normalise,
@@ -229,6 +235,46 @@ def split_keys(
             states.append(_stream(q, k, v, pairs, rows, run, nothing))
         out[..., rows, :], lse[..., rows] = merge_tree(states).finalize()
     return out, lse
+
+
+def without_softmax(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
+    heads_first: bool = False,
+) -> np.ndarray:
+    r"""Compute S V, tile by tile: what attention would be without softmax.
+
+    .. math:: O_i \mathrel{+}= scale \cdot (Q_i K_j^T) V_j
+
+    [003], Algorithm 2, eq. 42, where the scale is 1. A sum over key tiles
+    needs no row of S whole, and no state but O itself; `query_outer` makes
+    the softmax such a sum. Without softmax the product may even be taken as
+    Q (K^T V), which needs no S at all.
+
+    Parameters
+    ----------
+    q, k, v, scale, block_q, block_k
+        As in `query_outer`.
+    heads_first : bool, optional
+        As in `options.Options`.
+
+    Returns
+    -------
+    ndarray, (..., seqlen_q, head_dim_v)
+    """
+    q, k, v, out, _, pairs = _prepare(
+        q, k, v, scale, {"heads_first": heads_first}
+    )
+    for rows in tile_slices(pairs.seqlen_q, block_q):
+        for keys in tile_slices(pairs.seqlen_k, block_k):
+            s = scores_of(q[..., rows, :], k[..., keys, :], pairs.scale)
+            out[..., rows, :] += s @ v[..., keys, :]
+    return out
 
 
 def _prepare(

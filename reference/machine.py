@@ -6,15 +6,19 @@ The register file models a GPU's fast memory, DRAM its slow memory ([000],
 "The tile abstraction"): an order that saves a LOAD here saves the transfer of
 a tile there::
 
-    2 x 2 matrix product                 registers   LOADs   cycles
-    matmul                                       3      16       28
-    inner_product_matmul                         3      13       25
-    outer_product_matmul                         6      10       22
-    wide_inner_product_matmul                    6       8       20
+    2 x 2 matrix product        registers   LOADs   cycles   intensity
+    matmul                              3      16       28     8 / 20
+    inner_product_matmul                3      13       25     8 / 17
+    outer_product_matmul                6      10       22     8 / 14
+    wide_inner_product_matmul           6       8       20     8 / 12
 
     softmax of n numbers                 registers   LOADs   STOREs
     safe_softmax                                 3      3n        n
     online_softmax                               4      2n        n
+
+The intensity, which [000] asks for in a quiz, is the number of arithmetic
+instructions per element that a LOAD or STORE moves: `intensity` continues
+with larger matrices and attention.
 
 Source: [000], problems 1 to 5. There LOAD, STORE, MAC and MAC_Z take one
 cycle and the other instructions have no stated cost; here each takes one.
@@ -41,6 +45,8 @@ An element of a matrix product, and what the machine did:
 >>> print(done.dram["c"])
 [[1. 0.]
  [0. 0.]]
+>>> print(done.intensity)  # MACs per LOAD or STORE
+0.4
 
 The fourth register of online softmax saves a pass over x:
 
@@ -173,6 +179,16 @@ class Run:
     def stores(self) -> int:
         """Elements written to DRAM."""
         return self.counts["STORE"]
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic instructions per element loaded or stored.
+
+        [000], "Arithmetic intensity: inner product vs. outer product". MOV
+        is no arithmetic.
+        """
+        moved = self.loads + self.stores
+        return (self.cycles - self.counts["MOV"] - moved) / moved
 
 
 def run(

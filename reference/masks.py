@@ -78,6 +78,11 @@ def tiles(length: int, block: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + block, length)
 
 
+def tile_slices(length: int, block: int) -> list[slice]:
+    """Return the tiles of an axis as slices."""
+    return [slice(*tile) for tile in tiles(length, block)]
+
+
 def key_interval(
     query: np.ndarray | int,
     seqlen_q: int,

@@ -35,6 +35,15 @@ difference of it.
 >>> change, expected = (dy * (moved - y)).sum(), (gradients.dx * step).sum()
 >>> print(f"{change / expected:.3f}")
 1.000
+
+dX of a single head, with dQ, dK and dV and without them:
+
+>>> wide = multihead.Weights(*rng.standard_normal((4, 8, 8)))
+>>> plain = multihead.multi_head_attention_vjp(dy, x, wide, num_heads=1)
+>>> dout = dy @ wide.w_o.T
+>>> folded = multihead.folded_projection_vjp(dout, x, *wide[:3])
+>>> print(np.allclose(folded, plain.dx))
+True
 """
 
 from __future__ import annotations
@@ -433,6 +442,69 @@ def gradient_rows(
         dv = share_heads_vjp(p @ dout[:, i], group_size)
         yield GradientRow("k", token, joined(dk))
         yield GradientRow("v", token, joined(dv))
+
+
+@quiet
+def folded_projection_vjp(
+    dout: np.ndarray,
+    x: np.ndarray,
+    w_q: np.ndarray,
+    w_k: np.ndarray,
+    w_v: np.ndarray,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> np.ndarray:
+    r"""Compute dX of one head without dQ, dK and dV.
+
+    .. math::
+        dX = scale \cdot dS (K W_Q^T) + scale \cdot dS^T (Q W_K^T)
+             + P^T (dO W_V^T)
+
+    [000], "Through the QKV projections" and "Execution schedule": the
+    projections are folded into the right operands first, and each row of dS
+    and P is consumed at once. It completes its own row of the first term and
+    is a rank-1 update of the other two. The dX of several heads add up.
+
+    dW_Q = X^T dQ needs dQ, so that training prefers
+    `streamed_projection_vjp`. The three products with dS and P have width
+    columns instead of head_dim: for num_heads heads, num_heads times the
+    operations of dQ, dK and dV (`roofline.folded_flops`).
+
+    Parameters
+    ----------
+    dout : array_like, (seqlen, head_dim_v)
+        Gradient with respect to the head's out.
+    x : array_like, (seqlen, width)
+    w_q, w_k : array_like, (width, head_dim)
+    w_v : array_like, (width, head_dim_v)
+    scale : float, optional
+        Default head_dim ** -0.5.
+    causal : bool, optional
+
+    Returns
+    -------
+    ndarray, (seqlen, width)
+    """
+    dout, x, w_q, w_k, w_v = (
+        np.asarray(array, np.float64) for array in (dout, x, w_q, w_k, w_v)
+    )
+    scale = default_scale(w_q.shape[-1]) if scale is None else scale
+    q, k, v = project(x, w_q), project(x, w_k), project(x, w_v)
+    out, lse = attention(q, k, v, scale=scale, causal=causal)
+    delta = delta_of(dout, out)
+
+    k_wq, q_wk, dout_wv = scale * k @ w_q.T, scale * q @ w_k.T, dout @ w_v.T
+    dx = np.zeros(x.shape)
+    for token in range(len(x)):
+        i = slice(token, token + 1)
+        j = slice(0, token + 1) if causal else slice(0, len(x))
+        p = probabilities_from_lse(scores_of(q[i], k[j], scale), lse[i])
+        ds = score_gradient(p, dout[i] @ v[j].T, delta[i])
+        dx[i] += ds @ k_wq[j]
+        dx[j] += ds.T @ q_wk[i]
+        dx[j] += p.T @ dout_wv[i]
+    return dx
 
 
 def _as_float64(x: np.ndarray, weights: Weights) -> tuple[np.ndarray, Weights]:

@@ -6,9 +6,11 @@ with the fields of `Problem`: direction ("forward" or "backward"), dtype,
 batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v and
 causal. cuflash's own Problem is one.
 
-Sources: [003], "Memory versus computation" and eq. 43, 44, 78 and 79; [FA]
-Dao et al. 2022, arXiv:2205.14135, Algorithm 1; [R] Williams, Waterman and
-Patterson 2009, doi:10.1145/1498765.1498785.
+Sources: [000], the quizzes of "Through the QKV projections"; [001], "Modern
+GPU architecture"; [002], "The memory problem"; [003], "Memory versus
+computation" and eq. 39, 43, 44, 70, 78 and 79; [FA] Dao et al. 2022,
+arXiv:2205.14135, Algorithm 1; [R] Williams, Waterman and Patterson 2009,
+doi:10.1145/1498765.1498785.
 
 Example
 -------
@@ -35,6 +37,17 @@ arithmetic 0.86 us, traffic 4.11 us
 arithmetic 0.86 us, traffic 0.26 us
 >>> roofline.forward_tiles(memory=96 * 1024, head_dim=64)
 (384, 64)
+
+One matrix of weights of one head, in float16:
+
+>>> for tokens in (512, 2048, 8192, 32768, 131072):
+...     size = roofline.square_bytes(tokens)
+...     print(f"{tokens:7,} {size / 1e6:9,.1f} MB")
+    512       0.5 MB
+  2,048       8.4 MB
+  8,192     134.2 MB
+ 32,768   2,147.5 MB
+131,072  34,359.7 MB
 """
 
 from __future__ import annotations
@@ -79,6 +92,37 @@ class Device:
 
 # Dense float16 matmuls on tensor cores, from the data sheet.
 A100 = Device(peak_flops=312e12, bandwidth=2.04e12)  # 80 GB SXM; [003]
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """A level of a device's memory.
+
+    Attributes
+    ----------
+    size : float
+        In bytes.
+    bandwidth : float
+        Bytes per second.
+    """
+
+    size: float
+    bandwidth: float
+
+    def of(self, device: Device) -> Device:
+        """Return a device that computes as fast, out of this memory.
+
+        Its `ridge` is the intensity that arithmetic on operands of this
+        level needs.
+        """
+        return Device(device.peak_flops, self.bandwidth)
+
+
+# [002], "The memory hierarchy problem", has 40 to 80 GB of HBM at 1.5 to
+# 2.0 TB/s and about 20 MB of SRAM at 19 TB/s; [001] has 192 KB of SRAM per
+# multiprocessor, of which an A100 has 108. These are the 80 GB SXM's.
+A100_HBM = MemoryLevel(size=80e9, bandwidth=2.04e12)
+A100_SRAM = MemoryLevel(size=108 * 192 * 1024, bandwidth=19e12)
 
 
 def is_forward(problem: Problem) -> bool:
@@ -157,6 +201,60 @@ def flops(problem: Problem) -> int:
     return sum(product_flops(problem).values())
 
 
+def projection_vjp_flops(
+    seqlen: int, width: int, columns: int
+) -> dict[str, int]:
+    r"""Return the floating-point operations behind dQ, dK and dV.
+
+    [000] asks for them in n = seqlen and d = width = columns: the three
+    weight gradients take 6 n d^2 and dX another 6 n d^2, whereas dQ, dK, dV
+    take 6 n^2 d. `folded_flops` counts dX without dQ, dK and dV.
+
+    Parameters
+    ----------
+    seqlen : int
+    width : int
+        Columns of X.
+    columns : int
+        Columns of W_Q, and of W_K and of W_V.
+
+    Returns
+    -------
+    dict of str to int
+        By equation. The two additions of matrices in dX are not counted.
+    """
+    product = 2 * seqlen * width * columns
+    return {
+        "dW = X^T (dQ, dK, dV)": 3 * product,
+        "dX = dQ W_Q^T + dK W_K^T + dV W_V^T": 3 * product,
+    }
+
+
+def folded_flops(seqlen: int, width: int, columns: int) -> dict[str, int]:
+    """Return the operations of `multihead.folded_projection_vjp`'s products.
+
+    Folding replaces the 6 n^2 columns operations of dQ, dK and dV by 6 n^2
+    width: the same for one head as wide as X, num_heads times as many for
+    the heads of a layer.
+
+    Parameters
+    ----------
+    seqlen, width, columns : int
+        As in `projection_vjp_flops`, of one head.
+
+    Returns
+    -------
+    dict of str to int
+        By equation.
+    """
+    return {
+        "K W_Q^T, Q W_K^T, dO W_V^T": 3 * 2 * seqlen * width * columns,
+        "dX = dS (K W_Q^T) + dS^T (Q W_K^T) + P^T (dO W_V^T)": (
+            3 * 2 * seqlen**2 * width
+        ),
+    }
+
+
 # --------------------------------------------------------------------- bytes
 
 
@@ -202,6 +300,22 @@ def materialised_bytes(problem: Problem) -> int:
     accesses = 4 if is_forward(problem) else 7
     square = problem.seqlen_q * problem.seqlen_k
     return accesses * heads * square * ITEM_BYTES[str(problem.dtype)]
+
+
+def square_bytes(seqlen: int, dtype: str = "float16") -> int:
+    """Return the bytes of one seqlen x seqlen matrix, such as P of one head.
+
+    [002], "The quadratic bottleneck", lists 0.5 MB, 8 MB (rounded: 8.4),
+    134 MB, 2.1 GB and 34 GB for 512 to 131,072 tokens, and adds that these
+    matrices exceed a GPU's memory from 100,000 tokens on. One of them does
+    not exceed 80 GB, but S and P of two heads do.
+
+    Parameters
+    ----------
+    seqlen : int
+    dtype : str, optional
+    """
+    return seqlen**2 * ITEM_BYTES[str(dtype)]
 
 
 # ---------------------------------------------------------------------- time
@@ -369,6 +483,35 @@ def backward_tiles(
     block_q, block_k : int
     """
     return _tiles_within(memory, 8, head_dim, head_dim_v)
+
+
+def forward_rows(memory: int, seqlen_k: int) -> int:
+    """Return how many rows of S fit into a fast memory whole: M / T.
+
+    [003], eq. 39: for `traffic_drafts.forward_row_blocks`; P overwrites S.
+    The tiles of Q, K and V are not counted.
+
+    Parameters
+    ----------
+    memory : int
+        M, in elements.
+    seqlen_k : int
+    """
+    return memory // seqlen_k
+
+
+def backward_rows(memory: int, seqlen_k: int) -> int:
+    """Return how many rows of P and of dP fit together: M / 2T.
+
+    [003], eq. 70: for `traffic_drafts.backward_row_blocks`; dS overwrites
+    one of them.
+
+    Parameters
+    ----------
+    memory, seqlen_k : int
+        As in `forward_rows`.
+    """
+    return memory // (2 * seqlen_k)
 
 
 def _tiles_within(

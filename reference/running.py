@@ -8,9 +8,17 @@ be split anywhere (compare `tile_state`)::
     softmax     (m, l, acc)       corrected by the factor e^(m - m')
     variance    (n, mean, M2)     corrected by the term (x - mean)(x - mean')
 
-Sources: [000], "Quiz: Online variance"; [W] Welford 1962,
-doi:10.1080/00401706.1962.10490022; [CGL] Chan, Golub and LeVeque 1983,
-doi:10.1080/00031305.1983.10483115.
+[000] sees relatives of this pattern. A Cauchy sequence is one whose terms
+come close to each other, so that its convergence can be told without its
+limit, as a state is corrected without the final maximum. Abel summation
+rewrites a sum of products by partial sums and differences of neighbours, so
+that the accumulated quantity becomes the primary one, as here the state. Kahan
+summation carries the rounding error of the sum so far beside the sum, and
+corrects each new term by it.
+
+Sources: [000], "Connections to other online algorithms" and "Quiz: Online
+variance"; [W] Welford 1962, doi:10.1080/00401706.1962.10490022; [CGL] Chan,
+Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
 
 Example
 -------

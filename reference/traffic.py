@@ -30,11 +30,17 @@ These counts differ from the sources as follows:
 - [003] writes these as 4 T_r B_c d and 3 T_c B_r d. The first lacks a factor
   T_c, the second T_r: both loops together make 4 T_r T d and 3 T_c T d.
 
+- [002] calls the 4 T^2 accesses of materialised forward four round trips: S
+  and P make one each. Its summary has O(N^2 d) of them, which is the number
+  of operations; the accesses are O(N^2).
+
 Filling arrays with their initial values (0, or -inf for m) is not counted.
 Arrays must be finite here; `forward` and `backward` accept any values.
 
-Sources: [000], "Cost comparison"; [001]; [003], "Memory accesses" and
-Algorithms 1 to 8.
+`traffic_drafts` has the schedules that the sources try first.
+
+Sources: [000], "Cost comparison"; [001]; [002], "Standard attention memory
+access pattern"; [003], "Memory accesses" and Algorithms 1 to 8.
 
 Example
 -------
@@ -66,15 +72,14 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from . import masks
 from .attention import default_scale, scores_of
 from .backward import delta as delta_of
+from .masks import tile_slices
 from .softmax import safe_softmax, score_gradient
 from .tile_state import TileState, merge_tree, probabilities_from_lse
 
@@ -126,6 +131,11 @@ class Memory:
 
 
 Memories = dict[str, Memory]
+
+
+def memories_of(**arrays: np.ndarray) -> Memories:
+    """Return slow memory that holds these arrays, by name."""
+    return {name: Memory(array) for name, array in arrays.items()}
 
 
 def counts_of(memories: Memories) -> Counts:
@@ -223,15 +233,15 @@ def forward_materialised(
     scale = default_scale(q.shape[-1]) if scale is None else scale
     square = np.zeros((len(q), len(k)))
     out = np.zeros((len(q), v.shape[-1]))
-    slow = _memories(q=q, k=k, v=v, s=square, p=square, out=out)
+    slow = memories_of(q=q, k=k, v=v, s=square, p=square, out=out)
 
     k_all = slow["k"].load()
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         slow["s"].store(row, scores_of(slow["q"].load(row), k_all, scale))
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         slow["p"].store(row, safe_softmax(slow["s"].load(row)))
     v_all = slow["v"].load()
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         slow["out"].store(row, slow["p"].load(row) @ v_all)
     return slow
 
@@ -266,9 +276,9 @@ def forward_row_by_row(
     """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     out = np.zeros((len(q), v.shape[-1]))
-    slow = _memories(q=q, k=k, v=v, out=out)
+    slow = memories_of(q=q, k=k, v=v, out=out)
     q_all, k_all, v_all = (slow[name].load() for name in "qkv")
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         p = safe_softmax(scores_of(q_all[row], k_all, scale))
         slow["out"].store(row, p @ v_all)
     return slow
@@ -304,11 +314,11 @@ def forward_query_outer(
     """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     out = np.zeros((len(q), v.shape[-1]))
-    slow = _memories(q=q, k=k, v=v, out=out, lse=np.zeros(len(q)))
-    for rows in _tiles(len(q), block_q):
+    slow = memories_of(q=q, k=k, v=v, out=out, lse=np.zeros(len(q)))
+    for rows in tile_slices(len(q), block_q):
         q_i = slow["q"].load(rows)
         state = TileState.empty(q_i.shape[:1], v.shape[-1])
-        for keys in _tiles(len(k), block_k):
+        for keys in tile_slices(len(k), block_k):
             s = scores_of(q_i, slow["k"].load(keys), scale)
             state = state.update(s, slow["v"].load(keys))
         out_i, lse_i = state.finalize()
@@ -351,10 +361,10 @@ def forward_key_outer(
     scale = default_scale(q.shape[-1]) if scale is None else scale
     nothing = TileState.empty((len(q),), v.shape[-1])
     state = {"out": nothing.acc, "m": nothing.m, "l": nothing.l}
-    slow = _memories(q=q, k=k, v=v, **state)
-    for keys in _tiles(len(k), block_k):
+    slow = memories_of(q=q, k=k, v=v, **state)
+    for keys in tile_slices(len(k), block_k):
         k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
-        for rows in _tiles(len(q), block_q):
+        for rows in tile_slices(len(q), block_q):
             m_i, l_i = slow["m"].load(rows), slow["l"].load(rows)
             s = scores_of(slow["q"].load(rows), k_j, scale)
             acc_i = slow["out"].load(rows) * l_i[:, None]
@@ -404,11 +414,11 @@ def forward_split_keys(
         "partial_out": np.zeros((num_splits, *out.shape)),
         "partial_lse": np.zeros((num_splits, *lse.shape)),
     }
-    slow = _memories(q=q, k=k, v=v, **partial, out=out, lse=lse)
-    key_tiles = list(_tiles(len(k), block_k))
+    slow = memories_of(q=q, k=k, v=v, **partial, out=out, lse=lse)
+    key_tiles = tile_slices(len(k), block_k)
     run = -(-len(key_tiles) // num_splits)
     for split in range(num_splits):
-        for rows in _tiles(len(q), block_q):
+        for rows in tile_slices(len(q), block_q):
             q_i = slow["q"].load(rows)
             state = TileState.empty(q_i.shape[:1], v.shape[-1])
             for keys in key_tiles[split * run : (split + 1) * run]:
@@ -417,7 +427,7 @@ def forward_split_keys(
             out_i, lse_i = state.finalize()
             slow["partial_out"].store((split, rows), out_i)
             slow["partial_lse"].store((split, rows), lse_i)
-    for rows in _tiles(len(q), block_q):
+    for rows in tile_slices(len(q), block_q):
         outs = slow["partial_out"].load((ALL, rows))
         lses = slow["partial_lse"].load((ALL, rows))
         states = [
@@ -479,31 +489,31 @@ def backward_materialised(
     """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     square = np.zeros(p.shape)
-    slow = _memories(dout=dout, q=q, k=k, v=v, out=out, p=p)
-    slow |= _memories(dp=square, ds=square)
-    slow |= _memories(dq=np.zeros(q.shape), dk=np.zeros(k.shape))
-    slow |= _memories(dv=np.zeros(v.shape))
+    slow = memories_of(dout=dout, q=q, k=k, v=v, out=out, p=p)
+    slow |= memories_of(dp=square, ds=square)
+    slow |= memories_of(dq=np.zeros(q.shape), dk=np.zeros(k.shape))
+    slow |= memories_of(dv=np.zeros(v.shape))
 
     dv = np.zeros(v.shape)
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         dv += slow["p"].load(row).T @ slow["dout"].load(row)
     slow["dv"].store(ALL, dv)
 
     v_all = slow["v"].load()
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         slow["dp"].store(row, slow["dout"].load(row) @ v_all.T)
 
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         gamma = delta_of(slow["dout"].load(row), slow["out"].load(row))
         p_i, dp_i = slow["p"].load(row), slow["dp"].load(row)
         slow["ds"].store(row, score_gradient(p_i, dp_i, gamma))
 
     k_all = slow["k"].load()
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         slow["dq"].store(row, scale * slow["ds"].load(row) @ k_all)
 
     dk = np.zeros(k.shape)
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         dk += scale * slow["ds"].load(row).T @ slow["q"].load(row)
     slow["dk"].store(ALL, dk)
     return slow
@@ -547,10 +557,10 @@ def backward_row_by_row(
     """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    slow = _memories(dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
+    slow = memories_of(dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
     q, k, v = (slow[name].load() for name in "qkv")
     dout, out = slow["dout"].load(), slow["out"].load()
-    for row in _tiles(len(q), 1):
+    for row in tile_slices(len(q), 1):
         p_i = safe_softmax(scores_of(q[row], k, scale))
         dv += p_i.T @ dout[row]
         gamma = delta_of(dout[row], out[row])
@@ -599,12 +609,12 @@ def backward_query_outer(
     """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     slow = _backward_memories(dout, q, k, v, out, lse)
-    for rows in _tiles(len(q), block_q):
+    for rows in tile_slices(len(q), block_q):
         dout_i, lse_i = slow["dout"].load(rows), slow["lse"].load(rows)
         delta_i = delta_of(dout_i, slow["out"].load(rows))
         q_i = slow["q"].load(rows)
         dq_i = np.zeros(q_i.shape)
-        for keys in _tiles(len(k), block_k):
+        for keys in tile_slices(len(k), block_k):
             k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
             p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
             dv_j = slow["dv"].load(keys) + p.T @ dout_i
@@ -656,12 +666,12 @@ def backward_key_outer(
     """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     slow = _backward_memories(dout, q, k, v, out, lse)
-    slow |= _memories(delta=np.zeros(len(q)))
+    slow |= memories_of(delta=np.zeros(len(q)))
     _store_delta(slow, block_q)
-    for keys in _tiles(len(k), block_k):
+    for keys in tile_slices(len(k), block_k):
         k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
         dk_j, dv_j = np.zeros(k_j.shape), np.zeros(v_j.shape)
-        for rows in _tiles(len(q), block_q):
+        for rows in tile_slices(len(q), block_q):
             q_i, dout_i, lse_i, delta_i = _load_rows(slow, rows)
             p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
             dv_j += p.T @ dout_i
@@ -714,22 +724,22 @@ def backward_two_pass(
     """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     slow = _backward_memories(dout, q, k, v, out, lse)
-    slow |= _memories(delta=np.zeros(len(q)))
+    slow |= memories_of(delta=np.zeros(len(q)))
     _store_delta(slow, block_q)
-    for keys in _tiles(len(k), block_k):
+    for keys in tile_slices(len(k), block_k):
         k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
         dk_j, dv_j = np.zeros(k_j.shape), np.zeros(v_j.shape)
-        for rows in _tiles(len(q), block_q):
+        for rows in tile_slices(len(q), block_q):
             q_i, dout_i, lse_i, delta_i = _load_rows(slow, rows)
             p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
             dv_j += p.T @ dout_i
             dk_j += scale * ds.T @ q_i
         slow["dk"].store(keys, dk_j)
         slow["dv"].store(keys, dv_j)
-    for rows in _tiles(len(q), block_q):
+    for rows in tile_slices(len(q), block_q):
         q_i, dout_i, lse_i, delta_i = _load_rows(slow, rows)
         dq_i = np.zeros(q_i.shape)
-        for keys in _tiles(len(k), block_k):
+        for keys in tile_slices(len(k), block_k):
             k_j, v_j = slow["k"].load(keys), slow["v"].load(keys)
             p, ds = tile_weights(q_i, k_j, v_j, dout_i, lse_i, delta_i, scale)
             dq_i += scale * ds @ k_j
@@ -808,10 +818,6 @@ def tile_weights(
     return p, score_gradient(p, dout_i @ v_j.T, delta_i)
 
 
-def _memories(**arrays: np.ndarray) -> Memories:
-    return {name: Memory(array) for name, array in arrays.items()}
-
-
 def _backward_memories(
     dout: np.ndarray,
     q: np.ndarray,
@@ -822,18 +828,13 @@ def _backward_memories(
 ) -> Memories:
     """Return slow memory with the arguments and zero gradients."""
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    slow = _memories(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    return slow | _memories(dq=dq, dk=dk, dv=dv)
-
-
-def _tiles(length: int, block: int) -> Iterator[slice]:
-    for start, stop in masks.tiles(length, block):
-        yield slice(start, stop)
+    slow = memories_of(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    return slow | memories_of(dq=dq, dk=dk, dv=dv)
 
 
 def _store_delta(slow: Memories, block_q: int) -> None:
     """Compute delta tile by tile: load dO and O once, store delta."""
-    for rows in _tiles(len(slow["out"].array), block_q):
+    for rows in tile_slices(len(slow["out"].array), block_q):
         dout_i, out_i = slow["dout"].load(rows), slow["out"].load(rows)
         slow["delta"].store(rows, delta_of(dout_i, out_i))
 

@@ -1,18 +1,19 @@
-"""Let the demo's model write, with and without a KV cache.
+"""Train a language model, and let it write with and without a KV cache.
 
-Trains the small language model of scripts/demo.py, then lets it continue a
-text twice: by cuflash.forward_kvcache, where a pass sees one new character,
-and by cuflash.forward, where a pass sees the whole text so far. On the GPU
-through CuPy, or on the CPU through NumPy.
+Trains a model of the kind that scripts/demo.py trains, but on pieces as long
+as the text that it is to write, then lets it continue a text twice: by
+cuflash.forward_kvcache, where a pass sees one new character, and by
+cuflash.forward, where a pass sees the whole text so far. On the GPU through
+CuPy, or on the CPU through NumPy.
 
     python scripts/generate.py             # about a minute on two CPU cores
     python scripts/generate.py --quick     # seconds
     python scripts/generate.py --tokens 1000
 
-The model has one learned embedding per position, so it is trained on pieces
-as long as the text that it writes. Both draw characters with the same random
-numbers; attention is in float32, so that rounding almost never changes which
-character is drawn. The exit status is 1 if the texts differ.
+The pieces are that long because the model has one learned embedding per
+position; the demo's own model is not stored. Both draw characters with the
+same random numbers; attention is in float32, so that rounding almost never
+changes which character is drawn. The exit status is 1 if the texts differ.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def show_speed(cached, whole, console):
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(
-        description="Let the demo's model write, with and without a KV cache."
+        description="Train a language model like the demo's, and let it write "
+        "with and without a KV cache."
     )
     parser.add_argument(
         "--tokens",

@@ -1,1 +1,1 @@
-"""What runs calls: CuPy's GPU, an emulated one, the NumPy reference."""
+"""What runs calls: CuPy's GPU, an emulated one, NumPy on the CPU."""

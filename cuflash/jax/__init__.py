@@ -6,7 +6,7 @@
 >>> call(q, k, v, causal=True).shape
 (2, 16, 4, 8)
 
-On a GPU the kernels run on XLA's stream, on the CPU the NumPy reference runs.
+On a GPU the kernels run on XLA's stream, on the CPU NumPy runs, in tiles.
 """
 
 from __future__ import annotations

@@ -27,7 +27,12 @@ PICTURES = {
     "traffic": ("plot_4_tile_sizes", 2),
     "context_parallel": ("plot_5_context_parallel", 1),
 }
-TITLES = {"jvp": "JVP", "kvcache": "KV cache", "running": "Running variance"}
+TITLES = {
+    "jvp": "JVP",
+    "kvcache": "KV cache",
+    "original": "Original FlashAttention",
+    "running": "Running variance",
+}
 
 
 def write_bridges(site: Path) -> list[str]:

@@ -62,6 +62,26 @@ def test_any_number_of_splits(case, num_splits):
     assert_close(out, expected, bounds(case, q, k, v, dout).out)
 
 
+@given(reference_cases())
+def test_without_softmax_is_a_product_in_any_order(case):
+    # [003], Algorithm 2. Integers below 10: every sum is exact.
+    q, k, v, _ = (np.round(3 * x).clip(-9, 9) for x in case.arrays())
+    blocks = {**case.blocks(), "heads_first": True}
+    out = forward.without_softmax(q, k, v, scale=1.0, **blocks)
+    k_t = np.swapaxes(k, -1, -2)
+    np.testing.assert_array_equal(out, q @ k_t @ v)
+    np.testing.assert_array_equal(out, q @ (k_t @ v))
+
+
+def test_without_softmax_of_the_worked_example():
+    # Row 0 of [002]'s S is 1 0 2 0, and V counts from 1 to 16.
+    q, k = np.array([[1, 0, 1, 0]]), np.eye(4)[[0, 1, 0, 1]]
+    k[2, 2] = k[3, 3] = 1
+    v = np.arange(1, 17).reshape(4, 4)
+    out = forward.without_softmax(q, k, v, scale=1, block_k=2)
+    np.testing.assert_array_equal(out, [[19, 22, 25, 28]])
+
+
 @pytest.mark.parametrize("size", [1e3, 1e100, 1e150])
 def test_extreme_logits_pick_the_winner_exactly(size):
     # Keys are unit vectors, so that S is exact; row i wants key i.

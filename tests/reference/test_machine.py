@@ -74,6 +74,27 @@ def test_no_matrix_product_can_load_less_than_the_wide_one():
     assert len(loaded) == len(set(loaded)) == A.size + B.size
 
 
+@pytest.mark.parametrize(
+    "make, registers, moved",
+    [(machine.matmul, 3, 20), (machine.inner_product_matmul, 3, 17),
+     (machine.outer_product_matmul, 6, 14),
+     (machine.wide_inner_product_matmul, 6, 12)],
+)  # fmt: skip
+def test_intensity_of_a_matrix_product(make, registers, moved):
+    # [000]'s quiz: 8 MACs in 28, 25, 22 and 20 cycles.
+    assert multiply(make(), registers).intensity == 8 / moved
+
+
+def test_one_more_register_nearly_doubles_the_intensity_of_softmax():
+    # Arithmetic instructions per element: MAX; SUB, EXP, ADD; SUB, EXP, DIV
+    # in three passes, 7 + 3 in two. The first element takes 2 and 5 fewer.
+    n, x = 1000, np.zeros(1000)
+    safe = softmax(machine.safe_softmax(n), x, 3).intensity
+    online = softmax(machine.online_softmax(n), x, 4).intensity
+    assert safe == (7 * n - 2) / (4 * n)
+    assert online == (10 * n - 5) / (3 * n)
+
+
 @pytest.mark.parametrize("n", LENGTHS)
 def test_safe_softmax_reads_three_times_and_writes_once(n):
     x = np.random.default_rng(n).standard_normal(n)

@@ -80,6 +80,58 @@ def test_visible_pairs_are_those_of_the_dense_mask(seqlen_q, seqlen_k, causal):
     assert roofline.visible_pairs(p) == dense.sum()
 
 
+@pytest.mark.parametrize(
+    "tokens, elements, gigabytes, half_a_unit",
+    [(512, 262e3, 0.0005, 0.5e-4), (2048, 4.2e6, 0.008, 0.5e-3),
+     (8192, 67e6, 0.134, 0.5e-3), (32768, 1.07e9, 2.1, 0.5e-1),
+     (131072, 17.2e9, 34, 0.5)],
+)  # fmt: skip
+def test_square_matrices_of_the_documents_table(
+    tokens, elements, gigabytes, half_a_unit
+):
+    # [002], "The quadratic bottleneck": numbers of elements have two digits
+    # or three, and so an error of 0.5 % at most; bytes that of their last.
+    assert tokens**2 == pytest.approx(elements, rel=0.005)
+    size = roofline.square_bytes(tokens) / 1e9
+    assert size == pytest.approx(gigabytes, abs=half_a_unit)
+    assert roofline.square_bytes(tokens, "float32") == 4 * tokens**2
+
+
+def test_documents_levels_of_memory():
+    # [002]: HBM 40-80 GB, about 20 MB of SRAM, and what they feed; [001]:
+    # "nearly an order of magnitude" between them.
+    hbm, sram = roofline.A100_HBM, roofline.A100_SRAM
+    assert hbm.bandwidth == roofline.A100.bandwidth
+    assert round(sram.size / 2**20) == 20
+    assert 9 < sram.bandwidth / hbm.bandwidth < 10
+    ridges = [roofline.ridge(m.of(roofline.A100)) for m in (hbm, sram)]
+    assert [round(x) for x in ridges] == [153, 16]
+
+
+def test_one_square_matrix_at_100_000_tokens_fits_but_not_four():
+    of_one = roofline.square_bytes(131_072)
+    assert of_one < roofline.A100_HBM.size < 4 * of_one
+
+
+def test_operations_of_the_projections_gradients():
+    # [000]'s quiz, in n and d: 6 n d^2 each.
+    n, d = 1024, 64
+    dw, dx = roofline.projection_vjp_flops(n, d, d).values()
+    assert dw == dx == 6 * n * d**2
+    products = roofline.product_flops(problem("backward"))
+    of_rows = sum(products[x] for x in products if x[:2] in ("dQ", "dK", "dV"))
+    assert of_rows == 6 * n**2 * d
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_folding_multiplies_the_operations_by_the_heads(heads):
+    n, d = 1024, 64
+    products, squares = roofline.folded_flops(n, heads * d, d).values()
+    dw, _ = roofline.projection_vjp_flops(n, heads * d, d).values()
+    assert products == dw
+    assert squares == heads * 6 * n**2 * d  # of dQ, dK, dV: 6 n^2 d
+
+
 SHAPES = {
     "batch": 2,
     "seqlen_q": 3,
@@ -161,6 +213,13 @@ def test_tiles_fit_and_no_longer_query_tile_does(
     assert blocks * max(held.values()) <= memory
     assert blocks * (tiles[0] + 1) * max(d, d_v) > memory
     assert 1 <= tiles[1] <= max(d, d_v)
+
+
+def test_rows_of_the_documents_formulas():
+    # [003], eq. 39 and 70: M / T and M / 2T. T = 1024, the A100's M.
+    memory = 192 * 1024 // 2
+    assert roofline.forward_rows(memory, 1024) == 96
+    assert roofline.backward_rows(memory, 1024) == 48
 
 
 def test_tiles_of_the_documents_formulas():

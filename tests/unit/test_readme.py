@@ -42,6 +42,16 @@ def test_examples_of_the_kvcache_page_run():
     assert len(set(tokens)) > 5
 
 
+def test_examples_of_the_options_page_run():
+    page = (ROOT / "docs/guide/options.md").read_text(encoding="utf-8")
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, names)
+    assert names["offsets"].tolist() == [0, 12, 19]
+    assert names["padded"].shape == names["q"].shape
+    assert names["slopes"].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+
+
 DOCS = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
