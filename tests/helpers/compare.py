@@ -1,11 +1,12 @@
 """Comparing a result with the reference, as CONTRIBUTING ("Error") says.
 
-First the indices of NaN and inf, then the size of the error:
+First the indices of NaN and inf, then the error of each finite element:
 
-    max|got - ref| <= max(factor * max|low - ref|, tiny)
+    |got - ref| <= max(factor * max|low - ref|, tiny)
 
-over the finite elements, with `low` from low.py and `tiny` from rounding.py.
-The larger of the two, not their sum: `tiny` is derived for the whole error.
+with the largest error of `low` (low.py) in the element's row, and the
+element's own `tiny` (rounding.py). The larger of the two, not their sum:
+`tiny` is derived for the whole error.
 """
 
 from typing import NamedTuple
@@ -17,22 +18,41 @@ GRADIENT_FACTOR = 3  # three times for gradients
 
 
 class Expected(NamedTuple):
-    """The expected result, and its tolerance."""
+    """The expected result, and its tolerance.
+
+    tiny : an array that broadcasts to `ref`.
+    """
 
     ref: np.ndarray
     low: np.ndarray
-    tiny: float | np.ndarray
+    tiny: np.ndarray
     factor: float
 
     def of_low(self):
-        """Return the largest error of `low` among finite elements."""
+        """Return the largest finite error of `low` in each row.
+
+        A row is the last axis, of several; an array of one axis has no rows.
+        """
         with np.errstate(invalid="ignore"):  # inf - inf
             error = np.abs(np.asarray(self.low, np.float64) - self.ref)
-        return float(np.max(error, where=np.isfinite(error), initial=0))
+        error = np.where(np.isfinite(error), error, 0)
+        if error.ndim < 2:
+            return error
+        return error.max(axis=-1, keepdims=True, initial=0)
+
+    def at(self, index):
+        """Return the same of a part of the array."""
+        arrays = (
+            self.ref,
+            self.low,
+            np.broadcast_to(self.tiny, self.ref.shape),
+        )
+        return Expected(*(x[index] for x in arrays), self.factor)
 
     def bound(self):
-        """Return the largest error allowed, of all or of each element."""
-        return np.maximum(self.factor * self.of_low(), self.tiny)
+        """Return the largest error allowed of each element."""
+        allowed = np.maximum(self.factor * self.of_low(), self.tiny)
+        return np.broadcast_to(allowed, np.shape(self.ref))
 
 
 def assert_matches(got, expected, name, case="", kinds=True):
@@ -49,13 +69,13 @@ def assert_matches(got, expected, name, case="", kinds=True):
         return
     error = np.zeros(ref.shape)
     error[finite] = np.abs(np.asarray(got, np.float64)[finite] - ref[finite])
-    excess = error - expected.bound()
-    worst = np.unravel_index(np.argmax(excess), error.shape)
-    tiny = np.broadcast_to(expected.tiny, ref.shape)[worst]
-    assert excess[worst] <= 0, (
+    bound = expected.bound()
+    # The element furthest beyond its bound, if any is.
+    worst = np.unravel_index(np.argmax(error - bound), error.shape)
+    assert error[worst] <= bound[worst], (
         f"{name}{indices(worst)}: got {got[worst]!r}, reference "
-        f"{ref[worst]!r}, error {error[worst]:.3g} > both "
-        f"{expected.factor} * {expected.of_low():.3g} and {tiny:.3g} ({case})"
+        f"{ref[worst]!r}, error {error[worst]:.3g} > bound "
+        f"{bound[worst]:.3g} ({case})"
     )
 
 

@@ -150,15 +150,15 @@ def test_merging_two_halves_of_the_keys(backend, case):
 def propagated(merge, parts):
     """Bounds of (out, lse) from those of merging and of both halves.
 
-    Weights sum to 1, so an average is off by no more than its worst part;
+    Weights sum to 1, so an average is off by no more than its worse part;
     an error of a half's lse is one of its weight relative to itself.
     """
     out, lse = (
-        np.maximum(*(np.max(part[i].bound(), initial=0) for part in parts))
-        for i in range(2)
+        np.maximum(*(part[i].bound() for part in parts)) for i in range(2)
     )
-    largest = max(np.abs(part[0].ref).max(initial=0) for part in parts)
-    return merge[0].tiny + out + 2 * lse * largest, merge[1].tiny + lse
+    largest = np.maximum(*(np.abs(part[0].ref) for part in parts))
+    of_lse = 2 * lse.swapaxes(1, 2)[..., None] * largest
+    return merge[0].tiny + out + of_lse, merge[1].tiny + lse
 
 
 def exactly(want, tiny):
