@@ -413,6 +413,7 @@ def kvcache_cases(draw, backend, dtype=None, float8=False, longest=150):
         arrays_of=tuple(sorted(names - {"window", "softcap"})),
         num_splits=draw(splits) if dtype.endswith("float16") else None,
         seed=draw(SEEDS),
+        values=draw(st.sampled_from(VALUES)),
         on=Emulation(
             draw(st.sampled_from(FAMILIES)),
             seed=draw(SEEDS),

@@ -79,6 +79,26 @@ def assert_matches(got, expected, name, case="", kinds=True):
     )
 
 
+def assert_within(got, wanted, bound, name, case=""):
+    """Assert that each element is within its bound of the wanted one."""
+    wanted = np.broadcast_to(np.asarray(wanted, np.float64), np.shape(got))
+    assert_matches(got, Expected(wanted, wanted, bound, 0), name, case)
+
+
+def assert_at_most(error, bound, name, case=""):
+    """Assert that no error is above its bound, nor NaN; report the worst."""
+    error, bound = np.asarray(error), np.broadcast_to(bound, error.shape)
+    within = error <= bound
+    if not within.all():
+        excess = np.where(np.isnan(error), np.inf, error - bound)
+        worst = np.unravel_index(np.argmax(excess), error.shape)
+        raise AssertionError(
+            f"{name}{indices(worst)}: error {error[worst]:.3g} > bound "
+            f"{bound[worst]:.3g}, as are {(~within).sum() - 1} more of "
+            f"{error.size} ({case})"
+        )
+
+
 def assert_forward_matches(got, expected, case="", kinds=True):
     """Assert that (out, lse) are the expected ones."""
     for name, *pair in zip(("out", "lse"), got, expected, strict=True):
@@ -111,9 +131,38 @@ def assert_same_nonfinite(got, ref, name, case="", kinds=True):
             )
 
 
+def assert_all(got, wanted, name, case=""):
+    """Assert that every element is the wanted one, also where that is NaN."""
+    got = np.asarray(got)
+    wanted = np.broadcast_to(wanted, got.shape)
+    both_nan = (got != got) & (wanted != wanted)
+    _assert_right((got == wanted) | both_nan, got, name, wanted, case)
+
+
+def assert_finite(got, name, case=""):
+    """Assert that no element is NaN or infinite."""
+    got = np.asarray(got)
+    right = np.isfinite(got.astype(np.float64))
+    finite = np.broadcast_to("a finite number", got.shape)
+    _assert_right(right, got, name, finite, case)
+
+
+def _assert_right(right, got, name, wanted, case):
+    """Report the first element that is not right, and how many are not."""
+    wrong = np.argwhere(~right)
+    if len(wrong):
+        first = tuple(wrong[0])
+        raise AssertionError(
+            f"{name}{indices(first)}: got {got[first]}, wanted "
+            f"{wanted[first]}; {len(wrong)} of {got.size} elements are wrong"
+            + (f" ({case})" if case else "")
+        )
+
+
 def assert_bitwise(got, other, name):
     """Assert the same bits in every element, NaN included."""
-    assert got.shape == other.shape and got.dtype == other.dtype
+    kinds = [(x.shape, x.dtype) for x in (got, other)]
+    assert kinds[0] == kinds[1], f"{name} is {kinds[0]}, not {kinds[1]}"
     bits = f"u{got.dtype.itemsize}"
     a, b = (np.ascontiguousarray(x).view(bits) for x in (got, other))
     wrong = np.argwhere(a != b)

@@ -11,7 +11,7 @@ dtype. Per pair (i, j), relative errors of a probability:
     P rounded to the dtype, for all products            u
     score, a float32 sum of head_dim terms              `of_sums`, times scale
     scaling, shift by m or lse, argument of exp2        3 e (|s| + |m|)
-    exp2 itself, 2 ulp                                  4 e
+    exp2 itself, 2 ulp                                  2 e
     softcap: tanh, division and product                 6 e |s|, see below
     slope and bias, added                               4 e (|s| + |added|)
 
@@ -25,10 +25,12 @@ where errors are uniform in +-w and have standard deviation w / sqrt(3), it is
 5.2 deviations.
 
 Sums of n terms in float32: each addition rounds its partial sum, by at most e
-of it; `of_sums` is the root of the squares. It knows the partial sums at
-eighths, from either end, and takes the terms between to be in no order. A
-sum of n terms in no order, whose squares add up to Q, strays from a straight
-line to its total by n Q / 6 in the sum of squares (the mean over all orders).
+of it; `of_sums` is the root of the squares. Partial sums are at most the sum
+of magnitudes, which will do for 16-bit types, whose u is far larger than e.
+For others it knows the partial sums at quarters, from either end, and takes
+the terms between to be in no order. A sum of n terms in no order, whose
+squares add up to Q, strays from a straight line to its total by n Q / 6 in the
+sum of squares (the mean over all orders).
 
 Errors that all keys of a row share do not come together as a root. In dq they
 enter whole:
@@ -112,7 +114,7 @@ class Rounding:
         if self.dout is not None:
             largest = (self.score_error + self.p * self.row).max(initial=0)
             assert largest < LARGEST_RELATIVE, "use exact scores"
-        self.w = self.score_error + 4 * e * self.p  # in float32
+        self.w = self.score_error + 2 * e * self.p  # in float32
         self.w_stored = self.w + u * self.p
         self.slope = self.terms.slope(products)
 
@@ -134,8 +136,11 @@ class Rounding:
 
     def of_sums(self, a, b):
         """Return the root of the squared roundings of a @ b in float32."""
-        e, n = self.precision.sum_unit, a.shape[-1]
-        edges = np.linspace(0, n, min(n, 8) + 1).astype(int)
+        u, _, e = self.precision
+        n = a.shape[-1]
+        if u > e:
+            return e * np.sqrt(n) * (np.abs(a) @ np.abs(b))
+        edges = np.linspace(0, n, min(n, 4) + 1).astype(int)
         partial = [np.zeros((*a.shape[:-1], b.shape[-1]))]
         for i, j in zip(edges, edges[1:], strict=False):
             partial.append(partial[-1] + a[..., i:j] @ b[..., i:j, :])
@@ -188,21 +193,22 @@ class Rounding:
             delta = delta - finite(dlse)[..., None]
             self.delta_error = self.delta_error + e * np.abs(delta)
         ds_bias = p * (dp - delta)
-        dp_error = z * self.of_sums(dout, turned(v)) + 2 * e * np.abs(ds_bias)
+        dp_error = z * self.of_sums(dout, turned(v))
+        dp_error += 2 * e * np.abs(dp - delta)
         pairs = np.sqrt(
             (self.w_stored * (dp - delta)) ** 2
             + (p * dp_error) ** 2
             + (u * ds_bias) ** 2
         )
-        others = []
-        if bias is not None:
-            others.append(self._of_bias(pairs, ds_bias, bias))
-        if self.terms.sink is not None:
-            others.append(self._of_sink(delta))
-
         # What P and dS lose below the dtype's normal numbers.
         lost_p = np.where(self.terms.see, f * np.ones_like(p), 0)
         lost_ds = lost_p * (1 + np.abs(dp - delta))
+        others = []
+        if bias is not None:
+            others.append(self._of_bias(pairs, ds_bias, lost_ds, bias))
+        if self.terms.sink is not None:
+            others.append(self._of_sink(delta))
+
         p, ds = p * self.slope, ds_bias * self.slope
         pairs = np.sqrt(
             (pairs * self.slope) ** 2 + (ds_bias * self.slope_error) ** 2
@@ -238,10 +244,10 @@ class Rounding:
             + lost_here.sum(axis=-1, keepdims=True)
         )
 
-    def _of_bias(self, pairs, ds, bias):
+    def _of_bias(self, pairs, ds, lost_ds, bias):
         """Errors of sums of dS over the axes that bias lacks."""
         u, f, e = self.precision
-        count = ds.size / max(bias.size, 1)
+        count = ds.size / max(bias.size, 1)  # of a sum's terms
         shared = [self.p * self.delta_error, ds * self.row]
         if bias.shape[-1] == 1:  # a row's keys share them
             shared = [x.sum(axis=-1, keepdims=True) for x in shared]
@@ -251,7 +257,8 @@ class Rounding:
         size = reduce_to_shape(np.abs(ds), bias.shape)
         value = np.abs(reduce_to_shape(ds, bias.shape))
         error = 3 * np.sqrt(spread) + e * np.sqrt(count) * size
-        return error + u * value + f * count
+        under = reduce_to_shape(lost_ds, bias.shape)
+        return error + u * value + under + f
 
     def _of_sink(self, delta):
         """Errors of sums of P D over batches and rows."""
