@@ -78,12 +78,11 @@ def jump(rng, head):
 def attained(rng, head):
     """Rows of dq attain Cauchy and Schwarz: every |dP| is |dO||V|.
 
-    Signs of keys and values alternate together, so that delta is small and
-    all terms of dq have one sign. The first column of q and k alone makes the
-    weights differ.
+    A key's sign is its value's too, so that delta is small and all terms of dq
+    have one sign. The first column of q and k alone makes the weights differ.
     """
     q, k, v, dout = head.normal(rng)
-    sign = (-1.0) ** np.arange(head.seqlen_k)[:, None]
+    sign = rng.choice([-1.0, 1.0], (head.seqlen_k, 1))
     q[:, 1:] *= 2.0**-12
     k[:, 1:] = sign * rng.choice([-1.0, 1.0], k.shape[1] - 1)
     k[:, 0] = rng.uniform(-1, 1, len(k))

@@ -10,7 +10,7 @@ dtype. Per pair (i, j), relative errors of a probability:
 
     P rounded to the dtype, for all products            u
     score, a float32 sum of head_dim terms              `of_sums`, times scale
-    scaling, shift by m or lse, argument of exp2        3 e (|s| + |m|)
+    scaling, shift by m, argument of exp2               e (|s| + 2 |s - m|)
     exp2 itself, 2 ulp                                  2 e
     softcap: tanh, division and product                 6 e |s|, see below
     slope and bias, added                               4 e (|s| + |added|)
@@ -35,7 +35,8 @@ sum of squares (the mean over all orders).
 Errors that all keys of a row share do not come together as a root. In dq they
 enter whole:
 
-    lse, as the forward pass rounds it: its bound below   times |dS K|
+    lse, as the forward pass rounds it: its bound below,  times |dS K|
+        and e |lse - m|, where it stands for m
     delta = rowsum(dO * out) of the rounded out           times |P K|
 
 An error w_j of P moves delta by w_j (dP_j - delta), through out.
@@ -56,8 +57,9 @@ from .heads import heads_first, sum_groups
 # bound made of them would hide faults. Such tests must use exact scores.
 LARGEST_RELATIVE = 2.0**-4
 
-# What tf32x3 leaves out of a product: 2^-21 (docs/guide/accuracy.md), in e.
-PARTS = 4
+# What tf32x3 leaves out of a product (docs/guide/accuracy.md): three parts of
+# at most 2^-22, 2^-23 and 2^-23, of which this is the root of squares, in e.
+PARTS = 6**0.5
 
 
 class Rounding:
@@ -103,14 +105,15 @@ class Rounding:
 
         delta = np.abs(self.scale) * self.of_sums(self.q, turned(self.k))
         delta += self._of_steps(products, delta)
-        delta += 3 * e * (np.abs(s) + np.abs(m))
+        delta += e * (np.abs(s) + 2 * np.abs(s - m))
         if exact_scores:
             # The row's maximum less itself is 0, and lse is m if it is alone.
             delta = np.where(s == m, 0, 4 * e * (np.abs(s) + np.abs(m)))
         delta = np.where(self.p > 0, delta, 0)
-        self.score_error = self.p * delta
-        row = self.lse()[..., None]
-        self.row = np.where((total == 1) & exact_scores, 0, row)
+        self.score_error, self.m = self.p * delta, m[..., 0]
+        # Backward, lse stands in place of m.
+        row = self.lse() + e * np.abs(self.lse_ref - self.m)
+        self.row = np.where((total == 1) & exact_scores, 0, row[..., None])
         if self.dout is not None:
             largest = (self.score_error + self.p * self.row).max(initial=0)
             assert largest < LARGEST_RELATIVE, "use exact scores"
@@ -169,12 +172,13 @@ class Rounding:
 
         An error of a score moves lse by P times it. Then the sum of
         weights (relative to which log is absolute), log itself, and two
-        additions or products of the size of lse.
+        additions or products of the size of lse, two of the size of m.
         """
         e, keys = self.precision.sum_unit, self.k.shape[-2]
         moved = 3 * np.sqrt((self.score_error**2).sum(axis=-1))
         moved = np.minimum(moved, self.score_error.sum(axis=-1))
-        return moved + e * (np.sqrt(keys) + 4) + 2 * e * np.abs(self.lse_ref)
+        steps = np.sqrt(keys) + 4 + 2 * np.abs(self.lse_ref) + np.abs(self.m)
+        return moved + e * steps
 
     def gradients(self, bias=None, dlse=None):
         """Return the errors of dq, dk and dv, one per element.
