@@ -33,9 +33,14 @@ class Head(NamedTuple):
         return [rng.standard_normal(shape) for shape in shapes]
 
     def unscaled(self, score):
-        """Return the product of a query and a key that has that score."""
-        size = LARGEST if self.scale == 0 else score / self.scale
-        return np.clip(size, -LARGEST, LARGEST)
+        """Return the product of a query and a key that has that score.
+
+        Or, with a scale that is too small for it, as much as there may be.
+        """
+        if self.scale == 0:
+            return np.full_like(score, LARGEST)
+        most = LARGEST * abs(self.scale)
+        return np.clip(score, -most, most) / self.scale
 
     def places(self):
         """Return the keys at edges, in a list that has at least one."""
