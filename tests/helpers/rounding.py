@@ -230,12 +230,14 @@ class Rounding:
     def _of_delta(self, dp, delta, out):
         """Errors of delta, roots of squares, one per row.
 
-        Each rounding of P, of the row's sum, of an element of out; the sum.
+        Each rounding of P, of the row's sum, of an element of out and of the
+        sum that it is; the sum of their products with dO.
         """
         u, f, e = self.precision
         squares = (self.w_stored * dp) ** 2 + (self.w * delta) ** 2
         squares = squares.sum(axis=-1, keepdims=True)
-        columns = (u * self.dout * out) ** 2
+        sums = self.of_sums(self.p * self.terms.z, self.v)
+        columns = self.dout**2 * ((u * out) ** 2 + sums**2)
         squares = squares + columns.sum(axis=-1, keepdims=True)
         # As a matrix product of rows with themselves, one column each.
         ones = np.ones((out.shape[-1], 1))
