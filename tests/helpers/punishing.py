@@ -135,10 +135,11 @@ def large_column(rng, head):
 def between(rng, head):
     """Values are neighbours in the dtype: out is between, at times halfway.
 
-    How many of a column are the larger one differs, and so do roundings.
+    How many of a column are the larger one differs, and so do roundings. The
+    reference is float64 too, so that float64's neighbours are 2^-40 apart.
     """
     q, k, v, dout = head.normal(rng)
-    ulp = 2 * PRECISION[head.dtype].unit  # of numbers from 1 on
+    ulp = max(2 * PRECISION[head.dtype].unit, 2.0**-40)  # from 1 on
     base = 1 + rng.integers(0, 100, v.shape[1]) * ulp
     v = base + ulp * (rng.random(v.shape) < rng.random(v.shape[1]))
     return q, k, v, dout
