@@ -28,6 +28,7 @@ from helpers.options import (
     completed,
     everything,
 )
+from helpers.punishing import KINDS
 
 # Kernels fail most often around tile sizes and vector widths.
 EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 200]
@@ -51,6 +52,9 @@ FAMILIES = ["sm_80", "sm_90a"]  # one of each kind of kernels
 LARGEST_WORK = 200 * 200 * 256
 
 SEEDS = st.integers(0, 2**32 - 1)
+
+# How numbers are chosen, by names in helpers.data.VALUES.
+VALUES = ["normal", "punishing", *(kind.__name__ for kind in KINDS)]
 
 
 def lengths(longest):
@@ -172,6 +176,7 @@ def cases(
     archs=("sm_80",),
     wide=False,
     precision=None,
+    values=VALUES,
 ):
     """Draw a whole call; causal=False for calls that never are.
 
@@ -207,6 +212,7 @@ def cases(
         precision=precision,
         layout=layout,
         seed=draw(SEEDS),
+        values=draw(st.sampled_from(values)),
     )
     return draw(on_backend(case, backend, archs, wide))
 
@@ -222,6 +228,7 @@ def spoiled(draw, backend, dtype, names, archs=("sm_80",)):
         head_dim=draw(st.sampled_from([16, 40, 64])),
         causal=draw(st.booleans()),
         seed=draw(SEEDS),
+        values=draw(st.sampled_from(VALUES)),
     )
     places = []
     for _ in range(draw(st.integers(1, 3))):
@@ -321,6 +328,7 @@ def decode_cases(draw, backend):
         causal=draw(st.booleans()),
         scale=draw(st.sampled_from([None, -0.1])),
         seed=draw(SEEDS),
+        values=draw(st.sampled_from(VALUES)),
     )
     names = completed(draw(st.just(set()) | options(backend)))
     if "alibi_slopes_of_batches" in names:
@@ -405,6 +413,7 @@ def kvcache_cases(draw, backend, dtype=None, float8=False, longest=150):
         arrays_of=tuple(sorted(names - {"window", "softcap"})),
         num_splits=draw(splits) if dtype.endswith("float16") else None,
         seed=draw(SEEDS),
+        values=draw(st.sampled_from(VALUES)),
         on=Emulation(
             draw(st.sampled_from(FAMILIES)),
             seed=draw(SEEDS),

@@ -10,9 +10,9 @@ with factor 2 for out and 3 for gradients. `tiny` is one unit in the last
 place of the largest element of ref: a result whose last bit is rounded to the
 other side has a smaller error.
 
-lse has no `low`; its bound is that of tests/helpers/rounding.py, weakened by
-Cauchy's inequality, sum |q_i||k_j| <= |q_i| |k_j|, so that it needs no
-matrix: with e = 2^-23, float32's epsilon,
+lse has no `low`; its bound is one like that of tests/helpers/rounding.py that
+needs no matrix: partial sums of q_i k_j are at most |q_i| |k_j|, by Cauchy's
+inequality. With e = 2^-23, float32's epsilon,
 
     e ((sqrt(d) + 8) |scale| |q_i| max_j |k_j| + sqrt(seqlen_k) + 4 + 2 |lse|)
 

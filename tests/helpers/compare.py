@@ -1,11 +1,12 @@
 """Comparing a result with the reference, as CONTRIBUTING ("Error") says.
 
-First the indices of NaN and inf, then the size of the error:
+First the indices of NaN and inf, then the error of each finite element:
 
-    max|got - ref| <= max(factor * max|low - ref|, tiny)
+    |got - ref| <= max(factor * max|low - ref|, tiny)
 
-over the finite elements, with `low` from low.py and `tiny` from rounding.py.
-The larger of the two, not their sum: `tiny` is derived for the whole error.
+with the largest error of `low` (low.py) in the element's row, and the
+element's own `tiny` (rounding.py). The larger of the two, not their sum:
+`tiny` is derived for the whole error.
 """
 
 from typing import NamedTuple
@@ -17,22 +18,41 @@ GRADIENT_FACTOR = 3  # three times for gradients
 
 
 class Expected(NamedTuple):
-    """The expected result, and its tolerance."""
+    """The expected result, and its tolerance.
+
+    tiny : an array that broadcasts to `ref`.
+    """
 
     ref: np.ndarray
     low: np.ndarray
-    tiny: float | np.ndarray
+    tiny: np.ndarray
     factor: float
 
     def of_low(self):
-        """Return the largest error of `low` among finite elements."""
+        """Return the largest finite error of `low` in each row.
+
+        A row is the last axis, of several; an array of one axis has no rows.
+        """
         with np.errstate(invalid="ignore"):  # inf - inf
             error = np.abs(np.asarray(self.low, np.float64) - self.ref)
-        return float(np.max(error, where=np.isfinite(error), initial=0))
+        error = np.where(np.isfinite(error), error, 0)
+        if error.ndim < 2:
+            return error
+        return error.max(axis=-1, keepdims=True, initial=0)
+
+    def at(self, index):
+        """Return the same of a part of the array."""
+        arrays = (
+            self.ref,
+            self.low,
+            np.broadcast_to(self.tiny, self.ref.shape),
+        )
+        return Expected(*(x[index] for x in arrays), self.factor)
 
     def bound(self):
-        """Return the largest error allowed, of all or of each element."""
-        return np.maximum(self.factor * self.of_low(), self.tiny)
+        """Return the largest error allowed of each element."""
+        allowed = np.maximum(self.factor * self.of_low(), self.tiny)
+        return np.broadcast_to(allowed, np.shape(self.ref))
 
 
 def assert_matches(got, expected, name, case="", kinds=True):
@@ -49,14 +69,34 @@ def assert_matches(got, expected, name, case="", kinds=True):
         return
     error = np.zeros(ref.shape)
     error[finite] = np.abs(np.asarray(got, np.float64)[finite] - ref[finite])
-    excess = error - expected.bound()
-    worst = np.unravel_index(np.argmax(excess), error.shape)
-    tiny = np.broadcast_to(expected.tiny, ref.shape)[worst]
-    assert excess[worst] <= 0, (
+    bound = expected.bound()
+    # The element furthest beyond its bound, if any is.
+    worst = np.unravel_index(np.argmax(error - bound), error.shape)
+    assert error[worst] <= bound[worst], (
         f"{name}{indices(worst)}: got {got[worst]!r}, reference "
-        f"{ref[worst]!r}, error {error[worst]:.3g} > both "
-        f"{expected.factor} * {expected.of_low():.3g} and {tiny:.3g} ({case})"
+        f"{ref[worst]!r}, error {error[worst]:.3g} > bound "
+        f"{bound[worst]:.3g} ({case})"
     )
+
+
+def assert_within(got, wanted, bound, name, case=""):
+    """Assert that each element is within its bound of the wanted one."""
+    wanted = np.broadcast_to(np.asarray(wanted, np.float64), np.shape(got))
+    assert_matches(got, Expected(wanted, wanted, bound, 0), name, case)
+
+
+def assert_at_most(error, bound, name, case=""):
+    """Assert that no error is above its bound, nor NaN; report the worst."""
+    error, bound = np.asarray(error), np.broadcast_to(bound, error.shape)
+    within = error <= bound
+    if not within.all():
+        excess = np.where(np.isnan(error), np.inf, error - bound)
+        worst = np.unravel_index(np.argmax(excess), error.shape)
+        raise AssertionError(
+            f"{name}{indices(worst)}: error {error[worst]:.3g} > bound "
+            f"{bound[worst]:.3g}, as are {(~within).sum() - 1} more of "
+            f"{error.size} ({case})"
+        )
 
 
 def assert_forward_matches(got, expected, case="", kinds=True):
@@ -91,9 +131,38 @@ def assert_same_nonfinite(got, ref, name, case="", kinds=True):
             )
 
 
+def assert_all(got, wanted, name, case=""):
+    """Assert that every element is the wanted one, also where that is NaN."""
+    got = np.asarray(got)
+    wanted = np.broadcast_to(wanted, got.shape)
+    both_nan = (got != got) & (wanted != wanted)
+    _assert_right((got == wanted) | both_nan, got, name, wanted, case)
+
+
+def assert_finite(got, name, case=""):
+    """Assert that no element is NaN or infinite."""
+    got = np.asarray(got)
+    right = np.isfinite(got.astype(np.float64))
+    finite = np.broadcast_to("a finite number", got.shape)
+    _assert_right(right, got, name, finite, case)
+
+
+def _assert_right(right, got, name, wanted, case):
+    """Report the first element that is not right, and how many are not."""
+    wrong = np.argwhere(~right)
+    if len(wrong):
+        first = tuple(wrong[0])
+        raise AssertionError(
+            f"{name}{indices(first)}: got {got[first]}, wanted "
+            f"{wanted[first]}; {len(wrong)} of {got.size} elements are wrong"
+            + (f" ({case})" if case else "")
+        )
+
+
 def assert_bitwise(got, other, name):
     """Assert the same bits in every element, NaN included."""
-    assert got.shape == other.shape and got.dtype == other.dtype
+    kinds = [(x.shape, x.dtype) for x in (got, other)]
+    assert kinds[0] == kinds[1], f"{name} is {kinds[0]}, not {kinds[1]}"
     bits = f"u{got.dtype.itemsize}"
     a, b = (np.ascontiguousarray(x).view(bits) for x in (got, other))
     wrong = np.argwhere(a != b)

@@ -6,7 +6,7 @@ import numpy as np
 
 from cuflash.tiles import Tile
 
-from . import extreme
+from . import extreme, punishing
 from .dtypes import DTYPES, lse_dtype
 from .options import (
     NumberFields,
@@ -183,10 +183,29 @@ def with_scores_of(family):
     return values
 
 
-VALUES = {"normal": normal, "halves": halves, "subnormal": subnormal} | {
-    family.__name__: with_scores_of(family)
-    for family in (*extreme.FAMILIES, *extreme.WITH_ONE_MAXIMUM)
-}
+def punishing_from(first, count):
+    def values(rng, case):
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        return punishing.of_heads(
+            rng, shapes(case), scale, case.dtype, first, count
+        )
+
+    return values
+
+
+VALUES = (
+    {"normal": normal, "halves": halves, "subnormal": subnormal}
+    | {
+        family.__name__: with_scores_of(family)
+        for family in (*extreme.FAMILIES, *extreme.WITH_ONE_MAXIMUM)
+    }
+    | {
+        kind.__name__: punishing_from(i, 1)
+        for i, kind in enumerate(punishing.KINDS)
+    }
+    # Each key head has the next kind.
+    | {"punishing": punishing_from(0, len(punishing.KINDS))}
+)
 
 
 # Layouts: the same values, other strides. Gaps between elements are NaN, to

@@ -13,7 +13,7 @@ from cuflash.reference.jvp import jvp
 
 from . import derivative_bounds
 from .backends import NumpyBackend
-from .compare import Expected
+from .compare import Expected, assert_within
 from .data import inputs, lse_gradient
 from .dtypes import DTYPES, PRECISION
 from .heads import heads_first, heads_last, sum_groups
@@ -254,4 +254,4 @@ def assert_near(got, want, case):
     for name, x in want.items():
         exact = np.asarray(x, np.float64)
         bound = (4 * (150 + 64) * unit + 4 * stored) * abs(exact).max()
-        assert abs(np.asarray(got[name], np.float64) - exact).max() <= bound
+        assert_within(got[name], exact, bound, name, case)

@@ -51,8 +51,8 @@ def forward(q, k, v, *, scale=None, exact_scores=False, **options):
         )
         out_error, lse_error = rounding.out(), rounding.lse()
     return (
-        Expected(heads_last(out), plain, largest(out_error), OUT_FACTOR),
-        # lse has no `low`: its bound is derived, row by row.
+        Expected(heads_last(out), plain, heads_last(out_error), OUT_FACTOR),
+        # lse has no `low`: its bound is derived alone.
         Expected(lse, lse, lse_error, 0),
     )
 
@@ -84,17 +84,15 @@ def backward(
         plain = low.backward(
             *tame, terms, scale=scale, bias=bias, dlse=_tame(dlse)
         )
-        errors = Rounding(
+        rounding = Rounding(
             dout, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores
-        ).gradients(bias, dlse)
+        )
+        dq, dk, dv, *others = rounding.gradients(bias, dlse)
+        errors = [*map(heads_last, (dq, dk, dv)), *others]
     return tuple(
-        Expected(r, p, largest(e), GRADIENT_FACTOR)
+        Expected(r, p, e, GRADIENT_FACTOR)
         for r, p, e in zip(refs, plain, errors, strict=True)
     )
-
-
-def largest(errors):
-    return float(errors.max(initial=0))
 
 
 def _tame(array):

@@ -13,8 +13,8 @@ import cuflash
 from cuflash.reference import kvcache, rotary
 
 from . import expected
-from .compare import assert_bitwise, assert_forward_matches
-from .data import LAYOUTS, Emulation, short_repr
+from .compare import assert_all, assert_bitwise, assert_forward_matches
+from .data import LAYOUTS, Case, Emulation, inputs, short_repr
 from .dtypes import DTYPES, PRECISION, lse_dtype
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -39,6 +39,7 @@ class KVCase:
     scales : of float8 caches: "head" or "page"; None: caches have q's dtype.
     power_of_two : whether the scales are.
     layout : of the caches.
+    values : of q and of the tokens in the caches, as of `data.Case`.
     arrays_of : alibi_slopes or alibi_slopes_of_batches, sink.
     """
 
@@ -63,6 +64,7 @@ class KVCase:
     scales: str | None = None
     power_of_two: bool = True
     layout: str = "contiguous"
+    values: str = "normal"
     scale: float | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -142,13 +144,29 @@ class KVCase:
     def _array(self, rng, *shape):
         return rng.standard_normal(shape).astype(DTYPES[self.dtype])
 
+    def _inputs(self, b):
+        """Return q of a sequence, and k and v of its tokens in the cache."""
+        case = Case(
+            self.dtype, 1, self.queries[b],
+            max(self.before[b] - self.first(b), 0), self.num_heads_q,
+            self.num_heads_kv, *self._dims(), scale=self.scale,
+            values=self.values, seed=self.seed + b,
+        )  # fmt: skip
+        return [x[0] for x in inputs(case)[:3]]
+
     def _queries(self, rng):
         heads, d = self.num_heads_q, self.head_dim
         if self.ragged is None:
-            return {"q": self._array(rng, self.batch, self.seqlen_q, heads, d)}
-        total = sum(self.ragged)
-        q = self._array(rng, total + self.unused, heads, d)
-        q[total:] = np.nan
+            q = self._array(rng, self.batch, self.seqlen_q, heads, d)
+        else:
+            total = sum(self.ragged)
+            q = self._array(rng, total + self.unused, heads, d)
+            q[total:] = np.nan
+        if self.values != "normal":
+            for b, rows in enumerate(self.rows(self.queries)):
+                q[b if self.ragged is None else rows] = self._inputs(b)[0]
+        if self.ragged is None:
+            return {"q": q}
         offsets = np.cumsum((0, *self.ragged)).astype(np.int32)
         return {"q": q, "cu_seqlens_q": offsets}
 
@@ -178,6 +196,8 @@ class KVCase:
             stored = np.full(values.shape, np.nan).astype(dtype)
             for b, n in enumerate(self.before):
                 index = self.index(given, b, self.first(b), n)
+                if self.values != "normal":
+                    values[index] = self._inputs(b)[1 + CACHES.index(name)]
                 kvcache.store(stored, index, values[index], scale)
             given[name] = LAYOUTS[self.layout](stored)
         return given
@@ -372,7 +392,8 @@ def _check_results(case, given, results, caches):
     assert out.dtype == dtype and lse.dtype == lse_dtype(dtype)
     if case.ragged is not None:
         rest = sum(case.ragged)
-        assert not out[rest:].any() and (lse[:, rest:] == -np.inf).all()
+        assert_all(out[rest:], 0, "out[rest:]", case)
+        assert_all(lse[:, rest:], -np.inf, "lse[:, rest:]", case)
     for b, rows in enumerate(case.rows(case.queries)):
         if case.ragged is None:
             got = out[b : b + 1], lse[b : b + 1]

@@ -1,6 +1,6 @@
-r"""`tiny`: how far rounding alone may move a result.
+r"""`tiny`: how far rounding alone may move each element of a result.
 
-An error may be ``factor * max|low - ref|``, or `tiny` (compare.py).
+An error may be ``factor * max|low - ref|`` of its row, or `tiny` (compare.py).
 `low` can be right by luck: with one key P is 1, and with a handful of
 elements some roundings are exact. `tiny` is what the first-order errors of
 an exact algorithm come to, so that luck cannot turn right results red.
@@ -8,33 +8,44 @@ an exact algorithm come to, so that luck cannot turn right results red.
 Write u for `Precision.unit`, f for `floor` and e for `sum_unit` of the
 dtype. Per pair (i, j), relative errors of a probability:
 
-    P rounded to the dtype                    u
-    score, a float32 sum of head_dim terms    e sqrt(d) |q||k| scale
-    scaling, shift by m, argument of exp2     4 e (|s| + |m|)
-    exp2 itself, 2 ulp                        4 e
-    lse rounded (backward only)               e |lse|
-    softcap: tanh, division and product       6 e |s|, see below
-    slope and bias, added                     4 e (|s| + |added|)
+    P rounded to the dtype, for all products            u
+    score, a float32 sum of head_dim terms              `of_sums`, times scale
+    scaling, shift by m, argument of exp2               e (|s| + 2 |s - m|)
+    exp2 itself, 2 ulp                                  2 e
+    softcap: tanh, division and product                 6 e |s|, see below
+    slope and bias, added                               4 e (|s| + |added|)
 
 and absolutely f, for what is subnormal in the dtype or flushed; all of one
 sign, so these just add up.
 
-Sums of n float32 terms carry e sqrt(n) times the sum of magnitudes: each
-addition rounds its partial sum, signs at random. In a product, errors w_j
-of n terms come together as ``sqrt(sum w_j^2)``. We allow three times that:
-sqrt(9), so it is the worst case for up to nine terms (Cauchy and Schwarz);
-beyond, where errors are uniform in +-w and have standard deviation
-w / sqrt(3), it is 5.2 deviations.
+Errors w_j of signs at random come together as ``sqrt(sum w_j^2)``, over keys
+in out and dq, over queries in dk and dv. We allow three times that: sqrt(9),
+so it is the worst case for up to nine terms (Cauchy and Schwarz); beyond,
+where errors are uniform in +-w and have standard deviation w / sqrt(3), it is
+5.2 deviations.
+
+Sums of n terms in float32: each addition rounds its partial sum, by at most e
+of it; `of_sums` is the root of the squares. Partial sums are at most the sum
+of magnitudes, which will do for 16-bit types, whose u is far larger than e.
+For others it knows the partial sums at quarters, from either end, and takes
+the terms between to be in no order. A sum of n terms in no order, whose
+squares add up to Q, strays from a straight line to its total by n Q / 6 in the
+sum of squares (the mean over all orders).
+
+Errors that all keys of a row share do not come together as a root. In dq they
+enter whole:
+
+    lse, as the forward pass rounds it: its bound below,  times |dS K|
+        and e |lse - m|, where it stands for m
+    delta = rowsum(dO * out) of the rounded out           times |P K|
+
+An error w_j of P moves delta by w_j (dP_j - delta), through out.
 
 tanh(x) of 16-bit kernels is 1 - 2 / (exp(2x) + 1): absolutely 8 e from the
 exponential (4 e) and the rest, and so 8 e cap where the library's function is
 6 e |s|. With a cap above 128 they call that function, or a polynomial that is
 27 e |s| off with its roundings (tests/unit/test_softcap.py). The slope of a
 softcap, 1 - t^2, is off by 2 t times the error of t.
-
-Gradients: delta comes from the rounded out, with the error of out itself, and
-subtracting dlse rounds once more: one error for a whole row, so it enters dq
-through ``|P K|`` and not through a root of squares.
 """
 
 import numpy as np
@@ -47,6 +58,10 @@ from .heads import heads_first, sum_groups
 # Errors of relative size beyond this are no longer of first order, and a
 # bound made of them would hide faults. Such tests must use exact scores.
 LARGEST_RELATIVE = 2.0**-4
+
+# What tf32x3 leaves out of a product (docs/guide/accuracy.md): three parts of
+# at most 2^-22, 2^-23 and 2^-23, of which this is the root of squares, in e.
+PARTS = 6**0.5
 
 
 class Rounding:
@@ -67,6 +82,7 @@ class Rounding:
     def __init__(self, dout, q, k, v, lse, terms, *, scale, exact_scores):
         self.heads_kv = k.shape[2]
         self.precision = PRECISION[q.dtype.name]
+        self.parts = PARTS if q.dtype == np.float32 else 0
         self.scale = scale
         heads = q.shape[2]
         self.dout, self.q, self.k, self.v = (
@@ -74,14 +90,12 @@ class Rounding:
             for x in (dout, q, k, v)
         )
         self.terms = terms
-        self.exact_scores = exact_scores
         self.lse_ref = finite(lse)
-        self._probabilities(self.lse_ref)
+        self._probabilities(exact_scores)
 
-    def _probabilities(self, lse):
+    def _probabilities(self, exact_scores):
         u, f, e = self.precision
-        d = self.q.shape[-1]
-        products = self.q @ self.k.swapaxes(-1, -2) * self.scale
+        products = self.q @ turned(self.k) * self.scale
         s = self.terms.score(products)
         m = s.max(axis=-1, keepdims=True, initial=-np.inf)
         if self.terms.sink is not None:
@@ -91,23 +105,22 @@ class Rounding:
         self.p, self.p_sink = self.terms.softmax(s)
         s = np.where(self.p > 0, s, 0)  # errors of no weight do not count
 
-        magnitude = np.abs(self.q) @ np.abs(self.k).swapaxes(-1, -2)
-        delta = e * np.sqrt(d) * np.abs(self.scale) * magnitude
+        delta = np.abs(self.scale) * self.of_sums(self.q, turned(self.k))
         delta += self._of_steps(products, delta)
-        delta += 4 * e * (np.abs(s) + np.abs(m))
-        lse_error = e * np.abs(lse)[..., None]
-        if self.exact_scores:
+        delta += e * (np.abs(s) + 2 * np.abs(s - m))
+        if exact_scores:
             # The row's maximum less itself is 0, and lse is m if it is alone.
             delta = np.where(s == m, 0, 4 * e * (np.abs(s) + np.abs(m)))
-            lse_error = np.where(total == 1, 0, lse_error)
         delta = np.where(self.p > 0, delta, 0)
-        self.score_error = self.p * delta
-        backward = delta + (0 if self.dout is None else lse_error)
-        backward = np.where(self.p > 0, backward, 0)
-        largest = (self.p * backward).max(initial=0)
-        assert largest < LARGEST_RELATIVE, "use exact scores"
-        relative = u + 4 * e + backward
-        self.w = self.p * relative
+        self.score_error, self.m = self.p * delta, m[..., 0]
+        # Backward, lse stands in place of m.
+        row = self.lse() + e * np.abs(self.lse_ref - self.m)
+        self.row = np.where((total == 1) & exact_scores, 0, row[..., None])
+        if self.dout is not None:
+            largest = (self.score_error + self.p * self.row).max(initial=0)
+            assert largest < LARGEST_RELATIVE, "use exact scores"
+        self.w = self.score_error + 2 * e * self.p  # in float32
+        self.w_stored = self.w + u * self.p
         self.slope = self.terms.slope(products)
 
     def _of_steps(self, products, error):
@@ -128,15 +141,32 @@ class Rounding:
             steps = steps + 4 * e * np.abs(products)
         return steps
 
+    def of_sums(self, a, b):
+        """Return the root of the squared roundings of a @ b in float32."""
+        u, _, e = self.precision
+        n = a.shape[-1]
+        if u > e:
+            return e * np.sqrt(n) * (np.abs(a) @ np.abs(b))
+        edges = np.linspace(0, n, min(n, 4) + 1).astype(int)
+        partial = [np.zeros((*a.shape[:-1], b.shape[-1]))]
+        for i, j in zip(edges, edges[1:], strict=False):
+            partial.append(partial[-1] + a[..., i:j] @ b[..., i:j, :])
+        ahead = sum(x**2 for x in partial[1:])
+        behind = sum((partial[-1] - x) ** 2 for x in partial[:-1])
+        squares = n / max(len(partial) - 1, 1) * np.maximum(ahead, behind)
+        return e * np.sqrt(squares + (n / 6 + self.parts**2) * (a**2 @ b**2))
+
     def out(self):
         """Return the errors of out, one per element."""
         u, f, e = self.precision
-        w = self.w * self.terms.z
-        out = (self.p * self.terms.z) @ self.v
-        keys = self.k.shape[-2]
+        p, z = self.p, self.terms.z
+        out = (p * z) @ self.v
         row = (self.w**2).sum(axis=-1, keepdims=True)
+        squares = (self.w_stored * z) ** 2 @ self.v**2 + row * out**2
+        squares += self.of_sums(p * z, self.v) ** 2
+        keys = self.k.shape[-2]
         return (
-            3 * np.sqrt(w**2 @ self.v**2 + row * out**2)
+            3 * np.sqrt(squares)
             + (u + e * (np.sqrt(keys) + 4)) * np.abs(out)
             + f * (1 + lost(self.v))
         )
@@ -146,12 +176,13 @@ class Rounding:
 
         An error of a score moves lse by P times it. Then the sum of
         weights (relative to which log is absolute), log itself, and two
-        additions or products of the size of lse.
+        additions or products of the size of lse, two of the size of m.
         """
-        e = self.precision.sum_unit
-        keys = self.k.shape[-2]
-        moved = self.score_error.sum(axis=-1)
-        return moved + e * (np.sqrt(keys) + 4) + 2 * e * np.abs(self.lse_ref)
+        e, keys = self.precision.sum_unit, self.k.shape[-2]
+        moved = 3 * np.sqrt((self.score_error**2).sum(axis=-1))
+        moved = np.minimum(moved, self.score_error.sum(axis=-1))
+        steps = np.sqrt(keys) + 4 + 2 * np.abs(self.lse_ref) + np.abs(self.m)
+        return moved + e * steps
 
     def gradients(self, bias=None, dlse=None):
         """Return the errors of dq, dk and dv, one per element.
@@ -160,66 +191,93 @@ class Rounding:
         """
         u, f, e = self.precision
         p, q, k, v, dout = self.p, self.q, self.k, self.v, self.dout
-        z, swap = self.terms.z, np.swapaxes
-        keys, dv_dim = self.k.shape[-2], self.v.shape[-1]
+        z = self.terms.z
 
         out = (p * z) @ v
-        dp = z * (dout @ swap(v, -1, -2))
+        dp = z * (dout @ turned(v))
         delta = (dout * out).sum(axis=-1, keepdims=True)
-        sums = e * (np.sqrt(dv_dim) + 2)
-        dp_error = z * sums * (np.abs(dout) @ swap(np.abs(v), -1, -2))
-        # The errors of out have the factor 3 in them already.
-        delta_error = np.sqrt(
-            (dout**2 * (self.out() / 3 + u * np.abs(out)) ** 2).sum(
-                axis=-1, keepdims=True
-            )
-        ) + sums * (np.abs(dout) * np.abs(out)).sum(axis=-1, keepdims=True)
-
+        self.delta_error = self._of_delta(dp, delta, out)
         if dlse is not None:
             delta = delta - finite(dlse)[..., None]
-            delta_error = delta_error + e * np.abs(delta)
+            self.delta_error = self.delta_error + e * np.abs(delta)
         ds_bias = p * (dp - delta)
-        a = np.sqrt(
-            (self.w * (dp - delta)) ** 2
+        dp_error = z * self.of_sums(dout, turned(v))
+        dp_error += 2 * e * np.abs(dp - delta)
+        pairs = np.sqrt(
+            (self.w_stored * (dp - delta)) ** 2
             + (p * dp_error) ** 2
             + (u * ds_bias) ** 2
         )
+        # What P and dS lose below the dtype's normal numbers.
+        lost_p = np.where(self.terms.see, f * np.ones_like(p), 0)
+        lost_ds = lost_p * (1 + np.abs(dp - delta))
         others = []
         if bias is not None:
-            others.append(self._of_bias(a, p * delta_error, ds_bias, bias))
+            others.append(self._of_bias(pairs, ds_bias, lost_ds, bias))
         if self.terms.sink is not None:
-            others.append(self._of_sink(delta, delta_error))
+            others.append(self._of_sink(delta))
 
         p, ds = p * self.slope, ds_bias * self.slope
-        a = np.sqrt((a * self.slope) ** 2 + (ds_bias * self.slope_error) ** 2)
-        dq = np.sqrt(a**2 @ k**2) + delta_error * np.abs(p @ k)
-        dk2 = swap(a**2 + (p * delta_error) ** 2, -1, -2) @ q**2
-        dv2 = swap((self.w * z) ** 2, -1, -2) @ dout**2
-
-        many = e * np.sqrt(keys)
-        dq = 3 * dq + many * (np.abs(ds) @ np.abs(k)) + u * np.abs(ds @ k)
-        dq = np.abs(self.scale) * (dq + f * lost(k)) + f
-        dk = self._of_keys(dk2, ds, q, self.scale)
-        dv = self._of_keys(dv2, self.p * z, dout, 1.0)
+        pairs = np.sqrt(
+            (pairs * self.slope) ** 2 + (ds_bias * self.slope_error) ** 2
+        )
+        dq = 3 * np.sqrt(pairs**2 @ k**2 + self.of_sums(ds, k) ** 2)
+        dq += 3 * self.delta_error * np.abs(p @ k)
+        dq += (self.row + u + 2 * e) * np.abs(ds @ k)
+        dq = np.abs(self.scale) * (dq + lost_ds @ np.abs(k)) + f
+        rows = pairs**2 + (p * self.delta_error) ** 2 + (self.row * ds) ** 2
+        dk = self._of_keys(rows, ds, q, self.scale, lost_ds)
+        rows = (self.w_stored + p * self.row) * z
+        dv = self._of_keys(rows**2, self.p * z, dout, 1.0, lost_p)
         return dq, dk, dv, *others
 
-    def _of_bias(self, errors, of_delta, ds, bias):
+    def _of_delta(self, dp, delta, out):
+        """Errors of delta, roots of squares, one per row.
+
+        Each rounding of P, of the row's sum, of an element of out and of the
+        sum that it is; the sum of their products with dO.
+        """
+        u, f, e = self.precision
+        squares = (self.w_stored * dp) ** 2 + (self.w * delta) ** 2
+        squares = squares.sum(axis=-1, keepdims=True)
+        sums = self.of_sums(self.p * self.terms.z, self.v)
+        columns = self.dout**2 * ((u * out) ** 2 + sums**2)
+        squares = squares + columns.sum(axis=-1, keepdims=True)
+        # As a matrix product of rows with themselves, one column each.
+        ones = np.ones((out.shape[-1], 1))
+        squares += self.of_sums(self.dout * out, ones) ** 2
+        lost_here = f * (np.abs(self.dout) * (1 + lost(self.v)))
+        keys = self.k.shape[-2]
+        return (
+            np.sqrt(squares)
+            + e * (np.sqrt(keys) + 4) * np.abs(delta)
+            + lost_here.sum(axis=-1, keepdims=True)
+        )
+
+    def _of_bias(self, pairs, ds, lost_ds, bias):
         """Errors of sums of dS over the axes that bias lacks."""
         u, f, e = self.precision
-        count = ds.size / max(bias.size, 1)
-        spread = np.sqrt(reduce_to_shape(errors**2 + of_delta**2, bias.shape))
+        count = ds.size / max(bias.size, 1)  # of a sum's terms
+        shared = [self.p * self.delta_error, ds * self.row]
+        if bias.shape[-1] == 1:  # a row's keys share them
+            shared = [x.sum(axis=-1, keepdims=True) for x in shared]
+        spread = reduce_to_shape(pairs**2, bias.shape)
+        for x in shared:
+            spread = spread + reduce_to_shape(x**2, bias.shape)
         size = reduce_to_shape(np.abs(ds), bias.shape)
         value = np.abs(reduce_to_shape(ds, bias.shape))
-        return 3 * spread + e * np.sqrt(count) * size + u * value + f * count
+        error = 3 * np.sqrt(spread) + e * np.sqrt(count) * size
+        under = reduce_to_shape(lost_ds, bias.shape)
+        return error + u * value + under + f
 
-    def _of_sink(self, delta, delta_error):
+    def _of_sink(self, delta):
         """Errors of sums of P D over batches and rows."""
         _, f, e = self.precision
         terms = np.abs(self.p_sink * delta)
         rows = delta[:, 0].size
         # exp(sink - lse): lse is off by its own error, and rounded.
         of_lse = self.lse() + 2 * e * np.abs(self.lse_ref) + 8 * e
-        error = of_lse[..., None] * terms + self.p_sink * delta_error
+        error = of_lse[..., None] * terms + self.p_sink * self.delta_error
         spread = np.sqrt((error**2).sum(axis=(0, 2, 3)))
         return (
             3 * spread
@@ -227,18 +285,26 @@ class Rounding:
             + f
         )
 
-    def _of_keys(self, squares, weights, rows, scale):
-        """Errors of weights^T rows, summed over a group of query heads."""
+    def _of_keys(self, squares, weights, rows, scale, lost_pairs):
+        """Errors of weights^T rows, summed over a group of query heads.
+
+        squares : of the errors of weights.
+        lost_pairs : what weights lose below the normal numbers.
+        """
         u, f, e = self.precision
-        weights = weights.swapaxes(-1, -2)
-        group = self.q.shape[1] // max(self.heads_kv, 1)
-        many = e * np.sqrt(self.q.shape[-2] * group)
-        spread = np.sqrt(sum_groups(squares, self.heads_kv))
-        size = sum_groups(np.abs(weights) @ np.abs(rows), self.heads_kv)
-        value = sum_groups(weights @ rows, self.heads_kv)
-        error = 3 * spread + many * size + u * np.abs(value)
-        error = error + f * sum_groups(lost(rows), self.heads_kv)
+        sums = self.of_sums(turned(weights), rows) ** 2
+        spread = turned(squares) @ rows**2 + sums
+        value = turned(weights) @ rows
+        under = turned(lost_pairs) @ np.abs(rows)
+        spread, value, under = (
+            sum_groups(x, self.heads_kv) for x in (spread, value, under)
+        )
+        error = 3 * np.sqrt(spread) + (u + 2 * e) * np.abs(value) + under
         return np.abs(scale) * error + f
+
+
+def turned(x):
+    return np.swapaxes(x, -1, -2)
 
 
 def lost(rows):

@@ -10,7 +10,7 @@ from cuflash import ValueRangeError
 from helpers import calls, expected
 from helpers.backends import EMULATED, on_kernels
 from helpers.checks import check_forward, check_gradients
-from helpers.compare import assert_gradients_match, assert_matches
+from helpers.compare import assert_all, assert_gradients_match, assert_matches
 from helpers.data import Case, Emulation, inputs
 
 SIZES = (16, 32, 64, 128)
@@ -93,7 +93,7 @@ def test_refused_blocks_write_nothing(backend):
     out = backend.place(np.full((1, 16, 1, 16), 5, np.float16))
     with backend.running(case), pytest.raises(ValueRangeError):
         cuflash.forward(q, k, v, block_q=7, out=out)
-    assert (out == 5).all()
+    assert_all(out, 5, "out", case)
 
 
 @on_kernels

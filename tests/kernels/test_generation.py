@@ -21,6 +21,7 @@ from demo_parts.generation import Cache, extend, generate, greedy
 from demo_parts.model import Config, Transformer, to_numpy
 from helpers import model_bounds
 from helpers.backends import CUPY, EMULATED, NUMPY
+from helpers.compare import assert_within
 from helpers.data import Case
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -115,7 +116,7 @@ def test_text_is_that_without_a_cache(backend, steps, cache):
         expected, bound = whole_pass(model, tokens)
     assert logits.shape == expected.shape == (steps, 16)
     np.testing.assert_array_equal(expected.argmax(axis=-1), tokens)
-    assert np.abs(logits - expected).max() <= 2 * bound
+    assert_within(logits, expected, 2 * bound, "logits", "with a cache")
     # What makes these assertions mean something.
     second, first = np.sort(expected, axis=-1)[:, -2:].T
     assert (first - second).min() > 2 * bound

@@ -10,7 +10,7 @@ import strategies
 from cuflash.errors import UnsupportedError
 from helpers import kvcache_calls as kv
 from helpers.backends import BACKENDS
-from helpers.compare import assert_bitwise
+from helpers.compare import assert_all, assert_bitwise
 from helpers.data import LAYOUTS
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
@@ -196,7 +196,8 @@ def test_sequences_without_a_token(backend, page_size):
     case = replace(CASE, before=(0, 5, 0), seqlen_new=None,
                    page_size=page_size)  # fmt: skip
     out, lse = kv.check(backend, case)
-    assert not out[0].any() and (lse[0] == -np.inf).all()
+    assert_all(out[0], 0, "out[0]", case)
+    assert_all(lse[0], -np.inf, "lse[0]", case)
     kv.check(backend, replace(case, arrays_of=("sink",)))
 
 
@@ -246,4 +247,4 @@ def test_out(backend):
     assert_bitwise(np.asarray(got), want, "out")
     whole = backend.fetch(placed)
     assert_bitwise(whole[1:8], want, "out")
-    assert np.isnan(whole[[0, 8]].astype(float)).all()
+    assert_all(whole[[0, 8]], np.nan, "whole[[0, 8]]", case)

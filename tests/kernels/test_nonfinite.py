@@ -12,7 +12,12 @@ import strategies
 from cuflash.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import EMULATED, on_each_kind
-from helpers.compare import assert_forward_matches, assert_gradients_match
+from helpers.compare import (
+    assert_all,
+    assert_finite,
+    assert_forward_matches,
+    assert_gradients_match,
+)
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
@@ -82,8 +87,8 @@ def test_rows_that_see_nothing_give_nothing(backend, case):
     want = expected.backward(dout, q, k, v, **case.meaning())
     q[blind], dout[blind] = np.nan, np.inf
     out, lse = calls.forward(backend, case, q, k, v)
-    assert not out[blind].any()
-    assert (lse[..., :num_blind] == -np.inf).all()
+    assert_all(out[blind], 0, "out[blind]", case)
+    assert_all(lse[..., :num_blind], -np.inf, "lse[..., :num_blind]", case)
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     assert_gradients_match(grads, want, case)
 
@@ -109,9 +114,11 @@ def test_scores_of_minus_infinity_have_no_weight(
 ):
     case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, arch, seqlen_k)
     out, lse = calls.forward(backend, case, q, k, v)
-    assert not out[:, 7].any() and (lse[..., 7] == -np.inf).all()
+    assert_all(out[:, 7], 0, "out[:, 7]", case)
+    assert_all(lse[..., 7], -np.inf, "lse[..., 7]", case)
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
-    assert np.isnan(grads[1]).all()  # dS is 0, and 0 * -inf is in every dk
+    # dS is 0, and 0 * -inf is in every dk.
+    assert_all(grads[1], np.nan, "dk", case)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case)
 
@@ -156,7 +163,7 @@ def test_masked_tiles_of_nan_do_not_spread(backend, dtype, arch):
     assert_forward_matches((out, lse), want, case)
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
-    assert np.isfinite(grads[0][:, :40].astype(np.float32)).all()
+    assert_finite(grads[0][:, :40], "grads[0][:, :40]", case)
     assert_gradients_match(grads, want, case)
 
 
@@ -168,7 +175,7 @@ def test_scores_of_minus_infinity_are_read(backend, dtype, arch, bad):
     v[:, 90, :, 3], dout[:, 7, :, 5] = bad, bad
     out, lse = calls.forward(backend, case, q, k, v)
     np.testing.assert_array_equal(np.isnan(out[0, 7, 0]), np.arange(16) == 3)
-    assert (lse[..., 7] == -np.inf).all()
+    assert_all(lse[..., 7], -np.inf, "lse[..., 7]", case)
     grads = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case, kinds=False)
@@ -185,7 +192,7 @@ def test_a_weight_that_underflows_is_read(backend, dtype, arch):
     q[...], k[...], k[:, 3], v[:, 3, :, 0] = 1, 0, -2000, np.inf
     got = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
-    assert np.isnan(got[0][0, 3:, 0, 0]).all()
+    assert_all(got[0][0, 3:, 0, 0], np.nan, "got[0][0, 3:, 0, 0]", case)
     assert_forward_matches(got, want, case)
 
 

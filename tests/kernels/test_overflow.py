@@ -18,7 +18,7 @@ from helpers.backends import (
     on_each_kind,
     on_each_kind_with_options,
 )
-from helpers.compare import assert_bitwise
+from helpers.compare import assert_all, assert_bitwise, assert_finite
 from helpers.data import Case, Emulation, inputs
 
 QUERY, KEY = 7, 3  # QUERY sees the keys up to its own number
@@ -120,8 +120,9 @@ def test_a_bias_past_the_largest_number(backend, dtype, arch):
     q[...], k[...] = 0, 0
     q[:, QUERY, :, 0], k[:, KEY, :, 0] = factor, 2 * factor
     out, lse = calls.forward(backend, case, q, k, v, bias=backend.place(bias))
-    assert np.isposinf(lse[0, 0, QUERY]) and np.isnan(out[0, QUERY]).all()
-    assert np.isfinite(np.delete(lse[0, 0], QUERY)).all()
+    assert np.isposinf(lse[0, 0, QUERY])
+    assert_all(out[0, QUERY], np.nan, "out[0, QUERY]", case)
+    assert_finite(np.delete(lse[0, 0], QUERY), "the other lse", case)
 
 
 def check_as_half(backend, case, of_k):
@@ -152,7 +153,9 @@ def test_lse_identifies_a_row_of_minus_infinity(backend, dtype, arch):
     got = results(backend, case, factor, -factor, keys=slice(None))
     sound = results(backend, case, 0, -factor, keys=slice(None))
     out, lse, dq = (x[:, QUERY] for x in got[:3])
-    assert np.isneginf(lse).all() and not out.any() and not dq.any()
+    assert_all(lse, -np.inf, "lse", case)
+    assert_all(out, 0, "out", case)
+    assert_all(dq, 0, "dq", case)
     for a, b in zip(got[:3], sound[:3], strict=True):
         assert_bitwise(*(np.delete(x, QUERY, 1) for x in (a, b)), "others")
     for a, b in zip(got[3:], sound[3:], strict=True):

@@ -10,7 +10,13 @@ import strategies
 from cuflash import execute, validate
 from cuflash.reference import rotary
 from helpers.backends import EMULATED, on_backends
-from helpers.compare import Expected, assert_bitwise, assert_matches
+from helpers.compare import (
+    Expected,
+    assert_all,
+    assert_bitwise,
+    assert_finite,
+    assert_matches,
+)
 from helpers.data import LAYOUTS, Case, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES, PRECISION, lse_dtype
@@ -168,6 +174,6 @@ def test_a_position_outside_the_tables_is_nan(backend, bad):
     with backend.running(case):
         machine = cuflash.api.emulator.current().backend()
         got = execute.apply_rotary(checked, machine)
-    assert np.isnan(got[:, 1, :, :4]).all()
+    assert_all(got[:, 1, :, :4], np.nan, "got[:, 1, :, :4]", case)
     assert_bitwise(got[:, 1, :, 4:], call.x[:, 1, :, 4:], "rest")
-    assert np.isfinite(got[:, [0, 2]]).all()
+    assert_finite(got[:, [0, 2]], "got[:, [0, 2]]", case)

@@ -15,7 +15,7 @@ from cuflash.abi import (
 from cuflash.backends.emulator.machine import Machine
 from cuflash.plan import device_of_arch, legal_tiles, plan
 from cuflash.plans.steps import ORDER_BYTES
-from helpers.compare import assert_bitwise
+from helpers.compare import assert_all, assert_bitwise
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import small_problem
 from helpers.small_kernels import read_only
@@ -178,9 +178,9 @@ def test_longest_first(direction, data):
     ids = data.draw(drawn_ids(direction))
     order, tile = computed_order(ids)
     lengths = visited(ids, tile)
-    assert (np.sort(order) == np.arange(len(lengths))).all()
+    assert_all(np.sort(order), np.arange(len(lengths)), "np.sort(order)")
     assert (np.diff(lengths[order]) <= 0).all()
-    assert (order == np.argsort(-lengths, kind="stable")).all()
+    assert_all(order, np.argsort(-lengths, kind="stable"), "order")
 
 
 def documents(direction, batch, num_tiles):
@@ -200,7 +200,7 @@ def test_a_tile_for_each_thread(direction, batch, num_tiles):
     order, tile = computed_order(ids, threads=32)
     lengths = visited(ids, tile)
     assert len(lengths) == 32
-    assert (order == np.argsort(-lengths, kind="stable")).all()
+    assert_all(order, np.argsort(-lengths, kind="stable"), "order")
 
 
 @both_directions
@@ -212,7 +212,7 @@ def test_more_tiles_than_threads(direction, batch, num_tiles):
     want = np.arange(batch * num_tiles).reshape(batch, num_tiles)
     if direction == "forward":
         want = want[:, ::-1]
-    assert (order == want.ravel()).all()
+    assert_all(order, want.ravel(), "order")
 
 
 @both_directions

@@ -14,7 +14,7 @@ from cuflash import plan, validate
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.backward import key_outer
 from helpers.backends import NumpyBackend
-from helpers.compare import assert_bitwise
+from helpers.compare import assert_all, assert_bitwise, assert_within
 from helpers.data import Case, inputs
 from helpers.dtypes import DTYPES, PRECISION, lse_dtype
 from helpers.heads import heads_first, heads_last, sum_groups
@@ -43,8 +43,8 @@ def assert_rounded(got, exact, dtype):
     unit, floor, _ = PRECISION[dtype.name]
     slack = 2.0**-37 * np.abs(exact).max(initial=1)
     assert got.dtype == dtype and got.shape == exact.shape
-    error = np.abs(got.astype(np.float64) - exact)
-    assert (error <= 1.001 * unit * np.abs(exact) + floor + slack).all()
+    bound = 1.001 * unit * np.abs(exact) + floor + slack
+    assert_within(got, exact, bound, "result", dtype.name)
 
 
 def by_heads(case, *arrays):
@@ -76,7 +76,7 @@ def test_forward_is_the_reference(data):
     exact_out, exact_lse = reference(case, q, k, v)
     assert_rounded(out, exact_out, q.dtype)
     seen = exact_lse != -np.inf
-    assert ((lse == -np.inf) == ~seen).all()
+    assert_all(lse == -np.inf, ~seen, "lse == -np.inf", case)
     assert_rounded(lse[seen], exact_lse[seen], lse_dtype(q.dtype))
 
 
@@ -231,7 +231,7 @@ def test_parts_of_wide_heads():
 def test_rejected_calls_write_nothing():
     out = np.full((1, 4, 1, 8), 5, np.float32)
     complaint(cuflash.ValueRangeError, block_q=7, out=out)
-    assert (out == 5).all()
+    assert_all(out, 5, "out")
 
 
 # lse, which loses the digits that gradients need -----------------------------
@@ -271,7 +271,7 @@ def test_gradients_of_large_scores(size, rows):
     out, lse = cuflash.forward(q, k, v, scale=1, return_lse=True)
     _, _, dv = cuflash.backward(dout, q, k, v, out, lse, scale=1)
     exact = np.array([[1, 0, 0.5], [0, 1, 0.5]])[:, :rows] @ np.eye(rows, 3)
-    assert np.abs(dv - exact).max() <= 2.0**-29 + 2.0**-25
+    assert_within(dv, exact, 2.0**-29 + 2.0**-25, "dv")
 
 
 def test_lse_of_more_keys_than_these_is_used():
@@ -297,7 +297,7 @@ def test_lse_of_more_keys_is_used_in_float32_too():
     *_, half = cuflash.backward(dout, q, k, v, out, more)
     # lse is below 8 and rounded twice: 2 * 2^-22 of P, a sum of 16 rows
     size = 16 * np.abs(dout).max()
-    assert np.abs(half - dv / 2).max() <= size * 2.0**-20
+    assert_within(half, dv / 2, size * 2.0**-20, "dv")
 
 
 # Shapes with nothing in them -------------------------------------------------
@@ -318,13 +318,14 @@ def test_lse_of_more_keys_is_used_in_float32_too():
 def test_empty(dtype, empty):
     case = Case(dtype, **(GROUPED | empty))
     q, k, v, dout, out, lse = call(case)
-    assert out.shape == dout.shape and not out.any()
+    assert out.shape == dout.shape
+    assert_all(out, 0, "out", case)
     assert lse.shape == (case.batch, case.num_heads_q, case.seqlen_q)
-    assert (lse == -np.inf).all()
+    assert_all(lse, -np.inf, "lse", case)
     grads = cuflash.backward(dout, q, k, v, out, lse, **case.call())
     for got, like in zip(grads, (q, k, v), strict=True):
         assert got.shape == like.shape and got.dtype == like.dtype
-        assert not got.any()
+        assert_all(got, 0, "got", case)
     merged, lse_of_both = cuflash.merge_states(out, lse, out, lse)
     assert merged.shape == out.shape and lse_of_both.shape == lse.shape
 
@@ -340,7 +341,7 @@ def test_out_is_written_and_returned(dtype, rank):
     k, v = (k, v) if rank == 2 else (k[..., :1, :], v[..., :1, :])
     plain = cuflash.forward(q, k, v)
     assert cuflash.forward(q, k, v, out=dout) is dout
-    assert (dout == plain).all()
+    assert_all(dout, plain, "dout")
 
 
 @dtypes
@@ -356,8 +357,8 @@ def test_two_states_merge_at_any_rank(dtype, rank):
     # A power of two, so what is off in the weights rounds to it in out; in
     # lse the two roundings of log 3 and log 4, in double precision one each.
     unit = PRECISION[dtype].unit if dtype == "float64" else 2.0**-24
-    assert np.abs(out.astype(float) - 4).max() <= 4 * 2 * unit
-    assert np.abs(lse - np.log(4)).max() <= 4 * unit
+    assert_within(out, 4, 4 * 2 * unit, "out")
+    assert_within(lse, np.log(4), 4 * unit, "lse")
     assert out.dtype == out_a.dtype and lse.dtype == kind
 
 
@@ -382,7 +383,8 @@ def test_bytes_in_the_other_order():
     q, k, v, _, out, _ = call(case)
     swapped = (x.astype(x.dtype.newbyteorder()) for x in (q, k, v))
     result = cuflash.forward(*swapped, causal=True)
-    assert result.dtype == q.dtype and (result == out).all()
+    assert result.dtype == q.dtype
+    assert_all(result, out, "result", case)
 
 
 @dtypes
@@ -401,12 +403,12 @@ def test_rounding_to_float16_overflows_to_infinity():
     v = np.full((1, 4), 65504, np.float16)
     ones = np.ones((1, 4), np.float16)
     out, lse = cuflash.forward(ones, ones, v, return_lse=True)
-    assert (out == 65504).all()
+    assert_all(out, 65504, "out")
     with np.errstate(all="raise"):
         *_, dv = cuflash.backward(
             v, np.ones((2, 4), np.float16)[:1], ones, v, out, lse - 1
         )
-    assert (dv == np.inf).all()
+    assert_all(dv, np.inf, "dv")
 
 
 def test_packed_sequences_match_separate_calls():
@@ -420,7 +422,9 @@ def test_packed_sequences_match_separate_calls():
     dq, dk, dv, dsink = cuflash.backward(
         dout, q, k, v, out, lse, **options, return_dsink=True
     )
-    assert not out[8:].any() and not dk[10:].any() and dsink.shape == (4,)
+    assert_all(out[8:], 0, "out[8:]", case)
+    assert_all(dk[10:], 0, "dk[10:]", case)
+    assert dsink.shape == (4,)
     packed = cuflash.forward(q, k, v, **{**options, "dropout": 0.0})
     alone = {"causal": True, **case.options()}
     plain = cuflash.forward(q[1:8], k[3:10], v[3:10], **alone)
