@@ -94,9 +94,9 @@ def backward(
             rows = Rows(at[-1], dout[at], lse[at], delta[at])
             shift, rest = shifts(scores, rows)
             if sink is not None and rest is not None:
-                of_sink[at] *= np.exp((rows.lse[..., None] - shift) - rest)[
-                    ..., 0
-                ]
+                # A flagged row has lse inf, and delta 0.
+                ours = np.where(rows.lse == np.inf, 0, rows.lse)[..., None]
+                of_sink[at] *= np.exp((ours - shift) - rest)[..., 0]
             _differentiate(
                 scores, rows, (shift, rest), v_transposed, dq[at], sums
             )

@@ -18,7 +18,7 @@ import torch
 
 from . import direct
 
-KNOWN = r"2\.1[1-4]\.\d+(\+.*)?"
+KNOWN = r"2\.1[1-5]\.\d+(\+.*)?"
 _LOWERING = "torch._inductor.lowering"
 _NAMES = (
     "attention", "attention_backward", "plain_attention",
