@@ -24,7 +24,19 @@ CASES = {
         "bfloat16", **sizes(1, 70, 400, 1, 1, 64, 64), softcap=20.0,
         arrays_of=("sink",), on=Emulation("sm_90a", num_sms=1),
     ),
+    "wgmma with a window": Case(
+        "bfloat16", **sizes(1, 70, 400, 1, 1, 64, 64), window=(300, 300),
+        on=Emulation("sm_90a", num_sms=1),
+    ),
+    "wgmma with segments": Case(
+        "bfloat16", **sizes(1, 70, 400, 1, 1, 64, 64),
+        arrays_of=("segment_ids",), on=Emulation("sm_90a", num_sms=1),
+    ),
     # The first query sees nothing of the first four tiles of 16.
+    "mma with a window": Case(
+        "float16", **sizes(1, 70, 130, 1, 1, 64, 64, causal=True),
+        window=(90, 0), block_q=64, block_k=16,
+    ),
     "mma": Case("float16", **sizes(1, 70, 130, 1, 1, 64, 64, causal=True),
                 block_q=64, block_k=16),
 }  # fmt: skip

@@ -33,6 +33,8 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
+constexpr bool ANY_MASKED = WINDOW || PAIRWISE;             // any tile may be partly masked
+
 // Loads the tiles of K and V from the last to the first, each as one cp.async group.
 struct KeyLoader {
     const Shape& shape;
@@ -92,8 +94,8 @@ __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_ar
 // acc in two levels.
 struct OutputSums {
     static constexpr int COUNT = M_TILES * O_TILES * 4, ROWS = M_TILES * 2;
-    float local[COUNT];
     LongSums<COUNT, ROWS> sums;
+    float local[decltype(sums)::SIZE];
 
     static __device__ __forceinline__ auto elements(Output& acc) {
         return [&acc](int i) -> float& {
@@ -113,10 +115,9 @@ struct OutputSums {
         set_zero(acc);
         reset(softmax);
     }
-    // After each key tile.
-    __device__ __forceinline__ void end_tile(
+    // Between runs.
+    __device__ __forceinline__ void end_run(
         Output& acc, const SoftmaxState& softmax, float scale_log2) {
-        if (!sums.ends_run()) return;
         float max_scaled[ROWS];
         scale_maxima(max_scaled, softmax, scale_log2);
         sums.add(elements(acc), max_scaled);
@@ -213,20 +214,20 @@ forward_mma(const __grid_constant__ Arguments call_args) {
         if constexpr (DROPOUT) apply_dropout(s, query_tile, tile * BLOCK_K);
         accumulate<MASKED>(acc, s, v_smem, nonfinite);
         if constexpr (MASKED) lacks_nonfinite |= nonfinite;
-        sums.end_tile(acc, softmax, query_tile.scale_log2);
     };
 
-    if constexpr (WINDOW || PAIRWISE) {                     // any tile may be partly masked
-        for (; tile >= tiles.first; tile = next)
-            if (tiles.full(tile) && pair_mask.sees_all(q_start / BLOCK_Q, tile))
+    if constexpr (!ANY_MASKED)
+        for (; tile >= tiles.num_full; --tile) iterate(Bool<true>{});
+    const int first = ANY_MASKED ? tiles.first : 0;
+    for (;; sums.end_run(acc, softmax, query_tile.scale_log2)) {
+        const int last = last_of_run(tile, first);
+        for (; tile >= last; tile = ANY_MASKED ? next : tile - 1)
+            if (!ANY_MASKED || (tiles.full(tile) && pair_mask.sees_all(q_start / BLOCK_Q, tile)))
                 iterate(Bool<false>{});
             else
                 iterate(Bool<true>{});
-    } else {
-        for (; tile >= tiles.num_full; --tile) iterate(Bool<true>{});
-        for (; tile >= 0; --tile) iterate(Bool<false>{});
+        if (!RUN_TILES || tile < first) break;
     }
-
     sums.finish(acc, softmax, query_tile.scale_log2);
     finish(call_args, shared, query_tile, lane_query - q_start, acc, softmax, lacks_nonfinite);
 }

@@ -61,7 +61,7 @@ __device__ __forceinline__ void produce(const Arguments& args, SharedPlan& share
 __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& shared) {
     Fragments fragments;
     ConsumerOf<OPTIONS>::type consumer(args, shared, fragments);
-    float long_sums[O_COUNT];
+    float long_sums[decltype(consumer.long_sums)::SIZE];
     consumer.long_sums.hold_in(long_sums);
     // The grid has at most one block per tile, but with packed sequences some slots have no tile,
     // so other blocks may have taken all.

@@ -69,11 +69,23 @@ struct Consumer {
 
     // The key tiles of a query tile, from the last but one (first_iteration() or
     // iteration_across_tiles() computed S of the last) to the first. Tiles from num_full on are
-    // partly masked.
+    // partly masked: few, which lengthen the first run.
     __device__ __forceinline__ void main_loop() {
         int tile = visited.num_visited - 2;
         for (; tile >= visited.num_full; --tile) iteration<true>(tile);
-        for (; tile >= 0; --tile) iteration<false>(tile);
+        for (;;) {
+            const int last = last_of_run(tile, 0);
+            for (; tile >= last; --tile) iteration<false>(tile);
+            if (!RUN_TILES || tile < 0) break;
+            end_run();
+        }
+    }
+    // Between runs. The compiler would otherwise compute Q's descriptors before the first run and
+    // hold them in registers, for which the main loop has no room.
+    __device__ __forceinline__ void end_run() {
+        long_sums.add([this](int i) -> float& { return acc[i]; }, rows.max_scaled);
+        accumulates = false;
+        q.index = opaque(q.index);
     }
 
     // S of key tile `tile`, acc += P V of the previous one; then P of `tile`. In a tile that is not
@@ -112,10 +124,6 @@ struct Consumer {
         }
     }
     __device__ __forceinline__ void end_iteration() {
-        if (long_sums.ends_run()) {
-            long_sums.add([this](int i) -> float& { return acc[i]; }, rows.max_scaled);
-            accumulates = false;
-        }
         release_q();
         v = k;
         pack_pairs<Element>(p, s);

@@ -26,11 +26,22 @@ struct OptionsConsumer : Consumer {
     // masked.
     __device__ __forceinline__ void main_loop() {
         if constexpr (SPARSE_TILES) {
-            while (!flags.is_last()) iteration<true>(0);
+            for (;;) {
+                for (int left = RUN_TILES; !flags.is_last() && (!RUN_TILES || left > 0); --left)
+                    iteration<true>(0);
+                if (!RUN_TILES || flags.is_last()) break;
+                end_run();
+            }
         } else {
             int tile = visited.num_visited - 2;
             for (; tile >= visited.num_full; --tile) iteration<true>(tile);
-            for (; tile >= (WINDOW ? visited.first_full : 0); --tile) iteration<false>(tile);
+            const int first_full = WINDOW ? visited.first_full : 0;
+            for (;;) {
+                const int last = last_of_run(tile, first_full);
+                for (; tile >= last; --tile) iteration<false>(tile);
+                if (!RUN_TILES || tile < first_full) break;
+                end_run();
+            }
             if constexpr (WINDOW)
                 for (; tile >= visited.first; --tile) iteration<true>(tile);
         }
