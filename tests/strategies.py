@@ -270,6 +270,9 @@ FEW_PACKED_OPTIONS = [
 def packed_cases(draw, backend, **others):
     """Draw packed sequences of any lengths, with any options."""
     case = draw(cases(backend, **others))
+    if backend.name == "cupy" and "16" in case.dtype:
+        # Hopper sums dq in integers then: bounds of test_integer_dq.py.
+        case = replace(case, deterministic=False)
     names = draw(st.sampled_from(FEW_PACKED_OPTIONS))
     numbers = {n: draw(TABLE[n].draw(case)) for n in NUMBERS if n in names}
     count = draw(st.integers(0, 6))

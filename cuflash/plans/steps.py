@@ -257,10 +257,15 @@ LONGEST_RUN = 32768
 
 
 def run_tiles(problem: Problem, tile: Tile) -> tuple[str, int]:
-    """common/long_sums.cuh's RUN_TILES."""
+    """common/long_sums.cuh's RUN_TILES.
+
+    Above head_dim 128 an addition of runs costs 3 % of 32,768 keys on an
+    H200 (docs/lab/sm90_forward.md), so a run has four times as many.
+    """
     longest = problem.max_seqlen_k or problem.seqlen_k
-    is_long = min(longest, window_of(problem)) > LONGEST_RUN
-    tiles = max(LONGEST_RUN // tile.block_k, 1)
+    run = LONGEST_RUN if problem.head_dim_v <= 128 else 4 * LONGEST_RUN
+    is_long = min(longest, window_of(problem)) > run
+    tiles = max(run // tile.block_k, 1)
     return "RUN_TILES", tiles if is_long else 0
 
 

@@ -60,12 +60,15 @@ def by_name(results):
 def cases(draw, backend, kind):
     """Draw a call, and blocks of the jvp kernels of its dtype.
 
-    Those with an 8 are simt's, which has them for all but 16-bit types.
+    Those with an 8 are simt's, which has them for all but 16-bit types. Wide
+    heads have others.
     """
     case = draw(strategies.optional_cases(backend, longest=100, **KINDS[kind]))
     blocks = [(16, 8), (8, 16), (16, 16), (32, 16), (16, 32)]
     if "16" in case.dtype:
         blocks = [(64, 16), (32, 32)]
+    if max(case.head_dim, case.head_dim_v) > 128:
+        blocks = []
     block_q, block_k = draw(st.sampled_from([(None, None), *blocks]))
     return replace(case, block_q=block_q, block_k=block_k)
 

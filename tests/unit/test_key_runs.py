@@ -30,6 +30,15 @@ def test_runs_are_as_long_as_may_be(family, changes, is_long):
     assert LONGEST_RUN / 2 < keys <= LONGEST_RUN if is_long else keys == 0
 
 
+def test_runs_of_wide_heads_are_longer():
+    few = {"head_dim": 256, "seqlen_k": 4 * LONGEST_RUN}
+    many = {**few, "seqlen_k": 4 * LONGEST_RUN + 1}
+    tiles = [dict(planned(**x).kernels[-1].constants)["RUN_TILES"]
+             for x in (few, many)]  # fmt: skip
+    keys = tiles[1] * planned(**many).tile.block_k
+    assert tiles[0] == 0 and 2 * LONGEST_RUN < keys <= 4 * LONGEST_RUN
+
+
 def test_parts_of_keys_are_short_enough():
     """However many heads there are, so that parts do not pay."""
     heads = {"num_heads_q": 4096, "num_heads_kv": 4096}
@@ -40,6 +49,7 @@ def test_parts_of_keys_are_short_enough():
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_their_kernels_do_not_spill(head_dim):
-    kernel = planned(head_dim=head_dim).kernels[-1]
+    kernel = planned(head_dim=head_dim, seqlen_k=4 * LONG).kernels[-1]
+    assert dict(kernel.constants)["RUN_TILES"]
     report = nvrtc.report(kernel, "sm_90a")
     assert report.spill_bytes == 0 and not report.warnings
