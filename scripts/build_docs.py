@@ -41,9 +41,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def build(output: Path, strict: bool = True) -> int:
     """Build the site; return Sphinx's exit status."""
-    # Imported here: it takes time, and a bad option does not need it.
-    from sphinx.cmd.build import main as sphinx
-
     in_checkout()
     made = ROOT / "build" / "docs-sources"
     sources.copy(ROOT, made)
@@ -52,6 +49,9 @@ def build(output: Path, strict: bool = True) -> int:
         print(f"API pages without functions: {lacking} is not installed")
         if os.environ.get("CI"):
             return 1
+    # Imported here: it takes time, and nothing before this needs it.
+    from sphinx.cmd.build import main as sphinx
+
     strictly = ["--fail-on-warning", "--keep-going"] if strict else []
     folders = ["-c", str(ROOT / "docs"), "-d", str(made.parent / "doctrees")]
     status = sphinx(["-q", *strictly, *folders, str(made), str(output)])
