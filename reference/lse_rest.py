@@ -1,7 +1,7 @@
 r"""What the rounding of lse takes from P, and how P gets it back.
 
 lse = m + log(l) is rounded to float64. In P = exp(S - lse) that is a relative
-error of up to |lse| 2^-53 in all weights of a row: 1e-12 at |lse| = 2^12, and
+error of up to abs(lse) 2^-53 in all weights of a row: 1e-12 at 2^12, and
 where a bias has added -1e18 to a row, log(l) is lost and every weight of the
 largest score is 1. The differences S - lse and m - lse are exact there, so
 
