@@ -21,7 +21,7 @@ from cuflash.reference.packed import spans
 from cuflash.reference.rotary import apply_rotary as apply_rotary_to
 from cuflash.reference.tile_state import TileState
 
-from . import numpy_reference, numpy_tiles
+from . import numpy_nan, numpy_reference, numpy_tiles
 from .numpy_derivatives import double_backward, jvp
 from .numpy_kinds import Kind
 from .numpy_parts import (
@@ -72,6 +72,8 @@ def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
             small=part.kind == Kind.SMALL,
             **part_options(call, part),
         )
+        if part.flagged is not None:
+            numpy_nan.forward(part.flagged, v[keys], [out[at]], [lse[at]])
         for rows in part.rows():
             numpy_reference.forward(
                 *(rows, q[at], k[keys], v[keys], out[at], lse[at]), p.scale
@@ -111,6 +113,8 @@ def backward(call: Call) -> tuple[np.ndarray, ...]:
             dlse=None if dlse is None else part.bounded_rows(dlse),
             **part_options(call, part),
         )
+        if part.flagged is not None:
+            numpy_nan.backward(part.flagged, dout[at], gradients)
         for rows in part.rows():
             numpy_reference.backward(
                 *(rows, dout[at], q[at], k[keys], v[keys], out[at], lse[at]),

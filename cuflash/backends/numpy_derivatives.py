@@ -13,7 +13,7 @@ import numpy as np
 from cuflash import plan
 from cuflash.problem import Call, Problem
 
-from . import numpy_reference, numpy_tangents
+from . import numpy_nan, numpy_reference, numpy_tangents
 from .numpy_kinds import LARGEST_COTANGENT
 from .numpy_parts import (
     by_group,
@@ -62,6 +62,9 @@ def jvp(call: Call) -> tuple[np.ndarray, ...]:
             written,
             **part_options(call, part),
         )
+        if part.flagged is not None:
+            of_out, of_lse = [written[0], *moved[0]], [written[1], *moved[1]]
+            numpy_nan.forward(part.flagged, v[keys], of_out, of_lse)
         own = [part.direction_of(x) for x in directions]
         for rows in part.rows():
             numpy_reference.jvp(
@@ -107,6 +110,8 @@ def double_backward(call: Call) -> tuple[np.ndarray, ...]:
             dlse=None if dlse is None else part.bounded_rows(dlse),
             **part_options(call, part),
         )
+        if part.flagged is not None:
+            numpy_nan.double_backward(part.flagged, found)
         own = part.direction_of(direction)
         for rows in part.rows():
             numpy_reference.double_backward(

@@ -4,7 +4,8 @@ A row is UNBOUNDED (`numpy_kinds`) by its own numbers, those of its head, or
 those of a key or pair that it sees. `find` flags these rows and keys. Tiles
 then get zeros in their place (`Flagged.rows_of` and so on), which add nothing
 to the others' sums, and the reference computes the flagged rows
-(`numpy_rows`). So NaN behind a mask costs a copy.
+(`numpy_rows`). Where all that NaN does to a row is known (`numpy_nan`), the
+row is not the reference's. So NaN costs a copy, and its mask if it is seen.
 
 Arrays are those of `numpy_tiles`; flags have their axes but the last.
 """
@@ -16,68 +17,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.reference.masks import tiles as cut
-from cuflash.reference.options import Options, Tile, Tiles
+from cuflash.reference.options import Tile
 
 from .numpy_kinds import LARGEST_SCORE, LARGEST_VALUE, kinds, of_bounded
-from .numpy_scores import BLOCK_Q, Heads, of_heads, options_of
+from .numpy_scores import Heads, of_heads, options_of
+from .numpy_seen import readers, seeing, visible_tiles
 from .numpy_tangents import Direction
 
 CALL = 10_000  # pairs that the reference computes in a call's own time
-
-_MASKS = ("causal", "window", "segment_ids_q", "segment_ids_k", "mask")
 
 
 class Values(NamedTuple):
     """The numbers of a part, beside its options.
 
-    of_queries, of_keys : with an axis of tokens; at most `largest`, as are
-    of_pairs : tangents of the bias, and
-    of_heads : tangents of the sink.
+    of_queries : backward, out, dout and dlse; at most `largest`, as are v and
+    directions : tangents.
     lse : backward, of the rows.
     """
 
     q: np.ndarray
     k: np.ndarray
+    v: np.ndarray
     of_queries: Sequence[np.ndarray]
-    of_keys: Sequence[np.ndarray]
-    of_pairs: Sequence[np.ndarray]
-    of_heads: Sequence[np.ndarray]
+    directions: Sequence[Direction]
     lse: np.ndarray | None
     largest: float
 
-    @classmethod
-    def of(
-        cls,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        of_queries: Sequence[np.ndarray],
-        lse: np.ndarray | None,
-        directions: Sequence[Direction],
-        largest: float,
-    ) -> Values:
-        """Return a part's, with those of its directions."""
-
-        def moved(*names: str) -> list[np.ndarray]:
-            found = [getattr(x, name) for x in directions for name in names]
-            return [x for x in found if x is not None]
-
-        return cls(
-            q,
-            k,
-            [*of_queries, *moved("q")],
-            [v, *moved("k", "v")],
-            moved("bias"),
-            moved("sink"),
-            lse,
-            largest,
-        )
+    def moved(self, *names: str) -> list[np.ndarray]:
+        """Return the tangents of some inputs, as far as they move."""
+        found = [getattr(x, name) for x in self.directions for name in names]
+        return [x for x in found if x is not None]
 
     def kinds(self, scale: float, options: dict[str, Any]) -> np.ndarray:
         """Return the `Kind` of each batch element, (batch,)."""
-        values = [*self.of_queries, *self.of_keys]
-        values += [*self.of_pairs, *self.of_heads]
+        values = [self.v, *self.of_queries, *self.moved(*Direction._fields)]
         return kinds(
             *(self.q, self.k, values, scale, options, self.lse, self.largest)
         )
@@ -92,27 +65,40 @@ class Flagged(NamedTuple):
     """Flags of a part's rows and keys, and its options as the user has them.
 
     Tiles get `bounded_options`; `largest` is of tangents.
+
+    rows : the reference's.
+    lost : rows whose weights are NaN.
+    nan : rows whose dS is NaN, as that of lost ones is.
     """
 
     rows: np.ndarray
+    lost: np.ndarray
+    nan: np.ndarray
     keys: np.ndarray
     options: dict[str, Any]
     largest: float
 
     def of(self, heads: Heads) -> Flagged:
         """Return the flags of some heads."""
-        rows, keys = (of_heads(x, heads) for x in (self.rows, self.keys))
+        flags = (of_heads(x, heads) for x in self[:4])
         options = options_of(self.options, heads)
-        return Flagged(rows, keys, options, self.largest)
+        return Flagged(*flags, options, self.largest)
 
     def rows_of(self, x: np.ndarray, instead: float = 0) -> np.ndarray:
         """Return q, or what has its axes (with or without the last)."""
-        rows = self.rows if x.ndim == 4 else self.rows[..., None]
-        return _without(x, rows, instead)
+        rows = self.rows | self.lost
+        x = _without(x, rows if x.ndim == 4 else rows[..., None], instead)
+        return _without(x, np.isnan(x))
 
     def keys_of(self, x: np.ndarray) -> np.ndarray:
         """Return k, or what has its axes."""
-        return _without(x, self.keys[..., None])
+        x = _without(x, self.keys[..., None])
+        return _without(x, np.isnan(x))
+
+    def tiles(self, keys: slice) -> Iterator[tuple[Tile, np.ndarray | None]]:
+        """Return tiles of queries that see some of these keys, and masks."""
+        lengths = self.rows.shape[-1], self.keys.shape[-1]
+        return visible_tiles(self.options, *lengths, keys)
 
     def direction_of(self, x: Direction) -> Direction:
         """Return tangents without what is flagged."""
@@ -131,34 +117,53 @@ def find(
 ) -> tuple[Flagged, np.ndarray]:
     """Flag the rows and keys that make batch elements of a part UNBOUNDED.
 
-    And the rows that see one of the keys. Return also the `Kind` that each
-    batch element has without them.
+    And the rows that see one of the keys. A NaN flags none where `numpy_nan`
+    knows its results: all of it in q, k and v forward; backward that of rows
+    whose D is NaN, and if it is differentiated, of rows whose weights are.
+    Return also the `Kind` that each batch element has without all these.
     """
-    largest = max(1, abs(scale))
-    of_q, of_k = _lengths(values.q), _lengths(values.k)
-    keys = np.logical_not(largest * of_k <= LARGEST_SCORE)
-    for x in values.of_keys:
-        keys |= _beyond(x, values.largest)
-    rows = np.logical_not(largest * of_q <= LARGEST_SCORE)
+    largest, seqlen_k = max(1, abs(scale)), values.k.shape[-2]
+    of_q, nan_q = _lengths(values.q)
+    of_k, nan_k = _lengths(values.k)
+    keys, nan_v = _beyond(values.v, values.largest)
+    keys |= ~(largest * of_k <= LARGEST_SCORE)
+    for x in values.moved("k", "v"):
+        keys |= np.logical_or(*_beyond(x, values.largest))
+    rows = ~(largest * of_q <= LARGEST_SCORE)
     # By the longest of a batch element, as `kinds` has it.
     longest = _longest(np.where(keys, 0, of_k))
     rows |= ~(abs(scale) * of_q * longest <= LARGEST_SCORE)
-    for x in values.of_queries:
-        if x.ndim == 4:  # dlse
-            x = x[..., None]
-        rows |= _beyond(x, values.largest)
-    if values.lse is not None:
-        rows |= ~(values.lse <= LARGEST_SCORE)
+    for x in values.moved("q"):
+        rows |= np.logical_or(*_beyond(x, values.largest))
     for within in _heads_within(values, options):
         rows |= ~within[..., None]
-    bad_pairs = [~(np.abs(x) <= values.largest) for x in values.of_pairs]
+    bad_pairs = [~(np.abs(x) <= values.largest) for x in values.moved("bias")]
     if "bias" in options:
         bad_pairs.append(~(options["bias"] <= LARGEST_SCORE))
-    _flag_readers(rows, keys, bad_pairs, options)
-    rows = _in_few_calls(rows, values.k.shape[-2])
-    score = abs(scale) * _longest(np.where(rows, 0, of_q)) * longest
+    if values.lse is None:
+        rows |= readers(keys, bad_pairs, options, rows)
+        lost = readers(nan_k, (), options, rows)
+        lost |= seeing(nan_q, seqlen_k, options)
+        nan = lost = lost & ~rows  # whose lse may be inf
+    else:
+        nan = np.zeros_like(rows)
+        for x in values.of_queries:
+            of_x = _beyond(x[..., None] if x.ndim == 4 else x, values.largest)
+            rows |= of_x[0]
+            nan |= of_x[1]
+        lost = seeing(nan & ~(values.lse < np.inf), seqlen_k, options)
+        rows |= seeing(nan_q & ~lost, seqlen_k, options)
+        rows |= ~(values.lse <= LARGEST_SCORE)
+        if values.directions:  # double_backward
+            rows, nan = rows | nan, lost
+        rows |= readers(keys | nan_k, bad_pairs, options, rows | lost)
+        rows |= readers(nan_v, (), options, rows | nan)
+        rows &= ~lost
+    rows = _in_few_calls(rows, seqlen_k)
+    of_q = np.where(rows | lost, 0, of_q)
+    score = abs(scale) * _longest(of_q) * longest
     found = of_bounded(score[:, 0, 0, 0], bounded_options(values, options))
-    return Flagged(rows, keys, options, values.largest), found
+    return Flagged(rows, lost, nan, keys, options, values.largest), found
 
 
 def bounded_options(values: Values, options: dict[str, Any]) -> dict[str, Any]:
@@ -183,47 +188,13 @@ def _heads_within(
         yield options["sink"] <= LARGEST_SCORE
     if "alibi_slopes" in options:
         yield _slopes_within(options["alibi_slopes"], values.lengths)
-    for x in values.of_heads:
+    for x in values.moved("sink"):
         yield np.abs(x) <= values.largest
 
 
 def _slopes_within(slopes: np.ndarray, lengths: int) -> np.ndarray:
     small: np.ndarray = np.abs(slopes) <= LARGEST_VALUE
     return small & (-slopes * lengths <= LARGEST_SCORE)
-
-
-def _flag_readers(
-    rows: np.ndarray,
-    keys: np.ndarray,
-    bad_pairs: list[np.ndarray],
-    options: dict[str, Any],
-) -> None:
-    """Flag the rows that see a flagged key or a pair that is not bounded.
-
-    In tiles of queries, whose masks take memory.
-    """
-    places = np.flatnonzero(keys.any(axis=(0, 1, 2)))
-    bad_pairs = [x for x in bad_pairs if x.any()]
-    if not places.size and not bad_pairs:
-        return
-    span = slice(0, keys.shape[-1])
-    if not bad_pairs:
-        span = slice(int(places[0]), int(places[-1]) + 1)
-    # Often all heads have the same: one mask does for them.
-    of_all = keys[:, :1]
-    columns = of_all if (keys == of_all).all() else keys
-    masked = {x: options[x] for x in _MASKS if x in options}
-    pairs = Tiles(rows.shape[-1], keys.shape[-1], 1.0, Options(**masked))
-    for start, stop in cut(rows.shape[-1], BLOCK_Q):
-        tile = Tile(start, stop, span.start, span.stop)
-        if pairs.skips(tile):
-            continue
-        visible = pairs.visible(tile)
-        for bad in (columns[..., None, :], *bad_pairs):
-            seen = tile.of(bad)
-            if visible is not None:
-                seen = seen & visible
-            rows[..., tile.queries] |= seen.any(axis=-1)
 
 
 def _in_few_calls(rows: np.ndarray, seqlen_k: int) -> np.ndarray:
@@ -241,9 +212,15 @@ def _in_few_calls(rows: np.ndarray, seqlen_k: int) -> np.ndarray:
     return rows | (of_any & (together <= each))
 
 
-def _lengths(x: np.ndarray) -> np.ndarray:
-    """The lengths of all vectors."""
-    return np.sqrt(np.einsum("...c,...c->...", x, x))
+def _lengths(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lengths of all vectors without their NaN, and which have some."""
+    squares = np.einsum("...c,...c->...", x, x)  # faster than a maximum
+    nan = np.isnan(squares)
+    if nan.any():
+        rest = x[nan]
+        rest[np.isnan(rest)] = 0
+        squares[nan] = np.einsum("...c,...c->...", rest, rest)
+    return np.sqrt(squares), nan
 
 
 def _longest(lengths: np.ndarray) -> np.ndarray:
@@ -251,12 +228,12 @@ def _longest(lengths: np.ndarray) -> np.ndarray:
     return lengths.max(axis=(1, 2, 3), keepdims=True, initial=0)
 
 
-def _beyond(x: np.ndarray, largest: float) -> np.ndarray:
-    """Which vectors have a number beyond `largest`, or NaN."""
-    squares = np.einsum("...c,...c->...", x, x)  # faster than a maximum
-    found = np.logical_not(squares <= largest**2)
-    found[found] = ~(np.abs(x[found]) <= largest).all(axis=-1)
-    return found
+def _beyond(x: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which vectors have a number beyond `largest`, and which have NaN."""
+    lengths, nan = _lengths(x)
+    found = lengths > largest
+    found[found] = (np.abs(x[found]) > largest).any(axis=-1)
+    return found, nan
 
 
 def _within(x: np.ndarray, largest: float) -> np.ndarray:
@@ -266,4 +243,7 @@ def _within(x: np.ndarray, largest: float) -> np.ndarray:
 
 def _without(x: np.ndarray, bad: np.ndarray, instead: float = 0) -> np.ndarray:
     """Return x with another number in some places; itself if in none."""
-    return np.where(bad, x.dtype.type(instead), x) if bad.any() else x
+    if bad.any():
+        x = x.copy(order="K")  # faster than np.where
+        np.copyto(x, instead, where=bad)
+    return x

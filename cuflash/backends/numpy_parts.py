@@ -100,11 +100,11 @@ def parts(
     for part in _sequences(call):
         moved = [part.direction_of(x) for x in directions]
         at, keys = part.of_queries, part.of_keys
-        values = Values.of(
+        values = Values(
             *(q[at], k[keys], v[keys]),
             [x[at] for x in of_queries],
-            None if lse is None else lse[at],
             moved,
+            None if lse is None else lse[at],
             largest,
         )
         found = values.kinds(scale, part.options)

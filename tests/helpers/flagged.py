@@ -17,8 +17,11 @@ def by_reference(share=1.0):
 
     def find(values, scale, options):
         rows = rng.random(values.q.shape[:-1]) < share
-        keys = np.zeros(values.k.shape[:-1], bool)
-        flagged = Flagged(rows, keys, options, values.largest)
+        finite = (np.isfinite(x).all(axis=-1) for x in (values.k, values.v))
+        keys = ~np.logical_and(*finite)
+        none = np.zeros_like(rows)
+        given = rows, none, none, keys, options, values.largest
+        flagged = Flagged(*given)
         return flagged, np.full(len(rows), Kind.BOUNDED)
 
     def all_unbounded(q, *others):

@@ -88,7 +88,9 @@ LAW = {
     " backends.numpy_tangents",
     "backends.numpy_kinds": "",
     "backends.numpy_flagged": "reference backends.numpy_kinds"
-    " backends.numpy_scores backends.numpy_tangents",
+    " backends.numpy_scores backends.numpy_seen backends.numpy_tangents",
+    "backends.numpy_nan": "reference backends.numpy_flagged"
+    " backends.numpy_seen backends.numpy_tangents",
     "backends.numpy_parts": "problem reference backends.numpy_flagged"
     " backends.numpy_kinds backends.numpy_rows backends.numpy_scores"
     " backends.numpy_tangents",
@@ -97,6 +99,7 @@ LAW = {
     "backends.numpy_rows": "reference backends.numpy_flagged"
     " backends.numpy_scores backends.numpy_tangents",
     "backends.numpy_scores": "reference",
+    "backends.numpy_seen": "reference backends.numpy_scores",
     "backends.numpy_tangents": "reference backends.numpy_scores"
     " backends.numpy_tiles",
     "backends.numpy_tiles": "reference backends.numpy_scores",
