@@ -111,7 +111,9 @@ def double_backward(call: Call) -> tuple[np.ndarray, ...]:
             **part_options(call, part),
         )
         if part.flagged is not None:
-            numpy_nan.double_backward(part.flagged, found)
+            numpy_nan.double_backward(
+                *(part.flagged, dout[at], v[keys], out[at], found)
+            )
         own = part.direction_of(direction)
         for rows in part.rows():
             numpy_reference.double_backward(

@@ -80,9 +80,9 @@ class Flagged(NamedTuple):
 
     def of(self, heads: Heads) -> Flagged:
         """Return the flags of some heads."""
-        flags = (of_heads(x, heads) for x in self[:4])
+        rows, lost, nan, keys = (of_heads(x, heads) for x in self[:4])
         options = options_of(self.options, heads)
-        return Flagged(*flags, options, self.largest)
+        return Flagged(rows, lost, nan, keys, options, self.largest)
 
     def rows_of(self, x: np.ndarray, instead: float = 0) -> np.ndarray:
         """Return q, or what has its axes (with or without the last)."""
@@ -118,9 +118,9 @@ def find(
     """Flag the rows and keys that make batch elements of a part UNBOUNDED.
 
     And the rows that see one of the keys. A NaN flags none where `numpy_nan`
-    knows its results: all of it in q, k and v forward; backward that of rows
-    whose D is NaN, and if it is differentiated, of rows whose weights are.
-    Return also the `Kind` that each batch element has without all these.
+    knows its results: all of it in q, k and v forward; backward that in rows
+    whose D is NaN. Return also the `Kind` that each batch element has without
+    all these.
     """
     largest, seqlen_k = max(1, abs(scale)), values.k.shape[-2]
     of_q, nan_q = _lengths(values.q)
@@ -154,8 +154,6 @@ def find(
         lost = seeing(nan & ~(values.lse < np.inf), seqlen_k, options)
         rows |= seeing(nan_q & ~lost, seqlen_k, options)
         rows |= ~(values.lse <= LARGEST_SCORE)
-        if values.directions:  # double_backward
-            rows, nan = rows | nan, lost
         rows |= readers(keys | nan_k, bad_pairs, options, rows | lost)
         rows |= readers(nan_v, (), options, rows | nan)
         rows &= ~lost

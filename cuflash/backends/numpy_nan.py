@@ -4,9 +4,9 @@
 
 - A NaN in q or k makes S NaN at the pairs that read it, and all weights of
   the row: out, lse, and all gradients to which the row adds are NaN.
-- A NaN in v makes a column of out NaN.
-- A NaN in out, dout or dlse makes D NaN and so the row of dS; one of dout a
-  column of dV, too.
+- A NaN in v makes a column of out NaN, and of ddO.
+- A NaN in out, dout or dlse makes D NaN and so the row of dS, or of T; one of
+  out a column of ddO, too, and one of dout a column of dV.
 
 So tiles compute with 0 in the place of NaN (`numpy_flagged`), and NaN is
 written over their results, which takes a mask and no sum. Arrays are those of
@@ -36,6 +36,13 @@ def forward(
     """Write NaN into out, lse and their tangents."""
     for x in (*of_out, *of_lse):
         x[flagged.lost] = np.nan
+    _write_columns(flagged, v, of_out)
+
+
+def _write_columns(
+    flagged: Flagged, v: np.ndarray, of_out: Sequence[np.ndarray]
+) -> None:
+    """Write NaN into columns of out where rows see one in v."""
     nan = np.isnan(v)
     places = np.flatnonzero(nan.any(axis=(0, 1, 2, -1)))
     if not places.size:
@@ -65,30 +72,36 @@ def backward(
     names = [x for x in ("bias", "sink") if x in flagged.options]
     given = dict(zip(names, others, strict=True))
     dbias, dsink = given.get("bias"), given.get("sink")
-    _spread(flagged, [dq], dk, dv, dbias, dsink, np.isnan(dout))
+    _spread(flagged, dout, dq, dk, dv, dbias, dsink)
 
 
-def double_backward(flagged: Flagged, gradients: SecondGradients) -> None:
+def double_backward(
+    flagged: Flagged,
+    dout: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    gradients: SecondGradients,
+) -> None:
     """Write NaN into the gradients."""
     d2q, d2k, d2v, ddout, d2bias, d2sink, ddlse = gradients
-    _spread(flagged, [d2q, ddout, ddlse], d2k, d2v, d2bias, d2sink)
+    forward(flagged, v, [ddout], [ddlse])
+    np.copyto(ddout, np.nan, where=np.isnan(out))
+    _spread(flagged, dout, d2q, d2k, d2v, d2bias, d2sink)
 
 
 def _spread(
     flagged: Flagged,
-    of_rows: Sequence[np.ndarray],
+    dout: np.ndarray,
+    dq: np.ndarray,
     dk: np.ndarray,
     dv: np.ndarray,
     dbias: np.ndarray | None,
     dsink: np.ndarray | None,
-    nan: np.ndarray | None = None,
 ) -> None:
-    """Write NaN where rows of NaN in dS add to gradients.
-
-    nan : where dout is NaN.
-    """
+    """Write NaN where rows of NaN in dS, or T, add to gradients."""
     if not flagged.nan.any():
         return
+    nan = np.isnan(dout)
     rows, lost = map(of_heads_alike, (flagged.nan, flagged.lost))
     sees = np.zeros(flagged.nan.shape, bool)
     of_k, of_v = np.zeros((2, *sees.shape[:3], dk.shape[-2]), bool)
@@ -103,18 +116,16 @@ def _spread(
         sees[..., at] = seen.any(axis=-1)
         of_k |= seen.any(axis=-2)
         of_v |= (seen & lost[..., at, None]).any(axis=-2)
-        if nan is not None and nan[..., at, :].any():
+        if nan[..., at, :].any():
             weights = np.swapaxes(seen, -1, -2).astype(np.float32)
             columns = weights @ nan[..., at, :].astype(np.float32) > 0
-            where = columns.any(axis=2, keepdims=True)
-            np.copyto(dv, np.nan, where=where)
+            np.copyto(dv, np.nan, where=columns.any(axis=2, keepdims=True))
         if dbias is not None:
             pairs = rows[..., tile.queries, None]
             if visible is not None:
                 pairs = pairs & visible
             _write_sum(tile.of(dbias), pairs)
-    for x in of_rows:
-        x[sees] = np.nan
+    dq[sees] = np.nan
     dk[of_k.any(axis=2, keepdims=True)] = np.nan
     dv[of_v.any(axis=2, keepdims=True)] = np.nan
     if dsink is not None:

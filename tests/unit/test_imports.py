@@ -81,11 +81,11 @@ LAW = {
     "build.warmup": "errors folders settings build.cache",
     "backends": "",
     "backends.numpy": "problem plan reference backends backends.numpy_kinds"
-    " backends.numpy_derivatives backends.numpy_parts"
+    " backends.numpy_derivatives backends.numpy_nan backends.numpy_parts"
     " backends.numpy_reference backends.numpy_scores backends.numpy_tiles",
     "backends.numpy_derivatives": "problem plan backends backends.numpy_kinds"
-    " backends.numpy_parts backends.numpy_reference backends.numpy_scores"
-    " backends.numpy_tangents",
+    " backends.numpy_nan backends.numpy_parts backends.numpy_reference"
+    " backends.numpy_scores backends.numpy_tangents",
     "backends.numpy_kinds": "",
     "backends.numpy_flagged": "reference backends.numpy_kinds"
     " backends.numpy_scores backends.numpy_seen backends.numpy_tangents",
