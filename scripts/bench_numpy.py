@@ -10,8 +10,8 @@ float32; backward it recomputes P. Both take turns; a time is the least of all
 rounds. `differs by` is the largest difference from dense results.
 
 With --nan, each call takes turns with the same call of ordinary numbers:
-NaN in a tenth of the keys, masked, and NaN or large scores in a hundredth of
-the queries, at random.
+NaN in a tenth of the keys, masked, and NaN, infinities or large scores in a
+hundredth of the queries or keys, at random.
 """
 
 from __future__ import annotations
@@ -133,15 +133,19 @@ def of_nan(shape: Shape) -> dict[str, tuple[Arrays, Arrays, Arrays]]:
     found = {"keys of NaN behind a mask": (plain, plain | holes, mask)}
     rows = rng.random((batch, seqlen)) < 0.01
     by_heads = rng.random((batch, seqlen, heads)) < 0.01
-    for name, at, number in (
-        ("queries of NaN", rows, np.nan),
-        ("queries of NaN, by heads", by_heads, np.nan),
-        ("queries of inf", rows, np.inf),
-        ("queries of large scores", rows, 1e6),
+    for name, arrays_of, at, number in (
+        ("queries of NaN", "q", rows, np.nan),
+        ("queries of NaN, by heads", "q", by_heads, np.nan),
+        ("queries of inf", "q", rows, np.inf),
+        ("queries of large scores", "q", rows, 1e6),
+        ("keys and values of NaN", "kv", rows, np.nan),
+        ("values of NaN", "v", rows, np.nan),
+        ("keys of inf", "k", rows, np.inf),
     ):
-        q = plain["q"].copy()
-        q[at] = number
-        found[name] = plain, plain | {"q": q}, {}
+        other = {x: plain[x].copy() for x in arrays_of}
+        for x in other.values():
+            x[at] = number
+        found[name] = plain, plain | other, {}
     return found
 
 

@@ -69,20 +69,24 @@ class Flagged(NamedTuple):
     rows : the reference's.
     lost : rows whose weights are NaN.
     nan : rows whose dS is NaN, as that of lost ones is.
+    keys, values : those that tiles get as 0, and those that have a NaN in v.
     """
 
     rows: np.ndarray
     lost: np.ndarray
     nan: np.ndarray
     keys: np.ndarray
+    values: np.ndarray
     options: dict[str, Any]
     largest: float
 
     def of(self, heads: Heads) -> Flagged:
         """Return the flags of some heads."""
-        rows, lost, nan, keys = (of_heads(x, heads) for x in self[:4])
-        options = options_of(self.options, heads)
-        return Flagged(rows, lost, nan, keys, options, self.largest)
+        own = {
+            name: of_heads(getattr(self, name), heads)
+            for name in ("rows", "lost", "nan", "keys", "values")
+        }
+        return self._replace(**own, options=options_of(self.options, heads))
 
     def rows_of(self, x: np.ndarray, instead: float = 0) -> np.ndarray:
         """Return q, or what has its axes (with or without the last)."""
@@ -144,7 +148,7 @@ def find(
         rows |= readers(keys, bad_pairs, options, rows)
         lost = readers(nan_k, (), options, rows)
         lost |= seeing(nan_q, seqlen_k, options)
-        nan = lost = lost & ~rows  # whose lse may be inf
+        nan = lost
     else:
         nan = np.zeros_like(rows)
         for x in values.of_queries:
@@ -161,7 +165,8 @@ def find(
     of_q = np.where(rows | lost, 0, of_q)
     score = abs(scale) * _longest(of_q) * longest
     found = of_bounded(score[:, 0, 0, 0], bounded_options(values, options))
-    return Flagged(rows, lost, nan, keys, options, values.largest), found
+    flags = rows, lost, nan, keys, nan_v
+    return Flagged(*flags, options, values.largest), found
 
 
 def bounded_options(values: Values, options: dict[str, Any]) -> dict[str, Any]:

@@ -43,11 +43,10 @@ def _write_columns(
     flagged: Flagged, v: np.ndarray, of_out: Sequence[np.ndarray]
 ) -> None:
     """Write NaN into columns of out where rows see one in v."""
-    nan = np.isnan(v)
-    places = np.flatnonzero(nan.any(axis=(0, 1, 2, -1)))
+    places = np.flatnonzero(flagged.values.any(axis=(0, 1, 2)))
     if not places.size:
         return
-    values = nan[..., places, :].astype(np.float32)
+    values = np.isnan(v[..., places, :]).astype(np.float32)
     first, end = int(places[0]), int(places[-1]) + 1
     for tile, visible in flagged.tiles(slice(first, end)):
         if flagged.lost[..., tile.queries].all():

@@ -20,8 +20,8 @@ def by_reference(share=1.0):
         finite = (np.isfinite(x).all(axis=-1) for x in (values.k, values.v))
         keys = ~np.logical_and(*finite)
         none = np.zeros_like(rows)
-        given = rows, none, none, keys, options, values.largest
-        flagged = Flagged(*given)
+        given = rows, none, none, keys, np.zeros_like(keys)
+        flagged = Flagged(*given, options, values.largest)
         return flagged, np.full(len(rows), Kind.BOUNDED)
 
     def all_unbounded(q, *others):

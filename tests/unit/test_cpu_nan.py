@@ -31,6 +31,7 @@ OPTIONS = {
         "seed": 3,
     },
 }
+OPTIONS["mask"]["mask"][:, :, BLOCK - 1] = False  # a row that sees nothing
 each_call = pytest.mark.parametrize("name", CALLS)
 each_options = pytest.mark.parametrize("options", OPTIONS)
 
@@ -82,6 +83,7 @@ def test_infinities_beside_nan(name, options):
     """Where they meet: a score of inf and of NaN, sums of both."""
     given = dict(OPTIONS[options])
     x = spoil(few(), np.nan, np.inf, -np.inf)
+    x["v"][0, BLOCK, 1, 6] = np.inf  # beside a NaN in the same vector
     if "bias" in given:
         given["bias"] = given["bias"].copy()
         given["bias"][-1, -1, -1, [0, 16, 39]] = np.nan, np.inf, -np.inf
