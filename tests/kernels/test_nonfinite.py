@@ -17,6 +17,7 @@ from helpers.compare import (
     assert_finite,
     assert_forward_matches,
     assert_gradients_match,
+    assert_matches,
 )
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
@@ -165,6 +166,21 @@ def test_masked_tiles_of_nan_do_not_spread(backend, dtype, arch):
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_finite(grads[0][:, :40], "grads[0][:, :40]", case)
     assert_gradients_match(grads, want, case)
+
+
+@on_each_kind
+def test_infinities_of_both_signs_are_nan(backend, dtype, arch):
+    """In all columns of dv; and so if a query that is masked has a NaN."""
+    case = Case(
+        dtype, seqlen_q=104, seqlen_k=128, head_dim=64, head_dim_v=64,
+        causal=True, on=Emulation(arch),
+    )  # fmt: skip
+    q, k, v, dout = inputs(case)
+    dout[:, 0], dout[:, 100], dout[:, 101] = np.nan, np.inf, -np.inf
+    dv = calls.both(backend, case, q, k, v, dout)[2]
+    want = expected.backward(dout, q, k, v, **case.meaning())[2]
+    assert_all(dv[:, 25:125], np.nan, "dv[:, 25:125]", case)
+    assert_matches(dv, want, "dv", case)
 
 
 @on_each_kind

@@ -90,18 +90,18 @@ struct HeadScores {
 template <int COLUMNS> struct RowSum {
     static constexpr int COUNT = (COLUMNS + 31) / 32;
     float x[COUNT] = {};
-    // Returns whether any column of the sum is still finite.
+    // Returns whether any column of the sum is not NaN. One that is infinite may still become NaN.
     __device__ __forceinline__ bool add(
         float factor, const HeadRows& rows, int token, int columns) {
         const int lane = threadIdx.x % 32;
-        bool finite = false;
+        bool has_number = false;
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             if (lane + i * 32 >= columns) continue;
             x[i] += factor * rows.at(token, lane + i * 32);
-            finite |= !is_nonfinite(x[i]);
+            has_number |= x[i] == x[i];
         }
-        return __ballot_sync(WHOLE_WARP, finite) != 0;
+        return __ballot_sync(WHOLE_WARP, has_number) != 0;
     }
     __device__ __forceinline__ void store(void* array, Strides stride, int batch, int head,
                                           int token, int columns) const {
