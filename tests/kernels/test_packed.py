@@ -72,6 +72,18 @@ def test_one_long_among_short_ones(backend, dtype, arch, place):
 
 
 @on_each_kind_with_options
+def test_blocks_begin_with_a_sequence(backend, dtype, arch):
+    """With its first key tile, for which the others wait to add to dq.
+
+    Not with the second tile of the first, though its queries end there.
+    """
+    on = Emulation(arch, num_sms=1, resident=1)
+    check_packed(backend, Case(dtype, 1, 11, 301, 4, 2, 40, 40, causal=True,
+                             deterministic=True, on=on,
+                             offsets=((0, 5, 11), (0, 300, 301))))  # fmt: skip
+
+
+@on_each_kind_with_options
 def test_other_sequences_do_not_spread(backend, dtype, arch):
     """Nor do the tokens after the last sequence."""
     spoiled = [
