@@ -300,6 +300,28 @@ def test_lse_of_more_keys_is_used_in_float32_too():
     assert_within(half, dv / 2, size * 2.0**-20, "dv")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("float32", 128.0), ("float64", 2.0**13), ("float32", 2.0**100)],
+)
+def test_a_large_lse_of_more_keys_is_used(dtype, size):
+    """One key of two: its score is 64ths below lse, not all of it.
+
+    Undoing the rounding of lse would make its weight 1. The largest size is
+    beyond float32's tiles, and left to the reference.
+    """
+    q = np.full((1, 1, 1, 1), size, dtype)
+    k = np.reshape([1, 1 + 2.0**-6], (1, 2, 1, 1)).astype(dtype)
+    v = np.ones_like(k)
+    out, lse = cuflash.forward(q, k, v, scale=1, return_lse=True)
+    *_, dv = cuflash.backward(v[:, :1], q, k[:, :1], v[:, :1], out, lse,
+                              scale=1)  # fmt: skip
+    weight = np.exp(-size / 64) / (1 + np.exp(-size / 64))
+    # Of the exponent: lse's rounding, and as much in exp and the difference.
+    unit = np.finfo(dtype).eps * min(size, 2.0**13)
+    assert_within(dv, weight, 4 * unit * weight, "dv")
+
+
 # Shapes with nothing in them -------------------------------------------------
 
 
