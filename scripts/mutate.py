@@ -5,6 +5,7 @@
     python scripts/mutate.py --only common/mask.cuh        # of a file
     python scripts/mutate.py --only ID              # one again
     python scripts/mutate.py --list --only "*/by-hand/*"
+    python scripts/mutate.py --seconds 500 --folder mutants   # and again
 
 A mutant is a kernel with one small change, made by an operator, which is a
 rule on tokens (mutation_parts/operators.py), or by hand (by_hand.txt). For
@@ -15,8 +16,8 @@ run tells which tests those are; it is made if missing, and cached.
 The sample depends on the seed and on the mutants' ids: the operators take
 turns. A mutant that does not compile is replaced by the next.
 
-A stopped run resumes if no file has changed. Exits with status 1 if too few
-mutants are caught.
+A stopped run resumes if no file has changed; --seconds stops it. Exits with
+status 1 if too few mutants are caught, 3 if the time was up before the end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -44,12 +46,16 @@ from mutation_parts.running import (
     EQUIVALENT,
     OUTCOMES,
     SUITES,
+    UNMODELLED,
     Result,
+    TimeIsUp,
     WorkerError,
 )
 
-# Least share of non-equivalent mutants caught: docs/internals/emulator.md.
+# Least share caught of what tests can detect: docs/internals/emulator.md.
 ENOUGH = {"test": 0.93, "test-all": 0.97}
+UNDETECTABLE = EQUIVALENT, UNMODELLED
+UNFINISHED = 3  # exit status
 
 
 def drawn(all_of_them: Iterable[Mutant], seed: int) -> Iterator[Mutant]:
@@ -80,6 +86,13 @@ def matching(found: Population, patterns: list[str]) -> list[Mutant]:
             or x.id.startswith(f"{pattern.rstrip('/')}/")
             for pattern in patterns
         )
+    ]
+
+
+def selected(tests: list[str], patterns: list[str]) -> list[str]:
+    """Return the tests that one of some patterns matches."""
+    return [
+        x for x in tests if any(fnmatch.fnmatchcase(x, y) for y in patterns)
     ]
 
 
@@ -151,8 +164,8 @@ def table(results: list[Result]) -> str:
 
 
 def share_caught(results: list[Result]) -> float:
-    """Return the share of non-equivalent mutants caught; 1 if none."""
-    counted = [x for x in results if x.outcome != EQUIVALENT]
+    """Return the share caught of those that tests can detect; 1 if none."""
+    counted = [x for x in results if x.outcome not in UNDETECTABLE]
     caught = sum(x.outcome == CAUGHT for x in counted)
     return caught / len(counted) if counted else 1.0
 
@@ -163,34 +176,47 @@ def sample(
     kept: Results,
     options: argparse.Namespace,
     record: records.Record,
-) -> list[Result]:
-    """Run the requested number of mutants that compile."""
-    order, results = iter(chosen), []
+) -> tuple[list[Result], bool]:
+    """Run the requested number of mutants that compile.
+
+    Returns
+    -------
+    tuple of list and bool
+        The results, and whether they are all.
+    """
+    order, results, is_all = iter(chosen), [], True
     exact = len(options.only) == 1 and options.only[0] in found.mutants
 
     def run(mutant: Mutant) -> Result:
         return running.check(mutant, pool, record, options.budget)
 
-    with running.pool(options.suite, options.jobs) as pool:
+    with running.pool(options.suite, options.jobs, options.deadline) as pool:
         # Replace those that did not compile.
-        while batch := [*islice(order, options.count - len(results))]:
+        while is_all and (
+            batch := [*islice(order, options.count - len(results))]
+        ):
             left = []
             for x in batch:
-                if x.id in found.equivalent and not exact:
-                    why = found.equivalent[x.id]
+                why = None if exact else found.undetectable(x.id)
+                if why is not None:
+                    listed = x.id in found.equivalent
+                    outcome = EQUIVALENT if listed else UNMODELLED
                     results.append(
-                        Result(x.id, EQUIVALENT, x.lines[0], x.what, why)
+                        Result(x.id, outcome, x.lines[0], x.what, why)
                     )
                 elif x.id in kept.known and not exact:
                     results.append(kept.known[x.id])
                 else:
                     left.append(x)
-            for result in pool.each(run, left):
-                kept.add(result)
-                results.append(result)
-                print(described(result, options), flush=True)
+            try:
+                for result in pool.each(run, left):
+                    kept.add(result)
+                    results.append(result)
+                    print(described(result, options), flush=True)
+            except TimeIsUp:
+                is_all = False
             results = [x for x in results if x.outcome != DOES_NOT_COMPILE]
-    return results
+    return results, is_all
 
 
 def report(results: list[Result], options: argparse.Namespace) -> int:
@@ -202,13 +228,15 @@ def report(results: list[Result], options: argparse.Namespace) -> int:
         for one in of_it:
             print(described(one, options))
     share, enough = share_caught(results), ENOUGH[options.suite]
-    equivalent = sum(x.outcome == EQUIVALENT for x in results)
+    counted = sum(x.outcome not in UNDETECTABLE for x in results)
+    unmodelled = sum(x.outcome == UNMODELLED for x in results)
     seconds = sum(x.seconds for x in results)
     print(f"\n{table(results)}\n")
     print(
-        f"{share:.1%} of {len(results) - equivalent} mutants that are not"
-        f" equivalent are caught by `make {options.suite}`, of which"
-        f" {enough:.0%} are asked for; {seconds:.0f} CPU s"
+        f"{share:.1%} of {counted} mutants that tests can detect are caught"
+        f" by `make {options.suite}`, of which {enough:.0%} are asked for;"
+        f" {len(results) - counted - unmodelled} are equivalent, {unmodelled}"
+        f" faults that the emulator does not model; {seconds:.0f} CPU s"
     )
     return 0 if share >= enough else 1
 
@@ -234,9 +262,27 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         help="CPU seconds per mutant (60), after which no test is started",
     )
     add("--jobs", type=int, default=os.cpu_count(), help="mutants in parallel")
+    add("--seconds", type=float, help="stop after so long, resume later")
+    add(
+        "--tests",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help="of the suite's tests only these, such as '*test_merge.py*'",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=folders.cache_folder() / "cuflash_mutate",
+        help="where record and results are kept (the cache folder)",
+    )
     add("--output", type=Path, help="JSON file of results, to resume")
     add("--list", action="store_true", help="print the sample, run nothing")
-    return parser.parse_args(arguments)  # fmt: skip
+    options = parser.parse_args(arguments)  # fmt: skip
+    options.deadline = None
+    if options.seconds is not None:
+        options.deadline = time.monotonic() + options.seconds
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -254,30 +300,36 @@ def main(arguments: list[str] | None = None) -> int:
         for x in order[: options.count]:
             print(f"{x.id}\n    {x.file}:{x.lines[0]}: {x.what}")
         return 0
-    cache = folders.cache_folder() / "cuflash_mutate"
+    cache, folder = folders.cache_folder(), options.folder
     try:
         with running.recording_pool(
-            options.suite, options.jobs, cache
+            options.suite, options.jobs, cache, options.deadline
         ) as pool:
             record = records.make(
-                cache / f"record_{options.suite}.jsonl",
-                pool.tests(),
+                folder / f"record_{options.suite}.jsonl",
+                selected(pool.tests(), options.tests),
                 lambda jobs: pool.each(pool.do, jobs),
             )
         for test, ran in record.tests.items():
             if not ran.passed:
                 print(f"left out: fails unmutated, with --coverage: {test}")
-        path = options.output or cache / f"results_{options.suite}.json"
+        path = options.output or folder / f"results_{options.suite}.json"
         state = state_of(record, options.suite, options.budget)
         kept = Results(path, state)
-        results = sample(order, found, kept, options, record)
+        results, is_all = sample(order, found, kept, options, record)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here")
         return 130
+    except TimeIsUp:
+        print("\nthe time is up, the record incomplete: again, to go on")
+        return UNFINISHED
     except (CompileError, WorkerError) as error:
         print(error, file=sys.stderr)
         return 2
-    return report(results, options)
+    status = report(results, options)
+    if not is_all:
+        print("the time is up: the same command goes on from here")
+    return status if is_all else UNFINISHED
 
 
 if __name__ == "__main__":

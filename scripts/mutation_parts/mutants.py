@@ -1,4 +1,4 @@
-"""Mutants: their ids, rules, hand-written ones, and known equivalents.
+"""Mutants: their ids, rules, hand-written ones, those that no test catches.
 
 An id names file, function and operator, with a hash of the changed tokens,
 their replacement and some tokens around. So it survives moved lines, comments
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from mutation_parts.tokens import Function, Source, tokens_of
 
 BY_HAND = Path(__file__).parent / "by_hand.txt"
 EQUIVALENTS = Path(__file__).parent / "equivalents.txt"
+UNMODELLED = Path(__file__).parent / "unmodelled.txt"
 # The emulator replaces it by a twin.
 NO_MUTANTS = frozenset(["common/ptx.cuh"])
 AROUND = 6  # tokens on each side that are part of an id
@@ -76,11 +77,18 @@ def _lines(source: Source, first: int, last: int) -> tuple[int, ...]:
     return tuple(range(begin, end + 1))
 
 
-def by_rules(source: Source) -> Iterator[Mutant]:
-    """All mutants of a file, in the order of its functions."""
+def by_rules(
+    source: Source, names: Collection[str] | None = None
+) -> Iterator[Mutant]:
+    """The mutants of a file, in the order of its functions.
+
+    names : of the only functions to mutate.
+    """
     known: Counter[str] = Counter()
     made: set[tuple[int, int, str]] = set()
     for of in source.functions:
+        if names is not None and of.name not in names:
+            continue
         for operator, edit in operators.edits(source, of):
             start = source.tokens[edit.first].start
             end = source.tokens[edit.last - 1].end
@@ -179,13 +187,14 @@ def hand_made(text: str) -> list[HandMade]:
     return found
 
 
-# ---- Known equivalents ----
+# ---- Equivalents, and faults that the emulator does not model ----
 
 
-def equivalents(text: str) -> dict[str, str]:
+def reasons(text: str) -> dict[str, str]:
     """Return, by id, why no test can detect the mutant.
 
-    Blocks separated by blank lines: # lines give the reason, others are ids.
+    The texts of equivalents.txt and unmodelled.txt: blocks separated by blank
+    lines, in which # lines give the reason and others are ids.
     """
     known = {}
     for block in filter(str.strip, text.split("\n\n")):
@@ -202,26 +211,35 @@ def equivalents(text: str) -> dict[str, str]:
 
 @dataclass
 class Population:
-    """All mutants by id, reasons of equivalents, and stale entries.
+    """All mutants by id, and what the lists say of them.
 
-    A stale entry gets a line in the report: fix it or remove it.
+    equivalent, unmodelled : by id, why no test can detect them.
+    stale : lines about entries that name no mutant: fix or remove them.
     """
 
     mutants: dict[str, Mutant]
     equivalent: dict[str, str]
+    unmodelled: dict[str, str]
     stale: list[str]
+
+    def undetectable(self, name: str) -> str | None:
+        """Return why no test can detect a mutant, if none can."""
+        return self.equivalent.get(name) or self.unmodelled.get(name)
 
 
 def population(
     kernels: Path,
     by_hand: Iterable[HandMade] | None = None,
     known: dict[str, str] | None = None,
+    unmodelled: dict[str, str] | None = None,
 ) -> Population:
     """The mutants of a folder of kernels as it is."""
     if by_hand is None:
         by_hand = hand_made(BY_HAND.read_text("ascii"))
     if known is None:
-        known = equivalents(EQUIVALENTS.read_text("ascii"))
+        known = reasons(EQUIVALENTS.read_text("ascii"))
+    if unmodelled is None:
+        unmodelled = reasons(UNMODELLED.read_text("ascii"))
     sources = {
         name: Source(name, path.read_text("ascii"))
         for name, path in kernel_files(kernels).items()
@@ -237,7 +255,13 @@ def population(
         else:
             stale.append(f"by_hand.txt: {entry.id}: its text is not there")
     mutants = {x.id: x for x in made}
-    for name in known:
-        if name not in mutants:
-            stale.append(f"equivalents.txt: {name}: no such mutant")
-    return Population(mutants, known, stale)
+    for list_name, names in (
+        ("equivalents.txt", known),
+        ("unmodelled.txt", unmodelled),
+    ):
+        stale += [
+            f"{list_name}: {x}: no such mutant"
+            for x in names
+            if x not in mutants
+        ]
+    return Population(mutants, known, unmodelled, stale)

@@ -75,11 +75,9 @@ def _is_declarative(source: Source, i: int) -> bool:
     return source[first] in ("static_assert", "using", "typedef")
 
 
-def _body(source: Source, of: Function) -> Iterator[int]:
-    """Yield tokens of a function that are no template arguments."""
-    for i in range(of.first, of.last):
-        if not source.in_template(i):
-            yield i
+def _body(source: Source, of: Function) -> list[int]:
+    """Return tokens of a function that are no template arguments."""
+    return source.plain(of.first, of.last)
 
 
 def _binaries(source: Source, of: Function) -> Iterator[int]:

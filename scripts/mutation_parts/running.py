@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import queue
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -23,8 +25,11 @@ GCOV = shutil.which("gcov")
 # make's targets, and Hypothesis's profiles there.
 SUITES = {"test": "quick", "test-all": "ci"}
 
-CAUGHT, EQUIVALENT, MISSED, OUT_OF_BUDGET, DOES_NOT_COMPILE = OUTCOMES = (
-    "caught", "equivalent", "missed", "out of budget", "does not compile"
+OUTCOMES = (
+    CAUGHT, EQUIVALENT, UNMODELLED, MISSED, OUT_OF_BUDGET, DOES_NOT_COMPILE
+) = (
+    "caught", "equivalent", "unmodelled", "missed", "out of budget",
+    "does not compile",
 )  # fmt: skip
 
 
@@ -34,6 +39,10 @@ class WorkerError(RuntimeError):
 
 class ChildError(WorkerError):
     """One job could not be done: its child left no result."""
+
+
+class TimeIsUp(Exception):
+    """The deadline of a pool has passed."""
 
 
 class Worker:
@@ -74,10 +83,15 @@ class Worker:
 
 
 class Pool:
-    """Workers, each started when it is needed."""
+    """Workers, each started when it is needed.
 
-    def __init__(self, suite: str, jobs: int, **env: str):
-        self._jobs, self._suite = jobs, suite
+    deadline : when `each` stops, in seconds of `time.monotonic`.
+    """
+
+    def __init__(
+        self, suite: str, jobs: int, deadline: float | None = None, **env: str
+    ):
+        self._jobs, self._suite, self._deadline = jobs, suite, deadline
         self._env = {"HYPOTHESIS_PROFILE": SUITES[suite], **env}
         self._started: list[Worker] = []
         self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
@@ -112,15 +126,26 @@ class Pool:
             raise ChildError(f"pytest ended with status {status}: {log}")
 
     def each(self, do: Callable, items: Iterable) -> Iterator:
-        """Yield the result of `do` for each item, in parallel, as they end."""
+        """Yield the result of `do` for each item, in parallel, as they end.
+
+        Raises
+        ------
+        TimeIsUp
+            At the deadline. What has not ended by then is killed.
+        """
+        left = None
+        if self._deadline is not None:
+            left = max(self._deadline - time.monotonic(), 0)
         with ThreadPoolExecutor(self._jobs) as threads:
             waited = [threads.submit(do, x) for x in items]
             try:
-                for done in as_completed(waited):
+                for done in as_completed(waited, left):
                     yield done.result()
-            except BaseException:  # Ctrl-C too: wait for none
+            except BaseException as error:  # Ctrl-C too: wait for none
                 threads.shutdown(wait=False, cancel_futures=True)
                 self.kill()
+                if isinstance(error, concurrent.futures.TimeoutError):
+                    raise TimeIsUp from None
                 raise
 
     def tests(self) -> list[str]:
@@ -143,9 +168,11 @@ class Pool:
 
 
 @contextmanager
-def pool(suite: str, jobs: int, **env: str) -> Iterator[Pool]:
+def pool(
+    suite: str, jobs: int, deadline: float | None = None, **env: str
+) -> Iterator[Pool]:
     """A `Pool` that ends."""
-    made = Pool(suite, jobs, **env)
+    made = Pool(suite, jobs, deadline, **env)
     try:
         yield made
     finally:
@@ -153,7 +180,9 @@ def pool(suite: str, jobs: int, **env: str) -> Iterator[Pool]:
 
 
 @contextmanager
-def recording_pool(suite: str, jobs: int, beside: Path) -> Iterator[Pool]:
+def recording_pool(
+    suite: str, jobs: int, beside: Path, deadline: float | None = None
+) -> Iterator[Pool]:
     """One whose programs say which lines ran, and which are not kept."""
     if not GCOV:
         raise WorkerError("gcov was not found: it comes with g++")
@@ -161,7 +190,7 @@ def recording_pool(suite: str, jobs: int, beside: Path) -> Iterator[Pool]:
     folder = tempfile.mkdtemp(prefix="cuflash_mutate_", dir=beside)
     env = {"CUPY_CACHE_DIR": folder, "CUFLASH_EMULATOR_FLAGS": "--coverage"}
     try:
-        with pool(suite, jobs, **env) as made:
+        with pool(suite, jobs, deadline, **env) as made:
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,7 @@ and unary operators do not. Comments and preprocessor lines are no tokens.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,6 +83,7 @@ class Source:
     def __init__(self, file: str, text: str):
         self.file, self.text = file, text
         self.tokens = tokens_of(text)
+        self._texts = [x.text for x in self.tokens]
         self._line_starts = [m.end() for m in re.finditer("^|\n", text)]
         self.match: dict[int, int] = {}  # brackets, both ways
         self.inside: list[int] = []  # each token's innermost open bracket
@@ -90,7 +91,7 @@ class Source:
 
     def __getitem__(self, i: int) -> str:
         """Text of token `i`; empty where there is none."""
-        return self.tokens[i].text if 0 <= i < len(self.tokens) else ""
+        return self._texts[i] if 0 <= i < len(self._texts) else ""
 
     def line(self, offset: int) -> int:
         """The line, from 1 on, of an offset in the text."""
@@ -133,9 +134,15 @@ class Source:
             and (before.end == token.start or before.text == "template")
         )
 
-    def in_template(self, i: int) -> bool:
-        """Whether a token is a template argument."""
-        return self[self.inside[i]] == "<"
+    def plain(self, first: int, last: int) -> list[int]:
+        """Which of the tokens [first, last) are no template arguments."""
+        begin, end = (bisect_left(self._plain, x) for x in (first, last))
+        return self._plain[begin:end]
+
+    @cached_property
+    def _plain(self) -> list[int]:
+        inside = enumerate(self.inside)
+        return [i for i, bracket in inside if self[bracket] != "<"]
 
     @cached_property
     def functions(self) -> list[Function]:
@@ -266,9 +273,15 @@ class Source:
 
     def statement(self, i: int) -> tuple[int, int]:
         """First and last token of the statement, or head, of a token."""
-        first = last = i
-        while first > 0 and self[first - 1] not in ("{", "}", ";"):
-            first -= 1
-        while last + 1 < len(self.tokens) and self[last] not in ("{", ";"):
-            last += 1
-        return first, last
+        starts, ends = self._statements
+        return starts[bisect_right(starts, i) - 1], ends[bisect_left(ends, i)]
+
+    @cached_property
+    def _statements(self) -> tuple[list[int], list[int]]:
+        """Where statements and heads start, and where they end."""
+        texts, count = self._texts, len(self._texts)
+        starts = [
+            i for i in range(1, count) if texts[i - 1] in ("{", "}", ";")
+        ]
+        ends = [i for i in range(count - 1) if texts[i] in ("{", ";")]
+        return [0, *starts], [*ends, count - 1]

@@ -38,7 +38,9 @@ def test_query_tiles_that_see_no_key(backend, grid, scale):
 
 
 @on_families
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.0}], ids=["alone", "capped"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 1.0}], ids=["alone", "capped"]
+)
 def test_dropped_pairs(backend, grid, options):
     """In each of three key tiles; softcap(0) is 0."""
     seqlen_q, seqlen_k = grid.tile.block_q + 1, 2 * grid.tile.block_k + 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mutation_parts import mutants
+from mutation_parts import mutants, records
 from mutation_parts.mutants import HandMade
 from mutation_parts.tokens import Source
 
@@ -82,18 +82,20 @@ def test_stale_entries_are_reported(tmp_path):
         HandMade("a.cu", "good", "n < 2", "n < 7"),
     ]
     known = {"a.cu/by-hand/good": "as it is", "a.cu/f/compare/0": "gone"}
-    found = mutants.population(tmp_path, by_hand, known)
+    unmodelled = {"a.cu/f/drop-sync/0": "gone"}
+    found = mutants.population(tmp_path, by_hand, known, unmodelled)
     assert "a.cu/by-hand/good" in found.mutants
     assert [x.partition(": ")[2] for x in found.stale] == [
         "a.cu/by-hand/gone: its text is not there",
         "b.cu/by-hand/no-such-file: its text is not there",
         "a.cu/by-hand/twice: its text is not there",
         "a.cu/f/compare/0: no such mutant",
+        "a.cu/f/drop-sync/0: no such mutant",
     ]
 
 
-def test_known_equivalents():
-    known = mutants.equivalents(
+def test_reasons():
+    known = mutants.reasons(
         "# never 0,\n# so it is the same\na.cu/f/compare/1\na.cu/g/zero/2\n"
         "\n# other\nb.cu/h/bound/3\n"
     )
@@ -104,9 +106,30 @@ def test_known_equivalents():
     }
 
 
-def test_the_files_can_be_read():
-    """`make mutate` checks whether their entries still apply."""
+def source_of(file):
+    return Source(file, (records.KERNELS / file).read_text("ascii"))
+
+
+def test_mutants_by_hand_are_of_todays_kernels():
     by_hand = mutants.hand_made(mutants.BY_HAND.read_text("ascii"))
-    known = mutants.equivalents(mutants.EQUIVALENTS.read_text("ascii"))
+    sources = {x.file: source_of(x.file) for x in by_hand}
+    gone = [x.id for x in by_hand if not x.mutant(sources[x.file])]
+    assert not gone
     assert len({x.id for x in by_hand}) == len(by_hand) > 0
+
+
+@pytest.mark.parametrize("path", [mutants.EQUIVALENTS, mutants.UNMODELLED])
+def test_listed_mutants_are_of_todays_kernels(path):
+    """Of the functions that are named; to make all mutants takes seconds."""
+    known = mutants.reasons(path.read_text("ascii"))
+    names = {}
+    for name in known:
+        file, function, *_ = name.rsplit("/", 3)
+        names.setdefault(file, set()).add(function)
+    made = {
+        x.id
+        for file, functions in names.items()
+        for x in mutants.by_rules(source_of(file), functions)
+    }
+    assert not known.keys() - made
     assert all(known.values())

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import threading
+import time
 
 import pytest
 
@@ -10,7 +12,7 @@ from helpers.host_compiler import needs_compiler
 from mutation_parts import mutants, records, running
 from mutation_parts.mutants import HandMade, Mutant
 from mutation_parts.records import Program, Ran, Record
-from mutation_parts.running import Result
+from mutation_parts.running import Result, TimeIsUp
 
 MERGE = (
     "tests/kernels/test_merge.py::"
@@ -58,7 +60,7 @@ def test_operators_take_turns():
 )
 def test_patterns_select_mutants(patterns, count):
     made = [mutant("zero/1"), mutant("bound/1"), mutant("zero/1", 1, "b.cuh")]
-    found = mutants.Population({x.id: x for x in made}, {}, [])
+    found = mutants.Population({x.id: x for x in made}, {}, {}, [])
     assert len(mutate.matching(found, patterns)) == count
 
 
@@ -136,16 +138,17 @@ def options(**values):
     return argparse.Namespace(**{"suite": "test", "only": [], **values})
 
 
-def test_equivalents_do_not_count(capsys):
+def test_what_tests_cannot_detect_does_not_count(capsys):
     caught = [result(name=f"zero/{i}") for i in range(93)]
     missed = [result("missed", f"bound/{i}") for i in range(7)]
-    same = [result("equivalent", "logic/1")]
+    same = [result(x, "logic/1") for x in ("equivalent", "unmodelled")]
     assert mutate.report(caught + missed + same, options()) == 0
     assert mutate.report(caught[1:] + missed + same, options()) == 1
     assert mutate.report(caught + missed, options(suite="test-all")) == 1
     said = capsys.readouterr().out
     assert "93.0% of 100 mutants" in said
-    assert "| all | 101 | 93 | 1 | 7 | 0 |" in said
+    assert "1 are equivalent, 1 faults that the emulator" in said
+    assert "| all | 102 | 93 | 1 | 1 | 7 | 0 |" in said
 
 
 def test_the_command_that_repeats_one():
@@ -188,6 +191,41 @@ def test_records_are_kept_until_something_changes(tmp_path):
     (tmp_path / "record").write_text(other)
     records.make(tmp_path / "record", ["t"], run)
     assert len(asked) == 2
+
+
+# ---- Time ----
+
+
+def test_a_pool_stops_at_its_deadline(monkeypatch):
+    killed = threading.Event()
+    pool = running.Pool("test", 2, time.monotonic() + 0.1)
+    monkeypatch.setattr(pool, "kill", killed.set)
+    results = pool.each(lambda do: do(), [lambda: "done", killed.wait])
+    assert next(results) == "done"
+    with pytest.raises(TimeIsUp):
+        next(results)
+
+
+def test_a_sample_keeps_what_has_ended(tmp_path, monkeypatch):
+    """And what the lists say, which takes no time."""
+
+    def each(pool, run, items):
+        yield result(name=items[0].id.split("/", 2)[2])
+        raise TimeIsUp
+
+    monkeypatch.setattr(running.Pool, "each", each)
+    made = {x.id: x for x in map(mutant, ("zero/1", "bound/1", "logic/1"))}
+    found = mutants.Population(made, {}, {"a.cu/f/logic/1": "why"}, [])
+    kept = mutate.Results(tmp_path / "results", "state")
+    asked = options(count=3, jobs=1, budget=60, deadline=None)
+    got, is_all = mutate.sample([*made.values()], found, kept, asked, None)
+    assert not is_all and set(kept.known) == {"a.cu/f/zero/1"}
+    assert [x.outcome for x in got] == ["unmodelled", "caught"]
+
+
+def test_tests_can_be_selected():
+    tests = ["tests/test_a.py::test_b[x]", "tests/test_c.py::test_b"]
+    assert mutate.selected(tests, ["*test_a.py*", "none"]) == tests[:1]
 
 
 def test_a_list_runs_nothing(capsys):
