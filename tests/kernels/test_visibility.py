@@ -10,9 +10,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cuflash.reference.dropout import Dropout
 from helpers import visibility as probe
-from helpers.visibility import around, on_families, on_forward
+from helpers.visibility import around, on_families
 
 
 @on_families
@@ -24,35 +23,6 @@ def test_causal_lengths(backend, grid):
             seen = probe.pairs(seqlen_q, seqlen_k, causal=True)
             arrays = probe.arrays(grid.dtype, 1, seqlen_q, seqlen_k)
             grid.check(backend, seen, arrays, causal=True)
-
-
-@on_forward
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_query_tiles_that_see_no_key(backend, grid, scale):
-    """And those that see one: 0 times a maximum of -inf is NaN."""
-    seqlen_q = 2 * grid.tile.block_q
-    q, k, v, _ = probe.arrays(grid.dtype, 1, seqlen_q, 1)
-    seen = probe.pairs(seqlen_q, 1, causal=True)
-    with backend.running(grid.case):
-        probe.check_forward(backend, seen, q, k, v, scale=scale, causal=True)
-
-
-@on_families
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 1.0}], ids=["alone", "capped"]
-)
-def test_dropped_pairs(backend, grid, options):
-    """In each of three key tiles; softcap(0) is 0."""
-    seqlen_q, seqlen_k = grid.tile.block_q + 1, 2 * grid.tile.block_k + 1
-    arrays = probe.arrays(grid.dtype, 1, seqlen_q, seqlen_k)
-    options = {**options, "dropout": 0.5, "seed": 7}
-    z = Dropout(0.5, 7).factors(np.arange(seqlen_q), np.arange(seqlen_k))
-    with backend.running(grid.case):
-        if grid.direction == "forward":
-            seen = np.ones_like(z)
-            probe.check_forward(backend, seen, *arrays[:3], z=z, **options)
-        else:
-            probe.check_backward(backend, z, *arrays, **options)
 
 
 @on_families
