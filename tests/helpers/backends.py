@@ -71,7 +71,7 @@ class EmulatedBackend(NumpyBackend):
             mock.patch.object(plan, "device_of_arch", lambda arch: device),
             # Plans are cached by problem, and these must not stay.
             mock.patch.object(execute, "plan", plan.plan.__wrapped__),
-            emulator.active(on.arch, seed=on.seed, resident=on.resident),
+            emulator.active(on.arch, on.seed, on.resident, family=on.family),
         ):
             yield
 

@@ -36,6 +36,7 @@ class Emulation:
     resident : how many blocks are alive at once; 0: the seed draws it.
     num_sms, l2_bytes : further inputs of plans; None: an A100's.
     forward_tile, backward_tile : instead of the tuned ones.
+    family : to ask for, as by CUFLASH_FAMILY; None: the best one.
     """
 
     arch: str = "sm_80"
@@ -45,6 +46,7 @@ class Emulation:
     l2_bytes: int | None = None
     forward_tile: Tile | None = None
     backward_tile: Tile | None = None
+    family: str | None = None
 
     __repr__ = short_repr
 

@@ -41,6 +41,13 @@ enter whole:
 
 An error w_j of P moves delta by w_j (dP_j - delta), through out.
 
+The roundings of exp(S - m) and of out are no errors at random: rows with the
+same weights, as all rows that see one key alone have, have the same. They move
+delta by rowsum(dO * (rounded out - out)), with a sign; what that comes to in
+dk, dbias and dsink is computed, and enters whole beside the roots. The weights
+may be rounded (16-bit kernels with dropout round 1 / (1 - p)) or not: the
+larger of the two.
+
 tanh(x) of 16-bit kernels is 1 - 2 / (exp(2x) + 1): absolutely 8 e from the
 exponential (4 e) and the rest, and so 8 e cap where the library's function is
 6 e |s|. With a cap above 128 they call that function, or a polynomial that is
@@ -80,7 +87,7 @@ class Rounding:
     """
 
     def __init__(self, dout, q, k, v, lse, terms, *, scale, exact_scores):
-        self.heads_kv = k.shape[2]
+        self.heads_kv, self.dtype = k.shape[2], q.dtype
         self.precision = PRECISION[q.dtype.name]
         self.parts = PARTS if q.dtype == np.float32 else 0
         self.scale = scale
@@ -103,6 +110,7 @@ class Rounding:
         m = np.where(m == -np.inf, 0, m)
         total = np.exp(s - m).sum(axis=-1, keepdims=True)
         self.p, self.p_sink = self.terms.softmax(s)
+        self.weights = np.exp(s - m)
         s = np.where(self.p > 0, s, 0)  # errors of no weight do not count
 
         delta = np.abs(self.scale) * self.of_sums(self.q, turned(self.k))
@@ -197,6 +205,7 @@ class Rounding:
         dp = z * (dout @ turned(v))
         delta = (dout * out).sum(axis=-1, keepdims=True)
         self.delta_error = self._of_delta(dp, delta, out)
+        self.delta_moved = self._of_rounded(out)
         if dlse is not None:
             delta = delta - finite(dlse)[..., None]
             self.delta_error = self.delta_error + e * np.abs(delta)
@@ -226,10 +235,26 @@ class Rounding:
         dq += (self.row + u + 2 * e) * np.abs(ds @ k)
         dq = np.abs(self.scale) * (dq + lost_ds @ np.abs(k)) + f
         rows = pairs**2 + (p * self.delta_error) ** 2 + (self.row * ds) ** 2
-        dk = self._of_keys(rows, ds, q, self.scale, lost_ds)
+        moved = [p * x for x in self.delta_moved]
+        dk = self._of_keys(rows, ds, q, self.scale, lost_ds, moved)
         rows = (self.w_stored + p * self.row) * z
         dv = self._of_keys(rows**2, self.p * z, dout, 1.0, lost_p)
         return dq, dk, dv, *others
+
+    def _of_rounded(self, out):
+        """By how much delta is off, with signs, by rounded weights and out.
+
+        Two arrays: if out alone is rounded, and if both are.
+        """
+        kept = self.weights * self.terms.z
+        change = (self._stored(kept) - kept) * _ratio(self.p, self.weights)
+        return [
+            (self.dout * (self._stored(x) - out)).sum(axis=-1, keepdims=True)
+            for x in (out, out + change @ self.v)
+        ]
+
+    def _stored(self, x):
+        return finite(x.astype(self.dtype))
 
     def _of_delta(self, dp, delta, out):
         """Errors of delta, roots of squares, one per row.
@@ -267,6 +292,9 @@ class Rounding:
         size = reduce_to_shape(np.abs(ds), bias.shape)
         value = np.abs(reduce_to_shape(ds, bias.shape))
         error = 3 * np.sqrt(spread) + e * np.sqrt(count) * size
+        error += _largest(
+            reduce_to_shape(self.p * x, bias.shape) for x in self.delta_moved
+        )
         under = reduce_to_shape(lost_ds, bias.shape)
         return error + u * value + under + f
 
@@ -279,28 +307,46 @@ class Rounding:
         of_lse = self.lse() + 2 * e * np.abs(self.lse_ref) + 8 * e
         error = of_lse[..., None] * terms + self.p_sink * self.delta_error
         spread = np.sqrt((error**2).sum(axis=(0, 2, 3)))
+        moved = _largest(
+            (self.p_sink * x).sum(axis=(0, 2, 3)) for x in self.delta_moved
+        )
         return (
             3 * spread
+            + moved
             + (e * np.sqrt(rows) + e) * terms.sum(axis=(0, 2, 3))
             + f
         )
 
-    def _of_keys(self, squares, weights, rows, scale, lost_pairs):
+    def _of_keys(self, squares, weights, rows, scale, lost_pairs, moved=()):
         """Errors of weights^T rows, summed over a group of query heads.
 
         squares : of the errors of weights.
         lost_pairs : what weights lose below the normal numbers.
+        moved : choices of errors of weights, with their signs.
         """
         u, f, e = self.precision
         sums = self.of_sums(turned(weights), rows) ** 2
         spread = turned(squares) @ rows**2 + sums
         value = turned(weights) @ rows
         under = turned(lost_pairs) @ np.abs(rows)
+        known = (turned(x) @ rows for x in moved)
+        known = _largest(sum_groups(x, self.heads_kv) for x in known)
         spread, value, under = (
             sum_groups(x, self.heads_kv) for x in (spread, value, under)
         )
         error = 3 * np.sqrt(spread) + (u + 2 * e) * np.abs(value) + under
+        error += known
         return np.abs(scale) * error + f
+
+
+def _largest(arrays):
+    """Return the largest magnitudes of several arrays; 0 of none."""
+    return np.max([np.abs(x) for x in arrays], axis=0, initial=0.0)
+
+
+def _ratio(a, b):
+    """Return a / b, and 0 where b is."""
+    return np.divide(a, b, out=np.zeros(np.shape(a)), where=b > 0)
 
 
 def turned(x):

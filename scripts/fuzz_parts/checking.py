@@ -1,0 +1,166 @@
+"""Runs a problem on a backend and holds its results against the reference.
+
+The bounds are those of the tests: helpers/compare.py, of each element.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from cuflash import execute
+from cuflash.backends.emulator import runtime
+from helpers import calls, expected, kvcache_calls
+from helpers.backends import CupyBackend, EmulatedBackend
+from helpers.checks import check_packed
+from helpers.compare import (
+    assert_forward_matches,
+    assert_gradients_match,
+    assert_matches,
+)
+from helpers.data import Case, inputs, lse_gradient
+from helpers.derivatives import (
+    call_double_backward,
+    call_jvp,
+    expected_double_backward,
+    expected_jvp,
+    tangents,
+)
+from helpers.kvcache_calls import KVCase
+from helpers.softmax_states import merged, states
+
+from .programs import Program
+
+PLANNED = {"packed": "forward", "forward_kvcache": "kvcache"}
+
+
+class Seen:
+    """Notes the families of kernels that a backend's calls had."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, str] = {}  # by direction; the last ones
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note each plan that is made."""
+        known = execute.plan
+
+        def plan(problem: Any, *others: Any) -> Any:
+            decided = known(problem, *others)
+            self.families[problem.direction] = decided.family
+            return decided
+
+        with mock.patch.object(execute, "plan", plan):
+            yield
+
+    def family(self, direction: str) -> str:
+        """Return the family of the last plan of a direction."""
+        return self.families.get(PLANNED.get(direction, direction), "none")
+
+
+class OnEmulator(EmulatedBackend):
+    """The emulator; programs are looked up once."""
+
+    def __init__(self) -> None:
+        self.seen = Seen()
+        # Keys of the cache hold the whole text, which takes milliseconds.
+        self.executable = functools.lru_cache(256)(runtime.executable)
+
+    @contextlib.contextmanager
+    def running(self, case: Any) -> Iterator[None]:
+        with (
+            super().running(case),
+            mock.patch.object(runtime, "executable", self.executable),
+            self.seen.noting(),
+        ):
+            yield
+
+
+class OnGPU(CupyBackend):
+    """This machine's GPU, with the family that a case asks for."""
+
+    def __init__(self) -> None:
+        from cuflash.backends import cupy as gpu
+
+        self.seen = Seen()
+        self.target = gpu.backend(0)
+
+    @contextlib.contextmanager
+    def running(self, case: Any) -> Iterator[None]:
+        family = mock.patch.object(self.target, "family", case.on.family)
+        with family, self.seen.noting():
+            yield
+
+
+def check(backend: Any, program: Program, problem: Case | KVCase) -> None:
+    """Run one problem; AssertionError if an element is beyond its bound."""
+    CHECKS[program.direction](backend, program, problem)
+
+
+def _forward(backend: Any, program: Program, case: Case) -> None:
+    q, k, v, _ = inputs(case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning())
+    assert_forward_matches(got, want, case)
+
+
+def _backward(backend: Any, program: Program, case: Case) -> None:
+    q, k, v, dout = inputs(case)
+    dlse, more = None, {}
+    if program.dlse:
+        dlse = lse_gradient(case)
+        more["dlse"] = backend.place(dlse)
+    if program.of_forward:
+        out, lse = calls.forward(backend, case, q, k, v)
+    else:
+        out, lse = calls.states(case, q, k, v)
+    got = calls.backward(backend, case, dout, q, k, v, out, lse, **more)
+    want = expected.backward(dout, q, k, v, dlse=dlse, **case.meaning())
+    assert_gradients_match(got, want, case)
+
+
+def _packed(backend: Any, program: Program, case: Case) -> None:
+    check_packed(backend, case)
+
+
+def _kvcache(backend: Any, program: Program, case: KVCase) -> None:
+    kvcache_calls.check(backend, case)
+
+
+def _jvp(backend: Any, program: Program, case: Case) -> None:
+    direction = tangents(case, program.moving)
+    got = call_jvp(case, direction, backend)
+    want = expected_jvp(case, direction)
+    for name, x, y in zip(("out_dot", "lse_dot"), got[2:], want, strict=True):
+        assert_matches(x, y, name, case)
+    forward = expected.forward(*inputs(case)[:3], **case.meaning())
+    assert_forward_matches(got[:2], forward, case)
+
+
+def _double_backward(backend: Any, program: Program, case: Case) -> None:
+    direction = tangents(case, program.moving)
+    got = call_double_backward(case, direction, backend)
+    for name, want in expected_double_backward(case, direction).items():
+        assert_matches(got[name], want, name, case)
+
+
+def _merge(backend: Any, program: Program, case: Case) -> None:
+    given = states(replace(case, seqlen_k=0), 1 + case.seed % 5)
+    got = calls.merge_states(backend, case, *given)
+    for name, x, want in zip(("out", "lse"), got, merged(*given), strict=True):
+        assert_matches(x, want, name, case)
+
+
+CHECKS = {
+    "forward": _forward,
+    "backward": _backward,
+    "packed": _packed,
+    "forward_kvcache": _kvcache,
+    "jvp": _jvp,
+    "double_backward": _double_backward,
+    "merge": _merge,
+}
