@@ -1,8 +1,9 @@
 # make demo    train a small language model with cuflash, about a minute
 # make test    what finds most faults of a change, five minutes
 # make test-all  all tests that this machine can run, 17 minutes
-# make fuzz    the tests that draw calls at random, for hours
-# make fuzz-gpu  random calls of all sizes on this machine's GPU, ten minutes
+# make fuzz    random problems on the emulator, ten minutes
+# make fuzz-gpu  the same and large ones on this machine's GPU, ten minutes
+# make fuzz-tests  the tests that draw calls at random, for hours
 # make mutate  mutate the kernels: do the tests notice? ten minutes
 # make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
@@ -14,7 +15,7 @@
 # Each makes .venv and installs what it needs, CuPy too where there is a GPU.
 #   make test PYTHON=python3.12          another Python for a new .venv
 #   make test ARGS="-k causal"           options for pytest or for the script
-#   make fuzz ARGS="-k test_is_attention"
+#   make fuzz ARGS="--seconds 60 --record"
 
 PYTHON ?= python3
 ARGS ?=
@@ -25,7 +26,8 @@ EXTRAS_demo := scripts
 EXTRAS_test := test,scripts
 EXTRAS_test-all := test,scripts,mpi
 EXTRAS_fuzz := test,scripts
-EXTRAS_fuzz-gpu := scripts
+EXTRAS_fuzz-gpu := test,scripts
+EXTRAS_fuzz-tests := test,scripts
 EXTRAS_mutate := test,scripts
 EXTRAS_coverage := test,scripts
 EXTRAS_bench := scripts
@@ -33,8 +35,8 @@ EXTRAS_sweep := test,scripts
 EXTRAS_docs := docs
 EXTRAS_lint := lint
 
-.PHONY: demo test test-all fuzz fuzz-gpu mutate coverage bench sweep docs lint \
-	clean
+.PHONY: demo test test-all fuzz fuzz-gpu fuzz-tests mutate coverage bench \
+	sweep docs lint clean
 .DELETE_ON_ERROR:
 # make would take the stamps for intermediate files.
 .PRECIOUS: .venv/installed-%
@@ -58,13 +60,17 @@ test: .venv/installed-test
 test-all: .venv/installed-test-all
 	HYPOTHESIS_PROFILE=ci $(PYTEST) $(ALL_CORES) $(ARGS)
 
-# Prints each failing example as one line, to be kept in the test.
+# Both print for each failure the command that runs it again, and with
+# ARGS=--record add to docs/fuzz.json what was tried.
 fuzz: .venv/installed-fuzz
-	HYPOTHESIS_PROFILE=nightly $(PYTEST) -n auto -m "drawn or property" $(ARGS)
+	$(BIN)/python scripts/fuzz.py $(ARGS)
 
-# Prints for each failure the command that runs it again.
 fuzz-gpu: .venv/installed-fuzz-gpu
-	$(BIN)/python scripts/fuzz_gpu.py $(ARGS)
+	$(BIN)/python scripts/fuzz.py --on gpu $(ARGS)
+
+# Prints each failing example as one line, to be kept in the test.
+fuzz-tests: .venv/installed-fuzz-tests
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) -n auto -m "drawn or property" $(ARGS)
 
 # Prints for each mutant the command that runs it again:
 # docs/internals/emulator.md.

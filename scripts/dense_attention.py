@@ -1,7 +1,7 @@
 """Plain attention with CuPy, to check results against: one head at a time.
 
 Masks and score modifications are those of docs/guide/options.md. Used by
-bench.py and fuzz_gpu.py.
+bench.py and fuzz.py.
 """
 
 from __future__ import annotations

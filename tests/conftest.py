@@ -10,7 +10,7 @@ quick    the same, with fewer calls drawn for the emulator (drawn.py), as
 dev      new examples in every run, to find new faults. A failing example is
          printed as one line to paste into a test.
 nightly  many new examples, of all kernels (strategies.py): hours.
-         `make fuzz` runs it.
+         `make fuzz-tests` runs it.
 
 None has a deadline: the first call of a shape may compile a kernel, which
 takes seconds, and the second takes microseconds.

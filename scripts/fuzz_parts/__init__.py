@@ -1,1 +1,1 @@
-"""The parts of scripts/fuzz_gpu.py."""
+"""The parts of scripts/fuzz.py."""

@@ -1,4 +1,4 @@
-"""Compares one random call on the GPU with plain attention on the GPU.
+"""Compares one large random call on the GPU with plain attention on the GPU.
 
 For every shape, a few key heads with all their query heads are computed by
 plain attention, in float64 (`ref`) and in the dtype (`low`). As everywhere

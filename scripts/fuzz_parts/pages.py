@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from . import tally
@@ -32,10 +31,10 @@ def updated(text: str, record: dict[str, Any]) -> str:
     return BLOCK.sub(table, text)
 
 
-def write(page: Path = PAGE, file: Path = tally.FILE) -> None:
+def write() -> None:
     """Make the tables of the page anew."""
-    text = page.read_text(encoding="utf-8")
-    page.write_text(updated(text, tally.read(file)), encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(updated(text, tally.read(tally.FILE)), encoding="utf-8")
 
 
 def totals(record: dict[str, Any], name: str, backend: str) -> Counter[str]:

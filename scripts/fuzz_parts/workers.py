@@ -70,7 +70,7 @@ def running(on: str, first: int, jobs: int) -> Iterator[Iterator[Done | None]]:
     stop = CONTEXT.Event()
     done: Any = CONTEXT.Queue()
     counter = CONTEXT.Value("q", first)
-    with tempfile.TemporaryDirectory(prefix="cuflash_fuzz_") as folder:
+    with scratch() as folder:
         shared = done, counter, stop
         workers = [
             Worker(on, shared, Path(folder) / str(i)) for i in range(jobs)
@@ -81,6 +81,13 @@ def running(on: str, first: int, jobs: int) -> Iterator[Iterator[Done | None]]:
             stop.set()
             for worker in workers:
                 worker.end()
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for caches; compilers that outlive us may still write to it."""
+    return tempfile.TemporaryDirectory(
+        prefix="cuflash_fuzz_", ignore_cleanup_errors=True
+    )
 
 
 def _results(

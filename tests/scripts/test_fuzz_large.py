@@ -1,11 +1,11 @@
-"""scripts/fuzz_gpu.py: its draws, and that it detects wrong results."""
+"""The large calls of scripts/fuzz.py: draws, and wrong results."""
 
 import numpy as np
 import pytest
 
 import cuflash
-import fuzz_gpu
-from fuzz_parts import shapes
+import fuzz
+from fuzz_parts import shapes, units
 
 SEEDS = range(500)
 
@@ -37,27 +37,15 @@ def test_every_kind_of_call_is_drawn():
     assert longer_q == {-1, 0, 1}
 
 
-def test_ctrl_c_is_no_result(monkeypatch, capsys):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fuzz_gpu.machine, "find_gpu", lambda: None)
-    monkeypatch.setattr(fuzz_gpu.machine, "describe", dict)
-    monkeypatch.setattr(fuzz_gpu, "run", interrupted)
-    assert fuzz_gpu.main([]) == 130
-    assert capsys.readouterr().err.startswith("stopped: ")
-
-
-def test_no_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(fuzz_gpu.machine, "find_gpu", lambda: "no driver")
-    assert fuzz_gpu.main([]) == 1
-    assert "found none (no driver). Nothing was run" in capsys.readouterr().err
+def test_one_seed_in_eight_of_a_gpu():
+    assert sum(units.is_large("gpu", seed) for seed in SEEDS) == 63
+    assert not any(units.is_large("emulator", seed) for seed in SEEDS)
 
 
 @pytest.mark.gpu
-def test_some_random_calls_on_a_gpu(capsys):
-    assert fuzz_gpu.main(["--count", "30", "--seed", "0"]) == 0
-    assert "30 calls in" in capsys.readouterr().out
+@pytest.mark.parametrize("seed", [0, 8, 16, 24])
+def test_some_large_calls_on_a_gpu(seed):
+    assert fuzz.main(["--on", "gpu", "--again", f"{seed}/0"]) == 0
 
 
 @pytest.mark.gpu
@@ -70,7 +58,5 @@ def test_one_wrong_element_is_detected(monkeypatch, capsys, value):
 
     backward = cuflash.backward
     monkeypatch.setattr(cuflash, "backward", wrong)
-    assert fuzz_gpu.main(["--count", "1", "--seed", "7"]) == 1
-    said = capsys.readouterr().out
-    assert "WRONG: dk" in said
-    assert "again: python scripts/fuzz_gpu.py --seed 7 --count 1" in said
+    assert fuzz.main(["--on", "gpu", "--again", "8/0"]) == 1
+    assert "dk " in capsys.readouterr().out
