@@ -68,8 +68,10 @@ fuzz: .venv/installed-fuzz
 fuzz-gpu: .venv/installed-fuzz-gpu
 	$(BIN)/python scripts/fuzz.py --on gpu $(ARGS)
 
-# Prints each failing example as one line, to be kept in the test.
+# Prints each failing example as one line, to be kept in the test; counts what
+# was drawn in build/fuzz/tests_*.json, for scripts/fuzz.py --merge.
 fuzz-tests: .venv/installed-fuzz-tests
+	CUFLASH_TRIED=build/fuzz CUFLASH_COMMIT=$$(git rev-parse --short=10 HEAD) \
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) -n auto -m "drawn or property" $(ARGS)
 
 # Prints for each mutant the command that runs it again:

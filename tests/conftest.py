@@ -35,6 +35,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 import skips  # noqa: E402
 import slow  # noqa: E402
+from helpers import tried  # noqa: E402
 
 # Drawing a case is cheap, but running one may include a compilation.
 SLOW = [HealthCheck.too_slow]
@@ -155,6 +156,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionfinish(session):
+    tried.write()
     if skips.unexpected() and not hasattr(session.config, "workerinput"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if NIGHTLY:

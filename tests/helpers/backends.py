@@ -15,6 +15,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from cuflash import emulator, execute, nearest_tiles, plan, tiles
 
+from . import tried
 from .dtypes import DTYPES
 from .host_compiler import needs_compiler
 
@@ -70,7 +71,9 @@ class EmulatedBackend(NumpyBackend):
             mock.patch.object(nearest_tiles, "tuned", tuned),
             mock.patch.object(plan, "device_of_arch", lambda arch: device),
             # Plans are cached by problem, and these must not stay.
-            mock.patch.object(execute, "plan", plan.plan.__wrapped__),
+            mock.patch.object(
+                execute, "plan", tried.noting(plan.plan.__wrapped__)
+            ),
             emulator.active(on.arch, on.seed, on.resident, family=on.family),
         ):
             yield

@@ -5,6 +5,7 @@ import inspect
 import pytest
 from hypothesis import example, given, settings
 
+from . import tried
 from .backends import BACKENDS
 
 # In the quick profile: each compiles some four kernels, a second of work.
@@ -44,7 +45,9 @@ def on_each_backend(
     def decorate(check):
         def test(backend, **chosen):
             def on_case(case):
+                tried.PLANNED.clear()
                 check(backend, case)
+                tried.note(case)
 
             on_case.__name__ = check.__name__
             # Distinguishes functions of the same text, as Hypothesis's plugin

@@ -6,10 +6,12 @@ import pytest
 
 import fuzz
 from cuflash import options
+from cuflash.plan import device_of_arch, plan
 from fuzz_parts import pages, problems, programs, tally, units, workers
-from helpers import calls
+from helpers import calls, tried
 from helpers.data import LAYOUTS, Case
 from helpers.host_compiler import needs_compiler
+from helpers.kernels import small_problem
 from strategies import VALUES
 
 SEEDS = range(400)
@@ -248,3 +250,21 @@ def test_a_name_that_is_none(capsys):
     with pytest.raises(SystemExit):
         fuzz.main(["--again", "12-3"])
     assert "expected SEED/NUMBER" in capsys.readouterr().err
+
+
+# What the tests draw --------------------------------------------------------
+
+
+def test_drawn_tests_count_what_they_planned(monkeypatch, tmp_path):
+    monkeypatch.setattr(tried, "FOLDER", tmp_path)
+    monkeypatch.setattr(tried, "PLANNED", [])
+    monkeypatch.setattr(tried, "COUNTED", tally.Tally("tests", "fed", "today"))
+    case = Case("float32", causal=True, arrays_of=("bias",), seqlen_q=3)
+    problem = small_problem("backward", "float32")
+    tried.noting(plan)(problem, device_of_arch("sm_80"))
+    tried.note(case)
+    tried.write()
+    (path,) = tmp_path.iterdir()
+    (run,) = tally.read(path)["runs"]
+    assert run["kinds"] == {"fma backward float32": 1}
+    assert run["options"] == {"bias": 1, "causal": 1}
