@@ -93,6 +93,13 @@ UNSEEN = [
     Case("bfloat16", seqlen_q=5, seqlen_k=190, window=(3, 0)),
 ]  # fmt: skip
 
+# Every row has the same out, and the same roundings of it and of P: what they
+# move delta by adds up over all queries in dk.
+ONE_KEY = [
+    Case("float16", batch=2, seqlen_q=122, seqlen_k=1, num_heads_q=2,
+         head_dim=8, dropout=0.25, values="aligned", seed=2958853076),
+]  # fmt: skip
+
 
 @on_each_backend(strategies.optional_cases, each={"dtype": DTYPES})
 def test_forward(backend, case):
@@ -107,7 +114,7 @@ def test_backward(backend, case):
     check_gradients(backend, case)
 
 
-@on_each_backend(strategies.optional_cases)
+@on_each_backend(strategies.optional_cases, examples=ONE_KEY)
 def test_backward_of_forward(backend, case):
     check_gradients_of_forward(backend, case)
 
