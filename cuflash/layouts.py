@@ -139,7 +139,7 @@ def by_element(given: Layout, dtype: np.dtype | None = None) -> Layout:
     """The layout of an option array, which kernels read element by element.
 
     They read it in a dtype, by default its own. A copy keeps broadcast axes:
-    it has length 1 where the stride is 0.
+    it has length 1 where the stride is 0, or 0 as the array has.
     """
     itemsize = given.dtype.itemsize
     if dtype is None:
@@ -151,7 +151,7 @@ def by_element(given: Layout, dtype: np.dtype | None = None) -> Layout:
     if in_place:
         return given
     shape = tuple(
-        1 if stride == 0 else size
+        min(size, 1) if stride == 0 else size
         for size, stride in zip(given.shape, given.strides, strict=True)
     )
     copy = new((1, *shape), dtype)

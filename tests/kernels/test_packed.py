@@ -108,6 +108,16 @@ def test_slopes_of_sequences(backend, dtype, arch, offsets):
     ))  # fmt: skip
 
 
+@on_kernels
+def test_no_sequences_have_no_slopes(backend):
+    """float32 slopes are converted to float64, also none of them."""
+    case = Case(
+        "float64", seqlen_q=5, seqlen_k=7, offsets=((0,), (0,)),
+        arrays_of=("alibi_slopes_of_batches",),
+    )  # fmt: skip
+    check_packed(backend, case)
+
+
 @on_each_kind_with_options
 def test_equal_slopes_of_sequences_are_shared_ones(backend, dtype, arch):
     """Bit for bit, by any strides."""
