@@ -15,6 +15,7 @@ import torch
 from cuflash import api, distributed, foreign_names
 from cuflash.errors import UnsupportedError
 
+from . import request
 from .checks import check_tensors
 from .dtypes import from_numpy, to_numpy
 
@@ -164,9 +165,9 @@ def _to_array(tensor: torch.Tensor) -> Any:
     Of a view that negates it holds a copy: memory has the other sign.
     """
     tensor = tensor.detach().resolve_neg()
-    return (
-        api.on_cuda().to_cupy(tensor) if tensor.is_cuda else to_numpy(tensor)
-    )
+    if request.backend_of(tensor) is None:
+        return to_numpy(tensor)
+    return api.on_cuda().to_cupy(tensor)
 
 
 def _to_tensor(array: Any) -> torch.Tensor:
@@ -178,7 +179,7 @@ def _to_tensor(array: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def _on_stream_of(tensor: torch.Tensor) -> Iterator[None]:
     """Let CuPy use a tensor's device, and torch's current stream of it."""
-    if not tensor.is_cuda:
+    if request.backend_of(tensor) is None:
         yield
         return
     cuda = api.on_cuda().cupy.cuda

@@ -185,7 +185,10 @@ def _check_backward(**arguments: Any) -> Signature:
 
 
 def backend_of(x: torch.Tensor) -> Backend | None:
-    """The backend of a tensor's CUDA device; None for any other."""
+    """The backend of a tensor's CUDA device; None for any other.
+
+    Nothing else in this package tells such tensors from those on the CPU.
+    """
     return _cuda()(x.get_device()) if x.is_cuda else None
 
 
@@ -195,9 +198,9 @@ def kernel_backend(*tensors: torch.Tensor) -> Backend | None:
     None on the CPU, and wherever something other than reverse mode watches
     them: torch's own operations do there what is asked for.
     """
-    if not tensors[0].is_cuda or by_operations():
+    if by_operations() or torch._C._len_torch_dispatch_stack():
         return None
-    if torch._C._len_torch_dispatch_stack() or any(
+    if any(
         type(x) not in PLAIN or is_batched(x) or x.is_neg() for x in tensors
     ):
         return None

@@ -13,7 +13,8 @@ from cuflash.problem import Signature, strip, strip_lse
 from cuflash.runner import Kernels
 from cuflash.validate_derivatives import COTANGENTS, TANGENTS
 
-from .request import Request, Results, backend_of
+from . import request as requests
+from .request import Request, Results
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,7 +75,7 @@ def jvp(
     """
     moved = {TANGENTS[name]: x for name, x in tangents.items()}
     own = (*request.common, "return_lse", True)
-    backend = backend_of(given["q"])
+    backend = requests.backend_of(given["q"])
     if backend is None:
         run = ON_CPU["jvp"]
         return request.on_cpu(run, {**given, **moved}, tensors, own)[2:]
@@ -112,7 +113,7 @@ def double_backward(
     for name in wanted:
         flag = "return_ddlse" if name == "lse" else f"return_d2{name}"
         own = (*own, flag, True)
-    backend = backend_of(given["q"])
+    backend = requests.backend_of(given["q"])
     if backend is None:
         run = ON_CPU["double_backward"]
         return request.on_cpu(run, {**given, **moved}, tensors, own)

@@ -15,7 +15,7 @@ from cuflash import foreign_names, validate
 from cuflash.errors import ShapeError
 from cuflash.problem import Call
 
-from . import rotary_kernel
+from . import request, rotary_kernel
 from .checks import check_tensors
 from .dtypes import to_numpy
 from .request import kernel_backend, reads_values
@@ -119,7 +119,9 @@ def _is_read(positions: torch.Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
     ):
         return False
-    return positions.is_cpu or (positions.is_cuda and reads_values())
+    if request.backend_of(positions) is None:
+        return positions.is_cpu
+    return reads_values()
 
 
 def _rotated(

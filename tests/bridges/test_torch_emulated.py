@@ -1,0 +1,106 @@
+"""The path of CUDA tensors, on an emulated device: each option, each dtype.
+
+As NumPy arrays on the same emulator: in the same order of warps, kernels of
+the same plans give the same bits.
+"""
+
+from itertools import cycle
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
+
+from torch_cases import TorchCase  # noqa: E402
+from torch_data import assert_equal  # noqa: E402
+
+from cuflash.torch import direct  # noqa: E402
+from helpers import emulated_torch  # noqa: E402
+from helpers.data import Case  # noqa: E402
+from helpers.dtypes import DTYPES  # noqa: E402
+from helpers.host_compiler import needs_compiler  # noqa: E402
+from helpers.option_cases import sizes  # noqa: E402
+from helpers.options import TABLE, everything, fields_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_compiler,
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode
+]
+
+# So many keys that each bound in the table masks some.
+SIZES = sizes(2, 20, 70, 4, 2, 16, 16)
+PACKED = {"batch": 1, "offsets": ((0, 3, 20), (0, 40, 70))}
+ARCHS = {"bfloat16": "sm_90a"}
+
+
+def _cases():
+    """Each option with one of the dtypes, and each dtype with all."""
+    dtypes = cycle(DTYPES)
+    for data in TABLE.values():
+        for name, fields in [*data.alone.items()][:1]:
+            fields = SIZES | fields | (PACKED if "offsets" in fields else {})
+            yield name, Case(next(dtypes), **fields)
+    for dtype in DTYPES:
+        fields = SIZES | fields_of(everything())
+        yield f"all-{dtype}", Case(dtype, **fields)
+    yield "tf32x3", Case(**{**SIZES, "causal": True}, precision="tf32x3")
+
+
+CASES = dict(_cases())
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def on_device(dtype):
+    return emulated_torch.active(ARCHS.get(dtype, "sm_80"))
+
+
+def assert_launched(device, word):
+    """A kernel with that word in its name ran, all on torch's stream."""
+    entries, streams = zip(*device.launches, strict=True)
+    assert any(word in x for x in entries)
+    assert {*streams} == {emulated_torch.STREAM}
+
+
+@each_case
+def test_results_and_gradients(case):
+    call = TorchCase(case)
+    with on_device(case.dtype) as device:
+        got = call.results_and_gradients()
+        assert_launched(device, "backward")
+        expected = call.expected_results()
+        assert_equal(got, (*expected, *call.expected_gradients(*expected)))
+
+
+@each_dtype
+def test_calls_without_gradients(dtype):
+    """One look-up: in eager mode, and from compiled code."""
+    call = TorchCase(Case(dtype, **SIZES))
+    with on_device(dtype) as device:
+        expected = call.expected_results()
+        for _ in range(2):
+            assert_equal(call.results(), expected)
+        qkv = call.tensors.values()
+        assert_equal(direct.plain_attention(*qkv), expected)
+        assert_equal(direct.plain_attention_out(*qkv), expected[:1])
+        assert len({*device.launches}) == 1 and len(device.launches) == 4
+
+
+@each_case
+def test_tangents(case):
+    call = TorchCase(case)
+    with on_device(case.dtype) as device:
+        got = call.tangents()
+        assert_launched(device, "jvp")
+        assert_equal(got, call.expected_tangents())
+
+
+@each_case
+def test_second_gradients(case):
+    call = TorchCase(case)
+    with on_device(case.dtype) as device:
+        got = call.second_gradients()
+        assert_launched(device, "double_backward")
+        expected = call.expected_second_gradients()
+    assert got.keys() == expected.keys()
+    assert_equal([*got.values()], [expected[x] for x in got])

@@ -1,0 +1,125 @@
+"""CPU tensors as the memory of an emulated CUDA device.
+
+Calls of `cuflash.torch` on them take the path of CUDA tensors, down to the
+launch by the driver (`emulated_cuda.py`). `SUBSTITUTES` names what they would
+ask torch about a CUDA device.
+"""
+
+import contextlib
+import contextlib
+import importlib
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cuflash
+import cuflash.torch
+from cuflash import emulator
+from cuflash.torch import request
+
+from .emulated_cuda import EmulatedCuda, replace
+
+STREAM = 99
+
+# (what is replaced, an attribute of EmulatedTorch, why)
+SUBSTITUTES = (
+    (
+        "cuflash.torch.request.backend_of",
+        "backend_of",
+        "tells CUDA tensors by is_cuda and get_device: here all are",
+    ),
+    (
+        "cuflash.torch.backend._stream",
+        "stream",
+        "torch's current stream: a CPU has none",
+    ),
+    (
+        "cuflash.torch.backend._new",
+        "new_tensor",
+        "torch's allocator of CUDA memory",
+    ),
+    (
+        "cuflash.torch.backend.TorchBackend.address",
+        "noting_memory",
+        "then the original: kernels access all memory of a GPU, but of this "
+        "process the tensors of their call",
+    ),
+    (
+        "torch.cuda.current_stream",
+        "current_stream",
+        "as _stream, for calls that ranks share",
+    ),
+)
+
+
+class EmulatedTorch(EmulatedCuda):
+    """An emulated device, and what torch knows of it."""
+
+    def install(self, monkeypatch):
+        by_cupy = super().install(monkeypatch)
+        # Imports it again, on the emulated CuPy, at the first call.
+        name = "cuflash.torch.backend"
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+        monkeypatch.setattr(cuflash.torch, "backend", None, raising=False)
+        monkeypatch.setattr(request, "_cuda", request._cuda.__wrapped__)
+        self.module = importlib.import_module(name)
+        self._addresses_of_backend = self.module.TorchBackend.address
+        replace(monkeypatch, SUBSTITUTES, self)
+        self.backend = self.module.backend(0)
+        self.backend.tensor_device = torch.device("cpu")
+        return by_cupy
+
+    def backend_of(self, x):
+        backend = request._cuda()(0)
+        assert backend is self.backend
+        return None if x.is_meta else backend
+
+    def stream(self, index):
+        assert index == 0
+        return STREAM
+
+    def current_stream(self, device):
+        return SimpleNamespace(cuda_stream=STREAM)
+
+    def new_tensor(self, shape, strides, dtype):
+        # As torch's own, which takes no torch.Size.
+        assert type(shape) is type(strides) is tuple
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        new = torch.from_numpy(self.new(nbytes)).view(dtype)
+        new = new.as_strided(shape, strides)
+        self.hold_tensor(new, written=True)
+        return new
+
+    def noting_memory(self, backend, arrays, written=False):
+        arrays = [*arrays]
+        for x in arrays:
+            if x is not None and x.numel():
+                self.hold_tensor(x, written)
+        return self._addresses_of_backend(backend, arrays, written)
+
+    def hold_tensor(self, x, written):
+        """Let kernels access the storage of a tensor, as on a GPU."""
+        storage = x.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        self.hold(storage.data_ptr(), memory, written)
+
+
+@contextlib.contextmanager
+def active(arch, seed=0):
+    """Calls on CPU tensors run on this device; those on NumPy arrays too.
+
+    In the same order of warps, so that both give the same bits.
+    """
+    device = EmulatedTorch(arch, seed)
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        emulator.active(arch, seed),
+    ):
+        device.install(monkeypatch)
+        yield device
