@@ -4,16 +4,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from emulated_tensors import EmulatedTensors  # noqa: E402
 from flash_attn_data import int32, normal, offsets  # noqa: E402
 from torch_data import negated  # noqa: E402
 
-from cuflash import emulator  # noqa: E402
 from cuflash.flash_attn import rotation  # noqa: E402
 from cuflash.flash_attn.layers.rotary import (  # noqa: E402
     apply_rotary_emb,
     apply_rotary_emb_qkv_,
 )
+from helpers import emulated_torch  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, needs_compiler]
@@ -28,15 +27,14 @@ CALLS = {
 
 
 @pytest.fixture
-def by_kernel(monkeypatch):
-    """Run a call by the kernel."""
+def by_kernel():
+    """Run a call by the kernel, unless it raises."""
 
     def run(function, *args, **options):
-        with emulator.active() as emulated, monkeypatch.context() as patch:
-            patch.setattr(
-                rotation, "kernel_backend", lambda _: EmulatedTensors(emulated)
-            )
-            return function(*args, **options)
+        with emulated_torch.active("sm_90a") as device:
+            result = function(*args, **options)
+            assert device.launches
+            return result
 
     return run
 

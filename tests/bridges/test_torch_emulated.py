@@ -4,22 +4,22 @@ As NumPy arrays on the same emulator: in the same order of warps, kernels of
 the same plans give the same bits.
 """
 
-from itertools import cycle
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from torch_cases import TorchCase  # noqa: E402
+from torch_cases import (  # noqa: E402
+    SIZES,
+    TorchCase,
+    each_case,
+    each_dtype,
+)
 from torch_data import assert_equal  # noqa: E402
 
 from cuflash.torch import direct  # noqa: E402
 from helpers import emulated_torch  # noqa: E402
 from helpers.data import Case  # noqa: E402
-from helpers.dtypes import DTYPES  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
-from helpers.option_cases import sizes  # noqa: E402
-from helpers.options import TABLE, everything, fields_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,28 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode
 ]
 
-# So many keys that each bound in the table masks some.
-SIZES = sizes(2, 20, 70, 4, 2, 16, 16)
-PACKED = {"batch": 1, "offsets": ((0, 3, 20), (0, 40, 70))}
 ARCHS = {"bfloat16": "sm_90a"}
-
-
-def _cases():
-    """Each option with one of the dtypes, and each dtype with all."""
-    dtypes = cycle(DTYPES)
-    for data in TABLE.values():
-        for name, fields in [*data.alone.items()][:1]:
-            fields = SIZES | fields | (PACKED if "offsets" in fields else {})
-            yield name, Case(next(dtypes), **fields)
-    for dtype in DTYPES:
-        fields = SIZES | fields_of(everything())
-        yield f"all-{dtype}", Case(dtype, **fields)
-    yield "tf32x3", Case(**{**SIZES, "causal": True}, precision="tf32x3")
-
-
-CASES = dict(_cases())
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def on_device(dtype):

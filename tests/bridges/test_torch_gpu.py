@@ -1,12 +1,21 @@
-"""`cuflash.torch` on a GPU: numbers, streams, graphs, memory, threads."""
+"""`cuflash.torch` on a GPU: streams, graphs, memory, several devices.
 
-import threading
+What an emulated device can do too is in test_torch_device.py.
+"""
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from torch_data import options, packed_tensors, tensors  # noqa: E402
+from torch_data import assert_equal  # noqa: E402
+from torch_device_calls import (  # noqa: E402
+    assert_near_compiled,
+    inputs_on,
+    kvcache,
+    results,
+    squares,
+)
+from torch_devices import Gpu  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
@@ -19,151 +28,15 @@ pytestmark = [
     ),
 ]
 
-LARGE = {
-    "seqlen_q": 200,
-    "seqlen_k": 230,
-    "head_dim": 64,
-    "head_dim_v": 64,
-}
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def on_gpu(tensors):
-    """Return leaves on the GPU."""
-    return [x.detach().cuda().requires_grad_(x.requires_grad) for x in tensors]
+def inputs_on_gpu(*given, **more):
+    return inputs_on(Gpu(), *given, **more)
 
 
-def inputs_on_gpu(dtype=torch.bfloat16, requires_grad=True, **sizes):
-    sizes = {**LARGE, **sizes}
-    return on_gpu(tensors(dtype, requires_grad=requires_grad, **sizes))
-
-
-def moved(given):
-    return {
-        name: x.cuda() if isinstance(x, torch.Tensor) else x
-        for name, x in given.items()
-    }
-
-
-def results(inputs, **given):
-    """Return out, lse and the gradients of their sums with weights."""
-    out, lse = cuflash.torch.attention(*inputs, return_lse=True, **given)
-    dout, dlse = (torch.ones_like(x) * 0.5 for x in (out, lse))
-    gradients = torch.autograd.grad((out, lse), inputs, (dout, dlse))
-    return out.detach(), lse.detach(), *gradients
-
-
-def by_cupy(inputs, **given):
-    """Return the same from cuflash's own calls, on CuPy arrays."""
-    q, k, v = (x.detach() for x in inputs)
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **given)
-    out, lse = torch.from_dlpack(out), torch.from_dlpack(lse)
-    dout, dlse = (torch.full_like(x, 0.5) for x in (out, lse))
-    gradients = cuflash.backward(dout, q, k, v, out, lse, dlse=dlse, **given)
-    return out, lse, *map(torch.from_dlpack, gradients)
-
-
-def assert_equal(got, expected):
-    for x, y in zip(got, expected, strict=True):
-        assert x.dtype is y.dtype and torch.equal(x, y)
-
-
-@each_dtype
-@pytest.mark.parametrize("name", options())
-def test_results_are_those_of_cupy_arrays(dtype, name):
-    inputs = on_gpu(tensors(dtype, requires_grad=True))
-    given = moved(options(dtype)[name])
-    got = cuflash.torch.attention(*inputs, return_lse=True, **given)
-    q, k, v = (x.detach() for x in inputs)
-    expected = cuflash.forward(q, k, v, return_lse=True, **given)
-    assert_equal(got, map(torch.from_dlpack, expected))
-
-
-@each_dtype
-def test_gradients_are_those_of_cupy_arrays(dtype):
-    inputs = inputs_on_gpu(dtype)
-    expected = by_cupy(inputs, causal=True)
-    got = results(inputs, causal=True, deterministic=True)
-    # The CuPy call adds to dq in any order: 230 keys are at most 8 tiles, so
-    # each of two sums has 8 roundings of half an eps.
-    size = expected[2].abs().max()
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        got[2], expected[2], rtol=0, atol=8 * eps * size
-    )
-    assert_equal(
-        (*got[:2], *got[3:]),
-        (*expected[:2], *expected[3:]),
-    )
-
-
-@each_dtype
-def test_gradients_of_a_bias(dtype):
-    """Of each pair once, so that nothing depends on the order of sums."""
-    inputs = on_gpu(tensors(dtype, requires_grad=True))
-    (bias,) = on_gpu(tensors(dtype, seqlen_q=4, num_heads_q=5, head_dim=7)[:1])
-    bias.requires_grad_()
-    out, lse = cuflash.torch.attention(*inputs, bias=bias, return_lse=True)
-    dout = torch.full_like(out, 0.5)
-    (got,) = torch.autograd.grad(out, bias, dout)
-    q, k, v, out, lse, bias = (x.detach() for x in (*inputs, out, lse, bias))
-    *_, expected = cuflash.backward(
-        dout, q, k, v, out, lse, bias=bias, return_dbias=True
-    )
-    assert_equal([got], [torch.from_dlpack(expected)])
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_in_torchs_layout(is_causal):
-    inputs = inputs_on_gpu(seqlen_q=230)
-    heads_first = [x.transpose(1, 2) for x in inputs]
-    got = cuflash.torch.scaled_dot_product_attention(
-        *heads_first, is_causal=is_causal, enable_gqa=True
-    )
-    expected = cuflash.torch.attention(*inputs, causal=is_causal)
-    assert torch.equal(got.transpose(1, 2), expected)
-
-
-def test_packed_sequences():
-    inputs, given = packed_tensors(torch.bfloat16, requires_grad=True)
-    got = results(on_gpu(inputs), **moved(given))
-    expected = results(inputs, **given)
-    for x, y in zip(got, expected, strict=True):
-        # Rounded once, from sums of less than ten numbers of size 1.
-        torch.testing.assert_close(x.cpu(), y, rtol=2**-7, atol=2**-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_no_further_from_float64_than_sdpa(dtype):
-    """CONTRIBUTING, "Error": 2 and 3 times the error of plain code."""
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    inputs = inputs_on_gpu(dtype, seqlen_q=200, seqlen_k=200)
-
-    def theirs(inputs):
-        turned = (x.transpose(1, 2) for x in inputs)
-        return sdpa(*turned, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-    wide = [x.detach().double().requires_grad_() for x in inputs]
-    found = []
-    for attention, given in (
-        (lambda x: cuflash.torch.attention(*x, causal=True), inputs),
-        (theirs, inputs),
-        (theirs, wide),
-    ):
-        out = attention(given)
-        dout = torch.cos(torch.arange(out.numel(), device="cuda"))
-        gradients = torch.autograd.grad(
-            out, given, dout.view(out.shape).to(out.dtype)
-        )
-        found.append([x.detach().double() for x in (out, *gradients)])
-    for factor, ours, low, exact in zip((2, 3, 3, 3), *found, strict=True):
-        ulp = torch.finfo(dtype).eps * exact.abs().max()
-        bound = factor * (low - exact).abs().max() + ulp
-        assert (ours - exact).abs().max() <= bound
-
-
-# Streams and threads --------------------------------------------------------
+# Streams --------------------------------------------------------------------
 
 
 def keep_busy():
@@ -199,26 +72,6 @@ def test_a_call_does_not_wait():
         results(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_new_threads():
-    """A thread has no context of CUDA before its first call."""
-    inputs = inputs_on_gpu()
-    expected = results(inputs, deterministic=True)
-    torch.cuda.synchronize()
-    found = []
-
-    def call():
-        found.append(results(inputs, deterministic=True))
-
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    for got in found:
-        assert_equal(got, expected)
 
 
 # CUDA graphs ----------------------------------------------------------------
@@ -291,27 +144,9 @@ def test_graphed_callables():
         torch.testing.assert_close(x, y)
 
 
-def kvcache():
-    """Return the arguments of a step of decoding."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        x = torch.randn(shape, generator=generator)
-        return x.to("cuda", torch.bfloat16)
-
-    return {
-        "q": normal(2, 1, 8, 64),
-        "k_cache": normal(2, 700, 2, 64),
-        "v_cache": normal(2, 700, 2, 64),
-        "k_new": normal(2, 1, 2, 64),
-        "v_new": normal(2, 1, 2, 64),
-        "cache_seqlens": torch.tensor([600, 5], dtype=torch.int32).cuda(),
-    }
-
-
 def test_capture_of_decoding():
-    ours, theirs = kvcache(), kvcache()
-    warm_up(lambda: cuflash.torch.forward_kvcache(**kvcache()))
+    ours, theirs = (Gpu().put(kvcache()) for _ in range(2))
+    warm_up(lambda: cuflash.torch.forward_kvcache(**Gpu().put(kvcache())))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = cuflash.torch.forward_kvcache(**ours)
@@ -326,18 +161,6 @@ def test_capture_of_decoding():
 
 
 # Memory ---------------------------------------------------------------------
-
-
-def test_nothing_is_taken_from_cupys_pool(cp):
-    inputs = inputs_on_gpu()
-    bias = torch.randn(4, 200, 230, device="cuda", requires_grad=True)
-    pool = cp.get_default_memory_pool()
-    before = pool.total_bytes()
-    for given in ({}, {"bias": bias}, {"dropout": 0.5, "seed": 1}):
-        results(inputs, **given)
-        cuflash.torch.attention(*(x[..., ::2] for x in inputs))
-    cuflash.torch.forward_kvcache(**kvcache())
-    assert pool.total_bytes() == before
 
 
 def test_the_memory_of_a_call_is_returned():
@@ -361,68 +184,21 @@ def test_memory_grows_with_rows():
     assert used <= 2 * inputs[0].nbytes
 
 
-def test_saved_tensors_can_wait_on_the_cpu():
-    inputs = inputs_on_gpu()
-    expected = results(inputs, deterministic=True)
-    with torch.autograd.graph.save_on_cpu():
-        got = results(inputs, deterministic=True)
-    assert_equal(got, expected)
-
-
-# Compiled calls and autocast ------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own
-def test_a_compiled_checkpoint_keeps_its_dropout():
-    from torch.utils.checkpoint import checkpoint
-
-    inputs = inputs_on_gpu()
-
-    def layer(q, k, v):
-        return cuflash.torch.attention(
-            q, k, v, dropout=0.5, deterministic=True
-        )
-
-    def again(*inputs):
-        return checkpoint(layer, *inputs, use_reentrant=False)
-
-    found = []
-    for call in (layer, torch.compile(again, fullgraph=True)):
-        torch.manual_seed(0)
-        out = call(*inputs)
-        found.append((out, *torch.autograd.grad(out.sum(), inputs)))
-    assert_equal(*found)
+# Compiled calls -------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # and so is one
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_calls(mode):
+def test_compiled_into_graphs():
     torch._dynamo.reset()
     inputs = inputs_on_gpu()
-
-    def call(q, k, v):
-        out = cuflash.torch.attention(q * 2, k, v, causal=True)
-        return (out * 2).float().square().sum()
-
-    compiled = torch.compile(call, fullgraph=True, mode=mode)
+    compiled = torch.compile(squares, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):  # graphs are captured after some
         torch.compiler.cudagraph_mark_step_begin()
         got = torch.autograd.grad(compiled(*inputs), inputs)
         got = [x.clone() for x in got]
-    expected = torch.autograd.grad(call(*inputs), inputs)
-    for x, y in zip(got, expected, strict=True):
-        error = (x - y).float().abs().max()
-        # Inductor leaves out roundings to bfloat16 between operations.
-        assert error <= 4 * 2.0**-7 * y.float().abs().max()
-
-
-def test_autocast():
-    inputs = inputs_on_gpu(torch.float32)
-    with torch.autocast("cuda", dtype=torch.float16):
-        out = cuflash.torch.attention(*inputs)
-    expected = cuflash.torch.attention(*(x.half() for x in inputs))
-    assert torch.equal(out, expected)
+    expected = torch.autograd.grad(squares(*inputs), inputs)
+    assert_near_compiled(got, expected)
 
 
 # Bad input ------------------------------------------------------------------
@@ -439,15 +215,3 @@ def test_several_devices():
     sink = torch.zeros(4)
     with pytest.raises(cuflash.ValueRangeError, match="sink is on cpu"):
         cuflash.torch.attention(q, k, v, sink=sink)
-
-
-def test_offsets_are_read_where_asked(monkeypatch):
-    inputs, given = packed_tensors(torch.float32)
-    given = moved(given)
-    given["cu_seqlens_q"][-1] = 99
-    inputs = on_gpu(inputs)
-    out = cuflash.torch.attention(*inputs, **given)
-    assert not out.any()
-    monkeypatch.setenv("CUFLASH_CHECK", "1")
-    with pytest.raises(cuflash.ValueRangeError, match=r"cu_seqlens_q\[2\]"):
-        cuflash.torch.attention(*inputs, **given)

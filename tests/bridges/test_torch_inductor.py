@@ -4,12 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-import emulated_tensors  # noqa: E402
 from torch_data import assert_equal, options, tensors  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash.torch import inductor  # noqa: E402
+from helpers import emulated_torch  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -151,10 +151,9 @@ def views(dtype):
 
 @pytest.mark.parametrize("name", views(torch.float32))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_repeated_calls_of_kernels(monkeypatch, dtype, name):
+def test_repeated_calls_of_kernels(dtype, name):
     inputs = views(dtype)[name]
-    with cuflash.emulator.active("sm_90a") as emulator:
-        emulated_tensors.use(monkeypatch, emulator)
+    with emulated_torch.active("sm_90a"):
         expected = attention(*inputs)
         call = torch.compile(attention, fullgraph=True)
         for _ in range(2):

@@ -4,7 +4,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-import emulated_tensors  # noqa: E402
 from torch_data import (  # noqa: E402
     assert_equal,
     expected_gradients,
@@ -16,6 +15,7 @@ from torch_data import (  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
+from helpers import emulated_torch  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,10 +29,9 @@ BOTH = {
 
 
 @pytest.fixture(params=["sm_80", "sm_90a"])
-def emulator(request, monkeypatch):
-    with cuflash.emulator.active(request.param) as emulator:
-        emulated_tensors.use(monkeypatch, emulator)
-        yield emulator
+def emulator(request):
+    with emulated_torch.active(request.param) as device:
+        yield device
 
 
 def check(inputs, given, dlse=False):

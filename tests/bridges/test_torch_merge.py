@@ -4,7 +4,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from emulated_tensors import EmulatedTensors  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch_data import assert_equal, on_numpy, tensors  # noqa: E402
 from torch_states import (  # noqa: E402
@@ -18,7 +17,6 @@ import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash.torch import merging  # noqa: E402
 from cuflash.torch.merging import merge_states  # noqa: E402
-from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -150,20 +148,6 @@ def _gradients(function, given, wanted):
     found = torch.autograd.grad(loss, given, allow_unused=True)
     return [torch.zeros_like(x) if d is None else d
             for x, d in zip(given, found, strict=True)]  # fmt: skip
-
-
-@needs_compiler
-@pytest.mark.parametrize("rank", [3, 4])
-def test_by_the_kernel(rank, monkeypatch):
-    given = states(3, torch.float32)
-    given = [x[0] if rank == 3 else x for x in given]
-    expected = results(merge_states, given)
-    with cuflash.emulator.active() as emulator:
-        monkeypatch.setattr(
-            merging, "kernel_backend", lambda *_: EmulatedTensors(emulator)
-        )
-        got = results(merge_states, given)
-    assert_close(got, expected)
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")

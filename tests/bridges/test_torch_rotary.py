@@ -4,14 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from emulated_tensors import EmulatedTensors  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch_data import on_numpy  # noqa: E402
 from torch_states import leaves  # noqa: E402
 
 import cuflash  # noqa: E402
 from cuflash.torch import apply_rotary, rotary, rotary_kernel  # noqa: E402
-from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -177,28 +175,6 @@ def test_the_kernels_gradient_is_that_of_torch(monkeypatch):
     torch.testing.assert_close(dx, x, rtol=0, atol=6 * 8 * 2.0**-53)
     (again,) = torch.autograd.grad(dx, dout, x.detach())
     assert torch.equal(again, out)
-
-
-@needs_compiler
-@pytest.mark.parametrize("rank", [2, 3, 4])
-def test_by_the_kernel(rank, monkeypatch):
-    x, *tables = call(torch.float32)
-    (x,) = leaves([x[{4: slice(None), 3: 0, 2: (0, slice(None), 0)}[rank]]])
-    given = {"positions": POSITIONS["of tokens"]}
-
-    def run():
-        out = apply_rotary(x, *tables, **given)
-        return out, *torch.autograd.grad(out, x, torch.ones_like(out))
-
-    expected = run()
-    with cuflash.emulator.active() as emulator:
-        monkeypatch.setattr(
-            rotary, "kernel_backend", lambda *_: EmulatedTensors(emulator)
-        )
-        got = run()
-    for ours, theirs in zip(got, expected, strict=True):
-        # Kernels may fuse a product and a sum: one rounding less.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=8 * 2.0**-23)
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")

@@ -111,13 +111,13 @@ class EmulatedCuda:
     def read(self, target, source, nbytes, kind, stream):
         ctypes.memmove(target, source, nbytes)
 
-    # Kernels ------------------------------------------------------------------
+    # Kernels -----------------------------------------------------------------
 
     def properties(self, index):
         device = self.machine.device()
-        capability = int(device.arch.removeprefix("sm_").rstrip("a"))
+        capability, name = device.capability, device.name or device.arch
         return {
-            "name": (device.name or device.arch).encode(), "major": capability // 10,
+            "name": name.encode(), "major": capability // 10,
             "minor": capability % 10,
             "multiProcessorCount": device.num_sms,
             "sharedMemPerBlockOptin": device.shared_bytes,
@@ -169,16 +169,16 @@ class EmulatedCuda:
             self.launches.append((kernel.entry, stream))
             memory.run((Launch(kernel, blocks),), struct)
 
-    # Installation -------------------------------------------------------------
+    # Installation ------------------------------------------------------------
 
     def install(self, monkeypatch):
         """Put this device below `cuflash.backends.cupy`."""
-        fake, backend = fake_cupy.in_place(monkeypatch)
+        self.fake, backend = fake_cupy.in_place(monkeypatch)
         self._launch_of_backend = backend.CupyBackend.launch
         replace(monkeypatch, SUBSTITUTES, self)
         for group, name, ours in OF_CUPY:
             monkeypatch.setattr(
-                getattr(fake.cuda, group), name, getattr(self, ours)
+                getattr(self.fake.cuda, group), name, getattr(self, ours)
             )
         return backend
 

@@ -6,7 +6,6 @@ ask torch about a CUDA device.
 """
 
 import contextlib
-import contextlib
 import importlib
 import math
 import sys
