@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from torch_cases import TorchCase, each_case  # noqa: E402
+from bridge_cases import each_case  # noqa: E402
+from torch_cases import TorchCase  # noqa: E402
 from torch_data import (  # noqa: E402
     assert_equal,
     packed_tensors,

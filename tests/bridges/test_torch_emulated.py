@@ -8,12 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from torch_cases import (  # noqa: E402
+from bridge_cases import (  # noqa: E402
     SIZES,
-    TorchCase,
+    arch_of,
     each_case,
     each_dtype,
 )
+from torch_cases import TorchCase  # noqa: E402
 from torch_data import assert_equal  # noqa: E402
 
 from cuflash.torch import direct  # noqa: E402
@@ -27,11 +28,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode
 ]
 
-ARCHS = {"bfloat16": "sm_90a"}
-
 
 def on_device(dtype):
-    return emulated_torch.active(ARCHS.get(dtype, "sm_80"))
+    return emulated_torch.active(arch_of(dtype))
 
 
 def assert_launched(device, word):

@@ -1,18 +1,12 @@
 """Calls of `cuflash.torch.attention` of a drawn case, and NumPy's of it."""
 
-from itertools import cycle
-
-import pytest
 import torch
 from torch_data import on_numpy
 
 import cuflash
 import cuflash.torch
 from cuflash.torch.dtypes import from_numpy
-from helpers.data import Case, inputs, lse_gradient
-from helpers.dtypes import DTYPES
-from helpers.option_cases import sizes
-from helpers.options import TABLE, everything, fields_of
+from helpers.data import inputs, lse_gradient
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 
@@ -137,28 +131,3 @@ class TorchCase:
 
     def _wanted(self, prefix):
         return {f"{prefix}{name}": True for name in self.wrt[3:]}
-
-
-# The cases of each option and each dtype ------------------------------------
-
-# So many keys that each bound in the table masks some.
-SIZES = sizes(2, 20, 70, 4, 2, 16, 16)
-PACKED = {"batch": 1, "offsets": ((0, 3, 20), (0, 40, 70))}
-
-
-def _cases():
-    """Each option with one of the dtypes, and each dtype with all."""
-    dtypes = cycle(DTYPES)
-    for data in TABLE.values():
-        for name, fields in [*data.alone.items()][:1]:
-            fields = SIZES | fields | (PACKED if "offsets" in fields else {})
-            yield name, Case(next(dtypes), **fields)
-    for dtype in DTYPES:
-        fields = SIZES | fields_of(everything())
-        yield f"all-{dtype}", Case(dtype, **fields)
-    yield "tf32x3", Case(**{**SIZES, "causal": True}, precision="tf32x3")
-
-
-CASES = dict(_cases())
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
