@@ -7,17 +7,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from torch.func import (  # noqa: E402
-    grad,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    vjp,
-    vmap,
-)
+from torch.func import grad, hessian, jacfwd, vmap  # noqa: E402
 from torch_data import packed_tensors, tensors  # noqa: E402
-from torch_dense import dense  # noqa: E402
+from torch_transforms import (  # noqa: E402
+    OPTIONS,
+    TRANSFORMS,
+    assert_close,
+    both,
+    derivative,
+    total,
+)
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
@@ -27,84 +26,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode
 ]
-
-SIZES = {
-    "seqlen_q": 2,
-    "seqlen_k": 3,
-    "num_heads_q": 2,
-    "num_heads_kv": 1,
-    "head_dim": 2,
-    "head_dim_v": 2,
-}
-OPTIONS = ["none", "softcap", "bias", "bias of each", "sink"]
-
-
-def case(name, **sizes):
-    """Return arrays by name, and the other arguments."""
-    generator = torch.Generator().manual_seed(4)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    named = dict(zip("qkv", tensors(**SIZES | sizes), strict=True))
-    if name == "bias":
-        named["bias"] = normal(2, 3)
-    if name == "bias of each":
-        named["bias"] = normal(sizes.get("batch", 2), 2, 2, 3)
-    if name == "sink":
-        named["sink"] = normal(2)
-    return named, {"softcap": 1.5} if name == "softcap" else {}
-
-
-def total(function, *inputs):
-    out = function(*inputs)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype)
-    return (out.flatten() ** 2 * weights).sum()
-
-
-def derivative(transform, function, num, *inputs):
-    """All of one transform's derivatives at a point."""
-    wrt = tuple(range(num))
-    scalar = partial(total, function)
-    if transform == "jvp":
-        tangents = tuple(x.cos() for x in inputs)
-        return jvp(function, inputs, tangents)
-    if transform == "vjp":
-        out, pull = vjp(function, *inputs)
-        return pull(out.cos())
-    return {
-        "grad": grad(scalar, wrt),
-        "jacfwd": jacfwd(function, wrt),
-        "jacrev": jacrev(function, wrt),
-        "forward over reverse": hessian(scalar, wrt),
-        "reverse over reverse": jacrev(jacrev(scalar, wrt), wrt),
-        "reverse over forward": jacrev(jacfwd(scalar, wrt), wrt),
-    }[transform](*inputs)
-
-
-TRANSFORMS = [
-    "jvp", "vjp", "grad", "jacfwd", "jacrev", "forward over reverse",
-    "reverse over reverse", "reverse over forward",
-]  # fmt: skip
-
-
-def both(name, **sizes):
-    """Return cuflash's attention, dense attention, and the inputs of both."""
-    named, others = case(name, **sizes)
-
-    def ours(*inputs):
-        given = dict(zip(named, inputs, strict=True))
-        return cuflash.torch.attention(**given, **others)
-
-    def theirs(*inputs):
-        return dense(**dict(zip(named, inputs, strict=True)), **others)
-
-    return ours, theirs, tuple(named.values())
-
-
-def assert_close(got, expected):
-    """Some hundred operations on numbers of size 10: 500 * 10 * 2^-53."""
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

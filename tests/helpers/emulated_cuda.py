@@ -43,13 +43,11 @@ SUBSTITUTES = (
         "tensor_map",
         "cuTensorMapEncodeTiled is the driver's, in a layout of its own",
     ),
-)
-# Functions of the fake module that takes CuPy's place, which has no device.
-OF_CUPY = (
-    ("driver", "launchKernel", "launch"),
-    ("runtime", "getDeviceProperties", "properties"),
-    ("runtime", "memsetAsync", "fill"),
-    ("runtime", "memcpyAsync", "read"),
+    # In the fake module that takes CuPy's place, which has no device.
+    ("cupy.cuda.driver.launchKernel", "launch", "runs the kernel"),
+    ("cupy.cuda.runtime.getDeviceProperties", "properties", "of the device"),
+    ("cupy.cuda.runtime.memsetAsync", "fill", "memory is this process's"),
+    ("cupy.cuda.runtime.memcpyAsync", "read", "memory is this process's"),
 )
 
 # Fields of argument structs that hold 64 bits, but no address.
@@ -176,10 +174,6 @@ class EmulatedCuda:
         self.fake, backend = fake_cupy.in_place(monkeypatch)
         self._launch_of_backend = backend.CupyBackend.launch
         replace(monkeypatch, SUBSTITUTES, self)
-        for group, name, ours in OF_CUPY:
-            monkeypatch.setattr(
-                getattr(self.fake.cuda, group), name, getattr(self, ours)
-            )
         return backend
 
 

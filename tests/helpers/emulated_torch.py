@@ -18,6 +18,7 @@ import cuflash
 import cuflash.torch
 from cuflash import emulator
 from cuflash.torch import request
+from cuflash.torch.dtypes import to_numpy
 
 from .emulated_cuda import EmulatedCuda, replace
 
@@ -51,6 +52,11 @@ SUBSTITUTES = (
         "current_stream",
         "as _stream, for calls that ranks share",
     ),
+    (
+        "cupy.from_dlpack",
+        "to_array",
+        "arrays of the fake CuPy do not compute: NumPy's do, for ranks",
+    ),
 )
 
 
@@ -83,6 +89,9 @@ class EmulatedTorch(EmulatedCuda):
 
     def current_stream(self, device):
         return SimpleNamespace(cuda_stream=STREAM)
+
+    def to_array(self, x):
+        return to_numpy(x)
 
     def new_tensor(self, shape, strides, dtype):
         # As torch's own, which takes no torch.Size.

@@ -78,6 +78,7 @@ class FakeCupy(types.ModuleType):
         self.cuda = types.SimpleNamespace(
             runtime=types.SimpleNamespace(
                 getDevice=lambda: self.device,
+                getDeviceCount=lambda: 0,  # none with streams of its own
                 setDevice=self._set_device,
                 getDeviceProperties=lambda index: properties,
                 driverGetVersion=lambda: 13000,
@@ -92,6 +93,7 @@ class FakeCupy(types.ModuleType):
             alloc=self._alloc_for_kernels,
             get_current_stream=lambda: types.SimpleNamespace(ptr=STREAM),
             Device=self._device,
+            ExternalStream=self._external_stream,
             Event=Event,
         )
 
@@ -120,6 +122,11 @@ class FakeCupy(types.ModuleType):
         before, self.device = self.device, index
         yield
         self.device = before
+
+    @contextmanager
+    def _external_stream(self, stream, device):
+        self.log.append(("stream", device, stream))
+        yield
 
     def _read_abc(self, target, source, nbytes, kind, stream):
         assert kind == 2
