@@ -1,14 +1,19 @@
 """The CUDA lowering without a GPU: its kernels run on the emulator."""
 
 import contextlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 
 from cuflash import emulator
 from cuflash.backends.emulator.machine import Machine as EmulatedMemory
 from cuflash.jax import cpu, cuda
 from cuflash.jax.machine import Cuda
+from helpers.emulated_cuda import EmulatedCuda
+
+STREAM = 42
 
 
 class Memory(EmulatedMemory):
@@ -56,6 +61,49 @@ class EmulatedMachine:
         self.runs += 1
         memory = Memory(self.targets[self.index], buffers)
         return self.index, memory.addresses, memory
+
+
+class CudaOnCpu(Cuda):
+    """CUDA's machine for callbacks of CPUs.
+
+    What it takes the place of: JAX's list of CUDA devices, and the stream of
+    a callback's context, which a CPU's has not.
+    """
+
+    def first_device(self):
+        return 0
+
+    def open(self, context, buffers):
+        return super().open(SimpleNamespace(stream=STREAM), buffers)
+
+
+class BuffersOf(CudaOnCpu):
+    """The same; kernels of an emulated device may access the buffers."""
+
+    def __init__(self, device):
+        self._device = device
+
+    def open(self, context, buffers):
+        for array in map(np.asarray, buffers):
+            if array.size:
+                self._device.hold(
+                    array.ctypes.data, array.reshape(-1).view(np.uint8),
+                    array.flags.writeable,
+                )  # fmt: skip
+        return super().open(context, buffers)
+
+
+@contextlib.contextmanager
+def by_the_driver(arch):
+    """Calls run by CuPy's backend on an emulated device; NumPy's on it too."""
+    device = EmulatedCuda(arch)
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        emulator.active(arch),
+        lowered_for(BuffersOf(device), "cpu"),
+    ):
+        device.install(monkeypatch)
+        yield device
 
 
 @contextlib.contextmanager
