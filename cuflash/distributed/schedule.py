@@ -155,7 +155,11 @@ def _joined_blocks(mask: Mask, rank_q: int, rank_k: int) -> Iterator[Block]:
 
 
 def _packed_blocks(mask: Mask, rank_q: int, rank_k: int) -> Iterator[Block]:
-    """Of packed sequences: a block for each pair of chunks."""
+    """Of packed sequences: a block for each pair of chunks.
+
+    Keys that belong to a sequence without queries, which only a full mask
+    allows, are in no block: nobody needs them.
+    """
     count = num_chunks(mask.size, mask.layout)
     cu_q, cu_k = (
         tuple(x // count for x in offsets)
@@ -169,7 +173,35 @@ def _packed_blocks(mask: Mask, rank_q: int, rank_k: int) -> Iterator[Block]:
         for chunk_k, keys in zip(chunks_k, columns, strict=True):
             if not mask.causal or chunk_k <= chunk_q:
                 diagonal = mask.causal and chunk_k == chunk_q
-                yield Block(queries, keys, diagonal, (None, None), cu_q, cu_k)
+                for first, end in _runs(cu_q, cu_k):
+                    of_q, of_k = cu_q[first : end + 1], cu_k[first : end + 1]
+                    yield Block(
+                        _between(queries, of_q),
+                        _between(keys, of_k),
+                        diagonal,
+                        (None, None),
+                        tuple(x - of_q[0] for x in of_q),
+                        tuple(x - of_k[0] for x in of_k),
+                    )
+
+
+def _runs(cu_q: Offsets, cu_k: Offsets) -> Iterator[tuple[int, int]]:
+    """Ranges of sequences without those that have keys and no queries."""
+    first, count = 0, len(cu_q) - 1
+    for i, (of_q, of_k) in enumerate(
+        zip(pairwise(cu_q), pairwise(cu_k), strict=True)
+    ):
+        if of_q[0] == of_q[1] and of_k[0] < of_k[1]:
+            if first < i:
+                yield first, i
+            first = i + 1
+    if first < count:
+        yield first, count
+
+
+def _between(tokens: range, offsets: Offsets) -> range:
+    """The tokens of a chunk from the first of some offsets to the last."""
+    return range(tokens.start + offsets[0], tokens.start + offsets[-1])
 
 
 # Windows, and sequences of unequal lengths --------------------------------

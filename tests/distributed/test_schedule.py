@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 
 from cuflash.distributed import layouts, schedule
 from cuflash.reference import context_parallel
@@ -80,7 +80,24 @@ def blocks_of(mask):
             yield rank_q, rank_k, schedule.blocks(mask, rank_q, rank_k)
 
 
-@given(masks())
+# Former failures: keys of sequences that have no queries.
+KEYS_ALONE = [
+    schedule.Mask(size, "zigzag", False, (None, None), of_q, of_k, True)
+    for size, of_q, of_k in (
+        (1, (0, 0, 0, 2), (0, 0, 2, 2)),
+        (2, (0, 4, 4, 8, 8), (0, 4, 12, 16, 20)),
+    )
+]
+
+
+def on_masks(test):
+    """Run a test on drawn masks, and on former failures."""
+    for mask in KEYS_ALONE:
+        test = example(mask)(test)
+    return given(masks())(test)
+
+
+@on_masks
 def test_each_visible_pair_is_computed_once(mask):
     for rank_q, rank_k, blocks in blocks_of(mask):
         computed = [pair for block in blocks for pair in pairs_of(block)]
@@ -88,7 +105,7 @@ def test_each_visible_pair_is_computed_once(mask):
         assert set(computed) == visible_pairs(mask, rank_q, rank_k)
 
 
-@given(masks())
+@on_masks
 def test_each_needed_key_is_seen_and_each_seen_key_needed(mask):
     for rank_q, rank_k, _ in blocks_of(mask):
         needed = schedule.needed_keys(mask, rank_q, rank_k)
@@ -96,7 +113,7 @@ def test_each_needed_key_is_seen_and_each_seen_key_needed(mask):
         assert {j for keys in needed for j in keys} == seen
 
 
-@given(masks())
+@on_masks
 def test_bounds_of_blocks_are_a_calls(mask):
     for *_, blocks in blocks_of(mask):
         for block in blocks:
