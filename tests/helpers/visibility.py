@@ -19,122 +19,15 @@ Columns, of 32: scores vanish because q and k are coded in different ones.
     dout  0         1 codes
 """
 
-from dataclasses import dataclass
-from itertools import product
-
 import numpy as np
-import pytest
 
 import cuflash
-from cuflash.plan import device_of_arch, legal_tiles
 from cuflash.reference import masks
 
-from .backends import EMULATED
-from .data import Case, Emulation
 from .dtypes import DTYPES, lse_dtype
-from .kernels import small_problem
 
 HEAD_DIM = 32
 HALF = HEAD_DIM // 2
-
-# A family's dtype and architecture.
-FAMILIES = {
-    "simt": ("float32", "sm_75"),
-    "fma": ("float32", "sm_80"),
-    "dmma": ("float64", "sm_80"),
-    "mma": ("bfloat16", "sm_80"),
-    "wgmma": ("bfloat16", "sm_90a"),
-}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A family's kernel of one direction, with small tiles."""
-
-    family: str
-    direction: str
-
-    @property
-    def dtype(self):
-        return FAMILIES[self.family][0]
-
-    @property
-    def tile(self):
-        """Return the smallest of at least 8 x 8: smaller ones are slow.
-
-        Hopper's forward tile has two consumer warpgroups of 64 queries, of
-        which a head's first or last tile may leave one without rows.
-        """
-        arch = FAMILIES[self.family][1]
-        problem = small_problem(self.direction, self.dtype, HEAD_DIM)
-        legal = legal_tiles(problem, device_of_arch(arch), self.family)
-        smallest = 128 if self._two_warpgroups else 8
-        return min(
-            (x for x in legal if x.block_q >= smallest and x.block_k >= 8),
-            key=lambda x: (x.block_q * x.block_k, x.num_warps, x.num_stages),
-        )
-
-    @property
-    def edges_q(self):
-        """Return where tiles of queries may begin, in a head of two."""
-        block = self.tile.block_q
-        return (64, block) if self._two_warpgroups else (block,)
-
-    @property
-    def _two_warpgroups(self):
-        return (self.family, self.direction) == ("wgmma", "forward")
-
-    @property
-    def case(self):
-        tiles = {f"{self.direction}_tile": self.tile}
-        return Case(
-            self.dtype, on=Emulation(FAMILIES[self.family][1], **tiles)
-        )
-
-    def check(self, backend, seen, arrays, **options):
-        """Assert that exactly the pairs of `seen` are added up."""
-        *qkv, dout = arrays
-        if self.direction == "forward":
-            check_forward(backend, seen, *qkv, **options)
-        else:
-            check_backward(backend, seen, *qkv, dout, **options)
-
-    def check_packed(self, backend, seen, arrays, **options):
-        """The same of packed sequences, which have no batch axis."""
-        placed = _Packed(backend)
-        self.check(placed, seen, arrays, **options)
-
-
-on_families = pytest.mark.parametrize(
-    ("backend", "grid"),
-    [
-        pytest.param(
-            *EMULATED.values,
-            Grid(*choice),
-            marks=EMULATED.marks,
-            id="-".join([*choice, "emulated"]),
-        )
-        for choice in product(FAMILIES, ("forward", "backward"))
-    ],
-)
-
-
-def around(*edges):
-    """Return the lengths one before, at and one after each edge of tiles."""
-    return [x + one for x in edges for one in (-1, 0, 1)]
-
-
-class _Packed:
-    """A backend whose arrays lose the batch axis, and get it back."""
-
-    def __init__(self, backend):
-        self.backend = backend
-
-    def place(self, array):
-        return self.backend.place(array[0])
-
-    def fetch(self, array):
-        return self.backend.fetch(array)[None]
 
 
 def codes(name, batch, tokens, heads):
@@ -167,7 +60,7 @@ def pairs(seqlen_q, seqlen_k, **options):
     return masks.visible(seqlen_q, seqlen_k, **options)
 
 
-def _per_head(seen, q):
+def per_head(seen, q):
     """Return the visible pairs as float64 (batch, heads, queries, keys)."""
     batch, seqlen_q, heads, _ = q.shape
     seen = np.asarray(seen, np.float64)
@@ -180,7 +73,7 @@ def _heads_first(x, heads):
     return x.repeat(heads // x.shape[1], axis=1)
 
 
-def check_forward(backend, seen, q, k, v, more=0, **options):
+def check_forward(backend, seen, q, k, v, dout=None, more=0, **options):
     """Assert that `forward` adds the visible pairs and no other.
 
     more : what a sink adds to each row's sum.
@@ -193,7 +86,7 @@ def check_forward(backend, seen, q, k, v, more=0, **options):
 
 def assert_states(out, lse, seen, q, v, more=0):
     """Assert that out and lse are those of the visible pairs."""
-    seen = _per_head(seen, q)
+    seen = per_head(seen, q)
     count = seen.sum(-1) + more
     with np.errstate(divide="ignore"):
         # Half a key: far more than the roundings of lse and of the sums.
@@ -201,7 +94,7 @@ def assert_states(out, lse, seen, q, v, more=0):
     report(apart, "lse", np.exp(lse), count, "keys (batch, head, query)")
     sums = seen @ _heads_first(v, q.shape[2])
     got = np.asarray(out, np.float64).swapaxes(1, 2) * count[..., None]
-    # Rounding to 16 bits: 2^-9 of a sum, which is below 128 here.
+    # Rounding to bfloat16: 2^-8 of a sum, which is below 128 here.
     report(np.abs(got - sums) > 0.5, "out", got, sums, "sums of codes")
 
 
@@ -209,7 +102,7 @@ def check_backward(backend, seen, q, k, v, dout, **options):
     """Assert that `backward` adds the visible pairs and no other."""
     batch, seqlen_q, heads, _ = q.shape
     lse = np.zeros((batch, heads, seqlen_q), lse_dtype(q.dtype))
-    seen = _per_head(seen, q)
+    seen = per_head(seen, q)
     # No weight where a row sees nothing: that is what lse says of it.
     lse[~seen.any(-1)] = -np.inf
     placed = map(backend.place, (dout, q, k, v, np.zeros_like(dout), lse))
@@ -219,7 +112,7 @@ def check_backward(backend, seen, q, k, v, dout, **options):
 
 def assert_gradients(got, seen, q, k, dout):
     """Assert that dq, dk and dv are those of the visible pairs."""
-    seen = _per_head(seen, q)
+    seen = per_head(seen, q)
     kv = k.shape[2]
     wanted = {
         "dq": seen @ _heads_first(k, q.shape[2]),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import visibility as probe
-from helpers.visibility import around, on_families
+from helpers.visibility_grids import around, on_families
 
 
 @on_families

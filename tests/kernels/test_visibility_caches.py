@@ -11,7 +11,7 @@ import cuflash
 from helpers import visibility as probe
 from helpers.backends import EMULATED
 from helpers.data import Case, Emulation
-from helpers.visibility import around
+from helpers.visibility_grids import around
 
 PAGE = 16
 # The key tile of decode/forward_simt.cu and that of decode/forward.cu, at

@@ -1,0 +1,121 @@
+"""The kernels that meet the probes of visibility, and their tiles' edges."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+
+from cuflash.plan import device_of_arch, legal_tiles, plan
+
+from .backends import EMULATED
+from .data import Case, Emulation
+from .kernels import small_problem
+from .visibility import HEAD_DIM, check_backward, check_forward
+from .visibility_derivatives import check_double_backward, check_jvp
+
+CHECKS = {
+    "forward": check_forward,
+    "backward": check_backward,
+    "jvp": check_jvp,
+    "double_backward": check_double_backward,
+}
+# A family's dtype and architecture.
+FAMILIES = {
+    "simt": ("float32", "sm_75"),
+    "fma": ("float32", "sm_80"),
+    "dmma": ("float64", "sm_80"),
+    "mma": ("bfloat16", "sm_80"),
+    "wgmma": ("bfloat16", "sm_90a"),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A family's kernel of one direction, with small tiles."""
+
+    family: str
+    direction: str
+
+    @property
+    def dtype(self):
+        return FAMILIES[self.family][0]
+
+    @property
+    def tile(self):
+        """Return the smallest of at least 8 x 8: smaller ones are slow.
+
+        Derivatives have the planned one.
+
+        Hopper's forward tile has two consumer warpgroups of 64 queries, of
+        which a head's first or last tile may leave one without rows.
+        """
+        arch = FAMILIES[self.family][1]
+        problem = small_problem(self.direction, self.dtype, HEAD_DIM)
+        if self.direction in ("jvp", "double_backward"):
+            return plan(problem, device_of_arch(arch), self.family).tile
+        legal = legal_tiles(problem, device_of_arch(arch), self.family)
+        smallest = 128 if self._two_warpgroups else 8
+        return min(
+            (x for x in legal if x.block_q >= smallest and x.block_k >= 8),
+            key=lambda x: (x.block_q * x.block_k, x.num_warps, x.num_stages),
+        )
+
+    @property
+    def edges_q(self):
+        """Return where tiles of queries may begin, in a head of two."""
+        block = self.tile.block_q
+        return (64, block) if self._two_warpgroups else (block,)
+
+    @property
+    def _two_warpgroups(self):
+        return (self.family, self.direction) == ("wgmma", "forward")
+
+    @property
+    def case(self):
+        tiles = {}
+        if self.direction in ("forward", "backward"):
+            tiles = {f"{self.direction}_tile": self.tile}
+        return Case(
+            self.dtype, on=Emulation(FAMILIES[self.family][1], **tiles)
+        )
+
+    def check(self, backend, seen, arrays, **options):
+        """Assert that exactly the pairs of `seen` are added up."""
+        CHECKS[self.direction](backend, seen, *arrays, **options)
+
+    def check_packed(self, backend, seen, arrays, **options):
+        """The same of packed sequences, which have no batch axis."""
+        placed = _Packed(backend)
+        self.check(placed, seen, arrays, **options)
+
+
+on_families = pytest.mark.parametrize(
+    ("backend", "grid"),
+    [
+        pytest.param(
+            *EMULATED.values,
+            Grid(*choice),
+            marks=EMULATED.marks,
+            id="-".join([*choice, "emulated"]),
+        )
+        for choice in product(FAMILIES, CHECKS)
+    ],
+)
+
+
+def around(*edges):
+    """Return the lengths one before, at and one after each edge of tiles."""
+    return [x + one for x in edges for one in (-1, 0, 1)]
+
+
+class _Packed:
+    """A backend whose arrays lose the batch axis, and get it back."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def place(self, array):
+        return self.backend.place(array[0])
+
+    def fetch(self, array):
+        return self.backend.fetch(array)[None]
