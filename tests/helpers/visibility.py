@@ -100,6 +100,12 @@ def assert_states(out, lse, seen, q, v, more=0):
 
 def check_backward(backend, seen, q, k, v, dout, **options):
     """Assert that `backward` adds the visible pairs and no other."""
+    got = gradients(backend, seen, q, k, v, dout, **options)
+    assert_gradients(got, seen, q, k, dout)
+
+
+def gradients(backend, seen, q, k, v, dout, **options):
+    """Return what `backward` does where each visible pair has dS = P = 1."""
     batch, seqlen_q, heads, _ = q.shape
     lse = np.zeros((batch, heads, seqlen_q), lse_dtype(q.dtype))
     seen = per_head(seen, q)
@@ -107,7 +113,7 @@ def check_backward(backend, seen, q, k, v, dout, **options):
     lse[~seen.any(-1)] = -np.inf
     placed = map(backend.place, (dout, q, k, v, np.zeros_like(dout), lse))
     got = cuflash.backward(*placed, scale=1.0, **options)
-    assert_gradients(map(backend.fetch, got), seen, q, k, dout)
+    return [backend.fetch(x) for x in got]
 
 
 def assert_gradients(got, seen, q, k, dout):

@@ -89,18 +89,23 @@ class Grid:
         self.check(placed, seen, arrays, **options)
 
 
-on_families = pytest.mark.parametrize(
-    ("backend", "grid"),
-    [
-        pytest.param(
-            *EMULATED.values,
-            Grid(*choice),
-            marks=EMULATED.marks,
-            id="-".join([*choice, "emulated"]),
-        )
-        for choice in product(FAMILIES, CHECKS)
-    ],
-)
+def of(*directions, families=tuple(FAMILIES)):
+    """Run a test on each family's kernel of each direction."""
+    return pytest.mark.parametrize(
+        ("backend", "grid"),
+        [
+            pytest.param(
+                *EMULATED.values,
+                Grid(*choice),
+                marks=EMULATED.marks,
+                id="-".join([*choice, "emulated"]),
+            )
+            for choice in product(families, directions)
+        ],
+    )
+
+
+on_families = of(*CHECKS)
 
 
 def around(*edges):

@@ -1,0 +1,81 @@
+"""Which pairs each family sees where options change scores, and in turns.
+
+Biases and slopes hide pairs: 0, or so low that a weight is exactly 0. A sink
+of 0 counts as a key.
+"""
+
+from itertools import product
+
+import numpy as np
+
+from helpers import visibility as probe
+from helpers.dtypes import DTYPES, lse_dtype
+from helpers.visibility_grids import around, of
+
+HIDDEN = -1024.0  # exp of it is 0 in float64 too
+SLOPES = np.array([0, -HIDDEN], np.float32)  # head 1 sees distance 0 alone
+SINKS = np.array([0, HIDDEN])
+ADDED = np.array([[1], [0]])  # to the sums of a head's rows, by its sink
+
+
+def options_of(grid, seqlen_q, seqlen_k):
+    """Return options, and the pairs that have a weight: (1, 2, ...)."""
+    rng = np.random.default_rng([seqlen_q, seqlen_k])
+    bias = HIDDEN * rng.integers(0, 2, (1, 2, seqlen_q, seqlen_k))
+    window = seqlen_k // 2, None
+    seen = probe.pairs(seqlen_q, seqlen_k, window=window)
+    near = np.eye(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool)
+    weights = (bias == 0) & seen & np.stack([np.ones_like(near), near])
+    dtype = DTYPES[grid.dtype]
+    options = {
+        "window": window,
+        "bias": bias.astype(dtype),
+        "alibi_slopes": SLOPES,
+        "sink": SINKS.astype(lse_dtype(dtype)),
+    }
+    return options, weights, seen
+
+
+def calls_of(grid):
+    """Yield the arrays, options, weights and pairs of calls around edges."""
+    of_q, of_k = around(*grid.edges_q), around(grid.tile.block_k)
+    for sizes in product(of_q, of_k):
+        yield probe.arrays(grid.dtype, 1, *sizes, 2), *options_of(grid, *sizes)
+
+
+@of("forward")
+def test_forward(backend, grid):
+    with backend.running(grid.case):
+        for arrays, options, weights, _ in calls_of(grid):
+            grid.check(backend, weights, arrays, more=ADDED, **options)
+
+
+@of("backward")
+def test_backward(backend, grid):
+    with backend.running(grid.case):
+        for arrays, options, weights, seen in calls_of(grid):
+            *got, dbias = probe.gradients(
+                backend, seen, *arrays, return_dbias=True, **options
+            )
+            probe.assert_gradients(got, weights, *arrays[:2], arrays[3])
+            probe.report(dbias != weights, "dbias", dbias, weights, "weight")
+
+
+@of("backward", families=["fma", "dmma", "mma", "wgmma"])
+def test_in_turns_or_integers(backend, grid):
+    """dq is summed in a fixed order, or in integers, which codes are."""
+    of_q, of_k = around(grid.tile.block_q), around(grid.tile.block_k)
+    with backend.running(grid.case):
+        for sizes in product(of_q, of_k):
+            seen = probe.pairs(*sizes, causal=True)
+            arrays = probe.arrays(grid.dtype, 1, *sizes)
+            grid.check(backend, seen, arrays, causal=True, deterministic=True)
+
+
+@of("double_backward", families=["fma", "mma"])
+def test_second_gradients_in_turns(backend, grid):
+    sizes = 2 * grid.tile.block_q + 1, 2 * grid.tile.block_k + 1
+    seen = probe.pairs(*sizes, causal=True)
+    arrays = probe.arrays(grid.dtype, 1, *sizes)
+    with backend.running(grid.case):
+        grid.check(backend, seen, arrays, causal=True, deterministic=True)
