@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import pytest
 
 from cuflash.plan import device_of_arch, legal_tiles, plan
@@ -10,7 +11,7 @@ from cuflash.plan import device_of_arch, legal_tiles, plan
 from .backends import EMULATED
 from .data import Case, Emulation
 from .kernels import small_problem
-from .visibility import HEAD_DIM, check_backward, check_forward
+from .visibility import HEAD_DIM, check_backward, check_forward, pairs
 from .visibility_derivatives import check_double_backward, check_jvp
 
 CHECKS = {
@@ -111,6 +112,22 @@ on_families = of(*CHECKS)
 def around(*edges):
     """Return the lengths one before, at and one after each edge of tiles."""
     return [x + one for x in edges for one in (-1, 0, 1)]
+
+
+def packed_lengths(grid):
+    """Return sequences of all lengths around a tile's edge, end to end.
+
+    Their pairs, causal, and cu_seqlens of queries and of keys.
+    """
+    of_q, of_k = around(grid.tile.block_q), around(grid.tile.block_k)
+    lengths = np.array([*product((0, *of_q), of_k)])
+    cu_q, cu_k = (np.append(0, np.cumsum(x)).astype(np.int32)
+                  for x in lengths.T)  # fmt: skip
+    seen = np.zeros((cu_q[-1], cu_k[-1]), bool)
+    for i, (seqlen_q, seqlen_k) in enumerate(lengths):
+        at = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        seen[at] = pairs(seqlen_q, seqlen_k, causal=True)
+    return seen, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
 
 
 class _Packed:

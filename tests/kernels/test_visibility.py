@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import visibility as probe
-from helpers.visibility_grids import around, on_families
+from helpers.visibility_grids import around, on_families, packed_lengths
 
 
 @on_families
@@ -77,16 +77,7 @@ def test_masks(backend, grid):
 @on_families
 def test_packed_lengths(backend, grid):
     """Sequences of all lengths around a tile's edge, end to end, causal."""
-    lengths = np.array(
-        [*product((0, *around(grid.tile.block_q)), around(grid.tile.block_k))]
-    )
-    cu_q, cu_k = (np.append(0, np.cumsum(x)).astype(np.int32)
-                  for x in lengths.T)  # fmt: skip
-    seen = np.zeros((cu_q[-1], cu_k[-1]), bool)
-    for i, (seqlen_q, seqlen_k) in enumerate(lengths):
-        at = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        seen[at] = probe.pairs(seqlen_q, seqlen_k, causal=True)
+    seen, options = packed_lengths(grid)
     arrays = probe.arrays(grid.dtype, 1, *seen.shape)
-    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     with backend.running(grid.case):
         grid.check_packed(backend, seen, arrays, causal=True, **options)

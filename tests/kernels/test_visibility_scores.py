@@ -10,7 +10,7 @@ import numpy as np
 
 from helpers import visibility as probe
 from helpers.dtypes import DTYPES, lse_dtype
-from helpers.visibility_grids import around, of
+from helpers.visibility_grids import around, of, packed_lengths
 
 HIDDEN = -1024.0  # exp of it is 0 in float64 too
 SLOPES = np.array([0, -HIDDEN], np.float32)  # head 1 sees distance 0 alone
@@ -62,14 +62,24 @@ def test_backward(backend, grid):
 
 
 @of("backward", families=["fma", "dmma", "mma", "wgmma"])
-def test_in_turns_or_integers(backend, grid):
-    """dq is summed in a fixed order, or in integers, which codes are."""
+def test_in_turns(backend, grid):
+    """dq is summed in a fixed order."""
     of_q, of_k = around(grid.tile.block_q), around(grid.tile.block_k)
     with backend.running(grid.case):
         for sizes in product(of_q, of_k):
             seen = probe.pairs(*sizes, causal=True)
             arrays = probe.arrays(grid.dtype, 1, *sizes)
             grid.check(backend, seen, arrays, causal=True, deterministic=True)
+
+
+@of("backward", families=["wgmma", "mma"])
+def test_packed_in_integers_or_turns(backend, grid):
+    """On Hopper parts of dq are integers, of a grid that codes are on."""
+    seen, options = packed_lengths(grid)
+    arrays = probe.arrays(grid.dtype, 1, *seen.shape)
+    options |= {"causal": True, "deterministic": True}
+    with backend.running(grid.case):
+        grid.check_packed(backend, seen, arrays, **options)
 
 
 @of("double_backward", families=["fma", "mma"])
