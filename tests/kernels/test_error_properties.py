@@ -12,9 +12,15 @@ from helpers.backends import CUPY, EMULATED, on_kernels
 from helpers.data import Case, Emulation, inputs
 from helpers.heads import heads_first, heads_last
 
-# Heads are problems of their own, which share one launch. The 16-bit kernels
-# have several tiles of keys, whose parts of dQ are added up.
-SHAPE = {"seqlen_q": 64, "num_heads_q": 16, "num_heads_kv": 16, "seed": 1}
+# Heads are problems of their own, which share one launch; 64 of them, or 16
+# where an emulated launch takes seconds. The 16-bit kernels have several tiles
+# of keys, whose parts of dQ are added up.
+SHAPE = {"seqlen_q": 64, "seed": 1}
+on_problems = pytest.mark.parametrize("problems", [16, 64])
+
+
+def heads(problems):
+    return {"num_heads_q": problems, "num_heads_kv": problems}
 
 
 def rms(x):
@@ -61,29 +67,34 @@ def check_stored(got, arrays, scale):
 
 
 @on_kernels
+@on_problems
 @pytest.mark.parametrize(
     ("dtype", "arch", "seqlen_k"),
     [("bfloat16", "sm_80", 192), ("float16", "sm_90a", 256)],
 )
 def test_16_bits_are_rounded_no_more_than_need_be(
-    backend, dtype, arch, seqlen_k
+    backend, dtype, arch, seqlen_k, problems
 ):
-    case = Case(dtype, seqlen_k=seqlen_k, on=Emulation(arch), **SHAPE)
+    shape = {**SHAPE, **heads(problems)}
+    case = Case(dtype, seqlen_k=seqlen_k, on=Emulation(arch), **shape)
     arrays = inputs(case)
     check_stored(results(backend, case, arrays), arrays, case.head_dim**-0.5)
 
 
 @on_kernels
-def test_decode_rounds_no_more_than_need_be(backend):
+@pytest.mark.parametrize("num_sms", [3, 100])
+def test_decode_rounds_no_more_than_need_be(backend, num_sms):
+    """Of 66 problems, whose keys are in one part or in three."""
     case = Case(
-        "bfloat16", 2, 3, 600, 6, 6, 64, 64, seed=1,
-        on=Emulation("sm_90a", num_sms=3),
+        "bfloat16", 11, 3, 600, 6, 6, 64, 64, seed=1,
+        on=Emulation("sm_90a", num_sms=num_sms),
     )  # fmt: skip
     arrays = inputs(case)
     out, _ = calls.forward(backend, case, *arrays[:3])
     check_stored([out], arrays, case.head_dim**-0.5)
 
 
+@on_problems
 @pytest.mark.parametrize(
     ("backend", "arch", "precision"),
     [
@@ -96,15 +107,17 @@ def test_decode_rounds_no_more_than_need_be(backend):
         )
     ],
 )
-def test_float32_is_about_as_good_as_plain_attention(backend, arch, precision):
+def test_float32_is_about_as_good_as_plain_attention(
+    backend, arch, precision, problems
+):
     """By the factors of CONTRIBUTING ("Error"), of the rms of all.
 
     A GPU's tensor cores truncate, so tf32x3's rms is 2.6 times plain's there:
     its bounds (docs/guide/accuracy.md) are those of test_error_bounds.py.
     """
     case = Case(
-        "float32", seqlen_q=64, seqlen_k=64, num_heads_q=2, num_heads_kv=2,
-        seed=1, precision=precision, on=Emulation(arch),
+        "float32", seqlen_k=64, precision=precision, on=Emulation(arch),
+        **SHAPE, **heads(problems),
     )  # fmt: skip
     arrays = inputs(case)
     got, want = results(backend, case, arrays), exact(case, arrays)
