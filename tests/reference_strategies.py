@@ -4,7 +4,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from helpers.punishing import KINDS
 from helpers.reference_cases import OPTION_ARRAYS, ReferenceCase
+
+VALUES = ["normal", *(kind.__name__ for kind in KINDS)]
 
 
 @st.composite
@@ -22,6 +25,7 @@ def reference_cases(draw, smallest=0):
         block_q=draw(st.integers(1, 15)),
         block_k=draw(st.integers(1, 15)),
         seed=draw(st.integers(0, 2**32 - 1)),
+        values=draw(st.sampled_from(VALUES)),
     )
 
 

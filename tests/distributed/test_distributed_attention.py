@@ -7,10 +7,11 @@ import pytest
 
 import cuflash
 from helpers import expected
-from helpers.backends import BACKENDS, EMULATED, on_backends
+from helpers.backends import BACKENDS, CUPY, EMULATED, NUMPY, on_backends
 from helpers.compare import assert_gradients_match
 from helpers.data import Case, Emulation
 from helpers.dtypes import DTYPES
+from helpers.punishing import KINDS
 from helpers.ranks import Shared, bits_of
 
 HOPPER = Emulation("sm_90a")
@@ -61,6 +62,16 @@ def test_their_product(backend, size, ulysses):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(backend, dtype):
     check(backend, replace(of_ranks(3), dtype=dtype), 3)
+
+
+@pytest.mark.parametrize("backend", [NUMPY, CUPY])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_data_that_punishes(backend, dtype):
+    """Each key head has another kind."""
+    count = len(KINDS)
+    heads = {"num_heads_q": count, "num_heads_kv": count}
+    case = replace(of_ranks(3), dtype=dtype, values="punishing", **heads)
+    check(backend, case, 3)
 
 
 @on_backends

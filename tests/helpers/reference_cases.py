@@ -8,6 +8,8 @@ import numpy as np
 from cuflash.reference import backward, forward
 from cuflash.reference.dropout import Dropout
 
+from . import punishing
+
 EPS = 2.0**-53  # largest relative error of one float64 rounding
 
 
@@ -29,6 +31,7 @@ class ReferenceCase:
     softcap: float | None = None
     arrays_of: tuple[str, ...] = ()  # names of `option_arrays`
     dropout: float = 0.0
+    values: str = "normal"  # or a kind of punishing.KINDS
 
     def meaning(self):
         return {
@@ -61,15 +64,22 @@ class ReferenceCase:
         return {"block_q": self.block_q, "block_k": self.block_k}
 
     def arrays(self):
-        """Return q, k, v and dout, standard normal."""
+        """Return q, k, v and dout, of one kind in all leading axes."""
         rng = np.random.default_rng(self.seed)
-        shapes = (
-            (self.seqlen_q, self.head_dim),
-            (self.seqlen_k, self.head_dim),
-            (self.seqlen_k, self.head_dim_v),
-            (self.seqlen_q, self.head_dim_v),
-        )
-        return [rng.standard_normal((*self.lead, *shape)) for shape in shapes]
+        n, m, d, e = sizes = (
+            self.seqlen_q, self.seqlen_k, self.head_dim, self.head_dim_v
+        )  # fmt: skip
+        shapes = (n, d), (m, d), (m, e), (n, e)
+        if self.values == "normal":
+            return [rng.standard_normal((*self.lead, *x)) for x in shapes]
+        scale = d**-0.5 if self.scale is None else self.scale
+        head = punishing.Head(*sizes, scale, "float64")
+        kind = getattr(punishing, self.values)
+        made = [kind(rng, head) for _ in np.ndindex(self.lead)]
+        return [
+            np.reshape(x, (*self.lead, *shape))
+            for x, shape in zip(zip(*made, strict=True), shapes, strict=True)
+        ]
 
 
 def _bias(rng, case):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import strategies
 from helpers import derivative_error_bounds as bounds
 from helpers.backends import BACKENDS, CUPY, EMULATED, NUMPY, on_kernels
 from helpers.bounds import ARITHMETIC
@@ -130,7 +131,8 @@ def calls(draw, backend, kind):
         num_heads_q=group, num_heads_kv=1, head_dim=draw(dims),
         head_dim_v=draw(dims), causal=draw(st.booleans()),
         scale=draw(st.sampled_from([None, -0.3])),
-        seed=draw(st.integers(0, 2**32 - 1)), **KINDS[kind],
+        seed=draw(st.integers(0, 2**32 - 1)),
+        values=draw(st.sampled_from(strategies.VALUES)), **KINDS[kind],
     )  # fmt: skip
     powers = [st.integers(-6, n) for n in (1, 10, 10, 10)]
     return Call(case, *(2.0 ** draw(x) for x in powers))

@@ -13,6 +13,7 @@ from helpers.calls import backward, forward
 from helpers.compare import assert_at_most
 from helpers.data import Case, Emulation, inputs
 from helpers.heads import heads_first
+from helpers.punishing import KINDS
 
 pytestmark = pytest.mark.skipif(
     np.finfo(np.longdouble).nmant < 63,
@@ -47,6 +48,17 @@ def assert_bounded(backend, case, *arrays):
     found = errors_and_bounds(backend, case, *arrays)
     for name, (error, most) in found.items():
         assert_at_most(error, most, name, case)
+
+
+@on_wide_types
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bounds_hold_of_data_that_punishes(backend, dtype, arch):
+    """Each head has another kind."""
+    count = len(KINDS)
+    case = Case(dtype, seqlen_q=100, seqlen_k=130, head_dim=32, head_dim_v=32,
+                num_heads_q=count, num_heads_kv=count, values="punishing",
+                on=Emulation(arch))  # fmt: skip
+    assert_bounded(backend, case, *inputs(case))
 
 
 @pytest.mark.parametrize("spread", [0.1, 1, 5])

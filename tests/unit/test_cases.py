@@ -1,9 +1,10 @@
 """The cases that Hypothesis draws: their line, and what is made of it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
+import reference_strategies
 import strategies
 from cuflash.tiles import Tile
 from helpers import calls
@@ -12,6 +13,7 @@ from helpers.compare import assert_bitwise
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.host_compiler import needs_compiler
+from helpers.punishing import KINDS
 
 EMULATED = EmulatedBackend()
 NAMES = {"Case": Case, "Emulation": Emulation, "Tile": Tile}
@@ -28,6 +30,29 @@ def test_arrays_follow_from_the_case(case):
     again = eval(repr(case), NAMES)
     for a, b in zip(inputs(case), inputs(again), strict=True):
         assert_bitwise(a, b, "input")
+
+
+DRAWN = {
+    "cases": strategies.cases(EMULATED),
+    "spoiled": strategies.spoiled(EMULATED, "float32", ["q"]),
+    "packed_cases": strategies.packed_cases(EMULATED),
+    "optional_cases": strategies.optional_cases(EMULATED),
+    "decode_cases": strategies.decode_cases(EMULATED),
+    "kvcache_cases": strategies.kvcache_cases(EMULATED),
+    "reference_cases": reference_strategies.reference_cases(),
+    "reference's optional_cases": reference_strategies.optional_cases(),
+}
+
+
+@pytest.mark.parametrize("which", DRAWN)
+def test_all_draw_data_that_punishes(which):
+    """NoSuchExample says that none of 1,000 cases has that data."""
+    kind = KINDS[-1].__name__
+    once = settings(
+        max_examples=1000, database=None, phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    find(DRAWN[which], lambda case: case.values == kind, settings=once)
 
 
 def numbers_of_keys(backend):
