@@ -87,7 +87,7 @@ def assert_within(got, wanted, bound, name, case=""):
 
 def assert_at_most(error, bound, name, case=""):
     """Assert that no error is above its bound, nor NaN; report the worst."""
-    error, bound = np.asarray(error), np.broadcast_to(bound, error.shape)
+    error, bound = np.broadcast_arrays(on_host(error), on_host(bound))
     within = error <= bound
     if not within.all():
         excess = np.where(np.isnan(error), np.inf, error - bound)
@@ -131,25 +131,64 @@ def assert_same_nonfinite(got, ref, name, case="", kinds=True):
             )
 
 
+def on_host(array):
+    """Return an array of any library as NumPy's; bfloat16 of PyTorch wider."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        if array.is_floating_point() and array.itemsize == 2:
+            array = array.float()
+        return array.numpy()
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
 def assert_all(got, wanted, name, case=""):
     """Assert that every element is the wanted one, also where that is NaN."""
-    got = np.asarray(got)
-    wanted = np.broadcast_to(wanted, got.shape)
+    got, wanted = _broadcast(got, wanted)
     both_nan = (got != got) & (wanted != wanted)
     _assert_right((got == wanted) | both_nan, got, name, wanted, case)
 
 
+def assert_elements(got, wanted, name, case=""):
+    """The same, but that NaN is no element's wanted value."""
+    got, wanted = _broadcast(got, wanted)
+    _assert_right(got == wanted, got, name, wanted, case)
+
+
+def assert_arrays_equal(got, wanted, name, case=""):
+    """`assert_all` of arrays of one shape, or of one number."""
+    wanted, shape = on_host(wanted), np.shape(got)
+    if wanted.ndim:
+        assert shape == wanted.shape, (
+            f"{name} is {tuple(shape)}, not {wanted.shape} ({case})"
+        )
+    assert_all(got, wanted, name, case)
+
+
+def assert_allclose(got, wanted, name, rtol=0, atol=0, case=""):
+    """Assert errors of at most atol + rtol |wanted|; NaN and inf are alike."""
+    got, wanted = _broadcast(got, wanted)
+    wide = wanted.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        bound = atol + rtol * np.abs(np.where(np.isfinite(wide), wide, 0))
+    assert_within(got, wide, bound, name, case)
+
+
 def assert_finite(got, name, case=""):
     """Assert that no element is NaN or infinite."""
-    got = np.asarray(got)
+    got = on_host(got)
     right = np.isfinite(got.astype(np.float64))
     finite = np.broadcast_to("a finite number", got.shape)
     _assert_right(right, got, name, finite, case)
 
 
+def _broadcast(got, wanted):
+    """Return both on the host, in the shape of both."""
+    return np.broadcast_arrays(on_host(got), on_host(wanted))
+
+
 def _assert_right(right, got, name, wanted, case):
     """Report the first element that is not right, and how many are not."""
-    wrong = np.argwhere(~right)
+    wrong = np.argwhere(~np.asarray(right))
     if len(wrong):
         first = tuple(wrong[0])
         raise AssertionError(
