@@ -36,6 +36,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 import skips  # noqa: E402
 import slow  # noqa: E402
 from helpers import tried  # noqa: E402
+from helpers.this_gpu import GPU, WHY_NO_GPU  # noqa: E402
 
 # Drawing a case is cheap, but running one may include a compilation.
 SLOW = [HealthCheck.too_slow]
@@ -64,22 +65,6 @@ PROFILE = os.environ.get(
     "HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"
 )
 settings.load_profile(PROFILE)
-
-
-def find_gpu():
-    """Return (the GPU's name or None, why there is none)."""
-    try:
-        import cupy
-
-        runtime = cupy.cuda.runtime
-        runtime.getDeviceCount()
-        name = runtime.getDeviceProperties(0)["name"].decode()
-        return name, ""
-    except Exception as error:  # no CuPy, no driver, no device: all mean none
-        return None, str(error).partition("\n")[0]
-
-
-GPU, WHY_NO_GPU = find_gpu()
 
 
 def pytest_report_header(config):

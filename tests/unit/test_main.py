@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 import cuflash
-from conftest import GPU
 from cuflash import __main__
 from cuflash.build import nvrtc, warmup
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.plan import device_of_arch
 from helpers.kernels import kernels, small_kernel
+from helpers.this_gpu import GPU
 
 
 @pytest.fixture
