@@ -9,7 +9,7 @@ import pytest
 import cuflash
 from cuflash.reference.dropout import Dropout
 from helpers import visibility as probe
-from helpers.visibility import on_families
+from helpers.visibility_grids import of
 
 
 def check_forward(backend, z, q, k, v, dout, **options):
@@ -23,7 +23,7 @@ def check_forward(backend, z, q, k, v, dout, **options):
     probe.report(~near, "out", got, sums, "sums of codes (query, column)")
 
 
-@on_families
+@of("forward", "backward")
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 1.0}], ids=["alone", "capped"]
 )
