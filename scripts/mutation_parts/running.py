@@ -49,13 +49,14 @@ class Worker:
     """A process that has collected the tests: see worker.py."""
 
     def __init__(self, env: dict[str, str]):
+        paths = str(ROOT / "scripts"), os.environ.get("PYTHONPATH")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-s", "-x",
              "-p", "no:cacheprovider", "-p", "mutation_parts.worker",
              "-k", "emulated"],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"),
-                 "CI": "1", **env},
+            env={**os.environ, "CI": "1", **env,
+                 "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
