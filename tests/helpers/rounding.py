@@ -16,7 +16,8 @@ dtype. Per pair (i, j), relative errors of a probability:
     slope and bias, added                               4 e (|s| + |added|)
 
 and absolutely f, for what is subnormal in the dtype or flushed; all of one
-sign, so these just add up.
+sign, so these just add up. So do the errors of P below 2^-400, whose squares
+a float64 may not hold: a key that only such rows see has a dk and a dv of them.
 
 Errors w_j of signs at random come together as ``sqrt(sum w_j^2)``, over keys
 in out and dq, over queries in dk and dv. We allow three times that: sqrt(9),
@@ -65,6 +66,8 @@ from .heads import heads_first, sum_groups
 # Errors of relative size beyond this are no longer of first order, and a
 # bound made of them would hide faults. Such tests must use exact scores.
 LARGEST_RELATIVE = 2.0**-4
+
+SMALLEST_SQUARED = 2.0**-400  # with errors of 2^-52, squares are normal
 
 # What tf32x3 leaves out of a product (docs/guide/accuracy.md): three parts of
 # at most 2^-22, 2^-23 and 2^-23, of which this is the root of squares, in e.
@@ -218,8 +221,12 @@ class Rounding:
             + (u * ds_bias) ** 2
         )
         # What P and dS lose below the dtype's normal numbers.
+        small = np.where(p < SMALLEST_SQUARED, p, 0)
         lost_p = np.where(self.terms.see, f * np.ones_like(p), 0)
+        lost_p += np.where(small, self.w_stored + p * self.row, 0)
         lost_ds = lost_p * (1 + np.abs(dp - delta))
+        lost_ds += small * (dp_error + self.delta_error)
+        lost_ds += small * np.abs(dp - delta) * (u + self.slope_error)
         others = []
         if bias is not None:
             others.append(self._of_bias(pairs, ds_bias, lost_ds, bias))

@@ -92,6 +92,11 @@ UNSEEN = [
          arrays_of=("segment_ids_k", "segment_ids_q")),
     Case("bfloat16", seqlen_q=5, seqlen_k=190, window=(3, 0)),
 ]  # fmt: skip
+# Weights down to 1e-167: the squares of their errors are no float64.
+TINY_WEIGHTS = [
+    Case("float64", seqlen_q=1, seqlen_k=61, scale=1.0, values="large_row",
+         seed=5),
+]  # fmt: skip
 
 # Every row has the same out, and the same roundings of it and of P: what they
 # move delta by adds up over all queries in dk.
@@ -107,7 +112,9 @@ def test_forward(backend, case):
 
 
 @on_each_backend(
-    strategies.optional_cases, each={"dtype": DTYPES}, examples=UNSEEN
+    strategies.optional_cases,
+    each={"dtype": DTYPES},
+    examples=UNSEEN + TINY_WEIGHTS,
 )
 def test_backward(backend, case):
     """With the NumPy path's out and lse."""
