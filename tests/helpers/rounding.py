@@ -17,7 +17,8 @@ dtype. Per pair (i, j), relative errors of a probability:
 
 and absolutely f, for what is subnormal in the dtype or flushed; all of one
 sign, so these just add up. So do the errors of P below 2^-400, whose squares
-a float64 may not hold: a key that only such rows see has a dk and a dv of them.
+a float64 may not hold: where all rows that see a key have such weights, dk and
+dv consist of them.
 
 Errors w_j of signs at random come together as ``sqrt(sum w_j^2)``, over keys
 in out and dq, over queries in dk and dv. We allow three times that: sqrt(9),
