@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
 from bridge_cases import (  # noqa: E402
+    CASES,
     SIZES,
     arch_of,
     each_case,
@@ -68,6 +69,7 @@ def test_calls_without_gradients(dtype):
         qkv = call.tensors.values()
         assert_same(direct.plain_attention(*qkv), expected)
         assert_same(direct.plain_attention_out(*qkv), expected[:1])
+    assert_launched(device, "forward")
     assert len({*device.launches}) == 1 and len(device.launches) == 4
 
 
@@ -88,3 +90,38 @@ def test_second_gradients(case):
         assert_launched(device, "double_backward")
         results = call.on_numpy.results()
         assert_same(got, call.on_numpy.second_gradients(*results))
+
+
+@pytest.mark.parametrize("name", ["packed", "all-float32"])
+def test_compiled(name):
+    torch._dynamo.reset()
+    call = TorchCase(CASES[name])
+    leaves = call.leaves()
+    compiled = torch.compile(call.results, fullgraph=True, backend="aot_eager")
+    with on_device(CASES[name].dtype) as device:
+        got = compiled(leaves)
+        wanted = [leaves[x] for x in call.wrt]
+        gradients = torch.autograd.grad(got, wanted, call.douts)
+        assert_launched(device, "backward")
+        expected = call.on_numpy.results()
+        assert_same(got, expected)
+        assert_same(gradients, call.on_numpy.gradients(*expected))
+
+
+@pytest.mark.parametrize("name", ["packed", "all-float32"])
+def test_results_of_compiled_code_have_the_right_shapes(name):
+    """Autograd would sum a first axis of 1: nobody does in compiled code."""
+    call = TorchCase(CASES[name])
+    given = call.tensors | call.numbers
+    given.pop("window", None)  # two numbers in a schema
+    q, k, v = (given.pop(x) for x in "qkv")
+    more = {f"return_d{x}": True for x in call.wrt[3:]}
+    with on_device(CASES[name].dtype):
+        out, lse = direct.attention(q, k, v, **given)
+        assert_equal(direct.attention_out(q, k, v, **given), [out])
+        found = direct.attention_backward(
+            *call.douts, q, k, v, out, lse, **given, **more
+        )
+    found = dict(zip(("q", "k", "v", "bias", "sink"), found, strict=True))
+    for name in call.wrt:
+        assert found[name].shape == call.tensors[name].shape
