@@ -37,8 +37,8 @@ class Gpu:
         """Leaves on the device: of a tensor, or of those in a list or dict."""
         if isinstance(given, dict):
             return {name: self.put(x) for name, x in given.items()}
-        if isinstance(given, list):
-            return [self.put(x) for x in given]
+        if isinstance(given, (list, tuple)):
+            return type(given)(map(self.put, given))
         if not isinstance(given, torch.Tensor):
             return given
         moved = given.detach().to(self.name, copy=True)

@@ -1,4 +1,4 @@
-"""cuflash.flash_attn on a CUDA device."""
+"""cuflash.flash_attn on a device: a GPU, or an emulated one."""
 
 import warnings
 
@@ -31,7 +31,7 @@ from cuflash.flash_attn.bert_padding import (  # noqa: E402
 )
 from cuflash.flash_attn.layers.rotary import apply_rotary_emb  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.gpu]
+pytestmark = pytest.mark.slow
 
 OPTIONS = {
     "plain": {},
@@ -42,15 +42,13 @@ OPTIONS = {
 }
 
 
-def on_gpu(*tensors, dtype=None):
-    return [x.cuda() if dtype is None else x.cuda().to(dtype) for x in tensors]
-
-
 @pytest.fixture
-def never_wait():
-    """Raise where the host would wait for the device."""
+def never_wait(device):
+    """Raise where the host would wait for the device, if that is a GPU."""
 
     def run(function):
+        if device.name == "cpu":
+            return function()
         function()  # compiles and loads
         torch.cuda.synchronize()
         with warnings.catch_warnings():
@@ -65,38 +63,37 @@ def never_wait():
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_float64_is_as_exact_as_on_the_cpu(options):
+def test_float64_is_as_exact_as_on_the_cpu(device, options):
     inputs = qkv(40, 50, grad=True)
-    given = {
-        name: x.cuda() if isinstance(x, torch.Tensor) else x
-        for name, x in options.items()
-    }
+    leaves = device.put(inputs)
     out, lse, _ = flash_attn.flash_attn_func(
-        *on_gpu(*inputs), **given, return_attn_probs=True
+        *leaves, **device.put(options), return_attn_probs=True
     )
     want, want_lse = dense(*inputs, **options)
     dout = normal(*want.shape, seed=5)
-    got = torch.autograd.grad(out, inputs, dout.cuda())
+    got = torch.autograd.grad(out, leaves, device.put(dout))
     expected = torch.autograd.grad(want, inputs, dout)
     assert_close(out.cpu(), want, tolerance(*inputs, 50))
     assert_close(lse.cpu(), want_lse, tolerance(*inputs, 50))
     atol = tolerance_of_gradients(*inputs, dout, 50)
     for x, y in zip(got, expected, strict=True):
-        assert_close(x, y, atol)
+        assert_close(x.cpu(), y, atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_results_are_those_of_attention(dtype):
-    q, k, v = on_gpu(*qkv(300, 300, head_dim=64), dtype=dtype)
+def test_results_are_those_of_attention(device, dtype):
+    sizes = device.sizes["seqlen_k"], device.sizes["seqlen_k"]
+    inputs = qkv(*sizes, head_dim=device.sizes["head_dim"])
+    q, k, v = device.put([x.to(dtype) for x in inputs])
     got = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(9, -1))
     want = cuflash.torch.attention(q, k, v, causal=True, window=(9, None))
     assert torch.equal(got, want)
 
 
-def test_keys_of_which_some_are_used(never_wait):
+def test_keys_of_which_some_are_used(device, never_wait):
     q, k, v = packed_qkv(9, 12)
-    given = on_gpu(q, k, v, offsets([3, 6]), offsets([5, 7]))
-    used = int32(4, 2).cuda()
+    given = device.put([q, k, v, offsets([3, 6]), offsets([5, 7])])
+    used = device.put(int32(4, 2))
     out = never_wait(
         lambda: flash_attn.flash_attn_varlen_func(
             *given, 6, 7, causal=True, seqused_k=used
@@ -107,11 +104,11 @@ def test_keys_of_which_some_are_used(never_wait):
     assert_close(out.cpu(), want, tolerance(q, k, v))
 
 
-def test_pages(never_wait):
+def test_pages(device, never_wait):
     q, k, v = packed_qkv(4, 8, head_dim=64)
-    table = torch.tensor([[1], [0]], dtype=torch.int32).cuda()
-    pages = [x.view(2, 4, 2, 64)[[1, 0]].cuda() for x in (k, v)]
-    given = on_gpu(q, offsets([1, 3]), offsets([4, 4]))
+    table = device.put(torch.tensor([[1], [0]], dtype=torch.int32))
+    pages = device.put([x.view(2, 4, 2, 64)[[1, 0]] for x in (k, v)])
+    given = device.put([q, offsets([1, 3]), offsets([4, 4])])
     out = never_wait(
         lambda: flash_attn.flash_attn_varlen_func(
             given[0], *pages, *given[1:], 3, 4, block_table=table, causal=True
@@ -134,10 +131,11 @@ def captured(step):
     return graph, out
 
 
+@pytest.mark.gpu
 def test_a_decoding_step_in_a_graph():
     """Each replay appends one token and attends to all before it."""
     q, k, v = qkv(3, 3, batch=1)
-    one = on_gpu(q[:, :1], k[:, :1], v[:, :1])
+    one = [x[:, :1].cuda() for x in (q, k, v)]
     caches = torch.zeros(2, 1, 8, 2, 8, dtype=torch.float64, device="cuda")
     length = int32(0).cuda()
 
@@ -158,20 +156,21 @@ def test_a_decoding_step_in_a_graph():
 
 @pytest.mark.parametrize("offset", [2, int32(1, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_rotation_is_that_of_the_cpu(dtype, offset, never_wait):
+def test_rotation_is_that_of_the_cpu(device, dtype, offset, never_wait):
     x = normal(2, 5, 3, 8).to(dtype)
     cos, sin = normal(9, 3).to(dtype), normal(9, 3, seed=1).to(dtype)
-    want = apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
-    there = offset.cuda() if isinstance(offset, torch.Tensor) else offset
-    given = on_gpu(x, cos, sin)
+    with device.left_out():
+        want = apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
+    there, given = device.put(offset), device.put([x, cos, sin])
     got = never_wait(lambda: apply_rotary_emb(*given, seqlen_offsets=there))
     assert rotation.kernel_backend(given[0]) is not None
     eps = torch.finfo(dtype).eps  # a fused product and sum rounds once less
     torch.testing.assert_close(got.cpu(), want, rtol=eps, atol=8 * 2.0**-23)
 
 
-def test_dropout_draws_without_waiting(never_wait):
-    q, k, v = on_gpu(*qkv(64, 64, head_dim=64), dtype=torch.bfloat16)
+def test_dropout_draws_without_waiting(device, never_wait):
+    inputs = qkv(64, 64, head_dim=device.sizes["head_dim"])
+    q, k, v = device.put([x.bfloat16() for x in inputs])
 
     def run():
         return flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
@@ -180,9 +179,9 @@ def test_dropout_draws_without_waiting(never_wait):
     assert not torch.equal(first, second)
 
 
-def test_a_padded_batch():
-    x = normal(2, 4, 3, 4, 64).cuda()
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]).cuda()
+def test_a_padded_batch(device):
+    x = device.put(normal(2, 4, 3, 4, 64))
+    mask = device.put(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]))
     tokens, indices, cu_seqlens, longest, _ = unpad_input(x, mask)
     out = flash_attn.flash_attn_varlen_qkvpacked_func(
         tokens, cu_seqlens, longest
