@@ -51,13 +51,13 @@ def draw(program: Program, index: int, on: str) -> Case | KVCase:
     return _case(rng, program, work)
 
 
-def length(rng: np.random.Generator, most: float, least: int = 1) -> int:
+def length(rng: np.random.Generator, most: float) -> int:
     """Draw a length: any, or at an edge of a tile.
 
     One in thirty may be 0: there is no kernel to launch then.
     """
     most = max(int(most), 1)
-    least = least if rng.random() < 1 / 30 else min(1, least)
+    least = 0 if rng.random() < 1 / 30 else 1
     if rng.random() < 0.5:
         return int(pick(rng, [n for n in EDGES if least <= n <= most]))
     return int(rng.integers(least, most + 1))

@@ -36,17 +36,20 @@ def test_a_seed_is_a_program_and_a_number_a_problem(on):
 
 @ON
 def test_everything_is_drawn(on):
-    labels = [problems.labels(*x) for x in drawn(on)]
+    known = [*drawn(on)]
+    labels = [problems.labels(*x) for x in known]
     seen = {name: {x[name] for x in labels} for name in ("direction", "dtype")}
     assert seen["direction"] == set(programs.DIRECTIONS)
     assert seen["dtype"] == set(programs.DTYPES)
     assert {x["layout"] for x in labels} == set(LAYOUTS)
     assert {x["values"] for x in labels} == set(VALUES)
-    known = {x.part_of for x in options.TABLE if x.part_of}
+    lengths = {x.seqlen_q for _, x in known}
+    assert {0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129} <= lengths
+    there = {x.part_of for x in options.TABLE if x.part_of}
     asked = {x for label in labels for x in label["options"]}
     # Packed sequences are a direction here.
     names = {"segment_ids": "segment_ids_q"}
-    assert {names.get(x, x) for x in known} - {"cu_seqlens"} <= asked
+    assert {names.get(x, x) for x in there} - {"cu_seqlens"} <= asked
 
 
 def test_options_come_alone_and_with_each_other():
