@@ -111,9 +111,11 @@ void land(Mbarrier& barrier) {
     barrier.loads.clear();
 }
 
-// Ends the phase if nothing is missing. Copies land when a thread waits and only bytes are missing.
+// Ends the phase if nothing is missing: at once, or an arrival on the wrong stage would show only
+// if a thread waited for it. Copies land when a thread waits and only bytes are missing.
 void end_phase(Mbarrier& barrier) {
-    if (barrier.missing > 0 || barrier.waiting.empty()) return;
+    if (barrier.missing > 0) return;
+    if (!barrier.loads.empty() && barrier.waiting.empty()) return;
     int64_t bytes = 0;
     for (const BulkLoad& load : barrier.loads) bytes += bytes_of(load);
     if (bytes != barrier.bytes) return;

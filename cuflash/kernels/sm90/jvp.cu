@@ -276,11 +276,14 @@ struct Consumer {
         }
     }
 
-    // A key tile that only the other warpgroup sees.
+    // A key tile that only the other warpgroup sees. Lane 0 releases a stage for its warp, whose
+    // other lanes would miss the phase if they waited for it later.
     __device__ __forceinline__ void skip(PipelineState<KV_STAGES> stage) {
         mbarrier_wait(shared_address(&shared.k_full[stage.index]), stage.phase);
+        __syncwarp();
         release(shared.k_empty, stage.index);
         mbarrier_wait(shared_address(&shared.v_full[stage.index]), stage.phase);
+        __syncwarp();
         release(shared.v_empty, stage.index);
     }
     __device__ __forceinline__ void release(u64 (&empty)[KV_STAGES], int stage) {
