@@ -14,7 +14,7 @@ from cuflash.reference.jvp import jvp
 from . import derivative_bounds
 from .backends import NumpyBackend
 from .compare import Expected, assert_within
-from .data import inputs, lse_gradient
+from .data import Emulation, inputs, lse_gradient
 from .dtypes import DTYPES, PRECISION
 from .heads import heads_first, heads_last, sum_groups
 from .options import of_reference
@@ -36,9 +36,12 @@ GROUPED = {
     "head_dim": 24,
     "head_dim_v": 12,
     "causal": True,
+    "scale": -0.3,
 }
 EVERYTHING = {
     **GROUPED,
+    "scale": None,
+    "seed": 27,  # each pair has a bias of its own
     "softcap": 2.0,
     "window": (20, 9),
     "dropout": 0.25,
@@ -47,6 +50,28 @@ EVERYTHING = {
         "sink",
     ),
 }  # fmt: skip
+# Sequences: one without queries, one of several tiles; tokens of none.
+PACKED = {
+    "batch": 1,
+    "seqlen_q": 42,
+    "seqlen_k": 65,
+    "num_heads_q": 4,
+    "num_heads_kv": 2,
+    "head_dim": 24,
+    "head_dim_v": 12,
+    "causal": True,
+    "scale": -0.3,
+    "dropout": 0.25,
+    "offsets": ((0, 6, 6, 40), (0, 9, 14, 64)),
+    "arrays_of": ("alibi_slopes_of_batches", "sink"),
+}
+ON = Emulation("sm_80", seed=3)
+FAMILIES = {
+    "mma": {"dtype": "float16", "on": ON},
+    "fma": {"dtype": "float32", "on": ON},
+    "dmma": {"dtype": "float64", "on": ON},
+    "simt": {"dtype": "float64", "on": Emulation("sm_75", seed=3)},
+}
 
 
 def moving(case):

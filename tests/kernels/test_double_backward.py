@@ -14,10 +14,13 @@ from helpers.data import LAYOUTS, Case, Emulation, inputs, lse_gradient
 from helpers.derivatives import (
     BLOCKS,
     EVERYTHING,
+    FAMILIES,
     GROUPED,
     INPUTS,
     KINDS,
     NUMPY,
+    ON,
+    PACKED,
     assert_near,
     call_double_backward,
     exact_double_backward,
@@ -27,7 +30,6 @@ from helpers.derivatives import (
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 
-ON = Emulation("sm_80", seed=3)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 two_dtypes = pytest.mark.parametrize("dtype", ["float32", "float64"])
 two_kinds_of_calls = pytest.mark.parametrize(
@@ -94,13 +96,9 @@ def test_one_input_moves(backend, name, dtype):
 
 
 @on_kernels
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_packed_sequences(backend, dtype):
-    """One without queries, one without keys, tokens of none."""
-    case = Case(
-        dtype, 1, 22, 31, 4, 2, 8, 8, causal=True, arrays_of=("sink",),
-        offsets=((0, 6, 6, 20), (0, 9, 14, 30)), dropout=0.25, on=ON,
-    )  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences(backend, family):
+    case = Case(**FAMILIES[family], **PACKED)
     q, k, v, dout = (x[0] for x in inputs(case))
     out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
     given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse,
@@ -114,8 +112,8 @@ def test_packed_sequences(backend, dtype):
     )
     assert_near(got, want, case)
     for x in (got["q"], got["out"], got["lse"].T):
-        assert not x[20:].any()
-    assert not got["k"][30:].any() and not got["v"][30:].any()
+        assert not x[40:].any()
+    assert not got["k"][64:].any() and not got["v"][64:].any()
 
 
 @on_kernels
@@ -278,6 +276,29 @@ def test_a_nan_reaches_what_reads_it(backend, name, dtype):
     for x, y in got.items():
         assert (np.isnan(y) == np.isnan(want[x])).all(), x
     assert not all(np.isfinite(y).all() for y in got.values())
+
+
+@on_kernels
+@pytest.mark.parametrize("name", [None, "q", "k", "dout", "ddq", "ddk"])
+def test_tiles_of_16_bits(backend, name):
+    """One that no query sees, one seen whole, others cut; in these a NaN."""
+    case = Case("float16", 1, 70, 130, 2, 1, 24, 12, window=(20, 80),
+                block_q=32, block_k=32, on=ON)  # fmt: skip
+    direction = tangents(case)
+    q, k, _, dout = inputs(case)
+    given = {"q": q, "k": k, "dout": dout}
+    moved = {"ddq": direction["q"], "ddk": direction["k"]}
+    if name is None:
+        got = call_double_backward(case, direction, backend)
+        return assert_near(got, exact_double_backward(case, direction), case)
+    (given | moved)[name][0, 43] = np.nan
+    got, want = (
+        call_double_backward(case, direction, x, **given)
+        for x in (backend, NUMPY)
+    )
+    for x, y in want.items():
+        assert (np.isnan(got[x]) == np.isnan(y)).all(), x
+    assert not np.isnan(want["k"]).all()
 
 
 @on_kernels

@@ -18,9 +18,12 @@ from helpers.compare import (
 from helpers.data import LAYOUTS, Case, Emulation, inputs
 from helpers.derivatives import (
     EVERYTHING,
+    FAMILIES,
     GROUPED,
     INPUTS,
     KINDS,
+    ON,
+    PACKED,
     assert_near,
     call_jvp,
     exact_jvp,
@@ -32,18 +35,11 @@ from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES, lse_dtype
 from helpers.heads import heads_first, heads_last
 
-ON = Emulation("sm_80", seed=3)
 NAMES = "out", "lse", "out_dot", "lse_dot"
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_family = pytest.mark.parametrize(
     "dtype", ["float16", "float32", "float64"]
 )
-FAMILIES = {
-    "mma": {"dtype": "float16", "on": ON},
-    "fma": {"dtype": "float32", "on": ON},
-    "dmma": {"dtype": "float64", "on": ON},
-    "simt": {"dtype": "float64", "on": Emulation("sm_75", seed=3)},
-}
 two_kinds_of_calls = pytest.mark.parametrize(
     "fields", [GROUPED, EVERYTHING], ids=["grouped", "everything"]
 )
@@ -118,13 +114,9 @@ def test_one_input_moves(backend, dtype, name):
 
 
 @on_kernels
-@each_family
-def test_packed_sequences(backend, dtype):
-    """One without queries, one without keys, tokens of none."""
-    case = Case(
-        dtype, 1, 22, 31, 4, 2, 8, 8, causal=True, arrays_of=("sink",),
-        offsets=((0, 6, 6, 20), (0, 9, 14, 30)), dropout=0.25, on=ON,
-    )  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences(backend, family):
+    case = Case(**FAMILIES[family], **PACKED)
     q, k, v, _ = (x[0] for x in inputs(case))
     directions = {
         x: y if x == "sink" else y[:, 0]
@@ -138,8 +130,8 @@ def test_packed_sequences(backend, dtype):
     assert ((got["lse"] == -np.inf) == (lse == -np.inf)).all()
     directions["sink"][:] = np.nan  # read by no token without a sequence
     *_, out_dot, lse_dot = call_jvp(case, directions, backend, **given)
-    assert not out_dot[:, 20:].any() and not lse_dot[..., 20:].any()
-    assert np.isnan(out_dot[:, :20]).all()
+    assert not out_dot[:, 40:].any() and not lse_dot[..., 40:].any()
+    assert np.isnan(out_dot[:, :40]).all()
 
 
 @on_kernels
@@ -276,8 +268,9 @@ def test_axes_may_be_left_out(backend, rank):
         assert_bitwise(a, np.ascontiguousarray(b), str(rank))
 
 
-def test_lse_need_not_be_returned():
-    case = Case("float32", on=ON, **GROUPED)
+@pytest.mark.parametrize("family", ["mma", "fma"])
+def test_lse_need_not_be_returned(family):
+    case = Case(**FAMILIES[family], **GROUPED)
     q, k, v, _ = inputs(case)
     moves = [*tangents(case, "qkv").values()]
     with cuflash.emulator.active("sm_80"):
