@@ -7,6 +7,7 @@ import numpy as np
 
 import cuflash
 import cuflash.jax
+from helpers.compare import assert_arrays_equal
 from helpers.dtypes import DTYPES, lse_dtype
 
 SIZES = {
@@ -137,4 +138,4 @@ def assert_same(got, expected):
     """The same numbers, bit for bit."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got, expected)
+    assert_arrays_equal(got, expected, "got")

@@ -17,6 +17,7 @@ from flash_attn_oracle import rotated, sequence, tolerance  # noqa: E402
 
 from cuflash.errors import UnsupportedError  # noqa: E402
 from cuflash.flash_attn import flash_attn_with_kvcache  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +82,7 @@ def test_only_the_rows_of_new_tokens_change():
     for cache, old, new in zip(kept, before, (k, v), strict=True):
         for b, n in enumerate(LENGTHS):
             old[b, n : n + NEW] = new[b]
-        assert torch.equal(cache, old)
+        assert_arrays_equal(cache, old, "cache")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -126,7 +127,7 @@ def test_rows_of_the_caches_by_index():
     before = [x[index] for x in caches(rows=5)]
     want, _ = expect(q, k, v, before)
     assert_close(out, want, tolerance(q, kept[0], v))
-    assert torch.equal(kept[0][4, 3:5], k[0])
+    assert_arrays_equal(kept[0][4, 3:5], k[0], "kept[0][4, 3:5]")
 
 
 def test_tokens_at_the_left_are_not_seen():
@@ -150,9 +151,11 @@ def test_pages(name):
     given = {"cache_seqlens": CACHED, "causal": True}
     out = flash_attn_with_kvcache(q, *pages, k, v, **given, **{name: table})
     want = flash_attn_with_kvcache(q, *kept, k, v, **given)
-    assert torch.equal(out, want)
+    assert_arrays_equal(out, want, "out")
     for page, cache in zip(pages, kept, strict=True):
-        assert torch.equal(page[table.flatten().long()].view_as(cache), cache)
+        assert_arrays_equal(
+            page[table.flatten().long()].view_as(cache), cache, "cache"
+        )
 
 
 def test_lengths_as_an_int_and_as_none():
@@ -161,7 +164,8 @@ def test_lengths_as_an_int_and_as_none():
     by_tensor = flash_attn_with_kvcache(q, *kept, cache_seqlens=int32(5, 5))
     whole = flash_attn_with_kvcache(q, *kept)
     full = flash_attn_with_kvcache(q, *kept, cache_seqlens=CAPACITY)
-    assert torch.equal(by_int, by_tensor) and torch.equal(whole, full)
+    assert_arrays_equal(by_int, by_tensor, "by_int")
+    assert_arrays_equal(whole, full, "whole")
 
 
 def test_packed_queries():
@@ -199,7 +203,7 @@ def test_backward_raises():
     want = flash_attn_with_kvcache(q, *kept)
     q.requires_grad_()
     out = flash_attn_with_kvcache(q, *kept)
-    assert torch.equal(out, want)
+    assert_arrays_equal(out, want, "out")
     with pytest.raises(UnsupportedError, match="no gradients, but q require"):
         out.sum().backward()
     with torch.no_grad():

@@ -7,6 +7,11 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 from flash_attn_oracle import mask  # noqa: E402
 
 from cuflash.flash_attn import flash_attn_func  # noqa: E402
+from helpers.compare import (  # noqa: E402
+    assert_all,
+    assert_arrays_equal,
+    assert_finite,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -43,20 +48,20 @@ def test_the_second_example_of_a_causal_mask():
 @pytest.mark.parametrize("seqlens", [(6, 6), (3, 7), (7, 3), (1, 9)])
 def test_windows(seqlens, window, causal):
     got = seen(*seqlens, causal=causal, window_size=window)
-    assert torch.equal(got, mask(*seqlens, causal, window))
+    assert_arrays_equal(got, mask(*seqlens, causal, window), "got")
 
 
 @pytest.mark.parametrize("window", [[1, 2], torch.tensor([1, 2]), (1, None)])
 def test_forms_of_a_window(window):
     right = -1 if window[1] is None else 2
-    assert torch.equal(
-        seen(5, 6, window_size=window), mask(5, 6, False, (1, right))
+    assert_arrays_equal(
+        seen(5, 6, window_size=window), mask(5, 6, False, (1, right)), "seen"
     )
 
 
 @pytest.mark.parametrize("window", [None, torch.tensor([-1, -1]), (-7, -2)])
 def test_forms_of_no_window(window):
-    assert seen(3, 4, window_size=window).all()
+    assert_all(seen(3, 4, window_size=window), True, "seen")
 
 
 def test_a_query_without_keys_has_out_0_and_lse_minus_infinity():
@@ -64,5 +69,7 @@ def test_a_query_without_keys_has_out_0_and_lse_minus_infinity():
     out, lse, none = flash_attn_func(
         q, k, k, causal=True, return_attn_probs=True
     )
-    assert not out[0, :3].any() and (lse[0, 0, :3] == -torch.inf).all()
-    assert lse[0, 0, 3:].isfinite().all() and none is None
+    assert_all(out[0, :3], 0, "out[0, :3]")
+    assert_all(lse[0, 0, :3], -torch.inf, "lse[0, 0, :3]")
+    assert_finite(lse[0, 0, 3:], "lse[0, 0, 3:]")
+    assert none is None

@@ -16,6 +16,11 @@ from cuflash.flash_attn.bert_padding import (  # noqa: E402
     unpad_input,
     unpad_input_for_concatenated_sequences,
 )
+from helpers.compare import (  # noqa: E402
+    assert_all,
+    assert_arrays_equal,
+    assert_at_most,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -26,10 +31,11 @@ MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]])
 def test_unpad_input(dtype):
     x = normal(3, 4, 2, 8)
     tokens, indices, cu_seqlens, longest, used = unpad_input(x, MASK.to(dtype))
-    assert torch.equal(tokens, torch.cat([x[0, :2], x[1, 1:]]))
+    assert_arrays_equal(tokens, torch.cat([x[0, :2], x[1, 1:]]), "tokens")
     assert indices.tolist() == [0, 1, 5, 6, 7] and longest == 3
-    assert torch.equal(cu_seqlens, int32(0, 2, 5, 5))
-    assert torch.equal(used, int32(2, 3, 0)) and type(longest) is int
+    assert_arrays_equal(cu_seqlens, int32(0, 2, 5, 5), "cu_seqlens")
+    assert_arrays_equal(used, int32(2, 3, 0), "used")
+    assert type(longest) is int
 
 
 def test_unused_places_are_kept():
@@ -37,15 +43,15 @@ def test_unused_places_are_kept():
     unused[0, 2] = unused[2, 0] = 1
     _, indices, cu_seqlens, longest, used = unpad_input(x, MASK, unused)
     assert indices.tolist() == [0, 1, 2, 5, 6, 7, 8] and longest == 3
-    assert torch.equal(cu_seqlens, int32(0, 3, 6, 7))
-    assert torch.equal(used, int32(2, 3, 0))
+    assert_arrays_equal(cu_seqlens, int32(0, 3, 6, 7), "cu_seqlens")
+    assert_arrays_equal(used, int32(2, 3, 0), "used")
 
 
 def test_pad_input_is_the_inverse():
     x = normal(3, 4, 2, 8)
     tokens, indices, *_ = unpad_input(x, MASK)
     padded = pad_input(tokens, indices, 3, 4)
-    assert torch.equal(padded, x * MASK[..., None, None])
+    assert_arrays_equal(padded, x * MASK[..., None, None], "padded")
 
 
 def test_rows_of_several_sequences():
@@ -54,9 +60,10 @@ def test_rows_of_several_sequences():
     tokens, indices, cu_seqlens, longest = (
         unpad_input_for_concatenated_sequences(x, lengths)
     )
-    assert torch.equal(tokens, torch.cat([x[0, :5], x[1]]))
+    assert_arrays_equal(tokens, torch.cat([x[0, :5], x[1]]), "tokens")
     assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
-    assert torch.equal(cu_seqlens, int32(0, 2, 5, 11)) and longest == 6
+    assert_arrays_equal(cu_seqlens, int32(0, 2, 5, 11), "cu_seqlens")
+    assert longest == 6
 
 
 def test_an_empty_batch():
@@ -85,5 +92,5 @@ def test_attention_of_a_padded_batch():
         q, k, v = qkv[b, row].unbind(1)
         want, _ = sequence(q, k, v, causal=True)
         error = (padded[b, row] - want).abs()
-        assert (error <= tolerance(*qkv.unbind(2))).all()
-        assert not padded[b, ~row].any()
+        assert_at_most(error, tolerance(*qkv.unbind(2)), "error")
+        assert_all(padded[b, ~row], 0, "padded[b, ~row]")

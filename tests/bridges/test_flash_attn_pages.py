@@ -15,6 +15,7 @@ from flash_attn_oracle import packed, tolerance  # noqa: E402
 
 from cuflash.errors import UnsupportedError  # noqa: E402
 from cuflash.flash_attn import flash_attn_varlen_func  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def test_names_of_flash_attention_3(tokens):
         *given, None, 3, 8, page_table=TABLE, seqused_k=int32(*SEQLENS_K),
         num_splits=0, pack_gqa=True, return_softmax_lse=True,
     )  # fmt: skip
-    assert torch.equal(got, want)
+    assert_arrays_equal(got, want, "got")
 
 
 def test_backward_raises_and_dropout_is_refused(tokens):
@@ -75,8 +76,8 @@ def test_backward_raises_and_dropout_is_refused(tokens):
     )  # fmt: skip
     trained = q.clone().requires_grad_()
     out = flash_attn_varlen_func(trained, *given, block_table=TABLE)
-    assert torch.equal(
-        out, flash_attn_varlen_func(q, *given, block_table=TABLE)
+    assert_arrays_equal(
+        out, flash_attn_varlen_func(q, *given, block_table=TABLE), "out"
     )
     with pytest.raises(UnsupportedError, match="no gradients, but q require"):
         out.sum().backward()

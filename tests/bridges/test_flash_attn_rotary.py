@@ -16,6 +16,7 @@ from cuflash.flash_attn.layers.rotary import (  # noqa: E402
     apply_rotary_emb_qkv_,
 )
 from cuflash.flash_attn.ops.triton.rotary import apply_rotary  # noqa: E402
+from helpers.compare import assert_arrays_equal, assert_at_most  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def test_positions(first, interleaved):
     given = first[0] if len({*first}) == 1 else int32(*first)
     got = apply_rotary_emb(x, COS, SIN, interleaved, seqlen_offsets=given)
     assert_close(got, expect(x, first, interleaved))
-    assert torch.equal(x, tokens())
+    assert_arrays_equal(x, tokens(), "x")
 
 
 @INTERLEAVED
@@ -93,13 +94,14 @@ def test_arithmetic_of_16_bits_is_float32():
     want = expect(x)
     ulp = torch.finfo(torch.bfloat16).eps * want.abs().max()
     assert got.dtype == torch.bfloat16
-    assert ((got.double() - want).abs() <= ulp).all()
+    assert_at_most((got.double() - want).abs(), ulp, "want")
 
 
 def test_tokens_past_the_tables_are_not_rotated():
     x = tokens()
     got = apply_rotary_emb(x, COS, SIN, seqlen_offsets=int32(ROWS, ROWS - 2))
-    assert torch.equal(got[0], x[0]) and torch.equal(got[1, 2:], x[1, 2:])
+    assert_arrays_equal(got[0], x[0], "got[0]")
+    assert_arrays_equal(got[1, 2:], x[1, 2:], "got[1, 2:]")
     assert_close(got[1, :2], rotated(x[1, :2], COS, SIN, ROWS - 2, False))
 
 
@@ -109,7 +111,7 @@ def test_queries_and_keys_in_one_tensor():
     before = tokens(3)
     for i in (0, 1):
         assert_close(qkv[:, :, i], expect(before[:, :, i], (1, 1)))
-    assert torch.equal(qkv[:, :, 2], before[:, :, 2])
+    assert_arrays_equal(qkv[:, :, 2], before[:, :, 2], "qkv[:, :, 2]")
 
 
 def test_queries_and_keys_as_heads():
@@ -117,7 +119,7 @@ def test_queries_and_keys_as_heads():
     before = qkv.clone()
     apply_rotary_emb_qkv_(qkv, COS, SIN, interleaved=True, num_heads_q=4)
     assert_close(qkv[:, :, :6], expect(before[:, :, :6], interleaved=True))
-    assert torch.equal(qkv[:, :, 6:], before[:, :, 6:])
+    assert_arrays_equal(qkv[:, :, 6:], before[:, :, 6:], "qkv[:, :, 6:]")
 
 
 def test_other_tables_of_keys():
@@ -125,14 +127,14 @@ def test_other_tables_of_keys():
     apply_rotary_emb_qkv_(qkv, COS, SIN, SIN, COS)
     assert_close(qkv[:, :, 0], expect(before[:, :, 0]))
     want = apply_rotary_emb(before[:, :, 1], SIN, COS)
-    assert torch.equal(qkv[:, :, 1], want)
+    assert_arrays_equal(qkv[:, :, 1], want, "qkv[:, :, 1]")
 
 
 def test_keys_and_values_in_one_tensor():
     kv, before = tokens(2), tokens(2)
     assert apply_rotary_emb_kv_(kv, COS, SIN) is kv
     assert_close(kv[:, :, 0], expect(before[:, :, 0]))
-    assert torch.equal(kv[:, :, 1], before[:, :, 1])
+    assert_arrays_equal(kv[:, :, 1], before[:, :, 1], "kv[:, :, 1]")
 
 
 def test_conjugate_rotates_back():
@@ -161,8 +163,8 @@ def test_the_module_with_keys_and_values_apart():
     q, kv, qkv = tokens(), tokens(2), torch.cat([tokens(1), tokens(2)], 2)
     want = module(qkv)
     got_q, got_kv = module(q, kv, max_seqlen=9, seqlen_offset=int32(0, 0))
-    assert torch.equal(got_q, want[:, :, 0])
-    assert torch.equal(got_kv, want[:, :, 1:])
+    assert_arrays_equal(got_q, want[:, :, 0], "got_q")
+    assert_arrays_equal(got_kv, want[:, :, 1:], "got_kv")
 
 
 def test_scaled_tables_keep_scores_of_one_position():

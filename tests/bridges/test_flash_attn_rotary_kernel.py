@@ -13,6 +13,7 @@ from cuflash.flash_attn.layers.rotary import (  # noqa: E402
     apply_rotary_emb_qkv_,
 )
 from helpers import emulated_torch  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, needs_compiler]
@@ -87,4 +88,4 @@ def test_tables_that_negate(by_kernel):
     x, cos, sin = tensors(False, torch.float32)
     x = x.detach()
     got = by_kernel(apply_rotary_emb, x, negated(cos), negated(sin))
-    assert torch.equal(got, by_kernel(apply_rotary_emb, x, cos, sin))
+    assert_arrays_equal(got, by_kernel(apply_rotary_emb, x, cos, sin), "got")

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 from flash_attn_data import normal, offsets  # noqa: E402
 
 from cuflash import flash_attn  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,9 @@ def assert_same(run, apart, stacked, axis):
     )
     first = len(stacked) - 1  # those that are separate in both
     assert all(map(torch.equal, got[:first], want[:first]))
-    assert torch.equal(got[first], torch.stack(want[first:], axis))
+    assert_arrays_equal(
+        got[first], torch.stack(want[first:], axis), "got[first]"
+    )
 
 
 def function(of_one, of_two, of_three, *more):
@@ -83,4 +86,4 @@ def test_qkv_as_heads():
     qkv = normal(2, 5, 4 + 2 * 2, 8)
     got = flash_attn.flash_attn_qkvpacked_func(qkv, num_heads_q=4)
     q, k, v = qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
-    assert torch.equal(got, flash_attn.flash_attn_func(q, k, v))
+    assert_arrays_equal(got, flash_attn.flash_attn_func(q, k, v), "got")

@@ -15,6 +15,7 @@ import cuflash  # noqa: E402
 import cuflash.distributed  # noqa: E402
 import cuflash.jax  # noqa: E402
 import cuflash.torch  # noqa: E402
+from helpers.compare import assert_allclose  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,7 @@ def test_what_a_message_names_takes_the_arrays(name, library):
     expected = getattr(cuflash, name)(*CALLS[name])
     for x, y in zip(*map(as_tuple, (got, expected)), strict=True):
         # Sums and products of ones: a few roundings of float32.
-        np.testing.assert_allclose(x, y, rtol=8 * 2.0**-23)
+        assert_allclose(x, y, "x", rtol=8 * 2.0**-23)
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])

@@ -13,6 +13,12 @@ from jax_data import float64_if, normal, on_cpu  # noqa: E402
 import cuflash  # noqa: E402
 from cuflash.errors import ShapeError, UnsupportedError  # noqa: E402
 from cuflash.jax import apply_rotary, arrays  # noqa: E402
+from helpers.compare import (  # noqa: E402
+    assert_all,
+    assert_allclose,
+    assert_arrays_equal,
+    assert_finite,
+)
 from helpers.dtypes import PRECISION  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -56,7 +62,7 @@ def test_values_are_those_of_numpy(name, interleaved, inverse, dtype):
     got, expected = (x.astype(np.float64) for x in (got, expected))
     # Two products and a sum of pairs of size up to 4, then a rounding.
     unit, _, e = PRECISION[dtype]
-    np.testing.assert_allclose(got, expected, rtol=2 * unit, atol=3 * 8 * e)
+    assert_allclose(got, expected, "got", rtol=2 * unit, atol=3 * 8 * e)
 
 
 @pytest.mark.parametrize("rank", [2, 3])
@@ -67,7 +73,7 @@ def test_axes_left_out(rank):
     whole = apply_rotary(x, *tables, **given)[index]
     got = apply_rotary(x[index], *tables, **given)
     # XLA may fuse a product and a sum in one of the two.
-    np.testing.assert_allclose(got, whole, rtol=0, atol=8 * 2.0**-23)
+    assert_allclose(got, whole, "got", atol=8 * 2.0**-23)
 
 
 def test_derivatives():
@@ -84,13 +90,13 @@ def test_derivatives():
     out, tangent, back, dx, dcos, dsin = map(np.asarray, run(*given))
     x, cos, sin = map(np.asarray, given)
     rounding = 2 * 3 * 8 * 2.0**-23  # as above, there and back
-    np.testing.assert_allclose(tangent, 0, atol=rounding)
-    np.testing.assert_allclose(dx, back, rtol=0, atol=rounding)
-    np.testing.assert_allclose(back, x, rtol=0, atol=rounding)
+    assert_allclose(tangent, 0, "tangent", rtol=1e-07, atol=rounding)
+    assert_allclose(dx, back, "dx", atol=rounding)
+    assert_allclose(back, x, "back", atol=rounding)
     # <out, R x> both ways; 6 numbers are summed for each table's element.
     got = (dcos * cos + dsin * sin).sum(dtype=np.float64)
     square = (out.astype(np.float64) ** 2).sum()
-    np.testing.assert_allclose(got, square, rtol=10 * 2.0**-23)
+    assert_allclose(got, square, "got", rtol=10 * 2.0**-23)
 
 
 def test_jit_and_vmap_over_positions():
@@ -102,7 +108,7 @@ def test_jit_and_vmap_over_positions():
 
     got = jax.jit(jax.vmap(function))(many)
     expected = jnp.stack([*map(function, many)])
-    np.testing.assert_allclose(got, expected, rtol=0, atol=8 * 2.0**-23)
+    assert_allclose(got, expected, "got", atol=8 * 2.0**-23)
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint16", "int32"])
@@ -114,9 +120,9 @@ def test_positions_outside_the_tables(kind):
         with pytest.raises(ValueError, match=r"positions\[2\] is 100"):
             apply_rotary(x, cos, sin, positions=positions)
     got = np.asarray(jax.jit(apply_rotary)(x, cos, sin, positions=bad))
-    assert np.isnan(got[:, 2:4, :, :6]).all()
-    np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
-    assert np.isfinite(got[:, [0, 1, 4]]).all()
+    assert_all(got[:, 2:4, :, :6], np.nan, "got[:, 2:4, :, :6]")
+    assert_arrays_equal(got[..., 6:], x[..., 6:], "got[..., 6:]")
+    assert_finite(got[:, [0, 1, 4]], "got[:, [0, 1, 4]]")
 
 
 def test_bad_arguments():
@@ -139,4 +145,6 @@ def test_arrays_on_a_gpu_are_read_only_when_asked(monkeypatch):
 
     assert arrays.on_host(OnGpu()) is None
     monkeypatch.setenv("CUFLASH_CHECK", "1")
-    np.testing.assert_array_equal(arrays.on_host(OnGpu()), np.arange(3))
+    assert_arrays_equal(
+        arrays.on_host(OnGpu()), np.arange(3), "arrays.on_host(OnGpu())"
+    )

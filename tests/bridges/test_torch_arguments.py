@@ -9,6 +9,7 @@ from torch_data import options, tensors  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -88,11 +89,13 @@ def test_autocast_takes_float32_to_its_dtype():
         out = cuflash.torch.attention(*inputs)
     low = [x.detach().bfloat16().requires_grad_() for x in inputs]
     expected = cuflash.torch.attention(*low)
-    assert torch.equal(out, expected) and out.dtype is torch.bfloat16
+    assert_arrays_equal(out, expected, "out")
+    assert out.dtype is torch.bfloat16
     got = torch.autograd.grad(out.sum(), inputs)
     want = torch.autograd.grad(expected.sum(), low)
     for x, y in zip(got, want, strict=True):
-        assert x.dtype is torch.float32 and torch.equal(x, y.float())
+        assert x.dtype is torch.float32
+        assert_arrays_equal(x, y.float(), "x")
 
 
 def test_autocast_takes_options_along():
@@ -107,7 +110,7 @@ def test_autocast_takes_options_along():
         bias=bias.half().bfloat16(),
         sink=sink.bfloat16().float(),
     )
-    assert torch.equal(out, expected)
+    assert_arrays_equal(out, expected, "out")
 
 
 def test_autocast_refuses_float64():

@@ -17,6 +17,7 @@ from torch_data import (  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def test_axes_that_are_left_out(index):
     q, k, v = tensors(num_heads_kv=4)
     out = cuflash.torch.attention(q[index], k[index], v[index])
     whole = cuflash.torch.attention(q, k, v)
-    assert torch.equal(out, whole[index])
+    assert_arrays_equal(out, whole[index], "out")
 
 
 def test_any_strides():
@@ -71,7 +72,7 @@ def test_any_strides():
     given = (q[..., ::2], k.transpose(1, 2).contiguous().transpose(1, 2))
     out = cuflash.torch.attention(given[0], given[1][..., ::2], v[..., 1::3])
     plain = [x.contiguous() for x in (q[..., ::2], k[..., ::2], v[..., 1::3])]
-    assert torch.equal(out, cuflash.torch.attention(*plain))
+    assert_arrays_equal(out, cuflash.torch.attention(*plain), "out")
 
 
 def test_views_that_negate():
@@ -94,7 +95,9 @@ def test_a_bias_that_negates():
     inputs, bias = tensors(), options()["bias"]["bias"]
     view = torch.complex(bias, bias).conj().imag
     out = cuflash.torch.attention(*inputs, bias=view)
-    assert torch.equal(out, cuflash.torch.attention(*inputs, bias=-bias))
+    assert_arrays_equal(
+        out, cuflash.torch.attention(*inputs, bias=-bias), "out"
+    )
 
 
 def test_gradients_of_some_inputs():
@@ -104,7 +107,7 @@ def test_gradients_of_some_inputs():
     assert q.grad is None and v.grad is None
     whole = [x.detach().requires_grad_() for x in (q, k, v)]
     cuflash.torch.attention(*whole).sum().backward()
-    assert torch.equal(k.grad, whole[1].grad)
+    assert_arrays_equal(k.grad, whole[1].grad, "k.grad")
 
 
 def test_no_grad_builds_no_graph():
@@ -167,4 +170,4 @@ def test_a_broadcast_bias_where_order_is_wanted(deterministic):
     deterministic(True, warn_only=True)
     with pytest.warns(UserWarning, match="bias requires grad"):
         out = cuflash.torch.attention(*inputs, bias=bias)
-    assert torch.equal(torch.autograd.grad(out.sum(), bias)[0], want)
+    assert_arrays_equal(torch.autograd.grad(out.sum(), bias)[0], want, "bias")

@@ -9,6 +9,7 @@ from torch_data import negated  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash import distributed  # noqa: E402
 from cuflash.torch.dtypes import from_numpy, to_numpy  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 SIZE = 2
 
@@ -107,4 +108,4 @@ def test_views_that_negate():
         return cuflash.torch.distributed_attention(q, k, v, group=group)
 
     for plain, got in distributed.run_threads(SIZE, of_rank):
-        assert torch.equal(got, plain)
+        assert_arrays_equal(got, plain, "got")

@@ -21,6 +21,7 @@ from torch_transforms import (  # noqa: E402
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash.torch import request_derivatives  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,7 +75,7 @@ def test_axes_that_are_left_out(index):
         for each in (few, one)
     )
     for x, y in zip(sum(got, ()), sum(expected, ()), strict=True):
-        assert torch.equal(x, y.reshape(x.shape))
+        assert_arrays_equal(x, y.reshape(x.shape), "x")
 
 
 def counted(monkeypatch, name):
@@ -113,7 +114,7 @@ def test_packed_sequences_are_mapped_one_by_one():
     for function in (call, jacfwd(call)):
         got = vmap(function)(several)
         for x, q in zip(got, several, strict=True):
-            assert torch.equal(x, function(q))
+            assert_arrays_equal(x, function(q), "x")
 
 
 def test_dropout_is_that_of_each_element():
@@ -124,7 +125,7 @@ def test_dropout_is_that_of_each_element():
 
     got = vmap(call)(torch.stack([inputs[0]] * 2))
     for x in got:
-        assert torch.equal(x, call(inputs[0]))
+        assert_arrays_equal(x, call(inputs[0]), "x")
 
 
 def test_dropout_needs_a_seed():
@@ -151,7 +152,7 @@ def test_gradients_are_mapped_outside_of_a_call():
         strict=True,
     ):
         for x, y in zip(got, expected, strict=True):
-            assert torch.equal(x, y)
+            assert_arrays_equal(x, y, "x")
 
 
 def test_forward_over_forward_is_refused():

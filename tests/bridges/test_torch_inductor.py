@@ -10,6 +10,7 @@ import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash.torch import inductor  # noqa: E402
 from helpers import emulated_torch  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,7 +56,7 @@ def test_lse_is_left_out_where_nobody_uses_it():
     inputs = tensors(torch.float32)
     out, code = compiled(attention, inputs)
     assert called("plain_attention_out") in code
-    assert torch.equal(out, attention(*inputs))
+    assert_arrays_equal(out, attention(*inputs), "out")
 
 
 def test_lse_is_returned_where_it_is_used():
@@ -65,7 +66,7 @@ def test_lse_is_returned_where_it_is_used():
     inputs = tensors(torch.float32)
     lse, code = compiled(call, inputs)
     assert called("plain_attention") in code
-    assert torch.equal(lse, call(*inputs))
+    assert_arrays_equal(lse, call(*inputs), "lse")
 
 
 @pytest.mark.parametrize("name", options())
@@ -83,7 +84,7 @@ def test_options_and_gradients(name):
     function = torch.compile(call, fullgraph=True)
     out = function(*inputs)
     got = torch.autograd.grad(out.square().sum(), inputs)
-    assert torch.equal(out, call(*inputs))
+    assert_arrays_equal(out, call(*inputs), "out")
     assert_equal(got, gradients(*inputs))
 
 
@@ -101,7 +102,7 @@ def test_many_lengths():
     call = torch.compile(attention, fullgraph=True, dynamic=True)
     for seqlen in (13, 16, 19):
         inputs = tensors(torch.float32, seqlen_q=seqlen, seqlen_k=seqlen + 1)
-        assert torch.equal(call(*inputs), attention(*inputs))
+        assert_arrays_equal(call(*inputs), attention(*inputs), "call(*inputs)")
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.14.0a0+5e", "2.16.0"])
@@ -110,7 +111,7 @@ def test_unknown_versions_call_operators(monkeypatch, version):
     inputs = tensors(torch.float32)
     out, code = compiled(attention, inputs)
     assert "torch.ops.cuflash.plain_attention.default(" in code
-    assert torch.equal(out, attention(*inputs))
+    assert_arrays_equal(out, attention(*inputs), "out")
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code")
@@ -121,7 +122,7 @@ def test_a_view_that_negates():
     q, k, v = tensors(torch.float32)
     inputs = [torch.complex(q, q), k, v]
     out, _ = compiled(call, inputs)
-    assert torch.equal(out, attention(-q, k, v))
+    assert_arrays_equal(out, attention(-q, k, v), "out")
 
 
 @pytest.mark.parametrize("name", ["none", "softcap"])
@@ -132,7 +133,7 @@ def test_profilers_see_operators(name):
     )
     expected = call(*inputs)
     with torch.autograd.profiler.profile() as profile:
-        assert torch.equal(call(*inputs), expected)
+        assert_arrays_equal(call(*inputs), expected, "call(*inputs)")
     names = {event.name for event in profile.function_events}
     assert any(name.startswith("cuflash::") for name in names)
 
@@ -157,4 +158,4 @@ def test_repeated_calls_of_kernels(dtype, name):
         expected = attention(*inputs)
         call = torch.compile(attention, fullgraph=True)
         for _ in range(2):
-            assert torch.equal(call(*inputs), expected)
+            assert_arrays_equal(call(*inputs), expected, "call(*inputs)")

@@ -10,6 +10,7 @@ from torch_data import assert_equal, packed_tensors, tensors  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash import flash_attn  # noqa: E402
 from cuflash.torch import apply_rotary, attention, forward_kvcache  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -48,14 +49,16 @@ CALLS = [offsets, ids, lengths, pages, positions]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", CALLS)
 def test_any_integer_dtype(call, kind):
-    assert torch.equal(call(kind), call(torch.int32))
+    assert_arrays_equal(call(kind), call(torch.int32), "call(kind)")
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled(call):
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(torch.int64), call(torch.int32))
+    assert_arrays_equal(
+        compiled(torch.int64), call(torch.int32), "compiled(torch.int64)"
+    )
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -68,7 +71,7 @@ def test_other_dtypes_name_the_cure(call):
 def test_one_length_for_all(length):
     expected = forward_kvcache(Q, K, V, cache_seqlens=3)
     got = forward_kvcache(Q, K, V, cache_seqlens=length)
-    assert torch.equal(got, expected)
+    assert_arrays_equal(got, expected, "got")
 
 
 def test_a_length_that_is_no_integer():

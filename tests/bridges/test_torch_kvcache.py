@@ -9,6 +9,7 @@ from torch_data import assert_equal, negated, on_numpy  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +127,7 @@ def test_out():
     got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3, out=out)
     assert got is out
     expected = cuflash.torch.forward_kvcache(**tensors(), cache_seqlens=3)
-    assert torch.equal(out, expected)
+    assert_arrays_equal(out, expected, "out")
 
 
 def test_autograd_knows_that_caches_change():
@@ -143,7 +144,7 @@ def test_in_inference_mode():
         given = tensors()
         out = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
     expected = cuflash.torch.forward_kvcache(**tensors(), cache_seqlens=3)
-    assert torch.equal(out, expected)
+    assert_arrays_equal(out, expected, "out")
 
 
 def needing(*names):
@@ -161,7 +162,7 @@ def test_backward_raises(compiled):
     torch._dynamo.reset()
     run = torch.compile(call, backend="aot_eager") if compiled else call
     out = run(needing("q", "k_new"))
-    assert torch.equal(out, call(tensors()))
+    assert_arrays_equal(out, call(tensors()), "out")
     words = "q, k_new require grad and the backward"
     with pytest.raises(cuflash.UnsupportedError, match=words):
         out.sum().backward()
@@ -203,7 +204,7 @@ def test_views_that_negate(name):
     expected = cuflash.torch.forward_kvcache(**copies(given), cache_seqlens=3)
     given[name] = negated(given[name])
     got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
-    assert torch.equal(got, expected)
+    assert_arrays_equal(got, expected, "got")
 
 
 def test_caches_that_negate():
@@ -215,7 +216,7 @@ def test_caches_that_negate():
     read = {name: given[name] for name in ("q", "k_cache", "v_cache")}
     plain = read | {"k_cache": read["k_cache"].resolve_neg()}
     got, expected = (cuflash.torch.forward_kvcache(**x) for x in (read, plain))
-    assert torch.equal(got, expected)
+    assert_arrays_equal(got, expected, "got")
 
 
 def test_lengths_are_checked():
@@ -232,7 +233,7 @@ def test_autocast():
         given[name] = given[name].float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = cuflash.torch.forward_kvcache(**given, cache_seqlens=3)
-    assert torch.equal(got, expected)
+    assert_arrays_equal(got, expected, "got")
 
 
 def test_autocast_takes_caches_of_its_dtype_only():
@@ -258,4 +259,4 @@ def test_without_a_batch_axis(traced):
     got = call(q, *cache[:, 0], k_new=k, v_new=v, out=out, **given)
     assert got[0] is out or traced
     assert_equal(got, [x[0] for x in want])
-    assert torch.equal(cache[0, 0, 1:3], k)
+    assert_arrays_equal(cache[0, 0, 1:3], k, "cache[0, 0, 1:3]")

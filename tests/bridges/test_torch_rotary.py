@@ -10,6 +10,11 @@ from torch_states import leaves  # noqa: E402
 
 import cuflash  # noqa: E402
 from cuflash.torch import apply_rotary, rotary, rotary_kernel  # noqa: E402
+from helpers.compare import (  # noqa: E402
+    assert_all,
+    assert_arrays_equal,
+    assert_finite,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,12 +63,14 @@ def test_axes_left_out(rank):
     index = {3: 0, 2: (0, slice(None), 0)}[rank]
     given = {"positions": POSITIONS["of tokens"]}
     whole = apply_rotary(x, *tables, **given)
-    assert torch.equal(apply_rotary(x[index], *tables, **given), whole[index])
+    assert_arrays_equal(
+        apply_rotary(x[index], *tables, **given), whole[index], "apply_rotary"
+    )
 
 
 def test_no_columns_are_rotated():
     x, cos, sin = call(pairs=0)
-    assert torch.equal(apply_rotary(x, cos, sin), x)
+    assert_arrays_equal(apply_rotary(x, cos, sin), x, "apply_rotary")
 
 
 def test_derivatives():
@@ -124,7 +131,7 @@ def test_vmap_over_positions():
 
     many = torch.stack([POSITIONS["of tokens"], torch.arange(5)])
     got = torch.func.vmap(function)(many)
-    assert torch.equal(got, torch.stack([*map(function, many)]))
+    assert_arrays_equal(got, torch.stack([*map(function, many)]), "got")
 
 
 def test_positions_outside_the_tables():
@@ -138,9 +145,9 @@ def test_positions_outside_the_tables():
     with pytest.raises(ValueError, match=r"positions\[2\] is -1"):
         function(bad)
     got = torch.func.vmap(function)(bad[None])[0]
-    assert got[:, 2:4, :, :6].isnan().all()
-    assert torch.equal(got[..., 6:], x[..., 6:])
-    assert got[:, [0, 1, 4]].isfinite().all()
+    assert_all(got[:, 2:4, :, :6], float("nan"), "got[:, 2:4, :, :6]")
+    assert_arrays_equal(got[..., 6:], x[..., 6:], "got[..., 6:]")
+    assert_finite(got[:, [0, 1, 4]], "got[:, [0, 1, 4]]")
 
 
 def test_fake_and_meta_tensors():
@@ -174,7 +181,7 @@ def test_the_kernels_gradient_is_that_of_torch(monkeypatch):
     # There and back: twice two products and a sum, of numbers of size 4.
     torch.testing.assert_close(dx, x, rtol=0, atol=6 * 8 * 2.0**-53)
     (again,) = torch.autograd.grad(dx, dout, x.detach())
-    assert torch.equal(again, out)
+    assert_arrays_equal(again, out, "again")
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
@@ -186,6 +193,6 @@ def test_traced_for_other_lengths():
     x, cos, sin = call()
     for ours in (apply_rotary, function):
         traced = torch.jit.trace(ours, (x, cos, sin))
-        assert torch.equal(
-            traced(x[:, :3], cos, sin), ours(x[:, :3], cos, sin)
+        assert_arrays_equal(
+            traced(x[:, :3], cos, sin), ours(x[:, :3], cos, sin), "traced"
         )

@@ -21,6 +21,7 @@ from hf_models import (  # noqa: E402
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
 from cuflash.torch import transformers as bridge  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,7 +132,11 @@ def test_generate(name, cache):
         "cache_implementation": cache,
         "disable_compile": True,
     }
-    assert torch.equal(ours.generate(**inputs), theirs.generate(**inputs))
+    assert_arrays_equal(
+        ours.generate(**inputs),
+        theirs.generate(**inputs),
+        "ours.generate(**inputs)",
+    )
 
 
 @decoders
@@ -152,7 +157,7 @@ def test_dropout_in_training():
     torch.manual_seed(0)
     first, second = results(ours), results(ours)
     torch.manual_seed(0)
-    assert torch.equal(results(ours)["out"], first["out"])
+    assert_arrays_equal(results(ours)["out"], first["out"], "results")
     assert not torch.equal(first["out"], second["out"])
 
 
@@ -239,4 +244,5 @@ def test_packed_sequences_with_padding_become_a_tensor():
     }
     want = theirs.sdpa_mask(**given, allow_is_causal_skip=False)
     got = masks.make(**given)
-    assert isinstance(got, torch.Tensor) and torch.equal(got, want)
+    assert isinstance(got, torch.Tensor)
+    assert_arrays_equal(got, want, "got")

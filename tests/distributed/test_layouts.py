@@ -6,6 +6,7 @@ import pytest
 import cuflash
 from cuflash import distributed
 from cuflash.reference.context_parallel import Sharded
+from helpers.compare import assert_elements
 from helpers.dtypes import DTYPES
 
 layouts = pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -25,7 +26,8 @@ def test_parts_join_to_the_whole(layout, size, dtype, axis):
         for r in range(size)
     ]
     joined = distributed.unshard(parts, layout=layout, axis=axis)
-    assert joined.dtype == whole.dtype and (joined == whole).all()
+    assert joined.dtype == whole.dtype
+    assert_elements(joined, whole, "joined")
 
 
 @layouts
@@ -40,9 +42,9 @@ def test_packed_sequences_are_cut_one_by_one(layout, count):
     own = [distributed.shard(x, 1, 2, layout=layout) for x in np.split(
         whole, count
     )]  # fmt: skip
-    assert (parts[1] == np.concatenate(own)).all()
+    assert_elements(parts[1], np.concatenate(own), "parts[1]")
     joined = distributed.unshard(parts, layout=layout, cu_seqlens=offsets)
-    assert (joined == whole).all()
+    assert_elements(joined, whole, "joined")
 
 
 @layouts
@@ -68,7 +70,7 @@ def test_rotary_embedding_of_a_part():
     part = cuflash.apply_rotary(
         distributed.shard(x, 1, 2), *tables, positions=at[None]
     )
-    assert (part == distributed.shard(whole, 1, 2)).all()
+    assert_elements(part, distributed.shard(whole, 1, 2), "part")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from helpers.compare import assert_all, assert_arrays_equal
 from helpers.dtypes import DTYPES
 from helpers.small_kernels import on_both, read_only, run
 
@@ -38,19 +39,19 @@ def test_every_number(backend, name):
     found = converted(backend, np.zeros(4096, np.float32))[name]
     dtype = DTYPES["bfloat16" if name == "bfloat16s" else "float16"]
     elements = found.view(dtype).astype(np.float32)
-    np.testing.assert_array_equal(elements, NUMBERS)
+    assert_arrays_equal(elements, NUMBERS, "elements")
 
 
 @on_both
 def test_every_number_as_float(backend):
     found = converted(backend, np.zeros(4096, np.float32))
-    np.testing.assert_array_equal(found["floats"], NUMBERS)
+    assert_arrays_equal(found["floats"], NUMBERS, "floats")
 
 
 @on_both
 def test_nan_signs(backend):
     found = converted(backend, np.zeros(4096, np.float32))
-    np.testing.assert_array_equal(found["nan"], np.isnan(NUMBERS) * 0x80)
+    assert_arrays_equal(found["nan"], np.isnan(NUMBERS) * 0x80, "nan")
 
 
 @on_both
@@ -65,6 +66,8 @@ def test_rounding(backend, seed):
     x = x.astype(np.float32)
     found = converted(backend, x)["rounded"].view(FLOAT8)
     want = np.clip(x, -448, 448).astype(FLOAT8)
-    np.testing.assert_array_equal(found.view("u1"), want.view("u1"))
+    assert_arrays_equal(found.view("u1"), want.view("u1"), "found")
     nan = converted(backend, np.full(4096, np.nan, np.float32))
-    assert np.isnan(nan["rounded"].view(FLOAT8).astype(np.float32)).all()
+    assert_all(
+        nan["rounded"].view(FLOAT8).astype(np.float32), np.nan, "FLOAT8"
+    )

@@ -8,7 +8,11 @@ from cuflash import emulator
 from cuflash.backends.emulator.machine import Emulator, Machine
 from cuflash.errors import KernelFault
 from cuflash.plan import KernelPlan
-from helpers.compare import assert_bitwise
+from helpers.compare import (
+    assert_all,
+    assert_bitwise,
+    assert_elements,
+)
 from helpers.data import Case, inputs
 from helpers.host_compiler import needs_compiler
 
@@ -49,28 +53,29 @@ def copy(tmp_path):
 def test_results_come_back_to_their_strides(copy):
     store = np.full(120, -1)
     copy(NUMBERS, store[1::3])
-    assert (store[1::3] == NUMBERS).all()
-    assert (store[0::3] == -1).all() and (store[2::3] == -1).all()
+    assert_elements(store[1::3], NUMBERS, "store[1::3]")
+    assert_all(store[0::3], -1, "store[0::3]")
+    assert_all(store[2::3], -1, "store[2::3]")
 
 
 def test_negative_strides(copy):
     store = np.zeros(40, int)
     copy(NUMBERS[::-1], store)
-    assert (store == NUMBERS[::-1]).all()
+    assert_elements(store, NUMBERS[::-1], "store")
     copy(NUMBERS, store[::-1])
-    assert (store == NUMBERS[::-1]).all()
+    assert_elements(store, NUMBERS[::-1], "store")
 
 
 def test_an_input_that_repeats_one_element(copy):
     store = np.zeros(40, int)
     copy(np.broadcast_to(7, 40), store)
-    assert (store == 7).all()
+    assert_all(store, 7, "store")
 
 
 def test_one_array_as_two_fields(copy):
     store = NUMBERS.copy()
     copy(store, store)
-    assert (store == NUMBERS).all()
+    assert_elements(store, NUMBERS, "store")
 
 
 def test_gaps_may_not_be_touched(copy):
@@ -92,7 +97,7 @@ def test_after_a_fault_nothing_is_written(copy):
     store = np.zeros(40, int)
     with pytest.raises(KernelFault, match="of x, which has 312"):
         copy(NUMBERS[1:], store)
-    assert not store.any()
+    assert_all(store, 0, "store")
 
 
 @pytest.mark.parametrize("dtype", ["<f2", ">f8", np.int32])

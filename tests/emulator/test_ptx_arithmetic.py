@@ -18,6 +18,7 @@ from helpers.bits import (
     denormals,
     finite_elements,
 )
+from helpers.compare import assert_arrays_equal, assert_at_most
 from helpers.dtypes import DTYPES
 from helpers.small_kernels import on_both, on_hopper, read_only, run
 
@@ -93,7 +94,9 @@ def test_reciprocals_are_right_to_their_bound(backend, seed):
     rng = np.random.default_rng(seed)
     x = (10 ** rng.uniform(-37, 37, 32)).astype(np.float32)
     got = per_number(x, backend, "reciprocals").astype(np.float64)
-    assert (np.abs(got * x - 1) <= RECIPROCAL_ERROR).all()
+    assert_at_most(
+        np.abs(got * x - 1), RECIPROCAL_ERROR, "np.abs(got * x - 1)"
+    )
 
 
 @on_both
@@ -117,7 +120,7 @@ def test_maxima_of_upper_halves(backend, seed):
     for name, kept in (("y", 0xFFFF), ("of_sizes", 0x7FFF)):
         halves = [m >> 16, *(x >> 16 & kept for x in (a, b))]
         largest = reduce(larger_half, halves)
-        np.testing.assert_array_equal(found[name] >> 16, largest)
+        assert_arrays_equal(found[name] >> 16, largest, "found[name] >> 16")
 
 
 @on_both
@@ -131,9 +134,9 @@ def test_products_of_pairs(backend):
     x, y, z = (u.view(np.float16) for u in (a, b, products))
     with np.errstate(all="ignore"):
         want = (x.astype(np.float64) * y.astype(np.float64)).astype(x.dtype)
-    np.testing.assert_array_equal(np.isnan(z), np.isnan(want))
+    assert_arrays_equal(np.isnan(z), np.isnan(want), "np.isnan(z)")
     known = ~np.isnan(want)
-    np.testing.assert_array_equal(z[known], want[known])
+    assert_arrays_equal(z[known], want[known], "z[known]")
 
 
 def larger_half(a, b):
@@ -162,7 +165,7 @@ def test_exp2_is_right_to_its_bound(backend, seed):
     flushed = (y == 0) & (expected < SMALLEST_NORMAL * (1 + EXP2_ERROR))
     infinite = (y == np.inf) & (expected > 2.0**128 * (1 - EXP2_ERROR))
     right = close | flushed | infinite | (np.isnan(x) & np.isnan(y))
-    np.testing.assert_array_equal(x[~right], [])
+    assert_arrays_equal(x[~right], [], "x[~right]")
 
 
 @on_both
@@ -176,7 +179,7 @@ def test_mma_of_small_integers_is_exact(name, backend, seed):
     )
     d = multiplied(a, b, c, backend)
     expected = a.astype(np.float32) @ b.astype(np.float32) + c
-    np.testing.assert_array_equal(d, expected)
+    assert_arrays_equal(d, expected, "d")
 
 
 @on_both
@@ -202,7 +205,7 @@ def test_mma_is_right_to_its_bound(name, backend, seed, spread):
     a, b, c = (x.astype(np.float64) for x in (a, b, c))
     size = np.abs(a) @ np.abs(b) + np.abs(c)
     error = np.abs(d - (a @ b + c))
-    assert (error <= 32 * (2.0**-23 * size + SMALLEST_NORMAL)).all()
+    assert_at_most(error, 32 * (2.0**-23 * size + SMALLEST_NORMAL), "error")
 
 
 @on_both
@@ -225,7 +228,7 @@ def test_mma_with_one_product_a_sum_is_exact(name, backend, seed):
     d = multiplied(a, b, c, backend)
     expected = a[:, :, steps].astype(np.float32) * np.float32(2.0**8)
     finite = np.isfinite(expected)
-    np.testing.assert_array_equal(d[finite], expected[finite])
+    assert_arrays_equal(d[finite], expected[finite], "d[finite]")
 
 
 @on_both
@@ -236,7 +239,7 @@ def test_mma_with_products_of_zero_leaves_the_sum(name, backend, seed):
     a, b, c = random_tiles(None, DTYPES[name], np.zeros, n=2)
     c[:] = any_floats(seed, c.shape)
     c[np.abs(c) < SMALLEST_NORMAL] = 0
-    np.testing.assert_array_equal(multiplied(a, b, c, backend), c)
+    assert_arrays_equal(multiplied(a, b, c, backend), c, "multiplied")
 
 
 @on_both
@@ -257,7 +260,7 @@ def test_mma_with_infinities_and_nan(name, backend, seed, share):
         a, b = a.astype(np.float32), b.astype(np.float32)
         products = a[..., None] * b[:, None]  # n, rows, 16, columns
         expected = products.sum(axis=2) + c
-    np.testing.assert_array_equal(d, expected)
+    assert_arrays_equal(d, expected, "d")
 
 
 # What one MMA adds to 2^13 and the products, in units of the last bit there;
@@ -280,4 +283,4 @@ def test_sums_are_truncated(added, products, backend):
     a[:, :, : len(products)] = np.multiply(products, unit)
     b, c = np.ones((1, 16, 8), np.float16), np.full((1, 16, 8), 2.0**13)
     d = multiplied(a, b, c.astype(np.float32), backend, truncates=True)
-    np.testing.assert_array_equal((d - 2.0**13) / unit, added)
+    assert_arrays_equal((d - 2.0**13) / unit, added, "(d - 2.0**13) / unit")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.errors import KernelFault
 from helpers.bits import SEEDS
+from helpers.compare import assert_arrays_equal
 from helpers.host_compiler import needs_compiler
 from helpers.small_kernels import on_hopper, read_only, run
 
@@ -39,10 +40,10 @@ def check_a_box(backend, tokens, columns, token, column, seed, **options):
     run("primitives/copy_boxes", arguments, backend, seed=seed,
         constants={"ROWS": ROWS}, shared_bytes=ROWS * 128 + 8,
         **options)  # fmt: skip
-    np.testing.assert_array_equal(seen, whole_box(x, **at))
+    assert_arrays_equal(seen, whole_box(x, **at), "seen")
     inside = np.zeros(y.shape, bool)
     inside[1, token : token + ROWS, 2, column : column + COLUMNS] = True
-    np.testing.assert_array_equal(y, np.where(inside, x, 7))
+    assert_arrays_equal(y, np.where(inside, x, 7), "y")
 
 
 @on_hopper

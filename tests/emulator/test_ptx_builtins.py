@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bits import SEEDS, any_floats, assert_same_floats, bits_of
+from helpers.compare import assert_all, assert_arrays_equal
 from helpers.small_kernels import on_both, read_only, run
 
 TYPES = {
@@ -68,8 +69,8 @@ def test_shuffles_exchange_lanes(name, backend, seed, mask):
     takes_part = (mask >> (lane % 32) & 1).astype(bool)
     known = takes_part & takes_part[partner]
     got, expected = bits_of(y), bits_of(x[partner])
-    np.testing.assert_array_equal(got[known], expected[known])
-    assert not got[~takes_part].any()
+    assert_arrays_equal(got[known], expected[known], "got[known]")
+    assert_all(got[~takes_part], 0, "got[~takes_part]")
 
 
 @on_both
@@ -82,7 +83,7 @@ def test_a_block_hears_of_any_of_its_threads(backend, seed, share):
     got = per_thread("ask_block", asked, [np.int32] * 2, backend, seed=seed)
     for answer, values in zip(got, asked, strict=True):
         any_of_block = values.reshape(4, 64).any(axis=1)
-        np.testing.assert_array_equal(answer, any_of_block.repeat(64))
+        assert_arrays_equal(answer, any_of_block.repeat(64), "answer")
 
 
 @on_both
@@ -100,7 +101,7 @@ def test_shared_memory_at_a_barrier(warp, backend, seed):
         seed=seed,
     )
     groups = x.reshape(-1, 32 if warp else 64)
-    np.testing.assert_array_equal(y, groups[:, ::-1].ravel())
+    assert_arrays_equal(y, groups[:, ::-1].ravel(), "y")
 
 
 @on_both
@@ -109,7 +110,7 @@ def test_every_thread_of_every_block_runs(backend):
     run("primitives/coordinates", {"out": out}, backend, threads=64, blocks=5)
     thread, block = np.meshgrid(np.arange(64), np.arange(5))
     expected = np.stack([thread, block, thread * 0 + 64, thread * 0 + 5], -1)
-    np.testing.assert_array_equal(out, expected)
+    assert_arrays_equal(out, expected, "out")
 
 
 # ---- Arithmetic ----
@@ -133,8 +134,8 @@ def test_rounded_products(name, backend, seed):
         float(Fraction(float(x)) * Fraction(float(y)) - Fraction(float(z)))
         for x, y, z in zip(a, b, c, strict=True)
     ]
-    np.testing.assert_array_equal(rounded, np.zeros(64))
-    np.testing.assert_array_equal(fused, exact)
+    assert_arrays_equal(rounded, np.zeros(64), "rounded")
+    assert_arrays_equal(fused, exact, "fused")
 
 
 @on_both
@@ -143,7 +144,7 @@ def test_bits_as_floats_and_back(backend, seed):
     bits = any_floats(seed, 64).view(np.uint32)
     got = per_thread("reinterpret", [bits], [np.uint32] * 4, backend)
     for result in got:
-        np.testing.assert_array_equal(result, bits)
+        assert_arrays_equal(result, bits, "result")
 
 
 @on_both
@@ -157,8 +158,8 @@ def test_the_lesser_and_the_greater_integer(name, backend, seed):
     least, most = per_thread(
         "extrema", [a, b], [a.dtype] * 2, backend, constants={"T": name}
     )
-    np.testing.assert_array_equal(least, np.minimum(a, b))
-    np.testing.assert_array_equal(most, np.maximum(a, b))
+    assert_arrays_equal(least, np.minimum(a, b), "least")
+    assert_arrays_equal(most, np.maximum(a, b), "most")
 
 
 @on_both
@@ -171,7 +172,7 @@ def test_the_larger_number_and_magnitudes(name, backend, seed):
     most, magnitude = per_thread(
         "magnitudes", [a, b], [a.dtype] * 2, backend, constants={"T": name}
     )
-    np.testing.assert_array_equal(most, np.fmax(a, b))
+    assert_arrays_equal(most, np.fmax(a, b), "most")
     assert_same_floats(magnitude, np.abs(a))
 
 
@@ -185,8 +186,8 @@ def test_lowest_bit_and_number_of_bits(backend, seed):
     lowest, count = per_thread("count_bits", [words], kinds, backend)
     bits = (words[:, None] >> np.arange(32)) & 1
     first = np.where(words == 0, 0, bits.argmax(axis=1) + 1)
-    np.testing.assert_array_equal(lowest, first)
-    np.testing.assert_array_equal(count, bits.sum(axis=1))
+    assert_arrays_equal(lowest, first, "lowest")
+    assert_arrays_equal(count, bits.sum(axis=1), "count")
 
 
 def ulps_off(got, exact):
@@ -214,7 +215,7 @@ def test_exponentials_and_logarithms(name, backend, seed):
     assert ulps_off(power, np.exp(wide)) <= ULPS
     assert ulps_off(logarithm, np.log(wide)) <= ULPS
     assert ulps_off(of_float, np.log(single)) <= ULPS
-    np.testing.assert_array_equal(np.isnan(logarithm), x < 0)
+    assert_arrays_equal(np.isnan(logarithm), x < 0, "np.isnan(logarithm)")
 
 
 @on_both
@@ -239,6 +240,6 @@ def test_exponentials_and_logarithms_of_special_numbers(name, backend):
         "logarithms", [x], [x.dtype] * 2 + [np.float32], backend,
         constants={"T": name},
     )  # fmt: skip
-    np.testing.assert_array_equal(power[x != 1], np.exp(x)[x != 1])
-    np.testing.assert_array_equal(logarithm, np.log(x))
-    np.testing.assert_array_equal(of_float, np.log(x))
+    assert_arrays_equal(power[x != 1], np.exp(x)[x != 1], "power[x != 1]")
+    assert_arrays_equal(logarithm, np.log(x), "logarithm")
+    assert_arrays_equal(of_float, np.log(x), "of_float")

@@ -12,6 +12,7 @@ from helpers.bits import (
     bits_of,
     every_element,
 )
+from helpers.compare import assert_arrays_equal
 from helpers.dtypes import DTYPES
 from helpers.small_kernels import on_both, read_only, run
 
@@ -65,8 +66,8 @@ def test_packing_rounds_to_nearest_even(name, backend):
     """At and next to every tie: normal, subnormal, at overflow."""
     low, high = around_ties(DTYPES[name]).reshape(2, -1)
     got = packed(low, high, name, backend)
-    np.testing.assert_array_equal(got[:, 0], rounded(low, name))
-    np.testing.assert_array_equal(got[:, 1], rounded(high, name))
+    assert_arrays_equal(got[:, 0], rounded(low, name), "got[:, 0]")
+    assert_arrays_equal(got[:, 1], rounded(high, name), "got[:, 1]")
 
 
 @on_both
@@ -76,8 +77,8 @@ def test_packing_any_floats(name, backend, seed):
     """Including NaN of any payload, which becomes one NaN."""
     low, high = any_floats(seed, (2, 256))
     got = packed(low, high, name, backend)
-    np.testing.assert_array_equal(got[:, 0], rounded(low, name))
-    np.testing.assert_array_equal(got[:, 1], rounded(high, name))
+    assert_arrays_equal(got[:, 0], rounded(low, name), "got[:, 0]")
+    assert_arrays_equal(got[:, 1], rounded(high, name), "got[:, 1]")
 
 
 @on_both
@@ -93,5 +94,5 @@ def test_the_halves_of_a_pair(name, backend, seed):
         constants={"Element": name},
         threads=64,
     )
-    np.testing.assert_array_equal(halves[0], pair & 0xFFFF)
-    np.testing.assert_array_equal(halves[1], pair >> 16)
+    assert_arrays_equal(halves[0], pair & 0xFFFF, "halves[0]")
+    assert_arrays_equal(halves[1], pair >> 16, "halves[1]")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bits import SEEDS
+from helpers.compare import assert_arrays_equal
 from helpers.small_kernels import on_both, read_only, run
 
 THREADS = 64
@@ -46,7 +47,7 @@ def test_whole_chunks(backend, seed):
     start = rng.integers(0, 40, THREADS, np.int32)
     sizes = np.full(THREADS, 16, np.int32)
     got = copied("copy_chunks", source, start, sizes, backend, PARTLY=False)
-    np.testing.assert_array_equal(got, source[start])
+    assert_arrays_equal(got, source[start], "got")
 
 
 @on_both
@@ -66,7 +67,7 @@ def test_bytes_not_read_become_zero(
     sizes[rng.random(THREADS) < nothing] = 0
     start[sizes == 0] = 2**16
     got = copied(file, source, start, sizes, backend, PARTLY=True)
-    np.testing.assert_array_equal(got, expected_copies(source, start, sizes))
+    assert_arrays_equal(got, expected_copies(source, start, sizes), "got")
 
 
 @on_both
@@ -84,7 +85,7 @@ def test_groups_land_in_their_order(backend, seed):
         shared_bytes=chunks.size,
         seed=seed,
     )
-    np.testing.assert_array_equal(out, chunks)
+    assert_arrays_equal(out, chunks, "out")
 
 
 @on_both
@@ -92,4 +93,4 @@ def test_a_kernel_that_waits_for_none(backend):
     """griddepcontrol in a kernel that no other precedes or follows."""
     counts = np.arange(32, dtype=np.uint32)
     run("primitives/start_early", {"counts": counts}, backend)
-    np.testing.assert_array_equal(counts, np.arange(1, 33))
+    assert_arrays_equal(counts, np.arange(1, 33), "counts")

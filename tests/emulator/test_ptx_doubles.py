@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bits import SEEDS
+from helpers.compare import assert_arrays_equal, assert_at_most
 from helpers.small_kernels import on_both, read_only, run
 
 UNIT = 2.0**-53
@@ -32,7 +33,7 @@ def tiles(draw, n=4):
 def test_small_integers_are_exact(backend, seed):
     rng = np.random.default_rng(seed)
     a, b, c = tiles(lambda shape: rng.integers(-(2**20), 2**20, shape))
-    np.testing.assert_array_equal(multiplied(a, b, c, backend), a @ b + c)
+    assert_arrays_equal(multiplied(a, b, c, backend), a @ b + c, "multiplied")
 
 
 @on_both
@@ -52,7 +53,7 @@ def test_sums_are_right_to_their_bound(backend, seed, spread):
     a, b, c = tiles(draw)
     size = np.abs(a) @ np.abs(b) + np.abs(c)
     error = np.abs(multiplied(a, b, c, backend) - (a @ b + c))
-    assert (error <= 24 * (1 + 24 * UNIT) * UNIT * size).all()
+    assert_at_most(error, 24 * (1 + 24 * UNIT) * UNIT * size, "error")
 
 
 @on_both
@@ -70,4 +71,4 @@ def test_infinities_and_nan(backend, seed, share):
     d = multiplied(a, b, c, backend)
     with np.errstate(invalid="ignore"):
         expected = (a[..., None] * b[:, None]).sum(axis=2) + c
-    np.testing.assert_array_equal(d, expected)
+    assert_arrays_equal(d, expected, "d")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bits import SEEDS, any_floats, assert_same_floats
+from helpers.compare import assert_arrays_equal
 from helpers.small_kernels import on_both, read_only, run
 
 SMALLEST_NORMAL = 2.0**-126
@@ -36,7 +37,7 @@ def test_sums_of_many_threads_are_complete(backend, seed, places):
     expected = sums.copy()
     np.add.at(expected, to, x)
     add_fours(x, to, sums, backend)
-    np.testing.assert_array_equal(sums, expected)
+    assert_arrays_equal(sums, expected, "sums")
 
 
 @on_both
@@ -73,7 +74,7 @@ def test_zeros_are_not_added(backend, seed, places):
         backend,
         blocks=4,
     )  # fmt: skip
-    np.testing.assert_array_equal(sums, expected)
+    assert_arrays_equal(sums, expected, "sums")
 
 
 @on_both
@@ -93,10 +94,10 @@ def test_atomic_additions_see_one_another(backend, kind, seed, places):
         constants={"T": kind},
         blocks=3,
     )  # fmt: skip
-    np.testing.assert_array_equal(sums, np.bincount(to, minlength=places))
+    assert_arrays_equal(sums, np.bincount(to, minlength=places), "sums")
     for place in range(places):
         found = np.sort(before[to == place])
-        np.testing.assert_array_equal(found, np.arange(len(found)))
+        assert_arrays_equal(found, np.arange(len(found)), "found")
 
 
 @on_both
@@ -118,7 +119,7 @@ def test_a_block_sees_the_previous_blocks_writes(backend, blocks, seed):
         seed=seed,
     )
     assert turns.tolist() == [blocks, blocks]
-    np.testing.assert_array_equal(values, expected)
+    assert_arrays_equal(values, expected, "values")
 
 
 @on_both
@@ -136,4 +137,4 @@ def test_a_warp_that_waits_lets_the_block_s_others_run(backend, seed):
         seed=seed,
         resident=2,
     )
-    np.testing.assert_array_equal(warps, [2, 2, 1, 1, 0, 0])
+    assert_arrays_equal(warps, [2, 2, 1, 1, 0, 0], "warps")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bits import SEEDS, bits_of
+from helpers.compare import assert_arrays_equal
 from helpers.dtypes import DTYPES
 from helpers.small_kernels import on_hopper, read_only, run
 
@@ -32,7 +33,7 @@ def test_warps_wait_for_the_phases_of_barriers(backend, seed, rounds):
     )
     for step in range(rounds * 4):
         expected = expected * 3 + step % 4
-    np.testing.assert_array_equal(y, expected)
+    assert_arrays_equal(y, expected, "y")
 
 
 @on_hopper
@@ -48,7 +49,7 @@ def test_pairs_of_warps_meet(backend, seed):
         shared_bytes=512,
         seed=seed,
     )
-    np.testing.assert_array_equal(y, x[:, ::-1])
+    assert_arrays_equal(y, x[:, ::-1], "y")
 
 
 @on_hopper
@@ -68,7 +69,7 @@ def test_threads_keep_their_values_across_setmaxnreg(
                    "FEWER": 24, "MORE": more},
         threads=threads,
     )  # fmt: skip
-    np.testing.assert_array_equal(y, x)
+    assert_arrays_equal(y, x, "y")
 
 
 @on_hopper
@@ -89,8 +90,8 @@ def test_stmatrix_stores_the_elements(backend, seed):
         shared_bytes=576,
     )  # fmt: skip
     stored = out[:128].reshape(32, 4)[rows]
-    np.testing.assert_array_equal(stored, matrices.reshape(32, 4))
-    np.testing.assert_array_equal(out[128:].view(np.uint16), elements)
+    assert_arrays_equal(stored, matrices.reshape(32, 4), "stored")
+    assert_arrays_equal(out[128:].view(np.uint16), elements, "out")
 
 
 @on_hopper
@@ -110,8 +111,8 @@ def test_bytes_are_copied_and_floats_added(backend, seed, chunks, rounds):
         shared_bytes=256,
         seed=seed,
     )  # fmt: skip
-    np.testing.assert_array_equal(seen, x)
-    np.testing.assert_array_equal(sums, expected)
+    assert_arrays_equal(seen, x, "seen")
+    assert_arrays_equal(sums, expected, "sums")
 
 
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
@@ -137,8 +138,8 @@ def test_integers_are_rounded_and_added(backend, seed, rounds):
         shared_bytes=128,
         seed=seed,
     )
-    np.testing.assert_array_equal(sums, expected)
-    np.testing.assert_array_equal(others, expected)
+    assert_arrays_equal(sums, expected, "sums")
+    assert_arrays_equal(others, expected, "others")
 
 
 @on_hopper
@@ -155,8 +156,8 @@ def test_a_sum_is_there_after_the_wait_for_it(backend, seed, waits):
         seed=seed,
     )
     if waits or backend == "emulated":
-        np.testing.assert_array_equal(seen, x * waits)
-    np.testing.assert_array_equal(sums, x)
+        assert_arrays_equal(seen, x * waits, "seen")
+    assert_arrays_equal(sums, x, "sums")
 
 
 def check_wgmma(backend, name, columns, sign=1, **how):
@@ -179,7 +180,7 @@ def check_wgmma(backend, name, columns, sign=1, **how):
             threads=128,
             shared_bytes=8192 + columns * 128,
         )  # fmt: skip
-        np.testing.assert_array_equal(d, product + accumulate * c)
+        assert_arrays_equal(d, product + accumulate * c, "d")
 
 
 @on_hopper

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 
 from helpers.bits import SEEDS, any_floats
+from helpers.compare import assert_arrays_equal
 from helpers.small_kernels import on_both, read_only, run
 
 
@@ -28,7 +29,7 @@ def test_ldmatrix_hands_out_the_elements(transposed, backend, seed):
     if transposed:
         matrices = matrices.transpose(0, 2, 1).copy()
     pairs = matrices.view(np.uint32).reshape(4, 32)
-    np.testing.assert_array_equal(out, pairs.T)
+    assert_arrays_equal(out, pairs.T, "out")
 
 
 @on_both
@@ -40,7 +41,7 @@ def test_movmatrix_transposes(backend, seed):
     out = np.empty((8, 4), np.uint32)
     arguments = {"pairs": read_only(matrix.view(np.uint32)), "out": out}
     run("primitives/transpose_matrix", arguments, backend)
-    np.testing.assert_array_equal(out.view(np.uint16), matrix.T)
+    assert_arrays_equal(out.view(np.uint16), matrix.T, "out.view(np.uint16)")
 
 
 @on_both
@@ -60,6 +61,6 @@ def test_stores_and_loads_of_shared_memory(backend, seed):
         threads=64,
         shared_bytes=64 * 16,
     )  # fmt: skip
-    np.testing.assert_array_equal(chunks[to], words)
-    np.testing.assert_array_equal(floats[to], words)
-    np.testing.assert_array_equal(address, np.arange(64))
+    assert_arrays_equal(chunks[to], words, "chunks[to]")
+    assert_arrays_equal(floats[to], words, "floats[to]")
+    assert_arrays_equal(address, np.arange(64), "address")

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bits import SEEDS, bits_of
+from helpers.compare import assert_arrays_equal, assert_at_most
 from helpers.small_kernels import on_both, read_only, run
 
 SEEN = np.uint32(0xFFFFE000)  # what tf32 has of a float's bits
@@ -42,7 +43,7 @@ def test_small_integers_are_exact(backend, seed):
     """Integers of 11 bits; every partial sum is one below 2^24."""
     rng = np.random.default_rng(seed)
     a, b, c = tiles(lambda shape: rng.integers(-1023, 1024, shape))
-    np.testing.assert_array_equal(multiplied(a, b, c, backend), a @ b + c)
+    assert_arrays_equal(multiplied(a, b, c, backend), a @ b + c, "multiplied")
 
 
 @on_both
@@ -55,7 +56,7 @@ def test_the_lower_bits_are_not_looked_at(backend, seed):
         for x in (a, b)
     ]
     got = multiplied(*(x.view(np.float32) for x in more), c, backend)
-    np.testing.assert_array_equal(got, multiplied(a, b, c, backend))
+    assert_arrays_equal(got, multiplied(a, b, c, backend), "got")
 
 
 @on_both
@@ -73,7 +74,7 @@ def test_sums_are_right_to_their_bound(backend, seed, spread):
     a, b, c = (x.astype(np.float64) for x in (a, b, c))
     size = np.abs(a) @ np.abs(b) + np.abs(c)
     error = np.abs(d - (a @ b + c))
-    assert (error <= 16 * (2.0**-23 * size + SMALLEST_NORMAL)).all()
+    assert_at_most(error, 16 * (2.0**-23 * size + SMALLEST_NORMAL), "error")
 
 
 @on_both
@@ -91,4 +92,4 @@ def test_infinities_and_nan(backend, seed, share):
     d = multiplied(a, b, c, backend)
     with np.errstate(invalid="ignore"):
         expected = (a[..., None] * b[:, None]).sum(axis=2) + c
-    np.testing.assert_array_equal(d, expected)
+    assert_arrays_equal(d, expected, "d")

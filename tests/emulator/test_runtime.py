@@ -12,6 +12,7 @@ from cuflash import emulator
 from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.errors import CompileError, KernelFault, UnsupportedError
 from cuflash.plan import KernelPlan
+from helpers.compare import assert_all, assert_elements
 from helpers.host_compiler import needs_compiler
 
 pytestmark = needs_compiler
@@ -38,7 +39,7 @@ def launch(tmp_path):
         x, out = np.arange(40, dtype=np.float32), np.zeros(40, np.float32)
         with emulator.active(arch, **options) as emulated:
             emulated.launch(kernel, 2, x=x, out=out, size=40)
-        assert (out == 2 * x).all()
+        assert_elements(out, 2 * x, "out")
         return kernel
 
     return run
@@ -291,6 +292,6 @@ def test_numpy_arrays_go_to_the_emulator(cache, compiled):
     with emulator.active("sm_86"):
         out = cuflash.forward(q, q, q)
     assert compiled == ["kernel.cpp"]
-    assert (out == 1).all()
+    assert_all(out, 1, "out")
     cuflash.forward(q, q, q)
     assert len(compiled) == 1

@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from .compare import assert_arrays_equal
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -74,7 +76,7 @@ def special(dtype):
 def assert_same_floats(got, expected, name=""):
     """Assert equal bits; all NaNs count as equal."""
     nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(got), nan, f"{name}: NaN")
-    np.testing.assert_array_equal(
-        bits_of(got)[~nan], bits_of(expected)[~nan], name
+    assert_arrays_equal(np.isnan(got), nan, "np.isnan(got)", f"{name}: NaN")
+    assert_arrays_equal(
+        bits_of(got)[~nan], bits_of(expected)[~nan], "bits_of(got)[~nan]", name
     )

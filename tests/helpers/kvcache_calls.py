@@ -13,7 +13,11 @@ import cuflash
 from cuflash.reference import kvcache, rotary
 
 from . import expected
-from .compare import assert_all, assert_bitwise, assert_forward_matches
+from .compare import (
+    assert_all,
+    assert_bitwise,
+    assert_forward_matches,
+)
 from .data import LAYOUTS, Case, Emulation, inputs, short_repr
 from .dtypes import DTYPES, PRECISION, lse_dtype
 
@@ -345,9 +349,12 @@ def _check_cache(case, given, name, got):
         want, error = _stored(case, exact, slack, size)
         values = kvcache.dequantise(got[index], size)
         wrong = ~(np.abs(values - want) <= error)
-        assert not wrong.any(), (
+        assert_all(
+            wrong,
+            0,
+            "wrong",
             f"{name} of sequence {b}: {values[wrong][:3]} are not "
-            f"{want[wrong][:3]} within {error[wrong][:3]} ({case})"
+            f"{want[wrong][:3]} within {error[wrong][:3]} ({case})",
         )
     assert_bitwise(got[untouched], before[untouched], f"rest of {name}")
 

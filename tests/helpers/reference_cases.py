@@ -9,6 +9,7 @@ from cuflash.reference import backward, forward
 from cuflash.reference.dropout import Dropout
 
 from . import punishing
+from .compare import assert_allclose
 
 EPS = 2.0**-53  # largest relative error of one float64 rounding
 
@@ -211,6 +212,4 @@ def _largest(array):
 
 def assert_close(got, expected, bound, name=""):
     """Assert equal shapes, NaN and inf at the same indices, then the bound."""
-    np.testing.assert_allclose(
-        got, expected, rtol=0, atol=bound, err_msg=name, strict=True
-    )
+    assert_allclose(got, expected, "got", atol=bound, case=name)

@@ -11,6 +11,7 @@ from helpers import calls, expected
 from helpers.backends import on_backends, on_kernels
 from helpers.compare import (
     assert_all,
+    assert_allclose,
     assert_bitwise,
     assert_finite,
     assert_gradients_match,
@@ -197,7 +198,7 @@ def test_a_sink_without_keys(backend, family, also, offsets):
     # float64, then one rounding.
     sums = got.dtype if backend.name == "numpy" else np.float64
     most = 140 * np.finfo(sums).eps / 2 + np.finfo(got.dtype).eps
-    np.testing.assert_allclose(got, want.sum(1), rtol=most)
+    assert_allclose(got, want.sum(1), "got", rtol=most)
 
 
 MERGE_ERROR = 1e-12  # sums of 70 terms of about 1, a chain of ten: 1e-13

@@ -21,7 +21,10 @@ from demo_parts.generation import Cache, extend, generate, greedy
 from demo_parts.model import Config, Transformer, to_numpy
 from helpers import model_bounds
 from helpers.backends import CUPY, EMULATED, NUMPY
-from helpers.compare import assert_within
+from helpers.compare import (
+    assert_arrays_equal,
+    assert_within,
+)
 from helpers.data import Case
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -115,7 +118,9 @@ def test_text_is_that_without_a_cache(backend, steps, cache):
         )
         expected, bound = whole_pass(model, tokens)
     assert logits.shape == expected.shape == (steps, 16)
-    np.testing.assert_array_equal(expected.argmax(axis=-1), tokens)
+    assert_arrays_equal(
+        expected.argmax(axis=-1), tokens, "expected.argmax(axis=-1)"
+    )
     assert_within(logits, expected, 2 * bound, "logits", "with a cache")
     # What makes these assertions mean something.
     second, first = np.sort(expected, axis=-1)[:, -2:].T

@@ -16,6 +16,7 @@ from helpers import calls, expected
 from helpers.backends import EMULATED
 from helpers.checks import check_packed
 from helpers.compare import (
+    assert_arrays_equal,
     assert_bitwise,
     assert_gradients_match,
     assert_matches,
@@ -257,4 +258,4 @@ def test_nonfinite_inputs(backend, head_dim, causal, spoiled):
     dq = gradients(backend, case, arrays)[0]
     other = gradients(backend, case, arrays, deterministic=False)[0]
     kinds = [np.isfinite(x.astype(np.float32)) for x in (dq, other)]
-    np.testing.assert_array_equal(*kinds)
+    assert_arrays_equal(*kinds, name="kinds")

@@ -7,6 +7,7 @@ import cuflash
 from cuflash import emulator, validate, validate_kvcache
 from cuflash.runner import Kernels
 from helpers.backends import EMULATED
+from helpers.compare import assert_arrays_equal
 
 rng = np.random.default_rng(0)
 Q, K, V = rng.standard_normal((3, 2, 8, 2, 8), dtype=np.float32)
@@ -58,7 +59,7 @@ DTYPES = ["int64", "uint8", "int16", ">i4", "uint64"]
 def test_on_numpy_arrays(call, dtype):
     want = CALLS[call](lambda x: x.astype(np.int32))
     got = CALLS[call](lambda x: x.astype(dtype))
-    np.testing.assert_array_equal(got, want)
+    assert_arrays_equal(got, want, "got")
 
 
 FORWARD = {"q": Q, "k": K, "v": V}
@@ -94,7 +95,7 @@ def test_kernels_get_a_converted_copy(backend, call):
             result = getattr(runner, run)(check(**given, **arrays))
             found.append(result[0] if isinstance(result, tuple) else result)
     for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
+        assert_arrays_equal(other, found[0], "other")
 
 
 def test_one_length_without_axes():
@@ -102,7 +103,7 @@ def test_one_length_without_axes():
     given = np.array(3), np.array(3, np.uint8), np.int64(3)
     for length in given:
         got = cuflash.forward_kvcache(Q[:, :1], K, V, cache_seqlens=length)
-        np.testing.assert_array_equal(got, want)
+        assert_arrays_equal(got, want, "got")
 
 
 @pytest.mark.parametrize("length", [3.0, np.float32(3), np.array(3.0)])

@@ -11,11 +11,15 @@ import strategies
 from helpers import calls, expected
 from helpers.backends import BACKENDS, CUPY, EMULATED, on_kernels
 from helpers.compare import (
+    assert_all,
+    assert_allclose,
     assert_bitwise,
+    assert_elements,
+    assert_finite,
     assert_forward_matches,
     assert_matches,
 )
-from helpers.data import LAYOUTS, Case, Emulation, inputs
+from helpers.data import LAYOUTS, Case, inputs
 from helpers.derivatives import (
     EVERYTHING,
     FAMILIES,
@@ -127,11 +131,12 @@ def test_packed_sequences(backend, family):
     want = by_name(call_jvp(case, directions, **given))
     lse = want.pop("lse")
     assert_near(got, want, case)
-    assert ((got["lse"] == -np.inf) == (lse == -np.inf)).all()
+    assert_elements(got["lse"] == -np.inf, lse == -np.inf, "got")
     directions["sink"][:] = np.nan  # read by no token without a sequence
     *_, out_dot, lse_dot = call_jvp(case, directions, backend, **given)
-    assert not out_dot[:, 40:].any() and not lse_dot[..., 40:].any()
-    assert np.isnan(out_dot[:, :40]).all()
+    assert_all(out_dot[:, 40:], 0, "out_dot[:, 40:]")
+    assert_all(lse_dot[..., 40:], 0, "lse_dot[..., 40:]")
+    assert_all(out_dot[:, :40], np.nan, "out_dot[:, :40]")
 
 
 @on_kernels
@@ -247,7 +252,8 @@ def test_nothing_moves(backend, dtype, count):
     assert_near(got, {x: plain[x] for x in got}, case)
     lead = () if count is None else (0,)
     for x, tangent in zip((out, lse), moved, strict=True):
-        assert tangent.shape == (*lead, *x.shape) and not tangent.any()
+        assert tangent.shape == (*lead, *x.shape)
+        assert_all(tangent, 0, "tangent")
 
 
 @on_kernels
@@ -336,8 +342,9 @@ def test_rows_that_see_nothing(backend, kind):
     q = inputs(case)[0]
     q[:, :8] = np.inf
     *_, out_dot, lse_dot = call_jvp(case, direction, backend, q=q)
-    assert not out_dot[:, :8].any() and not lse_dot[..., :8].any()
-    assert np.isfinite(out_dot.astype("f4")).all()
+    assert_all(out_dot[:, :8], 0, "out_dot[:, :8]")
+    assert_all(lse_dot[..., :8], 0, "lse_dot[..., :8]")
+    assert_finite(out_dot.astype("f4"), "out_dot")
 
 
 @on_kernels
@@ -351,12 +358,15 @@ def test_nonfinite_tangents_reach_the_rows_that_read_them(
         direction = tangents(case, "qkv")
         direction[name][1, 17] = value
         *_, out_dot, lse_dot = call_jvp(case, direction, backend)
-        assert np.isfinite(out_dot[0]).all() and np.isfinite(lse_dot[0]).all()
+        assert_finite(out_dot[0], "out_dot[0]")
+        assert_finite(lse_dot[0], "lse_dot[0]")
         token = np.arange(30)
         rows = token == 17 if name == "q" else token >= 17
-        assert (np.isfinite(out_dot[1]).all(axis=(1, 2)) == ~rows).all()
+        assert_elements(
+            np.isfinite(out_dot[1]).all(axis=(1, 2)), ~rows, "out_dot"
+        )
         of_lse = np.isfinite(lse_dot[1])
-        assert (of_lse == ~(rows & (name != "v"))).all()
+        assert_elements(of_lse, ~(rows & (name != "v")), "of_lse")
 
 
 @on_kernels
@@ -370,9 +380,9 @@ def test_nonfinite_values_reach_the_rows_that_read_them(backend, dtype, value):
     token = np.arange(90)
     reads = (token >= 35) & (token <= 70)
     for x in results[0], results[2]:
-        assert np.isfinite(x[0].astype("f4")).all()
+        assert_finite(x[0].astype("f4"), "x")
         finite = np.isfinite(x[1].astype("f4"))
-        assert (finite == ~reads[:, None, None]).all()
+        assert_elements(finite, ~reads[:, None, None], "finite")
 
 
 @on_kernels
@@ -396,9 +406,9 @@ def test_what_is_masked_is_not_read(backend, family, name):
         if np.isnan(value):
             *_, wanted, _ = call_jvp(case, direction)
     hidden = ~np.isnan(wanted)
-    assert (np.isnan(found[0]) == ~hidden).all()
+    assert_elements(np.isnan(found[0]), ~hidden, "np.isnan(found[0])")
     assert hidden.any() and not hidden.all()
-    assert (found[1] == found[2])[hidden].all()
+    assert_elements(found[1][hidden], found[2][hidden], "out_dot")
 
 
 @on_kernels
@@ -408,9 +418,9 @@ def test_no_queries_and_no_keys(backend, dtype, seqlens):
     case = Case(dtype, 1, *seqlens, 2, 1, 8, 8, arrays_of=("sink",), on=ON)
     direction = tangents(case)
     results = call_jvp(case, direction, backend)
-    assert not results[2].any()
+    assert_all(results[2], 0, "results[2]")
     moved = np.broadcast_to(direction["sink"][:, None], results[3][0].shape)
-    np.testing.assert_allclose(results[3][0], moved, rtol=2.0**-23)
+    assert_allclose(results[3][0], moved, "results[3][0]", rtol=2.0**-23)
 
 
 @on_kernels

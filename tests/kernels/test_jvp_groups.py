@@ -8,6 +8,11 @@ import pytest
 from cuflash.plan import device_of_arch, plan
 from cuflash.problem import Tangents
 from helpers.backends import on_kernels
+from helpers.compare import (
+    assert_allclose,
+    assert_arrays_equal,
+    assert_elements,
+)
 from helpers.data import Case, Emulation, inputs
 from helpers.derivatives import (
     EVERYTHING,
@@ -100,7 +105,7 @@ def test_a_nan_in_one_groups_values_reaches_the_rows_that_read_it(backend):
         query = np.arange(70)
         reads = (query >= token - 5) & (query <= token + 30)
         finite = np.isfinite(out_dot[0]).all(axis=(1, 2))
-        assert (finite == ~reads).all()
+        assert_elements(finite, ~reads, "finite")
 
 
 @on_kernels
@@ -115,7 +120,7 @@ def test_packed_sequences_in_groups(backend):
     *_, out_dot, lse_dot = call_jvp(case, directions, backend, **given)
     want = call_jvp(case, directions, **given)[2:]
     for got, exact in zip((out_dot, lse_dot), want, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-13)
+        assert_allclose(got, exact, "got", atol=1e-13)
 
 
 @on_kernels
@@ -130,4 +135,4 @@ def test_groups_of_other_seeds_agree(backend):
     )
     for results in others:
         for a, b in zip(results, first, strict=True):
-            np.testing.assert_array_equal(a, b)
+            assert_arrays_equal(a, b, "a")

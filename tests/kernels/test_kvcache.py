@@ -10,7 +10,12 @@ import strategies
 from cuflash.errors import UnsupportedError
 from helpers import kvcache_calls as kv
 from helpers.backends import BACKENDS
-from helpers.compare import assert_all, assert_bitwise
+from helpers.compare import (
+    assert_all,
+    assert_allclose,
+    assert_arrays_equal,
+    assert_bitwise,
+)
 from helpers.data import LAYOUTS
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
@@ -144,7 +149,9 @@ def test_nan_of_a_float8_cache(backend, name, group_size):
     columns = slice(None) if name == "k_cache" else 5
     clean[0][2, 1:, :, columns] = np.nan
     for got, want in zip((out, lse), clean, strict=True):
-        np.testing.assert_array_equal(got.astype(float), want.astype(float))
+        assert_arrays_equal(
+            got.astype(float), want.astype(float), "got.astype(float)"
+        )
 
 
 @on_backends
@@ -224,7 +231,7 @@ def test_decoding_is_the_last_row_of_forward(backend, dtype):
         want = cuflash.forward(*map(backend.place, (q, k, v)), causal=True)
     u = 2.0 ** -{"float16": 8, "bfloat16": 5}.get(dtype, 18)
     got, want = (backend.fetch(x).astype(float)[:, -1] for x in (got, want))
-    np.testing.assert_allclose(got, want, rtol=0, atol=u)
+    assert_allclose(got, want, "got", atol=u)
 
 
 @on_backends

@@ -7,7 +7,12 @@ import strategies
 from cuflash.problem import MOST_STATES
 from helpers import calls, expected
 from helpers.backends import on_backends
-from helpers.compare import assert_all, assert_bitwise, assert_matches
+from helpers.compare import (
+    assert_all,
+    assert_bitwise,
+    assert_finite,
+    assert_matches,
+)
 from helpers.data import Case, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
@@ -125,7 +130,8 @@ def test_the_maximum_skips_nan_whatever_stands_beside_it(backend, nan_at):
         given[2 * i + 1][...] = np.inf if i == nan_at ^ 1 else 0.0
     given[2 * nan_at + 1][...] = np.nan
     out, lse = calls.merge_states(backend, case, *given)
-    assert np.isnan(out).all() and np.isposinf(lse).all()
+    assert_all(out, np.nan, "out")
+    assert_all(np.isposinf(lse), True, "np.isposinf(lse)")
 
 
 @on_backends
@@ -135,7 +141,8 @@ def test_nan_in_a_state_of_weight_zero(backend):
     out_a, lse_a, out_b, lse_b = states(case)
     out_a[..., 3], lse_a[...], lse_b[...] = np.nan, -1e6, 0.0
     out, _ = calls.merge_states(backend, case, out_a, lse_a, out_b, lse_b)
-    assert np.isnan(out[..., 3]).all() and np.isfinite(out[..., 4:]).all()
+    assert_all(out[..., 3], np.nan, "out[..., 3]")
+    assert_finite(out[..., 4:], "out[..., 4:]")
 
 
 @on_each_backend(strategies.cases, causal=False)

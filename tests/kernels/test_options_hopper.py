@@ -14,7 +14,11 @@ from helpers.checks import (
     check_gradients,
     check_gradients_of_forward,
 )
-from helpers.compare import assert_bitwise, assert_gradients_match
+from helpers.compare import (
+    assert_arrays_equal,
+    assert_bitwise,
+    assert_gradients_match,
+)
 from helpers.data import Case, Emulation, inputs
 from helpers.dtypes import DTYPES
 from helpers.option_cases import FAMILIES
@@ -422,7 +426,7 @@ def test_slopes_that_overflow(backend):
     q, k, v, _ = inputs(case)
     placed = {name: backend.place(x) for name, x in options.items()}
     out, _ = calls.forward(backend, case, q, k, v, **placed)
-    np.testing.assert_array_equal(out, np.broadcast_to(v[:, 99], out.shape))
+    assert_arrays_equal(out, np.broadcast_to(v[:, 99], out.shape), "out")
 
 
 @on_kernels

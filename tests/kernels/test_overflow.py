@@ -18,7 +18,12 @@ from helpers.backends import (
     on_each_kind,
     on_each_kind_with_options,
 )
-from helpers.compare import assert_all, assert_bitwise, assert_finite
+from helpers.compare import (
+    assert_all,
+    assert_arrays_equal,
+    assert_bitwise,
+    assert_finite,
+)
 from helpers.data import Case, Emulation, inputs
 
 QUERY, KEY = 7, 3  # QUERY sees the keys up to its own number
@@ -63,9 +68,14 @@ def check_overflow(backend, case, factor):
     for name, x, sound in zip(names, got, want, strict=True):
         bad = np.zeros(x.shape, bool)
         bad[:, slice(QUERY + 1) if name in ("dk", "dv") else QUERY] = True
-        assert (np.isposinf if name == "lse" else np.isnan)(
-            x[bad].astype(np.float64)
-        ).all(), name
+        assert_all(
+            (np.isposinf if name == "lse" else np.isnan)(
+                x[bad].astype(np.float64)
+            ),
+            True,
+            "name",
+            name,
+        )
         assert_bitwise(x[~bad], sound[~bad], name)
 
 
@@ -132,7 +142,7 @@ def check_as_half(backend, case, of_k):
     *want, dk, dv = results(backend, case, factor / 2, of_k)
     want += 2 * dk, dv  # of no other query is dk, as theirs are 0
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
 
 
 @on_each_kind_and_numpy

@@ -15,7 +15,10 @@ import strategies
 from cuflash.tiles import Tile
 from helpers import calls
 from helpers.backends import EMULATED, CupyBackend
-from helpers.compare import assert_bitwise
+from helpers.compare import (
+    assert_all,
+    assert_bitwise,
+)
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 
@@ -181,8 +184,9 @@ def test_key_tiles_add_in_order_with_nan(backend):
         other = replace(case, on=replace(case.on, seed=seed, resident=9))
         dq, dk, dv = calls.backward(backend, other, *arrays)
         finite = [np.isfinite(x.astype(np.float32)) for x in (dq, dk, dv)]
-        assert finite[0][:, :-1].all()
-        assert not any(x.any() for x in (finite[0][:, -1], *finite[1:]))
+        assert_all(finite[0][:, :-1], True, "finite[0][:, :-1]")
+        for x in (finite[0][:, -1], *finite[1:]):
+            assert_all(x, 0, "x")
 
 
 def inputs_on_gpu(dtype, head_dim):

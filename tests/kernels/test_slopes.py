@@ -5,6 +5,7 @@ import pytest
 
 import cuflash
 from helpers.backends import on_backends
+from helpers.compare import assert_allclose
 from helpers.data import Case, inputs
 
 CASE = Case("float64", 1, 40, 40, 2, 2, head_dim=8, head_dim_v=8)
@@ -25,4 +26,4 @@ def test_slopes_are_read_as_they_are(backend, dtype):
             results.append(backend.fetch(cuflash.forward(*placed, **options)))
     # Scores of up to 40 are rounded, in both; a weight is off by as much.
     bound = 2 * 40 * 2.0**-52 * np.abs(v).max() * 4
-    np.testing.assert_allclose(*results, rtol=0, atol=bound)
+    assert_allclose(*results, name="results", atol=bound)

@@ -7,6 +7,7 @@ import strategies
 from helpers import calls, expected
 from helpers.backends import on_backends
 from helpers.compare import (
+    assert_arrays_equal,
     assert_bitwise,
     assert_forward_matches,
     assert_gradients_match,
@@ -87,4 +88,6 @@ def test_out_argument_leaves_the_gaps_alone(backend, dtype):
     gaps[:, ::2, :, :d] = False
     store = backend.place(store)
     calls.forward(backend, case, q, k, v, out=store[:, ::2, :, :d])
-    assert np.array_equal(np.isnan(backend.fetch(store).astype(float)), gaps)
+    assert_arrays_equal(
+        np.isnan(backend.fetch(store).astype(float)), gaps, "NaN of the store"
+    )

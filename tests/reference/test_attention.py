@@ -12,6 +12,12 @@ from cuflash.reference.attention import (
     attention_vjp,
     gradient_steps,
 )
+from helpers.compare import (
+    assert_all,
+    assert_allclose,
+    assert_arrays_equal,
+    assert_finite,
+)
 from helpers.reference_cases import (
     EPS,
     ReferenceCase,
@@ -48,8 +54,10 @@ def test_lse_is_scipys_logsumexp(case):
 
 def test_default_scale_is_one_over_root_of_head_dim():
     q, k, v, _ = ReferenceCase(head_dim=16).arrays()
-    np.testing.assert_array_equal(
-        attention(q, k, v)[0], attention(q, k, v, scale=0.25)[0]
+    assert_arrays_equal(
+        attention(q, k, v)[0],
+        attention(q, k, v, scale=0.25)[0],
+        "attention(q, k, v)[0]",
     )
 
 
@@ -68,10 +76,10 @@ def test_row_without_keys_is_zero(seqlen_q, seqlen_k):
     case = ReferenceCase(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     q, k, v, dout = case.arrays()
     out, lse = attention(q, k, v, causal=True)
-    np.testing.assert_array_equal(out[:2], 0)
-    np.testing.assert_array_equal(lse[:2], -np.inf)
+    assert_arrays_equal(out[:2], 0, "out[:2]")
+    assert_arrays_equal(lse[:2], -np.inf, "lse[:2]")
     dq, _, _ = attention_vjp(dout, q, k, v, causal=True)
-    np.testing.assert_array_equal(dq[:2], 0)
+    assert_arrays_equal(dq[:2], 0, "dq[:2]")
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 3), (3, 0), (0, 0)])
@@ -83,15 +91,15 @@ def test_empty_lengths(seqlen_q, seqlen_k):
     for gradient, x in zip(
         attention_vjp(dout, q, k, v, heads_first=True), (q, k, v), strict=True
     ):
-        np.testing.assert_array_equal(gradient, np.zeros(x.shape))
+        assert_arrays_equal(gradient, np.zeros(x.shape), "gradient")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, "f4"])
 def test_low_precision_inputs_are_computed_in_float64(dtype):
     low = [x.astype(dtype) for x in ReferenceCase().arrays()]
     q, k, v, dout = (x.astype(np.float64) for x in low)
-    np.testing.assert_array_equal(
-        attention(*low[:3])[0], attention(q, k, v)[0]
+    assert_arrays_equal(
+        attention(*low[:3])[0], attention(q, k, v)[0], "attention(*low[:3])[0]"
     )
     for a, b in zip(
         attention_vjp(low[3], *low[:3]),
@@ -141,7 +149,7 @@ def test_gradient_is_the_finite_difference(argument, case):
     rounding = (out_error + dout.size * EPS) * abs(dout).sum() * 10 / h
     atol = abs(twice - once) + rounding
     got = (gradient * direction).sum()
-    np.testing.assert_allclose(got, once, rtol=0, atol=atol)
+    assert_allclose(got, once, "got", atol=atol)
 
 
 def causal_square():
@@ -157,9 +165,9 @@ def test_invisible_keys_and_values_do_not_spread(bad):
     k[2], v[2] = bad, bad
     got, got_lse = attention(q, k, v, causal=True)
     got_dq, _, _ = attention_vjp(dout, q, k, v, causal=True)
-    np.testing.assert_array_equal(got[:2], out[:2])
-    np.testing.assert_array_equal(got_lse[:2], lse[:2])
-    np.testing.assert_array_equal(got_dq[:2], dq[:2])
+    assert_arrays_equal(got[:2], out[:2], "got[:2]")
+    assert_arrays_equal(got_lse[:2], lse[:2], "got_lse[:2]")
+    assert_arrays_equal(got_dq[:2], dq[:2], "got_dq[:2]")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -168,16 +176,20 @@ def test_query_spreads_only_to_keys_that_it_sees(bad):
     _, dk, dv = attention_vjp(dout, q, k, v, causal=True)
     q[0], dout[0] = bad, bad
     _, got_dk, got_dv = attention_vjp(dout, q, k, v, causal=True)
-    np.testing.assert_array_equal(got_dk[1:], dk[1:])
-    np.testing.assert_array_equal(got_dv[1:], dv[1:])
+    assert_arrays_equal(got_dk[1:], dk[1:], "got_dk[1:]")
+    assert_arrays_equal(got_dv[1:], dv[1:], "got_dv[1:]")
 
 
 def test_nan_query_spreads_to_keys_that_it_sees():
     q, k, v, dout = causal_square().arrays()
     q[1] = np.nan
     _, dk, dv = attention_vjp(dout, q, k, v, causal=True)
-    np.testing.assert_array_equal(np.isnan(dk).all(axis=1), [1, 1, 0])
-    np.testing.assert_array_equal(np.isnan(dv).all(axis=1), [1, 1, 0])
+    assert_arrays_equal(
+        np.isnan(dk).all(axis=1), [1, 1, 0], "np.isnan(dk).all(axis=1)"
+    )
+    assert_arrays_equal(
+        np.isnan(dv).all(axis=1), [1, 1, 0], "np.isnan(dv).all(axis=1)"
+    )
 
 
 def test_visible_nan_spreads_to_the_rows_that_read_it():
@@ -185,11 +197,15 @@ def test_visible_nan_spreads_to_the_rows_that_read_it():
     v[1, 0] = np.nan
     out, lse = attention(q, k, v, causal=True)
     dq, _, dv = attention_vjp(dout, q, k, v, causal=True)
-    np.testing.assert_array_equal(np.isnan(out[:, 0]), [False, True, True])
-    assert np.isfinite(out[:, 1:]).all()
-    assert np.isfinite(lse).all()
-    np.testing.assert_array_equal(np.isnan(dq).all(axis=1), [0, 1, 1])
-    assert np.isfinite(dv).all()
+    assert_arrays_equal(
+        np.isnan(out[:, 0]), [False, True, True], "np.isnan(out[:, 0])"
+    )
+    assert_finite(out[:, 1:], "out[:, 1:]")
+    assert_finite(lse, "lse")
+    assert_arrays_equal(
+        np.isnan(dq).all(axis=1), [0, 1, 1], "np.isnan(dq).all(axis=1)"
+    )
+    assert_finite(dv, "dv")
 
 
 def test_row_that_sees_no_key_gives_to_no_gradient():
@@ -199,7 +215,7 @@ def test_row_that_sees_no_key_gives_to_no_gradient():
     expected = attention_vjp(dout[2:], q[2:], k, v, causal=True)
     q[:2], dout[:2] = np.nan, np.inf
     dq, dk, dv = attention_vjp(dout, q, k, v, causal=True)
-    np.testing.assert_array_equal(dq[:2], 0)
+    assert_arrays_equal(dq[:2], 0, "dq[:2]")
     assert_close(dq[2:], expected[0], bound.dq)
     assert_close(dk, expected[1], bound.dk)
     assert_close(dv, expected[2], bound.dv)
@@ -208,8 +224,8 @@ def test_row_that_sees_no_key_gives_to_no_gradient():
 def test_score_of_minus_infinity_has_weight_zero():
     q, k, v = np.ones((1, 1)), np.array([[-np.inf], [2.0]]), np.eye(2)
     out, lse = attention(q, k, v)
-    np.testing.assert_array_equal(out, [[0, 1]])
-    np.testing.assert_array_equal(lse, [2])
+    assert_arrays_equal(out, [[0, 1]], "out")
+    assert_arrays_equal(lse, [2], "lse")
 
 
 def test_row_of_minus_infinity_has_weights_of_zero():
@@ -218,24 +234,25 @@ def test_row_of_minus_infinity_has_weights_of_zero():
     out, lse = attention(q, k, v)
     assert (out.item(), lse.item()) == (0, -np.inf)
     dq, dk, dv = attention_vjp(dout, q, k, v)
-    assert np.isnan(dq).all()  # 0 * -inf, from k
-    np.testing.assert_array_equal([dk, dv], np.zeros((2, 2, 1)))
+    assert_all(dq, np.nan, "dq")  # 0 * -inf, from k
+    assert_arrays_equal([dk, dv], np.zeros((2, 2, 1)), "[dk, dv]")
 
 
 def test_row_of_minus_infinity_reads_its_values():
     q, k = np.ones((1, 1)), np.full((2, 1), -np.inf)
     v, dout = np.array([[1.0, np.inf]] * 2), np.ones((1, 2))
     out, lse = attention(q, k, v)
-    np.testing.assert_array_equal(out, [[0, np.nan]])
+    assert_arrays_equal(out, [[0, np.nan]], "out")
     assert lse.item() == -np.inf
     _, dk, dv = attention_vjp(dout, q, k, v)
-    assert np.isnan(dk).all() and not dv.any()
+    assert_all(dk, np.nan, "dk")
+    assert_all(dv, 0, "dv")
 
 
 def test_largest_logit_wins_exactly():
     q, k, v = np.array([[1e150]]), np.array([[-1e150], [1e150]]), np.eye(2)
     out, lse = attention(q, k, v)
-    np.testing.assert_array_equal(out, [[0, 1]])
+    assert_arrays_equal(out, [[0, 1]], "out")
     assert lse.item() == (1e150 * 1e150)
 
 

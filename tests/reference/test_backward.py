@@ -11,7 +11,13 @@ from cuflash.reference.attention import (
     attention_vjp,
     gradient_steps,
 )
-from helpers.compare import assert_same_nonfinite
+from helpers.compare import (
+    assert_all,
+    assert_allclose,
+    assert_arrays_equal,
+    assert_finite,
+    assert_same_nonfinite,
+)
 from helpers.reference_cases import (
     EPS,
     ReferenceCase,
@@ -106,7 +112,7 @@ def test_row_that_sees_no_key_gives_to_no_gradient():
     operands = (dout, q, k, v, *attention(q, k, v, causal=True))
     for name, gradients in backward_results(case, *operands):
         assert_gradients(gradients, expected, bound, name)
-        np.testing.assert_array_equal(gradients[0][:2], 0)
+        assert_arrays_equal(gradients[0][:2], 0, name)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -132,9 +138,9 @@ def test_extreme_logits_send_all_gradient_to_the_winner(size):
     dout = np.arange(7.0, 14.0)[:, None]
     operands = (dout, q, q, v, *attention(q, q, v, scale=1.0))
     for name, (dq, dk, dv) in backward_results(case, *operands):
-        np.testing.assert_array_equal(dv, dout, name)
-        np.testing.assert_array_equal(dq, np.zeros((7, 7)), name)
-        np.testing.assert_array_equal(dk, np.zeros((7, 7)), name)
+        assert_arrays_equal(dv, dout, "dv", name)
+        assert_arrays_equal(dq, np.zeros((7, 7)), "dq", name)
+        assert_arrays_equal(dk, np.zeros((7, 7)), "dk", name)
 
 
 def minus_infinity_and_zero():
@@ -149,11 +155,11 @@ def test_row_of_minus_infinity_is_in_every_sum_with_weight_zero():
     q[0, 1] = 1
     operands = (dout, q, k, v, *attention(q, k, v, scale=1.0))
     for name, (dq, dk, dv) in backward_results(case, *operands):
-        np.testing.assert_array_equal(dq[0], [0, 0], name)
-        assert np.isnan(dk[:, 0]).all(), name  # 0 * -inf, from q
-        assert np.isfinite(dk[:, 1]).all(), name
+        assert_arrays_equal(dq[0], [0, 0], "dq[0]", name)
+        assert_all(dk[:, 0], np.nan, "dk[:, 0]", name)  # 0 * -inf, from q
+        assert_finite(dk[:, 1], "dk[:, 1]", name)
         # P of row 1, in EPS: log 2.2, lse 2.1, S - lse 1.1, exp 2.
-        np.testing.assert_allclose(dv, 1 / 3, 8 * EPS, err_msg=name)
+        assert_allclose(dv, 1 / 3, name, rtol=8 * EPS, case=name)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -163,8 +169,10 @@ def test_gradient_of_a_row_of_minus_infinity_is_read(bad):
     dout[0] = bad
     operands = (dout, q, k, v, *attention(q, k, v, scale=1.0))
     for name, (dq, dk, dv) in backward_results(case, *operands):
-        assert np.isnan(dq[0]).all() and np.isfinite(dq[1]).all(), name
-        assert np.isnan(dk).all() and np.isnan(dv).all(), name
+        assert_all(dq[0], np.nan, "dq[0]", name)
+        assert_finite(dq[1], "dq[1]", name)
+        assert_all(dk, np.nan, "dk", name)
+        assert_all(dv, np.nan, "dv", name)
 
 
 def test_inputs_are_left_as_they_are():
@@ -174,4 +182,4 @@ def test_inputs_are_left_as_they_are():
     before = [x.copy() for x in operands]
     list(backward_results(case, *operands))
     for x, old in zip(operands, before, strict=True):
-        np.testing.assert_array_equal(x, old)
+        assert_arrays_equal(x, old, "x")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.reference.dropout import Dropout, philox, threshold
+from helpers.compare import assert_arrays_equal
 
 ONES = 0xFFFFFFFF
 # Known answers for philox4x32-10 of the authors' Random123 (kat_vectors).
@@ -54,7 +55,7 @@ def test_share_of_dropped_pairs(probability):
     # Five standard deviations of a mean of 10^6.
     assert abs(dropped - probability) <= 5e-3 * np.sqrt(probability)
     kept = factors[factors != 0]
-    np.testing.assert_array_equal(kept, 1 / (1 - probability))
+    assert_arrays_equal(kept, 1 / (1 - probability), "kept")
 
 
 def test_threshold_of_halves_is_exact():

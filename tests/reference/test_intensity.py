@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cuflash.reference import intensity, roofline, traffic
 from cuflash.reference.traffic import Sizes
+from helpers.compare import assert_arrays_equal
 
 sizes = st.integers(1, 6)
 N = 64
@@ -23,7 +24,7 @@ def product(m, n, k, **blocks):
 def test_block_product_and_its_counts(m, n, k, block_m, block_n, block_k):
     blocks = {"block_m": block_m, "block_n": block_n}
     expected, slow = product(m, n, k, block_k=block_k, **blocks)
-    np.testing.assert_array_equal(slow["c"].array, expected)
+    assert_arrays_equal(slow["c"].array, expected, "c")
     counts = intensity.block_product_counts(m, n, k, **blocks)
     assert traffic.counts_of(slow) == counts
 

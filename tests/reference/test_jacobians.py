@@ -4,6 +4,7 @@ import numpy as np
 
 from cuflash.reference import jacobians
 from cuflash.reference.softmax import safe_softmax, softmax_vjp
+from helpers.compare import assert_all, assert_allclose, assert_arrays_equal
 
 RNG = np.random.default_rng(0)
 A, B, DC = (
@@ -23,7 +24,9 @@ def test_of_itself_is_two_deltas():
     assert jacobian.shape == (3, 2, 3, 2)
     for k, l in np.ndindex(3, 2):  # noqa: E741
         expected = one((3, 2), k, l)
-        np.testing.assert_array_equal(jacobian[:, :, k, l], expected)
+        assert_arrays_equal(
+            jacobian[:, :, k, l], expected, "jacobian[:, :, k, l]"
+        )
 
 
 def test_of_left_factor_is_the_difference():
@@ -32,14 +35,14 @@ def test_of_left_factor_is_the_difference():
     assert jacobian.size == 3 * 2 * 3 * 4  # m n p q
     for k, l in np.ndindex(*A.shape):  # noqa: E741
         step = (A + one(A.shape, k, l)) @ B - A @ B
-        np.testing.assert_array_equal(jacobian[:, :, k, l], step)
+        assert_arrays_equal(jacobian[:, :, k, l], step, "jacobian[:, :, k, l]")
 
 
 def test_of_right_factor_is_the_difference():
     jacobian = jacobians.of_right_factor(A, B)
     for k, l in np.ndindex(*B.shape):  # noqa: E741
         step = A @ (B + one(B.shape, k, l)) - A @ B
-        np.testing.assert_array_equal(jacobian[:, :, k, l], step)
+        assert_arrays_equal(jacobian[:, :, k, l], step, "jacobian[:, :, k, l]")
 
 
 def test_row_of_the_product_depends_on_its_own_row_alone():
@@ -52,8 +55,8 @@ def test_row_of_the_product_depends_on_its_own_row_alone():
 def test_contractions_are_products_of_matrices():
     by_a = jacobians.contract(DC, jacobians.of_left_factor(A, B))
     by_b = jacobians.contract(DC, jacobians.of_right_factor(A, B))
-    np.testing.assert_array_equal(by_a, DC @ B.T)  # dP = dO V^T
-    np.testing.assert_array_equal(by_b, A.T @ DC)  # dV = P^T dO
+    assert_arrays_equal(by_a, DC @ B.T, "by_a")  # dP = dO V^T
+    assert_arrays_equal(by_b, A.T @ DC, "by_b")  # dV = P^T dO
 
 
 def test_chain_rule_contracts_from_the_outside():
@@ -64,7 +67,7 @@ def test_chain_rule_contracts_from_the_outside():
     dd = np.arange(9.0).reshape(3, 3)
     whole = np.einsum("abij,ijkl->abkl", by_c, by_a)
     expected = jacobians.contract(jacobians.contract(dd, by_c), by_a)
-    np.testing.assert_array_equal(jacobians.contract(dd, whole), expected)
+    assert_arrays_equal(jacobians.contract(dd, whole), expected, "dd")
 
 
 def test_of_softmax_is_its_vjp_and_of_one_row():
@@ -72,8 +75,8 @@ def test_of_softmax_is_its_vjp_and_of_one_row():
     p = safe_softmax(s)
     jacobian = jacobians.of_softmax(p)
     expected = np.diag(p[1]) - np.outer(p[1], p[1])  # [003], eq. 20
-    np.testing.assert_array_equal(jacobian[1, :, 1], expected)
-    assert not jacobian[1, :, 0].any()
+    assert_arrays_equal(jacobian[1, :, 1], expected, "jacobian[1, :, 1]")
+    assert_all(jacobian[1, :, 0], 0, "jacobian[1, :, 0]")
     # Sums of 12 products below 4, in another order: 2 * 12 * 4 EPS.
     ds = jacobians.contract(dp, jacobian)
-    np.testing.assert_allclose(ds, softmax_vjp(dp, p), 0, 96 * 2.0**-53)
+    assert_allclose(ds, softmax_vjp(dp, p), "ds", atol=96 * 2.0**-53)

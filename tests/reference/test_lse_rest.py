@@ -7,6 +7,7 @@ from cuflash.reference import backward, lse_rest
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.double_backward import double_backward
 from cuflash.reference.options import Options, Tiles
+from helpers.compare import assert_allclose
 
 EPS = np.finfo(np.float64).eps
 TILES = {"block_q": 2, "block_k": 3}
@@ -36,7 +37,7 @@ def test_gradients_are_those_without_the_offset(schedule, tiles):
     got = schedule(dout, q, k, v, *states, bias=bias, **tiles)
     want = attention_vjp(dout, q, k, v, bias=0 * bias)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=5 * 4 * 8 * EPS)
+        assert_allclose(a, b, "a", atol=5 * 4 * 8 * EPS)
 
 
 def test_a_sink_as_low():
@@ -47,7 +48,7 @@ def test_a_sink_as_low():
         dout, q, k, v, *states, bias=bias, sink=-1e18, **TILES
     )
     products = (dout * states[0]).sum(axis=1)
-    np.testing.assert_allclose(dsink, -products[::2].sum() / 6, rtol=8 * EPS)
+    assert_allclose(dsink, -products[::2].sum() / 6, "dsink", rtol=8 * EPS)
 
 
 def test_second_gradients_are_those_without_the_offset():
@@ -59,7 +60,7 @@ def test_second_gradients_are_those_without_the_offset():
     got = double_backward(*given, *states, bias=bias, **TILES)
     want = double_backward(*given, *attention(q, k, v), **TILES)
     for a, b in zip(got[:4], want[:4], strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=15 * 16 * 8 * EPS)
+        assert_allclose(a, b, "a", atol=15 * 16 * 8 * EPS)
 
 
 def test_an_lse_of_more_keys_has_no_rest():

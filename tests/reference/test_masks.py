@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from cuflash.reference import masks
 from cuflash.reference.masks import Visibility
 from cuflash.reference.options import Options, Tile, Tiles
+from helpers.compare import assert_all, assert_arrays_equal
 from reference_strategies import tile_questions
 
 
 def test_causal_is_aligned_bottom_right():
     expected = [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     mask = masks.visible(3, 5, causal=True)
-    np.testing.assert_array_equal(mask, np.array(expected, bool))
+    assert_arrays_equal(mask, np.array(expected, bool), "mask")
 
 
 def test_first_queries_see_nothing_when_keys_are_fewer():
@@ -25,26 +26,26 @@ def test_first_queries_see_nothing_when_keys_are_fewer():
 
 
 def test_without_a_mask_all_is_visible():
-    assert masks.visible(3, 2).all()
+    assert_all(masks.visible(3, 2), True, "masks.visible(3, 2)")
     assert masks.visible(3, 2).shape == (3, 2)
 
 
 def test_window_is_aligned_bottom_right():
     expected = [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
     mask = masks.visible(3, 5, window=(1, 1))
-    np.testing.assert_array_equal(mask, np.array(expected, bool))
+    assert_arrays_equal(mask, np.array(expected, bool), "mask")
 
 
 def test_causal_is_a_window_that_ends_at_the_query():
     causal = masks.visible(5, 7, causal=True, window=(2, 9))
-    np.testing.assert_array_equal(causal, masks.visible(5, 7, window=(2, 0)))
+    assert_arrays_equal(causal, masks.visible(5, 7, window=(2, 0)), "causal")
     assert causal.sum(axis=1).tolist() == [3] * 5
 
 
 def test_pairs_of_one_segment():
     seen = masks.same_segment(np.array([0, 0, 7]), np.array([7, 0]))
     expected = [[0, 1], [0, 1], [1, 0]]
-    np.testing.assert_array_equal(seen, np.array(expected, bool))
+    assert_arrays_equal(seen, np.array(expected, bool), "seen")
 
 
 @pytest.mark.parametrize("seqlen_q", range(5))
@@ -76,7 +77,7 @@ def test_tile_of_the_mask_is_cut_from_the_dense_mask(question):
     q_start, q_stop, k_start, k_stop, *seqlens, causal, window = question
     dense = masks.visible(*seqlens, causal=causal, window=window)
     tile = masks.visible_tile(*question)
-    np.testing.assert_array_equal(tile, dense[q_start:q_stop, k_start:k_stop])
+    assert_arrays_equal(tile, dense[q_start:q_stop, k_start:k_stop], "tile")
 
 
 @given(tile_questions())
@@ -110,7 +111,7 @@ def test_masked_product_of_integers_is_the_plain_one(seed):
     visible = rng.random((4, 5)) < 0.5
     expected = np.where(visible, weights, 0) @ values
     got = masks.masked_product(weights, values, visible)
-    np.testing.assert_array_equal(got, expected)
+    assert_arrays_equal(got, expected, "got")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -118,7 +119,7 @@ def test_invisible_values_do_not_matter(bad):
     visible = np.array([[True, False], [True, True]])
     values = np.array([[1.0, 2.0], [bad, 4.0]])
     product = masks.masked_product(np.ones((2, 2)), values, visible)
-    np.testing.assert_array_equal(product, [[1, 2], [1 + bad, 6]])
+    assert_arrays_equal(product, [[1, 2], [1 + bad, 6]], "product")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -126,22 +127,22 @@ def test_invisible_weights_do_not_matter(bad):
     visible = np.array([[True, False], [True, True]])
     weights = np.array([[1.0, bad], [1.0, 1.0]])
     product = masks.masked_product(weights, np.ones((2, 3)), visible)
-    np.testing.assert_array_equal(product, [[1, 1, 1], [2, 2, 2]])
+    assert_arrays_equal(product, [[1, 1, 1], [2, 2, 2]], "product")
 
 
 def test_visible_zero_weight_times_nan_is_nan():
     values = np.array([[1.0, np.nan]])
     product = masks.masked_product(np.zeros((1, 1)), values)
-    np.testing.assert_array_equal(product, [[0, np.nan]])
+    assert_arrays_equal(product, [[0, np.nan]], "product")
 
 
 def test_nan_in_one_leading_index_stays_there():
     values = np.ones((2, 3, 2))
     values[0, 1, 0] = np.nan
     product = masks.masked_product(np.ones((2, 4, 3)), values)
-    assert np.isnan(product[0, :, 0]).all()
-    np.testing.assert_array_equal(product[0, :, 1], 3)
-    np.testing.assert_array_equal(product[1], 3)
+    assert_all(product[0, :, 0], np.nan, "product[0, :, 0]")
+    assert_arrays_equal(product[0, :, 1], 3, "product[0, :, 1]")
+    assert_arrays_equal(product[1], 3, "product[1]")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -155,4 +156,4 @@ def test_masked_product_of_any_numbers_is_the_sum_of_visible_terms(seed):
         terms = weights[..., :, :, None] * values[..., None, :, :]
         expected = np.where(visible[..., None], terms, 0).sum(axis=-2)
     got = masks.masked_product(weights, values, visible)
-    np.testing.assert_array_equal(got, expected)
+    assert_arrays_equal(got, expected, "got")

@@ -6,6 +6,7 @@ import pytest
 from cuflash.reference import multihead
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.multihead import GradientRow, Weights
+from helpers.compare import assert_allclose, assert_arrays_equal
 from helpers.reference_cases import EPS, ReferenceCase, assert_close, bounds
 
 WIDTH, WIDTH_OUT, HEAD_DIM, HEAD_DIM_V, SEQLEN = 5, 4, 3, 2, 6
@@ -112,7 +113,7 @@ def test_gradient_is_the_finite_difference(which, heads):
         dy, x, weights, **keywords(heads)
     )
     got = (gradients[which] * direction).sum()
-    np.testing.assert_allclose(got, once, rtol=0, atol=atol)
+    assert_allclose(got, once, "got", atol=atol)
 
 
 def test_worked_example_after_one_step_of_descent():
@@ -134,7 +135,7 @@ def test_worked_example_after_one_step_of_descent():
         (w_q[0], [1.12, -0.12, 0.56, -0.19]),
         (w_k[0], [2.30, 0, 0.56, 0]),
     ):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=0.005)
+        assert_allclose(got, expected, "got", atol=0.005)
 
 
 # The streamed projections. Integers, so that sums are exact in any order.
@@ -172,7 +173,7 @@ def assert_streamed_is_plain(rows, gradients, x, weights):
     got = multihead.streamed_projection_vjp(rows, x, *weights)
     expected = plain_projection_vjp(gradients, x, weights)
     for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
 
 
 def test_streamed_projections_in_any_order():
@@ -320,7 +321,7 @@ def test_folded_projections_of_the_worked_example():
     dq, dk, dv = attention_vjp(dout, q, k, v, scale=1)
     expected = dq @ q.T + dk @ k.T + dv @ v.T
     # [002]'s numbers are below 60 and its sums have at most 12 terms.
-    np.testing.assert_allclose(got, expected, 0, 12 * 12 * 60 * EPS)
+    assert_allclose(got, expected, "got", atol=12 * 12 * 60 * EPS)
     # In [002]'s own numbers: three of two decimals, ten times one of three.
     document = (-1.19 + 4.38) - 12.99 + 0.590 * (1 + 2 + 3 + 4)
     assert abs(got[0, 0] - document) <= 3 * 0.005 + 10 * 0.0005
@@ -331,20 +332,20 @@ def test_projection_gradient_sums_over_the_batch():
     x, dy = rng.integers(-9, 10, (2, 3, SEQLEN, WIDTH))
     w = rng.integers(-9, 10, (WIDTH, WIDTH))
     dx, dw = multihead.project_vjp(dy, x, w)
-    np.testing.assert_array_equal(dx[1], dy[1] @ w.T)
-    np.testing.assert_array_equal(dw, sum(x[b].T @ dy[b] for b in range(3)))
+    assert_arrays_equal(dx[1], dy[1] @ w.T, "dx[1]")
+    assert_arrays_equal(dw, sum(x[b].T @ dy[b] for b in range(3)), "dw")
 
 
 def test_split_heads_puts_a_heads_columns_together():
     y = np.arange(6.0).reshape(1, 6)
     heads = multihead.split_heads(y, 3)
-    np.testing.assert_array_equal(heads[:, 0], [[0, 1], [2, 3], [4, 5]])
-    np.testing.assert_array_equal(multihead.join_heads(heads), y)
+    assert_arrays_equal(heads[:, 0], [[0, 1], [2, 3], [4, 5]], "heads[:, 0]")
+    assert_arrays_equal(multihead.join_heads(heads), y, "heads")
 
 
 def test_group_reads_its_own_key_head():
     heads = np.arange(2.0).reshape(2, 1, 1)
     shared = multihead.share_heads(heads, 3)
-    np.testing.assert_array_equal(shared.ravel(), [0, 0, 0, 1, 1, 1])
+    assert_arrays_equal(shared.ravel(), [0, 0, 0, 1, 1, 1], "shared.ravel()")
     back = multihead.share_heads_vjp(shared, 3)
-    np.testing.assert_array_equal(back.ravel(), [0, 3])
+    assert_arrays_equal(back.ravel(), [0, 3], "back.ravel()")

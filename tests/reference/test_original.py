@@ -6,6 +6,7 @@ from hypothesis import given
 
 from cuflash.reference import backward, original
 from cuflash.reference.attention import attention, attention_vjp
+from helpers.compare import assert_allclose
 from helpers.reference_cases import ReferenceCase, assert_close, bounds
 from reference_strategies import reference_cases
 
@@ -82,8 +83,8 @@ def test_update_of_the_worked_example():
     ):
         state = original.update(*state, scores[:, tile], values[tile])
         assert state[0] == m
-        np.testing.assert_allclose(state[1], l, rtol=0, atol=0.0005)
-        np.testing.assert_allclose(state[2][0], o, rtol=0, atol=0.0005)
+        assert_allclose(state[1], l, "state[1]", atol=0.0005)
+        assert_allclose(state[2][0], o, "state[2][0]", atol=0.0005)
 
 
 def test_every_row_of_o_is_an_average_of_values_after_every_tile():
@@ -101,7 +102,9 @@ def test_probabilities_of_m_and_l_are_those_of_lse():
     out, m, l = original.forward(q, k, v, **DEMO.blocks())  # noqa: E741
     p = original.probabilities(q @ k.T / 8, m, l)
     one, count = np.ones(128), 3 * 128 + 64  # roundings: S, exp, sums of l
-    np.testing.assert_allclose(p.sum(axis=1), one, rtol=4 * count * 2.0**-53)
+    assert_allclose(
+        p.sum(axis=1), one, "p.sum(axis=1)", rtol=4 * count * 2.0**-53
+    )
     lse = m + np.log(l)
     got = original.backward(dout, q, k, v, out, m, l, **DEMO.blocks())
     expected = backward.key_outer(dout, q, k, v, out, lse, **DEMO.blocks())

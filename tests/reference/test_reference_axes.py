@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cuflash.reference import attention, backward, forward
+from helpers.compare import assert_allclose
 
 RNG = np.random.default_rng(0)
 FORWARD = [
@@ -59,4 +60,4 @@ def test_the_way_that_the_message_shows_is_right():
     heads = (np.swapaxes(x, -2, -3) for x in (q, k, v))
     out, _ = attention.attention(*heads, heads_first=True)
     alone, _ = attention.attention(q[0, :, 1], k[0, :, 1], v[0, :, 1])
-    np.testing.assert_allclose(out[0, 1], alone, rtol=1e-13)
+    assert_allclose(out[0, 1], alone, "out[0, 1]", rtol=1e-13)

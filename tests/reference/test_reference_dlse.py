@@ -8,6 +8,7 @@ from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.backward import delta
 from cuflash.reference.packed import packed_attention_vjp, spans
 from cuflash.reference.tile_state import TileState, merge_vjp
+from helpers.compare import assert_all, assert_allclose, assert_arrays_equal
 from helpers.reference_cases import (
     EPS,
     ReferenceCase,
@@ -68,14 +69,16 @@ def test_gradient_is_the_finite_difference(name, case):
     rounding = (bound.out + dout.size * EPS) * abs(dout).sum()
     rounding += (bound.lse + dlse.size * EPS) * abs(dlse).sum()
     atol = abs(twice - once) + rounding * 10 / h
-    np.testing.assert_allclose(got, once, rtol=0, atol=atol)
+    assert_allclose(got, once, "got", atol=atol)
 
 
 def test_d_is_less_by_dlse():
     dout, out = np.random.default_rng(0).standard_normal((2, 5, 4))
     dlse = np.arange(5.0)
-    np.testing.assert_array_equal(
-        delta(dout, out, dlse), delta(dout, out) - dlse
+    assert_arrays_equal(
+        delta(dout, out, dlse),
+        delta(dout, out) - dlse,
+        "delta(dout, out, dlse)",
     )
 
 
@@ -94,8 +97,8 @@ def test_sequences_have_their_own():
         for got, one in zip(
             (dq[:, i], dk[:, j], dv[:, j]), alone, strict=True
         ):
-            np.testing.assert_array_equal(got, one)
-    assert not dq[:, 8].any()
+            assert_arrays_equal(got, one, "got")
+    assert_all(dq[:, 8], 0, "dq[:, 8]")
 
 
 def test_a_merge_is_trained_through():

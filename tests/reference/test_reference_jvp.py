@@ -9,6 +9,13 @@ from hypothesis import strategies as st
 
 from cuflash.reference.attention import attention
 from cuflash.reference.jvp import jvp
+from helpers.compare import (
+    assert_all,
+    assert_allclose,
+    assert_arrays_equal,
+    assert_elements,
+    assert_finite,
+)
 from helpers.reference_cases import (
     EPS,
     ReferenceCase,
@@ -99,7 +106,8 @@ def test_several_directions_are_as_many_calls(case, names, count):
 
 def test_no_direction_is_zero():
     got = tangents(ReferenceCase((2,), 5, 7))
-    assert not got.out_dot.any() and not got.lse_dot.any()
+    assert_all(got.out_dot, 0, "got.out_dot")
+    assert_all(got.lse_dot, 0, "got.lse_dot")
 
 
 def test_rows_that_see_nothing_do_not_move():
@@ -109,17 +117,19 @@ def test_rows_that_see_nothing_do_not_move():
     moves = direction_of(case, "qkv")
     q[:, :2], moves["q"][:, :2] = np.nan, np.inf
     got = jvp(q, k, v, *moves.values(), causal=True, heads_first=True)
-    assert (got.out_dot[:, :2] == 0).all() and (got.lse_dot[:, :2] == 0).all()
-    assert np.isfinite(got.out_dot).all() and got.out_dot[:, 2:].all()
+    assert_all(got.out_dot[:, :2], 0, "got.out_dot[:, :2]")
+    assert_all(got.lse_dot[:, :2], 0, "got.lse_dot[:, :2]")
+    assert_finite(got.out_dot, "got.out_dot")
+    assert_all(got.out_dot[:, 2:] != 0, True, "out_dot[:, 2:] != 0")
 
 
 def test_a_row_of_a_sink_alone_moves_with_it():
     case = ReferenceCase((2,), 5, 0, arrays_of=("sink",))
     direction = direction_of(case, ("sink",))
     got = one(case, direction)
-    assert not got.out_dot.any()
+    assert_all(got.out_dot, 0, "got.out_dot")
     expected = np.repeat(direction["sink"][:, None], 5, axis=1)
-    np.testing.assert_array_equal(got.lse_dot, expected)
+    assert_arrays_equal(got.lse_dot, expected, "got.lse_dot")
 
 
 @pytest.mark.parametrize("name", "qkv")
@@ -136,7 +146,7 @@ def test_a_masked_tangent_does_not_spread(name, value):
     moves[name][:, -1 if name == "q" else 0] = value
     got = jvp(*arrays, *moves.values(), **given)
     for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
 
 
 @pytest.mark.parametrize("name", "qkv")
@@ -146,9 +156,11 @@ def test_a_visible_nan_reaches_the_rows_that_read_it(name):
     moves[name][3] = np.nan
     got = one(case, moves)
     rows = np.arange(6) >= 3 if name != "q" else np.arange(6) == 3
-    assert (np.isnan(got.out_dot).all(axis=-1) == rows).all()
+    assert_elements(np.isnan(got.out_dot).all(axis=-1), rows, "got")
     reaches_lse = rows & (name != "v")
-    assert (np.isnan(got.lse_dot) == reaches_lse).all()
+    assert_elements(
+        np.isnan(got.lse_dot), reaches_lse, "np.isnan(got.lse_dot)"
+    )
 
 
 def test_an_infinite_score_makes_its_row_nan():
@@ -157,8 +169,8 @@ def test_an_infinite_score_makes_its_row_nan():
     q[1] = np.inf
     got = jvp(q, abs(k), v, *direction_of(case, "qkv").values())
     row = np.arange(4) == 1
-    assert (np.isnan(got.out_dot).all(axis=-1) == row).all()
-    assert (np.isnan(got.lse_dot) == row).all()
+    assert_elements(np.isnan(got.out_dot).all(axis=-1), row, "got")
+    assert_elements(np.isnan(got.lse_dot), row, "np.isnan(got.lse_dot)")
 
 
 def test_weights_of_zero_add_nothing():
@@ -169,7 +181,7 @@ def test_weights_of_zero_add_nothing():
     got = tangents(case, bias=bias, **dotted(moves))
     masked = tangents(case, mask=bias == 0, **dotted(moves))
     for a, b in zip(got, masked, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15)
+        assert_allclose(a, b, "a", rtol=1e-14, atol=1e-15)
 
 
 def dotted(moves):
@@ -182,7 +194,7 @@ def test_a_sink_of_minus_infinity_does_not_move():
     none = np.full(2, -np.inf)
     got = tangents(case, sink=none, sink_dot=np.ones(2), **moves)
     for a, b in zip(got, tangents(case, **moves), strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
 
 
 def test_heads_first_is_asked_for():

@@ -13,6 +13,12 @@ from cuflash.reference.kvcache import (
     quantise,
 )
 from cuflash.reference.rotary import apply_rotary, tables
+from helpers.compare import (
+    assert_all,
+    assert_allclose,
+    assert_arrays_equal,
+    assert_elements,
+)
 from helpers.kvcaches import CacheCase, cache_cases
 from helpers.reference_cases import assert_close
 from reference_strategies import windows
@@ -33,7 +39,7 @@ def call(case, caches, q=None, **options):
 
 def assert_same(got, expected):
     for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
 
 
 @given(cache_cases())
@@ -67,9 +73,13 @@ def test_new_tokens_are_appended_and_nothing_else_is_written(case):
     for i, (old, new) in enumerate(zip(before, caches, strict=True)):
         for b, n in enumerate(case.before):
             whole = case.sequences()[b][i]
-            np.testing.assert_array_equal(new[b, : len(whole)], whole)
+            assert_arrays_equal(
+                new[b, : len(whole)], whole, "new[b, : len(whole)]"
+            )
             rest = old[b, n + case.seqlen_new :]
-            np.testing.assert_array_equal(new[b, len(whole) :], rest)
+            assert_arrays_equal(
+                new[b, len(whole) :], rest, "new[b, len(whole) :]"
+            )
 
 
 @given(cache_cases())
@@ -93,8 +103,8 @@ def test_every_option_means_what_it_means_in_attention(case, window, cap):
     for b in range(case.batch):
         out, lse, _ = case.alone(b, alibi_slopes=slopes[b], **options)
         # Slopes and the sink are below 1, distances below 14.
-        np.testing.assert_allclose(got[0][b], out, rtol=0, atol=1e-13)
-        np.testing.assert_allclose(got[1][b], lse, rtol=0, atol=1e-13)
+        assert_allclose(got[0][b], out, "got[0][b]", atol=1e-13)
+        assert_allclose(got[1][b], lse, "got[1][b]", atol=1e-13)
 
 
 @given(cache_cases(), st.booleans(), windows(6))
@@ -159,18 +169,20 @@ def test_ragged_queries_are_separate_calls(case, unused):
             v_new=v[None, i], cache_seqlens=case.before[b], causal=True,
         )  # fmt: skip
         assert_same((out[None, i], lse[None, :, i]), alone)
-    assert not out[offsets[-1] :].any()
-    assert (lse[:, offsets[-1] :] == -np.inf).all()
+    assert_all(out[offsets[-1] :], 0, "out[offsets[-1] :]")
+    assert_all(lse[:, offsets[-1] :], -np.inf, "lse[:, offsets[-1] :]")
     assert_same(together, apart)
 
 
 def test_an_empty_sequence_has_no_result():
     case = CacheCase((0, 0), seqlen_new=0, spare=2)
     out, lse = call(case, case.contiguous())
-    assert not out.any() and (lse == -np.inf).all()
+    assert_all(out, 0, "out")
+    assert_all(lse, -np.inf, "lse")
     sink = np.arange(4.0)
     out, lse = call(case, case.contiguous(), sink=sink)
-    assert not out.any() and (lse == sink[:, None]).all()
+    assert_all(out, 0, "out")
+    assert_elements(lse, sink[:, None], "lse")
 
 
 @given(cache_cases(), st.booleans())
@@ -264,6 +276,6 @@ def test_new_values_saturate_under_the_scale():
     scale = np.array([0.5, 2.0])
     values = np.array([[1e3, -1e3, np.inf, np.nan, 1.0]] * 2)
     got = dequantise(quantise(values, scale, FLOAT8), scale)
-    np.testing.assert_array_equal(
-        got, [[224, -224, 224, np.nan, 1], [896, -896, 896, np.nan, 1]]
+    assert_arrays_equal(
+        got, [[224, -224, 224, np.nan, 1], [896, -896, 896, np.nan, 1]], "got"
     )

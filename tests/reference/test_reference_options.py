@@ -11,6 +11,7 @@ from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.dropout import Dropout
 from cuflash.reference.forward import query_outer
 from cuflash.reference.options import Queries
+from helpers.compare import assert_allclose, assert_arrays_equal
 from helpers.reference_cases import (
     EPS,
     ReferenceCase,
@@ -97,7 +98,7 @@ def test_gradient_is_the_finite_difference(name, case):
     once, twice = slope(h), slope(2 * h)
     rounding = bounds(case, q, k, v, dout).out + dout.size * EPS
     atol = abs(twice - once) + rounding * abs(dout).sum() * 10 / h
-    np.testing.assert_allclose(got, once, rtol=0, atol=atol)
+    assert_allclose(got, once, "got", atol=atol)
 
 
 def plain(**changes):
@@ -110,8 +111,8 @@ def test_a_sink_takes_all_that_a_row_without_keys_has():
     q, k, v, _ = case.arrays()
     out, lse = attention(q, k, v, **case.meaning())
     sink = case.meaning()["sink"]
-    np.testing.assert_array_equal(out, np.zeros((2, 5, 4)))
-    np.testing.assert_array_equal(lse, np.repeat(sink[:, None], 5, axis=1))
+    assert_arrays_equal(out, np.zeros((2, 5, 4)), "out")
+    assert_arrays_equal(lse, np.repeat(sink[:, None], 5, axis=1), "lse")
 
 
 HEADS = {"heads_first": True}
@@ -125,9 +126,9 @@ def test_a_sink_of_minus_infinity_is_none():
     for a, b in zip(
         got, attention(q, k, v, causal=True, **HEADS), strict=True
     ):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
     *_, dsink = attention_vjp(dout, q, k, v, causal=True, sink=none, **HEADS)
-    np.testing.assert_array_equal(dsink, [0, 0])
+    assert_arrays_equal(dsink, [0, 0], "dsink")
 
 
 def test_masked_nan_does_not_spread():
@@ -139,13 +140,13 @@ def test_masked_nan_does_not_spread():
     k[:, 3], v[:, 3] = np.nan, np.inf
     got = attention(q, k, v, mask=mask, **HEADS)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
     for a, b in zip(
         attention_vjp(dout, q, k, v, mask=mask, **HEADS),
         gradients,
         strict=True,
     ):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
 
 
 def test_softcap_of_small_scores_is_the_score():
@@ -160,9 +161,9 @@ def test_each_head_has_its_alibi_slope():
     q, k, v, _ = plain().arrays()
     slopes = np.array([0.0, 1e4])
     out, _ = attention(q, k, v, alibi_slopes=slopes, **HEADS)
-    np.testing.assert_array_equal(out[0], attention(q, k, v, **HEADS)[0][0])
+    assert_arrays_equal(out[0], attention(q, k, v, **HEADS)[0][0], "out[0]")
     # The last query stands at the last key, and sees little but it.
-    np.testing.assert_array_equal(out[1], v[1, 2:])
+    assert_arrays_equal(out[1], v[1, 2:], "out[1]")
 
 
 @pytest.mark.parametrize("schedule", [attention, query_outer])

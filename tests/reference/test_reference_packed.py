@@ -17,6 +17,7 @@ from cuflash.reference.packed import (
     packed_jvp,
     spans,
 )
+from helpers.compare import assert_all, assert_arrays_equal, assert_finite
 from helpers.reference_cases import ReferenceCase, assert_close, bounds
 
 lengths = st.lists(
@@ -44,12 +45,12 @@ def test_sequences_are_what_they_are_alone(lengths, unused, causal):
     for _, i, j in spans(*offsets, case.seqlen_q, case.seqlen_k):
         one = q[:, i], k[:, j], v[:, j]
         alone = attention(*one, **options)
-        np.testing.assert_array_equal(out[:, i], alone[0])
-        np.testing.assert_array_equal(lse[:, i], alone[1])
+        assert_arrays_equal(out[:, i], alone[0], "out[:, i]")
+        assert_arrays_equal(lse[:, i], alone[1], "lse[:, i]")
         grads = attention_vjp(dout[:, i], *one, **options)
-        np.testing.assert_array_equal(dq[:, i], grads[0])
-        np.testing.assert_array_equal(dk[:, j], grads[1])
-        np.testing.assert_array_equal(dv[:, j], grads[2])
+        assert_arrays_equal(dq[:, i], grads[0], "dq[:, i]")
+        assert_arrays_equal(dk[:, j], grads[1], "dk[:, j]")
+        assert_arrays_equal(dv[:, j], grads[2], "dv[:, j]")
 
 
 @given(lengths)
@@ -77,10 +78,12 @@ def test_tokens_of_no_sequence_have_no_result():
     q, k, v, dout = case.arrays()
     q[:, 2], k[:, 3] = np.nan, np.nan
     out, lse = packed_attention(q, k, v, *offsets, **HEADS)
-    assert not out[:, 2].any() and (lse[:, 2] == -np.inf).all()
+    assert_all(out[:, 2], 0, "out[:, 2]")
+    assert_all(lse[:, 2], -np.inf, "lse[:, 2]")
     grads = packed_attention_vjp(dout, q, k, v, *offsets, **HEADS)
     for gradient, token in zip(grads, (2, 3, 3), strict=True):
-        assert not gradient[:, token].any() and np.isfinite(gradient).all()
+        assert_all(gradient[:, token], 0, "gradient[:, token]")
+        assert_finite(gradient, "gradient")
 
 
 def test_dropout_takes_a_sequence_for_a_batch():
@@ -91,7 +94,7 @@ def test_dropout_takes_a_sequence_for_a_batch():
     out, _ = packed_attention(q, k, v, *offsets, dropout=dropout, **HEADS)
     alone = dropout._replace(batch=1)
     second, _ = attention(q[:, 3:], k[:, 3:], v[:, 3:], dropout=alone, **HEADS)
-    np.testing.assert_array_equal(out[:, 3:], second)
+    assert_arrays_equal(out[:, 3:], second, "out[:, 3:]")
     assert (out[:, :3] != second).any()
 
 
@@ -106,11 +109,11 @@ def test_slopes_may_be_those_of_a_sequence():
         one = q[:, i], k[:, j], v[:, j]
         own = {"alibi_slopes": slopes[b], **HEADS}
         alone = attention(*one, **own)
-        np.testing.assert_array_equal(out[:, i], alone[0])
-        np.testing.assert_array_equal(lse[:, i], alone[1])
+        assert_arrays_equal(out[:, i], alone[0], "out[:, i]")
+        assert_arrays_equal(lse[:, i], alone[1], "lse[:, i]")
         want = attention_vjp(dout[:, i], *one, **own)
         for x, place, expected in zip(grads, (i, j, j), want, strict=True):
-            np.testing.assert_array_equal(x[:, place], expected)
+            assert_arrays_equal(x[:, place], expected, "x[:, place]")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +143,9 @@ def test_sequences_have_tangents_of_their_own():
     for _, i, j in spans(*offsets, *tokens):
         alone = jvp(q[i], k[j], v[j], q_dot[i], k_dot[j], v_dot[j], **given)
         for x, one in zip(got, alone, strict=True):
-            np.testing.assert_array_equal(x[i], one)
-    assert not got.out_dot[8].any() and not got.lse_dot[8]
+            assert_arrays_equal(x[i], one, "x[i]")
+    assert_all(got.out_dot[8], 0, "got.out_dot[8]")
+    assert not got.lse_dot[8]
 
 
 def test_sequences_have_second_gradients_of_their_own():
@@ -160,6 +164,7 @@ def test_sequences_have_second_gradients_of_their_own():
         alone = double_backward(ddq[i], ddk[j], ddv[j], *own, **given)
         for name, at in {"d2q": i, "d2k": j, "d2v": j, "ddout": i}.items():
             x, one = getattr(got, name), getattr(alone, name)
-            np.testing.assert_array_equal(x[at], one)
+            assert_arrays_equal(x[at], one, "x[at]")
         d2sink += alone.d2sink
-    assert got.d2sink == d2sink and not got.d2q[8].any()
+    assert got.d2sink == d2sink
+    assert_all(got.d2q[8], 0, "got.d2q[8]")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.reference.rotary import apply_rotary, tables
+from helpers.compare import assert_arrays_equal
 from helpers.reference_cases import EPS, assert_close
 
 seeds = st.integers(0, 2**32 - 1)
@@ -73,16 +74,16 @@ def test_the_layouts_differ_by_a_permutation(seed):
     order = np.arange(10).reshape(2, 5).T.ravel()  # 0 5 1 6 ...
     halves = apply_rotary(x, *call)
     interleaved = apply_rotary(x[..., order], *call, interleaved=True)
-    np.testing.assert_array_equal(interleaved, halves[..., order])
+    assert_arrays_equal(interleaved, halves[..., order], "interleaved")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_position_0_and_other_columns_stay(interleaved):
     x, cos, sin, positions = drawn(0)
     got = apply_rotary(x, cos, sin, positions, interleaved)
-    np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
+    assert_arrays_equal(got[..., 6:], x[..., 6:], "got[..., 6:]")
     got = apply_rotary(x, cos, sin, 0, interleaved)
-    np.testing.assert_array_equal(got, x)
+    assert_arrays_equal(got, x, "got")
 
 
 def test_complex_numbers_turn_alike():
@@ -100,6 +101,4 @@ def test_packed_tokens_are_those_of_a_batch():
     x, cos, sin, positions = drawn(1)
     whole = apply_rotary(x, cos, sin, positions)
     packed = x.reshape(10, *x.shape[2:]), cos, sin, positions.reshape(10)
-    np.testing.assert_array_equal(
-        apply_rotary(*packed).reshape(x.shape), whole
-    )
+    assert_arrays_equal(apply_rotary(*packed).reshape(x.shape), whole, "x")

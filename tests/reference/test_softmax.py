@@ -6,6 +6,7 @@ import scipy.special
 from hypothesis import given
 
 from cuflash.reference import softmax
+from helpers.compare import assert_all, assert_allclose, assert_arrays_equal
 from helpers.reference_cases import EPS
 from reference_strategies import logits
 
@@ -32,7 +33,9 @@ def assert_equal_to_scipy(function, scores):
     atol = 2 * np.finfo(float).smallest_subnormal
     with np.errstate(over="ignore"):
         expected = scipy.special.softmax(scores, axis=-1)
-    np.testing.assert_allclose(function(scores), expected, rtol, atol)
+    assert_allclose(
+        function(scores), expected, "function(scores)", rtol=rtol, atol=atol
+    )
 
 
 @BOTH
@@ -45,7 +48,9 @@ def test_equal_to_scipy(function, drawn):
 def test_equal_to_scipy_at_the_largest_logits(function):
     scores = np.array([[1e300, -1e300, 1e300, 0.0], [1e300, 0, 1, -1e300]])
     assert_equal_to_scipy(function, scores)
-    np.testing.assert_array_equal(function(scores)[0], [0.5, 0, 0.5, 0])
+    assert_arrays_equal(
+        function(scores)[0], [0.5, 0, 0.5, 0], "function(scores)[0]"
+    )
 
 
 @given(drawn=logits())
@@ -55,11 +60,11 @@ def test_recurrence_holds_after_every_element(drawn):
     assert len(states) == scores.shape[-1] + 1
     for k, (m, s) in enumerate(states[1:], start=1):
         seen = scores[:, :k]
-        np.testing.assert_array_equal(m, seen.max(axis=-1))
+        assert_arrays_equal(m, seen.max(axis=-1), "m")
         expected = np.exp(seen - m[:, None]).sum(axis=-1)
         # As in assert_equal_to_scipy, without the division.
         rtol = (2 * 745 + 2 * (4 * k + 8)) * EPS
-        np.testing.assert_allclose(s, expected, rtol)
+        assert_allclose(s, expected, "s", rtol=rtol)
 
 
 def test_recurrence_by_hand():
@@ -68,18 +73,22 @@ def test_recurrence_by_hand():
     assert [float(m) for m, _ in states] == [-np.inf, 1, 3, 3]
     sums = [0, 1, np.exp(-2) + 1, np.exp(-2) + 1 + np.exp(-1)]
     # Three additions of numbers below 2.
-    np.testing.assert_allclose([s for _, s in states], sums, 0, 6 * EPS)
+    assert_allclose(
+        [s for _, s in states], sums, "[s for _, s in states]", atol=6 * EPS
+    )
 
 
 def test_row_max_leaves_nan_aside():
     scores = np.array([[1.0, np.nan, 3.0], [np.nan, np.nan, -np.inf]])
-    np.testing.assert_array_equal(softmax.row_max(scores), [3, -np.inf])
+    assert_arrays_equal(
+        softmax.row_max(scores), [3, -np.inf], "softmax.row_max(scores)"
+    )
 
 
 @BOTH
 def test_row_of_minus_infinity_has_no_weights(function):
     scores = np.array([[-np.inf, -np.inf], [-np.inf, 5.0]])
-    np.testing.assert_array_equal(function(scores), [[0, 0], [0, 1]])
+    assert_arrays_equal(function(scores), [[0, 0], [0, 1]], "function(scores)")
 
 
 @BOTH
@@ -87,12 +96,12 @@ def test_row_of_minus_infinity_has_no_weights(function):
 def test_nan_and_inf_make_their_own_row_nan(function, bad):
     p = function(np.array([[1.0, bad, 2.0], [1.0, 1.0, -np.inf]]))
     assert np.isnan(p[0]).any()
-    np.testing.assert_array_equal(p[1], [0.5, 0.5, 0])
+    assert_arrays_equal(p[1], [0.5, 0.5, 0], "p[1]")
 
 
 def test_nan_spreads_to_its_whole_row():
     p = softmax.safe_softmax(np.array([[1.0, np.nan, 2.0]]))
-    assert np.isnan(p).all()
+    assert_all(p, np.nan, "p")
 
 
 @BOTH
@@ -111,11 +120,11 @@ def test_vjp_is_the_jacobian_product(drawn):
     # Each side sums at most keys + 2 terms below max|dp| P.
     atol = 2 * (keys + 4) * EPS * 2 * abs(dp).max()
     got = softmax.softmax_vjp(dp, p)
-    np.testing.assert_allclose(got, jacobian @ dp, 0, atol)
+    assert_allclose(got, jacobian @ dp, "got", atol=atol)
 
 
 def test_vjp_leaves_invisible_pairs_out():
     p, visible = np.array([0.25, 0.75, 0.0]), np.array([True, True, False])
     ds = softmax.softmax_vjp(np.array([1.0, 5.0, np.nan]), p, visible)
     # D = 0.25 + 3.75 = 4; all numbers are exact in binary.
-    np.testing.assert_array_equal(ds, [-0.75, 0.75, 0])
+    assert_arrays_equal(ds, [-0.75, 0.75, 0], "ds")

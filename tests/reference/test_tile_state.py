@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cuflash.reference import tile_state
 from cuflash.reference.tile_state import TileState
+from helpers.compare import assert_all, assert_allclose, assert_arrays_equal
 from helpers.reference_cases import EPS
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -32,14 +33,14 @@ def assert_same_result(a, b, scores, values):
     rel = 2 * 2 * (spread + 6 * keys + 6) * EPS
     (out_a, lse_a), (out_b, lse_b) = a.finalize(), b.finalize()
     bound = rel * abs(values).max(initial=0)
-    np.testing.assert_allclose(out_a, out_b, rtol=0, atol=bound)
+    assert_allclose(out_a, out_b, "out_a", atol=bound)
     bound = rel + 2 * EPS * (spread + np.log(keys + 1))
-    np.testing.assert_allclose(lse_a, lse_b, rtol=0, atol=bound)
+    assert_allclose(lse_a, lse_b, "lse_a", atol=bound)
 
 
 def assert_identical(a, b):
     for x, y in zip((a.m, a.l, a.acc), (b.m, b.l, b.acc), strict=True):
-        np.testing.assert_array_equal(x, y)
+        assert_arrays_equal(x, y, "x")
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), SEEDS)
@@ -105,8 +106,8 @@ def test_scores_of_any_size_merge():
 
 def test_no_key_finalizes_to_zero_and_minus_infinity():
     out, lse = TileState.empty((2,), 3).finalize()
-    np.testing.assert_array_equal(out, np.zeros((2, 3)))
-    np.testing.assert_array_equal(lse, [-np.inf, -np.inf])
+    assert_arrays_equal(out, np.zeros((2, 3)), "out")
+    assert_arrays_equal(lse, [-np.inf, -np.inf], "lse")
 
 
 @pytest.mark.parametrize(("bad", "result"), [(1, 0), (np.inf, np.nan)])
@@ -115,7 +116,7 @@ def test_visible_scores_of_minus_infinity_have_no_weight(bad, result):
     values = np.array([[1.0, 1.0], [1.0, bad]])
     state = TileState.of_tile(np.full((1, 2), -np.inf), values)
     out, lse = state.finalize()
-    np.testing.assert_array_equal(out, [[0, result]])
+    assert_arrays_equal(out, [[0, result]], "out")
     assert lse.item() == -np.inf
 
 
@@ -125,8 +126,8 @@ def test_bad_score_makes_its_row_nan_and_no_other(bad):
     b = TileState.of_tile(np.array([[9.0], [0.0]]), np.ones((1, 1)))
     for state in (a.merge(b), b.merge(a), a):
         out, lse = state.finalize()
-        assert np.isnan(out[0]).all()
-        np.testing.assert_array_equal(lse[0], bad)
+        assert_all(out[0], np.nan, "out[0]")
+        assert_arrays_equal(lse[0], bad, "lse[0]")
         assert out[1] == 1
 
 
@@ -142,8 +143,8 @@ def test_invisible_value_is_not_read():
 def test_result_and_state_are_two_forms_of_one_thing(keys, seed):
     out, lse = TileState.of_tile(*random_tile(keys, seed)).finalize()
     again = TileState.of_result(out, lse).finalize()
-    np.testing.assert_array_equal(again[0], out)
-    np.testing.assert_array_equal(again[1], lse)
+    assert_arrays_equal(again[0], out, "again[0]")
+    assert_arrays_equal(again[1], lse, "again[1]")
 
 
 def test_empty_result_is_the_identity_whatever_its_out_holds():
@@ -172,7 +173,7 @@ def test_lse_is_scipys_logsumexp(keys, seed):
     expected = scipy.special.logsumexp(scores, axis=-1)
     # Each side: keys additions, an exp, the exponents, a log, m + log(l).
     atol = 2 * (4 * abs(scores).max() + keys + np.log(keys) + 6) * EPS
-    np.testing.assert_allclose(lse, expected, rtol=0, atol=atol)
+    assert_allclose(lse, expected, "lse", atol=atol)
 
 
 @given(st.integers(1, 12), SEEDS)
@@ -183,11 +184,11 @@ def test_probabilities_from_lse_are_the_softmax(keys, seed):
     # An error in lse (see above) or in S - lse is a relative error of P.
     rtol = 2 * (8 * abs(scores).max() + 2 * keys + np.log(keys) + 8) * EPS
     expected = scipy.special.softmax(scores, axis=-1)
-    np.testing.assert_allclose(p, expected, rtol)
+    assert_allclose(p, expected, "p", rtol=rtol)
 
 
 def test_row_without_keys_has_no_probabilities():
     scores = np.array([[1.0, np.nan], [-np.inf, 3.0]])
     lse = np.array([-np.inf, 3.0])
     p = tile_state.probabilities_from_lse(scores, lse)
-    np.testing.assert_array_equal(p, [[0, 0], [0, 1]])
+    assert_arrays_equal(p, [[0, 0], [0, 1]], "p")

@@ -12,6 +12,7 @@ from cuflash.reference.attention import (
     gradient_steps,
 )
 from cuflash.reference.traffic import Count, Memory, Sizes
+from helpers.compare import assert_arrays_equal
 from helpers.reference_cases import ReferenceCase, assert_close, bounds
 
 TILED_FORWARD = ["query_outer", "key_outer", "split_keys"]
@@ -250,10 +251,10 @@ def test_memory_counts_elements():
     memory.load(slice(0, 2))
     memory.store(slice(1, 2), 5.0)
     assert (memory.loads, memory.stores) == (6, 3)
-    np.testing.assert_array_equal(memory.array[:, 0], [0, 5, 0, 0])
+    assert_arrays_equal(memory.array[:, 0], [0, 5, 0, 0], "memory.array[:, 0]")
 
 
 def test_a_loaded_tile_is_a_copy():
     memory = Memory([1.0, 2.0])
     memory.load()[:] = 7
-    np.testing.assert_array_equal(memory.array, [1, 2])
+    assert_arrays_equal(memory.array, [1, 2], "memory.array")

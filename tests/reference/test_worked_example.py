@@ -15,6 +15,7 @@ from cuflash.reference.attention import (
     scores_of,
 )
 from cuflash.reference.tile_state import TileState
+from helpers.compare import assert_allclose, assert_arrays_equal
 
 Q = np.array([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
 K = np.array([[1.0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]])
@@ -44,7 +45,7 @@ BACKWARD = pytest.mark.parametrize(
 
 
 def assert_three_decimals(got, expected):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=0.0005)
+    assert_allclose(got, expected, "got", atol=0.0005)
 
 
 def steps():
@@ -58,7 +59,7 @@ def expected_out():
 
 def test_scores():
     expected = [[1, 0, 2, 0], [0, 1, 0, 2], [1, 0, 1, 0], [0, 1, 0, 1]]
-    np.testing.assert_array_equal(scores_of(Q, K, 1), expected)
+    assert_arrays_equal(scores_of(Q, K, 1), expected, "scores_of(Q, K, 1)")
 
 
 def test_weights():
@@ -87,7 +88,7 @@ def test_dv():
 
 def test_dp():
     row = [10, 26, 42, 58]
-    np.testing.assert_array_equal(steps().dp, [row, [0] * 4, row, [0] * 4])
+    assert_arrays_equal(steps().dp, [row, [0] * 4, row, [0] * 4], "steps().dp")
 
 
 def test_delta():
@@ -100,7 +101,7 @@ def test_ds():
     ds = steps().ds
     assert_three_decimals(ds[0], [-5.571, -0.728, 4.385, 1.915])
     assert_three_decimals(ds[2], [-7.421, -0.579, 4.276, 3.724])
-    np.testing.assert_array_equal(ds[[1, 3]], 0)
+    assert_arrays_equal(ds[[1, 3]], 0, "ds[[1, 3]]")
 
 
 def test_dq_and_dk():
@@ -130,7 +131,7 @@ def after_key_tile(*key_tiles):
 
 def test_trace_after_key_tile_0():
     state = after_key_tile(0)
-    np.testing.assert_array_equal(state.m, [1, 1])
+    assert_arrays_equal(state.m, [1, 1], "state.m")
     assert_three_decimals(state.l, [1.368, 1.368])
     assert_three_decimals(state.acc[0], [2.839, 4.207, 5.575, 6.943])
     assert_three_decimals(state.acc[1], [5.368, 6.736, 8.104, 9.472])
@@ -138,7 +139,7 @@ def test_trace_after_key_tile_0():
 
 def test_trace_after_key_tile_1():
     state = after_key_tile(0, 1)
-    np.testing.assert_array_equal(state.m, [2, 2])
+    assert_arrays_equal(state.m, [2, 2], "state.m")
     assert_three_decimals(state.l, [1.639, 1.639])
     assert_three_decimals(state.acc[0], [11.804, 13.442, 15.081, 16.720])
     assert_three_decimals(state.acc[1], [16.193, 17.831, 19.470, 21.108])
@@ -149,9 +150,11 @@ def test_trace_after_key_tile_1():
 def test_trace_is_the_documents_to_its_own_rounding():
     # Two decimals of numbers that were rounded to three on the way.
     state = after_key_tile(0, 1)
-    np.testing.assert_allclose(state.l[0], 1.638, atol=0.001)
+    assert_allclose(state.l[0], 1.638, "state.l[0]", rtol=1e-07, atol=0.001)
     document = [11.81, 13.44, 15.08, 16.71]
-    np.testing.assert_allclose(state.acc[0], document, atol=0.01)
+    assert_allclose(
+        state.acc[0], document, "state.acc[0]", rtol=1e-07, atol=0.01
+    )
 
 
 def test_one_step_of_gradient_descent():
@@ -165,4 +168,10 @@ def test_one_step_of_gradient_descent():
     assert_three_decimals(w_q[0], [1.119, -0.119, 0.562, -0.191])
     assert_three_decimals(w_k[0], [2.299, 0, 0.557, 0])
     assert_three_decimals(w_v[:, 0], [0.941, 4.978, 8.902, 12.978])
-    np.testing.assert_allclose(w_v - w_v[:, :1], V - V[:, :1], atol=1e-14)
+    assert_allclose(
+        w_v - w_v[:, :1],
+        V - V[:, :1],
+        "w_v - w_v[:, :1]",
+        rtol=1e-07,
+        atol=1e-14,
+    )

@@ -16,6 +16,7 @@ from cuflash.plan import device_of_arch
 from cuflash.reference import masks
 from cuflash.tiles import Tile
 from helpers import stand_in
+from helpers.compare import assert_all
 
 of_each_option = pytest.mark.parametrize("option", OPTIONS)
 in_both_directions = pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_documents_are_sorted_and_of_unequal_lengths(monkeypatch):
     ids = cell.keywords(np, None)["segment_ids_q"]
     assert ids.shape == (2, 4096) and ids.dtype == np.int32
     for row in ids:
-        assert (np.diff(row) >= 0).all()
+        assert_all(np.diff(row) >= 0, True, "np.diff(row) >= 0")
         _, lengths = np.unique(row, return_counts=True)
         assert len(set(lengths)) == 8
 

@@ -5,6 +5,12 @@ import pytest
 
 import bounded_attention
 from helpers import bounds
+from helpers.compare import (
+    assert_all,
+    assert_allclose,
+    assert_elements,
+    assert_finite,
+)
 
 SCALE = 0.3
 
@@ -36,9 +42,9 @@ def test_results_and_bounds_are_those_of_the_tests(kind, causal):
     results, allowed = attend(q, k, v, dout, kind, causal)
     two = [bounds.bounds(x, bounds.ARITHMETIC[y]) for y in (kind, "float64")]
     for got, want in zip(results, bounds.results(x), strict=True):
-        np.testing.assert_allclose(got, want[0, 0], rtol=1e-12, atol=1e-13)
+        assert_allclose(got, want[0, 0], "got", rtol=1e-12, atol=1e-13)
     for got, *want in zip(allowed, *two, strict=True):
-        np.testing.assert_allclose(got, sum(want)[0, 0], rtol=1e-12)
+        assert_allclose(got, sum(want)[0, 0], "got", rtol=1e-12)
 
 
 def test_arithmetic_is_that_of_the_tests():
@@ -47,11 +53,13 @@ def test_arithmetic_is_that_of_the_tests():
 
 def test_rows_that_see_no_key_have_no_error():
     results, allowed = attend(*arrays(20, 13))
-    assert (results.lse[:7] == -np.inf).all()
-    assert np.isfinite(results.lse[7:]).all()
+    assert_all(results.lse[:7], -np.inf, "results.lse[:7]")
+    assert_finite(results.lse[7:], "results.lse[7:]")
     for x in (results.out, results.dq, allowed.out, allowed.dq):
-        assert not x[:7].any() and x[7:].all()
-    assert all(np.isfinite(x).all() for x in allowed)
+        assert_all(x[:7], 0, "x[:7]")
+        assert_all(x[7:] != 0, True, "x[7:] != 0")
+    for x in allowed:
+        assert_finite(x, "x")
 
 
 def test_a_forward_pass_alone():
@@ -61,11 +69,13 @@ def test_a_forward_pass_alone():
     both = attend(q, k, v, dout, "tf32x3", causal=False)
     for short, long in zip(some, both, strict=True):
         assert short.dq is short.dk is short.dv is None
-        assert (short.out == long.out).all() and (short.lse == long.lse).all()
+        assert_elements(short.out, long.out, "short.out")
+        assert_elements(short.lse, long.lse, "short.lse")
 
 
 def test_a_group_of_heads_adds_up_more_queries():
     inputs = arrays(20, 30)
     (_, one), (_, three) = (attend(*inputs, group=n) for n in (1, 3))
-    assert (three.dk > one.dk).all() and (three.dv > one.dv).all()
-    assert (three.dq == one.dq).all()
+    assert_all(three.dk > one.dk, True, "three.dk > one.dk")
+    assert_all(three.dv > one.dv, True, "three.dv > one.dv")
+    assert_elements(three.dq, one.dq, "three.dq")

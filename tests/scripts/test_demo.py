@@ -20,6 +20,7 @@ from demo_parts.model import Config, Transformer
 from demo_parts.text import Corpus, load_text
 from demo_parts.training import Adam
 from device_memory import peak_bytes
+from helpers.compare import assert_allclose, assert_arrays_equal
 
 TINY = Config(
     num_layers=2,
@@ -75,10 +76,10 @@ def test_adam_steps_by_the_rate_at_first():
     size = abs(model.gradient)
     # Values are below 4: half an ulp of 4, and as much for `before` minus
     # them, is 9e-16; steps of 0.01 are rounded far below that.
-    np.testing.assert_allclose(
+    assert_allclose(
         before - model.values,
         0.01 * np.sign(model.gradient) * size / (size + 1e-8),
-        rtol=0,
+        "before - model.values",
         atol=2e-15,
     )
 
@@ -103,7 +104,7 @@ def test_targets_are_the_next_characters():
     rng = np.random.default_rng(0)
     tokens, targets = corpus.batch(corpus.train, TINY, rng)
     assert tokens.shape == targets.shape == (TINY.batch, TINY.seqlen)
-    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+    assert_arrays_equal(tokens[:, 1:], targets[:, :-1], "tokens[:, 1:]")
 
 
 def test_python_without_the_text_gets_a_clear_message(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import cuflash
 import train_forces
 from force_parts import dense, morse, potential
+from helpers.compare import assert_allclose
 
 STEP = 1e-6  # of central differences: their error is of its square
 ATOMS = 6
@@ -35,7 +36,13 @@ def test_gradients_of_the_loss(case, name):
         losses.append(potential.step(there, r, target, cuflash)[0])
     slope = (losses[0] - losses[1]) / (2 * STEP)
     # Losses of size 10 are rounded to 1e-15, divided by 2e-6: 1e-8.
-    assert np.isclose((gradients[name] * direction).sum(), slope, atol=1e-7)
+    assert_allclose(
+        (gradients[name] * direction).sum(),
+        slope,
+        "direction",
+        rtol=1e-05,
+        atol=1e-7,
+    )
 
 
 @pytest.mark.parametrize("of", ["potential", "morse"])
@@ -53,7 +60,9 @@ def test_forces_are_slopes_of_the_energy(case, of):
     ahead, behind = (energy(r + by * direction) for by in (STEP, -STEP))
     slope = (ahead - behind) / (2 * STEP)
     # Energies of size 100 are rounded to 1e-14, divided by 2e-6: 1e-8.
-    assert np.isclose(-(forces * direction).sum(), slope, atol=1e-7)
+    assert_allclose(
+        -(forces * direction).sum(), slope, "forces", rtol=1e-05, atol=1e-7
+    )
 
 
 def test_moved_and_turned_atoms(case):
@@ -63,7 +72,7 @@ def test_moved_and_turned_atoms(case):
         potential.energy(parameters, x, cuflash) for x in (r, r @ turn + 0.5)
     )
     # Scores of size 100, of a sum of 4 products: 400 * 2^-53, exponentials.
-    assert np.allclose(before, after, rtol=0, atol=1e-11)
+    assert_allclose(before, after, "before", atol=1e-11)
 
 
 def test_a_dense_step_is_the_same(case):
@@ -72,10 +81,10 @@ def test_a_dense_step_is_the_same(case):
         strict=True,
     )
     # Scores of size 100 are rounded to 1e-14; sums of some hundred products.
-    assert np.isclose(*losses, rtol=1e-11)
-    assert np.allclose(*forces, rtol=0, atol=1e-11)
+    assert_allclose(*losses, name="losses", rtol=1e-11, atol=1e-08)
+    assert_allclose(*forces, name="forces", atol=1e-11)
     for name, x in gradients[0].items():
-        assert np.allclose(x, gradients[1][name], rtol=0, atol=1e-11)
+        assert_allclose(x, gradients[1][name], name, atol=1e-11)
 
 
 def test_the_script(tmp_path, capsys):

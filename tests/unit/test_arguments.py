@@ -8,6 +8,7 @@ import pytest
 from cuflash import abi
 from cuflash.backends.emulator import runtime
 from cuflash.build import nvrtc, source
+from helpers.compare import assert_arrays_equal
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import small_kernel
 
@@ -114,5 +115,5 @@ def test_a_template_lacks_maps_and_pointers_alone(name):
         else:
             is_pointer = value.dtype == np.uint64
             expected = pointers.pop(0) if is_pointer else one
-            np.testing.assert_array_equal(value, expected)
+            assert_arrays_equal(value, expected, "value")
     assert not maps and not pointers

@@ -7,6 +7,7 @@ import pytest
 import cuflash
 from cuflash import DTypeError, ShapeError, ValueRangeError
 from cuflash.reference import rotary
+from helpers.compare import assert_allclose, assert_arrays_equal
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.int64, np.uint8])
@@ -27,7 +28,7 @@ def test_offsets_pack_sequences():
     offsets = cuflash.cu_seqlens([3, 5])
     packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     out = cuflash.forward(q, q, q, **packed)
-    np.testing.assert_array_equal(out[:3], cuflash.forward(*[q[:3]] * 3))
+    assert_arrays_equal(out[:3], cuflash.forward(*[q[:3]] * 3), "out[:3]")
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int64])
@@ -40,7 +41,7 @@ def test_segment_ids_hide_padding(dtype):
     other[~mask] = 9.0
     options = {"segment_ids_q": ids, "segment_ids_k": ids}
     outs = [cuflash.forward(q, x, x, **options)[mask] for x in (q, other)]
-    np.testing.assert_array_equal(*outs)
+    assert_arrays_equal(*outs, name="outs")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", ml_dtypes.bfloat16])
@@ -50,14 +51,14 @@ def test_tables_are_those_of_the_reference(dtype):
         got = cuflash.rotary_tables(positions, 12, 100.0, dtype=dtype)
         for a, b in zip(got, want, strict=True):
             assert a.dtype == np.dtype(dtype)
-            np.testing.assert_array_equal(a, b.astype(dtype))
+            assert_arrays_equal(a, b.astype(dtype), "a")
 
 
 def test_tables_of_positions_anywhere():
     cos, _ = cuflash.rotary_tables(np.array([0.5, 900]), 4)
     assert cos.dtype == np.float32
     want = np.cos([[0.5, 0.005], [900, 9]]).astype(np.float32)
-    np.testing.assert_allclose(cos, want, rtol=2**-23)
+    assert_allclose(cos, want, "cos", rtol=2**-23)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,12 @@ from cuflash import plan, validate
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.backward import key_outer
 from helpers.backends import NumpyBackend
-from helpers.compare import assert_all, assert_bitwise, assert_within
+from helpers.compare import (
+    assert_all,
+    assert_arrays_equal,
+    assert_bitwise,
+    assert_within,
+)
 from helpers.data import Case, inputs
 from helpers.dtypes import DTYPES, PRECISION, lse_dtype
 from helpers.heads import heads_first, heads_last, sum_groups
@@ -418,7 +423,7 @@ def test_a_caller_that_has_numpy_raise(dtype):
         out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
         cuflash.backward(dout, q, k, v, out, lse, causal=True)
         cuflash.merge_states(out, lse, out, lse)
-    assert not np.isfinite(out[:, 7, :, 0].astype(float)).any()
+    assert_all(np.isfinite(out[:, 7, :, 0].astype(float)), 0, "finite")
 
 
 def test_rounding_to_float16_overflows_to_infinity():
@@ -450,7 +455,7 @@ def test_packed_sequences_match_separate_calls():
     packed = cuflash.forward(q, k, v, **{**options, "dropout": 0.0})
     alone = {"causal": True, **case.options()}
     plain = cuflash.forward(q[1:8], k[3:10], v[3:10], **alone)
-    np.testing.assert_array_equal(packed[1:8], plain)
+    assert_arrays_equal(packed[1:8], plain, "packed[1:8]")
 
 
 def test_slopes_of_sequences_are_those_of_separate_calls():
@@ -468,10 +473,10 @@ def test_slopes_of_sequences_are_those_of_separate_calls():
         j = slice(of_k[number], of_k[number + 1])
         one, alone = (q[i], k[j], v[j]), {"causal": True, "alibi_slopes": own}
         want = cuflash.forward(*one, **alone, return_lse=True)
-        np.testing.assert_array_equal(out[i], want[0])
-        np.testing.assert_array_equal(lse[:, i], want[1])
+        assert_arrays_equal(out[i], want[0], "out[i]")
+        assert_arrays_equal(lse[:, i], want[1], "lse[:, i]")
         want_grads = cuflash.backward(dout[i], *one, *want, **alone)
         for got, place, expected in zip(
             grads, (i, j, j), want_grads, strict=True
         ):
-            np.testing.assert_array_equal(got[place], expected)
+            assert_arrays_equal(got[place], expected, "got[place]")

@@ -16,6 +16,7 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.problem import KVCache, Problem, Rotary
+from helpers.compare import assert_all, assert_finite
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -608,7 +609,8 @@ def test_values(name):
     caches = {x: np.ones_like(given[x]) for x in ("k_cache", "v_cache")}
     out = np.ones_like(given["q"])
     assert complaint(ValueRangeError, {**given, **caches, "out": out}) == text
-    assert all((x == 1).all() for x in (*caches.values(), out))
+    for x in (*caches.values(), out):
+        assert_all(x, 1, "x")
 
 
 @pytest.mark.parametrize("bad", [-1, 6, 2**31 - 1])
@@ -632,8 +634,9 @@ def test_sequences_may_share_what_they_do_not_append_to():
 def test_left_padding_may_exceed_the_length():
     given = plain(cache_leftpad=array(0, 99), return_lse=True)
     out, lse = cuflash.forward_kvcache(**given)
-    assert (out[1] == 0).all() and (lse[1] == -np.inf).all()
-    assert np.isfinite(lse[0]).all()
+    assert_all(out[1], 0, "out[1]")
+    assert_all(lse[1], -np.inf, "lse[1]")
+    assert_finite(lse[0], "lse[0]")
 
 
 class OnDevice:

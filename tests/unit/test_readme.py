@@ -12,6 +12,7 @@ import cuflash
 from cuflash import __main__
 from cuflash.plan import device_of_arch
 from cuflash.plans import wgmma
+from helpers.compare import assert_all
 from helpers.kernels import ASKED, small_problem
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def test_examples_of_the_kvcache_page_run():
     names = {}
     exec(decoding, names)
     assert names["out"].shape == (2, 1, 8, 64)
-    assert (names["seqlens"] == 120).all()
+    assert_all(names["seqlens"], 120, "seqlens")
     exec(text, names)
     tokens = names["text"]
     # A prompt as long as the text before a token leads to that token.

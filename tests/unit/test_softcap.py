@@ -13,6 +13,7 @@ from cuflash.softcap import (
     poly3_terms,
     terms,
 )
+from helpers.compare import assert_allclose, assert_at_most
 
 SCALES = [
     *[(64**-0.5, 30.0), (128**-0.5, 50.0), (1.0, 0.5), (0.01, 300.0)],
@@ -53,7 +54,9 @@ def test_its_largest_error_is_smallest(
     peaks = [part[abs(part).argmax()] for part in parts]
     assert coefficients[0] == 1
     assert len(peaks) == len(coefficients)
-    np.testing.assert_allclose(np.abs(peaks), abs(error).max(), rtol=0.01)
+    assert_allclose(
+        np.abs(peaks), abs(error).max(), "np.abs(peaks)", rtol=0.01
+    )
 
 
 @pytest.mark.parametrize(("scale", "softcap"), SCALES)
@@ -79,7 +82,7 @@ def test_small_scores_are_right_to_their_bound(scale, softcap):
     for got, more in (of_score, 0), (of_log2, 0), (tanh, 2):
         error = abs(got - exact)
         assert error.max() <= ((3.3 + more) * 0.42 + 1.3) * U
-        assert (error <= (3.3 + more + 7.4) * U * abs(exact)).all()
+        assert_at_most(error, (3.3 + more + 7.4) * U * abs(exact), "error")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.9])
@@ -102,7 +105,7 @@ def test_slight_scores_are_right_to_their_bound(
     of_log2 = score / (softcap * math.log2(math.e))
     error = abs(of_log2 - exact)
     assert error.max() <= (3.3 * 0.28 + 3.3) * U
-    assert (error <= (3.3 + 23) * U * abs(exact)).all()
+    assert_at_most(error, (3.3 + 23) * U * abs(exact), "error")
     weight = 2.0 ** (np.float64(score.max()) - lowest) / (1.0 - dropout)
     assert weight <= {"float16": 2.0**15, "bfloat16": 2.0**60}[dtype] * 1.001
 

@@ -15,6 +15,7 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
+from helpers.compare import assert_all
 
 SHAPES = {
     "q": (2, 5, 4, 8),
@@ -787,7 +788,7 @@ def test_out_between_the_inputs_is_fine():
     packed = np.ones((2, 5, 4, 4, 8), np.float32)
     q, k, v, out = np.moveaxis(packed, 2, 0)
     cuflash.forward(q, k, v, out=out)
-    assert (packed[:, :, :3] == 1).all()
+    assert_all(packed[:, :, :3], 1, "packed[:, :, :3]")
 
 
 @pytest.mark.parametrize(
@@ -819,7 +820,7 @@ def test_nothing_is_written_before_every_check_passed(changed):
     out = np.full(SHAPES["out"], 7, np.float32)
     with pytest.raises(CuflashError):
         cuflash.forward(**{**good("forward"), "out": out, **changed})
-    assert (out == 7).all()
+    assert_all(out, 7, "out")
 
 
 # The errors are what their names say, for who catches Python's own -----------

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from helpers.compare import assert_arrays_equal
 
 rng = np.random.default_rng(0)
 Q, K, V = rng.standard_normal((3, 2, 8, 2, 8), dtype=np.float32)
@@ -18,7 +19,7 @@ SINK = np.array([0.5, -0.5], np.float32)
 
 def same(got, want):
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_arrays_equal(a, b, "a")
 
 
 def test_the_options_are_those_of_forward_and_backward():
