@@ -43,4 +43,4 @@ def test_results_and_gradients_of_a_compiled_call(run):
     assert_arrays_equal(got, want, "got")
     dout = normal(*want.shape, seed=2)
     gradients = [torch.autograd.grad(y, x, dout)[0] for y in (got, want)]
-    assert torch.equal(*gradients)
+    assert_arrays_equal(*gradients, "gradient")

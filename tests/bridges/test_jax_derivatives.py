@@ -165,7 +165,7 @@ def small(name):
 def assert_close(got, expected):
     """Some hundred operations on numbers of size 10: 500 * 10 * 2^-53."""
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-12),
+        lambda x, y: assert_allclose(x, y, "result", atol=1e-12),
         got,
         expected,
     )

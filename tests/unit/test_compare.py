@@ -6,7 +6,10 @@ import pytest
 from helpers.compare import (
     Expected,
     assert_all,
+    assert_allclose,
+    assert_arrays_equal,
     assert_at_most,
+    assert_elements,
     assert_finite,
     assert_matches,
     assert_within,
@@ -39,8 +42,29 @@ GOT = np.array([[1.0, 2.0], [3.0, 4.5]], np.float32)
             lambda: assert_at_most(GOT, 2, "dk", CASE),
             "dk[1, 1]: error 4.5 > bound 2, as are 1 more of 4 (Case(seed=7))",
         ),
+        (
+            lambda: assert_elements(GOT * np.nan, np.nan, "dv"),
+            "dv[0, 0]: got nan, wanted nan; 4 of 4 elements are wrong",
+        ),
+        (
+            lambda: assert_arrays_equal(GOT, [1, 2], "out", CASE),
+            "out is (2, 2), not (2,) (Case(seed=7))",
+        ),
+        (
+            lambda: assert_allclose(GOT, [[1, 2], [3, 4]], "out", rtol=0.1),
+            "out[1, 1]: got np.float32(4.5), reference np.float64(4.0), "
+            "error 0.5 > bound 0.4 ()",
+        ),
     ],
-    ids=["within", "all", "finite", "at_most"],
+    ids=[
+        "within",
+        "all",
+        "finite",
+        "at_most",
+        "elements",
+        "shape",
+        "allclose",
+    ],
 )
 def test_message(check, said):
     with pytest.raises(AssertionError) as raised:
