@@ -1,0 +1,256 @@
+"""Calls of each family whose arrays have all kinds of strides, on `Reading`.
+
+A check runs a call of one direction: kernels must be led to each array.
+"""
+
+import numpy as np
+
+from cuflash import (
+    execute,
+    execute_derivatives,
+    validate,
+    validate_derivatives,
+)
+
+from .compare import assert_bitwise
+from .data import LAYOUTS, Case, inputs, lse_gradient, shapes
+from .dtypes import DTYPES, lse_dtype
+from .options import option_arrays
+from .reading import Reading
+
+# The dtype, the architecture and what else selects a family.
+FAMILIES = {
+    "wgmma": ("bfloat16", "sm_90a", {}),
+    "mma": ("float16", "sm_80", {}),
+    "decode": ("float16", "sm_80", {"num_splits": 2}),
+    "decode_simt": ("float32", "sm_80", {"num_splits": 2}),
+    "fma": ("float32", "sm_80", {}),
+    "dmma": ("float64", "sm_80", {}),
+    "tf32x3": ("float32", "sm_80", {"precision": "tf32x3"}),
+    "simt": ("float32", "sm_75", {}),
+    "simt16": ("float16", "sm_80", {}),
+}
+OF_GRADIENTS = [x for x in FAMILIES if not x.startswith("decode")]
+# Rows that end at a multiple of 16 bytes, and rows that do not. Hopper's
+# kernels of derivatives run the first alone.
+DIMS = (32, 16), (20, 12)
+
+
+def swapped(array):
+    """Bytes of the other order, which bfloat16 has not."""
+    other = array.dtype.newbyteorder()
+    return array if other == array.dtype else array.astype(other)
+
+
+def slice_of_wider(array):
+    """Only the address of the first element tells that rows are unaligned."""
+    *outer, d = array.shape
+    store = np.zeros((*outer, 24 + d), array.dtype)
+    store[..., 20 : 20 + d] = array
+    return store[..., 20 : 20 + d]
+
+
+READ = [*LAYOUTS.values(), swapped, slice_of_wider]
+WRITTEN = [x for x in READ if x.__name__ != "broadcast"]
+
+
+def any_axes(array, number):
+    """An array of any rank, reversed, with gaps, or with gaps and moved."""
+    if number % 4 == 0:
+        return np.ascontiguousarray(array)
+    if number % 4 == 1:
+        return np.asfortranarray(array)
+    store = np.zeros([2 * n for n in array.shape], array.dtype)
+    gaps = (slice(number % 4 - 2, None, 2),) * array.ndim
+    store[gaps] = array
+    return store[gaps]
+
+
+def laid_out(arrays, first, layouts=READ):
+    """Give each array a layout: all layouts, in turns of `first`."""
+    return {
+        name: layouts[(first + i) % len(layouts)](x)
+        for i, (name, x) in enumerate(arrays.items())
+    }
+
+
+class Launched:
+    """One call.
+
+    Parameters
+    ----------
+    family : str
+    batch : int
+    first : int
+        Which layout the first array has.
+    names : tuple of str, optional
+        The options that are arrays.
+
+    Attributes
+    ----------
+    families : set of str
+        Whose kernels ran, after `run`.
+    """
+
+    def __init__(self, family, batch, first, names=()):
+        dtype, self.arch, self.more = FAMILIES[family]
+        self.family = family.removesuffix("16")
+        dims = DIMS[(batch + first) % 2]
+        self.case = Case(dtype, batch, 5, 7, 4, 2, *dims, arrays_of=names)
+        self.first, self.rng = first, np.random.default_rng(1)
+        self.families = set()
+        arrays = dict(zip(shapes(self.case), inputs(self.case), strict=True))
+        self.arrays = laid_out(arrays, first)
+        self.options = {
+            name: any_axes(x, first + i)
+            for i, (name, x) in enumerate(option_arrays(self.case).items())
+        }
+
+    def __repr__(self):
+        return f"{self.family}, {self.case}, first={self.first}"
+
+    def rows(self, number):
+        """Numbers of rows, as lse."""
+        rows = lse_gradient(self.case)
+        rows = rows.astype(lse_dtype(DTYPES[self.case.dtype])) + number
+        return any_axes(rows, self.first + number)
+
+    def targets(self, **like):
+        """Arrays that receive results."""
+        made = {x: np.zeros_like(y, order="C") for x, y in like.items()}
+        native = {
+            x: y.astype(y.dtype.newbyteorder("=")) for x, y in made.items()
+        }
+        return laid_out(native, self.first + 5, WRITTEN)
+
+    def moves(self, names, count):
+        """Tangents of the named arrays; without an axis if count is None."""
+        known = {**self.arrays, **self.options}
+        lead = () if count is None else (count,)
+        return {
+            x: self._moved((*lead, *known[x].shape), known[x].dtype, i)
+            for i, x in enumerate(x for x in names if x in known)
+        }
+
+    def _moved(self, shape, dtype, number):
+        made = self.rng.standard_normal(shape).astype(dtype)
+        number += self.first
+        if number % 5 == 4 and len(shape) == 5:  # of directions every other
+            return np.repeat(made, 2, axis=0)[::2]
+        return any_axes(made, number)
+
+    def run(self, check, launch, given, **read):
+        """Call; return the machine and the results.
+
+        given : arguments beside options.
+        read : what kernels read under another name, or with more axes.
+        """
+        pairs = *self.case_rows, self.case.seqlen_k
+        read = {**given, **self.options, **read}
+        for name, shape in (("bias", pairs), ("mask", pairs),
+                            ("alibi_slopes", pairs[:2])):  # fmt: skip
+            if name in read:
+                read[name] = np.broadcast_to(read[name], shape)
+        if "bias_dot" in read:
+            x = read["bias_dot"]
+            x = x.reshape(len(x), *(1,) * (5 - x.ndim), *x.shape[1:])
+            read["bias_dot"] = np.broadcast_to(x, (len(x), *pairs))
+        wanted = "simt" if self.family == "simt" else None
+        machine = Reading(self.arch, wanted, **read)
+        call = check(**given, **self.options, **self.more)
+        results = launch(call, machine)
+        self.families = {x.family for x in machine.plans}
+        return machine, results
+
+    @property
+    def case_rows(self):
+        c = self.case
+        return c.batch, c.num_heads_q, c.seqlen_q
+
+    def check(self, machine, **results):
+        """Results hold what kernels wrote."""
+        for name, got in results.items():
+            native = np.asarray(got, got.dtype.newbyteorder("="))
+            want = np.asarray(machine.written[name], native.dtype)
+            assert_bitwise(native, want, f"{name} of {self}")
+
+
+# A call of each direction -----------------------------------------------------
+
+
+def forward(p):
+    qkv = {x: p.arrays[x] for x in "qkv"}
+    target = p.targets(out=p.arrays["dout"])
+
+    def check(**given):
+        return validate.forward(**given, **target, return_lse=True)
+
+    machine, (out, lse) = p.run(check, execute.forward, qkv)
+    assert out is target["out"]
+    p.check(machine, out=out, lse=lse)
+
+
+def of_backward(p):
+    """The arrays that backward reads; out has the layout after dout's."""
+    given = laid_out(
+        {x: p.arrays[x] for x in ("q", "k", "v", "dout")}
+        | {"out": -p.arrays["dout"]},
+        p.first,
+    )
+    return given | {"lse": p.rows(1), "dlse": p.rows(2)}
+
+
+def asked(p, prefix):
+    return {
+        f"return_{prefix}{x}": True for x in ("bias", "sink") if x in p.options
+    }
+
+
+def backward(p):
+    targets = p.targets(**{f"d{x}": p.arrays[x] for x in "qkv"})
+
+    def check(**given):
+        return validate.backward(**given, **targets, **asked(p, "d"))
+
+    machine, results = p.run(check, execute.backward, of_backward(p))
+    dbias = [f"d{x}" for x in ("bias", "sink") if x in p.options]
+    names = ["dq", "dk", "dv", *dbias]
+    p.check(machine, **dict(zip(names, results, strict=True)))
+
+
+def jvp(p):
+    qkv = {x: p.arrays[x] for x in "qkv"}
+    count = (None, 2, 3)[p.first % 3]
+    dots = p.moves(("q", "k", "v", "bias", "sink"), count)
+
+    def check(**given):
+        dotted = {f"{name}_dot": x for name, x in dots.items()}
+        return validate_derivatives.jvp(**given, **dotted, return_lse=True)
+
+    read = {f"{x}_dot": y[None] if count is None else y
+            for x, y in dots.items()}  # fmt: skip
+    machine, results = p.run(check, execute_derivatives.jvp, qkv, **read)
+    names = "out", "lse", "out_dot", "lse_dot"
+    p.check(machine, **dict(zip(names, results, strict=True)))
+
+
+def double_backward(p):
+    dots = p.moves(("q", "k", "v", "bias", "sink"), None)
+
+    def check(**given):
+        moved = {f"dd{name}": x for name, x in dots.items()}
+        return validate_derivatives.double_backward(
+            **given, **moved, **asked(p, "d2"), return_ddlse=True
+        )
+
+    read = {f"{x}_dot": y[None] for x, y in dots.items()}
+    machine, results = p.run(
+        check, execute_derivatives.double_backward, of_backward(p), **read
+    )
+    others = [f"d{x}" for x in ("bias", "sink") if x in p.options]
+    names = ["dq", "dk", "dv", "out_dot", *others, "lse_dot"]
+    machine.written = {
+        name: x[0] if name.endswith("_dot") else x
+        for name, x in machine.written.items()
+    }
+    p.check(machine, **dict(zip(names, results, strict=True)))

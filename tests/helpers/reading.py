@@ -1,0 +1,241 @@
+"""A backend that runs no kernel, but reads and writes as kernels would.
+
+It follows the pointers, strides and TensorMaps of the argument struct.
+"""
+
+import zlib
+
+import numpy as np
+
+from cuflash.abi import TensorMap
+
+from .counting import Counting
+
+# Axes by names of a struct's numbers, and where its strides are.
+_ROWS = {
+    **dict.fromkeys(("q", "dq", "q_dot"), ("seqlen_q", "q", "head_dim")),
+    **dict.fromkeys(("k", "dk", "k_dot"), ("seqlen_k", "kv", "head_dim")),
+    **dict.fromkeys(("v", "dv", "v_dot"), ("seqlen_k", "kv", "head_dim_v")),
+    **dict.fromkeys(
+        ("out", "dout", "out_dot"), ("seqlen_q", "q", "head_dim_v")
+    ),
+}
+# What kernels of a direction write; a JVP also out and lse, unless it reads
+# those of a forward call.
+_WRITTEN = {
+    "forward": ("out", "lse"),
+    "backward": ("dq", "dk", "dv", "dbias", "dsink"),
+    "jvp": ("out_dot", "lse_dot"),
+    "double_backward": ("dq", "dk", "dv", "dbias", "dsink"),
+    "merge": ("out", "lse"),
+}
+
+
+class Reading(Counting):
+    """Fails where a struct does not lead to the arrays of `given`.
+
+    given : what kernels are to read, in full rank, by pointer.
+    written : what they wrote, by pointer: numbers by chance.
+    plans : of its launches.
+    """
+
+    def __init__(self, arch, family=None, **given):
+        super().__init__(arch, family)
+        self.given, self.written = given, {}
+        self.seen, self.maps, self.plans = {}, [], []
+
+    def load(self, decided):
+        return decided
+
+    def copy(self, target, source):
+        target[...] = source
+
+    def address(self, arrays, written=False):
+        found = super().address(arrays, written)
+        self.seen |= zip(found, arrays, strict=True)
+        return found
+
+    def tensor_map(self, address, boxes):
+        self.maps.append((address, boxes))
+        return len(self.maps).to_bytes(128, "little")
+
+    def launch(self, loaded, arguments, kind):
+        self.launches += len(loaded.launches)
+        self.plans.append(loaded)
+        _Launch(self, loaded, np.ndarray((), kind, arguments)).check()
+
+
+def _offsets(shape, strides):
+    """Bytes from the first element to each."""
+    found = np.zeros((), np.int64)
+    for length, stride in zip(shape, strides, strict=True):
+        found = found[..., None] + np.arange(length) * int(stride)
+    return found
+
+
+class _Launch:
+    def __init__(self, machine, plan, struct):
+        self.machine, self.plan, self.struct = machine, plan, struct
+        self.fields = _flat(struct)
+        direction = plan.problem.direction
+        self.writes = _WRITTEN[direction]
+        if direction == "jvp" and not plan.after_forward:
+            self.writes += "out", "lse"
+
+    def check(self):
+        p, named = self.plan.problem, self.fields
+        tokens = {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
+        heads = {"q": p.num_heads_q, "kv": p.num_heads_kv}
+        for name, (length, head, dim) in _ROWS.items():
+            shape = p.batch, tokens[length], heads[head], getattr(p, dim)
+            if f"{name}_stride" in named:
+                self._at(name, shape, (*named[f"{name}_stride"].item(), 1))
+            elif name.endswith("_dot") and "tangents" in named:
+                if name in named:
+                    shape = p.tangents.count, *shape
+                    strides = named["tangents"][name].item()
+                    self._at(name, shape, (*strides, 1))
+            if f"{name}_map" in named:
+                self._by_tma(name, named[f"{name}_map"])
+        rows = p.batch, p.num_heads_q, p.seqlen_q
+        for name in ("lse", "dlse"):
+            self._contiguous(name, rows)
+        if p.tangents:
+            self._contiguous("lse_dot", (p.tangents.count, *rows))
+        if "options" in named:
+            self._options(rows, p)
+
+    def _options(self, rows, p):
+        numbers, pairs = self.fields["options"], (*rows, p.seqlen_k)
+        batch, heads, *tokens = pairs
+        of = {
+            "bias": ("bias_stride", pairs),
+            "dbias": ("dbias_stride", pairs),
+            "mask": ("mask_stride", pairs),
+            "alibi_slopes": ("alibi_stride", (batch, heads)),
+            "segment_ids_q": ("ids_q_stride", (batch, tokens[0])),
+            "segment_ids_k": ("ids_k_stride", (batch, tokens[1])),
+        }
+        for name, (field, shape) in of.items():
+            self._at(name, shape, numbers[field].item())
+        self._at("sink", (heads,), (numbers["sink_stride"].item(),))
+        self._contiguous("dsink", (heads,))
+        if p.tangents:
+            moved = self.fields["tangents"]
+            for name, shape in (("bias_dot", pairs), ("sink_dot", (heads,))):
+                one = moved[name].item()
+                strides = one if isinstance(one, tuple) else (one,)
+                strides = moved[f"{name}_direction"].item(), *strides
+                self._at(name, (p.tangents.count, *shape), strides)
+
+    def _contiguous(self, name, shape):
+        strides = [int(np.prod(shape[i:])) for i in range(1, len(shape) + 1)]
+        self._at(name, shape, strides)
+
+    def _at(self, name, shape, strides):
+        """Check, or write, the array of a pointer."""
+        address = int(self.fields.get(name, 0))
+        given = self.machine.given.get(name)
+        if address == 0:
+            unread = name in self.writes or name not in self.fields
+            assert given is None or unread, f"{name} is null"
+            return
+        array = self.machine.seen[address]
+        steps = [x * array.itemsize for x in strides]
+        self._check_alignment(name, address, shape, steps)
+        elements = self._elements(name, array, shape, steps)
+        if name in self.writes:
+            self._write(name, array, elements)
+            return
+        want = self.machine.written.get(name) if given is None else given
+        got = np.ascontiguousarray(array).ravel()[elements]
+        _same(name, got, np.broadcast_to(want, shape))
+
+    def _elements(self, name, array, shape, strides):
+        """Return the elements of `array` that strides lead to."""
+        own = _offsets(array.shape, array.strides).ravel()
+        order, found = np.argsort(own), _offsets(shape, strides)
+        last = len(own) - 1
+        index = order[np.searchsorted(own, found, sorter=order).clip(0, last)]
+        assert (own[index] == found).all(), f"{name}: {strides} lead outside"
+        return index
+
+    def _write(self, name, array, elements):
+        number = zlib.crc32(name.encode())
+        # bfloat16 and all others hold these exactly.
+        made = np.random.default_rng(number).integers(-99, 99, array.shape)
+        array[...] = made
+        assert len({*elements.flat}) == array.size, f"{name}: not all written"
+        values = np.ascontiguousarray(array).ravel()
+        self.machine.written[name] = (
+            made if name == "dbias" else values[elements]
+        )
+
+    def _check_alignment(self, name, address, shape, strides):
+        """Rows are read 16 bytes at a time, and sums of dq lie in order.
+
+        simt reads one element at a time, but for delta's sums of 16 bits.
+        """
+        if name not in _ROWS or "q_stride" not in self.fields:
+            return
+        itemsize, family = strides[-1], self.plan.family
+        reads = name not in self.writes
+        by_elements = family == "simt" and itemsize > 2
+        needed = itemsize if by_elements or not reads else 16
+        if name == "out_dot" or family == "decode_simt":
+            needed = itemsize
+        if reads and self.plan.problem.direction == "jvp" and name == "out":
+            needed = itemsize
+        used = [x for x, n in zip(strides, shape, strict=True) if n > 1]
+        assert not any(x % needed for x in (address, *used[:-1])), (
+            f"{name}: rows are not aligned to {needed}: {address} {strides}"
+        )
+        adds = [
+            dict(x.constants).get("ADDS_TO_DQ") for x in self.plan.kernels
+        ]
+        if name == "dq" and any(adds):
+            whole = [itemsize * int(np.prod(shape[i:])) for i in range(1, 4)]
+            pairs = zip(strides, whole, shape[:3], strict=False)
+            assert all(x == y for x, y, n in pairs if n > 1), (
+                f"dq: zeroed in order, but has strides {strides}"
+            )
+
+    def _by_tma(self, name, value):
+        """Check a TensorMap: of an input, as it is; of a result, where."""
+        number = int.from_bytes(value.tobytes(), "little")
+        address, boxes = self.machine.maps[number - 1]
+        token, head, batch = boxes.strides
+        strides = batch, token, head
+        assert all(x > 0 and x % 16 == 0 for x in (address, *strides)), name
+        array = self.machine.seen[address]
+        own = self._elements(
+            name, array, boxes.shape, (*strides, array.itemsize)
+        )
+        want = self.machine.given.get(name)
+        if want is None:  # a result, or what does not move
+            assert name.endswith("_dot") or own.size == array.size
+            return
+        got = np.ascontiguousarray(array).ravel()[own]
+        _same(f"{name}_map", got, np.reshape(want, boxes.shape))
+
+
+def _flat(struct):
+    """The fields of a struct, and of its ``arrays``, by name."""
+    found = {}
+    for name in struct.dtype.names:
+        if name == "arrays":
+            found |= _flat(struct[name])
+        else:
+            found[name] = struct[name]
+    return found
+
+
+def _same(name, got, want):
+    wrong = ~((got == want) | ((got != got) & (want != want)))
+    assert not wrong.any(), (
+        f"{name}{[int(x) for x in np.argwhere(wrong)[0]]}: a kernel reads "
+        f"{got[wrong][0]} for {want[wrong][0]}; {wrong.sum()} are wrong"
+    )
+
+
+assert TensorMap.itemsize == 128
