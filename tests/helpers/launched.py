@@ -8,8 +8,10 @@ import numpy as np
 from cuflash import (
     execute,
     execute_derivatives,
+    execute_kvcache,
     validate,
     validate_derivatives,
+    validate_kvcache,
 )
 
 from .compare import assert_bitwise
@@ -254,3 +256,78 @@ def double_backward(p):
         for name, x in machine.written.items()
     }
     p.check(machine, **dict(zip(names, results, strict=True)))
+
+
+# Caches ----------------------------------------------------------------------
+
+HEADS, HEADS_KV, QUERIES, TOKENS, NEW = 4, 2, 3, 32, 2
+KINDS_OF_CACHES = ("slots", "pages", "bytes")
+
+
+def caches(dtype, batch, first, kind):
+    """Call forward_kvcache with arrays of all layouts; return its family.
+
+    kind : slots of one array that holds both caches, pages, or pages of
+        float8 with scales.
+    """
+    rng = np.random.default_rng(first)
+    d, dv = DIMS[first % 2]
+
+    def drawn(*shape, dtype=DTYPES[dtype]):
+        return rng.integers(-9, 9, shape).astype(dtype)
+
+    if kind == "slots":
+        held = (batch + 1, TOKENS)
+    else:
+        held = (4 * batch, TOKENS // 2)
+    stored = np.uint8 if kind == "bytes" else DTYPES[dtype]
+    both = drawn(*held, HEADS_KV, d + dv + first % 3, dtype=stored)
+    start = first % 3  # which may unalign one cache, or both
+    held_by = {"k_cache": both[..., start : start + d],
+               "v_cache": both[..., start + d : start + d + dv]}  # fmt: skip
+    given = {"q": drawn(batch, QUERIES, HEADS, d)}
+    given |= {
+        "k_new": drawn(batch, NEW, HEADS_KV, d),
+        "v_new": drawn(batch, NEW, HEADS_KV, dv),
+    }
+    given = laid_out(given, first)
+    numbers = {
+        "cache_seqlens": drawn(batch, dtype=np.int32) % 9 + 4,
+        "alibi_slopes": drawn(batch, HEADS, dtype=np.float32),
+        "sink": drawn(HEADS, dtype=lse_dtype(DTYPES[dtype])),
+    }
+    if kind == "slots":
+        numbers["cache_batch_idx"] = np.arange(batch, 0, -1, dtype=np.int32)
+        numbers["cache_leftpad"] = drawn(batch, dtype=np.int32) % 3
+    else:
+        pages = rng.permutation(4 * batch).reshape(batch, 4)
+        numbers["page_table"] = pages.astype(np.int32)
+    if kind == "bytes":
+        scales = (4 * batch, HEADS_KV) if first % 2 else (HEADS_KV,)
+        for name in ("k_scale", "v_scale"):
+            numbers[name] = drawn(*scales, dtype=np.float32) + 20
+    else:
+        for name in ("rotary_cos", "rotary_sin"):
+            numbers[name] = drawn(99, d // 2, dtype=np.float32)
+        if first % 3 == 0:
+            del numbers["rotary_cos"], numbers["rotary_sin"]
+    numbers = {
+        name: any_axes(x, first + i)
+        for i, (name, x) in enumerate(numbers.items())
+    }
+    read = {**given, **numbers,
+            "k": held_by["k_cache"], "v": held_by["v_cache"]}  # fmt: skip
+    if "rotary_cos" in numbers:
+        read["q_given"] = read.pop("q")
+    machine = Reading("sm_80", **read)
+    out = WRITTEN[(first + 5) % len(WRITTEN)](np.zeros(
+        (batch, QUERIES, HEADS, dv), DTYPES[dtype]))  # fmt: skip
+    call = validate_kvcache.forward_kvcache(
+        **given, **held_by, **numbers, causal=True, out=out, return_lse=True
+    )
+    out, lse = execute_kvcache.forward_kvcache(call, machine)
+    assert_bitwise(np.asarray(out, DTYPES[dtype]), machine.written["out"],
+                   "out")  # fmt: skip
+    assert_bitwise(lse, machine.written["lse"], "lse")
+    (plan,) = machine.plans
+    return plan.family

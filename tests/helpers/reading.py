@@ -27,7 +27,7 @@ _WRITTEN = {
     "backward": ("dq", "dk", "dv", "dbias", "dsink"),
     "jvp": ("out_dot", "lse_dot"),
     "double_backward": ("dq", "dk", "dv", "dbias", "dsink"),
-    "merge": ("out", "lse"),
+    "kvcache": ("out", "lse"),
 }
 
 
@@ -84,6 +84,9 @@ class _Launch:
 
     def check(self):
         p, named = self.plan.problem, self.fields
+        if p.kvcache:
+            self._check_caches(p, p.kvcache)
+            return
         tokens = {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
         heads = {"q": p.num_heads_q, "kv": p.num_heads_kv}
         for name, (length, head, dim) in _ROWS.items():
@@ -127,6 +130,65 @@ class _Launch:
                 strides = one if isinstance(one, tuple) else (one,)
                 strides = moved[f"{name}_direction"].item(), *strides
                 self._at(name, (p.tangents.count, *shape), strides)
+
+    def _check_caches(self, p, cache):
+        """As `check`; the caches are as given, whatever strides they have."""
+        named, numbers = self.fields, self.fields["cache"]
+        rows, heads = (p.batch, p.seqlen_q), (p.num_heads_kv,)
+        shapes = {
+            "q": (*rows, p.num_heads_q, p.head_dim),
+            "out": (*rows, p.num_heads_q, p.head_dim_v),
+        }
+        held = cache.slots, cache.page_size or p.seqlen_k, *heads
+        for name, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
+            shapes[name] = *held, dim
+            new = p.batch, cache.seqlen_new, *heads, dim
+            strides = numbers[f"{name}_new_stride"].item()
+            self._at(f"{name}_new", new, strides)
+        if cache.rotary:
+            self._at("q_given", shapes.pop("q"), numbers["q_stride"].item())
+        for name, shape in shapes.items():
+            strides = *named[f"{name}_stride"].item(), 1
+            self._at(name, shape, strides)
+            if name in "kv":
+                self._check_cache(name, shape, strides, cache.alignment)
+        self._contiguous("lse", (p.batch, p.num_heads_q, p.seqlen_q))
+        self._of_caches(p, cache)
+
+    def _check_cache(self, name, shape, strides, alignment):
+        address = int(self.fields[name])
+        itemsize = self.machine.seen[address].itemsize
+        used = [x * itemsize for x, n in zip(strides[:3], shape[:3],
+                                             strict=True) if n > 1]  # fmt: skip
+        assert not any(x % alignment for x in (address, *used)), (
+            f"{name}_cache: planned for rows aligned to {alignment}, but "
+            f"{address % 16} and {used}"
+        )
+
+    def _of_caches(self, p, cache):
+        """Check tables and numbers of sequences."""
+        numbers, options = self.fields["cache"], self.fields["options"]
+        of_pages = (cache.slots if cache.scales == "page" else 1)
+        scales = of_pages, p.num_heads_kv
+        of = {
+            "page_table": ("page_table_stride", (p.batch, cache.max_pages)),
+            "k_scale": ("k_scale_stride", scales),
+            "v_scale": ("v_scale_stride", scales),
+            "cache_seqlens": ("cache_seqlens_stride", (p.batch,)),
+            "cache_batch_idx": ("batch_idx_stride", (p.batch,)),
+            "cache_leftpad": ("leftpad_stride", (p.batch,)),
+        }
+        if cache.rotary:
+            table = int(numbers["num_positions"]), int(numbers["num_pairs"])
+            of["rotary_cos"] = "cos_stride", table
+            of["rotary_sin"] = "sin_stride", table
+        for name, (field, shape) in of.items():
+            strides = numbers[field].item()
+            strides = strides if isinstance(strides, tuple) else (strides,)
+            self._at(name, shape, strides)
+        slopes = options["alibi_stride"].item()
+        self._at("alibi_slopes", (p.batch, p.num_heads_q), slopes)
+        self._at("sink", (p.num_heads_q,), (options["sink_stride"].item(),))
 
     def _contiguous(self, name, shape):
         strides = [int(np.prod(shape[i:])) for i in range(1, len(shape) + 1)]

@@ -64,3 +64,16 @@ def test_jvp(family, names):
 @with_options
 def test_double_backward(family, names):
     check(launched.double_backward, family, names, INSTEAD.get(family))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("kind", launched.KINDS_OF_CACHES)
+def test_caches(dtype, kind):
+    """16-byte copies of float16 need aligned rows, wherever they begin."""
+    families = {
+        launched.caches(dtype, batch, first, kind)
+        for batch in (1, 2)
+        for first in range(len(READ))
+    }
+    both = {"decode", "decode_simt"} if dtype == "float16" else set()
+    assert families == (both or {"decode_simt"})
