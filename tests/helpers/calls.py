@@ -7,12 +7,16 @@ import numpy as np
 import cuflash
 
 from .backends import NumpyBackend
+from .data import unlike
 
 
 def forward(backend, case, q, k, v, **options):
     """Return (out, lse) of a case as NumPy arrays."""
     backend.poison()
     placed = [backend.place(x) for x in (q, k, v)]
+    if case.layout == "unlike" and "out" not in options:
+        empty = np.full((*q.shape[:-1], v.shape[-1]), np.nan).astype(q.dtype)
+        options["out"] = backend.place(unlike(empty, "out"))
     with backend.running(case):
         results = cuflash.forward(
             *placed, **_call(backend, case), return_lse=True, **options
@@ -22,6 +26,11 @@ def forward(backend, case, q, k, v, **options):
 
 def backward(backend, case, dout, q, k, v, out, lse, **more):
     """Return (dq, dk, dv) of a case as NumPy arrays, and dbias, dsink."""
+    if case.layout == "unlike":
+        out = unlike(out, "out")
+        for name, x in {"dq": q, "dk": k, "dv": v}.items():
+            empty = np.full(x.shape, np.nan).astype(x.dtype)
+            more.setdefault(name, backend.place(unlike(empty, name)))
     placed = [backend.place(x) for x in (dout, q, k, v, out, lse)]
     options = {**_call(backend, case), **more}
     backend.poison()

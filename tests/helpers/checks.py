@@ -38,10 +38,14 @@ def check_gradients_of_forward(backend, case):
     return got
 
 
-def check_packed(backend, case):
-    """Check packed sequences: forward, and backward from its out and lse."""
+def check_packed(backend, case, dlse=None):
+    """Check packed sequences: forward, and backward from its out and lse.
+
+    dlse : (1, heads, total_q), or None.
+    """
     (q, k, v, dout), given = packed_inputs(case)
     out, lse = calls.forward(backend, case, *given[:3])
     assert_packed_forward((out, lse), q, k, v, case)
-    got = calls.backward(backend, case, given[3], *given[:3], out, lse)
-    assert_packed_gradients(got, dout, q, k, v, case)
+    more = {} if dlse is None else {"dlse": backend.place(dlse[0])}
+    got = calls.backward(backend, case, given[3], *given[:3], out, lse, **more)
+    assert_packed_gradients(got, dout, q, k, v, case, dlse)

@@ -10,6 +10,7 @@ from . import extreme, punishing
 from .dtypes import DTYPES, lse_dtype
 from .options import (
     NumberFields,
+    apart,
     option_arrays,
     option_gradients,
     option_numbers,
@@ -110,6 +111,8 @@ class Case(NumberFields):
         if self.offsets is not None:
             for name, offsets in zip("qk", self.offsets, strict=True):
                 options[f"cu_seqlens_{name}"] = np.array(offsets, np.int32)
+        if self.layout == "unlike":
+            options |= apart(options, self.seed % 2 == 0)
         return options
 
     def asked(self):
@@ -132,14 +135,20 @@ def inputs(case):
     """Return q, k, v and dout of a case, laid out."""
     rng = np.random.default_rng(case.seed)
     arrays = VALUES[case.values](rng, case)
-    layout = LAYOUTS[case.layout]
     arrays = {
-        name: layout(array.astype(DTYPES[case.dtype]))
+        name: laid_out(case, name, array.astype(DTYPES[case.dtype]))
         for name, array in zip(shapes(case), arrays, strict=True)
     }
     for name, index, value in case.spoiled:
         arrays[name][index] = float(value)
     return tuple(arrays.values())
+
+
+def laid_out(case, name, array):
+    """Return an array of a case by its layout; `name` is the call's."""
+    if case.layout == "unlike":
+        return unlike(array, name)
+    return LAYOUTS[case.layout](array)
 
 
 def lse_gradient(case):
@@ -277,6 +286,32 @@ def broadcast(array):
     return np.broadcast_to(array[:1, :, :1], array.shape)
 
 
+# Arrays of a call that kernels read or write by strides, in no order.
+_STRIDED = (
+    "q", "k", "v", "dout", "out", "dq", "dk", "dv", "q_dot", "k_dot", "v_dot",
+)  # fmt: skip
+
+
+def unlike(array, name="out"):
+    """Offsets and strides that no other array of the call has, in no axis.
+
+    All are multiples of 16 bytes, so that kernels read the array in place.
+    Heads stand outside of tokens in every second one. Axes before the last
+    four are those of directions, which join batch in place.
+    """
+    if array.ndim == 3:  # packed sequences
+        return unlike(array[None], name)[0]
+    number = _STRIDED.index(name)
+    *lead, b, n, h, d = array.shape
+    wide = 8 * (-(-d // 8) + 1 + number)
+    if number % 2:
+        shape = (*lead, b, h + 1 + number % 3, n + number, wide)
+        index = np.s_[..., 1 : h + 1, number : number + n, 8 : d + 8]
+        return _inside(array.swapaxes(-3, -2), shape, index).swapaxes(-3, -2)
+    shape = (*lead, b, n + 1 + number, h + 1 + number % 3, wide)
+    return _inside(array, shape, np.s_[..., 1 : n + 1, 1 : h + 1, 8 : d + 8])
+
+
 LAYOUTS = {
     f.__name__: f
     for f in (
@@ -290,5 +325,6 @@ LAYOUTS = {
         every_other_element,
         axes_reversed,
         broadcast,
+        unlike,
     )
 }

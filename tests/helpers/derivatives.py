@@ -14,10 +14,11 @@ from cuflash.reference.jvp import jvp
 from . import derivative_bounds
 from .backends import NumpyBackend
 from .compare import Expected, assert_within
-from .data import Emulation, inputs, lse_gradient
+from .data import Emulation, inputs, lse_gradient, unlike
 from .dtypes import DTYPES, PRECISION
 from .heads import heads_first, heads_last, sum_groups
 from .options import of_reference
+from .packed import many_sequences
 
 NUMPY = NumpyBackend()
 INPUTS = "q", "k", "v", "bias", "sink"
@@ -37,6 +38,7 @@ GROUPED = {
     "head_dim_v": 12,
     "causal": True,
     "scale": -0.3,
+    "layout": "unlike",
 }
 EVERYTHING = {
     **GROUPED,
@@ -50,11 +52,12 @@ EVERYTHING = {
         "sink",
     ),
 }  # fmt: skip
-# Sequences: one without queries, one of several tiles; tokens of none.
+# Many sequences, the last one of several tiles; then tokens of none.
+OFFSETS = many_sequences((6, 9), (34, 50))
 PACKED = {
     "batch": 1,
-    "seqlen_q": 42,
-    "seqlen_k": 65,
+    "seqlen_q": OFFSETS[0][-1] + 2,
+    "seqlen_k": OFFSETS[1][-1] + 1,
     "num_heads_q": 4,
     "num_heads_kv": 2,
     "head_dim": 24,
@@ -62,7 +65,8 @@ PACKED = {
     "causal": True,
     "scale": -0.3,
     "dropout": 0.25,
-    "offsets": ((0, 6, 6, 40), (0, 9, 14, 64)),
+    "offsets": OFFSETS,
+    "layout": "unlike",
     "arrays_of": ("alibi_slopes_of_batches", "sink"),
 }
 ON = Emulation("sm_80", seed=3)
@@ -91,6 +95,8 @@ def tangents(case, names=INPUTS, count=None):
         tangent = rng.standard_normal((*lead, *x.shape)).astype(x.dtype)
         if name in names:
             found[name] = tangent
+            if case.layout == "unlike" and name in "qkv":
+                found[name] = unlike(tangent, f"{name}_dot")
     return found
 
 
@@ -126,6 +132,8 @@ def call_double_backward(case, direction, backend=NUMPY, **changed):
         arrays["out"], arrays["lse"] = cuflash.forward(
             q, k, v, **case.meaning(), return_lse=True
         )
+        if case.layout == "unlike":
+            arrays["out"] = unlike(arrays["out"], "out")
     dlse = lse_gradient(case)
     asked = arrays | given | case.call() | wanted | {"dlse": dlse}
     asked |= {"deterministic": case.deterministic} | changed

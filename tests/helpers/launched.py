@@ -177,7 +177,7 @@ class Launched:
             assert_bitwise(native, want, f"{name} of {self}")
 
 
-# A call of each direction -----------------------------------------------------
+# A call of each direction ----------------------------------------------------
 
 
 def forward(p):

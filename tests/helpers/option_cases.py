@@ -41,6 +41,10 @@ FEW = {
 }
 
 
+# No two arrays have a stride in common.
+APART = {"layout": "unlike"}
+
+
 def with_scales(**scales):
     """`ALONE`, some of it with a scale."""
     scaled = {n: {**ALONE[n], "scale": x} for n, x in scales.items()}
@@ -162,7 +166,7 @@ _EMULATED = {
 def _of_dtype(dtype):
     return Family(
         {"dtype": dtype, "seed": 3},
-        {"several": sizes(2, 113, 203, 4, 2, 40, 40)},
+        {"several": {**sizes(2, 113, 203, 4, 2, 40, 40), **APART}},
         FEW,
         [*product(["several"], FEW)],
         emulated=[*product(["several"], _EMULATED[dtype])],
@@ -179,7 +183,11 @@ def _of_wide_kind(kind):
         kind,
         {
             # The bias is that of all heads, the mask that of all batches.
-            "several": {**sizes(2, 113, 203, 4, 2, 40, 24), "seed": 23},
+            "several": {
+                **sizes(2, 113, 203, 4, 2, 40, 24),
+                "seed": 23,
+                **APART,
+            },
             "long": sizes(1, 150, 150, 2, 1, 16, 16),
         },
         FEW | turns,
@@ -197,11 +205,13 @@ FAMILIES = {
             # Batches and grouped heads, tiles as they are tuned.
             "tuned": {
                 **sizes(2, 150, 190, 4, 2, 40, 24, causal=True),
+                **APART,
                 "on": Emulation(num_sms=2, seed=1, resident=2),
             },
             # Small tiles, and lanes with few pairs of them.
             "small": {
                 **sizes(1, 70, 100, 2, 1, 64, 64),
+                **APART,
                 "on": Emulation(
                     num_sms=2,
                     resident=2,
@@ -223,9 +233,15 @@ FAMILIES = {
             "on": Emulation("sm_90a", num_sms=2, seed=1, resident=2),
         },
         {
-            "grouped": sizes(2, 170, 200, 2, 1, 64, 64, causal=True),
+            "grouped": {
+                **sizes(2, 170, 200, 4, 2, 64, 64, causal=True),
+                **APART,
+            },
             # Shared memory holds one Q.
-            "wide": sizes(1, 150, 140, 2, 2, 160, 200, causal=True),
+            "wide": {
+                **sizes(1, 150, 140, 2, 2, 160, 200, causal=True),
+                **APART,
+            },
             # Many key tiles of few queries.
             "long": sizes(1, 130, 400, 1, 1, 128, 128),
         },

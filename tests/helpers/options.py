@@ -359,6 +359,33 @@ def option_arrays(case):
     return made
 
 
+def apart(options, in_chunks):
+    """Return the arrays among options, each by strides of its own.
+
+    in_chunks : whether rows of pairs begin at multiples of 16 bytes.
+    """
+    arrays = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
+    return {
+        name: _apart(x, number + 2, in_chunks)
+        for number, (name, x) in enumerate(sorted(arrays.items()))
+    }
+
+
+def _apart(array, gap, in_chunks):
+    """Elements of vectors and ids are `gap` apart; rows of pairs have more."""
+    *outer, last = array.shape
+    if array.ndim < 3:
+        store, index = (*outer, last * gap), np.s_[..., ::gap]
+    else:
+        wide = 16 * (last // 16 + gap) if in_chunks else last + gap
+        store = (*(n + gap for n in outer), wide)
+        index = tuple(slice(n) for n in array.shape)
+    between = {"b": True, "i": 99}.get(array.dtype.kind, np.nan)
+    view = np.full(store, between).astype(array.dtype)[index]
+    view[...] = array
+    return view
+
+
 def option_numbers(case):
     """Return a case's other options by argument name."""
     given = {name: getattr(case, name) for name in NUMBERS}

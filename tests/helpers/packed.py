@@ -1,5 +1,7 @@
 """Expected results of packed sequences: each computed separately."""
 
+import itertools
+
 import numpy as np
 
 from . import expected
@@ -7,6 +9,17 @@ from .compare import assert_all, assert_forward_matches, assert_matches
 from .data import inputs
 
 _OFFSETS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+
+
+def many_sequences(*lengths):
+    """Return offsets of 36 short sequences, then of these of (q, k) tokens.
+
+    A warp tests 32 offsets at a time: it finds the last ones in two rounds,
+    the second of which reaches beyond the end.
+    """
+    short = [(1, 0), (0, 1), (0, 0), (1, 2), (3, 1), (0, 2)] * 6
+    both = zip(*short, *lengths, strict=True)
+    return tuple((0, *itertools.accumulate(x)) for x in both)
 
 
 def packed_inputs(case):

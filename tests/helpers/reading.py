@@ -158,8 +158,8 @@ class _Launch:
     def _check_cache(self, name, shape, strides, alignment):
         address = int(self.fields[name])
         itemsize = self.machine.seen[address].itemsize
-        used = [x * itemsize for x, n in zip(strides[:3], shape[:3],
-                                             strict=True) if n > 1]  # fmt: skip
+        axes = zip(strides[:3], shape[:3], strict=True)
+        used = [x * itemsize for x, n in axes if n > 1]
         assert not any(x % alignment for x in (address, *used)), (
             f"{name}_cache: planned for rows aligned to {alignment}, but "
             f"{address % 16} and {used}"
@@ -168,7 +168,7 @@ class _Launch:
     def _of_caches(self, p, cache):
         """Check tables and numbers of sequences."""
         numbers, options = self.fields["cache"], self.fields["options"]
-        of_pages = (cache.slots if cache.scales == "page" else 1)
+        of_pages = cache.slots if cache.scales == "page" else 1
         scales = of_pages, p.num_heads_kv
         of = {
             "page_table": ("page_table_stride", (p.batch, cache.max_pages)),
@@ -252,9 +252,7 @@ class _Launch:
         assert not any(x % needed for x in (address, *used[:-1])), (
             f"{name}: rows are not aligned to {needed}: {address} {strides}"
         )
-        adds = [
-            dict(x.constants).get("ADDS_TO_DQ") for x in self.plan.kernels
-        ]
+        adds = [dict(x.constants).get("ADDS_TO_DQ") for x in self.plan.kernels]
         if name == "dq" and any(adds):
             whole = [itemsize * int(np.prod(shape[i:])) for i in range(1, 4)]
             pairs = zip(strides, whole, shape[:3], strict=False)

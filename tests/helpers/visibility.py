@@ -24,6 +24,7 @@ import numpy as np
 import cuflash
 from cuflash.reference import masks
 
+from .data import unlike
 from .dtypes import DTYPES, lse_dtype
 
 HEAD_DIM = 32
@@ -42,7 +43,7 @@ def codes(name, batch, tokens, heads):
 
 
 def arrays(dtype, batch, seqlen_q, seqlen_k, num_heads_q=1, num_heads_kv=1):
-    """Return q, k, v and dout."""
+    """Return q, k, v and dout, each by strides of its own."""
     of_q = batch, seqlen_q, num_heads_q
     of_k = batch, seqlen_k, num_heads_kv
     q, dout = (np.zeros((*of_q, HEAD_DIM)) for _ in range(2))
@@ -52,7 +53,10 @@ def arrays(dtype, batch, seqlen_q, seqlen_k, num_heads_q=1, num_heads_kv=1):
     v[..., :HALF], v[..., HALF] = codes("v", *of_k), 1
     dout[..., HALF:] = codes("dout", *of_q)
     dout[..., HALF] = 1
-    return tuple(x.astype(DTYPES[dtype]) for x in (q, k, v, dout))
+    named = {"q": q, "k": k, "v": v, "dout": dout}
+    return tuple(
+        unlike(x.astype(DTYPES[dtype]), name) for name, x in named.items()
+    )
 
 
 def pairs(seqlen_q, seqlen_k, **options):
@@ -111,7 +115,8 @@ def gradients(backend, seen, q, k, v, dout, **options):
     seen = per_head(seen, q)
     # No weight where a row sees nothing: that is what lse says of it.
     lse[~seen.any(-1)] = -np.inf
-    placed = map(backend.place, (dout, q, k, v, np.zeros_like(dout), lse))
+    out = unlike(np.zeros_like(dout), "out")
+    placed = map(backend.place, (dout, q, k, v, out, lse))
     got = cuflash.backward(*placed, scale=1.0, **options)
     return [backend.fetch(x) for x in got]
 

@@ -23,6 +23,7 @@ import cuflash
 from cuflash.reference.double_backward import double_backward
 from cuflash.reference.jvp import jvp
 
+from .data import unlike
 from .dtypes import lse_dtype
 from .heads import heads_first, heads_last, sum_groups
 from .visibility import HALF, codes, per_head, report
@@ -34,7 +35,11 @@ def tangents(q, k, v):
     q_dot[..., HALF] = codes("q_dot", *q.shape[:3])[..., 0]
     k_dot[..., 0] = 2 * codes("k_dot", *k.shape[:3])[..., 0]
     v_dot[..., :HALF] = codes("v_dot", *v.shape[:3])
-    return q_dot, k_dot, v_dot
+    return (
+        unlike(q_dot, "q_dot"),
+        unlike(k_dot, "k_dot"),
+        unlike(v_dot, "v_dot"),
+    )
 
 
 def _run(backend, function, arrays, options):
@@ -86,9 +91,10 @@ def check_double_backward(backend, seen, q, k, v, dout, **options):
     count = seen.sum(-1)
     some = np.maximum(count, 1)
     means = heads_last(seen @ heads_first(v, heads) / some[..., None])
-    dout, out = (
-        x.astype(q.dtype) for x in (dout * heads_last(count[..., None]), means)
+    dout = unlike(
+        (dout * heads_last(count[..., None])).astype(q.dtype), "dout"
     )
+    out = unlike(means.astype(q.dtype), "out")
     wide = lse_dtype(q.dtype)
     lse = np.where(count, np.log(some), -np.inf).astype(wide)
     given = *moved, dout, q, k, v, out

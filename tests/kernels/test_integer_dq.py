@@ -22,7 +22,7 @@ from helpers.compare import (
     assert_matches,
 )
 from helpers.data import Case, Emulation, inputs
-from helpers.packed import packed_inputs
+from helpers.packed import assert_packed_gradients, packed_inputs
 
 TILES = {
     64: Tile(128, 128, 12, 1, 2, 8, 1, 3),
@@ -205,6 +205,26 @@ def test_rows_as_large_as_their_bounds(backend, head_dim):
     """The integers of a row come near the end of their range."""
     case = case_of(head_dim, "float16", seqlen_q=100, values="attained")
     check(backend, case, inputs(case))
+
+
+@on_emulator
+def test_rows_as_large_as_their_bounds_with_dropout(backend):
+    """Five times those of others: a row keeps both keys of its sequence.
+
+    They are opposite, as their values are, so each adds its bound to dq.
+    """
+    count = 36
+    offsets = tuple(range(0, 7 * count, 7)), tuple(range(0, 2 * count, 2))
+    case = case_of(64, "float16", seqlen_q=7 * count, seqlen_k=2 * count,
+                   dropout=0.8, offsets=offsets, layout="unlike")  # fmt: skip
+    arrays = inputs(case)
+    q, k, v, dout = arrays
+    q[...] = 0
+    for x in (k, v):
+        x[:, 1::2] = -x[:, ::2]
+    dout[...] = np.repeat(v[:, ::2], 7, axis=1)
+    got = calls.gradients(backend, case, *(x[0] for x in arrays))
+    assert_packed_gradients(got, dout, q, k, v, case)
 
 
 @on_emulator

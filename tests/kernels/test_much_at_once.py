@@ -27,7 +27,7 @@ def hopper(stages, block_q=64, wide=False, **of_machine):
 CASES = {
     "mma_masked": Case(
         "bfloat16", 2, 90, 130, 4, 2, 40, 72, causal=True, scale=-0.3,
-        layout="every_other_token",
+        layout="unlike",
     ),
     "mma_whole": Case(
         "float16", 1, 130, 90, 3, 1, 72, 40, deterministic=True,
@@ -38,32 +38,32 @@ CASES = {
     ),
     "fma_masked": Case(
         "float32", 2, 50, 170, 4, 2, 40, 24, causal=True, scale=-0.3,
-        layout="every_other_token",
+        layout="unlike",
     ),
     "fma_whole": Case(
         "float32", 1, 170, 50, 3, 1, 24, 40, deterministic=True
     ),
     "float64_masked": Case(
         "float64", 2, 50, 130, 4, 2, 40, 24, causal=True, scale=-0.3,
-        layout="every_other_token",
+        layout="unlike",
     ),
     "float64_whole": Case(
         "float64", 1, 130, 50, 3, 1, 24, 40, deterministic=True
     ),
     "tf32x3_masked": Case(
         "float32", 2, 50, 130, 4, 2, 40, 24, causal=True, scale=-0.3,
-        layout="every_other_token", precision="tf32x3",
+        layout="unlike", precision="tf32x3",
     ),
     "simt_masked": Case(
         "float32", 2, 50, 70, 4, 2, 40, 24, causal=True, scale=-0.3,
-        layout="every_other_token", on=Emulation("sm_75"),
+        layout="unlike", on=Emulation("sm_75"),
     ),
     "simt_whole": Case(
         "float64", 1, 70, 50, 3, 1, 24, 40, on=Emulation("sm_75")
     ),
     "wgmma_masked": Case(
         "bfloat16", 2, 200, 290, 4, 2, 128, 40, causal=True, scale=-0.3,
-        layout="every_other_token",
+        layout="unlike",
         on=hopper(2, num_sms=3),
     ),
     "wgmma_whole": Case(
@@ -80,7 +80,7 @@ CASES = {
     ),
     "wgmma_wide_masked": Case(
         "bfloat16", 2, 150, 160, 2, 1, 136, 200, causal=True,
-        layout="every_other_token",
+        layout="unlike",
         on=hopper(2, wide=True, num_sms=3),
     ),
     "wgmma_wide_whole": Case(
@@ -104,7 +104,7 @@ CASES = {
     # head has none.
     "wgmma_nonfinite": Case(
         "bfloat16", 2, 200, 280, 4, 2, 40, 64, causal=True, scale=0.3,
-        deterministic=True,
+        deterministic=True, layout="unlike",
         spoiled=(
             ("q", (1, 30, 3, 36), "nan"), ("k", (0, 260, 0, 5), "inf"),
             ("v", (0, 270, 0, 3), "nan"), ("dout", (0, 150, 2, 1), "-inf"),
@@ -114,6 +114,7 @@ CASES = {
     ),
     "wgmma_wide_nonfinite": Case(
         "bfloat16", 2, 100, 130, 4, 2, 72, 136, causal=True, scale=0.3,
+        layout="unlike",
         spoiled=(
             ("q", (1, 20, 3, 70), "nan"), ("k", (0, 120, 0, 5), "inf"),
             ("v", (0, 125, 0, 3), "nan"), ("dout", (0, 80, 2, 100), "-inf"),

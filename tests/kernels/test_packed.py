@@ -16,16 +16,14 @@ from helpers.backends import (
     on_kernels,
 )
 from helpers.checks import check_packed
-from helpers.compare import (
-    assert_all,
-    assert_bitwise,
-)
-from helpers.data import Case, Emulation
+from helpers.compare import assert_all, assert_bitwise
+from helpers.data import Case, Emulation, lse_gradient
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.packed import (
     assert_packed_forward,
     assert_packed_gradients,
+    many_sequences,
     packed_inputs,
 )
 
@@ -86,15 +84,25 @@ def test_blocks_begin_with_a_sequence(backend, dtype, arch):
                              offsets=((0, 5, 11), (0, 300, 301))))  # fmt: skip
 
 
+# Of short sequences, of longer ones and of none.
+AFTER_MANY = many_sequences((70, 40), (9, 140), (20, 30))
+SPOILED = tuple(
+    (name, (0, i), value)
+    for name, value, tokens in (
+        ("q", "nan", (3, 40, 100)), ("dout", "inf", (3, 50, 130)),
+        ("k", "nan", (1, 170, 250)), ("v", "inf", (1, 120, 250)),
+    )
+    for i in tokens
+)  # fmt: skip
+
+
 @on_each_kind_with_options
 def test_other_sequences_do_not_spread(backend, dtype, arch):
     """Nor do the tokens after the last sequence."""
-    spoiled = [
-        (x, (0, i), "nan") for x in ("q", "k", "v", "dout") for i in (9, 30)
-    ]
-    check_packed(backend, Case(dtype, 1, 40, 40, spoiled=tuple(spoiled),
-                             on=Emulation(arch),
-                             offsets=((0, 5, 20), (0, 9, 22))))  # fmt: skip
+    check_packed(backend, Case(
+        dtype, 1, 140, 255, 4, 2, 40, 24, causal=True, layout="unlike",
+        spoiled=SPOILED, on=Emulation(arch), offsets=AFTER_MANY,
+    ))  # fmt: skip
 
 
 @on_each_kind_with_options
@@ -323,6 +331,19 @@ def test_many_short_ones_on_hopper(backend):
     check_packed(backend, hopper_case(
         seqlen_q=of_q[-1], seqlen_k=of_k[-1], offsets=(of_q, of_k), on=on,
     ))  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("name", ["causal", "all"])
+def test_neighbours_of_many_do_not_spread_on_hopper(backend, name):
+    """Rows that are computed anew: all arrays apart, grouped heads, dlse."""
+    options = OPTIONS[name] | {"dropout": 0.25 if name == "all" else 0.0}
+    case = hopper_case(
+        seqlen_q=140, seqlen_k=255, num_heads_q=4, num_heads_kv=2,
+        offsets=AFTER_MANY, spoiled=SPOILED, layout="unlike",
+        **{"head_dim_v": 40} | options,
+    )  # fmt: skip
+    check_packed(backend, case, lse_gradient(case) if name == "all" else None)
 
 
 @on_kernels

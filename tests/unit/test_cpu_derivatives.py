@@ -232,7 +232,7 @@ def test_axes_may_be_left_out_of_second_gradients(rank):
 
 @pytest.mark.parametrize("layout", ["axes_reversed", "broadcast"])
 def test_strides_change_no_bit(layout):
-    case = Case("float32", **GROUPED, layout=layout)
+    case = Case("float32", **GROUPED | {"layout": layout})
     q, k, v, dout = inputs(case)
     out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     moves, given = [q, k, v], [dout, q, k, v, out, lse]
