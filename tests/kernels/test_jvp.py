@@ -228,7 +228,12 @@ def test_mma8_returns_forwards_bits(backend, kind, fields):
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64", "tf32x3"])
 @two_kinds_of_calls
 def test_directions_are_calls_of_their_own(backend, kind, fields):
-    """In tiles of as many keys; by default 16-bit types have others."""
+    """In tiles of as many keys; by default 16-bit types have others.
+
+    NVRTC fuses other multiply-adds in fma's kernel of two directions, which
+    is what float32 gets; g++ fuses the same.
+    """
+    same_bits = backend.name == "emulated" or kind != "float32"
     block_k = 32 if kind == "float16" else None
     case = Case(on=ON, block_k=block_k, **KINDS[kind], **fields)
     directions = tangents(case, count=3)
@@ -237,7 +242,8 @@ def test_directions_are_calls_of_their_own(backend, kind, fields):
         one = {name: x[n] for name, x in directions.items()}
         alone = call_jvp(case, one, backend)
         got = *both, out_dot[n], lse_dot[n]
-        for a, b in zip(got, alone, strict=True):
+        assert_near(by_name(got), by_name(alone), case)
+        for a, b in zip(got, alone, strict=True) if same_bits else ():
             assert_bitwise(np.ascontiguousarray(a), b, str(n))
 
 
