@@ -134,7 +134,7 @@ def assert_same_nonfinite(got, ref, name, case="", kinds=True):
 def on_host(array):
     """Return an array of any library as NumPy's; bfloat16 of PyTorch wider."""
     if hasattr(array, "detach"):
-        array = array.detach().cpu()
+        array = array.detach().cpu().resolve_neg()
         if array.is_floating_point() and array.itemsize == 2:
             array = array.float()
         return array.numpy()
