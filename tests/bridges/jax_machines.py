@@ -11,7 +11,7 @@ from cuflash import emulator
 from cuflash.backends.emulator.machine import Machine as EmulatedMemory
 from cuflash.jax import cpu, cuda
 from cuflash.jax.machine import Cuda
-from helpers.emulated_cuda import EmulatedCuda
+from helpers.emulated_cuda import OF_JAX, EmulatedCuda, replace
 
 STREAM = 42
 
@@ -63,44 +63,35 @@ class EmulatedMachine:
         return self.index, memory.addresses, memory
 
 
-class CudaOnCpu(Cuda):
-    """CUDA's machine for callbacks of CPUs.
+class EmulatedJax(EmulatedCuda):
+    """An emulated device, and what JAX knows of it."""
 
-    What it takes the place of: JAX's list of CUDA devices, and the stream of
-    a callback's context, which a CPU's has not.
-    """
+    def install(self, monkeypatch):
+        super().install(monkeypatch)
+        self._open = Cuda.open
+        replace(monkeypatch, OF_JAX, self)
 
-    def first_device(self):
+    def first_device(self, machine):
         return 0
 
-    def open(self, context, buffers):
-        return super().open(SimpleNamespace(stream=STREAM), buffers)
-
-
-class BuffersOf(CudaOnCpu):
-    """The same; kernels of an emulated device may access the buffers."""
-
-    def __init__(self, device):
-        self._device = device
-
-    def open(self, context, buffers):
+    def noting_memory(self, machine, context, buffers):
         for array in map(np.asarray, buffers):
             if array.size:
-                self._device.hold(
+                self.hold(
                     array.ctypes.data, array.reshape(-1).view(np.uint8),
                     array.flags.writeable,
                 )  # fmt: skip
-        return super().open(context, buffers)
+        return self._open(machine, SimpleNamespace(stream=STREAM), buffers)
 
 
 @contextlib.contextmanager
 def by_the_driver(arch):
     """Calls run by CuPy's backend on an emulated device; NumPy's on it too."""
-    device = EmulatedCuda(arch)
+    device = EmulatedJax(arch)
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         emulator.active(arch),
-        lowered_for(BuffersOf(device), "cpu"),
+        lowered_for(Cuda(), "cpu"),
     ):
         device.install(monkeypatch)
         yield device

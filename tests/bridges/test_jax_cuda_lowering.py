@@ -4,6 +4,7 @@ In the same order of warps, kernels of the same plans give the same bits.
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ from jax_data import (  # noqa: E402
     packed,
     split,
 )
-from jax_machines import CudaOnCpu, emulated, lowered_for  # noqa: E402
+from jax_machines import emulated, lowered_for  # noqa: E402
 
 import cuflash  # noqa: E402
 from cuflash import emulator  # noqa: E402
@@ -316,6 +317,16 @@ def test_workspaces_are_results_of_the_call():
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     (results,) = re.findall(r"custom_call.*-> \((.*xui8.*)\)", text)
     assert len(re.findall("tensor", results)) == 4
+
+
+class CudaOnCpu(machine.Cuda):
+    """CUDA's machine, for callbacks of CPUs, which have no stream."""
+
+    def first_device(self):
+        return 0
+
+    def open(self, context, buffers):
+        return super().open(SimpleNamespace(stream=42), buffers)
 
 
 def test_launches_by_cupy_on_the_stream_of_the_callback(monkeypatch):

@@ -6,8 +6,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from bridge_cases import each_case  # noqa: E402
-from torch_cases import TorchCase  # noqa: E402
 from torch_data import (  # noqa: E402
     assert_equal,
     packed_tensors,
@@ -28,38 +26,6 @@ pytestmark = pytest.mark.slow
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def expected_results(device, inputs, deterministic=False, **given):
-    """Return the same from cuflash's own calls, on CuPy's or NumPy arrays."""
-    out, lse = device.expected(
-        cuflash.forward, *inputs, return_lse=True, **given
-    )
-    dout, dlse = (torch.full_like(x, 0.5) for x in (out, lse))
-    gradients = device.expected(
-        cuflash.backward, dout, *inputs, out, lse, dlse=dlse,
-        deterministic=deterministic, **given
-    )  # fmt: skip
-    return out, lse, *gradients
-
-
-@each_case
-def test_results_are_those_of_arrays(device, case):
-    call = TorchCase(case)
-    call.tensors = device.put(call.tensors)
-    qkv, options = [*call.tensors.values()][:3], [*call.tensors.items()][3:]
-    expected = device.expected(
-        cuflash.forward, *qkv, **dict(options), **call.numbers, return_lse=True
-    )
-    assert_equal(call.results(), expected)
-
-
-@each_dtype
-def test_gradients_are_those_of_arrays(device, dtype):
-    given = {"causal": True, "deterministic": True}
-    inputs = inputs_on(device, dtype)
-    expected = expected_results(device, inputs, **given)
-    assert_equal(results(inputs, **given), expected)
 
 
 @each_dtype

@@ -1,4 +1,4 @@
-"""`cuflash.torch` on a GPU: streams, graphs, memory, several devices.
+"""`cuflash.torch` on a GPU: numbers, streams, graphs, memory, devices.
 
 What an emulated device can do too is in test_torch_device.py.
 """
@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
+from bridge_cases import each_case  # noqa: E402
+from torch_cases import TorchCase  # noqa: E402
 from torch_data import assert_equal  # noqa: E402
 from torch_device_calls import (  # noqa: E402
     assert_near_compiled,
@@ -34,6 +36,51 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 def inputs_on_gpu(*given, **more):
     return inputs_on(Gpu(), *given, **more)
+
+
+# Numbers, beside those of an emulated device -------------------------------
+
+
+def by_cupy(inputs, **given):
+    """Return `results` of cuflash's own calls, on CuPy arrays."""
+    device = Gpu()
+    out, lse = device.expected(
+        cuflash.forward, *inputs, return_lse=True, **given
+    )
+    dout, dlse = (torch.full_like(x, 0.5) for x in (out, lse))
+    gradients = device.expected(
+        cuflash.backward, dout, *inputs, out, lse, dlse=dlse, **given
+    )
+    return out, lse, *gradients
+
+
+@each_case
+def test_results_are_those_of_cupy_arrays(case):
+    call, device = TorchCase(case), Gpu()
+    call.tensors = device.put(call.tensors)
+    qkv, options = [*call.tensors.values()][:3], [*call.tensors.items()][3:]
+    expected = device.expected(
+        cuflash.forward, *qkv, **dict(options), **call.numbers, return_lse=True
+    )
+    assert_equal(call.results(), expected)
+
+
+@each_dtype
+def test_gradients_are_those_of_cupy_arrays(dtype):
+    inputs = inputs_on_gpu(dtype)
+    expected = by_cupy(inputs, causal=True)
+    got = results(inputs, causal=True, deterministic=True)
+    # The other call adds to dq in any order: 230 keys are at most 8 tiles, so
+    # each of two sums has 8 roundings of half an eps.
+    size = expected[2].abs().max()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        got[2], expected[2], rtol=0, atol=8 * eps * size
+    )
+    assert_equal(
+        (*got[:2], *got[3:]),
+        (*expected[:2], *expected[3:]),
+    )
 
 
 # Streams --------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 The product's own backend for CUDA runs on it: it plans for the device, fills
 argument structs with addresses, and launches by the driver. `SUBSTITUTES`
-names all that is replaced below it, and why; `emulated_torch.py` and
-`bridges/jax_machines.py` name what their libraries ask a driver for.
+names all that is replaced below it, and why; `OF_TORCH` and `OF_JAX` what the
+bridges ask their libraries about a CUDA device (`emulated_torch.py` and
+`bridges/jax_machines.py`).
 """
 
 import ctypes
@@ -43,11 +44,62 @@ SUBSTITUTES = (
         "tensor_map",
         "cuTensorMapEncodeTiled is the driver's, in a layout of its own",
     ),
-    # In the fake module that takes CuPy's place, which has no device.
+    # Of the fake module (fake_cupy.py) in CuPy's place, which needs a driver:
+    # what it knows of devices, streams and contexts are constants.
     ("cupy.cuda.driver.launchKernel", "launch", "runs the kernel"),
     ("cupy.cuda.runtime.getDeviceProperties", "properties", "of the device"),
     ("cupy.cuda.runtime.memsetAsync", "fill", "memory is this process's"),
     ("cupy.cuda.runtime.memcpyAsync", "read", "memory is this process's"),
+)
+
+# The same, of EmulatedTorch.
+OF_TORCH = (
+    (
+        "cuflash.torch.request.backend_of",
+        "backend_of",
+        "tells CUDA tensors by is_cuda and get_device: here all are",
+    ),
+    (
+        "cuflash.torch.backend._stream",
+        "stream",
+        "torch's current stream: a CPU has none",
+    ),
+    (
+        "cuflash.torch.backend._new",
+        "new_tensor",
+        "torch's allocator of CUDA memory",
+    ),
+    (
+        "cuflash.torch.backend.TorchBackend.address",
+        "noting_memory",
+        "then the original: kernels access all memory of a GPU, but of this "
+        "process the tensors of their call",
+    ),
+    (
+        "torch.cuda.current_stream",
+        "current_stream",
+        "as _stream, for calls that ranks share",
+    ),
+    (
+        "cupy.from_dlpack",
+        "to_array",
+        "arrays of the fake CuPy do not compute: NumPy's do, for ranks",
+    ),
+)
+
+# The same, of bridges/jax_machines.py's EmulatedJax.
+OF_JAX = (
+    (
+        "cuflash.jax.machine.Cuda.first_device",
+        "first_device",
+        "JAX's list of CUDA devices is empty",
+    ),
+    (
+        "cuflash.jax.machine.Cuda.open",
+        "noting_memory",
+        "then the original: a CPU's callback has no stream, and of this "
+        "process kernels access the buffers of their call",
+    ),
 )
 
 # Fields of argument structs that hold 64 bits, but no address.

@@ -1,8 +1,8 @@
 """CPU tensors as the memory of an emulated CUDA device.
 
 Calls of `cuflash.torch` on them take the path of CUDA tensors, down to the
-launch by the driver (`emulated_cuda.py`). `SUBSTITUTES` names what they would
-ask torch about a CUDA device.
+launch by the driver (`emulated_cuda.py`; its `OF_TORCH` names what they would
+ask torch about a CUDA device).
 """
 
 import contextlib
@@ -20,44 +20,9 @@ from cuflash import emulator
 from cuflash.torch import request
 from cuflash.torch.dtypes import to_numpy
 
-from .emulated_cuda import EmulatedCuda, replace
+from .emulated_cuda import OF_TORCH, EmulatedCuda, replace
 
 STREAM = 99
-
-# (what is replaced, an attribute of EmulatedTorch, why)
-SUBSTITUTES = (
-    (
-        "cuflash.torch.request.backend_of",
-        "backend_of",
-        "tells CUDA tensors by is_cuda and get_device: here all are",
-    ),
-    (
-        "cuflash.torch.backend._stream",
-        "stream",
-        "torch's current stream: a CPU has none",
-    ),
-    (
-        "cuflash.torch.backend._new",
-        "new_tensor",
-        "torch's allocator of CUDA memory",
-    ),
-    (
-        "cuflash.torch.backend.TorchBackend.address",
-        "noting_memory",
-        "then the original: kernels access all memory of a GPU, but of this "
-        "process the tensors of their call",
-    ),
-    (
-        "torch.cuda.current_stream",
-        "current_stream",
-        "as _stream, for calls that ranks share",
-    ),
-    (
-        "cupy.from_dlpack",
-        "to_array",
-        "arrays of the fake CuPy do not compute: NumPy's do, for ranks",
-    ),
-)
 
 
 class EmulatedTorch(EmulatedCuda):
@@ -73,7 +38,7 @@ class EmulatedTorch(EmulatedCuda):
         monkeypatch.setattr(request, "_cuda", request._cuda.__wrapped__)
         self.module = importlib.import_module(name)
         self._addresses_of_backend = self.module.TorchBackend.address
-        replace(monkeypatch, SUBSTITUTES, self)
+        replace(monkeypatch, OF_TORCH, self)
         self.backend = self.module.backend(0)
         self.backend.tensor_device = torch.device("cpu")
         return by_cupy
