@@ -165,7 +165,7 @@ LAW = {
     "torch.gradients": "torch.batched_grad torch.derivatives torch.request"
     " torch.request_derivatives",
     "torch.group_attention": "api distributed errors foreign_names"
-    " torch.checks torch.dtypes",
+    " torch.checks torch.dtypes torch.request",
     "torch.inductor": "torch.direct",
     "torch.kvcache": "errors foreign_names problem validate_kvcache"
     " torch.autocast torch.checks torch.kvcache_ops torch.kvcache_request"
