@@ -7,7 +7,6 @@ ask torch about a CUDA device).
 
 import contextlib
 import importlib
-import math
 import sys
 from types import SimpleNamespace
 
@@ -59,12 +58,13 @@ class EmulatedTorch(EmulatedCuda):
         return to_numpy(x)
 
     def new_tensor(self, shape, strides, dtype):
-        # As torch's own, which takes no torch.Size.
-        assert type(shape) is type(strides) is tuple
-        nbytes = math.prod(shape) * dtype.itemsize
-        if not nbytes:
-            return torch.empty_strided(shape, strides, dtype=dtype)
-        new = torch.from_numpy(self.new(nbytes)).view(dtype)
+        # It refuses what torch's own refuses, such as a torch.Size.
+        like = torch._C._dynamo.guards._empty_strided_cpu(
+            shape, strides, dtype
+        )
+        if not like.numel():
+            return like
+        new = torch.from_numpy(self.new(like.nbytes)).view(dtype)
         new = new.as_strided(shape, strides)
         self.hold_tensor(new, written=True)
         return new
