@@ -31,28 +31,36 @@ on_kinds = pytest.mark.parametrize(
 
 
 def rows(shape, dtype, seed):
-    """Rows of tokens that are a part of a larger array."""
+    """Rows of tokens that are a part of a larger array, of its own length."""
     batch, tokens, *rest = shape
-    rng = np.random.default_rng(seed)
-    whole = rng.standard_normal((batch, tokens + 4, *rest)).astype(dtype)
-    return whole[:, 4:]
+    rng, more = np.random.default_rng(seed), 4 + seed
+    whole = rng.standard_normal((batch, tokens + more, *rest)).astype(dtype)
+    return whole[:, more:]
 
 
 def lses(shape, dtype, seed):
     """Of rows that saw no key, too, of some with overflow, some far apart."""
     batch, tokens, heads, _ = shape
     rng = np.random.default_rng(seed)
-    whole = rng.standard_normal((batch, heads, tokens + 1)) * 3
+    whole = rng.standard_normal((batch, heads, tokens + 1 + seed)) * 3
     whole[rng.random(whole.shape) < 0.2] *= 100
     whole[rng.random(whole.shape) < 0.2] = -np.inf
     whole[rng.random(whole.shape) < 0.05] = np.inf
-    return whole.astype(dtype)[..., 1:]
+    return whole.astype(dtype)[..., 1 + seed :]
+
+
+def laid_out(shape, dtype):
+    """Return a result to write, with tokens before it that stay."""
+    batch, tokens, *rest = shape
+    return np.zeros((batch, tokens + 2, *rest), dtype)[:, 2:]
 
 
 def fresh(array):
     """A copy of the larger array, and the same part of it."""
     whole = array.base.copy()
-    return whole[:, 4:] if array.ndim == 4 else whole[..., 1:]
+    if array.ndim == 4:
+        return whole[:, -array.shape[1] :]
+    return whole[..., -array.shape[2] :]
 
 
 def run(call, first, others, result, arch="sm_80"):
@@ -60,7 +68,7 @@ def run(call, first, others, result, arch="sm_80"):
     found = []
     for kind in (Device, Host):
         own = [fresh(x) for x in first]
-        to = np.zeros_like(result)
+        to = fresh(result)
         with emulator.active(arch):
             machine = kind(result) if kind is Device else kind()
             getattr(machine, call)(*own, others, to)
@@ -97,7 +105,7 @@ def test_merge(backend, shape, count, dtype, first_is_wide, result_is_wide):
         (rows(shape, own, 2 + i), lses(shape, wide, 12 + i))
         for i in range(count)
     ]
-    result = np.zeros(shape, wide if result_is_wide else own)
+    result = laid_out(shape, wide if result_is_wide else own)
     got, want = run("merge", (a, lses(shape, wide, 1)), others, result)
     assert_close(got[0], want[0], dtype, result.dtype)
     assert_close(got[2], want[2], dtype, wide)  # lse
@@ -111,7 +119,7 @@ def test_add(backend, shape, count, dtype, first_is_wide, result_is_wide):
     own, wide = DTYPES[dtype], lse_dtype(DTYPES[dtype])
     a = rows(shape, wide if first_is_wide else own, 0)
     others = [rows(shape, own, 2 + i) for i in range(count)]
-    result = np.zeros(shape, wide if result_is_wide else own)
+    result = laid_out(shape, wide if result_is_wide else own)
     got, want = run("add", (a,), others, result)
     assert got[0].tobytes() == want[0].tobytes()
 

@@ -9,6 +9,7 @@ import cuflash
 import strategies
 from cuflash.errors import UnsupportedError
 from helpers import kvcache_calls as kv
+from helpers.apart import Apart
 from helpers.backends import BACKENDS
 from helpers.compare import (
     assert_all,
@@ -180,6 +181,34 @@ APART = ("every_other_element", "axes_reversed")
 )
 def test_strides_of_the_caches(backend, layout):
     kv.check(backend, replace(CASE, layout=layout))
+
+
+EVERYWHERE = replace(
+    CASE, head_dim_v=40, rotary_dim=32, window=(40, None), softcap=20.0,
+    arrays_of=("alibi_slopes_of_batches", "sink"), ragged=(2, 3, 3),
+    packed_new=True, unused=1, num_splits=2,
+)  # fmt: skip
+PLACES = {
+    "pages": {"scales": "page", "power_of_two": False},
+    "slots": {
+        "page_size": None, "slots": True, "leftpad": (0, 5, 70),
+        "scales": "head", "causal": True,
+    },
+    "own pages": {"page_size": 24, "head_dim_v": 72},
+}  # fmt: skip
+
+
+@on_backends
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("places", PLACES)
+def test_each_array_has_strides_of_its_own(backend, dtype, places):
+    """With all options; k_scale and v_scale, tables and lengths too."""
+    case = replace(EVERYWHERE, dtype=dtype, **PLACES[places])
+    if dtype != "bfloat16":
+        case = replace(case, num_splits=None)
+    backend = Apart(backend)
+    kv.check(backend, case)
+    backend.check_gaps()
 
 
 @on_backends

@@ -306,6 +306,18 @@ def test_many_query_tiles(backend, options):
 
 
 @on_kernels
+@pytest.mark.parametrize("seqlen_k", [16, 48, 64])
+def test_one_key_tile_each(backend, seqlen_k):
+    """Of a block's query tiles, the next has nothing of the last one's mask.
+
+    Nor of its bias; of each batch, head and row these are others.
+    """
+    case = full_case(("bias", "mask"), 64, seqlen_k, dropout=0.25)
+    case = replace(case, batch=2, on=replace(case.on, num_sms=1))
+    check_forward(backend, case)
+
+
+@on_kernels
 def test_segment_ids_in_sections_of_heads(backend):
     """Sections of five and three query heads, of five and four key heads."""
     case = Case(

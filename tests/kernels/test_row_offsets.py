@@ -83,6 +83,27 @@ def test_gradients(backend, fields):
 
 
 @on({kind: KERNELS[kind] for kind in ("fma", "mma16", "wgmma16")})
+def test_gradients_with_other_options(backend, fields):
+    """What rounding took from lse is found in the scores of all options.
+
+    Scores are multiples of 32 or 0, so those of a softcap of 1 are -1, 0 or
+    1, exactly: tanh(32) rounds to 1 in float64.
+    """
+    case = case_of(
+        fields, softcap=1.0, window=(40, 9),
+        arrays_of=("mask", "segment_ids_k", "segment_ids_q"),
+    )  # fmt: skip
+    case = replace(case, scale=32.0)
+    bias, (q, k, v, dout) = row_offsets(case), inputs(case)
+    got = calls.backward(
+        backend, case, dout, q, k, v, *states_of(case, bias),
+        bias=backend.place(bias),
+    )  # fmt: skip
+    want = expected.backward(dout, q, k, v, **case.meaning(), bias=0 * bias)
+    assert_gradients_match(got, want[:3], replace(case, arrays_of=()))
+
+
+@on({kind: KERNELS[kind] for kind in ("fma", "mma16", "wgmma16")})
 def test_gradients_of_forward(backend, fields):
     """From the kernels' own lse, beside offsets of equal scores.
 
