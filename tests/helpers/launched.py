@@ -32,6 +32,21 @@ FAMILIES = {
     "simt": ("float32", "sm_75", {}),
     "simt16": ("float16", "sm_80", {}),
 }
+# What all calls with options have beside arrays, and what kernels get of it.
+NUMBERS = {
+    "window": (3, 1),
+    "softcap": 2.0,
+    "dropout": 0.25,
+    "seed": 2**64 - 2**31 - 3,
+}
+FIELDS = {
+    "window_left": 3,
+    "window_right": 1,
+    "softcap": 2.0,
+    "drop_below": 2**30,
+    "keep_factor": 1 / 0.75,
+    "seed": NUMBERS["seed"],
+}
 OF_GRADIENTS = [x for x in FAMILIES if not x.startswith("decode")]
 # Rows that end at a multiple of 16 bytes, and rows that do not. Hopper's
 # kernels of derivatives run the first alone.
@@ -97,6 +112,9 @@ class Launched:
     def __init__(self, family, batch, first, names=()):
         dtype, self.arch, self.more = FAMILIES[family]
         self.family = family.removesuffix("16")
+        self.numbers = FIELDS if names else {}
+        if names:
+            self.more = {**self.more, **NUMBERS}
         dims = DIMS[(batch + first) % 2]
         self.case = Case(dtype, batch, 5, 7, 4, 2, *dims, arrays_of=names)
         self.first, self.rng = first, np.random.default_rng(1)
@@ -159,6 +177,7 @@ class Launched:
             read["bias_dot"] = np.broadcast_to(x, (len(x), *pairs))
         wanted = "simt" if self.family == "simt" else None
         machine = Reading(self.arch, wanted, **read)
+        machine.numbers = self.numbers
         call = check(**given, **self.options, **self.more)
         results = launch(call, machine)
         self.families = {x.family for x in machine.plans}

@@ -35,13 +35,14 @@ class Reading(Counting):
     """Fails where a struct does not lead to the arrays of `given`.
 
     given : what kernels are to read, in full rank, by pointer.
+    numbers : what fields of `OptionNumbers`, or the seed, are to be.
     written : what they wrote, by pointer: numbers by chance.
     plans : of its launches.
     """
 
     def __init__(self, arch, family=None, **given):
         super().__init__(arch, family)
-        self.given, self.written = given, {}
+        self.given, self.written, self.numbers = given, {}, {}
         self.seen, self.maps, self.plans = {}, [], []
 
     def load(self, decided):
@@ -123,6 +124,10 @@ class _Launch:
             self._at(name, shape, numbers[field].item())
         self._at("sink", (heads,), (numbers["sink_stride"].item(),))
         self._contiguous("dsink", (heads,))
+        for name, want in self.machine.numbers.items():
+            got = numbers[name] if name in numbers.dtype.names else None
+            got = self.fields[name] if got is None else got
+            assert got == want, f"{name} is {got}, expected {want}"
         if p.tangents:
             moved = self.fields["tangents"]
             for name, shape in (("bias_dot", pairs), ("sink_dot", (heads,))):

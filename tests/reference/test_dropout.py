@@ -26,6 +26,47 @@ def test_philox_gives_the_known_words(counter, key, words):
     assert " ".join(f"{int(x):08x}" for x in philox(counter, key)) == words
 
 
+@pytest.mark.parametrize("counter, key, words", KNOWN)
+def test_factors_are_of_the_known_words(counter, key, words):
+    """A pair's word, to the bit: the seed's words, and each index, tell."""
+    chunk, query, head, batch = counter
+    seed = key[0] + (key[1] << 32)
+    for i, word in enumerate(int(x, 16) for x in words.split()):
+        pair = np.array([query]), np.array([4 * chunk + i])
+        for above, kept in ((0, True), (1, False)):
+            probability = min((word + above) / 2**32, 1 - 2.0**-32)
+            drop = Dropout(probability, seed, batch, head)
+            kept |= word == ONES
+            assert (drop.factors(*pair) != 0).item() == kept
+
+
+# Around the edges of words and of their signs.
+EDGES = [x + i for x in (2**31, 2**32, 2**63) for i in (-1, 0, 1)]
+SEEDS = [0, 1, *EDGES, 2**64 - 1]
+
+
+def word_of(pair, seed):
+    """A pair's word, by whole numbers of any size."""
+    (query, key), multipliers = pair, (0xD2511F53, 0xCD9E8D57)
+    c, k = [key // 4, query, 2, 3], [seed % 2**32, seed // 2**32]
+    for _ in range(10):
+        a, b = multipliers[0] * c[0], multipliers[1] * c[2]
+        c = [b // 2**32 ^ c[1] ^ k[0], b % 2**32,
+             a // 2**32 ^ c[3] ^ k[1], a % 2**32]  # fmt: skip
+        steps = 0x9E3779B9, 0xBB67AE85
+        k = [(x + y) % 2**32 for x, y in zip(k, steps, strict=True)]
+    return c[key % 4]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_bits_of_the_seed_count(seed):
+    query, key = np.arange(3), np.arange(9)
+    kept = Dropout(0.5, seed, 3, 2).factors(query, key) != 0
+    want = [[word_of((i, j), seed) >= 2**31 for j in key.tolist()]
+            for i in query.tolist()]  # fmt: skip
+    np.testing.assert_array_equal(kept, want)
+
+
 tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 
 
