@@ -109,7 +109,8 @@ _RARE = {
         "softcap": 30.0,
         "arrays_of": ("alibi_slopes",),
     },
-    "capped bias": {"softcap": 5.0, "arrays_of": ("bias",)},
+    # As with a mixed softcap.
+    "capped bias": {"softcap": 11.5, "arrays_of": ("bias",)},
     "huge softcap, mask": {"softcap": 3e4, "arrays_of": ("mask",)},
     "bias, slopes": {"arrays_of": ("bias", "alibi_slopes")},
 }

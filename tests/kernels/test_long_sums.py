@@ -13,7 +13,6 @@ from helpers.backends import EMULATED
 from helpers.checks import check_forward
 from helpers.compare import assert_all
 from helpers.data import Case, Emulation
-from helpers.host_compiler import needs_compiler
 from helpers.option_cases import sizes
 
 CASES = {
@@ -40,22 +39,30 @@ CASES = {
     ),
     "mma": Case("float16", **sizes(1, 70, 130, 1, 1, 64, 64, causal=True),
                 block_q=64, block_k=16),
+    # All scores are -256: the first run's maximum, too.
+    "mma far below 0": Case(
+        "float16", **sizes(1, 70, 130, 1, 1, 64, 64, causal=True),
+        block_q=64, block_k=16,
+        spoiled=(("q", (0,), "2"), ("k", (0,), "-1")),
+    ),
 }  # fmt: skip
 
 
-@needs_compiler
+on_emulator = pytest.mark.parametrize("backend", [EMULATED])
+
+
+@on_emulator
 @pytest.mark.parametrize("family", CASES)
-def test_runs_of_one_tile(family):
+def test_runs_of_one_tile(backend, family):
     """Maxima of rows grow from run to run, and a block has several tiles."""
-    (backend,) = EMULATED.values
     case = replace(CASES[family], scale=2.0)
     with mock.patch.object(steps, "LONGEST_RUN", 16):
         check_forward(backend, case)
 
 
-@needs_compiler
+@on_emulator
 @pytest.mark.parametrize(("family", "block_k"), [("wgmma", 128), ("mma", 64)])
-def test_what_truncation_loses_within_a_run(family, block_k):
+def test_what_truncation_loses_within_a_run(backend, family, block_k):
     """1024 and -1024, 128 times each, and 768 times 2^-9 between them.
 
     Next to their sum, 2^17, all of 2^-9 is below a quarter of the last bit of
@@ -73,7 +80,8 @@ def test_what_truncation_loses_within_a_run(family, block_k):
             mock.patch.object(execute, "plan", plan.plan.__wrapped__),
             cuflash.emulator.active(family=family, truncates=True),
         ):
-            got[run] = cuflash.forward(q, k, v, block_k=block_k)
+            placed = map(backend.place, (q, k, v))
+            got[run] = cuflash.forward(*placed, block_k=block_k)
     exact = 768 * 2.0**-9 / 1024
     assert_all(got[1024], 0, "got[1024]")
     assert abs(got[128] - exact).max() <= 5 * 2.0**-8 / 1024 + 2.0**-11 * exact

@@ -26,7 +26,8 @@ from helpers.drawn import on_each_backend
 
 KERNELS = [EMULATED, CUPY]
 OPTIONS = {"dtype": "float32", "precision": "tf32x3"}
-PADDED = {"head_dim": 40, "head_dim_v": 72}
+# Rows of dq are not aligned: their columns are added one by one.
+PADDED = {"head_dim": 39, "head_dim_v": 72}
 
 
 @st.composite

@@ -30,6 +30,9 @@ from cuflash.layouts import Boxes
 from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
 
 ALIGNMENT = 256  # bytes, like CUDA's allocator
+# What each byte of new memory holds. Bytes 0xFF are NaN in every dtype, so
+# unwritten elements show; as integers they are -1, which may not.
+UNWRITTEN = 0xFF
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,7 @@ class Machine:
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype).newbyteorder("=")
         nbytes = dtype.itemsize * math.prod(np.atleast_1d(shape).tolist())
-        # Bytes 0xFF are NaN in every dtype, so unwritten elements show.
-        room = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+        room = np.full(nbytes + ALIGNMENT, UNWRITTEN, np.uint8)
         skip = -memory.pointer(room) % ALIGNMENT
         return room[skip : skip + nbytes].view(dtype).reshape(shape)
 
