@@ -8,6 +8,7 @@ import pytest
 import strategies
 from cuflash.tiles import Tile
 from helpers import calls, expected
+from helpers.apart import Apart
 from helpers.backends import EMULATED
 from helpers.compare import assert_forward_matches, assert_gradients_match
 from helpers.data import Case, Emulation, inputs
@@ -138,7 +139,7 @@ def test_the_tile_is_one_that_the_kernels_can_take(case):
 @pytest.mark.parametrize("backend", [EMULATED])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_much_at_once(backend, case):
-    q, k, v, dout = inputs(case)
+    backend, (q, k, v, dout) = Apart(backend), inputs(case)
     kinds = not case.spoiled  # else a sum of two may be either
     got = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning())
@@ -146,3 +147,4 @@ def test_much_at_once(backend, case):
     grads = calls.backward(backend, case, dout, q, k, v, *got)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case, kinds)
+    backend.check_gaps()
