@@ -300,6 +300,7 @@ FAULTS_ON_HOPPER = [
     ),
     Case("mbarrier_wrong_parity", UNDER_WAY, **LOAD),
     Case("mbarrier_arrival_missing", STUCK, **LOAD),
+    Case("mbarrier_phase_missed", STUCK, shared_bytes=16),
     Case("mbarrier_not_fenced", "was not fenced", **LOAD),
     Case("mbarrier_no_barrier", "no mbarrier|without a barrier", **LOAD),
     Case("pipeline_stage_never_filled", STUCK, shared_bytes=272),
