@@ -58,7 +58,7 @@ class Reading(Counting):
 
     def tensor_map(self, address, boxes):
         self.maps.append((address, boxes))
-        return len(self.maps).to_bytes(128, "little")
+        return len(self.maps).to_bytes(TensorMap.itemsize, "little")
 
     def launch(self, loaded, arguments, kind):
         self.launches += len(loaded.launches)
@@ -163,8 +163,8 @@ class _Launch:
     def _check_cache(self, name, shape, strides, alignment):
         address = int(self.fields[name])
         itemsize = self.machine.seen[address].itemsize
-        axes = zip(strides[:3], shape[:3], strict=True)
-        used = [x * itemsize for x, n in axes if n > 1]
+        pairs = zip(strides[:3], shape[:3], strict=True)
+        used = [x * itemsize for x, n in pairs if n > 1]
         assert not any(x % alignment for x in (address, *used)), (
             f"{name}_cache: planned for rows aligned to {alignment}, but "
             f"{address % 16} and {used}"
@@ -301,6 +301,3 @@ def _same(name, got, want):
         f"{name}{[int(x) for x in np.argwhere(wrong)[0]]}: a kernel reads "
         f"{got[wrong][0]} for {want[wrong][0]}; {wrong.sum()} are wrong"
     )
-
-
-assert TensorMap.itemsize == 128

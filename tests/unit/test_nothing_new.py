@@ -177,7 +177,7 @@ def test_nothing_changes(call, kind):
         check_plans(call, given, said)
 
 
-# Caches and rotations ---------------------------------------------------------
+# Caches and rotations -------------------------------------------------------
 
 BATCH, CAPACITY = 2, 8
 CACHES = {
