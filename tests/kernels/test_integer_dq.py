@@ -23,7 +23,7 @@ from helpers.compare import (
     assert_gradients_match,
     assert_matches,
 )
-from helpers.data import Case, Emulation, inputs
+from helpers.data import Case, Emulation, inputs, lse_gradient
 from helpers.packed import assert_packed_gradients, packed_inputs
 
 TILES = {
@@ -216,20 +216,30 @@ def test_rows_as_large_as_their_bounds(backend, head_dim):
 def test_rows_as_large_as_their_bounds_with_dropout(backend):
     """Five times those of others: a row keeps both keys of its sequence.
 
-    They are opposite, as their values are, so each adds its bound to dq.
+    They are opposite, as their values are, so each adds its bound to dq. In
+    every second sequence they are alike, and dlse of either sign is most of
+    it. The second head's keys are 64 times as large.
     """
     count = 36
     offsets = tuple(range(0, 7 * count, 7)), tuple(range(0, 2 * count, 2))
     case = case_of(64, "float16", seqlen_q=7 * count, seqlen_k=2 * count,
-                   dropout=0.8, offsets=offsets, layout="unlike")  # fmt: skip
+                   dropout=0.8, offsets=offsets, layout="unlike",
+                   num_heads_q=4, num_heads_kv=2)  # fmt: skip
     arrays = inputs(case)
     q, k, v, dout = arrays
     q[...] = 0
     for x in (k, v):
         x[:, 1::2] = -x[:, ::2]
-    dout[...] = np.repeat(v[:, ::2], 7, axis=1)
-    got = calls.gradients(backend, case, *(x[0] for x in arrays))
-    assert_packed_gradients(got, dout, q, k, v, case)
+    k[:, 3::4] = k[:, 2::4]
+    k[:, :, 1] *= 64
+    dout[...] = np.repeat(v[:, ::2], 7, axis=1).repeat(2, axis=2)
+    dlse = np.where(np.arange(7 * count) // 7 % 2, 1024, 0) * np.sign(
+        lse_gradient(case)
+    )
+    given = [x[0] for x in (dout, q, k, v)]
+    states = calls.states(case, *given[1:])
+    got = calls.backward(backend, case, *given, *states, dlse=dlse[0])
+    assert_packed_gradients(got, dout, q, k, v, case, dlse)
 
 
 @on_emulator

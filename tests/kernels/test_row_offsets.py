@@ -58,8 +58,10 @@ def on(kernels):
 
 
 def case_of(fields, **more):
-    return Case(seqlen_q=20, seqlen_k=70, num_heads_q=2, scale=0.5,
-                values="halves", **fields, **more)  # fmt: skip
+    return Case(
+        batch=2, seqlen_q=20, seqlen_k=70, num_heads_q=2, scale=0.5,
+        values="halves", layout="unlike", **fields, **more,
+    )  # fmt: skip
 
 
 def states_of(case, bias, **options):
