@@ -213,7 +213,7 @@ def test_rows_as_large_as_their_bounds(backend, head_dim):
 
 
 @on_emulator
-def test_rows_as_large_as_their_bounds_with_dropout(backend):
+def test_dropout_and_dlse_reach_the_bounds(backend):
     """Five times those of others: a row keeps both keys of its sequence.
 
     They are opposite, as their values are, so each adds its bound to dq. In
