@@ -12,12 +12,13 @@ _OFFSETS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 
 
 def many_sequences(*lengths):
-    """Return offsets of 36 short sequences, then of these of (q, k) tokens.
+    """Return offsets of short sequences, then of these of (q, k) tokens.
 
-    A warp tests 32 offsets at a time: it finds the last ones in two rounds,
-    the second of which reaches beyond the end.
+    A warp tests 32 offsets at a time: it finds the last ones in two rounds.
+    An even number, from 36 on, so that steps of two end beyond the last.
     """
-    short = [(1, 0), (0, 1), (0, 0), (1, 2), (3, 1), (0, 2)] * 6
+    short = [(0, 1), (0, 0), (1, 2), (0, 0), (1, 0), (0, 0)] * 7
+    short = short[: 36 + len(lengths) % 2]
     both = zip(*short, *lengths, strict=True)
     return tuple((0, *itertools.accumulate(x)) for x in both)
 
