@@ -104,7 +104,7 @@ def check(backend: Any, program: Program, problem: Case | KVCase) -> None:
 def _forward(backend: Any, program: Program, case: Case) -> None:
     q, k, v, _ = inputs(case)
     got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
+    want = expected.forward(q, k, v, sums=case.sums(), **case.meaning())
     assert_forward_matches(got, want, case)
 
 
@@ -119,7 +119,9 @@ def _backward(backend: Any, program: Program, case: Case) -> None:
     else:
         out, lse = calls.states(case, q, k, v)
     got = calls.backward(backend, case, dout, q, k, v, out, lse, **more)
-    want = expected.backward(dout, q, k, v, dlse=dlse, **case.meaning())
+    want = expected.backward(
+        dout, q, k, v, dlse=dlse, sums=case.sums(), **case.meaning()
+    )
     assert_gradients_match(got, want, case)
 
 
@@ -137,7 +139,9 @@ def _jvp(backend: Any, program: Program, case: Case) -> None:
     want = expected_jvp(case, direction)
     for name, x, y in zip(("out_dot", "lse_dot"), got[2:], want, strict=True):
         assert_matches(x, y, name, case)
-    forward = expected.forward(*inputs(case)[:3], **case.meaning())
+    forward = expected.forward(
+        *inputs(case)[:3], sums=case.sums(), **case.meaning()
+    )
     assert_forward_matches(got[:2], forward, case)
 
 

@@ -74,7 +74,13 @@ class EmulatedBackend(NumpyBackend):
             mock.patch.object(
                 execute, "plan", tried.noting(plan.plan.__wrapped__)
             ),
-            emulator.active(on.arch, on.seed, on.resident, family=on.family),
+            emulator.active(
+                on.arch,
+                on.seed,
+                on.resident,
+                family=on.family,
+                truncates=on.truncates,
+            ),
         ):
             yield
 

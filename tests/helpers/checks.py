@@ -16,7 +16,7 @@ def check_forward(backend, case):
     """Check out and lse."""
     q, k, v, _ = inputs(case)
     got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
+    want = expected.forward(q, k, v, sums=case.sums(), **case.meaning())
     assert_forward_matches(got, want, case)
 
 
@@ -25,7 +25,7 @@ def check_gradients(backend, case):
     q, k, v, dout = inputs(case)
     out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
-    want = expected.backward(dout, q, k, v, **case.meaning())
+    want = expected.backward(dout, q, k, v, sums=case.sums(), **case.meaning())
     assert_gradients_match(got, want, case)
 
 
@@ -33,7 +33,7 @@ def check_gradients_of_forward(backend, case):
     """Check all gradients, from the backend's own out and lse."""
     q, k, v, dout = inputs(case)
     got = calls.both(backend, case, q, k, v, dout)
-    want = expected.backward(dout, q, k, v, **case.meaning())
+    want = expected.backward(dout, q, k, v, sums=case.sums(), **case.meaning())
     assert_gradients_match(got, want, case)
     return got
 

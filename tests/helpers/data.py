@@ -38,6 +38,7 @@ class Emulation:
     num_sms, l2_bytes : further inputs of plans; None: an A100's.
     forward_tile, backward_tile : instead of the tuned ones.
     family : to ask for, as by CUFLASH_FAMILY; None: the best one.
+    truncates : whether tensor cores truncate sums, as a GPU's do.
     """
 
     arch: str = "sm_80"
@@ -48,6 +49,7 @@ class Emulation:
     forward_tile: Tile | None = None
     backward_tile: Tile | None = None
     family: str | None = None
+    truncates: bool = False
 
     __repr__ = short_repr
 
@@ -104,6 +106,15 @@ class Case(NumberFields):
         """Return the keyword arguments that determine the result."""
         plain = {"scale": self.scale, "causal": self.causal}
         return {**plain, **self.options()}
+
+    def sums(self):
+        """Return what is particular about the kernels' sums: rounding.py."""
+        ids = self.offsets is not None or "segment_ids_q" in self.arrays_of
+        sixteen_bits = DTYPES[self.dtype].itemsize == 2
+        return {
+            "truncates": self.precision == "tf32x3",
+            "integers": self.deterministic and ids and sixteen_bits,
+        }
 
     def options(self):
         """Return the case's options, without scale and causal."""

@@ -25,7 +25,7 @@ def _reference_forward(q, k, v, scale, options):
         )
 
 
-def forward(q, k, v, *, scale=None, exact_scores=False, **options):
+def forward(q, k, v, *, scale=None, exact_scores=False, sums=None, **options):
     """Return the expected out and lse of a call.
 
     Parameters
@@ -34,6 +34,8 @@ def forward(q, k, v, *, scale=None, exact_scores=False, **options):
         4-D, in the public layout.
     exact_scores : bool
         See `Rounding`.
+    sums : dict, optional
+        How sums are computed: further arguments of `Rounding`.
     **options
         The call's, causal among them.
 
@@ -47,8 +49,9 @@ def forward(q, k, v, *, scale=None, exact_scores=False, **options):
     with np.errstate(all="ignore"):
         plain = low.forward(*tame, terms, scale=scale)
         rounding = Rounding(
-            None, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores
-        )
+            None, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores,
+            **(sums or {}),
+        )  # fmt: skip
         out_error, lse_error = rounding.out(), rounding.lse()
     return (
         Expected(heads_last(out), plain, heads_last(out_error), OUT_FACTOR),
@@ -58,8 +61,9 @@ def forward(q, k, v, *, scale=None, exact_scores=False, **options):
 
 
 def backward(
-    dout, q, k, v, *, scale=None, exact_scores=False, dlse=None, **options
-):
+    dout, q, k, v, *, scale=None, exact_scores=False, dlse=None, sums=None,
+    **options,
+):  # fmt: skip
     """Return the expected dq, dk and dv of a call.
 
     Returns
@@ -85,8 +89,9 @@ def backward(
             *tame, terms, scale=scale, bias=bias, dlse=_tame(dlse)
         )
         rounding = Rounding(
-            dout, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores
-        )
+            dout, q, k, v, lse, terms, scale=scale, exact_scores=exact_scores,
+            **(sums or {}),
+        )  # fmt: skip
         dq, dk, dv, *others = rounding.gradients(bias, dlse)
         errors = [*map(heads_last, (dq, dk, dv)), *others]
     return tuple(

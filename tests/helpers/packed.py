@@ -48,7 +48,9 @@ def assert_packed_forward(got, q, k, v, case):
     """Assert out (total_q, heads, head_dim_v) and lse (heads, total_q)."""
     out, lse = got
     for i, j, options in _sequences(case):
-        want = expected.forward(q[:, i], k[:, j], v[:, j], **options)
+        want = expected.forward(
+            q[:, i], k[:, j], v[:, j], sums=case.sums(), **options
+        )
         assert_forward_matches((out[None, i], lse[None, :, i]), want, case)
     rest = slice(case.offsets[0][-1], None)
     assert_all(out[rest], 0, "out[rest]", case)
@@ -64,7 +66,9 @@ def assert_packed_gradients(got, dout, q, k, v, case, dlse=None):
     for i, j, options in _sequences(case):
         parts = dout[:, i], q[:, i], k[:, j], v[:, j]
         of_lse = None if dlse is None else dlse[..., i]
-        want = expected.backward(*parts, dlse=of_lse, **options)
+        want = expected.backward(
+            *parts, dlse=of_lse, sums=case.sums(), **options
+        )
         for name, x, place, one in zip(
             ("dq", "dk", "dv"), got, (i, j, j), want, strict=False
         ):

@@ -48,7 +48,21 @@ same weights, as all rows that see one key alone have, have the same. They move
 delta by rowsum(dO * (rounded out - out)), with a sign; what that comes to in
 dk, dbias and dsink is computed, and enters whole beside the roots. The weights
 may be rounded (16-bit kernels with dropout round 1 / (1 - p)) or not: the
-larger of the two.
+larger of the two. So do keys of a row whose weights are alike within a unit of
+the dtype: in out, what the roundings of exp(S - m) come to is computed too,
+and enters whole beside the roots of the others, if that is larger than the
+root of all.
+
+A weight exp(S - m) that is flushed is so before dropout multiplies it by z:
+P z is f z off. float16, whose f is a rounding, rounds P z.
+
+`truncates`: tensor cores that sum floats in parts lose towards zero, which
+does not cancel (`_lost_by_sums`). What that comes to on average, with its
+sign, is computed for each product of matrices and enters whole; lse may be
+that of such sums, or exact: the larger of the two. A loss differs from its
+average at random, by less than the additions' roundings above.
+
+`integers`: dq is a sum of integers, see `_of_grid`.
 
 tanh(x) of 16-bit kernels is 1 - 2 / (exp(2x) + 1): absolutely 8 e from the
 exponential (4 e) and the rest, and so 8 e cap where the library's function is
@@ -74,6 +88,13 @@ SMALLEST_SQUARED = 2.0**-400  # with errors of 2^-52, squares are normal
 # at most 2^-22, 2^-23 and 2^-23, of which this is the root of squares, in e.
 PARTS = 6**0.5
 
+MMA_TERMS = 8  # products of tf32 that one MMA adds to a sum
+# Rows of the largest tile: where tf32x3's sums on tensor cores begin anew.
+LARGEST_TILE = 128
+# Keys of the smallest tile of wgmma's backward pass, and the steps in what no
+# row of dq / scale exceeds: sm90/integer_dq.cuh.
+SMALLEST_DQ_TILE, DQ_STEPS = 64, 2.0**29
+
 
 class Rounding:
     """First-order errors of one call, in (batch, heads, rows, columns).
@@ -88,12 +109,21 @@ class Rounding:
     terms : options.Terms
     exact_scores : bool
         The test made q and k so that every float32 score is exact.
+    truncates : bool
+        Sums of float32 are those of precision "tf32x3".
+    integers : bool
+        Sums of dq may be integers.
     """
 
-    def __init__(self, dout, q, k, v, lse, terms, *, scale, exact_scores):
+    def __init__(
+        self, dout, q, k, v, lse, terms, *, scale, exact_scores,
+        truncates=False, integers=False,
+    ):  # fmt: skip
+        self.truncates, self.integers = truncates, integers
         self.heads_kv, self.dtype = k.shape[2], q.dtype
         self.precision = PRECISION[q.dtype.name]
         self.parts = PARTS if q.dtype == np.float32 else 0
+        self.rounds_products = q.dtype == np.float16
         self.scale = scale
         heads = q.shape[2]
         self.dout, self.q, self.k, self.v = (
@@ -126,7 +156,7 @@ class Rounding:
         delta = np.where(self.p > 0, delta, 0)
         self.score_error, self.m = self.p * delta, m[..., 0]
         # Backward, lse stands in place of m.
-        row = self.lse() + e * np.abs(self.lse_ref - self.m)
+        row = self._lse_at_random() + e * np.abs(self.lse_ref - self.m)
         self.row = np.where((total == 1) & exact_scores, 0, row[..., None])
         if self.dout is not None:
             largest = (self.score_error + self.p * self.row).max(initial=0)
@@ -134,6 +164,47 @@ class Rounding:
         self.w = self.score_error + 2 * e * self.p  # in float32
         self.w_stored = self.w + u * self.p
         self.slope = self.terms.slope(products)
+        self._truncate()
+
+    def _truncate(self):
+        """Average changes of scores, of lse and of out, with signs."""
+        self.moved_s = self.moved_lse = np.zeros((1, 1))
+        self.moved_out = 0.0
+        if not self.truncates:
+            return
+        moved = self.scale * self._lost_by_sums(self.q, turned(self.k))
+        self.moved_s = np.where(self.p > 0, self.slope * moved, 0)
+        self.moved_lse = (self.p * self.moved_s).sum(axis=-1, keepdims=True)
+        kept = self.p * self.terms.z
+        self.moved_out = (kept * (self.moved_s - self.moved_lse)) @ self.v
+        self.moved_out += self._lost_by_sums(kept, self.v, LARGEST_TILE)
+
+    def _lost_by_sums(self, a, b, length=None):
+        """Return what tensor cores change in a @ b on average, with signs.
+
+        An MMA of eight terms cuts each product, and the sum before it, below a
+        quarter of the sum's last bit, and then their sum below that bit
+        (docs/guide/accuracy.md). On average a product loses 1/8 of the bit, by
+        its own sign, and the sum 3/8 by its. The two MMAs of lower parts lose
+        3/8 each: their products are of either sign.
+
+        length : of sums, if others than the tensor cores add them up.
+        """
+        if not self.truncates:
+            return 0.0
+        lost_here = np.zeros((*a.shape[:-1], b.shape[-1]))
+        total = np.zeros_like(lost_here)
+        for i in range(0, a.shape[-1], MMA_TERMS):
+            if length is not None and i % length == 0:
+                total[:] = 0
+            x, y = a[..., i : i + MMA_TERMS], b[..., i : i + MMA_TERMS, :]
+            before = np.abs(total)
+            total += x @ y
+            largest = np.maximum(before, np.abs(total))
+            last_bit = np.ldexp(2.0**-24, np.frexp(largest)[1])
+            terms = np.sign(x) @ np.sign(y)
+            lost_here -= last_bit * (9 / 8 * np.sign(total) + terms / 8)
+        return lost_here
 
     def _of_steps(self, products, error):
         """Errors of scores by softcap and additions; of the slope too."""
@@ -174,17 +245,33 @@ class Rounding:
         p, z = self.p, self.terms.z
         out = (p * z) @ self.v
         row = (self.w**2).sum(axis=-1, keepdims=True)
-        squares = (self.w_stored * z) ** 2 @ self.v**2 + row * out**2
-        squares += self.of_sums(p * z, self.v) ** 2
+        others = row * out**2 + self.of_sums(p * z, self.v) ** 2
+        spread = (self.w_stored * z) ** 2 @ self.v**2 + others
+        of_weights = 3 * np.sqrt(spread)
+        if u > e:
+            in_float = (self.w * z) ** 2 @ self.v**2 + others
+            alike = np.abs(self._change() @ self.v)
+            of_weights = np.maximum(of_weights, 3 * np.sqrt(in_float) + alike)
         keys = self.k.shape[-2]
         return (
-            3 * np.sqrt(squares)
+            of_weights
+            + np.abs(self.moved_out)
             + (u + e * (np.sqrt(keys) + 4)) * np.abs(out)
-            + f * (1 + lost(self.v))
+            + f
+            + self._lost_products() @ np.abs(self.v)
         )
 
+    def _lost_products(self):
+        """What P z loses below the dtype's normal numbers."""
+        z = np.broadcast_to(self.terms.z, self.p.shape)
+        return self.precision.floor * (z > 0 if self.rounds_products else z)
+
     def lse(self):
-        """Return the errors of lse, one per row.
+        """Return the errors of lse, one per row."""
+        return self._lse_at_random() + np.abs(self.moved_lse[..., 0])
+
+    def _lse_at_random(self):
+        """The same but for what tensor cores cut off.
 
         An error of a score moves lse by P times it. Then the sum of
         weights (relative to which log is absolute), log itself, and two
@@ -224,16 +311,26 @@ class Rounding:
         # What P and dS lose below the dtype's normal numbers.
         small = np.where(p < SMALLEST_SQUARED, p, 0)
         lost_p = np.where(self.terms.see, f * np.ones_like(p), 0)
-        lost_p += np.where(small, self.w_stored + p * self.row, 0)
+        small_p = np.where(small, self.w_stored + p * self.row, 0)
+        lost_kept = np.where(self.terms.see, self._lost_products(), 0)
+        lost_kept += small_p * z
+        lost_p += small_p
         lost_ds = lost_p * (1 + np.abs(dp - delta))
         lost_ds += small * (dp_error + self.delta_error)
         lost_ds += small * np.abs(dp - delta) * (u + self.slope_error)
+        truncated = self._of_truncated(dp, delta)
         others = []
         if bias is not None:
-            others.append(self._of_bias(pairs, ds_bias, lost_ds, bias))
+            error = self._of_bias(pairs, ds_bias, lost_ds, bias)
+            error += _largest(
+                reduce_to_shape(x, bias.shape) for _, x in truncated
+            )
+            others.append(error)
         if self.terms.sink is not None:
             others.append(self._of_sink(delta))
 
+        moved_p = [x for x, _ in truncated]
+        moved_ds = [x * self.slope for _, x in truncated]
         p, ds = p * self.slope, ds_bias * self.slope
         pairs = np.sqrt(
             (pairs * self.slope) ** 2 + (ds_bias * self.slope_error) ** 2
@@ -241,25 +338,70 @@ class Rounding:
         dq = 3 * np.sqrt(pairs**2 @ k**2 + self.of_sums(ds, k) ** 2)
         dq += 3 * self.delta_error * np.abs(p @ k)
         dq += (self.row + u + 2 * e) * np.abs(ds @ k)
+        of_sums = self._lost_by_sums(ds, k, LARGEST_TILE)
+        dq += _largest(x @ k + of_sums for x in moved_ds)
+        dq += self._of_grid(delta)
         dq = np.abs(self.scale) * (dq + lost_ds @ np.abs(k)) + f
         rows = pairs**2 + (p * self.delta_error) ** 2 + (self.row * ds) ** 2
-        moved = [p * x for x in self.delta_moved]
+        moved = [p * x + y for x in self.delta_moved for y in moved_ds or [0]]
         dk = self._of_keys(rows, ds, q, self.scale, lost_ds, moved)
         rows = (self.w_stored + p * self.row) * z
-        dv = self._of_keys(rows**2, self.p * z, dout, 1.0, lost_p)
+        dv = self._of_keys(rows**2, self.p * z, dout, 1.0, lost_kept, moved_p)
         return dq, dk, dv, *others
+
+    def _of_truncated(self, dp, delta):
+        """Average changes of P z and of dS by sums that tensor cores cut.
+
+        Two pairs of arrays: given an exact lse and out, and given those of
+        such sums, in which what the scores of a row have in common cancels.
+        """
+        if not self.truncates:
+            return []
+        z = self.terms.z
+        of_dp = z * self._lost_by_sums(self.dout, turned(self.v))
+        of_delta = (self.dout * self.moved_out).sum(axis=-1, keepdims=True)
+        changes = [
+            (self.p * self.moved_s, 0.0),
+            (self.p * (self.moved_s - self.moved_lse), of_delta),
+        ]
+        return [
+            (x * z, x * (dp - delta) + self.p * (of_dp - y))
+            for x, y in changes
+        ]
+
+    def _of_grid(self, delta):
+        """Errors of dq / scale by the grid of integer sums.
+
+        A part from each key tile is rounded to half a step. Steps are at most
+        2^-29 of what the row cannot exceed (sm90/integer_dq.cuh):
+        (z |dO_i| max|V_j| + |delta_i|) max|K_jc|.
+        """
+        if not self.integers:
+            return 0.0
+        dout, v = (np.sqrt((x**2).sum(-1, keepdims=True)) for x in (
+            self.dout, self.v
+        ))  # fmt: skip
+        largest = {"axis": (-2, -1), "keepdims": True, "initial": 0.0}
+        z = np.max(self.terms.z, initial=1.0)
+        limit = z * dout * v.max(**largest) + np.abs(delta)
+        limit = limit * np.abs(self.k).max(**largest)
+        tiles = -(-self.k.shape[-2] // SMALLEST_DQ_TILE)
+        return min(tiles, 3 * np.sqrt(tiles)) / 2 * limit / DQ_STEPS
 
     def _of_rounded(self, out):
         """By how much delta is off, with signs, by rounded weights and out.
 
         Two arrays: if out alone is rounded, and if both are.
         """
-        kept = self.weights * self.terms.z
-        change = (self._stored(kept) - kept) * _ratio(self.p, self.weights)
         return [
             (self.dout * (self._stored(x) - out)).sum(axis=-1, keepdims=True)
-            for x in (out, out + change @ self.v)
+            for x in (out, out + self._change() @ self.v)
         ]
+
+    def _change(self):
+        """By how much rounding exp(S - m) z changes P z, with signs."""
+        kept = self.weights * self.terms.z
+        return (self._stored(kept) - kept) * _ratio(self.p, self.weights)
 
     def _stored(self, x):
         return finite(x.astype(self.dtype))
@@ -279,7 +421,8 @@ class Rounding:
         # As a matrix product of rows with themselves, one column each.
         ones = np.ones((out.shape[-1], 1))
         squares += self.of_sums(self.dout * out, ones) ** 2
-        lost_here = f * (np.abs(self.dout) * (1 + lost(self.v)))
+        lost_here = f + self._lost_products() @ np.abs(self.v)
+        lost_here = np.abs(self.dout) * lost_here
         keys = self.k.shape[-2]
         return (
             np.sqrt(squares)
@@ -337,7 +480,8 @@ class Rounding:
         spread = turned(squares) @ rows**2 + sums
         value = turned(weights) @ rows
         under = turned(lost_pairs) @ np.abs(rows)
-        known = (turned(x) @ rows for x in moved)
+        of_sums = self._lost_by_sums(turned(weights), rows, LARGEST_TILE)
+        known = (turned(x) @ rows + of_sums for x in moved)
         known = _largest(sum_groups(x, self.heads_kv) for x in known)
         spread, value, under = (
             sum_groups(x, self.heads_kv) for x in (spread, value, under)
@@ -359,11 +503,6 @@ def _ratio(a, b):
 
 def turned(x):
     return np.swapaxes(x, -1, -2)
-
-
-def lost(rows):
-    """The error of a matmul in units of f, if every weight has error f."""
-    return np.abs(rows).sum(axis=-2, keepdims=True)
 
 
 def finite(array):

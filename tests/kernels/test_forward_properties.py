@@ -51,7 +51,7 @@ EXAMPLES = [
 def test_is_attention(backend, case):
     q, k, v, _ = inputs(case)
     got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, **case.meaning())
+    want = expected.forward(q, k, v, sums=case.sums(), **case.meaning())
     assert_forward_matches(got, want, case)
 
 

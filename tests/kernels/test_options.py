@@ -25,7 +25,7 @@ from helpers.compare import (
     assert_finite,
     assert_gradients_match,
 )
-from helpers.data import Case, inputs
+from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.option_cases import (
@@ -105,9 +105,38 @@ ONE_KEY = [
     Case("float16", batch=2, seqlen_q=122, seqlen_k=1, num_heads_q=2,
          head_dim=8, dropout=0.25, values="aligned", seed=2958853076),
 ]  # fmt: skip
+# The keys of a row have weights within a unit of the dtype, which are rounded
+# alike; their values do not cancel.
+ALIKE = [
+    Case(dropout=0.25, dtype="bfloat16", seqlen_q=24, seqlen_k=65, head_dim=8,
+         head_dim_v=8, causal=True, layout="padded_rows", values="rising",
+         seed=1019166420, on=Emulation("sm_100", 4132794853, resident=1)),
+    Case(dropout=0.25, dtype="bfloat16", batch=2, seqlen_q=5, seqlen_k=177,
+         head_dim=32, head_dim_v=32, values="rising", seed=882994083),
+]  # fmt: skip
+
+# Integer sums of dq in rows whose keys have little weight beside a sink, or
+# whose winner dropout drops: dq is of the size of the grid's steps.
+IDS = ("segment_ids_k", "segment_ids_q")
+SMALL_ROWS = [
+    Case(softcap=30000.0, dtype="float16", batch=2, seqlen_q=166, seqlen_k=2,
+         head_dim=40, head_dim_v=40, deterministic=True, layout="padded_rows",
+         values="large_column", seed=3650601029, on=Emulation("sm_90a"),
+         arrays_of=("alibi_slopes_of_batches", "mask", *IDS, "sink")),
+    Case(softcap=30000.0, dtype="float16", seqlen_q=200, seqlen_k=2,
+         num_heads_q=2, head_dim=40, head_dim_v=40, deterministic=True,
+         layout="axes_reversed", seed=1599188077, on=Emulation("sm_90a"),
+         arrays_of=("alibi_slopes_of_batches", "mask", *IDS, "sink")),
+    Case(softcap=30000.0, dropout=0.5, dtype="bfloat16", seqlen_q=51,
+         seqlen_k=136, num_heads_q=2, num_heads_kv=2, head_dim=40,
+         head_dim_v=40, scale=0.25, deterministic=True, values="peaked",
+         seed=109800082, on=Emulation("sm_90a"), arrays_of=IDS),
+]  # fmt: skip
 
 
-@on_each_backend(strategies.optional_cases, each={"dtype": DTYPES})
+@on_each_backend(
+    strategies.optional_cases, each={"dtype": DTYPES}, examples=ALIKE
+)
 def test_forward(backend, case):
     check_forward(backend, case)
 
@@ -115,7 +144,7 @@ def test_forward(backend, case):
 @on_each_backend(
     strategies.optional_cases,
     each={"dtype": DTYPES},
-    examples=UNSEEN + TINY_WEIGHTS,
+    examples=UNSEEN + TINY_WEIGHTS + SMALL_ROWS,
 )
 def test_backward(backend, case):
     """With the NumPy path's out and lse."""
