@@ -1,18 +1,19 @@
 """mma_16x8x8 of tf32: exact where it must be, else bounded."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bits import SEEDS, bits_of
-from helpers.compare import assert_arrays_equal, assert_at_most
-from helpers.small_kernels import on_both, read_only, run
+from helpers.compare import assert_all, assert_arrays_equal, assert_at_most
+from helpers.small_kernels import on_both, on_hopper, read_only, run
 
 SEEN = np.uint32(0xFFFFE000)  # what tf32 has of a float's bits
 SMALLEST_NORMAL = 2.0**-126
 
 
-def multiplied(a, b, c, backend):
+def multiplied(a, b, c, backend, **options):
     """Return a @ b + c of (n, 16, 8), (n, 8, 8) and (n, 16, 8) arrays."""
     d = np.empty(c.shape, np.float32)
     run(
@@ -21,6 +22,7 @@ def multiplied(a, b, c, backend):
          "c": read_only(c), "d": d},
         backend,
         blocks=len(c),
+        **options,
     )  # fmt: skip
     return d
 
@@ -93,3 +95,19 @@ def test_infinities_and_nan(backend, seed, share):
     with np.errstate(invalid="ignore"):
         expected = (a[..., None] * b[:, None]).sum(axis=2) + c
     assert_arrays_equal(d, expected, "d")
+
+
+# What one MMA adds to 2^13, in units of the last bit there, if each of eight
+# products is so many; measured on an H100.
+TRUNCATED = [(0.125, 0), (0.25, 2), (0.4375, 2), (-0.4375, -2), (1.24, 8)]
+
+
+@on_hopper
+@pytest.mark.parametrize(("product", "added"), TRUNCATED)
+def test_sums_are_truncated(product, added, backend):
+    """As those of 16-bit types: products below a quarter, the sum below 1."""
+    unit = 2.0**-10
+    a = cut(np.full((1, 16, 8), product * unit, np.float32))
+    b, c = np.ones((1, 8, 8), np.float32), np.full((1, 16, 8), 2.0**13)
+    d = multiplied(a, b, c.astype(np.float32), backend, truncates=True)
+    assert_all((d - 2.0**13) / unit, added, "d")

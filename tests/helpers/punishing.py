@@ -2,8 +2,9 @@
 
 Each function makes q, k, v and dout of one head, (rows, columns), from random
 numbers and a `Head`. They keep within float16's range, and differ from row to
-row and from key to key, so that roundings do too: bounds.py's roots of squares
-hold for them as they do for normal numbers.
+row and from key to key, so that roundings do too: rounding.py's roots of
+squares hold for them as they do for normal numbers. Except where weights of
+`rising` differ by less than a unit of a 16-bit type: see there.
 """
 
 from typing import NamedTuple

@@ -89,8 +89,9 @@ SMALLEST_SQUARED = 2.0**-400  # with errors of 2^-52, squares are normal
 PARTS = 6**0.5
 
 MMA_TERMS = 8  # products of tf32 that one MMA adds to a sum
-# Rows of the largest tile: where tf32x3's sums on tensor cores begin anew.
-LARGEST_TILE = 128
+# Keys of tf32x3's largest forward tile, and rows of its largest backward tile:
+# where sums on tensor cores begin anew.
+FORWARD_TILE, BACKWARD_TILE = 64, 128
 # Keys of the smallest tile of wgmma's backward pass, and the steps in what no
 # row of dq / scale exceeds: sm90/integer_dq.cuh.
 SMALLEST_DQ_TILE, DQ_STEPS = 64, 2.0**29
@@ -177,7 +178,7 @@ class Rounding:
         self.moved_lse = (self.p * self.moved_s).sum(axis=-1, keepdims=True)
         kept = self.p * self.terms.z
         self.moved_out = (kept * (self.moved_s - self.moved_lse)) @ self.v
-        self.moved_out += self._lost_by_sums(kept, self.v, LARGEST_TILE)
+        self.moved_out += self._lost_by_sums(kept, self.v, FORWARD_TILE)
 
     def _lost_by_sums(self, a, b, length=None):
         """Return what tensor cores change in a @ b on average, with signs.
@@ -338,7 +339,7 @@ class Rounding:
         dq = 3 * np.sqrt(pairs**2 @ k**2 + self.of_sums(ds, k) ** 2)
         dq += 3 * self.delta_error * np.abs(p @ k)
         dq += (self.row + u + 2 * e) * np.abs(ds @ k)
-        of_sums = self._lost_by_sums(ds, k, LARGEST_TILE)
+        of_sums = self._lost_by_sums(ds, k, BACKWARD_TILE)
         dq += _largest(x @ k + of_sums for x in moved_ds)
         dq += self._of_grid(delta)
         dq = np.abs(self.scale) * (dq + lost_ds @ np.abs(k)) + f
@@ -374,7 +375,8 @@ class Rounding:
 
         A part from each key tile is rounded to half a step. Steps are at most
         2^-29 of what the row cannot exceed (sm90/integer_dq.cuh):
-        (z |dO_i| max|V_j| + |delta_i|) max|K_jc|.
+        (z |dO_i| max|V_j| + |delta_i|) max|K_jc|, times what weights may
+        exceed 1 by (prepare/row_grids.cuh).
         """
         if not self.integers:
             return 0.0
@@ -385,6 +387,7 @@ class Rounding:
         z = np.max(self.terms.z, initial=1.0)
         limit = z * dout * v.max(**largest) + np.abs(delta)
         limit = limit * np.abs(self.k).max(**largest)
+        limit = limit * np.exp2(2.0**-20 * np.abs(self.lse_ref))[..., None]
         tiles = -(-self.k.shape[-2] // SMALLEST_DQ_TILE)
         return min(tiles, 3 * np.sqrt(tiles)) / 2 * limit / DQ_STEPS
 
@@ -480,7 +483,7 @@ class Rounding:
         spread = turned(squares) @ rows**2 + sums
         value = turned(weights) @ rows
         under = turned(lost_pairs) @ np.abs(rows)
-        of_sums = self._lost_by_sums(turned(weights), rows, LARGEST_TILE)
+        of_sums = self._lost_by_sums(turned(weights), rows, BACKWARD_TILE)
         known = (turned(x) @ rows + of_sums for x in moved)
         known = _largest(sum_groups(x, self.heads_kv) for x in known)
         spread, value, under = (

@@ -71,8 +71,8 @@ def active(
         ``"mma"``, ``"simt"`` or another: use this kernel family if it
         supports the problem, as ``CUFLASH_FAMILY`` does on a GPU.
     truncates : bool, optional
-        Whether MMAs of 16-bit types truncate sums, as Hopper's tensor cores
-        do. By default they round once, which is faster.
+        Whether MMAs of 16-bit types and of tf32 truncate sums, as Hopper's
+        tensor cores do. By default they round once, which is faster.
 
     Yields
     ------
