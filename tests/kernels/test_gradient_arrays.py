@@ -20,6 +20,18 @@ from helpers.option_cases import KINDS
 from helpers.packed import packed_inputs
 
 NAMES = "dq", "dk", "dv"
+
+
+def odd_batches(array):
+    """Rows of the first batch are aligned, those of the second are not."""
+    of_batch = array[0].size + 1
+    memory = np.full(of_batch * len(array), np.nan, array.dtype)
+    inner = np.ascontiguousarray(array[0]).strides
+    strides = of_batch * array.itemsize, *inner
+    return np.ndarray(array.shape, array.dtype, memory, strides=strides)
+
+
+OWN_LAYOUTS = LAYOUTS | {"odd_batches": odd_batches}
 WRITABLE_LAYOUTS = [name for name in LAYOUTS if name != "broadcast"]
 ALL_KINDS = {
     **KINDS,
@@ -36,7 +48,7 @@ def operands(case):
 
 def poisoned(array, layout="contiguous"):
     """Return an array alike, of NaN, with the strides of a layout."""
-    return LAYOUTS[layout](np.full_like(array, np.nan, order="C"))
+    return OWN_LAYOUTS[layout](np.full_like(array, np.nan, order="C"))
 
 
 def check_targets(backend, case, given, targets):
@@ -71,7 +83,9 @@ def test_they_receive_the_gradients(backend, case):
 
 @on_backends
 @on_all_kinds
-@pytest.mark.parametrize("layout", ["misaligned", "every_other_token"])
+@pytest.mark.parametrize(
+    "layout", ["misaligned", "every_other_token", "odd_batches"]
+)
 def test_of_each_family(backend, kind, layout):
     """Each alone, too: the others are new arrays."""
     case = Case(batch=2, seqlen_q=40, seqlen_k=50, num_heads_q=2, causal=True,

@@ -157,6 +157,18 @@ def test_a_nan_of_a_masked_key_is_not_read(backend, name):
 
 
 @on_kernels
+@pytest.mark.parametrize("size", ["1.25", "1.5"])
+def test_equal_scores_far_below_0(backend, size):
+    """-2^39 times `size`: their exponents are rounded by more than 2^10.
+
+    So 2 to the power of what remains is 0 or infinite.
+    """
+    spoiled = ("q", (0,), str(2.0**18)), ("k", (0,), str(-float(size) * 2**18))
+    case = replace(SMALL, batch=1, causal=True, spoiled=spoiled)
+    check(case, tangents(case, "v"), backend)
+
+
+@on_kernels
 @pytest.mark.parametrize("nth", [0, 1])
 def test_a_nan_of_a_masked_key_is_in_one_direction(backend, nth):
     case = replace(SMALL, batch=1, causal=True)

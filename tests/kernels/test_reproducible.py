@@ -126,7 +126,8 @@ MASKED_TURNS = {
     name: replace(TURNS["wgmma_wide"], seqlen_q=150, **changes)
     for name, changes in {
         "causal": {"causal": True},
-        "window": {"window": (230, 230)},
+        # The last query tile does not see the first key tile.
+        "window": {"window": (164, 230)},
         "causal_window": {"causal": True, "window": (150, 0)},
     }.items()
 }
