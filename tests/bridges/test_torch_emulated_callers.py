@@ -22,6 +22,7 @@ import cuflash.torch  # noqa: E402
 from cuflash import distributed  # noqa: E402
 from cuflash.torch.dtypes import from_numpy, to_numpy  # noqa: E402
 from helpers import emulated_torch  # noqa: E402
+from helpers.compare import assert_arrays_equal  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [
@@ -80,7 +81,7 @@ def test_mapped_gradients():
     pull = partial(torch.autograd.grad, out, inputs, retain_graph=True)
     got = pull(douts, is_grads_batched=True)
     for x, *each in zip(got, *map(pull, douts), strict=True):
-        assert torch.equal(x, torch.stack(each))
+        assert_arrays_equal(x, torch.stack(each), "x")
 
 
 MASKS = {

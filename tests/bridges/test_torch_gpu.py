@@ -157,7 +157,7 @@ def test_capture_of_strides_that_need_copies():
         got = call()
     q.mul_(0.5)
     graph.replay()
-    assert torch.equal(got, call())
+    assert_equal([got], [call()])
 
 
 # Of the leaves, which are made outside of the capture's stream.
@@ -171,7 +171,7 @@ def test_graphed_callables():
     graphed = torch.cuda.make_graphed_callables(call, tuple(inputs_on_gpu()))
     inputs = inputs_on_gpu()
     got, expected = graphed(*inputs), call(*inputs)
-    assert torch.equal(got, expected)
+    assert_equal([got], [expected])
     dout = torch.ones_like(got)
     for x, y in zip(
         torch.autograd.grad(got, inputs, dout),
@@ -190,11 +190,11 @@ def test_capture_of_decoding():
     for _ in range(3):
         graph.replay()
         expected = cuflash.torch.forward_kvcache(**theirs)
-        assert torch.equal(got, expected)
+        assert_equal([got], [expected])
         for given in (ours, theirs):
             given["cache_seqlens"].add_(1)
             given["k_new"].mul_(0.5)
-    assert torch.equal(ours["k_cache"], theirs["k_cache"])
+    assert_equal([ours["k_cache"]], [theirs["k_cache"]])
 
 
 # Memory ---------------------------------------------------------------------

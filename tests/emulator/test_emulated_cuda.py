@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.compare import assert_all
 from helpers.emulated_cuda import EmulatedCuda
 
 
@@ -20,7 +21,7 @@ def test_new_memory_is_nan():
     memory = EmulatedCuda("sm_80").new(64)
     assert memory.ctypes.data % 256 == 0
     for dtype in (np.float16, np.float32, np.float64):
-        assert np.isnan(memory.view(dtype)).all()
+        assert_all(memory.view(dtype), np.nan, np.dtype(dtype).name)
 
 
 def test_kernels_access_the_memory_of_their_call_alone():

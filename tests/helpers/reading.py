@@ -9,6 +9,7 @@ import numpy as np
 
 from cuflash.abi import TensorMap
 
+from .compare import assert_all, assert_elements
 from .counting import Counting
 
 # Axes by names of a struct's numbers, and where its strides are.
@@ -216,7 +217,7 @@ class _Launch:
             return
         want = self.machine.written.get(name) if given is None else given
         got = np.ascontiguousarray(array).ravel()[elements]
-        _same(name, got, np.broadcast_to(want, shape))
+        assert_all(got, np.broadcast_to(want, shape), name, "read by a kernel")
 
     def _elements(self, name, array, shape, strides):
         """Return the elements of `array` that strides lead to."""
@@ -224,7 +225,7 @@ class _Launch:
         order, found = np.argsort(own), _offsets(shape, strides)
         last = len(own) - 1
         index = order[np.searchsorted(own, found, sorter=order).clip(0, last)]
-        assert (own[index] == found).all(), f"{name}: {strides} lead outside"
+        assert_elements(own[index], found, name, f"{strides} lead outside")
         return index
 
     def _write(self, name, array, elements):
@@ -281,7 +282,12 @@ class _Launch:
             assert name.endswith("_dot") or own.size == array.size
             return
         got = np.ascontiguousarray(array).ravel()[own]
-        _same(f"{name}_map", got, np.reshape(want, boxes.shape))
+        assert_all(
+            got,
+            np.reshape(want, boxes.shape),
+            f"{name}_map",
+            "read by a kernel",
+        )
 
 
 def _flat(struct):
@@ -293,11 +299,3 @@ def _flat(struct):
         else:
             found[name] = struct[name]
     return found
-
-
-def _same(name, got, want):
-    wrong = ~((got == want) | ((got != got) & (want != want)))
-    assert not wrong.any(), (
-        f"{name}{[int(x) for x in np.argwhere(wrong)[0]]}: a kernel reads "
-        f"{got[wrong][0]} for {want[wrong][0]}; {wrong.sum()} are wrong"
-    )

@@ -64,7 +64,7 @@ def test_all_bits_of_the_seed_count(seed):
     kept = Dropout(0.5, seed, 3, 2).factors(query, key) != 0
     want = [[word_of((i, j), seed) >= 2**31 for j in key.tolist()]
             for i in query.tolist()]  # fmt: skip
-    np.testing.assert_array_equal(kept, want)
+    assert_arrays_equal(kept, want, "kept")
 
 
 tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
