@@ -125,6 +125,71 @@ def test_rotary_turns_keys_at_their_places(case, interleaved, window):
         assert_close(got[1][b], lse, bound.lse)
 
 
+def turned(x, positions, interleaved):
+    """Rotate (tokens, heads, d) by complex numbers: angles as `tables` has."""
+    first, second = (
+        (slice(0, None, 2), slice(1, None, 2))
+        if interleaved
+        else np.split(np.arange(x.shape[-1]), 2)
+    )
+    half = x.shape[-1] // 2
+    theta = 10000.0 ** (-np.arange(half) / half)
+    angles = np.asarray(positions)[:, None, None] * theta
+    z = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    y = np.empty_like(x)
+    y[..., first], y[..., second] = z.real, z.imag
+    return y
+
+
+def written_out(q, k, v, causal, window):
+    """Attention of one head's tokens, (tokens, d), pair by pair."""
+    out, lse = np.zeros((len(q), v.shape[-1])), np.full(len(q), -np.inf)
+    left, right = (np.inf if x is None else x for x in window)
+    for i, row in enumerate(q):
+        at = len(k) - len(q) + i
+        seen = [j for j in range(len(k)) if at - left <= j <= at + right
+                and (j <= at or not causal)]  # fmt: skip
+        weights = np.exp(k[seen] @ row / len(row) ** 0.5)
+        if seen:
+            out[i] = weights @ v[seen] / weights.sum()
+            lse[i] = np.log(weights.sum())
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "window", [(None, None), (2, None), (None, 1), (None, 9), (2, 1), (0, 0)]
+)
+def test_rotary_with_each_kind_of_window(window, causal):
+    """Ragged queries, more and fewer than new keys, written out.
+
+    Scores are below 32 (|q|, |k| < 8, of 4 columns) and within some 32
+    roundings of that: 2^-43; out is a mean of values below 8, off by twice
+    that of 8, 2^-39.
+    """
+    case = CacheCase((0, 3, 5, 4), seqlen_new=2)
+    counts, bound = (3, 1, 0, 4), 2.0**-39
+    offsets, interleaved = np.cumsum([0, *counts]), window[1] == 1
+    q = np.random.default_rng(5).standard_normal((sum(counts), 4, 4))
+    cos, sin = tables(30, case.head_dim)
+    out, lse = call(
+        case, case.contiguous(), q, cu_seqlens_q=offsets, window=window,
+        causal=causal, rotary_cos=cos, rotary_sin=sin,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    one_by_one = causal or window != (None, None)
+    for b, (n, count) in enumerate(zip(case.before, counts, strict=True)):
+        own, (k, v) = slice(offsets[b], offsets[b + 1]), case.sequences()[b]
+        places = n + np.arange(count) if one_by_one else np.full(count, n)
+        rows = turned(q[own], places, interleaved)
+        k[n:] = turned(k[n:], [n, n + 1], interleaved)
+        for h in range(4):
+            x = rows[:, h], k[:, h // 2], v[:, h // 2]
+            want_out, want_lse = written_out(*x, causal, window)
+            assert_allclose(out[own, h], want_out, f"out of {b}", atol=bound)
+            assert_allclose(lse[h, own], want_lse, f"lse of {b}", atol=bound)
+
+
 @given(cache_cases(), st.data())
 def test_left_padding_is_a_shorter_sequence(case, data):
     pad = [data.draw(st.integers(0, n)) for n in case.before]
