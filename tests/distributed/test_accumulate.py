@@ -25,11 +25,11 @@ on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 def contributions(kind, dtype):
     """Return (rows, array) of each; elements are multiples of the unit.
 
-    They are at most 1, so that the dtype holds them and float32 their sums:
-    with 24 of them at most, multiples of 2^-18 or more.
+    They are at most 1, so that the dtype holds them, and float32 (float64)
+    their sums: of 24 at most, multiples of 32 of its units or more.
     """
-    rng = np.random.default_rng(3)
-    steps = round(1 / max(PRECISION[dtype].unit, 2.0**-18))
+    rng, precision = np.random.default_rng(3), PRECISION[dtype]
+    steps = round(1 / max(precision.unit, 32 * precision.sum_unit / 2))
     for rows in KINDS[kind]:
         numbers = rng.integers(-steps, steps, (2, len(rows), 3, 16))
         yield rows, (numbers / steps).astype(DTYPES[dtype])
