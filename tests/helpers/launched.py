@@ -67,7 +67,27 @@ def slice_of_wider(array):
     return store[..., 20 : 20 + d]
 
 
-READ = [*LAYOUTS.values(), swapped, slice_of_wider]
+def askew(array):
+    """The same strides, but an address that elements are not aligned to.
+
+    Of bytes, none; of others by one byte, or by half an element.
+    """
+    itemsize = array.itemsize
+    if itemsize == 1:
+        return array
+    pairs = zip(array.strides, array.shape, strict=True)
+    ends = [stride * (n - 1) for stride, n in pairs]
+    low, high = (sum(x for x in ends if x * sign > 0) for sign in (-1, 1))
+    store = np.zeros(high - low + 2 * itemsize, np.uint8)
+    start = 1 if array.ndim % 2 else itemsize // 2
+    found = np.ndarray(
+        array.shape, array.dtype, store, start - low, array.strides
+    )
+    found[...] = array
+    return found
+
+
+READ = [*LAYOUTS.values(), swapped, slice_of_wider, askew]
 WRITTEN = [x for x in READ if x.__name__ != "broadcast"]
 
 
@@ -81,6 +101,18 @@ def any_axes(array, number):
     gaps = (slice(number % 4 - 2, None, 2),) * array.ndim
     store[gaps] = array
     return store[gaps]
+
+
+def of_any_axes(arrays, first, batch):
+    """Give each option an order of axes, and half of them a skew address."""
+    made = {
+        name: any_axes(x, first + i)
+        for i, (name, x) in enumerate(arrays.items())
+    }
+    return {
+        name: askew(x) if (i + batch) % 2 else x
+        for i, (name, x) in enumerate(made.items())
+    }
 
 
 def laid_out(arrays, first, layouts=READ):
@@ -121,10 +153,7 @@ class Launched:
         self.families = set()
         arrays = dict(zip(shapes(self.case), inputs(self.case), strict=True))
         self.arrays = laid_out(arrays, first)
-        self.options = {
-            name: any_axes(x, first + i)
-            for i, (name, x) in enumerate(option_arrays(self.case).items())
-        }
+        self.options = of_any_axes(option_arrays(self.case), first, batch)
 
     def __repr__(self):
         return f"{self.family}, {self.case}, first={self.first}"
@@ -133,7 +162,8 @@ class Launched:
         """Numbers of rows, as lse."""
         rows = lse_gradient(self.case)
         rows = rows.astype(lse_dtype(DTYPES[self.case.dtype])) + number
-        return any_axes(rows, self.first + number)
+        rows = any_axes(rows, self.first + number)
+        return askew(rows) if (self.first + number) % 3 == 0 else rows
 
     def targets(self, **like):
         """Arrays that receive results."""
@@ -155,6 +185,8 @@ class Launched:
     def _moved(self, shape, dtype, number):
         made = self.rng.standard_normal(shape).astype(dtype)
         number += self.first
+        if number % 3 == 2:
+            return askew(made)
         if number % 5 == 4 and len(shape) == 5:  # of directions every other
             return np.repeat(made, 2, axis=0)[::2]
         return any_axes(made, number)
@@ -280,6 +312,8 @@ def double_backward(p):
 # Caches ----------------------------------------------------------------------
 
 HEADS, HEADS_KV, QUERIES, TOKENS, NEW = 4, 2, 3, 32, 2
+# First columns of k_cache and, past 48, of v_cache: either is aligned to less.
+STARTS = (0, 0), (0, 1), (1, 0), (0, 4), (4, 0), (2, 4), (4, 2)
 KINDS_OF_CACHES = ("slots", "pages", "bytes")
 
 
@@ -300,10 +334,11 @@ def caches(dtype, batch, first, kind):
     else:
         held = (4 * batch, TOKENS // 2)
     stored = np.uint8 if kind == "bytes" else DTYPES[dtype]
-    both = drawn(*held, HEADS_KV, d + dv + first % 3, dtype=stored)
-    start = first % 3  # which may unalign one cache, or both
-    held_by = {"k_cache": both[..., start : start + d],
-               "v_cache": both[..., start + d : start + d + dv]}  # fmt: skip
+    of_k, of_v = STARTS[first % len(STARTS)]
+    width = 80 + first // len(STARTS)  # which may unalign all rows
+    both = drawn(*held, HEADS_KV, width, dtype=stored)
+    held_by = {"k_cache": both[..., of_k : of_k + d],
+               "v_cache": both[..., 48 + of_v : 48 + of_v + dv]}  # fmt: skip
     given = {"q": drawn(batch, QUERIES, HEADS, d)}
     given |= {
         "k_new": drawn(batch, NEW, HEADS_KV, d),
@@ -330,10 +365,7 @@ def caches(dtype, batch, first, kind):
             numbers[name] = drawn(99, d // 2, dtype=np.float32)
         if first % 3 == 0:
             del numbers["rotary_cos"], numbers["rotary_sin"]
-    numbers = {
-        name: any_axes(x, first + i)
-        for i, (name, x) in enumerate(numbers.items())
-    }
+    numbers = of_any_axes(numbers, first, batch)
     read = {**given, **numbers,
             "k": held_by["k_cache"], "v": held_by["v_cache"]}  # fmt: skip
     if "rotary_cos" in numbers:

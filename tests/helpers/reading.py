@@ -210,6 +210,7 @@ class _Launch:
             return
         array = self.machine.seen[address]
         steps = [x * array.itemsize for x in strides]
+        assert address % array.itemsize == 0, f"{name}: elements lie askew"
         self._check_alignment(name, address, shape, steps)
         elements = self._elements(name, array, shape, steps)
         if name in self.writes:
