@@ -114,6 +114,56 @@ def around(*edges):
     return [x + one for x in edges for one in (-1, 0, 1)]
 
 
+def windows_at_edges(tile, seqlen_q, seqlen_k):
+    """Return the left bounds that meet all edges of tiles, and the right ones.
+
+    The last query of a key and the first key of a query follow from the left
+    bound, the others from the right one, each moved by the lengths'
+    difference.
+    """
+    shift = seqlen_k - seqlen_q
+    of_q, of_k = (seqlen_q, tile.block_q), (seqlen_k, tile.block_k)
+    bounds = range(seqlen_q + seqlen_k)
+    left = {x: _met(of_k, x + 1 - shift, of_q, "end of queries")
+            | _met(of_q, shift - x, of_k, "first key")
+            for x in bounds}  # fmt: skip
+    right = {x: _met(of_q, x + 1 + shift, of_k, "end of keys")
+             | _met(of_k, -shift - x, of_q, "first query")
+             for x in bounds}  # fmt: skip
+    return _fewest(left), _fewest(right)
+
+
+def _met(rows, step, others, name):
+    """Return which edges rows' ends meet: how far before or after each is.
+
+    Of a tile's first and last rows, and of the last there is. An edge has a
+    tile on either side.
+    """
+    (length, block), (end, other) = rows, others
+    found = set()
+    for row in range(length):
+        edge = round((row + step) / other) * other
+        after = row + step - edge
+        if abs(after) > 1 or not 0 < edge < end:
+            continue
+        places = {"first": row % block == 0, "last": (row + 1) % block == 0,
+                  "end": row == length - 1}  # fmt: skip
+        found |= {(name, x, after) for x, is_at in places.items() if is_at}
+    return found
+
+
+def _fewest(met):
+    """Return few bounds that meet what all do, by greed, in order.
+
+    The largest of equals: windows with whole tiles inside.
+    """
+    left, chosen = set().union(*met.values()), []
+    while left:
+        chosen.append(max(met, key=lambda x: (len(met[x] & left), x)))
+        left -= met[chosen[-1]]
+    return sorted(chosen)
+
+
 def packed_lengths(grid):
     """Return sequences of all lengths around a tile's edge, end to end.
 

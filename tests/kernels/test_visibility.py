@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from helpers import visibility as probe
-from helpers.visibility_grids import around, on_families, packed_lengths
+from helpers.visibility_grids import (
+    around,
+    on_families,
+    packed_lengths,
+    windows_at_edges,
+)
 
 
 @on_families
@@ -27,20 +32,25 @@ def test_causal_lengths(backend, grid):
 
 @on_families
 def test_windows(backend, grid):
-    """Each bound one token before, at and one after a tile's edge.
+    """The first and last rows of tiles see up to, at and past tiles' edges.
 
-    The lengths differ, so that bounds lie at all places of a tile.
+    With fewer queries than keys by two bounds at once, with more by either.
     """
-    seqlen_q, seqlen_k = 2 * grid.tile.block_q + 1, 2 * grid.tile.block_k + 3
-    of_left = [0, *around(grid.tile.block_q)]
-    of_right = [0, *around(grid.tile.block_k)]
-    windows = [(x, 0) for x in of_left] + [(1, x) for x in of_right]
-    windows += [(None, x) for x in of_right] + [(x, None) for x in of_left]
-    arrays = probe.arrays(grid.dtype, 1, seqlen_q, seqlen_k)
+    block_q, block_k = grid.tile.block_q, grid.tile.block_k
+    few = 2 * block_q + 1, 2 * block_k + 3
+    left, right = windows_at_edges(grid.tile, *few)
+    count = max(len(left), len(right))
+    both = zip(np.resize(left, count), np.resize(right, count), strict=True)
+    of = {few: [(left[0], 0), *((int(x), int(y)) for x, y in both)]}
+    many = 2 * block_q + block_k + 5, block_k + 3
+    left, right = windows_at_edges(grid.tile, *many)
+    of[many] = [(x, None) for x in left] + [(None, x) for x in right]
     with backend.running(grid.case):
-        for window in windows:
-            seen = probe.pairs(seqlen_q, seqlen_k, window=window)
-            grid.check(backend, seen, arrays, window=window)
+        for lengths, windows in of.items():
+            arrays = probe.arrays(grid.dtype, 1, *lengths)
+            for window in windows:
+                seen = probe.pairs(*lengths, window=window)
+                grid.check(backend, seen, arrays, window=window)
 
 
 @on_families

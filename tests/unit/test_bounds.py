@@ -70,7 +70,7 @@ def test_windows_of_caches(seqlen_q):
 
 
 def test_packed_sequences_keep_their_bounds():
-    """The lengths of sequences are not known; here, of more tokens than one."""
+    """Whose lengths are not known: here, more than one token."""
     for call in CALLS:
         causal, (left, right) = validate.bounds_that_mask(
             **call, seqlen_q=1, seqlen_k=1, packed=True
