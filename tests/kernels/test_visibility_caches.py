@@ -82,11 +82,15 @@ def test_lengths(backend, dtype, splits):
 @on_kinds
 @pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
 def test_windows_begin_in_different_tiles(backend, dtype, pages):
-    """Of several queries, the first has the first tile of keys."""
+    """Each query's first key is one before, at and one after a tile's edge.
+
+    Of three queries: the first needs bounds three below the tile's length.
+    """
     tile = TILES[dtype]
-    for left in (0, 1, 2, *around(tile)):
+    for left in (0, *range(tile - 3, tile + 2)):
         check(backend, dtype, (left, 0), pages)
-    check(backend, dtype, (tile, None), pages, num_splits=2)
+    for right in (1, None):
+        check(backend, dtype, (tile, right), pages, num_splits=2)
 
 
 @on_kinds
