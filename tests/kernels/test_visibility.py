@@ -42,7 +42,7 @@ def test_windows(backend, grid):
     count = max(len(left), len(right))
     both = zip(np.resize(left, count), np.resize(right, count), strict=True)
     of = {few: [(left[0], 0), *((int(x), int(y)) for x, y in both)]}
-    many = 2 * block_q + block_k + 5, block_k + 3
+    many = block_q + block_k + 3, block_k + 3
     left, right = windows_at_edges(grid.tile, *many)
     of[many] = [(x, None) for x in left] + [(None, x) for x in right]
     with backend.running(grid.case):
