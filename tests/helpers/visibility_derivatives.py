@@ -57,12 +57,16 @@ def _compare(results, wanted, times):
     A 16-bit kernel rounds X' - b, by at most 2^-7: with random signs, which
     codes give them, that is less than 0.1 for 131 keys. It rounds its result
     by 2^-8 of it. In the column of v that is 1, out_dot has no random signs
-    and no code: it is not compared.
+    and no code: it is not compared. Nor are the columns of d2q and d2k whose
+    code is a factor of X' too: there all rows may be rounded the same way.
     """
     for (name, n), *pair in zip(times.items(), results, wanted, strict=True):
         got, ref = (np.asarray(x, np.float64) * n for x in pair)
         if name in ("out_dot", "ddout"):
             got, ref = got[..., :HALF], ref[..., :HALF]
+        if name in ("d2q", "d2k"):
+            alike = HALF if name == "d2q" else 0
+            got, ref = (np.delete(x, alike, axis=-1) for x in (got, ref))
         wrong = ~(np.abs(got - ref) <= 0.5 + 2.0**-8 * np.abs(ref))
         report(wrong, name, got, ref, "sums of X' and codes")
 
