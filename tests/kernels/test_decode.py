@@ -16,7 +16,7 @@ from helpers.compare import assert_bitwise, assert_forward_matches
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.kernels import small_problem
-from helpers.option_cases import ALL, ALONE
+from helpers.option_cases import ALL, with_scales
 
 # Three queries of three heads a group are nine rows; the second tile of
 # seven more is not full.
@@ -24,7 +24,11 @@ CASE = Case(
     "bfloat16", 2, 3, 600, 6, 2, 64, 64, seed=1,
     on=Emulation("sm_90a", num_sms=3, seed=1, resident=2),
 )  # fmt: skip
-OPTIONS = {**ALONE, "all": ALL}
+# What is not linear does not negate scores for a scale below 0.
+OPTIONS = {
+    **with_scales(softcap=-0.3, bias=-0.2, slopes=-0.3),
+    "all": {**ALL, "scale": -0.3},
+}
 
 # Two queries of three heads are six rows of a tile of eight; four of wide
 # heads, whose second tile is not full.

@@ -73,13 +73,13 @@ OPTIONS = {
     "causal": {"causal": True},
     "window": {"window": (20, 1)},
     "window of one": {"window": (0, 0)},
-    "softcap": {"softcap": 2.0},
-    "slopes": {"arrays_of": ("alibi_slopes",)},
+    "softcap": {"softcap": 2.0, "scale": -0.3},
+    "slopes": {"arrays_of": ("alibi_slopes",), "scale": -0.3},
     "slopes of batches": {"arrays_of": ("alibi_slopes_of_batches",)},
     "sink": {"arrays_of": ("sink",)},
     "scale": {"scale": -0.3},
     "all": {
-        "causal": True, "window": (50, None), "softcap": 20.0,
+        "causal": True, "window": (50, None), "softcap": 20.0, "scale": -0.3,
         "arrays_of": ("alibi_slopes_of_batches", "sink"),
     },
 }  # fmt: skip
