@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import strategies
 from cuflash.tiles import Tile
 from helpers import calls, expected
-from helpers.backends import EMULATED, on_each_kind
+from helpers.backends import EMULATED, on_each_kind, on_kernels
+from helpers.checks import check_gradients
 from helpers.compare import (
     assert_all,
     assert_arrays_equal,
@@ -182,6 +183,24 @@ def test_infinities_of_both_signs_are_nan(backend, dtype, arch):
     want = expected.backward(dout, q, k, v, **case.meaning())[2]
     assert_all(dv[:, 25:125], np.nan, "dv[:, 25:125]", case)
     assert_matches(dv, want, "dv", case)
+
+
+@on_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_before_a_key_of_their_tile(backend, head_dim):
+    """Keys that do not see them keep their gradients, of each head alone.
+
+    The first and last query of a tile of 64, and the next.
+    """
+    spoiled = tuple(
+        (x, (b, query, head), "nan")
+        for b, x in enumerate(("q", "dout"))
+        for head, query in enumerate((0, 63, 64))
+    )
+    check_gradients(backend, Case(
+        "bfloat16", 2, 140, 140, 3, 3, head_dim, head_dim, causal=True,
+        spoiled=spoiled, on=Emulation("sm_90a"),
+    ))  # fmt: skip
 
 
 @on_each_kind
