@@ -77,10 +77,10 @@ def assert_packed_gradients(got, dout, q, k, v, case, dlse=None):
     for x, offsets in zip(got, (*case.offsets, case.offsets[1]), strict=False):
         assert_all(x[offsets[-1] :], 0, "x[offsets[-1] :]", case)
     if "sink" in case.arrays_of:
-        assert_matches(got[3], _sum(dsinks, got[3].shape), "dsink", case)
+        assert_matches(got[3], sum_of(dsinks, got[3].shape), "dsink", case)
 
 
-def _sum(parts, shape):
+def sum_of(parts, shape):
     """Return the expected sum; errors of its parts add up."""
     zero = np.zeros(shape)
     return expected.Expected(

@@ -5,6 +5,7 @@ derivatives are still those of calls without offsets (docs/guide/accuracy.md,
 "The rounding of lse").
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import cuflash
 from helpers import calls, expected
-from helpers.backends import CUPY, EMULATED, NUMPY
+from helpers.backends import CUPY, EMULATED, NUMPY, on_kernels
 from helpers.compare import (
     assert_at_most,
     assert_gradients_match,
@@ -28,6 +29,7 @@ from helpers.derivatives import (
 )
 from helpers.dtypes import DTYPES, lse_dtype
 from helpers.option_cases import KINDS
+from helpers.packed import packed_inputs, sum_of
 from helpers.row_offsets import row_offsets
 
 HOPPER = {"on": Emulation("sm_90a")}
@@ -155,6 +157,55 @@ def test_a_sink_as_large(backend, fields):
     )  # fmt: skip
     want = expected.backward(dout, q, k, v, scale=0.5, sink=sink)
     assert_gradients_match(got, want, replace(case, arrays_of=("sink",)))
+
+
+@pytest.mark.parametrize("kind", ["mma16", "wgmma16"])
+@on_kernels
+def test_packed_sequences_beside_a_sink_as_large(backend, kind):
+    """Of one key each, which ties with the sink for rows at one distance.
+
+    The first sequence has no slopes; rows nearer or farther are of the key or
+    of the sink alone.
+    """
+    of_q, of_k = (0, 9, 20, 50, 57), (0, 1, 2, 3, 4)
+    case = Case(
+        batch=1, seqlen_q=57, seqlen_k=4, num_heads_q=2, scale=0.5,
+        values="halves", offsets=(of_q, of_k), **KERNELS[kind],
+    )  # fmt: skip
+    offset = np.array([-1, 1]) * 2.0**22
+    slopes = -offset / np.array([[np.inf], [2], [16], [1]])
+    sink = offset + [0.5, -0.5]
+    (q, k, v, dout), given = packed_inputs(case)
+    options = {
+        "alibi_slopes": slopes.astype(np.float32),
+        "sink": sink.astype(np.float32),
+    }
+    states = cuflash.forward(
+        *given[:3], **case.meaning(), **options, return_lse=True
+    )
+    placed = {name: backend.place(x) for name, x in options.items()}
+    dq, dk, dv, dsink = calls.backward(
+        backend, case, given[3], *given[:3], *states, **placed,
+        return_dsink=True,
+    )  # fmt: skip
+    want_dsink = []
+    for b, (i, n) in enumerate(itertools.pairwise(of_q)):
+        distance = np.arange(n - i)[::-1]
+        added = -slopes[b][:, None] * distance - offset[:, None]
+        want = expected.backward(
+            dout[:, i:n], q[:, i:n], k[:, b : b + 1], v[:, b : b + 1],
+            scale=0.5, bias=added.clip(-200, 200)[None, :, :, None],
+            sink=sink - offset,
+        )  # fmt: skip
+        for name, x, one in zip(
+            ("dq", "dk", "dv"),
+            (dq[i:n], dk[b : b + 1], dv[b : b + 1]),
+            want,
+            strict=False,
+        ):
+            assert_matches(x[None], one, name, case)
+        want_dsink.append(want[4])
+    assert_matches(dsink, sum_of(want_dsink, dsink.shape), "dsink", case)
 
 
 @on({"simt": KINDS["simt"]})
