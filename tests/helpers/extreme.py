@@ -80,6 +80,19 @@ def one_large(rng, shape, dtype):
     return scores
 
 
+def one_in_millions(rng, shape, dtype):
+    """Ordinary scores, and in each row one of 10^6 to 10^7.
+
+    Times log2(e) it is rounded to a multiple of 1/8 to 1, twice alike: by up
+    to a factor of 2^(1/2) in the weights. From 2^24 on kernels do without.
+    """
+    scores = np.round(rng.standard_normal(shape) * 8) / 8
+    rows, keys = shape
+    large = 2.0**20 * rng.integers(8, 64, rows) / 8
+    scores[np.arange(rows), rng.integers(0, keys, rows)] = large
+    return scores
+
+
 def one_hugely_negative(rng, shape, dtype):
     scores = one_huge(rng, shape, dtype)
     return np.where(scores > LARGEST[dtype] / 2, -scores, scores)
@@ -106,6 +119,7 @@ FAMILIES = (
     powers_of_two,
     one_huge,
     one_large,
+    one_in_millions,
     one_hugely_negative,
     all_huge,
     all_hugely_negative,

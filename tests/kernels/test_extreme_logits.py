@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 import strategies
 from cuflash.tiles import Tile
 from helpers import calls, expected, extreme
-from helpers.backends import on_backends, on_each_emulated_kind, on_kernels
+from helpers.backends import (
+    on_backends,
+    on_each_emulated_kind,
+    on_each_kind,
+    on_kernels,
+)
 from helpers.compare import (
     assert_all,
     assert_finite,
@@ -57,6 +62,26 @@ def extremes(
 )  # fmt: skip
 def test_forward(backend, case):
     q, k, v, _ = inputs(case)
+    got = calls.forward(backend, case, q, k, v)
+    want = expected.forward(q, k, v, **case.meaning(), exact_scores=True)
+    assert_forward_matches(got, want, case)
+
+
+@on_each_kind
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scale": -1.0}, {"dropout": 0.25}],
+    ids=["plain", "negative", "dropout"],
+)
+def test_one_in_millions_beside_a_sink(backend, dtype, arch, changes):
+    """What rounding its exponent adds to acc and l is no part of a sink."""
+    fields = {"scale": 1.0, "arrays_of": ("sink",), **changes}
+    case = Case(
+        dtype, seqlen_q=20, seqlen_k=40, head_dim=40, values="one_in_millions",
+        on=Emulation(arch), **fields,
+    )  # fmt: skip
+    q, k, v, _ = inputs(case)
+    q *= q.dtype.type(case.scale)
     got = calls.forward(backend, case, q, k, v)
     want = expected.forward(q, k, v, **case.meaning(), exact_scores=True)
     assert_forward_matches(got, want, case)
