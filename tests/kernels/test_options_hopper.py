@@ -380,16 +380,34 @@ def test_slopes_that_are_no_product(backend, scale):
 
 
 @on_kernels
-@pytest.mark.parametrize("seqlen_k", [264, 265])
 @pytest.mark.parametrize("head_dim", [64, 160])
-def test_bias_in_chunks(backend, seqlen_k, head_dim):
-    """Chunks of eight keys; rows of 265 have none."""
-    case = Case(
-        "float16", 1, 70, seqlen_k, 2, 2, head_dim, head_dim, seed=1,
-        on=Emulation("sm_90a", num_sms=1), arrays_of=("bias",),
-    )  # fmt: skip
-    assert option_arrays(case)["bias"].shape[2:] == (70, seqlen_k)
-    check_forward(backend, case)
+def test_bias_in_chunks(backend, head_dim):
+    """Chunks of eight keys, if all rows begin with one; aligned to less."""
+    for seqlen_k in (264, 265, 266, 268):
+        case = Case(
+            "float16", 1, 20, seqlen_k, 1, 1, head_dim, head_dim, seed=1,
+            on=Emulation("sm_90a", num_sms=1), arrays_of=("bias",),
+        )  # fmt: skip
+        assert option_arrays(case)["bias"].shape[2:] == (20, seqlen_k)
+        check_forward(backend, case)
+
+
+@on_kernels
+def test_masks_of_any_length(backend):
+    """Chunks of 16 keys, if all rows begin with one; aligned to less."""
+    for seqlen_k in (32, 33, 34, 36, 40):
+        case = replace(full_case(("mask",), 64, seqlen_k), seqlen_q=5)
+        assert option_arrays(case)["mask"].shape == (1, 2, 5, seqlen_k)
+        check_forward(backend, case)
+
+
+@on_kernels
+def test_gradients_of_pairs_of_any_length(backend):
+    """Rows of biases and masks, aligned to a chunk or to less."""
+    for seqlen_k in (32, 33, 34, 36, 40):
+        case = replace(full_case(("bias", "mask"), 64, seqlen_k), seqlen_q=64)
+        assert option_arrays(case)["bias"].shape == (1, 2, 64, seqlen_k)
+        check_gradients(backend, case)
 
 
 @on_kernels
