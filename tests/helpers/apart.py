@@ -72,4 +72,5 @@ def _around(array, number):
         shape[axis] = size + more
         index.append(slice(first, first + step * (size - 1) + 1, step))
     fill = {"i": NO_INDEX, "b": True}.get(array.dtype.kind, np.nan)
-    return np.full(shape, fill).astype(array.dtype), tuple(index)
+    with np.errstate(invalid="ignore"):  # NaN of float8
+        return np.full(shape, fill).astype(array.dtype), tuple(index)

@@ -47,7 +47,7 @@ def largest_ratio(n):
     That of n normal numbers strays by 1 / sqrt(2 n), here three times that.
     The model takes the weight of a row's maximum, often the largest error of
     out, as 1 and so as exact. wgmma takes the maximum of half of the scores,
-    which costs 3 %.
+    which costs 3 % where there are 256.
     """
     return 1.03 + 3 / np.sqrt(2 * n)
 
@@ -69,14 +69,13 @@ def check_stored(got, arrays, scale):
 @on_kernels
 @on_problems
 @pytest.mark.parametrize(
-    ("dtype", "arch", "seqlen_k"),
-    [("bfloat16", "sm_80", 192), ("float16", "sm_90a", 256)],
+    ("dtype", "arch"), [("bfloat16", "sm_80"), ("float16", "sm_90a")]
 )
 def test_16_bits_are_rounded_no_more_than_need_be(
-    backend, dtype, arch, seqlen_k, problems
+    backend, dtype, arch, problems
 ):
     shape = {**SHAPE, **heads(problems)}
-    case = Case(dtype, seqlen_k=seqlen_k, on=Emulation(arch), **shape)
+    case = Case(dtype, seqlen_k=256, on=Emulation(arch), **shape)
     arrays = inputs(case)
     check_stored(results(backend, case, arrays), arrays, case.head_dim**-0.5)
 
