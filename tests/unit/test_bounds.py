@@ -11,6 +11,7 @@ import pytest
 from cuflash import options, validate, validate_kvcache
 from cuflash.problem import Signature
 from cuflash.reference.masks import visible
+from helpers.compare import assert_elements
 
 LENGTHS = range(1, 5)
 # Past both lengths, also their sum.
@@ -39,7 +40,7 @@ def test_dropped_bounds_hide_nothing(seqlen_q, seqlen_k):
             **call, seqlen_q=seqlen_q, seqlen_k=seqlen_k, packed=False
         )
         got = visible(*lengths, causal=causal, window=window)
-        assert (got == visible(*lengths, **call)).all(), call
+        assert_elements(got, visible(*lengths, **call), "visible", call)
         left, right = window
         for bound, alone in (left, (left, None)), (right, (None, right)):
             idle = visible(*lengths, window=alone).all()
@@ -53,7 +54,9 @@ def test_kernels_have_the_same_window(seqlen_q):
         k = np.zeros((1, seqlen_k, 1, 2), np.float32)
         problem = validate.forward(q, k, k, **call).problem
         got = visible(seqlen_q, seqlen_k, window=of_kernels(problem))
-        assert (got == visible(seqlen_q, seqlen_k, **call)).all(), call
+        assert_elements(
+            got, visible(seqlen_q, seqlen_k, **call), "visible", call
+        )
 
 
 @of_queries
@@ -66,7 +69,9 @@ def test_windows_of_caches(seqlen_q):
         found = of_kernels(problem)
         for n in range(capacity + 1):
             got = visible(seqlen_q, n, window=found)
-            assert (got == visible(seqlen_q, n, **call)).all(), (n, call)
+            assert_elements(
+                got, visible(seqlen_q, n, **call), "visible", (n, call)
+            )
 
 
 def test_packed_sequences_keep_their_bounds():
@@ -76,4 +81,4 @@ def test_packed_sequences_keep_their_bounds():
             **call, seqlen_q=1, seqlen_k=1, packed=True
         )
         got = visible(5, 5, causal=causal, window=(left, right))
-        assert (got == visible(5, 5, **call)).all(), call
+        assert_elements(got, visible(5, 5, **call), "visible", call)
