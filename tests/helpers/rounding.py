@@ -51,7 +51,7 @@ may be rounded (16-bit kernels with dropout round 1 / (1 - p)) or not: the
 larger of the two. So do keys of a row whose weights are alike within a unit of
 the dtype: in out, what the roundings of exp(S - m) come to is computed too,
 and enters whole beside the roots of the others, if that is larger than the
-root of all.
+root of all. In dq that is done of the roundings of P and dS (`_of_alike`).
 
 A weight exp(S - m) that is flushed is so before dropout multiplies it by z:
 P z is f z off. float16, whose f is a rounding, rounds P z.
@@ -333,10 +333,15 @@ class Rounding:
         moved_p = [x for x, _ in truncated]
         moved_ds = [x * self.slope for _, x in truncated]
         p, ds = p * self.slope, ds_bias * self.slope
-        pairs = np.sqrt(
-            (pairs * self.slope) ** 2 + (ds_bias * self.slope_error) ** 2
-        )
-        dq = 3 * np.sqrt(pairs**2 @ k**2 + self.of_sums(ds, k) ** 2)
+        slopes = (ds_bias * self.slope_error) ** 2
+        in_float = (self.w * (dp - delta)) ** 2 + (self.p * dp_error) ** 2
+        in_float = in_float * self.slope**2 + slopes
+        pairs = np.sqrt((pairs * self.slope) ** 2 + slopes)
+        sums = self.of_sums(ds, k) ** 2
+        dq = 3 * np.sqrt(pairs**2 @ k**2 + sums)
+        if u > e:
+            alike = self._of_alike(dp - delta, ds_bias)
+            dq = np.maximum(dq, 3 * np.sqrt(in_float @ k**2 + sums) + alike)
         dq += 3 * self.delta_error * np.abs(p @ k)
         dq += (self.row + u + 2 * e) * np.abs(ds @ k)
         of_sums = self._lost_by_sums(ds, k, BACKWARD_TILE)
@@ -400,6 +405,19 @@ class Rounding:
             (self.dout * (self._stored(x) - out)).sum(axis=-1, keepdims=True)
             for x in (out, out + self._change() @ self.v)
         ]
+
+    def _of_alike(self, x, ds):
+        """By how much dq / scale moves if equal pairs are rounded alike.
+
+        x : dP - delta; delta may be that of the rounded out. Kernels make dS
+        of P in float32 or as it is stored.
+        """
+        changes = (
+            self._stored(p * (x - moved)) - ds
+            for p in (self.p, self._stored(self.p))
+            for moved in (0, *self.delta_moved)
+        )
+        return _largest((y * self.slope) @ self.k for y in changes)
 
     def _change(self):
         """By how much rounding exp(S - m) z changes P z, with signs."""
