@@ -1,6 +1,6 @@
 # make demo    train a small language model with cuflash, about a minute
 # make test    what finds most faults of a change, five minutes
-# make test-all  all tests that this machine can run, 17 minutes
+# make test-all  all tests that this machine can run, half an hour
 # make fuzz    random problems on the emulator, ten minutes
 # make fuzz-gpu  the same and large ones on this machine's GPU, ten minutes
 # make fuzz-tests  the tests that draw calls at random, for hours
