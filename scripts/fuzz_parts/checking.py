@@ -16,20 +16,15 @@ from cuflash import execute
 from cuflash.backends.emulator import runtime
 from helpers import calls, expected, kvcache_calls
 from helpers.backends import CupyBackend, EmulatedBackend
-from helpers.checks import check_packed
-from helpers.compare import (
-    assert_forward_matches,
-    assert_gradients_match,
-    assert_matches,
+from helpers.checks import (
+    check_double_backward,
+    check_forward,
+    check_jvp,
+    check_packed,
 )
+from helpers.compare import assert_gradients_match, assert_matches
 from helpers.data import Case, inputs, lse_gradient
-from helpers.derivatives import (
-    call_double_backward,
-    call_jvp,
-    expected_double_backward,
-    expected_jvp,
-    tangents,
-)
+from helpers.derivatives import tangents
 from helpers.kvcache_calls import KVCase
 from helpers.softmax_states import merged, states
 
@@ -102,10 +97,7 @@ def check(backend: Any, program: Program, problem: Case | KVCase) -> None:
 
 
 def _forward(backend: Any, program: Program, case: Case) -> None:
-    q, k, v, _ = inputs(case)
-    got = calls.forward(backend, case, q, k, v)
-    want = expected.forward(q, k, v, sums=case.sums(), **case.meaning())
-    assert_forward_matches(got, want, case)
+    check_forward(backend, case)
 
 
 def _backward(backend: Any, program: Program, case: Case) -> None:
@@ -134,22 +126,11 @@ def _kvcache(backend: Any, program: Program, case: KVCase) -> None:
 
 
 def _jvp(backend: Any, program: Program, case: Case) -> None:
-    direction = tangents(case, program.moving)
-    got = call_jvp(case, direction, backend)
-    want = expected_jvp(case, direction)
-    for name, x, y in zip(("out_dot", "lse_dot"), got[2:], want, strict=True):
-        assert_matches(x, y, name, case)
-    forward = expected.forward(
-        *inputs(case)[:3], sums=case.sums(), **case.meaning()
-    )
-    assert_forward_matches(got[:2], forward, case)
+    check_jvp(backend, case, tangents(case, program.moving))
 
 
 def _double_backward(backend: Any, program: Program, case: Case) -> None:
-    direction = tangents(case, program.moving)
-    got = call_double_backward(case, direction, backend)
-    for name, want in expected_double_backward(case, direction).items():
-        assert_matches(got[name], want, name, case)
+    check_double_backward(backend, case, tangents(case, program.moving))
 
 
 def _merge(backend: Any, program: Program, case: Case) -> None:

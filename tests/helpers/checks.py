@@ -3,8 +3,18 @@
 import cuflash
 
 from . import calls, expected
-from .compare import assert_forward_matches, assert_gradients_match
+from .compare import (
+    assert_forward_matches,
+    assert_gradients_match,
+    assert_matches,
+)
 from .data import inputs
+from .derivatives import (
+    call_double_backward,
+    call_jvp,
+    expected_double_backward,
+    expected_jvp,
+)
 from .packed import (
     assert_packed_forward,
     assert_packed_gradients,
@@ -36,6 +46,28 @@ def check_gradients_of_forward(backend, case):
     want = expected.backward(dout, q, k, v, sums=case.sums(), **case.meaning())
     assert_gradients_match(got, want, case)
     return got
+
+
+def check_jvp(backend, case, direction):
+    """Check out, lse and their tangents; return them."""
+    got = call_jvp(case, direction, backend)
+    wanted = expected_jvp(case, direction)
+    names = "out_dot", "lse_dot"
+    for name, x, want in zip(names, got[2:], wanted, strict=True):
+        assert_matches(x, want, name, case)
+    q, k, v, _ = inputs(case)
+    want = expected.forward(q, k, v, sums=case.sums(), **case.meaning())
+    assert_forward_matches(got[:2], want, case)
+    return got
+
+
+def check_double_backward(backend, case, direction):
+    """Check all second gradients; return them, and what was expected."""
+    got = call_double_backward(case, direction, backend)
+    wanted = expected_double_backward(case, direction)
+    for name, want in wanted.items():
+        assert_matches(got[name], want, name, case)
+    return got, wanted
 
 
 def check_packed(backend, case, dlse=None):

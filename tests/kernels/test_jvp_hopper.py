@@ -8,16 +8,15 @@ import pytest
 from cuflash.plan import device_of_arch, plan
 from cuflash.plans import wgmma_jvp
 from cuflash.plans.kernel import Launch
-from helpers import expected
 from helpers.apart import Apart
 from helpers.backends import EMULATED, on_kernels
+from helpers.checks import check_jvp
 from helpers.compare import (
     assert_bitwise,
     assert_elements,
-    assert_forward_matches,
     assert_matches,
 )
-from helpers.data import Case, Emulation, inputs
+from helpers.data import Case, Emulation
 from helpers.derivatives import (
     assert_near,
     call_jvp,
@@ -31,16 +30,6 @@ ON = Emulation("sm_90a", seed=5)
 PLAIN = Case("bfloat16", 2, 150, 200, 4, 2, 64, 64, layout="unlike", on=ON)
 # One group: a launch takes half of the time.
 SMALL = replace(PLAIN, num_heads_q=2, num_heads_kv=1)
-
-
-def check(case, direction, backend):
-    out, lse, *moved = call_jvp(case, direction, backend)
-    wanted = expected_jvp(case, direction)
-    for name, got, want in zip(("out_dot", "lse_dot"), moved, wanted,
-                               strict=True):  # fmt: skip
-        assert_matches(got, want, name, case)
-    forward = expected.forward(*inputs(case)[:3], **case.meaning())
-    assert_forward_matches((out, lse), forward, case)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
@@ -58,14 +47,14 @@ def test_plain_calls_have_a_kernel_of_their_own(head_dim):
 def test_is_the_references(backend, head_dim, head_dim_v, causal):
     case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v,
                    causal=causal)  # fmt: skip
-    check(case, tangents(case), Apart(backend))
+    check_jvp(Apart(backend), case, tangents(case))
 
 
 @on_kernels
 @pytest.mark.parametrize("moving", ["q", "k", "v", "qv"])
 def test_some_inputs_move(backend, moving):
     case = replace(SMALL, dtype="float16", causal=True)
-    check(case, tangents(case, moving), backend)
+    check_jvp(backend, case, tangents(case, moving))
 
 
 @on_kernels
@@ -90,7 +79,7 @@ def test_lengths_that_no_tile_divides(backend, seqlens):
     """With fewer keys than queries, the first rows see none."""
     case = replace(PLAIN, seqlen_q=seqlens[0], seqlen_k=seqlens[1],
                    causal=True)  # fmt: skip
-    check(case, tangents(case), backend)
+    check_jvp(backend, case, tangents(case))
 
 
 @pytest.mark.parametrize("backend", [EMULATED])
@@ -167,7 +156,7 @@ def test_equal_scores_far_below_0(backend, size):
     """
     spoiled = ("q", (0,), str(2.0**18)), ("k", (0,), str(-float(size) * 2**18))
     case = replace(SMALL, batch=1, causal=True, spoiled=spoiled)
-    check(case, tangents(case, "v"), backend)
+    check_jvp(backend, case, tangents(case, "v"))
 
 
 @on_kernels
