@@ -39,7 +39,10 @@ class Tally:
         """Count a problem."""
         self.problems += 1
         kind = labels["dtype"]
-        if labels["precision"] and labels["family"] != labels["precision"]:
+        if labels["precision"] and labels["family"] not in (
+            labels["precision"],
+            "none",
+        ):
             kind += f" ({labels['precision']})"
         words = labels["family"], labels["direction"], kind
         self.counts["kinds"][" ".join(words)] += 1
