@@ -205,6 +205,8 @@ def _in_few_calls(rows: np.ndarray, seqlen_k: int) -> np.ndarray:
 
     Heads with the same rows share a call of the reference.
     """
+    if not rows.any():
+        return rows
     of_any = rows.any(axis=(1, 2), keepdims=True)
     each = rows.sum(axis=(1, 2, 3), keepdims=True) * seqlen_k
     each += (

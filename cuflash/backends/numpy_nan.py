@@ -46,16 +46,21 @@ def _write_columns(
     places = np.flatnonzero(flagged.values.any(axis=(0, 1, 2)))
     if not places.size:
         return
-    values = np.isnan(v[..., places, :]).astype(np.float32)
+    values = None
     first, end = int(places[0]), int(places[-1]) + 1
     for tile, visible in flagged.tiles(slice(first, end)):
+        if visible is not None:
+            visible = visible[..., places - first]
+            if not visible.any():
+                continue
         if flagged.lost[..., tile.queries].all():
             continue
+        if values is None:
+            values = np.isnan(v[..., places, :]).astype(np.float32)
         if visible is None:
             columns = values.any(axis=-2, keepdims=True)
         else:
-            weights = visible[..., places - first].astype(np.float32)
-            columns = weights @ values > 0
+            columns = visible.astype(np.float32) @ values > 0
         for x in of_out:
             np.copyto(x[..., tile.queries, :], np.nan, where=columns)
 
