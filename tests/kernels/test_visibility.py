@@ -56,10 +56,14 @@ def test_windows(backend, grid):
 @on_families
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_segments(backend, grid, causal):
-    """Each boundary one token before, at and one after a tile's edge."""
+    """Each boundary one token before, at and one after a tile's edge.
+
+    Or the last query or key is a segment of its own.
+    """
     of_q, of_k = around(*grid.edges_q), around(grid.tile.block_k)
     seqlen_q, seqlen_k = of_q[-1] + 2, of_k[-1] + 2
-    starts = np.array([*product(of_q, of_k)])
+    last = [(seqlen_q - 1, of_k[1]), (of_q[1], seqlen_k - 1)]
+    starts = np.array([*product(of_q, of_k), *last])
     ids_q = (np.arange(seqlen_q) >= starts[:, :1]).astype(np.int32)
     ids_k = (np.arange(seqlen_k) >= starts[:, 1:]).astype(np.int32)
     same = ids_q[:, None, :, None] == ids_k[:, None, None, :]
