@@ -209,10 +209,15 @@ HIDING = [name for name, data in TABLE.items() if data.hides]
 @on_kinds
 @pytest.mark.parametrize("name", HIDING)
 def test_masked_nan_does_not_spread(backend, kind, name):
-    """NaN in a key and its value, and in a query and its dout."""
+    """NaN in a key and its value, and in a query and its dout.
+
+    Beside capped scores with a bias, whose gradient has no slope of the cap.
+    """
     spoiled = tuple((x, (0, 9), "nan") for x in ("q", "k", "v", "dout"))
-    case = Case(seqlen_q=50, seqlen_k=50, spoiled=spoiled,
-                **TABLE[name].hides, **KINDS[kind])  # fmt: skip
+    hides = {"arrays_of": (), **TABLE[name].hides}
+    hides["arrays_of"] = "bias", *hides["arrays_of"]
+    case = Case(seqlen_q=50, seqlen_k=50, spoiled=spoiled, softcap=2.0,
+                seed=11, **hides, **KINDS[kind])  # fmt: skip
     check_forward(backend, case)
     check_gradients_of_forward(backend, case)
 

@@ -125,23 +125,29 @@ def test_biases_in_chunks(backend, names):
 
 
 @on_kernels
-@pytest.mark.parametrize("offset", [0, 1])
-def test_masks_in_chunks(backend, offset):
-    """By 16 bytes but the last 4 keys; from an odd address by bytes."""
-    case = full_case(("mask",), 64, 404)
-    mask = case.options()["mask"]
-    memory = np.ndarray(150 * 416 * 2 + 32, np.bool_)
-    start = -memory.ctypes.data % 16 + offset
-    view = np.ndarray(mask.shape, np.bool_, memory, start,
-                      (0, 150 * 416, 416, 1))  # fmt: skip
-    view[...] = mask
-    q, k, v, _ = (backend.place(x) for x in inputs(case))
-    with backend.running(case):
-        out = cuflash.forward(q, k, v, mask=backend.place(view))
-    assert_bitwise(
-        backend.fetch(out), calls.forward(backend, case, *inputs(case)[:3])[0],
-        "out",
-    )  # fmt: skip
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_pairs_in_chunks(backend, name):
+    """By 16 bytes but the last 4 keys; else from an odd place, or with gaps.
+
+    Every other element of rows that begin at multiples of 16 bytes.
+    """
+    case = replace(full_case((name,), 64, 404), seqlen_q=70)
+    array, (q, k, v, _) = case.options()[name], inputs(case)
+    want = calls.forward(backend, case, q, k, v)[0]
+    size = array.itemsize
+    memory = np.full(2 * 70 * 832 * size + 32, 255, np.uint8)  # NaN
+    start = -memory.ctypes.data % 16
+    for offset, step in (0, 1), (1, 1), (0, 2):
+        view = np.ndarray(
+            array.shape, array.dtype, memory, start + offset * size,
+            [size * x for x in (0, 70 * 832, 832, step)],
+        )  # fmt: skip
+        view[...] = array
+        placed = {name: backend.place(view)}
+        got, _ = calls.forward(
+            backend, replace(case, arrays_of=()), q, k, v, **placed
+        )
+        assert_bitwise(got, want, f"out, by {offset, step}")
 
 
 @on_kernels
@@ -222,10 +228,8 @@ def test_bias_without_its_gradient(backend, head_dim, more, dtype):
 )
 def test_masked_values_do_not_spread(backend, name):
     spoiled = (("v", (0, 9), "nan"), ("k", (0, 50), "inf"))
-    check_forward(backend, Case(
-        "float16", seqlen_q=200, seqlen_k=200, head_dim=40, spoiled=spoiled,
-        on=Emulation("sm_90a", num_sms=1), **OPTIONS[name],
-    ))  # fmt: skip
+    case = FAMILIES["wgmma"].case("grouped", name, spoiled=spoiled)
+    check_forward(backend, case)
 
 
 @on_kernels
@@ -342,6 +346,22 @@ def test_huge_scores_of_steps(backend):
         on=Emulation("sm_90a", num_sms=1), arrays_of=("alibi_slopes",),
     )  # fmt: skip
     check_gradients(backend, case)
+
+
+@on_kernels
+def test_huge_slopes_beside_a_softcap(backend):
+    """Below 0, they add thousands to capped scores, and to lse."""
+    of_family = FAMILIES["wgmma"].case("grouped", "small softcap, slopes")
+    case = replace(of_family, batch=1, arrays_of=())
+    slopes, (q, k, v, dout) = np.float32([-20, -9, 15, -0.25]), inputs(case)
+    given = {"alibi_slopes": slopes, "softcap": case.softcap}
+    states = cuflash.forward(q, k, v, causal=True, **given, return_lse=True)
+    got = calls.backward(
+        backend, case, dout, q, k, v, *states,
+        alibi_slopes=backend.place(slopes),
+    )  # fmt: skip
+    want = expected.backward(dout, q, k, v, causal=True, **given)
+    assert_gradients_match(got, want, case)
 
 
 @on_kernels
