@@ -170,7 +170,9 @@ def drawn_ids(draw, direction):
     )  # fmt: skip
 
 
-both_directions = pytest.mark.parametrize("direction", ARGUMENTS)
+both_directions = pytest.mark.parametrize(
+    "direction", ARGUMENTS, ids="{}-emulated".format
+)
 # All are run by the same few kernels.
 more = settings(max_examples=3 * settings().max_examples)
 
