@@ -23,6 +23,7 @@ from cuflash.plan import (
     device_of_arch,
     family_of,
 )
+from cuflash.plans.family import is_named_by_mma
 from cuflash.problem import DType, Problem
 
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
@@ -201,7 +202,7 @@ def _fault(kernel: KernelPlan, report: Any) -> str:
             f"needs {report.shared_bytes} bytes of shared memory, but its"
             f" plan says {kernel.shared_bytes}"
         )
-    if "mma" in kernel.entry and report.spill_bytes:
+    if is_named_by_mma(kernel.entry) and report.spill_bytes:
         return f"spills {report.spill_bytes} bytes per thread"
     if any("serialized" in warning for warning in report.warnings):
         return "ptxas serialized its wgmma instructions"

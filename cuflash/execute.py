@@ -35,7 +35,7 @@ from cuflash.abi import (
 )
 from cuflash.backends.base import Backend, Target
 from cuflash.layouts import Boxes
-from cuflash.plan import Family, Plan, plan
+from cuflash.plan import FamilyName, Plan, plan
 from cuflash.problem import (
     FEW_STATES,
     MOST_STATES,
@@ -97,7 +97,7 @@ _GRADIENTS = ("dq", "dk", "dv")
 _BACKWARD_POINTERS = pointers_of(BackwardArguments)
 
 
-def decide(p: Problem, target: Target, family: Family | None) -> Plan:
+def decide(p: Problem, target: Target, family: FamilyName | None) -> Plan:
     """The plan for a problem on a target; logged the first time."""
     decided = plan(p, target.device(), family)
     _log(decided, target)
@@ -145,7 +145,7 @@ class LaunchedForward:
 
 @remembered
 def launched_forward(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, family: FamilyName | None
 ) -> LaunchedForward | None:
     """A signature's forward call, None if it is more than a launch."""
     if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
@@ -313,14 +313,14 @@ def apply_rotary(call: Call, backend: Backend) -> Any:
 
 @remembered
 def _forward_recipe(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, wanted: FamilyName | None
 ) -> Recipe:
     p = signature.problem
-    decided = decide(p, target, family)
-    by_tma = decided.family == "wgmma"
+    decided = decide(p, target, wanted)
+    family, by_tma = decided.record, decided.record.loads_by_tma
     given = dict(signature.layouts)
     given.setdefault("out", layouts.new(out_shape_of(p), given["q"].dtype))
-    taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
+    taken = {x: family.readable(given[x]) for x in "qkv"}
     taken["out"] = layouts.writable(given["out"], by_tma)
     constants = {**layouts.row_strides(taken), **common_fields(p, decided)}
     rows: dict[str, int] = {}
@@ -330,21 +330,18 @@ def _forward_recipe(
         rows = {"q": tile.block_q, "k": tile.block_k, "v": tile.block_k,
                 "out": 16}  # fmt: skip
         constants["work_items"] = decided.work_items
-    if decided.family in ("decode", "decode_simt"):
+    if family.splits_keys:
         constants["num_splits"] = decided.num_splits
     kinds = {
-        "wgmma": (ForwardWgmmaArguments, ForwardWgmmaOptionsArguments),
-        "decode": (ForwardSplitArguments, ForwardSplitOptionsArguments),
-        "decode_simt": (ForwardSplitArguments, ForwardSplitOptionsArguments),
+        (False, False): (ForwardArguments, ForwardOptionsArguments),
+        (True, False): (ForwardWgmmaArguments, ForwardWgmmaOptionsArguments),
+        (False, True): (ForwardSplitArguments, ForwardSplitOptionsArguments),
     }
-    without, with_options = kinds.get(
-        decided.family, (ForwardArguments, ForwardOptionsArguments)
-    )
     return _recipe(
         signature,
         target,
         decided,
-        with_options if p.options else without,
+        kinds[by_tma, family.splits_keys][bool(p.options)],
         constants,
         inputs=("q", "k", "v"),
         copies=layouts.changes(given, taken),
@@ -354,24 +351,18 @@ def _forward_recipe(
 
 @remembered
 def _backward_recipe(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, wanted: FamilyName | None
 ) -> Recipe:
     p = signature.problem
-    decided = decide(p, target, family)
-    by_tma = decided.family == "wgmma"
+    decided = decide(p, target, wanted)
+    family, by_tma = decided.record, decided.record.loads_by_tma
     given = dict(signature.layouts)
     for name, shape in zip(_GRADIENTS, gradient_shapes_of(p), strict=True):
         given.setdefault(name, layouts.new(shape, given["q"].dtype))
-    taken = {
-        x: layouts.readable(given[x], decided.family)
-        for x in ("dout", "q", "k", "v")
-    }
-    # out has no TensorMap.
-    rows_by = "mma" if by_tma else decided.family
-    taken["out"] = layouts.readable(given["out"], rows_by)
+    taken = {x: family.readable(given[x]) for x in ("dout", "q", "k", "v")}
+    taken["out"] = family.readable(given["out"], by_tma=False)
     # prepare/delta.cu zeroes dq in order, where a kernel adds to it.
-    adds_to_dq = decided.family in ("fma", "dmma", "tf32x3")
-    writable_dq = layouts.contiguous if adds_to_dq else layouts.writable
+    writable_dq = layouts.contiguous if family.adds_to_dq else layouts.writable
     taken["dq"] = writable_dq(given["dq"])
     for name in ("dk", "dv"):
         taken[name] = layouts.writable(given[name], by_tma)
@@ -435,7 +426,7 @@ def _signature_with_a_key(signature: Signature) -> Signature:
 
 @remembered
 def _merge_recipe(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, family: FamilyName | None
 ) -> Recipe:
     p, given = signature.problem, signature.layouts
     decided = decide(p, target, family)
@@ -468,7 +459,7 @@ def _table_dtype(rotary: Rotary, dtype: Any) -> np.dtype | None:
 
 @remembered
 def _rotary_recipe(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, family: FamilyName | None
 ) -> Recipe:
     p, given = signature.problem, dict(signature.layouts)
     rotary = p.rotary

@@ -34,7 +34,7 @@ from cuflash.execute import (
     out_shape_of,
     remembered,
 )
-from cuflash.plan import Family, Plan
+from cuflash.plan import FamilyName, Plan
 from cuflash.plans.steps import num_directions
 from cuflash.problem import Call, Layout, Problem, Signature
 
@@ -230,12 +230,13 @@ def _signature_of_jvp(
 
 @remembered
 def _jvp_recipe(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, wanted: FamilyName | None
 ) -> _Recipe:
     p = signature.problem
-    decided = decide(p, target, family)
+    decided = decide(p, target, wanted)
     given = signature.layouts
-    taken = {x: layouts.readable(given[x], decided.family) for x in "qkv"}
+    family = decided.record
+    taken = {x: family.readable(given[x]) for x in "qkv"}
     rows = {}
     if decided.after_forward:  # out is read element by element
         taken["out"] = layouts.writable(given["out"])
@@ -246,7 +247,7 @@ def _jvp_recipe(
         **common_fields(p, decided),
     }
     kind = JvpOptionsArguments if p.options else JvpArguments
-    if decided.family == "wgmma":
+    if family.loads_by_tma:
         kind = JvpWgmmaArguments
     return _recipe(
         signature,
@@ -255,19 +256,19 @@ def _jvp_recipe(
         kind,
         constants,
         layouts.changes(given, taken | rows),
-        {x: taken[x] for x in "qkv"} if decided.family == "wgmma" else {},
+        {x: taken[x] for x in "qkv"} if family.loads_by_tma else {},
     )
 
 
 @remembered
 def _double_recipe(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, wanted: FamilyName | None
 ) -> _Recipe:
     p, given = signature.problem, signature.layouts
-    decided = decide(p, target, family)
+    decided = decide(p, target, wanted)
+    family = decided.record
     taken = {
-        x: layouts.readable(given[x], decided.family)
-        for x in ("dout", "q", "k", "v", "out")
+        x: family.readable(given[x]) for x in ("dout", "q", "k", "v", "out")
     }
     results = {
         name: layouts.new(shape, given["q"].dtype)
@@ -286,7 +287,7 @@ def _double_recipe(
     if p.options:
         kind = DoubleBackwardOptionsArguments
     by_tma: dict[str, Layout] = {}
-    if decided.family == "wgmma":
+    if family.loads_by_tma:
         kind = DoubleBackwardWgmmaArguments
         by_tma = {x: taken[x] for x in ("q", "k", "v", "dout")}
     return _recipe(
@@ -314,8 +315,8 @@ def _tangents_taken(
     taken, copies = {}, {}
     for name, given in signature.tangents.items():
         if name in "qkv":
-            taken[name] = layouts.readable(given, decided.family)
-            if decided.family == "wgmma":  # a direction counts as a batch
+            taken[name] = decided.record.readable(given)
+            if decided.record.loads_by_tma:  # a direction counts as a batch
                 taken[name] = layouts.foldable(taken[name])
         else:
             taken[name] = layouts.by_element(given)

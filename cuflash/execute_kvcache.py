@@ -18,7 +18,7 @@ from cuflash.execute import (
     remembered,
     rotary_fields,
 )
-from cuflash.plan import Family, Plan
+from cuflash.plan import FamilyName, Plan
 from cuflash.plans.append import width_of_rotated
 from cuflash.problem import Call, KVCache, Layout, Problem, Signature
 
@@ -128,7 +128,7 @@ def _launch(
 
 @remembered
 def _recipe_of(
-    signature: Signature, target: Target, family: Family | None
+    signature: Signature, target: Target, family: FamilyName | None
 ) -> _Recipe:
     p, given = _with_alignment(signature), dict(signature.layouts)
     cache = p.kvcache
@@ -190,7 +190,7 @@ def _taken(
         if name in given and (name != "q" or cache.rotary):
             taken[name] = layouts.by_any_element(given[name])
     if not cache.rotary:
-        taken["q"] = layouts.readable(given["q"], decided.family)
+        taken["q"] = decided.record.readable(given["q"])
     taken["out"] = layouts.writable(given["out"], by_tma=False)
     return taken
 

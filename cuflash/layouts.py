@@ -77,18 +77,12 @@ def _with_aligned_rows(layout: Layout) -> Layout:
 # ---- Access in place ----
 
 
-def readable(given: Layout, family: str) -> Layout:
-    """The layout if kernels can read it, else a copy's, with aligned rows."""
-    # All families but these read rows 16 bytes at a time; for simt,
-    # prepare/delta.cu does so with 16-bit elements. plans/decode_simt.py
-    # chooses loads by which rows without gaps are aligned.
-    itemsize = given.dtype.itemsize
-    alignment = 16
-    if family == "simt" and itemsize > 2:
-        alignment = itemsize
-    elif family == "decode_simt":
-        alignment = math.gcd(16, itemsize * given.shape[-1])
-    if _is_in_place(given, alignment, by_tma=family == "wgmma"):
+def readable(given: Layout, alignment: int, by_tma: bool) -> Layout:
+    """The layout if kernels can read it, else a copy's, with aligned rows.
+
+    alignment : in bytes, that rows need.
+    """
+    if _is_in_place(given, alignment, by_tma):
         return given
     return _with_aligned_rows(given)
 

@@ -31,10 +31,10 @@ from cuflash.plans import (
     wgmma_double_backward,
     wgmma_jvp,
 )
+from cuflash.plans.family import FAMILIES, FamilyName
 from cuflash.plans.kernel import (
     SHARED_KIB,
     Device,
-    Family,
     KernelPlan,
     Launch,
     Maker,
@@ -48,7 +48,6 @@ from cuflash.plans.rotary import rotary_plan
 from cuflash.plans.rounding import ceil_div
 from cuflash.plans.steps import (
     MAX_OF_TENSOR_CORES,
-    folder,
     merge_plan,
     window_of,
 )
@@ -56,7 +55,7 @@ from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
 __all__ = [
-    "SHARED_KIB", "Device", "Family", "KernelPlan", "Launch", "Plan",
+    "SHARED_KIB", "Device", "FamilyName", "KernelPlan", "Launch", "Plan",
     "StaticSchedule",
     "check", "default_plans", "device_of_arch", "family_of", "is_legal",
     "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
@@ -99,7 +98,7 @@ _WGMMA_RUNS = {
 }
 
 # The families for derivatives of problems whose own one has no kernels.
-_OLDER: dict[Family, tuple[Family, ...]] = {
+_OLDER: dict[FamilyName, tuple[FamilyName, ...]] = {
     "wgmma": ("mma",),
     "tf32x3": ("fma",),
 }
@@ -111,7 +110,7 @@ _OLDEST_FOR_TF32X3 = 80  # compute capability
 def plan(
     problem: Problem,
     device: Device,
-    family: Family | None = None,
+    family: FamilyName | None = None,
     tile: Tile | None = None,
 ) -> Plan:
     """Decide how a device runs a problem.
@@ -212,8 +211,8 @@ def _check_precision(problem: Problem) -> None:
 
 
 def family_of(
-    problem: Problem, device: Device, wanted: Family | None = None
-) -> Family:
+    problem: Problem, device: Device, wanted: FamilyName | None = None
+) -> FamilyName:
     """The kernel family for a problem on a device."""
     _check_splits(problem)
     family = _family_of(problem, device, wanted)
@@ -224,8 +223,8 @@ def family_of(
 
 
 def _derivative_family(
-    problem: Problem, device: Device, family: Family
-) -> Family:
+    problem: Problem, device: Device, family: FamilyName
+) -> FamilyName:
     """That family, else an older one, which has such a tile for derivatives.
 
     Tangents double what a block holds, so fewer head dimensions fit. The
@@ -244,8 +243,8 @@ def _has_kernels(problem: Problem, family: str) -> bool:
 
 
 def _family_of(
-    problem: Problem, device: Device, wanted: Family | None
-) -> Family:
+    problem: Problem, device: Device, wanted: FamilyName | None
+) -> FamilyName:
     needed = _oldest(problem)
     if device.capability < needed:
         raise UnsupportedError(
@@ -317,14 +316,14 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def _decode_family(
-    problem: Problem, device: Device, wanted: Family | None
-) -> Family | None:
+    problem: Problem, device: Device, wanted: FamilyName | None
+) -> FamilyName | None:
     """The decode kernel for a problem, if any: decode/forward.cu first.
 
     Needs shared memory for some tile.
     """
     must_decode = problem.num_splits or problem.kvcache is not None
-    modules: tuple[tuple[Family, ModuleType], ...] = (
+    modules: tuple[tuple[FamilyName, ModuleType], ...] = (
         ("decode", decode), ("decode_simt", decode_simt),
     )  # fmt: skip
     for family, module in modules:
@@ -361,12 +360,12 @@ def _dmma_runs(problem: Problem, device: Device) -> bool:
 
 def main_file(family: str, file: str) -> bool:
     """Whether a kernel's file belongs to a family's folder."""
-    return file.startswith(f"{folder(family)}/")
+    return file.startswith(f"{FAMILIES[family].folder}/")
 
 
-def wanted_family() -> Family | None:
+def wanted_family() -> FamilyName | None:
     """The family named by the environment variable ``CUFLASH_FAMILY``."""
-    return cast("Family | None", settings.read("CUFLASH_FAMILY"))
+    return cast("FamilyName | None", settings.read("CUFLASH_FAMILY"))
 
 
 def legal_tiles(

@@ -26,7 +26,8 @@ from command_line import number
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.plan import default_plans, device_of_arch, plan
-from cuflash.plans.kernel import Family, KernelPlan
+from cuflash.plans.family import FamilyName
+from cuflash.plans.kernel import KernelPlan
 from cuflash.problem import Problem, Rotary
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from helpers.machine_code import instructions
 
 # Each family's architecture and dtypes.
-FAMILIES: tuple[tuple[str, Family, str], ...] = (
+FAMILIES: tuple[tuple[str, FamilyName, str], ...] = (
     ("sm_90a", "wgmma", "bfloat16"),
     ("sm_80", "decode", "bfloat16"),
     ("sm_80", "decode_simt", "float32"),

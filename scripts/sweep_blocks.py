@@ -37,7 +37,7 @@ from command_line import number  # noqa: E402
 from cuflash import folders, tiles  # noqa: E402
 from cuflash.build import nvrtc  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
-from cuflash.plan import Device, Family, device_of_arch  # noqa: E402
+from cuflash.plan import Device, FamilyName, device_of_arch  # noqa: E402
 from cuflash.validate import MAX_HEAD_DIM  # noqa: E402
 from sweep_parts import dry, measure, space, tables  # noqa: E402
 from sweep_parts.record import Record  # noqa: E402
@@ -54,7 +54,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=WithDefaults,
     )
     add = parser.add_argument
-    add("--family", nargs="+", choices=get_args(Family), default=None,
+    add("--family", nargs="+", choices=get_args(FamilyName), default=None,
         help="default: the family that calls use; tf32x3: that of "
         "precision='tf32x3'")  # fmt: skip
     add("--direction", nargs="+", choices=cells.DIRECTIONS,

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from cuflash.layouts import Boxes
-from cuflash.plan import Device, Family, Plan
+from cuflash.plan import Device, FamilyName, Plan
 from cuflash.problem import Call
 
 
@@ -20,7 +20,7 @@ class Target(Protocol):
     """A device; part of the key under which recipes are cached."""
 
     @property
-    def family(self) -> Family | None:
+    def family(self) -> FamilyName | None:
         """The requested kernel family, or None."""
 
     def device(self) -> Device:

@@ -21,7 +21,7 @@ from cuflash.abi import TensorMap
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.layouts import Boxes
-from cuflash.plan import Device, Family, Plan, wanted_family
+from cuflash.plan import Device, FamilyName, Plan, wanted_family
 
 Array: TypeAlias = cupy.ndarray
 
@@ -221,7 +221,7 @@ class CupyBackend:
     def __init__(self, index: int) -> None:
         self.index = index
         self.target = self
-        self.family: Family | None = wanted_family()
+        self.family: FamilyName | None = wanted_family()
 
     def device(self) -> Device:
         return device(self.index)

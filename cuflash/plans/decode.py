@@ -10,7 +10,8 @@ from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
 from .append import append_launches, width_of_rotated
-from .kernel import Device, Family, KernelPlan, Launch, Maker, Plan
+from .family import FamilyName
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import (
     LONGEST_RUN,
@@ -212,7 +213,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 def split_plan(
     problem: Problem,
     device: Device,
-    family: Family,
+    family: FamilyName,
     tile: Tile,
     main: KernelPlan,
     blocks_per_sm: int,

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
+from .family import FAMILIES, Family, FamilyName
 from .rounding import round_up
-
-Family = Literal[
-    "wgmma", "mma", "decode", "decode_simt", "fma", "dmma", "tf32x3", "simt"
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ class Plan:
     """
 
     problem: Problem
-    family: Family
+    family: FamilyName
     tile: Tile | None
     launches: tuple[Launch, ...]
     heads_per_section: int = 1
@@ -190,6 +187,11 @@ class Plan:
     workspace: tuple[Buffer, ...] = ()
     num_splits: int = 1
     after_forward: bool = False
+
+    @property
+    def record(self) -> Family:
+        """What is true of its family's kernels."""
+        return FAMILIES[self.family]
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from cuflash.problem import Problem
 from cuflash.tiles import Tile
 
-from .kernel import Device, Family, Maker, Plan
+from .family import FamilyName
+from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
     HEAD_DIM_STEP,
@@ -24,7 +25,7 @@ CAPABILITIES = (80, 90, 100, 103)
 REGISTERS = 192
 
 
-def family_of(problem: Problem) -> Family:
+def family_of(problem: Problem) -> FamilyName:
     return "dmma" if problem.dtype == "float64" else "tf32x3"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cuflash.problem import Problem
 
-from .kernel import Family, KernelPlan, Launch, Plan
+from .family import FamilyName
+from .kernel import KernelPlan, Launch, Plan
 from .rounding import ceil_div
 from .steps import ELEMENTS, ROW_THREADS, element
 
@@ -80,5 +81,5 @@ def _plan(
         threads=threads,
         shared_bytes=0,
     )
-    family: Family = "mma" if element(problem) == problem.dtype else "simt"
+    family: FamilyName = "mma" if element(problem) == problem.dtype else "simt"
     return Plan(problem, family, None, (Launch(kernel, blocks),))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cuflash.problem import Problem
 
-from .kernel import Family, KernelPlan, Launch, Plan
+from .family import FamilyName
+from .kernel import KernelPlan, Launch, Plan
 from .rounding import ceil_div
 from .steps import ELEMENTS, element
 
@@ -31,5 +32,5 @@ def rotary_plan(problem: Problem) -> Plan:
     )
     tokens = problem.batch * problem.seqlen_q
     blocks = tokens * ceil_div(problem.num_heads_q, warps)
-    family: Family = "mma" if element(problem) == problem.dtype else "simt"
+    family: FamilyName = "mma" if element(problem) == problem.dtype else "simt"
     return Plan(problem, family, None, (Launch(kernel, blocks),))

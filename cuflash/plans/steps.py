@@ -11,21 +11,9 @@ from cuflash.problem import FEW_STATES, Problem
 from cuflash.tiles import Tile
 from cuflash.workspace import Buffer
 
-from .kernel import EVEN_SECTIONS, Device, Family, KernelPlan, Launch, Plan
+from .family import FAMILIES, FamilyName
+from .kernel import EVEN_SECTIONS, Device, KernelPlan, Launch, Plan
 from .rounding import ceil_div, round_up
-
-_ENTRIES = {"dmma": "mma8", "tf32x3": "mma8"}
-_FOLDERS = {"wgmma": "sm90", "mma": "sm80", "decode_simt": "decode"}
-
-
-def entry_suffix(family: str) -> str:
-    """How the entry names of a family's kernels end."""
-    return _ENTRIES.get(family, family)
-
-
-def folder(family: str) -> str:
-    """The folder of a family's kernels."""
-    return _FOLDERS.get(family, entry_suffix(family))
 
 
 def heads_per_section(
@@ -578,7 +566,7 @@ def kept_and_summed(tile: Tile, d: int, dv: int, words: int = 1) -> int:
 def main_kernel(
     problem: Problem,
     tile: Tile,
-    family: Family,
+    family: FamilyName,
     head_dims: tuple[int, int],
     shared: int,
     *own: tuple[str, int | bool | str],
@@ -586,10 +574,10 @@ def main_kernel(
     """A family's kernel of the problem's direction, with `own` constants."""
     kvcache = problem.direction == "kvcache"
     direction = "forward" if kvcache else problem.direction
-    entry = f"{direction}_{entry_suffix(family)}"
+    record = FAMILIES[family]
     return KernelPlan(
-        file=f"{folder(family)}/{direction}.cu",
-        entry=entry,
+        file=f"{record.folder}/{direction}.cu",
+        entry=f"{direction}_{record.entry}",
         constants=(
             ("Element", element(problem)),
             ("HEAD_DIM", head_dims[0]),
@@ -623,7 +611,7 @@ def forward_in_one(
     problem: Problem,
     device: Device,
     tile: Tile,
-    family: Family,
+    family: FamilyName,
     head_dims: tuple[int, int],
     shared: int,
     *own: tuple[str, int | bool | str],
@@ -651,7 +639,7 @@ def jvp_in_one(
     problem: Problem,
     device: Device,
     tile: Tile,
-    family: Family,
+    family: FamilyName,
     head_dims: tuple[int, int],
     kernel_of: Callable[[DirectionGroups], KernelPlan],
 ) -> Plan:
@@ -687,7 +675,7 @@ def backward_in_one(
     problem: Problem,
     device: Device,
     tile: Tile,
-    family: Family,
+    family: FamilyName,
     head_dims: tuple[int, int],
     shared: int,
     *own: tuple[str, int | bool | str],
@@ -750,5 +738,5 @@ def merge_plan(problem: Problem) -> Plan:
         shared_bytes=0,
     )
     blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp per row
-    family: Family = "mma" if element(problem) == problem.dtype else "simt"
+    family: FamilyName = "mma" if element(problem) == problem.dtype else "simt"
     return Plan(problem, family, None, (Launch(kernel, blocks),))

@@ -16,7 +16,9 @@ REFERENCE = Path(cuflash.reference.__file__).parent
 
 # Module: the modules of cuflash that it may import. `errors` and `problem`
 # import none of them, and every module may import them.
-_PLANS = "options problem tiles workspace plans.kernel plans.rounding"
+_PLANS = (
+    "options problem tiles workspace plans.family plans.kernel plans.rounding"
+)
 LAW = {
     "_version": "",
     "_checkout": "",
@@ -40,7 +42,8 @@ LAW = {
     "nearest_tiles": "folders tiles",
     "plans": "",
     "plans.rounding": "",
-    "plans.kernel": "problem tiles workspace plans.rounding",
+    "plans.family": "layouts problem",
+    "plans.kernel": "problem tiles workspace plans.family plans.rounding",
     "plans.steps": _PLANS,
     "plans.rotary": f"{_PLANS} plans.steps",
     "plans.append": f"{_PLANS} plans.steps",
@@ -251,8 +254,9 @@ LAW = {
     " jax.derivatives jax.primitives",
     "__init__": "errors api api_derivatives api_vjp build.warmup builders"
     " emulator reference _checkout _version",
-    "__main__": "errors settings problem folders tiles plan build.cache"
-    " build.nvrtc build.warmup backends.cupy backends.emulator.runtime"
+    "__main__": "errors settings problem folders tiles plan plans.family"
+    " build.cache build.nvrtc build.warmup backends.cupy"
+    " backends.emulator.runtime"
     " __init__",
 }
 MAY_IMPORT_CUPY = {

@@ -13,7 +13,7 @@ import pytest
 import cuflash
 from cuflash import execute, settings, validate
 from cuflash.errors import ValueRangeError
-from cuflash.plan import Family
+from cuflash.plan import FamilyName
 from helpers.counting import Counting
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_the_values_in_words():
 
 
 def test_every_family_can_be_set():
-    assert settings.VALUES["CUFLASH_FAMILY"] == get_args(Family)
+    assert settings.VALUES["CUFLASH_FAMILY"] == get_args(FamilyName)
 
 
 def test_the_readme_lists_them():

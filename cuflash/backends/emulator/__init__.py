@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported in `active`, because few programs need it
     from cuflash.backends.emulator.machine import Emulator
-    from cuflash.plan import Family
+    from cuflash.plan import FamilyName
 
 __all__ = ["active", "current"]
 
@@ -44,7 +44,7 @@ def active(
     resident: int = 0,
     timeout: float = 120.0,
     flags: tuple[str, ...] | None = None,
-    family: Family | None = None,
+    family: FamilyName | None = None,
     truncates: bool = False,
 ) -> Iterator[Emulator]:
     """Run calls on NumPy arrays with the kernels, emulated on the CPU.

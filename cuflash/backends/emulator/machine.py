@@ -27,7 +27,7 @@ from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.layouts import Boxes
-from cuflash.plan import Device, Family, KernelPlan, Launch, Plan
+from cuflash.plan import Device, FamilyName, KernelPlan, Launch, Plan
 
 ALIGNMENT = 256  # bytes, like CUDA's allocator
 # What each byte of new memory holds. Bytes 0xFF are NaN in every dtype, so
@@ -55,7 +55,7 @@ class Emulator:
     resident: int = 0
     timeout: float = 120.0
     flags: tuple[str, ...] = ()
-    family: Family | None = None
+    family: FamilyName | None = None
     truncates: bool = False
 
     def __post_init__(self) -> None:

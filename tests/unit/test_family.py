@@ -1,0 +1,51 @@
+"""A family of kernels is one record, and nobody else knows its name."""
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import cuflash
+from cuflash.plans.family import FAMILIES, FamilyName
+
+PACKAGE = Path(cuflash.__file__).parent
+# The records, the choice of a family, and the tiles of each.
+KNOW_NAMES = {"plan.py", "tiles.py", "plans/family.py"}
+
+
+def compared_names(tree):
+    """Yield the names of families that a module compares with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                for x in ast.walk(side):
+                    if isinstance(x, ast.Constant) and x.value in FAMILIES:
+                        yield node.lineno, x.value
+
+
+def test_a_name_is_compared_where_families_are_chosen_alone():
+    found = [
+        (str(file.relative_to(PACKAGE)), *place)
+        for file in PACKAGE.rglob("*.py")
+        if str(file.relative_to(PACKAGE)) not in KNOW_NAMES
+        for place in compared_names(ast.parse(file.read_text()))
+    ]
+    assert found == [], "ask a field of plans.family.Family instead"
+
+
+@pytest.mark.parametrize(
+    "text", ["f == 'mma'", "p.family in ('fma', 'dmma')", "'simt' != x"]
+)
+def test_the_law_sees(text):
+    assert list(compared_names(ast.parse(text)))
+
+
+def test_each_name_has_a_record():
+    assert tuple(FAMILIES) == get_args(FamilyName)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_a_folder_has_the_entry(family):
+    files = (PACKAGE / "kernels" / family.folder).glob("*.cu")
+    assert any(f"forward_{family.entry}(" in x.read_text() for x in files)
