@@ -12,7 +12,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -69,129 +69,197 @@ class Tile:
 
 def candidates(family: str, direction: str) -> Iterator[Tile]:
     """Every tile that a family's kernel supports, large ones first."""
-    if (family, direction) == ("wgmma", "forward"):
-        # A consumer warpgroup per 64 queries, and one producer.
-        for q, k, stages in product(
-            (128, 192), (128, 176, 160, 144, 112, 96, 80, 64), (4, 3, 2)
-        ):
-            yield Tile(q, k, (q // 64 + 1) * 4, num_stages=stages)
-        # For short sequences: one consumer, and several blocks on an SM.
-        for k, stages, blocks in product((128, 96, 80, 64), (4, 3, 2), (3, 2)):
-            yield Tile(64, k, 8, blocks, stages)
-    elif (family, direction) == ("wgmma", "jvp"):
-        # Two consumer warpgroups, and one producer.
-        for k, stages in product((128, 64), (3, 2)):
-            yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
-        for k, stages in product((96, 80, 64), (3, 2)):
-            yield Tile(128, k, 12, num_stages=stages, ptxas_level=3,
-                       directions=2)  # fmt: skip
-    elif (family, direction) == ("wgmma", "double_backward"):
-        # Three consumer warpgroups that share the same 64 keys, a producer.
-        for stages in (3, 2):
-            yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
-                       ptxas_level=3)  # fmt: skip
-    elif (family, direction) == ("wgmma", "backward"):
-        # Two consumer warpgroups with 64 keys each, and one producer.
-        for q, stages in product((128, 64), (3, 2)):
-            yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
-                       ptxas_level=3)  # fmt: skip
-        # Or three consumers that share the same 64 keys.
-        for stages in (3, 2):
-            yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
-                       ptxas_level=3)  # fmt: skip
-    elif (family, direction) == ("mma", "forward"):
-        for q, k, warps in product(
-            (128, 64, 32), (128, 64, 32, 16), (4, 8, 2)
-        ):
-            yield Tile(q, k, warps)
-    elif (family, direction) == ("mma", "jvp"):
-        for q, k, warps, together in product(
-            (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2)
-        ):
-            yield Tile(q, k, warps, directions=together)
-    elif (family, direction) == ("mma", "backward"):
-        for q, k, warps, stages in product(
-            (128, 64, 32), (128, 64, 32), (8, 4), (2, 1)
-        ):
-            for down, down_k in product((4, 2, 8, 1), repeat=2):
-                if max(down, down_k) <= warps:
-                    yield Tile(q, k, warps, 1, stages, down, down_k)
-    elif (family, direction) == ("mma", "double_backward"):
-        for q, k, warps, stages in product((64, 32), (64, 32), (8, 4), (2, 1)):
-            for down, down_k in product((4, 2, 1), repeat=2):
+    listed = _CANDIDATES.get((family, direction))
+    return iter(()) if listed is None else listed()
+
+
+def _wgmma_forward() -> Iterator[Tile]:
+    # A consumer warpgroup per 64 queries, and one producer.
+    for q, k, stages in product(
+        (128, 192), (128, 176, 160, 144, 112, 96, 80, 64), (4, 3, 2)
+    ):
+        yield Tile(q, k, (q // 64 + 1) * 4, num_stages=stages)
+    # For short sequences: one consumer, and several blocks on an SM.
+    for k, stages, blocks in product((128, 96, 80, 64), (4, 3, 2), (3, 2)):
+        yield Tile(64, k, 8, blocks, stages)
+
+
+def _wgmma_jvp() -> Iterator[Tile]:
+    # Two consumer warpgroups, and one producer.
+    for k, stages in product((128, 64), (3, 2)):
+        yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
+    for k, stages in product((96, 80, 64), (3, 2)):
+        yield Tile(128, k, 12, num_stages=stages, ptxas_level=3,
+                   directions=2)  # fmt: skip
+
+
+def _wgmma_double_backward() -> Iterator[Tile]:
+    # Three consumer warpgroups that share the same 64 keys, a producer.
+    for stages in (3, 2):
+        yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
+                   ptxas_level=3)  # fmt: skip
+
+
+def _wgmma_backward() -> Iterator[Tile]:
+    # Two consumer warpgroups with 64 keys each, and one producer.
+    for q, stages in product((128, 64), (3, 2)):
+        yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
+                   ptxas_level=3)  # fmt: skip
+    # Or three consumers that share the same 64 keys.
+    for stages in (3, 2):
+        yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
+                   ptxas_level=3)  # fmt: skip
+
+
+def _mma_forward() -> Iterator[Tile]:
+    for q, k, warps in product((128, 64, 32), (128, 64, 32, 16), (4, 8, 2)):
+        yield Tile(q, k, warps)
+
+
+def _mma_jvp() -> Iterator[Tile]:
+    for q, k, warps, together in product(
+        (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2)
+    ):
+        yield Tile(q, k, warps, directions=together)
+
+
+def _mma_backward() -> Iterator[Tile]:
+    for q, k, warps, stages in product(
+        (128, 64, 32), (128, 64, 32), (8, 4), (2, 1)
+    ):
+        for down, down_k in product((4, 2, 8, 1), repeat=2):
+            if max(down, down_k) <= warps:
                 yield Tile(q, k, warps, 1, stages, down, down_k)
-    elif family == "decode":
-        # A warp per 16 keys.
-        for q, warps, stages in product((16, 32), (16, 12, 8, 4), (3, 2, 4)):
-            yield Tile(q, 16 * warps, warps, num_stages=stages, ptxas_level=3)
-    elif family == "decode_simt":
-        # A warp per 8, 4, 2 or 1 keys.
-        for q, keys, warps in product((8, 4, 2, 1), (8, 4, 2, 1), (4, 8)):
-            yield Tile(q, keys * warps, warps, ptxas_level=3)
-    elif (family, direction) == ("fma", "forward"):
-        for q, k, warps in product(
-            (128, 64, 32, 16), (64, 48, 32, 16), (4, 8, 2)
-        ):
-            yield Tile(q, k, warps, ptxas_level=3)
-    elif (family, direction) == ("fma", "jvp"):
-        for q, k, warps, together in product(
-            (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2), (1, 2)
-        ):
-            yield Tile(q, k, warps, ptxas_level=3, directions=together)
-    elif family == "fma":  # backward, double_backward
-        for q, k, warps, down, down_k in product(
-            (128, 112, 96, 64, 32, 16),
-            (64, 32, 16),
-            (8, 4),
-            (4, 2, 8, 1),
-            (2, 4, 1),
-        ):
-            if max(down, down_k) <= warps:
-                yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-    elif (family, direction) == ("dmma", "forward"):
-        for q, k, warps in product(
-            (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)
-        ):
-            yield Tile(q, k, warps, ptxas_level=3)
-    elif (family, direction) == ("dmma", "backward"):
-        for q, k, warps, down, down_k in product(
-            (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
-        ):
+
+
+def _mma_double_backward() -> Iterator[Tile]:
+    for q, k, warps, stages in product((64, 32), (64, 32), (8, 4), (2, 1)):
+        for down, down_k in product((4, 2, 1), repeat=2):
+            yield Tile(q, k, warps, 1, stages, down, down_k)
+
+
+def _decode() -> Iterator[Tile]:
+    # A warp per 16 keys.
+    for q, warps, stages in product((16, 32), (16, 12, 8, 4), (3, 2, 4)):
+        yield Tile(q, 16 * warps, warps, num_stages=stages, ptxas_level=3)
+
+
+def _decode_simt() -> Iterator[Tile]:
+    # A warp per 8, 4, 2 or 1 keys.
+    for q, keys, warps in product((8, 4, 2, 1), (8, 4, 2, 1), (4, 8)):
+        yield Tile(q, keys * warps, warps, ptxas_level=3)
+
+
+def _fma_forward() -> Iterator[Tile]:
+    for q, k, warps in product((128, 64, 32, 16), (64, 48, 32, 16), (4, 8, 2)):
+        yield Tile(q, k, warps, ptxas_level=3)
+
+
+def _fma_jvp() -> Iterator[Tile]:
+    for q, k, warps, together in product(
+        (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2), (1, 2)
+    ):
+        yield Tile(q, k, warps, ptxas_level=3, directions=together)
+
+
+def _fma_gradients() -> Iterator[Tile]:
+    for q, k, warps, down, down_k in product(
+        (128, 112, 96, 64, 32, 16),
+        (64, 32, 16),
+        (8, 4),
+        (4, 2, 8, 1),
+        (2, 4, 1),
+    ):
+        if max(down, down_k) <= warps:
             yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-    elif direction == "jvp" and family in ("dmma", "tf32x3"):
-        for q, k, warps in product(
-            (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)
-        ):
-            yield Tile(q, k, warps, ptxas_level=3)
-    elif direction == "double_backward" and family in ("dmma", "tf32x3"):
-        for q, k, warps, down, down_k in product(
-            (64, 32, 16), (64, 32, 16), (8, 4, 2), (4, 2, 1), (4, 2, 1)
-        ):
-            if max(down, down_k) <= warps:
-                yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-        # Half of the warps compute scores, half gradients.
-        for q, k, warps, down, down_k in product(
-            (32, 16) * (family == "dmma"), (64, 32, 16), (8, 4), (2, 1), (2, 1)
-        ):
-            yield Tile(q, k, warps, 1, 2, down, down_k, ptxas_level=3)
-    elif (family, direction) == ("tf32x3", "forward"):
-        for q, k, warps in product(
-            (128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)
-        ):
-            yield Tile(q, k, warps, ptxas_level=3)
-    elif (family, direction) == ("tf32x3", "backward"):
-        for q, k, warps, down, down_k in product(
-            (128, 64, 32, 16),
-            (128, 64, 32, 16),
-            (8, 4, 2),
-            (4, 2, 8, 1),
-            (4, 2, 8, 1),
-        ):
-            if max(down, down_k) <= warps:
-                yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-    else:
-        for q, k in product((32, 16, 8, 4), repeat=2):
-            yield Tile(q, k, num_warps=4)
+
+
+def _mma8_forward() -> Iterator[Tile]:
+    for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)):
+        yield Tile(q, k, warps, ptxas_level=3)
+
+
+def _dmma_backward() -> Iterator[Tile]:
+    for q, k, warps, down, down_k in product(
+        (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
+    ):
+        yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+
+
+def _mma8_jvp() -> Iterator[Tile]:
+    for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)):
+        yield Tile(q, k, warps, ptxas_level=3)
+
+
+def _mma8_double_backward() -> Iterator[Tile]:
+    for q, k, warps, down, down_k in product(
+        (64, 32, 16), (64, 32, 16), (8, 4, 2), (4, 2, 1), (4, 2, 1)
+    ):
+        if max(down, down_k) <= warps:
+            yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+
+
+def _dmma_double_backward() -> Iterator[Tile]:
+    yield from _mma8_double_backward()
+    # Half of the warps compute scores, half gradients.
+    for q, k, warps, down, down_k in product(
+        (32, 16), (64, 32, 16), (8, 4), (2, 1), (2, 1)
+    ):
+        yield Tile(q, k, warps, 1, 2, down, down_k, ptxas_level=3)
+
+
+def _tf32x3_forward() -> Iterator[Tile]:
+    for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)):
+        yield Tile(q, k, warps, ptxas_level=3)
+
+
+def _tf32x3_backward() -> Iterator[Tile]:
+    for q, k, warps, down, down_k in product(
+        (128, 64, 32, 16),
+        (128, 64, 32, 16),
+        (8, 4, 2),
+        (4, 2, 8, 1),
+        (4, 2, 8, 1),
+    ):
+        if max(down, down_k) <= warps:
+            yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+
+
+def _simt() -> Iterator[Tile]:
+    for q, k in product((32, 16, 8, 4), repeat=2):
+        yield Tile(q, k, num_warps=4)
+
+
+_CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
+    ("wgmma", "forward"): _wgmma_forward,
+    ("wgmma", "jvp"): _wgmma_jvp,
+    ("wgmma", "double_backward"): _wgmma_double_backward,
+    ("wgmma", "backward"): _wgmma_backward,
+    ("mma", "forward"): _mma_forward,
+    ("mma", "jvp"): _mma_jvp,
+    ("mma", "backward"): _mma_backward,
+    ("mma", "double_backward"): _mma_double_backward,
+    ("decode", "forward"): _decode,
+    ("decode", "kvcache"): _decode,
+    ("decode_simt", "forward"): _decode_simt,
+    ("decode_simt", "kvcache"): _decode_simt,
+    ("fma", "forward"): _fma_forward,
+    ("fma", "jvp"): _fma_jvp,
+    ("fma", "backward"): _fma_gradients,
+    ("fma", "double_backward"): _fma_gradients,
+    ("dmma", "forward"): _mma8_forward,
+    ("dmma", "backward"): _dmma_backward,
+    ("dmma", "jvp"): _mma8_jvp,
+    ("tf32x3", "jvp"): _mma8_jvp,
+    ("dmma", "double_backward"): _dmma_double_backward,
+    ("tf32x3", "double_backward"): _mma8_double_backward,
+    ("tf32x3", "forward"): _tf32x3_forward,
+    ("tf32x3", "backward"): _tf32x3_backward,
+    ("simt", "forward"): _simt,
+    ("simt", "backward"): _simt,
+    ("simt", "jvp"): _simt,
+    ("simt", "double_backward"): _simt,
+}
 
 
 # Variants of any tile; some kernels ignore them.

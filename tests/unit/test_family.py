@@ -10,8 +10,8 @@ import cuflash
 from cuflash.plans.family import FAMILIES, FamilyName
 
 PACKAGE = Path(cuflash.__file__).parent
-# The records, the choice of a family, and the tiles of each.
-KNOW_NAMES = {"plan.py", "tiles.py", "plans/family.py"}
+# The choice of a family, and the records.
+KNOW_NAMES = {"plan.py", "plans/family.py"}
 
 
 def compared_names(tree):
