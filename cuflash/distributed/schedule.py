@@ -117,11 +117,6 @@ def chunk_ranges(mask: Mask, offsets: Offsets) -> tuple[range, ...]:
     return tuple(range(i * length, (i + 1) * length) for i in range(count))
 
 
-def query_ranges(mask: Mask) -> tuple[range, ...]:
-    """Ranges of a rank's queries; none is cut by a block of aligned masks."""
-    return chunk_ranges(mask, mask.offsets_q)
-
-
 def in_chunk_order(mask: Mask, offsets: Offsets, rank: int) -> list[Part]:
     """A rank's parts in chunk order; their tokens are those of its array."""
     parts = parts_of(rank, mask.size, mask.layout, offsets)

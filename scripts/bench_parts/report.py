@@ -212,11 +212,24 @@ def show_summary(found: list[dict]) -> None:
 
 
 def save(path: Path, content: dict) -> None:
-    """Write JSON atomically: the old file stays until the new is complete."""
+    """Write JSON atomically: the old file stays until the new is complete.
+
+    A record of a list is one line, and so is any other value.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     try:
-        draft.write_text(json.dumps(content, indent=1) + "\n")
+        draft.write_text(_by_lines(content))
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _by_lines(content: dict) -> str:
+    def of(value: object) -> str:
+        if isinstance(value, list) and value:
+            return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        return json.dumps(value)
+
+    lines = (f" {json.dumps(name)}: {of(x)}" for name, x in content.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"

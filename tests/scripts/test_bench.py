@@ -131,6 +131,13 @@ def test_files_are_saved_atomically(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_record_is_one_line(tmp_path):
+    record = {"device": "x", "rows": [{"a": [1, 2]}, {"a": []}], "none": []}
+    report.save(tmp_path / "out.json", record)
+    lines = (tmp_path / "out.json").read_text().splitlines()
+    assert lines[3:5] == ['  {"a": [1, 2]},', '  {"a": []}']
+
+
 def test_every_peer_has_a_module():
     for dtype in ("bfloat16", "float32", "float64"):
         names = peers.all_for(dtype)
