@@ -380,7 +380,10 @@ def test_nonfinite_values_reach_the_rows_that_read_them(backend, dtype, value):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["window", "mask", "segment_ids"])
 def test_what_is_masked_is_not_read(backend, family, name):
-    """Tangents of a token that the first queries do not see."""
+    """Tangents of a token that the first queries do not see.
+
+    An infinity alone reaches the others with its sign, as weights are above 0.
+    """
     hides = {
         "window": {"window": (3, 3)},
         "mask": {"arrays_of": ("mask",)},
@@ -400,6 +403,9 @@ def test_what_is_masked_is_not_read(backend, family, name):
     assert_elements(np.isnan(found[0]), ~hidden, "np.isnan(found[0])")
     assert hidden.any() and not hidden.all()
     assert_elements(found[1][hidden], found[2][hidden], "out_dot")
+    direction["k"][0, 30], direction["v"][0, 30] = 0, -np.inf
+    *_, out_dot, _ = call_jvp(case, direction, backend)
+    assert_all(out_dot[~hidden], -np.inf, "out_dot", case)
 
 
 @on_kernels
