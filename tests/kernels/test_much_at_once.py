@@ -57,7 +57,7 @@ CASES = {
     ),
     "simt_masked": Case(
         "float32", 2, 50, 70, 4, 2, 40, 24, causal=True, scale=-0.3,
-        layout="unlike", on=Emulation("sm_75"),
+        dropout=0.25, layout="unlike", on=Emulation("sm_75"),
     ),
     "simt_whole": Case(
         "float64", 1, 70, 50, 3, 1, 24, 40, on=Emulation("sm_75")
