@@ -1,7 +1,8 @@
 """Calls of forward_kvcache: arguments of a case, and what they must give.
 
-Elements of the caches that hold no token are NaN, and entries of the page
-table that hold none are 2**31 - 1: whoever reads them is found out.
+Elements of the caches that hold no token are NaN, scales of the page that
+holds none as well, and entries of the page table that hold none are
+2**31 - 1: whoever reads them is found out.
 """
 
 from dataclasses import dataclass
@@ -196,6 +197,11 @@ class KVCase:
             scale = None
             if self.scales:
                 dtype, scale = FLOAT8, self._scale(rng, lead[0])
+                if self.scales == "page":
+                    unused = np.isin(
+                        np.arange(lead[0]), given["page_table"], invert=True
+                    )
+                    scale[unused] = np.nan
                 given[f"{name[0]}_scale"] = scale
             stored = np.full(values.shape, np.nan).astype(dtype)
             for b, n in enumerate(self.before):

@@ -189,7 +189,10 @@ EVERYWHERE = replace(
     packed_new=True, unused=1, num_splits=2,
 )  # fmt: skip
 PLACES = {
-    "pages": {"scales": "page", "power_of_two": False},
+    # A warp's 16 keys are on two pages; page 1, and its scale, is of none.
+    "pages": {
+        "scales": "page", "power_of_two": False, "page_size": 24, "seed": 13,
+    },
     "slots": {
         "page_size": None, "slots": True, "leftpad": (0, 5, 70),
         "scales": "head", "causal": True,
