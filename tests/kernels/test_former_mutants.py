@@ -87,16 +87,21 @@ def test_merging_with_a_state_without_keys(backend, dtype, empty_first):
 
 @on_each_emulated_kind
 def test_nonfinite_numbers_with_several_heads(backend, dtype, arch):
-    """With several key heads, and query heads that share one."""
+    """With several key heads, and query heads that share one.
+
+    No key head has two of them: what one should not reach is finite. A lane
+    of fma has two chunks of keys of 40 columns, one of 16.
+    """
     spoiled = (
-        ("q", (1, 30, 4, 2), "nan"),
+        ("q", (1, 30, 1, 2), "nan"),
         ("k", (0, 45, 1, 5), "inf"),
         ("v", (1, 50, 2, 3), "nan"),
-        ("dout", (0, 20, 3, 1), "-inf"),
+        ("dout", (0, 20, 4, 1), "-inf"),
     )
+    head_dim = 40 if dtype == "float32" else 16
     case = Case(
-        dtype, 2, 40, 60, 6, 3, causal=True, scale=-0.3, spoiled=spoiled,
-        on=Emulation(arch),
+        dtype, 2, 40, 60, 6, 3, head_dim, head_dim, causal=True, scale=-0.3,
+        spoiled=spoiled, on=Emulation(arch),
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
