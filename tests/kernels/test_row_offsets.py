@@ -35,6 +35,8 @@ from helpers.row_offsets import row_offsets
 HOPPER = {"on": Emulation("sm_90a")}
 KERNELS = {
     **KINDS,
+    # One column more than prepare/lse_rests.cu has in a step.
+    "simt": {**KINDS["simt"], "head_dim": 33},
     "mma16": {"dtype": "float16"},
     "wgmma": {"dtype": "bfloat16", **HOPPER},
     "wgmma16": {"dtype": "float16", **HOPPER},
