@@ -55,13 +55,10 @@ def paged(cache, seed=0):
 
 
 def check(
-    backend, dtype, window, pages=False, leftpad=None, empty=0, **options
+    backend, dtype, window, pages=False, leftpad=None, lengths=None, **options
 ):
-    """Check a call of 3 queries and 2 heads for each length.
-
-    empty : how many sequences without keys precede them.
-    """
-    lengths = np.array([0] * empty + lengths_of(dtype), np.int32)
+    """Check a call of 3 queries and 2 heads for each length."""
+    lengths = np.array(lengths or lengths_of(dtype), np.int32)
     seen = seen_of(lengths, 3, window, leftpad)
     q, k, v, _ = probe.arrays(dtype, len(lengths), 3, CAPACITY, 2)
     caches = {"k_cache": k, "v_cache": v}
@@ -82,7 +79,19 @@ def check(
 @pytest.mark.parametrize("splits", [None, 1, 2, 3])
 def test_lengths(backend, dtype, splits):
     """Of sequences that a warp finds in its second round, 32 at a time."""
-    check(backend, dtype, None, empty=32, num_splits=splits)
+    lengths = [0] * 32 + lengths_of(dtype)
+    check(backend, dtype, None, lengths=lengths, num_splits=splits)
+
+
+@on_kinds
+def test_more_sequences_than_a_warp_has_lanes(backend, dtype):
+    """Eight lanes have a long one, then a short one as all others are.
+
+    If all were short, blocks would have equal runs, of 4 or 8 sequences, and
+    the last one's second tile would not be in its run.
+    """
+    lengths = [2 * TILES[dtype]] * 8 + [TILES[dtype]] * 32
+    check(backend, dtype, None, lengths=lengths)
 
 
 @on_kinds
