@@ -57,17 +57,18 @@ def assert_packed_forward(got, q, k, v, case):
     assert_all(lse[:, rest], -np.inf, "lse[:, rest]", case)
 
 
-def assert_packed_gradients(got, dout, q, k, v, case, dlse=None):
+def assert_packed_gradients(got, dout, q, k, v, case, dlse=None, **more):
     """Assert dq, dk, dv, and dsink if there is a sink.
 
     dlse : (1, heads, total_q), or None.
+    **more : further arguments of `expected.backward`.
     """
     dsinks = []
     for i, j, options in _sequences(case):
         parts = dout[:, i], q[:, i], k[:, j], v[:, j]
         of_lse = None if dlse is None else dlse[..., i]
         want = expected.backward(
-            *parts, dlse=of_lse, sums=case.sums(), **options
+            *parts, dlse=of_lse, sums=case.sums(), **options, **more
         )
         for name, x, place, one in zip(
             ("dq", "dk", "dv"), got, (i, j, j), want, strict=False

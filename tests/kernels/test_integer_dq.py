@@ -244,6 +244,54 @@ def test_dropout_and_dlse_reach_the_bounds(backend):
     assert_packed_gradients(got, dout, q, k, v, case, dlse)
 
 
+def few_keys():
+    """Return a case, its arrays and dlse, on which alone dq depends.
+
+    Three sequences of few keys: one has an lse of -2^23, one negative keys; in
+    one the key of all weight is 2^-23 of the other. Then one of many keys.
+    """
+    case = case_of(64, "float16", seqlen_q=28, seqlen_k=105, dropout=0.8,
+                   offsets=((0, 7, 14, 21, 28), (0, 1, 3, 5, 105)),
+                   layout="unlike")  # fmt: skip
+    q, k, v, dout = inputs(case)
+    dlse = 1024 * np.sign(lse_gradient(case))
+    dout[...], q[...] = 0, 0
+    q[:, :7, :, :8], k[:, 0], dlse[..., :7] = -(2.0**15), 2.0**8, 1
+    k[:, 1:3] = -abs(k[:, 1:2])
+    q[:, 14:21, :, 0], k[:, 3:5, :, 0] = -1, [[0], [2.0**15]]
+    k[:, 3, :, 1:] /= 2**8
+    k[:, 4, :, 1:] = 0
+    k[:, 5:] *= 64
+    return case, (q, k, v, dout), dlse
+
+
+@on_emulator
+def test_bounds_of_few_keys(backend):
+    case, (q, k, v, dout), dlse = few_keys()
+    given = [x[0] for x in (dout, q, k, v)]
+    states = calls.states(case, *given[1:])
+    got = calls.backward(backend, case, *given, *states, dlse=dlse[0])
+    assert_packed_gradients(got, dout, q, k, v, case, dlse, exact_scores=True)
+
+
+@on_emulator
+def test_few_keys_have_the_same_bits_alone(backend):
+    """In two limbs; typical keys of the tile, the next one's, need one."""
+    case, (q, k, v, dout), dlse = few_keys()
+    dqs = []
+    for offsets, i, j in (
+        (case.offsets, slice(0, 28), slice(0, 105)),
+        (((0, 7), (0, 2)), slice(14, 21), slice(3, 5)),
+    ):
+        part = replace(case, offsets=offsets)
+        given = [dout[0, i], q[0, i], k[0, j], v[0, j]]
+        states = calls.states(part, *given[1:])
+        dqs.append(calls.backward(
+            backend, part, *given, *states, dlse=dlse[0, :, i]
+        )[0])  # fmt: skip
+    assert_bitwise(dqs[0][14:21], dqs[1], "dq")
+
+
 @on_emulator
 @on_each_kernel
 def test_small_rows_beside_large_keys_are_accurate(backend, head_dim):
