@@ -46,7 +46,10 @@ CASES = {
     # -1 queries of 16 heads would be -1 tiles of 8 rows, which takes places
     # from the others, if parts are balanced. Those have one part each.
     "packed, float32": replace(
-        PACKED, dtype="float32", num_heads_kv=1, group_size=16,
+        PACKED,
+        dtype="float32",
+        num_heads_kv=1,
+        group_size=16,
         num_splits=None,
     ),
 }
