@@ -173,9 +173,13 @@ def packed_lengths(grid):
     """
     of_q, of_k = around(grid.tile.block_q), around(grid.tile.block_k)
     short = [(1, 0), (0, 0), (0, 1), (1, 2)] * 7
-    lengths = np.array([*short, *product((0, *of_q), of_k)])
+    return packed([*short, *product((0, *of_q), of_k)])
+
+
+def packed(lengths):
+    """Return the pairs, causal, and the offsets of sequences of lengths."""
     cu_q, cu_k = (np.append(0, np.cumsum(x)).astype(np.int32)
-                  for x in lengths.T)  # fmt: skip
+                  for x in np.transpose(lengths))  # fmt: skip
     seen = np.zeros((cu_q[-1], cu_k[-1]), bool)
     for i, (seqlen_q, seqlen_k) in enumerate(lengths):
         at = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])

@@ -133,11 +133,11 @@ MASKED_TURNS = {
 }
 
 
-def check_dq_order(backend, case, seeds):
-    """Compare dq in the orders of several seeds.
+def cancelling(case):
+    """Return arrays whose first two key tiles' terms of dq cancel.
 
-    The first two key tiles' terms cancel, unless others are added in between:
-    otherwise rounding dq would mostly hide a difference.
+    Unless others are added in between: otherwise rounding dq would mostly
+    hide a difference.
     """
     on = case.on
     # Others are not taken; and there would be fewer key tiles than it seems.
@@ -147,7 +147,12 @@ def check_dq_order(backend, case, seeds):
     q[...] = 0  # all keys have the same weight
     k[:, tile : 2 * tile], v[:, tile : 2 * tile] = -k[:, :tile], v[:, :tile]
     k[:, : 2 * tile] *= 2**20
-    arrays = dout, q, k, v, *calls.states(case, q, k, v)
+    return dout, q, k, v, *calls.states(case, q, k, v)
+
+
+def check_dq_order(backend, case, seeds):
+    """Compare dq in the orders of several seeds."""
+    arrays = cancelling(case)
     dq, _, _ = calls.backward(backend, case, *arrays)
     for seed in range(seeds):
         other = replace(case, on=replace(case.on, seed=seed, resident=5))
@@ -172,18 +177,21 @@ def test_key_tiles_add_in_order_under_masks(backend, case):
 def test_key_tiles_add_in_order_with_nan(backend):
     """What is noted of keys stands next to the counters of turns.
 
-    With these seeds a block notes its own while others wait for turns.
+    With these seeds a block notes its own while others wait for turns, and
+    would add in another order if they did not wait.
     """
     case = replace(
         TURNS["wgmma"], seqlen_q=3, seqlen_k=400, num_heads_q=3,
         num_heads_kv=3, causal=True,
     )  # fmt: skip
-    q, k, v, dout = inputs(case)
-    dout[:, -1] = np.nan
-    arrays = dout, q, k, v, *calls.states(case, q, k, v)
+    arrays = cancelling(case)
+    arrays[0][:, -1] = np.nan  # dout
+    found = []
     for seed in (7, 8):
         other = replace(case, on=replace(case.on, seed=seed, resident=9))
         dq, dk, dv = calls.backward(backend, other, *arrays)
+        found.append(dq[:, :-1])
+        assert_bitwise(found[0], found[-1], "dq")
         finite = [np.isfinite(x.astype(np.float32)) for x in (dq, dk, dv)]
         assert_all(finite[0][:, :-1], True, "finite[0][:, :-1]")
         for x in (finite[0][:, -1], *finite[1:]):

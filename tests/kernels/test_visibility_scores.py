@@ -10,7 +10,7 @@ import numpy as np
 
 from helpers import visibility as probe
 from helpers.dtypes import DTYPES, lse_dtype
-from helpers.visibility_grids import around, of, packed_lengths
+from helpers.visibility_grids import around, of, packed, packed_lengths
 
 HIDDEN = -1024.0  # exp of it is 0 in float64 too
 SLOPES = np.array([0, -HIDDEN], np.float32)  # head 1 sees distance 0 alone
@@ -76,6 +76,17 @@ def test_in_turns(backend, grid):
 def test_packed_in_integers_or_turns(backend, grid):
     """On Hopper parts of dq are integers, of a grid that codes are on."""
     seen, options = packed_lengths(grid)
+    arrays = probe.arrays(grid.dtype, 1, *seen.shape)
+    options |= {"causal": True, "deterministic": True}
+    with backend.running(grid.case):
+        grid.check_packed(backend, seen, arrays, **options)
+
+
+@of("backward", families=["dmma"])
+def test_each_sequence_counts_its_own_turns(backend, grid):
+    """The first has one tile of queries, the next two, without a gap."""
+    of_k = 3 * grid.tile.block_k
+    seen, options = packed([(1, of_k), (grid.tile.block_q + 1, of_k)])
     arrays = probe.arrays(grid.dtype, 1, *seen.shape)
     options |= {"causal": True, "deterministic": True}
     with backend.running(grid.case):
