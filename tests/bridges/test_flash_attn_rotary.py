@@ -145,8 +145,13 @@ def test_conjugate_rotates_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_module_makes_its_tables(dtype):
-    """Angles position * base ** (-2 i / dim), rounded to the dtype."""
+    """Angles position * base ** (-2 i / dim), rounded to the dtype.
+
+    Anew for each dtype, and for more tokens.
+    """
     module = RotaryEmbedding(6, base=100.0).to(dtype)
+    module(tokens(3).to(dtype))  # tables of fewer tokens
+    module(tokens(3).bfloat16(), seqlen_offset=2)  # of another dtype
     qkv = tokens(3).to(dtype)
     want = tokens(3).to(dtype)
     frequencies = 100.0 ** (-torch.arange(0, 6, 2) / 6)

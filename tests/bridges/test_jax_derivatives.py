@@ -214,6 +214,21 @@ def test_vmap(transform, moving, name):
     assert_close(*results)
 
 
+def test_nested_maps_of_tangents():
+    """One tangent moves along both axes, each other along one of them."""
+    q, k, v = given = tuple(inputs(**SIZES).values())
+    moved = normal(*q.shape, 2, 3), normal(*k.shape, 2), normal(3, *v.shape)
+
+    def call(*moved):
+        return jax.jvp(attention, given, moved)[1]
+
+    inner = jax.vmap(call, (-1, None, 0))
+    got = jax.vmap(inner, (-2, -1, None))(*moved)
+    for i, j in np.ndindex(2, 3):
+        one = moved[0][..., i, j], moved[1][..., i], moved[2][j]
+        assert_same(got[i, j], call(*one))
+
+
 def calls_of(name, monkeypatch):
     counted = mock.Mock(side_effect=getattr(api_derivatives, name))
     monkeypatch.setattr(api_derivatives, name, counted)

@@ -1,13 +1,14 @@
 """`cuflash.torch.attention` under torch.func, against dense attention."""
 
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
-from torch.func import grad, hessian, jacfwd, vmap  # noqa: E402
+from torch.func import grad, hessian, jacfwd, jvp, vmap  # noqa: E402
 from torch_data import packed_tensors, tensors  # noqa: E402
 from torch_transforms import (  # noqa: E402
     OPTIONS,
@@ -102,6 +103,23 @@ def test_the_jacobians_of_a_batch_are_one_call(monkeypatch):
     (call,) = calls.mock_calls
     q = inputs[0]
     assert call.kwargs["q_dot"].shape == (q.numel(), 6, *q.shape[1:])
+
+
+def test_nested_maps_of_tangents():
+    """One tangent moves along both axes, each other along one of them."""
+    ours, _, inputs = both("none")
+    q, k, v = (x.cos() for x in inputs)
+    dq = torch.stack([q * n for n in range(6)], -1).unflatten(-1, (2, 3))
+    dk, dv = torch.stack([k, -k], -1), torch.stack([v, 2 * v, 3 * v])
+
+    def call(*moved):
+        return jvp(ours, inputs, moved)[1]
+
+    inner = vmap(call, (-1, None, 0))
+    got = vmap(inner, (-2, -1, None))(dq, dk, dv)
+    for i, j in product(range(2), range(3)):
+        one = call(dq[..., i, j], dk[..., i], dv[j])
+        assert_arrays_equal(got[i, j], one, "got", f"{i}, {j}")
 
 
 def test_packed_sequences_are_mapped_one_by_one():

@@ -63,10 +63,12 @@ def test_grouped_heads(lead):
     )
 
 
-def test_keys_and_values_grouped_by_themselves():
-    query, key, _ = inputs(2, 4, heads_kv=2)
-    tensors = [query, key, inputs(2, 4)[2]]
-    assert_is_torchs(tensors, enable_gqa=True)
+@pytest.mark.parametrize("heads", [(2, 8), (4, 2)])
+def test_keys_and_values_grouped_by_themselves(heads):
+    of_keys, of_values = heads
+    query, key, _ = inputs(2, 8, heads_kv=of_keys)
+    value = inputs(2, of_values)[2]
+    assert_is_torchs([query, key, value], enable_gqa=True)
 
 
 @pytest.mark.parametrize("sizes", [(0, 7), (5, 0), (0, 0)])
