@@ -5,15 +5,17 @@ it is tested without a GPU.
 """
 
 import doctest
+import inspect
 import sys
 from importlib.metadata import version
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api, validate
+from cuflash import api, validate, validate_derivatives, validate_kvcache
 from cuflash.backends import numpy as cpu
 from cuflash.errors import DTypeError, UnsupportedError
 from helpers.compare import assert_elements
@@ -107,6 +109,33 @@ def test_forward_kvcache_goes_through_launch(launch, packed):
     assert same([x.array for x in own], caches)
     assert got[1].shape == ((4, 3) if packed else (1, 4, 3))
     assert_elements(k_cache[0, 5:7], new[0], "k_cache[0, 5:7]")
+
+
+CHECKED_BY = {
+    "forward": validate,
+    "backward": validate,
+    "jvp": validate_derivatives,
+    "double_backward": validate_derivatives,
+    "apply_rotary": validate,
+    "forward_kvcache": validate_kvcache,
+}
+
+
+@pytest.mark.parametrize("name", CHECKED_BY)
+def test_each_argument_is_checked(name, monkeypatch):
+    """Under its name, those too that calls on NumPy arrays do not use."""
+    parameters = inspect.signature(getattr(cuflash, name)).parameters
+    given = {
+        x: np.full(1, number, np.int32)
+        for number, (x, of) in enumerate(parameters.items())
+        if of.annotation != "NoReturn"
+    }
+    check = mock.Mock(side_effect=UnsupportedError("seen"))
+    monkeypatch.setattr(CHECKED_BY[name], name, check)
+    with pytest.raises(UnsupportedError, match="seen"):
+        getattr(cuflash, name)(**given)
+    got = check.mock_calls[0].kwargs
+    assert {x: got.get(x) for x in given} == given
 
 
 def test_out_is_returned(launch):

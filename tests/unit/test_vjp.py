@@ -1,11 +1,13 @@
 """vjp: forward, and backward with the same options."""
 
 import inspect
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import cuflash
+from cuflash import api_vjp
 from helpers.compare import assert_arrays_equal
 
 rng = np.random.default_rng(0)
@@ -71,9 +73,36 @@ def test_a_bias_and_a_sink_have_gradients(with_bias):
     got = vjp(DOUT)
     assert (got.dbias is not None) == with_bias
     assert got.dsink.shape == SINK.shape
-    assert len([*got]) == 4 + with_bias
+    named = got.dq, got.dk, got.dv, got.dbias, got.dsink
+    same(got, [x for x in named if x is not None])
     without = vjp(DOUT, return_dbias=False, return_dsink=False)
     same(without, [*got][:3])
+
+
+def named(function, *others):
+    """A value for each argument that has a default, but for some."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [x.name for x in parameters if x.default is not x.empty]
+    return {x: f"a {x}" for x in names if x not in others}
+
+
+def test_each_option_is_handed_on(monkeypatch):
+    """Those, too, of which calls on NumPy arrays take no notice."""
+    calls = mock.Mock()
+    calls.forward.return_value = "out", "lse"
+    calls.backward.return_value = "dq", "dk", "dv", "dbias", "dsink"
+    monkeypatch.setattr(api_vjp, "forward", calls.forward)
+    monkeypatch.setattr(api_vjp, "backward", calls.backward)
+    given = named(cuflash.vjp, "return_lse")
+    _, vjp = cuflash.vjp(*"qkv", **given)
+    calls.forward.assert_called_once_with(*"qkv", **given, return_lse=True)
+    later = named(vjp)
+    vjp("dout", **later)
+    for name in ("block_q", "block_k", "num_splits"):
+        del given[name]
+    calls.backward.assert_called_once_with(
+        "dout", *"qkv", "out", "lse", **given, **later
+    )
 
 
 def test_results_go_into_arrays_of_the_caller():
