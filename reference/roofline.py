@@ -394,6 +394,22 @@ def ridge(device: Device) -> float:
 # ---------------------------------------------------------------- tile sizes
 
 
+def forward_blocks(
+    block_q: int, block_k: int, head_dim: int, head_dim_v: int
+) -> dict[str, int]:
+    """Return the elements of each block that forward keeps in fast memory.
+
+    Four ([003], "FlashAttention VI"): v overwrites k once S is computed, and
+    P overwrites S. Vectors of one number per row are not counted.
+    """
+    return {
+        "q": block_q * head_dim,
+        "out": block_q * head_dim_v,
+        "k or v": block_k * max(head_dim, head_dim_v),
+        "s or p": block_q * block_k,
+    }
+
+
 def backward_blocks(
     block_q: int, block_k: int, head_dim: int, head_dim_v: int
 ) -> dict[str, int]:
