@@ -27,10 +27,11 @@ def rules(text):
     return found
 
 
-@functools.cache  # some two million calls: each test, each rule
-def compiled(pattern):
-    """A pattern, in which * matches anything, as a regular expression."""
-    return re.compile(re.escape(pattern).replace(r"\*", ".*"), re.S)
+@functools.cache
+def compiled(*patterns):
+    """Patterns, in which * matches anything, as one regular expression."""
+    either = "|".join(map(re.escape, patterns)).replace(r"\*", ".*")
+    return re.compile(either, re.S)
 
 
 def matches(pattern, name):
@@ -39,6 +40,9 @@ def matches(pattern, name):
 
 def is_slow(name, given):
     """Whether rules name a test (test_x.py::test_y[z]) and do not keep it."""
+    # Most tests have no rule: one expression says so a hundred times faster.
+    if not compiled(*(tests for tests, _ in given)).fullmatch(name):
+        return False
     return any(
         matches(tests, name) and not any(matches(x, name) for x in kept)
         for tests, kept in given
