@@ -1,6 +1,5 @@
 """Packed sequences on kernels: each is computed as if alone."""
 
-
 import numpy as np
 import pytest
 
