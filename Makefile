@@ -49,7 +49,7 @@ demo: .venv/installed-demo
 	$(ONE_THREAD) $(BIN)/python scripts/demo.py $(ARGS)
 
 # One process a core, at most four, so that they share a GPU's memory well.
-# Some tests take a minute, most no time: who is through takes from others.
+# Some tests take a minute, most no time. Idle workers steal tests.
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --dist worksteal
 
 ALL_CORES := -n auto --maxprocesses 4

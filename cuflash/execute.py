@@ -241,10 +241,10 @@ def _gradients(
 
 
 def _with_a_key(call: Call, backend: Backend) -> Call:
-    """A call without keys, for its dsink, with a key: there it counts nothing.
+    """Add a dummy key, which contributes nothing, to a call without keys.
 
-    dsink depends on sink, lse, delta and dlse alone: dlse reaches the sink of
-    a query that sees no key.
+    Such a call computes dsink, which depends on sink, lse, delta and dlse
+    alone: dlse reaches the sink of a query that sees no key.
     """
     signature = _signature_with_a_key(call.signature)
     new = {}

@@ -392,7 +392,7 @@ def _boxes(
 ) -> tuple[tuple[str, layouts.Boxes], ...]:
     """The boxes of the inputs, then of q's, k's and v's tangents, by pointer.
 
-    In place of a tangent that there is not, its input: no kernel reads it.
+    A missing tangent gets its input's map; no kernel reads it.
     """
     tile = decided.tile
     assert tile is not None  # only a merge plan has no tile

@@ -127,7 +127,7 @@ def in_chunk_order(mask: Mask, offsets: Offsets, rank: int) -> list[Part]:
 
 
 def _joined_blocks(mask: Mask, rank_q: int, rank_k: int) -> Iterator[Block]:
-    """Of one sequence: as few blocks as there can be."""
+    """The fewest blocks for one sequence."""
     chunks_q = chunk_ranges(mask, mask.offsets_q)
     chunks_k = chunk_ranges(mask, mask.offsets_k)
     whole_q, whole_k = (range(x[-1].stop) for x in (chunks_q, chunks_k))

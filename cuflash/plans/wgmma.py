@@ -578,7 +578,7 @@ def _maxima_launches(
     if not has_integer_dq(problem):
         return ()
     chunks = ceil_div(max(problem.head_dim, problem.head_dim_v), 8)
-    # Of a row; so many that all threads have rows.
+    # Lanes per row, enough that every thread has a row.
     lanes = max(1 << (chunks - 1).bit_length(), ROW_THREADS // tile.block_k)
     shared = ROW_THREADS // 32 * _KEY_MAXIMA_BYTES
     kernel = KernelPlan(

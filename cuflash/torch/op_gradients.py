@@ -83,7 +83,7 @@ def _autograd_kernel(name: str, first: int, function: Any) -> Callable:
             return function.apply(name, numbers, *tensors)
         if is_traced(*tensors[first : first + 3]):
             return _below(name, tensors, numbers)
-        # What the dispatcher comes to in the end, but it takes longer.
+        # Same kernel; skips the dispatcher.
         return run(*tensors, **numbers)
 
     return kernel

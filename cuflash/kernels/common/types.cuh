@@ -77,7 +77,7 @@ inline void clear_tile_counter(const ForwardWgmmaOptionsArguments& args) { *args
 // A compile-time bool as a function argument: `if constexpr (masked.value)`.
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };
 
-// A variable as an array of one, such as a tangent as that of the only direction.
+// View a variable as a one-element array.
 template <class T> __device__ __forceinline__ T (&one(T& x))[1] {
     return reinterpret_cast<T (&)[1]>(x);
 }

@@ -9,7 +9,7 @@
 //
 // A warp takes 16 keys of each key tile and has a pipeline of its own, which loads them by
 // cp.async; it keeps m, l and acc of all rows over its keys. Warps meet only at the end of a part,
-// where their states are merged. Nothing is synchronised meanwhile but lanes.
+// where their states are merged. Inside the loop only __syncwarp is used.
 //
 // Grid: parts.cuh. Block: NUM_WARPS warps.
 //

@@ -24,7 +24,7 @@
 // (docs/guide/options.md).
 // Shared memory: SharedPlan.
 //
-// Bad at: many rows, for which all warps together read the keys again; and which take registers.
+// Slow for many rows: all warps reread the keys, and each row costs registers.
 #include "decode/results.cuh"
 #include "decode/simt_rows.cuh"
 

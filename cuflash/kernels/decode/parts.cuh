@@ -13,8 +13,8 @@
 // blocks busy, and all end at about the same time; but where a row tile's keys are cut depends on
 // the whole call. A run covers the end of one row tile, some whole ones, and the beginning of one:
 // at most two parts of it are merged with other blocks' parts (finish/merge_parts.cu). If all row
-// tiles have about as many key tiles, and blocks enough, each gets as many places, a multiple of a
-// run's or a divisor: then a block has one part, or whole row tiles.
+// tiles have about as many key tiles, and there are enough blocks, all get the same number of
+// slots, a multiple or divisor of a block's share: a block then has one part, or whole row tiles.
 #pragma once
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ int num_row_tiles(const Shape& shape, const Sequence&
     return num_tiles(sequence.seqlen_q * group_size_of(shape), BLOCK_Q);
 }
 
-// What a part costs besides its tiles, in tiles: its first keys come, its state leaves.
+// Fixed cost of a part, in tiles: pipeline fill and state store.
 constexpr int PART_COST = 2;
 
 // The row tiles of a sequence, of all key heads, one after the other, and their key tiles.
@@ -85,7 +85,7 @@ struct Costs {
     int highest;
 };
 
-// The parts of a block's run, one after the other. Every warp walks along by itself.
+// The parts of a block's run, one after the other. Each warp iterates independently.
 class BalancedParts {
     const Arguments& args;
     const int block;

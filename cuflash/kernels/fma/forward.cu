@@ -66,7 +66,7 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
         rows.l[i] *= rescale;
         #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) acc[i][n] *= rescale;
-        float sum = 0.0f;                                   // see sm90/forward.cu
+        float sum = 0.0f;                                   // see sm90/forward_softmax.cuh
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);

@@ -138,7 +138,7 @@ __device__ __forceinline__ void softmax_step(
             #pragma unroll
             for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i][n] *= rescale;
         }
-        float sum = 0.0f;                                   // see sm90/forward.cu
+        float sum = 0.0f;                                   // see sm90/forward_softmax.cuh
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);

@@ -91,7 +91,7 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
                 }
             }
             rows.m[i][half] = m;
-            Element sum = 0;                                // see sm90/forward.cu
+            Element sum = 0;                                // see sm90/forward_softmax.cuh
             #pragma unroll
             for (int j = 0; j < S_TILES; ++j)
                 #pragma unroll

@@ -28,7 +28,7 @@ static_assert(BLOCK_Q % (GROUP_WARPS * 16) == 0, "a warp needs whole 16-row tile
 struct KeyTile { SmemTile<BLOCK_K, HEAD_DIM> k, k_dot; };
 struct ValueTile { SmemTile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v, v_dot; };
 
-// found: what each warp says in sync_or().
+// found: each warp's vote in sync_or().
 template <int COUNT> struct TilesOf {
     union { KeyTile keys; ValueTile values; };
     alignas(16) int found[GROUP_WARPS];

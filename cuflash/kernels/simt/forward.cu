@@ -79,7 +79,7 @@ inline void softmax_step(
     state.l *= correction;
     for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= correction;
     __syncthreads();
-    Real sum = 0;                                           // see sm90/forward.cu
+    Real sum = 0;                                           // see sm90/forward_softmax.cuh
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
         if (WINDOW && j < visible.first) continue;

@@ -60,7 +60,7 @@ __device__ __forceinline__ void softmax_step(
             for (int half = 0; half < 2; ++half) rescale_row(acc[i], half, factors[i][half]);
     #pragma unroll
     for (int i = 0; i < M; ++i) {
-        float sum[2] = {0.0f, 0.0f};                        // see sm90/forward.cu
+        float sum[2] = {0.0f, 0.0f};                        // see sm90/forward_softmax.cuh
         #pragma unroll
         for (int j = 0; j < N; ++j)
             #pragma unroll

@@ -18,7 +18,7 @@
 //     its warps                  P  PW dS  |T
 //     tensor cores of others     .. dV  dK dQ  | dK dQ ..
 //
-// Grid: as sm90/backward.cu's, in whatever order DETERMINISTIC asks for. Block: 4 warpgroups.
+// Grid: as sm90/backward.cu's, ordered as DETERMINISTIC requires. Block: 4 warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64, 96 or 128), BLOCK_Q and BLOCK_K
 // (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), NUM_WARPS and SCORE_WARPS_Q of d2Q

@@ -30,11 +30,10 @@
 #include "common/softmax.cuh"
 #include "sm90/row_stats.cuh"
 
-// A query tile has so many sums. Those of all tiles, ordered by dq_accum.cuh, come first, then as
-// many of `lo`.
+// The high sums of all query tiles, ordered by dq_accum.cuh, come first, then as many low sums.
 static_assert(!INTEGER_DQ || PACKED || SEGMENTS, "other calls have an order");
 
-constexpr int SUMS_OF_TILE = BLOCK_Q * HEAD_DIM;
+constexpr int SUMS_OF_TILE = BLOCK_Q * HEAD_DIM;            // number of dQ sums per query tile
 constexpr float LOW_STEPS = 65536.0f;                       // of lo in one of hi
 
 // Whether rounding dS may make it infinite though dQ's bound is not.
@@ -87,7 +86,7 @@ __device__ __forceinline__ int low_limb(float part, float steps) {
     return __float2int_rn((x - rintf(x)) * LOW_STEPS);      // exact but for the last rounding
 }
 
-// From a sum to that of its `lo`.
+// Offset from a high sum to its low sum.
 __device__ __forceinline__ i64 low_sums_distance(const Arguments& args) {
     const Shape& shape = arrays_of(args).shape;
     return i64(shape.batch) * shape.num_heads_q * num_query_tiles(args, BLOCK_Q) * SUMS_OF_TILE;
