@@ -146,6 +146,8 @@ def _cure(call: str, name: str) -> str:
             return f"write {ours}{', ' * bool(note)}{note}"
         if ours == _NONE:
             return note
+    if name in known:
+        return "pass its arrays without a name"
     others = [x for x, names in _PARAMETERS.items() if name in names]
     if others:
         return f"it is an argument of {others[0]}"

@@ -67,6 +67,7 @@ def test_each_call_knows_them(call):
         ("forward", "deterministic", ": it is an argument of cuflash."),
         ("forward", "casual", ": did you mean causal?"),
         ("merge_states", "out_b", ": write more, without a name"),
+        ("merge_states", "more", ": pass its arrays without a name"),
         ("jvp", "zzz", ""),
     ],
 )
