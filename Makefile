@@ -5,6 +5,7 @@
 # make fuzz-gpu  the same and large ones on this machine's GPU, ten minutes
 # make fuzz-tests  the tests that draw calls at random, for hours
 # make mutate  mutate the kernels: do the tests notice? ten minutes
+# make affected FILE=sm90/forward.cu  the tests that run a kernel file
 # make coverage  which lines of the kernels does no test run?
 # make bench   time cuflash on this machine's GPU
 # make sweep   tune tile sizes for this machine's GPU
@@ -29,13 +30,14 @@ EXTRAS_fuzz := test,scripts
 EXTRAS_fuzz-gpu := test,scripts
 EXTRAS_fuzz-tests := test,scripts
 EXTRAS_mutate := test,scripts
+EXTRAS_affected := test,scripts
 EXTRAS_coverage := test,scripts
 EXTRAS_bench := scripts
 EXTRAS_sweep := test,scripts
 EXTRAS_docs := docs
 EXTRAS_lint := lint
 
-.PHONY: demo test test-all fuzz fuzz-gpu fuzz-tests mutate coverage bench \
+.PHONY: demo test test-all fuzz fuzz-gpu fuzz-tests mutate affected coverage bench \
 	sweep docs lint clean
 .DELETE_ON_ERROR:
 # make would take the stamps for intermediate files.
@@ -78,6 +80,10 @@ fuzz-tests: .venv/installed-fuzz-tests
 # docs/internals/emulator.md.
 mutate: .venv/installed-mutate
 	$(ONE_THREAD) $(BIN)/python scripts/mutate.py $(ARGS)
+
+affected: .venv/installed-affected
+	HYPOTHESIS_PROFILE=quick $(ONE_THREAD) $(BIN)/python \
+		scripts/affected.py $(FILE) $(ARGS)
 
 coverage: .venv/installed-coverage
 	$(ONE_THREAD) $(BIN)/python scripts/kernel_coverage.py $(ARGS)

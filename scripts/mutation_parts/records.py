@@ -127,6 +127,15 @@ def make(
     return record
 
 
+def read(path: Path) -> Record:
+    """The record of a file, whether or not it still holds."""
+    record = Record()
+    for said in map(_parsed, path.read_text().splitlines()):
+        if said:
+            _add(record, said)
+    return record
+
+
 def _lines(ran: dict) -> Iterator[dict]:
     """What a job noted, as the file has it: a line a test."""
     for test in ran["tests"]:
