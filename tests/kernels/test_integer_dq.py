@@ -331,18 +331,21 @@ def test_a_float16_ds_may_overflow(backend, head_dim):
 
 # NaN and infinity ------------------------------------------------------------
 
-SPOILED = [
-    ("k", (0, 200, 0, 3), "nan"), ("v", (0, 10, 0, 0), "inf"),
-    ("dout", (0, 149, 1, 2), "inf"), ("q", (0, 60, 0, 1), "nan"),
-]  # fmt: skip
+SPOILED = {
+    "k": ((0, 200, 0, 3), "nan"), "v": ((0, 10, 0, 0), "inf"),
+    "dout": ((0, 149, 1, 2), "inf"), "q": ((0, 60, 0, 1), "nan"),
+}  # fmt: skip
 
 
 @on_emulator
-@pytest.mark.parametrize("spoiled", SPOILED, ids=[x for x, *_ in SPOILED])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [("k", False), ("v", True), ("dout", False), ("dout", True), ("q", True)],
+)
 @on_each_kernel
-def test_nonfinite_inputs(backend, head_dim, causal, spoiled):
+def test_nonfinite_inputs(backend, head_dim, name, causal):
     """The same rows as of other calls are NaN, no others."""
+    spoiled = (name, *SPOILED[name])
     case = case_of(head_dim, causal=causal, spoiled=(spoiled,))
     arrays = inputs(case)
     dq = gradients(backend, case, arrays)[0]
