@@ -174,7 +174,8 @@ def _fma_gradients() -> Iterator[Tile]:
             yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
 
 
-def _mma8_forward() -> Iterator[Tile]:
+def _mma8_queries() -> Iterator[Tile]:
+    # Forward of dmma, and jvp of dmma and tf32x3.
     for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)):
         yield Tile(q, k, warps, ptxas_level=3)
 
@@ -184,11 +185,6 @@ def _dmma_backward() -> Iterator[Tile]:
         (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
     ):
         yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-
-
-def _mma8_jvp() -> Iterator[Tile]:
-    for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)):
-        yield Tile(q, k, warps, ptxas_level=3)
 
 
 def _mma8_double_backward() -> Iterator[Tile]:
@@ -247,14 +243,14 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("fma", "jvp"): _fma_jvp,
     ("fma", "backward"): _fma_gradients,
     ("fma", "double_backward"): _fma_gradients,
-    ("dmma", "forward"): _mma8_forward,
+    ("dmma", "forward"): _mma8_queries,
+    ("dmma", "jvp"): _mma8_queries,
     ("dmma", "backward"): _dmma_backward,
-    ("dmma", "jvp"): _mma8_jvp,
-    ("tf32x3", "jvp"): _mma8_jvp,
     ("dmma", "double_backward"): _dmma_double_backward,
-    ("tf32x3", "double_backward"): _mma8_double_backward,
     ("tf32x3", "forward"): _tf32x3_forward,
+    ("tf32x3", "jvp"): _mma8_queries,
     ("tf32x3", "backward"): _tf32x3_backward,
+    ("tf32x3", "double_backward"): _mma8_double_backward,
     ("simt", "forward"): _simt,
     ("simt", "backward"): _simt,
     ("simt", "jvp"): _simt,
