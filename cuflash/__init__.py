@@ -19,21 +19,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import _checkout
-from . import emulator as emulator  # a public module
-from ._version import __version__
-from .api import (
-    apply_rotary,
-    backward,
-    forward,
-    forward_kvcache,
-    merge_states,
-)
-from .api_derivatives import double_backward, jvp
-from .api_vjp import vjp
-from .build import warmup
-from .builders import cu_seqlens, rotary_tables, segment_ids
-from .errors import (
+from cuflash import _checkout
+from cuflash import emulator as emulator  # a public module
+from cuflash._version import __version__
+from cuflash.api.attention import backward, forward
+from cuflash.api.builders import cu_seqlens, rotary_tables, segment_ids
+from cuflash.api.derivatives import double_backward, jvp
+from cuflash.api.kvcache import forward_kvcache
+from cuflash.api.merging import merge_states
+from cuflash.api.rotary import apply_rotary
+from cuflash.api.vjp import vjp
+from cuflash.errors import (
     CompileError,
     CuflashError,
     DTypeError,
@@ -43,6 +39,8 @@ from .errors import (
     UnsupportedError,
     ValueRangeError,
 )
+
+from .build import warmup
 
 __all__ = [
     "CompileError",
@@ -69,7 +67,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from . import reference as reference
+    from cuflash import reference as reference
 
 
 def __getattr__(name: str) -> Any:

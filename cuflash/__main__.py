@@ -13,18 +13,19 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from typing import Any, get_args
 
-from cuflash import __version__, folders, settings, tiles
+from cuflash import __version__, folders, settings
 from cuflash.build import cache, nvrtc, warmup
 from cuflash.errors import CuflashError, UnsupportedError
-from cuflash.plan import (
+from cuflash.plans import tiles
+from cuflash.plans.family import is_named_by_mma
+from cuflash.plans.plan import (
     Device,
     KernelPlan,
     default_plans,
     device_of_arch,
     family_of,
 )
-from cuflash.plans.family import is_named_by_mma
-from cuflash.problem import DType, Problem
+from cuflash.request.problem import DType, Problem
 
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES: tuple[DType, ...] = get_args(DType)

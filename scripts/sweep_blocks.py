@@ -34,11 +34,12 @@ from bench_parts import cells  # noqa: E402
 from bench_parts.options import WithDefaults, in_words  # noqa: E402
 from bench_parts.report import figure, save, say, show  # noqa: E402
 from command_line import number  # noqa: E402
-from cuflash import folders, tiles  # noqa: E402
+from cuflash import folders
 from cuflash.build import nvrtc  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
-from cuflash.plan import Device, FamilyName, device_of_arch  # noqa: E402
-from cuflash.validate import MAX_HEAD_DIM  # noqa: E402
+from cuflash.plans import tiles  # noqa: E402
+from cuflash.plans.plan import Device, FamilyName, device_of_arch  # noqa: E402
+from cuflash.request.validate import MAX_HEAD_DIM  # noqa: E402
 from sweep_parts import dry, measure, space, tables  # noqa: E402
 from sweep_parts.record import Record  # noqa: E402
 from sweep_parts.worker import NoGpu, Worker, open_gpu  # noqa: E402

@@ -16,7 +16,7 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from cuflash.plan import device_of_arch, family_of, legal_tiles
+from cuflash.plans.plan import device_of_arch, family_of, legal_tiles
 from helpers.data import Case, Emulation, shapes
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from cuflash.layouts import Boxes
-from cuflash.plan import Device, FamilyName, Plan
-from cuflash.problem import Call
+from cuflash.plans.plan import Device, FamilyName, Plan
+from cuflash.request.layouts import Boxes
+from cuflash.request.problem import Call
 
 
 class Target(Protocol):
@@ -90,7 +90,7 @@ class Backend(Protocol):
 
 
 class Runner(Protocol):
-    """Runs checked calls: `runner.Kernels`, or backends/numpy.py.
+    """Runs checked calls: `launch.runner.Kernels`, or backends/numpy.
 
     Results are in full rank.
     """

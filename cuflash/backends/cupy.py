@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 
 import cupy
 
-from cuflash import workspace
-from cuflash.abi import TensorMap
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
-from cuflash.layouts import Boxes
-from cuflash.plan import Device, FamilyName, Plan, wanted_family
+from cuflash.launch.structs import TensorMap
+from cuflash.plans import workspace
+from cuflash.plans.plan import Device, FamilyName, Plan, wanted_family
+from cuflash.request.layouts import Boxes
 
 Array: TypeAlias = cupy.ndarray
 

@@ -23,7 +23,7 @@ from cuflash.errors import CompileError
 from . import cache, source
 
 if TYPE_CHECKING:
-    from cuflash.plan import Device, KernelPlan
+    from cuflash.plans.plan import Device, KernelPlan
 
 # ---- Compiling: text to cubin, by NVRTC ----
 

@@ -3,9 +3,9 @@
 The text consists of ``common/types.cuh`` (the constants use its element
 types), the generated constants and the kernel's file, in this order. The first
 ``#include "folder/x.cuh"`` of a file of ``kernels/`` is replaced by the file;
-``#line`` directives keep the original file and line in messages. `cuflash.abi`
-generates ``common/arguments.cuh``. A kernel can include nothing from outside
-``kernels/``, so the binary depends on this text alone.
+``#line`` directives keep the original file and line in messages.
+`launch.structs` generates ``common/arguments.cuh``. A kernel can include
+nothing from outside ``kernels/``, so the binary depends on this text alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from cuflash import abi
 from cuflash.errors import CompileError
+from cuflash.launch import structs as abi
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 

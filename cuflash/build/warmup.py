@@ -96,7 +96,7 @@ def _stamp() -> Path:
     files = [
         *PACKAGE.glob("**/*.py"),
         *PACKAGE.glob("kernels/**/*.cu*"),
-        *PACKAGE.glob("tile_tables/*"),
+        *PACKAGE.glob("plans/tile_tables/*"),
         *folders.files(folders.tile_tables(), "*.json"),
         # site-packages: its time changes if NVRTC, say, is upgraded
         *([cupy.parent] if cupy else []),

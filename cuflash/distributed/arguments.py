@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from cuflash import api, checks, validate
+from cuflash import api
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -15,7 +15,8 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
-from cuflash.problem import Problem
+from cuflash.request import checks, validate
+from cuflash.request.problem import Problem
 
 from .group import Group
 from .layouts import check_layout, check_length, offsets_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from cuflash import foreign_names
-from cuflash.problem import strip, strip_lse
+from cuflash.api import foreign_names
+from cuflash.request.problem import strip, strip_lse
 
 from . import arguments, ring
 from .arguments import Request

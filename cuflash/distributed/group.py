@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from cuflash import checks
 from cuflash.errors import GroupError, ValueRangeError
+from cuflash.request import checks
 
 from . import arrays
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import checks
 from cuflash.errors import (
     DTypeError,
     ShapeError,
     ValueRangeError,
     type_name,
 )
+from cuflash.request import checks
 
 from . import arrays
 

@@ -99,7 +99,7 @@ def machine_of(array: Any) -> Host:
 
 @functools.cache
 def _kernels() -> Any:
-    from cuflash import execute_partial
+    from cuflash.launch import partial as execute_partial
 
     return execute_partial
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from cuflash import checks
 from cuflash.errors import (
     DTypeError,
     ShapeError,
@@ -16,6 +15,7 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
+from cuflash.request import checks
 from cuflash.torch.checks import check_tensors
 
 # Keywords of FlashAttention-3 that change speed alone.

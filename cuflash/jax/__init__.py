@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cuflash import hints as _hints
+from cuflash.request import hints as _hints
 
 try:
     import jax

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuflash import foreign_names, options, settings, validate
-from cuflash.problem import Call, strip, strip_lse
+from cuflash import settings
+from cuflash.api import foreign_names
+from cuflash.request import options, validate
+from cuflash.request.problem import Call, strip, strip_lse
 
 from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
 from .arrays import (
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from cuflash.array_types import JaxOptions
+    from cuflash.api.types import JaxOptions
 
 
 @overload

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from cuflash.folding import Fold, Names, is_folded
+from cuflash.request.folding import Fold, Names, is_folded
 
 from .primitives import (
     attention_p,

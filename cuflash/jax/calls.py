@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from cuflash import checks, options, plan, validate, validate_derivatives
 from cuflash.errors import DTypeError
-from cuflash.problem import Call
-from cuflash.validate_derivatives import COTANGENTS, TANGENTS
+from cuflash.plans import plan
+from cuflash.request import checks, options, validate, validate_derivatives
+from cuflash.request.problem import Call
+from cuflash.request.validate_derivatives import COTANGENTS, TANGENTS
 
 from .arrays import Abstract
 

@@ -11,7 +11,8 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
-from cuflash import api, api_derivatives
+from cuflash import api
+from cuflash.api import derivatives as api_derivatives
 
 from .calls import (
     Asked,

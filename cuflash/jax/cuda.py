@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
-from cuflash import execute, options
 from cuflash.backends.base import Backend
-from cuflash.problem import Call
-from cuflash.runner import Kernels
+from cuflash.launch import attention as execute
+from cuflash.launch.runner import Kernels
+from cuflash.request import options
+from cuflash.request.problem import Call
 
 from .arrays import Abstract, abstract
 from .calls import (

@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from cuflash import foreign_names, settings, validate
+from cuflash import settings
+from cuflash.api import foreign_names
+from cuflash.request import validate
 
 from .arrays import abstract, check_array
 

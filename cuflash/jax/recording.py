@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from cuflash import workspace
-from cuflash.abi import TensorMap, pointers_of
 from cuflash.backends.base import Backend, Target
-from cuflash.layouts import Boxes
-from cuflash.problem import Call
+from cuflash.launch.structs import TensorMap, pointers_of
+from cuflash.plans import workspace
+from cuflash.request.layouts import Boxes
+from cuflash.request.problem import Call
 
 from .arrays import Abstract
 

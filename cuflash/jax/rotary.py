@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from cuflash import foreign_names, settings, validate
-from cuflash.problem import Call
+from cuflash import settings
+from cuflash.api import foreign_names
+from cuflash.request import validate
+from cuflash.request.problem import Call
 
 from .arrays import abstract, check_array, check_static, on_host
 

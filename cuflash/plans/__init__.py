@@ -1,1 +1,1 @@
-"""The plans of each family's kernels, for `cuflash.plan`."""
+"""What was decided: kernels, tiles and workspace of each problem."""

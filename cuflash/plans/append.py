@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuflash.problem import ALIGNMENT, Problem
+from cuflash.request.problem import ALIGNMENT, Problem
 
 from .kernel import KernelPlan, Launch
 from .rounding import ceil_div, round_up

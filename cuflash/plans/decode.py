@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash import workspace
-from cuflash.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
-from cuflash.tiles import Tile
-from cuflash.workspace import Buffer
+from cuflash.plans import workspace
+from cuflash.plans.tiles import Tile
+from cuflash.plans.workspace import Buffer
+from cuflash.request.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
 
 from .append import append_launches, width_of_rotated
 from .family import FamilyName

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash.problem import ALIGNMENT, Problem
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
+from cuflash.request.problem import ALIGNMENT, Problem
 
 from .decode import (
     cache_constants,

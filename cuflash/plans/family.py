@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from cuflash import layouts
-from cuflash.layouts import Layout
+from cuflash.request import layouts
+from cuflash.request.layouts import Layout
 
 FamilyName = Literal[
     "wgmma", "mma", "decode", "decode_simt", "fma", "dmma", "tf32x3", "simt"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
+from cuflash.request.problem import Problem
 
 from .kernel import Device, Maker, Plan
 from .rounding import round_up

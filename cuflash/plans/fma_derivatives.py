@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
+from cuflash.request.problem import Problem
 
 from .fma import (
     LANE_COLUMNS,

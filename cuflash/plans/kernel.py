@@ -1,6 +1,6 @@
 """The values of plans: devices, kernels, launches, schedules.
 
-`cuflash.plan` and the families' modules compute them.
+`plans.plan` and the families' modules compute them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
-from cuflash.workspace import Buffer
+from cuflash.plans.tiles import Tile
+from cuflash.plans.workspace import Buffer
+from cuflash.request.problem import Problem
 
 from .family import FAMILIES, Family, FamilyName
 from .rounding import round_up

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
+from cuflash.request.problem import Problem
 
 from .kernel import Device, Launch, Maker, Plan
 from .mma8 import REGISTERS, chunk, family_of, head_dims, shares_evenly

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash import workspace
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
+from cuflash.plans import workspace
+from cuflash.plans.tiles import Tile
+from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .mma import (

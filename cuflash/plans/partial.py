@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuflash.problem import Problem
+from cuflash.request.problem import Problem
 
 from .family import FamilyName
 from .kernel import KernelPlan, Launch, Plan

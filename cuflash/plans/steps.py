@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
-from cuflash import options, workspace
-from cuflash.problem import FEW_STATES, Problem
-from cuflash.tiles import Tile
-from cuflash.workspace import Buffer
+from cuflash.plans import workspace
+from cuflash.plans.tiles import Tile
+from cuflash.plans.workspace import Buffer
+from cuflash.request import options
+from cuflash.request.problem import FEW_STATES, Problem
 
 from .family import FAMILIES, FamilyName
 from .kernel import EVEN_SECTIONS, Device, KernelPlan, Launch, Plan

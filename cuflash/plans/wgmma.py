@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cuflash import workspace
-from cuflash.options import has_order
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
-from cuflash.workspace import Buffer
+from cuflash.plans import workspace
+from cuflash.plans.tiles import Tile
+from cuflash.plans.workspace import Buffer
+from cuflash.request.options import has_order
+from cuflash.request.problem import Problem
 
 from .kernel import (
     Device,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cuflash import workspace
+from cuflash.plans import workspace
 
 from .dtypes import TORCH
 

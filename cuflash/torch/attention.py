@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import torch
 from torch.autograd import forward_ad
 
-from cuflash import checks, foreign_names, options
+from cuflash.api import foreign_names
 from cuflash.errors import UnsupportedError
+from cuflash.request import checks, options
 
 from . import autocast, random, transforms
 from .checks import check_tensors, have_tangents
@@ -21,7 +22,7 @@ from .tracing import is_traced
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.array_types import TorchOptions
+    from cuflash.api.types import TorchOptions
 
     from .types import Results
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
-from cuflash import api, distributed, foreign_names
+from cuflash import api, distributed
+from cuflash.api import foreign_names
 from cuflash.errors import UnsupportedError
 
 from . import request

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
-from cuflash import foreign_names, validate_kvcache
+from cuflash.api import foreign_names
 from cuflash.errors import UnsupportedError
-from cuflash.problem import strip, strip_lse
+from cuflash.request import validate_kvcache
+from cuflash.request.problem import strip, strip_lse
 
 from . import autocast, kvcache_ops, no_gradients
 from .checks import check_no_tangents, check_tensors

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from cuflash import api, execute_kvcache, validate_kvcache
-from cuflash.problem import Call, strip, strip_lse
+from cuflash import api
+from cuflash.launch import kvcache as execute_kvcache
+from cuflash.request import validate_kvcache
+from cuflash.request.problem import Call, strip, strip_lse
 
 from . import request
 from .dtypes import from_numpy, to_numpy

@@ -11,10 +11,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from cuflash import execute, foreign_names, validate
+from cuflash.api import foreign_names
 from cuflash.backends.base import Backend
 from cuflash.errors import DTypeError, ShapeError
-from cuflash.problem import MOST_STATES, Call, Signature, strip, strip_lse
+from cuflash.launch import attention as execute
+from cuflash.request import validate
+from cuflash.request.problem import (
+    MOST_STATES,
+    Call,
+    Signature,
+    strip,
+    strip_lse,
+)
 
 from .checks import check_tensors
 from .request import kernel_backend

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from cuflash import execute
-from cuflash.problem import ALIGNMENT
+from cuflash.launch import attention as execute
+from cuflash.request.problem import ALIGNMENT
 
 from . import request as requests
 from .request import Request, Results

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cuflash import api, execute, options, settings, validate
-from cuflash.problem import Call, Signature, strip, strip_lse
+from cuflash import api, settings
+from cuflash.launch import attention as execute
+from cuflash.request import options, validate
+from cuflash.request.problem import Call, Signature, strip, strip_lse
 
 from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy

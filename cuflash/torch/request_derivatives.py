@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from cuflash import api_derivatives, validate_derivatives
-from cuflash.api_derivatives import strip_each
-from cuflash.problem import Signature, strip, strip_lse
-from cuflash.runner import Kernels
-from cuflash.validate_derivatives import COTANGENTS, TANGENTS
+from cuflash.api import derivatives as api_derivatives
+from cuflash.api.derivatives import strip_each
+from cuflash.launch.runner import Kernels
+from cuflash.request import validate_derivatives
+from cuflash.request.problem import Signature, strip, strip_lse
+from cuflash.request.validate_derivatives import COTANGENTS, TANGENTS
 
 from . import request as requests
 from .request import Request, Results

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from cuflash import foreign_names, validate
+from cuflash.api import foreign_names
 from cuflash.errors import ShapeError
-from cuflash.problem import Call
+from cuflash.request import validate
+from cuflash.request.problem import Call
 
 from . import request, rotary_kernel
 from .checks import check_tensors

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from cuflash import execute, validate
 from cuflash.backends.base import Backend
-from cuflash.problem import Call, Signature, strip
+from cuflash.launch import attention as execute
+from cuflash.request import validate
+from cuflash.request.problem import Call, Signature, strip
 
 from .signature import Described, checked, describe
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from cuflash import checks
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError
+from cuflash.request import checks
 
 from .attention import attention
 from .checks import check_tensors

@@ -14,7 +14,7 @@ import torch
 
 from cuflash import settings
 from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
-from cuflash.problem import ALIGNMENT
+from cuflash.request.problem import ALIGNMENT
 
 from .dtypes import NUMPY
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cuflash.errors import UnsupportedError
-from cuflash.problem import strip, strip_lse
+from cuflash.request.problem import strip, strip_lse
 
 from .derivatives import Forward, Static
 from .request import Request

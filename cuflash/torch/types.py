@@ -1,6 +1,6 @@
 """Types of keywords, for the overloads that tell a call's results.
 
-Those of `attention` stand in cuflash/array_types.py. A test holds all of them
+Those of `attention` stand in cuflash/api/types.py. A test holds all of them
 to the signatures.
 """
 

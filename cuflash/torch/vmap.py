@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cuflash.folding import Fold, Names, is_folded
+from cuflash.request.folding import Fold, Names, is_folded
 
 Dims = Sequence[int | None]
 Results = tuple[tuple[Any, ...], Any]  # and the axis of each that is mapped

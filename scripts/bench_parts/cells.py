@@ -9,7 +9,7 @@ from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 
 # The usual grid of attention benchmarks: tokens and columns are fixed, so all
 # cells read and write arrays of the same size.

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.plan import Device, KernelPlan, plan, wanted_family
-from cuflash.problem import Problem
+from cuflash.plans.plan import Device, KernelPlan, plan, wanted_family
+from cuflash.request.problem import Problem
 
 from .cells import Cell
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from cuflash.problem import Problem
+from cuflash.request.problem import Problem
 
 from .cells import DIRECTIONS, TOKENS, geometric_mean
 

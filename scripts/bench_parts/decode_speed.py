@@ -145,6 +145,6 @@ def _in_turns(
 
 def _plan(cell: DecodeCell) -> str:
     from cuflash.backends import cupy as gpu
-    from cuflash.plan import plan, wanted_family
+    from cuflash.plans.plan import plan, wanted_family
 
     return str(plan(cell.problem, gpu.device(0), wanted_family()))

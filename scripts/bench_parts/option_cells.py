@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 
 from .cells import Cell
 

@@ -7,7 +7,7 @@ import math
 import cupy
 
 from cuflash.backends import cupy as gpu
-from cuflash.plan import Plan, plan, wanted_family
+from cuflash.plans.plan import Plan, plan, wanted_family
 from device_memory import free_memory
 
 from . import checks

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from cuflash import execute
 from cuflash.backends.emulator import runtime
+from cuflash.launch import attention as execute
 from helpers import calls, expected, kvcache_calls
 from helpers.backends import CupyBackend, EmulatedBackend
 from helpers.checks import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import options
 from helpers.data import Case, Emulation, short_repr
 from strategies import HEAD_DIMS, PAGE_SIZES, tiles

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuflash.problem import Problem
+from cuflash.request.problem import Problem
 
 # `make test` covers shorter ones, in which the error of plain code may happen
 # to be 0, so that they need another bound.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from cuflash.plan import plan, wanted_family
+from cuflash.plans.plan import plan, wanted_family
 
 from . import problems, programs
 

@@ -8,7 +8,7 @@ from typing import Any
 from bench_parts.report import say, show
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.plan import Device, KernelPlan, occupancy
+from cuflash.plans.plan import Device, KernelPlan, occupancy
 
 from .compiling import Compiler
 from .meter import Meter

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cuflash import execute
-from cuflash import plan as planning
-from cuflash.plan import Device, Plan
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
+from cuflash.launch import attention as execute
+from cuflash.plans import plan as planning
+from cuflash.plans.plan import Device, Plan
+from cuflash.plans.tiles import Tile
+from cuflash.request.problem import Problem
 
 
 class Forced(NamedTuple):

@@ -17,8 +17,8 @@ from bench_parts.cells import Cell
 from bench_parts.runners import Inputs, make_inputs
 from cuflash.backends import cupy as gpu
 from cuflash.build import nvrtc
-from cuflash.plan import Device, main_file, plan
-from cuflash.tiles import Tile
+from cuflash.plans.plan import Device, main_file, plan
+from cuflash.plans.tiles import Tile
 from fuzz_parts import check as fuzz
 
 from . import wide

@@ -10,7 +10,7 @@ from bench_parts.cells import Cell
 from bench_parts.report import say
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.plan import Device, KernelPlan
+from cuflash.plans.plan import Device, KernelPlan
 
 from .compiling import Compiler
 from .meter import Meter

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bench_parts.report import figure
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 
 from .record import Record, cell_of
 from .space import words

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench_parts.cells import Cell
+from cuflash.plans.tiles import Tile
 from cuflash.reference import roofline, traffic
-from cuflash.tiles import Tile
 
 # The schedule of reference.traffic that a family's kernels follow.
 SCHEDULES = {

@@ -12,8 +12,8 @@ from typing import Any
 from bench_parts.cells import Cell
 from bench_parts.report import save, say
 from cuflash.errors import ValueRangeError
-from cuflash.plan import Device
-from cuflash.tiles import Tile
+from cuflash.plans.plan import Device
+from cuflash.plans.tiles import Tile
 
 from .space import Choice, Group, as_json
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from bench_parts import cells
 from bench_parts.cells import Cell
-from cuflash import tiles
 from cuflash.build import nvrtc, source
-from cuflash.plan import (
+from cuflash.plans import tiles
+from cuflash.plans.plan import (
     Device,
     KernelPlan,
     Plan,
@@ -22,8 +22,8 @@ from cuflash.plan import (
     main_file,
     plan,
 )
-from cuflash.problem import Problem
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
+from cuflash.request.problem import Problem
 from fuzz_parts.shapes import Shape
 
 # Dtypes of families that do not run float16 and bfloat16; simt runs all.

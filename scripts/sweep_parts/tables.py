@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench_parts.report import say
-from cuflash import folders, tiles
+from cuflash import folders
 from cuflash.errors import ValueRangeError
-from cuflash.plan import Device, plan, tuned_by
-from cuflash.tiles import Entry, Tile
+from cuflash.plans import tiles
+from cuflash.plans.plan import Device, plan, tuned_by
+from cuflash.plans.tiles import Entry, Tile
 
 from .record import Record, cell_of, timed
 from .space import Group, as_json, dtype_of

@@ -22,7 +22,7 @@ from jax_data import (  # noqa: E402
 from jax_dense import dense  # noqa: E402
 
 import cuflash  # noqa: E402
-from cuflash import api_derivatives  # noqa: E402
+from cuflash.api import derivatives as api_derivatives  # noqa: E402
 from cuflash.jax import attention  # noqa: E402
 from helpers.compare import assert_all, assert_allclose  # noqa: E402
 

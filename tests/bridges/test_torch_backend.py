@@ -85,7 +85,7 @@ def test_a_thread_is_bound_once(fake):
 
 
 def test_a_repeated_call_is_looked_up(fake, monkeypatch):
-    from cuflash import validate
+    from cuflash.request import validate
 
     inputs = large(torch.float32)
     cuflash.torch.attention(*inputs, causal=True)

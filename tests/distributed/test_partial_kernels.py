@@ -5,7 +5,7 @@ import pytest
 
 from cuflash import emulator
 from cuflash.distributed.machine import Device, Host
-from cuflash.execute_partial import MOST_OTHERS
+from cuflash.launch.partial import MOST_OTHERS
 from helpers.backends import EMULATED
 from helpers.compare import (
     Expected,

@@ -7,7 +7,7 @@ import cuflash
 from cuflash import emulator
 from cuflash.backends.emulator.machine import Emulator, Machine
 from cuflash.errors import KernelFault
-from cuflash.plan import KernelPlan
+from cuflash.plans.plan import KernelPlan
 from helpers.compare import (
     assert_all,
     assert_bitwise,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cuflash.backends.emulator import faults, runtime
-from cuflash.plan import KernelPlan
+from cuflash.plans.plan import KernelPlan
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import kernels
 

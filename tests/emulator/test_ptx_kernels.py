@@ -7,7 +7,7 @@ import pytest
 
 from cuflash.build import nvrtc
 from cuflash.build.source import KERNELS
-from cuflash.plan import KernelPlan
+from cuflash.plans.plan import KernelPlan
 from helpers.small_kernels import KERNELS as FOLDER
 
 FILES = {x.stem: x for x in sorted((FOLDER / "primitives").glob("*.cu"))}

@@ -11,7 +11,7 @@ import cuflash
 from cuflash import emulator
 from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.errors import CompileError, KernelFault, UnsupportedError
-from cuflash.plan import KernelPlan
+from cuflash.plans.plan import KernelPlan
 from helpers.compare import assert_all, assert_elements
 from helpers.host_compiler import needs_compiler
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cuflash import execute
 from cuflash.build import nvrtc
+from cuflash.launch import attention as execute
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.compare import assert_bitwise

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
 
-from cuflash import emulator, execute, nearest_tiles, plan, tiles
+from cuflash import emulator
+from cuflash.launch import attention as execute
+from cuflash.plans import nearest_tiles, plan, tiles
 
 from . import tried
 from .dtypes import DTYPES

@@ -1,10 +1,10 @@
-"""A backend for `cuflash.execute` that runs nothing."""
+"""A backend for `cuflash.launch` that runs nothing."""
 
 import contextlib
 
 import numpy as np
 
-from cuflash.plan import device_of_arch
+from cuflash.plans.plan import device_of_arch
 
 _NOTHING = contextlib.nullcontext()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 
 from . import extreme, punishing
 from .dtypes import DTYPES, lse_dtype

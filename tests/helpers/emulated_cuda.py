@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from cuflash import emulator
-from cuflash.abi import TensorMap
 from cuflash.backends.emulator.machine import Machine
-from cuflash.plan import Launch
+from cuflash.launch.structs import TensorMap
+from cuflash.plans.plan import Launch
 
 from . import fake_cupy
 

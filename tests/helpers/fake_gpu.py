@@ -4,7 +4,7 @@ import os
 import time
 from dataclasses import replace
 
-from cuflash.plan import device_of_arch
+from cuflash.plans.plan import device_of_arch
 
 MACHINE = {
     "device": "A fake GPU",

@@ -5,9 +5,17 @@ from unittest import mock
 
 import numpy as np
 
-from cuflash.backends import numpy_flagged, numpy_parts, numpy_rows
-from cuflash.backends.numpy_flagged import Flagged
-from cuflash.backends.numpy_kinds import Kind
+from cuflash.backends.numpy import (
+    flagged as numpy_flagged,
+)
+from cuflash.backends.numpy import (
+    parts as numpy_parts,
+)
+from cuflash.backends.numpy import (
+    rows as numpy_rows,
+)
+from cuflash.backends.numpy.flagged import Flagged
+from cuflash.backends.numpy.kinds import Kind
 
 
 @contextmanager

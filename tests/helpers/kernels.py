@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from cuflash import options
-from cuflash.plan import device_of_arch, plan
-from cuflash.problem import Problem, Tangents
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request import options
+from cuflash.request.problem import Problem, Tangents
 
 from .options import TABLE
 

@@ -5,14 +5,16 @@ A check runs a call of one direction: kernels must be led to each array.
 
 import numpy as np
 
-from cuflash import (
-    execute,
-    execute_derivatives,
-    execute_kvcache,
-    validate,
-    validate_derivatives,
-    validate_kvcache,
+from cuflash.launch import (
+    attention as execute,
 )
+from cuflash.launch import (
+    derivatives as execute_derivatives,
+)
+from cuflash.launch import (
+    kvcache as execute_kvcache,
+)
+from cuflash.request import validate, validate_derivatives, validate_kvcache
 
 from .compare import assert_bitwise
 from .data import LAYOUTS, Case, inputs, lse_gradient, shapes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from strategies import FEW_OPTIONS
 
 from .backends import CUPY, EMULATED

@@ -1,4 +1,4 @@
-"""What tests know of each option: a row for each of cuflash.options.TABLE.
+"""What tests know of each option: a row for each of request.options.TABLE.
 
 A deliberate second implementation of docs/guide/options.md. Arrays broadcast
 to the public layout (batch, heads, seqlen_q, seqlen_k).
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from cuflash import options as options_of_calls
 from cuflash.reference.dropout import Dropout
+from cuflash.request import options as options_of_calls
 
 from .dtypes import DTYPES, lse_dtype
 
@@ -212,7 +212,7 @@ def _array(*names):
 
 _SEGMENTS = _array("segment_ids_k", "segment_ids_q")
 
-# In the order of cuflash.options.TABLE, and with `seed` for all that a case
+# In the order of request.options.TABLE, and with `seed` for all that a case
 # draws: a new array comes after the others.
 TABLE = {
     "window": Data(

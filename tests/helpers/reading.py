@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from cuflash.abi import TensorMap
+from cuflash.launch.structs import TensorMap
 
 from .compare import assert_all, assert_elements
 from .counting import Counting

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from cuflash import emulator
-from cuflash.abi import TensorMap, padded
 from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.build import nvrtc
-from cuflash.layouts import Boxes
-from cuflash.plan import KernelPlan
+from cuflash.launch.structs import TensorMap, padded
+from cuflash.plans.plan import KernelPlan
+from cuflash.request.layouts import Boxes
 from helpers.backends import CupyBackend
 from helpers.host_compiler import needs_compiler
 

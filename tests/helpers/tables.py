@@ -2,7 +2,7 @@
 
 import json
 
-from cuflash import tiles
+from cuflash.plans import tiles
 
 # Tiles that mma's forward kernel is written for, by their block_k.
 BY_BLOCK_K = {k: {"block_q": 64, "block_k": k, "num_warps": 4}

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cuflash.plan import device_of_arch, legal_tiles, plan
+from cuflash.plans.plan import device_of_arch, legal_tiles, plan
 
 from .backends import EMULATED
 from .data import Case, Emulation

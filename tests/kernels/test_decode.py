@@ -8,7 +8,7 @@ import pytest
 
 import cuflash
 import strategies
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans.plan import device_of_arch, plan
 from helpers import calls, expected
 from helpers.backends import on_kernels
 from helpers.checks import check_forward

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans.plan import device_of_arch, plan
 from helpers.backends import on_kernels
 from helpers.compare import (
     assert_all,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 import strategies
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected, extreme
 from helpers.backends import (
     on_backends,

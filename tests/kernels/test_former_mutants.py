@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import plan
-from cuflash.tiles import Tile
+from cuflash.plans import plan
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import EMULATED, on_backends, on_each_emulated_kind
 from helpers.compare import (

@@ -4,7 +4,7 @@ import numpy as np
 
 import cuflash
 import strategies
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected
 from helpers.compare import assert_bitwise, assert_forward_matches
 from helpers.data import Case, Emulation, inputs

@@ -13,7 +13,7 @@ import pytest
 
 import cuflash
 from cuflash.backends.emulator import machine
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import EMULATED
 from helpers.checks import check_packed

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import emulator, validate, validate_kvcache
-from cuflash.runner import Kernels
+from cuflash import emulator
+from cuflash.launch.runner import Kernels
+from cuflash.request import validate, validate_kvcache
 from helpers.backends import EMULATED
 from helpers.compare import assert_arrays_equal
 

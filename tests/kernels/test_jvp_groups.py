@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash.plan import device_of_arch, plan
-from cuflash.problem import Tangents
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request.problem import Tangents
 from helpers.backends import on_kernels
 from helpers.compare import (
     assert_allclose,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash.plan import device_of_arch, plan
 from cuflash.plans import wgmma_jvp
 from cuflash.plans.kernel import Launch
+from cuflash.plans.plan import device_of_arch, plan
 from helpers.apart import Apart
 from helpers.backends import EMULATED, on_kernels
 from helpers.checks import check_jvp

@@ -6,8 +6,8 @@ A call of one direction has as many keys in a tile: else bits would differ.
 import numpy as np
 import pytest
 
-from cuflash.plan import device_of_arch, plan
-from cuflash.problem import Tangents
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request.problem import Tangents
 from helpers.backends import on_kernels
 from helpers.compare import (
     assert_all,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash import validate_kvcache
 from cuflash.errors import ValueRangeError
+from cuflash.request import validate_kvcache
 from helpers import kvcache_calls as kv
 from helpers.backends import BACKENDS, on_kernels
 from helpers.compare import assert_all, assert_bitwise

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import execute, plan
-from cuflash.plans import steps
-from cuflash.tiles import Tile
+from cuflash.launch import attention as execute
+from cuflash.plans import plan, steps
+from cuflash.plans.tiles import Tile
 from helpers.backends import EMULATED
 from helpers.checks import check_forward
 from helpers.compare import assert_all

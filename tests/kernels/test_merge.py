@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import strategies
-from cuflash.problem import MOST_STATES
+from cuflash.request.problem import MOST_STATES
 from helpers import calls, expected
 from helpers.backends import on_backends
 from helpers.compare import (

@@ -6,7 +6,7 @@ A faulty change of a kernel fails here after one or two compilations.
 import pytest
 
 import strategies
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected
 from helpers.apart import Apart
 from helpers.backends import EMULATED

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import strategies
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import EMULATED, on_each_kind, on_kernels
 from helpers.checks import check_gradients

@@ -9,8 +9,8 @@ import cuflash
 import strategies
 from cuflash import emulator
 from cuflash.errors import UnsupportedError
-from cuflash.plan import device_of_arch, plan
-from cuflash.tiles import Tile
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import on_each_kind_with_options, on_kernels
 from helpers.checks import check_forward, check_gradients_of_forward

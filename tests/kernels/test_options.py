@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import strategies
-from cuflash import options
+from cuflash.request import options
 from helpers import calls, expected
 from helpers.apart import Apart
 from helpers.backends import on_kernels

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls, expected
 from helpers.backends import on_kernels
 from helpers.checks import (

@@ -5,8 +5,8 @@ import pytest
 
 import cuflash
 import strategies
-from cuflash import validate
 from cuflash.errors import ValueRangeError
+from cuflash.request import validate
 from helpers import calls
 from helpers.backends import (
     BACKENDS,

@@ -12,7 +12,7 @@ import pytest
 
 import cuflash
 import strategies
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls
 from helpers.backends import EMULATED, CupyBackend
 from helpers.compare import (

@@ -7,8 +7,9 @@ import pytest
 
 import cuflash
 import strategies
-from cuflash import execute, validate
+from cuflash.launch import attention as execute
 from cuflash.reference import rotary
+from cuflash.request import validate
 from helpers.backends import EMULATED, on_backends
 from helpers.compare import (
     Expected,
@@ -172,7 +173,7 @@ def test_a_position_outside_the_tables_is_nan(backend, bad):
     call = Call.of(case, rotary_dim=4, positions=np.array([1, bad, 2]))
     checked = validate.apply_rotary(call.x, call.cos, call.sin, **call.given)
     with backend.running(case):
-        machine = cuflash.api.emulator.current().backend()
+        machine = cuflash.emulator.current().backend()
         got = execute.apply_rotary(checked, machine)
     assert_all(got[:, 1, :, :4], np.nan, "got[:, 1, :, :4]", case)
     assert_bitwise(got[:, 1, :, 4:], call.x[:, 1, :, 4:], "rest")

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import emulator
-from cuflash.abi import (
+from cuflash.backends.emulator.machine import Machine
+from cuflash.launch.structs import (
     BackwardWgmmaOptionsArguments,
     ForwardWgmmaOptionsArguments,
 )
-from cuflash.backends.emulator.machine import Machine
-from cuflash.plan import device_of_arch, legal_tiles, plan
+from cuflash.plans.plan import device_of_arch, legal_tiles, plan
 from cuflash.plans.steps import ORDER_BYTES
 from helpers.compare import (
     assert_all,

@@ -10,7 +10,7 @@ import pytest
 
 from cuflash import emulator
 from cuflash.distributed.machine import Device, Host
-from cuflash.execute_partial import MOST_OTHERS
+from cuflash.launch.partial import MOST_OTHERS
 from helpers import calls
 from helpers import visibility as probe
 from helpers.backends import EMULATED, on_backends

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans.plan import device_of_arch, plan
 from helpers import calls
 from helpers.backends import on_kernels, on_kernels_of
 from helpers.checks import (

@@ -11,7 +11,7 @@ import bench
 from bench_parts import compiling, markdown, peers, report
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.plan import device_of_arch
+from cuflash.plans.plan import device_of_arch
 
 
 def row(direction, seqlen, **tflops):

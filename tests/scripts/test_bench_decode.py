@@ -12,7 +12,7 @@ import pytest
 
 import bench
 from bench_parts import decode, decode_report, markdown, peers, report
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans.plan import device_of_arch, plan
 from helpers import stand_in
 from helpers.compare import assert_all
 

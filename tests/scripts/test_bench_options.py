@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import bench
-import cuflash.backends.numpy
+import cuflash.backends.numpy.attention
 from bench_parts import compiling, markdown, option_cells, report
 from bench_parts.option_cells import OPTIONS
-from cuflash.plan import device_of_arch
+from cuflash.plans.plan import device_of_arch
+from cuflash.plans.tiles import Tile
 from cuflash.reference import masks
-from cuflash.tiles import Tile
 from helpers import stand_in
 from helpers.compare import assert_all
 
@@ -203,9 +203,9 @@ def test_results_without_the_option_do_not(
 def test_a_problem_is_that_of_the_call(
     on_numpy, monkeypatch, option, direction, tokens
 ):
-    calls, known = [], getattr(cuflash.backends.numpy, direction)
+    calls, known = [], getattr(cuflash.backends.numpy.attention, direction)
     monkeypatch.setattr(
-        cuflash.backends.numpy,
+        cuflash.backends.numpy.attention,
         direction,
         lambda x: calls.append(x) or known(x),
     )

@@ -9,7 +9,7 @@ import pytest
 
 import kernel_coverage
 from cuflash import emulator
-from cuflash.plan import KernelPlan
+from cuflash.plans.plan import KernelPlan
 from kernel_coverage import Excepted
 
 needs_gcov = pytest.mark.skipif(

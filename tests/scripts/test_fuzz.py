@@ -5,8 +5,8 @@ import json
 import pytest
 
 import fuzz
-from cuflash import options
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request import options
 from fuzz_parts import pages, problems, programs, tally, units, workers
 from helpers import calls, tried
 from helpers.data import LAYOUTS, Case

@@ -11,9 +11,10 @@ import pytest
 import cuflash
 import sweep_blocks
 from bench_parts import report
-from cuflash import folders, nearest_tiles, tiles
-from cuflash.plan import device_of_arch, legal_tiles, plan
-from cuflash.problem import Problem
+from cuflash import folders
+from cuflash.plans import nearest_tiles, tiles
+from cuflash.plans.plan import device_of_arch, legal_tiles, plan
+from cuflash.request.problem import Problem
 from helpers import fake_gpu
 from helpers.tables import entry, write_table
 from sweep_parts import forcing, measure, predict, space, tables, worker

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api, validate, validate_derivatives, validate_kvcache
-from cuflash.backends import numpy as cpu
+from cuflash import api
+from cuflash.backends.numpy import attention as cpu
 from cuflash.errors import DTypeError, UnsupportedError
+from cuflash.request import validate, validate_derivatives, validate_kvcache
 from helpers.compare import assert_elements
 from helpers.data import Case, inputs
 

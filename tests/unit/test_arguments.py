@@ -5,9 +5,9 @@ import subprocess
 import numpy as np
 import pytest
 
-from cuflash import abi
 from cuflash.backends.emulator import runtime
 from cuflash.build import nvrtc, source
+from cuflash.launch import structs as abi
 from helpers.compare import assert_arrays_equal
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import small_kernel

@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cuflash import options, validate, validate_kvcache
-from cuflash.problem import Signature
 from cuflash.reference.masks import visible
+from cuflash.request import options, validate, validate_kvcache
+from cuflash.request.problem import Signature
 from helpers.compare import assert_elements
 
 LENGTHS = range(1, 5)

@@ -6,7 +6,8 @@ On a GPU gpu/test_large.py measures it.
 import numpy as np
 import pytest
 
-from cuflash import execute, validate
+from cuflash.launch import attention as execute
+from cuflash.request import validate
 from helpers.counting import Counting
 from helpers.data import Case, shapes
 from helpers.dtypes import DTYPES, lse_dtype

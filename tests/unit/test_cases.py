@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import reference_strategies
 import strategies
-from cuflash.tiles import Tile
+from cuflash.plans.tiles import Tile
 from helpers import calls
 from helpers.backends import EmulatedBackend, NumpyBackend
 from helpers.compare import assert_bitwise

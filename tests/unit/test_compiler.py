@@ -9,7 +9,7 @@ import pytest
 from cuflash import folders
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
-from cuflash.problem import MOST_STATES, Rotary
+from cuflash.request.problem import MOST_STATES, Rotary
 from helpers.dtypes import DTYPES, lse_dtype
 from helpers.kernels import kernels, small_kernel
 

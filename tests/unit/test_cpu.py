@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import cuflash
 import strategies
-from cuflash import plan, validate
+from cuflash.plans import plan
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.backward import key_outer
+from cuflash.request import validate
 from helpers.backends import NumpyBackend
 from helpers.compare import (
     assert_all,

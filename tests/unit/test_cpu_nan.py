@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.backends import numpy_seen
+from cuflash.backends.numpy import seen as numpy_seen
 from helpers.compare import assert_all, assert_same_nonfinite
 from helpers.cpu_calls import BATCH, CALLS, HEADS, arrays, call, counted
 from helpers.flagged import by_reference

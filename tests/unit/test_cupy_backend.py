@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import execute, validate
 from cuflash.backends.base import Backend, Target
 from cuflash.backends.emulator.machine import Emulator
 from cuflash.build import nvrtc
-from cuflash.workspace import ALIGNMENT
+from cuflash.launch import attention as execute
+from cuflash.plans.workspace import ALIGNMENT
+from cuflash.request import validate
 from helpers import fake_cupy
 from helpers.fake_cupy import STREAM, ndarray
 

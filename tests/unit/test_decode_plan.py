@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
-from cuflash.plan import check, device_of_arch, plan
-from cuflash.problem import KVCache, Problem
+from cuflash.plans.plan import check, device_of_arch, plan
+from cuflash.request.problem import KVCache, Problem
 
 H200 = replace(
     device_of_arch("sm_90a"), num_sms=132, shared_bytes=227 << 10,

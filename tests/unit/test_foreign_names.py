@@ -8,7 +8,7 @@ import pytest
 
 import cuflash
 import cuflash.distributed
-from cuflash import foreign_names
+from cuflash.api import foreign_names
 
 PAGE = Path(__file__).parents[2] / "docs/guide/migrating.md"
 CALLS = {

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import emulator, execute, validate
+from cuflash import emulator
+from cuflash.launch import attention as execute
+from cuflash.request import validate
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.compare import assert_bitwise

@@ -14,250 +14,35 @@ import cuflash.reference
 PACKAGE = Path(cuflash.__file__).parent
 REFERENCE = Path(cuflash.reference.__file__).parent
 
-# Module: the modules of cuflash that it may import. `errors` and `problem`
-# import none of them, and every module may import them.
-_PLANS = (
-    "options problem tiles workspace plans.family plans.kernel plans.rounding"
+# Room: the rooms that its modules may import, besides their own. A room is a
+# folder or a module; of several that a module is in, the innermost counts.
+_BELOW_BRIDGES = (
+    "errors settings request plans launch backends.base backends.cupy api"
 )
 LAW = {
     "_version": "",
     "_checkout": "",
     "errors": "",
-    "array_types": "",
-    "foreign_names": "",
-    "problem": "",
     "folders": "",
-    "hints": "",
-    "folding": "",
     "settings": "errors",
-    "abi": "options problem",
-    "checks": "errors",
-    "layouts": "problem",
-    "softcap": "",
-    "options": "checks errors layouts problem softcap",
-    "validate": "checks errors hints options problem",
-    "validate_derivatives": "checks errors options problem validate",
-    "validate_kvcache": "checks errors options problem validate",
-    "tiles": "errors folders",
-    "nearest_tiles": "folders tiles",
-    "plans": "",
-    "plans.rounding": "",
-    "plans.family": "layouts problem",
-    "plans.kernel": "problem tiles workspace plans.family plans.rounding",
-    "plans.steps": _PLANS,
-    "plans.rotary": f"{_PLANS} plans.steps",
-    "plans.append": f"{_PLANS} plans.steps",
-    **{
-        f"plans.{family}": f"{_PLANS} plans.steps"
-        for family in ("fma", "mma", "mma8", "simt", "wgmma")
-    },
-    "plans.simt_derivatives": f"{_PLANS} plans.steps plans.simt",
-    **{
-        f"plans.{name}": f"{_PLANS} plans.steps plans.simt_derivatives"
-        " plans.wgmma"
-        for name in ("wgmma_jvp", "wgmma_double_backward")
-    },
-    "plans.mma8_derivatives": f"{_PLANS} plans.steps plans.mma8",
-    "plans.fma_derivatives": f"{_PLANS} plans.steps plans.fma",
-    "plans.mma_derivatives": f"{_PLANS} plans.steps plans.mma",
-    "plans.partial": f"{_PLANS} plans.steps",
-    "plans.decode": f"{_PLANS} plans.steps plans.append",
-    "plans.decode_simt": f"{_PLANS} plans.steps plans.decode",
-    "plan": f"errors settings nearest_tiles {_PLANS} plans.steps plans.decode"
-    " plans.decode_simt plans.fma plans.mma plans.mma8 plans.simt"
-    " plans.fma_derivatives plans.mma_derivatives plans.mma8_derivatives"
-    " plans.simt_derivatives plans.wgmma plans.wgmma_jvp"
-    " plans.wgmma_double_backward plans.rotary",
-    "workspace": "",
-    "execute": "errors settings problem options plan abi layouts"
-    " workspace backends.base",
-    "execute_kvcache": "errors problem options plan plans.append abi layouts"
-    " workspace execute backends.base",
-    "execute_derivatives": "problem options plan plans.steps abi layouts"
-    " workspace execute backends.base",
-    "runner": "problem execute execute_derivatives execute_kvcache"
-    " backends.base",
-    "build": "",
-    "build.source": "abi errors",
-    "build.cache": "errors folders",
-    "build.nvrtc": "errors plan build.source build.cache",
-    "build.warmup": "errors folders settings build.cache",
-    "backends": "",
-    "backends.numpy": "problem plan reference backends backends.numpy_kinds"
-    " backends.numpy_derivatives backends.numpy_nan backends.numpy_parts"
-    " backends.numpy_reference backends.numpy_scores backends.numpy_tiles",
-    "backends.numpy_derivatives": "problem plan backends backends.numpy_kinds"
-    " backends.numpy_nan backends.numpy_parts backends.numpy_reference"
-    " backends.numpy_scores backends.numpy_tangents",
-    "backends.numpy_kinds": "",
-    "backends.numpy_flagged": "reference backends.numpy_kinds"
-    " backends.numpy_scores backends.numpy_seen backends.numpy_tangents",
-    "backends.numpy_nan": "reference backends.numpy_flagged"
-    " backends.numpy_seen backends.numpy_tangents",
-    "backends.numpy_parts": "problem reference backends.numpy_flagged"
-    " backends.numpy_kinds backends.numpy_rows backends.numpy_scores"
-    " backends.numpy_tangents",
-    "backends.numpy_reference": "reference backends.numpy_rows"
-    " backends.numpy_tangents",
-    "backends.numpy_rows": "reference backends.numpy_flagged"
-    " backends.numpy_scores backends.numpy_tangents",
-    "backends.numpy_scores": "reference",
-    "backends.numpy_seen": "reference backends.numpy_scores",
-    "backends.numpy_tangents": "reference backends.numpy_scores"
-    " backends.numpy_tiles",
-    "backends.numpy_tiles": "reference backends.numpy_scores",
-    "backends.base": "plan layouts problem",
-    "backends.cupy": "errors problem plan layouts workspace abi build.nvrtc",
-    "backends.emulator": "plan backends.emulator.machine",
-    "backends.emulator.machine": "errors plan layouts abi"
-    " build.nvrtc backends.emulator.faults backends.emulator.memory"
-    " backends.emulator.runtime",
-    "backends.emulator.faults": "plan backends.emulator.runtime",
-    "backends.emulator.memory": "",
-    "backends.emulator.runtime": "errors folders plan build.source"
-    " build.cache",
-    "flash_attn": "torch flash_attn.flash_attn_interface",
-    "flash_attn.arguments": "checks errors torch.checks",
-    "flash_attn.bert_padding": "",
-    "flash_attn.dense": "torch torch.attention flash_attn.arguments",
-    "flash_attn.flash_attn_interface": "flash_attn.dense"
-    " flash_attn.kvcache flash_attn.varlen",
-    "flash_attn.kvcache": "errors torch torch.kvcache flash_attn.arguments",
-    "flash_attn.layers": "",
-    "flash_attn.layers.embedding": "flash_attn.layers.functions",
-    "flash_attn.layers.functions": "torch.batched_grad torch.tracing"
-    " flash_attn.arguments flash_attn.rotation",
-    "flash_attn.layers.rotary": "flash_attn.layers.embedding"
-    " flash_attn.layers.functions",
-    "flash_attn.ops": "",
-    "flash_attn.ops.triton": "",
-    "flash_attn.ops.triton.rotary": "flash_attn.rotation",
-    "flash_attn.rotation": "errors torch.request torch.rotary"
-    " torch.rotary_kernel flash_attn.arguments",
-    "flash_attn.varlen": "errors torch torch.attention torch.kvcache"
-    " flash_attn.arguments",
-    "emulator": "backends.emulator",
-    "api": "array_types foreign_names errors folders options settings"
-    " problem validate"
-    " validate_kvcache runner backends.base backends.numpy backends.cupy"
-    " backends.emulator",
-    "api_derivatives": "foreign_names api problem validate_derivatives",
-    "builders": "checks errors",
-    "api_vjp": "array_types foreign_names api",
-    "torch": "hints torch.attention torch.fakes torch.group_attention"
-    " torch.kvcache torch.merging torch.op_gradients torch.registration"
-    " torch.rotary torch.sdpa",
-    "torch.batched_grad": "",
-    "torch.chosen_keys": "",
-    "torch.eager_models": "",
-    "torch.no_gradients": "errors torch.ops",
-    "torch.sdpa": "checks errors torch.attention torch.checks",
-    "torch.arrays": "workspace torch.dtypes",
-    "torch.attention": "array_types checks errors foreign_names options"
-    " torch.autocast torch.checks"
-    " torch.gradients torch.ops torch.random torch.request torch.tracing"
-    " torch.transforms",
-    "torch.autocast": "errors",
-    "torch.backend": "backends.cupy torch.arrays torch.dtypes",
-    "torch.checks": "errors",
-    "torch.direct": "torch.ops torch.repeated",
-    "torch.dtypes": "",
-    "torch.fakes": "torch.inductor torch.ops",
-    "torch.derivatives": "errors torch.request torch.request_derivatives"
-    " torch.batched_grad torch.vmap",
-    "torch.gradients": "torch.batched_grad torch.derivatives torch.request"
-    " torch.request_derivatives",
-    "torch.group_attention": "api distributed errors foreign_names"
-    " torch.checks torch.dtypes torch.request",
-    "torch.inductor": "torch.direct",
-    "torch.kvcache": "errors foreign_names problem validate_kvcache"
-    " torch.autocast torch.checks torch.kvcache_ops torch.kvcache_request"
-    " torch.no_gradients torch.tracing",
-    "torch.kvcache_ops": "torch.fakes torch.kvcache_request"
-    " torch.no_gradients torch.ops",
-    "torch.kvcache_request": "api execute_kvcache problem validate_kvcache"
-    " torch.dtypes torch.request torch.signature",
-    "torch.masks": "torch.eager_models",
-    "torch.registration": "errors torch.masks torch.transformers",
-    "torch.transformers": "errors torch.attention torch.chosen_keys"
-    " torch.masks",
-    "torch.op_gradients": "errors torch.ops torch.tracing",
-    "torch.ops": "torch.random torch.request torch.request_derivatives",
-    "torch.random": "errors",
-    "torch.repeated": "execute problem torch.request torch.signature",
-    "torch.request": "api execute options problem settings validate"
-    " backends.base torch.backend torch.batched_grad torch.dtypes"
-    " torch.signature torch.tracing",
-    "torch.request_derivatives": "api_derivatives problem runner"
-    " validate_derivatives torch.request",
-    "torch.merging": "errors execute foreign_names problem validate"
-    " backends.base torch.checks torch.request torch.signature",
-    "torch.rotary": "errors foreign_names problem validate torch.checks"
-    " torch.dtypes torch.request torch.rotary_kernel torch.signature"
-    " torch.tracing",
-    "torch.rotary_kernel": "execute problem validate backends.base"
-    " torch.signature",
-    "torch.types": "distributed",
-    "torch.signature": "errors problem settings torch.dtypes",
-    "torch.tracing": "errors",
-    "torch.transforms": "errors problem torch.derivatives torch.request"
-    " torch.tracing",
-    "torch.vmap": "folding",
-    "execute_partial": "problem abi plans.partial backends.base",
-    "distributed": "distributed.attention distributed.environment"
-    " distributed.gathering distributed.group distributed.in_process"
-    " distributed.layouts distributed.mpi distributed.nccl",
-    "distributed.accumulate": "distributed.machine",
-    "distributed.arguments": "api checks errors problem validate"
-    " distributed.group distributed.layouts distributed.schedule",
-    "distributed.arrays": "api",
-    "distributed.attention": "foreign_names problem distributed.arguments"
-    " distributed.group distributed.heads distributed.machine"
-    " distributed.ring",
-    "distributed.bench": "__init__ api errors distributed.attention"
-    " distributed.environment distributed.group distributed.in_process"
-    " distributed.layouts",
-    "distributed.environment": "errors distributed.group distributed.mpi"
-    " distributed.nccl",
-    "distributed.gathering": "distributed.arrays distributed.group"
-    " distributed.layouts distributed.machine",
-    "distributed.group": "checks errors distributed.arrays",
-    "distributed.heads": "distributed.arrays distributed.group"
-    " distributed.layouts distributed.machine distributed.schedule",
-    "distributed.in_process": "errors distributed.group",
-    "distributed.layouts": "checks errors distributed.arrays",
-    "distributed.machine": "api backends.emulator execute_partial",
-    "distributed.mpi": "errors distributed.group",
-    "distributed.nccl": "api errors distributed.group"
-    " distributed.nccl_library distributed.watchdog",
-    "distributed.nccl_library": "api errors distributed.group",
-    "distributed.ring": "api distributed.accumulate distributed.arrays"
-    " distributed.group distributed.machine distributed.schedule",
-    "distributed.schedule": "distributed.layouts",
-    "distributed.watchdog": "",
-    "jax": "hints jax.attention jax.merging jax.rotary",
-    "jax.arrays": "errors settings",
-    "jax.merging": "foreign_names settings validate jax.arrays",
-    "jax.rotary": "foreign_names problem settings validate jax.arrays",
-    "jax.calls": "checks errors options plan problem validate"
-    " validate_derivatives jax.arrays",
-    "jax.primitives": "errors jax.arrays jax.calls",
-    "jax.derivatives": "errors jax.calls jax.primitives",
-    "jax.batching": "folding jax.primitives",
-    "jax.cpu": "api api_derivatives jax.calls jax.primitives",
-    "jax.recording": "abi layouts problem workspace backends.base jax.arrays",
-    "jax.machine": "api backends.base",
-    "jax.cuda": "execute options problem runner backends.base jax.arrays"
-    " jax.calls jax.machine jax.primitives jax.recording",
-    "jax.attention": "array_types foreign_names options problem settings"
-    " validate jax.arrays jax.batching jax.calls jax.cpu jax.cuda"
-    " jax.derivatives jax.primitives",
-    "__init__": "errors api api_derivatives api_vjp build.warmup builders"
-    " emulator reference _checkout _version",
-    "__main__": "errors settings problem folders tiles plan plans.family"
-    " build.cache build.nvrtc build.warmup backends.cupy"
-    " backends.emulator.runtime"
-    " __init__",
+    "request": "errors",
+    "expressions": "errors request",
+    "plans": "errors settings folders request",
+    "backends.base": "request plans",
+    "launch": "errors settings request plans backends.base",
+    "build": "errors settings folders plans launch",
+    "backends.cupy": "errors request plans backends.base launch build",
+    "backends": "errors folders request plans launch build reference",
+    "emulator": "backends",
+    "api": "errors settings folders request launch backends backends.base"
+    " backends.cupy",
+    "torch": f"{_BELOW_BRIDGES} distributed",
+    "jax": _BELOW_BRIDGES,
+    "flash_attn": "errors request torch",
+    "distributed": f"{_BELOW_BRIDGES} __init__",
+    "__init__": "errors api build emulator reference _checkout _version",
+    "__main__": "errors settings folders request plans build backends"
+    " backends.cupy __init__",
 }
 MAY_IMPORT_CUPY = {
     "backends.cupy",
@@ -268,18 +53,10 @@ MAY_IMPORT_CUPY = {
 }
 BRIDGES = ("torch", "jax")  # each imports the library of its name
 ON_TOP = {"torch": ("flash_attn",)}  # bridges that stand on another
-PACKAGES = (
-    "backends",
-    "backends.emulator",
-    "build",
-    "plans",
-    *BRIDGES,
-    "distributed",
-    "flash_attn",
-    "flash_attn.layers",
-    "flash_attn.ops",
-    "flash_attn.ops.triton",
-)
+PACKAGES = [
+    ".".join(path.parent.relative_to(PACKAGE).parts)
+    for path in PACKAGE.rglob("*/__init__.py")
+]
 
 
 class Imports(ast.NodeVisitor):
@@ -321,7 +98,7 @@ def modules(folder, package):
 
 
 def all_modules():
-    """The package's and those of its packages, by their names in LAW."""
+    """The package's modules and those of its folders, by dotted name."""
     found = modules(PACKAGE, "cuflash")
     for name in PACKAGES:
         inside = modules(PACKAGE / name.replace(".", "/"), f"cuflash.{name}")
@@ -341,29 +118,36 @@ def of_cuflash(imports):
         first, *rest = name.split(".")
         if first == "cuflash":
             own = [".".join(rest[:n]) for n in (4, 3, 2, 1)]
-            known = (x for x in own if x in LAW or x == "reference")
+            known = (x for x in own if x in CUFLASH or x == "reference")
             names.add(next(known, "__init__"))
     return names
 
 
+def room_of(module):
+    """The innermost room of LAW that a module is in."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((x for x in prefixes if x in LAW), module)
+
+
 def test_the_visitor_sees_every_form():
     text = """
-from . import plan
+from . import api
 from .errors import ShapeError
 from cuflash.build import source
 from cuflash.backends.emulator import runtime
 from cuflash.backends.emulator.machine import Machine
-import cuflash.tiles
+import cuflash.plans.tiles
 import numpy as np
 def f():
     from .reference.attention import attention
     import cupy.cuda
 if TYPE_CHECKING:
-    from .validate import x
+    from .request.validate import x
 """
     imports = Imports(text, "cuflash")
     assert of_cuflash(imports) == {
-        "plan", "errors", "build.source", "tiles", "reference",
+        "api", "errors", "build.source", "plans.tiles", "reference",
         "backends.emulator.runtime", "backends.emulator.machine",
     }  # fmt: skip
     assert "numpy" in imports.top
@@ -371,13 +155,17 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("module", sorted(CUFLASH))
-def test_a_module_imports_only_allowed_ones(module):
-    assert of_cuflash(CUFLASH[module]) <= set(LAW[module].split())
+def test_a_module_imports_from_rooms_below_alone(module):
+    room = room_of(module)
+    found = {room_of(name) for name in of_cuflash(CUFLASH[module])}
+    assert found <= {room, *LAW[room].split()}
 
 
-def test_the_law_has_no_cycle():
-    graph = {module: law.split() for module, law in LAW.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError
+def test_neither_the_law_nor_the_modules_have_a_cycle():
+    law = {room: below.split() for room, below in LAW.items()}
+    found = {x: of_cuflash(imports) - {x} for x, imports in CUFLASH.items()}
+    for graph in (law, found):
+        TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_the_reference_has_no_cycle():
@@ -419,7 +207,7 @@ def test_a_bridge_is_alone_with_its_library(module):
     first = {name.partition(".")[0] for name in imports.top | imports.later}
     for library in BRIDGES:
         above = ON_TOP.get(library, ())
-        if module.partition(".")[0] not in (library, *above):
+        if room_of(module) not in (library, *above):
             assert library not in first
             assert not {x.partition(".")[0] for x in of_cuflash(imports)} & {
                 library
@@ -524,5 +312,5 @@ def test_import_is_light():
     assert "cuflash.api" in loaded
     assert not loaded & {"cupy", "scipy", "cuda", "cuflash.reference"}
     assert not loaded & {"torch", "jax", "transformers"}
-    assert "cuflash.execute" not in loaded
+    assert "cuflash.launch.attention" not in loaded
     assert "cuflash.backends.emulator.machine" not in loaded

@@ -3,7 +3,7 @@
 import pytest
 
 from cuflash.build import nvrtc
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans.plan import device_of_arch, plan
 from cuflash.plans.steps import LONGEST_RUN
 from helpers.kernels import small_problem
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import validate_kvcache
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -15,7 +14,8 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from cuflash.problem import KVCache, Problem, Rotary
+from cuflash.request import validate_kvcache
+from cuflash.request.problem import KVCache, Problem, Rotary
 from helpers.compare import assert_all, assert_finite
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -656,9 +656,9 @@ def test_values_on_a_device_are_read_only_to_check_them(monkeypatch):
     with pytest.raises(ValueRangeError, match=r"cache_seqlens\[1\] is -1"):
         validate_kvcache.values(checked)
     monkeypatch.delenv("CUFLASH_CHECK", raising=False)
-    assert not cuflash.api._reads_values(lengths)
+    assert not cuflash.api.arrays.reads_values(lengths)
     monkeypatch.setenv("CUFLASH_CHECK", "1")
-    assert cuflash.api._reads_values(lengths)
+    assert cuflash.api.arrays.reads_values(lengths)
 
 
 # Memory ----------------------------------------------------------------------

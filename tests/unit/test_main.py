@@ -13,7 +13,7 @@ import cuflash
 from cuflash import __main__
 from cuflash.build import nvrtc, warmup
 from cuflash.errors import CompileError, UnsupportedError
-from cuflash.plan import device_of_arch
+from cuflash.plans.plan import device_of_arch
 from helpers.kernels import kernels, small_kernel
 from helpers.this_gpu import GPU
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cuflash import folders, nearest_tiles, tiles
-from cuflash.plan import device_of_arch, plan
+from cuflash import folders
+from cuflash.plans import nearest_tiles, tiles
+from cuflash.plans.plan import device_of_arch, plan
 from helpers.kernels import small_problem
 from helpers.tables import BY_BLOCK_K, entry, write_table
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import validate, validate_derivatives
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request import validate, validate_derivatives
 from helpers.compare import assert_bitwise
 
 Q, K, HEADS, D = 6, 7, 2, 16

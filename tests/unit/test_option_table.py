@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import cuflash
-from cuflash import abi, options
-from cuflash.plan import device_of_arch
+from cuflash.launch import structs as abi
 from cuflash.plans import wgmma
+from cuflash.plans.plan import device_of_arch
 from cuflash.plans.steps import option_constants
-from cuflash.problem import Problem
+from cuflash.request import options
+from cuflash.request.problem import Problem
 from helpers.kernels import ASKED, small_problem
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

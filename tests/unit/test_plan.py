@@ -8,9 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cuflash import nearest_tiles
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plan import (
+from cuflash.plans import nearest_tiles
+from cuflash.plans.kernel import EVEN_SECTIONS
+from cuflash.plans.plan import (
     default_plans,
     device_of_arch,
     legal_tiles,
@@ -18,7 +19,6 @@ from cuflash.plan import (
     plan,
     tuned_by,
 )
-from cuflash.plans.kernel import EVEN_SECTIONS
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
 

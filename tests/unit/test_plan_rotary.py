@@ -3,8 +3,8 @@
 import pytest
 
 from cuflash.errors import UnsupportedError
-from cuflash.plan import device_of_arch, plan
-from cuflash.problem import Problem, Rotary
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request.problem import Problem, Rotary
 
 
 def rotary_plan(heads=8, dtype="bfloat16", arch="sm_90a", **changed):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cuflash import validate
-from cuflash.problem import Problem
+from cuflash.request import validate
+from cuflash.request.problem import Problem
 
 SIZES = dict.fromkeys(
     ["batch", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"], 1

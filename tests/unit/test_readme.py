@@ -10,8 +10,8 @@ import pytest
 
 import cuflash
 from cuflash import __main__
-from cuflash.plan import device_of_arch
 from cuflash.plans import wgmma
+from cuflash.plans.plan import device_of_arch
 from helpers.compare import assert_all
 from helpers.kernels import ASKED, small_problem
 

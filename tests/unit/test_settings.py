@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import execute, settings, validate
+from cuflash import settings
 from cuflash.errors import ValueRangeError
-from cuflash.plan import FamilyName
+from cuflash.launch import attention as execute
+from cuflash.plans.plan import FamilyName
+from cuflash.request import validate
 from helpers.counting import Counting
 
 ROOT = Path(__file__).parents[2]

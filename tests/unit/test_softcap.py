@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cuflash.softcap import (
+from cuflash.request.softcap import (
     POLY3_COEFFICIENTS,
     POLY3_MOST,
     POLY4_COEFFICIENTS,

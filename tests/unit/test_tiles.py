@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from cuflash import tiles
 from cuflash.build import nvrtc
 from cuflash.errors import ValueRangeError
-from cuflash.plan import device_of_arch, plan
+from cuflash.plans import tiles
+from cuflash.plans.plan import device_of_arch, plan
 from helpers.kernels import small_problem
 from helpers.tables import BY_BLOCK_K, entry, write_table
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 import cuflash
-from cuflash import array_types
+from cuflash.api import types as array_types
 
 CALLS = {
     "forward": (array_types.ForwardOptions, {"return_lse"}),

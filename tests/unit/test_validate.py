@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import checks, validate
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -15,6 +14,7 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
+from cuflash.request import checks, validate
 from helpers.compare import assert_all
 
 SHAPES = {

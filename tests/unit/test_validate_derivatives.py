@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import validate_derivatives
-from cuflash.backends.numpy_derivatives import jvp as numpy_jvp
+from cuflash.backends.numpy.derivatives import jvp as numpy_jvp
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -13,7 +12,8 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from cuflash.problem import Tangents
+from cuflash.request import validate_derivatives
+from cuflash.request.problem import Tangents
 
 SHAPES = {
     "q": (2, 5, 4, 8),

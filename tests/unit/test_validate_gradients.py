@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import validate
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -12,6 +11,7 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
+from cuflash.request import validate
 from helpers.compare import assert_all
 
 SHAPES = {

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import validate
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -12,6 +11,7 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
+from cuflash.request import validate
 from helpers.compare import assert_all
 from helpers.dtypes import DTYPES
 
@@ -218,9 +218,9 @@ def test_positions_on_a_device_are_read_only_to_check_them(monkeypatch):
     with pytest.raises(ValueRangeError, match=r"positions\[0, 0\] is 9"):
         validate.positions(call)
     monkeypatch.delenv("CUFLASH_CHECK", raising=False)
-    assert not cuflash.api._reads_values(OnDevice(positions))
+    assert not cuflash.api.arrays.reads_values(OnDevice(positions))
     monkeypatch.setenv("CUFLASH_CHECK", "1")
-    assert cuflash.api._reads_values(OnDevice(positions))
+    assert cuflash.api.arrays.reads_values(OnDevice(positions))
 
 
 def test_out_shares_a_part_of_x():

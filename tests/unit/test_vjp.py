@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api_vjp
+from cuflash.api import vjp as api_vjp
 from helpers.compare import assert_arrays_equal
 
 rng = np.random.default_rng(0)

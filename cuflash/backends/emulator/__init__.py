@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported in `active`, because few programs need it
     from cuflash.backends.emulator.machine import Emulator
-    from cuflash.plan import FamilyName
+    from cuflash.plans.plan import FamilyName
 
 __all__ = ["active", "current"]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cuflash.backends.emulator import runtime
-from cuflash.plan import KernelPlan
+from cuflash.plans.plan import KernelPlan
 
 ADDR2LINE = "addr2line"
 READELF = "readelf"

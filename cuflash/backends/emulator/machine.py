@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import plan as planning
-from cuflash.abi import TensorMap, padded
 from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
-from cuflash.layouts import Boxes
-from cuflash.plan import Device, FamilyName, KernelPlan, Launch, Plan
+from cuflash.launch.structs import TensorMap, padded
+from cuflash.plans import plan as planning
+from cuflash.plans.plan import Device, FamilyName, KernelPlan, Launch, Plan
+from cuflash.request.layouts import Boxes
 
 ALIGNMENT = 256  # bytes, like CUDA's allocator
 # What each byte of new memory holds. Bytes 0xFF are NaN in every dtype, so

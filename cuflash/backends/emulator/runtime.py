@@ -23,7 +23,7 @@ from pathlib import Path
 from cuflash import folders
 from cuflash.build import cache, source
 from cuflash.errors import CompileError, KernelFault
-from cuflash.plan import Device, KernelPlan
+from cuflash.plans.plan import Device, KernelPlan
 
 FOLDER = Path(__file__).parent
 TWINS = {"common/ptx.cuh": FOLDER / "ptx_host.h"}

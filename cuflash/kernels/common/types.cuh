@@ -16,7 +16,7 @@ template <typename Element> struct AccumulatorOf { using type = float; };
 template <> struct AccumulatorOf<double> { using type = double; };
 template <typename Element> using Accumulator = typename AccumulatorOf<Element>::type;
 
-// The argument structs, generated from cuflash/abi.py; not a file of this folder.
+// The argument structs, generated from cuflash/launch/structs.py; not a file of this folder.
 #include "common/arguments.cuh"
 
 // The arguments that all structs of a direction contain.

@@ -1,0 +1,1 @@
+"""What users call: signatures, docstrings, and the flow of each call."""

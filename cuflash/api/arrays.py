@@ -1,0 +1,127 @@
+"""Where a call runs: the arrays in their own library, and its runner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cuflash import folders, settings
+from cuflash.backends import emulator
+from cuflash.errors import CuflashError, DTypeError, UnsupportedError
+from cuflash.request import options, validate
+
+if TYPE_CHECKING:
+    from cuflash.backends.base import Runner
+
+
+def option_arguments(
+    given: dict[str, Any], arrays: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split options: (scalar options, `arrays` plus the option arrays)."""
+    asked = options.passed(given)
+    option_arrays = {x: asked.pop(x) for x in options.ARRAYS if x in asked}
+    return asked, {**arrays, **option_arrays}
+
+
+def check_offsets(call: Any) -> None:
+    """Check offsets on the host; on a device only if CUFLASH_CHECK is 1."""
+    if reads_values(call.options.get("cu_seqlens_q")):
+        validate.offsets(call)
+
+
+def reads_values(array: Any) -> bool:
+    """Whether the host checks the values of an array, which may be None."""
+    if array is None:
+        return False
+    on_host = isinstance(array, np.ndarray)
+    return on_host or settings.read("CUFLASH_CHECK") == "1"
+
+
+# What a call writes to arrays of the user.
+OUT = {"out": "the result"}
+
+
+GRADIENTS = {x: f"the gradient of {x[1:]}" for x in ("dq", "dk", "dv")}
+
+
+CACHES = {**OUT, "k_cache": "k_new", "v_cache": "v_new"}
+
+
+def open_arrays(
+    call: str,
+    given: dict[str, Any],
+    written: Mapping[str, str] | None = None,
+) -> tuple[Runner, dict[str, Any]]:
+    """The runner for the arrays' device, and the arrays in its library.
+
+    `call` names the call, for messages (`hints`). `written` tells which
+    arrays, if given, must be writable, and for what. Call the runner's
+    `finish` when all of a call is queued.
+    """
+    settings.check()
+    device = validate.device_of(call, **given)
+    for name, receives in (written or {}).items():
+        if name in given:
+            validate.writable(name, given[name], receives)
+    if device == "cpu":
+        arrays = {name: np.asarray(x) for name, x in given.items()}
+        for name in options.INDICES.intersection(arrays):
+            arrays[name] = validate.integers_on_host(name, arrays[name])
+        emulated = emulator.current()
+        if emulated:
+            return _kernels()(emulated.backend()), arrays
+        from cuflash.backends.numpy import attention as numpy
+
+        return numpy, arrays
+    cupy = on_cuda()
+    arrays = {
+        name: x if type(x) is cupy.Array else _to_cupy(cupy, name, x)
+        for name, x in given.items()
+    }
+    first = next(iter(arrays.values()))
+    lent = [(x, arrays[n]) for n, x in given.items() if x is not arrays[n]]
+    finish = functools.partial(cupy.give_back, lent) if lent else None
+    return _kernels()(cupy.backend_of(first), finish), arrays
+
+
+@functools.cache
+def _kernels() -> Callable[..., Runner]:
+    """The class that runs calls on a backend."""
+    from cuflash.launch.runner import Kernels
+
+    return Kernels
+
+
+@functools.cache
+def on_cuda() -> ModuleType:
+    """The backend for CUDA arrays; UnsupportedError if CuPy is missing."""
+    try:
+        from cuflash.backends import cupy
+    except ImportError as error:
+        if (error.name or "").startswith("cuflash"):
+            raise
+        raise UnsupportedError(
+            "arrays on a CUDA device need CuPy, which could not be "
+            'imported: pip install "cuflash[cuda13]", or "cuflash[cuda12]" '
+            "for a CUDA 12 driver"
+        ) from error
+    except OSError as error:
+        raise UnsupportedError(folders.why_no_cupy(error)) from error
+    return cupy
+
+
+def _to_cupy(cupy: ModuleType, name: str, array: Any) -> Any:
+    try:
+        return cupy.to_cupy(array)
+    except CuflashError:
+        raise
+    except (BufferError, TypeError, ValueError) as error:
+        kind = type(array)
+        raise DTypeError(
+            f"{name} is of type {kind.__module__}.{kind.__qualname__}, "
+            f"which CuPy cannot read: {error}"
+        ) from error

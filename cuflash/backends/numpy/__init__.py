@@ -1,0 +1,1 @@
+"""Calls on NumPy arrays: tiles on the CPU, else the reference."""

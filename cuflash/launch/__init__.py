@@ -1,0 +1,1 @@
+"""How a plan runs: argument structs, recipes, and the launcher."""

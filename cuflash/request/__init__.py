@@ -1,0 +1,1 @@
+"""What was asked: the options, checked requests, and their layouts."""

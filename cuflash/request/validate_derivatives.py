@@ -1,0 +1,270 @@
+"""Validation of the arguments of `jvp` and `double_backward`.
+
+The arrays that `forward` and `backward` have, and the options, are checked as
+there; this module checks tangents and cotangents against what they move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from cuflash.errors import DTypeError, ShapeError, ValueRangeError
+from cuflash.request import checks, validate
+from cuflash.request.options import Numbers, broadcast_strides
+from cuflash.request.problem import Call, Layout, Signature, Tangents
+from cuflash.request.validate import in_full_rank, remembered
+
+# The argument names of tangents and cotangents, by what they move.
+TANGENTS = {
+    "q": "q_dot",
+    "k": "k_dot",
+    "v": "v_dot",
+    "bias": "bias_dot",
+    "sink": "sink_dot",
+}
+COTANGENTS = {
+    "q": "ddq",
+    "k": "ddk",
+    "v": "ddv",
+    "bias": "ddbias",
+    "sink": "ddsink",
+}
+
+
+def jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: Any = None,
+    causal: Any = False,
+    block_q: Any = None,
+    block_k: Any = None,
+    precision: Any = None,
+    return_lse: Any = False,
+    **others: Any,
+) -> Call:
+    """Check the arguments of `cuflash.jvp`; see there.
+
+    `others` holds only the tangents and the options that the user passed.
+    """
+    given = {"q": q, "k": k, "v": v}
+    moved, options = _tangents_of(others, TANGENTS)
+    asked = validate.split_options(options)
+    signature = _signature(
+        "jvp",
+        validate.describe(given),
+        validate.scale_of(scale),
+        checks.flag("causal", causal),
+        validate.block_of("block_q", block_q),
+        validate.block_of("block_k", block_k),
+        validate.precision_of(precision),
+        *asked[:2],
+        _describe(moved, TANGENTS),
+        return_lse=checks.flag("return_lse", return_lse),
+    )
+    return Call(signature, given, None, *asked[2:], tangents=moved)
+
+
+def double_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    scale: Any = None,
+    causal: Any = False,
+    block_q: Any = None,
+    block_k: Any = None,
+    deterministic: Any = False,
+    precision: Any = None,
+    dlse: Any = None,
+    return_d2bias: Any = False,
+    return_d2sink: Any = False,
+    return_ddlse: Any = False,
+    **others: Any,
+) -> Call:
+    """Check the arguments of `cuflash.double_backward`; see there.
+
+    `others` holds only the cotangents and the options that the user passed.
+    """
+    # q comes first: the others are compared with it.
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    moved, options = _tangents_of(others, COTANGENTS)
+    wanted = {
+        "return_dbias": _wanted("return_d2bias", return_d2bias, options),
+        "return_dsink": _wanted("return_d2sink", return_d2sink, options),
+        "return_ddlse": checks.flag("return_ddlse", return_ddlse),
+    }
+    asked = validate.split_options(options)
+    signature = _signature(
+        "double_backward",
+        validate.describe(given),
+        validate.scale_of(scale),
+        checks.flag("causal", causal),
+        validate.block_of("block_q", block_q),
+        validate.block_of("block_k", block_k),
+        validate.precision_of(precision),
+        *asked[:2],
+        _describe(moved, COTANGENTS),
+        deterministic=checks.flag("deterministic", deterministic),
+        wanted=tuple(wanted.items()),
+    )
+    return Call(signature, given, None, *asked[2:], tangents=moved)
+
+
+def _tangents_of(
+    others: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split arguments: tangents by what they move, and options."""
+    options = {x: y for x, y in others.items() if x not in names.values()}
+    moved = {x: others[name] for x, name in names.items() if name in others}
+    for what in ("bias", "sink"):
+        if what in moved:
+            _check_there(names[what], what, options)
+    return moved, options
+
+
+def _wanted(name: str, flag: Any, options: Mapping[str, Any]) -> bool:
+    """Check a flag that asks for d2bias or d2sink."""
+    wanted = checks.flag(name, flag)
+    if wanted:
+        _check_there(name, name.removeprefix("return_d2"), options)
+    return wanted
+
+
+def _check_there(name: str, what: str, options: Mapping[str, Any]) -> None:
+    if what not in options:
+        raise ValueRangeError(
+            f"{name} is given without {what}, expected {what} too: it has no "
+            "effect alone"
+        )
+
+
+def _describe(
+    moved: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[tuple, ...]:
+    """Describe tangents: what each moves, then as `validate.describe`."""
+    seen = validate.describe({names[x]: y for x, y in moved.items()})
+    return tuple(zip(moved, seen, strict=True))
+
+
+@remembered
+def _signature(
+    direction: Literal["jvp", "double_backward"],
+    seen: tuple[tuple, ...],
+    scale: float | None,
+    causal: bool,
+    block_q: int | None,
+    block_k: int | None,
+    precision: Literal["tf32x3"] | None,
+    asked: Numbers,
+    seen_options: tuple[tuple, ...],
+    seen_tangents: tuple[tuple, ...],
+    *,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    wanted: tuple[tuple[str, bool], ...] = (),
+) -> Signature:
+    """Check a call; nothing here depends on the data."""
+    signature = validate.attention(
+        direction,
+        seen,
+        scale,
+        causal,
+        block_q,
+        block_k,
+        precision,
+        asked,
+        seen_options,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+    tangents = tuple(x for _, x in seen_tangents)
+    validate.check_one_device(seen[:1] + tangents)
+    given = {name: rest for name, *rest in seen + seen_options}
+    lead = _lead(direction, given, seen_tangents)
+    for what, one in seen_tangents:
+        _check(one, what, given[what], lead, tangents[0][0])
+    layouts = {
+        what: _layout(signature, what, one, bool(lead))
+        for what, one in seen_tangents
+    }
+    count = lead[0] if lead else 1
+    fields: dict[str, Any] = dict(wanted)
+    problem = replace(
+        signature.problem,
+        tangents=Tangents(tuple(layouts), count),
+        **fields,
+    )
+    return replace(
+        signature, problem=problem, tangents=layouts, several=bool(lead)
+    )
+
+
+def _lead(
+    direction: str,
+    given: Mapping[str, list],
+    seen_tangents: tuple[tuple, ...],
+) -> tuple[int, ...]:
+    """The axis of directions, by the first tangent; () without one."""
+    if direction != "jvp":
+        return ()
+    for what, (_, shape, *_) in seen_tangents:
+        if len(shape) == len(given[what][0]) + 1:
+            return (shape[0],)
+        break
+    return ()
+
+
+def _check(
+    seen: tuple, what: str, given: list, lead: tuple[int, ...], first: str
+) -> None:
+    """Check a tangent's dtype and shape against what it moves."""
+    name, shape, _, dtype, *_ = seen
+    own, got = tuple(given[0]), tuple(shape)
+    expected_dtype = np.dtype(given[2]).name
+    if np.dtype(dtype).name != expected_dtype:
+        raise DTypeError(
+            f"{name} has dtype {np.dtype(dtype).name}, expected "
+            f"{expected_dtype} as {what}: each has the dtype of what it moves"
+        )
+    if got == (*lead, *own):
+        return
+    also = ""
+    if name == first and name.endswith("_dot") and not lead:
+        also = f", or {('n', *own)} for n directions at once".replace("'", "")
+    elif lead:
+        also = f", for each of {lead[0]} directions"
+        also += "" if name == first else f" as {first} has"
+    elif name != first and name.endswith("_dot"):
+        also = f": {first} has one direction"
+    raise ShapeError(
+        f"{name} has shape {got}, expected {(*lead, *own)} as {what} has "
+        f"{own}{also}"
+    )
+
+
+def _layout(
+    signature: Signature, what: str, seen: tuple, several: bool
+) -> Layout:
+    """A tangent's layout in full rank, after an axis of directions."""
+    _, shape, strides, dtype, offset, _ = seen
+    shape, strides = tuple(shape), tuple(strides)
+    if not several:
+        shape, strides = (1, *shape), (0, *strides)
+    if what in "qkv":
+        full = in_full_rank(shape[1:])
+        own = in_full_rank(strides[1:])
+    else:
+        full = signature.options[what].shape
+        own = broadcast_strides(shape[1:], strides[1:], full)
+    return Layout((shape[0], *full), (strides[0], *own), dtype, offset)
