@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -122,7 +122,7 @@ def _check(
     options: dict[str, Any],
 ) -> tuple[Request, Problem]:
     check_layout(layout)
-    runner, opened = api.open_arrays("distributed", dict(given))
+    runner, opened = api_arrays.open_arrays("distributed", dict(given))
     alone = {**options, "causal": causal}
     if window is not None:
         alone["window"] = window

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 
 # A rearrangement of more slices is by index, which is one kernel on a GPU.
 _MOST_SLICES = 32
@@ -20,14 +20,14 @@ def library(array: Any) -> Any:
     """The module of an array: NumPy, or CuPy."""
     if isinstance(array, np.ndarray):
         return np
-    return api.on_cuda().cupy
+    return api_arrays.on_cuda().cupy
 
 
 def on_host(array: Any) -> np.ndarray:
     """A NumPy array of a list, or of an array on any device."""
     if isinstance(array, (np.ndarray, list, tuple)):
         return np.asarray(array)
-    cupy = api.on_cuda()
+    cupy = api_arrays.on_cuda()
     return cupy.cupy.asnumpy(cupy.to_cupy(array))
 
 

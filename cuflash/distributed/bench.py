@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 import cuflash
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 from cuflash.errors import CuflashError
 
 from . import environment
@@ -142,7 +142,7 @@ def random_rows(
 
     Drawn by NumPy, so that CuPy's random numbers need not be installed.
     """
-    cupy = api.on_cuda().cupy
+    cupy = api_arrays.on_cuda().cupy
     rng = np.random.default_rng(seed)
     dtype = np.dtype(getattr(ml_dtypes, options.dtype, options.dtype))
     rows = rng.standard_normal(
@@ -155,7 +155,7 @@ def random_rows(
 
 def timed(call: Callable[[], Any], repeats: int, ready: Any = None) -> float:
     """The median of seconds, from `ready` on all ranks to the stream's end."""
-    cupy = api.on_cuda().cupy
+    cupy = api_arrays.on_cuda().cupy
     stream = cupy.cuda.get_current_stream()
     for _ in range(2):
         call()
@@ -173,7 +173,7 @@ def timed(call: Callable[[], Any], repeats: int, ready: Any = None) -> float:
 
 def largest_error(got: Any, want: Any) -> float:
     """The largest difference, relative to the largest element."""
-    cupy = api.on_cuda().cupy
+    cupy = api_arrays.on_cuda().cupy
     worst = 0.0
     for x, y in zip(got, want, strict=True):
         a, b = x.astype(np.float32), y.astype(np.float32)
@@ -224,7 +224,7 @@ def on_ranks(options: argparse.Namespace, group: Group) -> list[dict]:
 def on_threads(options: argparse.Namespace) -> list[dict]:
     """Figures of ranks that share one GPU."""
     found = []
-    cupy = api.on_cuda().cupy
+    cupy = api_arrays.on_cuda().cupy
     for seqlen in options.seqlens:
         call = Call(options, seqlen)
         single = [timed(x, options.repeats) for x in call.alone()]
@@ -253,7 +253,7 @@ def threads_time(
     options: argparse.Namespace,
 ) -> tuple[list[float], float | None]:
     """Seconds of each direction on threads, and the largest error."""
-    cupy = api.on_cuda().cupy
+    cupy = api_arrays.on_cuda().cupy
 
     def of_rank(group: Group) -> tuple[list[float], float | None]:
         calls = call.of_rank(group, ulysses)
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("bench: there is no GPU, or CuPy finds none", file=sys.stderr)
         return 1
     try:
-        cupy = api.on_cuda().cupy
+        cupy = api_arrays.on_cuda().cupy
         if options.threads:
             found = on_threads(options)
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 from cuflash.backends import emulator
 
 
@@ -68,7 +68,7 @@ class Device(Host):
         emulated = emulator.current()
         if emulated and isinstance(self._array, np.ndarray):
             return emulated.backend()
-        return api.on_cuda().backend_of(self._array)
+        return api_arrays.on_cuda().backend_of(self._array)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return self.backend.empty(shape, dtype)
@@ -106,7 +106,7 @@ def _kernels() -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _offsets_on(device: int, values: tuple[int, ...]) -> Any:
-    cupy = api.on_cuda().cupy
+    cupy = api_arrays.on_cuda().cupy
     with cupy.cuda.Device(device):
         array = cupy.asarray(np.asarray(values, np.int32))
         # Other streams read it: it must be there before they do.

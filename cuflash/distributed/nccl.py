@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 from cuflash.errors import DTypeError, GroupError, ValueRangeError
 
 from .group import DEFAULT_TIMEOUT, Group, Message, Pending
@@ -71,7 +71,7 @@ class NcclGroup(Group):
     ) -> None:
         super().__init__(rank, size, timeout)
         self._library = find_library(library)
-        self._cupy = api.on_cuda().cupy
+        self._cupy = api_arrays.on_cuda().cupy
         self.device = self._cupy.cuda.runtime.getDevice()
         # Its kernels go first where they compete with attention for SMs.
         self._stream = self._cupy.cuda.Stream(

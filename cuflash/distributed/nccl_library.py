@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 from cuflash.errors import UnsupportedError, ValueRangeError
 
 from .group import Message
@@ -139,7 +139,7 @@ def library(name: str | None = None) -> Library:
         raise ValueRangeError(
             f"library is {name!r}, expected one of {', '.join(NAMES)}"
         )
-    api.on_cuda()  # raises if CuPy is missing
+    api_arrays.on_cuda()  # raises if CuPy is missing
     reasons = []
     for each, kind in (("cupy", OfCupy), ("nccl4py", OfNccl4py)):
         if name in (None, each):

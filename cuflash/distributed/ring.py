@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from cuflash import api
+from cuflash.api import attention as api_attention
 
 from .accumulate import Merged, Sums
 from .arrays import contiguous
@@ -334,8 +334,8 @@ def _forward(
     arguments = ring.arguments(block)
     given = (q, k, v)
     if not block.cu_seqlens_q:
-        return api.forward(*given, return_lse=True, **arguments)
-    out, lse = api.forward(
+        return api_attention.forward(*given, return_lse=True, **arguments)
+    out, lse = api_attention.forward(
         *(x[0] for x in given), return_lse=True, **arguments
     )
     return out[None], lse[None]
@@ -351,9 +351,11 @@ def _backward(
     arguments = ring.arguments(block)
     given += results
     if not block.cu_seqlens_q:
-        return api.backward(*given, dlse=dlse, **arguments)
+        return api_attention.backward(*given, dlse=dlse, **arguments)
     dlse = None if dlse is None else dlse[0]
-    gradients = api.backward(*(x[0] for x in given), dlse=dlse, **arguments)
+    gradients = api_attention.backward(
+        *(x[0] for x in given), dlse=dlse, **arguments
+    )
     return tuple(x[None] for x in gradients)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
-from cuflash import api
+from cuflash.api import attention as api_attention
 from cuflash.api import derivatives as api_derivatives
 
 from .calls import (
@@ -56,7 +56,7 @@ def _forward(
 ) -> None:
     out, *lse = map(np.asarray, results)
     given = _arrays(names, buffers) | arguments
-    got = api.forward(**given, out=out, return_lse=bool(lse))
+    got = api_attention.forward(**given, out=out, return_lse=bool(lse))
     if lse:
         lse[0][...] = got[1]
 
@@ -73,7 +73,7 @@ def _backward(
     given = _arrays(names, buffers) | {
         f"d{name}": x for name, x in into.items() if name in ("q", "k", "v")
     }
-    gradients = api.backward(**given, **arguments)
+    gradients = api_attention.backward(**given, **arguments)
     got = dict(zip(gradient_names(wrt), gradients, strict=True))
     for name in {"bias", "sink"} & {*wrt}:
         into[name][...] = got[name]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 from cuflash.backends.base import Backend
 
 
@@ -48,13 +48,13 @@ class Cuda:
         return jax.local_devices(backend="cuda")[0].local_hardware_id
 
     def backend(self, index: int) -> Backend:
-        return api.on_cuda().backend(index)
+        return api_arrays.on_cuda().backend(index)
 
     def open(
         self, context: Any, buffers: Sequence[Any]
     ) -> tuple[int, list[int], Queue]:
         index, addresses = located(buffers)
-        return index, addresses, api.on_cuda().Queue(context.stream)
+        return index, addresses, api_arrays.on_cuda().Queue(context.stream)
 
 
 # ---- Addresses, from DLPack's capsules ----

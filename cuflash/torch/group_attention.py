@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
-from cuflash import api, distributed
+from cuflash import distributed
+from cuflash.api import arrays as api_arrays
 from cuflash.api import foreign_names
 from cuflash.errors import UnsupportedError
 
@@ -168,7 +169,7 @@ def _to_array(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().resolve_neg()
     if request.backend_of(tensor) is None:
         return to_numpy(tensor)
-    return api.on_cuda().to_cupy(tensor)
+    return api_arrays.on_cuda().to_cupy(tensor)
 
 
 def _to_tensor(array: Any) -> torch.Tensor:
@@ -183,7 +184,7 @@ def _on_stream_of(tensor: torch.Tensor) -> Iterator[None]:
     if request.backend_of(tensor) is None:
         yield
         return
-    cuda = api.on_cuda().cupy.cuda
+    cuda = api_arrays.on_cuda().cupy.cuda
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
     index = tensor.device.index
     with cuda.Device(index), cuda.ExternalStream(stream, index):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cuflash import api
+from cuflash.api import kvcache as api_kvcache
 from cuflash.launch import kvcache as execute_kvcache
 from cuflash.request import validate_kvcache
 from cuflash.request.problem import Call, strip, strip_lse
@@ -97,7 +97,7 @@ def _on_cpu(
     arrays: dict[str, Any] = {name: to_numpy(x) for name, x in tensors.items()}
     if length is not None:
         arrays["cache_seqlens"] = length
-    result = api.forward_kvcache(**arrays, **numbers)
+    result = api_kvcache.forward_kvcache(**arrays, **numbers)
     if isinstance(result, tuple):
         return tuple(map(from_numpy, result))
     return from_numpy(result)

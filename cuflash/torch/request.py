@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cuflash import api, settings
+from cuflash import settings
+from cuflash.api import arrays as api_arrays
+from cuflash.api import attention as api_attention
 from cuflash.launch import attention as execute
 from cuflash.request import options, validate
 from cuflash.request.problem import Call, Signature, strip, strip_lse
@@ -92,7 +94,7 @@ class Request:
         )  # fmt: skip
         given = {"q": q, "k": k, "v": v}
         if backend is None:
-            return self.on_cpu(api.forward, given, tensors, own)
+            return self.on_cpu(api_attention.forward, given, tensors, own)
         call = self.call(check_forward, given, tensors, own)
         out, lse = execute.forward(call, backend)
         if call.rank != 4:
@@ -128,7 +130,7 @@ class Request:
         if dlse is not None:
             given["dlse"] = dlse
         if backend is None:
-            return self.on_cpu(api.backward, given, tensors, own)
+            return self.on_cpu(api_attention.backward, given, tensors, own)
         call = self.call(_check_backward, given, tensors, own)
         results = execute.backward(call, backend)
         if call.rank == 4:
@@ -212,7 +214,7 @@ def kernel_backend(*tensors: torch.Tensor) -> Backend | None:
 @functools.cache
 def _cuda() -> Any:
     """The function from a device's index to its backend."""
-    api.on_cuda()  # tells what to install where CuPy is missing
+    api_arrays.on_cuda()  # tells what to install where CuPy is missing
     from .backend import backend
 
     return backend

@@ -17,7 +17,7 @@ from jax_data import (  # noqa: E402
     split,
 )
 
-from cuflash import api  # noqa: E402
+from cuflash.api import attention as api_attention  # noqa: E402
 from cuflash.jax import attention  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -57,8 +57,8 @@ def assert_maps(function, arrays, moving, axis=0):
 
 
 def calls_of(name, monkeypatch):
-    counted = mock.Mock(side_effect=getattr(api, name))
-    monkeypatch.setattr(api, name, counted)
+    counted = mock.Mock(side_effect=getattr(api_attention, name))
+    monkeypatch.setattr(api_attention, name, counted)
     return counted
 
 

@@ -116,12 +116,12 @@ def test_what_equals_true_is_not_taken_for_it(fake, causal):
 
 
 def test_without_cupy(monkeypatch):
-    from cuflash import api
+    from cuflash.api import arrays as api_arrays
 
     def missing():
         raise cuflash.UnsupportedError("arrays on a CUDA device need CuPy")
 
-    monkeypatch.setattr(api, "on_cuda", missing)
+    monkeypatch.setattr(api_arrays, "on_cuda", missing)
     request._cuda.cache_clear()
     with pytest.raises(cuflash.UnsupportedError, match="need CuPy"):
         request._cuda()

@@ -13,7 +13,7 @@ from torch_data import (  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
-from cuflash import api  # noqa: E402
+from cuflash.api import attention as api_attention  # noqa: E402
 from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -108,8 +108,8 @@ def test_deterministic_algorithms(by_operator, monkeypatch):
         found.append(arguments["deterministic"])
         return original(**arguments)
 
-    original = api.backward
-    monkeypatch.setattr(api, "backward", backward)
+    original = api_attention.backward
+    monkeypatch.setattr(api_attention, "backward", backward)
     inputs = tensors(requires_grad=True)
 
     def call(*inputs):

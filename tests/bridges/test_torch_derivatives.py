@@ -15,7 +15,7 @@ from torch_data import (  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
-from cuflash import api  # noqa: E402
+from cuflash.api import attention as api_attention  # noqa: E402
 from cuflash.torch import request_derivatives  # noqa: E402
 from helpers.compare import assert_arrays_equal  # noqa: E402
 
@@ -151,7 +151,9 @@ def test_packed_sequences():
 def test_each_order_runs_one_call(monkeypatch):
     calls = []
     for name in ("forward", "backward"):
-        monkeypatch.setattr(api, name, counted(getattr(api, name), calls))
+        monkeypatch.setattr(
+            api_attention, name, counted(getattr(api_attention, name), calls)
+        )
     of_cpu = request_derivatives.ON_CPU
     for name, function in of_cpu.items():
         monkeypatch.setitem(of_cpu, name, counted(function, calls, name))

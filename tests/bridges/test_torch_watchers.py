@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 from torch_data import assert_equal, tensors  # noqa: E402
 
 import cuflash.torch  # noqa: E402
-from cuflash import api  # noqa: E402
+from cuflash.api import attention as api_attention  # noqa: E402
 from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def test_exported_programs():
 
 def test_selective_checkpointing_saves_attention(monkeypatch):
     """Everything else is computed again in the backward pass."""
-    found, original = [], api.forward
+    found, original = [], api_attention.forward
 
     def forward(**arguments):
         found.append(arguments["return_lse"])
@@ -47,7 +47,7 @@ def test_selective_checkpointing_saves_attention(monkeypatch):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    monkeypatch.setattr(api, "forward", forward)
+    monkeypatch.setattr(api_attention, "forward", forward)
     inputs = tensors(requires_grad=True)
     out = checkpoint(
         Model(),

@@ -104,8 +104,8 @@ def test_numpy_arrays(group):
 
 
 def test_a_library_that_there_is_not(monkeypatch):
-    from cuflash import api
+    from cuflash.api import arrays as api_arrays
 
-    monkeypatch.setattr(api, "on_cuda", lambda: None)
+    monkeypatch.setattr(api_arrays, "on_cuda", lambda: None)
     with pytest.raises(cuflash.ValueRangeError, match="'mpi', expected one"):
         nccl_library.library("mpi")

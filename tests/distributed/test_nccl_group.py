@@ -70,7 +70,7 @@ def library(monkeypatch):
     cupy = SimpleNamespace(cuda=cuda, ndarray=Array)
     library = Library(log)
     on_cuda = SimpleNamespace(cupy=cupy)
-    monkeypatch.setattr(nccl.api, "on_cuda", lambda: on_cuda)
+    monkeypatch.setattr(nccl.api_arrays, "on_cuda", lambda: on_cuda)
     monkeypatch.setattr(nccl, "find_library", lambda name: library)
     return library
 

@@ -152,7 +152,7 @@ FAKE = FakeCupy()
 def in_place(monkeypatch):
     """Replace CuPy; return the fake and the reloaded backend."""
     import cuflash.backends
-    from cuflash import api
+    from cuflash.api import arrays as api_arrays
     from cuflash.build import nvrtc
 
     monkeypatch.setitem(sys.modules, "cupy", FAKE)
@@ -164,6 +164,6 @@ def in_place(monkeypatch):
     encoded = staticmethod(lambda address, boxes: bytes(128))
     monkeypatch.setattr(backend.CupyBackend, "tensor_map", encoded)
     monkeypatch.setattr(backend, "_launch_as", FAKE.launch_as)
-    monkeypatch.setattr(api, "on_cuda", lambda: backend)
+    monkeypatch.setattr(api_arrays, "on_cuda", lambda: backend)
     FAKE.log.clear()
     return FAKE, backend

@@ -5,6 +5,7 @@ it is tested without a GPU.
 """
 
 import doctest
+import importlib
 import inspect
 import sys
 from importlib.metadata import version
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api
+from cuflash.api import arrays as api_arrays
 from cuflash.backends.numpy import attention as cpu
 from cuflash.errors import DTypeError, UnsupportedError
 from cuflash.request import validate, validate_derivatives, validate_kvcache
@@ -54,8 +55,10 @@ def launch(monkeypatch):
         apply_rotary=cpu.apply_rotary,
         forward_kvcache=cpu.forward_kvcache,
     )
-    monkeypatch.setattr(api, "on_cuda", lambda: fake)
-    monkeypatch.setattr(api, "_kernels", lambda: lambda backend, finish: fake)
+    monkeypatch.setattr(api_arrays, "on_cuda", lambda: fake)
+    monkeypatch.setattr(
+        api_arrays, "_kernels", lambda: lambda backend, finish: fake
+    )
     return fake
 
 
@@ -193,8 +196,12 @@ class Plain:
     """An array whose device is unknown."""
 
 
-def test_examples():
-    failed, attempted = doctest.testmod(api)
+@pytest.mark.parametrize(
+    "module", ["attention", "derivatives", "kvcache", "merging", "rotary"]
+)
+def test_examples(module):
+    calls = importlib.import_module(f"cuflash.api.{module}")
+    failed, attempted = doctest.testmod(calls)
     assert attempted and not failed
 
 

@@ -11,7 +11,7 @@ from cuflash.plans.family import FAMILIES, FamilyName
 
 PACKAGE = Path(cuflash.__file__).parent
 # The choice of a family, and the records.
-KNOW_NAMES = {"plan.py", "plans/family.py"}
+KNOW_NAMES = {"plans/plan.py", "plans/family.py"}
 
 
 def compared_names(tree):

@@ -207,7 +207,7 @@ def named(folder, pattern, prefix):
         ("cuflash", "py.typed", "cuflash"),
         ("cuflash", "plans/*.py", "cuflash"),
         ("cuflash", "kernels/**/*.cu*", "cuflash"),
-        ("cuflash", "tile_tables/*.json", "cuflash"),
+        ("cuflash", "plans/tile_tables/*.json", "cuflash"),
         ("cuflash", "backends/*.py", "cuflash"),
         ("cuflash", "backends/emulator/*.*", "cuflash"),
         ("cuflash", "build/*.py", "cuflash"),

@@ -89,7 +89,8 @@ CALL = f"""
 import sys
 sys.path.append({str(ROOT / "tests")!r})
 import numpy as np
-from cuflash import execute, validate
+from cuflash.launch import attention as execute
+from cuflash.request import validate
 from helpers.counting import Counting
 q = np.ones((3, 4), np.float32)
 for machine in [Counting("sm_80")] * 2 + [Counting("sm_90a")]:

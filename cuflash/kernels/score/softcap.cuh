@@ -9,13 +9,13 @@
 //   poly4     tanh x = x p(x^2), p of four terms, if all S of a warp are small
 //   poly3     the same with three terms, if they are smaller still
 //
-// The host multiplies the polynomials' terms by cap, scale and log2(e) (cuflash/request/softcap.py). Their
+// The host multiplies the polynomials' terms by cap, scale and log2(e) (request/softcap.py). Their
 // errors are relative to the score, too: 11 and 27 * 2^-24, and 2.7 and 4.2 * 2^-24 cap, including
 // the rounding here (test_softcap.py). A warp chooses a formula by all the S that it holds, so
 // forward and backward may choose differently, and the scores of a pair then differ by the errors
 // of both.
 //
-// Constants: Element, SOFTCAP, LARGE_SOFTCAP (cuflash/request/softcap.py).
+// Constants: Element, SOFTCAP, LARGE_SOFTCAP (request/softcap.py).
 #pragma once
 #include "common/elements.cuh"
 #include "common/upper_halves.cuh"
