@@ -131,9 +131,9 @@ def test_python_in_a_checkout_finds_the_reference_there(checkout):
     """Not the installed checkout's, and each module once."""
     text = """
 import pickle
-import cuflash.backends.numpy.tiles
+import cuflash.backends.numpy.attention
 from cuflash.reference.tile_state import TileState
-assert cuflash.backends.numpy.tiles.TileState is TileState
+assert cuflash.backends.numpy.attention.TileState is TileState
 assert pickle.loads(pickle.dumps(TileState)) is TileState
 print(cuflash.reference.__file__)
 """
